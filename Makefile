@@ -1,0 +1,49 @@
+# Everything from a bare Python 3.11+: each target makes what it needs first, and does nothing twice.
+#
+#   make demo    the embedded model writes a few lines, on this machine, GPU or not
+#   make test    lint, types and tests
+#   make bench   decode and prefill speed of the embedded model against the memory bandwidth
+#
+# TORCH=torch==2.13.0       the torch to install (the pin: its CPU build pulls no CUDA packages on most machines)
+# PIP_ARGS="--index-url .." anything else pip should know, such as another index
+#   a GPU machine:  make demo TORCH=torch PIP_ARGS="--extra-index-url <an index with CUDA builds>"
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: setup dev demo test lint bench clean
+
+setup: $(VENV)/ready
+dev: $(VENV)/ready-dev
+
+demo: setup
+	$(BIN)/sparkdraft generate --chat --prompt "Write two sentences about the sea." --max-tokens 80
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/sparkdraft bench offline
+
+clean:
+	rm -rf $(VENV)
+
+# torch goes first and alone: a later package's "torch" is then satisfied, and no other build is fetched.
+$(VENV)/ready: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing: about a minute and 200 MB the first time"
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) "$(TORCH)"
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e .
+	touch $@
+
+$(VENV)/ready-dev: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+	touch $@

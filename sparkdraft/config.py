@@ -1,0 +1,42 @@
+"""What a user may choose about the engine, in one frozen record. 0 and "auto" leave the choice to plan/resolve.py.
+
+Flags of the command line and keywords of `LLM` are these fields; an unknown one is an error. No torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparkdraft.core import UserError
+
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "quantised", "float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    model: str = "smollm2"  # a known name, a folder, a .gguf file or a hub id
+    device: str = "auto"
+    dtype: str = "auto"  # quantised on a CPU, bfloat16 on a GPU
+    max_model_len: int = 0  # tokens of prompt and output together; 0: what the model was made for
+    max_seqs: int = 0  # requests that run at once
+    max_rows: int = 0  # rows a step: prompt chunks and decode rows together
+    kv_tokens: int = 0  # size of the KV cache; 0: what fits
+    memory_fraction: float = 0.85  # of the free memory, for weights and KV together
+    block_size: int = 16
+    prefix_cache: bool = True
+    cuda_graphs: bool = True
+    threads: int = 0  # 0: the cores this process may use
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("device", DEVICES), ("dtype", DTYPES)):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise UserError(f"{name} is '{value}'; it must be one of {', '.join(allowed)}")
+        for name in ("max_model_len", "max_seqs", "max_rows", "kv_tokens", "threads"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be 0 (automatic) or positive")
+        if not 0 < self.memory_fraction <= 1:
+            raise UserError(f"memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1")
+        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+            raise UserError(f"block_size is {self.block_size}; it must be a power of two")

@@ -1,0 +1,177 @@
+"""The data that travels through the engine: what a user asks for, what a request is, what a step does, what comes out.
+
+Data only, known by everybody and knowing nobody. A field that is not set at construction says who fills it. Lengths
+form one small algebra, used with these names everywhere:
+
+    0 ........ num_prompt ........ num_tokens      ids that are known: the prompt, then the committed output
+    0 ... num_computed | num_scheduled |           rows whose K/V are in the cache | rows of this step
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+MAX_LOGPROBS = 20
+MAX_N = 64
+
+
+class UserError(Exception):
+    """Something the user can mend. The message is one sentence: what is wrong, the limit, what to change."""
+
+
+class FinishReason(str, Enum):
+    STOP = "stop"  # an end-of-text id, a stop id or a stop string
+    LENGTH = "length"  # max_tokens, or the end of the context
+    ABORT = "abort"
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise UserError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is sampled. Checked here, so that nothing later has to."""
+
+    max_tokens: int = 256
+    min_tokens: int = 0
+    temperature: float = 0.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output, as in Hugging Face
+    presence_penalty: float = 0.0  # over output, as in OpenAI
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # alternatives reported beside each sampled token
+    prompt_logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        _require(self.max_tokens >= 1, f"max_tokens is {self.max_tokens}; it must be at least 1")
+        _require(
+            0 <= self.min_tokens <= self.max_tokens,
+            f"min_tokens is {self.min_tokens}; it must be between 0 and max_tokens ({self.max_tokens})",
+        )
+        _require(
+            math.isfinite(self.temperature) and self.temperature >= 0,
+            f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number",
+        )
+        _require(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        _require(self.top_k >= 0, f"top_k is {self.top_k}; it must be 0 (off) or a positive number")
+        _require(0 <= self.min_p <= 1, f"min_p is {self.min_p}; it must be between 0 and 1")
+        _require(
+            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
+            f"repetition_penalty is {self.repetition_penalty}; it must be positive (1 is off)",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(-2 <= value <= 2, f"{name} is {value}; it must be between -2 and 2")
+        _require(
+            all(-100 <= b <= 100 for b in self.logit_bias.values()),
+            "logit_bias has a value outside -100 to 100; bring every bias into that range",
+        )
+        _require(all(self.stop), "a stop string is empty; remove it")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(
+                value is None or 0 <= value <= MAX_LOGPROBS,
+                f"{name} is {value}; it must be between 0 and {MAX_LOGPROBS}",
+            )
+        _require(1 <= self.n <= MAX_N, f"n is {self.n}; it must be between 1 and {MAX_N}")
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One sequence in the engine. A user's request with n > 1 is n of these, which share their id."""
+
+    id: str
+    index: int  # which of the n
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int  # never None: the engine draws one where the user gave none
+    max_output: int  # max_tokens, or less where the context ends first
+    output_ids: list[int] = field(default_factory=list)  # appended by engine/output
+    num_computed: int = 0  # advanced by the scheduler, back to 0 when preempted
+    num_cached: int = 0  # prompt rows that the prefix cache supplied, set by the scheduler
+    blocks: array[int] = field(default_factory=lambda: array("i"))  # owned by the scheduler
+    chain: list[int] = field(default_factory=list)  # the prefix cache's keys of the full blocks
+    finish: FinishReason | None = None  # set by engine/output or by abort
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    def ids(self, start: int, stop: int) -> list[int]:
+        """Known ids of positions [start, stop), across the border between prompt and output."""
+        border = len(self.prompt_ids)
+        if stop <= border:
+            return self.prompt_ids[start:stop]
+        return self.prompt_ids[start:border] + self.output_ids[max(start - border, 0) : stop - border]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One request's part of a step: rows [start, start + num_scheduled) of its sequence."""
+
+    request: Request
+    start: int  # num_computed when the step was scheduled
+    num_scheduled: int
+    samples: bool  # the row of the last known id is among them: it predicts one that is not known yet
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_scheduled
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What the scheduler decided for one step; the runner lays it out as one ragged batch."""
+
+    work: list[Work]
+    num_preempted: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return sum(w.num_scheduled for w in self.work)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    id: int
+    logprob: float
+    top: list[tuple[int, float]]  # the most likely ids at this position, best first
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step added to one request. The last one of a request carries its finish reason."""
+
+    request_id: str
+    index: int
+    ids: list[int]
+    text: str  # complete characters only, never part of a stop string
+    finish: FinishReason | None
+    logprobs: list[TokenLogprob] | None = None  # one for each id, where asked for
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # once, with the first output
+    num_prompt: int = 0
+    num_cached: int = 0
