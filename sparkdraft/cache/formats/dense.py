@@ -1,0 +1,42 @@
+"""Keys and values kept as they are computed, one tensor each a layer, in blocks of `block_size` positions.
+
+Inside a block every head's rows lie together, so a kernel reads one contiguous tile a (block, head). Token-local: a
+row's K/V depend on that row alone, so rollback is a shorter length and a prefix block is complete by itself.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from sparkdraft.kernels.view import AttentionView
+from sparkdraft.models.config import ModelConfig
+
+
+class DenseKV:
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        ops: ModuleType,
+    ) -> None:
+        shape = (config.num_layers, num_blocks, config.num_kv_heads, block_size, config.head_dim)
+        self.k = torch.empty(shape, dtype=dtype, device=device)
+        self.v = torch.empty(shape, dtype=dtype, device=device)
+        self.layers = list(zip(self.k.unbind(0), self.v.unbind(0), strict=True))
+        self.ops = ops
+
+    @staticmethod
+    def bytes_per_token(config: ModelConfig, itemsize: int) -> int:
+        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        self.ops.kv_write(k, v, *self.layers[layer], slots)
+
+    def attend(self, layer: int, q: Tensor, view: AttentionView, scale: float) -> Tensor:
+        return self.ops.paged_attention(q, *self.layers[layer], view, scale)

@@ -1,0 +1,122 @@
+"""The engine: requests in, steps, outputs out. `Engine.step` is the whole journey of a token.
+
+It owns no policy and no tensors of its own: the scheduler decides, the runner runs, the sampler samples, each request's
+`Output` speaks. Not thread-safe: one caller adds, steps and aborts (the server keeps it in a process of its own).
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import count
+
+from sparkdraft.cache.blocks import BlockPool
+from sparkdraft.cache.prefix import PrefixCache
+from sparkdraft.core import Batch, FinishReason, Request, SamplingParams, StepOutput, UserError
+from sparkdraft.engine.output import Output
+from sparkdraft.engine.runner import Runner
+from sparkdraft.engine.sampler import Sampled, Sampler
+from sparkdraft.engine.scheduler import Scheduler
+from sparkdraft.plan.resolve import Plan
+from sparkdraft.text.tokenizer import Tokenizer
+
+
+class Engine:
+    def __init__(self, plan: Plan, runner: Runner, sampler: Sampler, tokenizer: Tokenizer) -> None:
+        self.plan, self.runner, self.sampler, self.tokenizer = plan, runner, sampler, tokenizer
+        self.pool = BlockPool(plan.num_blocks)
+        prefix = PrefixCache(self.pool, plan.block_size, plan.prefix_cache)
+        self.scheduler = Scheduler(self.pool, prefix, plan.max_seqs, plan.max_rows)
+        self._outputs: dict[Request, Output] = {}
+        self._by_id: dict[str, list[Request]] = {}
+        self._ended: list[StepOutput] = []  # aborted since the last step
+        self._numbers = count()
+
+    def add(self, prompt_ids: list[int], params: SamplingParams, request_id: str | None = None) -> str:
+        """Queue a request; it runs from the next step on. Returns the id its outputs carry."""
+        self._check(prompt_ids, params)
+        name = request_id or f"request-{next(self._numbers)}"
+        if name in self._by_id:
+            raise UserError(f"request id '{name}' is already running; choose another")
+        max_output = min(params.max_tokens, self.plan.max_model_len - len(prompt_ids))
+        seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(7), "little")
+        self._by_id[name] = [
+            Request(name, i, prompt_ids, params, _signed64(seed + i), max_output) for i in range(params.n)
+        ]
+        for request in self._by_id[name]:
+            self._outputs[request] = Output(request, self.tokenizer)
+        self.scheduler.add(self._by_id[name][0])  # its siblings follow once the prompt is in the prefix cache
+        return name
+
+    def abort(self, request_id: str) -> None:
+        """End a request now, in whatever state it is; an id that has ended already is no error."""
+        for request in list(self._by_id.get(request_id, ())):
+            request.finish = FinishReason.ABORT
+            self._ended.append(StepOutput(request.id, request.index, [], "", request.finish))
+            self._remove(request)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._ended)
+
+    def step(self) -> list[StepOutput]:
+        """One pass of the target over everything that runs."""
+        batch = self.scheduler.schedule()
+        if not batch.work:
+            return self._take_ended()
+        logits = self.runner.run(batch)
+        sampled = self.sampler(logits, [w.request for w in batch.work if w.samples])
+        self._score_prompts(batch)
+        self.scheduler.commit(batch)
+        return self._take_ended() + self._emit(batch, sampled)
+
+    # ---- the parts
+
+    def _check(self, prompt_ids: list[int], params: SamplingParams) -> None:
+        limit, vocab = self.plan.max_model_len, self.sampler.vocab_size
+        if not prompt_ids:
+            raise UserError("the prompt is empty; give at least one token")
+        if len(prompt_ids) >= limit:
+            raise UserError(
+                f"the prompt has {len(prompt_ids)} tokens and the context holds {limit} with the output; shorten it"
+            )
+        for name, ids in (("prompt", prompt_ids), ("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
+            wrong = next((i for i in ids if not 0 <= i < vocab), None)
+            if wrong is not None:
+                raise UserError(f"{name} holds the token id {wrong}; ids go from 0 to {vocab - 1}")
+
+    def _score_prompts(self, batch: Batch) -> None:
+        row = 0
+        for work in batch.work:
+            top = work.request.params.prompt_logprobs
+            if top is not None and not work.request.output_ids:
+                self._outputs[work.request].push_prompt(self.runner.prompt_logprobs(work, row, top))
+            row += work.num_scheduled
+
+    def _emit(self, batch: Batch, sampled: Sampled) -> list[StepOutput]:
+        outputs = []
+        requests = [w.request for w in batch.work if w.samples]
+        for row, (request, token) in enumerate(zip(requests, sampled.ids.tolist(), strict=True)):
+            outputs.append(self._outputs[request].push([token], sampled.report(row, token)))
+            if request.index == 0 and len(request.output_ids) == 1:
+                for sibling in self._by_id[request.id][1:]:
+                    self.scheduler.add(sibling)
+            if request.finish:
+                self._remove(request)
+        return outputs
+
+    def _remove(self, request: Request) -> None:
+        self.scheduler.finish(request)
+        self.sampler.forget(request)
+        del self._outputs[request]
+        siblings = self._by_id[request.id]
+        siblings.remove(request)
+        if not siblings:
+            del self._by_id[request.id]
+
+    def _take_ended(self) -> list[StepOutput]:
+        ended, self._ended = self._ended, []
+        return ended
+
+
+def _signed64(seed: int) -> int:
+    return (seed + 2**63) % 2**64 - 2**63

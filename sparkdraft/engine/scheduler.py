@@ -1,0 +1,126 @@
+"""Decides what each step runs: which requests, how many rows of each, in which blocks.
+
+Every request is the same thing at a different distance from its end: it has num_tokens known ids of which num_computed
+are in the cache, and wants the rest run. A long prompt wants many rows and gets them in chunks; a decoding request
+wants one. When blocks run out, the youngest request gives its own back and starts over later (its finished blocks may
+still be found in the prefix cache). Integers only, no tensors.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from sparkdraft.cache.blocks import BlockPool
+from sparkdraft.cache.prefix import ROOT, PrefixCache
+from sparkdraft.core import Batch, Request, Work
+
+
+class Scheduler:
+    def __init__(self, pool: BlockPool, prefix: PrefixCache, max_seqs: int, max_rows: int) -> None:
+        assert max_rows >= max_seqs, f"max_rows {max_rows} below max_seqs {max_seqs}: decode rows would starve"
+        self.pool = pool
+        self.prefix = prefix
+        self.block_size = prefix.block_size
+        self.max_seqs = max_seqs
+        self.max_rows = max_rows
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # oldest first: the order in which blocks are kept
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def schedule(self) -> Batch:
+        """Rows for everything running, oldest first, then for as many newcomers as fit."""
+        work, rows_left, num_preempted = [], self.max_rows, 0
+        position = 0
+        while position < len(self.running):
+            request = self.running[position]
+            later = len(self.running) - position - 1  # each is sure of one row, whatever chunk stands before it
+            want = min(request.num_tokens - request.num_computed, rows_left - later)
+            while not self._grow(request, want):
+                num_preempted += 1
+                if self._preempt_youngest() is request:
+                    break
+            else:
+                work.append(_work(request, want))
+                rows_left -= want
+                position += 1
+        if not num_preempted:
+            self._admit(work, rows_left)
+        assert work or not self.has_work, "a request is waiting and nothing can run: the pool is too small for one"
+        return Batch(work, num_preempted)
+
+    def commit(self, batch: Batch) -> None:
+        """The step's rows are in the cache: advance, and let the prefix cache remember blocks that became full."""
+        for work in batch.work:
+            request = work.request
+            request.num_computed += work.num_scheduled
+            self._remember_full_blocks(request)
+
+    def finish(self, request: Request) -> None:
+        """Take a request out, wherever it stands, and give its blocks back; the caller has set its finish reason."""
+        for queue in (self.running, self.waiting):
+            if request in queue:
+                queue.remove(request)
+        self._release(request)
+
+    # ---- the parts
+
+    def _admit(self, work: list[Work], rows_left: int) -> None:
+        while self.waiting and len(self.running) < self.max_seqs and rows_left > 0:
+            request = self.waiting[0]
+            # Prompt log-probabilities need every prompt row to run, so nothing may be skipped.
+            ids = request.ids(0, request.num_tokens)
+            blocks, keys = ([], []) if request.params.prompt_logprobs is not None else self.prefix.lookup(ids)
+            for block in blocks:
+                self.pool.retain(block)
+            request.blocks.extend(blocks)
+            request.chain.extend(keys)
+            request.num_computed = len(blocks) * self.block_size
+            want = min(request.num_tokens - request.num_computed, rows_left)
+            if not self._grow(request, want):
+                self._release(request)
+                return
+            if not request.output_ids:
+                request.num_cached = request.num_computed
+            self.waiting.popleft()
+            self.running.append(request)
+            work.append(_work(request, want))
+            rows_left -= want
+
+    def _grow(self, request: Request, rows: int) -> bool:
+        """Give the request the blocks its next rows need; all of them or none."""
+        needed = -(-(request.num_computed + rows) // self.block_size) - len(request.blocks)
+        if needed > self.pool.num_free:
+            return False
+        for _ in range(needed):
+            request.blocks.append(self.pool.allocate())
+        return True
+
+    def _preempt_youngest(self) -> Request:
+        victim = self.running.pop()
+        self._release(victim)
+        self.waiting.appendleft(victim)
+        return victim
+
+    def _release(self, request: Request) -> None:
+        self.pool.release(reversed(request.blocks))
+        del request.blocks[:]
+        request.chain.clear()
+        request.num_computed = 0
+
+    def _remember_full_blocks(self, request: Request) -> None:
+        size = self.block_size
+        for i in range(len(request.chain), request.num_computed // size):
+            parent = request.chain[-1] if request.chain else ROOT
+            ids = request.ids(i * size, (i + 1) * size)
+            request.chain.append(self.prefix.insert(parent, ids, request.blocks[i]))
+
+
+def _work(request: Request, rows: int) -> Work:
+    start = request.num_computed
+    return Work(request, start, rows, samples=start + rows == request.num_tokens)

@@ -1,0 +1,11 @@
+"""Kernels know tensors and nothing else. Three modules hold the same functions; a plan names the one that runs."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+
+def load(name: str) -> ModuleType:
+    """name: "reference" (torch), "native" (C++ for CPUs) or "cuda" (Triton); imported only when it is used."""
+    return import_module(f"sparkdraft.kernels.{name}")

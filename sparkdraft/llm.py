@@ -1,0 +1,132 @@
+"""The Python API: `LLM("smollm2").generate(prompts, SamplingParams(...))`, and `stream` for text as it is written.
+
+    from sparkdraft import LLM, SamplingParams
+    llm = LLM("smollm2")
+    for piece in llm.stream("Once upon a time", SamplingParams(max_tokens=64)):
+        print(piece.text, end="", flush=True)
+
+There is one loop: `stream` runs the engine, and `generate` drains it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from sparkdraft.config import EngineConfig
+from sparkdraft.core import FinishReason, SamplingParams, StepOutput, TokenLogprob, UserError
+from sparkdraft.engine.build import build_engine, make_plan
+from sparkdraft.models.config import ModelConfig
+from sparkdraft.text import chat
+from sparkdraft.text.tokenizer import Tokenizer
+from sparkdraft.weights.checkpoint import open_checkpoint
+from sparkdraft.weights.loader import Progress
+
+Prompt = str | Sequence[int]
+Message = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Completion:
+    """One finished text."""
+
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    num_prompt: int = 0
+    num_cached: int = 0
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+
+    def add(self, piece: StepOutput) -> None:
+        self.text += piece.text
+        self.ids += piece.ids
+        self.finish, self.num_prompt, self.num_cached = piece.finish, piece.num_prompt, piece.num_cached
+        if piece.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + piece.logprobs
+        if piece.prompt_logprobs is not None:
+            self.prompt_logprobs = piece.prompt_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one prompt gave: its n completions, in order."""
+
+    completions: list[Completion]
+
+    @property
+    def text(self) -> str:
+        return self.completions[0].text
+
+
+class LLM:
+    def __init__(self, model: str = "smollm2", progress: Progress | None = None, **options: Any) -> None:
+        """options: the fields of EngineConfig."""
+        known = {f.name for f in fields(EngineConfig)}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise UserError(f"unknown option {unknown[0]}; known are {', '.join(sorted(known))}")
+        config = EngineConfig(model=model, **options)
+        self.checkpoint = open_checkpoint(model)
+        self.model_config = ModelConfig.from_hf(self.checkpoint.config)
+        self.plan = make_plan(config, self.model_config)
+        self.tokenizer = Tokenizer.of(self.checkpoint)
+        self.engine = build_engine(self.plan, self.model_config, self.checkpoint, self.tokenizer, progress)
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Result]:
+        """All prompts in one batch; a result for each, in order."""
+        requests = _as_list(prompts)
+        each = _params_for(requests, params)
+        ids = [self.encode(p) for p in requests]
+        return self._drain([self.engine.add(i, p) for i, p in zip(ids, each, strict=True)], each)
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
+        return self.generate([self.chat_ids(messages)], params)[0].completions[0]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StepOutput]:
+        """Pieces of one request as they come; leaving the loop early aborts it."""
+        request_id = self.engine.add(self.encode(prompt), params or SamplingParams())
+        try:
+            left = (params or SamplingParams()).n
+            while left:
+                for piece in self.engine.step():
+                    if piece.request_id == request_id:
+                        left -= piece.finish is not None
+                        yield piece
+        finally:
+            self.engine.abort(request_id)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+        """A conversation as the model's own template writes it, up to the assistant's turn."""
+        text = chat.render(self.checkpoint.chat_template, list(messages), **self.checkpoint.special)
+        return self.tokenizer.encode(text, add_special=False)
+
+    def _drain(self, names: list[str], params: list[SamplingParams]) -> list[Result]:
+        done = {name: [Completion() for _ in range(p.n)] for name, p in zip(names, params, strict=True)}
+        while self.engine.has_work:
+            for piece in self.engine.step():
+                if piece.request_id in done:
+                    done[piece.request_id][piece.index].add(piece)
+        return [Result(done[name]) for name in names]
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _params_for(
+    prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise UserError(f"{len(params)} sampling parameters for {len(prompts)} prompts; give one, or one each")
+    return list(params)

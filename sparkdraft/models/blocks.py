@@ -1,0 +1,115 @@
+"""The blocks decoders are built of: attention over the paged cache, a gated MLP, and the stack that joins them.
+
+All run on one ragged batch of rows (prompt chunks, decode rows and drafts alike) and share one `Step` that says where
+the rows stand. The residual stream is one tensor that blocks add to in place; what it holds after chosen blocks can be
+recorded (`taps`), which is all that models know of drafting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+from torch import Tensor
+
+from sparkdraft.cache.formats.dense import DenseKV
+from sparkdraft.kernels.view import AttentionView
+from sparkdraft.models.config import ModelConfig
+from sparkdraft.weights.linear import Embedding, Linear
+from sparkdraft.weights.loader import Loader
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Where a batch's rows stand: the same for every layer."""
+
+    token_ids: Tensor  # int32 [rows]
+    positions: Tensor  # int32 [rows]
+    slots: Tensor  # int32 [rows], where each row's K/V goes; negative: nowhere
+    view: AttentionView
+    kv: DenseKV
+
+
+class Attention:
+    def __init__(
+        self, config: ModelConfig, layer: int, load: Loader, name: str, ops: ModuleType, qk_norm: bool
+    ) -> None:
+        self.layer, self.ops, self.eps = layer, ops, config.rms_eps
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.scale = config.head_dim**-0.5
+        q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        rows = {f"{name}.q_proj": q_width, f"{name}.k_proj": kv_width, f"{name}.v_proj": kv_width}
+        self.qkv = load.linear(rows, config.hidden_size, config.attention_bias)
+        self.o = load.linear({f"{name}.o_proj": config.hidden_size}, q_width, config.attention_bias)
+        self.q_norm = load.vector(f"{name}.q_norm.weight", self.head_dim) if qk_norm else None
+        self.k_norm = load.vector(f"{name}.k_norm.weight", self.head_dim) if qk_norm else None
+
+    def add_to(self, residual: Tensor, x: Tensor, rope: Tensor, step: Step) -> None:
+        qkv = self.qkv.linear(x)
+        self.ops.qk_norm_rope(
+            qkv, step.positions, rope, self.num_heads, self.num_kv_heads, self.q_norm, self.k_norm, self.eps
+        )
+        heads = qkv.view(qkv.shape[0], -1, self.head_dim)  # [rows, heads + 2 * kv_heads, head_dim]
+        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        step.kv.write(self.layer, k, v, step.slots)
+        self.o.add_to(residual, step.kv.attend(self.layer, q, step.view, self.scale))
+
+
+class GatedMLP:
+    def __init__(self, config: ModelConfig, load: Loader, name: str, ops: ModuleType) -> None:
+        self.ops = ops
+        rows = {f"{name}.{part}": config.intermediate_size for part in ("gate_proj", "up_proj")}
+        self.gate_up = load.linear(rows, config.hidden_size, config.mlp_bias)
+        self.down = load.linear({f"{name}.down_proj": config.hidden_size}, config.intermediate_size, config.mlp_bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        self.down.add_to(residual, self.ops.silu_mul(self.gate_up.linear(x)))
+
+
+class DecoderLayer:
+    """x += attention(norm(x)); x += mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, layer: int, load: Loader, ops: ModuleType, qk_norm: bool) -> None:
+        name, hidden = f"model.layers.{layer}", config.hidden_size
+        self.ops, self.eps = ops, config.rms_eps
+        self.input_norm = load.vector(f"{name}.input_layernorm.weight", hidden)
+        self.attention = Attention(config, layer, load, f"{name}.self_attn", ops, qk_norm)
+        self.post_norm = load.vector(f"{name}.post_attention_layernorm.weight", hidden)
+        self.mlp = GatedMLP(config, load, f"{name}.mlp", ops)
+
+    def add_to(self, residual: Tensor, rope: Tensor, step: Step) -> None:
+        self.attention.add_to(residual, self.ops.rms_norm(residual, self.input_norm, self.eps), rope, step)
+        self.mlp.add_to(residual, self.ops.rms_norm(residual, self.post_norm, self.eps))
+
+
+class Decoder:
+    """Embedding, layers, final norm, head. An architecture differs in what its layers are."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: Sequence[DecoderLayer],
+        embedding: Embedding,
+        head: Linear,
+        norm: Tensor,
+        rope: Tensor,  # float32 [context, head_dim]
+        ops: ModuleType,
+    ) -> None:
+        self.config, self.layers, self.ops = config, layers, ops
+        self.embedding, self.head, self.norm, self.rope = embedding, head, norm, rope
+
+    def forward(self, step: Step, tap_layers: Sequence[int] = (), taps: Tensor | None = None) -> Tensor:
+        """Run every row through the layers: the last residual [rows, hidden], before the final norm.
+
+        The residual after block tap_layers[i] goes to taps[:, i] (taps [rows, len(tap_layers), hidden]).
+        """
+        residual = self.embedding.lookup(step.token_ids)
+        for i, layer in enumerate(self.layers):
+            layer.add_to(residual, self.rope, step)
+            if taps is not None and i in tap_layers:
+                taps[:, tap_layers.index(i)] = residual
+        return residual
+
+    def logits(self, residual: Tensor) -> Tensor:  # [rows, hidden] -> [rows, vocab]
+        return self.head.linear(self.ops.rms_norm(residual, self.norm, self.config.rms_eps))

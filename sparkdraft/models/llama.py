@@ -1,0 +1,29 @@
+"""Llama and what shares its shape (SmolLM2 among them): grouped heads, RoPE, gated MLP, one norm before each.
+
+Everything is in models/blocks.py; this file is the order in which a checkpoint's tensors are asked for.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from sparkdraft.models.blocks import Decoder, DecoderLayer
+from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.rope import rope_table
+from sparkdraft.weights.loader import Loader
+
+
+def build(
+    config: ModelConfig, load: Loader, ops: ModuleType, context: int, qk_norm: bool = False
+) -> Decoder:
+    embedding = load.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
+    layers = [DecoderLayer(config, i, load, ops, qk_norm) for i in range(config.num_layers)]
+    norm = load.vector("model.norm.weight", config.hidden_size)
+    if config.tie_embeddings:
+        head = load.tied_head(embedding)
+    else:
+        head = load.linear({"lm_head": config.vocab_size}, config.hidden_size)
+    factors = load.optional_vector("rope_freqs.weight", config.head_dim // 2)
+    rope = rope_table(config, context, factors).to(load.device)
+    load.finish()
+    return Decoder(config, layers, embedding, head, norm, rope, ops)

@@ -1,0 +1,58 @@
+"""What the machine has, as numbers. The engine reads a GPU's off its driver (engine/devices.py); a CPU's are read here.
+
+No torch, so that plans can be made and tested for machines that are not this one.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    device: str  # "cpu" or "cuda"
+    name: str
+    cores: int  # CPU cores this process may use
+    free_bytes: int  # of the memory that weights and KV will live in
+
+
+def usable_cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def free_memory() -> int:
+    """Bytes a process may still take, without swapping and within its control group."""
+    available = _meminfo("MemAvailable") or 8 << 30
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):  # no control group, or "max"
+        return available
+    return min(available, limit - used)
+
+
+def cpu() -> Hardware:
+    return Hardware("cpu", _cpu_name(), usable_cores(), free_memory())
+
+
+def _meminfo(key: str) -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith(f"{key}:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("model name", "CPU part")):
+                return line.split(":")[1].strip()
+    except OSError:
+        pass
+    return "CPU"

@@ -1,0 +1,132 @@
+"""From what was asked to what will run: one function fills every "auto", and says why, in words.
+
+`auto` may settle for less and leaves a `Fallback` with its reason, which every front end shows; what was asked for by
+name and can not run is an error that says what to change. No torch: facts about the machine come in as numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sparkdraft.config import EngineConfig
+from sparkdraft.core import UserError
+from sparkdraft.models.config import ModelConfig
+from sparkdraft.plan.hardware import Hardware
+from sparkdraft.plan.memory import MemoryPlan, kv_bytes_per_token, scratch_bytes, weight_bytes
+
+CPU_KV_BYTES = 1 << 30  # a CPU's cache is memory that others want too; raise it with kv_tokens
+KV_ITEMSIZE = {"quantised": 4, "float32": 4, "bfloat16": 2}
+WEIGHT_ITEMSIZE = {"quantised": 1.07, "float32": 4.0, "bfloat16": 2.0}  # quantised: at most 8 bits and a scale
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    device: str  # "cpu" or "cuda"
+    dtype: str  # "quantised", "float32" or "bfloat16"
+    kernels: str  # "native", "reference" or "cuda"
+    threads: int
+    max_model_len: int
+    max_seqs: int
+    max_rows: int
+    block_size: int
+    num_blocks: int
+    prefix_cache: bool
+    cuda_graphs: bool
+    memory: MemoryPlan
+    fallbacks: list[Fallback] = field(default_factory=list)
+
+    def describe(self) -> str:
+        lines = [
+            f"{self.device}, {self.dtype} weights, {self.kernels} kernels, {self.threads} threads",
+            f"context {self.max_model_len} tokens, {self.max_seqs} requests at once, {self.max_rows} rows a step",
+            f"KV cache {self.num_blocks * self.block_size} tokens in blocks of {self.block_size}",
+            self.memory.table(),
+        ]
+        return "\n".join(lines + [f"fallback {f.name}: {f.reason}" for f in self.fallbacks])
+
+
+def resolve(config: EngineConfig, model: ModelConfig, hardware: Hardware, native_problem: str | None = None) -> Plan:
+    """native_problem: why the CPU kernels can not be had, or None."""
+    on_cpu = hardware.device == "cpu"
+    fallbacks: list[Fallback] = []
+    dtype = _dtype(config, hardware, native_problem, fallbacks)
+    max_model_len = config.max_model_len or model.max_position
+    if max_model_len > model.max_position:
+        raise UserError(
+            f"max_model_len is {max_model_len}; the model was made for {model.max_position} tokens, ask for no more"
+        )
+    max_seqs = config.max_seqs or (16 if on_cpu else 64)
+    max_rows = config.max_rows or (512 if on_cpu else 8192)
+    if max_rows < max_seqs:
+        raise UserError(f"max_rows is {max_rows}, below max_seqs ({max_seqs}); every request needs a row a step")
+    kv_itemsize = KV_ITEMSIZE[dtype]
+    weights = weight_bytes(model, WEIGHT_ITEMSIZE[dtype])
+    scratch = scratch_bytes(model, max_rows, max_seqs, kv_itemsize)
+    per_block = kv_bytes_per_token(model, kv_itemsize) * config.block_size
+    num_blocks, max_model_len = _num_blocks(config, hardware, weights + scratch, per_block, max_model_len, max_seqs)
+    return Plan(
+        device=hardware.device,
+        dtype=dtype,
+        kernels="cuda" if not on_cpu else ("native" if dtype == "quantised" else "reference"),
+        threads=config.threads or hardware.cores,
+        max_model_len=max_model_len,
+        max_seqs=max_seqs,
+        max_rows=max_rows,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        prefix_cache=config.prefix_cache,
+        cuda_graphs=config.cuda_graphs and not on_cpu,
+        memory=MemoryPlan(weights, num_blocks * per_block, scratch, hardware.free_bytes),
+        fallbacks=fallbacks,
+    )
+
+
+def _dtype(config: EngineConfig, hardware: Hardware, native_problem: str | None, fallbacks: list[Fallback]) -> str:
+    if hardware.device == "cuda":
+        if config.dtype == "quantised":
+            raise UserError("dtype quantised runs on a CPU only; on a GPU ask for bfloat16 or leave it on auto")
+        return "bfloat16" if config.dtype == "auto" else config.dtype
+    if config.dtype == "bfloat16":
+        raise UserError("dtype bfloat16 needs a GPU; on a CPU ask for quantised or float32, or leave it on auto")
+    if config.dtype == "quantised" and native_problem:
+        raise UserError(f"dtype quantised needs the CPU kernels, and there are none: {native_problem}")
+    if config.dtype == "auto" and native_problem:
+        fallbacks.append(Fallback("float32 instead of quantised weights", native_problem))
+        return "float32"
+    return "quantised" if config.dtype == "auto" else config.dtype
+
+
+def _num_blocks(
+    config: EngineConfig, hardware: Hardware, taken: int, per_block: int, max_model_len: int, max_seqs: int
+) -> tuple[int, int]:
+    """Blocks of KV cache, and the context they can hold for one request."""
+    room = int(hardware.free_bytes * config.memory_fraction) - taken
+    if hardware.device == "cpu":
+        room = min(room, max(CPU_KV_BYTES, -(-max_model_len // config.block_size) * per_block))
+    fits = room // per_block
+    if config.kv_tokens:
+        wanted = -(-config.kv_tokens // config.block_size)
+        if wanted > fits and hardware.device != "cpu":
+            raise UserError(
+                f"kv_tokens is {config.kv_tokens}, {wanted * per_block / 2**30:.1f} GiB; after weights and scratch "
+                f"{max(room, 0) / 2**30:.1f} GiB are left: ask for {max(fits, 0) * config.block_size} or fewer"
+            )
+        fits = wanted
+    fits = min(fits, max_seqs * -(-max_model_len // config.block_size))
+    if fits < 1:
+        raise UserError(
+            f"the model does not fit: weights and scratch take {taken / 2**30:.1f} GiB, "
+            f"{hardware.free_bytes / 2**30:.1f} GiB are free and {config.memory_fraction:.0%} of that may be used"
+        )
+    if config.max_model_len and fits * config.block_size < max_model_len:
+        raise UserError(
+            f"max_model_len is {max_model_len}, but the KV cache holds {fits * config.block_size} tokens; "
+            "lower max_model_len or raise kv_tokens"
+        )
+    return fits, min(max_model_len, fits * config.block_size)

@@ -1,0 +1,77 @@
+"""Logits equal to transformers' for checkpoints it wrote: whole prompts, every split, ragged batches, decode, taps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models.harness import Harness
+from tests.models.tiny import VARIANTS, oracle, oracle_logits, write_tiny
+
+PLACES = [
+    pytest.param(("reference", "cpu"), id="cpu"),
+    pytest.param(("cuda", "cuda"), id="cuda", marks=pytest.mark.gpu),
+]
+TOLERANCE = 1e-4
+
+
+def ids(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, 259, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture(scope="module", params=list(VARIANTS))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("tiny") / request.param, request.param)
+
+
+@pytest.fixture(params=PLACES)
+def place(request: pytest.FixtureRequest) -> tuple[str, str]:
+    if request.param[1] == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    return request.param
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_whole_prompt(folder: Path, place: tuple[str, str]) -> None:
+    prompt = ids(100)
+    logits, _ = Harness(folder, *place).run({"a": prompt})
+    close(logits["a"], oracle_logits(folder, prompt))
+
+
+def test_every_split_of_a_prompt(folder: Path, place: tuple[str, str]) -> None:
+    prompt = ids(21)
+    expected = oracle_logits(folder, prompt)
+    harness = Harness(folder, *place)
+    for cut in range(1, len(prompt)):
+        first, _ = harness.run({f"{cut}": prompt[:cut]})
+        second, _ = harness.run({f"{cut}": prompt[cut:]})
+        close(torch.cat((first[f"{cut}"], second[f"{cut}"])), expected)
+        harness.free += harness.tables.pop(f"{cut}")
+
+
+def test_ragged_batch_of_chunks_and_decode_rows(folder: Path, place: tuple[str, str]) -> None:
+    prompts = {"a": ids(50, 1), "b": ids(9, 2), "c": ids(33, 3), "d": ids(1, 4)}
+    expected = {name: oracle_logits(folder, prompt) for name, prompt in prompts.items()}
+    harness = Harness(folder, *place)
+    sizes = {"a": [30, 17, 1, 1, 1], "b": [8, 1], "c": [1, 15, 16, 1], "d": [1]}
+    done = dict.fromkeys(prompts, 0)
+    while any(sizes.values()):
+        chunks = {n: prompts[n][done[n] : done[n] + sizes[n].pop(0)] for n in prompts if sizes[n]}
+        logits, _ = harness.run(chunks)
+        for name, chunk in chunks.items():
+            close(logits[name], expected[name][done[name] : done[name] + len(chunk)])
+            done[name] += len(chunk)
+
+
+def test_taps_are_the_residual_after_the_named_blocks(folder: Path, place: tuple[str, str]) -> None:
+    prompt = ids(12)
+    _, taps = Harness(folder, *place).run({"a": prompt}, tap_layers=(1, 0))
+    with torch.inference_mode():
+        states = oracle(folder)(torch.tensor([prompt]), output_hidden_states=True).hidden_states
+    close(taps[:, 0], states[2][0])
+    close(taps[:, 1], states[1][0])
