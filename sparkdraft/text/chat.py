@@ -1,0 +1,89 @@
+"""Chat messages to the text a model was trained on, by the Jinja template that comes with it.
+
+Templates are programs from a stranger, so they run in Jinja's immutable sandbox, with exactly the settings and helpers
+that Hugging Face gives them. Which template a model has is its checkpoint's knowledge, and the text is encoded without
+special tokens added, because the template has written them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from sparkdraft.core import UserError
+
+
+class _Generation(jinja2.ext.Extension):
+    """{% generation %} marks what the model wrote, for training: here its body is just text."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        # In a scope of its own, as in Hugging Face, where it is a call block.
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return [jinja2.nodes.Scope(body)]
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes <, > and & for HTML, which models never saw."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+@lru_cache(maxsize=16)
+def _compile(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment.from_string(template)
+
+
+def render(
+    template: str | None,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **variables: Any,
+) -> str:
+    """'variables' are what else the template may look at: bos_token and its kin, enable_thinking and the like."""
+    if not template:
+        raise UserError("This model has no chat template: send a plain prompt (/v1/completions), or use a chat model.")
+    values = {
+        "messages": list(messages),
+        "tools": list(tools) if tools is not None else None,
+        "documents": None,
+        "add_generation_prompt": add_generation_prompt,
+    }
+    try:
+        return _compile(template).render(values | variables)
+    except jinja2.TemplateError as error:
+        raise UserError(f"The chat template does not take these messages: {error.message or error}.") from error
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+        # What plain Python raises within the template: a missing role, a number where text should be.
+        raise UserError(f"The chat template does not take these messages ({error}): check their form.") from error

@@ -1,0 +1,62 @@
+"""Stop strings in text that arrives in pieces.
+
+Text that could still be the beginning of a stop string is held back until it is or is not one, so what was given out
+never has to be taken back and any cut of the text into pieces gives the same result. Stop ids are the engine's
+business; this knows text only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopFinder:
+    """The stop that is complete first ends the text, the longest if several end there: it is known the moment it is
+    complete, so no token is computed in vain. 'include' keeps the stop string itself in the text."""
+
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        self._stops = [stop for stop in dict.fromkeys(stops) if stop]
+        self._longest = max(map(len, self._stops), default=0)
+        self._include = include
+        self._held = ""
+        self._done = False
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """The text that is safe to give out, and whether the end was found; after the end, nothing comes."""
+        if self._done:
+            return "", True
+        if not self._stops:
+            return text, False
+        self._held += text
+        found = self._first()
+        if found is None:
+            return self._give(self._safe()), False
+        self._done = True
+        begin, end = found
+        out = self._held[: end if self._include else begin]
+        self._held = ""
+        return out, True
+
+    def finish(self) -> str:
+        """What was held back in vain."""
+        return self._give(len(self._held))
+
+    def _give(self, count: int) -> str:
+        out, self._held = self._held[:count], self._held[count:]
+        return out
+
+    def _first(self) -> tuple[int, int] | None:
+        """Where the first stop begins and ends."""
+        ends = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if not ends:
+            return None
+        end, begin = min(ends)
+        return begin, end
+
+    def _safe(self) -> int:
+        """How much of the held text comes before the longest suffix that may begin a stop."""
+        for start in range(max(0, len(self._held) - self._longest + 1), len(self._held)):
+            suffix = self._held[start:]
+            if any(stop.startswith(suffix) for stop in self._stops):
+                return start
+        return len(self._held)

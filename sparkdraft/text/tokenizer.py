@@ -1,0 +1,152 @@
+"""Text to ids and ids to bytes, over the `tokenizers` library.
+
+The library turns text into ids; the way back is a growing table of the exact bytes each id stands for, so that
+streaming, stop strings and grammars never have to decode the same ids twice. Cutting the byte stream into characters is
+detokenize.py's work, and making the ids of a chat is chat.py's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sparkdraft.core import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as RawTokenizer
+
+    from sparkdraft.weights.checkpoint import Checkpoint
+
+BYTE_LEVEL, SENTENCEPIECE, METASPACE = "byte level", "sentencepiece", "metaspace"
+SPACE = "▁"
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's letters for the 256 bytes: printable ones stand for themselves, the others follow from U+0100 on."""
+    plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF = byte_alphabet()
+
+
+class Tokenizer:
+    """`strips_space`: the first token of a text loses one leading space (SentencePiece adds one before encoding)."""
+
+    def __init__(
+        self,
+        raw: RawTokenizer,
+        special: dict[str, str] | None = None,
+        config: dict[str, Any] | None = None,
+        generation: dict[str, Any] | None = None,
+    ) -> None:
+        self.raw = raw
+        raw.no_truncation()  # some tokenizer.json files cut or pad every text, as their training did
+        raw.no_padding()
+        self.special = special or {}
+        self._table: dict[int, bytes] = {}  # filled as ids are asked for: a whole vocabulary would cost 0.2 s at start
+        self._kind, self.strips_space = _decoder_kind(raw)
+        self.vocab_size = raw.get_vocab_size(with_added_tokens=True)
+        added = raw.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        ends = {self._id_of("eos_token")} if "eos_token" in self.special else set()
+        for source in (config or {}, generation or {}):
+            ends.update(_ids(source.get("eos_token_id")))
+        self.eos_ids: frozenset[int] = frozenset(index for index in ends if index is not None)
+        starts = _ids((config or {}).get("bos_token_id"))
+        bos = self._id_of("bos_token")
+        self.bos_id: int | None = bos if bos is not None else next(iter(starts), None)
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Tokenizer:
+        return cls(checkpoint.tokenizer_json(), checkpoint.special, checkpoint.config, checkpoint.generation)
+
+    def _id_of(self, key: str) -> int | None:
+        token = self.special.get(key)
+        return None if token is None else self.raw.token_to_id(token)
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """'add_special' puts the begin of text where the model wants one; leave it out for a rendered chat."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"The text is not valid UTF-8 (character {error.start:,} is a lone surrogate): send valid Unicode text."
+            ) from None
+        return list(self.raw.encode(text, add_special_tokens=add_special).ids)
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        return str(self.raw.decode(list(ids), skip_special_tokens=skip_special))
+
+    def is_special(self, token: int) -> bool:
+        return token in self.special_ids
+
+    def token_bytes(self, token: int, skip_special: bool = True) -> bytes:
+        """The bytes that an id adds to a text, b"" for a special one unless asked for, and for an id out of range."""
+        if skip_special and token in self.special_ids:
+            return b""
+        data = self._table.get(token)
+        if data is None:
+            data = self._table[token] = self._bytes_of(token)
+        return data
+
+    def first_bytes(self, token: int, skip_special: bool = True) -> bytes:
+        """The same for the first token of a text, which may lose the space that encoding put before it."""
+        data = self.token_bytes(token, skip_special)
+        if self.strips_space and self._kind == METASPACE:
+            return data.replace(b" ", b"")  # that decoder drops every one in its first token
+        return data[1:] if self.strips_space and data.startswith(b" ") else data
+
+    def _bytes_of(self, index: int) -> bytes:
+        token = self.raw.id_to_token(index) if 0 <= index < 2**32 else None
+        if token is None:
+            return b""
+        return _byte_level_bytes(token) if self._kind == BYTE_LEVEL else _sentencepiece_bytes(token)
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    try:
+        return bytes([BYTE_OF[letter] for letter in token])
+    except KeyError:  # not in the alphabet: an added token, plain text
+        return token.encode("utf-8", "replace")
+
+
+def _sentencepiece_bytes(token: str) -> bytes:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return bytes([int(token[3:5], 16)])
+        except ValueError:
+            pass
+    return token.replace(SPACE, " ").encode("utf-8", "replace")
+
+
+def _ids(value: int | Iterable[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else [int(index) for index in value]
+
+
+def _decoder_kind(raw: RawTokenizer) -> tuple[str, bool]:
+    """Which of the decoders we know this is, and whether it takes a space from the front."""
+    if raw.decoder is None:
+        raise UserError("The tokenizer has no decoder, so its ids cannot become text: fetch tokenizer.json again.")
+    state = json.loads(raw.decoder.__getstate__())
+    steps = state.get("decoders", [state])
+    kinds = [step["type"] for step in steps]
+    if "ByteLevel" in kinds:
+        return BYTE_LEVEL, False
+    if kinds == ["Metaspace"]:
+        return METASPACE, steps[0].get("prepend_scheme", "always") != "never"
+    if {"Replace", "ByteFallback"} & set(kinds) and set(kinds) <= {
+        "Replace",
+        "ByteFallback",
+        "Fuse",
+        "Strip",
+    }:
+        return SENTENCEPIECE, any(step["type"] == "Strip" and step.get("start", 0) > 0 for step in steps)
+    raise UserError(
+        f"The tokenizer decodes by {' + '.join(kinds)}, and byte-level and SentencePiece decoders are read: "
+        "use a model with one of those."
+    )

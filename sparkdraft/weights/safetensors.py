@@ -1,0 +1,229 @@
+"""Checkpoints in the Hugging Face layout: config.json, safetensors (one file or shards) and tokenizer.json.
+
+A safetensors file is a length, a JSON header and raw bytes, so it is mapped into memory and every tensor is a view of
+the mapping, in the type it was saved in. Pickle files are never opened; turning tensors into layers is left to models.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sparkdraft.core import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as RawTokenizer
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "BOOL": torch.bool,
+}
+INDEX = "model.safetensors.index.json"
+SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class SafetensorsFile:
+    """One file. The header is read and checked at once, the bytes only when a tensor is touched."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(8)
+            length = int.from_bytes(head, "little")
+            if len(head) < 8 or not 2 <= length <= size - 8:
+                raise self._broken("its header does not fit in the file")
+            try:
+                header = json.loads(file.read(length))
+            except ValueError as error:
+                raise self._broken("its header is not JSON") from error
+            # Private pages: a tensor that somebody writes to by mistake neither crashes nor changes the file.
+            self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self.start = 8 + length
+        self.entries: dict[str, tuple[torch.dtype, list[int], int]] = {}
+        if not isinstance(header, dict):
+            raise self._broken("its header is not a JSON object")
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            self.entries[name] = self._check(name, entry, size - self.start)
+
+    def _broken(self, why: str) -> UserError:
+        return UserError(f"The safetensors file {self.path} is damaged or incomplete ({why}): fetch it again.")
+
+    def _check(self, name: str, entry: Any, room: int) -> tuple[torch.dtype, list[int], int]:
+        try:
+            kind, shape, (begin, end) = (
+                entry["dtype"],
+                [int(n) for n in entry["shape"]],
+                entry["data_offsets"],
+            )
+            begin, end = int(begin), int(end)
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._broken(f"the entry of {name} is not readable") from error
+        if kind not in DTYPES:
+            raise UserError(f"{name} in {self.path} has the type {kind}, which is not one of {', '.join(DTYPES)}.")
+        dtype = DTYPES[kind]
+        if min(shape, default=0) < 0 or begin < 0 or end - begin != prod(shape) * dtype.itemsize:
+            raise self._broken(f"the size of {name} does not match its shape")
+        if end > room:
+            raise self._broken(f"{name} ends {end - room:,} bytes after the file does")
+        return dtype, shape, begin
+
+    def read(self, name: str) -> Tensor:
+        dtype, shape, begin = self.entries[name]
+        count = prod(shape)
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        offset = self.start + begin
+        if offset % dtype.itemsize:  # old writers did not pad the header; a view would be misaligned
+            flat = torch.frombuffer(bytearray(self.map[offset : offset + count * dtype.itemsize]), dtype=dtype)
+        else:
+            flat = torch.frombuffer(self.map, dtype=dtype, count=count, offset=offset)
+        return flat.view(shape)
+
+
+class SafetensorsCheckpoint:
+    """A folder in the Hugging Face layout, as a Checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config: dict[str, Any] = _json(path / "config.json")
+        self.generation: dict[str, Any] = _json(path / "generation_config.json", optional=True)
+        self._files = _open_shards(path)
+        tokenizer_config = _json(path / "tokenizer_config.json", optional=True)
+        self.special = _special(tokenizer_config, _json(path / "special_tokens_map.json", optional=True))
+        self.chat_template = _chat_template(path, tokenizer_config)
+
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def read(self, name: str) -> Tensor:
+        if name not in self._files:
+            raise UserError(f"The checkpoint {self.path} has no tensor {name}: is config.json that of these weights?")
+        return self._files[name].read(name)
+
+    def tokenizer_json(self) -> RawTokenizer:
+        from tokenizers import Tokenizer as RawTokenizer
+
+        file = self.path / "tokenizer.json"
+        if not file.is_file():
+            raise UserError(f"The folder {self.path} has no tokenizer.json: save the model's fast tokenizer there.")
+        try:
+            return RawTokenizer.from_file(str(file))
+        except Exception as error:  # the library raises plain Exception
+            raise UserError(f"The tokenizer {file} cannot be read ({error}): fetch it again.") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON lets a key stand twice and keeps the last; of two places for one tensor neither can be trusted."""
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        names = [key for key, _ in pairs]
+        raise ValueError(f"{next(key for key in names if names.count(key) > 1)} is listed twice")
+    return value
+
+
+def _json(path: Path, optional: bool = False, unique: bool = False) -> dict[str, Any]:
+    if optional and not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique if unique else None)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as JSON ({error}): fetch it again.") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no JSON object: fetch it again.")
+    return value
+
+
+def _open_shards(path: Path) -> dict[str, SafetensorsFile]:
+    """Tensor name -> the file that holds it. The index, where there is one, must agree with the shards."""
+    if (path / INDEX).is_file():
+        return _open_index(path, _json(path / INDEX, unique=True))
+    files = sorted(path.glob("*.safetensors"))
+    if (path / "model.safetensors").is_file():
+        files = [path / "model.safetensors"]
+    if not files:
+        pickles = sorted(p.name for ext in ("bin", "pt", "pth") for p in path.glob(f"*.{ext}"))
+        if pickles:
+            raise UserError(
+                f"The folder {path} holds its weights as pickles only ({pickles[0]}), which are never opened because "
+                "they can run code: convert them to safetensors."
+            )
+        raise UserError(f"The folder {path} holds no .safetensors file: fetch the weights again.")
+    found: dict[str, SafetensorsFile] = {}
+    for shard in map(SafetensorsFile, files):
+        _claim(found, shard, shard.entries)
+    return found
+
+
+def _open_index(path: Path, index: dict[str, Any]) -> dict[str, SafetensorsFile]:
+    where = index.get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise UserError(f"{path / INDEX} has no weight_map: fetch it again.")
+    shards: dict[str, SafetensorsFile] = {}
+    for file in sorted(set(map(str, where.values()))):
+        if Path(file).name != file:
+            raise UserError(f"{path / INDEX} names {file!r}, which is not a file of its own folder: fetch it again.")
+        if not (path / file).is_file():
+            raise UserError(f"The shard {file} that {path / INDEX} lists is missing: fetch the weights again.")
+        shards[file] = SafetensorsFile(path / file)
+    found: dict[str, SafetensorsFile] = {}
+    for shard in shards.values():
+        _claim(found, shard, shard.entries)
+    for name, file in where.items():
+        if name not in shards[file].entries:
+            raise UserError(f"{path / INDEX} says that {name} is in {file}, but it is not: fetch the weights again.")
+    return found
+
+
+def _claim(found: dict[str, SafetensorsFile], shard: SafetensorsFile, names: dict[str, Any]) -> None:
+    for name in names:
+        if name in found:
+            raise UserError(
+                f"The tensor {name} is in both {found[name].path} and {shard.path}: remove the file that is left over."
+            )
+        found[name] = shard
+
+
+def _special(*sources: dict[str, Any]) -> dict[str, str]:
+    """Special tokens as text; each is a string or an object with `content`."""
+    special: dict[str, str] = {}
+    for source in sources:
+        for key in SPECIAL:
+            value = source.get(key)
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                special.setdefault(key, text)
+    return special
+
+
+def _chat_template(path: Path, tokenizer_config: dict[str, Any]) -> str | None:
+    """A file of its own wins over tokenizer_config.json, as in Hugging Face; of several, the one named default."""
+    if (path / "chat_template.jinja").is_file():
+        return (path / "chat_template.jinja").read_text(encoding="utf-8")
+    template = _json(path / "chat_template.json", optional=True).get("chat_template")
+    template = template or tokenizer_config.get("chat_template")
+    if isinstance(template, list):
+        named = {t["name"]: t["template"] for t in template if isinstance(t, dict) and {"name", "template"} <= t.keys()}
+        template = named.get("default", next(iter(named.values()), None))
+    return template if isinstance(template, str) else None

@@ -1,0 +1,71 @@
+"""What every test may ask for: the embedded model's file, and a writer of tiny GGUF files.
+
+Fetching goes through the package's own code into the cache that SPARKDRAFT_CACHE names, so the tests exercise what a
+user runs first; the writer is llama.cpp's own, so that reader and writer are never wrong together. Toy models and
+drafters lie in tests/fakes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparkdraft.weights import hub
+
+LLAMA = {
+    "context_length": 64,
+    "embedding_length": 64,
+    "block_count": 1,
+    "feed_forward_length": 96,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "rope.freq_base": 10000.0,
+}
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    return hub.fetch("smollm2")
+
+
+@pytest.fixture(scope="session")
+def smollm2_reader(smollm2_path: Path) -> Any:
+    """The same file in llama.cpp's own reader, which takes four seconds to open it."""
+    from gguf import GGUFReader
+
+    return GGUFReader(smollm2_path)
+
+
+@pytest.fixture(scope="session")
+def write_gguf() -> Callable[..., Path]:
+    """write_gguf(path, arch, settings, tensors): settings over LLAMA's, a tensor is an array or (bytes, ggml type)."""
+    from gguf import GGUFWriter
+
+    def write(path: Path, arch: str = "llama", settings: Any = None, tensors: Any = None) -> Path:
+        writer = GGUFWriter(path, arch)
+        values = {"general.name": "tiny"} | {f"{arch}.{key}": value for key, value in LLAMA.items()}
+        for key, value in (values | (settings or {})).items():
+            if isinstance(value, bool):
+                writer.add_bool(key, value)
+            elif isinstance(value, list):
+                writer.add_array(key, value)
+            else:
+                adders: dict[type, Any] = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+                adders[type(value)](key, value)
+        for name, value in ({"token_embd.weight": np.zeros((8, 64), np.float32)} | (tensors or {})).items():
+            if isinstance(value, tuple):
+                writer.add_tensor(name, value[0], raw_dtype=value[1])
+            else:
+                writer.add_tensor(name, value)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    return write

@@ -1,0 +1,86 @@
+"""Streaming against decoding in one go, for both families of tokenizers and any ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models
+
+from sparkdraft.text.detokenize import Detokenizer
+from sparkdraft.text.tokenizer import Tokenizer
+from sparkdraft.weights.checkpoint import open_checkpoint
+
+# Up to the last plane with characters in it: the embedded model's vocabulary lacks the bytes of the others.
+ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"], max_codepoint=0x3FFFF))
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_path: Path) -> Tokenizer:
+    return Tokenizer.of(open_checkpoint(str(smollm2_path)))
+
+
+def sentencepiece(metaspace: bool = False) -> Tokenizer:
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{b:02X}>": 3 + b for b in range(256)}
+    for piece in ["▁", "▁▁", "▁the", "t", "h", "e", "▁日", "日", "é", ".", "▁a▁b"]:
+        vocab[piece] = len(vocab)
+    raw = RawTokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    raw.decoder = decoders.Metaspace() if metaspace else decoders.Sequence(steps)
+    raw.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return Tokenizer(raw, {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+def pieces(tokenizer: Tokenizer, ids: list[int], skip_special: bool = True) -> list[str]:
+    stream = Detokenizer(tokenizer, skip_special)
+    return [*(stream.push(token) for token in ids), stream.finish()]
+
+
+@settings(max_examples=300, deadline=None)
+@given(ids=st.lists(st.integers(0, 49151), max_size=40), skip=st.booleans())
+def test_any_ids(smollm2: Tokenizer, ids: list[int], skip: bool) -> None:
+    text = "".join(pieces(smollm2, ids, skip))
+    assert text == b"".join(smollm2.token_bytes(token, skip) for token in ids).decode(errors="replace")
+    assert text == smollm2.decode(ids, skip_special=skip)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=ANY_TEXT)
+def test_no_half_characters(smollm2: Tokenizer, text: str) -> None:
+    ids = smollm2.encode(text)
+    stream = Detokenizer(smollm2)
+    seen = ""
+    for token in ids:
+        piece = stream.push(token)
+        seen += piece
+        assert "�" not in piece or "�" in text
+    assert seen + stream.finish() == smollm2.decode(ids)
+
+
+def test_an_emoji_comes_whole(smollm2: Tokenizer) -> None:
+    ids = smollm2.encode("🎉")
+    assert len(ids) > 1 and pieces(smollm2, ids) == [""] * (len(ids) - 1) + ["🎉", ""]
+    assert pieces(smollm2, ids[:-1])[-1] == "�"
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), metaspace=st.booleans())
+def test_sentencepiece(data: st.DataObject, metaspace: bool) -> None:
+    tokenizer = sentencepiece(metaspace)
+    plain = [index for index in range(tokenizer.vocab_size) if not 3 <= index < 259]  # whole characters
+    ids = data.draw(st.lists(st.sampled_from(plain), max_size=12))
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+    stream = Detokenizer(tokenizer, continues=True)
+    text = "".join(map(stream.push, ids)) + stream.finish()
+    assert text == b"".join(map(tokenizer.token_bytes, ids)).decode()
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=ANY_TEXT.filter(bool))
+def test_byte_fallback(text: str) -> None:
+    tokenizer = sentencepiece()
+    ids = [1, *(3 + byte for byte in text.encode()), 2]
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids) == text.removeprefix(" ")

@@ -1,0 +1,231 @@
+"""Folders in the Hugging Face layout: written by the safetensors library, read by ours, then broken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sparkdraft.core import UserError
+from sparkdraft.weights.checkpoint import open_checkpoint
+from sparkdraft.weights.safetensors import INDEX, SafetensorsCheckpoint, SafetensorsFile
+
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.int8,
+    torch.uint8,
+    torch.int64,
+]
+
+
+def folder(path: Path, shards: dict[str, dict[str, Tensor]], index: bool = False, **files: Any) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text('{"model_type": "llama"}')
+    for name, tensors in shards.items():
+        save_file(tensors, path / name)
+    if index:
+        where = {name: file for file, tensors in shards.items() for name in tensors}
+        (path / INDEX).write_text(json.dumps({"weight_map": where}))
+    for name, value in files.items():
+        (path / f"{name}.json").write_text(json.dumps(value))
+    return path
+
+
+def tensors(*names: str) -> dict[str, Tensor]:
+    return {name: torch.randn(4, 8) for name in names}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtype_and_bytes_are_kept(tmp_path: Path, dtype: torch.dtype) -> None:
+    values = {
+        "a": (torch.randn(3, 5) * 10).to(dtype),
+        "empty": torch.empty(0, 4, dtype=dtype),
+        "b": torch.zeros(1),
+    }
+    model = open_checkpoint(str(folder(tmp_path / "m", {"model.safetensors": values})))
+    assert set(model.names()) == set(values)
+    for name, value in values.items():
+        read = model.read(name)
+        assert isinstance(read, Tensor) and read.dtype == value.dtype and read.shape == value.shape
+        assert torch.equal(read.view(torch.uint8), value.view(torch.uint8)) or value.numel() == 0
+
+
+def test_tensors_are_views_of_the_file(tmp_path: Path) -> None:
+    file = SafetensorsFile(folder(tmp_path / "m", {"model.safetensors": tensors("a")}) / "model.safetensors")
+    assert file.read("a").data_ptr() == file.read("a").data_ptr()
+
+
+def test_writing_to_a_tensor_leaves_the_file_alone(tmp_path: Path) -> None:
+    path = folder(tmp_path / "m", {"model.safetensors": {"a": torch.ones(4)}})
+    value = open_checkpoint(str(path)).read("a")
+    assert isinstance(value, Tensor)
+    value.zero_()
+    again = open_checkpoint(str(path)).read("a")
+    assert isinstance(again, Tensor) and again.tolist() == [1.0] * 4
+
+
+def test_shards(tmp_path: Path) -> None:
+    shards = {"m-1.safetensors": tensors("a", "b"), "m-2.safetensors": tensors("c")}
+    model = open_checkpoint(str(folder(tmp_path / "m", shards, index=True)))
+    assert sorted(model.names()) == ["a", "b", "c"]
+    value = model.read("c")
+    assert isinstance(value, Tensor) and torch.equal(value, shards["m-2.safetensors"]["c"])
+    with pytest.raises(UserError, match="no tensor d"):
+        model.read("d")
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    path = folder(tmp_path / "m", {"m-1.safetensors": tensors("a"), "m-2.safetensors": tensors("b")}, index=True)
+    (path / "m-2.safetensors").unlink()
+    with pytest.raises(UserError, match=r"m-2\.safetensors.*missing"):
+        open_checkpoint(str(path))
+
+
+def test_a_name_in_two_shards(tmp_path: Path) -> None:
+    shards = {"m-1.safetensors": tensors("a", "b"), "m-2.safetensors": tensors("b")}
+    with pytest.raises(UserError, match=r"tensor b is in both"):
+        open_checkpoint(str(folder(tmp_path / "m", shards, index=True)))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"weight_map": {"a": "m-1.safetensors", "a": "m-1.safetensors"}}', "a is listed twice"),
+        ('{"weight_map": {"z": "m-1.safetensors"}}', "z is in m-1"),
+        ('{"weight_map": {"a": "../m-1.safetensors"}}', "not a file of its own folder"),
+        ("{}", "no weight_map"),
+        ("nonsense", "cannot be read as JSON"),
+    ],
+)
+def test_bad_index(tmp_path: Path, text: str, message: str) -> None:
+    path = folder(tmp_path / "m", {"m-1.safetensors": tensors("a")})
+    (path / INDEX).write_text(text)
+    with pytest.raises(UserError, match=message):
+        open_checkpoint(str(path))
+
+
+@pytest.mark.parametrize("length", [0, 4, 8, 40, 200, -1])
+def test_truncated(tmp_path: Path, length: int) -> None:
+    file = folder(tmp_path / "m", {"model.safetensors": tensors("a", "b")}) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:length])
+    with pytest.raises(UserError, match=r"model\.safetensors is damaged.*fetch it again"):
+        open_checkpoint(str(file.parent))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [2], "data_offsets": [0, 9]},
+        {"dtype": "F32", "shape": [-2], "data_offsets": [0, -8]},
+        {"dtype": "F99", "shape": [2], "data_offsets": [0, 8]},
+        {"shape": [2], "data_offsets": [0, 8]},
+        [1, 2],
+    ],
+)
+def test_lying_header(tmp_path: Path, entry: Any) -> None:
+    path = folder(tmp_path / "m", {})
+    header = json.dumps({"a": entry}).encode()
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(UserError, match=r"model\.safetensors"):
+        open_checkpoint(str(path))
+
+
+def test_pickles_are_not_opened(tmp_path: Path) -> None:
+    path = folder(tmp_path / "m", {})
+    (path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    with pytest.raises(UserError, match=r"pickles only.*safetensors"):
+        open_checkpoint(str(path))
+
+
+def test_folders_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no config\.json"):
+        open_checkpoint(str(tmp_path))
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=r"pass one of them, such as .*x\.gguf"):
+        open_checkpoint(str(tmp_path))
+    with pytest.raises(UserError, match=r"no \.safetensors file"):
+        open_checkpoint(str(folder(tmp_path / "m", {})))
+    with pytest.raises(UserError, match=r"no tokenizer\.json"):
+        open_checkpoint(str(folder(tmp_path / "m", {"model.safetensors": tensors("a")}))).tokenizer_json()
+
+
+def test_names_that_lead_nowhere(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="did you mean 'smollm2'"):
+        open_checkpoint("smolm2")
+    with pytest.raises(UserError, match="Known names are smollm2"):
+        open_checkpoint("gpt5")
+    with pytest.raises(UserError, match=r"no file or folder .*x\.gguf"):
+        open_checkpoint(str(tmp_path / "x.gguf"))
+    (tmp_path / "model.bin").write_bytes(b"1234567")
+    with pytest.raises(UserError, match="not a GGUF file"):
+        open_checkpoint(str(tmp_path / "model.bin"))
+
+
+def test_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError
+
+    def offline(*args: Any, **kwargs: Any) -> str:
+        raise LocalEntryNotFoundError("cannot find the snapshot")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(UserError, match="org/name is neither a folder here nor in the local hub cache"):
+        open_checkpoint("org/name")
+
+    def gated(*args: Any, **kwargs: Any) -> str:
+        import httpx
+
+        raise GatedRepoError("403", response=httpx.Response(403, request=httpx.Request("GET", "http://localhost")))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", gated)
+    with pytest.raises(UserError, match="licence"):
+        open_checkpoint("org/name")
+
+
+def test_hub_id_fetches_no_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked: dict[str, Any] = {}
+
+    def download(repo: str, **kwargs: Any) -> str:
+        asked.update(kwargs)
+        return str(folder(tmp_path / "m", {"model.safetensors": tensors("a")}))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert open_checkpoint("org/name").names() == ["a"]
+    assert set(asked["allow_patterns"]) == {"*.json", "*.safetensors", "*.jinja"}
+
+
+def test_special_tokens_and_generation(tmp_path: Path) -> None:
+    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": None, "chat_template": "T"}
+    path = folder(
+        tmp_path / "m",
+        {"model.safetensors": tensors("a")},
+        tokenizer_config=config,
+        special_tokens_map={"pad_token": "<pad>", "eos_token": "ignored"},
+        generation_config={"eos_token_id": [1, 2]},
+    )
+    model = SafetensorsCheckpoint(path)
+    assert model.special == {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    assert model.generation == {"eos_token_id": [1, 2]} and model.chat_template == "T"
+
+
+def test_where_the_chat_template_lies(tmp_path: Path) -> None:
+    shards = {"model.safetensors": tensors("a")}
+    path = folder(tmp_path / "m", shards)
+    assert SafetensorsCheckpoint(path).chat_template is None
+    named = [{"name": "tool_use", "template": "X"}, {"name": "default", "template": "D"}]
+    folder(path, shards, tokenizer_config={"chat_template": named})
+    assert SafetensorsCheckpoint(path).chat_template == "D"
+    folder(path, shards, chat_template={"chat_template": "J"})
+    assert SafetensorsCheckpoint(path).chat_template == "J"
+    (path / "chat_template.jinja").write_text("F")
+    assert SafetensorsCheckpoint(path).chat_template == "F"
