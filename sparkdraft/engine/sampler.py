@@ -46,6 +46,7 @@ class Sampler:
         self.device = device
         self._tallies: dict[Request, Tallies] = {}
 
+    @torch.inference_mode()
     def __call__(self, logits: Tensor, requests: list[Request]) -> Sampled:
         """Sample the next id of each request from its row of 'logits' (float32 [rows, vocab], edited in place)."""
         logprobs = self._raw_logprobs(logits, requests)

@@ -1,0 +1,35 @@
+"""Measures how fast this machine's memory can be read: the ceiling that every decode speed is reported against."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+SIZE = {"cpu": 512 << 20, "cuda": 4 << 30}  # bytes: far past any cache
+
+
+def memory_bandwidth(device: str, repeats: int = 5) -> float:
+    """Bytes a second: the better of a copy (read and written bytes both count) and a sum (read only)."""
+    source = torch.ones(SIZE[device] // 4, device=device)
+    target = torch.empty_like(source)
+    copy = 2 * source.nbytes / _best(lambda: target.copy_(source), device, repeats)
+    total = source.nbytes / _best(source.sum, device, repeats)
+    return max(copy, total)
+
+
+def _best(work: Callable[[], object], device: str, repeats: int) -> float:
+    times = []
+    for _ in range(repeats + 1):
+        wait(device)
+        begin = time.perf_counter()
+        work()
+        wait(device)
+        times.append(time.perf_counter() - begin)
+    return min(times[1:])
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,86 @@
+"""`sparkdraft generate`: one prompt, its text as it is written, and what it cost."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING
+
+from sparkdraft.cli.options import add_engine_flags, add_sampling_flags, as_text, load_llm, read_text, sampling_params
+from sparkdraft.core import SamplingParams, UserError
+
+if TYPE_CHECKING:
+    from sparkdraft.llm import LLM
+
+HELP = "write on from a prompt"
+EXAMPLES = """examples:
+  sparkdraft generate --prompt "The sea is" --max-tokens 32
+  sparkdraft generate --chat --prompt "Explain TCP in one sentence." --temperature 0.7 --seed 1
+  sparkdraft generate --prompt-file story.txt --json | tail -n 1
+"""
+
+
+def configure(parser: ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", help="the text to go on from")
+    source.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file ('-': standard input)")
+    parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message, in the chat template")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON: text, counts, speed, memory")
+    add_sampling_flags(parser, max_tokens=64)
+    add_engine_flags(parser)
+
+
+def run(args: Namespace) -> int:
+    params = sampling_params(args)
+    prompt = read_prompt(args)
+    llm = load_llm(args)
+    ids = llm.chat_ids([{"role": "user", "content": prompt}]) if args.chat else llm.encode(prompt)
+    report = write(llm, ids, params)
+    if args.json:
+        print(json.dumps(report, ensure_ascii=False))
+    else:
+        print(
+            f"{report['num_output']} tokens, {report['tok_s']} tok/s, first after {report['ttft_ms']} ms, "
+            f"peak memory {report['peak_rss_mb']} MB",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def read_prompt(args: Namespace) -> str:
+    """The prompt, checked before a model is loaded for it."""
+    if args.prompt_file is None:
+        prompt = as_text(args.prompt.encode("utf-8", "surrogateescape"), "the prompt")
+    else:
+        prompt = read_text(args.prompt_file)
+    if not prompt:
+        raise UserError("the prompt is empty; give at least one character")
+    return prompt
+
+
+def write(llm: LLM, ids: list[int], params: SamplingParams) -> dict[str, object]:
+    """Stream the text to standard output; returns what --json reports."""
+    begin = time.perf_counter()
+    first = last = begin
+    text, num_output, finish = "", 0, None
+    for piece in llm.stream(ids, params):
+        last = time.perf_counter()
+        first = last if num_output == 0 else first
+        num_output += len(piece.ids)
+        text += piece.text
+        finish = piece.finish
+        print(piece.text, end="", flush=True)
+    print()
+    decode = last - first
+    return {
+        "text": text,
+        "num_prompt": len(ids),
+        "num_output": num_output,
+        "finish_reason": finish.value if finish else None,
+        "tok_s": round((num_output - 1) / decode, 1) if num_output > 1 else 0.0,
+        "ttft_ms": round((first - begin) * 1000, 1),
+        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    }

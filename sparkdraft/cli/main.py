@@ -1,0 +1,51 @@
+"""The `sparkdraft` command: one verb a module, each with HELP, EXAMPLES, configure(parser) and run(args) -> status.
+
+A UserError becomes one sentence and status 1; any other exception is our bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+
+from sparkdraft import __version__
+from sparkdraft.cli import bench, chat, generate, models
+from sparkdraft.cli.console import fail
+from sparkdraft.core import UserError
+
+VERBS = {"generate": generate, "chat": chat, "models": models, "bench": bench}
+
+
+def parser() -> ArgumentParser:
+    top = ArgumentParser(prog="sparkdraft", description="Large language models on one machine, fast and lossless.")
+    top.add_argument("--version", action="version", version=f"sparkdraft {__version__}")
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for name, module in VERBS.items():
+        sub = verbs.add_parser(
+            name,
+            help=module.HELP,
+            description=module.HELP,
+            epilog=module.EXAMPLES,
+            formatter_class=RawDescriptionHelpFormatter,
+        )
+        module.configure(sub)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        return VERBS[args.verb].run(args)
+    except UserError as error:
+        return fail(str(error))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone: nothing is left to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""The sampler against plain definitions: sorted filters, exact chances, penalties as documented, seeds as promised."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkdraft.core import Request, SamplingParams
+from sparkdraft.engine.sampler import Sampler, invert, keep, nucleus_floor, top_k_floor, uniform
+
+VOCAB = 50
+CPU = torch.device("cpu")
+
+
+def request(params: SamplingParams, prompt: list[int] | None = None, output: list[int] | None = None) -> Request:
+    made = Request("r", 0, prompt or [1, 2], params, params.seed or 0, params.max_tokens)
+    made.output_ids = output or []
+    return made
+
+
+def sample(logits: torch.Tensor, requests: list[Request], eos: frozenset[int] = frozenset()) -> list[int]:
+    return Sampler(logits.shape[1], eos, CPU)(logits.clone(), requests).ids.tolist()
+
+
+def chances(logits: torch.Tensor, params: SamplingParams, draws: int = 40000, **state: list[int]) -> torch.Tensor:
+    """How often each id is drawn, over many seeds."""
+    requests = [request(replace(params, seed=s), **state) for s in range(draws)]
+    ids = torch.tensor(sample(logits.expand(draws, -1), requests))
+    return torch.bincount(ids, minlength=logits.shape[-1]) / draws
+
+
+def sorted_filter(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The same distribution, the long way: sort, cut, renormalise."""
+    probs = (logits.double() / params.temperature).softmax(-1)
+    probs = torch.where(probs >= params.min_p * probs.max(), probs, 0)
+    order = probs.argsort(descending=True)
+    if params.top_k:
+        probs[order[params.top_k :]] = 0
+    probs /= probs.sum()
+    if params.top_p < 1:
+        before = probs[order].cumsum(0) - probs[order]
+        probs[order[before >= params.top_p]] = 0
+    return probs / probs.sum()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.6),
+        SamplingParams(temperature=1.3, top_k=5),
+        SamplingParams(temperature=1.0, top_p=0.7),
+        SamplingParams(temperature=1.0, min_p=0.2),
+        SamplingParams(temperature=0.9, top_k=12, top_p=0.8, min_p=0.02),
+    ],
+)
+def test_draws_follow_the_sorted_definition(params: SamplingParams) -> None:
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(2)) * 2
+    expected = sorted_filter(logits, params)
+    seen = chances(logits, params)
+    assert bool((seen[expected == 0] == 0).all())
+    error = (seen - expected).abs() / (expected / 40000).sqrt().clamp(min=1e-4)
+    assert float(error.max()) < 5, "an id is drawn five standard deviations off its chance"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.floats(0.01, 0.999), st.integers(0, 60))
+def test_floors_keep_what_sorting_keeps(seed: int, top_p: float, top_k: int) -> None:
+    probs = (torch.randn(1, 200, generator=torch.Generator().manual_seed(seed)) * 3).softmax(-1)
+    order = probs[0].argsort(descending=True)
+    if top_k:
+        kept = keep(probs, top_k_floor(probs, [top_k]))[0] > 0
+        assert set(kept.nonzero().flatten().tolist()) == set(order[:top_k].tolist())
+    kept = keep(probs, nucleus_floor(probs, torch.tensor([top_p])))[0] > 0
+    mass = probs[0][order].double().cumsum(0)
+    count = int(kept.sum())
+    assert float(mass[count - 1]) >= top_p - 1e-5
+    assert count == 1 or float(mass[count - 2]) < top_p + 1e-5
+
+
+def test_greedy_and_sampled_rows_share_a_batch() -> None:
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(3))
+    rows = [
+        request(SamplingParams()),
+        request(SamplingParams(temperature=1.0, seed=7)),
+        request(SamplingParams(temperature=1.0, seed=8, top_k=1)),
+    ]
+    together = sample(logits, rows)
+    assert together[0] == int(logits[0].argmax()) and together[2] == int(logits[2].argmax())
+    assert together == [sample(logits[i : i + 1], [rows[i]])[0] for i in range(3)]
+
+
+def test_a_seed_gives_the_same_draws_wherever_the_row_stands() -> None:
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(4))
+    mine = request(SamplingParams(temperature=1.0, seed=99, top_p=0.9))
+    first = sample(logits, [mine])
+    others = torch.randn(5, VOCAB)
+    crowd = [request(SamplingParams(temperature=0.5, seed=i, top_k=i)) for i in range(5)]
+    assert sample(torch.cat((others, logits)), [*crowd, mine])[-1] == first[0]
+
+
+def test_uniform_is_uniform_and_independent_of_the_neighbouring_seed() -> None:
+    u = uniform(torch.arange(20000), torch.zeros(20000, dtype=torch.long))
+    v = uniform(torch.zeros(20000, dtype=torch.long), torch.arange(20000))
+    for numbers in (u, v):
+        assert 0 <= float(numbers.min()) and float(numbers.max()) < 1
+        counts = torch.histc(numbers.float(), 20, 0, 1)
+        assert float(((counts - 1000) ** 2 / 1000).sum()) < 60  # chi-square with 19 degrees, far tail
+    lag = torch.corrcoef(torch.stack((u[:-1], u[1:])))[0, 1]
+    assert abs(float(lag)) < 0.03
+
+
+def test_invert_never_picks_an_id_without_chance() -> None:
+    probs = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]])
+    for u in (0.0, 0.25, 0.4999999, 0.5, 0.75, 0.99999994):
+        assert float(probs[0, invert(probs, torch.tensor([u], dtype=torch.double))]) > 0
+
+
+def test_penalties_as_documented() -> None:
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(5))
+    params = SamplingParams(repetition_penalty=1.5, presence_penalty=0.4, frequency_penalty=0.3)
+    made = request(params, prompt=[3, 4], output=[5, 5, 6])
+    expected = logits[0].clone()
+    for token in (3, 4, 5, 6):
+        expected[token] = expected[token] / 1.5 if expected[token] > 0 else expected[token] * 1.5
+    expected[5] -= 0.4 + 2 * 0.3
+    expected[6] -= 0.4 + 0.3
+    got = logits.clone()
+    Sampler(VOCAB, frozenset(), CPU)(got, [made])
+    torch.testing.assert_close(got[0], expected)
+
+
+def test_counts_follow_the_output_and_are_forgotten() -> None:
+    sampler = Sampler(VOCAB, frozenset(), CPU)
+    made = request(SamplingParams(frequency_penalty=2.0))
+    flat = torch.zeros(1, VOCAB)
+    for step in range(4):
+        ids = sampler(flat.clone(), [made]).ids.tolist()
+        assert ids[0] not in made.output_ids, step
+        made.output_ids += ids
+    sampler.forget(made)
+    assert not sampler._tallies
+
+
+def test_bias_and_min_tokens() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 9] = 5
+    assert sample(logits, [request(SamplingParams(logit_bias={7: 10.0}))]) == [7]
+    assert sample(logits, [request(SamplingParams(min_tokens=1))], eos=frozenset({9})) != [9]
+    assert sample(logits, [request(SamplingParams(min_tokens=1), output=[1])], eos=frozenset({9})) == [9]
+
+
+@pytest.mark.gpu
+def test_a_gpu_draws_what_a_cpu_draws() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    logits = torch.randn(64, 5000, generator=torch.Generator().manual_seed(6))
+    rows = [request(SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=i)) for i in range(64)]
+    gpu = Sampler(5000, frozenset(), torch.device("cuda"))(logits.cuda(), rows).ids.tolist()
+    cpu = sample(logits, rows)
+    assert sum(a == b for a, b in zip(gpu, cpu, strict=True)) >= 63  # a sum in another order may move one border

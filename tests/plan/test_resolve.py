@@ -1,0 +1,64 @@
+"""Plans for machines that are not this one: what auto becomes, what is refused, and that the sums add up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sparkdraft.bench.shapes import SHAPES
+from sparkdraft.config import EngineConfig
+from sparkdraft.core import UserError
+from sparkdraft.plan.hardware import Hardware
+from sparkdraft.plan.memory import kv_bytes_per_token
+from sparkdraft.plan.resolve import resolve
+
+LAPTOP = Hardware("cpu", "a laptop", 8, 12 << 30)
+SPARK = Hardware("cuda", "GB10", 20, 110 << 30)
+SMALL, LARGE = SHAPES["smollm2-135m"], SHAPES["qwen3-8b"]
+
+
+def test_a_cpu_gets_quantised_weights_and_a_modest_cache() -> None:
+    plan = resolve(EngineConfig(), SMALL, LAPTOP)
+    assert (plan.dtype, plan.kernels, plan.threads) == ("quantised", "native", 8)
+    assert plan.memory.kv <= 1 << 30 and plan.max_model_len == 8192
+    assert not plan.fallbacks and not plan.cuda_graphs
+
+
+def test_without_a_compiler_auto_falls_back_and_says_why() -> None:
+    plan = resolve(EngineConfig(), SMALL, LAPTOP, native_problem="no C++ compiler")
+    assert (plan.dtype, plan.kernels) == ("float32", "reference")
+    assert plan.fallbacks[0].reason == "no C++ compiler" and "no C++ compiler" in plan.describe()
+    with pytest.raises(UserError, match="no C\\+\\+ compiler"):
+        resolve(EngineConfig(dtype="quantised"), SMALL, LAPTOP, native_problem="no C++ compiler")
+
+
+def test_a_gpu_gets_bfloat16_and_the_memory_that_is_left() -> None:
+    plan = resolve(EngineConfig(), LARGE, SPARK)
+    assert (plan.dtype, plan.kernels, plan.cuda_graphs) == ("bfloat16", "cuda", True)
+    used = plan.memory.weights + plan.memory.kv + plan.memory.scratch
+    assert used <= 0.85 * SPARK.free_bytes
+    assert 15e9 < plan.memory.weights < 17e9
+    assert plan.memory.kv == plan.num_blocks * 16 * kv_bytes_per_token(LARGE, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "hardware", "words"),
+    [
+        (EngineConfig(dtype="bfloat16"), LAPTOP, "needs a GPU"),
+        (EngineConfig(dtype="quantised"), SPARK, "runs on a CPU only"),
+        (EngineConfig(max_model_len=10**6), SPARK, "made for 40960"),
+        (EngineConfig(max_rows=4, max_seqs=8), SPARK, "max_rows is 4"),
+        (EngineConfig(), replace(SPARK, free_bytes=8 << 30), "does not fit"),
+        (EngineConfig(kv_tokens=10**8), SPARK, "ask for .* or fewer"),
+        (EngineConfig(kv_tokens=100, max_model_len=200), SPARK, "KV cache holds 112"),
+    ],
+)
+def test_what_can_not_run_is_refused_with_its_sums(config: EngineConfig, hardware: Hardware, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        resolve(config, LARGE, hardware)
+
+
+def test_a_small_cache_shortens_the_context_that_nobody_asked_for() -> None:
+    plan = resolve(EngineConfig(kv_tokens=1000), SMALL, LAPTOP)
+    assert plan.max_model_len == plan.num_blocks * 16 == 1008

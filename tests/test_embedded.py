@@ -1,0 +1,82 @@
+"""The embedded model end to end: its text is transformers' text, and its quantised weights are the same model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparkdraft.bench.perplexity import HELDOUT, perplexity
+from sparkdraft.core import SamplingParams
+from sparkdraft.llm import LLM
+
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, in a village by the sea,",
+    "def fibonacci(n):",
+    "Water boils at",
+    "The three primary colours are",
+    "Dear Sir or Madam,",
+    "import numpy as np\n\n",
+    "In 1969, the first",
+    '{"name": "Ada", "age":',
+    "Q: What is 12 times 12?\nA:",
+    "To make bread you need",
+    "SELECT name, age FROM",
+    "The quick brown fox",
+    "Photosynthesis is the process by which",
+    "Die Hauptstadt von Deutschland ist",
+    "1, 1, 2, 3, 5, 8,",
+    "<html>\n<head>",
+    "She opened the letter and read:",
+    "A good friend is someone who",
+    "The meaning of life is",
+]
+TIE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def oracle(smollm2_path: Path) -> Iterator[Any]:
+    import transformers
+
+    yield transformers.AutoModelForCausalLM.from_pretrained(
+        smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32
+    ).eval()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_greedy_text_equals_transformers(device: str, oracle: Any) -> None:
+    """Each of our tokens is the oracle's most likely one after the same text, so by induction the texts are equal."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    llm = LLM("smollm2", dtype="float32", device=device)
+    params = SamplingParams(max_tokens=64, ignore_eos=True)
+    ties = []
+    for prompt, result in zip(PROMPTS, llm.generate(PROMPTS, params), strict=True):
+        before, written = llm.encode(prompt), result.completions[0].ids
+        assert len(written) == 64
+        with torch.inference_mode():
+            logits = oracle(torch.tensor([before + written])).logits[0, len(before) - 1 : -1]
+        behind = logits.amax(-1) - logits.gather(1, torch.tensor(written).unsqueeze(1)).squeeze(1)
+        ties += [f"{prompt!r} at {i}" for i in (behind > 0).nonzero().flatten().tolist()]
+        assert float(behind.max()) < TIE, prompt
+    print(f"ties within {TIE}: {ties or 'none'}")
+
+
+def test_quantised_weights_keep_the_perplexity() -> None:
+    text = HELDOUT.read_text()[:2500]
+    exact, count = perplexity(LLM("smollm2", dtype="float32"), text)
+    quantised, _ = perplexity(LLM("smollm2", dtype="quantised"), text)
+    assert count > 400
+    assert quantised == pytest.approx(exact, rel=0.01)
+
+
+def test_quantised_text_is_the_same_in_any_company() -> None:
+    llm = LLM("smollm2", dtype="quantised")
+    params = SamplingParams(max_tokens=24)
+    together = [r.completions[0].ids for r in llm.generate(PROMPTS[:8], params)]
+    for prompt, ids in zip(PROMPTS[:8], together, strict=True):
+        assert llm.generate([prompt], params)[0].completions[0].ids == ids

@@ -1,0 +1,92 @@
+"""Who may know whom: the borders of the house, read off the import statements themselves."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "sparkdraft"
+HEAVY = {"torch", "triton", "transformers"}
+NO_TORCH = ["core", "config", "plan", "cache.blocks", "cache.prefix", "engine.scheduler", "models.config", "cli.main"]
+FORBIDDEN = {
+    "core": ["sparkdraft"],
+    "kernels": ["sparkdraft.engine", "sparkdraft.models", "sparkdraft.cache", "sparkdraft.text", "sparkdraft.plan"],
+    "models": ["sparkdraft.engine", "sparkdraft.spec", "sparkdraft.text"],
+    "cache": ["sparkdraft.engine", "sparkdraft.text"],
+    "weights": ["sparkdraft.engine", "sparkdraft.models", "sparkdraft.cache"],
+    "text": ["sparkdraft.engine", "sparkdraft.models", "sparkdraft.cache", "sparkdraft.kernels"],
+    "engine": ["sparkdraft.cli", "sparkdraft.bench", "sparkdraft.llm"],
+}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(p for p in parts if p != "__init__")
+        found[name] = path
+    return found
+
+
+def imports(path: Path, anywhere: bool) -> set[str]:
+    """Modules that a file imports when it is loaded; 'anywhere' adds those inside functions and for type checkers."""
+    tree = ast.parse(path.read_text())
+    nodes = ast.walk(tree) if anywhere else iter(tree.body)
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def within(name: str, folder: str) -> bool:
+    return name == folder or name.startswith(folder + ".")
+
+
+def reachable(start: str) -> set[str]:
+    """Everything that loading a module loads with it."""
+    known, seen, todo = modules(), set(), [start]
+    while todo:
+        name = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        if name in known:
+            for imported in imports(known[name], anywhere=False):
+                seen.add(imported) if not within(imported, "sparkdraft") else todo.append(imported[11:])
+    return seen
+
+
+def test_the_pure_modules_load_no_torch() -> None:
+    for folder in NO_TORCH:
+        for name in modules():
+            if within(name, folder):
+                loaded = {m.split(".")[0] for m in reachable(name)}
+                assert not loaded & HEAVY, f"{name} loads {loaded & HEAVY}"
+
+
+def test_borders() -> None:
+    for name, path in modules().items():
+        for folder, banned in FORBIDDEN.items():
+            if within(name, folder):
+                wrong = [i for i in imports(path, anywhere=True) if any(within(i, b) for b in banned)]
+                assert not wrong, f"{name} must not know {wrong}"
+
+
+def test_transformers_is_never_imported_and_no_pickle_is_opened() -> None:
+    for name, path in modules().items():
+        used = imports(path, anywhere=True)
+        assert not any(within(u, "transformers") or within(u, "pickle") for u in used), name
+        assert "torch.load(" not in path.read_text(), name
+
+
+def test_files_and_functions_stay_small() -> None:
+    for name, path in modules().items():
+        text = path.read_text()
+        assert text.count("\n") <= 400 or within(name, "kernels"), f"{name} is past 400 lines: is there a seam?"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                size = (node.end_lineno or 0) - node.lineno + 1
+                assert size <= 60 or within(name, "kernels"), f"{name}.{node.name} has {size} lines"
