@@ -1,0 +1,112 @@
+"""The command as people type it: what it prints, and one clear sentence with a non-zero status for every mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.models.tiny import write_tiny
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("tiny"), "llama")
+
+
+def sparkdraft(*args: str | bytes, stdin: bytes = b"", **env: str) -> subprocess.CompletedProcess[bytes]:
+    command: list[str | bytes] = [sys.executable, "-m", "sparkdraft.cli.main", *args]
+    return subprocess.run(command, input=stdin, capture_output=True, env={**os.environ, **env}, timeout=120)
+
+
+def refused(result: subprocess.CompletedProcess[bytes], words: str) -> None:
+    errors = result.stderr.decode()
+    assert result.returncode != 0, errors
+    assert "Traceback" not in errors
+    assert words in errors, errors
+    assert len(errors.strip().splitlines()) == 1, errors
+    assert result.stdout == b""
+
+
+def test_generate_streams_and_ends_in_json(tiny: Path) -> None:
+    result = sparkdraft("generate", "--model", str(tiny), "--prompt", "hello", "--max-tokens", "9", "--json", "--ignore-eos")
+    assert result.returncode == 0, result.stderr.decode()
+    lines = result.stdout.decode(errors="replace").splitlines()
+    report = json.loads(lines[-1])
+    assert report["num_prompt"] == 5 and report["num_output"] == 9
+    assert report["tok_s"] > 0 and report["ttft_ms"] > 0 and report["peak_rss_mb"] > 50
+    assert report["finish_reason"] == "length"
+
+
+def test_a_prompt_from_standard_input(tiny: Path) -> None:
+    args = ("generate", "--model", str(tiny), "--prompt-file", "-", "--max-tokens", "2", "--json")
+    assert json.loads(sparkdraft(*args, stdin=b"abc").stdout.splitlines()[-1])["num_prompt"] == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--model", "no-such-model"], "no-such-model"),
+        (["--model", "missing.gguf"], "missing.gguf"),
+        (["--dtype", "int3"], "dtype is 'int3'"),
+        (["--dtype", "bfloat16", "--device", "cpu"], "bfloat16 needs a GPU"),
+        (["--max-tokens", "0"], "max_tokens is 0"),
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--prompt", ""], "prompt is empty"),
+        (["--prompt", b"caf\xe9"], "not valid UTF-8"),
+        (["--prompt", "a" * 600], "600 tokens and the context holds 512"),
+    ],
+)
+def test_bad_input(args: list[str | bytes], words: str, tiny: Path, tmp_path: Path) -> None:
+    given = ["--model", str(tiny), "--prompt", "hello", *args]
+    refused(sparkdraft("generate", *given, SPARKDRAFT_CACHE=str(tmp_path)), words)
+    assert not [p for p in tmp_path.rglob("*") if p.is_file() and "native" not in p.parts], "nothing half-written"
+
+
+def test_a_truncated_gguf(tmp_path: Path, smollm2_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    with smollm2_path.open("rb") as whole:
+        broken.write_bytes(whole.read(5_000_000))
+    refused(sparkdraft("generate", "--model", str(broken), "--prompt", "x"), "broken.gguf")
+
+
+def test_a_missing_prompt_file_and_a_file_of_bytes(tmp_path: Path) -> None:
+    refused(sparkdraft("generate", "--prompt-file", str(tmp_path / "none.txt")), "none.txt can not be read")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    refused(sparkdraft("generate", "--prompt-file", str(tmp_path / "bytes")), "not valid UTF-8 at byte 0")
+
+
+def test_chat_answers_and_keeps_its_history(smollm2_path: Path) -> None:
+    talk = b"My name is Ada. Say hello.\n/new\n/quit\n"
+    result = sparkdraft("chat", "--max-tokens", "8", "--temperature", "0", stdin=talk)
+    assert result.returncode == 0, result.stderr.decode()
+    assert len(result.stdout.decode().split()) >= 3
+
+
+def test_models_lists_what_is_known_and_cached(smollm2_path: Path) -> None:
+    result = sparkdraft("models", COLUMNS="200")
+    assert result.returncode == 0 and "smollm2" in result.stdout.decode()
+
+
+def test_bench_offline_ends_in_json(tiny: Path) -> None:
+    args = ("--model", str(tiny), "--batch", "1,3", "--prompt-len", "16", "--output-len", "12")
+    result = sparkdraft("bench", "offline", *args)
+    assert result.returncode == 0, result.stderr.decode()
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert [row["streams"] for row in report["rows"]] == [1, 3]
+    assert all(0 < row["share"] < 1.5 and row["decode_tok_s"] > 0 for row in report["rows"])
+
+
+def test_bench_refuses_nonsense() -> None:
+    refused(sparkdraft("bench", "offline", "--batch", "1,x"), "--batch is '1,x'")
+    refused(sparkdraft("bench", "offline", "--shape", "gpt-9"), "shape 'gpt-9' is not known")
+
+
+def test_every_verb_has_help_with_examples() -> None:
+    for verb in ("generate", "chat", "models", "bench"):
+        text = sparkdraft(verb, "--help").stdout.decode()
+        assert "examples:" in text and f"sparkdraft {verb}" in text
