@@ -7,7 +7,6 @@ of quality.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,8 +33,6 @@ class RandomCheckpoint:
     """Answers like a checkpoint, with tensors drawn on the device as they are asked for."""
 
     path = Path("random weights")
-    config: dict[str, Any] = {}  # noqa: RUF012
-    generation: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(self, model: ModelConfig, device: str) -> None:
         self._shapes = tensor_shapes(model)

@@ -37,7 +37,7 @@ def parser() -> ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
-        return VERBS[args.verb].run(args)
+        return int(VERBS[args.verb].run(args))
     except UserError as error:
         return fail(str(error))
     except KeyboardInterrupt:

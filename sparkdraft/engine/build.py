@@ -19,9 +19,8 @@ from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.registry import architecture
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.resolve import Fallback, Plan, resolve
-from sparkdraft.text.tokenizer import Tokenizer
-from sparkdraft.weights.checkpoint import Checkpoint
-from sparkdraft.weights.loader import Loader, Progress
+from sparkdraft.text.tokenizer import Vocabulary
+from sparkdraft.weights.loader import Loader, Progress, WeightSource
 
 TORCH_DTYPES = {"quantised": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -32,7 +31,7 @@ def make_plan(config: EngineConfig, model: ModelConfig) -> Plan:
 
 
 def build_engine(
-    plan: Plan, model_config: ModelConfig, source: Checkpoint, tokenizer: Tokenizer, progress: Progress | None = None
+    plan: Plan, model_config: ModelConfig, source: WeightSource, tokenizer: Vocabulary, progress: Progress | None = None
 ) -> Engine:
     build = architecture(model_config.model_type)
     torch.set_num_threads(plan.threads)
@@ -54,4 +53,5 @@ def _native_problem(config: EngineConfig, hardware: Hardware) -> str | None:
     """Why the C++ kernels can not be had; not asked (they would be compiled) where they are not wanted."""
     if hardware.device != "cpu" or config.dtype not in ("auto", "quantised"):
         return None
-    return kernels.load("native").unavailable_reason()
+    reason: str | None = kernels.load("native").unavailable_reason()
+    return reason

@@ -17,11 +17,11 @@ from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Sampled, Sampler
 from sparkdraft.engine.scheduler import Scheduler
 from sparkdraft.plan.resolve import Plan
-from sparkdraft.text.tokenizer import Tokenizer
+from sparkdraft.text.tokenizer import Vocabulary
 
 
 class Engine:
-    def __init__(self, plan: Plan, runner: Runner, sampler: Sampler, tokenizer: Tokenizer) -> None:
+    def __init__(self, plan: Plan, runner: Runner, sampler: Sampler, tokenizer: Vocabulary) -> None:
         self.plan, self.runner, self.sampler, self.tokenizer = plan, runner, sampler, tokenizer
         self.pool = BlockPool(plan.num_blocks)
         prefix = PrefixCache(self.pool, plan.block_size, plan.prefix_cache)

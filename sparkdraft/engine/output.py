@@ -9,11 +9,11 @@ from __future__ import annotations
 from sparkdraft.core import FinishReason, Request, StepOutput, TokenLogprob
 from sparkdraft.text.detokenize import Detokenizer
 from sparkdraft.text.stops import StopFinder
-from sparkdraft.text.tokenizer import Tokenizer
+from sparkdraft.text.tokenizer import Vocabulary
 
 
 class Output:
-    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: Request, tokenizer: Vocabulary) -> None:
         self.request = request
         self.eos_ids = frozenset() if request.params.ignore_eos else tokenizer.eos_ids
         self._text = Detokenizer(tokenizer)

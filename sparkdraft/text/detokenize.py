@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import codecs
 
-from sparkdraft.text.tokenizer import Tokenizer
+from sparkdraft.text.tokenizer import Vocabulary
 
 
 class Detokenizer:
     """'continues': the ids go on a text that was begun before, so no space is taken from the first of them."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True, continues: bool = False) -> None:
+    def __init__(self, tokenizer: Vocabulary, skip_special: bool = True, continues: bool = False) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._begun = continues

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sparkdraft.core import UserError
 
@@ -30,6 +30,19 @@ def byte_alphabet() -> dict[str, int]:
 
 
 BYTE_OF = byte_alphabet()
+
+
+class Vocabulary(Protocol):
+    """What turning ids into text needs of a tokenizer; toys have just this."""
+
+    @property
+    def eos_ids(self) -> frozenset[int]: ...
+
+    def token_bytes(self, token: int, skip_special: bool = True) -> bytes: ...
+
+    def first_bytes(self, token: int, skip_special: bool = True) -> bytes: ...
+
+    def is_special(self, token: int) -> bool: ...
 
 
 class Tokenizer:

@@ -8,14 +8,27 @@ for the CPU kernels), the model does not.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from sparkdraft.core import UserError
-from sparkdraft.weights.checkpoint import Checkpoint
 from sparkdraft.weights.linear import BiasedLinear, DenseLinear, Embedding, Linear, StackedLinear
 from sparkdraft.weights.quant.group import GROUP, GroupQuant
+
+
+class WeightSource(Protocol):
+    """The part of a checkpoint that holds tensors."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def names(self) -> list[str]: ...
+
+    def read(self, name: str) -> Tensor | GroupQuant: ...
+
 
 Pack = Callable[[list[GroupQuant]], Linear]
 Progress = Callable[[int, int], None]  # tensors done, tensors in all
@@ -24,7 +37,7 @@ Progress = Callable[[int, int], None]  # tensors done, tensors in all
 class Loader:
     def __init__(
         self,
-        source: Checkpoint,
+        source: WeightSource,
         device: torch.device,
         dtype: torch.dtype,
         pack: Pack | None = None,  # keeps matrices as integers; None keeps them as floats of 'dtype'

@@ -105,11 +105,11 @@ def test_any_split_of_a_prompt_gives_the_same_tokens(max_rows: int) -> None:
 def test_a_second_request_computes_only_what_the_prefix_cache_lacks() -> None:
     engine = fake_engine(num_blocks=300, max_rows=512)
     prompt = [i % 251 for i in range(500)]
-    first = engine.add(prompt + [1], SamplingParams(max_tokens=4))
+    first = engine.add([*prompt, 1], SamplingParams(max_tokens=4))
     one = drain(engine)[first, 0]
     assert isinstance(engine.runner, FakeRunner)
     before = sum(engine.runner.rows_run)
-    second = engine.add(prompt + [1], SamplingParams(max_tokens=4))
+    second = engine.add([*prompt, 1], SamplingParams(max_tokens=4))
     pieces = []
     while engine.has_work:
         pieces += engine.step()
@@ -140,6 +140,7 @@ def test_n_completions_share_the_prompt_and_differ() -> None:
 
 def test_stops_at_ids_strings_and_lengths() -> None:
     text = greedy([5], 30)
+
     def run(**params: object) -> StepOutput:
         engine = fake_engine()
         engine.add([5], SamplingParams(**{"max_tokens": 30, **params}), "a")  # type: ignore[arg-type]
@@ -157,16 +158,22 @@ def test_stops_at_ids_strings_and_lengths() -> None:
 
 
 def test_a_stop_string_across_tokens_is_cut_out() -> None:
-    engine = fake_engine()
-    prompt = list(b"start")
-    full = bytes(i for i in greedy(prompt, 40) if i < 128).decode()
+    ascii_only = dict.fromkeys((*range(32), *range(127, EOS + 1)), -100.0)
+
+    def run(stop: list[str]) -> tuple[str, FinishReason | None]:
+        engine = fake_engine()
+        engine.add(list(b"start"), SamplingParams(max_tokens=40, stop=stop, logit_bias=ascii_only))
+        text, finish = "", None
+        while engine.has_work:
+            for piece in engine.step():
+                text, finish = text + piece.text, piece.finish
+                assert not any(s in text for s in stop)
+        return text, finish
+
+    full, finish = run([])
+    assert len(full) == 40 and finish is FinishReason.LENGTH
     stop = full[6:9]
-    engine.add(prompt, SamplingParams(max_tokens=40, stop=[stop], logit_bias={}), "a")
-    engine.sampler.__class__  # the fake model writes any byte; only its ascii part is compared
-    text = ""
-    while engine.has_work:
-        text += "".join(p.text for p in engine.step())
-    assert stop not in text
+    assert run(["never", stop]) == (full[: full.index(stop)], FinishReason.STOP)
 
 
 def test_bad_requests_are_refused_with_a_sentence() -> None:

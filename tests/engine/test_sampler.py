@@ -107,7 +107,7 @@ def test_uniform_is_uniform_and_independent_of_the_neighbouring_seed() -> None:
     u = uniform(torch.arange(20000), torch.zeros(20000, dtype=torch.long))
     v = uniform(torch.zeros(20000, dtype=torch.long), torch.arange(20000))
     for numbers in (u, v):
-        assert 0 <= float(numbers.min()) and float(numbers.max()) < 1
+        assert float(numbers.min()) >= 0 and float(numbers.max()) < 1
         counts = torch.histc(numbers.float(), 20, 0, 1)
         assert float(((counts - 1000) ** 2 / 1000).sum()) < 60  # chi-square with 19 degrees, far tail
     lag = torch.corrcoef(torch.stack((u[:-1], u[1:])))[0, 1]

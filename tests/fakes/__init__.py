@@ -74,7 +74,9 @@ def hash_logits(ids: list[int]) -> torch.Tensor:
     return torch.randn(VOCAB, generator=generator)
 
 
-def fake_plan(num_blocks: int = 64, block_size: int = 4, max_seqs: int = 8, max_rows: int = 32, **changes: object) -> Plan:
+def fake_plan(
+    num_blocks: int = 64, block_size: int = 4, max_seqs: int = 8, max_rows: int = 32, **changes: object
+) -> Plan:
     values: dict[str, object] = {
         "device": "cpu",
         "dtype": "float32",

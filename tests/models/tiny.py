@@ -1,4 +1,4 @@
-"""Tiny random checkpoints that transformers writes itself, and its logits for them: the oracle of every architecture."""
+"""Tiny random checkpoints that transformers writes itself, and its logits for them: the oracle of each architecture."""
 
 from __future__ import annotations
 

@@ -39,4 +39,5 @@ class DenseKV:
         self.ops.kv_write(k, v, *self.layers[layer], slots)
 
     def attend(self, layer: int, q: Tensor, view: AttentionView, scale: float) -> Tensor:
-        return self.ops.paged_attention(q, *self.layers[layer], view, scale)
+        out: Tensor = self.ops.paged_attention(q, *self.layers[layer], view, scale)
+        return out
