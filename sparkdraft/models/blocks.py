@@ -99,6 +99,12 @@ class Decoder:
         self.config, self.layers, self.ops = config, layers, ops
         self.embedding, self.head, self.norm, self.rope = embedding, head, norm, rope
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights that one pass reads; of the embedding it reads only a few rows."""
+        matrices = [m for x in self.layers for m in (x.attention.qkv, x.attention.o, x.mlp.gate_up, x.mlp.down)]
+        return sum(m.nbytes for m in [*matrices, self.head])
+
     def forward(self, step: Step, tap_layers: Sequence[int] = (), taps: Tensor | None = None) -> Tensor:
         """Run every row through the layers: the last residual [rows, hidden], before the final norm.
 

@@ -13,9 +13,7 @@ from sparkdraft.models.rope import rope_table
 from sparkdraft.weights.loader import Loader
 
 
-def build(
-    config: ModelConfig, load: Loader, ops: ModuleType, context: int, qk_norm: bool = False
-) -> Decoder:
+def build(config: ModelConfig, load: Loader, ops: ModuleType, context: int, qk_norm: bool = False) -> Decoder:
     embedding = load.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
     layers = [DecoderLayer(config, i, load, ops, qk_norm) for i in range(config.num_layers)]
     norm = load.vector("model.norm.weight", config.hidden_size)

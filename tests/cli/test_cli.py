@@ -33,7 +33,9 @@ def refused(result: subprocess.CompletedProcess[bytes], words: str) -> None:
 
 
 def test_generate_streams_and_ends_in_json(tiny: Path) -> None:
-    result = sparkdraft("generate", "--model", str(tiny), "--prompt", "hello", "--max-tokens", "9", "--json", "--ignore-eos")
+    result = sparkdraft(
+        "generate", "--model", str(tiny), "--prompt", "hello", "--max-tokens", "9", "--json", "--ignore-eos"
+    )
     assert result.returncode == 0, result.stderr.decode()
     lines = result.stdout.decode(errors="replace").splitlines()
     report = json.loads(lines[-1])

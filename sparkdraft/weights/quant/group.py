@@ -31,11 +31,8 @@ class GroupQuant:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[out, in] in 'dtype': what every kernel on these weights must agree with."""
-        if self.bits == 4:
-            q = torch.cat((self.q & 15, self.q >> 4), dim=-1).float()
-        else:
-            q = self.q.float()
-        w = q * self.scale.float().unsqueeze(-1)
+        q = torch.cat((self.q & 15, self.q >> 4), dim=-1) if self.bits == 4 else self.q
+        w = q.float() * self.scale.float().unsqueeze(-1)
         if self.offset is not None:
             w += self.offset.float().unsqueeze(-1)
         return w.flatten(1).to(dtype)

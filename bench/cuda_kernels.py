@@ -1,0 +1,208 @@
+"""Times the Triton kernels in the geometry of Qwen3-8B (32/8 heads of 128) against what the GPU can do.
+
+Every figure is a replayed CUDA graph of many launches, each on blocks that the last ones did not touch, so
+that caches do not flatter it; bytes count K and V once and are shown as a share of a measured copy,
+arithmetic as a share of a measured matmul. It checks nothing (tests/kernels/test_cuda.py does) and ends in
+one line of JSON.
+
+    python bench/cuda_kernels.py            about half a minute on an H200, most of it compiling
+    python bench/cuda_kernels.py --tune     also tries other attention tiles, another half minute
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparkdraft.kernels import cuda
+from sparkdraft.kernels.cuda import attention
+from sparkdraft.kernels.cuda.attention import Tile
+from sparkdraft.kernels.view import AttentionView
+
+HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
+HIDDEN, INTER = 4096, 12288
+TOKEN_BYTES = 2 * KV_HEADS * DIM * 2  # K and V of one token in one layer, bf16
+COLD_BYTES = 256 << 20  # a graph touches this much at least, five times the L2 of an H200
+SCALE = DIM**-0.5
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
+
+
+def int32(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+def seconds(launches: list[Callable[[], object]], goal: float = 0.1) -> float:
+    """Seconds a launch: the median of five timings of a graph that holds all of them."""
+    launches[0]()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def replay(times: int) -> float:
+        begin.record()
+        for _ in range(times):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3 / times / len(launches)
+
+    once = max(replay(2), 1e-7) * len(launches)
+    return sorted(replay(max(1, int(goal / 5 / once))) for _ in range(5))[2]
+
+
+def copies_for(used: int, most: int = 128) -> int:
+    return min(max(-(-COLD_BYTES // used), 1), most)
+
+
+class Cache:
+    """One pool of K and V that all cases share; views lie side by side, so launches do not overlap."""
+
+    def __init__(self, tokens: int) -> None:
+        self.k = randn(tokens // BLOCK, KV_HEADS, BLOCK, DIM)
+        self.v = randn(tokens // BLOCK, KV_HEADS, BLOCK, DIM)
+        self.order = torch.randperm(tokens // BLOCK, device="cuda").to(torch.int32)
+
+    def views(self, seqs: int, rows: int, context: int) -> list[AttentionView]:
+        blocks = -(-context // BLOCK)
+        count = min(copies_for(seqs * context * TOKEN_BYTES), len(self.order) // (seqs * blocks))
+        starts, contexts = int32([rows * s for s in range(seqs + 1)]), int32([context] * seqs)
+        tables = self.order[: count * seqs * blocks].view(count, seqs, blocks)
+        return [AttentionView(starts, contexts, table, rows, context) for table in tables]
+
+    def attend(self, seqs: int, rows: int, context: int) -> float:
+        q = randn(seqs * rows, (HEADS + 2 * KV_HEADS) * DIM)[:, : HEADS * DIM].view(-1, HEADS, DIM)
+        views = self.views(seqs, rows, context)
+        return seconds([lambda v=v: cuda.paged_attention(q, self.k, self.v, v, SCALE) for v in views])
+
+
+def report(results: dict[str, object], name: str, time: float, rate: float, unit: str, ceiling: float) -> None:
+    share = f"{100 * rate / ceiling:5.1f} % of {ceiling:.0f}"
+    print(f"{name:44s} {time * 1e6:10.1f} us {rate:8.0f} {unit:8s} {share}", flush=True)
+    results[name] = {"us": round(time * 1e6, 2), unit: round(rate, 1), "share": round(rate / ceiling, 3)}
+
+
+def ceilings() -> tuple[float, float]:
+    """GB/s of a copy (bytes read and written) and TFLOP/s of a matmul."""
+    source, target = randn(1 << 29), randn(1 << 29)
+    a, b = randn(8192, 8192), randn(8192, 8192)
+    copy = 2 * source.nbytes / seconds([lambda: target.copy_(source)]) / 1e9
+    return copy, 2 * 8192**3 / seconds([lambda: a @ b]) / 1e12
+
+
+def attention_flops(rows: int, context: int) -> float:
+    return 4 * HEADS * DIM * rows * (context - (rows - 1) / 2)  # a row sees the keys before it
+
+
+def bench_attention(cache: Cache, results: dict[str, object], bandwidth: float, matmul: float) -> None:
+    for rows, name in ((1, "decode"), (16, "verify 16 rows")):
+        for seqs in (1, 16, 64):
+            for context in (256, 4096, 32000):
+                time = cache.attend(seqs, rows, context)
+                rate = seqs * context * TOKEN_BYTES / time / 1e9
+                report(results, f"{name}, {seqs} seqs x {context}", time, rate, "GB/s", bandwidth)
+    for rows, context in ((8192, 8192), (2048, 32000), (256, 32000)):
+        time = cache.attend(1, rows, context)
+        rate = attention_flops(rows, context) / time / 1e12
+        report(results, f"chunk of {rows} rows, context {context}", time, rate, "TFLOP/s", matmul)
+    q, k, v = randn(1, HEADS, 8192, DIM), randn(1, HEADS, 8192, DIM), randn(1, HEADS, 8192, DIM)
+    time = seconds([lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)])
+    rate = attention_flops(8192, 8192) / time / 1e12
+    report(results, "torch sdpa, 8192 rows, unpaged, no GQA", time, rate, "TFLOP/s", matmul)
+
+
+def elementwise_cases(cache: Cache, rows: int, spread: int) -> dict[str, tuple[int, Callable[[int], object]]]:
+    """Bytes a row and the launch on input i of 'spread', which are taken in turn so that they come from memory."""
+    weight, norm, table = randn(HIDDEN), randn(DIM), torch.randn(40960, DIM, device="cuda")
+    x, gate_up = randn(spread, rows, HIDDEN), randn(spread, rows, 2 * INTER)
+    qkv = randn(spread, rows, (HEADS + 2 * KV_HEADS) * DIM)
+    positions = torch.arange(rows, dtype=torch.int32, device="cuda")
+    k, v = qkv.view(spread, rows, -1, DIM)[:, :, HEADS:].split(KV_HEADS, dim=2)
+    return {
+        "rms_norm": (4 * HIDDEN, lambda i: cuda.rms_norm(x[i], weight, 1e-6)),
+        "qk_norm_rope": (
+            4 * (HEADS + KV_HEADS) * DIM + 4 * DIM,
+            lambda i: cuda.qk_norm_rope(qkv[i], positions, table, HEADS, KV_HEADS, norm, norm, 1e-6),
+        ),
+        "silu_mul": (6 * INTER, lambda i: cuda.silu_mul(gate_up[i])),
+        "kv_write": (2 * TOKEN_BYTES, lambda i: cuda.kv_write(k[i], v[i], cache.k, cache.v, positions)),
+    }
+
+
+def bench_elementwise(cache: Cache, results: dict[str, object], bandwidth: float) -> None:
+    for rows, spread in ((1, 64), (16, 64), (8192, 8)):
+        for name, (row_bytes, launch) in elementwise_cases(cache, rows, spread).items():
+            time = seconds([partial(launch, i) for i in range(spread)], goal=0.02)
+            report(results, f"{name}, {rows} rows", time, rows * row_bytes / time / 1e9, "GB/s", bandwidth)
+
+
+TUNE = [  # rows, seqs, context, tiles to try in place of the table's
+    (1, 1, 32000, [Tile(16, 64, 4, 3), Tile(16, 32, 4, 5), Tile(16, 128, 4, 3), Tile(16, 64, 2, 4)]),
+    (16, 1, 32000, [Tile(64, 32, 4, 4), Tile(64, 64, 8, 3), Tile(64, 128, 8, 2)]),
+    (8192, 1, 8192, [Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(128, 128, 8, 2), Tile(64, 64, 4, 3)]),
+]
+
+
+def tune(cache: Cache, results: dict[str, object]) -> None:
+    tables = (
+        attention.ROOMY_DECODE_TILES,
+        attention.DECODE_TILES,
+        attention.ROOMY_CHUNK_TILES,
+        attention.CHUNK_TILES,
+    )
+    kept = [table[2, DIM] for table in tables]
+    for rows, seqs, context, candidates in TUNE:
+        for tile in candidates:
+            for table in tables[:2]:
+                table[2, DIM] = (tile,) if rows <= 16 else ()
+            for table in tables[2:]:
+                table[2, DIM] = tile
+            attention._launch.cache_clear()
+            name = f"tune {rows} rows, context {context}, {tile}"
+            try:
+                time = cache.attend(seqs, rows, context)
+            except Exception as error:  # a tile too large for this GPU is a result as well
+                print(name, "failed:", str(error).splitlines()[0])
+                continue
+            print(f"{name}: {time * 1e6:.1f} us", flush=True)
+            results[name] = {"us": round(time * 1e6, 2)}
+    for table, entry in zip(tables, kept, strict=True):
+        table[2, DIM] = entry
+    attention._launch.cache_clear()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tune", action="store_true", help="also try other attention tiles")
+    arguments = parser.parse_args()
+    bandwidth, matmul = ceilings()
+    device = torch.cuda.get_device_name()
+    print(f"{device}: copy {bandwidth:.0f} GB/s, bf16 matmul {matmul:.0f} TFLOP/s", flush=True)
+    results: dict[str, object] = {
+        "device": device,
+        "copy_GB/s": round(bandwidth),
+        "matmul_TFLOP/s": round(matmul),
+    }
+    free = torch.cuda.mem_get_info()[0]
+    tokens = min(64 * 32000, int(free * 0.6) // TOKEN_BYTES) // BLOCK * BLOCK
+    cache = Cache(tokens)
+    bench_attention(cache, results, bandwidth, matmul)
+    bench_elementwise(cache, results, bandwidth)
+    if arguments.tune:
+        tune(cache, results)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Plain decode speed of Sparkdraft and of llama.cpp on the same file, threads and prompt, in one run.
+
+    pip install llama-cpp-python          # compiles llama.cpp; not a dependency of the project
+    python bench/peers/against_llama_cpp.py [--threads 2] [--tokens 128] [--rounds 3]
+
+Rounds alternate between the two, so that a busy machine is unfair to both; the best round of each counts. Greedy, one
+stream; time runs from the first token to the last. Ends in one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from sparkdraft import LLM, SamplingParams
+from sparkdraft.weights import hub
+
+PROMPT = "Write a short story about a lighthouse keeper who finds a message in a bottle."
+
+
+def ours(path: Path, threads: int) -> Callable[[int], float]:
+    llm = LLM(str(path), threads=threads)
+    ids = llm.chat_ids([{"role": "user", "content": PROMPT}])
+
+    def run(tokens: int) -> float:
+        times = []
+        for _ in llm.stream(ids, SamplingParams(max_tokens=tokens, ignore_eos=True)):
+            times.append(time.perf_counter())
+        return (len(times) - 1) / (times[-1] - times[0])
+
+    return run
+
+
+def llama_cpp(path: Path, threads: int) -> Callable[[int], float]:
+    from llama_cpp import Llama
+
+    model = Llama(str(path), n_threads=threads, n_threads_batch=threads, n_ctx=2048, verbose=False)
+    text = f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n"
+    ids = model.tokenize(text.encode(), add_bos=False, special=True)
+
+    def run(tokens: int) -> float:
+        model.reset()
+        times = []
+        for _ in model.generate(ids, temp=0.0):
+            times.append(time.perf_counter())
+            if len(times) == tokens:
+                return (len(times) - 1) / (times[-1] - times[0])
+        raise RuntimeError("llama.cpp stopped early")
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    path = hub.fetch("smollm2")
+    engines = {"sparkdraft": ours(path, args.threads), "llama.cpp": llama_cpp(path, args.threads)}
+    best = dict.fromkeys(engines, 0.0)
+    for number in range(args.rounds):
+        for name, run in engines.items():
+            speed = run(args.tokens)
+            best[name] = max(best[name], speed)
+            print(f"round {number + 1}: {name:<10} {speed:6.1f} tok/s", flush=True)
+    ratio = best["sparkdraft"] / best["llama.cpp"]
+    print(f"sparkdraft is {ratio:.2f} times llama.cpp")
+    speeds = {name: round(speed, 1) for name, speed in best.items()}
+    print(json.dumps({"bench": "llama_cpp", "threads": args.threads, "tok_s": speeds, "ratio": round(ratio, 3)}))
+
+
+if __name__ == "__main__":
+    main()

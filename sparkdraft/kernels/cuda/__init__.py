@@ -1,0 +1,13 @@
+"""The operators of kernels/reference.py as Triton kernels for NVIDIA GPUs: same names, signatures, meaning.
+
+Every launch is shaped by host integers alone and reads lengths on the device, so a captured CUDA graph stays
+right while they change; a shape must have run once before its capture, because Triton compiles and loads on
+first use. Weights' matmuls, sampling and the layout of the cache belong to others.
+"""
+
+from sparkdraft.kernels.cuda.attention import paged_attention
+from sparkdraft.kernels.cuda.elementwise import kv_write, qk_norm_rope, rms_norm, silu_mul
+
+NAME = "cuda"
+
+__all__ = ["NAME", "kv_write", "paged_attention", "qk_norm_rope", "rms_norm", "silu_mul"]

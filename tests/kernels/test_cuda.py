@@ -1,0 +1,450 @@
+"""The Triton kernels against the torch reference: on a GPU, or few shapes under TRITON_INTERPRET=1.
+
+Whatever must not be read is poisoned: fresh outputs and scratch, unowned blocks, the unused end of a last
+block, and rows past the batch all hold NaN. The last part needs no GPU: it compiles each tile for sm_90 and
+sm_121 and reads the shared memory it takes; speed is left to bench/cuda_kernels.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+
+from sparkdraft.kernels import cuda, reference  # noqa: E402
+from sparkdraft.kernels.cuda import attention, elementwise  # noqa: E402
+from sparkdraft.kernels.view import AttentionView  # noqa: E402
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRET else "cuda"
+DTYPES = [torch.float32, torch.float16] if INTERPRET else [torch.bfloat16, torch.float16, torch.float32]
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+SKIP = pytest.mark.skipif(
+    not (INTERPRET or torch.cuda.is_available()), reason="no GPU here, and TRITON_INTERPRET is not 1"
+)
+
+
+def gpu(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.gpu(SKIP(test))
+
+
+if INTERPRET:  # triton 3.6 takes int() of arrays of one element, which numpy 2.4 refuses
+    from triton.runtime import interpreter
+
+    _patch = interpreter._patch_lang_tensor
+
+    def _patch_index(tensor: type, scope: object) -> None:
+        _patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = _patch_index
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.empty gives NaN, so an element that a kernel forgets shows."""
+
+    def poisoned(shape: tuple[int, ...], **kwargs: object) -> Tensor:
+        return torch.full(shape, float("nan"), **kwargs)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def int32(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def assert_close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    worst = (got.float() - expected.float()).abs().max().item()
+    scale = max(1.0, expected.float().abs().max().item())  # bf16 keeps 8 bits: the error grows with the value
+    assert worst <= TOLERANCE[dtype] * scale, f"off by {worst}, largest value {scale}"  # NaN fails too
+
+
+# Elementwise
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "rows, dim", [(1, 64), (3, 576), (17, 1000), (2, 4096)] + [(300, 4096), (5, 16384)] * (not INTERPRET)
+)
+def test_rms_norm(rows: int, dim: int, dtype: torch.dtype) -> None:
+    x, weight = randn(rows, dim + 8, dtype=dtype)[:, :dim], randn(dim, dtype=dtype)  # a strided row
+    assert_close(cuda.rms_norm(x, weight, 1e-5), reference.rms_norm(x.float(), weight, 1e-5), dtype)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norms", ["both", "none", "q"])
+@pytest.mark.parametrize(
+    "heads, kv_heads, head_dim, rotary_dim",
+    [(9, 3, 64, 64), (4, 2, 80, 80), (4, 1, 96, 32), (32, 8, 128, 128), (8, 1, 256, 64)],
+)
+def test_qk_norm_rope(
+    heads: int, kv_heads: int, head_dim: int, rotary_dim: int, norms: str, dtype: torch.dtype
+) -> None:
+    positions = int32([0, 3, 49, 7, 11])
+    qkv, table = randn(5, (heads + 2 * kv_heads) * head_dim, dtype=dtype), randn(50, rotary_dim).cos()
+    q_norm = None if norms == "none" else randn(head_dim, dtype=dtype)
+    k_norm = randn(head_dim, dtype=dtype) if norms == "both" else None
+    expected = qkv.clone()
+    reference.qk_norm_rope(expected, positions, table, heads, kv_heads, q_norm, k_norm, 1e-6)
+    untouched = qkv[:, (heads + kv_heads) * head_dim :].clone()
+    cuda.qk_norm_rope(qkv, positions, table, heads, kv_heads, q_norm, k_norm, 1e-6)
+    assert_close(qkv, expected, dtype)
+    assert torch.equal(qkv[:, (heads + kv_heads) * head_dim :], untouched), "V changed"
+
+
+@gpu
+def test_rope_of_padding_rows_stays_in_the_table() -> None:
+    qkv, table = randn(3, 4 * 64), randn(8, 64)
+    expected = qkv[:1].clone()
+    reference.qk_norm_rope(expected, int32([5]), table, 2, 1, None, None, 1e-6)
+    cuda.qk_norm_rope(qkv, int32([5, -1, 2**30]), table, 2, 1, None, None, 1e-6)
+    assert_close(qkv[:1], expected, torch.float32)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows, inter", [(1, 64), (3, 1536), (5, 3000)] + [(300, 12288)] * (not INTERPRET))
+def test_silu_mul(rows: int, inter: int, dtype: torch.dtype) -> None:
+    gate_up = randn(rows, 2 * inter, dtype=dtype)
+    gate_up[0, 0] = -100.0  # exp(100) overflows float32 on its way to zero
+    assert_close(cuda.silu_mul(gate_up), reference.silu_mul(gate_up.float()), dtype)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [(9, 3, 64), (4, 2, 80), (32, 8, 128), (32, 32, 128)])
+def test_kv_write(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    qkv = randn(6, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    k, v = qkv.view(6, -1, head_dim)[:, heads:].split(kv_heads, dim=1)
+    slots = int32([0, 17, -1, 79, 33, -7])
+    caches = [randn(5, kv_heads, 16, head_dim, dtype=dtype) for _ in range(2)]
+    expected = [cache.clone() for cache in caches]
+    reference.kv_write(k, v, *expected, slots)
+    cuda.kv_write(k, v, *caches, slots)
+    assert all(torch.equal(got, want) for got, want in zip(caches, expected, strict=True))
+
+
+# Attention
+
+
+def make_batch(
+    queries: list[int], contexts: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype,
+    padding: int = 2, block_size: int = 16,
+) -> tuple[Tensor, Tensor, Tensor, AttentionView]:  # fmt: skip
+    """q, K, V and the view; NaN wherever no sequence looks, and block numbers out of range past its own."""
+    owned = [-(-context // block_size) for context in contexts]
+    order = torch.randperm(sum(owned) + 3, device=DEVICE)
+    k = torch.full((len(order), kv_heads, block_size, head_dim), float("nan"), device=DEVICE, dtype=dtype)
+    v = k.clone()
+    tables = torch.full((len(contexts), max(owned) + 3), 10**8, dtype=torch.int32, device=DEVICE)
+    for s, (blocks, context) in enumerate(zip(owned, contexts, strict=True)):
+        tables[s, :blocks] = order[sum(owned[:s]) : sum(owned[: s + 1])]
+        position = torch.arange(context, device=DEVICE)
+        block = tables[s].long()[position // block_size]
+        k[block, :, position % block_size] = randn(context, kv_heads, head_dim, dtype=dtype)
+        v[block, :, position % block_size] = randn(context, kv_heads, head_dim, dtype=dtype)
+    rows = sum(queries)
+    qkv = randn(rows + padding, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    qkv[rows:] = float("nan")
+    q = qkv[:, : heads * head_dim].view(rows + padding, heads, head_dim)
+    starts = [sum(queries[:s]) for s in range(len(queries) + 1)]
+    return q, k, v, AttentionView(int32(starts), int32(contexts), tables, max(queries), max(contexts))
+
+
+def check_attention(
+    q: Tensor, k: Tensor, v: Tensor, view: AttentionView, causal: bool = True, window: int = 0
+) -> Tensor:
+    scale, last = q.shape[2] ** -0.5, int(view.query_start[-1])
+    got = cuda.paged_attention(q, k, v, view, scale, causal, window)
+    expected = reference.paged_attention(q.float(), k.float(), v.float(), view, scale, causal, window)
+    assert_close(got[:last], expected[:last], q.dtype)
+    return got
+
+
+BATCHES = [  # rows a sequence, keys a sequence
+    ([1], [1]),
+    ([1, 1, 1], [17, 300, 1]),
+    ([5, 2, 1], [5, 140, 700]),
+    ([16, 16], [16, 333]),
+    ([40, 1, 17, 1], [40, 270, 90, 3]),
+]
+GPU_BATCHES = [
+    ([1], [5000]),
+    ([16], [4999]),
+    ([17, 16, 1], [17, 4000, 64]),
+    ([300, 1, 1, 5], [300, 5000, 1, 1000]),
+    ([300, 17, 2], [5000, 1000, 129]),
+    ([1] * 64, [64 * i + 1 for i in range(64)]),
+    ([16] * 16, [300 * i + 16 for i in range(16)]),
+]
+SHAPES = [
+    (9, 3, 64),
+    (32, 8, 128),
+    (16, 16, 64),
+    (8, 1, 256),
+    (64, 8, 128),
+    (8, 2, 80),
+    (8, 8, 96),
+    (4, 1, 256),
+]
+CASES = [(DTYPES[0], *shape) for shape in (SHAPES if not INTERPRET else [(9, 3, 64), (8, 1, 80)])]
+CASES += [(dtype, 9, 3, 64) for dtype in DTYPES[1:]] + [(dtype, 8, 2, 128) for dtype in DTYPES[2:]]
+
+
+@gpu
+@pytest.mark.parametrize("dtype, heads, kv_heads, head_dim", CASES)
+@pytest.mark.parametrize("queries, contexts", BATCHES + GPU_BATCHES * (not INTERPRET))
+def test_attention(
+    queries: list[int], contexts: list[int], dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    check_attention(*make_batch(queries, contexts, heads, kv_heads, head_dim, dtype))
+
+
+@gpu
+@pytest.mark.parametrize(
+    "heads, kv_heads, head_dim", [(4, 2, 16), (16, 16, 64), (32, 8, 128), (64, 8, 128), (4, 1, 256)]
+)
+def test_attention_of_every_head_shape(heads: int, kv_heads: int, head_dim: int) -> None:
+    check_attention(*make_batch([3, 1], [3, 150], heads, kv_heads, head_dim, DTYPES[0]))
+    check_attention(*make_batch([20], [150], heads, kv_heads, head_dim, DTYPES[0]))
+
+
+@gpu
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [0, 1, 37, 256])
+@pytest.mark.parametrize(
+    "queries, contexts", [([1, 1], [700, 20]), ([16, 5], [500, 5]), ([130, 1, 20], [260, 600, 20])]
+)
+def test_windows_and_full_attention(queries: list[int], contexts: list[int], window: int, causal: bool) -> None:
+    check_attention(*make_batch(queries, contexts, 4, 2, 64, DTYPES[0]), causal, window)
+
+
+@gpu
+@pytest.mark.parametrize("block_size", [8, 32, 128])
+def test_block_sizes(block_size: int) -> None:
+    check_attention(*make_batch([20, 1], [20, 300], 4, 2, 64, DTYPES[0], block_size=block_size))
+
+
+@gpu
+@pytest.mark.parametrize("max_query, max_context", [(1, 4096), (16, 4096), (300, 4096)])
+def test_bounds_may_be_far_above_the_lengths(max_query: int, max_context: int) -> None:
+    """A captured graph keeps the largest bounds: only the launch may change with them."""
+    q, k, v, view = make_batch([1, 1, 1], [300, 40, 1], 8, 2, 64, DTYPES[0])
+    check_attention(q, k, v, replace(view, max_query=max_query, max_context=max_context))
+
+
+@gpu
+@pytest.mark.parametrize("padded_rows", [0, 1])
+@pytest.mark.parametrize("most", [1, 40])
+def test_padding_sequences(padded_rows: int, most: int) -> None:
+    queries, contexts = [1, most, padded_rows, padded_rows], [300, 290, 0, 0]
+    q, k, v, view = make_batch(queries, contexts, 8, 2, 64, DTYPES[0])
+    got = cuda.paged_attention(q, k, v, view, 0.125)
+    real = AttentionView(view.query_start[:3], view.context_len[:2], view.block_tables[:2], most, 300)
+    expected = reference.paged_attention(q.float(), k.float(), v.float(), real, 0.125)
+    last = 1 + most
+    assert_close(got[:last], expected[:last], q.dtype)
+    assert (got[last : last + 2 * padded_rows] == 0).all(), "a padding row without keys gives zeros"
+
+
+@gpu
+def test_long_contexts_in_a_full_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where sequences alone fill the GPU, a long one is still cut, and the short ones are left whole."""
+    monkeypatch.setattr(attention, "_gpu", lambda device: attention.Gpu(1, False))
+    monkeypatch.setattr(attention, "LONG_SPLIT", 256)
+    attention._launch.cache_clear()
+    check_attention(*make_batch([1, 1, 2, 1], [700, 3, 256, 257], 8, 2, 64, DTYPES[0]))
+    assert attention._launch(7, 4, 8, 2, 64, DTYPES[0].itemsize, 2, 700, attention.Gpu(1, False)).splits == 3
+    attention._launch.cache_clear()
+
+
+@gpu
+@pytest.mark.parametrize("rows", [1, 16, 40])
+def test_a_row_does_not_depend_on_its_neighbours(rows: int) -> None:
+    """The same sequence in the same bucket, beside others of other lengths: every bit is the same."""
+    q, k, v, view = make_batch([rows, 1, rows], [700, 300, 200], 8, 2, 64, DTYPES[0], padding=0)
+    got = cuda.paged_attention(q, k, v, view, 0.125)
+    other = replace(view, context_len=int32([700, 5, 100]), query_start=int32([0, rows, rows + 1, rows + 1]))
+    assert torch.equal(got[:rows], cuda.paged_attention(q, k, v, other, 0.125)[:rows])
+    moved = AttentionView(int32([0, 0, 1, 1 + rows]), int32([0, 9, 700]), view.block_tables[[1, 1, 0]], rows, 700)
+    shifted = torch.cat((q[rows : rows + 1], q[:rows], q[rows + 1 :]))
+    assert torch.equal(got[:rows], cuda.paged_attention(shifted, k, v, moved, 0.125)[1 : 1 + rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRET or not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("rows", [1, 16, 100])
+def test_graph_replay_with_changed_lengths_equals_eager(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # capture wants the real torch.empty
+    q, k, v, full = make_batch([rows] * 4, [2000, 900, 1500, 120], 32, 8, 128, torch.bfloat16, padding=0)
+    view = AttentionView(*(t.clone() for t in (full.query_start, full.context_len, full.block_tables)), rows, 2000)
+    q = q.clone()
+    cuda.paged_attention(q, k, v, view, 0.1)  # compiles before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = cuda.paged_attention(q, k, v, view, 0.1)
+    for lengths, contexts in (
+        ([rows] * 4, [2000, 900, 1500, 120]),
+        ([rows, rows, 1, 0], [100, 899, 1, 0]),
+        ([1, 1, 1, 1], [1, 17, 1400, 119]),
+    ):
+        q.copy_(torch.randn_like(q))
+        view.query_start.copy_(int32([sum(lengths[:s]) for s in range(5)]))
+        view.context_len.copy_(int32(contexts))
+        captured.fill_(float("nan"))
+        graph.replay()
+        last = sum(lengths)
+        eager = cuda.paged_attention(q, k, v, view, 0.1)[:last]
+        assert torch.equal(captured[:last], eager)
+        check_attention(q, k, v, view)
+
+
+# Host choices
+
+
+def test_splits_fill_the_gpu_and_no_more() -> None:
+    choose = attention._choose_splits
+    assert choose(8, 264, 100) == 30  # one stream, 8 K/V heads, H200: about one wave
+    assert choose(8, 264, 3) == 3
+    assert choose(160, 264, 100) == 3  # 160 programs leave two fifths idle, 480 a tenth
+    assert choose(8, 264, 0) == 1
+
+
+def test_a_full_gpu_splits_only_long_contexts() -> None:
+    def launch(seqs: int, rows: int, keys: int) -> attention.Launch:
+        return attention._launch(rows * seqs, seqs, 32, 8, 128, 2, rows, keys, attention.Gpu(132, True))
+
+    assert launch(64, 1, 4096).splits == 1
+    assert (launch(64, 1, 32000).splits, launch(64, 1, 32000).shortest) == (4, attention.LONG_SPLIT)
+    assert launch(1, 1, 32000).splits == 30
+    assert launch(1, 8192, 8192).splits == 1
+    assert launch(1, 256, 32000).splits > 1  # a small chunk over a long context has too few tiles by itself
+
+
+def test_tile_numbers_leave_every_sequence_enough_tiles() -> None:
+    for lengths in ([1], [0, 3, 0], [31, 32, 33, 1, 0, 64], [5] * 20):
+        for queries in (1, 4, 32, 42):
+            starts = [sum(lengths[:s]) for s in range(len(lengths) + 1)]
+            first = [start // queries + s for s, start in enumerate(starts)]  # as _find_sequence numbers them
+            for s, length in enumerate(lengths):
+                assert first[s + 1] - first[s] >= -(-length // queries)
+            assert first[-1] <= starts[-1] // queries + len(lengths)
+
+
+# Ahead of time compiles: no GPU, but not under the interpreter, which replaces the compiler
+
+LIMIT = {90: 227 << 10, 121: 99 << 10}  # bytes of shared memory a block may take
+TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+no_interpreter = pytest.mark.skipif(INTERPRET, reason="the interpreter replaces the compiler")
+
+
+def compile_kernel(
+    kernel: object,
+    capability: int,
+    types: dict[str, str],
+    constants: dict[str, object],
+    warps: int,
+    stages: int = 3,
+) -> int:
+    """Bytes of shared memory. Pointers and strides count as divisible by 16, as they are at run time."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    plain = {param.name for param in kernel.params if param.do_not_specialize}
+    wide = [n for n, t in types.items() if n not in plain and (t.startswith("*") or n.startswith("stride"))]
+    hints = {(names.index(name),): [["tt.divisibility", 16]] for name in wide}
+    source = ASTSource(kernel, signature, constants, hints)
+    options = {"num_warps": warps, "num_stages": stages}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
+
+
+def attend_shared(
+    capability: int, dtype: torch.dtype, head_dim: int, tile: attention.Tile, search: bool, split: bool,
+    causal: bool = True, window: int = 0, group: int = 4,
+) -> int:  # fmt: skip
+    pointer, ints = "*" + TYPES[dtype], ("query_start", "context_len", "block_tables")
+    types = dict.fromkeys(("q", "k_cache", "v_cache"), pointer) | dict.fromkeys(ints, "*i32")
+    types |= dict.fromkeys(("out", "lse"), "*fp32" if split else pointer) | {"scale": "fp32"}
+    types |= {name: "i32" for name in attention._attend.arg_names if name.startswith("stride_")}
+    types |= {"seqs": "i32", "shortest": "i32"}
+    constants = {
+        "GROUP": group, "HEAD_DIM": head_dim, "DIM": triton.next_power_of_2(head_dim), "BLOCK_SIZE": 16,
+        "CAUSAL": causal, "WINDOW": window, "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "SEARCH": search, "SPLIT": split,
+    }  # fmt: skip
+    return compile_kernel(attention._attend, capability, types, constants, tile.warps, tile.stages)
+
+
+@no_interpreter
+@pytest.mark.parametrize("capability", [90, 121])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_attention_compiles_within_shared_memory(capability: int, head_dim: int, dtype: torch.dtype) -> None:
+    key, roomy = (dtype.itemsize, head_dim), capability == 90
+    chunk = (attention.ROOMY_CHUNK_TILES if roomy else attention.CHUNK_TILES)[key]
+    decode = (attention.ROOMY_DECODE_TILES if roomy else attention.DECODE_TILES)[key]
+    for tile, search in [(chunk, True)] + [(tile, False) for tile in decode]:
+        used = attend_shared(capability, dtype, head_dim, tile, search, split=not search)
+        kind = "chunk" if search else "few rows"
+        print(f"sm_{capability} head_dim {head_dim} {TYPES[dtype]} {kind} {tile}: {used} bytes")
+        assert used < LIMIT[capability]
+
+
+@no_interpreter
+@pytest.mark.parametrize("capability", [90, 121])
+def test_attention_variants_compile(capability: int) -> None:
+    for causal, window, head_dim, group in ((True, 100, 80, 3), (False, 0, 96, 1), (False, 100, 128, 8)):
+        for lanes, split in ((16, False), (16, True), (1000, False), (1000, True)):
+            tile, search = attention._choose_tile(lanes, 128, 2, capability == 90)
+            used = attend_shared(capability, torch.bfloat16, head_dim, tile, search, split, causal, window, group)
+            assert used < LIMIT[capability]
+
+
+@no_interpreter
+@pytest.mark.parametrize("capability", [90, 121])
+def test_small_kernels_compile(capability: int) -> None:
+    join = {
+        "parts": "*fp32",
+        "lse": "*fp32",
+        "out": "*bf16",
+        "query_start": "*i32",
+        "seqs": "i32",
+        "splits": "i32",
+    }
+    sizes = {"HEAD_DIM": 256, "DIM": 256, "SPLITS": attention.MOST_SPLITS}
+    assert compile_kernel(attention._join, capability, join, sizes, 4) < LIMIT[121]
+    norm = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "stride_x": "i32", "dim": "i32", "eps": "fp32"}
+    assert compile_kernel(elementwise._rms_norm, capability, norm, {"BLOCK": 16384}, 16) < LIMIT[121]
+    silu = {"gate_up": "*bf16", "out": "*bf16", "stride_row": "i32", "inter": "i32"}
+    assert compile_kernel(elementwise._silu_mul, capability, silu, {"BLOCK": 1024}, 4) < LIMIT[121]
+    write = dict.fromkeys(("k", "v", "k_cache", "v_cache"), "*bf16") | {"slots": "*i32", "num_slots": "i32"}
+    write |= {name: "i32" for name in elementwise._kv_write.arg_names if name.startswith("stride_")}
+    sizes = {"KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "BLOCK_H": 8, "BLOCK_D": 128}
+    assert compile_kernel(elementwise._kv_write, capability, write, sizes, 4) < LIMIT[121]
+    rope = dict.fromkeys(("qkv", "q_norm", "k_norm"), "*bf16") | {"positions": "*i32", "table": "*fp32"}
+    rope |= {"stride_row": "i32", "stride_table": "i32", "max_position": "i32", "eps": "fp32"}
+    sizes = {
+        "HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "HALF": 32, "Q_NORM": True, "K_NORM": True,
+        "BLOCK_H": 16, "BLOCK_HALF": 32, "BLOCK_REST": 64,
+    }  # fmt: skip
+    assert compile_kernel(elementwise._qk_norm_rope, capability, rope, sizes, 4) < LIMIT[121]
+    bare = {name: kind for name, kind in rope.items() if not name.endswith("_norm")}
+    sizes |= {"Q_NORM": False, "K_NORM": False, "HALF": 64, "BLOCK_HALF": 64, "BLOCK_REST": 0}
+    sizes |= {"q_norm": None, "k_norm": None}
+    assert compile_kernel(elementwise._qk_norm_rope, capability, bare, sizes, 4) < LIMIT[121]

@@ -1,0 +1,63 @@
+"""The README is run: its commands, its Python, and its tree must be true."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.S)
+COMMANDS = [
+    line.split("#")[0].strip() for _, text in BLOCKS for line in text.splitlines() if line.startswith("sparkdraft ")
+]
+OFFLINE = [c for c in COMMANDS if "Qwen/" not in c]  # a hub model is out of reach of a test
+
+
+def test_the_first_line_and_the_first_commands() -> None:
+    assert README.startswith("# Sparkdraft: ")
+    assert [line.split("#")[0].strip() for line in BLOCKS[0][1].strip().splitlines()] == ["make demo", "make test"]
+    targets = (ROOT / "Makefile").read_text()
+    assert "\ndemo:" in targets and "\ntest:" in targets
+    assert (ROOT / ".ci/run").read_text().rstrip().endswith("make test")
+
+
+@pytest.mark.parametrize("command", OFFLINE)
+def test_commands_run(command: str, smollm2_path: Path) -> None:
+    args = [sys.executable, "-m", "sparkdraft.cli.main", *shlex.split(command)[1:]]
+    result = subprocess.run(args, input=b"/quit\n", capture_output=True, timeout=240, env={**os.environ})
+    assert result.returncode == 0, result.stderr.decode()
+
+
+def test_hub_commands_are_at_least_well_formed() -> None:
+    from sparkdraft.cli.main import parser
+
+    for command in COMMANDS:
+        parser().parse_args(shlex.split(command)[1:])
+
+
+def test_the_python_runs(smollm2_path: Path) -> None:
+    (code,) = [text for kind, text in BLOCKS if kind == "python"]
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=240, cwd=ROOT)
+    assert result.returncode == 0, result.stderr.decode()
+    assert len(result.stdout.split()) > 20
+
+
+def test_the_tree_names_what_exists() -> None:
+    (tree,) = [text for _, text in BLOCKS if text.startswith("sparkdraft/\n")]
+    for line in tree.splitlines():
+        name = line.split()[0]
+        assert (ROOT / name if not line.startswith(" ") else ROOT / "sparkdraft" / name).exists(), name
+    inside = {p.name for p in (ROOT / "sparkdraft").iterdir() if p.is_dir() and not p.name.startswith("__")}
+    assert inside == {line.split()[0].rstrip("/") for line in tree.splitlines() if line.startswith("  ") and "/" in line.split()[0]}
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        assert (ROOT / target).exists(), target
