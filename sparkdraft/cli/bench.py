@@ -61,7 +61,8 @@ def _offline(args: Namespace) -> int:
     if args.output_len < 8:
         raise UserError(f"--output-len is {args.output_len}; fewer than 8 tokens measure nothing")
     args.max_seqs = args.max_seqs or max(batches)
-    args.kv_tokens = args.kv_tokens or max(batches) * (max(prompts) + args.output_len + 16)
+    room = max(prompts) + args.output_len + 256  # the first streams write on while the last prompts run
+    args.kv_tokens = args.kv_tokens or max(batches) * room
     engine, model, label = _engine(args)
     from sparkdraft.bench import offline
     from sparkdraft.bench.bandwidth import memory_bandwidth

@@ -34,7 +34,8 @@ def build_engine(
     plan: Plan, model_config: ModelConfig, source: WeightSource, tokenizer: Vocabulary, progress: Progress | None = None
 ) -> Engine:
     build = architecture(model_config.model_type)
-    torch.set_num_threads(plan.threads)
+    # Beside the native kernels torch runs only small operators; its threads, spinning after each, would take the cores.
+    torch.set_num_threads(1 if plan.kernels == "native" else plan.threads)
     device, dtype, ops = torch.device(plan.device), TORCH_DTYPES[plan.dtype], kernels.load(plan.kernels)
     pack = None
     if plan.dtype == "quantised":
