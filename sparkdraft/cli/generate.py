@@ -9,6 +9,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
+from sparkdraft.cli import STARTED
 from sparkdraft.cli.options import add_engine_flags, add_sampling_flags, as_text, load_llm, read_text, sampling_params
 from sparkdraft.core import SamplingParams, UserError
 
@@ -62,7 +63,8 @@ def read_prompt(args: Namespace) -> str:
 
 
 def write(llm: LLM, ids: list[int], params: SamplingParams) -> dict[str, object]:
-    """Stream the text to standard output; returns what --json reports."""
+    """Stream the text to standard output; returns what --json reports (start_ms: from the command's start to the
+    first token, loading included)."""
     begin = time.perf_counter()
     first = last = begin
     text, num_output, finish = "", 0, None
@@ -82,5 +84,11 @@ def write(llm: LLM, ids: list[int], params: SamplingParams) -> dict[str, object]
         "finish_reason": finish.value if finish else None,
         "tok_s": round((num_output - 1) / decode, 1) if num_output > 1 else 0.0,
         "ttft_ms": round((first - begin) * 1000, 1),
-        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "start_ms": round((first - STARTED) * 1000, 1),
+        "peak_rss_mb": peak_rss_mb(),
     }
+
+
+def peak_rss_mb() -> int:
+    unit = 2**20 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux kilobytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit

@@ -50,8 +50,8 @@ class Sampler:
     def __call__(self, logits: Tensor, requests: list[Request]) -> Sampled:
         """Sample the next id of each request from its row of 'logits' (float32 [rows, vocab], edited in place)."""
         logprobs = self._raw_logprobs(logits, requests)
-        for row, request in zip(logits, requests, strict=True):
-            self._edit(row, request)
+        for row, request in enumerate(requests):
+            self._edit(logits, row, request)
         ids = logits.argmax(-1)
         if any(r.params.temperature > 0 for r in requests):
             greedy = self._column([r.params.temperature == 0 for r in requests])
@@ -63,15 +63,16 @@ class Sampler:
 
     # ---- what a request's own parameters do to its row
 
-    def _edit(self, row: Tensor, request: Request) -> None:
+    def _edit(self, logits: Tensor, row: int, request: Request) -> None:
         params = request.params
         if params.has_penalties:
-            self._penalise(row, request)
+            self._penalise(logits[row], request)
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias), device=self.device)
-            row[ids] += torch.tensor(list(params.logit_bias.values()), device=self.device)
+            logits[row, ids] += torch.tensor(list(params.logit_bias.values()), device=self.device)
         if len(request.output_ids) < params.min_tokens:
-            row[torch.tensor([*self.eos_ids, *params.stop_ids], device=self.device)] = float("-inf")
+            ends = torch.tensor([*self.eos_ids, *params.stop_ids], dtype=torch.long, device=self.device)
+            logits[row, ends] = float("-inf")
 
     def _penalise(self, row: Tensor, request: Request) -> None:
         params, tallies = request.params, self._tally(request)

@@ -21,7 +21,7 @@ def build(config: ModelConfig, load: Loader, ops: ModuleType, context: int, qk_n
         head = load.tied_head(embedding)
     else:
         head = load.linear({"lm_head": config.vocab_size}, config.hidden_size)
-    factors = load.optional_vector("rope_freqs.weight", config.head_dim // 2)
+    factors = load.optional_vector("rope_freqs", config.head_dim // 2)
     rope = rope_table(config, context, factors).to(load.device)
     load.finish()
     return Decoder(config, layers, embedding, head, norm, rope, ops)

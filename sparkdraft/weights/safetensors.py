@@ -1,18 +1,17 @@
 """Checkpoints in the Hugging Face layout: config.json, safetensors (one file or shards) and tokenizer.json.
 
-A safetensors file is a length, a JSON header and raw bytes, so it is mapped into memory and every tensor is a view of
-the mapping, in the type it was saved in. Pickle files are never opened; turning tensors into layers is left to models.
+The safetensors library maps a file into memory, and every tensor is a view of the mapping, in the type it was saved in.
+Pickle files are never opened; turning tensors into layers is left to models.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
-from math import prod
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sparkdraft.core import UserError
@@ -20,86 +19,26 @@ from sparkdraft.core import UserError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RawTokenizer
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "BOOL": torch.bool,
-}
 INDEX = "model.safetensors.index.json"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 class SafetensorsFile:
-    """One file. The header is read and checked at once, the bytes only when a tensor is touched."""
+    """One file. The library checks the header against the file at once, and maps the bytes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            head = file.read(8)
-            length = int.from_bytes(head, "little")
-            if len(head) < 8 or not 2 <= length <= size - 8:
-                raise self._broken("its header does not fit in the file")
-            try:
-                header = json.loads(file.read(length))
-            except ValueError as error:
-                raise self._broken("its header is not JSON") from error
-            # Private pages: a tensor that somebody writes to by mistake neither crashes nor changes the file.
-            self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        self.start = 8 + length
-        self.entries: dict[str, tuple[torch.dtype, list[int], int]] = {}
-        if not isinstance(header, dict):
-            raise self._broken("its header is not a JSON object")
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            self.entries[name] = self._check(name, entry, size - self.start)
-
-    def _broken(self, why: str) -> UserError:
-        return UserError(f"The safetensors file {self.path} is damaged or incomplete ({why}): fetch it again.")
-
-    def _check(self, name: str, entry: Any, room: int) -> tuple[torch.dtype, list[int], int]:
         try:
-            kind, shape, (begin, end) = (
-                entry["dtype"],
-                [int(n) for n in entry["shape"]],
-                entry["data_offsets"],
-            )
-            begin, end = int(begin), int(end)
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._broken(f"the entry of {name} is not readable") from error
-        if kind not in DTYPES:
-            raise UserError(f"{name} in {self.path} has the type {kind}, which is not one of {', '.join(DTYPES)}.")
-        dtype = DTYPES[kind]
-        if min(shape, default=0) < 0 or begin < 0 or end - begin != prod(shape) * dtype.itemsize:
-            raise self._broken(f"the size of {name} does not match its shape")
-        if end > room:
-            raise self._broken(f"{name} ends {end - room:,} bytes after the file does")
-        return dtype, shape, begin
+            self._handle = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"The safetensors file {path} is damaged or incomplete ({error}): fetch it again."
+            ) from error
+        self.entries = frozenset(self._handle.keys())
 
     def read(self, name: str) -> Tensor:
-        dtype, shape, begin = self.entries[name]
-        count = prod(shape)
-        if count == 0:
-            return torch.empty(shape, dtype=dtype)
-        offset = self.start + begin
-        if offset % dtype.itemsize:  # old writers did not pad the header; a view would be misaligned
-            flat = torch.frombuffer(bytearray(self.map[offset : offset + count * dtype.itemsize]), dtype=dtype)
-        else:
-            flat = torch.frombuffer(self.map, dtype=dtype, count=count, offset=offset)
-        return flat.view(shape)
+        tensor: Tensor = self._handle.get_tensor(name)
+        return tensor
 
 
 class SafetensorsCheckpoint:
@@ -196,7 +135,7 @@ def _open_index(path: Path, index: dict[str, Any]) -> dict[str, SafetensorsFile]
     return found
 
 
-def _claim(found: dict[str, SafetensorsFile], shard: SafetensorsFile, names: dict[str, Any]) -> None:
+def _claim(found: dict[str, SafetensorsFile], shard: SafetensorsFile, names: Iterable[str]) -> None:
     for name in names:
         if name in found:
             raise UserError(

@@ -40,7 +40,7 @@ def test_generate_streams_and_ends_in_json(tiny: Path) -> None:
     lines = result.stdout.decode(errors="replace").splitlines()
     report = json.loads(lines[-1])
     assert report["num_prompt"] == 5 and report["num_output"] == 9
-    assert report["tok_s"] > 0 and report["ttft_ms"] > 0 and report["peak_rss_mb"] > 50
+    assert report["tok_s"] > 0 and report["start_ms"] > report["ttft_ms"] > 0 and report["peak_rss_mb"] > 50
     assert report["finish_reason"] == "length"
 
 
