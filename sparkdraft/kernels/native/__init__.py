@@ -1,0 +1,231 @@
+"""The operators of `kernels/reference.py` for CPUs, in C++, and integer matmuls on repacked weights (`PackedLinear`).
+
+Names, signatures and meaning are the reference's; tensors are float32 on the CPU. A row's result has the same bits
+whatever rows are beside it and however many threads run, so drafted and plain decoding agree exactly. The C++ beside
+this file is compiled on first use (`build.py`); where that cannot be, `unavailable_reason()` says why, and callers
+choose the reference instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from sparkdraft.kernels.native import build
+from sparkdraft.kernels.view import AttentionView
+from sparkdraft.weights.quant.group import GROUP, GroupQuant
+
+NAME = "native"
+
+_SIGNATURES = {
+    "sd_set_threads": (c_int,),
+    "sd_lanes": (),
+    "sd_pack": (c_void_p, *(c_int64,) * 2, *(c_void_p, c_int64, c_int64) * 3),
+    "sd_linear": (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int),
+    "sd_norm_linear": (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int64),
+    "sd_silu_linear": (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64),
+    "sd_rms_norm": (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_float),
+    "sd_qk_norm_rope": (
+        *(c_void_p, c_int64, c_void_p, c_void_p, c_int64),
+        *(c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_float),
+    ),
+    "sd_silu_mul": (c_void_p, c_int64, c_void_p, c_int64, c_int64),
+    "sd_kv_write": (
+        *(c_void_p, c_int64, c_int64) * 2,
+        *(c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64),
+    ),
+    "sd_paged_attention": (c_void_p,),
+}
+
+_c = SimpleNamespace()  # the C functions by name, once loaded
+_reason: str | None = None
+
+
+def load(cache: Path | None = None) -> None:
+    """Compile if need be, and take in the C functions; raises build.BuildError."""
+    # PyDLL keeps the interpreter lock: calls last microseconds, and giving the lock away hundreds of times a token
+    # would let any busy thread hold up the step for its whole switch interval.
+    library = ctypes.PyDLL(str(build.library(cache)))
+    for name, types in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = types, c_int if name == "sd_lanes" else None
+        setattr(_c, name, function)
+    set_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def unavailable_reason() -> str | None:
+    """None once the kernels are loaded (this loads them); else one sentence for the user."""
+    global _reason
+    if not vars(_c) and _reason is None:
+        try:
+            load()
+        except build.BuildError as error:
+            _reason = str(error)
+        except (OSError, AttributeError) as error:
+            _reason = f"the compiled CPU kernels could not be loaded ({error}): run with --dtype float32"
+    return _reason
+
+
+def set_threads(threads: int) -> None:
+    """Threads that share a call, the caller's included. Results do not depend on it."""
+    _c.sd_set_threads(threads)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [rows, dim] -> [rows, dim]
+    rows, dim = x.shape
+    y = torch.empty(rows, dim)
+    _c.sd_rms_norm(x.data_ptr(), x.stride(0), weight.data_ptr(), y.data_ptr(), rows, dim, eps)
+    return y
+
+
+def qk_norm_rope(
+    qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim], changed in place
+    positions: Tensor,  # int32 [rows]
+    table: Tensor,  # float32 [max_position, rotary_dim]: cosines, then sines
+    num_heads: int,
+    num_kv_heads: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> None:
+    rows, width = qkv.shape
+    _c.sd_qk_norm_rope(
+        *(qkv.data_ptr(), qkv.stride(0), positions.data_ptr(), table.data_ptr(), table.shape[1]),
+        *(rows, num_heads, num_kv_heads, width // (num_heads + 2 * num_kv_heads)),
+        None if q_norm is None else q_norm.data_ptr(),
+        None if k_norm is None else k_norm.data_ptr(),
+        eps,
+    )
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:  # [rows, 2 * inter] -> [rows, inter]
+    rows, width = gate_up.shape
+    y = torch.empty(rows, width // 2)
+    _c.sd_silu_mul(gate_up.data_ptr(), gate_up.stride(0), y.data_ptr(), rows, width // 2)
+    return y
+
+
+def kv_write(
+    k: Tensor,  # [rows, kv_heads, head_dim], a strided view of qkv
+    v: Tensor,
+    k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim], changed in place
+    v_cache: Tensor,
+    slots: Tensor,  # int32 [rows]: block * block_size + offset; a negative slot is not written
+) -> None:
+    _, kv_heads, block_size, head_dim = k_cache.shape
+    (k_row, k_head, _), (v_row, v_head, _) = k.stride(), v.stride()
+    _c.sd_kv_write(
+        *(k.data_ptr(), k_row, k_head, v.data_ptr(), v_row, v_head, k_cache.data_ptr(), v_cache.data_ptr()),
+        *(slots.data_ptr(), slots.shape[0], kv_heads, block_size, head_dim),
+    )
+
+
+class _AttentionCall(ctypes.Structure):
+    """Mirrors 'Call' of attention.cpp; one struct is cheaper to hand over than eighteen arguments."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("q", "q_row", "q_head", "k_cache", "v_cache")),
+        *((name, c_int64) for name in ("query_start", "context_len", "block_tables", "seqs", "max_blocks")),
+        *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size")),
+        *(("scale", c_float), ("causal", ctypes.c_bool), ("window", c_int64), ("out", c_int64)),
+    ]
+
+
+def paged_attention(
+    q: Tensor,  # [rows, heads, head_dim], a strided view of qkv
+    k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim]
+    v_cache: Tensor,
+    view: AttentionView,
+    scale: float,
+    causal: bool = True,
+    window: int = 0,
+) -> Tensor:  # [rows, heads * head_dim]
+    rows, heads, head_dim = q.shape
+    _, kv_heads, block_size, _ = k_cache.shape
+    q_row, q_head, _ = q.stride()
+    tables = view.block_tables
+    out = torch.empty(rows, heads * head_dim)
+    call = _AttentionCall(
+        *(q.data_ptr(), q_row, q_head, k_cache.data_ptr(), v_cache.data_ptr()),
+        *(view.query_start.data_ptr(), view.context_len.data_ptr(), tables.data_ptr()),
+        *(*tables.shape, heads, kv_heads, head_dim, block_size, scale, causal, window, out.data_ptr()),
+    )
+    _c.sd_paged_attention(ctypes.addressof(call))
+    return out
+
+
+class _Matrix(ctypes.Structure):
+    """Mirrors 'Matrix' of matmul.cpp."""
+
+    _fields_ = [(name, c_int64) for name in ("data", "groups", "out_features", "bits")]
+
+
+class PackedLinear:
+    """Weights in the order in which matmul.cpp reads them. Several matrices that read the same input make one."""
+
+    __slots__ = ("_data", "_handle", "_matrix", "in_features", "nbytes", "out_features")
+
+    def __init__(self, bits: int, in_features: int, out_features: int) -> None:
+        groups, lanes = in_features // GROUP, _c.sd_lanes()
+        padded = -(-out_features // lanes) * lanes
+        self.in_features, self.out_features = in_features, out_features
+        self.nbytes = padded * groups * (20 if bits == 4 else 34)
+        self._data = torch.zeros(self.nbytes, dtype=torch.uint8)
+        self._matrix = _Matrix(self._data.data_ptr(), groups, out_features, bits)
+        self._handle = ctypes.addressof(self._matrix)
+
+    @staticmethod
+    def pack(parts: list[GroupQuant]) -> PackedLinear:
+        bits, width = parts[0].bits, parts[0].shape[1]
+        assert all(p.bits == bits and p.shape[1] == width for p in parts), [(p.bits, p.shape) for p in parts]
+        packed = PackedLinear(bits, width, sum(p.shape[0] for p in parts))
+        first = 0
+        for part in parts:
+            packed._fill(first, part)
+            first += part.shape[0]
+        return packed
+
+    def _fill(self, first: int, part: GroupQuant) -> None:
+        assert part.q.stride(2) == 1, part.q.stride()
+        assert part.offset is None or part.bits == 4, "8-bit weights have no offset"
+        tensors = (part.q, part.scale, part.offset)
+        places = [x for t in tensors for x in ((None, 0, 0) if t is None else _place(t))]
+        _c.sd_pack(self._handle, first, part.shape[0], *places)
+
+    def linear(self, x: Tensor) -> Tensor:  # [rows, in] -> [rows, out]
+        rows, out = x.shape[0], self.out_features
+        y = torch.empty(rows, out)
+        _c.sd_linear(self._handle, x.data_ptr(), x.stride(0), rows, y.data_ptr(), out, 0)
+        return y
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """residual += x W^T, in place."""
+        _c.sd_linear(*(self._handle, x.data_ptr(), x.stride(0), x.shape[0], residual.data_ptr(), residual.stride(0), 1))
+
+    # A call costs some 5 us of Python whatever it computes; these two take in the operator before the matmul.
+
+    def norm_linear(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """linear(rms_norm(x, weight, eps)), bit for bit."""
+        rows, out = x.shape[0], self.out_features
+        y = torch.empty(rows, out)
+        _c.sd_norm_linear(*(self._handle, x.data_ptr(), x.stride(0), rows, weight.data_ptr(), eps, y.data_ptr(), out))
+        return y
+
+    def add_silu_mul_to(self, residual: Tensor, gate_up: Tensor) -> None:
+        """add_to(residual, silu_mul(gate_up)), bit for bit."""
+        _c.sd_silu_linear(
+            *(self._handle, gate_up.data_ptr(), gate_up.stride(0), gate_up.shape[0]),
+            *(residual.data_ptr(), residual.stride(0)),
+        )
+
+
+def _place(t: Tensor) -> tuple[int, int, int]:
+    """Address, and strides in bytes of an output and of a group."""
+    size = t.element_size()
+    return t.data_ptr(), t.stride(0) * size, t.stride(1) * size

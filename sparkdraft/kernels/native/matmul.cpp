@@ -1,0 +1,360 @@
+// y = x W^T, for weights of 4 or 8 bits in groups of 32 and float activations that each row rounds to int8 by itself.
+// Outputs are interleaved LANES at a time into 'strips', so that one vector instruction yields a lane for each output;
+// a strip meets up to 8 rows at once, so that its weights are loaded and unpacked once for all of them. Each output of
+// each row is summed over the groups in their order with the same operations in every tiling, so its bits depend on
+// nothing but its row and its weights; who stores the weights, and what they mean, is __init__.py's and group.py's.
+//
+//   strip, 4 bits:  groups x { half scale[LANES], half offset[LANES] },  groups x { uint8 nibbles[16 * LANES] }
+//   strip, 8 bits:  groups x { half scale[LANES] },                      groups x { int8 weights[32 * LANES] }
+//   rows, in tiles of R <= 8:  groups x { int8 x[R][32], float step[8], float sum[8] }
+
+#include <algorithm>
+#include <vector>
+
+#include "pool.h"
+#include "rows.h"
+
+namespace {
+
+constexpr int64_t BLOCK = 192 << 10;  // bytes of rounded rows that stay in the second-level cache while strips pass by
+constexpr int TILE = 8;               // rows that share a strip's weights while these are in registers
+
+struct Matrix {  // mirrored in __init__.py
+    const uint8_t* data;
+    int64_t groups, out_features, bits;
+
+    int64_t head_bytes() const { return groups * LANES * (bits == 4 ? 4 : 2); }
+    int64_t body_bytes() const { return groups * LANES * (bits == 4 ? 16 : 32); }
+    int64_t strip_bytes() const { return head_bytes() + body_bytes(); }
+    int64_t strips() const { return (out_features + LANES - 1) / LANES; }
+};
+
+// ---- Rows to int8 -------------------------------------------------------------------------------------------------
+
+constexpr int64_t group_bytes(int rows) { return rows * GROUP + 2 * TILE * sizeof(float); }
+
+#if SPARKDRAFT_NEON
+INLINE void round_group(const float* x, int8_t* q, float* step, float* sum) {
+    float32x4_t v[8], peak4 = vdupq_n_f32(0);
+    for (int i = 0; i < 8; ++i) {
+        v[i] = vld1q_f32(x + 4 * i);
+        peak4 = vmaxq_f32(peak4, vabsq_f32(v[i]));
+    }
+    const float peak = vmaxvq_f32(peak4);
+    const float inverse = peak > 0 ? (1 / peak) * 127 : 0;  // as torch computes 127 / peak
+    int32x4_t total = vdupq_n_s32(0);
+    for (int i = 0; i < 8; i += 4) {
+        int16x8_t n[4];
+        // Adding 1.5 * 2^23 rounds to the nearest, ties to even, as torch.round does; the low byte is the integer.
+        for (int j = 0; j < 4; ++j) {
+            const float32x4_t biased = vaddq_f32(vmulq_n_f32(v[i + j], inverse), vdupq_n_f32(BIAS_VALUE));
+            n[j] = vreinterpretq_s16_f32(biased);
+        }
+        const int16x8_t a = vuzp1q_s16(n[0], n[1]), b = vuzp1q_s16(n[2], n[3]);
+        const int8x16_t bytes = vuzp1q_s8(vreinterpretq_s8_s16(a), vreinterpretq_s8_s16(b));
+        total = vdotq_s32(total, bytes, vdupq_n_s8(1));
+        vst1q_s8(q + 4 * i, bytes);
+    }
+    *step = peak / 127;
+    *sum = float(vaddvq_s32(total)) * *step;
+}
+#else
+INLINE void round_group(const float* x, int8_t* q, float* step, float* sum) {
+    float peak = 0;
+    for (int i = 0; i < GROUP; ++i) {
+        const float size = std::fabs(x[i]);
+        peak = size > peak || size != size ? size : peak;
+    }
+    const float inverse = peak > 0 ? (1 / peak) * 127 : 0;  // as torch computes 127 / peak
+    int32_t total = 0;
+    for (int i = 0; i < GROUP; ++i) {
+        const float scaled = std::min(127.0f, std::max(-127.0f, x[i] * inverse));
+        const float biased = scaled + BIAS_VALUE;  // rounds to the nearest, ties to even, as torch.round
+        q[i] = int8_t(int32_t(biased - BIAS_VALUE));
+        total += q[i];
+    }
+    *step = peak / 127;
+    *sum = float(total) * *step;
+}
+#endif
+
+// Where rows come from: x as it is, or normed (if 'norm'), or (if 'silu') silu(first half) * second half.
+struct Input {
+    const float* x;
+    int64_t stride, width;  // width: what the matrix reads
+    const float* norm;
+    float eps;
+    bool silu;
+
+    const float* row(int64_t r, float* room) const {
+        const float* from = x + r * stride;
+        if (norm) norm_row(from, norm, room, width, eps);
+        if (silu) silu_mul_row(from, from + width, room, width);
+        return norm || silu ? room : from;
+    }
+};
+
+// Row 'r' of the batch, into its place in a tile of 'rows' rows.
+void round_row(const Input& input, int64_t r, int rows, uint8_t* tile) {
+    thread_local std::vector<float> room;
+    room.resize(size_t(input.width));
+    const float* x = input.row(r, room.data());
+    const int64_t place = r % TILE;
+    for (int64_t k = 0; k < input.width; k += GROUP, tile += group_bytes(rows)) {
+        float* steps = reinterpret_cast<float*>(tile + rows * GROUP) + place;
+        round_group(x + k, reinterpret_cast<int8_t*>(tile + place * GROUP), steps, steps + TILE);
+    }
+}
+
+// ---- One strip times one tile of rows -----------------------------------------------------------------------------
+
+// Three forms of a strip. weight<J>(g) is vector J of group g; scale, offset and shift belong to its LANES outputs,
+// and the shift, which undoes the bias of the dot products, is kept in memory because each row's sum starts from a
+// fresh copy ('spare' is room for it where the strip has none).
+
+INLINE const float* make_shift(vfloat scale, float* spare) {
+    vstore(spare, vscale(scale, -BIAS_VALUE));
+    return spare;
+}
+
+// Weights are read once, from end to end: ask for what will be needed this many bytes later, be it in the next strip.
+constexpr int AHEAD = 2048;
+
+template <int BYTES>
+INLINE void prefetch_ahead(const void* strip, int64_t g) {
+    const char* from = static_cast<const char*>(strip) + g * BYTES + AHEAD;
+    for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(from + i);
+}
+
+struct Nibbles {  // as packed, 4 bits
+    static constexpr bool SMALL = true, OFFSET = true;
+    const uint16_t* head;
+    const uint8_t* body;
+    Nibbles(const Matrix& m, const uint8_t* strip)
+        : head(reinterpret_cast<const uint16_t*>(strip)), body(strip + m.head_bytes()) {}
+    template <int J>
+    INLINE vbytes weight(int64_t g) const {
+        const vbytes both = load_bytes(body + 16 * LANES * g + 4 * LANES * (J % 4));
+        return J < 4 ? low_nibbles(both) : high_nibbles(both);
+    }
+    INLINE void prefetch(int64_t g) const { prefetch_ahead<20 * LANES>(head, g); }
+    INLINE vfloat scale(int64_t g) const { return load_halves(head + 2 * LANES * g); }
+    INLINE vfloat offset(int64_t g) const { return load_halves(head + 2 * LANES * g + LANES); }
+    INLINE const float* shift(int64_t, vfloat scale, float* spare) const { return make_shift(scale, spare); }
+};
+
+struct Bytes {  // as packed, 8 bits
+    static constexpr bool SMALL = false, OFFSET = false;
+    const uint16_t* head;
+    const uint8_t* body;
+    Bytes(const Matrix& m, const uint8_t* strip)
+        : head(reinterpret_cast<const uint16_t*>(strip)), body(strip + m.head_bytes()) {}
+    template <int J>
+    INLINE vbytes weight(int64_t g) const {
+        return load_bytes(body + 32 * LANES * g + 4 * LANES * J);
+    }
+    INLINE void prefetch(int64_t g) const { prefetch_ahead<34 * LANES>(head, g); }
+    INLINE vfloat scale(int64_t g) const { return load_halves(head + LANES * g); }
+    INLINE vfloat offset(int64_t) const { return vzero(); }
+    INLINE const float* shift(int64_t, vfloat scale, float* spare) const { return make_shift(scale, spare); }
+};
+
+struct Unpacked {  // a 4-bit strip unpacked to memory beforehand: cheaper once several tiles of rows use it
+    static constexpr bool SMALL = true, OFFSET = true;
+    static constexpr int64_t BYTES = 32 * LANES + 3 * sizeof(float) * LANES;
+    const uint8_t* groups;
+    Unpacked(const Matrix&, const uint8_t* unpacked) : groups(unpacked) {}
+    INLINE const float* floats(int64_t g) const {
+        return reinterpret_cast<const float*>(groups + BYTES * g + 32 * LANES);
+    }
+    template <int J>
+    INLINE vbytes weight(int64_t g) const {
+        return load_bytes(groups + BYTES * g + 4 * LANES * J);
+    }
+    INLINE void prefetch(int64_t) const {}
+    INLINE vfloat scale(int64_t g) const { return vload(floats(g)); }
+    INLINE vfloat offset(int64_t g) const { return vload(floats(g) + LANES); }
+    INLINE const float* shift(int64_t g, vfloat, float*) const { return floats(g) + 2 * LANES; }
+
+    static void fill(const Matrix& m, const uint8_t* strip, uint8_t* to) {
+        const Nibbles packed(m, strip);
+        for (int64_t g = 0; g < m.groups; ++g, to += BYTES) {
+            float* floats = reinterpret_cast<float*>(to + 32 * LANES);
+            unroll<8>(EACH(j) { store_bytes(to + 4 * LANES * j, packed.weight<j>(g)); });
+            const vfloat scale = packed.scale(g);
+            vstore(floats, scale), vstore(floats + LANES, packed.offset(g)), make_shift(scale, floats + 2 * LANES);
+        }
+    }
+};
+
+struct Output {
+    float* y;
+    int64_t stride;
+    bool add;  // to what is there, else replace it
+};
+
+INLINE void store_lanes(vfloat v, float* y, int64_t lanes, bool add) {
+    if (lanes == LANES) return vstore(y, add ? vadd(vload(y), v) : v);
+    float values[LANES];
+    vstore(values, v);
+    for (int64_t i = 0; i < lanes; ++i) y[i] = add ? y[i] + values[i] : values[i];
+}
+
+template <class Strip, int ROWS>
+void multiply_tile(const Matrix& m, const uint8_t* data, const uint8_t* tile, Output out, int64_t lanes) {
+    const Strip strip(m, data);
+    const int64_t groups = m.groups;
+    vfloat sums[ROWS];
+    unroll<ROWS>(EACH(r) { sums[r] = vzero(); });
+    for (int64_t g = 0; g < groups; ++g, tile += group_bytes(ROWS)) {
+        strip.prefetch(g);
+        alignas(32) float spare[LANES];
+        const vfloat scale = strip.scale(g), offset = strip.offset(g);
+        const float* shift = strip.shift(g, scale, spare);
+        const float* steps = reinterpret_cast<const float*>(tile + ROWS * GROUP);
+        vfloat dots[ROWS];
+        dot_group<Strip, ROWS>(strip, g, reinterpret_cast<const int8_t*>(tile), dots);
+        unroll<ROWS>(EACH(r) { dots[r] = vfma(dots[r], scale, vload_anew(shift)); });
+        unroll<ROWS>(EACH(r) { sums[r] = vfma(dots[r], steps[r], sums[r]); });
+        if constexpr (!Strip::OFFSET) continue;
+        unroll<ROWS>(EACH(r) { sums[r] = vfma(offset, steps[TILE + r], sums[r]); });
+    }
+    unroll<ROWS>(EACH(r) { store_lanes(sums[r], out.y + r * out.stride, lanes, out.add); });
+}
+
+using Multiply = void (*)(const Matrix&, const uint8_t*, const uint8_t*, Output, int64_t);
+
+template <class Strip>
+Multiply multiply_for(int rows) {
+    static constexpr Multiply table[TILE] = {
+        multiply_tile<Strip, 1>, multiply_tile<Strip, 2>, multiply_tile<Strip, 3>, multiply_tile<Strip, 4>,
+        multiply_tile<Strip, 5>, multiply_tile<Strip, 6>, multiply_tile<Strip, 7>, multiply_tile<Strip, 8>,
+    };
+    return table[rows - 1];
+}
+
+// ---- All strips times all rows ------------------------------------------------------------------------------------
+
+struct Rows {  // rounded rows in tiles; all tiles but the last have TILE rows
+    const uint8_t* data;
+    int64_t count, tile_bytes;
+    int64_t tiles() const { return (count + TILE - 1) / TILE; }
+    int rows_of(int64_t tile) const { return int(std::min<int64_t>(TILE, count - tile * TILE)); }
+};
+
+// Strips 'begin' to 'end', which lie 'strip_bytes' apart from 'data' on, times one tile of rows.
+template <class Strip>
+void multiply_strips(const Matrix& m, const uint8_t* data, int64_t strip_bytes, int64_t begin, int64_t end,
+                     const Rows& rows, int64_t tile, Output out) {
+    const Multiply multiply = multiply_for<Strip>(rows.rows_of(tile));
+    const uint8_t* x = rows.data + tile * rows.tile_bytes;
+    float* y = out.y + tile * TILE * out.stride;
+    for (int64_t s = begin; s < end; ++s, data += strip_bytes) {
+        const int64_t lanes = std::min<int64_t>(LANES, m.out_features - s * LANES);
+        multiply(m, data, x, Output{y + s * LANES, out.stride, out.add}, lanes);
+    }
+}
+
+// Strips 'begin' to 'end' times all rows. With several tiles of rows, a few strips at a time stay in the first-level
+// cache while a block of tiles passes by, and 4-bit strips are unpacked once for a block.
+void multiply_all(const Matrix& m, const Rows& rows, Output out, int64_t begin, int64_t end) {
+    const uint8_t* data = m.data + begin * m.strip_bytes();
+    if (rows.tiles() == 1) {
+        if (m.bits == 4) return multiply_strips<Nibbles>(m, data, m.strip_bytes(), begin, end, rows, 0, out);
+        return multiply_strips<Bytes>(m, data, m.strip_bytes(), begin, end, rows, 0, out);
+    }
+    thread_local std::vector<uint8_t> scratch;
+    const int64_t few = 4, block = std::max<int64_t>(2, BLOCK / rows.tile_bytes);
+    const int64_t unpacked_bytes = m.groups * Unpacked::BYTES;
+    if (m.bits == 4) scratch.resize(size_t(few * unpacked_bytes));
+    for (int64_t first = 0; first < rows.tiles(); first += block) {
+        const int64_t last = std::min(first + block, rows.tiles());
+        for (int64_t s = begin; s < end; s += few) {
+            const int64_t stop = std::min(s + few, end);
+            const uint8_t* strips = m.data + s * m.strip_bytes();
+            const bool unpack = m.bits == 4 && last - first >= 5;  // from there on it pays
+            for (int64_t i = 0; unpack && i < stop - s; ++i) {
+                Unpacked::fill(m, strips + i * m.strip_bytes(), scratch.data() + i * unpacked_bytes);
+            }
+            for (int64_t t = first; t < last; ++t) {
+                if (unpack) {
+                    multiply_strips<Unpacked>(m, scratch.data(), unpacked_bytes, s, stop, rows, t, out);
+                } else if (m.bits == 4) {
+                    multiply_strips<Nibbles>(m, strips, m.strip_bytes(), s, stop, rows, t, out);
+                } else {
+                    multiply_strips<Bytes>(m, strips, m.strip_bytes(), s, stop, rows, t, out);
+                }
+            }
+        }
+    }
+}
+
+// Output 'o' of a part goes to lane o % LANES of its strip, four weights (or eight nibbles: k .. k + 3 and k + 16 ..
+// k + 19, as the file pairs them) at a time.
+void pack_output(const Matrix& m, int64_t o, const uint8_t* q, int64_t q_step, const uint8_t* scale, int64_t scale_step,
+                 const uint8_t* offset, int64_t offset_step) {
+    uint8_t* strip = const_cast<uint8_t*>(m.data) + o / LANES * m.strip_bytes();
+    const int64_t lane = o % LANES, quads = m.bits == 4 ? 4 : 8, halves = m.bits == 4 ? 2 : 1;
+    uint8_t* head = strip + 2 * lane;
+    uint8_t* body = strip + m.head_bytes() + 4 * lane;
+    for (int64_t g = 0; g < m.groups; ++g) {
+        for (int64_t j = 0; j < quads; ++j, body += 4 * LANES) std::memcpy(body, q + g * q_step + 4 * j, 4);
+        std::memcpy(head, scale + g * scale_step, 2);
+        if (offset) std::memcpy(head + 2 * LANES, offset + g * offset_step, 2);
+        head += 2 * LANES * halves;
+    }
+}
+
+void linear(const Matrix& m, const Input& input, int64_t count, Output out) {
+    thread_local std::vector<uint8_t> buffer;  // of the caller; workers get its address
+    const int widest = int(std::min<int64_t>(count, TILE));
+    Rows rows{nullptr, count, m.groups * group_bytes(widest)};
+    if (buffer.size() < size_t(rows.tiles() * rows.tile_bytes)) buffer.resize(size_t(rows.tiles() * rows.tile_bytes));
+    uint8_t* data = buffer.data();
+    rows.data = data;
+    const double elements = double(count * input.width);
+    pool::parallel_ranges(count, 4 * elements, 2, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) {
+            const int64_t tile = r / TILE;
+            round_row(input, r, rows.rows_of(tile), data + tile * rows.tile_bytes);
+        }
+    });
+    pool::parallel_ranges(m.strips(), elements * double(m.out_features) / 8, 2, [&](int64_t begin, int64_t end) {
+        multiply_all(m, rows, out, begin, end);
+    });
+}
+
+}  // namespace
+
+extern "C" {
+
+void sd_set_threads(int threads) { pool::set_threads(threads); }
+
+int sd_lanes() { return LANES; }
+
+// Strides in bytes, of an output and of a group; 'offset' may be null. Bytes of the matrix not written stay zero.
+void sd_pack(const Matrix* m, int64_t first, int64_t count, const uint8_t* q, int64_t q_out, int64_t q_group,
+             const uint8_t* scale, int64_t scale_out, int64_t scale_group, const uint8_t* offset, int64_t offset_out,
+             int64_t offset_group) {
+    pool::parallel_ranges(count, double(count * m->groups * GROUP), 4, [&](int64_t begin, int64_t end) {
+        for (int64_t o = begin; o < end; ++o) {
+            pack_output(*m, first + o, q + o * q_out, q_group, scale + o * scale_out, scale_group,
+                        offset ? offset + o * offset_out : nullptr, offset_group);
+        }
+    });
+}
+
+void sd_linear(const Matrix* m, const float* x, int64_t x_stride, int64_t count, float* y, int64_t y_stride, int add) {
+    linear(*m, Input{x, x_stride, m->groups * GROUP, nullptr, 0, false}, count, Output{y, y_stride, add != 0});
+}
+
+void sd_norm_linear(const Matrix* m, const float* x, int64_t x_stride, int64_t count, const float* norm, float eps,
+                    float* y, int64_t y_stride) {
+    linear(*m, Input{x, x_stride, m->groups * GROUP, norm, eps, false}, count, Output{y, y_stride, false});
+}
+
+void sd_silu_linear(const Matrix* m, const float* x, int64_t x_stride, int64_t count, float* y, int64_t y_stride) {
+    linear(*m, Input{x, x_stride, m->groups * GROUP, nullptr, 0, true}, count, Output{y, y_stride, true});
+}
+
+}  // extern "C"

@@ -1,0 +1,326 @@
+// The few vector operations that the kernels are written in, for NEON, for AVX2 and in plain C++ for the rest.
+// Everything that must give the same bits in every tiling goes through these: multiply-adds are explicit (the compiler
+// is told to fuse none by itself), and a function of one lane never looks at another.
+// Algorithms are in matmul.cpp, attention.cpp and elementwise.cpp.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if !defined(SPARKDRAFT_PLAIN) && defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#define SPARKDRAFT_NEON 1
+#include <arm_neon.h>
+#elif !defined(SPARKDRAFT_PLAIN) && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define SPARKDRAFT_AVX2 1
+#include <immintrin.h>
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+// Calls f with the constants 0 .. N - 1. Unlike a loop, this is unrolled before the compiler decides which arrays can
+// live in registers, which is what all arrays of vectors here are meant to do.
+template <class F, int... I>
+INLINE void unroll_over(std::integer_sequence<int, I...>, F f) {
+    (f(std::integral_constant<int, I>{}), ...);
+}
+template <int N, class F>
+INLINE void unroll(F f) {
+    unroll_over(std::make_integer_sequence<int, N>{}, f);
+}
+#define EACH(i) [&](auto i) __attribute__((always_inline))
+
+// ---- Four floats --------------------------------------------------------------------------------------------------
+
+typedef float f32x4 __attribute__((vector_size(16)));
+
+INLINE f32x4 load4(const float* p) {
+    f32x4 v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+INLINE void store4(float* p, f32x4 v) { std::memcpy(p, &v, sizeof v); }
+
+INLINE f32x4 splat4(float x) { return f32x4{x, x, x, x}; }
+
+INLINE float multiply_add(float a, float b, float c) {
+#if defined(__FP_FAST_FMAF) || defined(__FMA__)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;  // no fused instruction: libm's emulation would be a hundred times slower
+#endif
+}
+
+INLINE f32x4 multiply_add(f32x4 a, f32x4 b, f32x4 c) {
+#if SPARKDRAFT_NEON
+    return (f32x4)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#elif SPARKDRAFT_AVX2
+    return (f32x4)_mm_fmadd_ps((__m128)a, (__m128)b, (__m128)c);
+#else
+    f32x4 r;
+    for (int i = 0; i < 4; ++i) r[i] = multiply_add(a[i], b[i], c[i]);
+    return r;
+#endif
+}
+
+INLINE float sum_lanes(f32x4 v) { return (v[0] + v[1]) + (v[2] + v[3]); }
+
+// The lane sums of four vectors as the lanes of one.
+INLINE f32x4 sum_lanes(f32x4 a, f32x4 b, f32x4 c, f32x4 d) {
+#if SPARKDRAFT_NEON
+    return (f32x4)vpaddq_f32(vpaddq_f32((float32x4_t)a, (float32x4_t)b), vpaddq_f32((float32x4_t)c, (float32x4_t)d));
+#else
+    return f32x4{sum_lanes(a), sum_lanes(b), sum_lanes(c), sum_lanes(d)};
+#endif
+}
+
+// ---- exp ----------------------------------------------------------------------------------------------------------
+
+typedef int32_t i32x4 __attribute__((vector_size(16)));
+
+INLINE f32x4 max4(f32x4 a, f32x4 b) { return a > b ? a : b; }
+
+// e^x to about 1e-7 relative: x = n ln2 + r with |r| <= ln2 / 2, a polynomial for e^r, and n put into the exponent
+// bits. Exactly 1 at 0 and exactly 0 below -87, so that masked keys vanish; above 88.3 it stays at about 2e38.
+INLINE f32x4 exp4(f32x4 x) {
+    const f32x4 round_magic = splat4(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, left in the low bits
+    f32x4 y = x > splat4(88.3f) ? splat4(88.3f) : x;
+    y = y < splat4(-87.0f) ? splat4(-87.0f) : y;
+    const f32x4 shifted = multiply_add(y, splat4(1.44269504f), round_magic);
+    const f32x4 n = shifted - round_magic;
+    f32x4 r = multiply_add(n, splat4(-0.693145752f), y);  // ln2 in two parts, the first with few bits: n * it is exact
+    r = multiply_add(n, splat4(-1.42860677e-6f), r);
+    f32x4 p = splat4(1.9875691500e-4f);
+    p = multiply_add(p, r, splat4(1.3981999507e-3f));
+    p = multiply_add(p, r, splat4(8.3334519073e-3f));
+    p = multiply_add(p, r, splat4(4.1665795894e-2f));
+    p = multiply_add(p, r, splat4(1.6666665459e-1f));
+    p = multiply_add(p, r, splat4(5.0000001201e-1f));
+    const f32x4 e = multiply_add(p * r, r, r) + splat4(1.0f);
+    const i32x4 power = ((i32x4)shifted - 0x4b400000 + 127) << 23;
+    const i32x4 kept = ~(x < splat4(-87.0f));
+    return (f32x4)((i32x4)(e * (f32x4)power) & kept);
+}
+
+INLINE float exp1(float x) { return exp4(splat4(x))[0]; }
+
+// ---- Integer dot products of one group: LANES outputs at once -----------------------------------------------------
+//
+// Weights of a group stand as 8 vectors; vector j holds, for each of LANES outputs, the four weights k = 4j .. 4j + 3.
+// The 32 products of each output are added to BIAS, the bits of the float 1.5 * 2^23. Read as a float, such a sum *is*
+// BIAS_VALUE + dot, exactly, for |dot| < 2^22 (ours stay below 2^19): no conversion from int to float is needed, and
+// multiply_add(biased, scale, shift)  with  shift = -BIAS_VALUE * scale  is dot * scale with one rounding, because this
+// shift is exact for a scale of 11 bits. dot_group gives the biased sums of a strip of weights with ROWS rows of x,
+// GROUP bytes apart.
+
+constexpr int GROUP = 32;
+constexpr float BIAS_VALUE = 12582912.0f;
+
+#if SPARKDRAFT_NEON
+
+constexpr int LANES = 4;
+typedef float32x4_t vfloat;
+typedef int8x16_t vbytes;
+alignas(16) static const int32_t BIAS[4] = {0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000};
+
+INLINE vfloat vload(const float* p) { return vld1q_f32(p); }
+INLINE void vstore(float* p, vfloat v) { vst1q_f32(p, v); }
+INLINE vfloat vzero() { return vdupq_n_f32(0); }
+INLINE vfloat vadd(vfloat a, vfloat b) { return vaddq_f32(a, b); }
+INLINE vfloat vscale(vfloat a, float b) { return vmulq_n_f32(a, b); }
+INLINE vfloat vfma(vfloat a, vfloat b, vfloat c) { return vfmaq_f32(c, a, b); }
+INLINE vfloat vfma(vfloat a, float b, vfloat c) { return vfmaq_n_f32(c, a, b); }
+INLINE vfloat load_halves(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+INLINE vbytes load_bytes(const void* p) { return vld1q_s8(static_cast<const int8_t*>(p)); }
+INLINE void store_bytes(void* p, vbytes v) { vst1q_s8(static_cast<int8_t*>(p), v); }
+
+INLINE vbytes low_nibbles(vbytes v) { return vandq_s8(v, vdupq_n_s8(15)); }
+INLINE vbytes high_nibbles(vbytes v) { return vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(v), 4)); }
+
+// A load that no compiler turns into a copy between registers: the load pipes are idle here, the vector pipes are not.
+INLINE vfloat vload_anew(const void* p) {
+    vfloat v;
+    asm volatile("ldr %q0, %1" : "=w"(v) : "m"(*static_cast<const char(*)[16]>(p)));
+    return v;
+}
+
+// N sums of 16 products each: sum[n] += w[0 .. 3] . x[n], with x[n] GROUP bytes apart. In assembly because the order
+// counts (product by product over all rows, so that no sum waits for itself) and compilers spoil it with copies and
+// reordering.
+#define LOAD_X(n) "ldr %q[x" #n "], [%[x], #(32 * " #n ")]\n"
+#define DOT(n, j) "sdot %[s" #n "].4s, %[w" #j "].16b, %[x" #n "].4b[" #j "]\n"
+#define DOT_0(n) DOT(n, 0)
+#define DOT_1(n) DOT(n, 1)
+#define DOT_2(n) DOT(n, 2)
+#define DOT_3(n) DOT(n, 3)
+#define OPERANDS(n) [s##n] "+w"(sum[n]), [x##n] "=&w"(x##n)
+#define ROWS_1(M, SEP) M(0)
+#define ROWS_2(M, SEP) M(0) SEP() M(1)
+#define ROWS_3(M, SEP) ROWS_2(M, SEP) SEP() M(2)
+#define ROWS_4(M, SEP) ROWS_3(M, SEP) SEP() M(3)
+#define ROWS_5(M, SEP) ROWS_4(M, SEP) SEP() M(4)
+#define ROWS_6(M, SEP) ROWS_5(M, SEP) SEP() M(5)
+#define ROWS_7(M, SEP) ROWS_6(M, SEP) SEP() M(6)
+#define ROWS_8(M, SEP) ROWS_7(M, SEP) SEP() M(7)
+#define NOTHING()
+#define COMMA() ,
+#define DOT_ROWS(N)                                                                                                \
+    asm(ROWS_##N(LOAD_X, NOTHING) ROWS_##N(DOT_0, NOTHING) ROWS_##N(DOT_1, NOTHING) ROWS_##N(DOT_2, NOTHING)       \
+            ROWS_##N(DOT_3, NOTHING)                                                                               \
+        : ROWS_##N(OPERANDS, COMMA)                                                                                \
+        : [w0] "w"(w0), [w1] "w"(w1), [w2] "w"(w2), [w3] "w"(w3), [x] "r"(x), "m"(*(const char(*)[N * GROUP])x))
+
+template <int N>
+INLINE void dot_half(int8x16_t w0, int8x16_t w1, int8x16_t w2, int8x16_t w3, const int8_t* x, int32x4_t* sum) {
+    int8x16_t x0, x1, x2, x3, x4, x5, x6, x7;  // named, since an array would be written to memory
+    if constexpr (N == 1) DOT_ROWS(1);
+    if constexpr (N == 2) DOT_ROWS(2);
+    if constexpr (N == 3) DOT_ROWS(3);
+    if constexpr (N == 4) DOT_ROWS(4);
+    if constexpr (N == 5) DOT_ROWS(5);
+    if constexpr (N == 6) DOT_ROWS(6);
+    if constexpr (N == 7) DOT_ROWS(7);
+    if constexpr (N == 8) DOT_ROWS(8);
+}
+
+template <class Strip, int ROWS>
+INLINE void dot_group(const Strip& s, int64_t g, const int8_t* x, vfloat* biased) {
+    int32x4_t sum[ROWS];
+    unroll<ROWS>(EACH(i) { sum[i] = vreinterpretq_s32_f32(vload_anew(BIAS)); });
+    dot_half<ROWS>(s.template weight<0>(g), s.template weight<1>(g), s.template weight<2>(g), s.template weight<3>(g),
+                   x, sum);
+    dot_half<ROWS>(s.template weight<4>(g), s.template weight<5>(g), s.template weight<6>(g), s.template weight<7>(g),
+                   x + 16, sum);
+    unroll<ROWS>(EACH(i) { biased[i] = vreinterpretq_f32_s32(sum[i]); });
+}
+
+#elif SPARKDRAFT_AVX2
+
+constexpr int LANES = 8;
+typedef __m256 vfloat;
+typedef __m256i vbytes;
+
+INLINE vfloat vload(const float* p) { return _mm256_loadu_ps(p); }
+INLINE void vstore(float* p, vfloat v) { _mm256_storeu_ps(p, v); }
+INLINE vfloat vzero() { return _mm256_setzero_ps(); }
+INLINE vfloat vadd(vfloat a, vfloat b) { return _mm256_add_ps(a, b); }
+INLINE vfloat vscale(vfloat a, float b) { return _mm256_mul_ps(a, _mm256_set1_ps(b)); }
+INLINE vfloat vfma(vfloat a, vfloat b, vfloat c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE vfloat vfma(vfloat a, float b, vfloat c) { return _mm256_fmadd_ps(a, _mm256_set1_ps(b), c); }
+INLINE vfloat load_halves(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+INLINE vbytes load_bytes(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+INLINE void store_bytes(void* p, vbytes v) { _mm256_storeu_si256((__m256i*)p, v); }
+
+INLINE vbytes low_nibbles(vbytes v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
+INLINE vbytes high_nibbles(vbytes v) { return low_nibbles(_mm256_srli_epi16(v, 4)); }
+
+INLINE __m256i splat_quad(const int8_t* x) {
+    int32_t quad;
+    std::memcpy(&quad, x, 4);
+    return _mm256_set1_epi32(quad);
+}
+
+template <bool SMALL>
+INLINE vfloat group_dot(const vbytes w[8], const int8_t* x) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    __m256i sum = _mm256_set1_epi32(0x4b400000);
+    if (SMALL) {  // 8 pairs of at most 2 * 15 * 127 fit 16 bits: widen once
+        __m256i pairs = _mm256_maddubs_epi16(w[0], splat_quad(x));
+        for (int j = 1; j < 8; ++j) {
+            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w[j], splat_quad(x + 4 * j)));
+        }
+        return _mm256_castsi256_ps(_mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones)));
+    }
+    for (int j = 0; j < 8; ++j) {  // |w| * (x with the sign of w): a pair is at most 2 * 128 * 127, within 16 bits
+        const __m256i signed_x = _mm256_sign_epi8(splat_quad(x + 4 * j), w[j]);
+        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w[j]), signed_x);
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
+    }
+    return _mm256_castsi256_ps(sum);
+}
+
+#else
+
+constexpr int LANES = 4;
+struct vfloat {
+    float lane[LANES];
+};
+struct vbytes {
+    int8_t byte[4 * LANES];
+};
+
+template <class F>
+INLINE vfloat each_lane(F f) {
+    vfloat r;
+    for (int i = 0; i < LANES; ++i) r.lane[i] = f(i);
+    return r;
+}
+
+INLINE float half_to_float(uint16_t h) {
+    const uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff;
+    uint32_t bits = rest << 13;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    value *= 0x1p112f;  // moves the exponent's bias from 15 to 127, and is right for subnormal halves too
+    std::memcpy(&bits, &value, 4);
+    if (rest >= 0x7c00) bits = 0x7f800000 | rest << 13;  // infinity, not a number
+    bits |= sign;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+INLINE vfloat vload(const float* p) { return each_lane([&](int i) { return p[i]; }); }
+INLINE void vstore(float* p, vfloat v) { std::memcpy(p, v.lane, sizeof v); }
+INLINE vfloat vzero() { return vfloat{}; }
+INLINE vfloat vadd(vfloat a, vfloat b) { return each_lane([&](int i) { return a.lane[i] + b.lane[i]; }); }
+INLINE vfloat vscale(vfloat a, float b) { return each_lane([&](int i) { return a.lane[i] * b; }); }
+INLINE vfloat vfma(vfloat a, vfloat b, vfloat c) {
+    return each_lane([&](int i) { return multiply_add(a.lane[i], b.lane[i], c.lane[i]); });
+}
+INLINE vfloat vfma(vfloat a, float b, vfloat c) {
+    return each_lane([&](int i) { return multiply_add(a.lane[i], b, c.lane[i]); });
+}
+INLINE vfloat load_halves(const uint16_t* p) { return each_lane([&](int i) { return half_to_float(p[i]); }); }
+
+INLINE vbytes load_bytes(const void* p) {
+    vbytes v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+INLINE void store_bytes(void* p, vbytes v) { std::memcpy(p, &v, sizeof v); }
+
+INLINE vbytes low_nibbles(vbytes v) {
+    for (auto& b : v.byte) b = int8_t(b & 15);
+    return v;
+}
+INLINE vbytes high_nibbles(vbytes v) {
+    for (auto& b : v.byte) b = int8_t(uint8_t(b) >> 4);
+    return v;
+}
+
+template <bool SMALL>
+INLINE vfloat group_dot(const vbytes w[8], const int8_t* x) {
+    int32_t sum[LANES] = {};
+    for (int j = 0; j < 8; ++j) {
+        for (int i = 0; i < LANES; ++i) {
+            for (int k = 0; k < 4; ++k) sum[i] += int32_t(w[j].byte[4 * i + k]) * x[4 * j + k];
+        }
+    }
+    return each_lane([&](int i) { return BIAS_VALUE + float(sum[i]); });
+}
+
+#endif
+
+#if !SPARKDRAFT_NEON
+INLINE vfloat vload_anew(const float* p) { return vload(p); }
+
+template <class Strip, int ROWS>
+INLINE void dot_group(const Strip& strip, int64_t g, const int8_t* x, vfloat* biased) {
+    vbytes w[8];
+    unroll<8>(EACH(j) { w[j] = strip.template weight<j>(g); });
+    unroll<ROWS>(EACH(r) { biased[r] = group_dot<Strip::SMALL>(w, x + r * GROUP); });
+}
+#endif

@@ -1,0 +1,264 @@
+"""The C++ kernels against the torch reference, and against themselves: same bits in every batch and thread count.
+
+Shapes are odd on purpose: outputs that do not fill a strip, contexts that do not fill a tile, spans that begin mid-way.
+What a build does without a compiler is here too; how fast the kernels are is bench/cpu_kernels.py's.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparkdraft.kernels import native, reference
+from sparkdraft.kernels.native import build
+from sparkdraft.kernels.view import AttentionView
+from sparkdraft.weights.quant.group import GroupQuant
+
+pytestmark = pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
+
+ROWS = (1, 2, 3, 5, 8, 17, 300)
+REPO = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+    native.set_threads(2)
+
+
+def random_quant(out: int, width: int, bits: int, offset: bool = True) -> GroupQuant:
+    groups = width // 32
+    scale = (torch.rand(out, groups) * 0.02 - 0.005).half()
+    if bits == 8:
+        return GroupQuant(8, torch.randint(-128, 128, (out, groups, 32), dtype=torch.int8), scale, None)
+    q = torch.randint(0, 256, (out, groups, 16), dtype=torch.uint8)
+    return GroupQuant(4, q, scale, (torch.randn(out, groups) * 0.05).half() if offset else None)
+
+
+def expected_linear(x: Tensor, w: GroupQuant) -> Tensor:
+    return reference.group_linear(x, w.q, w.scale, w.offset)
+
+
+# ---- matmul ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("out", "width", "bits"), [(37, 576, 4), (96, 1536, 4), (50, 64, 8), (129, 96, 8), (3, 32, 4)])
+def test_linear_is_the_reference(rows: int, out: int, width: int, bits: int) -> None:
+    w = random_quant(out, width, bits)
+    x = torch.randn(rows, width)
+    torch.testing.assert_close(native.PackedLinear.pack([w]).linear(x), expected_linear(x, w), rtol=2e-5, atol=2e-5)
+
+
+def test_linear_takes_zeros_ties_and_extremes() -> None:
+    w = random_quant(20, 128, 4)
+    x = torch.zeros(4, 128)
+    x[1] = torch.arange(128) - 64.5  # ties when rounded
+    x[2, :32], x[3, 5] = 1e-30, 1e30
+    torch.testing.assert_close(native.PackedLinear.pack([w]).linear(x), expected_linear(x, w), rtol=1e-5, atol=1e-5)
+
+
+def test_parts_are_stacked_with_and_without_offsets() -> None:
+    parts = [random_quant(33, 96, 4), random_quant(10, 96, 4, offset=False), random_quant(7, 96, 4)]
+    x = torch.randn(6, 96)
+    packed = native.PackedLinear.pack(parts)
+    expected = torch.cat([expected_linear(x, p) for p in parts], dim=1)
+    assert (packed.in_features, packed.out_features) == (96, 50)
+    torch.testing.assert_close(packed.linear(x), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_weights_may_be_strided_views_of_a_file() -> None:
+    out, groups = 21, 5
+    raw = torch.randint(0, 256, (out, groups, 20), dtype=torch.uint8)
+    raw[..., :4] = (torch.randn(out, groups, 2) * 0.01).half().view(torch.uint8)
+    halves = raw[..., :4].view(torch.float16)
+    w = GroupQuant(4, raw[..., 4:], halves[..., 0], halves[..., 1])
+    x = torch.randn(3, groups * 32)
+    torch.testing.assert_close(native.PackedLinear.pack([w]).linear(x), expected_linear(x, w), rtol=2e-5, atol=2e-5)
+
+
+def test_add_to_adds_in_place_to_strided_rows() -> None:
+    w = random_quant(37, 64, 4)
+    wide, x = torch.randn(9, 80), torch.randn(9, 128)[:, :64]
+    residual = wide[:, :37]
+    packed = native.PackedLinear.pack([w])
+    expected = residual + packed.linear(x)
+    rest = wide[:, 37:].clone()
+    packed.add_to(residual, x)
+    assert torch.equal(residual, expected) and torch.equal(wide[:, 37:], rest)
+
+
+@pytest.mark.parametrize(("out", "width", "bits"), [(101, 576, 4), (77, 1536, 4), (130, 576, 8)])
+def test_a_row_of_a_matmul_has_the_same_bits_in_every_batch(out: int, width: int, bits: int) -> None:
+    packed = native.PackedLinear.pack([random_quant(out, width, bits)])
+    x = torch.randn(300, width)
+    whole = packed.linear(x)
+    for threads in (1, 2, 3):
+        native.set_threads(threads)
+        for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 64, 299):
+            assert torch.equal(packed.linear(x[:rows]), whole[:rows]), (threads, rows)
+            assert torch.equal(packed.linear(x[300 - rows :]), whole[300 - rows :]), (threads, rows)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_fused_calls_have_the_bits_of_separate_ones(rows: int) -> None:
+    packed = native.PackedLinear.pack([random_quant(37, 96, 4)])
+    x, weight = torch.randn(rows, 96), torch.randn(96)
+    normed = packed.linear(native.rms_norm(x, weight, 1e-5))
+    assert torch.equal(packed.norm_linear(x, weight, 1e-5), normed)
+    gate_up, residual = torch.randn(rows, 192), torch.randn(rows, 37)
+    expected = residual.clone()
+    packed.add_to(expected, native.silu_mul(gate_up))
+    packed.add_silu_mul_to(residual, gate_up)
+    assert torch.equal(residual, expected)
+
+
+# ---- between the matmuls --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("dim", [576, 64, 100])
+def test_rms_norm(rows: int, dim: int) -> None:
+    x, weight = torch.randn(rows, dim + 4)[:, :dim], torch.randn(dim)
+    y = native.rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(y, reference.rms_norm(x, weight, 1e-5), rtol=2e-6, atol=1e-6)
+    assert torch.equal(native.rms_norm(x[-1:], weight, 1e-5), y[-1:])
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("heads", "kv", "dim", "rotary"), [(9, 3, 64, 64), (4, 4, 128, 128), (8, 1, 64, 32)])
+def test_qk_norm_rope(normed: bool, heads: int, kv: int, dim: int, rotary: int) -> None:
+    qkv, table = torch.randn(300, (heads + 2 * kv) * dim), torch.rand(1000, rotary) * 2 - 1
+    positions = torch.randint(0, 1000, (300,), dtype=torch.int32)
+    norms = (torch.randn(dim), torch.randn(dim)) if normed else (None, None)
+    expected, one = qkv.clone(), qkv[123:124].clone()
+    reference.qk_norm_rope(expected, positions, table, heads, kv, *norms, 1e-6)
+    native.qk_norm_rope(qkv, positions, table, heads, kv, *norms, 1e-6)
+    native.qk_norm_rope(one, positions[123:124], table, heads, kv, *norms, 1e-6)
+    torch.testing.assert_close(qkv, expected, rtol=1e-5, atol=2e-6)
+    assert torch.equal(one, qkv[123:124])
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_silu_mul(rows: int) -> None:
+    gate_up = torch.randn(rows, 2 * 1531) * 20
+    y = native.silu_mul(gate_up)
+    torch.testing.assert_close(y, reference.silu_mul(gate_up), rtol=1e-6, atol=1e-30)
+    assert torch.equal(native.silu_mul(gate_up[-1:]), y[-1:])
+
+
+def test_silu_mul_at_the_ends() -> None:
+    gate = torch.tensor([0.0, -87.5, 87.5, -1e4, 1e4, 1e-20, -86.9])
+    y = native.silu_mul(torch.cat((gate, torch.ones(7))).unsqueeze(0))
+    torch.testing.assert_close(y, torch.nn.functional.silu(gate).unsqueeze(0), rtol=1e-6, atol=1e-30)
+
+
+def test_kv_write_skips_negative_slots() -> None:
+    qkv = torch.randn(300, (9 + 6) * 64).view(300, 15, 64)
+    slots = torch.randperm(40 * 16)[:300].int()
+    slots[::7] = -1
+    caches = [torch.zeros(40, 3, 16, 64) for _ in range(4)]
+    native.kv_write(qkv[:, 9:12], qkv[:, 12:], caches[0], caches[1], slots)
+    reference.kv_write(qkv[:, 9:12], qkv[:, 12:], caches[2], caches[3], slots)
+    assert torch.equal(caches[0], caches[2]) and torch.equal(caches[1], caches[3])
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+
+def batch(heads: int, kv: int, dim: int, queries: list[int], contexts: list[int], block: int = 16) -> tuple:
+    """q (a strided view of qkv), caches and view of sequences with these query rows and contexts."""
+    need = [-(-c // block) for c in contexts]
+    order = torch.randperm(sum(need)).int()
+    tables = torch.zeros(len(need), max(need) + 2, dtype=torch.int32)
+    for s, n in enumerate(need):
+        tables[s, :n] = order[sum(need[:s]) : sum(need[: s + 1])]
+    starts = torch.tensor([0, *queries]).cumsum(0).int()
+    caches = [torch.randn(sum(need), kv, block, dim) for _ in range(2)]
+    qkv = torch.randn(sum(queries), heads + 2 * kv, dim)
+    view = AttentionView(starts, torch.tensor(contexts).int(), tables, max(queries), max(contexts))
+    return qkv[:, :heads], *caches, view
+
+
+@pytest.mark.parametrize(("heads", "kv", "dim"), [(9, 3, 64), (4, 4, 128), (8, 1, 64), (2, 1, 20), (2, 2, 256)])
+@pytest.mark.parametrize(("causal", "window"), [(True, 0), (False, 0), (True, 37), (False, 50), (True, 1)])
+def test_attention_is_the_reference(heads: int, kv: int, dim: int, causal: bool, window: int) -> None:
+    q, k, v, view = batch(heads, kv, dim, [1, 0, 5, 70, 17], [130, 9, 5, 70, 1100])
+    scale = 1 / math.sqrt(dim)
+    y = native.paged_attention(q, k, v, view, scale, causal, window)
+    expected = reference.paged_attention(q, k, v, view, scale, causal, window)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=3e-6)
+
+
+def one_row(view: AttentionView, row: int) -> AttentionView:
+    """The last sequence alone, as if only 'row' of its rows were computed now."""
+    context = int(view.context_len[-1]) - (int(view.query_start[-1]) - 1 - row)
+    return AttentionView(torch.tensor([0, 1]).int(), torch.tensor([context]).int(), view.block_tables[-1:], 1, context)
+
+
+@pytest.mark.parametrize("window", [0, 700])
+def test_a_row_of_attention_has_the_same_bits_in_a_chunk_and_alone(window: int) -> None:
+    q, k, v, view = batch(9, 3, 64, [3, 300], [40, 2400])
+    whole = native.paged_attention(q, k, v, view, 0.125, window=window)
+    for threads in (1, 2, 3):
+        native.set_threads(threads)
+        assert torch.equal(native.paged_attention(q, k, v, view, 0.125, window=window), whole)
+        for row in (3, 4, 66, 150, 301, 302):
+            alone = native.paged_attention(q[row : row + 1], k, v, one_row(view, row), 0.125, window=window)
+            assert torch.equal(alone[0], whole[row]), (threads, row)
+
+
+def test_attention_never_reads_past_the_context() -> None:
+    q, k, v, view = batch(4, 2, 64, [2], [21])
+    last = int(view.block_tables[0, 1])
+    k[last, :, 5:], v[last, :, 5:] = float("nan"), float("nan")
+    assert native.paged_attention(q, k, v, view, 0.125).isfinite().all()
+
+
+# ---- building -------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_compiler_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_c", type(native._c)())
+    monkeypatch.setattr(native, "_reason", None)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert native.unavailable_reason() == (
+        "no C++ compiler found (looked for $CXX, c++, g++, clang++): install one, or run with --dtype float32"
+    )
+
+
+def fake_compiler(folder: Path, body: str) -> str:
+    script = folder / "cxx"
+    script.write_text(f"#!/bin/sh\n{body}\n")
+    script.chmod(script.stat().st_mode | stat.S_IEXEC)
+    return str(script)
+
+
+def test_a_failing_compiler_is_named_with_its_message(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, "echo 'x.cpp:1: error: boom' >&2; exit 1"))
+    with pytest.raises(build.BuildError, match=r"error: boom.*--dtype float32"):
+        build.library(tmp_path)
+    assert not list((tmp_path / "native").iterdir())  # nothing half-made is left
+
+
+def test_concurrent_builds_leave_one_whole_library(tmp_path: Path) -> None:
+    slow = 'for last; do :; done; [ "$1" = --version ] && exit 0; echo half > "$last"; sleep 0.3; echo whole > "$last"'
+    code = "import sys; from sparkdraft.kernels.native import build; print(build.library().read_text())"
+    environment = {
+        **os.environ,
+        "CXX": fake_compiler(tmp_path, slow),
+        "SPARKDRAFT_CACHE": str(tmp_path / "cache"),
+    }
+    command = [sys.executable, "-c", code]
+    runs = [subprocess.Popen(command, env=environment, cwd=REPO, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [run.communicate()[0].strip() for run in runs] == ["whole"] * 3
+    assert len(list((tmp_path / "cache" / "native").iterdir())) == 1
