@@ -25,7 +25,7 @@ class EngineConfig:
     memory_fraction: float = 0.85  # of the free memory, for weights and KV together
     block_size: int = 16
     prefix_cache: bool = True
-    cuda_graphs: bool = True
+    graphs: bool = True  # replay recorded decode steps
     threads: int = 0  # 0: the cores this process may use
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 MAX_LOGPROBS = 20
 MAX_N = 64
@@ -23,7 +23,7 @@ class UserError(Exception):
     """Something the user can mend. The message is one sentence: what is wrong, the limit, what to change."""
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-text id, a stop id or a stop string
     LENGTH = "length"  # max_tokens, or the end of the context
     ABORT = "abort"

@@ -55,7 +55,9 @@ def test_the_tree_names_what_exists() -> None:
         name = line.split()[0]
         assert (ROOT / name if not line.startswith(" ") else ROOT / "sparkdraft" / name).exists(), name
     inside = {p.name for p in (ROOT / "sparkdraft").iterdir() if p.is_dir() and not p.name.startswith("__")}
-    assert inside == {line.split()[0].rstrip("/") for line in tree.splitlines() if line.startswith("  ") and "/" in line.split()[0]}
+    assert inside == {
+        line.split()[0].rstrip("/") for line in tree.splitlines() if line.startswith("  ") and "/" in line.split()[0]
+    }
 
 
 def test_links_lead_somewhere() -> None:

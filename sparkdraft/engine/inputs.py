@@ -40,17 +40,17 @@ class StepInputs:
         self._send(len(batch.work))
         return num_sampled
 
-    def fill_decode(self, batch: Batch, bucket: int) -> None:
-        """A batch of single rows, padded to 'bucket' sequences whose rows write nowhere and see nothing."""
+    def fill_decode(self, batch: Batch, size: int) -> None:
+        """A batch of single rows, padded to 'size' sequences whose rows write nowhere and see nothing."""
         for seq, work in enumerate(batch.work):
             self._fill_sequence(seq, work, seq, seq + 1)
         used = len(batch.work)
-        self._ids[used:bucket] = 0
-        self._positions[used:bucket] = 0
-        self._slots[used:bucket] = -1
-        self._contexts[used:bucket] = 0
-        self._starts[used + 1 : bucket + 1] = np.arange(used + 1, bucket + 1)
-        self._send(bucket)
+        self._ids[used:size] = 0
+        self._positions[used:size] = 0
+        self._slots[used:size] = -1
+        self._contexts[used:size] = 0
+        self._starts[used + 1 : size + 1] = np.arange(used + 1, size + 1)
+        self._send(size)
 
     def view(self, num_seqs: int, max_query: int, max_context: int) -> AttentionView:
         return AttentionView(

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.core import Batch, TokenLogprob, Work
-from sparkdraft.engine.graphs import DecodeGraphs
+from sparkdraft.engine.graphs import DecodeGraphs, gpu_sizes
 from sparkdraft.engine.inputs import StepInputs, bounds, is_decode
 from sparkdraft.engine.sampler import token_logprob
+from sparkdraft.kernels import Unrecordable
 from sparkdraft.models.blocks import Decoder, Step
-from sparkdraft.plan.resolve import Plan
+from sparkdraft.plan.resolve import Fallback, Plan
 
 PROMPT_LOGPROB_ROWS = 128  # rows of logits alive at once while a prompt is scored
 
@@ -27,18 +28,16 @@ class Runner:
         self.inputs = StepInputs(plan.max_rows, plan.max_seqs, max_blocks, plan.block_size, device)
         self.graphs: DecodeGraphs | None = None
         self._residual: Tensor | None = None  # of the last eager step, for prompt log-probabilities
-        if plan.cuda_graphs:
-            self.graphs = DecodeGraphs(plan.max_seqs, self._decode)
-            with torch.inference_mode():
-                self.graphs.record_all()
+        if plan.graphs:
+            self._record()
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
         """float32 logits [sampled rows, vocab], in the order of the batch."""
         if self.graphs and is_decode(batch):
-            bucket = self.graphs.bucket(len(batch.work))
-            self.inputs.fill_decode(batch, bucket)
-            return self.graphs.replay(bucket)[: len(batch.work)].float()
+            size = self.graphs.size_for(len(batch.work))
+            self.inputs.fill_decode(batch, size)
+            return self.graphs.replay(size)[: len(batch.work)].float()
         num_sampled = self.inputs.fill(batch)
         self._residual = self._forward(batch.num_rows, len(batch.work), *bounds(batch))
         rows = self.inputs.logit_rows[:num_sampled]
@@ -71,5 +70,19 @@ class Runner:
         )
         return self.model.forward(step)
 
-    def _decode(self, bucket: int) -> Tensor:
-        return self.model.logits(self._forward(bucket, bucket, 1, self.plan.max_model_len))
+    def _decode(self, size: int) -> Tensor:
+        return self.model.logits(self._forward(size, size, 1, self.plan.max_model_len))
+
+    @torch.inference_mode()
+    def _record(self) -> None:
+        """On a GPU all sizes: a first request should be as fast as the tenth. On a CPU one, to see that it works."""
+        most = self.plan.max_seqs
+        sizes = gpu_sizes(most) if self.plan.device == "cuda" else list(range(1, most + 1))
+        graphs = DecodeGraphs(sizes, self._decode, self.model.ops)
+        try:
+            graphs.record(sizes if self.plan.device == "cuda" else [1])
+        except Unrecordable as reason:
+            message = f"the model's '{reason}' is not one of the CPU kernels"
+            self.plan.fallbacks.append(Fallback("decode steps are launched one operator at a time", message))
+        else:
+            self.graphs = graphs

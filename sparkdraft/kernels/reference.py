@@ -12,8 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparkdraft.kernels.view import AttentionView
+from sparkdraft.weights.quant.group import GroupQuant
 
 NAME = "reference"
+
+
+def embed(ids: Tensor, table: Tensor | GroupQuant) -> Tensor:  # int32 [rows] -> [rows, hidden]
+    """Rows by id. Integer rows stay integers until they are looked up."""
+    if isinstance(table, Tensor):
+        return F.embedding(ids, table)
+    return table.take(ids).dequantize()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [rows, dim] -> [rows, dim]

@@ -16,8 +16,9 @@ from torch import Tensor
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.models.config import ModelConfig
-from sparkdraft.weights.linear import Embedding, Linear
+from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.loader import Loader
+from sparkdraft.weights.quant.group import GroupQuant
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class Decoder:
         self,
         config: ModelConfig,
         layers: Sequence[DecoderLayer],
-        embedding: Embedding,
+        embedding: Tensor | GroupQuant,
         head: Linear,
         norm: Tensor,
         rope: Tensor,  # float32 [context, head_dim]
@@ -110,7 +111,7 @@ class Decoder:
 
         The residual after block tap_layers[i] goes to taps[:, i] (taps [rows, len(tap_layers), hidden]).
         """
-        residual = self.embedding.lookup(step.token_ids)
+        residual = self.ops.embed(step.token_ids, self.embedding)
         for i, layer in enumerate(self.layers):
             layer.add_to(residual, self.rope, step)
             if taps is not None and i in tap_layers:

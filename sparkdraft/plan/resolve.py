@@ -37,7 +37,7 @@ class Plan:
     block_size: int
     num_blocks: int
     prefix_cache: bool
-    cuda_graphs: bool
+    graphs: bool
     memory: MemoryPlan
     fallbacks: list[Fallback] = field(default_factory=list)
 
@@ -81,7 +81,7 @@ def resolve(config: EngineConfig, model: ModelConfig, hardware: Hardware, native
         block_size=config.block_size,
         num_blocks=num_blocks,
         prefix_cache=config.prefix_cache,
-        cuda_graphs=config.cuda_graphs and not on_cpu,
+        graphs=config.graphs and not (on_cpu and dtype == "float32"),
         memory=MemoryPlan(weights, num_blocks * per_block, scratch, hardware.free_bytes),
         fallbacks=fallbacks,
     )

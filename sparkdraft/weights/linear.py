@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparkdraft.weights.quant.group import GroupQuant
-
 
 class Linear(Protocol):
     nbytes: int
@@ -50,18 +48,6 @@ class BiasedLinear:
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         self.inner.add_to(residual, x)
         residual += self.bias
-
-
-class Embedding:
-    """Rows by id. Integer rows stay integers until they are looked up."""
-
-    def __init__(self, weight: Tensor | GroupQuant) -> None:
-        self.weight = weight
-
-    def lookup(self, ids: Tensor) -> Tensor:  # int [rows] -> [rows, hidden]
-        if isinstance(self.weight, Tensor):
-            return F.embedding(ids, self.weight)
-        return self.weight.take(ids).dequantize()
 
 
 class StackedLinear:

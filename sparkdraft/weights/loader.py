@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import UserError
-from sparkdraft.weights.linear import BiasedLinear, DenseLinear, Embedding, Linear, StackedLinear
+from sparkdraft.weights.linear import BiasedLinear, DenseLinear, Linear, StackedLinear
 from sparkdraft.weights.quant.group import GROUP, GroupQuant
 
 
@@ -65,18 +65,19 @@ class Loader:
     def optional_vector(self, name: str, size: int) -> Tensor | None:
         return self.vector(name, size) if name in self._left else None
 
-    def embedding(self, name: str, count: int, width: int) -> Embedding:
+    def embedding(self, name: str, count: int, width: int) -> Tensor | GroupQuant:
+        """A table that kernels look rows up in, of integers where matrices are."""
         part = self._read(f"{name}.weight", (count, width))
-        keep = self.pack is not None and isinstance(part, GroupQuant)
-        return Embedding(part if keep else self._float(part))
+        if self.pack is None or width % GROUP:
+            return self._float(part)
+        return part if isinstance(part, GroupQuant) else GroupQuant.from_float(part)
 
-    def tied_head(self, embedding: Embedding) -> Linear:
+    def tied_head(self, embedding: Tensor | GroupQuant) -> Linear:
         """The output head of a model whose file holds that matrix once."""
         self._left.discard("lm_head.weight")
         if self.pack is None:
-            assert isinstance(embedding.weight, Tensor)
-            return DenseLinear(embedding.weight)
-        return self._packed([embedding.weight], "the embedding")
+            return DenseLinear(self._float(embedding))
+        return self._packed([embedding], "the embedding")
 
     def finish(self) -> None:
         """Every tensor of the file has found its place, or the file is not what its config says."""

@@ -88,7 +88,7 @@ def fake_plan(
         "block_size": block_size,
         "num_blocks": num_blocks,
         "prefix_cache": True,
-        "cuda_graphs": False,
+        "graphs": False,
         "memory": MemoryPlan(0, 0, 0, 0),
     }
     return Plan(**{**values, **changes})  # type: ignore[arg-type]

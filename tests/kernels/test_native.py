@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparkdraft.kernels import native, reference
-from sparkdraft.kernels.native import build
+from sparkdraft.kernels import Unrecordable, native, reference
+from sparkdraft.kernels.native import build, library
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.weights.quant.group import GroupQuant
 
@@ -106,19 +106,6 @@ def test_a_row_of_a_matmul_has_the_same_bits_in_every_batch(out: int, width: int
         for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 64, 299):
             assert torch.equal(packed.linear(x[:rows]), whole[:rows]), (threads, rows)
             assert torch.equal(packed.linear(x[300 - rows :]), whole[300 - rows :]), (threads, rows)
-
-
-@pytest.mark.parametrize("rows", ROWS)
-def test_fused_calls_have_the_bits_of_separate_ones(rows: int) -> None:
-    packed = native.PackedLinear.pack([random_quant(37, 96, 4)])
-    x, weight = torch.randn(rows, 96), torch.randn(96)
-    normed = packed.linear(native.rms_norm(x, weight, 1e-5))
-    assert torch.equal(packed.norm_linear(x, weight, 1e-5), normed)
-    gate_up, residual = torch.randn(rows, 192), torch.randn(rows, 37)
-    expected = residual.clone()
-    packed.add_to(expected, native.silu_mul(gate_up))
-    packed.add_silu_mul_to(residual, gate_up)
-    assert torch.equal(residual, expected)
 
 
 # ---- between the matmuls --------------------------------------------------------------------------------------------
@@ -227,8 +214,8 @@ def test_attention_never_reads_past_the_context() -> None:
 
 
 def test_without_a_compiler_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_c", type(native._c)())
-    monkeypatch.setattr(native, "_reason", None)
+    monkeypatch.setattr(library, "c", type(library.c)())
+    monkeypatch.setattr(library, "_reason", None)
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     assert native.unavailable_reason() == (
@@ -262,3 +249,41 @@ def test_concurrent_builds_leave_one_whole_library(tmp_path: Path) -> None:
     runs = [subprocess.Popen(command, env=environment, cwd=REPO, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     assert [run.communicate()[0].strip() for run in runs] == ["whole"] * 3
     assert len(list((tmp_path / "cache" / "native").iterdir())) == 1
+
+
+# ---- recording ------------------------------------------------------------------------------------------------------
+
+
+def test_a_recording_follows_its_inputs() -> None:
+    table, packed = random_quant(20, 64, 8), native.PackedLinear.pack([random_quant(64, 64, 4)])
+    x, ids, weight = torch.randn(3, 64), torch.tensor([1, 2, 3], dtype=torch.int32), torch.rand(64)
+
+    def step() -> Tensor:
+        residual = native.embed(ids, table)
+        hidden = native.rms_norm(x, weight, 1e-5)
+        packed.add_to(residual, hidden)
+        return packed.linear(residual)
+
+    recording = native.Recording(step)
+    for seed in range(3):
+        x.copy_(torch.randn(3, 64, generator=torch.Generator().manual_seed(seed)))
+        ids.copy_(torch.tensor([seed, 7, 19 - seed]))
+        assert torch.equal(recording.replay(), step())
+
+
+def test_an_operator_that_a_recording_would_miss_is_named() -> None:
+    x, ones, first = torch.randn(2, 64), torch.ones(64), torch.tensor([0])
+    for name, step in {
+        "add": lambda: native.rms_norm(x, ones, 1e-5).add(1),
+        "__getitem__": lambda: native.rms_norm(x, ones, 1e-5)[first],
+        "cat": lambda: torch.cat((x, x)),
+    }.items():
+        with pytest.raises(Unrecordable, match=name):
+            native.Recording(step)
+    native.rms_norm(x, ones, 1e-5)  # and the kernels are back in their places
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_embed_is_the_reference(bits: int) -> None:
+    table, ids = random_quant(50, 96, bits), torch.randint(0, 50, (7,), dtype=torch.int32)
+    torch.testing.assert_close(native.embed(ids, table), reference.embed(ids, table), rtol=1e-6, atol=1e-7)

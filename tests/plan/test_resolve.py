@@ -22,7 +22,7 @@ def test_a_cpu_gets_quantised_weights_and_a_modest_cache() -> None:
     plan = resolve(EngineConfig(), SMALL, LAPTOP)
     assert (plan.dtype, plan.kernels, plan.threads) == ("quantised", "native", 8)
     assert plan.memory.kv <= 1 << 30 and plan.max_model_len == 8192
-    assert not plan.fallbacks and not plan.cuda_graphs
+    assert not plan.fallbacks and plan.graphs
 
 
 def test_without_a_compiler_auto_falls_back_and_says_why() -> None:
@@ -35,7 +35,7 @@ def test_without_a_compiler_auto_falls_back_and_says_why() -> None:
 
 def test_a_gpu_gets_bfloat16_and_the_memory_that_is_left() -> None:
     plan = resolve(EngineConfig(), LARGE, SPARK)
-    assert (plan.dtype, plan.kernels, plan.cuda_graphs) == ("bfloat16", "cuda", True)
+    assert (plan.dtype, plan.kernels, plan.graphs) == ("bfloat16", "cuda", True)
     used = plan.memory.weights + plan.memory.kv + plan.memory.scratch
     assert used <= 0.85 * SPARK.free_bytes
     assert 15e9 < plan.memory.weights < 17e9

@@ -1,13 +1,24 @@
 """The operators of kernels/reference.py as Triton kernels for NVIDIA GPUs: same names, signatures, meaning.
 
-Every launch is shaped by host integers alone and reads lengths on the device, so a captured CUDA graph stays
+Every launch is shaped by host integers alone and reads lengths on the device, so a recording (a CUDA graph) stays
 right while they change; a shape must have run once before its capture, because Triton compiles and loads on
 first use. Weights' matmuls, sampling and the layout of the cache belong to others.
 """
 
 from sparkdraft.kernels.cuda.attention import paged_attention
 from sparkdraft.kernels.cuda.elementwise import kv_write, qk_norm_rope, rms_norm, silu_mul
+from sparkdraft.kernels.cuda.recording import Recording
+from sparkdraft.kernels.reference import embed  # a gather: torch is at the ceiling
 
 NAME = "cuda"
 
-__all__ = ["NAME", "kv_write", "paged_attention", "qk_norm_rope", "rms_norm", "silu_mul"]
+__all__ = [
+    "NAME",
+    "Recording",
+    "embed",
+    "kv_write",
+    "paged_attention",
+    "qk_norm_rope",
+    "rms_norm",
+    "silu_mul",
+]

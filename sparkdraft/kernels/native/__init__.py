@@ -9,78 +9,47 @@ choose the reference instead.
 from __future__ import annotations
 
 import ctypes
-import os
-from ctypes import c_float, c_int, c_int64, c_void_p
-from pathlib import Path
-from types import SimpleNamespace
+from ctypes import c_float, c_int64
 
 import torch
 from torch import Tensor
 
-from sparkdraft.kernels.native import build
+from sparkdraft.kernels.native.library import c, set_threads, unavailable_reason
+from sparkdraft.kernels.native.recording import Recording, empty, keep
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.weights.quant.group import GROUP, GroupQuant
 
+__all__ = [
+    "NAME",
+    "PackedLinear",
+    "Recording",
+    "embed",
+    "kv_write",
+    "paged_attention",
+    "qk_norm_rope",
+    "rms_norm",
+    "set_threads",
+    "silu_mul",
+    "unavailable_reason",
+]
 NAME = "native"
 
-_SIGNATURES = {
-    "sd_set_threads": (c_int,),
-    "sd_lanes": (),
-    "sd_pack": (c_void_p, *(c_int64,) * 2, *(c_void_p, c_int64, c_int64) * 3),
-    "sd_linear": (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int),
-    "sd_norm_linear": (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int64),
-    "sd_silu_linear": (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64),
-    "sd_rms_norm": (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_float),
-    "sd_qk_norm_rope": (
-        *(c_void_p, c_int64, c_void_p, c_void_p, c_int64),
-        *(c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_float),
-    ),
-    "sd_silu_mul": (c_void_p, c_int64, c_void_p, c_int64, c_int64),
-    "sd_kv_write": (
-        *(c_void_p, c_int64, c_int64) * 2,
-        *(c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64),
-    ),
-    "sd_paged_attention": (c_void_p,),
-}
 
-_c = SimpleNamespace()  # the C functions by name, once loaded
-_reason: str | None = None
-
-
-def load(cache: Path | None = None) -> None:
-    """Compile if need be, and take in the C functions; raises build.BuildError."""
-    # PyDLL keeps the interpreter lock: calls last microseconds, and giving the lock away hundreds of times a token
-    # would let any busy thread hold up the step for its whole switch interval.
-    library = ctypes.PyDLL(str(build.library(cache)))
-    for name, types in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = types, c_int if name == "sd_lanes" else None
-        setattr(_c, name, function)
-    set_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-
-
-def unavailable_reason() -> str | None:
-    """None once the kernels are loaded (this loads them); else one sentence for the user."""
-    global _reason
-    if not vars(_c) and _reason is None:
-        try:
-            load()
-        except build.BuildError as error:
-            _reason = str(error)
-        except (OSError, AttributeError) as error:
-            _reason = f"the compiled CPU kernels could not be loaded ({error}): run with --dtype float32"
-    return _reason
-
-
-def set_threads(threads: int) -> None:
-    """Threads that share a call, the caller's included. Results do not depend on it."""
-    _c.sd_set_threads(threads)
+def embed(ids: Tensor, table: Tensor | GroupQuant) -> Tensor:  # int32 [rows] -> [rows, hidden]
+    """A float table is rounded nowhere else, so it is looked up as it is."""
+    if isinstance(table, Tensor):
+        return table[ids.long()]
+    rows, groups = ids.shape[0], table.q.shape[1]
+    y = empty(rows, groups * GROUP)
+    places = [x for t in (table.q, table.scale, table.offset) for x in _place(t)]
+    c.sd_embed(ids.data_ptr(), rows, table.bits, *places, groups, y.data_ptr())
+    return y
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [rows, dim] -> [rows, dim]
     rows, dim = x.shape
-    y = torch.empty(rows, dim)
-    _c.sd_rms_norm(x.data_ptr(), x.stride(0), weight.data_ptr(), y.data_ptr(), rows, dim, eps)
+    y = empty(rows, dim)
+    c.sd_rms_norm(x.data_ptr(), x.stride(0), weight.data_ptr(), y.data_ptr(), rows, dim, eps)
     return y
 
 
@@ -95,7 +64,7 @@ def qk_norm_rope(
     eps: float,
 ) -> None:
     rows, width = qkv.shape
-    _c.sd_qk_norm_rope(
+    c.sd_qk_norm_rope(
         *(qkv.data_ptr(), qkv.stride(0), positions.data_ptr(), table.data_ptr(), table.shape[1]),
         *(rows, num_heads, num_kv_heads, width // (num_heads + 2 * num_kv_heads)),
         None if q_norm is None else q_norm.data_ptr(),
@@ -106,8 +75,8 @@ def qk_norm_rope(
 
 def silu_mul(gate_up: Tensor) -> Tensor:  # [rows, 2 * inter] -> [rows, inter]
     rows, width = gate_up.shape
-    y = torch.empty(rows, width // 2)
-    _c.sd_silu_mul(gate_up.data_ptr(), gate_up.stride(0), y.data_ptr(), rows, width // 2)
+    y = empty(rows, width // 2)
+    c.sd_silu_mul(gate_up.data_ptr(), gate_up.stride(0), y.data_ptr(), rows, width // 2)
     return y
 
 
@@ -120,7 +89,7 @@ def kv_write(
 ) -> None:
     _, kv_heads, block_size, head_dim = k_cache.shape
     (k_row, k_head, _), (v_row, v_head, _) = k.stride(), v.stride()
-    _c.sd_kv_write(
+    c.sd_kv_write(
         *(k.data_ptr(), k_row, k_head, v.data_ptr(), v_row, v_head, k_cache.data_ptr(), v_cache.data_ptr()),
         *(slots.data_ptr(), slots.shape[0], kv_heads, block_size, head_dim),
     )
@@ -150,13 +119,14 @@ def paged_attention(
     _, kv_heads, block_size, _ = k_cache.shape
     q_row, q_head, _ = q.stride()
     tables = view.block_tables
-    out = torch.empty(rows, heads * head_dim)
+    out = empty(rows, heads * head_dim)
     call = _AttentionCall(
         *(q.data_ptr(), q_row, q_head, k_cache.data_ptr(), v_cache.data_ptr()),
         *(view.query_start.data_ptr(), view.context_len.data_ptr(), tables.data_ptr()),
         *(*tables.shape, heads, kv_heads, head_dim, block_size, scale, causal, window, out.data_ptr()),
     )
-    _c.sd_paged_attention(ctypes.addressof(call))
+    keep(call)
+    c.sd_paged_attention(ctypes.addressof(call))
     return out
 
 
@@ -172,7 +142,7 @@ class PackedLinear:
     __slots__ = ("_data", "_handle", "_matrix", "in_features", "nbytes", "out_features")
 
     def __init__(self, bits: int, in_features: int, out_features: int) -> None:
-        groups, lanes = in_features // GROUP, _c.sd_lanes()
+        groups, lanes = in_features // GROUP, c.sd_lanes()
         padded = -(-out_features // lanes) * lanes
         self.in_features, self.out_features = in_features, out_features
         self.nbytes = padded * groups * (20 if bits == 4 else 34)
@@ -194,38 +164,23 @@ class PackedLinear:
     def _fill(self, first: int, part: GroupQuant) -> None:
         assert part.q.stride(2) == 1, part.q.stride()
         assert part.offset is None or part.bits == 4, "8-bit weights have no offset"
-        tensors = (part.q, part.scale, part.offset)
-        places = [x for t in tensors for x in ((None, 0, 0) if t is None else _place(t))]
-        _c.sd_pack(self._handle, first, part.shape[0], *places)
+        places = [x for t in (part.q, part.scale, part.offset) for x in _place(t)]
+        c.sd_pack(self._handle, first, part.shape[0], *places)
 
     def linear(self, x: Tensor) -> Tensor:  # [rows, in] -> [rows, out]
         rows, out = x.shape[0], self.out_features
-        y = torch.empty(rows, out)
-        _c.sd_linear(self._handle, x.data_ptr(), x.stride(0), rows, y.data_ptr(), out, 0)
+        y = empty(rows, out)
+        c.sd_linear(self._handle, x.data_ptr(), x.stride(0), rows, y.data_ptr(), out, 0)
         return y
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """residual += x W^T, in place."""
-        _c.sd_linear(*(self._handle, x.data_ptr(), x.stride(0), x.shape[0], residual.data_ptr(), residual.stride(0), 1))
-
-    # A call costs some 5 us of Python whatever it computes; these two take in the operator before the matmul.
-
-    def norm_linear(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """linear(rms_norm(x, weight, eps)), bit for bit."""
-        rows, out = x.shape[0], self.out_features
-        y = torch.empty(rows, out)
-        _c.sd_norm_linear(*(self._handle, x.data_ptr(), x.stride(0), rows, weight.data_ptr(), eps, y.data_ptr(), out))
-        return y
-
-    def add_silu_mul_to(self, residual: Tensor, gate_up: Tensor) -> None:
-        """add_to(residual, silu_mul(gate_up)), bit for bit."""
-        _c.sd_silu_linear(
-            *(self._handle, gate_up.data_ptr(), gate_up.stride(0), gate_up.shape[0]),
-            *(residual.data_ptr(), residual.stride(0)),
-        )
+        c.sd_linear(*(self._handle, x.data_ptr(), x.stride(0), x.shape[0], residual.data_ptr(), residual.stride(0), 1))
 
 
-def _place(t: Tensor) -> tuple[int, int, int]:
+def _place(t: Tensor | None) -> tuple[int | None, int, int]:
     """Address, and strides in bytes of an output and of a group."""
+    if t is None:
+        return None, 0, 0
     size = t.element_size()
     return t.data_ptr(), t.stride(0) * size, t.stride(1) * size

@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-SOURCES = ("matmul.cpp", "attention.cpp", "elementwise.cpp", "rows.h", "simd.h", "pool.h")
+SOURCES = ("matmul.cpp", "attention.cpp", "elementwise.cpp", "replay.cpp", "simd.h", "pool.h")
 FLAGS = (
     "-std=c++17",
     "-O3",

@@ -1,4 +1,4 @@
-// The operators between the matmuls: RMS norm, rotary embedding, SiLU, and writing keys and values into the cache.
+// The operators around the matmuls: embedding, RMS norm, rotary positions, SiLU, writing K and V into the cache.
 // Each row (or head of a row) is computed by itself in one fixed order, so its bits do not depend on the batch around
 // it; rows are shared out to threads where there are enough of them, and a single decode row stays on the caller's
 // thread. Tensors arrive as pointers with strides in elements; shapes are checked, if at all, by the Python side.
@@ -6,9 +6,47 @@
 #include <cstddef>
 
 #include "pool.h"
-#include "rows.h"
+#include "simd.h"
 
 namespace {
+
+// Sum of squares in four interleaved vectors, then their lanes: a fixed order for a given length.
+INLINE float sum_of_squares(const float* x, int64_t n) {
+    f32x4 sums[4] = {};
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        unroll<4>(EACH(j) {
+            const f32x4 v = load4(x + i + 4 * j);
+            sums[j] = multiply_add(v, v, sums[j]);
+        });
+    }
+    float total = sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    for (; i < n; ++i) total = multiply_add(x[i], x[i], total);
+    return total;
+}
+
+inline void norm_row(const float* x, const float* weight, float* y, int64_t n, float eps) {
+    const float scale = 1.0f / std::sqrt(sum_of_squares(x, n) / float(n) + eps);
+    for (int64_t i = 0; i < n; ++i) y[i] = x[i] * scale * weight[i];
+}
+
+INLINE f32x4 silu_mul4(f32x4 gate, f32x4 up) { return gate / (splat4(1.0f) + exp4(-gate)) * up; }
+
+inline void silu_mul_row(const float* gate, const float* up, float* y, int64_t n) {
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) {  // four at a time: each is a long chain of dependent steps
+        f32x4 v[4];
+        unroll<4>(EACH(j) { v[j] = silu_mul4(load4(gate + i + 4 * j), load4(up + i + 4 * j)); });
+        unroll<4>(EACH(j) { store4(y + i + 4 * j, v[j]); });
+    }
+    for (; i < n; ++i) y[i] = silu_mul4(splat4(gate[i]), splat4(up[i]))[0];
+}
+
+INLINE float half_at(const uint8_t* p) {
+    uint16_t half;
+    std::memcpy(&half, p, 2);
+    return half_to_float(half);
+}
 
 // One head in place: pairs (a, b) = (x[i], x[i + half]) turn by the angle of their position; the rest stays.
 INLINE void rotate(float* x, const float* cosines, const float* sines, int64_t half) {
@@ -22,6 +60,23 @@ INLINE void rotate(float* x, const float* cosines, const float* sines, int64_t h
 }  // namespace
 
 extern "C" {
+
+// Rows of a table of 4- or 8-bit groups (group.py), by id. Strides in bytes, of a row and of a group.
+void sd_embed(const int32_t* ids, int64_t rows, int64_t bits, const uint8_t* q, int64_t q_row, int64_t q_group,
+              const uint8_t* scale, int64_t s_row, int64_t s_group, const uint8_t* offset, int64_t o_row,
+              int64_t o_group, int64_t groups, float* y) {
+    for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t g = 0; g < groups; ++g, y += GROUP) {
+            const uint8_t* from = q + ids[r] * q_row + g * q_group;
+            const float step = half_at(scale + ids[r] * s_row + g * s_group);
+            const float base = offset ? half_at(offset + ids[r] * o_row + g * o_group) : 0.0f;
+            for (int64_t k = 0; k < GROUP; ++k) {
+                const int value = bits == 8 ? int8_t(from[k]) : (k < 16 ? from[k] & 15 : from[k - 16] >> 4);
+                y[k] = float(value) * step + base;
+            }
+        }
+    }
+}
 
 void sd_rms_norm(const float* x, int64_t x_stride, const float* weight, float* y, int64_t rows, int64_t dim,
                  float eps) {

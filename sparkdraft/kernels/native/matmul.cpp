@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "pool.h"
-#include "rows.h"
+#include "simd.h"
 
 namespace {
 
@@ -78,29 +78,9 @@ INLINE void round_group(const float* x, int8_t* q, float* step, float* sum) {
 }
 #endif
 
-// Where rows come from: x as it is, or normed (if 'norm'), or (if 'silu') silu(first half) * second half.
-struct Input {
-    const float* x;
-    int64_t stride, width;  // width: what the matrix reads
-    const float* norm;
-    float eps;
-    bool silu;
-
-    const float* row(int64_t r, float* room) const {
-        const float* from = x + r * stride;
-        if (norm) norm_row(from, norm, room, width, eps);
-        if (silu) silu_mul_row(from, from + width, room, width);
-        return norm || silu ? room : from;
-    }
-};
-
-// Row 'r' of the batch, into its place in a tile of 'rows' rows.
-void round_row(const Input& input, int64_t r, int rows, uint8_t* tile) {
-    thread_local std::vector<float> room;
-    room.resize(size_t(input.width));
-    const float* x = input.row(r, room.data());
-    const int64_t place = r % TILE;
-    for (int64_t k = 0; k < input.width; k += GROUP, tile += group_bytes(rows)) {
+// One row of the batch, into its place in a tile of 'rows' rows.
+void round_row(const float* x, int64_t width, int64_t place, int rows, uint8_t* tile) {
+    for (int64_t k = 0; k < width; k += GROUP, tile += group_bytes(rows)) {
         float* steps = reinterpret_cast<float*>(tile + rows * GROUP) + place;
         round_group(x + k, reinterpret_cast<int8_t*>(tile + place * GROUP), steps, steps + TILE);
     }
@@ -305,25 +285,6 @@ void pack_output(const Matrix& m, int64_t o, const uint8_t* q, int64_t q_step, c
     }
 }
 
-void linear(const Matrix& m, const Input& input, int64_t count, Output out) {
-    thread_local std::vector<uint8_t> buffer;  // of the caller; workers get its address
-    const int widest = int(std::min<int64_t>(count, TILE));
-    Rows rows{nullptr, count, m.groups * group_bytes(widest)};
-    if (buffer.size() < size_t(rows.tiles() * rows.tile_bytes)) buffer.resize(size_t(rows.tiles() * rows.tile_bytes));
-    uint8_t* data = buffer.data();
-    rows.data = data;
-    const double elements = double(count * input.width);
-    pool::parallel_ranges(count, 4 * elements, 2, [&](int64_t begin, int64_t end) {
-        for (int64_t r = begin; r < end; ++r) {
-            const int64_t tile = r / TILE;
-            round_row(input, r, rows.rows_of(tile), data + tile * rows.tile_bytes);
-        }
-    });
-    pool::parallel_ranges(m.strips(), elements * double(m.out_features) / 8, 2, [&](int64_t begin, int64_t end) {
-        multiply_all(m, rows, out, begin, end);
-    });
-}
-
 }  // namespace
 
 extern "C" {
@@ -345,16 +306,24 @@ void sd_pack(const Matrix* m, int64_t first, int64_t count, const uint8_t* q, in
 }
 
 void sd_linear(const Matrix* m, const float* x, int64_t x_stride, int64_t count, float* y, int64_t y_stride, int add) {
-    linear(*m, Input{x, x_stride, m->groups * GROUP, nullptr, 0, false}, count, Output{y, y_stride, add != 0});
-}
-
-void sd_norm_linear(const Matrix* m, const float* x, int64_t x_stride, int64_t count, const float* norm, float eps,
-                    float* y, int64_t y_stride) {
-    linear(*m, Input{x, x_stride, m->groups * GROUP, norm, eps, false}, count, Output{y, y_stride, false});
-}
-
-void sd_silu_linear(const Matrix* m, const float* x, int64_t x_stride, int64_t count, float* y, int64_t y_stride) {
-    linear(*m, Input{x, x_stride, m->groups * GROUP, nullptr, 0, true}, count, Output{y, y_stride, true});
+    thread_local std::vector<uint8_t> buffer;  // of the caller; workers get its address
+    const int64_t width = m->groups * GROUP;
+    const int widest = int(std::min<int64_t>(count, TILE));
+    Rows rows{nullptr, count, m->groups * group_bytes(widest)};
+    if (buffer.size() < size_t(rows.tiles() * rows.tile_bytes)) buffer.resize(size_t(rows.tiles() * rows.tile_bytes));
+    uint8_t* data = buffer.data();
+    rows.data = data;
+    const double elements = double(count * width);
+    pool::parallel_ranges(count, 4 * elements, 2, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) {
+            const int64_t tile = r / TILE;
+            round_row(x + r * x_stride, width, r % TILE, rows.rows_of(tile), data + tile * rows.tile_bytes);
+        }
+    });
+    const Output out{y, y_stride, add != 0};
+    pool::parallel_ranges(m->strips(), elements * double(m->out_features) / 8, 2, [&](int64_t begin, int64_t end) {
+        multiply_all(*m, rows, out, begin, end);
+    });
 }
 
 }  // extern "C"

@@ -116,6 +116,19 @@ INLINE float exp1(float x) { return exp4(splat4(x))[0]; }
 // GROUP bytes apart.
 
 constexpr int GROUP = 32;
+
+INLINE float half_to_float(uint16_t h) {
+    const uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff;
+    uint32_t bits = rest << 13;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    value *= 0x1p112f;  // moves the exponent's bias from 15 to 127, and is right for subnormal halves too
+    std::memcpy(&bits, &value, 4);
+    if (rest >= 0x7c00) bits = 0x7f800000 | rest << 13;  // infinity, not a number
+    bits |= sign;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
 constexpr float BIAS_VALUE = 12582912.0f;
 
 #if SPARKDRAFT_NEON
@@ -256,19 +269,6 @@ INLINE vfloat each_lane(F f) {
     vfloat r;
     for (int i = 0; i < LANES; ++i) r.lane[i] = f(i);
     return r;
-}
-
-INLINE float half_to_float(uint16_t h) {
-    const uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff;
-    uint32_t bits = rest << 13;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    value *= 0x1p112f;  // moves the exponent's bias from 15 to 127, and is right for subnormal halves too
-    std::memcpy(&bits, &value, 4);
-    if (rest >= 0x7c00) bits = 0x7f800000 | rest << 13;  // infinity, not a number
-    bits |= sign;
-    std::memcpy(&value, &bits, 4);
-    return value;
 }
 
 INLINE vfloat vload(const float* p) { return each_lane([&](int i) { return p[i]; }); }

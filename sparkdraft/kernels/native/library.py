@@ -1,0 +1,68 @@
+"""The compiled kernels as Python functions: `c.sd_linear(...)` and its kin, taken in when they are first needed.
+
+Arguments are addresses and numbers, checked by nobody: the wrappers in __init__.py know tensors. Where the library can
+not be had, `unavailable_reason()` is one sentence for the user.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+from types import SimpleNamespace
+
+from sparkdraft.kernels.native import build
+
+_SIGNATURES = {
+    "sd_set_threads": (c_int,),
+    "sd_lanes": (),
+    "sd_pack": (c_void_p, *(c_int64,) * 2, *(c_void_p, c_int64, c_int64) * 3),
+    "sd_embed": (c_void_p, c_int64, c_int64, *(c_void_p, c_int64, c_int64) * 3, c_int64, c_void_p),
+    "sd_linear": (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int),
+    "sd_rms_norm": (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_float),
+    "sd_qk_norm_rope": (
+        *(c_void_p, c_int64, c_void_p, c_void_p, c_int64),
+        *(c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_float),
+    ),
+    "sd_silu_mul": (c_void_p, c_int64, c_void_p, c_int64, c_int64),
+    "sd_kv_write": (
+        *(c_void_p, c_int64, c_int64) * 2,
+        *(c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64),
+    ),
+    "sd_paged_attention": (c_void_p,),
+    "sd_replay": (c_void_p, c_int64),
+}
+
+c = SimpleNamespace()  # the C functions by name, once loaded; while a recording is made, their recorders
+_reason: str | None = None
+
+
+def load(cache: Path | None = None) -> None:
+    """Compile if need be, and take in the C functions; raises build.BuildError."""
+    # PyDLL keeps the interpreter lock: calls last microseconds, and giving the lock away hundreds of times a token
+    # would let any busy thread hold up the step for its whole switch interval.
+    library = ctypes.PyDLL(str(build.library(cache)))
+    for name, types in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = types, c_int if name == "sd_lanes" else None
+        setattr(c, name, function)
+    set_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def unavailable_reason() -> str | None:
+    """None once the kernels are loaded (this loads them); else one sentence for the user."""
+    global _reason
+    if not vars(c) and _reason is None:
+        try:
+            load()
+        except build.BuildError as error:
+            _reason = str(error)
+        except (OSError, AttributeError) as error:
+            _reason = f"the compiled CPU kernels could not be loaded ({error}): run with --dtype float32"
+    return _reason
+
+
+def set_threads(threads: int) -> None:
+    """Threads that share a call, the caller's included. Results do not depend on it."""
+    c.sd_set_threads(threads)

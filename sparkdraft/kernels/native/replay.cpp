@@ -1,0 +1,66 @@
+// Runs a recorded list of kernel calls one after the other: what a CUDA graph is to a GPU.
+// A decoding step makes some 270 calls of a few microseconds each, and coming from Python every one of them costs as
+// much again; recorded once (recording.py), the step is a single call. What is in the list is Python's business.
+
+#include <cstdint>
+
+struct Matrix;
+
+extern "C" {
+
+void sd_embed(const int32_t*, int64_t, int64_t, const uint8_t*, int64_t, int64_t, const uint8_t*, int64_t, int64_t,
+              const uint8_t*, int64_t, int64_t, int64_t, float*);
+void sd_linear(const Matrix*, const float*, int64_t, int64_t, float*, int64_t, int);
+void sd_rms_norm(const float*, int64_t, const float*, float*, int64_t, int64_t, float);
+void sd_qk_norm_rope(float*, int64_t, const int32_t*, const float*, int64_t, int64_t, int64_t, int64_t, int64_t,
+                     const float*, const float*, float);
+void sd_silu_mul(const float*, int64_t, float*, int64_t, int64_t);
+void sd_kv_write(const float*, int64_t, int64_t, const float*, int64_t, int64_t, float*, float*, const int32_t*,
+                 int64_t, int64_t, int64_t, int64_t);
+void sd_paged_attention(const void*);
+
+enum Kernel : int64_t { EMBED, LINEAR, RMS_NORM, QK_NORM_ROPE, SILU_MUL, KV_WRITE, PAGED_ATTENTION };
+
+struct Recorded {  // both mirrored in recording.py
+    int64_t kernel;
+    int64_t a[14];  // pointers and integers, in the kernel's order
+    double real;    // its one floating-point argument, where it has one
+};
+
+}  // extern "C"
+
+namespace {
+
+template <class T>
+T* at(int64_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+void run(const Recorded& c) {
+    const int64_t* a = c.a;
+    switch (c.kernel) {
+        case EMBED:
+            return sd_embed(at<int32_t>(a[0]), a[1], a[2], at<uint8_t>(a[3]), a[4], a[5], at<uint8_t>(a[6]), a[7],
+                            a[8], at<uint8_t>(a[9]), a[10], a[11], a[12], at<float>(a[13]));
+        case LINEAR:
+            return sd_linear(at<Matrix>(a[0]), at<float>(a[1]), a[2], a[3], at<float>(a[4]), a[5], int(a[6]));
+        case RMS_NORM:
+            return sd_rms_norm(at<float>(a[0]), a[1], at<float>(a[2]), at<float>(a[3]), a[4], a[5], float(c.real));
+        case QK_NORM_ROPE:
+            return sd_qk_norm_rope(at<float>(a[0]), a[1], at<int32_t>(a[2]), at<float>(a[3]), a[4], a[5], a[6], a[7],
+                                   a[8], at<float>(a[9]), at<float>(a[10]), float(c.real));
+        case SILU_MUL:
+            return sd_silu_mul(at<float>(a[0]), a[1], at<float>(a[2]), a[3], a[4]);
+        case KV_WRITE:
+            return sd_kv_write(at<float>(a[0]), a[1], a[2], at<float>(a[3]), a[4], a[5], at<float>(a[6]),
+                               at<float>(a[7]), at<int32_t>(a[8]), a[9], a[10], a[11], a[12]);
+        case PAGED_ATTENTION:
+            return sd_paged_attention(at<void>(a[0]));
+    }
+}
+
+}  // namespace
+
+extern "C" void sd_replay(const Recorded* calls, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) run(calls[i]);
+}
