@@ -10,8 +10,17 @@ import torch
 SIZE = {"cpu": 512 << 20, "cuda": 4 << 30}  # bytes: far past any cache
 
 
-def memory_bandwidth(device: str, repeats: int = 5) -> float:
+def memory_bandwidth(device: str, threads: int = 1, repeats: int = 5) -> float:
     """Bytes a second: the better of a copy (read and written bytes both count) and a sum (read only)."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return _measure(device, repeats)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _measure(device: str, repeats: int) -> float:
     source = torch.ones(SIZE[device] // 4, device=device)
     target = torch.empty_like(source)
     copy = 2 * source.nbytes / _best(lambda: target.copy_(source), device, repeats)

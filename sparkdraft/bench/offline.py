@@ -45,14 +45,14 @@ def measure(
         engine.add(ids, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
     begin = time.perf_counter()
     steps: list[float] = []
-    first_tokens = 0
+    begun: set[str] = set()  # streams that have their first token
     prefill = 0.0
     while engine.has_work:
         before = time.perf_counter()
         outputs = engine.step()
         now = time.perf_counter()
-        if first_tokens < streams:
-            first_tokens += len(outputs)
+        if len(begun) < streams:
+            begun |= {output.request_id for output in outputs}
             prefill = now - begin
         elif len(outputs) == streams:
             steps.append(now - before)

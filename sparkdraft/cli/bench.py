@@ -67,7 +67,7 @@ def _offline(args: Namespace) -> int:
     from sparkdraft.bench import offline
     from sparkdraft.bench.bandwidth import memory_bandwidth
 
-    bandwidth = memory_bandwidth(engine.plan.device)
+    bandwidth = memory_bandwidth(engine.plan.device, engine.plan.threads)
     print(f"{label} on {engine.plan.device}, {engine.plan.dtype}; memory {bandwidth / 1e9:.1f} GB/s measured")
     print("streams  prompt  prefill tok/s  decode tok/s  step ms  floor ms  of the floor")
     rows = []
