@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,5 +29,5 @@ class Recording:
 
 
 @cache
-def _memory() -> tuple[int, int]:
+def _memory() -> Any:  # torch names its type since 2.13 only
     return torch.cuda.graph_pool_handle()

@@ -13,6 +13,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -99,6 +100,7 @@ def _cpu_flags() -> str:
 
 def _compile(compiler: list[str], flags: tuple[str, ...], target: Path) -> None:
     """Compile in a folder of our own, then put the result in place in one step: others see all of it or nothing."""
+    print("Compiling the CPU kernels, once for this machine: about ten seconds.", file=sys.stderr, flush=True)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
