@@ -9,6 +9,7 @@ are made when a size first comes up. Prompt chunks run eagerly. How to record is
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -27,7 +28,8 @@ class DecodeGraphs:
     def record(self, sizes: list[int]) -> None:
         """Largest first: on a GPU the smaller ones then fit into its memory."""
         for size in sorted(sizes, reverse=True):
-            self._recorded[size] = self._ops.Recording(lambda size=size: self._run(size))
+            beside = next(iter(self._recorded.values()), None)
+            self._recorded[size] = self._ops.Recording(partial(self._run, size), beside)
 
     def replay(self, size: int) -> Tensor:
         if size not in self._recorded:

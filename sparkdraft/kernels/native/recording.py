@@ -50,8 +50,8 @@ def keep(thing: object) -> None:
 
 
 class Recording:
-    def __init__(self, run: Callable[[], Tensor]) -> None:
-        """Runs 'run' once. Raises Unrecordable."""
+    def __init__(self, run: Callable[[], Tensor], beside: Recording | None = None) -> None:
+        """Runs 'run' once. Raises Unrecordable. 'beside' is of use on a GPU only: memory is not shared here."""
         self.kept: list[object] = []
         self._calls: list[_Call] = []
         with self._recorders(), _OnlyViews():
