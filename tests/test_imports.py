@@ -12,7 +12,7 @@ FORBIDDEN = {
     "core": ["sparkdraft"],
     "kernels": ["sparkdraft.engine", "sparkdraft.models", "sparkdraft.cache", "sparkdraft.text", "sparkdraft.plan"],
     "models": ["sparkdraft.engine", "sparkdraft.spec", "sparkdraft.text"],
-    "cache": ["sparkdraft.engine", "sparkdraft.text"],
+    "cache": ["sparkdraft.engine", "sparkdraft.text", "sparkdraft.models"],
     "weights": ["sparkdraft.engine", "sparkdraft.models", "sparkdraft.cache"],
     "text": ["sparkdraft.engine", "sparkdraft.models", "sparkdraft.cache", "sparkdraft.kernels"],
     "engine": ["sparkdraft.cli", "sparkdraft.bench", "sparkdraft.llm"],

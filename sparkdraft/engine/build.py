@@ -44,7 +44,8 @@ def build_engine(
     loader = Loader(source, device, dtype, pack, progress)
     with torch.inference_mode():
         model = build(model_config, loader, ops, plan.max_model_len)
-        kv = DenseKV(model_config, plan.num_blocks, plan.block_size, dtype, device, ops)
+        heads = (model_config.num_layers, model_config.num_kv_heads, model_config.head_dim)
+        kv = DenseKV(*heads, plan.num_blocks, plan.block_size, dtype, device, ops)
     plan.fallbacks.extend(Fallback("a float32 matrix among quantised ones", note) for note in loader.notes)
     runner = Runner(model, kv, plan, device)
     return Engine(plan, runner, Sampler(model_config.vocab_size, tokenizer.eos_ids, device), tokenizer)

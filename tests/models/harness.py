@@ -29,7 +29,7 @@ class Harness:
         pack = ops.PackedLinear.pack if kernel == "native" else None
         loader = Loader(source, self.device, dtype, pack)
         self.model = architecture(config.model_type)(config, loader, ops, 256)
-        self.kv = DenseKV(config, 64, BLOCK, dtype, self.device, ops)
+        self.kv = DenseKV(config.num_layers, config.num_kv_heads, config.head_dim, 64, BLOCK, dtype, self.device, ops)
         self.kv.k.fill_(float("nan"))  # what was never written must never be read
         self.kv.v.fill_(float("nan"))
         self.lengths: dict[str, int] = {}

@@ -12,28 +12,25 @@ import torch
 from torch import Tensor
 
 from sparkdraft.kernels.view import AttentionView
-from sparkdraft.models.config import ModelConfig
 
 
 class DenseKV:
     def __init__(
         self,
-        config: ModelConfig,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
         ops: ModuleType,
     ) -> None:
-        shape = (config.num_layers, num_blocks, config.num_kv_heads, block_size, config.head_dim)
+        shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
         self.layers = list(zip(self.k.unbind(0), self.v.unbind(0), strict=True))
         self.ops = ops
-
-    @staticmethod
-    def bytes_per_token(config: ModelConfig, itemsize: int) -> int:
-        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         self.ops.kv_write(k, v, *self.layers[layer], slots)
