@@ -18,10 +18,15 @@ NAME = "reference"
 
 
 def embed(ids: Tensor, table: Tensor | GroupQuant) -> Tensor:  # int32 [rows] -> [rows, hidden]
-    """Rows by id. Integer rows stay integers until they are looked up."""
+    """Rows by id; a gather, where the table is of floats. Integer rows stay integers until they are looked up."""
     if isinstance(table, Tensor):
-        return F.embedding(ids, table)
+        return table[ids.long()]
     return table.take(ids).dequantize()
+
+
+def tap(residual: Tensor, taps: Tensor, index: int) -> None:
+    """taps[:, index] = residual, of [rows, hidden]: what a drafter will read of this layer."""
+    taps[:, index] = residual
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [rows, dim] -> [rows, dim]

@@ -115,7 +115,7 @@ class Decoder:
         for i, layer in enumerate(self.layers):
             layer.add_to(residual, self.rope, step)
             if taps is not None and i in tap_layers:
-                taps[:, tap_layers.index(i)] = residual
+                self.ops.tap(residual, taps, tap_layers.index(i))
         return residual
 
     def logits(self, residual: Tensor) -> Tensor:  # [rows, hidden] -> [rows, vocab]

@@ -45,7 +45,8 @@ class Loader:
     ) -> None:
         self.source, self.device, self.dtype, self.pack = source, device, dtype, pack
         self.notes: list[str] = []  # what could not be had as asked, in words
-        self._left = set(source.names())
+        self._names = frozenset(source.names())
+        self._left = set(self._names)
         self._total = len(self._left)
         self._progress = progress
 
@@ -63,7 +64,7 @@ class Loader:
         return self._float(self._read(name, (size,)))
 
     def optional_vector(self, name: str, size: int) -> Tensor | None:
-        return self.vector(name, size) if name in self._left else None
+        return self.vector(name, size) if name in self._names else None
 
     def embedding(self, name: str, count: int, width: int) -> Tensor | GroupQuant:
         """A table that kernels look rows up in, of integers where matrices are."""
@@ -88,9 +89,9 @@ class Loader:
     # ---- the parts
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor | GroupQuant:
-        if name not in self._left:
+        if name not in self._names:
             raise UserError(f"{self.source.path}: tensor {name} is missing; the file is incomplete or of another model")
-        self._left.remove(name)
+        self._left.discard(name)
         part = self.source.read(name)
         if tuple(part.shape) != shape:
             raise UserError(f"{self.source.path}: {name} has shape {tuple(part.shape)}, the config says {shape}")

@@ -287,3 +287,11 @@ def test_an_operator_that_a_recording_would_miss_is_named() -> None:
 def test_embed_is_the_reference(bits: int) -> None:
     table, ids = random_quant(50, 96, bits), torch.randint(0, 50, (7,), dtype=torch.int32)
     torch.testing.assert_close(native.embed(ids, table), reference.embed(ids, table), rtol=1e-6, atol=1e-7)
+
+
+def test_gathers_and_taps_copy_rows() -> None:
+    x, ids = torch.randn(9, 40)[:, :24], torch.tensor([8, 0, 0, 3], dtype=torch.int32)
+    assert torch.equal(native.embed(ids, x), x[ids.long()])
+    taps = torch.full((9, 3, 24), math.nan)
+    native.tap(x, taps, 1)
+    assert torch.equal(taps[:, 1], x) and taps[:, 0].isnan().all()

@@ -35,6 +35,8 @@ class DenseKV:
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         self.ops.kv_write(k, v, *self.layers[layer], slots)
 
-    def attend(self, layer: int, q: Tensor, view: AttentionView, scale: float) -> Tensor:
-        out: Tensor = self.ops.paged_attention(q, *self.layers[layer], view, scale)
+    def attend(
+        self, layer: int, q: Tensor, view: AttentionView, scale: float, causal: bool = True, window: int = 0
+    ) -> Tensor:
+        out: Tensor = self.ops.paged_attention(q, *self.layers[layer], view, scale, causal, window)
         return out

@@ -8,7 +8,7 @@ first use. Weights' matmuls, sampling and the layout of the cache belong to othe
 from sparkdraft.kernels.cuda.attention import paged_attention
 from sparkdraft.kernels.cuda.elementwise import kv_write, qk_norm_rope, rms_norm, silu_mul
 from sparkdraft.kernels.cuda.recording import Recording
-from sparkdraft.kernels.reference import embed  # a gather: torch is at the ceiling
+from sparkdraft.kernels.reference import embed, tap  # copies: torch is at the ceiling
 
 NAME = "cuda"
 
@@ -21,4 +21,5 @@ __all__ = [
     "qk_norm_rope",
     "rms_norm",
     "silu_mul",
+    "tap",
 ]

@@ -30,20 +30,33 @@ __all__ = [
     "rms_norm",
     "set_threads",
     "silu_mul",
+    "tap",
     "unavailable_reason",
 ]
 NAME = "native"
 
 
 def embed(ids: Tensor, table: Tensor | GroupQuant) -> Tensor:  # int32 [rows] -> [rows, hidden]
-    """A float table is rounded nowhere else, so it is looked up as it is."""
     if isinstance(table, Tensor):
-        return table[ids.long()]
+        y = empty(ids.shape[0], table.shape[1])
+        _copy_rows(table, ids, y)
+        return y
     rows, groups = ids.shape[0], table.q.shape[1]
     y = empty(rows, groups * GROUP)
     places = [x for t in (table.q, table.scale, table.offset) for x in _place(t)]
     c.sd_embed(ids.data_ptr(), rows, table.bits, *places, groups, y.data_ptr())
     return y
+
+
+def tap(residual: Tensor, taps: Tensor, index: int) -> None:
+    _copy_rows(residual, None, taps[:, index])
+
+
+def _copy_rows(source: Tensor, ids: Tensor | None, target: Tensor) -> None:
+    """Row i of the target is row ids[i] of the source, or row i where there are no ids."""
+    rows, width = target.shape
+    places = (source.data_ptr(), source.stride(0), target.data_ptr(), target.stride(0))
+    c.sd_copy_rows(*places, None if ids is None else ids.data_ptr(), rows, width)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [rows, dim] -> [rows, dim]

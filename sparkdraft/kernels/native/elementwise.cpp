@@ -78,6 +78,14 @@ void sd_embed(const int32_t* ids, int64_t rows, int64_t bits, const uint8_t* q, 
     }
 }
 
+// Row r of 'y' is row ids[r] of 'x', or row r without ids.
+void sd_copy_rows(const float* x, int64_t x_stride, float* y, int64_t y_stride, const int32_t* ids, int64_t rows,
+                  int64_t width) {
+    for (int64_t r = 0; r < rows; ++r) {
+        std::memcpy(y + r * y_stride, x + (ids ? ids[r] : r) * x_stride, size_t(width) * sizeof(float));
+    }
+}
+
 void sd_rms_norm(const float* x, int64_t x_stride, const float* weight, float* y, int64_t rows, int64_t dim,
                  float eps) {
     pool::parallel_ranges(rows, double(rows * dim), 2, [&](int64_t begin, int64_t end) {

@@ -19,6 +19,7 @@ _SIGNATURES = {
     "sd_lanes": (),
     "sd_pack": (c_void_p, *(c_int64,) * 2, *(c_void_p, c_int64, c_int64) * 3),
     "sd_embed": (c_void_p, c_int64, c_int64, *(c_void_p, c_int64, c_int64) * 3, c_int64, c_void_p),
+    "sd_copy_rows": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64),
     "sd_linear": (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int),
     "sd_rms_norm": (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_float),
     "sd_qk_norm_rope": (

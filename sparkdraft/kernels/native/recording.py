@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from sparkdraft.kernels import Unrecordable
 from sparkdraft.kernels.native.library import c
 
-KERNELS = ("embed", "linear", "rms_norm", "qk_norm_rope", "silu_mul", "kv_write", "paged_attention")  # as in replay.cpp
-MOST_INTEGERS = 14
+KERNELS = ("embed", "copy_rows", "linear", "rms_norm", "qk_norm_rope", "silu_mul", "kv_write", "paged_attention")
+MOST_INTEGERS = 14  # this and the order of KERNELS as in replay.cpp
 HARMLESS = {"empty", "view", "split", "__getitem__", "__get__", "data_ptr", "stride", "element_size"}
 
 

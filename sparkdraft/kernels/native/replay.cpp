@@ -10,6 +10,7 @@ extern "C" {
 
 void sd_embed(const int32_t*, int64_t, int64_t, const uint8_t*, int64_t, int64_t, const uint8_t*, int64_t, int64_t,
               const uint8_t*, int64_t, int64_t, int64_t, float*);
+void sd_copy_rows(const float*, int64_t, float*, int64_t, const int32_t*, int64_t, int64_t);
 void sd_linear(const Matrix*, const float*, int64_t, int64_t, float*, int64_t, int);
 void sd_rms_norm(const float*, int64_t, const float*, float*, int64_t, int64_t, float);
 void sd_qk_norm_rope(float*, int64_t, const int32_t*, const float*, int64_t, int64_t, int64_t, int64_t, int64_t,
@@ -19,7 +20,7 @@ void sd_kv_write(const float*, int64_t, int64_t, const float*, int64_t, int64_t,
                  int64_t, int64_t, int64_t, int64_t);
 void sd_paged_attention(const void*);
 
-enum Kernel : int64_t { EMBED, LINEAR, RMS_NORM, QK_NORM_ROPE, SILU_MUL, KV_WRITE, PAGED_ATTENTION };
+enum Kernel : int64_t { EMBED, COPY_ROWS, LINEAR, RMS_NORM, QK_NORM_ROPE, SILU_MUL, KV_WRITE, PAGED_ATTENTION };
 
 struct Recorded {  // both mirrored in recording.py
     int64_t kernel;
@@ -42,6 +43,8 @@ void run(const Recorded& c) {
         case EMBED:
             return sd_embed(at<int32_t>(a[0]), a[1], a[2], at<uint8_t>(a[3]), a[4], a[5], at<uint8_t>(a[6]), a[7],
                             a[8], at<uint8_t>(a[9]), a[10], a[11], a[12], at<float>(a[13]));
+        case COPY_ROWS:
+            return sd_copy_rows(at<float>(a[0]), a[1], at<float>(a[2]), a[3], at<int32_t>(a[4]), a[5], a[6]);
         case LINEAR:
             return sd_linear(at<Matrix>(a[0]), at<float>(a[1]), a[2], a[3], at<float>(a[4]), a[5], int(a[6]));
         case RMS_NORM:
