@@ -27,6 +27,14 @@ class EngineConfig:
     prefix_cache: bool = True
     graphs: bool = True  # replay recorded decode steps
     threads: int = 0  # 0: the cores this process may use
+    spec: str = "auto"  # drafts a step: auto chooses every step, off never drafts, a number is fixed
+    drafter: str = "auto"  # a folder or a hub id; auto: the one known for the model; none: no model drafts
+    ngram: bool = True  # also draft from the request's own text
+
+    @property
+    def num_draft(self) -> int | None:
+        """Drafts a step for requests that name none: None chooses, 0 is off."""
+        return {"auto": None, "off": 0}[self.spec] if self.spec in ("auto", "off") else int(self.spec)
 
     def __post_init__(self) -> None:
         for name, allowed in (("device", DEVICES), ("dtype", DTYPES)):
@@ -38,5 +46,7 @@ class EngineConfig:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be 0 (automatic) or positive")
         if not 0 < self.memory_fraction <= 1:
             raise UserError(f"memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1")
+        if self.spec not in ("auto", "off") and not self.spec.isdecimal():
+            raise UserError(f"spec is '{self.spec}'; it must be auto, off or a number of drafts")
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise UserError(f"block_size is {self.block_size}; it must be a power of two")

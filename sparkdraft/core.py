@@ -3,8 +3,10 @@
 Data only, known by everybody and knowing nobody. A field that is not set at construction says who fills it. Lengths
 form one small algebra, used with these names everywhere:
 
-    0 ........ num_prompt ........ num_tokens      ids that are known: the prompt, then the committed output
-    0 ... num_computed | num_scheduled |           rows whose K/V are in the cache | rows of this step
+    0 ........ num_prompt ........ num_tokens                 ids that are known: the prompt, then the committed output
+    0 ... num_computed | num_known | num_draft |              rows in the cache | this step's: known ids, then drafts
+                       |<---- num_scheduled -->|
+                                   | num_accepted |           drafts that turned out right become known and computed
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 MAX_LOGPROBS = 20
 MAX_N = 64
@@ -55,6 +58,7 @@ class SamplingParams:
     logprobs: int | None = None  # alternatives reported beside each sampled token
     prompt_logprobs: int | None = None
     n: int = 1
+    num_draft: int | None = None  # tokens drafted a step: None chooses every step, 0 is off
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -89,6 +93,10 @@ class SamplingParams:
                 value is None or 0 <= value <= MAX_LOGPROBS,
                 f"{name} is {value}; it must be between 0 and {MAX_LOGPROBS}",
             )
+        _require(
+            self.num_draft is None or self.num_draft >= 0,
+            f"num_draft is {self.num_draft}; it must be 0 (off) or a positive number",
+        )
         _require(1 <= self.n <= MAX_N, f"n is {self.n}; it must be between 1 and {MAX_N}")
 
     @property
@@ -129,18 +137,38 @@ class Request:
         return self.prompt_ids[start:border] + self.output_ids[max(start - border, 0) : stop - border]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Work:
     """One request's part of a step: rows [start, start + num_scheduled) of its sequence."""
 
     request: Request
     start: int  # num_computed when the step was scheduled
-    num_scheduled: int
-    samples: bool  # the row of the last known id is among them: it predicts one that is not known yet
+    num_known: int  # rows of known ids; the rest are drafts
+    samples: bool  # the row of the last known id is among them: it and the drafts predict what is not known yet
+    most_drafts: int = 0  # drafts there is room for
+    drafts: list[int] = field(default_factory=list)  # filled by spec/drafting
+    source: str = ""  # who drafted, filled with the drafts
+
+    @property
+    def num_draft(self) -> int:
+        return len(self.drafts)
+
+    @property
+    def num_scheduled(self) -> int:
+        return self.num_known + len(self.drafts)
+
+    @property
+    def num_sampled(self) -> int:
+        return 1 + len(self.drafts) if self.samples else 0
 
     @property
     def stop(self) -> int:
         return self.start + self.num_scheduled
+
+    @property
+    def decodes(self) -> bool:
+        """One known row and perhaps drafts: not a prompt."""
+        return self.samples and self.num_known == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +176,15 @@ class Batch:
     """What the scheduler decided for one step; the runner lays it out as one ragged batch."""
 
     work: list[Work]
-    num_preempted: int = 0
+    preempted: list[Request] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
         return sum(w.num_scheduled for w in self.work)
+
+    @property
+    def decodes(self) -> bool:
+        return all(w.decodes for w in self.work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +194,7 @@ class TokenLogprob:
     top: list[tuple[int, float]]  # the most likely ids at this position, best first
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepOutput:
     """What one step added to one request. The last one of a request carries its finish reason."""
 
@@ -175,3 +207,4 @@ class StepOutput:
     prompt_logprobs: list[TokenLogprob | None] | None = None  # once, with the first output
     num_prompt: int = 0
     num_cached: int = 0
+    speculation: dict[str, Any] | None = None  # with the finish reason: how drafting went (spec/stats.py)

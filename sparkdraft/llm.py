@@ -16,7 +16,7 @@ from typing import Any
 
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import FinishReason, SamplingParams, StepOutput, TokenLogprob, UserError
-from sparkdraft.engine.build import build_engine, make_plan
+from sparkdraft.engine.build import build_engine, find_drafter, make_plan
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.text import chat
 from sparkdraft.text.tokenizer import Tokenizer
@@ -38,11 +38,13 @@ class Completion:
     num_cached: int = 0
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    speculation: dict[str, Any] | None = None  # how drafting went
 
     def add(self, piece: StepOutput) -> None:
         self.text += piece.text
         self.ids += piece.ids
         self.finish, self.num_prompt, self.num_cached = piece.finish, piece.num_prompt, piece.num_cached
+        self.speculation = piece.speculation
         if piece.logprobs is not None:
             self.logprobs = (self.logprobs or []) + piece.logprobs
         if piece.prompt_logprobs is not None:
@@ -70,9 +72,12 @@ class LLM:
         config = EngineConfig(model=model, **options)
         self.checkpoint = open_checkpoint(model)
         self.model_config = ModelConfig.from_hf(self.checkpoint.config)
-        self.plan = make_plan(config, self.model_config)
+        drafter = find_drafter(config, self.model_config)
+        self.plan = make_plan(config, self.model_config, drafter)
         self.tokenizer = Tokenizer.of(self.checkpoint)
-        self.engine = build_engine(self.plan, self.model_config, self.checkpoint, self.tokenizer, progress)
+        self.engine = build_engine(
+            self.plan, config, self.model_config, self.checkpoint, self.tokenizer, drafter, progress
+        )
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None

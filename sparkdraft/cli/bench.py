@@ -28,6 +28,7 @@ def configure(parser: ArgumentParser) -> None:
     offline.add_argument("--shape", default="", help="random weights of a named shape instead of a model")
     offline.add_argument("--batch", default="1,4", help="streams at once, a list (default 1,4)")
     offline.add_argument("--prompt-len", default="128", help="tokens of prompt, a list (default 128)")
+    offline.set_defaults(spec="off")
     offline.add_argument("--output-len", type=int, default=64, help="tokens of output (default 64)")
     add_engine_flags(offline)
     perplexity = kinds.add_parser("perplexity", help="how well the weights predict unseen text, by dtype")
@@ -95,9 +96,10 @@ def _engine(args: Namespace) -> tuple[Engine, ModelConfig, str]:
     from sparkdraft.engine.build import build_engine, make_plan
 
     model = shape(args.shape)
-    plan = make_plan(EngineConfig(model=args.shape, prefix_cache=False, **engine_options(args)), model)
+    config = EngineConfig(model=args.shape, prefix_cache=False, **engine_options(args))
+    plan = make_plan(config, model)
     source = RandomCheckpoint(model, plan.device)
-    engine = build_engine(plan, model, source, SilentTokenizer())
+    engine = build_engine(plan, config, model, source, SilentTokenizer())
     return engine, model, f"{args.shape}, random weights"
 
 

@@ -67,13 +67,13 @@ def write(llm: LLM, ids: list[int], params: SamplingParams) -> dict[str, object]
     first token, loading included)."""
     begin = time.perf_counter()
     first = last = begin
-    text, num_output, finish = "", 0, None
+    text, num_output, finish, speculation = "", 0, None, None
     for piece in llm.stream(ids, params):
         last = time.perf_counter()
         first = last if num_output == 0 else first
         num_output += len(piece.ids)
         text += piece.text
-        finish = piece.finish
+        finish, speculation = piece.finish, piece.speculation
         print(piece.text, end="", flush=True)
     print()
     decode = last - first
@@ -86,6 +86,7 @@ def write(llm: LLM, ids: list[int], params: SamplingParams) -> dict[str, object]
         "ttft_ms": round((first - begin) * 1000, 1),
         "start_ms": round((first - STARTED) * 1000, 1),
         "peak_rss_mb": peak_rss_mb(),
+        "speculative_decoding": speculation,
     }
 
 

@@ -21,6 +21,8 @@ ENGINE_FLAGS = {
     "max_rows": "rows of a step, prompt chunks and decode rows together (0: automatic)",
     "kv_tokens": "size of the KV cache in tokens (0: what fits)",
     "threads": "CPU threads (0: the cores this process may use)",
+    "spec": "drafts a step: auto chooses every step, off never drafts, a number is fixed",
+    "drafter": "a drafter's folder or hub id (auto: the one known for the model, none: text alone drafts)",
 }
 SAMPLING_FLAGS = {
     "max_tokens": "most tokens to write",

@@ -6,12 +6,17 @@ first weight is read.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import ModuleType
+
 import torch
 
 from sparkdraft import kernels
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.config import EngineConfig
+from sparkdraft.engine.blockdraft import BlockDraft
 from sparkdraft.engine.devices import detect
+from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Sampler
@@ -19,19 +24,50 @@ from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.registry import architecture
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.resolve import Fallback, Plan, resolve
+from sparkdraft.spec.config import DraftConfig, check_fits
+from sparkdraft.spec.dflash import build as build_dflash
+from sparkdraft.spec.registry import default_drafter, open_drafter
 from sparkdraft.text.tokenizer import Vocabulary
 from sparkdraft.weights.loader import Loader, Progress, WeightSource
 
 TORCH_DTYPES = {"quantised": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def make_plan(config: EngineConfig, model: ModelConfig) -> Plan:
+@dataclass(frozen=True, slots=True)
+class DraftSource:
+    """A drafter that is to be loaded: what it is, and where its weights are."""
+
+    config: DraftConfig
+    source: WeightSource
+
+
+def find_drafter(config: EngineConfig, target: ModelConfig) -> DraftSource | None:
+    """The drafter a config means, if any; one that was named and does not fit is refused."""
+    if config.spec == "off" or config.drafter == "none":
+        return None
+    name = default_drafter(config.model) if config.drafter == "auto" else config.drafter
+    if name is None:
+        return None
+    checkpoint = open_drafter(name)
+    draft = DraftConfig.read(checkpoint.config)
+    check_fits(draft, target)
+    return DraftSource(draft, checkpoint)
+
+
+def make_plan(config: EngineConfig, model: ModelConfig, drafter: DraftSource | None = None) -> Plan:
     hardware = detect(config)
-    return resolve(config, model, hardware, _native_problem(config, hardware))
+    problem = _native_problem(config, hardware)
+    return resolve(config, model, hardware, problem, drafter.config.model if drafter else None)
 
 
 def build_engine(
-    plan: Plan, model_config: ModelConfig, source: WeightSource, tokenizer: Vocabulary, progress: Progress | None = None
+    plan: Plan,
+    config: EngineConfig,
+    model_config: ModelConfig,
+    source: WeightSource,
+    tokenizer: Vocabulary,
+    drafter: DraftSource | None = None,
+    progress: Progress | None = None,
 ) -> Engine:
     build = architecture(model_config.model_type)
     # Beside the native kernels torch runs only small operators; its threads, spinning after each, would take the cores.
@@ -41,14 +77,26 @@ def build_engine(
     if plan.dtype == "quantised":
         ops.set_threads(plan.threads)
         pack = ops.PackedLinear.pack
-    loader = Loader(source, device, dtype, pack, progress)
     with torch.inference_mode():
+        loader = Loader(source, device, dtype, pack, progress)
         model = build(model_config, loader, ops, plan.max_model_len)
-        heads = (model_config.num_layers, model_config.num_kv_heads, model_config.head_dim)
-        kv = DenseKV(*heads, plan.num_blocks, plan.block_size, dtype, device, ops)
+        kv = _kv(model_config, plan, dtype, device, ops)
+        block = None
+        if drafter:
+            own = Loader(drafter.source, device, dtype, pack)
+            own_kv = _kv(drafter.config.model, plan, dtype, device, ops)
+            made = build_dflash(drafter.config, own, ops, model, plan.max_model_len, own_kv)
+            block = BlockDraft(made, plan, device, ops)
     plan.fallbacks.extend(Fallback("a float32 matrix among quantised ones", note) for note in loader.notes)
-    runner = Runner(model, kv, plan, device)
-    return Engine(plan, runner, Sampler(model_config.vocab_size, tokenizer.eos_ids, device), tokenizer)
+    runner = Runner(model, kv, plan, device, drafter.config.taps if drafter else ())
+    ngram = config.ngram and config.spec != "off"
+    drafting = Drafting(plan.max_model_len, block, ngram, config.num_draft)
+    return Engine(plan, runner, Sampler(model_config.vocab_size, tokenizer.eos_ids, device), tokenizer, drafting)
+
+
+def _kv(model: ModelConfig, plan: Plan, dtype: torch.dtype, device: torch.device, ops: ModuleType) -> DenseKV:
+    heads = (model.num_layers, model.num_kv_heads, model.head_dim)
+    return DenseKV(*heads, plan.num_blocks, plan.block_size, dtype, device, ops)
 
 
 def _native_problem(config: EngineConfig, hardware: Hardware) -> str | None:

@@ -1,31 +1,36 @@
 """The engine: requests in, steps, outputs out. `Engine.step` is the whole journey of a token.
 
-It owns no policy and no tensors of its own: the scheduler decides, the runner runs, the sampler samples, each request's
-`Output` speaks. Not thread-safe: one caller adds, steps and aborts (the server keeps it in a process of its own).
+It owns no policy and no tensors of its own: the scheduler decides, drafts are proposed, the runner runs, the sampler
+samples, each request's `Output` speaks. Not thread-safe: one caller adds, steps and aborts (the server keeps it in a
+process of its own).
 """
 
 from __future__ import annotations
 
 import os
+import time
 from itertools import count
 
 from sparkdraft.cache.blocks import BlockPool
 from sparkdraft.cache.prefix import PrefixCache
 from sparkdraft.core import Batch, FinishReason, Request, SamplingParams, StepOutput, UserError
+from sparkdraft.engine.accept import committed
+from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.output import Output
 from sparkdraft.engine.runner import Runner
-from sparkdraft.engine.sampler import Sampled, Sampler
+from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow
 from sparkdraft.engine.scheduler import Scheduler
 from sparkdraft.plan.resolve import Plan
 from sparkdraft.text.tokenizer import Vocabulary
 
 
 class Engine:
-    def __init__(self, plan: Plan, runner: Runner, sampler: Sampler, tokenizer: Vocabulary) -> None:
+    def __init__(self, plan: Plan, runner: Runner, sampler: Sampler, tokenizer: Vocabulary, drafting: Drafting) -> None:
         self.plan, self.runner, self.sampler, self.tokenizer = plan, runner, sampler, tokenizer
+        self.drafting = drafting
         self.pool = BlockPool(plan.num_blocks)
         prefix = PrefixCache(self.pool, plan.block_size, plan.prefix_cache)
-        self.scheduler = Scheduler(self.pool, prefix, plan.max_seqs, plan.max_rows)
+        self.scheduler = Scheduler(self.pool, prefix, plan.max_seqs, plan.max_rows, drafting.lookahead)
         self._outputs: dict[Request, Output] = {}
         self._by_id: dict[str, list[Request]] = {}
         self._ended: list[StepOutput] = []  # aborted since the last step
@@ -60,14 +65,18 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """One pass of the target over everything that runs."""
-        batch = self.scheduler.schedule()
+        begin = time.perf_counter()
+        batch = self.scheduler.schedule(self.drafting.depths(self.scheduler.decoding()))
         if not batch.work:
             return self._take_ended()
+        self.drafting.propose(batch)
+        drafted = time.perf_counter()
         logits = self.runner.run(batch)
-        sampled = self.sampler(logits, [w.request for w in batch.work if w.samples])
+        sampled = self.sampler(logits, _sample_rows(batch))
         self._score_prompts(batch)
-        self.scheduler.commit(batch)
-        return self._take_ended() + self._emit(batch, sampled)
+        outputs = self._take_ended() + self._commit(batch, sampled)
+        self.drafting.timed(batch, drafted - begin, time.perf_counter() - drafted)
+        return outputs
 
     # ---- the parts
 
@@ -83,6 +92,7 @@ class Engine:
             wrong = next((i for i in ids if not 0 <= i < vocab), None)
             if wrong is not None:
                 raise UserError(f"{name} holds the token id {wrong}; ids go from 0 to {vocab - 1}")
+        self.drafting.check(params)
 
     def _score_prompts(self, batch: Batch) -> None:
         row = 0
@@ -92,21 +102,35 @@ class Engine:
                 self._outputs[work.request].push_prompt(self.runner.prompt_logprobs(work, row, top))
             row += work.num_scheduled
 
-    def _emit(self, batch: Batch, sampled: Sampled) -> list[StepOutput]:
+    def _commit(self, batch: Batch, sampled: Sampled) -> list[StepOutput]:
+        """Accept, emit, and advance each request; rows of rejected drafts are simply not counted."""
         outputs = []
-        requests = [w.request for w in batch.work if w.samples]
-        for row, (request, token) in enumerate(zip(requests, sampled.ids.tolist(), strict=True)):
-            outputs.append(self._outputs[request].push([token], sampled.report(row, token)))
-            if request.index == 0 and len(request.output_ids) == 1:
-                for sibling in self._by_id[request.id][1:]:
-                    self.scheduler.add(sibling)
-            if request.finish:
-                self._remove(request)
+        ids, first = sampled.ids.tolist(), 0
+        num_accepted = [0] * len(batch.work)
+        for i, work in enumerate(batch.work):
+            if work.samples:
+                new = committed(work.drafts, ids[first : first + work.num_sampled])
+                outputs.append(self._outputs[work.request].push(new, sampled.report(first, new)))
+                num_accepted[i] = len(outputs[-1].ids) - 1
+                first += work.num_sampled
+            self.scheduler.commit(work, num_accepted[i])
+        self.drafting.observe(batch, num_accepted, self.runner)
+        for output, work in zip(outputs, (w for w in batch.work if w.samples), strict=True):
+            self._follow_up(output, work.request)
         return outputs
+
+    def _follow_up(self, output: StepOutput, request: Request) -> None:
+        if request.index == 0 and len(request.output_ids) == len(output.ids):  # its first
+            for sibling in self._by_id[request.id][1:]:
+                self.scheduler.add(sibling)
+        if request.finish:
+            output.speculation = self.drafting.report(request)
+            self._remove(request)
 
     def _remove(self, request: Request) -> None:
         self.scheduler.finish(request)
         self.sampler.forget(request)
+        self.drafting.release(request)
         del self._outputs[request]
         siblings = self._by_id[request.id]
         siblings.remove(request)
@@ -116,6 +140,11 @@ class Engine:
     def _take_ended(self) -> list[StepOutput]:
         ended, self._ended = self._ended, []
         return ended
+
+
+def _sample_rows(batch: Batch) -> list[SampleRow]:
+    """A row for each id that may be committed: after the known ones, then after each draft."""
+    return [SampleRow(w.request, w.drafts[:i]) for w in batch.work for i in range(w.num_sampled)]
 
 
 def _signed64(seed: int) -> int:

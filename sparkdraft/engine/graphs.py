@@ -1,9 +1,9 @@
-"""Decode steps recorded once a batch size and replayed by one call: a CUDA graph on a GPU, a list of calls on a CPU.
+"""Decode steps recorded once a shape and replayed by one call: a CUDA graph on a GPU, a list of calls on a CPU.
 
 Launching a step operator by operator costs as much host time as the operators themselves take, on a GPU and on a CPU
-alike. Recordings read the step's fixed input buffers, lengths included, so one serves any context. On a GPU they are
-made at start, for a few sizes; a batch runs in the next larger one, padded with rows that write nowhere. On a CPU they
-are made when a size first comes up. Prompt chunks run eagerly. How to record is the kernels' business.
+alike. Recordings read the step's fixed input buffers, lengths included, so one serves any context. On a GPU those of
+plain decoding are made at start for a few sizes, and a batch runs in the next larger one, padded with rows that write
+nowhere; all others are made when a shape first comes up. Prompt chunks run eagerly. How to record is the kernels'.
 """
 
 from __future__ import annotations
@@ -11,31 +11,36 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 
-class DecodeGraphs:
-    def __init__(self, sizes: list[int], run: Callable[[int], Tensor], ops: ModuleType) -> None:
-        """run(size) computes logits [size, vocab] from the fixed input buffers."""
-        self._sizes, self._run, self._ops = sizes, run, ops
-        self._recorded: dict[int, Any] = {}
+class Shape(NamedTuple):
+    """What a recording is made for; everything else is read on the device."""
 
-    def size_for(self, num_seqs: int) -> int:
-        return next(s for s in self._sizes if s >= num_seqs)
+    seqs: int
+    rows: int
+    max_query: int  # rows of a sequence at most
 
-    def record(self, sizes: list[int]) -> None:
+
+class Graphs:
+    def __init__(self, run: Callable[[Shape], Tensor], ops: ModuleType) -> None:
+        """run(shape) computes from the fixed input buffers."""
+        self._run, self._ops = run, ops
+        self._recorded: dict[Shape, Any] = {}
+
+    def record(self, shapes: list[Shape]) -> None:
         """Largest first: on a GPU the smaller ones then fit into its memory."""
-        for size in sorted(sizes, reverse=True):
+        for shape in sorted(shapes, reverse=True):
             beside = next(iter(self._recorded.values()), None)
-            self._recorded[size] = self._ops.Recording(partial(self._run, size), beside)
+            self._recorded[shape] = self._ops.Recording(partial(self._run, shape), beside)
 
-    def replay(self, size: int) -> Tensor:
-        if size not in self._recorded:
-            self.record([size])
-        logits: Tensor = self._recorded[size].replay()
-        return logits
+    def replay(self, shape: Shape) -> Tensor:
+        if shape not in self._recorded:
+            self.record([shape])
+        out: Tensor = self._recorded[shape].replay()
+        return out
 
 
 def gpu_sizes(max_seqs: int) -> list[int]:

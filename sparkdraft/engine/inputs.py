@@ -6,17 +6,35 @@ the device (none on a CPU, where both are the same memory) and CUDA graphs find 
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
-from sparkdraft.core import Batch, Work
 from sparkdraft.kernels.view import AttentionView
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What one sequence brings to a step: ids from position 'start' on, and of which of them the logits are read."""
+
+    ids: list[int]
+    start: int
+    blocks: array[int]
+    read_from: int  # among its own rows
+    read_to: int
+
+    @property
+    def num_read(self) -> int:
+        return self.read_to - self.read_from
 
 
 class StepInputs:
     def __init__(self, max_rows: int, max_seqs: int, max_blocks: int, block_size: int, device: torch.device) -> None:
         self.block_size, self.max_blocks, self.max_seqs = block_size, max_blocks, max_seqs
-        sizes = (max_rows, max_rows, max_rows, max_seqs + 1, max_seqs, max_seqs, max_seqs * max_blocks)
+        sizes = (max_rows, max_rows, max_rows, max_seqs + 1, max_seqs, max_rows, max_seqs * max_blocks)
         self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
         self._tables_at = sum(sizes[:-1])
@@ -27,30 +45,22 @@ class StepInputs:
         self.token_ids, self.positions, self.slots, self.query_start, self.context_len, self.logit_rows = tensors[:6]
         self.block_tables = tensors[6].view(max_seqs, max_blocks)
 
-    def fill(self, batch: Batch) -> int:
-        """Write the batch and send it to the device; returns how many rows are to be sampled."""
-        row, num_sampled = 0, 0
-        for seq, work in enumerate(batch.work):
-            end = row + work.num_scheduled
-            self._fill_sequence(seq, work, row, end)
-            if work.samples:
-                self._logit_rows[num_sampled] = end - 1
-                num_sampled += 1
-            row = end
-        self._send(len(batch.work))
-        return num_sampled
+    def fill(self, parts: Sequence[Rows], pad_to: int = 0) -> int:
+        """Write the parts one after the other and send them to the device; returns of how many rows logits are read.
 
-    def fill_decode(self, batch: Batch, size: int) -> None:
-        """A batch of single rows, padded to 'size' sequences whose rows write nowhere and see nothing."""
-        for seq, work in enumerate(batch.work):
-            self._fill_sequence(seq, work, seq, seq + 1)
-        used = len(batch.work)
-        self._ids[used:size] = 0
-        self._positions[used:size] = 0
-        self._slots[used:size] = -1
-        self._contexts[used:size] = 0
-        self._starts[used + 1 : size + 1] = np.arange(used + 1, size + 1)
-        self._send(size)
+        'pad_to' adds sequences of one row that write nowhere and see nothing, up to that many.
+        """
+        row, num_read = 0, 0
+        for seq, part in enumerate(parts):
+            end = row + len(part.ids)
+            self._fill_sequence(seq, part, row, end)
+            self._logit_rows[num_read : num_read + part.num_read] = np.arange(row + part.read_from, row + part.read_to)
+            num_read += part.num_read
+            row = end
+        if pad_to > len(parts):
+            self._pad(len(parts), row, pad_to)
+        self._send(max(len(parts), pad_to))
+        return num_read
 
     def view(self, num_seqs: int, max_query: int, max_context: int) -> AttentionView:
         return AttentionView(
@@ -61,32 +71,30 @@ class StepInputs:
             max_context,
         )
 
-    def _fill_sequence(self, seq: int, work: Work, row: int, end: int) -> None:
-        first, last = work.start, work.stop
-        blocks = np.frombuffer(work.request.blocks, dtype=np.int32)
+    def _fill_sequence(self, seq: int, part: Rows, row: int, end: int) -> None:
+        first, size = part.start, self.block_size
+        blocks = np.frombuffer(part.blocks, dtype=np.int32)
         self._tables[seq, : len(blocks)] = blocks
-        self._ids[row:end] = work.request.ids(first, last)
+        self._ids[row:end] = part.ids
         if end - row == 1:
             self._positions[row] = first
-            self._slots[row] = blocks[first // self.block_size] * self.block_size + first % self.block_size
+            self._slots[row] = blocks[first // size] * size + first % size
         else:
-            positions = np.arange(first, last, dtype=np.int32)
+            positions = np.arange(first, first + end - row, dtype=np.int32)
             self._positions[row:end] = positions
-            self._slots[row:end] = blocks[positions // self.block_size] * self.block_size + positions % self.block_size
+            self._slots[row:end] = blocks[positions // size] * size + positions % size
         self._starts[seq + 1] = end
-        self._contexts[seq] = last
+        self._contexts[seq] = first + end - row
+
+    def _pad(self, used: int, row: int, pad_to: int) -> None:
+        end = row + pad_to - used
+        self._ids[row:end] = 0
+        self._positions[row:end] = 0
+        self._slots[row:end] = -1
+        self._contexts[used:pad_to] = 0
+        self._starts[used + 1 : pad_to + 1] = np.arange(row + 1, end + 1)
 
     def _send(self, num_seqs: int) -> None:
         if self._device is not self._host:
             used = self._tables_at + num_seqs * self.max_blocks
             self._device[:used].copy_(self._host[:used], non_blocking=True)
-
-
-def bounds(batch: Batch) -> tuple[int, int]:
-    """(most rows of a sequence, longest context): the host numbers that shape an eager launch."""
-    rows = max(w.num_scheduled for w in batch.work)
-    return rows, max(w.stop for w in batch.work)
-
-
-def is_decode(batch: Batch) -> bool:
-    return all(w.num_scheduled == 1 and w.samples for w in batch.work)

@@ -19,6 +19,22 @@ from sparkdraft.core import Request, TokenLogprob
 BISECTIONS = 24  # halvings of [0, 1] to find top_p's smallest probability: below float32's resolution of the sum
 
 
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One row of logits: a request, and the drafts that are taken for its next ids when this row is sampled."""
+
+    request: Request
+    ahead: Sequence[int] = ()
+
+    @property
+    def num_output(self) -> int:
+        return len(self.request.output_ids) + len(self.ahead)
+
+    @property
+    def position(self) -> int:
+        return self.request.num_tokens + len(self.ahead)
+
+
 @dataclass(slots=True)
 class Tallies:
     """What penalties look at, on the device; kept only for requests that have penalties."""
@@ -33,10 +49,12 @@ class Sampled:
     ids: Tensor  # int64 [rows], on the device: reading it is the step's one wait
     logprobs: dict[int, tuple[Tensor, int]]  # row -> (log-probabilities [vocab], alternatives), where asked for
 
-    def report(self, row: int, chosen: int) -> list[TokenLogprob] | None:
-        if row not in self.logprobs:
+    def report(self, first: int, chosen: list[int]) -> list[TokenLogprob] | None:
+        """Of consecutive rows of one request, from row 'first' on."""
+        if first not in self.logprobs:
             return None
-        return [token_logprob(self.logprobs[row][0], chosen, self.logprobs[row][1])]
+        rows = [self.logprobs[first + i] for i in range(len(chosen))]
+        return [token_logprob(logprobs, token, top) for (logprobs, top), token in zip(rows, chosen, strict=True)]
 
 
 class Sampler:
@@ -45,41 +63,53 @@ class Sampler:
         self.eos_ids = eos_ids
         self.device = device
         self._tallies: dict[Request, Tallies] = {}
+        self._biases: dict[Request, tuple[Tensor, Tensor]] = {}
 
     @torch.inference_mode()
-    def __call__(self, logits: Tensor, requests: list[Request]) -> Sampled:
-        """Sample the next id of each request from its row of 'logits' (float32 [rows, vocab], edited in place)."""
-        logprobs = self._raw_logprobs(logits, requests)
-        for row, request in enumerate(requests):
-            self._edit(logits, row, request)
+    def __call__(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
+        """Sample an id from each row of 'logits' (float32 [rows, vocab], edited in place)."""
+        logprobs = self._raw_logprobs(logits, rows)
+        for index, row in enumerate(rows):
+            self._edit(logits, index, row)
         ids = logits.max(-1).indices  # three times as fast as argmax on a CPU
-        if any(r.params.temperature > 0 for r in requests):
-            greedy = self._column([r.params.temperature == 0 for r in requests])
-            ids = torch.where(greedy, ids, self._draw(logits, requests))
+        if any(r.request.params.temperature > 0 for r in rows):
+            greedy = self._column([r.request.params.temperature == 0 for r in rows])
+            ids = torch.where(greedy, ids, self._draw(logits, rows))
         return Sampled(ids, logprobs)
 
     def forget(self, request: Request) -> None:
         self._tallies.pop(request, None)
+        self._biases.pop(request, None)
 
     # ---- what a request's own parameters do to its row
 
-    def _edit(self, logits: Tensor, row: int, request: Request) -> None:
-        params = request.params
+    def _edit(self, logits: Tensor, index: int, row: SampleRow) -> None:
+        params = row.request.params
         if params.has_penalties:
-            self._penalise(logits[row], request)
+            self._penalise(logits[index], row)
         if params.logit_bias:
-            ids = torch.tensor(list(params.logit_bias), device=self.device)
-            logits[row, ids] += torch.tensor(list(params.logit_bias.values()), device=self.device)
-        if len(request.output_ids) < params.min_tokens:
+            ids, values = self._bias(row.request)
+            logits[index, ids] += values
+        if row.num_output < params.min_tokens:
             ends = torch.tensor([*self.eos_ids, *params.stop_ids], dtype=torch.long, device=self.device)
-            logits[row, ends] = float("-inf")
+            logits[index, ends] = float("-inf")
 
-    def _penalise(self, row: Tensor, request: Request) -> None:
-        params, tallies = request.params, self._tally(request)
-        seen = tallies.prompt | (tallies.output > 0)
+    def _penalise(self, logits: Tensor, row: SampleRow) -> None:
+        params, tallies = row.request.params, self._tally(row.request)
+        output = tallies.output
+        if row.ahead:
+            output = output.index_add(0, self._column(row.ahead), torch.ones_like(self._column(row.ahead)).int())
+        seen = tallies.prompt | (output > 0)
         factor = params.repetition_penalty
-        row.copy_(torch.where(seen, torch.where(row > 0, row / factor, row * factor), row))
-        row -= params.frequency_penalty * tallies.output + params.presence_penalty * (tallies.output > 0)
+        logits.copy_(torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits))
+        logits -= params.frequency_penalty * output + params.presence_penalty * (output > 0)
+
+    def _bias(self, request: Request) -> tuple[Tensor, Tensor]:
+        """The request's biases on the device, sent there once."""
+        if request not in self._biases:
+            bias = request.params.logit_bias
+            self._biases[request] = self._column(list(bias)), self._column(list(bias.values()))
+        return self._biases[request]
 
     def _tally(self, request: Request) -> Tallies:
         """The request's counts, brought up to its committed output."""
@@ -101,23 +131,22 @@ class Sampler:
     def _column(self, values: Sequence[float | int | bool]) -> Tensor:  # [rows]
         return torch.tensor(values, device=self.device)
 
-    def _draw(self, logits: Tensor, requests: list[Request]) -> Tensor:  # int64 [rows]
-        temperature = self._column([max(r.params.temperature, 1e-5) for r in requests]).unsqueeze(1)
+    def _draw(self, logits: Tensor, rows: list[SampleRow]) -> Tensor:  # int64 [rows]
+        params = [r.request.params for r in rows]
+        temperature = self._column([max(p.temperature, 1e-5) for p in params]).unsqueeze(1)
         probs = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
-        params = [r.params for r in requests]
         if any(p.min_p for p in params):
             probs = keep(probs, self._column([p.min_p for p in params]) * probs.amax(-1))
         if any(p.top_k for p in params):
             probs = keep(probs, top_k_floor(probs, [p.top_k for p in params]))
         if any(p.top_p < 1 for p in params):
             probs = keep(probs, nucleus_floor(probs, self._column([p.top_p for p in params])))
-        seeds = self._column([r.seed for r in requests])
-        positions = self._column([r.num_tokens for r in requests])
-        return invert(probs, uniform(seeds, positions))
+        seeds = self._column([r.request.seed for r in rows])
+        return invert(probs, uniform(seeds, self._column([r.position for r in rows])))
 
-    def _raw_logprobs(self, logits: Tensor, requests: list[Request]) -> dict[int, tuple[Tensor, int]]:
-        wanted = [i for i, r in enumerate(requests) if r.params.logprobs is not None]
-        return {i: (logits[i].log_softmax(-1), requests[i].params.logprobs or 0) for i in wanted}
+    def _raw_logprobs(self, logits: Tensor, rows: list[SampleRow]) -> dict[int, tuple[Tensor, int]]:
+        wanted = {i: r.request.params.logprobs for i, r in enumerate(rows)}
+        return {i: (logits[i].log_softmax(-1), top) for i, top in wanted.items() if top is not None}
 
 
 def token_logprob(logprobs: Tensor, chosen: int, top: int) -> TokenLogprob:

@@ -2,13 +2,14 @@
 
 Every request is the same thing at a different distance from its end: it has num_tokens known ids of which num_computed
 are in the cache, and wants the rest run. A long prompt wants many rows and gets them in chunks; a decoding request
-wants one. When blocks run out, the youngest request gives its own back and starts over later (its finished blocks may
-still be found in the prefix cache). Integers only, no tensors.
+wants one, and may carry drafts after it. When blocks run out, the youngest request gives its own back and starts over
+later (its finished blocks may still be found in the prefix cache). Integers only, no tensors.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
 from sparkdraft.cache.blocks import BlockPool
 from sparkdraft.cache.prefix import ROOT, PrefixCache
@@ -16,13 +17,15 @@ from sparkdraft.core import Batch, Request, Work
 
 
 class Scheduler:
-    def __init__(self, pool: BlockPool, prefix: PrefixCache, max_seqs: int, max_rows: int) -> None:
+    def __init__(self, pool: BlockPool, prefix: PrefixCache, max_seqs: int, max_rows: int, lookahead: int = 0) -> None:
+        """lookahead: positions after its known ids that a drafting request needs slots for."""
         assert max_rows >= max_seqs, f"max_rows {max_rows} below max_seqs {max_seqs}: decode rows would starve"
         self.pool = pool
         self.prefix = prefix
         self.block_size = prefix.block_size
         self.max_seqs = max_seqs
         self.max_rows = max_rows
+        self.lookahead = lookahead
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first: the order in which blocks are kept
 
@@ -33,33 +36,41 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
-    def schedule(self) -> Batch:
-        """Rows for everything running, oldest first, then for as many newcomers as fit."""
-        work, rows_left, num_preempted = [], self.max_rows, 0
-        position = 0
+    def decoding(self) -> list[Request]:
+        """Running requests that want one row: those that may draft."""
+        return [r for r in self.running if r.num_tokens - r.num_computed == 1]
+
+    def schedule(self, depths: Mapping[Request, int] | None = None) -> Batch:
+        """Rows for everything running, oldest first, then for as many newcomers as fit.
+
+        depths: drafts wanted after a decoding request's row. They get only what nobody needs: spare rows, free blocks.
+        """
+        work: list[Work] = []
+        preempted: list[Request] = []
+        rows_left, position = self.max_rows, 0
         while position < len(self.running):
             request = self.running[position]
             later = len(self.running) - position - 1  # each is sure of one row, whatever chunk stands before it
             want = min(request.num_tokens - request.num_computed, rows_left - later)
             while not self._grow(request, want):
-                num_preempted += 1
-                if self._preempt_youngest() is request:
+                preempted.append(self._preempt_youngest())
+                if preempted[-1] is request:
                     break
             else:
-                work.append(_work(request, want))
-                rows_left -= want
+                depth = min((depths or {}).get(request, 0), rows_left - later - want)
+                drafts = depth if depth and self._grow(request, want + self.lookahead) else 0
+                work.append(_work(request, want, drafts))
+                rows_left -= want + drafts
                 position += 1
-        if not num_preempted:
+        if not preempted:
             self._admit(work, rows_left)
         assert work or not self.has_work, "a request is waiting and nothing can run: the pool is too small for one"
-        return Batch(work, num_preempted)
+        return Batch(work, preempted)
 
-    def commit(self, batch: Batch) -> None:
-        """The step's rows are in the cache: advance, and let the prefix cache remember blocks that became full."""
-        for work in batch.work:
-            request = work.request
-            request.num_computed += work.num_scheduled
-            self._remember_full_blocks(request)
+    def commit(self, work: Work, num_accepted: int) -> None:
+        """A step's known rows and accepted drafts are in the cache: advance, and remember blocks that became full."""
+        work.request.num_computed = work.start + work.num_known + num_accepted
+        self._remember_full_blocks(work.request)
 
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it stands, and give its blocks back; the caller has set its finish reason."""
@@ -121,6 +132,6 @@ class Scheduler:
             request.chain.append(self.prefix.insert(parent, ids, request.blocks[i]))
 
 
-def _work(request: Request, rows: int) -> Work:
+def _work(request: Request, rows: int, most_drafts: int = 0) -> Work:
     start = request.num_computed
-    return Work(request, start, rows, samples=start + rows == request.num_tokens)
+    return Work(request, start, rows, start + rows == request.num_tokens, most_drafts)

@@ -51,8 +51,14 @@ class Plan:
         return "\n".join(lines + [f"fallback {f.name}: {f.reason}" for f in self.fallbacks])
 
 
-def resolve(config: EngineConfig, model: ModelConfig, hardware: Hardware, native_problem: str | None = None) -> Plan:
-    """native_problem: why the CPU kernels can not be had, or None."""
+def resolve(
+    config: EngineConfig,
+    model: ModelConfig,
+    hardware: Hardware,
+    native_problem: str | None = None,
+    drafter: ModelConfig | None = None,
+) -> Plan:
+    """native_problem: why the CPU kernels can not be had, or None. drafter: the layers that draft, counted in."""
     on_cpu = hardware.device == "cpu"
     fallbacks: list[Fallback] = []
     dtype = _dtype(config, hardware, native_problem, fallbacks)
@@ -66,9 +72,10 @@ def resolve(config: EngineConfig, model: ModelConfig, hardware: Hardware, native
     if max_rows < max_seqs:
         raise UserError(f"max_rows is {max_rows}, below max_seqs ({max_seqs}); every request needs a row a step")
     kv_itemsize = KV_ITEMSIZE[dtype]
-    weights = weight_bytes(model, WEIGHT_ITEMSIZE[dtype])
+    models = [model, drafter] if drafter else [model]
+    weights = sum(weight_bytes(m, WEIGHT_ITEMSIZE[dtype]) for m in models)
     scratch = scratch_bytes(model, max_rows, max_seqs, kv_itemsize)
-    per_block = kv_bytes_per_token(model, kv_itemsize) * config.block_size
+    per_block = sum(kv_bytes_per_token(m, kv_itemsize) for m in models) * config.block_size
     num_blocks, max_model_len = _num_blocks(config, hardware, weights + scratch, per_block, max_model_len, max_seqs)
     return Plan(
         device=hardware.device,

@@ -7,7 +7,7 @@ for the CPU kernels), the model does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -65,6 +65,17 @@ class Loader:
 
     def optional_vector(self, name: str, size: int) -> Tensor | None:
         return self.vector(name, size) if name in self._names else None
+
+    def integers(self, name: str, size: int) -> Tensor:
+        """Ids, offsets or flags, in the type they were saved in."""
+        part = self._read(name, (size,))
+        if not isinstance(part, Tensor) or part.is_floating_point():
+            raise UserError(f"{self.source.path}: {name} holds no integers; the file is damaged or of another model")
+        return part.to(self.device)
+
+    def ignore(self, names: Iterable[str]) -> None:
+        """Tensors that are known, and known not to be needed."""
+        self._left.difference_update(names)
 
     def embedding(self, name: str, count: int, width: int) -> Tensor | GroupQuant:
         """A table that kernels look rows up in, of integers where matrices are."""

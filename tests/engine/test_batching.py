@@ -54,10 +54,10 @@ def test_each_request_writes_what_it_writes_alone(folder: Path, options: dict[st
     free, num_preempted = crowd.pool.num_free, 0
     schedule = crowd.scheduler.schedule
 
-    def counted() -> object:
+    def counted(depths: object) -> object:
         nonlocal num_preempted
-        batch = schedule()
-        num_preempted += batch.num_preempted
+        batch = schedule(depths)  # type: ignore[arg-type]
+        num_preempted += len(batch.preempted)
         return batch
 
     crowd.scheduler.schedule = counted  # type: ignore[method-assign, assignment]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdraft.core import Request, SamplingParams
-from sparkdraft.engine.sampler import Sampler, invert, keep, nucleus_floor, top_k_floor, uniform
+from sparkdraft.engine.sampler import Sampler, SampleRow, invert, keep, nucleus_floor, top_k_floor, uniform
 
 VOCAB = 50
 CPU = torch.device("cpu")
@@ -23,7 +23,8 @@ def request(params: SamplingParams, prompt: list[int] | None = None, output: lis
 
 
 def sample(logits: torch.Tensor, requests: list[Request], eos: frozenset[int] = frozenset()) -> list[int]:
-    return Sampler(logits.shape[1], eos, CPU)(logits.clone(), requests).ids.tolist()
+    rows = [SampleRow(r) for r in requests]
+    return Sampler(logits.shape[1], eos, CPU)(logits.clone(), rows).ids.tolist()
 
 
 def chances(logits: torch.Tensor, params: SamplingParams, draws: int = 40000, **state: list[int]) -> torch.Tensor:
@@ -130,7 +131,7 @@ def test_penalties_as_documented() -> None:
     expected[5] -= 0.4 + 2 * 0.3
     expected[6] -= 0.4 + 0.3
     got = logits.clone()
-    Sampler(VOCAB, frozenset(), CPU)(got, [made])
+    Sampler(VOCAB, frozenset(), CPU)(got, [SampleRow(made)])
     torch.testing.assert_close(got[0], expected)
 
 
@@ -139,7 +140,7 @@ def test_counts_follow_the_output_and_are_forgotten() -> None:
     made = request(SamplingParams(frequency_penalty=2.0))
     flat = torch.zeros(1, VOCAB)
     for step in range(4):
-        ids = sampler(flat.clone(), [made]).ids.tolist()
+        ids = sampler(flat.clone(), [SampleRow(made)]).ids.tolist()
         assert ids[0] not in made.output_ids, step
         made.output_ids += ids
     sampler.forget(made)
@@ -160,6 +161,6 @@ def test_a_gpu_draws_what_a_cpu_draws() -> None:
         pytest.skip("no CUDA GPU")
     logits = torch.randn(64, 5000, generator=torch.Generator().manual_seed(6))
     rows = [request(SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=i)) for i in range(64)]
-    gpu = Sampler(5000, frozenset(), torch.device("cuda"))(logits.cuda(), rows).ids.tolist()
+    gpu = Sampler(5000, frozenset(), torch.device("cuda"))(logits.cuda(), [SampleRow(r) for r in rows]).ids.tolist()
     cpu = sample(logits, rows)
     assert sum(a == b for a, b in zip(gpu, cpu, strict=True)) >= 63  # a sum in another order may move one border

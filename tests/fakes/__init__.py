@@ -6,11 +6,15 @@ through its block table and insists that it is the request's own: any mix-up of 
 
 from __future__ import annotations
 
+import random
 import zlib
+from functools import lru_cache
+from types import SimpleNamespace
 
 import torch
 
-from sparkdraft.core import Batch, Request
+from sparkdraft.core import Batch, Request, Work
+from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.sampler import Sampler
 from sparkdraft.plan.memory import MemoryPlan
@@ -44,6 +48,8 @@ class FakeRunner:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.cache = [-1] * (plan.num_blocks * plan.block_size)
+        self.inputs = SimpleNamespace(positions=(), slots=())
+        self.taps = ()
         self.rows_run: list[int] = []  # rows of each step
         self.steps: list[list[tuple[str, int]]] = []  # (request, rows) of each step
 
@@ -54,13 +60,13 @@ class FakeRunner:
         self.rows_run.append(batch.num_rows)
         self.steps.append([(w.request.id, w.num_scheduled) for w in batch.work])
         for work in batch.work:  # all writes before any read, as in the real thing
-            for p, token in enumerate(work.request.ids(work.start, work.stop), work.start):
+            for p, token in enumerate(_ids(work), work.start):
                 self.cache[self._slot(work.request, p)] = token
         for work in batch.work:
             past = [self.cache[self._slot(work.request, p)] for p in range(work.stop)]
-            assert past == work.request.ids(0, work.stop), f"{work.request.id}: the cache holds another text"
-            if work.samples:
-                rows.append(hash_logits(past))
+            truth = work.request.ids(0, work.start) + _ids(work)
+            assert past == truth, f"{work.request.id}: the cache holds another text"
+            rows += [hash_logits(past[: len(past) - back]) for back in reversed(range(work.num_sampled))]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
 
     def _slot(self, request: Request, position: int) -> int:
@@ -68,8 +74,45 @@ class FakeRunner:
         return request.blocks[position // size] * size + position % size
 
 
+def _ids(work: Work) -> list[int]:
+    return work.request.ids(work.start, work.start + work.num_known) + work.drafts
+
+
+class FakeBlock:
+    """Stands for a block drafter over the fake model: right with a given chance at each position, else wrong."""
+
+    def __init__(self, chance: float, block_size: int = 8, seed: int = 0) -> None:
+        self.chance, self.block_size = chance, block_size
+        self.drafter = SimpleNamespace(caps=SimpleNamespace(name="fake"))
+        self._random = random.Random(seed)
+        self.observed: dict[Request, int] = {}
+
+    def propose(self, works: list[Work]) -> list[list[int]]:
+        return [self._draft(w) for w in works]
+
+    def _draft(self, work: Work) -> list[int]:
+        ids, drafts = work.request.ids(0, work.request.num_tokens), []
+        for _ in range(work.most_drafts):
+            best = int(hash_logits(ids + drafts).argmax())
+            drafts.append(best if self._random.random() < self.chance else (best + 1) % 256)
+        return drafts
+
+    def observe(self, work: Work, num_accepted: int, *rows: object) -> None:
+        seen = self.observed.get(work.request, 0)
+        assert work.start <= seen or seen == 0, "a gap: rows were committed that the drafter did not see"
+        self.observed[work.request] = work.start + work.num_known + num_accepted
+
+    def release(self, request: Request) -> None:
+        self.observed.pop(request, None)
+
+
 def hash_logits(ids: list[int]) -> torch.Tensor:
     """Logits that depend on every id before them, and on nothing else."""
+    return _hashed(tuple(ids))
+
+
+@lru_cache(maxsize=4096)
+def _hashed(ids: tuple[int, ...]) -> torch.Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(str(ids).encode()))
     return torch.randn(VOCAB, generator=generator)
 
@@ -94,8 +137,11 @@ def fake_plan(
     return Plan(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def fake_engine(**changes: object) -> Engine:
+def fake_engine(
+    block: FakeBlock | None = None, ngram: bool = False, spec: int | None = None, **changes: object
+) -> Engine:
     plan = fake_plan(**changes)  # type: ignore[arg-type]
     tokenizer = ByteTokenizer()
     sampler = Sampler(VOCAB, tokenizer.eos_ids, torch.device("cpu"))
-    return Engine(plan, FakeRunner(plan), sampler, tokenizer)  # type: ignore[arg-type]
+    drafting = Drafting(plan.max_model_len, block, ngram, spec)  # type: ignore[arg-type]
+    return Engine(plan, FakeRunner(plan), sampler, tokenizer, drafting)  # type: ignore[arg-type]

@@ -1,0 +1,152 @@
+"""Who drafts, how deep, and how it went: the engine's one view of speculation.
+
+Each step it names a depth for every decoding request (fixed by the user, or chosen by spec/depth.py), fills in drafts
+(from the request's own text where a long match is found, else from the block drafter), and afterwards hands what was
+accepted to all who learn from it. Without a drafter and without n-grams it does nothing, at no cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparkdraft.core import Batch, Request, SamplingParams, UserError
+from sparkdraft.engine.blockdraft import BlockDraft
+from sparkdraft.engine.runner import Runner
+from sparkdraft.spec.depth import DepthController, DepthState
+from sparkdraft.spec.ngram import NgramIndex
+from sparkdraft.spec.stats import SpecStats
+
+NGRAM_DEPTH = 15  # drafts a step where the text alone drafts
+
+
+@dataclass(slots=True)
+class Speculation:
+    """What is kept for one request."""
+
+    depth: dict[str, DepthState]  # by who drafts: text and model differ in what they cost and in what they get right
+    ngram: NgramIndex = field(default_factory=NgramIndex)
+    stats: SpecStats = field(default_factory=SpecStats)
+    source: str = ""  # who would draft in the coming step
+
+
+class Drafting:
+    def __init__(
+        self, max_model_len: int, block: BlockDraft | None = None, ngram: bool = False, default: int | None = None
+    ) -> None:
+        """default: the depth of requests that name none; None chooses every step, 0 is off."""
+        self.block, self.ngram, self.default = block, ngram, default
+        self.max_depth = block.block_size - 1 if block else (NGRAM_DEPTH if ngram else 0)
+        self.lookahead = self.max_depth
+        sources = (["ngram"] if ngram else []) + ([block.drafter.caps.name] if block else [])
+        self.controllers = {source: DepthController(self.max_depth) for source in sources}
+        self.total = SpecStats()
+        self._max_model_len = max_model_len
+        self._requests: dict[Request, Speculation] = {}
+
+    def check(self, params: SamplingParams) -> None:
+        if params.num_draft and params.num_draft > self.max_depth:
+            limit = f"this drafter allows {self.max_depth}" if self.max_depth else "there is no drafter"
+            raise UserError(f"num_draft is {params.num_draft}; {limit}: ask for no more, or leave it out")
+
+    def depths(self, requests: list[Request]) -> dict[Request, int]:
+        """Drafts wanted from each request that may draft in the coming step."""
+        if not self.max_depth:
+            return {}
+        depths = {r: self._asked(r) for r in requests}
+        for request in requests:
+            self._look_up(request)
+        for source, controller in self.controllers.items():
+            free = [r for r in requests if depths[r] is None and self._of(r).source == source]
+            states = [self._of(r).depth[source] for r in free]
+            depths |= zip(free, controller.choose(states, [r.num_tokens for r in free]), strict=True)
+        limited = {r: min(depth or 0, self._limit(r)) for r, depth in depths.items()}
+        return {r: depth for r, depth in limited.items() if depth > 0}
+
+    def propose(self, batch: Batch) -> None:
+        """Fill in the drafts of all work that has room for them."""
+        for request in batch.preempted:
+            self._forget_rows(request)
+        drafting = [w for w in batch.work if w.most_drafts]
+        for work in drafting:
+            work.source = self._of(work.request).source
+            if work.source == "ngram":
+                work.drafts = self._of(work.request).ngram.propose(work.most_drafts)
+        neural = [w for w in drafting if not w.drafts]
+        if self.block and neural:
+            for work, drafts in zip(neural, self.block.propose(neural), strict=True):
+                work.drafts = drafts
+
+    def observe(self, batch: Batch, num_accepted: list[int], runner: Runner) -> None:
+        """After the step: committed rows to the drafter, acceptance to the controller and the statistics."""
+        if not self.max_depth:
+            return
+        row, inputs = 0, runner.inputs
+        for work, accepted in zip(batch.work, num_accepted, strict=True):
+            end = row + work.num_scheduled
+            if self.block:
+                rows = (runner.taps[row:end], inputs.positions[row:end], inputs.slots[row:end])
+                self.block.observe(work, accepted, *rows)
+            if work.decodes:
+                kept = self._of(work.request)
+                kept.stats.record(work.num_draft, accepted, work.source)
+                source = work.source or kept.source
+                if source in self.controllers:
+                    self.controllers[source].observe(kept.depth[source], work.num_draft, accepted)
+            row = end
+
+    def timed(self, batch: Batch, draft: float, verify: float) -> None:
+        if not self.max_depth or not batch.decodes:
+            return
+        deepest, context = max(w.num_draft for w in batch.work), max(w.stop for w in batch.work)
+        used = {w.source for w in batch.work if w.num_draft}
+        for source, controller in self.controllers.items():
+            if used <= {source}:  # a plain step tells all of them something, a mixed one nobody
+                controller.measured(deepest, len(batch.work), context, draft + verify)
+        for work in batch.work:
+            if work.request in self._requests:
+                self._requests[work.request].stats.add_time(draft, verify)
+
+    def report(self, request: Request) -> dict[str, Any] | None:
+        kept = self._requests.get(request)
+        return None if kept is None else kept.stats.as_dict()
+
+    def release(self, request: Request) -> None:
+        self._forget_rows(request)
+        kept = self._requests.pop(request, None)
+        if kept is not None:
+            for source, controller in self.controllers.items():
+                controller.close(kept.depth[source])
+            self.total.merge(kept.stats)
+
+    # ---- the parts
+
+    def _asked(self, request: Request) -> int | None:
+        asked = request.params.num_draft
+        return self.default if asked is None else asked
+
+    def _limit(self, request: Request) -> int:
+        """No drafts past the last token wanted, and none where a block would reach past the context's end."""
+        if request.num_tokens + self.lookahead > self._max_model_len:
+            return 0
+        return min(self.max_depth, request.max_output - len(request.output_ids) - 1)
+
+    def _of(self, request: Request) -> Speculation:
+        kept = self._requests.get(request)
+        if kept is None:
+            states = {source: controller.open() for source, controller in self.controllers.items()}
+            kept = self._requests[request] = Speculation(states)
+        return kept
+
+    def _look_up(self, request: Request) -> None:
+        """A long match in the request's own text goes first: it is free, and seldom wrong."""
+        kept = self._of(request)
+        kept.source = self.block.drafter.caps.name if self.block else ""
+        if self.ngram:
+            kept.ngram.extend(request.ids(len(kept.ngram), request.num_tokens))
+            if kept.ngram.match_length >= kept.ngram.min_match:
+                kept.source = "ngram"
+
+    def _forget_rows(self, request: Request) -> None:
+        if self.block:
+            self.block.release(request)

@@ -1,0 +1,231 @@
+"""What a DFlash checkpoint says of itself, in one record for both ways of writing it down.
+
+z-lab keeps the drafter's dimensions at the top of config.json and the rest in `dflash_config`; speculators keeps the
+dimensions in `transformer_layer_config` and counts taps from the embedding, one higher. Whatever would change the
+computation and is not built here is refused by name; reading tensors is dflash.py's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sparkdraft.core import UserError
+from sparkdraft.models.config import ModelConfig
+
+Config = Mapping[str, Any]
+
+# Keys that name another algorithm or a computation we do not have, and what it is called.
+FOREIGN = {
+    "conv_kernel_size": "dflash2",
+    "selector_rank": "dflash2",
+    "markov_rank": "dspark",
+    "enable_confidence_head": "dspark",
+    "sample_from_anchor": "dspark (sample_from_anchor)",
+    "gru_hidden_dim": "domino",
+    "attention_sink_bias": "dflash with attention sinks",
+    "pure_draft_prefix_len": "dflash with a pure draft prefix",
+    "shift_label": "dflash with shifted labels",
+}
+# Keys that must have one of the values named, where they are given at all.
+ONLY = {
+    "projector_type": (None, "", "dflash"),
+    "attention_value_scale": (None, 1, 1.0),
+    "use_aux_hidden_state": (None, True),
+    "is_neox_style": (None, True),
+    "hidden_act": (None, "silu"),
+}
+
+
+class LayerMask(NamedTuple):
+    window: int  # a row sees keys nearer than this; 0: all
+    causal: bool  # whether a row of the block is blind to the rows after it
+
+
+@dataclass(frozen=True, slots=True)
+class DraftConfig:
+    model: ModelConfig  # the drafter's own layers; vocab_size is that of the target
+    taps: tuple[int, ...]  # target blocks, from 0; the residual after each is read, in this order
+    block_size: int  # the anchor counts
+    mask_token_id: int
+    layers: tuple[LayerMask, ...]
+    draft_vocab_size: int  # of an output head of its own, where the checkpoint has one
+    target_hidden_size: int
+    num_target_layers: int | None = None  # where the config says
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    softcap: float | None = None
+
+    @staticmethod
+    def read(config: Config) -> DraftConfig:
+        if "speculators_model_type" in config or "speculators_config" in config:
+            return _read_speculators(config)
+        return _read_zlab(config)
+
+
+def check_fits(draft: DraftConfig, target: ModelConfig) -> None:
+    """Raises UserError when the drafter was not made for a target of this shape."""
+    vocab, layers, beyond = target.vocab_size, target.num_layers, [t for t in draft.taps if t >= target.num_layers]
+    for own in (draft.model.hidden_size, draft.target_hidden_size):
+        _fits(own == target.hidden_size, f"it has hidden size {own}, the model {target.hidden_size}")
+    _fits(draft.model.vocab_size == vocab, f"it has a vocabulary of {draft.model.vocab_size}, the model one of {vocab}")
+    _fits(draft.draft_vocab_size <= vocab, f"it drafts among {draft.draft_vocab_size} ids, the model has {vocab}")
+    _fits(not beyond, f"it reads block {max(beyond, default=0)}, the model has {layers}, counted from 0")
+    made_for = draft.num_target_layers
+    _fits(made_for in (None, layers), f"it was made for a model of {made_for} blocks, this one has {layers}")
+    mask = draft.mask_token_id
+    _fits(0 <= mask < vocab, f"its mask id {mask} is outside the model's vocabulary of {vocab}")
+
+
+def _fits(ok: bool, reason: str) -> None:
+    if not ok:
+        raise UserError(
+            f"The drafter does not fit the model: {reason}; use the drafter that was trained for this model."
+        )
+
+
+# ---- the two dialects
+
+
+def _read_zlab(config: Config) -> DraftConfig:
+    architectures = list(config.get("architectures") or [])
+    if architectures and "DFlashDraftModel" not in architectures:
+        raise _not_built(str(architectures[0]))
+    if "dflash_config" not in config and not architectures:
+        raise _not_built(str(config.get("model_type", "unknown")))
+    inner = config.get("dflash_config") or {}
+    both = {**config, **inner}  # a key may stand in either place; the inner one counts, as in z-lab's own code
+    _refuse_foreign(both)
+    model = ModelConfig.from_hf(_one_rope(config))
+    target_layers = config.get("num_target_layers")
+    taps = both.get("target_layer_ids")
+    if taps is None:
+        taps = _default_taps(target_layers, model.num_layers)
+    softcap = float(both.get("final_logit_softcapping") or 0)
+    return _checked(
+        DraftConfig(
+            model=model,
+            taps=_ids(taps, "target_layer_ids"),
+            block_size=int(both.get("block_size") or 16),
+            mask_token_id=_required(both, "mask_token_id"),
+            layers=_zlab_layers(config, inner, model.num_layers),
+            draft_vocab_size=int(both.get("draft_vocab_size") or model.vocab_size),
+            target_hidden_size=int(both.get("target_hidden_size") or model.hidden_size),
+            num_target_layers=target_layers,
+            input_embedding_scale=float(both.get("input_embedding_scale", 1.0)),
+            output_multiplier=float(both.get("output_multiplier", 1.0)),
+            softcap=softcap if softcap > 0 else None,
+        )
+    )
+
+
+def _read_speculators(config: Config) -> DraftConfig:
+    stated = config.get("speculators_config") or {}
+    algorithm = str(config.get("speculators_model_type") or stated.get("algorithm"))
+    if algorithm != "dflash":
+        raise _not_built(algorithm)
+    body = config.get("transformer_layer_config")
+    if not isinstance(body, Mapping):
+        raise UserError(
+            "config.json has no 'transformer_layer_config': a speculators drafter keeps its dimensions there"
+        )
+    _refuse_foreign({**body, **config})
+    model = ModelConfig.from_hf(_one_rope({"model_type": "qwen3", **body}))
+    taps = _ids(config.get("aux_hidden_state_layer_ids"), "aux_hidden_state_layer_ids")
+    if 0 in taps:
+        raise UserError("The drafter reads the embedding (aux_hidden_state_layer_ids has 0), which is not built yet")
+    causal = not config.get("sliding_window_non_causal", False)  # full layers always see the whole block
+    layers = tuple(LayerMask(w, causal and sliding) for w, sliding in _windows(body, model.num_layers))
+    return _checked(
+        DraftConfig(
+            model=model,
+            taps=tuple(tap - 1 for tap in taps),  # there, 1 is what block 0 leaves behind
+            block_size=int(config.get("block_size") or 8),
+            mask_token_id=_required(config, "mask_token_id"),
+            layers=layers,
+            draft_vocab_size=int(config.get("draft_vocab_size") or model.vocab_size),
+            target_hidden_size=int(config.get("target_hidden_size") or model.hidden_size),
+        )
+    )
+
+
+def _zlab_layers(config: Config, inner: Config, num_layers: int) -> tuple[LayerMask, ...]:
+    """Who says whether a block is causal: the config, else dflash_config, else whether the layer slides."""
+    said = config.get("is_causal")
+    if said is None:
+        said = inner.get("causal")
+    if inner.get("use_swa"):
+        return (LayerMask(_required(inner, "swa_window_size"), bool(said)),) * num_layers
+    windows = _windows(config, num_layers)
+    return tuple(LayerMask(w, sliding if said is None else bool(said)) for w, sliding in windows)
+
+
+def _windows(config: Config, num_layers: int) -> list[tuple[int, bool]]:
+    """(window, is a sliding layer) of each layer, with transformers' defaults for Qwen3."""
+    window = int(config.get("sliding_window") or 0) if config.get("use_sliding_window", True) else 0
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = int(config.get("max_window_layers") or 0) if window else num_layers
+        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
+    unknown = set(kinds) - {"sliding_attention", "full_attention"}
+    if unknown or len(kinds) != num_layers:
+        known = f"{num_layers} of full_attention or sliding_attention"
+        raise UserError(f"The drafter's layer_types are {', '.join(map(str, kinds))}; they must be {known}")
+    return [(window, True) if kind == "sliding_attention" else (0, False) for kind in kinds]
+
+
+# ---- the parts
+
+
+def _default_taps(target_layers: int | None, draft_layers: int) -> list[int]:
+    """z-lab's choice where a config is silent: evenly from block 1 to the third from the end."""
+    if not target_layers:
+        raise UserError(
+            "The drafter's config names neither target_layer_ids nor num_target_layers; one of them is needed"
+        )
+    if draft_layers == 1:
+        return [target_layers // 2]
+    return [round(1 + i * (target_layers - 4) / (draft_layers - 1)) for i in range(draft_layers)]
+
+
+def _one_rope(config: Config) -> Config:
+    """Where rotations are given for each kind of layer: speculators then turns all layers like the sliding ones."""
+    rope = config.get("rope_parameters") or {}
+    return {**config, "rope_parameters": rope["sliding_attention"]} if "sliding_attention" in rope else config
+
+
+def _refuse_foreign(config: Config) -> None:
+    for key, kind in FOREIGN.items():
+        if config.get(key):
+            raise _not_built(kind)
+    if any(key.startswith("lilicorr") for key in config):
+        raise _not_built("lilicorr")
+    for key, allowed in ONLY.items():
+        if config.get(key) not in allowed:
+            raise _not_built(f"dflash with {key} {config[key]}")
+
+
+def _not_built(kind: str) -> UserError:
+    return UserError(f"Drafters of the kind '{kind}' are not built yet: use a DFlash drafter, of z-lab or speculators.")
+
+
+def _required(config: Config, key: str) -> int:
+    if not isinstance(config.get(key), int):
+        raise UserError(f"The drafter's config has no {key}, or one that is not a whole number: check its config.json.")
+    return int(config[key])
+
+
+def _ids(values: Sequence[Any] | None, key: str) -> tuple[int, ...]:
+    ids = tuple(values or ())
+    if not ids or any(type(v) is not int or v < 0 for v in ids) or len(set(ids)) < len(ids):
+        raise UserError(f"The drafter's {key} is {values}; it must list distinct block numbers: check its config.json.")
+    return ids
+
+
+def _checked(draft: DraftConfig) -> DraftConfig:
+    if draft.block_size < 2:
+        raise UserError(
+            f"The drafter's block_size is {draft.block_size}; it counts the anchor, so at least 2 is needed."
+        )
+    return draft

@@ -1,0 +1,358 @@
+"""Chooses how many tokens to draft for each request, every step, so that tokens a second are highest.
+
+A step that drafts d tokens commits 1 + p1 + p1 p2 + ... + p1..pd of them on average and takes a time that was measured:
+the controller learns the p's (for each request, leaning on what all requests showed) and the times (by depth, batch and
+context), and takes the depths whose quotient is largest, which may be 0. It runs nothing and knows no tensors: the
+engine drafts and verifies, says what was accepted and how long the step took.
+
+A request at depth 0 is parked: a counter runs, and nothing else. It would never learn that its text has become easy, so
+it probes: one step with a small draft. A probe that costs x plain steps more than a plain step does, and is followed by
+x / 0.012 plain tokens, loses 1.2 % on any machine: x = 0.57 (two CPU cores, depth 1) asks for 48 tokens, x = 0.13 (a
+GPU, depth 4) for 11. Text that turns easy waits half of that on average, then for as long as luck withholds a first
+acceptance. So the wait doubles from 16 tokens to 32 and no further unless the budget asks for more: longer waits would
+save less than that 1.2 % and lose the 50 tokens within which drafting shall come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import sub, truediv
+
+Bucket = tuple[int, int]  # log2 of the batch, log4 of the context in units of 256 tokens
+
+MEMORY = 0.985  # what a step leaves of older steps' counts: about 65 steps are remembered
+TRUST = 6.0  # how many observations the shared prior is worth to a new request
+INHERIT = 0.9  # how much of a position's departure from the prior the next position expects for itself
+SURPRISE = 6.0  # squared deviations after which the text is taken to have changed
+FADE = 0.9  # what a step leaves of older surprise
+MARGIN = 1.02  # what drafting must promise over plain decoding before a parked request leaves depth 0
+BUDGET = 0.012  # share of time that probing may cost
+FIRST_WAIT, LONG_WAIT = 16, 32  # tokens between probes: the first after parking, and where doubling ends
+MAX_PROBE = 4
+REDRAW = 8  # a mean of this many steps moves little with each: the curve is redrawn after as many more
+LATE = 1.5  # a step slower than this times the belief counts as this slow: something else ran
+
+
+@dataclass(slots=True)
+class DepthState:
+    """What one request has shown; the controller alone writes it."""
+
+    taken: list[float]  # by position: decayed count of drafts accepted
+    tried: list[float]  # by position: decayed count of drafts that were compared at all
+    trust: float = TRUST
+    surprise: float = 0.0  # decayed sum of accepted minus expected, and its variance
+    variance: float = 0.0
+    tokens: list[float] = field(default_factory=list)  # expected tokens by depth; empty when an observation came since
+    parked: Bucket | None = None  # the bucket it was parked in; in another the question is asked again
+    waited: int = 0  # plain tokens since it was parked or probed last
+    wait: int = FIRST_WAIT
+    probe: int = 0  # depth of the probe that must follow a probe that went well
+    price: float = 0.0  # of the probe under way, in tokens that plain steps would have written meanwhile
+    spent: float = 0.0  # on this run of probes, less what they brought
+
+    def rests(self, bucket: Bucket) -> bool:
+        """Parked, and nothing to decide; costs are still learnt while it rests, so it looks again now and then."""
+        return self.parked == bucket and not self.probe and self.waited < self.wait and self.waited % FIRST_WAIT != 0
+
+    def forget(self) -> None:
+        """The text has changed: what was learnt, and what other requests showed, counts as one observation each."""
+        keep = 1 / max(self.tried[0], 1.0)
+        self.taken = [n * keep for n in self.taken]
+        self.tried = [n * keep for n in self.tried]
+        self.trust, self.surprise, self.variance = 1.0, 0.0, 0.0
+
+
+class DepthController:
+    def __init__(self, max_depth: int, acceptance: float = 0.7) -> None:
+        assert max_depth >= 1 and 0 < acceptance < 1, f"max_depth {max_depth}, acceptance {acceptance}"
+        self.max_depth = max_depth
+        self.start = [acceptance] * max_depth
+        self.prior = self.start
+        self.taken = [0.0] * max_depth  # over closed requests, decayed
+        self.tried = [0.0] * max_depth
+        self.costs: dict[Bucket, StepCosts] = {}
+        # Before anything is measured drafting costs something, so that plain steps are tried too.
+        self.unmeasured = StepCosts([1.0] + [1.1 + 0.03 * depth for depth in range(1, max_depth + 1)])
+        self.mixed: tuple[int, int, float] = (0, 0, 1.0)  # last choice: deepest, requests, time over a uniform step's
+
+    def open(self) -> DepthState:
+        return DepthState([0.0] * self.max_depth, [0.0] * self.max_depth)
+
+    def close(self, state: DepthState) -> None:
+        """Fold a request into the shared prior; a long one counts no more than some ten steps."""
+        if not state.tried[0]:
+            return
+        share = min(1.0, 10 / state.tried[0])
+        self.taken = [0.9 * old + share * new for old, new in zip(self.taken, state.taken, strict=True)]
+        self.tried = [0.9 * old + share * new for old, new in zip(self.tried, state.tried, strict=True)]
+        self.prior = conditional_acceptance(self.taken, self.tried, self.start, TRUST)
+
+    def choose(self, states: Sequence[DepthState], contexts: Sequence[int]) -> list[int]:
+        """Depths for one step over these requests; contexts in tokens, of which the mean picks the bucket."""
+        num = len(states)
+        if not num:
+            return []
+        bucket = bucket_of(num, sum(contexts) // num)
+        if all(state.rests(bucket) for state in states):
+            self.mixed = (0, num, 1.0)
+            return [0] * num
+        costs = self._costs(bucket)
+        price = costs.price(num)
+        depths = best_depths([self._tokens(s) for s in states], [s.parked is not None for s in states], price)
+        drafting = any(depths)
+        for state, depth in zip(states, depths, strict=True):
+            if depth:
+                state.parked, state.probe, state.spent = None, 0, 0.0
+            elif state.parked is None:
+                state.parked, state.waited, state.wait = bucket, 0, FIRST_WAIT
+            else:
+                state.parked = bucket
+        self._add_probes(states, depths, price, drafting)
+        self.mixed = (max(depths), num, price.step(depths) / costs.curve()[max(depths)])
+        return depths
+
+    def observe(self, state: DepthState, drafted: int, accepted: int) -> None:
+        """After a step. Nothing is known of drafts behind the first refused: they are neither taken nor refused."""
+        if drafted == 0:
+            state.waited += 1
+            return
+        assert 0 <= accepted <= drafted <= self.max_depth, f"{accepted} accepted of {drafted}, at most {self.max_depth}"
+        if state.parked is not None:
+            self._probed(state, drafted, accepted)
+        else:
+            self._surprised(state, drafted, accepted)
+        state.taken = [n * MEMORY for n in state.taken]
+        state.tried = [n * MEMORY for n in state.tried]
+        state.trust = max(state.trust * MEMORY, 1.0)  # the prior fades too, or it would outweigh rare acceptances
+        for position in range(accepted):
+            state.taken[position] += 1
+            state.tried[position] += 1
+        if accepted < drafted:
+            state.tried[accepted] += 1
+        state.tokens = []
+
+    def measured(self, depth: int, num_seqs: int, context: int, seconds: float) -> None:
+        """Wall time of a whole step without prompts: its deepest draft, its requests, their mean context in tokens."""
+        assert 0 <= depth <= self.max_depth and seconds > 0, f"depth {depth} of {self.max_depth}, {seconds} s"
+        bucket = bucket_of(num_seqs, context)
+        if bucket not in self.costs:
+            self.costs[bucket] = StepCosts(self._costs(bucket).curve())
+        deepest, num, share = self.mixed
+        # Where requests drafted to different depths the step was cheaper than one of that depth for all.
+        uniform = seconds / share if (deepest, num) == (depth, num_seqs) else seconds
+        self.costs[bucket].learn(depth, uniform)
+
+    def describe(self) -> str:
+        """Learnt acceptance and milliseconds a step, by depth."""
+        shown = [d for d in (0, 1, 2, 3, 5, 7, 11, 15, 23, 31) if d <= self.max_depth]
+        lines = [f"{'depth':<26}" + "".join(f"{d:>8}" for d in shown)]
+        accepted = "".join(f"{self.prior[d - 1]:>8.3f}" if d else f"{'':>8}" for d in shown)
+        lines.append(f"{'accepted, if reached':<26}" + accepted)
+        for (batch, context), costs in sorted(self.costs.items()):
+            name = f"ms, {1 << batch} x {256 << 2 * context} tokens"
+            cells = (f"{1e3 * costs.curve()[d]:.2f}" + ("" if costs.weight[d] else "~") for d in shown)
+            lines.append(f"{name:<26}" + "".join(f"{cell:>8}" for cell in cells))
+        return "\n".join([*lines, "~ estimated from its neighbours"])
+
+    # ---- the parts
+
+    def _tokens(self, state: DepthState) -> list[float]:
+        if not state.tokens:
+            chances = conditional_acceptance(state.taken, state.tried, self.prior, state.trust)
+            state.tokens = expected_tokens(chances)
+        return state.tokens
+
+    def _costs(self, bucket: Bucket) -> StepCosts:
+        """A bucket never measured looks like the nearest that was: only the ratios within a bucket matter."""
+        if bucket in self.costs or not self.costs:
+            return self.costs.get(bucket, self.unmeasured)
+        # The batch bends the curve more than the context; of two as near, the larger makes drafting dearer.
+        nearest = min(self.costs, key=lambda b: (2 * abs(b[0] - bucket[0]) + abs(b[1] - bucket[1]), -b[0], -b[1]))
+        return self.costs[nearest]
+
+    def _add_probes(self, states: Sequence[DepthState], depths: list[int], price: Price, drafting: bool) -> None:
+        """Parked requests whose time has come draft a little; those past half their wait join, to share the cost."""
+        parked = [i for i, state in enumerate(states) if state.parked is not None]
+        if not any(states[i].probe or states[i].waited >= states[i].wait for i in parked):
+            return
+        usual = price.probe_depth()
+        probing = [i for i in parked if states[i].probe or 2 * states[i].waited >= states[i].wait]
+        for i in probing:
+            depths[i] = min(states[i].probe or usual, self.max_depth)
+        share = 0.0 if drafting else price.fixed / len(probing)
+        for i in probing:
+            states[i].price = (share + price.rows[depths[i]]) * len(states) / price.plain
+
+    def _probed(self, state: DepthState, drafted: int, accepted: int) -> None:
+        """A probe that went well is followed at once by a deeper one, until choose() leaves depth 0 or one fails."""
+        state.spent = max(state.spent + state.price - accepted, 0.0)
+        if accepted >= state.price:
+            if not state.probe:
+                state.forget()
+            state.probe = min(2 * drafted, MAX_PROBE)
+        else:
+            state.wait = max(min(2 * state.wait, LONG_WAIT), round(state.spent / BUDGET))
+            state.waited, state.probe, state.spent = 0, 0, 0.0
+
+    def _surprised(self, state: DepthState, drafted: int, accepted: int) -> None:
+        """Compare the step with what was expected of it; text that changed is forgotten faster than memory fades."""
+        tokens = self._tokens(state)
+        reached, excess, variance = 1.0, 0.0, 0.0
+        for position in range(min(accepted + 1, drafted)):
+            chance = (tokens[position + 1] - tokens[position]) / reached if reached > 1e-9 else 0.0
+            reached *= chance
+            excess += (position < accepted) - chance
+            variance += chance * (1 - chance)
+        state.surprise = FADE * state.surprise + excess
+        state.variance = FADE**2 * state.variance + variance
+        if state.surprise**2 > SURPRISE * (state.variance + 0.5):  # the half: one refusal of a sure thing is no change
+            state.forget()
+
+
+class StepCosts:
+    """Seconds of a step by depth, in one bucket: decayed means, and a shape borrowed for depths not yet seen."""
+
+    def __init__(self, shape: list[float]) -> None:
+        self.shape = shape
+        self.seconds = [0.0] * len(shape)
+        self.weight = [0.0] * len(shape)  # observations behind each mean; 0 when never seen
+        self._curve: list[float] = []
+        self._prices: dict[int, Price] = {}
+        self._age = 0  # observations since the curve was drawn
+
+    def learn(self, depth: int, seconds: float) -> None:
+        believed, weight = self.seconds[depth], self.weight[depth]
+        self._age += 1
+        if weight < REDRAW or self._age >= REDRAW:
+            self._curve = []
+        # A step can be late by accident, not early: half the time believed means that the belief was the accident.
+        if not weight or seconds < believed / 2:
+            self.seconds[depth], self.weight[depth] = seconds, 1.0
+            return
+        excess = min(seconds / believed, LATE) - 1
+        self.weight[depth] = min(weight + 1, 50)
+        self.seconds[depth] *= 1 + excess / self.weight[depth]
+        if weight >= 4:
+            # A depth known well that is slow today says that the machine is, or that the context grew: all depths are.
+            # Without this, depths not visited lately would look cheap and be visited for it.
+            self.seconds = [s * (1 + 0.1 * excess) for s in self.seconds]
+
+    def curve(self) -> list[float]:
+        """Never falling with depth. Between depths seen, the correction of the borrowed shape is interpolated."""
+        if not self._curve:
+            seen = [d for d, weight in enumerate(self.weight) if weight]
+            factor = [self.seconds[d] / self.shape[d] for d in seen]
+            values = [s * interpolate(seen, factor, d) for d, s in enumerate(self.shape)] if seen else self.shape
+            self._curve = never_falling(values, [max(weight, 0.1) for weight in self.weight])
+            self._prices, self._age = {}, 0
+        return self._curve
+
+    def price(self, num: int) -> Price:
+        curve = self.curve()
+        if num not in self._prices:
+            self._prices[num] = Price.of(curve, num)
+        return self._prices[num]
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """A step's time taken apart: the plain step, what drafting costs at all, and the rows of each request."""
+
+    plain: float
+    fixed: float
+    rows: list[float]  # by depth, for one of the requests
+    uniform: list[float]  # by depth, the step in which all draft to it; at 0 with the fixed part, as if one drafted
+
+    @classmethod
+    def of(cls, curve: list[float], num: int) -> Price:
+        slope = (curve[3] - curve[1]) / 2 if len(curve) > 3 else 0.0
+        fixed = max(curve[1] - curve[0] - slope, 0.0)
+        rows = [max(seconds - curve[0] - fixed, 0.0) / num for seconds in curve]
+        return cls(curve[0], fixed, rows, [curve[0] + fixed + num * seconds for seconds in rows])
+
+    def step(self, depths: Sequence[int]) -> float:
+        return self.plain + (self.fixed if any(depths) else 0.0) + sum(self.rows[d] for d in depths)
+
+    def probe_depth(self) -> int:
+        """The deepest probe that costs little more than the shallowest."""
+        allowed = 1.25 * (self.fixed + self.rows[1])
+        cheap = sum(self.fixed + seconds <= allowed for seconds in self.rows[1 : MAX_PROBE + 1])
+        return max(cheap, 1)  # rows never fall with depth, so the cheap ones come first
+
+
+def best_depths(tokens: Sequence[Sequence[float]], parked: Sequence[bool], price: Price) -> list[int]:
+    """Depths that maximise tokens a second over the batch.
+
+    At the best rate r (tokens a second) drafts are worth their rows' time t where they bring more than r t tokens, for
+    each request by itself; so begin with r of the best common depth, let each choose, compute the r that gives, repeat.
+    """
+    num = len(tokens)
+    plain_rate = num / price.plain
+    together = tokens[0] if num == 1 else map(sum, zip(*tokens, strict=True))
+    rate = max(map(truediv, together, price.uniform))
+    for _ in range(4):
+        row_tokens = [rate * seconds for seconds in price.rows]
+        depths = [_best_depth(own, row_tokens, rests) for own, rests in zip(tokens, parked, strict=True)]
+        reached = sum(own[d] for own, d in zip(tokens, depths, strict=True)) / price.step(depths)
+        if reached <= rate * 1.001:
+            break
+        rate = reached
+    return depths if rate > plain_rate * (MARGIN if all(parked) else 1.0) else [0] * num
+
+
+def _best_depth(tokens: Sequence[float], row_tokens: Sequence[float], rests: bool) -> int:
+    net = list(map(sub, tokens, row_tokens))
+    best = max(net)
+    return net.index(best) if best > net[0] * (MARGIN if rests else 1.0) else 0
+
+
+def expected_tokens(chances: Sequence[float]) -> list[float]:
+    """Tokens a step commits on average, by depth from 0, given the acceptance of each position once it is reached."""
+    total, reached, tokens = 1.0, 1.0, [1.0]
+    for chance in chances:
+        reached *= chance
+        total += reached
+        tokens.append(total)
+    return tokens
+
+
+def conditional_acceptance(
+    taken: Sequence[float], tried: Sequence[float], prior: Sequence[float], trust: float
+) -> list[float]:
+    """By position: the counts, leaning on the prior moved by as much as the position before departs from its own."""
+    chances, departure = [], 0.0
+    for hits, count, usual in zip(taken, tried, prior, strict=True):
+        base = usual + INHERIT * departure
+        base = 0.0 if base < 0.0 else 1.0 if base > 1.0 else base
+        chance = (hits + trust * base) / (count + trust)
+        departure = chance - usual
+        chances.append(chance)
+    return chances
+
+
+def bucket_of(num_seqs: int, context: int) -> Bucket:
+    return (num_seqs - 1).bit_length(), (max(context - 1, 0) // 256).bit_length() + 1 >> 1
+
+
+def interpolate(xs: Sequence[int], ys: Sequence[float], x: int) -> float:
+    """Piecewise linear through the points, level outside them."""
+    if x <= xs[0]:
+        return ys[0]
+    for i in range(1, len(xs)):
+        if x <= xs[i]:
+            return ys[i - 1] + (ys[i] - ys[i - 1]) * (x - xs[i - 1]) / (xs[i] - xs[i - 1])
+    return ys[-1]
+
+
+def never_falling(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The nearest sequence that never falls: neighbours in the wrong order share their weighted mean."""
+    pools: list[tuple[float, float, int]] = []  # mean, weight, how many
+    for value, weight in zip(values, weights, strict=True):
+        mean, total, count = value, weight, 1
+        while pools and pools[-1][0] > mean:
+            before, before_weight, before_count = pools.pop()
+            mean = (mean * total + before * before_weight) / (total + before_weight)
+            total, count = total + before_weight, count + before_count
+        pools.append((mean, total, count))
+    return [mean for mean, _, count in pools for _ in range(count)]

@@ -1,0 +1,205 @@
+"""The DFlash drafter: a few layers that fill in a block of masks from what the target's hidden states say of the text.
+
+A committed row reaches the drafter only as keys and values, projected for all layers at once from the target's taps
+(`observe`); queries come from the block alone, so one pass drafts the whole block (`propose`). Embedding and head are
+the target's unless the checkpoint has its own; when to draft, and what becomes of it, is the engine's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from sparkdraft.cache.formats.dense import DenseKV
+from sparkdraft.core import UserError
+from sparkdraft.models.blocks import Attention, Decoder, GatedMLP, Step
+from sparkdraft.models.rope import rope_table
+from sparkdraft.spec.config import DraftConfig, LayerMask
+from sparkdraft.spec.drafter import DraftBlock, DrafterCaps
+from sparkdraft.weights.linear import Linear
+from sparkdraft.weights.loader import Loader
+from sparkdraft.weights.quant.group import GroupQuant
+
+ENTRY = "fc.weight"  # every DFlash checkpoint has one; what stands before it stands before every name
+UNUSED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")  # training's own
+
+
+def caps_of(draft: DraftConfig) -> DrafterCaps:
+    """All that the engine must know before the weights are read: above all the shape of the drafter's K/V."""
+    model = draft.model
+    shape = (model.num_layers, model.num_kv_heads, model.head_dim)
+    return DrafterCaps("dflash", draft.taps, draft.block_size, draft.mask_token_id, *shape, model.max_position)
+
+
+class BlockAttention(Attention):
+    """A layer's attention as the drafter was trained: rows of a block may see each other, and a window may end."""
+
+    def __init__(self, draft: DraftConfig, layer: int, load: Loader, name: str, ops: ModuleType) -> None:
+        super().__init__(draft.model, layer, load, name, ops, qk_norm=True)
+        self.mask: LayerMask = draft.layers[layer]
+
+    def add_to(self, residual: Tensor, x: Tensor, rope: Tensor, step: Step) -> None:
+        qkv = self.qkv.linear(x)
+        counts = (self.num_heads, self.num_kv_heads)
+        self.ops.qk_norm_rope(qkv, step.positions, rope, *counts, self.q_norm, self.k_norm, self.eps)
+        heads = qkv.view(qkv.shape[0], -1, self.head_dim)  # [rows, heads + 2 * kv_heads, head_dim]
+        q, k, v = heads.split((*counts, self.num_kv_heads), dim=1)
+        step.kv.write(self.layer, k, v, step.slots)
+        window, causal = self.mask
+        self.o.add_to(residual, step.kv.attend(self.layer, q, step.view, self.scale, causal, window))
+
+    def keep(self, kv_part: Tensor, positions: Tensor, rope: Tensor, kv: DenseKV, slots: Tensor) -> None:
+        """Write context rows: kv_part [rows, 2 * kv_heads * head_dim], the keys first, changed in place."""
+        self.ops.qk_norm_rope(kv_part, positions, rope, 0, self.num_kv_heads, None, self.k_norm, self.eps)
+        heads = kv_part.view(kv_part.shape[0], -1, self.head_dim)  # [rows, 2 * kv_heads, head_dim]
+        k, v = heads.split((self.num_kv_heads, self.num_kv_heads), dim=1)
+        kv.write(self.layer, k, v, slots)
+
+
+class DraftLayer:
+    """x += attention(norm(x)); x += mlp(norm(x)). Context rows pass neither norm."""
+
+    def __init__(self, draft: DraftConfig, layer: int, load: Loader, prefix: str, ops: ModuleType) -> None:
+        name, hidden = f"{prefix}layers.{layer}", draft.model.hidden_size
+        self.ops, self.eps = ops, draft.model.rms_eps
+        self.input_norm = load.vector(f"{name}.input_layernorm.weight", hidden)
+        self.attention = BlockAttention(draft, layer, load, f"{name}.self_attn", ops)
+        self.post_norm = load.vector(f"{name}.post_attention_layernorm.weight", hidden)
+        self.mlp = GatedMLP(draft.model, load, f"{name}.mlp", ops)
+
+    def add_to(self, residual: Tensor, rope: Tensor, step: Step) -> None:
+        self.attention.add_to(residual, self.ops.rms_norm(residual, self.input_norm, self.eps), rope, step)
+        self.mlp.add_to(residual, self.ops.rms_norm(residual, self.post_norm, self.eps))
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Where a block enters and leaves the layers."""
+
+    embedding: Tensor | GroupQuant
+    mask_row: Tensor | None  # [hidden], stands in for the mask id's row of the embedding
+    norm: Tensor
+    head: Linear
+    d2t: Tensor | None  # int64 [draft vocabulary]: target id minus draft id
+
+
+class DFlash:
+    def __init__(
+        self,
+        draft: DraftConfig,
+        fc: Linear,  # [hidden, taps * target hidden]
+        hidden_norm: Tensor,
+        context_kv: Linear,  # [layers * 2 * kv_heads * head_dim, hidden]: k and v of layer 0, of layer 1, ...
+        layers: list[DraftLayer],
+        ends: Ends,
+        rope: Tensor,  # float32 [positions, head_dim]
+        kv: DenseKV,
+        ops: ModuleType,
+    ) -> None:
+        self.caps, self.draft, self.eps = caps_of(draft), draft, draft.model.rms_eps
+        self.fc, self.hidden_norm, self.context_kv = fc, hidden_norm, context_kv
+        self.layers, self.ends, self.rope, self.kv, self.ops = layers, ends, rope, kv, ops
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights that one draft reads, the head included and `observe` left out."""
+        matrices = [m for x in self.layers for m in (x.attention.qkv, x.attention.o, x.mlp.gate_up, x.mlp.down)]
+        return sum(m.nbytes for m in [*matrices, self.ends.head])
+
+    def observe(self, taps: Tensor, positions: Tensor, slots: Tensor) -> None:
+        features = self.fc.linear(taps.view(taps.shape[0], -1))  # [rows, hidden]
+        context = self.context_kv.linear(self.ops.rms_norm(features, self.hidden_norm, self.eps))
+        width = 2 * self.caps.num_kv_heads * self.caps.head_dim
+        for i, layer in enumerate(self.layers):
+            layer.attention.keep(context[:, i * width : (i + 1) * width], positions, self.rope, self.kv, slots)
+
+    def propose(self, block: DraftBlock) -> Tensor:
+        residual = self._embed(block.token_ids)
+        step = Step(block.token_ids, block.positions, block.slots, block.view, self.kv)
+        for layer in self.layers:
+            layer.add_to(residual, self.rope, step)
+        wanted = self.ops.embed(block.draft_rows, residual)  # a gather
+        logits = self.ends.head.linear(self.ops.rms_norm(wanted, self.ends.norm, self.eps))
+        return self._scaled(logits)
+
+    def to_target(self, ids: Tensor) -> Tensor:
+        d2t = self.ends.d2t
+        return ids if d2t is None else ids + d2t[ids.long()].to(ids.dtype)
+
+    # ---- what few checkpoints ask for: plain torch, so none of it may run where nothing is asked
+
+    def _embed(self, ids: Tensor) -> Tensor:  # int32 [rows] -> [rows, hidden]
+        x: Tensor = self.ops.embed(ids, self.ends.embedding)
+        if self.ends.mask_row is not None:
+            x = torch.where((ids == self.caps.mask_id).unsqueeze(1), self.ends.mask_row, x)
+        scale = self.draft.input_embedding_scale
+        return x if scale == 1 else x * scale
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        multiplier, softcap = self.draft.output_multiplier, self.draft.softcap
+        if multiplier != 1:
+            logits = logits * multiplier
+        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def build(draft: DraftConfig, load: Loader, ops: ModuleType, target: Decoder, context: int, kv: DenseKV) -> DFlash:
+    """The drafter of a checkpoint, its K/V in 'kv' (shaped as `caps_of` says); 'context' is the target's."""
+    prefix, model = _prefix(load), draft.model
+    fc = load.linear({f"{prefix}fc": model.hidden_size}, len(draft.taps) * draft.target_hidden_size)
+    hidden_norm = load.vector(f"{prefix}hidden_norm.weight", model.hidden_size)
+    layers = [DraftLayer(draft, i, load, prefix, ops) for i in range(model.num_layers)]
+    kv_width = model.num_kv_heads * model.head_dim
+    names = [f"{prefix}layers.{i}.self_attn.{part}_proj" for i in range(model.num_layers) for part in "kv"]
+    context_kv = load.linear(dict.fromkeys(names, kv_width), model.hidden_size, model.attention_bias)
+    ends = _ends(draft, load, prefix, target)
+    # A block may stick out of the context by its masks, whose rows are never used but do look up their position.
+    rope = rope_table(model, context + draft.block_size).to(load.device)
+    load.finish()
+    return DFlash(draft, fc, hidden_norm, context_kv, layers, ends, rope, kv, ops)
+
+
+def _prefix(load: Loader) -> str:
+    found = [n for n in load.source.names() if n == ENTRY or n.endswith(f".{ENTRY}")]
+    if len(found) != 1:
+        raise UserError(f"{load.source.path}: tensor {ENTRY} is missing; the file is incomplete or holds no drafter")
+    return found[0].removesuffix(ENTRY)
+
+
+def _ends(draft: DraftConfig, load: Loader, prefix: str, target: Decoder) -> Ends:
+    """The checkpoint's own tables where it has them, else the target's. Only a head of its own renumbers ids."""
+    names, model = frozenset(load.source.names()), draft.model
+
+    def own(name: str) -> str | None:  # tables and maps may stand outside the prefix
+        return next((n for n in (prefix + name, name) if n in names), None)
+
+    if any(load.source.path.glob("mask_embedding.*")):
+        raise UserError(
+            f"{load.source.path} keeps a mask_embedding in a file of its own, which is not built yet: add that row to "
+            "the safetensors as 'mask_embedding'."
+        )
+    embedding, head, d2t = target.embedding, target.head, None
+    if table := own("embed_tokens.weight"):
+        embedding = load.embedding(table.removesuffix(".weight"), model.vocab_size, model.hidden_size)
+    if matrix := own("lm_head.weight"):
+        head = load.linear({matrix.removesuffix(".weight"): draft.draft_vocab_size}, model.hidden_size)
+        d2t = _offsets(draft, load, own("d2t"))
+    mask = own("mask_embedding") or own("mask_embedding.weight")
+    mask_row = load.vector(mask, model.hidden_size) if mask else None
+    load.ignore(n for x in (*UNUSED, "d2t") for n in (prefix + x, x))
+    return Ends(embedding, mask_row, load.vector(f"{prefix}norm.weight", model.hidden_size), head, d2t)
+
+
+def _offsets(draft: DraftConfig, load: Loader, name: str | None) -> Tensor | None:
+    count, vocab = draft.draft_vocab_size, draft.model.vocab_size
+    if count == vocab:
+        return None
+    if name is None:
+        raise UserError(f"{load.source.path}: tensor d2t is missing; a head of {count} ids among {vocab} needs it")
+    offsets = load.integers(name, count).long()
+    ids = offsets + torch.arange(count, device=offsets.device)
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab:
+        raise UserError(f"{load.source.path}: {name} points outside the vocabulary of {vocab}; the file is damaged")
+    return offsets

@@ -1,0 +1,193 @@
+"""Drafting over the fake model: whatever is drafted, and by whom, the text is what the target alone would write."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from sparkdraft.core import SamplingParams, StepOutput, UserError
+from sparkdraft.engine.accept import committed
+from sparkdraft.engine.engine import Engine
+from tests.fakes import FakeBlock, FakeRunner, fake_engine
+
+LONG = {"num_blocks": 400, "block_size": 4, "max_rows": 64}
+
+
+def drain(engine: Engine) -> list[StepOutput]:
+    pieces = []
+    while engine.has_work:
+        pieces += engine.step()
+    return pieces
+
+
+def text(pieces: list[StepOutput], name: str) -> list[int]:
+    return [i for p in pieces if p.request_id == name for i in p.ids]
+
+
+def test_accept_keeps_the_samples_up_to_the_first_that_differs() -> None:
+    assert committed([], [7]) == [7]
+    assert committed([1, 2, 3], [1, 2, 3, 4]) == [1, 2, 3, 4]
+    assert committed([1, 2, 3], [1, 9, 3, 4]) == [1, 9]
+    assert committed([1, 2, 3], [5, 2, 3, 4]) == [5]
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.3, 0.8, 1.0])
+@pytest.mark.parametrize("spec", [None, 1, 4, 7])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_drafted_text_is_plain_text(chance: float, spec: int | None, temperature: float) -> None:
+    params = {
+        f"r{i}": SamplingParams(
+            max_tokens=40,
+            temperature=temperature,
+            seed=i,
+            top_p=0.9,
+            repetition_penalty=1.1 if i % 2 else 1.0,
+            frequency_penalty=0.5 if i % 3 == 0 else 0.0,
+            min_tokens=5,
+            stop_ids=[i],
+        )
+        for i in range(6)
+    }
+    plain, drafted = fake_engine(**LONG), fake_engine(FakeBlock(chance), ngram=True, spec=spec, **LONG)
+    for engine in (plain, drafted):
+        for name, p in params.items():
+            engine.add([ord(name[1]), 2, 3], p, name)
+    expected, got = drain(plain), drain(drafted)
+    for name in params:
+        assert text(got, name) == text(expected, name)
+    assert drafted.pool.num_free == plain.pool.num_free
+
+
+def test_logprobs_along_an_accepted_run() -> None:
+    params = SamplingParams(max_tokens=20, logprobs=2)
+    plain, drafted = fake_engine(**LONG), fake_engine(FakeBlock(0.8), spec=7, **LONG)
+    for engine in (plain, drafted):
+        engine.add([1, 2, 3], params, "a")
+    expected = [t for p in drain(plain) for t in p.logprobs or []]
+    got = [t for p in drain(drafted) for t in p.logprobs or []]
+    assert [(t.id, t.top) for t in got] == [(t.id, t.top) for t in expected] and len(got) == 20
+
+
+def test_always_right_reaches_the_block_size() -> None:
+    engine = fake_engine(FakeBlock(1.0), **LONG)
+    engine.add([1], SamplingParams(max_tokens=300, ignore_eos=True), "a")
+    pieces = drain(engine)
+    assert max(len(p.ids) for p in pieces) == 8
+    last = pieces[-1].speculation
+    assert last is not None and last["draft_acceptance_rate"] > 0.99
+
+
+def test_a_fixed_depth_is_kept_and_counted() -> None:
+    engine = fake_engine(FakeBlock(1.0), **LONG)
+    engine.add([1], SamplingParams(max_tokens=31, num_draft=4, ignore_eos=True), "a")
+    pieces = drain(engine)
+    assert [len(p.ids) for p in pieces] == [1, *[5] * 6]
+    stats = pieces[-1].speculation
+    assert stats is not None
+    assert stats["num_spec_steps"] == 6 and stats["num_accepted_draft_tokens"] == 24
+    assert stats["acceptance_histogram"] == [0, 0, 0, 0, 6]
+
+
+def test_drafts_stop_where_the_request_does() -> None:
+    for max_tokens in range(1, 12):
+        engine = fake_engine(FakeBlock(1.0), spec=7, **LONG)
+        engine.add([1, 2], SamplingParams(max_tokens=max_tokens, ignore_eos=True), "a")
+        assert len(text(drain(engine), "a")) == max_tokens
+        assert isinstance(engine.runner, FakeRunner)
+        assert sum(engine.runner.rows_run) <= 2 + max_tokens - 1  # no row past the last one wanted
+
+
+def test_off_and_on_share_a_batch() -> None:
+    engine = fake_engine(FakeBlock(1.0), **LONG)
+    engine.add([1], SamplingParams(max_tokens=24, num_draft=0, ignore_eos=True), "off")
+    engine.add([2], SamplingParams(max_tokens=24, num_draft=7, ignore_eos=True), "on")
+    pieces = drain(engine)
+    assert max(len(p.ids) for p in pieces if p.request_id == "off") == 1
+    assert max(len(p.ids) for p in pieces if p.request_id == "on") == 8
+
+
+def test_many_requests_preempted_and_aborted_are_each_as_alone() -> None:
+    rng = random.Random(2)
+    engine = fake_engine(FakeBlock(0.7), ngram=True, num_blocks=30, max_model_len=64, max_seqs=6, max_rows=40)
+    jobs = {
+        f"r{i}": ([7] * rng.choice([0, 8]) + [rng.randrange(256) for _ in range(rng.randint(1, 20))],
+                  SamplingParams(max_tokens=rng.randint(1, 30), temperature=rng.choice([0, 1]), seed=i))
+        for i in range(40)
+    }  # fmt: skip
+    waiting, pieces, aborted, preempted = list(jobs), [], set(), 0
+    schedule = engine.scheduler.schedule
+
+    def counted(depths: object) -> object:
+        nonlocal preempted
+        batch = schedule(depths)  # type: ignore[arg-type]
+        preempted += len(batch.preempted)
+        return batch
+
+    engine.scheduler.schedule = counted  # type: ignore[method-assign, assignment]
+    while waiting or engine.has_work:
+        for _ in range(rng.randint(0, 3)):
+            if waiting:
+                engine.add(*jobs[waiting[-1]], request_id=waiting.pop())
+        if rng.random() < 0.05 and engine._by_id:
+            aborted.add(name := rng.choice(list(engine._by_id)))
+            engine.abort(name)
+        pieces += engine.step()
+    assert engine.pool.num_free == 30 and preempted and aborted
+    assert not engine.drafting._requests
+    for name, (prompt, params) in jobs.items():
+        plain = fake_engine()
+        plain.add(prompt, params, name)
+        expected, got = text(drain(plain), name), text(pieces, name)
+        assert got == (expected[: len(got)] if name in aborted else expected), name
+
+
+def test_a_repeating_text_is_drafted_from_itself() -> None:
+    engine = fake_engine(ngram=True, spec=7, **LONG)
+    engine.add([5] * 12, SamplingParams(max_tokens=41, logit_bias={5: 100.0}), "a")
+    pieces = drain(engine)
+    assert text(pieces, "a") == [5] * 41 and [len(p.ids) for p in pieces] == [1, *[8] * 5]
+    stats = pieces[-1].speculation
+    assert stats is not None and stats["sources"]["ngram"] == [35, 35]
+
+
+def test_the_text_drafts_first_and_the_model_otherwise() -> None:
+    engine = fake_engine(FakeBlock(1.0), ngram=True, spec=7, **LONG)
+    engine.add(list(range(60)), SamplingParams(max_tokens=60, ignore_eos=True), "a")
+    engine.add([5] * 12, SamplingParams(max_tokens=40, logit_bias={5: 100.0}), "b")
+    pieces = drain(engine)
+    sources = {p.request_id: p.speculation["sources"] for p in pieces if p.speculation}
+    assert "fake" in sources["a"] and "ngram" in sources["b"]
+
+
+def test_a_depth_above_the_block_is_refused() -> None:
+    with pytest.raises(UserError, match="num_draft is 9; this drafter allows 7"):
+        fake_engine(FakeBlock(1.0), **LONG).add([1], SamplingParams(num_draft=9))
+    with pytest.raises(UserError, match="there is no drafter"):
+        fake_engine(**LONG).add([1], SamplingParams(num_draft=1))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.6}, {"temperature": 1.0, "presence_penalty": 1.5}],
+    ids=["plain", "top_p", "penalties"],
+)
+def test_sampled_sequences_with_and_without_drafts_are_of_one_distribution(params: dict[str, float]) -> None:
+    """Two samples of short sequences, each with seeds of its own, compared by a chi-square test of homogeneity."""
+    counts = []
+    wide = {**LONG, "max_seqs": 50, "max_rows": 256}
+    for engine, seed in ((fake_engine(**wide), 0), (fake_engine(FakeBlock(0.6), spec=3, **wide), 10**6)):
+        seen: Counter[tuple[int, ...]] = Counter()
+        bias = dict.fromkeys(range(3, 257), -100.0)  # three letters are left: 27 sequences
+        for start in range(0, 10000, 50):
+            for i in range(start, start + 50):
+                engine.add([9], SamplingParams(max_tokens=3, seed=seed + i, logit_bias=bias, **params), f"{i}")
+            pieces = drain(engine)
+            for i in range(start, start + 50):
+                seen[tuple(text(pieces, f"{i}"))] += 1
+        counts.append(seen)
+    keys = [k for k in set(counts[0]) | set(counts[1]) if counts[0][k] + counts[1][k] >= 10]
+    chi = sum((counts[0][k] - counts[1][k]) ** 2 / (counts[0][k] + counts[1][k]) for k in keys)
+    freedom = len(keys) - 1
+    assert chi < freedom + 4 * (2 * freedom) ** 0.5, (chi, freedom)  # four standard deviations
