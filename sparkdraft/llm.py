@@ -78,6 +78,7 @@ class LLM:
         self.engine = build_engine(
             self.plan, config, self.model_config, self.checkpoint, self.tokenizer, drafter, progress
         )
+        self.engine.warm_up()
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None

@@ -55,7 +55,8 @@ class Drafting:
             return {}
         depths = {r: self._asked(r) for r in requests}
         for request in requests:
-            self._look_up(request)
+            if depths[request] != 0:
+                self._look_up(request)
         for source, controller in self.controllers.items():
             free = [r for r in requests if depths[r] is None and self._of(r).source == source]
             states = [self._of(r).depth[source] for r in free]
@@ -91,7 +92,7 @@ class Drafting:
                 kept = self._of(work.request)
                 kept.stats.record(work.num_draft, accepted, work.source)
                 source = work.source or kept.source
-                if source in self.controllers:
+                if source in self.controllers and self._asked(work.request) is None:
                     self.controllers[source].observe(kept.depth[source], work.num_draft, accepted)
             row = end
 
@@ -106,6 +107,13 @@ class Drafting:
         for work in batch.work:
             if work.request in self._requests:
                 self._requests[work.request].stats.add_time(draft, verify)
+
+    def trial_depths(self) -> list[int]:
+        """Depths whose cost is measured at start; those between are interpolated."""
+        return [d for d in (0, 1, 3, 7, 15, 31) if d < self.max_depth] + [self.max_depth] if self.max_depth else [0]
+
+    def forget_trials(self) -> None:
+        self.total = SpecStats()
 
     def report(self, request: Request) -> dict[str, Any] | None:
         kept = self._requests.get(request)

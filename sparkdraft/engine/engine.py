@@ -23,6 +23,8 @@ from sparkdraft.engine.scheduler import Scheduler
 from sparkdraft.plan.resolve import Plan
 from sparkdraft.text.tokenizer import Vocabulary
 
+TRIAL_STEPS = 5  # of each depth at start: one reads the prompt, one records, three are measured
+
 
 class Engine:
     def __init__(self, plan: Plan, runner: Runner, sampler: Sampler, tokenizer: Vocabulary, drafting: Drafting) -> None:
@@ -77,6 +79,19 @@ class Engine:
         outputs = self._take_ended() + self._commit(batch, sampled)
         self.drafting.timed(batch, drafted - begin, time.perf_counter() - drafted)
         return outputs
+
+    def warm_up(self) -> None:
+        """Run the shapes that one request brings, before anybody waits for them: kernels are compiled, steps recorded,
+        and what a step costs at each depth is known to whoever chooses depths."""
+        for ids, bias in (([*range(16)], {}), ([5] * 16, {5: 100.0})):  # drafted by the model, and by its own text
+            for depth in self.drafting.trial_depths():
+                params = SamplingParams(max_tokens=8 * depth + 8, num_draft=depth, logit_bias=bias, ignore_eos=True)
+                name = self.add(ids, params)
+                for _ in range(TRIAL_STEPS):
+                    self.step()
+                self.abort(name)
+        self._ended.clear()
+        self.drafting.forget_trials()
 
     # ---- the parts
 

@@ -59,9 +59,14 @@ class DraftConfig:
 
     @staticmethod
     def read(config: Config) -> DraftConfig:
+        """From a config.json in either dialect. Raises UserError."""
+        dialect = _read_zlab
         if "speculators_model_type" in config or "speculators_config" in config:
-            return _read_speculators(config)
-        return _read_zlab(config)
+            dialect = _read_speculators
+        try:
+            return dialect(config)
+        except (TypeError, ValueError, AttributeError) as error:  # a value of another kind than its key promises
+            raise UserError(f"The drafter's config.json cannot be understood ({error}): fetch it again.") from error
 
 
 def check_fits(draft: DraftConfig, target: ModelConfig) -> None:

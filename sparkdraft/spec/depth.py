@@ -24,8 +24,8 @@ Bucket = tuple[int, int]  # log2 of the batch, log4 of the context in units of 2
 MEMORY = 0.985  # what a step leaves of older steps' counts: about 65 steps are remembered
 TRUST = 6.0  # how many observations the shared prior is worth to a new request
 INHERIT = 0.9  # how much of a position's departure from the prior the next position expects for itself
-SURPRISE = 6.0  # squared deviations after which the text is taken to have changed
-FADE = 0.9  # what a step leaves of older surprise
+SURPRISE = 8.0  # squared deviations after which the text is taken to have changed
+FADE = 0.85  # what a step leaves of older surprise
 MARGIN = 1.02  # what drafting must promise over plain decoding before a parked request leaves depth 0
 BUDGET = 0.012  # share of time that probing may cost
 FIRST_WAIT, LONG_WAIT = 16, 32  # tokens between probes: the first after parking, and where doubling ends
@@ -89,11 +89,11 @@ class DepthController:
         self.prior = conditional_acceptance(self.taken, self.tried, self.start, TRUST)
 
     def choose(self, states: Sequence[DepthState], contexts: Sequence[int]) -> list[int]:
-        """Depths for one step over these requests; contexts in tokens, of which the mean picks the bucket."""
+        """Depths for one step over these requests; contexts in tokens, of which the longest picks the bucket."""
         num = len(states)
         if not num:
             return []
-        bucket = bucket_of(num, sum(contexts) // num)
+        bucket = bucket_of(num, max(contexts))
         if all(state.rests(bucket) for state in states):
             self.mixed = (0, num, 1.0)
             return [0] * num
@@ -133,7 +133,7 @@ class DepthController:
         state.tokens = []
 
     def measured(self, depth: int, num_seqs: int, context: int, seconds: float) -> None:
-        """Wall time of a whole step without prompts: its deepest draft, its requests, their mean context in tokens."""
+        """Wall time of a whole step without prompts: its deepest draft, its requests, their longest context."""
         assert 0 <= depth <= self.max_depth and seconds > 0, f"depth {depth} of {self.max_depth}, {seconds} s"
         bucket = bucket_of(num_seqs, context)
         if bucket not in self.costs:

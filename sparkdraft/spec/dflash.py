@@ -175,11 +175,6 @@ def _ends(draft: DraftConfig, load: Loader, prefix: str, target: Decoder) -> End
     def own(name: str) -> str | None:  # tables and maps may stand outside the prefix
         return next((n for n in (prefix + name, name) if n in names), None)
 
-    if any(load.source.path.glob("mask_embedding.*")):
-        raise UserError(
-            f"{load.source.path} keeps a mask_embedding in a file of its own, which is not built yet: add that row to "
-            "the safetensors as 'mask_embedding'."
-        )
     embedding, head, d2t = target.embedding, target.head, None
     if table := own("embed_tokens.weight"):
         embedding = load.embedding(table.removesuffix(".weight"), model.vocab_size, model.hidden_size)
@@ -187,6 +182,11 @@ def _ends(draft: DraftConfig, load: Loader, prefix: str, target: Decoder) -> End
         head = load.linear({matrix.removesuffix(".weight"): draft.draft_vocab_size}, model.hidden_size)
         d2t = _offsets(draft, load, own("d2t"))
     mask = own("mask_embedding") or own("mask_embedding.weight")
+    if mask is None and any(load.source.path.glob("mask_embedding.*")):
+        raise UserError(
+            f"{load.source.path} keeps its mask_embedding in a file that is not read: add that row to the safetensors, "
+            "under the name 'mask_embedding'."
+        )
     mask_row = load.vector(mask, model.hidden_size) if mask else None
     load.ignore(n for x in (*UNUSED, "d2t") for n in (prefix + x, x))
     return Ends(embedding, mask_row, load.vector(f"{prefix}norm.weight", model.hidden_size), head, d2t)

@@ -211,7 +211,7 @@ def test_an_easy_and_a_hard_request_each_get_their_own_depth(machine: str) -> No
     states, chances, drafted = [depths.open(), depths.open()], [flat(0.9), flat(0.02)], ([], [])
     for _ in range(400):
         chosen = depths.choose(states, [100, 200])
-        depths.measured(max(chosen), 2, 150, step(chosen))
+        depths.measured(max(chosen), 2, 200, step(chosen))
         for i, depth in enumerate(chosen):
             depths.observe(states[i], depth, accept(rng, chances[i], depth))
             drafted[i].append(depth)

@@ -15,6 +15,7 @@ from sparkdraft.spec.dflash import caps_of
 from tests.models.tiny import SHAPE
 from tests.spec.tiny_drafter import body, speculators, zlab
 
+MISSING = object()
 TARGET = ModelConfig.from_hf({"model_type": "llama", **SHAPE})
 # What z-lab/Qwen3-8B-DFlash-b16 says, in the words of its config.json.
 QWEN3_8B: dict[str, Any] = {
@@ -117,7 +118,9 @@ def test_windows_and_who_sees_whom(config: dict[str, Any], layers: list[tuple[in
         (zlab(body(), inner={"target_layer_ids": None}, num_target_layers=None), "num_target_layers"),
         (zlab(body(), block_size=1), "at least 2"),
         (zlab(body(layer_types=["full_attention"])), "layer_types"),
-        (zlab(body(hidden_size=None)) | {"hidden_size": None}, "hidden_size"),
+        (zlab(body()) | {"hidden_size": MISSING}, "hidden_size"),
+        (zlab(body(), block_size="eight"), "cannot be understood"),  # type: ignore[arg-type]
+        (zlab(body()) | {"dflash_config": [1]}, "cannot be understood"),
         (speculators(body(), aux_hidden_state_layer_ids=[0, 2]), "embedding"),
         (speculators(body(), aux_hidden_state_layer_ids=None), "aux_hidden_state_layer_ids"),
         (speculators(body(), transformer_layer_config=None), "transformer_layer_config"),
@@ -125,7 +128,7 @@ def test_windows_and_who_sees_whom(config: dict[str, Any], layers: list[tuple[in
 )
 def test_what_is_not_built_or_not_said_is_refused(config: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        DraftConfig.read({key: value for key, value in config.items() if key != "hidden_size" or value is not None})
+        DraftConfig.read({key: value for key, value in config.items() if value is not MISSING})
 
 
 @pytest.mark.parametrize(
