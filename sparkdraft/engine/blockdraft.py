@@ -10,14 +10,19 @@ its draft K/V, so whoever finds it in the prefix cache can draft from there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sparkdraft.core import Request, Work
 from sparkdraft.engine.graphs import Graphs, Shape
 from sparkdraft.engine.inputs import Rows, StepInputs
+from sparkdraft.engine.runner import Runner
+from sparkdraft.engine.sampler import argmax
 from sparkdraft.kernels import Unrecordable
 from sparkdraft.plan.resolve import Fallback, Plan
 from sparkdraft.spec.drafter import DraftBlock, Drafter
@@ -27,20 +32,22 @@ from sparkdraft.spec.drafter import DraftBlock, Drafter
 class Pending:
     """Hidden states of committed rows that the drafter has not seen: positions [start, start + count)."""
 
-    taps: Tensor  # [room, layers tapped, hidden]
     start: int
     count: int = 0
+    taps: list[Tensor] = field(default_factory=list)  # each [rows, layers tapped, hidden]
 
 
 class BlockDraft:
-    def __init__(self, drafter: Drafter, plan: Plan, device: torch.device, ops: object) -> None:
+    def __init__(self, drafter: Drafter, plan: Plan, device: torch.device, ops: ModuleType) -> None:
         self.drafter, self.plan, self.device = drafter, plan, device
         self.block_size = drafter.caps.block_size
         max_blocks = -(-plan.max_model_len // plan.block_size)
         rows = plan.max_seqs * self.block_size
         self._inputs = StepInputs(rows, plan.max_seqs, max_blocks, plan.block_size, device)
         self._pending: dict[Request, Pending] = {}
-        self._graphs = Graphs(self._propose, ops) if plan.graphs else None  # type: ignore[arg-type]
+        self._seen = SeenRows(plan.max_seqs * (plan.block_size + self.block_size), drafter, device)
+        self._graphs = Graphs(self._propose, ops) if plan.graphs else None
+        self._observing = Graphs(self._observe, ops) if plan.graphs else None
 
     def width(self, depth: int) -> int:
         """Rows of a block that drafts 'depth' ids: the trained size, or a half or a quarter where that is enough.
@@ -52,18 +59,18 @@ class BlockDraft:
         return next(w for w in (quarter, half, self.block_size) if depth < w)
 
     @torch.inference_mode()
-    def observe(self, work: Work, num_accepted: int, taps: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """taps, positions and slots of the work's own rows; those of rejected drafts are left out."""
+    def observe(self, work: Work, num_accepted: int, runner: Runner, row: int) -> None:
+        """The work's rows, which begin at 'row' of the batch just run; those of rejected drafts are left out."""
         count = work.num_known + num_accepted
         if not work.decodes:
-            self.drafter.observe(taps[:count], positions[:count], slots[:count])
+            rows, inputs = slice(row, row + count), runner.inputs
+            self.drafter.observe(runner.taps[rows], inputs.positions[rows], inputs.slots[rows])
             return
         pending = self._pending.get(work.request)
         if pending is None:
-            room = torch.empty(self.plan.block_size + self.block_size, *taps.shape[1:], dtype=taps.dtype)
-            pending = self._pending[work.request] = Pending(room.to(self.device), work.start)
+            pending = self._pending[work.request] = Pending(work.start)
         assert pending.start + pending.count == work.start, (pending.start, pending.count, work.start)
-        pending.taps[pending.count : pending.count + count] = taps[:count]
+        pending.taps.append(runner.taps[row : row + count].clone())
         pending.count += count
         if pending.start // self.plan.block_size != (pending.start + pending.count) // self.plan.block_size:
             self.flush([work.request])
@@ -74,18 +81,12 @@ class BlockDraft:
         waiting = [(r, self._pending[r]) for r in requests if r in self._pending and self._pending[r].count]
         if not waiting:
             return
-        size = self.plan.block_size
-        positions: list[int] = []
-        slots: list[int] = []
-        for request, pending in waiting:
-            span = range(pending.start, pending.start + pending.count)
-            positions += span
-            slots += [request.blocks[p // size] * size + p % size for p in span]
-        taps = torch.cat([p.taps[: p.count] for _, p in waiting]) if len(waiting) > 1 else waiting[0][1].taps
-        both = torch.tensor([positions, slots], dtype=torch.int32, device=self.device)
-        self.drafter.observe(taps[: len(positions)], both[0], both[1])
+        self._seen.fill(waiting, self.plan.block_size)
+        shape = Shape(1, sum(p.count for _, p in waiting), 0)
+        self._observing = self._replay(self._observing, self._observe, shape)[0]
         for _, pending in waiting:
             pending.start, pending.count = pending.start + pending.count, 0
+            pending.taps.clear()
 
     @torch.inference_mode()
     def propose(self, works: list[Work]) -> list[list[int]]:
@@ -99,23 +100,30 @@ class BlockDraft:
         ]
         self._inputs.fill(parts)
         shape = Shape(len(works), len(works) * width, len(works) * depth)
-        ids = self.drafter.to_target(self._run(shape).max(-1).indices).view(len(works), depth).tolist()
+        self._graphs, logits = self._replay(self._graphs, self._propose, shape)
+        ids = self.drafter.to_target(argmax(logits)).view(len(works), depth).tolist()
         return [row[: w.most_drafts] for row, w in zip(ids, works, strict=True)]
 
     def release(self, request: Request) -> None:
         self._pending.pop(request, None)
 
-    def _run(self, shape: Shape) -> Tensor:
-        if self._graphs is None:
-            return self._propose(shape)
+    def _replay(
+        self, graphs: Graphs | None, run: Callable[[Shape], Tensor], shape: Shape
+    ) -> tuple[Graphs | None, Tensor]:
+        """Replay where that is possible; a drafter with an operator that can not be recorded is launched plainly."""
+        if graphs is None:
+            return None, run(shape)
         try:
-            return self._graphs.replay(shape)
+            return graphs, graphs.replay(shape)
         except Unrecordable as reason:
-            self.plan.fallbacks.append(
-                Fallback("drafts are launched one operator at a time", f"the drafter's '{reason}' is not a CPU kernel")
-            )
-            self._graphs = None
-            return self._propose(shape)
+            why = f"the drafter's '{reason}' is not one of the CPU kernels"
+            self.plan.fallbacks.append(Fallback("drafts are launched one operator at a time", why))
+            return None, run(shape)
+
+    def _observe(self, shape: Shape) -> Tensor:
+        seen, rows = self._seen, shape.rows
+        self.drafter.observe(seen.taps[:rows], seen.positions[:rows], seen.slots[:rows])
+        return seen.taps
 
     def _propose(self, shape: Shape) -> Tensor:
         """shape.max_query stands for the rows whose logits are read: here every sequence has the same rows."""
@@ -128,3 +136,30 @@ class BlockDraft:
             inputs.logit_rows[: shape.max_query],
         )
         return self.drafter.propose(block)
+
+
+class SeenRows:
+    """Where committed rows are laid for the drafter to see: at fixed addresses, so that seeing can be recorded."""
+
+    def __init__(self, room: int, drafter: Drafter, device: torch.device) -> None:
+        self._room, self._device = room, device
+        self._host = torch.zeros(2, room, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._array = self._host.numpy()
+        self.positions, self.slots = self._host if device.type == "cpu" else self._host.to(device)
+        self.taps = torch.empty(0)  # [room, layers tapped, hidden], made when the first rows come
+
+    def fill(self, waiting: list[tuple[Request, Pending]], block_size: int) -> None:
+        parts = [t for _, pending in waiting for t in pending.taps]
+        if not len(self.taps):
+            self.taps = torch.empty(self._room, *parts[0].shape[1:], dtype=parts[0].dtype, device=self._device)
+        end = 0
+        for request, pending in waiting:
+            span = np.arange(pending.start, pending.start + pending.count)
+            blocks = np.frombuffer(request.blocks, dtype=np.int32)
+            begin, end = end, end + pending.count
+            self._array[0, begin:end] = span
+            self._array[1, begin:end] = blocks[span // block_size] * block_size + span % block_size
+        torch.cat(parts, out=self.taps[:end])
+        if self._device.type != "cpu":
+            self.positions[:end].copy_(self._host[0, :end], non_blocking=True)
+            self.slots[:end].copy_(self._host[1, :end], non_blocking=True)

@@ -18,6 +18,7 @@ from sparkdraft.spec.ngram import NgramIndex
 from sparkdraft.spec.stats import SpecStats
 
 NGRAM_DEPTH = 15  # drafts a step where the text alone drafts
+PLAIN_SAMPLE = 8  # of so many plain steps one is timed
 
 
 @dataclass(slots=True)
@@ -43,6 +44,7 @@ class Drafting:
         self.total = SpecStats()
         self._max_model_len = max_model_len
         self._requests: dict[Request, Speculation] = {}
+        self._num_timed = 0
 
     def check(self, params: SamplingParams) -> None:
         if params.num_draft and params.num_draft > self.max_depth:
@@ -82,30 +84,31 @@ class Drafting:
         """After the step: committed rows to the drafter, acceptance to the controller and the statistics."""
         if not self.max_depth:
             return
-        row, inputs = 0, runner.inputs
+        row = 0
         for work, accepted in zip(batch.work, num_accepted, strict=True):
-            end = row + work.num_scheduled
             if self.block:
-                rows = (runner.taps[row:end], inputs.positions[row:end], inputs.slots[row:end])
-                self.block.observe(work, accepted, *rows)
+                self.block.observe(work, accepted, runner, row)
+            row += work.num_scheduled
             if work.decodes:
                 kept = self._of(work.request)
                 kept.stats.record(work.num_draft, accepted, work.source)
                 source = work.source or kept.source
                 if source in self.controllers and self._asked(work.request) is None:
                     self.controllers[source].observe(kept.depth[source], work.num_draft, accepted)
-            row = end
 
     def timed(self, batch: Batch, draft: float, verify: float) -> None:
         if not self.max_depth or not batch.decodes:
             return
+        self._num_timed += 1
+        if self._num_timed % PLAIN_SAMPLE and not any(w.num_draft for w in batch.work):
+            return  # plain steps are many and alike: a parked drafter should cost nothing
         deepest, context = max(w.num_draft for w in batch.work), max(w.stop for w in batch.work)
         used = {w.source for w in batch.work if w.num_draft}
         for source, controller in self.controllers.items():
             if used <= {source}:  # a plain step tells all of them something, a mixed one nobody
                 controller.measured(deepest, len(batch.work), context, draft + verify)
         for work in batch.work:
-            if work.request in self._requests:
+            if work.num_draft and work.request in self._requests:
                 self._requests[work.request].stats.add_time(draft, verify)
 
     def trial_depths(self) -> list[int]:
