@@ -7,11 +7,25 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "sparkdraft"
 HEAVY = {"torch", "triton", "transformers"}
-NO_TORCH = ["core", "config", "plan", "cache.blocks", "cache.prefix", "engine.scheduler", "models.config", "cli.main"]
+NO_TORCH = [
+    "core",
+    "config",
+    "plan",
+    "cache.blocks",
+    "cache.prefix",
+    "engine.scheduler",
+    "models.config",
+    "cli.main",
+    "spec.depth",
+    "spec.stats",
+    "spec.ngram",
+    "spec.config",
+]
 FORBIDDEN = {
     "core": ["sparkdraft"],
     "kernels": ["sparkdraft.engine", "sparkdraft.models", "sparkdraft.cache", "sparkdraft.text", "sparkdraft.plan"],
     "models": ["sparkdraft.engine", "sparkdraft.spec", "sparkdraft.text"],
+    "spec": ["sparkdraft.engine", "sparkdraft.text", "sparkdraft.cli"],
     "cache": ["sparkdraft.engine", "sparkdraft.text", "sparkdraft.models"],
     "weights": ["sparkdraft.engine", "sparkdraft.models", "sparkdraft.cache"],
     "text": ["sparkdraft.engine", "sparkdraft.models", "sparkdraft.cache", "sparkdraft.kernels"],

@@ -143,7 +143,7 @@ class SeenRows:
 
     def __init__(self, room: int, drafter: Drafter, device: torch.device) -> None:
         self._room, self._device = room, device
-        self._host = torch.zeros(2, room, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._host = torch.zeros(2, room, dtype=torch.int32)
         self._array = self._host.numpy()
         self.positions, self.slots = self._host if device.type == "cpu" else self._host.to(device)
         self.taps = torch.empty(0)  # [room, layers tapped, hidden], made when the first rows come
@@ -160,6 +160,6 @@ class SeenRows:
             self._array[0, begin:end] = span
             self._array[1, begin:end] = blocks[span // block_size] * block_size + span % block_size
         torch.cat(parts, out=self.taps[:end])
-        if self._device.type != "cpu":
-            self.positions[:end].copy_(self._host[0, :end], non_blocking=True)
-            self.slots[:end].copy_(self._host[1, :end], non_blocking=True)
+        if self._device.type != "cpu":  # waits: the host's side may be filled again before the device gets here
+            self.positions[:end].copy_(self._host[0, :end])
+            self.slots[:end].copy_(self._host[1, :end])

@@ -18,6 +18,7 @@ from sparkdraft.spec.ngram import NgramIndex
 from sparkdraft.spec.stats import SpecStats
 
 NGRAM_DEPTH = 15  # drafts a step where the text alone drafts
+START = {True: 0.8, False: 0.6}  # acceptance to begin with, of text's own drafts and of a model's: on the low side
 PLAIN_SAMPLE = 8  # of so many plain steps one is timed
 
 
@@ -40,7 +41,7 @@ class Drafting:
         self.max_depth = block.block_size - 1 if block else (NGRAM_DEPTH if ngram else 0)
         self.lookahead = self.max_depth
         sources = (["ngram"] if ngram else []) + ([block.drafter.caps.name] if block else [])
-        self.controllers = {source: DepthController(self.max_depth) for source in sources}
+        self.controllers = {source: DepthController(self.max_depth, START[source == "ngram"]) for source in sources}
         self.total = SpecStats()
         self._max_model_len = max_model_len
         self._requests: dict[Request, Speculation] = {}

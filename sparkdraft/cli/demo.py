@@ -1,0 +1,63 @@
+"""`sparkdraft demo`: one answer written twice, plainly and with drafts, so that the eye sees what drafting is worth.
+
+The model is loaded once, and the two texts must be the same to the letter: that is the promise of drafting, and a
+difference is an error. Careful figures are for `sparkdraft bench accept`.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+from sparkdraft.cli.console import fail
+from sparkdraft.cli.generate import write
+from sparkdraft.cli.options import add_engine_flags, as_text, load_llm
+from sparkdraft.core import SamplingParams, UserError
+
+HELP = "see one answer written plainly, then with drafts"
+EXAMPLES = """examples:
+  sparkdraft demo
+  sparkdraft demo --prompt "Count from one to thirty." --max-tokens 100
+"""
+PROMPT = "Write a Python function that checks whether a number is prime, with a docstring."
+
+
+def configure(parser: ArgumentParser) -> None:
+    parser.add_argument("--prompt", default=PROMPT, help="what to ask (default: for a small Python function)")
+    parser.add_argument("--max-tokens", type=int, default=160, metavar="X", help="most tokens to write (default 160)")
+    add_engine_flags(parser)
+
+
+def run(args: Namespace) -> int:
+    prompt = as_text(args.prompt.encode("utf-8", "surrogateescape"), "the prompt")
+    plain = SamplingParams(max_tokens=args.max_tokens, num_draft=0)
+    drafted = SamplingParams(max_tokens=args.max_tokens)
+    if not prompt:
+        raise UserError("the prompt is empty; give at least one character")
+    if args.spec in ("off", "0"):
+        raise UserError(f"--spec is {args.spec}, and the demo shows drafting; leave it on auto or give a number")
+    llm = load_llm(args)
+    ids = llm.chat_ids([{"role": "user", "content": prompt}])
+    llm.generate([ids], SamplingParams(max_tokens=8))  # neither run is the first
+    print(f"{args.model}, asked: {prompt}\n\n--- plainly, one token a step\n")
+    before = write(llm, ids, plain)
+    print(f"\n--- again, with drafts that the model checks {_together(before)}\n")
+    return _compare(before, write(llm, ids, drafted))
+
+
+def _together(report: dict[str, Any]) -> str:
+    return f"(to beat: {report['tok_s']} tok/s)"
+
+
+def _compare(before: dict[str, Any], after: dict[str, Any]) -> int:
+    """Both speeds and whether the texts are one; the exit status."""
+    stats = after["speculative_decoding"] or {}
+    length = stats.get("mean_acceptance_length")
+    ratio = after["tok_s"] / before["tok_s"] if before["tok_s"] else 0.0
+    drafts = f"{length:.2f} tokens a drafting step" if length else "no step found a draft worth its cost"
+    print(f"\nplainly      {before['tok_s']:7.1f} tok/s")
+    print(f"with drafts  {after['tok_s']:7.1f} tok/s, {ratio:.2f} times as fast; acceptance length: {drafts}")
+    if before["text"] != after["text"]:
+        return fail("the two texts differ, which must never be; please report this with the prompt")
+    print(f"The two texts are the same, all {after['num_output']} tokens.")
+    return 0
