@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import sparkdraft.bench
 from sparkdraft.bench.perplexity import HELDOUT, perplexity
 from sparkdraft.core import SamplingParams
 from sparkdraft.llm import LLM
@@ -36,6 +38,7 @@ PROMPTS = [
     "The meaning of life is",
 ]
 TIE = 1e-3
+CLASSES = ("code", "maths", "json", "qa", "dialogue", "prose")
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +83,45 @@ def test_quantised_text_is_the_same_in_any_company() -> None:
     together = [r.completions[0].ids for r in llm.generate(PROMPTS[:8], params)]
     for prompt, ids in zip(PROMPTS[:8], together, strict=True):
         assert llm.generate([prompt], params)[0].completions[0].ids == ids
+
+
+# ---- drafting
+
+
+def chats(llm: LLM, each: int) -> list[list[int]]:
+    """The first prompts of each class, as conversations."""
+    lines = (Path(sparkdraft.bench.__file__).parent / "prompts.jsonl").read_text().splitlines()
+    prompts = [(p["class"], p["prompt"]) for p in map(json.loads, lines)]
+    chosen = [text for kind in CLASSES for text in [t for k, t in prompts if k == kind][:each]]
+    assert len(chosen) == each * len(CLASSES)
+    return [llm.chat_ids([{"role": "user", "content": text}]) for text in chosen]
+
+
+@pytest.mark.parametrize(
+    ("each", "max_tokens", "depths"),
+    [
+        pytest.param(2, 48, (None, 1, 3, 7, 15), id="some"),
+        pytest.param(10, 128, (None, *range(1, 16)), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_drafted_text_is_the_plain_text(each: int, max_tokens: int, depths: tuple[int | None, ...]) -> None:
+    llm = LLM("smollm2")
+    prompts = chats(llm, each)
+
+    def texts(depth: int | None) -> list[list[int]]:
+        params = SamplingParams(max_tokens=max_tokens, num_draft=depth)
+        return [r.completions[0].ids for r in llm.generate(prompts, params)]
+
+    plain = texts(0)
+    for depth in depths:
+        differ = [i for i, (a, b) in enumerate(zip(texts(depth), plain, strict=True)) if a != b]
+        assert not differ, f"depth {depth} differs for prompts {differ}"
+
+
+def test_the_embedded_drafter_needs_no_flag() -> None:
+    params = SamplingParams(max_tokens=32)
+    messages = [{"role": "user", "content": "Write a Python function that sorts a list."}]
+    drafted = LLM("smollm2").chat(messages, params)
+    plain = LLM("smollm2", spec="off").chat(messages, params)
+    assert drafted.speculation and drafted.speculation["sources"]["dflash"][1] > 0
+    assert plain.speculation is None and plain.ids == drafted.ids

@@ -10,19 +10,21 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from xml.sax.saxutils import escape
+from typing import TypeVar
 
 from sparkdraft.bench.perplexity import HELDOUT
 from sparkdraft.core import SamplingParams
 from sparkdraft.llm import LLM
 from sparkdraft.spec.stats import SpecStats
+from sparkdraft.weights.loader import Progress
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 ALL = "all"
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#7f3c8d")
+PANEL = 340  # height
 FEW = 5  # steps: a share of fewer is chance, and not drawn
 
 
@@ -35,49 +37,40 @@ class Row:
     tokens: int = 0  # written
     stats: SpecStats = field(default_factory=SpecStats)
 
-    def add(self, other: Row) -> None:
-        self.prompts += other.prompts
-        self.prompt_tokens += other.prompt_tokens
-        self.tokens += other.tokens
-        self.stats.merge(other.stats)
-
     def as_dict(self) -> dict[str, object]:
         """Times are left out: in a batch each request is charged with the whole step."""
         counts = {key: value for key, value in self.stats.as_dict().items() if not key.endswith("_ms")}
+        counts |= {"per_position_reached": self.stats.per_position_reached, "per_position": self.stats.per_position()}
         ours = {"prompts": self.prompts, "prompt_tokens": self.prompt_tokens, "tokens": self.tokens}
-        reached = {"per_position_reached": self.stats.per_position_reached, "per_position": self.stats.per_position()}
-        return ours | {"num_plain_steps": self.stats.num_plain_steps} | counts | reached
+        return ours | {"num_plain_steps": self.stats.num_plain_steps} | counts
 
 
 @dataclass(slots=True)
 class Pace:
-    """Plain and drafted decoding of the same prompts, one stream: tokens and seconds of each, after the first token."""
+    """The same prompts plainly and then with drafts, one stream: tokens after the first, and their seconds."""
 
     prompts: int = 0
-    same: int = 0  # prompts whose two texts are one
-    tokens: list[int] = field(default_factory=lambda: [0, 0])  # plain, auto
-    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
-
-    def add(self, other: Pace) -> None:
-        self.prompts += other.prompts
-        self.same += other.same
-        self.tokens = [a + b for a, b in zip(self.tokens, other.tokens, strict=True)]
-        self.seconds = [a + b for a, b in zip(self.seconds, other.seconds, strict=True)]
+    same_text: int = 0  # prompts that gave the same both times
+    plain_tokens: int = 0
+    plain_seconds: float = 0.0
+    auto_tokens: int = 0
+    auto_seconds: float = 0.0
 
     def as_dict(self) -> dict[str, float]:
-        plain, auto = (t / s if s else 0.0 for t, s in zip(self.tokens, self.seconds, strict=True))
-        counts: dict[str, float] = {"prompts": self.prompts, "same_text": self.same, "tokens": sum(self.tokens)}
-        return counts | {"plain_tok_s": plain, "auto_tok_s": auto, "ratio": auto / plain if plain else 0.0}
+        plain = self.plain_tokens / max(self.plain_seconds, 1e-9)
+        auto = self.auto_tokens / max(self.auto_seconds, 1e-9)
+        return asdict(self) | {"plain_tok_s": plain, "auto_tok_s": auto, "ratio": auto / plain if plain else 0.0}
 
 
-# ---- measuring
+Part = TypeVar("Part", Row, Pace)
+Done = Callable[[int], None]  # told how many prompts have ended since it was last called
+Work = Callable[[list[list[int]], Done], Part]  # over the prompts of one class
 
 
 def read_prompts(per_class: int) -> dict[str, list[str]]:
     """Class -> its first prompts, 0 for all of them."""
     classes: dict[str, list[str]] = {}
-    for line in PROMPTS.read_text(encoding="utf-8").splitlines():
-        entry = json.loads(line)
+    for entry in map(json.loads, PROMPTS.read_text(encoding="utf-8").splitlines()):
         classes.setdefault(entry["class"], []).append(entry["prompt"])
     return {name: prompts[: per_class or None] for name, prompts in classes.items()}
 
@@ -87,76 +80,82 @@ def chat_prompts(llm: LLM, prompts: Sequence[str], context: int = 0) -> list[lis
     before = ""
     if context:
         ids = llm.tokenizer.encode(HELDOUT.read_text(encoding="utf-8"), add_special=False)
-        cut = (ids * (context // len(ids) + 1))[:context]
-        before = b"".join(map(llm.tokenizer.token_bytes, cut)).decode("utf-8", "ignore") + "\n\n"
+        before = llm.tokenizer.decode((ids * (context // len(ids) + 1))[:context]) + "\n\n"
     return [llm.chat_ids([{"role": "user", "content": before + prompt}]) for prompt in prompts]
 
 
-def measure(llm: LLM, prompts: list[list[int]], params: SamplingParams, done: Callable[[], None]) -> Row:
-    """All prompts in one batch; done() is called after each. Counts are what the engine's own totals grew by."""
+def over_classes(work: Work[Part], classes: dict[str, list[list[int]]], progress: Progress) -> dict[str, Part]:
+    """What 'work' counts for each class, then 'all', their sum."""
+    ended, total = 0, sum(map(len, classes.values()))
+
+    def done(more: int) -> None:
+        nonlocal ended
+        ended += more
+        progress(ended, total)
+
+    parts = {name: work(prompts, done) for name, prompts in classes.items()}
+    everything = type(next(iter(parts.values())))()
+    for part in parts.values():
+        for each in fields(part):
+            mine, more = getattr(everything, each.name), getattr(part, each.name)
+            mine.merge(more) if isinstance(mine, SpecStats) else setattr(everything, each.name, mine + more)
+    return parts | {ALL: everything}
+
+
+def measure(llm: LLM, params: SamplingParams, prompts: list[list[int]], done: Done) -> Row:
+    """All prompts in one batch. Counts are what the engine's own totals grew by."""
     engine, before = llm.engine, SpecStats()
     before.merge(engine.drafting.total)
     row = Row(len(prompts), sum(map(len, prompts)))
     for ids in prompts:
         engine.add(ids, params)
     while engine.has_work:
-        for piece in engine.step():
-            row.tokens += len(piece.ids)
-            if piece.finish:
-                done()
+        pieces = engine.step()
+        row.tokens += sum(len(piece.ids) for piece in pieces)
+        done(sum(piece.finish is not None for piece in pieces))
     total = engine.drafting.total
     row.stats = SpecStats(total.num_plain_steps - before.num_plain_steps, total.steps - before.steps)
     return row
 
 
-def pace(
-    llm: LLM, prompts: list[list[int]], plain: SamplingParams, auto: SamplingParams, done: Callable[[], None]
-) -> Pace:
+def pace(llm: LLM, params: SamplingParams, prompts: list[list[int]], done: Done) -> Pace:
     """Each prompt plainly, then with drafts, so that a machine that slows down slows both."""
     result = Pace(len(prompts))
     for ids in prompts:
-        texts = []
-        for i, params in enumerate((plain, auto)):
-            text, seconds = decode(llm, ids, params)
-            result.tokens[i] += len(text) - 1
-            result.seconds[i] += seconds
-            texts.append(text)
-        result.same += texts[0] == texts[1]
-        done()
+        (plain, seconds), (auto, auto_seconds) = (_decode(llm, ids, replace(params, num_draft=n)) for n in (0, None))
+        result.same_text += plain == auto
+        result.plain_tokens += len(plain) - 1
+        result.auto_tokens += len(auto) - 1
+        result.plain_seconds += seconds
+        result.auto_seconds += auto_seconds
+        done(1)
     return result
 
 
-def decode(llm: LLM, ids: list[int], params: SamplingParams) -> tuple[list[int], float]:
+def _decode(llm: LLM, ids: list[int], params: SamplingParams) -> tuple[list[int], float]:
     """What one stream wrote, and the seconds from its first token to its last."""
-    text: list[int] = []
-    first = last = 0.0
+    written, times = [], []
     for piece in llm.stream(ids, params):
-        last = time.perf_counter()
-        first = first or last
-        text += piece.ids
-    return text, last - first
-
-
-# ---- showing
+        times.append(time.perf_counter())
+        written += piece.ids
+    return written, times[-1] - times[0]
 
 
 def table(rows: dict[str, Row]) -> str:
     lines = ["class     prompts  tokens  steps  length   rate    1st    2nd    3rd"]
     for name, row in rows.items():
-        stats = row.stats
-        rates = [stats.draft_acceptance_rate, *(stats.per_position() + [None] * 3)[:3]]
-        length = f"{stats.mean_acceptance_length:6.2f}" if stats.mean_acceptance_length else "     -"
+        rates = [row.stats.draft_acceptance_rate, *(row.stats.per_position() + [None] * 3)[:3]]
+        length = f"{row.stats.mean_acceptance_length or 0:6.2f}"
         shares = "  ".join("    -" if rate is None else f"{rate:5.1%}" for rate in rates)
-        lines.append(f"{name:<9} {row.prompts:7}  {row.tokens:6}  {stats.num_spec_steps:5}  {length}  {shares}")
+        lines.append(f"{name:<9} {row.prompts:7}  {row.tokens:6}  {row.stats.num_spec_steps:5}  {length}  {shares}")
     return "\n".join(lines)
 
 
 def speed_table(paces: dict[str, Pace]) -> str:
     lines = ["class     prompts  plain tok/s  auto tok/s  ratio  same text"]
-    for name, p in paces.items():
-        d = p.as_dict()
-        speeds = f"{d['plain_tok_s']:11.1f}  {d['auto_tok_s']:10.1f}  {d['ratio']:5.2f}"
-        lines.append(f"{name:<9} {p.prompts:7}  {speeds}  {p.same:3} of {p.prompts}")
+    for name, each in paces.items():
+        speeds = "{plain_tok_s:11.1f}  {auto_tok_s:10.1f}  {ratio:5.2f}".format(**each.as_dict())
+        lines.append(f"{name:<9} {each.prompts:7}  {speeds}  {each.same_text:3} of {each.prompts}")
     return "\n".join(lines)
 
 
@@ -165,43 +164,37 @@ def bars(stats: SpecStats, width: int = 40) -> str:
     lines = ["position  accepted where reached"]
     for i, (rate, reached) in enumerate(zip(stats.per_position(), stats.per_position_reached, strict=True)):
         full, part = divmod(round((rate or 0.0) * width * 8), 8)
-        bar = ("█" * full + EIGHTHS[part]).rstrip()
-        share = "    -" if rate is None else f"{rate:6.1%}"
-        lines.append(f"{i + 1:8}  {share} {bar:<{width}} {reached:6} steps")
+        share = "     -" if rate is None else f"{rate:6.1%}"
+        lines.append(f"{i + 1:8}  {share} {'█' * full + EIGHTHS[part]:<{width + 1}} {reached:6} steps")
     return "\n".join(lines)
 
 
 def svg(panels: dict[str, dict[str, Row]]) -> str:
     """One panel a title, below each other: acceptance by position, one line a class."""
-    width, height = 760, 340
-    body = "".join(_panel(title, rows, i * height) for i, (title, rows) in enumerate(panels.items()))
-    size = f'width="{width}" height="{height * len(panels)}" viewBox="0 0 {width} {height * len(panels)}"'
-    style = 'font-family="sans-serif" font-size="12" fill="#222"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}><rect width="100%" height="100%" fill="#fff"/>{body}</svg>\n'
+    body = "".join(_panel(title, rows, i * PANEL) for i, (title, rows) in enumerate(panels.items()))
+    size = f'viewBox="0 0 760 {PANEL * len(panels)}" width="760"'
+    opening = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12" fill="#222">'
+    return f'{opening}<rect width="100%" height="100%" fill="#fff"/>{body}</svg>\n'
 
 
 def _panel(title: str, rows: dict[str, Row], top: int) -> str:
     left, right, floor, tall = 60, 610, top + 290, 240
     deepest = max([len(row.stats.per_position()) for row in rows.values()] + [2])
     x = [left + (right - left) * k / (deepest - 1) for k in range(deepest)]
-    parts = [f'<text x="{left}" y="{top + 28}" font-size="14" font-weight="bold">{escape(title)}</text>']
+    parts = [f'<text x="{left}" y="{top + 28}" font-size="14" font-weight="bold">{title}</text>']
     for tenth in range(0, 11, 2):
-        y = floor - tall * tenth / 10
-        parts.append(f'<path d="M{left} {y}H{right}" stroke="{"#222" if tenth == 0 else "#ddd"}"/>')
+        y, up, colour = floor - tall * tenth / 10, 0 if tenth else tall, "#ddd" if tenth else "#222"  # 0: both axes
+        parts.append(f'<path d="M{left} {y - up}V{y}H{right}" fill="none" stroke="{colour}"/>')
         parts.append(f'<text x="{left - 8}" y="{y + 4}" text-anchor="end">{tenth * 10} %</text>')
     parts += [f'<text x="{at:.1f}" y="{floor + 18}" text-anchor="middle">{k + 1}</text>' for k, at in enumerate(x)]
     note = f"position of the draft (share accepted where reached; points of fewer than {FEW} steps left out)"
     parts.append(f'<text x="{(left + right) / 2}" y="{floor + 38}" text-anchor="middle">{note}</text>')
     for i, (name, row) in enumerate(rows.items()):
         shares = zip(x, row.stats.per_position(), row.stats.per_position_reached, strict=False)
-        points = [(at, floor - tall * share) for at, share, steps in shares if share is not None and steps >= FEW]
-        look = (
-            'stroke="#000" stroke-width="3"'
-            if name == ALL
-            else f'stroke="{COLOURS[i % len(COLOURS)]}" stroke-width="1.5"'
-        )
-        line = " ".join(f"{at:.1f},{y:.1f}" for at, y in points)
-        parts.append(f'<polyline points="{line}" fill="none" {look}/>')
+        points = [f"{at:.1f},{floor - tall * (share or 0):.1f}" for at, share, steps in shares if steps >= FEW]
+        colour, thick = ("#000", 3) if name == ALL else (COLOURS[i % len(COLOURS)], 1.5)
+        look = f'stroke="{colour}" stroke-width="{thick}" stroke-linecap="round"'
+        parts.append(f'<polyline points="{" ".join(points[:1] + points)}" fill="none" {look}/>')  # one is a dot
         y = top + 62 + 20 * i
-        parts.append(f'<path d="M{right + 20} {y}h24" {look}/><text x="{right + 52}" y="{y + 4}">{escape(name)}</text>')
+        parts.append(f'<path d="M{right + 20} {y}h24" {look}/><text x="{right + 52}" y="{y + 4}">{name}</text>')
     return "".join(parts)

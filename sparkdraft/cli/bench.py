@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sparkdraft.cli.console import loading
 from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm, read_text
-from sparkdraft.core import UserError
+from sparkdraft.config import EngineConfig
+from sparkdraft.core import SamplingParams, UserError
 
 if TYPE_CHECKING:
     from sparkdraft.engine.engine import Engine
+    from sparkdraft.llm import LLM
     from sparkdraft.models.config import ModelConfig
 
 HELP = "measure speed"
@@ -19,6 +25,8 @@ EXAMPLES = """examples:
   sparkdraft bench offline --batch 1,4,8 --prompt-len 128,512
   sparkdraft bench offline --shape qwen3-8b --batch 1,16 --prompt-len 256   (random weights)
   sparkdraft bench perplexity --dtype quantised,float32
+  sparkdraft bench accept --per-class 2 --temperature 0,1 --context 0,1024 --plot accept.svg
+  sparkdraft bench accept --per-class 0 --speed                                (plain against drafted, one stream)
 """
 
 
@@ -35,12 +43,86 @@ def configure(parser: ArgumentParser) -> None:
     perplexity.add_argument("--text", default="", metavar="FILE", help="the text (default: one made for this project)")
     add_engine_flags(perplexity)
     perplexity.set_defaults(dtype="quantised,float32")
-    for kind in (offline, perplexity):
+    accept = kinds.add_parser("accept", help="how many drafts are accepted, by class of prompt")
+    accept.add_argument("--per-class", type=int, default=4, help="prompts of each class (default 4; 0: all)")
+    accept.add_argument("--output-len", type=int, default=128, help="most tokens of output (default 128)")
+    accept.add_argument("--depth", default="", help="drafts a step: auto or a number (default: the drafter's largest)")
+    accept.add_argument("--temperature", default="0", help="a list (default 0)")
+    accept.add_argument("--context", default="0", help="tokens of other text before each prompt, a list (default 0)")
+    accept.add_argument("--ngram", action="store_true", help="let the request's own text draft too")
+    accept.add_argument("--plot", default="", metavar="FILE", help="draw acceptance by position, as SVG")
+    accept.add_argument("--speed", action="store_true", help="also plain against drafted speed, one stream")
+    add_engine_flags(accept)
+    for kind in (offline, perplexity, accept):
         kind.epilog, kind.formatter_class = EXAMPLES, RawDescriptionHelpFormatter
 
 
 def run(args: Namespace) -> int:
-    return _perplexity(args) if args.kind == "perplexity" else _offline(args)
+    return {"perplexity": _perplexity, "offline": _offline, "accept": _accept}[args.kind](args)
+
+
+def _accept(args: Namespace) -> int:
+    contexts, temperatures = _numbers("--context", args.context, 0), _temperatures(args.temperature)
+    _check_accept(args)
+    from sparkdraft.bench import accept
+
+    llm = load_llm(args, ngram=args.ngram or args.speed)  # the speed is that of an engine as it comes, n-grams and all
+    depth = None if args.depth == "auto" else int(args.depth or llm.engine.drafting.max_depth)
+    shown = "depth chosen every step" if depth is None else f"{depth} drafts a step"
+    print(f"{args.model} on {llm.plan.device}, {llm.plan.dtype}; {shown}{', n-grams too' if args.ngram else ''}")
+    groups, panels, texts = [], {}, accept.read_prompts(args.per_class)
+    llm.engine.drafting.ngram = args.ngram
+    for context, temperature in product(contexts, temperatures):
+        params = SamplingParams(args.output_len, temperature=temperature, seed=0, num_draft=depth)
+        prompts = {name: accept.chat_prompts(llm, each, context) for name, each in texts.items()}
+        with loading("measuring acceptance") as progress:
+            rows = accept.over_classes(partial(accept.measure, llm, params), prompts, progress)
+        title = f"temperature {temperature:g}, {context} tokens of added context"
+        print(f"\n{title}\n{accept.table(rows)}\n\n{accept.bars(rows[accept.ALL].stats)}")
+        panels[title] = rows
+        classes = {name: row.as_dict() for name, row in rows.items()}
+        everything = classes.pop(accept.ALL)
+        groups.append({"temperature": temperature, "context": context, "classes": classes, "all": everything})
+    if args.plot:
+        Path(args.plot).write_text(accept.svg(panels), encoding="utf-8")
+    summary = {"bench": "accept", "model": args.model, "device": llm.plan.device, "dtype": llm.plan.dtype}
+    summary |= {"depth": depth, "ngram": args.ngram, "output_len": args.output_len, "groups": groups}
+    print(json.dumps(summary | ({"speed": _speed(args, llm, temperatures[0])} if args.speed else {})))
+    return 0
+
+
+def _speed(args: Namespace, llm: LLM, temperature: float) -> dict[str, dict[str, float]]:
+    """Plain against drafted, one stream: nothing drafted may be slower than plain."""
+    from sparkdraft.bench import accept
+
+    llm.engine.drafting.ngram = True
+    params = SamplingParams(args.output_len, temperature=temperature, seed=0)
+    prompts = {name: accept.chat_prompts(llm, each) for name, each in accept.read_prompts(args.per_class).items()}
+    with loading("measuring speed") as progress:
+        accept.pace(llm, params, accept.chat_prompts(llm, ["Why is the sky blue?"]), lambda more: None)  # warm-up
+        paces = accept.over_classes(partial(accept.pace, llm, params), prompts, progress)
+    print(f"\none stream, temperature {temperature:g}, depth as the engine chooses\n{accept.speed_table(paces)}\n")
+    return {name: each.as_dict() for name, each in paces.items()}
+
+
+def _check_accept(args: Namespace) -> None:
+    """Refuse what can not be measured before any weight is read."""
+    if args.per_class < 0:
+        raise UserError(f"--per-class is {args.per_class}; it must be 0 (all) or positive")
+    if args.output_len < 8:
+        raise UserError(f"--output-len is {args.output_len}; fewer than 8 tokens measure nothing")
+    if args.depth not in ("", "auto") and not (args.depth.isdecimal() and int(args.depth)):
+        raise UserError(f"--depth is '{args.depth}'; give auto or a positive number of drafts")
+    plot = Path(args.plot).absolute()
+    if args.plot and (plot.is_dir() or not plot.parent.is_dir()):
+        raise UserError(f"--plot is {args.plot}; give a file in a folder that exists")
+    from sparkdraft.engine.build import find_drafter
+    from sparkdraft.models.config import ModelConfig
+    from sparkdraft.weights.checkpoint import open_checkpoint
+
+    config = EngineConfig(model=args.model, **engine_options(args))
+    if find_drafter(config, ModelConfig.from_hf(open_checkpoint(args.model).config)) is None:
+        raise UserError(f"{args.model} has no drafter to measure; name one with --drafter, and leave --spec on auto")
 
 
 def _perplexity(args: Namespace) -> int:
@@ -92,7 +174,6 @@ def _engine(args: Namespace) -> tuple[Engine, ModelConfig, str]:
         llm = load_llm(args, prefix_cache=False)
         return llm.engine, llm.model_config, args.model
     from sparkdraft.bench.shapes import RandomCheckpoint, SilentTokenizer, shape
-    from sparkdraft.config import EngineConfig
     from sparkdraft.engine.build import build_engine, make_plan
 
     model = shape(args.shape)
@@ -103,11 +184,19 @@ def _engine(args: Namespace) -> tuple[Engine, ModelConfig, str]:
     return engine, model, f"{args.shape}, random weights"
 
 
-def _numbers(flag: str, text: str) -> list[int]:
+def _numbers(flag: str, text: str, least: int = 1) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
         numbers = []
-    if not numbers or min(numbers) < 1:
-        raise UserError(f"{flag} is '{text}'; give positive numbers with commas between them, such as 1,4,8")
+    if not numbers or min(numbers) < least:
+        example = "1,4,8" if least else "0,1024"
+        raise UserError(f"{flag} is '{text}'; give numbers from {least} with commas between them, such as {example}")
     return numbers
+
+
+def _temperatures(text: str) -> list[float]:
+    try:
+        return [SamplingParams(temperature=float(part)).temperature for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"--temperature is '{text}'; give numbers with commas between them, such as 0,0.7") from None

@@ -22,10 +22,21 @@ from sparkdraft.llm import LLM, Completion
 from tests.models.tiny import oracle, write_tiny
 from tests.spec.tiny_drafter import MASK, body, random_tensors, speculators, write_drafter, zlab
 
-LENGTH, OUTPUT, TAUGHT = 100, 64, 60
+LENGTH, OUTPUT, TAUGHT = 100, 48, 100
 BODIES = {"full": body("ff"), "sliding": body("ssf", window=6)}
-PAIRS = [(target, kind) for target in ("llama", "qwen3-tied") for kind in BODIES]
-PROMPTS = torch.randint(3, 259, (5, LENGTH), generator=torch.Generator().manual_seed(8)).tolist()
+# Taps are blocks 0 and 2 of 4: of a last block, transformers shows z-lab the normed state, and no drafter reads that.
+TARGET = {"num_hidden_layers": 4, "initializer_range": 0.1}
+PAIRS = [
+    pytest.param(("llama", "full"), id="llama-full"),
+    pytest.param(("qwen3-tied", "sliding"), id="qwen3-tied-sliding"),
+    pytest.param(("llama", "sliding"), id="llama-sliding", marks=pytest.mark.slow),
+    pytest.param(("qwen3-tied", "full"), id="qwen3-tied-full", marks=pytest.mark.slow),
+]
+PROMPTS = torch.randint(3, 259, (3, LENGTH), generator=torch.Generator().manual_seed(8)).tolist()
+
+
+def made_for_four(dimensions: dict[str, Any], block: int = 8) -> dict[str, Any]:
+    return zlab(dimensions, block, num_target_layers=TARGET["num_hidden_layers"])
 
 
 @dataclass(frozen=True)
@@ -38,13 +49,15 @@ class Pair:
     def drafter(self, block: int = 8, dialect: str = "zlab") -> Path:
         folder = self.root / f"{dialect}-{block}"
         if not folder.exists():
-            write = {"zlab": zlab, "speculators": speculators}[dialect]
-            write_drafter(folder, write(self.dimensions, block), self.tensors)
+            make = {"zlab": made_for_four, "speculators": speculators}[dialect]
+            write_drafter(folder, make(self.dimensions, block), self.tensors)
         return folder
 
     def llm(self, block: int = 8, dialect: str = "zlab", **options: Any) -> LLM:
-        options = {"dtype": "float32", "ngram": False, "drafter": str(self.drafter(block, dialect)), **options}
-        return LLM(str(self.target), **options)
+        drafter = str(self.drafter(block, dialect))
+        return LLM(
+            str(self.target), **{"dtype": "float32", "ngram": False, "threads": 1, "drafter": drafter, **options}
+        )
 
 
 @pytest.fixture(scope="module")
@@ -56,17 +69,18 @@ def dflash() -> Iterator[Any]:
         yield package
 
 
-@pytest.fixture(scope="module", params=PAIRS, ids="-".join)
+@pytest.fixture(scope="module", params=PAIRS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, dflash: Any) -> Pair:
     target, kind = request.param
     root = tmp_path_factory.mktemp(f"{target}-{kind}")
-    write_tiny(root / "target", target)
-    write_drafter(root / "random", zlab(BODIES[kind]), random_tensors(BODIES[kind]))
+    write_tiny(root / "target", target, **TARGET)
+    write_drafter(root / "random", made_for_four(BODIES[kind]), random_tensors(BODIES[kind]))
     return Pair(root / "target", BODIES[kind], taught(dflash, root / "target", root / "random"), root)
 
 
 def taught(dflash: Any, target_folder: Path, folder: Path) -> dict[str, Tensor]:
     """The drafter's tensors after a few steps on what the target writes: often right, and often wrong."""
+    torch.set_num_threads(1)  # all is too small to share
     target = oracle(target_folder)
     with torch.no_grad():
         texts = target.generate(torch.tensor(PROMPTS), min_new_tokens=OUTPUT, max_new_tokens=OUTPUT, do_sample=False)
@@ -149,7 +163,7 @@ def test_text_is_the_plain_text_at_every_depth(pair: Pair, dtype: str) -> None:
 
 def test_requests_of_several_depths_share_a_batch(pair: Pair) -> None:
     llm = pair.llm(prefix_cache=False)
-    params = [greedy(depth) for depth in (0, 7, 2, None, 5)]
+    params = [greedy(depth) for depth in (0, 7, None)]
     alone = [texts(llm, [prompt], p)[0] for prompt, p in zip(PROMPTS, params, strict=True)]
     assert texts(llm, PROMPTS, *params) == alone
 
@@ -170,7 +184,7 @@ def test_a_cached_prompt_is_drafted_from_as_if_it_had_been_read(pair: Pair) -> N
 def test_preempted_requests_write_the_same(pair: Pair) -> None:
     plain = texts(pair.llm(spec="off"), PROMPTS, greedy(None))
     for prefix_cache in (False, True):
-        llm, preempted = pair.llm(kv_tokens=400, prefix_cache=prefix_cache), 0
+        llm, preempted = pair.llm(kv_tokens=320, prefix_cache=prefix_cache), 0
         schedule = llm.engine.scheduler.schedule
 
         def counted(depths: Any, schedule: Any = schedule) -> Any:

@@ -1,0 +1,123 @@
+"""`bench accept` and `demo` as people type them: counts that agree with each other, a plot that is XML, one sentence
+where there is nothing to measure. The embedded model runs; what speculation decides is tested in engine/ and spec/."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from sparkdraft.cli.demo import _compare
+from tests.models.tiny import write_tiny
+
+SUMS = ("prompts", "prompt_tokens", "tokens", "num_plain_steps", "num_spec_steps", "num_draft_tokens")
+LISTS = ("acceptance_histogram", "per_position_accepted", "per_position_drafted", "per_position_reached")
+QUICK = ("--per-class", "1", "--output-len", "24")
+
+
+def sparkdraft(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sparkdraft.cli.main", *args]
+    env = {**os.environ, "PYTHONIOENCODING": "utf-8"}
+    return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120, env=env)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterator[tuple[Any, str, Path]]:
+    """(the JSON, all that was printed, the plot) of one run that uses every flag."""
+    plot = tmp_path_factory.mktemp("plot") / "accept.svg"
+    more = ("--temperature", "0,0.8", "--context", "40", "--speed", "--plot", str(plot))
+    result = sparkdraft("bench", "accept", *QUICK, *more)
+    assert result.returncode == 0, result.stderr
+    yield json.loads(result.stdout.splitlines()[-1]), result.stdout, plot
+
+
+def test_counts_agree(measured: tuple[Any, str, Path]) -> None:
+    report = measured[0]
+    assert [(g["temperature"], g["context"]) for g in report["groups"]] == [(0, 40), (0.8, 40)]
+    for group in report["groups"]:
+        for row in [*group["classes"].values(), group["all"]]:
+            histogram, accepted = row["acceptance_histogram"], row["num_accepted_draft_tokens"]
+            assert sum(histogram) == row["num_spec_steps"]
+            assert sum(i * steps for i, steps in enumerate(histogram)) == accepted == sum(row["per_position_accepted"])
+            assert row["tokens"] == row["prompts"] + row["num_plain_steps"] + row["num_spec_steps"] + accepted
+            assert row["mean_acceptance_length"] == pytest.approx(1 + accepted / row["num_spec_steps"])
+            assert row["per_position_reached"][0] == row["num_spec_steps"]
+            assert len(row["per_position"]) == report["depth"] and set(row["sources"]) == {"dflash"}
+
+
+def test_all_is_the_sum_of_the_classes(measured: tuple[Any, str, Path]) -> None:
+    for group in measured[0]["groups"]:
+        rows = list(group["classes"].values())
+        assert len(rows) == 7 and all(row["prompt_tokens"] > 40 for row in rows)
+        for name in SUMS:
+            assert group["all"][name] == sum(row[name] for row in rows), name
+        for name in LISTS:
+            lists = zip_longest(*(row[name] for row in rows), fillvalue=0)
+            assert group["all"][name] == [sum(each) for each in lists], name
+
+
+def test_the_table_the_bars_and_the_plot(measured: tuple[Any, str, Path]) -> None:
+    report, printed, plot = measured
+    for words in ("temperature 0, 40 tokens of added context", "temperature 0.8", "acceptance", "█"):
+        assert words in printed
+    for name in (*report["groups"][0]["classes"], "all"):
+        assert sum(line.startswith(f"{name} ") for line in printed.splitlines()) == 3  # two groups and the speed
+    root = ElementTree.parse(plot).getroot()
+    assert root.tag.endswith("svg") and len(root.findall("{*}polyline")) == 2 * 8
+
+
+def test_speed_is_tokens_over_seconds_and_loses_nothing(measured: tuple[Any, str, Path]) -> None:
+    for row in measured[0]["speed"].values():
+        assert row["same_text"] == row["prompts"] and row["plain_tokens"] == row["auto_tokens"]
+        assert row["ratio"] == pytest.approx(row["auto_tok_s"] / row["plain_tok_s"])
+        assert row["auto_tok_s"] == pytest.approx(row["auto_tokens"] / row["auto_seconds"])
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], "has no drafter to measure"),
+        (["--depth", "deep"], "--depth is 'deep'"),
+        (["--context", "0,-1"], "--context is '0,-1'"),
+        (["--temperature", "warm"], "--temperature is 'warm'"),
+        (["--plot", "no-such-folder/a.svg"], "--plot is no-such-folder/a.svg"),
+    ],
+)
+def test_refusals(args: list[str], words: str, tiny: Path) -> None:
+    result = sparkdraft("bench", "accept", "--model", str(tiny), *args)
+    assert result.returncode == 1 and result.stdout == ""
+    assert words in result.stderr and len(result.stderr.strip().splitlines()) == 1, result.stderr
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("tiny"), "llama")
+
+
+def test_the_demo_writes_the_same_text_twice(smollm2_path: Path) -> None:
+    result = sparkdraft("demo", "--max-tokens", "24")
+    assert result.returncode == 0, result.stderr
+    assert "The two texts are the same, all 24 tokens." in result.stdout
+    assert result.stdout.count("tok/s") == 3 and "acceptance length" in result.stdout
+
+
+def test_the_demo_refuses_and_helps() -> None:
+    assert "--spec is off" in sparkdraft("demo", "--spec", "off").stderr
+    assert "prompt is empty" in sparkdraft("demo", "--prompt", "").stderr
+    assert "examples:\n  sparkdraft demo" in sparkdraft("demo", "--help").stdout
+
+
+def test_the_demo_fails_where_the_texts_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    before = {"text": "a", "tok_s": 50.0, "num_output": 1, "speculative_decoding": None}
+    assert _compare(before, before | {"tok_s": 100.0}) == 0
+    assert "2.00 times as fast" in capsys.readouterr().out
+    assert _compare(before, before | {"text": "b"}) == 1
+    assert "the two texts differ" in capsys.readouterr().err
