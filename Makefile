@@ -46,6 +46,6 @@ $(VENV)/ready: pyproject.toml constraints.txt
 
 $(VENV)/ready-dev: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e ".[dev]"
-# z-lab's own drafter, the oracle of tests/spec; without its pins (transformers, datasets ...), which conflict with ours.
+# z-lab's own code, the oracle of tests/spec; without what it pins to the digit (datasets, tqdm, requests), unused here.
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps dflash==0.1.0
 	touch $@

@@ -13,7 +13,7 @@ import torch
 import sparkdraft.bench
 from sparkdraft.bench.perplexity import HELDOUT, perplexity
 from sparkdraft.core import SamplingParams
-from sparkdraft.llm import LLM
+from sparkdraft.llm import LLM, Completion
 
 PROMPTS = [
     "The capital of France is",
@@ -108,14 +108,17 @@ def test_drafted_text_is_the_plain_text(each: int, max_tokens: int, depths: tupl
     llm = LLM("smollm2")
     prompts = chats(llm, each)
 
-    def texts(depth: int | None) -> list[list[int]]:
+    def written(depth: int | None) -> list[Completion]:
         params = SamplingParams(max_tokens=max_tokens, num_draft=depth)
-        return [r.completions[0].ids for r in llm.generate(prompts, params)]
+        return [r.completions[0] for r in llm.generate(prompts, params)]
 
-    plain = texts(0)
+    plain = written(0)
     for depth in depths:
-        differ = [i for i, (a, b) in enumerate(zip(texts(depth), plain, strict=True)) if a != b]
+        drafted = written(depth)
+        differ = [i for i, (a, b) in enumerate(zip(drafted, plain, strict=True)) if a.ids != b.ids]
         assert not differ, f"depth {depth} differs for prompts {differ}"
+        counts = [c.speculation["sources"].get("dflash", (0, 0)) for c in drafted if c.speculation]
+        assert depth is None or 0 < sum(c[1] for c in counts) < sum(c[0] for c in counts)
 
 
 def test_the_embedded_drafter_needs_no_flag() -> None:

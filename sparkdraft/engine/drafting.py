@@ -39,6 +39,7 @@ class Drafting:
         """default: the depth of requests that name none; None chooses every step, 0 is off."""
         self.block, self.ngram, self.default = block, ngram, default
         self.max_depth = block.block_size - 1 if block else (NGRAM_DEPTH if ngram else 0)
+        self._check("spec", default)
         self.lookahead = self.max_depth
         sources = (["ngram"] if ngram else []) + ([block.drafter.caps.name] if block else [])
         self.controllers = {source: DepthController(self.max_depth, START[source == "ngram"]) for source in sources}
@@ -48,9 +49,7 @@ class Drafting:
         self._num_timed = 0
 
     def check(self, params: SamplingParams) -> None:
-        if params.num_draft and params.num_draft > self.max_depth:
-            limit = f"this drafter allows {self.max_depth}" if self.max_depth else "there is no drafter"
-            raise UserError(f"num_draft is {params.num_draft}; {limit}: ask for no more, or leave it out")
+        self._check("num_draft", params.num_draft)
 
     def depths(self, requests: list[Request]) -> dict[Request, int]:
         """Drafts wanted from each request that may draft in the coming step."""
@@ -132,6 +131,11 @@ class Drafting:
             self.total.merge(kept.stats)
 
     # ---- the parts
+
+    def _check(self, name: str, depth: int | None) -> None:
+        if depth and depth > self.max_depth:
+            limit = f"this drafter allows {self.max_depth}" if self.max_depth else "there is no drafter"
+            raise UserError(f"{name} is {depth}; {limit}: ask for no more, or leave it out")
 
     def _asked(self, request: Request) -> int | None:
         asked = request.params.num_draft

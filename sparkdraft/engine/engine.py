@@ -11,6 +11,8 @@ import os
 import time
 from itertools import count
 
+import torch
+
 from sparkdraft.cache.blocks import BlockPool
 from sparkdraft.cache.prefix import PrefixCache
 from sparkdraft.core import Batch, FinishReason, Request, SamplingParams, StepOutput, UserError
@@ -65,6 +67,7 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._ended)
 
+    @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """One pass of the target over everything that runs."""
         begin = time.perf_counter()

@@ -38,7 +38,6 @@ class Runner:
         if plan.graphs:
             self._record()
 
-    @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
         """float32 logits [sampled rows, vocab], in the order of the batch."""
         parts = [_rows(w) for w in batch.work]
@@ -53,7 +52,6 @@ class Runner:
         chosen = self._residual if num_read == batch.num_rows else self.model.ops.embed(rows, self._residual)
         return self.model.logits(chosen).float()
 
-    @torch.inference_mode()
     def prompt_logprobs(self, work: Work, first_row: int, top: int) -> list[TokenLogprob]:
         """What the rows of one prompt chunk, just run, say of the prompt ids that follow them."""
         assert self._residual is not None

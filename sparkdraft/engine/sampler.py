@@ -65,7 +65,6 @@ class Sampler:
         self._tallies: dict[Request, Tallies] = {}
         self._biases: dict[Request, tuple[Tensor, Tensor]] = {}
 
-    @torch.inference_mode()
     def __call__(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
         """Sample an id from each row of 'logits' (float32 [rows, vocab], edited in place)."""
         logprobs = self._raw_logprobs(logits, rows)

@@ -26,7 +26,7 @@ TRUST = 6.0  # how many observations the shared prior is worth to a new request
 INHERIT = 0.9  # how much of a position's departure from the prior the next position expects for itself
 SURPRISE = 8.0  # squared deviations after which the text is taken to have changed
 FADE = 0.85  # what a step leaves of older surprise
-MARGIN = 1.02  # what drafting must promise over plain decoding before a parked request leaves depth 0
+MARGIN = 1.05  # what drafting must promise over plain decoding before a new or parked request leaves depth 0
 BUDGET = 0.012  # share of time that probing may cost
 FIRST_WAIT, LONG_WAIT = 16, 32  # tokens between probes: the first after parking, and where doubling ends
 MAX_PROBE = 4
@@ -99,7 +99,9 @@ class DepthController:
             return [0] * num
         costs = self._costs(bucket)
         price = costs.price(num)
-        depths = best_depths([self._tokens(s) for s in states], [s.parked is not None for s in states], price)
+        depths = best_depths(
+            [self._tokens(s) for s in states], [s.parked is not None or not s.tried[0] for s in states], price
+        )
         drafting = any(depths)
         for state, depth in zip(states, depths, strict=True):
             if depth:

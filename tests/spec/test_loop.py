@@ -184,7 +184,7 @@ def test_a_cached_prompt_is_drafted_from_as_if_it_had_been_read(pair: Pair) -> N
 def test_preempted_requests_write_the_same(pair: Pair) -> None:
     plain = texts(pair.llm(spec="off"), PROMPTS, greedy(None))
     for prefix_cache in (False, True):
-        llm, preempted = pair.llm(kv_tokens=320, prefix_cache=prefix_cache), 0
+        llm, preempted = pair.llm(kv_tokens=288, prefix_cache=prefix_cache), 0
         schedule = llm.engine.scheduler.schedule
 
         def counted(depths: Any, schedule: Any = schedule) -> Any:
