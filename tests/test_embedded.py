@@ -128,3 +128,16 @@ def test_the_embedded_drafter_needs_no_flag() -> None:
     plain = LLM("smollm2", spec="off").chat(messages, params)
     assert drafted.speculation and drafted.speculation["sources"]["dflash"][1] > 0
     assert plain.speculation is None and plain.ids == drafted.ids
+
+
+def test_a_repeated_prompt_restores_the_drafters_cache_too() -> None:
+    """With the prefix cache the second run computes only the prompt's end, and drafts as well as the first."""
+    params = SamplingParams(max_tokens=64, num_draft=7, ignore_eos=True)
+    cached, cold = LLM("smollm2", ngram=False), LLM("smollm2", ngram=False, prefix_cache=False)
+    prompt = cached.tokenizer.encode(HELDOUT.read_text(), add_special=False)[:500]
+    first, second, plain = (llm.generate([prompt], params)[0].completions[0] for llm in (cached, cached, cold))
+    assert (first.num_cached, second.num_cached, plain.num_cached) == (0, 496, 0)
+    assert first.ids == second.ids == plain.ids
+    counts = [c.speculation["acceptance_histogram"] for c in (first, second, plain) if c.speculation]
+    assert len(counts) == 3 and counts[0] == counts[1] == counts[2]
+    assert sum(i * n for i, n in enumerate(counts[0])) > 0
