@@ -54,8 +54,19 @@ def drafter_of(llm: LLM) -> Drafter:
     return llm.engine.drafting.block.drafter
 
 
-def walk(drafter: Drafter, taps: Tensor, ids: list[int], start: int) -> list[int]:
-    """Accepted drafts of each step, from the anchor at 'start' to the end of the text."""
+def loop_start(ids: list[int], longest: int = 64) -> int:
+    """Where a text begins to repeat itself to its end, an exact cycle having been seen once; else its length."""
+    for period in range(1, longest + 1):
+        start = len(ids)
+        while start > period and ids[start - 1] == ids[start - 1 - period]:
+            start -= 1
+        if len(ids) - start >= max(longest, 2 * period):
+            return start
+    return len(ids)
+
+
+def walk(drafter: Drafter, taps: Tensor, ids: list[int], start: int) -> list[tuple[int, int]]:
+    """(anchor, accepted drafts) of each step, from the anchor at 'start' to the end of the text."""
     width, accepted, p = drafter.caps.block_size, [], start
     while p < len(ids) - 1:
         rows = int32(list(range(p, p + width)))
@@ -66,7 +77,7 @@ def walk(drafter: Drafter, taps: Tensor, ids: list[int], start: int) -> list[int
         truth = ids[p + 1 : p + width]
         count = next((i for i, (a, b) in enumerate(zip(drafts.tolist(), truth, strict=False)) if a != b), len(truth))
         drafter.observe(taps[p : p + width], rows[: len(taps) - p], rows[: len(taps) - p])  # what the block overwrote
-        accepted.append(count)
+        accepted.append((p, count))
         p += count + 1
     return accepted
 
@@ -77,10 +88,15 @@ def main() -> None:
     llm = LLM("smollm2", device="cpu")
     ends = np.cumsum(data["len"])
     steps: dict[str, list[int]] = defaultdict(list)
+    cut: list[int] = []
     for i, (end, prompt, kind) in enumerate(zip(ends, data["plen"], data["cls"], strict=True)):
         ids = data["tok"][end - data["len"][i] : end].astype(int).tolist()
-        steps[CLASSES[kind]] += walk(drafter_of(llm), observe_text(llm, ids), ids, int(prompt))
+        taken = walk(drafter_of(llm), observe_text(llm, ids), ids, int(prompt))
+        loop = int(prompt) + loop_start(ids[int(prompt) :])
+        steps[CLASSES[kind]] += [count for _, count in taken]
+        cut += [count for anchor, count in taken if anchor < loop]
     steps["all"] = [a for counts in steps.values() for a in counts]
+    steps["loops cut"] = cut
     lengths = {name: round(1 + sum(counts) / len(counts), 3) for name, counts in steps.items()}
     for name, length in lengths.items():
         print(f"{name:<10}{len(steps[name]):6} steps  {length:5.2f} tokens a step")
