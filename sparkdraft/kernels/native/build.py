@@ -17,6 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from sparkdraft.weights.hub import cache_dir
+
 SOURCES = ("matmul.cpp", "attention.cpp", "elementwise.cpp", "replay.cpp", "simd.h", "pool.h")
 FLAGS = (
     "-std=c++17",
@@ -42,17 +44,11 @@ def library(cache: Path | None = None) -> Path:
     """
     compiler = find_compiler()
     flags = (*FLAGS, _tuning_flag(), *shlex.split(os.environ.get("SPARKDRAFT_CXXFLAGS", "")))
-    folder = (cache or default_cache()) / "native"
+    folder = (cache or cache_dir()) / "native"
     target = folder / f"kernels-{_fingerprint(compiler, flags)}.so"
     if not target.exists():
         _compile(compiler, flags, target)
     return target
-
-
-def default_cache() -> Path:
-    if folder := os.environ.get("SPARKDRAFT_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparkdraft"
 
 
 def find_compiler() -> list[str]:
