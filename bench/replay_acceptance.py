@@ -4,14 +4,13 @@
 
 Texts of different machines part ways at near-ties, and with them acceptance; here the texts are given (responses.npz,
 written once by the target in bfloat16, at most 384 tokens, loops kept), so that figures compare. The target runs once
-over each text, the drafter observes it, and the walk that speculation would take is replayed at block 16. Ends in one
-line of JSON.
+over each text, the drafter observes it, and the walk that speculation would take is replayed at block 16. "Loops cut"
+leaves out the steps whose anchor lies where the response only repeats itself. Ends in one line of JSON.
 """
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,8 +23,10 @@ from sparkdraft.engine.sampler import argmax
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.models.blocks import Step
 from sparkdraft.spec.drafter import DraftBlock, Drafter
+from sparkdraft.text.loops import loop_start
 
 CLASSES = ("code", "maths", "json", "qa", "dialogue", "prose", "summary")
+Steps = dict[str, list[int]]  # class -> accepted drafts of each step
 BLOCKS = 64  # of the cache: room for the longest text and a block after it
 
 
@@ -54,17 +55,6 @@ def drafter_of(llm: LLM) -> Drafter:
     return llm.engine.drafting.block.drafter
 
 
-def loop_start(ids: list[int], longest: int = 64) -> int:
-    """Where a text begins to repeat itself to its end, an exact cycle having been seen once; else its length."""
-    for period in range(1, longest + 1):
-        start = len(ids)
-        while start > period and ids[start - 1] == ids[start - 1 - period]:
-            start -= 1
-        if len(ids) - start >= max(longest, 2 * period):
-            return start
-    return len(ids)
-
-
 def walk(drafter: Drafter, taps: Tensor, ids: list[int], start: int) -> list[tuple[int, int]]:
     """(anchor, accepted drafts) of each step, from the anchor at 'start' to the end of the text."""
     width, accepted, p = drafter.caps.block_size, [], start
@@ -82,27 +72,43 @@ def walk(drafter: Drafter, taps: Tensor, ids: list[int], start: int) -> list[tup
     return accepted
 
 
+def lengths(steps: Steps) -> dict[str, float]:
+    return {name: 1 + sum(counts) / len(counts) for name, counts in steps.items()}
+
+
+def per_position(counts: list[int], width: int) -> list[float]:
+    """How often each draft was accepted where the ones before it were."""
+    reached = [sum(a >= k for a in counts) for k in range(width)]
+    return [b / a for a, b in pairwise(reached) if a]
+
+
 @torch.inference_mode()
 def main() -> None:
     data = np.load(Path(__file__).with_name("responses.npz"))
     llm = LLM("smollm2", device="cpu")
-    ends = np.cumsum(data["len"])
-    steps: dict[str, list[int]] = defaultdict(list)
-    cut: list[int] = []
-    for i, (end, prompt, kind) in enumerate(zip(ends, data["plen"], data["cls"], strict=True)):
+    ends, drafter = np.cumsum(data["len"]), drafter_of(llm)
+    steps: Steps = {name: [] for name in (*CLASSES, "all")}
+    cut: Steps = {name: [] for name in steps}  # only steps whose anchor lies before the response's loop
+    for i, (end, prompt, kind) in enumerate(zip(ends, data["plen"].tolist(), data["cls"], strict=True)):
         ids = data["tok"][end - data["len"][i] : end].astype(int).tolist()
-        taken = walk(drafter_of(llm), observe_text(llm, ids), ids, int(prompt))
-        loop = int(prompt) + loop_start(ids[int(prompt) :])
-        steps[CLASSES[kind]] += [count for _, count in taken]
-        cut += [count for anchor, count in taken if anchor < loop]
-    steps["all"] = [a for counts in steps.values() for a in counts]
-    steps["loops cut"] = cut
-    lengths = {name: round(1 + sum(counts) / len(counts), 3) for name, counts in steps.items()}
-    for name, length in lengths.items():
-        print(f"{name:<10}{len(steps[name]):6} steps  {length:5.2f} tokens a step")
-    reached = [sum(a >= k for a in steps["all"]) for k in range(drafter_of(llm).caps.block_size)]
-    positions = [round(b / a, 3) for a, b in pairwise(reached) if a]
-    print(json.dumps({"bench": "replay_acceptance", "length": lengths, "per_position": positions}))
+        taken = walk(drafter, observe_text(llm, ids), ids, prompt)
+        loop = prompt + loop_start(ids[prompt:])
+        for name in (CLASSES[kind], "all"):
+            steps[name] += [count for _, count in taken]
+            cut[name] += [count for anchor, count in taken if anchor < loop]
+    kept, no_loops, width = lengths(steps), lengths(cut), drafter.caps.block_size
+    print("class      steps  tokens a step  loops cut: steps  tokens a step")
+    for name in steps:
+        print(f"{name:<9} {len(steps[name]):6}  {kept[name]:13.2f}  {len(cut[name]):16}  {no_loops[name]:13.2f}")
+    positions, cut_positions = (per_position(each["all"], width) for each in (steps, cut))
+    print("position  accepted where reached  loops cut")
+    for k, (share, cut_share) in enumerate(zip(positions, cut_positions, strict=True), 1):
+        print(f"{k:8}  {share:22.3f}  {cut_share:9.3f}")
+    found = {"length": kept, "length_loops_cut": no_loops}
+    summary: dict[str, object] = {k: {name: round(x, 3) for name, x in each.items()} for k, each in found.items()}
+    summary["per_position"] = [round(x, 3) for x in positions]
+    summary["per_position_loops_cut"] = [round(x, 3) for x in cut_positions]
+    print(json.dumps({"bench": "replay_acceptance", **summary}))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,11 @@ NO_TORCH = [
     "spec.stats",
     "spec.ngram",
     "spec.config",
+    "text.loops",
+    "plot",
+    "train.settings",
+    "train.memory",
+    "train.corpus",
 ]
 FORBIDDEN = {
     "core": ["sparkdraft"],
@@ -29,7 +34,7 @@ FORBIDDEN = {
     "cache": ["sparkdraft.engine", "sparkdraft.text", "sparkdraft.models"],
     "weights": ["sparkdraft.engine", "sparkdraft.models", "sparkdraft.cache"],
     "text": ["sparkdraft.engine", "sparkdraft.models", "sparkdraft.cache", "sparkdraft.kernels"],
-    "engine": ["sparkdraft.cli", "sparkdraft.bench", "sparkdraft.llm"],
+    "engine": ["sparkdraft.cli", "sparkdraft.bench", "sparkdraft.llm", "sparkdraft.train"],
 }
 
 

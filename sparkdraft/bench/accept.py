@@ -2,7 +2,8 @@
 
 Every class runs as one batch, and rows are the engine's own counts of its steps: 'all' is their sum, never a mean of
 means. Position k is scored where every draft before it was accepted; what was drafted after a rejected id says nothing.
-prompts.jsonl was written for this project and is never trained on. Loading and printing belong to cli/bench.py.
+"No loops" counts only the steps before a response begins to repeat itself (text/loops.py). prompts.jsonl was written
+for this project and is never trained on. Loading and printing belong to cli/bench.py.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from pathlib import Path
 from typing import TypeVar
 
 from sparkdraft.bench.perplexity import HELDOUT
-from sparkdraft.core import SamplingParams
+from sparkdraft.core import SamplingParams, StepOutput
+from sparkdraft.engine.engine import Engine
 from sparkdraft.llm import LLM
+from sparkdraft.plot import Line, Panel
 from sparkdraft.spec.stats import SpecStats
+from sparkdraft.text.loops import loop_start
 from sparkdraft.weights.loader import Progress
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 ALL = "all"
 EIGHTHS = " ▏▎▍▌▋▊▉█"
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#7f3c8d")
-PANEL = 340  # height
 FEW = 5  # steps: a share of fewer is chance, and not drawn
 
 
@@ -36,13 +38,43 @@ class Row:
     prompt_tokens: int = 0
     tokens: int = 0  # written
     stats: SpecStats = field(default_factory=SpecStats)
+    no_loops: SpecStats = field(default_factory=SpecStats)  # of those steps that began before a loop
 
     def as_dict(self) -> dict[str, object]:
         """Times are left out: in a batch each request is charged with the whole step."""
         counts = {key: value for key, value in self.stats.as_dict().items() if not key.endswith("_ms")}
         counts |= {"per_position_reached": self.stats.per_position_reached, "per_position": self.stats.per_position()}
         ours = {"prompts": self.prompts, "prompt_tokens": self.prompt_tokens, "tokens": self.tokens}
-        return ours | {"num_plain_steps": self.stats.num_plain_steps} | counts
+        cut = {
+            "num_spec_steps_no_loops": self.no_loops.num_spec_steps,
+            "mean_acceptance_length_no_loops": self.no_loops.mean_acceptance_length,
+            "per_position_no_loops": self.no_loops.per_position(),
+        }
+        return ours | {"num_plain_steps": self.stats.num_plain_steps} | counts | cut
+
+
+@dataclass(slots=True)
+class Trace:
+    """One response as it is written, and its drafting steps in order."""
+
+    ids: list[int] = field(default_factory=list)
+    steps: list[tuple[int, str, int, int]] = field(default_factory=list)  # (anchor, source, drafted, accepted)
+    counted: dict[str, list[int]] = field(default_factory=dict)  # source -> [drafted, accepted], up to now
+
+    def add(self, piece: StepOutput, counted: dict[str, list[int]]) -> None:
+        """A step drafted, if the request's own counts grew in it; its anchor is the last id written before."""
+        for source, (drafted, accepted) in counted.items():
+            was_drafted, was_accepted = self.counted.get(source, (0, 0))
+            if drafted > was_drafted:
+                self.steps.append((len(self.ids) - 1, source, drafted - was_drafted, accepted - was_accepted))
+        self.counted |= counted
+        self.ids += piece.ids
+
+    def count(self, stats: SpecStats, before: int) -> None:
+        """Record the steps whose anchor lies before an index of the response."""
+        for anchor, source, drafted, accepted in self.steps:
+            if anchor < before:
+                stats.record(drafted, accepted, source)
 
 
 @dataclass(slots=True)
@@ -107,15 +139,27 @@ def measure(llm: LLM, params: SamplingParams, prompts: list[list[int]], done: Do
     engine, before = llm.engine, SpecStats()
     before.merge(engine.drafting.total)
     row = Row(len(prompts), sum(map(len, prompts)))
-    for ids in prompts:
-        engine.add(ids, params)
+    traces = {engine.add(ids, params): Trace() for ids in prompts}
     while engine.has_work:
-        pieces = engine.step()
+        pieces = traced_step(engine, traces)
         row.tokens += sum(len(piece.ids) for piece in pieces)
         done(sum(piece.finish is not None for piece in pieces))
     total = engine.drafting.total
     row.stats = SpecStats(total.num_plain_steps - before.num_plain_steps, total.steps - before.steps)
+    for trace in traces.values():
+        trace.count(row.no_loops, loop_start(trace.ids))
     return row
+
+
+def traced_step(engine: Engine, traces: dict[str, Trace]) -> list[StepOutput]:
+    """One step, and what it was for each request: told by how the request's own statistics changed."""
+    running = {request.id: request for request in engine.scheduler.running}  # one that is admitted now drafts later
+    pieces = engine.step()
+    for piece in pieces:
+        request = running.get(piece.request_id)
+        report = piece.speculation or (engine.drafting.report(request) if request else None)
+        traces[piece.request_id].add(piece, report["sources"] if report else {})
+    return pieces
 
 
 def pace(llm: LLM, params: SamplingParams, prompts: list[list[int]], done: Done) -> Pace:
@@ -142,10 +186,10 @@ def _decode(llm: LLM, ids: list[int], params: SamplingParams) -> tuple[list[int]
 
 
 def table(rows: dict[str, Row]) -> str:
-    lines = ["class     prompts  tokens  steps  length   rate    1st    2nd    3rd"]
+    lines = ["class     prompts  tokens  steps  length  no loops   rate    1st    2nd    3rd"]
     for name, row in rows.items():
         rates = [row.stats.draft_acceptance_rate, *(row.stats.per_position() + [None] * 3)[:3]]
-        length = f"{row.stats.mean_acceptance_length or 0:6.2f}"
+        length = f"{row.stats.mean_acceptance_length or 0:6.2f}  {row.no_loops.mean_acceptance_length or 0:8.2f}"
         shares = "  ".join("    -" if rate is None else f"{rate:5.1%}" for rate in rates)
         lines.append(f"{name:<9} {row.prompts:7}  {row.tokens:6}  {row.stats.num_spec_steps:5}  {length}  {shares}")
     return "\n".join(lines)
@@ -169,32 +213,13 @@ def bars(stats: SpecStats, width: int = 40) -> str:
     return "\n".join(lines)
 
 
-def svg(panels: dict[str, dict[str, Row]]) -> str:
-    """One panel a title, below each other: acceptance by position, one line a class."""
-    body = "".join(_panel(title, rows, i * PANEL) for i, (title, rows) in enumerate(panels.items()))
-    size = f'viewBox="0 0 760 {PANEL * len(panels)}" width="760"'
-    opening = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12" fill="#222">'
-    return f'{opening}<rect width="100%" height="100%" fill="#fff"/>{body}</svg>\n'
-
-
-def _panel(title: str, rows: dict[str, Row], top: int) -> str:
-    left, right, floor, tall = 60, 610, top + 290, 240
-    deepest = max([len(row.stats.per_position()) for row in rows.values()] + [2])
-    x = [left + (right - left) * k / (deepest - 1) for k in range(deepest)]
-    parts = [f'<text x="{left}" y="{top + 28}" font-size="14" font-weight="bold">{title}</text>']
-    for tenth in range(0, 11, 2):
-        y, up, colour = floor - tall * tenth / 10, 0 if tenth else tall, "#ddd" if tenth else "#222"  # 0: both axes
-        parts.append(f'<path d="M{left} {y - up}V{y}H{right}" fill="none" stroke="{colour}"/>')
-        parts.append(f'<text x="{left - 8}" y="{y + 4}" text-anchor="end">{tenth * 10} %</text>')
-    parts += [f'<text x="{at:.1f}" y="{floor + 18}" text-anchor="middle">{k + 1}</text>' for k, at in enumerate(x)]
+def panel(title: str, rows: dict[str, Row]) -> Panel:
+    """Acceptance by position, one line a class."""
     note = f"position of the draft (share accepted where reached; points of fewer than {FEW} steps left out)"
-    parts.append(f'<text x="{(left + right) / 2}" y="{floor + 38}" text-anchor="middle">{note}</text>')
-    for i, (name, row) in enumerate(rows.items()):
-        shares = zip(x, row.stats.per_position(), row.stats.per_position_reached, strict=False)
-        points = [f"{at:.1f},{floor - tall * (share or 0):.1f}" for at, share, steps in shares if steps >= FEW]
-        colour, thick = ("#000", 3) if name == ALL else (COLOURS[i % len(COLOURS)], 1.5)
-        look = f'stroke="{colour}" stroke-width="{thick}" stroke-linecap="round"'
-        parts.append(f'<polyline points="{" ".join(points[:1] + points)}" fill="none" {look}/>')  # one is a dot
-        y = top + 62 + 20 * i
-        parts.append(f'<path d="M{right + 20} {y}h24" {look}/><text x="{right + 52}" y="{y + 4}">{name}</text>')
-    return "".join(parts)
+    return Panel(title, [_line(name, row.stats) for name, row in rows.items()], note, y_percent=True)
+
+
+def _line(name: str, stats: SpecStats) -> Line:
+    shares = enumerate(zip(stats.per_position(), stats.per_position_reached, strict=True), 1)
+    points = [(float(k), share) for k, (share, steps) in shares if share is not None and steps >= FEW]
+    return Line(name, points, thick=name == ALL)

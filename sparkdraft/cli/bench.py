@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparkdraft.cli.console import loading
-from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm, read_text
+from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm, read_text, temperature_list
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import SamplingParams, UserError
 
@@ -62,15 +62,16 @@ def run(args: Namespace) -> int:
 
 
 def _accept(args: Namespace) -> int:
-    contexts, temperatures = _numbers("--context", args.context, 0), _temperatures(args.temperature)
+    contexts, temperatures = _numbers("--context", args.context, 0), temperature_list(args.temperature)
     _check_accept(args)
+    from sparkdraft import plot
     from sparkdraft.bench import accept
 
     llm = load_llm(args, ngram=args.ngram or args.speed)  # the speed is that of an engine as it comes, n-grams and all
     depth = None if args.depth == "auto" else int(args.depth or llm.engine.drafting.max_depth)
     shown = "depth chosen every step" if depth is None else f"{depth} drafts a step"
     print(f"{args.model} on {llm.plan.device}, {llm.plan.dtype}; {shown}{', n-grams too' if args.ngram else ''}")
-    groups, panels, texts = [], {}, accept.read_prompts(args.per_class)
+    groups, panels, texts = [], [], accept.read_prompts(args.per_class)
     llm.engine.drafting.ngram = args.ngram
     for context, temperature in product(contexts, temperatures):
         params = SamplingParams(args.output_len, temperature=temperature, seed=0, num_draft=depth)
@@ -79,12 +80,12 @@ def _accept(args: Namespace) -> int:
             rows = accept.over_classes(partial(accept.measure, llm, params), prompts, progress)
         title = f"temperature {temperature:g}, {context} tokens of added context"
         print(f"\n{title}\n{accept.table(rows)}\n\n{accept.bars(rows[accept.ALL].stats)}")
-        panels[title] = rows
+        panels.append(accept.panel(title, rows))
         classes = {name: row.as_dict() for name, row in rows.items()}
         everything = classes.pop(accept.ALL)
         groups.append({"temperature": temperature, "context": context, "classes": classes, "all": everything})
     if args.plot:
-        Path(args.plot).write_text(accept.svg(panels), encoding="utf-8")
+        Path(args.plot).write_text(plot.svg(panels), encoding="utf-8")
     summary = {"bench": "accept", "model": args.model, "device": llm.plan.device, "dtype": llm.plan.dtype}
     summary |= {"depth": depth, "ngram": args.ngram, "output_len": args.output_len, "groups": groups}
     print(json.dumps(summary | ({"speed": _speed(args, llm, temperatures[0])} if args.speed else {})))
@@ -193,10 +194,3 @@ def _numbers(flag: str, text: str, least: int = 1) -> list[int]:
         example = "1,4,8" if least else "0,1024"
         raise UserError(f"{flag} is '{text}'; give numbers from {least} with commas between them, such as {example}")
     return numbers
-
-
-def _temperatures(text: str) -> list[float]:
-    try:
-        return [SamplingParams(temperature=float(part)).temperature for part in text.split(",")]
-    except ValueError:
-        raise UserError(f"--temperature is '{text}'; give numbers with commas between them, such as 0,0.7") from None

@@ -77,6 +77,13 @@ def load_llm(args: Namespace, **more: Any) -> LLM:
     return llm
 
 
+def temperature_list(text: str) -> list[float]:
+    try:
+        return [SamplingParams(temperature=float(part)).temperature for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"--temperature is '{text}'; give numbers with commas between them, such as 0,0.7") from None
+
+
 def read_text(path: str) -> str:
     """A file's text, or standard input's where the path is '-'."""
     try:

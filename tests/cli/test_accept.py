@@ -10,15 +10,21 @@ import sys
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from sparkdraft.bench.accept import Trace, measure, traced_step
 from sparkdraft.cli.demo import _compare
+from sparkdraft.core import SamplingParams
+from sparkdraft.spec.stats import SpecStats
+from tests.fakes import FakeBlock, fake_engine
 from tests.models.tiny import write_tiny
 
 SUMS = ("prompts", "prompt_tokens", "tokens", "num_plain_steps", "num_spec_steps", "num_draft_tokens")
+SUMS += ("num_spec_steps_no_loops",)
 LISTS = ("acceptance_histogram", "per_position_accepted", "per_position_drafted", "per_position_reached")
 QUICK = ("--per-class", "1", "--output-len", "24")
 
@@ -50,6 +56,8 @@ def test_counts_agree(measured: tuple[Any, str, Path]) -> None:
             assert row["tokens"] == row["prompts"] + row["num_plain_steps"] + row["num_spec_steps"] + accepted
             assert row["mean_acceptance_length"] == pytest.approx(1 + accepted / row["num_spec_steps"])
             assert row["per_position_reached"][0] == row["num_spec_steps"]
+            assert row["num_spec_steps_no_loops"] <= row["num_spec_steps"]
+            assert row["mean_acceptance_length_no_loops"] == row["mean_acceptance_length"]  # 24 ids are no loop
             assert len(row["per_position"]) == report["depth"] and set(row["sources"]) == {"dflash"}
 
 
@@ -66,12 +74,12 @@ def test_all_is_the_sum_of_the_classes(measured: tuple[Any, str, Path]) -> None:
 
 def test_the_table_the_bars_and_the_plot(measured: tuple[Any, str, Path]) -> None:
     report, printed, plot = measured
-    for words in ("temperature 0, 40 tokens of added context", "temperature 0.8", "acceptance", "█"):
+    for words in ("temperature 0, 40 tokens of added context", "temperature 0.8", "acceptance", "no loops", "█"):
         assert words in printed
     for name in (*report["groups"][0]["classes"], "all"):
         assert sum(line.startswith(f"{name} ") for line in printed.splitlines()) == 3  # two groups and the speed
     root = ElementTree.parse(plot).getroot()
-    assert root.tag.endswith("svg") and len(root.findall("{*}polyline")) == 2 * 8
+    assert root.tag.endswith("svg") and len(root.findall(".//{*}polyline")) == 2 * 8
 
 
 def test_speed_is_tokens_over_seconds_and_loses_nothing(measured: tuple[Any, str, Path]) -> None:
@@ -79,6 +87,38 @@ def test_speed_is_tokens_over_seconds_and_loses_nothing(measured: tuple[Any, str
         assert row["same_text"] == row["prompts"] and row["plain_tokens"] == row["auto_tokens"]
         assert row["ratio"] == pytest.approx(row["auto_tok_s"] / row["plain_tok_s"])
         assert row["auto_tok_s"] == pytest.approx(row["auto_tokens"] / row["auto_seconds"])
+
+
+@pytest.mark.parametrize("depth", [None, 4])
+@pytest.mark.parametrize("num_blocks", [400, 24])  # with 24, requests are preempted and come back
+def test_traces_add_up_to_what_the_engine_counted(depth: int | None, num_blocks: int) -> None:
+    engine = fake_engine(FakeBlock(0.8), ngram=True, num_blocks=num_blocks, max_rows=40, max_seqs=3)
+    params = SamplingParams(40, num_draft=depth)
+    traces = {engine.add([i, 7, 7], params): Trace() for i in range(6)}
+    pieces = []
+    while engine.has_work:
+        pieces += traced_step(engine, traces)
+    counted = SpecStats()
+    for name, trace in traces.items():
+        mine = [piece for piece in pieces if piece.request_id == name]
+        assert trace.ids == [i for piece in mine for i in piece.ids]
+        bursts = {anchor: accepted for anchor, _, _, accepted in trace.steps}
+        starts = [sum(len(p.ids) for p in mine[:i]) for i in range(len(mine))]
+        assert all(len(p.ids) == 1 + bursts.get(start - 1, 0) for start, p in zip(starts, mine, strict=True))
+        trace.count(counted, before=len(trace.ids))
+    total = engine.drafting.total
+    assert counted.steps == total.steps and counted.num_spec_steps > 20
+    assert counted.num_accepted_draft_tokens == total.num_accepted_draft_tokens
+
+
+def test_steps_inside_a_loop_are_left_out() -> None:
+    llm: Any = SimpleNamespace(engine=fake_engine(FakeBlock(0.5), num_blocks=400, max_rows=64))
+    always = SamplingParams(80, num_draft=3, logit_bias={65: 100})  # writes 65 for ever: a loop from the second id on
+    row = measure(llm, always, [[1], [2], [3]], lambda more: None)
+    assert row.tokens == 240 and row.stats.num_spec_steps > 100
+    assert row.no_loops.num_spec_steps == 3  # of each response the step whose anchor is the first id
+    free = measure(llm, SamplingParams(80, num_draft=3), [[1], [2], [3]], lambda more: None)
+    assert free.no_loops.steps == free.stats.steps and free.stats.num_spec_steps > 50
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparkdraft.core import UserError
 from sparkdraft.weights.checkpoint import open_checkpoint
+from sparkdraft.weights.quant.group import GroupQuant
 from sparkdraft.weights.safetensors import INDEX, SafetensorsCheckpoint, SafetensorsFile
 
 DTYPES = [
@@ -229,3 +230,76 @@ def test_where_the_chat_template_lies(tmp_path: Path) -> None:
     assert SafetensorsCheckpoint(path).chat_template == "J"
     (path / "chat_template.jinja").write_text("F")
     assert SafetensorsCheckpoint(path).chat_template == "F"
+
+
+# ---- quantised folders
+
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+
+
+def quantised(weights: dict[str, Any], **stated: Any) -> dict[str, Any]:
+    known = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    return {"quantization_config": {**known, "config_groups": {"group_0": {"weights": weights}}, **stated}}
+
+
+def test_int8_groups_are_read_as_they_are(tmp_path: Path) -> None:
+    values = {
+        "a.weight": torch.randint(-127, 128, (4, 64), dtype=torch.int8),
+        "a.weight_scale": torch.rand(4, 2).half(),
+        "norm.weight": torch.rand(8),
+    }
+    model = open_checkpoint(str(folder(tmp_path / "m", {"model.safetensors": values}, config=quantised(INT8))))
+    assert sorted(model.names()) == ["a.weight", "norm.weight"]
+    read, norm = model.read("a.weight"), model.read("norm.weight")
+    assert isinstance(read, GroupQuant) and isinstance(norm, Tensor)
+    assert read.shape == (4, 64) and torch.equal(read.q.flatten(1), values["a.weight"])
+    assert torch.equal(read.scale, values["a.weight_scale"]) and torch.equal(norm, values["norm.weight"])
+
+
+def test_without_a_quantization_config_integers_are_integers(tmp_path: Path) -> None:
+    values = {"a.weight": torch.zeros(4, 64, dtype=torch.int8), "a.weight_scale": torch.rand(4, 2).half()}
+    model = open_checkpoint(str(folder(tmp_path / "m", {"model.safetensors": values})))
+    assert sorted(model.names()) == ["a.weight", "a.weight_scale"] and isinstance(model.read("a.weight"), Tensor)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantised \(fp8\)"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantised \(gptq\)"),
+        ({"quantization_config": "awq"}, r"quantised \(awq\)"),
+        (quantised(INT8, format="pack-quantized"), "compressed-tensors, pack-quantized"),
+        (quantised(INT8 | {"group_size": 128}), "int-quantized, of other weights"),
+        (quantised(INT8 | {"symmetric": False}), "int-quantized, of other weights"),
+        (quantised({}, config_groups={"g": {"weights": INT8, "input_activations": {"num_bits": 8}}}), "other weights"),
+        (quantised({}, config_groups={}), "other weights"),
+        (quantised({}, config_groups=[1]), "other weights"),
+    ],
+)
+def test_other_quantisations_are_refused_by_name(tmp_path: Path, config: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        open_checkpoint(str(folder(tmp_path / "m", {"model.safetensors": tensors("a")}, config=config)))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"a.weight_scale": torch.rand(4, 1).half()},
+        {"a.weight_scale": torch.rand(4, 2)},
+        {"a.weight": torch.zeros(4, 60, dtype=torch.int8)},
+        {"a.weight": torch.zeros(64, dtype=torch.int8)},
+        {"a.weight": torch.zeros(2, 2, 32, dtype=torch.int8)},
+    ],
+)
+def test_integers_and_scales_that_do_not_match(tmp_path: Path, damage: dict[str, Tensor]) -> None:
+    values = {"a.weight": torch.zeros(4, 64, dtype=torch.int8), "a.weight_scale": torch.rand(4, 2).half()} | damage
+    model = open_checkpoint(str(folder(tmp_path / "m", {"model.safetensors": values}, config=quantised(INT8))))
+    with pytest.raises(UserError, match=r"a\.weight has shape .* export the checkpoint again"):
+        model.read("a.weight")
+
+
+def test_integers_without_scales(tmp_path: Path) -> None:
+    values = {"a.weight": torch.zeros(4, 64, dtype=torch.int8)}
+    model = open_checkpoint(str(folder(tmp_path / "m", {"model.safetensors": values}, config=quantised(INT8))))
+    with pytest.raises(UserError, match=r"no tensor a\.weight_scale"):
+        model.read("a.weight")

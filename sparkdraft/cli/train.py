@@ -1,0 +1,169 @@
+"""`sparkdraft train`: data, fit, eval, export; a drafter for one's own target, from nothing but the target."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from sparkdraft.cli.console import errors, loading
+from sparkdraft.cli.options import add_engine_flags, load_llm, temperature_list
+from sparkdraft.core import UserError
+from sparkdraft.train.settings import FitSettings
+
+HELP = "train a drafter for a model"
+EXAMPLES = """a drafter for one's own model, in four commands:
+  sparkdraft train data   --model ./my-model --out corpus --synthesise 200000
+  sparkdraft train fit    --model ./my-model --data corpus --out run --layers 5 --steps 20000
+  sparkdraft train export run --out my-drafter
+  sparkdraft train eval   --model ./my-model --drafter my-drafter
+
+  sparkdraft train data --model smollm2 --out corpus --prompts prompts.jsonl    (your own prompts, one a line)
+  sparkdraft train fit  --model smollm2 --data corpus --out run --soft 0.5      (the same command again goes on)
+  sparkdraft train export run --out my-drafter --layout speculators             (for vLLM)
+"""
+FIT_FLAGS = {
+    "layers": "layers of the drafter",
+    "intermediate": "width of its MLP (0: the target's)",
+    "block": "rows of a block, the anchor included: it drafts one less",
+    "widths": "block widths that are mixed in training, a list (default: the block and half of it)",
+    "taps": "target blocks it reads, a list counted from 0 (default: five, spread evenly)",
+    "mask_id": "token that stands for what is to be drafted (-1: one the target never learnt)",
+    "steps": "steps of training; a finished run goes on when this is raised",
+    "context": "tokens of text a step",
+    "block_rows": "rows of all blocks of a step",
+    "longest": "longest document, in tokens; the rest of a longer one is left out",
+    "optimizer": "of the matrices: muon or adamw",
+    "lr": "its learning rate (0: its default)",
+    "vector_lr": "learning rate of the norms",
+    "warmup": "steps over which the rates rise",
+    "flat": "share of the steps before they fall",
+    "weights": "of positions in the loss: dpace or decay",
+    "decay": "positions after which decay's weight has fallen to a third",
+    "alpha": "smoothing of dpace",
+    "soft": "share of the target's own distribution in the labels of sampled text (0: the text alone)",
+    "seed": "of order, anchors and first weights",
+}
+
+
+def configure(parser: ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="step", required=True, metavar="STEP")
+    data = verbs.add_parser("data", help="the target writes its own training texts")
+    _target_flags(data)
+    data.add_argument("--out", required=True, metavar="FOLDER", help="where the texts go; an existing corpus grows")
+    data.add_argument("--prompts", default="", metavar="FILE", help=".jsonl with 'prompt' or 'messages', or .txt")
+    data.add_argument("--synthesise", type=int, default=0, metavar="N", help="prompts the target writes by itself")
+    data.add_argument("--max-new", type=int, default=384, help="longest response, in tokens (default 384)")
+    data.add_argument("--greedy", type=float, default=0.5, help="share of greedy responses (default 0.5)")
+    data.add_argument("--seats", type=int, default=0, help="texts written at once (0: what fits)")
+    data.add_argument("--seed", type=int, default=0, help="of what is sampled")
+    fit = verbs.add_parser("fit", help="train a drafter on them; the same command again goes on")
+    _target_flags(fit)
+    fit.add_argument("--data", required=True, metavar="FOLDER", help="a corpus, made by `train data`")
+    fit.add_argument("--out", required=True, metavar="FOLDER", help="the run: its settings, checkpoint, log and plot")
+    fit.add_argument("--every", type=int, default=500, help="steps between checkpoints (default 500)")
+    defaults = {f.name: f.default for f in fields(FitSettings)}
+    for name, text in FIT_FLAGS.items():
+        default: Any = defaults[name]
+        kind, shown = (str, "") if isinstance(default, tuple) else (type(default), f" (default {default})")
+        value = "" if isinstance(default, tuple) else default
+        fit.add_argument("--" + name.replace("_", "-"), type=kind, default=value, metavar="X", help=text + shown)
+    evaluate = verbs.add_parser("eval", help="how many drafts are accepted, by class, greedy and sampled")
+    evaluate.add_argument("--per-class", type=int, default=0, help="prompts of each class (default 0: all)")
+    evaluate.add_argument("--output-len", type=int, default=384, help="most tokens of output (default 384)")
+    evaluate.add_argument("--temperature", default="0,0.7", help="a list (default 0,0.7)")
+    add_engine_flags(evaluate)
+    export = verbs.add_parser("export", help="a run's drafter as a checkpoint that engines load")
+    export.add_argument("run", metavar="RUN", help="the run's folder")
+    export.add_argument("--out", required=True, metavar="FOLDER", help="the checkpoint")
+    export.add_argument("--layout", default="zlab", help="zlab or speculators (default zlab)")
+    export.add_argument("--bits", type=int, default=16, help="16, or 8: integers in groups of 32 (default 16)")
+    for verb in (data, fit, evaluate, export):
+        verb.epilog, verb.formatter_class = EXAMPLES, RawDescriptionHelpFormatter
+
+
+def run(args: Namespace) -> int:
+    return {"data": _data, "fit": _fit, "eval": _eval, "export": _export}[args.step](args)
+
+
+def _target_flags(parser: ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2", help="the target: a known name, a folder, a .gguf or a hub id")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+
+
+def _fit(args: Namespace) -> int:
+    values = {name: getattr(args, name) for name in FIT_FLAGS}
+    values |= {name: _ids(f"--{name}", values[name]) for name in ("widths", "taps")}
+    settings = FitSettings(target=args.model, data=args.data, **values)
+    if args.every < 1:
+        raise UserError(f"--every is {args.every}; it must be at least 1")
+    from sparkdraft.train.fit import fit
+
+    def report(entry: dict[str, float]) -> None:
+        line = "step {step:>7} of {steps} {seconds:7.0f} s  loss {loss:6.3f}  "
+        line += "first draft {first:5.1%}  length {length:5.2f}"
+        errors.print(line.format(**entry, steps=settings.steps), markup=False)
+
+    with loading(f"loading {args.model}") as progress:
+        done = fit(settings, Path(args.out), args.device, args.every, report, progress)
+    last = done.log()[-1] if done.log() else {}
+    print(json.dumps({"train": "fit", "run": args.out, **last}))
+    return 0
+
+
+def _ids(flag: str, value: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in value.split(",") if part.strip())
+    except ValueError:
+        raise UserError(f"{flag} is '{value}'; give numbers with commas between, such as 16,8") from None
+
+
+def _data(args: Namespace) -> int:
+    from sparkdraft.train.data import check_sources, make_corpus
+    from sparkdraft.train.target import load_target
+
+    check_sources(args.prompts or None, args.synthesise, args.max_new)
+    with loading(f"loading {args.model}") as progress:
+        target = load_target(args.model, args.device, progress=progress)
+    with loading("writing responses") as progress:
+        sources = (args.prompts or None, args.synthesise)
+        summary = make_corpus(
+            target, args.out, *sources, args.max_new, args.greedy, seed=args.seed, seats=args.seats, progress=progress
+        )
+    speed, share = summary["tokens_per_second"], summary["loops"]
+    print(f"{summary['documents']} documents, {summary['tokens']} tokens of responses in {summary['seconds']:.0f} s")
+    print(f"{speed:,.0f} tokens a second; {share:.0%} ran into a loop and were cut; {summary['excluded']} left out")
+    print(json.dumps({"train": "data", "model": args.model, **summary}))
+    return 0
+
+
+def _eval(args: Namespace) -> int:
+    from sparkdraft.bench.accept import read_prompts
+    from sparkdraft.train.evaluate import evaluate, table
+
+    temperatures = temperature_list(args.temperature)
+    llm = load_llm(args, ngram=False)
+    with loading("measuring acceptance") as progress:
+        report = evaluate(llm, read_prompts(args.per_class), args.output_len, temperatures, progress)
+    print(table(report))
+    print(json.dumps({"train": "eval", "model": args.model, "drafter": args.drafter, **report}))
+    return 0
+
+
+def _export(args: Namespace) -> int:
+    from sparkdraft.train.export import ExportTarget, export
+    from sparkdraft.train.model import folded
+    from sparkdraft.train.run import Run
+
+    run = Run(Path(args.run))
+    info = run.open()
+    state = run.load()
+    if state is None:
+        raise UserError(f"{args.run} has no checkpoint yet: let `sparkdraft train fit` reach its first one")
+    target = ExportTarget(info.settings.target)
+    export(info.draft, folded(state.model()), Path(args.out), args.layout, args.bits, target=target)
+    size = sum(file.stat().st_size for file in Path(args.out).iterdir())
+    print(f"{args.out}: step {state.step}, {args.layout} layout, {size / 1e6:.1f} MB")
+    return 0

@@ -1,0 +1,128 @@
+"""Line charts as SVG text: panels below each other, one line a series, ticks at round numbers.
+
+Enough for acceptance by position and for a training run's curves, without a plotting library. Points that are no
+numbers are left out, so a line may have gaps; what is worth drawing is for the caller to say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#7f3c8d")
+WIDTH, HEIGHT = 760, 340  # of a panel
+LEFT, RIGHT, TOP, FLOOR = 60, 610, 50, 290  # the lines' part of it; names stand right of it
+LETTER = 7  # pixels, about
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    name: str
+    points: list[tuple[float, float]]
+    thick: bool = False  # and black: the one that matters
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    title: str
+    lines: list[Line]
+    x_label: str = ""
+    y_label: str = ""
+    y_percent: bool = False  # shares: always drawn from 0 to 100 %
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Values low..high onto pixels first..last."""
+
+    low: float
+    high: float
+    first: float
+    last: float
+    ticks: list[float]
+
+    def at(self, value: float) -> float:
+        return self.first + (self.last - self.first) * (value - self.low) / (self.high - self.low)
+
+
+def svg(panels: Sequence[Panel]) -> str:
+    body = "".join(f'<g transform="translate(0 {i * HEIGHT})">{_panel(p)}</g>' for i, p in enumerate(panels))
+    size = f'viewBox="0 0 {WIDTH} {HEIGHT * len(panels)}" width="{WIDTH}"'
+    opening = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12" fill="#222">'
+    return f'{opening}<rect width="100%" height="100%" fill="#fff"/>{body}</svg>\n'
+
+
+def round_step(span: float, most: int) -> float:
+    """The smallest of 1, 2 or 5 times a power of ten that cuts 'span' into at most 'most' parts."""
+    power = 10.0 ** math.floor(math.log10(span / most))
+    return next(power * factor for factor in (1, 2, 5, 10, 20) if span / (power * factor) <= most + 1e-9)
+
+
+# ---- the parts
+
+
+def _panel(panel: Panel) -> str:
+    lines = [
+        Line(line.name, [p for p in line.points if all(map(math.isfinite, p))], line.thick) for line in panel.lines
+    ]
+    points = [p for line in lines for p in line.points] or [(0.0, 0.0)]
+    x = _x_axis([p[0] for p in points])
+    y = Axis(0, 1, FLOOR, TOP, [t / 5 for t in range(6)]) if panel.y_percent else _y_axis([p[1] for p in points])
+    parts = [_text(LEFT, 28, panel.title, 'font-size="14" font-weight="bold"'), _grid(x, y, panel.y_percent)]
+    parts.append(_text((LEFT + RIGHT) / 2, FLOOR + 38, panel.x_label, 'text-anchor="middle"'))
+    parts.append(_text(LEFT, TOP - 6, panel.y_label))
+    for i, line in enumerate(lines):
+        colour, thick = ("#000", 3) if line.thick else (COLOURS[i % len(COLOURS)], 1.5)
+        look = f'stroke="{colour}" stroke-width="{thick}" stroke-linecap="round"'
+        places = [f"{x.at(a):.1f},{y.at(b):.1f}" for a, b in line.points]
+        parts.append(f'<polyline points="{" ".join(places[:1] + places)}" fill="none" {look}/>')  # one is a dot
+        high = TOP + 12 + 20 * i
+        parts.append(f'<path d="M{RIGHT + 20} {high}h24" {look}/>{_text(RIGHT + 52, high + 4, line.name)}')
+    return "".join(parts)
+
+
+def _grid(x: Axis, y: Axis, percent: bool) -> str:
+    parts = []
+    for tick in y.ticks:
+        label = f"{tick:.0%}".replace("%", " %") if percent else _number(tick, y.ticks)
+        parts.append(f'<path d="M{LEFT} {y.at(tick):.1f}H{RIGHT}" stroke="#ddd"/>')
+        parts.append(_text(LEFT - 8, y.at(tick) + 4, label, 'text-anchor="end"'))
+    parts.append(f'<path d="M{LEFT} {TOP}V{FLOOR}H{RIGHT}" fill="none" stroke="#222"/>')
+    parts += [_text(x.at(tick), FLOOR + 18, _number(tick, x.ticks), 'text-anchor="middle"') for tick in x.ticks]
+    return "".join(parts)
+
+
+def _x_axis(values: list[float]) -> Axis:
+    """From the first value to the last, with as many ticks as have room for their numbers."""
+    low, high = _apart(min(values), max(values), 1.0)
+    room = int((RIGHT - LEFT) / (LETTER * (len(_number(high, [low, high])) + 2)))
+    return Axis(low, high, LEFT, RIGHT, _ticks(low, high, round_step(high - low, min(room, 15))))
+
+
+def _y_axis(values: list[float]) -> Axis:
+    """From the round number below all values to the one above."""
+    low, high = _apart(min(values), max(values), abs(max(values)) / 10 or 1.0)
+    step = round_step(high - low, 5)
+    low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+    return Axis(low, high, FLOOR, TOP, _ticks(low, high, step))
+
+
+def _apart(low: float, high: float, least: float) -> tuple[float, float]:
+    return (low, high) if high > low else (low, low + least)
+
+
+def _ticks(low: float, high: float, step: float) -> list[float]:
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def _number(value: float, ticks: Sequence[float]) -> str:
+    """As many decimals as tell neighbouring ticks apart."""
+    gap = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
+    return f"{value:.{max(0, -math.floor(math.log10(gap) + 1e-9))}f}"
+
+
+def _text(x: float, y: float, text: str, look: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" {look}>{escape(text)}</text>'

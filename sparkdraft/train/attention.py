@@ -1,0 +1,64 @@
+"""Attention of drafter training: blocks of W rows, each over the context before its anchor and over itself.
+
+All blocks of a batch attend at once, to context rows that lie end to end, so many blocks share one document's keys and
+values. The dense masked form here defines the operator and is what a CPU runs, at toy sizes; on a GPU
+kernels/cuda/block_attention.py does the same without the mask. Projections, norms and rotation are the model's.
+
+    context rows     | document 0 .................... | document 1 .................... | ...
+    block j                                              [starts[j] ... anchors[j]) + its own rows j*W .. j*W + W - 1
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def block_attention(
+    q: Tensor,  # [blocks * width, heads, head_dim]
+    block_k: Tensor,  # [blocks * width, kv_heads, head_dim]
+    block_v: Tensor,
+    context_k: Tensor,  # [tokens, kv_heads, head_dim]
+    context_v: Tensor,
+    starts: Tensor,  # int32 [blocks], never descending: the first token of the anchor's document
+    anchors: Tensor,  # int32 [blocks], never descending: the first token that the block does not see as context
+    width: int,
+    scale: float,
+) -> Tensor:  # [blocks * width, heads, head_dim]
+    """Differentiable in its five float inputs, which may be views whose last dimension lies dense."""
+    assert q.shape[0] == block_k.shape[0] == len(anchors) * width == len(starts) * width, (q.shape, anchors.shape)
+    assert q.shape[1] % block_k.shape[1] == 0 and q.shape[2] == block_k.shape[2], (q.shape, block_k.shape)
+    assert block_k.shape == block_v.shape and context_k.shape == context_v.shape, (block_k.shape, context_k.shape)
+    assert block_k.shape[1:] == context_k.shape[1:], (block_k.shape, context_k.shape)
+    if q.is_cuda:
+        from sparkdraft.kernels.cuda import block_attention as kernel  # only here: triton is not everywhere
+
+        return kernel.block_attention(q, block_k, block_v, context_k, context_v, starts, anchors, width, scale)
+    return reference_attention(q, block_k, block_v, context_k, context_v, starts, anchors, width, scale)
+
+
+def reference_attention(
+    q: Tensor,
+    block_k: Tensor,
+    block_v: Tensor,
+    context_k: Tensor,
+    context_v: Tensor,
+    starts: Tensor,
+    anchors: Tensor,
+    width: int,
+    scale: float,
+) -> Tensor:
+    """The definition, in the inputs' own dtype: memory grows with blocks * width * heads * tokens."""
+    kv_heads, tokens = context_k.shape[1], context_k.shape[0]
+    grouped = q.unflatten(0, (-1, width)).unflatten(2, (kv_heads, -1))  # [blocks, width, kv_heads, group, dim]
+    own_k, own_v = block_k.unflatten(0, (-1, width)), block_v.unflatten(0, (-1, width))
+    token = torch.arange(tokens, device=q.device)
+    seen = (token >= starts.unsqueeze(1)) & (token < anchors.unsqueeze(1))  # [blocks, tokens]
+    context = torch.einsum("bwkgd,tkd->bwkgt", grouped, context_k)
+    context = context.masked_fill(~seen[:, None, None, None], float("-inf"))
+    own = torch.einsum("bwkgd,bvkd->bwkgv", grouped, own_k)
+    weights = (torch.cat((context, own), dim=-1) * scale).softmax(-1)
+    to_context, to_own = weights.split((tokens, width), dim=-1)
+    mixed = torch.einsum("bwkgt,tkd->bwkgd", to_context, context_v)
+    mixed = mixed + torch.einsum("bwkgv,bvkd->bwkgd", to_own, own_v)
+    return mixed.reshape(q.shape)

@@ -1,0 +1,120 @@
+"""Turns a corpus into training batches: whole documents laid end to end, and anchors among their response tokens.
+
+Each epoch reads the documents in an order of its own, and each step draws its anchors by its own number, so a batch is
+a function of (seed, step, cursor) and a run that resumes at a saved cursor sees what an unbroken one would. Documents
+come from the memory-mapped corpus one by one; tensors are made here, on the CPU, and what they mean is drawn below.
+
+    ids        | prompt  response | prompt  response | prompt  resp      N tokens, the last document cut to fit
+    anchors              ^  ^   ^              ^               ^         A of them, sorted
+    a block    [anchor, mask, mask, ...] at the anchor's position, W rows; its labels are the ids after the anchor
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparkdraft.core import UserError
+from sparkdraft.train.corpus import Corpus
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """Where the next batch begins."""
+
+    epoch: int = 0
+    document: int = 0  # in the epoch's order
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    ids: Tensor  # int32 [N]
+    bounds: Tensor  # int32 [documents + 1], where each begins and the last one ends
+    positions: Tensor  # int32 [N], in the document
+    anchors: Tensor  # int32 [A], ascending
+    starts: Tensor  # int32 [A], where each anchor's document begins
+    labels: Tensor  # int64 [A, W - 1]; -1 past the end of the document
+    temperature: Tensor  # float32 [A], at which the anchor's document was written; 0: greedily
+    width: int  # W
+
+    def to(self, device: torch.device) -> TrainBatch:
+        if device.type == "cpu":
+            return self
+        names = ("ids", "bounds", "positions", "anchors", "starts", "labels", "temperature")
+        moved = {n: getattr(self, n).pin_memory().to(device, non_blocking=True) for n in names}
+        return TrainBatch(**moved, width=self.width)
+
+
+class Batches:
+    def __init__(
+        self, corpus: Corpus, context: int, block_rows: int, widths: tuple[int, ...], longest: int, seed: int
+    ) -> None:
+        """context: tokens a batch; block_rows: rows of all blocks together; longest: tokens of a document."""
+        self.corpus, self.context, self.block_rows, self.widths = corpus, context, block_rows, widths
+        self.longest, self.seed = min(longest, context), seed
+        lengths = np.minimum(corpus.length, self.longest).astype(np.int64)
+        self.usable = np.flatnonzero(lengths - corpus.num_prompt >= 2)  # an anchor and a label
+        if not len(self.usable):
+            raise UserError(
+                f"{corpus.folder}: no document has two response tokens within {self.longest}; "
+                "make more data, or raise the context"
+            )
+        self.cursor = Cursor()
+        self._order: tuple[int, np.ndarray] | None = None  # (epoch, documents in its order)
+
+    def take(self, step: int) -> TrainBatch:
+        """The batch of this step; moves the cursor."""
+        documents, lengths = self._gather()
+        rng = np.random.default_rng((self.seed, 1, step))
+        width = self.widths[int(rng.integers(len(self.widths)))]
+        return self._batch(documents, lengths, width, rng)
+
+    # ---- the parts
+
+    def _gather(self) -> tuple[list[int], list[int]]:
+        """Documents for one context, and how many tokens of each."""
+        documents: list[int] = []
+        lengths: list[int] = []
+        left, cursor = self.context, self.cursor
+        while left > 0:
+            if cursor.document == len(self.usable):
+                cursor = Cursor(cursor.epoch + 1, 0)
+            document = int(self._epoch(cursor.epoch)[cursor.document])
+            cursor = Cursor(cursor.epoch, cursor.document + 1)
+            length = min(int(self.corpus.length[document]), self.longest, left)
+            documents.append(document)
+            lengths.append(length)
+            left -= length
+        self.cursor = cursor
+        return documents, lengths
+
+    def _epoch(self, epoch: int) -> np.ndarray:
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, np.random.default_rng((self.seed, 0, epoch)).permutation(self.usable)
+        return self._order[1]
+
+    def _batch(self, documents: list[int], lengths: list[int], width: int, rng: np.random.Generator) -> TrainBatch:
+        bounds = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+        parts = zip(documents, lengths, strict=True)
+        ids = np.concatenate([self.corpus.ids(d)[:n] for d, n in parts]).astype(np.int32)
+        owner = np.repeat(np.arange(len(lengths)), lengths)  # [N], the document of each token
+        positions = np.arange(self.context, dtype=np.int32) - bounds[owner]
+        prompt = self.corpus.num_prompt[documents].astype(np.int64)
+        ends = bounds[1:][owner]
+        candidates = np.flatnonzero((positions >= prompt[owner]) & (np.arange(self.context) + 1 < ends))
+        count = self.block_rows // width
+        anchors = np.sort(rng.choice(candidates, count, replace=count > len(candidates)) if len(candidates) else [])
+        anchors = anchors.astype(np.int64)
+        where = anchors[:, None] + np.arange(1, width)  # [A, W - 1]
+        inside = where < ends[anchors][:, None]
+        labels = np.where(inside, ids[np.minimum(where, self.context - 1)], -1).astype(np.int64)
+        temperature = self.corpus.temperature[documents].astype(np.float32)[owner[anchors]]
+        int32 = {"ids": ids, "bounds": bounds, "positions": positions, "anchors": anchors}
+        int32["starts"] = bounds[owner[anchors]]
+        tensors = {name: torch.from_numpy(value.astype(np.int32)) for name, value in int32.items()}
+        return TrainBatch(
+            **tensors, labels=torch.from_numpy(labels), temperature=torch.from_numpy(temperature), width=width
+        )

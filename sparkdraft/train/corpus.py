@@ -1,0 +1,227 @@
+"""A corpus on disk: documents of token ids laid end to end in shards, each with a small table that says what they are.
+
+    corpus.json            version, target, vocab_size, kinds (names of the classes)
+    00000.tokens           raw little-endian ids: uint16 where the vocabulary allows it, else uint32
+    00000.documents.npy    one record a document: length, num_prompt, kind, finish, temperature
+
+Tokens are memory-mapped and never all in memory. A shard counts once its table exists, and the table is written last,
+so that whatever was cut off is as if it had never been. What the ids mean, and who wrote them, is others' business.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sparkdraft.core import UserError
+
+VERSION = 1
+INFO = "corpus.json"
+TOKENS, DOCUMENTS = ".tokens", ".documents.npy"
+SHARD_TOKENS = 16_000_000
+MOST_KINDS = 256
+Ids = npt.NDArray[Any]  # unsigned integers, read-only where they come from a file
+RECORD = np.dtype([("length", "<u4"), ("num_prompt", "<u4"), ("kind", "u1"), ("finish", "u1"), ("temperature", "<f4")])
+
+
+class Finish(IntEnum):
+    """Why a document ends where it does."""
+
+    END = 0  # the model ended it
+    LENGTH = 1
+    LOOP = 2  # it repeated itself, and was cut two periods after that began
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusInfo:
+    target: str  # the model that wrote the responses, as it was named
+    vocab_size: int
+    kinds: tuple[str, ...]  # class names; a document's kind is an index into them
+    version: int = VERSION
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+
+    @staticmethod
+    def read(folder: Path) -> CorpusInfo:
+        path = folder / INFO
+        if not path.is_file():
+            raise UserError(f"{folder} holds no corpus (no {INFO}): make one with `sparkdraft train data`, or name it.")
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            version = int(stored["version"])
+            info = CorpusInfo(str(stored["target"]), int(stored["vocab_size"]), tuple(stored["kinds"]), version)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{path} cannot be read ({error}): make the corpus again.") from error
+        if version != VERSION:
+            raise UserError(f"{path} is of version {version}, this program reads {VERSION}: make the corpus again.")
+        return info
+
+    def as_json(self) -> bytes:
+        stored = {"version": self.version, "target": self.target, "vocab_size": self.vocab_size}
+        return (json.dumps(stored | {"kinds": list(self.kinds)}, indent=1) + "\n").encode()
+
+
+class Corpus:
+    """All complete shards of a folder, as one list of documents."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise UserError(f"There is no corpus folder {self.folder}: make one with `sparkdraft train data`.")
+        self.info = CorpusInfo.read(self.folder)
+        names = _shards(self.folder)
+        if not names:
+            raise UserError(f"The corpus {self.folder} has no complete shard: make it with `sparkdraft train data`.")
+        tables = [_read_table(self.folder / (name + DOCUMENTS)) for name in names]
+        self._tokens = [
+            _map(self.folder / (name + TOKENS), table, self.info) for name, table in zip(names, tables, strict=True)
+        ]
+        self._first = np.cumsum([0] + [len(t) for t in tables])  # of each shard, among all documents
+        starts = [np.cumsum(t["length"], dtype=np.int64) - t["length"] for t in tables]
+        self._start = np.concatenate(starts)  # of each document, within its shard
+        columns = {field: np.concatenate([t[field] for t in tables]) for field in RECORD.names or ()}
+        self.length, self.num_prompt = columns["length"], columns["num_prompt"]
+        self.kind, self.finish, self.temperature = columns["kind"], columns["finish"], columns["temperature"]
+        self.fingerprint = self._fingerprint(names)
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    def ids(self, index: int) -> Ids:
+        """One document, prompt and response: a view of the file."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        shard = int(np.searchsorted(self._first, index, side="right")) - 1
+        start = int(self._start[index])
+        return self._tokens[shard][start : start + int(self.length[index])]
+
+    def _fingerprint(self, names: Sequence[str]) -> str:
+        """The same for the same data, and cheap: names and sizes stand for the tokens."""
+        digest = hashlib.sha256((self.folder / INFO).read_bytes())
+        for name in names:
+            digest.update(f"{name} {(self.folder / (name + TOKENS)).stat().st_size}\n".encode())
+        return digest.hexdigest()[:12]
+
+
+class CorpusWriter:
+    """Appends documents; what is in a full shard stays, whatever happens to the rest. Use it in a `with` block."""
+
+    def __init__(self, folder: str | Path, info: CorpusInfo, shard_tokens: int = SHARD_TOKENS) -> None:
+        self.folder, self.shard_tokens = Path(folder), shard_tokens
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"The folder {self.folder} cannot be made ({error.strerror}): name another.") from error
+        known = _shards(self.folder)
+        self.num_shards, self._next = len(known), max(map(int, known), default=-1) + 1
+        self._ids: list[Ids] = []
+        self._records: list[tuple[int, int, int, int, float]] = []
+        self._num_tokens = 0  # not written yet
+        self._broken = False
+        self.info = self._join(info)
+
+    def add(self, ids: Sequence[int] | Ids, num_prompt: int, kind: str, finish: Finish, temperature: float) -> None:
+        assert 0 < num_prompt <= len(ids) and kind in self.info.kinds, (num_prompt, len(ids), kind)
+        whole = np.asarray(ids)
+        assert int(whole.min()) >= 0 and int(whole.max()) < self.info.vocab_size, (whole.min(), whole.max())
+        self._ids.append(whole.astype(self.info.dtype))
+        index = self.info.kinds.index(kind)
+        self._records.append((len(whole), num_prompt, index, int(finish), temperature))
+        self._num_tokens += len(whole)
+        if self._num_tokens >= self.shard_tokens:
+            self._flush()
+
+    def close(self) -> None:
+        if self._records and not self._broken:
+            self._flush()
+
+    def __enter__(self) -> CorpusWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()  # after an error too: every document that was added is whole
+
+    def _join(self, info: CorpusInfo) -> CorpusInfo:
+        """The folder's own info with the new kinds appended, so that the indexes it has used stay right."""
+        if (self.folder / INFO).exists():
+            old = CorpusInfo.read(self.folder)
+            if (old.target, old.vocab_size) != (info.target, info.vocab_size):
+                raise UserError(
+                    f"The corpus {self.folder} was written by {old.target} (vocabulary {old.vocab_size}), this is "
+                    f"{info.target} ({info.vocab_size}): name another folder."
+                )
+            info = replace(old, kinds=old.kinds + tuple(k for k in info.kinds if k not in old.kinds))
+            if info == old:
+                return old
+        if len(info.kinds) > MOST_KINDS:
+            raise UserError(f"The prompts are of {len(info.kinds)} classes, {MOST_KINDS} are the most: join some.")
+        self._write(INFO, info.as_json())
+        return info
+
+    def _flush(self) -> None:
+        name = f"{self._next:05}"
+        table = io.BytesIO()
+        np.save(table, np.array(self._records, dtype=RECORD), allow_pickle=False)
+        self._write(name + TOKENS, np.concatenate(self._ids).tobytes())
+        self._write(name + DOCUMENTS, table.getvalue())  # last: from here on the shard counts
+        self.num_shards, self._next, self._num_tokens = self.num_shards + 1, self._next + 1, 0
+        self._ids, self._records = [], []
+
+    def _write(self, name: str, data: bytes) -> None:
+        """The whole file under its name, or nothing."""
+        partial = self.folder / (name + ".partial")
+        try:
+            with partial.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, self.folder / name)
+        except OSError as error:
+            self._broken = True
+            partial.unlink(missing_ok=True)
+            kept = f"{self.num_shards} complete shard{'s' if self.num_shards != 1 else ''} of {self.folder} are kept"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise UserError(
+                    f"The disk is full: {kept}; make room, and run the same again to add to them."
+                ) from error
+            raise UserError(f"{self.folder / name} cannot be written ({error.strerror}): {kept}.") from error
+
+
+def _shards(folder: Path) -> list[str]:
+    """Numbers of the complete shards, in order."""
+    names = (path.name.removesuffix(DOCUMENTS) for path in folder.glob("*" + DOCUMENTS))
+    return sorted((name for name in names if name.isdecimal()), key=int)
+
+
+def _read_table(path: Path) -> npt.NDArray[Any]:
+    try:
+        table: npt.NDArray[Any] = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{path} cannot be read ({error}): delete this shard, or make the corpus again.") from error
+    if table.dtype != RECORD or table.ndim != 1:
+        raise UserError(f"{path} is no table of documents: delete this shard, or make the corpus again.")
+    return table
+
+
+def _map(path: Path, table: npt.NDArray[Any], info: CorpusInfo) -> Ids:
+    expected = int(table["length"].sum(dtype=np.int64)) * info.dtype.itemsize
+    size = path.stat().st_size if path.is_file() else 0
+    if size != expected or not expected:
+        raise UserError(f"{path} has {size} bytes, its documents need {expected}: delete this shard, or copy it again.")
+    return np.memmap(path, dtype=info.dtype, mode="r").view(np.ndarray)

@@ -1,0 +1,227 @@
+"""Writes a drafter as a checkpoint that others load: z-lab's layout, or that of speculators, in 16 or in 8 bits.
+
+Tensors keep z-lab's names in both; what differs is how config.json says the same things, and a config that the other
+dialect cannot say is refused. A folder appears whole or not at all: it is written beside its place and renamed at the
+end. What to export, and the card's words, come from the caller.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sparkdraft.core import UserError
+from sparkdraft.spec.config import DraftConfig
+from sparkdraft.weights.quant.group import GROUP, GroupQuant
+from sparkdraft.weights.safetensors import INDEX, INT8_GROUPS, SCALE
+
+LAYOUTS = ("zlab", "speculators")
+SHARD_BYTES = 15 * 2**20  # some hosts take no larger files
+FILES = ("config.json", "README.md", INDEX, "model*.safetensors")  # all that an export consists of
+HEADER = 160  # bytes of a file's header that a tensor takes beside its name, at most
+OUTER = ("architectures", "auto_map", "block_size", "dflash_config", "num_target_layers", "is_causal", "dtype")
+
+
+@dataclass(frozen=True, slots=True)
+class ExportTarget:
+    """The model that a drafter was trained for, as the speculators layout names it ("verifier")."""
+
+    name: str  # a hub id, or a folder
+    architectures: Sequence[str] = ()
+
+
+def export(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    layout: str,
+    bits: int = 16,
+    card: str | None = None,
+    target: ExportTarget | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """config: a whole config.json in z-lab's words; tensors: floats under z-lab's names. Replaces an older export.
+
+    A file grows past 'shard_bytes' only where one tensor alone does.
+    """
+    if layout not in LAYOUTS:
+        raise UserError(f"The layout is '{layout}'; drafters are exported as {' or '.join(LAYOUTS)}")
+    if bits not in (16, 8):
+        raise UserError(f"bits is {bits}; drafters are exported in 16 or 8 bits")
+    written = _zlab_config(config) if layout == "zlab" else speculators_config(config, target)
+    stored = _sixteen_bits(tensors) if bits == 16 else _eight_bits(tensors)
+    if bits == 8:
+        kept = [n.removesuffix(".weight") for n, t in tensors.items() if t.dim() == 2 and n + SCALE not in stored]
+        written["quantization_config"] = _quantization(kept)
+    with _new_folder(folder) as place:
+        (place / "config.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        if card is not None:
+            (place / "README.md").write_text(card, encoding="utf-8")
+        _write_shards(place, stored, shard_bytes)
+
+
+# ---- the words
+
+
+def _zlab_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    DraftConfig.read(config)  # what we would not load, nobody shall get
+    return {**{k: v for k, v in config.items() if k != "quantization_config"}, "dtype": "bfloat16"}
+
+
+def speculators_config(config: Mapping[str, Any], target: ExportTarget | None) -> dict[str, Any]:
+    """The same drafter in speculators' words: taps one higher, the layers' dimensions in a record of their own.
+
+    As version 0.9 writes them, checkpoints with the target's whole vocabulary hold neither embedding nor head.
+    """
+    if target is None:
+        raise UserError("The speculators layout names the model a drafter is for; say which")
+    draft = DraftConfig.read(config)
+    sliding = [mask for mask in draft.layers if mask.window]
+    drafts = {"proposal_type": "greedy", "speculative_tokens": draft.block_size - 1}
+    body = {k: v for k, v in config.items() if k not in (*OUTER, "quantization_config")}
+    body |= {"layer_types": ["sliding_attention" if mask.window else "full_attention" for mask in draft.layers]}
+    body |= {"sliding_window": sliding[0].window if sliding else None, "use_sliding_window": bool(sliding)}
+    written = {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{**drafts, "accept_tolerance": 0.0, "verifier_accept_k": 1}],
+            "verifier": {"name_or_path": target.name, "architectures": list(target.architectures)},
+        },
+        "aux_hidden_state_layer_ids": [tap + 1 for tap in draft.taps],
+        "block_size": draft.block_size,
+        "draft_vocab_size": draft.draft_vocab_size,
+        "mask_token_id": draft.mask_token_id,
+        "target_hidden_size": draft.target_hidden_size,
+        "sample_from_anchor": False,
+        "sliding_window_non_causal": not any(mask.causal for mask in sliding),
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "transformer_layer_config": body,
+    }
+    if DraftConfig.read(written) != replace(draft, num_target_layers=None):
+        raise UserError(
+            "The speculators layout has no words for this drafter's masks or scales (causal full layers, windows that "
+            "differ, an embedding scale, a multiplier or a softcap): export it as zlab."
+        )
+    return written
+
+
+def _quantization(kept: list[str]) -> dict[str, Any]:
+    weights = {**INT8_GROUPS, "dynamic": False, "actorder": None, "observer": "minmax", "observer_kwargs": {}}
+    linear = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": linear},
+        "ignore": ["lm_head", *kept],  # a borrowed head stays as the target has it
+        "kv_cache_scheme": None,
+    }
+
+
+# ---- the tensors
+
+
+def _sixteen_bits(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: _finite(name, tensor).to(torch.bfloat16) for name, tensor in tensors.items()}
+
+
+def _eight_bits(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Matrices as integers and their scales; vectors, and what does not divide into groups, as in 16 bits."""
+    stored: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2 and name.endswith(".weight") and tensor.shape[1] % GROUP == 0:
+            group = GroupQuant.from_float(_finite(name, tensor))
+            stored |= {name: group.q.flatten(1), name + SCALE: group.scale}
+        else:
+            stored |= _sixteen_bits({name: tensor})
+    return stored
+
+
+def _finite(name: str, tensor: Tensor) -> Tensor:
+    value = tensor.detach().cpu().contiguous()
+    assert value.is_floating_point(), f"{name} is {value.dtype}"
+    if not bool(torch.isfinite(value).all()):
+        raise UserError(f"{name} holds values that are no numbers: the training went astray; export an earlier state")
+    return value
+
+
+# ---- the files
+
+
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """A place to write into that becomes 'folder' if all goes well, and else leaves no trace."""
+    folder = folder.resolve()
+    _check_replaceable(folder)
+    mark = secrets.token_hex(4)
+    place, old = (folder.with_name(f".{folder.name}.{mark}.{end}") for end in ("new", "old"))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        place.mkdir()
+        yield place
+        if folder.exists():
+            folder.rename(old)
+        place.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"The drafter could not be written to {folder} ({error}): make room, or name another"
+        ) from error
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+        if old.exists() and not folder.exists():  # stopped between the two renames
+            old.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Only an export is ever replaced: a folder with a drafter's config and nothing that an export does not write."""
+    if not folder.exists():
+        return
+    held = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else [folder.name]
+    foreign = [name for name in held if not any(fnmatch(name, pattern) for pattern in FILES)]
+    if not foreign and held:
+        try:
+            DraftConfig.read(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, UserError):
+            foreign = held
+    if foreign:
+        raise UserError(f"{folder} exists and is no exported drafter (it holds {foreign[0]}): name another folder")
+
+
+def _write_shards(place: Path, stored: dict[str, Tensor], most: int) -> None:
+    shards: list[dict[str, Tensor]] = []
+    room = 0
+    for name, tensor in stored.items():
+        size = tensor.nbytes + len(name) + HEADER
+        if not shards or size > room:
+            shards.append({})
+            room = most - HEADER
+        shards[-1][name] = tensor
+        room -= size
+    if len(shards) == 1:
+        save_file(stored, place / "model.safetensors", {"format": "pt"})
+        return
+    where: dict[str, str] = {}
+    for i, shard in enumerate(shards, 1):
+        file = f"model-{i:05}-of-{len(shards):05}.safetensors"
+        save_file(shard, place / file, {"format": "pt"})
+        where |= dict.fromkeys(shard, file)
+    index = {"metadata": {"total_size": sum(t.nbytes for t in stored.values())}, "weight_map": where}
+    (place / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")

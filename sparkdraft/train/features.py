@@ -1,0 +1,50 @@
+"""What a frozen target says of a batch's context: the residuals its drafter reads, and its own logits as a teacher.
+
+The target is the engine's own model on the engine's own kernels, run once over the packed documents, so a drafter
+learns from the very numbers it will see. Nothing is written to disk, and blocks after the last one needed are not run.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparkdraft.cache.formats.dense import DenseKV
+from sparkdraft.kernels.view import AttentionView
+from sparkdraft.models.blocks import Decoder, Step
+from sparkdraft.train.batches import TrainBatch
+from sparkdraft.train.target import Target
+
+BLOCK = 16  # positions of a cache block
+
+
+class Features:
+    def __init__(self, target: Target, taps: tuple[int, ...], context: int, longest: int, teach: bool) -> None:
+        """teach: also the logits of every row, for which all blocks must run."""
+        self.target, self.taps, self.teach, self.longest = target, taps, teach, longest
+        whole = target.decoder
+        layers = whole.layers if teach else whole.layers[: max(taps) + 1]
+        ends = (whole.embedding, whole.head, whole.norm, whole.rope, whole.ops)
+        self.decoder = Decoder(whole.config, layers, *ends)
+        config, device = whole.config, target.device
+        # Every document begins in a block of its own: at worst one more block a document, and one needs two tokens.
+        self.num_blocks = context // BLOCK + context // 2 + 1
+        shape = (config.num_kv_heads, config.head_dim, self.num_blocks, BLOCK)
+        self.kv = DenseKV(1, *shape, target.dtype, device, target.ops)
+        self.kv.layers *= len(layers)  # rows are never read again once their layer is done: all share its pages
+
+    @torch.no_grad()
+    def __call__(self, batch: TrainBatch) -> tuple[Tensor, Tensor | None]:
+        """Taps [N, taps * hidden], and logits [N, vocab] where they are to teach."""
+        rows, hidden = len(batch.ids), self.decoder.config.hidden_size
+        lengths = batch.bounds.diff()
+        blocks = (lengths + BLOCK - 1) // BLOCK
+        first = blocks.cumsum(0, dtype=torch.int32) - blocks  # of each document
+        columns = torch.arange(-(-self.longest // BLOCK), dtype=torch.int32, device=lengths.device)
+        tables = (first.unsqueeze(1) + columns).clamp_max(self.num_blocks - 1)
+        document = torch.searchsorted(batch.bounds, torch.arange(rows, device=lengths.device), right=True) - 1
+        slots = (first[document] * BLOCK + batch.positions).int()
+        view = AttentionView(batch.bounds, lengths, tables, self.longest, self.longest)
+        taps = torch.empty(rows, len(self.taps), hidden, dtype=self.target.dtype, device=lengths.device)
+        residual = self.decoder.forward(Step(batch.ids, batch.positions, slots, view, self.kv), self.taps, taps)
+        return taps.flatten(1), self.decoder.logits(residual) if self.teach else None

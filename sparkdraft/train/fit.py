@@ -1,0 +1,195 @@
+"""`train fit`: random anchors, masked blocks, one loss; from a corpus and a frozen target to a drafter.
+
+A step runs the target over packed text, the drafter over blocks at random anchors of it, and moves the drafter's
+weights; the host never waits for the device but to report. Everything random is a function of the seed and the step,
+so a run killed at any instant goes on from its last checkpoint as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparkdraft.config import EngineConfig
+from sparkdraft.core import UserError
+from sparkdraft.engine.devices import detect
+from sparkdraft.models.config import ModelConfig
+from sparkdraft.spec.config import DraftConfig
+from sparkdraft.train.batches import Batches, TrainBatch
+from sparkdraft.train.corpus import Corpus
+from sparkdraft.train.features import Features
+from sparkdraft.train.loss import Labels, LossOptions, LossReport, draft_loss
+from sparkdraft.train.memory import check_fits
+from sparkdraft.train.model import DraftModel
+from sparkdraft.train.optimizer import Optimizer
+from sparkdraft.train.recipe import drafter_config, find_mask_id
+from sparkdraft.train.run import Run, RunInfo, State
+from sparkdraft.train.settings import FitSettings
+from sparkdraft.train.target import Target, load_target
+from sparkdraft.weights.checkpoint import open_checkpoint
+from sparkdraft.weights.linear import DenseLinear
+from sparkdraft.weights.loader import Progress
+
+REPORT = 50  # steps between two lines of the log
+CLIP = 1.0  # of AdamW's gradients; Muon's steps have a size of their own
+
+Report = Callable[[dict[str, float]], None]
+
+
+class Trainer:
+    """The drafter in training: `step` is all of it."""
+
+    def __init__(self, settings: FitSettings, target: Target, corpus: Corpus, draft: DraftConfig) -> None:
+        self.settings, self.target, self.draft = settings, target, draft
+        self.batches = Batches(
+            corpus, settings.context, settings.block_rows, settings.all_widths, settings.longest, settings.seed
+        )
+        longest = self.batches.longest
+        self.features = Features(target, draft.taps, settings.context, longest, settings.soft > 0)
+        torch.manual_seed(settings.seed)
+        self.model = DraftModel(draft, longest, compiled=target.device.type == "cuda").to(target.device)
+        with torch.no_grad():  # the head expects what this norm makes
+            self.model.norm.weight.copy_(target.decoder.norm)
+        self.optimizer = Optimizer(self.model, settings.optimizer, settings.matrix_lr, settings.vector_lr)
+        self.options = LossOptions(settings.weights, settings.decay, settings.alpha, settings.soft)
+        self.meter = Meter(settings.block, target.device)
+
+    def step(self, number: int) -> None:
+        batch = self.batches.take(number).to(self.target.device)
+        taps, teacher = self.features(batch)
+        if number == 0:
+            self.model.scale_taps(taps)
+        report = self.loss(batch, taps, teacher)
+        report.loss.backward()  # type: ignore[no-untyped-call]
+        if self.settings.optimizer == "adamw":
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP, foreach=True)
+        self.optimizer.step(self.settings.rate(number))
+        self.meter.add(report, batch)
+
+    def loss(self, batch: TrainBatch, taps: Tensor, teacher: Tensor | None) -> LossReport:
+        blocks = self.block_ids(batch)
+        embedding = self.target.decoder.embedding
+        assert isinstance(embedding, Tensor)
+        hidden = self.model(batch, taps, F.embedding(blocks.flatten(), embedding))
+        drafted = hidden.view(*blocks.shape, -1)[:, 1:].contiguous()  # [A, W - 1, hidden]
+        head = self.target.decoder.head
+        assert isinstance(head, DenseLinear)
+        return draft_loss(drafted, head.weight, self.labels(batch, teacher), self.options)
+
+    def block_ids(self, batch: TrainBatch) -> Tensor:  # int64 [A, W]
+        anchors = batch.ids[batch.anchors.long()].long()
+        return F.pad(anchors.unsqueeze(1), (0, batch.width - 1), value=self.draft.mask_token_id)
+
+    def labels(self, batch: TrainBatch, teacher: Tensor | None) -> Labels:
+        """Text that was sampled is taught by the distribution it was sampled from; greedy text by itself."""
+        if teacher is None:
+            return Labels(batch.labels)
+        before = batch.anchors.long().unsqueeze(1) + torch.arange(batch.width - 1, device=teacher.device)
+        soft = (batch.temperature > 0).unsqueeze(1) & (batch.labels >= 0)
+        warmth = torch.where(batch.temperature > 0, 1 / batch.temperature, 1.0)
+        rows = torch.where(soft, before, -1)
+        return Labels(batch.labels, teacher, rows, warmth.unsqueeze(1).expand_as(rows).contiguous())
+
+    def state(self, step: int, seconds: float) -> State:
+        model = {f"model.{n}": t for n, t in self.model.state_dict().items()}
+        return State(step, self.batches.cursor, seconds, model | self.optimizer.state())
+
+    def restore(self, state: State) -> None:
+        self.model.load_state_dict(state.model())
+        self.optimizer.load(state.tensors)
+        self.batches.cursor = state.cursor
+
+
+class Meter:
+    """Sums on the device, read once a report."""
+
+    def __init__(self, block: int, device: torch.device) -> None:
+        self.block = block
+        self.sums = torch.zeros(5, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(self, report: LossReport, batch: TrainBatch) -> None:
+        correct = report.correct
+        accepted = correct.long().cumprod(1).sum(1)
+        widest = batch.width == self.block  # lengths of narrower blocks would not compare
+        one = torch.ones((), device=correct.device)
+        parts = (report.loss, one, correct[:, 0].float().mean(), accepted.float().mean() * widest, one * widest)
+        self.sums += torch.stack([part.double() for part in parts])
+
+    def read(self) -> dict[str, float]:
+        loss, steps, first, accepted, wide = self.sums.tolist()
+        self.sums.zero_()
+        return {"loss": loss / steps, "first": first / steps, "length": 1 + accepted / wide if wide else 1.0}
+
+
+def prepare(settings: FitSettings, device: str, progress: Progress | None) -> tuple[RunInfo, Target, Corpus]:
+    """Everything a run needs; what can be refused is refused before the target's weights are read."""
+    corpus = Corpus(Path(settings.data))
+    checkpoint = open_checkpoint(settings.target)
+    config = ModelConfig.from_hf(checkpoint.config)
+    if corpus.info.vocab_size != config.vocab_size:
+        raise UserError(
+            f"{settings.data} was written by {corpus.info.target}, whose vocabulary has {corpus.info.vocab_size} ids; "
+            f"{settings.target} has {config.vocab_size}: make data with this target"
+        )
+    drafter_config(config, settings, max(settings.mask_id, 0))
+    hardware = detect(EngineConfig(device=device))
+    check_fits(config, settings, hardware.free_bytes, 2 if hardware.device == "cuda" else 4)
+    target = load_target(settings.target, device, settings.longest, progress)
+    embedding = target.decoder.embedding
+    assert isinstance(embedding, Tensor)
+    mask = settings.mask_id if settings.mask_id >= 0 else find_mask_id(embedding, target.tokenizer.vocab_size)
+    return RunInfo(settings, drafter_config(config, settings, mask), corpus.fingerprint), target, corpus
+
+
+def fit(
+    settings: FitSettings, folder: Path, device: str = "auto", every: int = 1000, report: Report = lambda entry: None,
+    progress: Progress | None = None,
+) -> Run:  # fmt: skip
+    """Train to settings.steps, going on from the folder's last checkpoint, with one saved 'every' so many steps."""
+    info, target, corpus = prepare(settings, device, progress)
+    run = Run(folder)
+    run.begin(info)
+    trainer = Trainer(settings, target, corpus, DraftConfig.read(info.draft))
+    step, before = 0, 0.0
+    if state := run.load():
+        trainer.restore(state)
+        step, before = state.step, state.seconds
+    run.rewind_log(step)
+    begin = time.perf_counter()
+    with stop_signals() as asked_to_stop:
+        while step < settings.steps and not asked_to_stop():
+            trainer.step(step)
+            step += 1
+            last = step == settings.steps or asked_to_stop()
+            seconds = before + time.perf_counter() - begin
+            if step % REPORT == 0 or last:
+                entry = {"step": step, "seconds": round(seconds, 2), "rate": settings.rate(step - 1)}
+                entry |= {name: round(value, 4) for name, value in trainer.meter.read().items()}
+                run.add_log(entry)
+                report(entry)
+            if step % every == 0 or last:
+                run.save(trainer.state(step, seconds))
+    run.draw()
+    return run
+
+
+@contextmanager
+def stop_signals() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and a polite kill end the run after the step they fall into, with a checkpoint."""
+    seen: list[int] = []
+    kinds = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    old = {kind: signal.signal(kind, lambda number, frame: seen.append(number)) for kind in kinds}
+    try:
+        yield lambda: bool(seen)
+    finally:
+        for kind, handler in old.items():
+            signal.signal(kind, handler)

@@ -1,0 +1,298 @@
+"""Writes continuations in bulk: thousands of seats that decode together, all on the device, refilled as texts end.
+
+A seat owns consecutive cache blocks and a row of ids for good, so a decode step is the same launches every time: one
+forward of a row a seat, one sample, one append, recorded as a graph. The host looks in every CHECK steps, takes what
+has ended and seats new prompts; it hands out texts while the device runs the next steps. There is no drafting, no
+sharing of prefixes and no streaming: those are the engine's. What is asked and what is kept is data.py's.
+
+    written[seat]   . . . prompt . . . | response . . . |                          position of an id = its column
+                    0         num_prompt          length  <- the id at length - 1 is the next step's row
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sparkdraft.cache.formats.dense import DenseKV
+from sparkdraft.core import UserError
+from sparkdraft.kernels.view import AttentionView
+from sparkdraft.models.blocks import Step
+from sparkdraft.models.config import ModelConfig
+from sparkdraft.plan.memory import kv_bytes_per_token, scratch_bytes
+from sparkdraft.train.corpus import Finish
+from sparkdraft.train.target import Target
+
+CHECK = 16  # steps between two looks of the host
+BLOCK = 64  # positions of a cache block
+TAIL, LONGEST = 64, 64  # a loop: the last TAIL ids each equal the one a period before, of LONGEST at most
+RUNNING = -1  # a seat's state; all others are those of Finish
+MOST_SEATS, CPU_SEATS = 4096, 8
+GPU_ROWS, CPU_ROWS = 16384, 512  # rows of prompts in one forward
+NOISE_BYTES = 512 << 20  # of float32 scores alive at once
+MEMORY_SHARE = 0.9  # of the free memory
+LEAST_DRAW = 1e-10  # an exponential draw of 0 would be an infinite score, and 0 * infinity no number
+Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    ids: Sequence[int]
+    kind: str
+    temperature: float  # 0 is greedy
+    max_new: int
+    tag: Any = None  # the asker's own
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    prompt: Prompt
+    ids: Array  # the response alone, the id that ended it included
+    finish: Finish
+
+
+class BulkGenerator:
+    def __init__(
+        self,
+        target: Target,
+        max_len: int,  # longest prompt and response together
+        seats: int = 0,  # 0: as many as fit, of at most 'most_seats'
+        most_seats: int = MOST_SEATS,
+        stop_ids: Iterable[int] | None = None,  # None: the model's own ends of text
+        seed: int = 0,
+    ) -> None:
+        self.target, self.decoder = target, target.decoder
+        if not 2 <= max_len <= target.context:
+            raise UserError(f"texts of {max_len} tokens were asked for; the target was loaded for {target.context}")
+        self.max_len = -(-max_len // BLOCK) * BLOCK
+        on_gpu = target.device.type == "cuda"
+        self.max_rows = max(GPU_ROWS if on_gpu else CPU_ROWS, self.max_len)
+        self.seats = seats or min(self._seats_that_fit() if on_gpu else CPU_SEATS, most_seats)
+        self.num_generated = 0  # ids sampled so far, those that were cut off as loops included
+        self._limit_len = max_len
+        self._chunk = sampled_rows(target.config)
+        self._occupant: list[Prompt | None] = [None] * self.seats
+        self._free = list(range(self.seats))
+        self._waiting: deque[Prompt] = deque()
+        self._recorded: dict[bool, Any] = {}  # by whether any seat has a temperature
+        self._generator = None if on_gpu else torch.Generator().manual_seed(seed)  # graphs know the default one only
+        if on_gpu:
+            torch.cuda.manual_seed(seed)
+        self._allocate(sorted(target.tokenizer.eos_ids if stop_ids is None else stop_ids))
+
+    def run(self, prompts: Iterable[Prompt]) -> Iterator[Written]:
+        """A response to each prompt, in the order in which they end."""
+        source, ended = iter(prompts), list[_Ended]()
+        self._clear()
+        self._pull(source)
+        while self._refill():
+            self._advance()
+            yield from map(_written, ended)  # the device is at work meanwhile
+            self._pull(source)
+            ended = self._harvest()
+        yield from map(_written, ended)
+
+    # ---- the device
+
+    @torch.inference_mode()
+    def _allocate(self, stop_ids: Sequence[int]) -> None:
+        config, device, seats = self.target.config, self.target.device, self.seats
+        blocks = self.max_len // BLOCK
+        heads = (config.num_layers, config.num_kv_heads, config.head_dim)
+        self._kv = DenseKV(*heads, seats * blocks, BLOCK, self.target.dtype, device, self.target.ops)
+        integers = partial(torch.zeros, dtype=torch.int32, device=device)
+        self._tables = torch.arange(seats * blocks, dtype=torch.int32, device=device).view(seats, blocks)
+        self._starts = torch.arange(seats + 1, dtype=torch.int32, device=device)
+        self._seat_start = self._starts[:-1] * self.max_len  # slot of its position 0
+        self._status = integers((2, seats))  # lengths, states: the host reads both in one copy
+        self._length, self._state = self._status.unbind(0)
+        self._last, self._limit, self._num_prompt = integers(seats), integers(seats), integers(seats)
+        self._temperature = torch.zeros(seats, device=device)
+        self._written = integers((seats, self.max_len + 1))  # one column more, for seats that write nothing
+        self._stop_ids = torch.tensor(stop_ids, dtype=torch.int32, device=device)
+        self._host = torch.zeros((2, seats), dtype=torch.int32, pin_memory=device.type == "cuda")
+
+    def _step(self, noisy: bool) -> Tensor:
+        """One id for every seat that is not done. Reads and changes fixed tensors only: this is what is recorded."""
+        done = self._state != RUNNING
+        position = (self._length - 1).clamp_min(0)
+        slots = torch.where(done, -1, self._seat_start + position)
+        context = torch.where(done, 0, self._length)
+        view = AttentionView(self._starts, context, self._tables, 1, self.max_len)
+        residual = self.decoder.forward(Step(self._last, position, slots, view, self._kv))
+        ids = self._sample(residual, self._temperature, noisy)
+        column = torch.where(done, self.max_len, self._length).long()
+        self._written.scatter_(1, column[:, None], ids[:, None])
+        self._last.copy_(torch.where(done, self._last, ids))
+        self._length.add_(~done)
+        self._state.copy_(torch.where(done, self._state, self._outcome(ids, self._length, self._limit)))
+        return self._state
+
+    def _sample(self, residual: Tensor, temperature: Tensor, noisy: bool) -> Tensor:  # [rows, hidden] -> int32 [rows]
+        """argmax(logits + T * gumbel), which draws from softmax(logits / T), and is greedy where T is 0."""
+        picked = []
+        for rows, warmth in zip(residual.split(self._chunk), temperature.split(self._chunk), strict=True):
+            scores = self.decoder.logits(rows)
+            if noisy:  # the negated logarithm of an exponential draw is a gumbel draw
+                noise = torch.empty(scores.shape, device=scores.device).exponential_(generator=self._generator)
+                scores = noise.clamp_min_(LEAST_DRAW).log_().mul_(-warmth[:, None]).add_(scores)
+            picked.append(scores.argmax(-1))
+        return torch.cat(picked).int()
+
+    def _outcome(self, ids: Tensor, length: Tensor, limit: Tensor) -> Tensor:  # int32 [rows]
+        """The state of seats after an id was appended."""
+        ends = (ids[:, None] == self._stop_ids).any(1)
+        return torch.where(ends, int(Finish.END), torch.where(length >= limit, int(Finish.LENGTH), RUNNING)).int()
+
+    @torch.inference_mode()
+    def _advance(self) -> None:
+        """CHECK steps and a look for loops, all queued; the host's copy of the status is queued behind them."""
+        noisy = any(prompt is not None and prompt.temperature > 0 for prompt in self._occupant)
+        if self.target.device.type == "cpu":
+            for _ in range(CHECK):
+                if (self._step(noisy) != RUNNING).all():
+                    break
+        else:
+            if noisy not in self._recorded:  # making it runs one step too, which is as good as any
+                beside = next(iter(self._recorded.values()), None)
+                self._recorded[noisy] = self.target.ops.Recording(partial(self._step, noisy), beside)
+            for _ in range(CHECK):
+                self._recorded[noisy].replay()
+        self._find_loops()
+        self._host.copy_(self._status, non_blocking=True)
+
+    def _find_loops(self) -> None:
+        """Seats that repeat themselves are done, unless their text has ended by itself."""
+        span = torch.arange(-TAIL - LONGEST, 0, device=self._length.device)
+        recent = self._written.gather(1, (self._length[:, None] + span).clamp_min(0))  # [seats, TAIL + LONGEST]
+        tail = recent[:, None, LONGEST:]
+        equal = (recent.unfold(1, TAIL, 1)[:, :LONGEST] == tail).all(-1)  # [seats, LONGEST]: the longest period first
+        needed = torch.arange(TAIL + LONGEST, TAIL, -1, device=equal.device)  # ids, all of the response
+        loops = (equal & ((self._length - self._num_prompt)[:, None] >= needed)).any(1)
+        loops &= self._state != int(Finish.END)
+        self._state.masked_fill_(loops, int(Finish.LOOP))
+
+    # ---- the host
+
+    def _clear(self) -> None:
+        self._occupant = [None] * self.seats
+        self._free = list(range(self.seats))
+        self._waiting.clear()
+        with torch.inference_mode():
+            self._state.fill_(int(Finish.END))
+
+    def _pull(self, source: Iterator[Prompt]) -> None:
+        """Have a prompt ready for every seat that may come free."""
+        self._waiting.extend(islice(source, self.seats - len(self._waiting)))
+
+    def _refill(self) -> bool:
+        """Seat prompts while there are any and seats are free; says whether any seat is taken."""
+        while self._waiting and self._free:
+            batch, rows = list[Prompt](), 0
+            while self._waiting and len(batch) < len(self._free):
+                rows += len(self._waiting[0].ids)
+                if rows > self.max_rows and batch:
+                    break
+                batch.append(self._waiting.popleft())
+            seats, self._free = self._free[: len(batch)], self._free[len(batch) :]
+            for seat, prompt in zip(seats, batch, strict=True):
+                assert 0 < len(prompt.ids) < self._limit_len and prompt.max_new > 0, (len(prompt.ids), prompt.max_new)
+                self._occupant[seat] = prompt
+            self._prefill(np.array(seats, np.int32), batch)
+        return len(self._free) < self.seats
+
+    @torch.inference_mode()
+    def _prefill(self, seats: Array, batch: Sequence[Prompt]) -> None:
+        """The prompts of new seats in one ragged forward, and the first id of each response."""
+        ids = np.concatenate([np.asarray(prompt.ids, np.int32) for prompt in batch])
+        lengths = np.array([len(prompt.ids) for prompt in batch], np.int32)
+        limits = np.minimum(lengths + np.array([p.max_new for p in batch], np.int32), self._limit_len)
+        warmth = np.array([prompt.temperature for prompt in batch], np.float32)
+        starts = np.concatenate(([0], np.cumsum(lengths)))
+        positions = np.arange(len(ids)) - np.repeat(starts[:-1], lengths)
+        slots = np.repeat(seats.astype(np.int64) * self.max_len, lengths) + positions
+        arrays = [ids, positions, slots, starts, lengths, limits, starts[1:] - 1, seats, warmth.view(np.int32)]
+        packed = torch.from_numpy(np.concatenate([a.astype(np.int32, copy=False) for a in arrays]))
+        parts = packed.to(self.target.device).split([len(a) for a in arrays])  # one copy to the device
+        t_ids, t_positions, t_slots, t_starts, t_lengths, t_limits, last, seat, t_warmth = parts
+        seat, temperature, longest = seat.long(), t_warmth.view(torch.float32), int(lengths.max())
+        view = AttentionView(t_starts, t_lengths, self._tables[seat], longest, longest)
+        residual = self.decoder.forward(Step(t_ids, t_positions, t_slots, view, self._kv))
+        picked = self._sample(residual[last.long()], temperature, bool(warmth.any()))
+        self._written[seat, t_lengths.long()] = picked
+        self._last[seat], self._num_prompt[seat], self._limit[seat] = picked, t_lengths, t_limits
+        self._temperature[seat], self._length[seat] = temperature, t_lengths + 1
+        self._state[seat] = self._outcome(picked, t_lengths + 1, t_limits)
+
+    @torch.inference_mode()
+    def _harvest(self) -> list[_Ended]:
+        """Wait for the steps that were queued, and free the seats whose text has ended."""
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize()
+        lengths, states = self._host.numpy()
+        seats = [int(seat) for seat in np.flatnonzero(states != RUNNING) if self._occupant[seat] is not None]
+        if not seats:
+            return []
+        rows = self._written[torch.tensor(seats, device=self._written.device)].cpu().numpy()  # [ended, max_len + 1]
+        ended = []
+        for row, seat in zip(rows, seats, strict=True):
+            prompt, self._occupant[seat] = self._occupant[seat], None
+            assert prompt is not None
+            ended.append(_Ended(prompt, row[len(prompt.ids) : lengths[seat]], Finish(int(states[seat]))))
+            self.num_generated += len(ended[-1].ids)
+        self._free += seats
+        return ended
+
+    def _seats_that_fit(self) -> int:
+        torch.cuda.empty_cache()  # what an earlier generator held counts as free
+        free, _ = torch.cuda.mem_get_info()
+        seats = seats_that_fit(self.target.config, self.max_len, self.max_rows, free, self.target.dtype.itemsize)
+        if not seats:
+            raise UserError(
+                f"texts of {self.max_len} tokens do not fit into {free / 2**30:.1f} GiB of free GPU memory; "
+                "ask for shorter ones, or free some"
+            )
+        return seats
+
+
+def seats_that_fit(config: ModelConfig, max_len: int, max_rows: int, bytes_free: int, itemsize: int) -> int:
+    """Seats of 'max_len' tokens in most of the free memory, beside what a step needs for itself."""
+    scratch = scratch_bytes(config, max_rows, sampled_rows(config), itemsize)
+    each = max_len * (kv_bytes_per_token(config, itemsize) + 4)
+    return max(min((int(bytes_free * MEMORY_SHARE) - scratch) // each, MOST_SEATS), 0)
+
+
+def sampled_rows(config: ModelConfig) -> int:
+    """Rows that are sampled at once: their scores are float32 and as wide as the vocabulary."""
+    return min(max(NOISE_BYTES // (4 * config.vocab_size), 1), MOST_SEATS)
+
+
+def cut_loop(ids: Array) -> Array:
+    """A response that ends in a loop, cut two periods after the loop begins; any other as it is."""
+    for period in range(1, min(LONGEST, len(ids) - TAIL) + 1):
+        if np.array_equal(ids[-TAIL:], ids[-TAIL - period : -period]):
+            different = np.flatnonzero(ids[period:] != ids[:-period])
+            begin = int(different[-1]) + 1 if len(different) else 0
+            return ids[: begin + 2 * period]
+    return ids
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    prompt: Prompt
+    ids: Array  # a view of what was copied from the device, loop and all
+    finish: Finish
+
+
+def _written(ended: _Ended) -> Written:
+    ids = cut_loop(ended.ids) if ended.finish is Finish.LOOP else ended.ids
+    return Written(ended.prompt, ids.copy(), ended.finish)

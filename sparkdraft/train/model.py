@@ -1,0 +1,164 @@
+"""The DFlash drafter as a trainable module: spec/dflash.py's arithmetic over many random blocks at once.
+
+Its parameters have the names of the published checkpoints and are kept in float32; the arithmetic runs in the dtype of
+the taps. Context rows enter only as keys and values, projected for all layers by one matmul, and every block is a
+separate draft. The target's embedding and head are borrowed and frozen; the loss is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.rope import rope_table
+from sparkdraft.spec.config import DraftConfig
+from sparkdraft.train.attention import block_attention
+from sparkdraft.train.batches import TrainBatch
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    scaled = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+    return (scaled * weight).to(x.dtype)
+
+
+def norm_rope(x: Tensor, weight: Tensor, angles: Tensor, eps: float) -> Tensor:
+    """Heads [rows, heads, head_dim], each normed and turned; angles [rows, head_dim]: cosines, then sines."""
+    a, b = rms_norm(x, weight, eps).float().chunk(2, -1)
+    cos, sin = angles.unsqueeze(1).chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.float().chunk(2, -1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+class Fused:
+    """The operators between the matmuls: as they stand on a CPU, each compiled to one kernel on a GPU."""
+
+    def __init__(self, compiled: bool) -> None:
+        def made(function: Function) -> Function:
+            return torch.compile(function, dynamic=False) if compiled else function  # type: ignore[return-value]
+
+        self.rms_norm, self.norm_rope, self.silu_mul = made(rms_norm), made(norm_rope), made(silu_mul)
+
+
+class Norm(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+
+def matrix(out: int, width: int, scale: float = 0.02) -> nn.Linear:
+    made = nn.Linear(width, out, bias=False)
+    nn.init.normal_(made.weight, std=scale)
+    return made
+
+
+class DraftAttention(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        q_width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.q_proj, self.k_proj = matrix(q_width, config.hidden_size), matrix(kv_width, config.hidden_size)
+        self.v_proj = matrix(kv_width, config.hidden_size)
+        self.o_proj = matrix(config.hidden_size, q_width, 0.02 * (2 * config.num_layers) ** -0.5)
+        self.q_norm, self.k_norm = Norm(self.head_dim), Norm(self.head_dim)
+
+    def kv_weight(self) -> Tensor:
+        return torch.cat((self.k_proj.weight, self.v_proj.weight))
+
+
+class DraftMLP(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = matrix(config.intermediate_size, config.hidden_size)
+        self.up_proj = matrix(config.intermediate_size, config.hidden_size)
+        self.down_proj = matrix(config.hidden_size, config.intermediate_size, 0.02 * (2 * config.num_layers) ** -0.5)
+
+
+class DraftLayer(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = Norm(config.hidden_size), Norm(config.hidden_size)
+        self.self_attn, self.mlp = DraftAttention(config), DraftMLP(config)
+
+
+class DraftModel(nn.Module):
+    tap_scale: Tensor
+    rope: Tensor
+
+    def __init__(self, draft: DraftConfig, longest: int, compiled: bool = False) -> None:
+        super().__init__()
+        config, width = draft.model, len(draft.taps) * draft.target_hidden_size
+        self.draft, self.eps, self.fused = draft, config.rms_eps, Fused(compiled)
+        self.fc = matrix(config.hidden_size, width)
+        self.hidden_norm, self.norm = Norm(config.hidden_size), Norm(config.hidden_size)
+        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
+        # Taps differ by ten times in size between layers and channels; what is learnt from should not.
+        self.register_buffer("tap_scale", torch.ones(width))
+        self.register_buffer("rope", rope_table(config, longest + draft.block_size), persistent=False)
+
+    def forward(self, batch: TrainBatch, taps: Tensor, block: Tensor) -> Tensor:
+        """taps [N, taps * hidden] of the context, block [A * W, hidden] embedded: final-normed rows [A * W, hidden]."""
+        offsets = torch.arange(batch.width, dtype=torch.int32, device=taps.device)
+        anchored = batch.anchors - batch.starts  # [A], the anchor's position
+        rope = self.rope.index_select(0, (anchored.unsqueeze(1) + offsets).flatten())
+        context = self.context_kv(taps, self.rope.index_select(0, batch.positions))
+        x = block
+        for layer, (k, v) in zip(self.layers, context, strict=True):
+            assert isinstance(layer, DraftLayer)
+            normed = self.fused.rms_norm(x, layer.input_layernorm.weight, self.eps)
+            x = x + self._attend(layer.self_attn, normed, k, v, rope, batch)
+            x = x + self._mlp(layer.mlp, self.fused.rms_norm(x, layer.post_attention_layernorm.weight, self.eps))
+        return self.fused.rms_norm(x, self.norm.weight, self.eps)
+
+    def context_kv(self, taps: Tensor, rope: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [N, kv_heads, head_dim] of the context, for each layer."""
+        features = _linear(taps, self.fc.weight * self.tap_scale)
+        normed = self.fused.rms_norm(features, self.hidden_norm.weight, self.eps)
+        attentions = [layer.self_attn for layer in self.layers if isinstance(layer, DraftLayer)]
+        heads = self.draft.model.num_kv_heads, self.draft.model.head_dim
+        joined = _linear(normed, torch.cat([a.kv_weight() for a in attentions]))
+        pairs = joined.view(len(taps), len(attentions), 2, *heads).unbind(1)
+        return [
+            (self.fused.norm_rope(pair[:, 0], a.k_norm.weight, rope, self.eps), pair[:, 1])
+            for a, pair in zip(attentions, pairs, strict=True)
+        ]
+
+    def _attend(
+        self, attention: DraftAttention, x: Tensor, context_k: Tensor, context_v: Tensor, rope: Tensor, b: TrainBatch
+    ) -> Tensor:
+        counts = (attention.heads, attention.kv_heads, attention.kv_heads)
+        qkv = _linear(x, torch.cat((attention.q_proj.weight, attention.kv_weight())))
+        q, k, v = qkv.view(len(x), -1, attention.head_dim).split(counts, 1)
+        q = self.fused.norm_rope(q, attention.q_norm.weight, rope, self.eps)
+        k = self.fused.norm_rope(k, attention.k_norm.weight, rope, self.eps)
+        scale = attention.head_dim**-0.5
+        out = block_attention(q, k, v, context_k, context_v, b.starts, b.anchors, b.width, scale)
+        return _linear(out.flatten(1), attention.o_proj.weight)
+
+    def _mlp(self, mlp: DraftMLP, x: Tensor) -> Tensor:
+        both = _linear(x, torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)))
+        return _linear(self.fused.silu_mul(both), mlp.down_proj.weight)
+
+    def scale_taps(self, taps: Tensor) -> None:
+        """Learn from taps of unit size: 'taps' [rows, taps * hidden] show how large they are."""
+        self.tap_scale.copy_(taps.float().square().mean(0).clamp_min(1e-8).rsqrt())
+
+
+def folded(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A model's state as a checkpoint holds the drafter: the taps' scale goes into the matrix that reads them."""
+    weights = {name: tensor for name, tensor in state.items() if name != "tap_scale"}
+    return weights | {"fc.weight": weights["fc.weight"] * state["tap_scale"]}
+
+
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight.to(x.dtype))

@@ -1,0 +1,95 @@
+"""Muon for the matrices, AdamW for the rest: one object with named state, so that a checkpoint is plain tensors.
+
+Muon steps by the orthogonal factor of each matrix's momentum, found by five Newton-Schulz iterations. Matrices of one
+shape are stacked and go through them together: the iterations are small, and launching them one by one would take
+longer than the training step. Learning rates are the caller's, step by step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, from Muon's authors
+ITERATIONS = 5
+
+
+def orthogonal(stack: Tensor) -> Tensor:
+    """The nearest matrices with singular values near 1, of [count, rows, columns]."""
+    x = stack.bfloat16() if stack.is_cuda else stack
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    a, b, c = COEFFICIENTS
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).to(stack.dtype)
+
+
+class Optimizer:
+    def __init__(
+        self, model: nn.Module, kind: str, lr: float, vector_lr: float, momentum: float = 0.95, decay: float = 0.0
+    ) -> None:
+        """kind: "muon" or "adamw" for matrices, with 'lr'; vectors always take AdamW with 'vector_lr'."""
+        named = dict(model.named_parameters())
+        matrices = {n: p for n, p in named.items() if p.dim() == 2}
+        vectors = {n: p for n, p in named.items() if p.dim() != 2}
+        self.momentum, self.rates = momentum, {"muon": lr, "adamw": lr, "vectors": vector_lr}
+        self.muon = matrices if kind == "muon" else {}
+        self.buffers = {n: torch.zeros_like(p) for n, p in self.muon.items()}
+        groups = [{"params": [*vectors.values()], "kind": "vectors", "weight_decay": 0.0}]
+        self.adam_names = [*vectors]
+        if kind == "adamw":
+            groups.append({"params": [*matrices.values()], "kind": "adamw", "weight_decay": decay})
+            self.adam_names += matrices
+        self.adam = torch.optim.AdamW(groups, lr=vector_lr, betas=(0.9, 0.95))
+        self.named = named
+
+    def step(self, scale: float) -> None:
+        """One update at 'scale' times the learning rates; gradients are cleared."""
+        for group in self.adam.param_groups:
+            group["lr"] = self.rates[group["kind"]] * scale
+        self.adam.step()
+        self._muon_step(self.rates["muon"] * scale)
+        for parameter in self.named.values():
+            parameter.grad = None
+
+    @torch.no_grad()
+    def _muon_step(self, lr: float) -> None:
+        shapes: dict[torch.Size, list[str]] = defaultdict(list)
+        for name, parameter in self.muon.items():
+            if parameter.grad is not None:
+                shapes[parameter.shape].append(name)
+        for shape, names in shapes.items():
+            grads = [g for n in names if (g := self.muon[n].grad) is not None]
+            buffers = [self.buffers[n] for n in names]
+            torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
+            ahead = torch._foreach_lerp(grads, buffers, self.momentum)  # Nesterov
+            updates = orthogonal(torch.stack(list(ahead))) * max(1.0, shape[0] / shape[1]) ** 0.5
+            torch._foreach_add_([self.muon[n] for n in names], list(updates.unbind(0)), alpha=-lr)
+
+    # ---- the state as named tensors
+
+    def state(self) -> dict[str, Tensor]:
+        out = {f"muon.{n}": t for n, t in self.buffers.items()}
+        for name in self.adam_names:
+            for key, value in self.adam.state.get(self.named[name], {}).items():
+                out[f"adam.{key}.{name}"] = value
+        return out
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, buffer in self.buffers.items():
+            buffer.copy_(tensors[f"muon.{name}"])
+        for name in self.adam_names:
+            parameter = self.named[name]
+            kept = {key: tensors.get(f"adam.{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
+            device = {"step": torch.device("cpu")}  # where AdamW counts
+            self.adam.state[parameter] = {
+                key: value.to(device.get(key, parameter.device)).clone()
+                for key, value in kept.items()
+                if value is not None
+            }

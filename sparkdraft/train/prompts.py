@@ -1,0 +1,215 @@
+"""What the target is asked: prompts that a user gives, and prompts that the target writes to itself.
+
+A chat model that is given its own template up to where the user's message begins writes a user's message. System
+prompts and first words, drawn at random, make them differ; what is empty, broken or said before is dropped. Reading a
+file needs no model, so a bad one is refused before any is loaded. Who answers the prompts is data.py's business.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sparkdraft.core import UserError
+from sparkdraft.train.corpus import Finish
+from sparkdraft.train.generate import Prompt, Written
+from sparkdraft.train.target import Target
+
+GIVEN, SELF = "given", "self"  # kinds: of a file's prompts that name no class, and of self-written ones
+MARKER = "The_message_of_the_user_stands_here"
+MESSAGE_TOKENS, LEAST_TOKENS = 160, 3
+WARMTH = (1.0, 0.85)
+PLAIN_SYSTEM, PLAIN_OPENING = 0.6, 0.4  # shares that get no system prompt of ours, and no first words
+
+SYSTEMS = (
+    "You are a careful programmer. Users bring you code to write, to explain or to repair.",
+    "You teach mathematics. Users ask you to solve problems step by step.",
+    "You turn information into JSON, YAML or tables, and users send you what to convert.",
+    "You answer questions about nature, history and geography in a few sentences.",
+    "You write short stories, poems and letters to order.",
+    "You edit texts: users paste a paragraph and ask you to shorten, correct or rephrase it.",
+    "You help with daily life: cooking, travel, repairs, health and money.",
+    "You are a friendly companion who likes to chat about anything.",
+    "You support customers of a small software company by e-mail.",
+    "You explain difficult ideas to children of ten years.",
+    "You translate and explain words and sentences of many languages.",
+    "You advise scientists and engineers on data, experiments and methods.",
+)
+OPENINGS = (
+    "Write a", "Write a Python function that", "How do I", "How can I", "What is the difference between", "What is",
+    "What are", "Why do", "Why is", "Explain", "Can you explain how", "Give me", "Give me a list of",
+    "Create a JSON object", "Convert the following", "Summarize the following text:", "Rewrite this sentence:",
+    "Translate", "Solve", "Calculate", "If a train", "Tell me about", "Tell me a story", "I am trying to",
+    "I have a", "Imagine", "Compare", "Help me", "Describe", "Fix the error in this code:\n\n```python\n",
+    "```python\n", "Who was", "When did", "Is it true that", "Please",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A conversation that waits for an answer."""
+
+    messages: list[dict[str, Any]]
+    kind: str
+
+    @property
+    def text(self) -> str:
+        """What the user said last."""
+        return str(self.messages[-1]["content"])
+
+
+def normalised(text: str) -> str:
+    """The same for texts that differ in case and white space only."""
+    return " ".join(text.split()).casefold()
+
+
+# ---- from a file
+
+
+def read_prompts(path: str | Path) -> list[Question]:
+    """A .jsonl of {"prompt", "class"?} or {"messages", "class"?}, or a .txt with a prompt a line; blank lines skip."""
+    file = Path(path)
+    if file.suffix not in (".jsonl", ".txt"):
+        raise UserError(f"Prompts are read from .jsonl and .txt files, and {file} is neither: convert or rename it.")
+    try:
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"The prompts {file} cannot be read ({error}): check the path, and that it is UTF-8."
+        ) from error
+    questions = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            where = f"{file}, line {number}"
+            questions.append(_parse(line, where) if file.suffix == ".jsonl" else _ask(line.strip(), GIVEN))
+    if not questions:
+        raise UserError(f"The file {file} holds no prompts: put one on each line.")
+    return questions
+
+
+def _ask(text: str, kind: str, system: str | None = None) -> Question:
+    before = [{"role": "system", "content": system}] if system else []
+    return Question([*before, {"role": "user", "content": text}], kind)
+
+
+def _parse(line: str, where: str) -> Question:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where} is not JSON ({error}): write one object a line.") from None
+    if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
+        raise UserError(f'{where} must be an object with either "prompt" or "messages".')
+    kind = entry.get("class", GIVEN)
+    if not isinstance(kind, str) or not kind:
+        raise UserError(f'{where}: "class" must be a name in quotes; leave it out where there is none.')
+    if "messages" in entry:
+        return Question(_check_messages(entry["messages"], where), kind)
+    if not isinstance(entry["prompt"], str) or not entry["prompt"].strip():
+        raise UserError(f'{where}: "prompt" must be a text that is not empty.')
+    return _ask(entry["prompt"], kind)
+
+
+def _check_messages(messages: Any, where: str) -> list[dict[str, Any]]:
+    right = isinstance(messages, list) and messages and all(isinstance(m, Mapping) for m in messages)
+    if not right or not all(isinstance(m.get(key), str) for m in messages for key in ("role", "content")):
+        raise UserError(f'{where}: "messages" must be a list of objects with "role" and "content", both text.')
+    if messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
+        raise UserError(f"{where}: the last message must be a user's and not empty, for it is to be answered.")
+    return list(messages)
+
+
+# ---- from the target itself
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The place in the template where a user's message is to be written."""
+
+    before: str
+    end_id: int | None  # the first special id after the message, if it is not plain text that follows
+
+
+def user_turn(target: Target, system: str | None = None) -> Turn:
+    text = target.chat_text(_ask(MARKER, SELF, system).messages, add_generation_prompt=False)
+    before, found, after = text.partition(MARKER)
+    if not found:
+        raise UserError(
+            f"The chat template of {target.name} does not write the user's message as it is, so the model cannot "
+            "write its own prompts: give it a file of prompts."
+        )
+    special = target.tokenizer.special_ids
+    following = target.tokenizer.encode(after, add_special=False)
+    return Turn(before, next((token for token in following if token in special), None))
+
+
+def stop_ids(target: Target) -> set[int]:
+    """Where a message that the target writes as the user ends: with its turn, or with the text."""
+    end = user_turn(target).end_id
+    return set(target.tokenizer.eos_ids) | ({end} if end is not None else set())
+
+
+def message_prompts(target: Target, count: int, seed: int) -> Iterator[Prompt]:
+    """Prompts that a user's message follows. The tag is (system prompt, first words)."""
+    rng = random.Random(seed)
+    systems = [system for system in SYSTEMS if _takes(target, system)]
+    known: dict[tuple[str | None, str], list[int]] = {}
+    for _ in range(count):
+        plain = not systems or rng.random() < PLAIN_SYSTEM
+        system = None if plain else rng.choice(systems)
+        opening = "" if rng.random() < PLAIN_OPENING else rng.choice(OPENINGS)
+        if (system, opening) not in known:
+            text = user_turn(target, system).before + opening
+            known[system, opening] = target.tokenizer.encode(text, add_special=False)
+        ids = known[system, opening]
+        if not ids:
+            raise UserError(
+                f"The chat template of {target.name} begins with the user's message: nothing can lead to it."
+            )
+        yield Prompt(ids, SELF, rng.choice(WARMTH), MESSAGE_TOKENS, (system, opening))
+
+
+def _takes(target: Target, system: str) -> bool:
+    """Some templates know no system prompt: they refuse it, or write it as part of the user's message."""
+    try:
+        return system in user_turn(target, system).before
+    except UserError:
+        return False
+
+
+@dataclass(slots=True)
+class Sieve:
+    """Keeps the messages that can be asked, each once."""
+
+    target: Target
+    ends: set[int]
+    dropped: Counter[str] = field(default_factory=Counter)
+    _seen: set[str] = field(default_factory=set)
+
+    def take(self, written: Written) -> Question | None:
+        system, opening = written.prompt.tag
+        ids = written.ids.tolist()
+        if ids and ids[-1] in self.ends:
+            ids.pop()
+        text = (opening + self.target.tokenizer.decode(ids)).rstrip("\ufffd").strip()  # a character may be cut in half
+        reason = self._reason(written.finish, ids, text)
+        if reason:
+            self.dropped[reason] += 1
+            return None
+        self._seen.add(normalised(text))
+        return _ask(text, SELF, system)
+
+    def _reason(self, finish: Finish, ids: list[int], text: str) -> str | None:
+        if not text:
+            return "empty"
+        if len(ids) < LEAST_TOKENS:
+            return "short"
+        if not self.target.tokenizer.special_ids.isdisjoint(ids):
+            return "special ids"
+        if finish is Finish.LOOP:
+            return "loop"
+        return "repeated" if normalised(text) in self._seen else None

@@ -1,0 +1,82 @@
+"""The drafter that a target asks for: its config.json in z-lab's layout, before any weight exists.
+
+Heads, rotation and norms are the target's, taps are spread over its depth, and the mask is an id that the target never
+learnt, so that its embedding means nothing else. Sizes of the run itself are settings.py's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparkdraft.core import UserError
+from sparkdraft.models.config import ModelConfig
+from sparkdraft.train.settings import FitSettings
+
+TAPS = 5
+
+
+def spread_taps(num_layers: int, count: int = TAPS) -> tuple[int, ...]:
+    """From the second block to the third from the end, as z-lab's drafters have them; all of a tiny target's."""
+    first, last = min(1, num_layers - 1), max(num_layers - 3, 0)
+    if last - first < count - 1:
+        return tuple(range(max(num_layers - count, 0), num_layers))
+    return tuple(round(first + i * (last - first) / (count - 1)) for i in range(count))
+
+
+def find_mask_id(embedding: Tensor, tokenizer_size: int) -> int:
+    """An id beyond the tokenizer's, else the last whose row of the embedding is the same as another's: untrained."""
+    if tokenizer_size < embedding.shape[0]:
+        return tokenizer_size
+    order = torch.argsort(embedding.float().sum(1))  # equal rows have equal sums, and come to lie together
+    rows = embedding[order]
+    same = (rows[1:] == rows[:-1]).all(1)
+    twins = torch.cat((order[1:][same], order[:-1][same]))
+    if not len(twins):
+        raise UserError(
+            "every token of the target has been trained, so none is free to stand for a mask: name one with --mask-id"
+        )
+    return int(twins.max())
+
+
+def drafter_config(target: ModelConfig, settings: FitSettings, mask_id: int) -> dict[str, Any]:
+    """A complete config.json."""
+    taps = settings.taps or spread_taps(target.num_layers)
+    beyond = [t for t in taps if not 0 <= t < target.num_layers]
+    if beyond:
+        raise UserError(
+            f"--taps names block {beyond[0]}; {settings.target} has blocks 0 to {target.num_layers - 1}: "
+            "choose among them"
+        )
+    if not 0 <= mask_id < target.vocab_size:
+        raise UserError(f"--mask-id is {mask_id}; the target's ids go from 0 to {target.vocab_size - 1}")
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "model_type": "qwen3",
+        "block_size": settings.block,
+        "dflash_config": {"mask_token_id": mask_id, "target_layer_ids": list(taps)},
+        "dtype": "bfloat16",
+        "hidden_size": target.hidden_size,
+        "intermediate_size": settings.intermediate or target.intermediate_size,
+        "num_hidden_layers": settings.layers,
+        "num_attention_heads": target.num_heads,
+        "num_key_value_heads": target.num_kv_heads,
+        "head_dim": target.head_dim,
+        "num_target_layers": target.num_layers,
+        "layer_types": ["full_attention"] * settings.layers,
+        "max_position_embeddings": target.max_position,
+        "max_window_layers": settings.layers,
+        "rms_norm_eps": target.rms_eps,
+        "rope_theta": target.rope_theta,
+        "rope_scaling": dict(target.rope_scaling) if target.rope_scaling else None,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "tie_word_embeddings": False,
+        "vocab_size": target.vocab_size,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+    }

@@ -1,0 +1,156 @@
+"""A training run's folder: what was asked, how far it came, and what it measured on the way.
+
+    run.json            settings, the drafter's config, which data
+    state.safetensors   weights, optimizer and cursor at the last checkpoint; replaced whole, or not at all
+    log.jsonl           a line a report
+    progress.svg        loss and acceptance over the steps
+
+State is plain named tensors: no pickle, and nothing of hidden states. Training itself is fit.py's.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sparkdraft.core import UserError
+from sparkdraft.plot import Line, Panel, svg
+from sparkdraft.train.batches import Cursor
+from sparkdraft.train.settings import FitSettings
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    settings: FitSettings
+    draft: dict[str, Any]  # config.json of the drafter
+    corpus: str  # fingerprint of the data
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    step: int  # the next one
+    cursor: Cursor
+    seconds: float  # of training so far
+    tensors: dict[str, Tensor]  # model.*, muon.*, adam.*
+
+    def model(self) -> dict[str, Tensor]:
+        return {n.removeprefix("model."): t for n, t in self.tensors.items() if n.startswith("model.")}
+
+
+class Run:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.info_file, self.state_file = folder / "run.json", folder / "state.safetensors"
+        self.log_file = folder / "log.jsonl"
+
+    def open(self) -> RunInfo:
+        """What a folder's run was asked to do. Raises UserError where there is none."""
+        try:
+            stored = json.loads(self.info_file.read_text(encoding="utf-8"))
+            if stored["version"] != VERSION:
+                raise UserError(f"{self.folder} was written by another version of the trainer: begin a new run")
+            return RunInfo(FitSettings.read(stored["settings"]), stored["draft"], stored["corpus"])
+        except FileNotFoundError:
+            raise UserError(f"{self.folder} holds no training run: `sparkdraft train fit` makes one") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{self.info_file} cannot be read ({error}): the run is damaged, begin a new one") from None
+
+    def begin(self, info: RunInfo) -> None:
+        """Make the folder of a new run, or find that an old one asked for the same; else refuse."""
+        if self.info_file.exists():
+            old = self.open()
+            different = info.settings.difference(old.settings)
+            if different is None and info.corpus != old.corpus:
+                different = "the data has changed since"
+            if different:
+                raise UserError(f"{self.folder} holds another run ({different}): choose a new folder, or its settings")
+        elif self.folder.exists() and any(self.folder.iterdir()):
+            raise UserError(f"{self.folder} is not empty and holds no training run: choose a new folder")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        stored = {"version": VERSION, "settings": info.settings.as_dict(), "draft": info.draft, "corpus": info.corpus}
+        self._write(self.info_file, json.dumps(stored, indent=1).encode())
+
+    def save(self, state: State) -> None:
+        """Replace the last checkpoint. A disk that is full, or a kill at any instant, leaves the last one whole."""
+        fresh = self.state_file.with_suffix(".new")
+        facts = {"step": state.step, "epoch": state.cursor.epoch, "document": state.cursor.document}
+        metadata = {k: str(v) for k, v in facts.items()} | {"seconds": repr(state.seconds)}
+        tensors = {n: t.detach().cpu().contiguous() for n, t in state.tensors.items()}
+        try:
+            save_file(tensors, fresh, metadata)
+            _sync(fresh)
+            os.replace(fresh, self.state_file)
+        except (OSError, SafetensorError) as error:
+            fresh.unlink(missing_ok=True)
+            raise _disk(error, f"the checkpoint of step {state.step}", self.folder) from error
+
+    def load(self) -> State | None:
+        """The last checkpoint, or None before the first."""
+        if not self.state_file.exists():
+            return None
+        try:
+            with safe_open(self.state_file, framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                facts: Mapping[str, str] = file.metadata()
+            cursor = Cursor(int(facts["epoch"]), int(facts["document"]))
+            return State(int(facts["step"]), cursor, float(facts["seconds"]), tensors)
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{self.state_file} cannot be read ({error}): the checkpoint is damaged") from None
+
+    # ---- what was measured
+
+    def log(self) -> list[dict[str, float]]:
+        lines = self.log_file.read_text(encoding="utf-8").splitlines() if self.log_file.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def rewind_log(self, step: int) -> None:
+        """Forget what was measured after the checkpoint that is resumed from."""
+        kept = [entry for entry in self.log() if entry["step"] <= step]
+        self._write(self.log_file, "".join(json.dumps(e) + "\n" for e in kept).encode())
+
+    def add_log(self, entry: dict[str, float]) -> None:
+        try:
+            with self.log_file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+        except OSError as error:
+            raise _disk(error, "the log", self.folder) from error
+
+    def draw(self) -> None:
+        entries = self.log()
+        curves = {"loss": "cross-entropy of the drafts", "length": "tokens a step, had these blocks been drafted"}
+        panels = [
+            Panel(title, [Line(name, [(e["step"], e[name]) for e in entries], thick=True)], "step", name, False)
+            for name, title in curves.items()
+        ]
+        self._write(self.folder / "progress.svg", svg(panels).encode())
+
+    def _write(self, path: Path, content: bytes) -> None:
+        fresh = path.with_name(path.name + ".new")
+        try:
+            fresh.write_bytes(content)
+            os.replace(fresh, path)
+        except OSError as error:
+            fresh.unlink(missing_ok=True)
+            raise _disk(error, path.name, self.folder) from error
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _disk(error: Exception, what: str, folder: Path) -> UserError:
+    full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)  # safetensors wraps it
+    reason = "the disk is full: make room and run the same command again" if full else str(error)
+    return UserError(f"{what} could not be written to {folder}; the one before is whole ({reason})")

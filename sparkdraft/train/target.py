@@ -1,0 +1,65 @@
+"""The model that a drafter is trained for, as generating and training read it: a decoder, its words, its template.
+
+It is built by the engine's own parts, but as floats (bfloat16 on a GPU, float32 on a CPU) and without scheduler, plan
+or cache, because those who use it bring their own batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from sparkdraft import kernels
+from sparkdraft.config import EngineConfig
+from sparkdraft.engine.devices import detect
+from sparkdraft.models.blocks import Decoder
+from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.registry import architecture
+from sparkdraft.text import chat
+from sparkdraft.text.tokenizer import Tokenizer
+from sparkdraft.weights.checkpoint import open_checkpoint
+from sparkdraft.weights.loader import Loader, Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    name: str  # as it was asked for
+    decoder: Decoder
+    config: ModelConfig
+    tokenizer: Tokenizer
+    chat_template: str | None
+    special: dict[str, Any]  # what the template may look at: bos_token and its kin
+    device: torch.device
+    dtype: torch.dtype
+    ops: ModuleType
+
+    @property
+    def context(self) -> int:
+        """Positions there are angles for: the longest document."""
+        return self.decoder.rope.shape[0]
+
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        return chat.render(self.chat_template, messages, add_generation_prompt, **self.special)
+
+    def chat_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """A conversation up to the assistant's turn, exactly as it is served (llm.py)."""
+        return self.tokenizer.encode(self.chat_text(messages), add_special=False)
+
+
+def load_target(name: str, device: str = "auto", context: int = 2048, progress: Progress | None = None) -> Target:
+    """context: the longest document that will be read; no more than the model was made for."""
+    checkpoint = open_checkpoint(name)
+    config = ModelConfig.from_hf(checkpoint.config)
+    build = architecture(config.model_type)
+    where = torch.device(detect(EngineConfig(model=name, device=device)).device)
+    on_gpu = where.type == "cuda"
+    dtype, ops = torch.bfloat16 if on_gpu else torch.float32, kernels.load("cuda" if on_gpu else "reference")
+    tokenizer = Tokenizer.of(checkpoint)
+    with torch.no_grad():  # not inference mode: a loss must be able to reach through the head
+        loader = Loader(checkpoint, where, dtype, progress=progress)
+        decoder = build(config, loader, ops, min(context, config.max_position))
+    return Target(name, decoder, config, tokenizer, checkpoint.chat_template, checkpoint.special, where, dtype, ops)

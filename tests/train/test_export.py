@@ -1,0 +1,256 @@
+"""Exported drafters, loaded again: by z-lab's package, by our reader in both dialects, as integers bit for bit; whole
+folders or none."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparkdraft.core import UserError
+from sparkdraft.kernels import native
+from sparkdraft.spec.config import DraftConfig
+from sparkdraft.spec.registry import open_drafter
+from sparkdraft.train.export import ExportTarget, export
+from sparkdraft.weights.quant.group import GroupQuant
+from sparkdraft.weights.safetensors import INDEX
+from tests.models.harness import Harness
+from tests.models.tiny import oracle, write_tiny
+from tests.spec.tiny_drafter import DraftHarness, body, random_tensors, write_drafter, zlab
+
+CONFIG, TENSORS = zlab(body("ff")), random_tensors(body("ff"))
+TARGET = ExportTarget("org/tiny", ("LlamaForCausalLM",))
+ANCHORS = range(7, 15)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("target") / "llama", "llama")
+
+
+def write(folder: Path, layout: str = "zlab", **options: Any) -> Path:
+    export(options.pop("config", CONFIG), TENSORS, folder, layout, target=TARGET, **options)
+    return folder
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def features(target: Path, kernel: str = "reference") -> tuple[Harness, Tensor]:
+    harness = Harness(target, kernel)
+    ids = torch.randint(3, 259, (30,), generator=torch.Generator().manual_seed(4)).tolist()
+    return harness, harness.run({"a": ids}, (0, 2))[1]
+
+
+def drafted(folder: Path, target: Path, kernel: str = "reference") -> Tensor:
+    """Logits of a block after each of a few anchors, [anchors, 7, vocabulary]."""
+    harness, taps = features(target, kernel)
+    drafts = DraftHarness(harness.model, folder, kernel)
+    drafts.observe({"a": taps})
+    return torch.stack([drafts.propose({"a": anchor})["a"] for anchor in ANCHORS])
+
+
+# ---- layouts
+
+
+@pytest.mark.parametrize("shard_bytes", [15 * 2**20, 30_000], ids=["one-file", "shards"])
+def test_zlabs_package_loads_its_layout_and_drafts_the_same(target: Path, tmp_path: Path, shard_bytes: int) -> None:
+    dflash = pytest.importorskip("dflash.model", reason="pip install --no-deps dflash==0.1.0")
+    folder = write(tmp_path / "d", shard_bytes=shard_bytes)
+    model = dflash.DFlashDraftModel.from_pretrained(folder, dtype=torch.float32).eval()
+    _, taps = features(target)
+    ids = torch.tensor([[ANCHORS[0]] + [model.mask_token_id] * 7])
+    with torch.inference_mode():
+        embedded = dflash._raw_input_embeddings(oracle(target), ids, 1.0)
+        hidden = model(
+            position_ids=torch.arange(38)[None], noise_embedding=embedded, target_hidden=taps.flatten(1)[None]
+        )
+        wanted = model.compute_logits(hidden[:, 1:], oracle(target).lm_head)[0]
+    got = drafted(folder, target)[0]
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+    assert torch.equal(got.argmax(-1), wanted.argmax(-1))
+
+
+@pytest.mark.parametrize("layout", ["zlab", "speculators"])
+def test_tensors_and_taps_come_back(tmp_path: Path, layout: str) -> None:
+    source = open_drafter(str(write(tmp_path / "d", layout)))
+    assert set(source.names()) == set(TENSORS)
+    for name, tensor in TENSORS.items():
+        read = source.read(name)
+        assert isinstance(read, Tensor) and torch.equal(read, tensor.to(torch.bfloat16))
+    draft, ours = DraftConfig.read(source.config), DraftConfig.read(CONFIG)
+    assert draft.taps == (0, 2) and (draft.model, draft.layers) == (ours.model, ours.layers)
+
+
+def test_what_speculators_says(tmp_path: Path) -> None:
+    config = json.loads((write(tmp_path / "d", "speculators") / "config.json").read_text())
+    assert config["aux_hidden_state_layer_ids"] == [1, 3] and config["speculators_model_type"] == "dflash"
+    assert config["speculators_config"]["verifier"] == {
+        "name_or_path": "org/tiny",
+        "architectures": ["LlamaForCausalLM"],
+    }
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 7
+    assert config["transformer_layer_config"]["num_hidden_layers"] == 2
+    assert "dflash_config" not in config["transformer_layer_config"] and config["draft_vocab_size"] == 320
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        zlab(body("ssf", window=6)),
+        zlab(body("sss", window=5), is_causal=False),
+        zlab(body("fff"), inner={"use_swa": True, "swa_window_size": 5}),
+        zlab(body("ff", rope_theta=None, rope_parameters={"rope_type": "yarn", "rope_theta": 5e3, "factor": 4.0})),
+    ],
+    ids=["mixed", "open", "forced", "yarn"],
+)
+def test_masks_and_rotations_survive_the_other_dialect(tmp_path: Path, config: dict[str, Any]) -> None:
+    source = open_drafter(str(write(tmp_path / "d", "speculators", config=config)))
+    draft, ours = DraftConfig.read(source.config), DraftConfig.read(config)
+    assert (draft.model, draft.layers, draft.taps) == (ours.model, ours.layers, ours.taps)
+
+
+@pytest.mark.parametrize("config", [zlab(body(), is_causal=True), zlab(body(), inner={"output_multiplier": 0.5})])
+def test_what_speculators_cannot_say_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="export it as zlab"):
+        write(tmp_path / "d", "speculators", config=config)
+    assert files(tmp_path) == []
+
+
+# ---- 8 bits
+
+
+@pytest.mark.parametrize("layout", ["zlab", "speculators"])
+def test_integers_come_back_bit_for_bit(tmp_path: Path, layout: str) -> None:
+    folder = write(tmp_path / "d", layout, bits=8, shard_bytes=30_000)
+    source = open_drafter(str(folder))
+    assert set(source.names()) == set(TENSORS)  # the scales do not show
+    for name, tensor in TENSORS.items():
+        read = source.read(name)
+        if tensor.dim() == 1:
+            assert isinstance(read, Tensor) and torch.equal(read, tensor.to(torch.bfloat16))
+            continue
+        wanted = GroupQuant.from_float(tensor)
+        assert isinstance(read, GroupQuant) and read.bits == 8 and read.offset is None
+        assert torch.equal(read.q, wanted.q) and torch.equal(read.scale, wanted.scale)
+    stated = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert (stated["quant_method"], stated["format"]) == ("compressed-tensors", "int-quantized")
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert size < 0.65 * sum(path.stat().st_size for path in write(tmp_path / "h").glob("*.safetensors"))
+
+
+def test_a_width_that_has_no_groups_stays_in_16_bits(tmp_path: Path) -> None:
+    tensors = {name: t[:, :-1] if name == "fc.weight" else t for name, t in TENSORS.items()}
+    export(CONFIG, tensors, tmp_path / "d", "zlab", bits=8)
+    source = open_drafter(str(tmp_path / "d"))
+    value = source.read("fc.weight")
+    assert isinstance(value, Tensor) and value.dtype == torch.bfloat16
+    assert "fc" in source.config["quantization_config"]["ignore"]
+
+
+@pytest.mark.parametrize("kernel", ["reference", "native"])
+def test_8_bits_draft_like_16(target: Path, tmp_path: Path, kernel: str) -> None:
+    if kernel == "native" and native.unavailable_reason():
+        pytest.skip(str(native.unavailable_reason()))
+    full, small = (drafted(write(tmp_path / str(bits), bits=bits), target, kernel) for bits in (16, 8))
+    assert torch.cosine_similarity(full, small, dim=-1).min() > 0.99
+    same = full.argmax(-1) == small.argmax(-1)  # a random drafter's best two are often close
+    assert same.float().mean() >= 0.9, f"{int(same.sum())} of {same.numel()}"
+
+
+def test_packed_kernels_use_the_integers_as_they_are(target: Path, tmp_path: Path) -> None:
+    """Float weights that are rounded at load draft the same bits as the export, where integers are just read."""
+    if native.unavailable_reason():
+        pytest.skip(str(native.unavailable_reason()))
+    floats = {name: t if t.dim() == 2 else t.to(torch.bfloat16) for name, t in TENSORS.items()}
+    rounded_at_load = drafted(write_drafter(tmp_path / "floats", CONFIG, floats), target, "native")
+    assert torch.equal(drafted(write(tmp_path / "d", bits=8), target, "native"), rounded_at_load)
+
+
+# ---- whole folders or none
+
+
+def test_shards_and_card(tmp_path: Path) -> None:
+    folder = write(tmp_path / "deep" / "d", shard_bytes=60_000, card="# A drafter\n")
+    shards = sorted(folder.glob("model-*.safetensors"))
+    assert len(shards) > 2 and all(path.stat().st_size <= 60_000 for path in shards)
+    index = json.loads((folder / INDEX).read_text())
+    assert set(index["weight_map"]) == set(TENSORS) and (folder / "README.md").read_text() == "# A drafter\n"
+    assert index["metadata"]["total_size"] == sum(t.numel() * 2 for t in TENSORS.values())
+    write(folder)  # over it: nothing of the old one is left
+    assert files(folder) == ["config.json", "model.safetensors"] and files(folder.parent) == ["d"]
+
+
+@contextmanager
+def full_disk(most: int) -> Iterator[None]:
+    """No file may grow past 'most' bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+    with full_disk(100_000), pytest.raises(UserError, match="could not be written"):
+        write(tmp_path / "d")
+    assert files(tmp_path) == []
+    before = {path.name: path.read_bytes() for path in write(tmp_path / "d", bits=8).iterdir()}
+    with full_disk(100_000), pytest.raises(UserError, match="make room"):
+        write(tmp_path / "d")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "d").iterdir()} == before
+    assert files(tmp_path) == ["d"]
+
+
+def test_an_end_between_the_two_renames_brings_the_old_one_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "d", card="old")
+    rename = Path.rename
+
+    def interrupted(self: Path, to: Path) -> Path:
+        if self.name.endswith(".new"):
+            raise KeyboardInterrupt
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "d", card="new")
+    assert files(tmp_path) == ["d"] and (tmp_path / "d" / "README.md").read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("notes.txt", "mine"), ("config.json", '{"model_type": "llama"}'), ("config.json", "{")]
+)
+def test_a_folder_that_is_no_drafter_is_left_alone(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / name).write_text(text)
+    with pytest.raises(UserError, match=rf"no exported drafter \(it holds {name}\)"):
+        write(tmp_path / "d")
+    assert files(tmp_path) == ["d"] and (tmp_path / "d" / name).read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"layout": "gguf"}, "zlab or speculators"),
+        ({"bits": 4}, "16 or 8 bits"),
+        ({"layout": "speculators", "target": None}, "say which"),
+        ({"config": {**CONFIG, "dflash_config": {"mask_token_id": "x"}}}, "mask_token_id"),
+        ({"tensors": TENSORS | {"norm.weight": torch.full((96,), float("nan"))}}, "norm.weight holds values"),
+    ],
+)
+def test_refusals(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    given = {"config": CONFIG, "tensors": TENSORS, "folder": tmp_path / "d", "layout": "zlab", **changes}
+    with pytest.raises(UserError, match=says):
+        export(**given)
+    assert files(tmp_path) == []

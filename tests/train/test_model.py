@@ -1,0 +1,130 @@
+"""The drafter in training against the drafter in service: the same block, the same logits, whatever lies around it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sparkdraft.models.config import ModelConfig
+from sparkdraft.spec.config import DraftConfig
+from sparkdraft.train.batches import Batches
+from sparkdraft.train.corpus import Corpus, CorpusInfo, CorpusWriter, Finish
+from sparkdraft.train.features import Features
+from sparkdraft.train.fit import Trainer
+from sparkdraft.train.model import folded
+from sparkdraft.train.recipe import drafter_config, find_mask_id, spread_taps
+from sparkdraft.train.settings import FitSettings
+from sparkdraft.train.target import Target, load_target
+from tests.models.tiny import write_tiny
+from tests.spec.tiny_drafter import DraftHarness, write_drafter
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return load_target(str(write_tiny(tmp_path_factory.mktemp("target"), "llama")), "cpu", 128)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    folder, rng = tmp_path_factory.mktemp("corpus"), np.random.default_rng(3)
+    with CorpusWriter(folder, CorpusInfo("tiny", 320, ("any",))) as writer:
+        for _ in range(40):
+            prompt, response = rng.integers(1, 9), rng.integers(2, 40)
+            writer.add(rng.integers(3, 250, prompt + response), int(prompt), "any", Finish.LENGTH, 0.0)
+    return Corpus(folder)
+
+
+def settings(**changes: object) -> FitSettings:
+    values = {"layers": 2, "block": 8, "context": 160, "block_rows": 96, "longest": 64, "steps": 4, **changes}
+    return FitSettings(target="tiny", data="corpus", **values)  # type: ignore[arg-type]
+
+
+def trainer_of(target: Target, corpus: Corpus, **changes: object) -> Trainer:
+    asked = settings(**changes)
+    return Trainer(asked, target, corpus, DraftConfig.read(drafter_config(target.config, asked, 300)))
+
+
+def test_a_block_in_training_is_the_block_in_service(target: Target, corpus: Corpus, tmp_path: Path) -> None:
+    trainer = trainer_of(target, corpus)
+    batch = trainer.batches.take(0)
+    taps, _ = trainer.features(batch)
+    trainer.model.scale_taps(taps)
+    for parameter in trainer.model.parameters():  # weights at birth are too alike to tell rows apart
+        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3 if parameter.dim() == 1 else 0.15)
+    blocks = trainer.block_ids(batch)
+    embedded = torch.nn.functional.embedding(blocks.flatten(), target.decoder.embedding)
+    with torch.no_grad():
+        hidden = trainer.model(batch, taps, embedded).view(*blocks.shape, -1)
+        trained = hidden[:, 1:] @ target.decoder.head.weight.t()
+    weights = {name: value.contiguous() for name, value in folded(trainer.model.state_dict()).items()}
+    folder = write_drafter(tmp_path, drafter_config(target.config, settings(), 300), weights)
+    harness = DraftHarness(target.decoder, folder)
+    for j in range(0, len(blocks), 3):
+        start, anchor = int(batch.starts[j]), int(batch.anchors[j])
+        if anchor > start:
+            harness.observe({f"block {j}": taps[start:anchor].view(anchor - start, 3, -1)})
+        served = harness.propose({f"block {j}": int(batch.ids[anchor])}, width=batch.width)[f"block {j}"]
+        torch.testing.assert_close(served, trained[j], rtol=2e-3, atol=2e-3)
+
+
+def test_taps_are_those_of_each_document_alone(target: Target, corpus: Corpus) -> None:
+    batch = Batches(corpus, 160, 96, (8,), 64, seed=1).take(0)
+    taps, logits = Features(target, (0, 2), 160, 64, teach=True)(batch)
+    assert logits is not None and logits.shape == (160, 320)
+    for first, last in zip(batch.bounds[:-1].tolist(), batch.bounds[1:].tolist(), strict=True):
+        alone = Features(target, (0, 2), last - first, 64, teach=False)
+        piece = type(batch)(
+            batch.ids[first:last],
+            torch.tensor([0, last - first], dtype=torch.int32),
+            batch.positions[first:last],
+            *(batch.anchors[:0], batch.starts[:0], batch.labels[:0], batch.temperature[:0]),
+            width=8,
+        )
+        torch.testing.assert_close(alone(piece)[0], taps[first:last], rtol=1e-3, atol=1e-3)
+
+
+def test_batches_are_responses_and_their_labels(corpus: Corpus) -> None:
+    batches = Batches(corpus, 160, 96, (8, 4), 64, seed=5)
+    widths = set()
+    for step in range(12):
+        batch = batches.take(step)
+        widths.add(batch.width)
+        ids, bounds = batch.ids.numpy(), batch.bounds.numpy()
+        assert bounds[-1] == 160 == len(ids) and len(batch.anchors) == 96 // batch.width
+        for anchor, start, labels in zip(batch.anchors.tolist(), batch.starts.tolist(), batch.labels, strict=True):
+            document = int(np.searchsorted(bounds, anchor, side="right")) - 1
+            end = bounds[document + 1]
+            assert bounds[document] == start and anchor + 1 < end
+            expected = [int(ids[p]) if p < end else -1 for p in range(anchor + 1, anchor + batch.width)]
+            assert labels.tolist() == expected
+    assert widths == {8, 4}
+    assert batches.cursor.epoch > 0, "the corpus is short: this went round"
+
+
+def test_a_cursor_gives_the_same_batches_again(corpus: Corpus) -> None:
+    first, second = (Batches(corpus, 160, 96, (8, 4), 64, seed=5) for _ in range(2))
+    for step in range(5):
+        first.take(step)
+    second.cursor = first.cursor
+    for step in range(5, 9):
+        one, other = first.take(step), second.take(step)
+        assert torch.equal(one.ids, other.ids) and torch.equal(one.anchors, other.anchors)
+
+
+def test_taps_and_mask_are_chosen_from_the_target() -> None:
+    assert spread_taps(30) == (1, 8, 14, 20, 27)  # those of the drafter that came with the embedded model
+    assert spread_taps(36) == (1, 9, 17, 25, 33)  # as z-lab's for Qwen3-8B
+    assert spread_taps(3) == (0, 1, 2)
+    rows = torch.randn(20, 4)
+    assert find_mask_id(rows, tokenizer_size=17) == 17
+    rows[7] = rows[11]
+    assert find_mask_id(rows, tokenizer_size=20) == 11
+
+
+def test_a_target_without_the_tapped_block_is_refused() -> None:
+    config = ModelConfig("llama", 3, 96, 160, 6, 2, 32, 320, 512)
+    with pytest.raises(Exception, match="has blocks 0 to 2"):
+        drafter_config(config, settings(taps=(0, 3)), 300)
