@@ -77,8 +77,9 @@ class FitSettings:
 
     @staticmethod
     def read(values: Mapping[str, Any]) -> FitSettings:
-        known: dict[str, Any] = {f.name: values[f.name] for f in fields(FitSettings) if f.name in values}
-        return FitSettings(**{name: tuple(v) if isinstance(v, list) else v for name, v in known.items()})
+        stored = {f.name: values[f.name] for f in fields(FitSettings) if f.name in values}
+        known: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in stored.items()}
+        return FitSettings(**known)
 
     def difference(self, other: FitSettings) -> str | None:
         """The first setting in which two runs differ, in words, where it may not."""

@@ -47,8 +47,11 @@ class RowStats:
 
     @staticmethod
     def empty(shape: tuple[int, ...], device: torch.device) -> RowStats:
-        numbers = [torch.empty(shape, dtype=torch.float32, device=device) for _ in range(4)]
-        return RowStats(*numbers, torch.empty(shape, dtype=torch.bool, device=device))
+        lse, teacher_lse, entropy, probability = (
+            torch.empty(shape, dtype=torch.float32, device=device) for _ in range(4)
+        )
+        correct = torch.empty(shape, dtype=torch.bool, device=device)
+        return RowStats(lse, teacher_lse, entropy, probability, correct)
 
     def rows(self, part: slice) -> RowStats:
         return RowStats(*(getattr(self, field.name).view(-1)[part] for field in fields(self)))
