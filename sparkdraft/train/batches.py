@@ -11,7 +11,7 @@ come from the memory-mapped corpus one by one; tensors are made here, on the CPU
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -40,12 +40,14 @@ class TrainBatch:
     temperature: Tensor  # float32 [A], at which the anchor's document was written; 0: greedily
     width: int  # W
 
-    def to(self, device: torch.device) -> TrainBatch:
-        if device.type == "cpu":
-            return self
+    def tensors(self) -> dict[str, Tensor]:
         names = ("ids", "bounds", "positions", "anchors", "starts", "labels", "temperature")
-        moved = {n: getattr(self, n).pin_memory().to(device, non_blocking=True) for n in names}
-        return TrainBatch(**moved, width=self.width)
+        return {name: getattr(self, name) for name in names}
+
+    def padded(self, multiple: int) -> TrainBatch:
+        """With empty documents at the end, so that batches of few shapes come up."""
+        missing = -(len(self.bounds) - 1) % multiple
+        return replace(self, bounds=torch.cat((self.bounds, self.bounds[-1:].expand(missing))))
 
 
 class Batches:

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ from sparkdraft.spec.config import DraftConfig
 from sparkdraft.train.batches import Batches, TrainBatch
 from sparkdraft.train.corpus import Corpus
 from sparkdraft.train.features import Features
+from sparkdraft.train.graphs import StepGraphs
 from sparkdraft.train.loss import Labels, LossOptions, LossReport, draft_loss
 from sparkdraft.train.memory import check_fits
 from sparkdraft.train.model import DraftModel
@@ -61,17 +62,22 @@ class Trainer:
         self.optimizer = Optimizer(self.model, settings.optimizer, settings.matrix_lr, settings.vector_lr)
         self.options = LossOptions(settings.weights, settings.decay, settings.alpha, settings.soft)
         self.meter = Meter(settings.block, target.device)
+        self.learn = self._learn if target.device.type == "cpu" else StepGraphs(self._learn, target.device)
 
     def step(self, number: int) -> None:
-        batch = self.batches.take(number).to(self.target.device)
+        self.number = number
+        self.optimizer.set_rate(self.settings.rate(number))
+        self.learn(self.batches.take(number))
+
+    def _learn(self, batch: TrainBatch) -> None:
         taps, teacher = self.features(batch)
-        if number == 0:
+        if self.number == 0:
             self.model.scale_taps(taps)
         report = self.loss(batch, taps, teacher)
         report.loss.backward()  # type: ignore[no-untyped-call]
         if self.settings.optimizer == "adamw":
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP, foreach=True)
-        self.optimizer.step(self.settings.rate(number))
+        self.optimizer.step()
         self.meter.add(report, batch)
 
     def loss(self, batch: TrainBatch, taps: Tensor, teacher: Tensor | None) -> LossReport:
@@ -165,7 +171,7 @@ def fit(
         step, before = state.step, state.seconds
     run.rewind_log(step)
     begin = time.perf_counter()
-    with stop_signals() as asked_to_stop:
+    with stop_signals() as asked_to_stop, stream_of(target.device):
         while step < settings.steps and not asked_to_stop():
             trainer.step(step)
             step += 1
@@ -180,6 +186,14 @@ def fit(
                 run.save(trainer.state(step, seconds))
     run.draw()
     return run
+
+
+def stream_of(device: torch.device) -> AbstractContextManager[object]:
+    """Steps are recorded, which the default stream does not allow; all of training runs on one of its own."""
+    if device.type == "cpu":
+        return nullcontext()
+    torch.cuda.synchronize(device)
+    return torch.cuda.stream(torch.cuda.Stream(device))
 
 
 @contextmanager

@@ -31,35 +31,40 @@ def orthogonal(stack: Tensor) -> Tensor:
 
 
 class Optimizer:
-    def __init__(
-        self, model: nn.Module, kind: str, lr: float, vector_lr: float, momentum: float = 0.95, decay: float = 0.0
-    ) -> None:
+    def __init__(self, model: nn.Module, kind: str, lr: float, vector_lr: float, momentum: float = 0.95) -> None:
         """kind: "muon" or "adamw" for matrices, with 'lr'; vectors always take AdamW with 'vector_lr'."""
         named = dict(model.named_parameters())
         matrices = {n: p for n, p in named.items() if p.dim() == 2}
         vectors = {n: p for n, p in named.items() if p.dim() != 2}
-        self.momentum, self.rates = momentum, {"muon": lr, "adamw": lr, "vectors": vector_lr}
+        self.momentum, self.peaks = momentum, {"matrices": lr, "vectors": vector_lr}
         self.muon = matrices if kind == "muon" else {}
         self.buffers = {n: torch.zeros_like(p) for n, p in self.muon.items()}
-        groups = [{"params": [*vectors.values()], "kind": "vectors", "weight_decay": 0.0}]
+        device = next(iter(named.values())).device
+        # Rates are tensors, so that a recorded step reads what the caller set.
+        self.rates = {name: torch.zeros((), device=device) for name in self.peaks}
+        groups = [{"params": [*vectors.values()], "lr": self.rates["vectors"]}]
         self.adam_names = [*vectors]
         if kind == "adamw":
-            groups.append({"params": [*matrices.values()], "kind": "adamw", "weight_decay": decay})
+            groups.append({"params": [*matrices.values()], "lr": self.rates["matrices"]})
             self.adam_names += matrices
-        self.adam = torch.optim.AdamW(groups, lr=vector_lr, betas=(0.9, 0.95))
+        gpu = device.type == "cuda"
+        self.adam = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0, capturable=gpu, foreach=gpu)
         self.named = named
 
-    def step(self, scale: float) -> None:
-        """One update at 'scale' times the learning rates; gradients are cleared."""
-        for group in self.adam.param_groups:
-            group["lr"] = self.rates[group["kind"]] * scale
+    def set_rate(self, share: float) -> None:
+        """Of the learning rates, for the steps that follow."""
+        for name, rate in self.rates.items():
+            rate.fill_(self.peaks[name] * share)
+
+    def step(self) -> None:
+        """One update; gradients are cleared."""
         self.adam.step()
-        self._muon_step(self.rates["muon"] * scale)
+        self._muon_step()
         for parameter in self.named.values():
             parameter.grad = None
 
     @torch.no_grad()
-    def _muon_step(self, lr: float) -> None:
+    def _muon_step(self) -> None:
         shapes: dict[torch.Size, list[str]] = defaultdict(list)
         for name, parameter in self.muon.items():
             if parameter.grad is not None:
@@ -69,8 +74,9 @@ class Optimizer:
             buffers = [self.buffers[n] for n in names]
             torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
             ahead = torch._foreach_lerp(grads, buffers, self.momentum)  # Nesterov
-            updates = orthogonal(torch.stack(list(ahead))) * max(1.0, shape[0] / shape[1]) ** 0.5
-            torch._foreach_add_([self.muon[n] for n in names], list(updates.unbind(0)), alpha=-lr)
+            size = self.rates["matrices"] * max(1.0, shape[0] / shape[1]) ** 0.5
+            updates = orthogonal(torch.stack(list(ahead))) * size
+            torch._foreach_sub_([self.muon[n] for n in names], list(updates.unbind(0)))
 
     # ---- the state as named tensors
 
@@ -87,9 +93,6 @@ class Optimizer:
         for name in self.adam_names:
             parameter = self.named[name]
             kept = {key: tensors.get(f"adam.{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
-            device = {"step": torch.device("cpu")}  # where AdamW counts
             self.adam.state[parameter] = {
-                key: value.to(device.get(key, parameter.device)).clone()
-                for key, value in kept.items()
-                if value is not None
+                key: value.to(parameter.device).clone() for key, value in kept.items() if value is not None
             }

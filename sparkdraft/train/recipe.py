@@ -27,18 +27,16 @@ def spread_taps(num_layers: int, count: int = TAPS) -> tuple[int, ...]:
 
 
 def find_mask_id(embedding: Tensor, tokenizer_size: int) -> int:
-    """An id beyond the tokenizer's, else the last whose row of the embedding is the same as another's: untrained."""
+    """An id beyond the tokenizer's, else the last of those that share one row of the embedding: nothing moved them."""
     if tokenizer_size < embedding.shape[0]:
         return tokenizer_size
-    order = torch.argsort(embedding.float().sum(1))  # equal rows have equal sums, and come to lie together
-    rows = embedding[order]
-    same = (rows[1:] == rows[:-1]).all(1)
-    twins = torch.cat((order[1:][same], order[:-1][same]))
-    if not len(twins):
+    places = torch.arange(1, embedding.shape[1] + 1, dtype=torch.float64, device=embedding.device)
+    _, group, sizes = (embedding.double() @ places).unique(return_inverse=True, return_counts=True)
+    if int(sizes.max()) == 1:
         raise UserError(
             "every token of the target has been trained, so none is free to stand for a mask: name one with --mask-id"
         )
-    return int(twins.max())
+    return int((group == sizes.argmax()).nonzero().max())
 
 
 def drafter_config(target: ModelConfig, settings: FitSettings, mask_id: int) -> dict[str, Any]:

@@ -16,8 +16,10 @@ from safetensors.torch import load_file
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.cli.main import main
 from sparkdraft.core import UserError
+from sparkdraft.spec.config import DraftConfig
 from sparkdraft.train import fit as fit_module
 from sparkdraft.train.fit import fit
+from sparkdraft.train.graphs import StepGraphs
 from sparkdraft.train.run import Run
 from sparkdraft.train.settings import FitSettings
 from tests.models.tiny import write_tiny
@@ -115,11 +117,33 @@ def test_a_killed_run_goes_on_as_if_unbroken(
         assert torch.equal(tensor, other[name]), name
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_recorded_steps_are_the_steps(toy: Path, optimizer: str) -> None:
+    asked, weights = settings(toy, 40, optimizer=optimizer, soft=0.5), []
+    for recorded in (False, True):
+        info, target, corpus = fit_module.prepare(asked, "cuda", None)
+        with fit_module.stream_of(target.device):
+            trainer = fit_module.Trainer(asked, target, corpus, DraftConfig.read(info.draft))
+            graphs = trainer.learn
+            assert isinstance(graphs, StepGraphs)
+            if not recorded:
+                graphs.eager = asked.steps
+            for number in range(asked.steps):
+                trainer.step(number)
+            assert all(bool(shape.graph) == recorded for shape in graphs.shapes.values())
+            weights.append({n: p.detach().clone() for n, p in trainer.model.named_parameters()})
+            assert trainer.meter.read()["loss"] > 0
+    for name, eager in weights[0].items():
+        torch.testing.assert_close(weights[1][name], eager, rtol=0.02, atol=2e-3)
+
+
 def test_bad_input_is_one_sentence_and_nothing_is_lost(
     toy: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = (run / "state.safetensors").read_bytes()
-    with pytest.raises(UserError, match="holds another run .*layers is 1 there and 2 here"):
+    with pytest.raises(UserError, match=r"holds another run .*layers is 1 there and 2 here"):
         fit(settings(toy, 250, layers=2), run, "cpu")
     with pytest.raises(UserError, match="has blocks 0 to 1"):
         fit(settings(toy, 10, taps=(1, 5)), tmp_path / "taps", "cpu")

@@ -25,7 +25,8 @@ def train(model: Shapes, optimizer: Optimizer, first: int, last: int) -> None:
     for step in range(first, last):
         x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
         model.loss(x).backward()
-        optimizer.step(1.0)
+        optimizer.set_rate(1.0)
+        optimizer.step()
 
 
 def test_muon_is_torchs_muon() -> None:
