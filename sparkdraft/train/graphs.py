@@ -1,13 +1,15 @@
-"""A training step as one CUDA graph: it has a thousand small launches, and launching them takes longer than running them.
+"""A training step as one CUDA graph: launching its thousand small kernels takes longer than running them.
 
-The first steps of each shape run as they stand, because kernels are compiled and chosen there; then the step is recorded
-and replayed over fixed input buffers. Whatever changes from step to step must be a tensor: batch and learning rates are.
+The first steps of each shape run as they stand, because kernels are compiled and chosen there; then the step is
+recorded and replayed over fixed input buffers. Whatever changes from step to step must be a tensor: batch and learning
+rates are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -43,11 +45,13 @@ class StepGraphs:
         """The batch in its shape's buffers, on the device."""
         key = batch.width, len(batch.bounds)
         if key not in self.shapes:
-            buffers = {name: torch.empty_like(t, device=self.device) for name, t in batch.tensors().items()}
+            buffers: dict[str, Any] = {
+                name: torch.empty_like(t, device=self.device) for name, t in batch.tensors().items()
+            }
             self.shapes[key] = Shape(replace(batch, **buffers))
-        buffers = self.shapes[key].batch.tensors()
+        held = self.shapes[key].batch.tensors()
         for name, tensor in batch.tensors().items():
-            buffers[name].copy_(tensor.pin_memory(), non_blocking=True)
+            held[name].copy_(tensor.pin_memory(), non_blocking=True)
         return self.shapes[key]
 
     def _record(self, batch: TrainBatch) -> torch.cuda.CUDAGraph:
