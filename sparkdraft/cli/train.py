@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from sparkdraft.cli.options import add_engine_flags, load_llm, temperature_list
 from sparkdraft.core import UserError
 from sparkdraft.train.settings import FitSettings
 
+STOPPED = 130  # status of what Ctrl-C ended, so that `fit && export` exports no half of a run
 HELP = "train a drafter for a model"
 EXAMPLES = """a drafter for one's own model, in four commands:
   sparkdraft train data   --model ./my-model --out corpus --synthesise 200000
@@ -100,16 +102,20 @@ def _fit(args: Namespace) -> int:
     if args.every < 1:
         raise UserError(f"--every is {args.every}; it must be at least 1")
     from sparkdraft.train.fit import fit
+    from sparkdraft.train.run import Run
 
     def report(entry: dict[str, float]) -> None:
-        line = "step {step:>7} of {steps} {seconds:7.0f} s  loss {loss:6.3f}  "
-        line += "first draft {first:5.1%}  length {length:5.2f}"
-        errors.print(line.format(**entry, steps=settings.steps), markup=False)
+        line = "step {step:>7} of {steps} {seconds:7.0f} s  loss {loss:6.3f}  first draft {first:5.1%}"
+        line += "  length {length:5.2f}" if "length" in entry else ""
+        errors.print(line.format(**entry, steps=settings.steps), markup=False, soft_wrap=True)
 
-    with loading(f"loading {args.model}") as progress:
-        done = fit(settings, Path(args.out), args.device, args.every, report, progress)
-    last = done.log()[-1] if done.log() else {}
+    load = partial(loading, f"loading {args.model}")
+    reached = fit(settings, Path(args.out), args.device, args.every, report, load)
+    last = (Run(Path(args.out)).log() or [{}])[-1]
     print(json.dumps({"train": "fit", "run": args.out, **last}))
+    if reached < settings.steps:
+        errors.print(f"stopped after step {reached}: the same command goes on from there", markup=False)
+        return STOPPED
     return 0
 
 
@@ -124,7 +130,7 @@ def _data(args: Namespace) -> int:
     from sparkdraft.train.data import check_sources, make_corpus
     from sparkdraft.train.target import load_target
 
-    check_sources(args.prompts or None, args.synthesise, args.max_new)
+    check_sources(args.prompts or None, args.synthesise, args.max_new, args.greedy, args.seats)
     with loading(f"loading {args.model}") as progress:
         target = load_target(args.model, args.device, progress=progress)
     with loading("writing responses") as progress:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+WIDEST = 16  # rows of a block that the GPU's kernel takes
+
 
 def block_attention(
     q: Tensor,  # [blocks * width, heads, head_dim]

@@ -62,7 +62,7 @@ class Batches:
         if not len(self.usable):
             raise UserError(
                 f"{corpus.folder}: no document has two response tokens within {self.longest}; "
-                "make more data, or raise the context"
+                "make more data, or raise --longest and --context"
             )
         self.cursor = Cursor()
         self._order: tuple[int, np.ndarray] | None = None  # (epoch, documents in its order)
@@ -107,9 +107,9 @@ class Batches:
         prompt = self.corpus.num_prompt[documents].astype(np.int64)
         ends = bounds[1:][owner]
         candidates = np.flatnonzero((positions >= prompt[owner]) & (np.arange(self.context) + 1 < ends))
+        assert len(candidates), "the first document of a batch is usable and whole"
         count = self.block_rows // width
-        anchors = np.sort(rng.choice(candidates, count, replace=count > len(candidates)) if len(candidates) else [])
-        anchors = anchors.astype(np.int64)
+        anchors = np.sort(rng.choice(candidates, count, replace=count > len(candidates))).astype(np.int64)
         where = anchors[:, None] + np.arange(1, width)  # [A, W - 1]
         inside = where < ends[anchors][:, None]
         labels = np.where(inside, ids[np.minimum(where, self.context - 1)], -1).astype(np.int64)

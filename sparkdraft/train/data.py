@@ -42,8 +42,14 @@ def evaluation_prompts() -> list[str]:
     return [question.text for question in read_prompts(Path(bench.__path__[0]) / "prompts.jsonl")]
 
 
-def check_sources(prompts_file: str | None, synthesise: int, max_new: int) -> list[Question]:
+def check_sources(
+    prompts_file: str | None, synthesise: int, max_new: int, greedy_share: float = 0.5, seats: int = 0
+) -> list[Question]:
     """The file's prompts; refuses what can be refused without a model. Call it before one is loaded."""
+    if not 0 <= greedy_share <= 1:
+        raise UserError(f"the greedy share is {greedy_share}; it must be from 0 to 1")
+    if seats < 0:
+        raise UserError(f"{seats} seats were asked for; ask for 1 or more, or 0 for as many as fit")
     if synthesise < 0:
         raise UserError(f"{synthesise} self-written prompts were asked for; ask for 0 or more")
     if prompts_file is None and not synthesise:
@@ -93,7 +99,9 @@ def make_corpus(
     exclude: Iterable[str] | None = None,  # None: the evaluation prompts
 ) -> dict[str, Any]:
     """Ask every prompt once and append what comes to the corpus; returns what there is to say about it."""
-    questions = check_sources(prompts_file, synthesise, max_new)
+    questions = check_sources(prompts_file, synthesise, max_new, greedy_share, seats)
+    if not target.chat_template:
+        raise UserError(f"{target.name} has no chat template, so it can not be asked anything: take a chat model")
     kinds = tuple(dict.fromkeys([question.kind for question in questions] + [SELF] * bool(synthesise)))
     info = CorpusInfo(target.name, target.config.vocab_size, kinds)
     with CorpusWriter(folder, info) as writer:  # first: a folder that is refused is refused at once
@@ -150,8 +158,7 @@ def _with_temperatures(
     prompts: Sequence[Prompt], greedy_share: float, temperatures: Temperatures, seed: int
 ) -> Iterator[Prompt]:
     """In random order, so that a corpus that was cut off, or is read in order, has some of everything."""
-    if not 0 <= greedy_share <= 1 or (greedy_share < 1 and not temperatures):
-        raise UserError(f"the greedy share is {greedy_share}; it must be from 0 to 1, with temperatures for the rest")
+    assert greedy_share == 1 or temperatures, "what is not greedy needs a temperature"
     rng = random.Random(seed)
     values, weights = [value for value, _ in temperatures], [weight for _, weight in temperatures]
     for prompt in rng.sample(prompts, len(prompts)):

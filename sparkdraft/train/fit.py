@@ -7,6 +7,7 @@ so a run killed at any instant goes on from its last checkpoint as if nothing ha
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -23,6 +24,7 @@ from sparkdraft.core import UserError
 from sparkdraft.engine.devices import detect
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.spec.config import DraftConfig
+from sparkdraft.train.attention import WIDEST
 from sparkdraft.train.batches import Batches, TrainBatch
 from sparkdraft.train.corpus import Corpus
 from sparkdraft.train.features import Features
@@ -39,10 +41,11 @@ from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.linear import DenseLinear
 from sparkdraft.weights.loader import Progress
 
-REPORT = 50  # steps between two lines of the log
+REPORT = 50  # steps between two lines of the log; a checkpoint has one of its own
 CLIP = 1.0  # of AdamW's gradients; Muon's steps have a size of their own
 
 Report = Callable[[dict[str, float]], None]
+Loading = Callable[[], AbstractContextManager[Progress | None]]  # entered while the target is loaded
 
 
 class Trainer:
@@ -50,10 +53,10 @@ class Trainer:
 
     def __init__(self, settings: FitSettings, target: Target, corpus: Corpus, draft: DraftConfig) -> None:
         self.settings, self.target, self.draft = settings, target, draft
+        longest = min(settings.longest, settings.context, target.context)  # the target has no positions beyond
         self.batches = Batches(
-            corpus, settings.context, settings.block_rows, settings.all_widths, settings.longest, settings.seed
+            corpus, settings.context, settings.block_rows, settings.all_widths, longest, settings.seed
         )
-        longest = self.batches.longest
         self.features = Features(target, draft.taps, settings.context, longest, settings.soft > 0)
         torch.manual_seed(settings.seed)
         self.model = DraftModel(draft, longest, compiled=target.device.type == "cuda").to(target.device)
@@ -61,7 +64,7 @@ class Trainer:
             self.model.norm.weight.copy_(target.decoder.norm)
         self.optimizer = Optimizer(self.model, settings.optimizer, settings.matrix_lr, settings.vector_lr)
         self.options = LossOptions(settings.weights, settings.decay, settings.alpha, settings.soft)
-        self.meter = Meter(settings.block, target.device)
+        self.meter = Meter(max(settings.all_widths), target.device)
         self.learn = self._learn if target.device.type == "cpu" else StepGraphs(self._learn, target.device)
 
     def step(self, number: int) -> None:
@@ -109,6 +112,11 @@ class Trainer:
         return State(step, self.batches.cursor, seconds, model | self.optimizer.state())
 
     def restore(self, state: State) -> None:
+        expected = {name: tensor.shape for name, tensor in self.state(0, 0.0).tensors.items()}
+        if {name: tensor.shape for name, tensor in state.tensors.items() if name in expected} != expected:
+            raise UserError(
+                "the checkpoint is of another run: put this one's state.safetensors back, or begin a new one"
+            )
         self.model.load_state_dict(state.model())
         self.optimizer.load(state.tensors)
         self.batches.cursor = state.cursor
@@ -117,15 +125,15 @@ class Trainer:
 class Meter:
     """Sums on the device, read once a report."""
 
-    def __init__(self, block: int, device: torch.device) -> None:
-        self.block = block
+    def __init__(self, widest: int, device: torch.device) -> None:
+        self.widest = widest
         self.sums = torch.zeros(5, dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def add(self, report: LossReport, batch: TrainBatch) -> None:
         correct = report.correct
         accepted = correct.long().cumprod(1).sum(1)
-        widest = batch.width == self.block  # lengths of narrower blocks would not compare
+        widest = batch.width == self.widest  # lengths of narrower blocks would not compare
         one = torch.ones((), device=correct.device)
         parts = (report.loss, one, correct[:, 0].float().mean(), accepted.float().mean() * widest, one * widest)
         self.sums += torch.stack([part.double() for part in parts])
@@ -133,7 +141,8 @@ class Meter:
     def read(self) -> dict[str, float]:
         loss, steps, first, accepted, wide = self.sums.tolist()
         self.sums.zero_()
-        return {"loss": loss / steps, "first": first / steps, "length": 1 + accepted / wide if wide else 1.0}
+        length = {"length": 1 + accepted / wide} if wide else {}  # no block of the full width came up
+        return {"loss": loss / steps, "first": first / steps, **length}
 
 
 def prepare(settings: FitSettings, device: str, progress: Progress | None) -> tuple[RunInfo, Target, Corpus]:
@@ -148,7 +157,12 @@ def prepare(settings: FitSettings, device: str, progress: Progress | None) -> tu
         )
     drafter_config(config, settings, max(settings.mask_id, 0))
     hardware = detect(EngineConfig(device=device))
-    check_fits(config, settings, hardware.free_bytes, 2 if hardware.device == "cuda" else 4)
+    on_gpu, width = hardware.device == "cuda", max(settings.all_widths)
+    if on_gpu and width > WIDEST:
+        raise UserError(
+            f"blocks of {width} rows were asked for; a GPU trains {WIDEST} at most: lower --block or --widths"
+        )
+    check_fits(config, settings, hardware.free_bytes, on_gpu)
     target = load_target(settings.target, device, settings.longest, progress)
     embedding = target.decoder.embedding
     assert isinstance(embedding, Tensor)
@@ -158,34 +172,52 @@ def prepare(settings: FitSettings, device: str, progress: Progress | None) -> tu
 
 def fit(
     settings: FitSettings, folder: Path, device: str = "auto", every: int = 1000, report: Report = lambda entry: None,
-    progress: Progress | None = None,
-) -> Run:  # fmt: skip
-    """Train to settings.steps, going on from the folder's last checkpoint, with one saved 'every' so many steps."""
-    info, target, corpus = prepare(settings, device, progress)
+    loading: Loading = nullcontext,
+) -> int:  # fmt: skip
+    """Train to settings.steps, going on from the folder's last checkpoint, with one saved 'every' so many steps.
+
+    Returns the steps that are done: fewer where a signal ended it.
+    """
     run = Run(folder)
-    run.begin(info)
+    run.check(settings)
+    with loading() as progress:
+        info, target, corpus = prepare(settings, device, progress)
     trainer = Trainer(settings, target, corpus, DraftConfig.read(info.draft))
     step, before = 0, 0.0
-    if state := run.load():
+    if state := run.begin(info):
         trainer.restore(state)
         step, before = state.step, state.seconds
     run.rewind_log(step)
-    begin = time.perf_counter()
     with stop_signals() as asked_to_stop, stream_of(target.device):
-        while step < settings.steps and not asked_to_stop():
-            trainer.step(step)
-            step += 1
-            last = step == settings.steps or asked_to_stop()
+        return train(trainer, run, step, before, every, report, asked_to_stop)
+
+
+def train(
+    trainer: Trainer, run: Run, step: int, before: float, every: int, report: Report, asked_to_stop: Callable[[], bool]
+) -> int:
+    """From 'step' on, after 'before' seconds of training; returns the step it came to, with a checkpoint of it."""
+    steps, begin, stop = trainer.settings.steps, time.perf_counter(), False
+    while step < steps and not stop:
+        trainer.step(step)
+        step += 1
+        stop = asked_to_stop()  # once a step: what is heard while the device is waited for counts for the next
+        due = stop or step == steps or step % every == 0
+        if due or step % REPORT == 0:
+            measured = trainer.meter.read()  # waits
             seconds = before + time.perf_counter() - begin
-            if step % REPORT == 0 or last:
-                entry = {"step": step, "seconds": round(seconds, 2), "rate": settings.rate(step - 1)}
-                entry |= {name: round(value, 4) for name, value in trainer.meter.read().items()}
-                run.add_log(entry)
-                report(entry)
-            if step % every == 0 or last:
-                run.save(trainer.state(step, seconds))
-    run.draw()
-    return run
+            if not math.isfinite(measured["loss"]):
+                raise UserError(
+                    f"the loss is no number after step {step}; the last checkpoint is kept: begin a new run, "
+                    "with a lower --lr"
+                )
+            entry = {"step": step, "seconds": round(seconds, 2), "rate": trainer.settings.rate(step - 1)}
+            entry |= {name: round(value, 4) for name, value in measured.items()}
+            run.add_log(entry)
+            report(entry)
+        if due:
+            run.draw()
+            run.save(trainer.state(step, seconds))
+    return step
 
 
 def stream_of(device: torch.device) -> AbstractContextManager[object]:

@@ -16,11 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparkdraft.core import UserError
+from sparkdraft.train.memory import CHUNK_ROWS
 
 if TYPE_CHECKING:
     from sparkdraft.kernels.cuda.draft_loss import Targets
-
-CHUNK_ROWS = 15360  # 1.5 GB of bf16 logits over 49152 ids
 
 
 def _require(ok: bool, message: str) -> None:

@@ -10,33 +10,58 @@ from sparkdraft.models.config import ModelConfig
 from sparkdraft.plan.memory import kv_bytes_per_token, scratch_bytes, weight_bytes
 from sparkdraft.train.settings import FitSettings
 
-LOGITS = 3 << 29  # bytes of logits alive at once in the loss
+CHUNK_ROWS = 15360  # rows whose logits a GPU holds at once in the loss: 1.5 GB of bf16 over 49152 ids
+CPU_LOGITS = 6  # copies of all logits in the plain form of the loss: they, labels, products, gradients
 
 
-def parts(target: ModelConfig, settings: FitSettings, itemsize: int) -> dict[str, int]:
+def parts(target: ModelConfig, settings: FitSettings, on_gpu: bool) -> dict[str, int]:
     """Bytes by what they are for."""
+    itemsize = 2 if on_gpu else 4
     hidden, inter = target.hidden_size, settings.intermediate or target.intermediate_size
     heads = (2 * target.num_heads + 2 * target.num_kv_heads) * target.head_dim
     taps = len(settings.taps) or min(5, target.num_layers)
     parameters = settings.layers * hidden * (heads + 3 * inter) + taps * hidden * hidden
     copies = 3 if settings.optimizer == "muon" else 4  # weights, gradients, one or two moments; all in float32
-    saved = 8 * hidden + 2 * heads + 4 * inter  # of a row and layer, for the way back
     context = taps * hidden * itemsize + kv_bytes_per_token(target, itemsize) // target.num_layers * 9
-    sums = {
-        "target": weight_bytes(target, itemsize),
-        "drafter and optimizer": 4 * copies * parameters,
+    step = {
         "the target's step": scratch_bytes(target, settings.context, 0, itemsize) + settings.context * context,
-        "the drafter's step": settings.block_rows * saved * settings.layers * itemsize,
-        "logits": min(2 * LOGITS, 3 * settings.block_rows * target.vocab_size * itemsize),
+        "the drafter's step": _drafter_step(target, settings, itemsize),
+        "logits": _logit_rows(settings, on_gpu) * target.vocab_size * itemsize,
     }
     if settings.soft:
-        sums["the target's logits"] = settings.context * target.vocab_size * itemsize
-    return sums
+        step["the target's logits"] = settings.context * target.vocab_size * itemsize
+    if on_gpu:  # recordings keep theirs, beside what a shape needs that has not been recorded yet
+        step["recorded steps"] = sum(step.values())
+    else:
+        step["attention"] = _dense_attention(target, settings, itemsize)
+    return {
+        "target": weight_bytes(target, itemsize),
+        "drafter and optimizer": (4 * copies + itemsize) * parameters,  # and the weights as a step multiplies by them
+        **step,
+    }
 
 
-def check_fits(target: ModelConfig, settings: FitSettings, free: int, itemsize: int) -> None:
+def _drafter_step(target: ModelConfig, settings: FitSettings, itemsize: int) -> int:
+    """What each layer keeps of a row for the way back, and once more what is alive while one goes back."""
+    hidden, inter = target.hidden_size, settings.intermediate or target.intermediate_size
+    heads = 3 * (target.num_heads + target.num_kv_heads) * target.head_dim
+    saved = 4 * hidden + heads + 3 * inter
+    return settings.block_rows * (saved * (settings.layers + 1) + 6 * hidden) * itemsize
+
+
+def _logit_rows(settings: FitSettings, on_gpu: bool) -> int:
+    return min(CHUNK_ROWS, settings.block_rows) if on_gpu else CPU_LOGITS * settings.block_rows
+
+
+def _dense_attention(target: ModelConfig, settings: FitSettings, itemsize: int) -> int:
+    """A CPU's form of it weighs every row against every token; each layer keeps its weights, one has scores besides."""
+    keys = settings.context + settings.block
+    return settings.block_rows * target.num_heads * keys * itemsize * (settings.layers + 4)
+
+
+def check_fits(target: ModelConfig, settings: FitSettings, free: int, on_gpu: bool) -> None:
     """Raises UserError with the sums when they exceed the free bytes."""
-    sums = parts(target, settings, itemsize)
+    sums = parts(target, settings, on_gpu)
     total = sum(sums.values())
     if total > free:
         table = "\n".join(f"  {name:<22}{size / 2**30:8.2f} GiB" for name, size in sums.items())

@@ -3,7 +3,7 @@
     run.json            settings, the drafter's config, which data
     state.safetensors   weights, optimizer and cursor at the last checkpoint; replaced whole, or not at all
     log.jsonl           a line a report
-    progress.svg        loss and acceptance over the steps
+    progress.svg        loss and acceptance over the steps, drawn with each checkpoint
 
 State is plain named tensors: no pickle, and nothing of hidden states. Training itself is fit.py's.
 """
@@ -66,20 +66,38 @@ class Run:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{self.info_file} cannot be read ({error}): the run is damaged, begin a new one") from None
 
-    def begin(self, info: RunInfo) -> None:
-        """Make the folder of a new run, or find that an old one asked for the same; else refuse."""
+    def check(self, settings: FitSettings) -> None:
+        """Refuse a folder that cannot be this run's: another run's, or not a run's at all."""
+        place = self.folder.absolute()
+        nearest = next(path for path in (place, *place.parents) if path.exists())
+        if not nearest.is_dir():
+            raise UserError(f"{nearest} is a file: choose another folder for the run")
         if self.info_file.exists():
-            old = self.open()
-            different = info.settings.difference(old.settings)
-            if different is None and info.corpus != old.corpus:
-                different = "the data has changed since"
-            if different:
-                raise UserError(f"{self.folder} holds another run ({different}): choose a new folder, or its settings")
-        elif self.folder.exists() and any(self.folder.iterdir()):
+            if different := settings.difference(self.open().settings):
+                raise self._another(different)
+        elif nearest == place and any(path.suffix != ".new" for path in place.iterdir()):  # .new: a kill at the start
             raise UserError(f"{self.folder} is not empty and holds no training run: choose a new folder")
-        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def begin(self, info: RunInfo) -> State | None:
+        """Make the folder of a new run, or find the last checkpoint of one that asked for the same; else refuse."""
+        self.check(info.settings)
+        state = None
+        if self.info_file.exists():
+            if info.corpus != self.open().corpus:
+                raise self._another("the data has changed since")
+            state = self.load()
+            if state and state.step > info.settings.steps:
+                raise UserError(f"{self.folder} has gone {state.step} steps already: --steps cannot be less")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"The folder {self.folder} cannot be made ({error.strerror}): choose another") from error
         stored = {"version": VERSION, "settings": info.settings.as_dict(), "draft": info.draft, "corpus": info.corpus}
         self._write(self.info_file, json.dumps(stored, indent=1).encode())
+        return state
+
+    def _another(self, different: str) -> UserError:
+        return UserError(f"{self.folder} holds another run ({different}): choose a new folder, or its settings")
 
     def save(self, state: State) -> None:
         """Replace the last checkpoint. A disk that is full, or a kill at any instant, leaves the last one whole."""
@@ -111,8 +129,13 @@ class Run:
     # ---- what was measured
 
     def log(self) -> list[dict[str, float]]:
-        lines = self.log_file.read_text(encoding="utf-8").splitlines() if self.log_file.exists() else []
-        return [json.loads(line) for line in lines]
+        entries: list[dict[str, float]] = []
+        for line in self.log_file.read_text(encoding="utf-8").splitlines() if self.log_file.exists() else []:
+            try:
+                entries.append(json.loads(line))
+            except ValueError:  # torn by a kill or a full disk: what comes after is measured again
+                break
+        return entries
 
     def rewind_log(self, step: int) -> None:
         """Forget what was measured after the checkpoint that is resumed from."""
@@ -130,7 +153,13 @@ class Run:
         entries = self.log()
         curves = {"loss": "cross-entropy of the drafts", "length": "tokens a step, had these blocks been drafted"}
         panels = [
-            Panel(title, [Line(name, [(e["step"], e[name]) for e in entries], thick=True)], "step", name, False)
+            Panel(
+                title,
+                [Line(name, [(e["step"], e[name]) for e in entries if name in e], thick=True)],
+                "step",
+                name,
+                False,
+            )
             for name, title in curves.items()
         ]
         self._write(self.folder / "progress.svg", svg(panels).encode())
@@ -139,6 +168,7 @@ class Run:
         fresh = path.with_name(path.name + ".new")
         try:
             fresh.write_bytes(content)
+            _sync(fresh)
             os.replace(fresh, path)
         except OSError as error:
             fresh.unlink(missing_ok=True)
@@ -151,6 +181,8 @@ def _sync(path: Path) -> None:
 
 
 def _disk(error: Exception, what: str, folder: Path) -> UserError:
-    full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)  # safetensors wraps it
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(
+        error
+    )  # safetensors wraps it
     reason = "the disk is full: make room and run the same command again" if full else str(error)
     return UserError(f"{what} could not be written to {folder}; the one before is whole ({reason})")

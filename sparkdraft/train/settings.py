@@ -13,6 +13,7 @@ from sparkdraft.core import UserError
 
 OPTIMIZERS = {"muon": 0.02, "adamw": 1.5e-3}  # and the learning rate of matrices where none is given
 WEIGHTS = ("dpace", "decay")
+NOT_NEGATIVE = ("intermediate", "warmup", "seed", "lr", "vector_lr")
 MAY_CHANGE = ("steps",)  # of a run that is resumed: it may be made longer
 
 
@@ -48,15 +49,22 @@ class FitSettings:
             raise UserError(f"--weights is {self.weights}; it must be one of {', '.join(WEIGHTS)}")
         if not 2 <= self.block <= 64:
             raise UserError(f"--block is {self.block}; it must be 2 to 64 rows, the anchor included")
-        for name in ("layers", "steps", "context", "longest"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name} is {getattr(self, name)}; it must be at least 1")
+        for least, names in ((1, ("layers", "steps", "context", "longest")), (0, NOT_NEGATIVE)):
+            for name in names:
+                if getattr(self, name) < least:
+                    flag = "--" + name.replace("_", "-")
+                    raise UserError(f"{flag} is {getattr(self, name)}; it must be at least {least}")
         if any(not 2 <= w <= self.block for w in self.widths):
             raise UserError(f"--widths are {self.widths}; each must be 2 to {self.block}, the block")
         if self.block_rows < max(self.all_widths):
             raise UserError(f"--block-rows is {self.block_rows}; one block alone has {max(self.all_widths)} rows")
-        if not 0 <= self.soft <= 1:
-            raise UserError(f"--soft is {self.soft}; it is a share, from 0 to 1")
+        if len(set(self.taps)) < len(self.taps):
+            raise UserError(f"--taps names a block twice ({', '.join(map(str, self.taps))}); name each once")
+        for name in ("soft", "alpha", "flat"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"--{name} is {getattr(self, name)}; it must be from 0 to 1")
+        if self.decay <= 0:
+            raise UserError(f"--decay is {self.decay}; it must be above 0")
 
     @property
     def all_widths(self) -> tuple[int, ...]:

@@ -7,6 +7,8 @@ would be right once in 320 times.
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,13 @@ from safetensors.torch import load_file
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.cli.main import main
 from sparkdraft.core import UserError
+from sparkdraft.models.config import ModelConfig
+from sparkdraft.plan.hardware import Hardware
 from sparkdraft.spec.config import DraftConfig
 from sparkdraft.train import fit as fit_module
+from sparkdraft.train import memory
+from sparkdraft.train import run as run_module
+from sparkdraft.train.corpus import CorpusInfo, CorpusWriter, Finish
 from sparkdraft.train.fit import fit
 from sparkdraft.train.graphs import StepGraphs
 from sparkdraft.train.run import Run
@@ -46,16 +53,20 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(toy: Path, steps: int, **changes: object) -> FitSettings:
-    values = {**SMALL, "steps": steps, **changes}
-    return FitSettings(target=str(toy / "target"), data=str(toy / "corpus"), **values)  # type: ignore[arg-type]
+    values = {"target": str(toy / "target"), "data": str(toy / "corpus"), **SMALL, "steps": steps, **changes}
+    return FitSettings(**values)  # type: ignore[arg-type]
+
+
+def command_line(toy: Path, out: Path, *more: str) -> list[str]:
+    flags = [part for name, value in SMALL.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    command = ["train", "fit", "--model", str(toy / "target"), "--data", str(toy / "corpus"), "--out", str(out)]
+    return [*command, *flags, "--device", "cpu", *more]
 
 
 @pytest.fixture(scope="module")
 def run(toy: Path) -> Path:
     """A run through the command line, to the end."""
-    flags = [part for name, value in SMALL.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    command = ["train", "fit", "--model", str(toy / "target"), "--data", str(toy / "corpus"), "--out", str(toy / "run")]
-    assert main([*command, *flags, "--steps", "250", "--every", "100", "--device", "cpu"]) == 0
+    assert main(command_line(toy, toy / "run", "--steps", "250", "--every", "100")) == 0
     return toy / "run"
 
 
@@ -91,20 +102,44 @@ def test_eval_says_how_good_it_is(toy: Path, run: Path, capsys: pytest.CaptureFi
     assert report["groups"][0]["all"]["num_spec_steps"] > 0
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_a_killed_run_goes_on_as_if_unbroken(
-    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
-) -> None:
-    asked = settings(toy, 24, optimizer=optimizer, soft=0.5)
-    fit(asked, tmp_path / "unbroken", "cpu", every=100)
-    step = fit_module.Trainer.step
+def kill_at(instant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 17 is never taken, the checkpoint of step 21 never put in place, or its line in the log left half."""
+    step, replace = fit_module.Trainer.step, os.replace
 
-    def dies(self: fit_module.Trainer, number: int) -> None:
+    def dies_in_a_step(self: fit_module.Trainer, number: int) -> None:
         if number == 17:
             raise Killed
         step(self, number)
 
-    monkeypatch.setattr(fit_module.Trainer, "step", dies)
+    def dies_in_a_checkpoint(source: Path, to: Path) -> None:
+        if to.name == "state.safetensors" and Run(to.parent).log()[-1]["step"] == 21:
+            raise Killed
+        replace(source, to)
+
+    def dies_in_the_log(self: Run, entry: dict[str, float]) -> None:
+        whole = json.dumps(entry) + "\n"
+        with self.log_file.open("a") as file:
+            file.write(whole if entry["step"] < 21 else whole[:30])
+        if entry["step"] == 21:
+            raise Killed
+
+    if instant == "step":
+        monkeypatch.setattr(fit_module.Trainer, "step", dies_in_a_step)
+    elif instant == "checkpoint":
+        monkeypatch.setattr(run_module.os, "replace", dies_in_a_checkpoint)
+    else:
+        monkeypatch.setattr(Run, "add_log", dies_in_the_log)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "instant"), [("muon", "step"), ("adamw", "step"), ("muon", "checkpoint"), ("muon", "log")]
+)
+def test_a_killed_run_goes_on_as_if_unbroken(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, instant: str
+) -> None:
+    asked = settings(toy, 24, optimizer=optimizer, soft=0.5)
+    fit(asked, tmp_path / "unbroken", "cpu", every=7)
+    kill_at(instant, monkeypatch)
     with pytest.raises(Killed):
         fit(asked, tmp_path / "broken", "cpu", every=7)
     monkeypatch.undo()
@@ -115,6 +150,74 @@ def test_a_killed_run_goes_on_as_if_unbroken(
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert torch.equal(tensor, other[name]), name
+    first, second = (
+        [{**entry, "seconds": 0} for entry in Run(tmp_path / name).log()] for name in ("unbroken", "broken")
+    )
+    assert first == second and [entry["step"] for entry in first] == [7, 14, 21, 24]
+
+
+@pytest.mark.parametrize(("kind", "last"), [(signal.SIGINT, 5), (signal.SIGTERM, 5), (signal.SIGTERM, 51)])
+def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: int, last: int
+) -> None:
+    step, read = fit_module.Trainer.step, fit_module.Meter.read
+
+    def asked_in_a_step(self: fit_module.Trainer, number: int) -> None:
+        step(self, number)
+        if number == 4:
+            os.kill(os.getpid(), kind)
+
+    def asked_in_the_wait(self: fit_module.Meter) -> dict[str, float]:
+        """Where a GPU's run spends its time: the host has queued steps, and waits for what they measured."""
+        if int(self.sums[1]) == 50:
+            os.kill(os.getpid(), kind)
+        return read(self)
+
+    patched = (
+        (fit_module.Trainer, "step", asked_in_a_step) if last == 5 else (fit_module.Meter, "read", asked_in_the_wait)
+    )
+    monkeypatch.setattr(*patched)
+    command, before = command_line(toy, tmp_path / "run", "--steps", "60"), signal.getsignal(kind)
+    assert main(command) == 130
+    output = capsys.readouterr()
+    assert f"stopped after step {last}: the same command goes on" in output.err
+    assert json.loads(output.out.splitlines()[-1])["step"] == last
+    saved = Run(tmp_path / "run").load()
+    assert saved is not None and saved.step == last and signal.getsignal(kind) is before
+    monkeypatch.undo()
+    assert main(command) == 0 and Run(tmp_path / "run").log()[-1]["step"] == 60
+    assert (tmp_path / "run" / "progress.svg").exists()
+
+
+def test_a_finished_run_is_left_as_it_is_or_made_longer(toy: Path, tmp_path: Path) -> None:
+    assert fit(settings(toy, 6), tmp_path / "run", "cpu") == 6
+    first = (tmp_path / "run" / "state.safetensors").read_bytes()
+    assert fit(settings(toy, 6), tmp_path / "run", "cpu") == 6
+    assert (tmp_path / "run" / "state.safetensors").read_bytes() == first
+    with pytest.raises(UserError, match="has gone 6 steps already"):
+        fit(settings(toy, 5), tmp_path / "run", "cpu")
+    assert Run(tmp_path / "run").open().settings.steps == 6
+    assert fit(settings(toy, 9), tmp_path / "run", "cpu") == 9
+    assert [entry["step"] for entry in Run(tmp_path / "run").log()] == [6, 9]
+
+
+def test_lengths_are_those_of_the_widest_blocks_that_are_trained(toy: Path, tmp_path: Path) -> None:
+    fit(settings(toy, 3, block=16, widths=(8,)), tmp_path / "run", "cpu")
+    assert Run(tmp_path / "run").log()[-1]["length"] > 1
+    meter = fit_module.Meter(16, torch.device("cpu"))
+    meter.sums += torch.tensor([3.0, 1.0, 0.5, 0.0, 0.0])
+    assert meter.read() == {"loss": 3.0, "first": 0.5}, "no length, for none was measured"
+
+
+def test_a_loss_that_is_no_number_never_replaces_a_checkpoint(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit(settings(toy, 4), tmp_path / "run", "cpu")
+    before = (tmp_path / "run" / "state.safetensors").read_bytes()
+    monkeypatch.setattr(fit_module.Meter, "read", lambda self: {"loss": float("nan"), "first": 0.0})
+    with pytest.raises(UserError, match="after step 8; the last checkpoint is kept"):
+        fit(settings(toy, 8), tmp_path / "run", "cpu")
+    assert (tmp_path / "run" / "state.safetensors").read_bytes() == before
 
 
 @pytest.mark.gpu
@@ -151,7 +254,15 @@ def test_bad_input_is_one_sentence_and_nothing_is_lost(
         Run(tmp_path).open()
     with pytest.raises(UserError, match="does not fit in memory"):
         fit(settings(toy, 10, block_rows=1 << 32), tmp_path / "large", "cpu")
-    assert not (tmp_path / "taps").exists() and not (tmp_path / "large").exists()
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(UserError, match="is a file"):
+            fit(settings(toy, 10), out, "cpu")
+    with pytest.raises(UserError, match="is not empty and holds no training run"):
+        fit(settings(toy, 10), toy / "corpus", "cpu")
+    with pytest.raises(UserError, match="no document has two response tokens within 2"):
+        fit(settings(toy, 10, longest=2), tmp_path / "short", "cpu")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
@@ -160,3 +271,54 @@ def test_bad_input_is_one_sentence_and_nothing_is_lost(
     with pytest.raises(UserError, match="the disk is full"):
         fit(settings(toy, 251), run, "cpu")
     assert (run / "state.safetensors").read_bytes() == before
+
+
+def test_another_vocabulary_and_another_runs_checkpoint_are_refused(toy: Path, tmp_path: Path) -> None:
+    with CorpusWriter(tmp_path / "corpus", CorpusInfo("other", 321, ("any",))) as writer:
+        writer.add(range(20), 3, "any", Finish.LENGTH, 0.0)
+    with pytest.raises(UserError, match=r"written by other, whose vocabulary has 321 ids; .* has 320"):
+        fit(settings(toy, 10, data=str(tmp_path / "corpus")), tmp_path / "run", "cpu")
+    fit(settings(toy, 2), tmp_path / "one", "cpu")
+    fit(settings(toy, 2, intermediate=64), tmp_path / "two", "cpu")
+    os.replace(tmp_path / "two" / "state.safetensors", tmp_path / "one" / "state.safetensors")
+    with pytest.raises(UserError, match="the checkpoint is of another run"):
+        fit(settings(toy, 4), tmp_path / "one", "cpu")
+
+
+def test_blocks_wider_than_the_kernel_are_refused_on_a_gpu(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit_module, "detect", lambda config: Hardware("cuda", "a GPU", 8, 1 << 40))
+    with pytest.raises(UserError, match="a GPU trains 16 at most"):
+        fit(settings(toy, 10, block=32), tmp_path / "run", "auto")
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"warmup": -1}, "--warmup is -1; it must be at least 0"),
+        ({"seed": -1}, "--seed"),
+        ({"vector_lr": -1.0}, "--vector-lr"),
+        ({"alpha": 2.0}, "--alpha is 2.0; it must be from 0 to 1"),
+        ({"flat": 1.5}, "--flat"),
+        ({"decay": 0.0}, "--decay"),
+        ({"taps": (1, 1)}, "names a block twice"),
+        ({"widths": (8, 17)}, "each must be 2 to 16"),
+        ({"block_rows": 15}, "one block alone has 16 rows"),
+    ],
+)
+def test_settings_that_make_no_sense(values: dict[str, object], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        FitSettings(target="t", data="d", **values)  # type: ignore[arg-type]
+
+
+def test_sums_of_memory() -> None:
+    smollm2 = ModelConfig("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192, tie_embeddings=True)
+    asked = FitSettings(target="smollm2", data="d")
+    gpu, cpu = (sum(memory.parts(smollm2, asked, on_gpu).values()) / 2**30 for on_gpu in (True, False))
+    assert 8 < gpu < 24 and cpu > 100, "on a CPU all logits and all weights of attention are there at once"
+    soft = memory.parts(smollm2, FitSettings(target="smollm2", data="d", soft=0.5), on_gpu=True)
+    assert soft["the target's logits"] == 16384 * 49152 * 2
+    assert (
+        soft["recorded steps"] == sum(size for name, size in soft.items() if name.startswith("the ")) + soft["logits"]
+    )

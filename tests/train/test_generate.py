@@ -199,6 +199,10 @@ def test_what_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             check_sources(file, count, size)
+    with pytest.raises(UserError, match="greedy share is 2"):
+        check_sources(None, 5, 8, greedy_share=2.0)
+    with pytest.raises(UserError, match="-1 seats"):
+        check_sources(None, 5, 8, seats=-1)
 
 
 def test_the_users_turn_is_cut_out_of_the_template(target: Target) -> None:
@@ -256,6 +260,13 @@ def test_a_corpus_of_both_sources(
     asked = [Prompt(prompts[i], "", 0.0, 12) for i in greedy]
     answers = [corpus.ids(i)[corpus.num_prompt[i] :].tolist() for i in greedy]
     assert greedy and answers == engine_ids(folder, asked, 512)
+
+
+def test_a_target_without_a_template_is_refused(tmp_path: Path) -> None:
+    bare = load_target(str(write_tiny(tmp_path / "bare", "qwen3", num_hidden_layers=1)), device="cpu")
+    with pytest.raises(UserError, match="has no chat template"):
+        make_corpus(bare, tmp_path / "made", synthesise=3)
+    assert not (tmp_path / "made").exists()
 
 
 def test_nothing_left_to_ask(target: Target, tmp_path: Path) -> None:

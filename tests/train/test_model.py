@@ -104,6 +104,20 @@ def test_batches_are_responses_and_their_labels(corpus: Corpus) -> None:
     assert batches.cursor.epoch > 0, "the corpus is short: this went round"
 
 
+def test_long_documents_are_cut_and_few_anchors_are_used_again(corpus: Corpus) -> None:
+    assert int(corpus.length.max()) > 12
+    batches = Batches(corpus, 30, 96, (8,), 12, seed=5)
+    for step in range(20):
+        batch = batches.take(step)
+        assert int(batch.bounds.diff().max()) <= 12 and int(batch.positions.max()) < 12
+        assert len(batch.anchors) == 12 and (batch.labels[:, 0] >= 0).all()
+
+
+def test_no_document_is_longer_than_the_target_has_positions(corpus: Corpus, target: Target) -> None:
+    assert target.context == 128
+    assert trainer_of(target, corpus, longest=4096, context=512).batches.longest == 128
+
+
 def test_a_cursor_gives_the_same_batches_again(corpus: Corpus) -> None:
     first, second = (Batches(corpus, 160, 96, (8, 4), 64, seed=5) for _ in range(2))
     for step in range(5):
