@@ -24,9 +24,11 @@ EXAMPLES = """a drafter for one's own model, in four commands:
 
   sparkdraft train data --model smollm2 --out corpus --prompts prompts.jsonl    (your own prompts, one a line)
   sparkdraft train fit  --model smollm2 --data corpus --out run --soft 0.5      (the same command again goes on)
+  sparkdraft train fit  --model ./my-finetune --data corpus --out run --init ./drafter-of-its-base   (follow a drift)
   sparkdraft train export run --out my-drafter --layout speculators             (for vLLM)
 """
 FIT_FLAGS = {
+    "init": "a drafter to go on from, a folder or hub id in z-lab's layout; further --layers are added to it",
     "layers": "layers of the drafter",
     "intermediate": "width of its MLP (0: the target's)",
     "block": "rows of a block, the anchor included: it drafts one less",

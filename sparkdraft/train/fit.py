@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,7 @@ from sparkdraft.train.loss import Labels, LossOptions, LossReport, draft_loss
 from sparkdraft.train.memory import check_fits
 from sparkdraft.train.model import DraftModel
 from sparkdraft.train.optimizer import Optimizer
-from sparkdraft.train.recipe import drafter_config, find_mask_id
+from sparkdraft.train.recipe import drafter_config, find_mask_id, grown_config, trained_weights
 from sparkdraft.train.run import Run, RunInfo, State
 from sparkdraft.train.settings import FitSettings
 from sparkdraft.train.target import Target, load_target
@@ -62,6 +63,8 @@ class Trainer:
         self.model = DraftModel(draft, longest, compiled=target.device.type == "cuda").to(target.device)
         with torch.no_grad():  # the head expects what this norm makes
             self.model.norm.weight.copy_(target.decoder.norm)
+        if settings.init:
+            self.model.begin_from(trained_weights(settings.init))
         self.optimizer = Optimizer(self.model, settings.optimizer, settings.matrix_lr, settings.vector_lr)
         self.options = LossOptions(settings.weights, settings.decay, settings.alpha, settings.soft)
         self.meter = Meter(max(settings.all_widths), target.device)
@@ -75,7 +78,7 @@ class Trainer:
     def _learn(self, batch: TrainBatch) -> None:
         taps, teacher = self.features(batch)
         if self.number == 0:
-            self.model.scale_taps(taps)
+            self.model.scale_taps(taps, keep=bool(self.settings.init))
         report = self.loss(batch, taps, teacher)
         report.loss.backward()  # type: ignore[no-untyped-call]
         if self.settings.optimizer == "adamw":
@@ -155,7 +158,10 @@ def prepare(settings: FitSettings, device: str, progress: Progress | None) -> tu
             f"{settings.data} was written by {corpus.info.target}, whose vocabulary has {corpus.info.vocab_size} ids; "
             f"{settings.target} has {config.vocab_size}: make data with this target"
         )
-    drafter_config(config, settings, max(settings.mask_id, 0))
+    if settings.init:
+        grown_config(settings, config)
+    else:
+        drafter_config(config, settings, max(settings.mask_id, 0))
     hardware = detect(EngineConfig(device=device))
     on_gpu, width = hardware.device == "cuda", max(settings.all_widths)
     if on_gpu and width > WIDEST:
@@ -164,10 +170,17 @@ def prepare(settings: FitSettings, device: str, progress: Progress | None) -> tu
         )
     check_fits(config, settings, hardware.free_bytes, on_gpu)
     target = load_target(settings.target, device, settings.longest, progress)
-    embedding = target.decoder.embedding
+    return RunInfo(settings, _draft_of(settings, target), corpus.fingerprint), target, corpus
+
+
+def _draft_of(settings: FitSettings, target: Target) -> dict[str, Any]:
+    if settings.init:
+        return grown_config(settings, target.config)
+    embedding, mask = target.decoder.embedding, settings.mask_id
     assert isinstance(embedding, Tensor)
-    mask = settings.mask_id if settings.mask_id >= 0 else find_mask_id(embedding, target.tokenizer.vocab_size)
-    return RunInfo(settings, drafter_config(config, settings, mask), corpus.fingerprint), target, corpus
+    if mask < 0:
+        mask = find_mask_id(embedding, target.tokenizer.vocab_size)
+    return drafter_config(target.config, settings, mask)
 
 
 def fit(

@@ -149,9 +149,24 @@ class DraftModel(nn.Module):
         both = _linear(x, torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)))
         return _linear(self.fused.silu_mul(both), mlp.down_proj.weight)
 
-    def scale_taps(self, taps: Tensor) -> None:
-        """Learn from taps of unit size: 'taps' [rows, taps * hidden] show how large they are."""
+    def scale_taps(self, taps: Tensor, keep: bool) -> None:
+        """Learn from taps of unit size: 'taps' [rows, taps * hidden] show how large they are.
+
+        keep: the matrix that reads them has been trained, and shall mean what it did.
+        """
         self.tap_scale.copy_(taps.float().square().mean(0).clamp_min(1e-8).rsqrt())
+        if keep:
+            with torch.no_grad():
+                self.fc.weight.div_(self.tap_scale)
+
+    @torch.no_grad()
+    def begin_from(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take a trained drafter's weights. A layer that it does not have adds nothing at first."""
+        for name, parameter in self.named_parameters():
+            if name in tensors:
+                parameter.copy_(tensors[name])
+            elif name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.zero_()
 
 
 def folded(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ learnt, so that its embedding means nothing else. Sizes of the run itself are se
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,10 @@ from torch import Tensor
 
 from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig
+from sparkdraft.spec.config import DraftConfig, LayerMask, check_fits
+from sparkdraft.spec.registry import open_drafter
 from sparkdraft.train.settings import FitSettings
+from sparkdraft.weights.quant.group import GroupQuant
 
 TAPS = 5
 
@@ -78,3 +82,44 @@ def drafter_config(target: ModelConfig, settings: FitSettings, mask_id: int) -> 
         "attention_dropout": 0.0,
         "hidden_act": "silu",
     }
+
+
+# ---- a drafter that exists already
+
+
+def grown_config(settings: FitSettings, target: ModelConfig) -> dict[str, Any]:
+    """The config of the drafter that a run begins with, with as many layers as the run asks for."""
+    config = dict(open_drafter(settings.init).config)
+    draft = DraftConfig.read(config)
+    check_fits(draft, target)
+    _trainable(draft, config, settings)
+    layers = {"num_hidden_layers": settings.layers, "max_window_layers": settings.layers}
+    config.pop("quantization_config", None)
+    return config | layers | {"layer_types": ["full_attention"] * settings.layers}
+
+
+def _trainable(draft: DraftConfig, config: Mapping[str, Any], settings: FitSettings) -> None:
+    """Raises UserError for what the trainer would not train as the drafter means it, or as the run asks."""
+    own = settings.init
+    if "dflash_config" not in config:
+        raise UserError(f"--init names {own}, which is not in z-lab's layout: only those can be gone on from")
+    plain = all(mask == LayerMask(0, False) for mask in draft.layers)
+    scaled = (draft.input_embedding_scale, draft.output_multiplier, draft.softcap) != (1.0, 1.0, None)
+    if not plain or scaled or draft.draft_vocab_size != draft.model.vocab_size or draft.model.attention_bias:
+        raise UserError(f"--init names {own}, which has windows, causal layers, biases or a head of its own: not built")
+    if settings.layers < draft.model.num_layers:
+        raise UserError(
+            f"--layers is {settings.layers}; {own} has {draft.model.num_layers} already: give as many or more"
+        )
+    asked = {"block": draft.block_size, "taps": draft.taps, "mask_id": draft.mask_token_id}
+    asked["intermediate"] = draft.model.intermediate_size
+    for name, held in asked.items():
+        value = getattr(settings, name)
+        if value not in (held, (), -1, 0):
+            raise UserError(f"--{name.replace('_', '-')} is {value}; {own} has {held}: leave it out, or give that")
+
+
+def trained_weights(name: str) -> dict[str, Tensor]:
+    source = open_drafter(name)
+    parts = {tensor: source.read(tensor) for tensor in source.names()}
+    return {n: p.dequantize() if isinstance(p, GroupQuant) else p.float() for n, p in parts.items()}

@@ -21,6 +21,7 @@ MAY_CHANGE = ("steps",)  # of a run that is resumed: it may be made longer
 class FitSettings:
     target: str
     data: str
+    init: str = ""  # a drafter to go on from, with more layers if more are asked for; empty: from nothing
     layers: int = 3
     intermediate: int = 0  # width of the drafter's MLP; 0: the target's
     block: int = 16  # rows of the drafter's block, the anchor included

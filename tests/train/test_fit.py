@@ -220,6 +220,17 @@ def test_a_loss_that_is_no_number_never_replaces_a_checkpoint(
     assert (tmp_path / "run" / "state.safetensors").read_bytes() == before
 
 
+def test_a_drafter_can_be_gone_on_from_and_grown(toy: Path, run: Path, tmp_path: Path) -> None:
+    assert main(["train", "export", str(run), "--out", str(tmp_path / "old")]) == 0
+    old = Run(run).log()[-1]["loss"]
+    grown = settings(toy, 50, init=str(tmp_path / "old"), layers=2, lr=1e-4, vector_lr=1e-5)
+    fit(grown, tmp_path / "grown", "cpu")
+    log = Run(tmp_path / "grown").log()
+    assert log[-1]["loss"] < old * 1.3, "the first steps are as good as the last ones were"
+    with pytest.raises(UserError, match="--block is 4"):
+        fit(settings(toy, 5, init=str(tmp_path / "old"), layers=1, block=4), tmp_path / "less", "cpu")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])

@@ -51,7 +51,7 @@ def test_a_block_in_training_is_the_block_in_service(target: Target, corpus: Cor
     trainer = trainer_of(target, corpus)
     batch = trainer.batches.take(0)
     taps, _ = trainer.features(batch)
-    trainer.model.scale_taps(taps)
+    trainer.model.scale_taps(taps, keep=False)
     for parameter in trainer.model.parameters():  # weights at birth are too alike to tell rows apart
         torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3 if parameter.dim() == 1 else 0.15)
     blocks = trainer.block_ids(batch)
