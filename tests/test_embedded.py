@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,3 +142,22 @@ def test_a_repeated_prompt_restores_the_drafters_cache_too() -> None:
     counts = [c.speculation["acceptance_histogram"] for c in (first, second, plain) if c.speculation]
     assert len(counts) == 3 and counts[0] == counts[1] == counts[2]
     assert sum(i * n for i, n in enumerate(counts[0])) > 0
+
+
+def test_the_engine_accepts_what_a_replay_of_its_text_accepts() -> None:
+    """Two ways to the same figure: the engine's own steps, and one pass over the text with the walk replayed."""
+    script = Path(__file__).parent.parent / "bench" / "replay_acceptance.py"
+    spec = importlib.util.spec_from_file_location("replay_acceptance", script)
+    assert spec and spec.loader
+    replay = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(replay)
+    llm = LLM("smollm2", ngram=False)
+    for prompt in chats(llm, 1)[:4]:
+        pieces = list(llm.stream(prompt, SamplingParams(max_tokens=80, num_draft=15)))
+        ids = prompt + [token for piece in pieces for token in piece.ids]
+        with torch.inference_mode():
+            steps = replay.walk(replay.drafter_of(llm), replay.observe_text(llm, ids), ids, len(prompt))
+        accepted = [len(piece.ids) - 1 for piece in pieces[1:]]  # the first id comes from the prompt
+        together = min(len(accepted), len(steps)) - 2  # the last block is cut by the limit
+        assert accepted[:together] == [count for _, count in steps[:together]]
+        assert sum(accepted[:together]) > 10
