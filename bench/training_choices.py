@@ -3,10 +3,10 @@
     sparkdraft train data --model smollm2 --out corpus --synthesise 200000        (or any corpus of the embedded model)
     python bench/training_choices.py --data corpus --seconds 34                   on a GPU, about a minute a choice
 
-Each choice trains a fresh drafter from the same seed, its schedule fitted to the time; steps before the recording of the
-step are not timed. It is then judged on fixed texts (responses.npz, the target's greedy answers to the evaluation
-prompts) and on answers sampled at 0.7: the target runs once over each text, blocks are drafted from every position, and
-the walk that speculation would take is replayed, at width 16. Ends in one line of JSON.
+Each choice trains a fresh drafter from the same seed, its schedule fitted to the time; steps before the recording of
+the step are not timed. It is then judged on fixed texts (responses.npz, the target's greedy answers to the evaluation
+prompts) and on answers sampled at 0.7: the target runs once over each text, blocks are drafted from every position,
+and the walk that speculation would take is replayed, at width 16. Ends in one line of JSON.
 """
 
 from __future__ import annotations
