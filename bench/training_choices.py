@@ -44,6 +44,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "4 layers": {"layers": 4},
     "5 layers": {"layers": 5},
     "half the batch": {"context": 8192, "block_rows": 24576},
+    "half the text": {"context": 8192},
     "widths 16, 8, 4": {"widths": (16, 8, 4)},
     "D-PACE's alpha 0.3": {"alpha": 0.3},
     "rate 0.03": {"lr": 0.03},
