@@ -1,5 +1,6 @@
 # Everything from a bare Python 3.11+: each target makes what it needs first, and does nothing twice.
 #
+#   make serve   the embedded model behind an OpenAI-compatible API and a chat page, on 127.0.0.1:8000
 #   make demo    the embedded model writes a few lines, on this machine, GPU or not
 #   make test    lint, types and tests
 #   make bench   decode and prefill speed of the embedded model against the memory bandwidth
@@ -14,10 +15,13 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup dev demo test lint bench clean
+.PHONY: setup dev serve demo test lint bench clean
 
 setup: $(VENV)/ready
 dev: $(VENV)/ready-dev
+
+serve: setup
+	$(BIN)/sparkdraft serve
 
 demo: setup
 	$(BIN)/sparkdraft demo
