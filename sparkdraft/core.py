@@ -20,6 +20,7 @@ from typing import Any
 
 MAX_LOGPROBS = 20
 MAX_N = 64
+GRAMMARS = ("json_object", "json_schema", "regex", "lark")
 
 
 class UserError(Exception):
@@ -35,6 +36,17 @@ class FinishReason(StrEnum):
 def _require(ok: bool, message: str) -> None:
     if not ok:
         raise UserError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """What the output must look like; text/grammar.py compiles it and says what is wrong with it."""
+
+    kind: str  # one of GRAMMARS
+    text: str = ""  # the schema as JSON, the regex, or the grammar in llguidance's Lark; nothing for "json_object"
+
+    def __post_init__(self) -> None:
+        _require(self.kind in GRAMMARS, f"grammar kind is '{self.kind}'; it must be one of {', '.join(GRAMMARS)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +71,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     n: int = 1
     num_draft: int | None = None  # tokens drafted a step: None chooses every step, 0 is off
+    grammar: GrammarSpec | None = None
+    keep_special: bool = False  # special tokens appear in the text, but for the one that ends it
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -148,6 +162,7 @@ class Work:
     most_drafts: int = 0  # drafts there is room for
     drafts: list[int] = field(default_factory=list)  # filled by spec/drafting
     source: str = ""  # who drafted, filled with the drafts
+    num_cut: int = 0  # drafts that a grammar refused before they were run, filled by the engine
 
     @property
     def num_draft(self) -> int:
@@ -207,4 +222,5 @@ class StepOutput:
     prompt_logprobs: list[TokenLogprob | None] | None = None  # once, with the first output
     num_prompt: int = 0
     num_cached: int = 0
+    num_accepted: int = 0  # of its ids, from the front: those that were accepted drafts
     speculation: dict[str, Any] | None = None  # with the finish reason: how drafting went (spec/stats.py)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparkdraft.cli.console import loading
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from sparkdraft.cli.console import errors, loading
 from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm, read_text, temperature_list
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import SamplingParams, UserError
 
 if TYPE_CHECKING:
+    from sparkdraft.bench.serve import Settings
     from sparkdraft.engine.engine import Engine
     from sparkdraft.llm import LLM
     from sparkdraft.models.config import ModelConfig
@@ -27,6 +34,7 @@ EXAMPLES = """examples:
   sparkdraft bench perplexity --dtype quantised,float32
   sparkdraft bench accept --per-class 2 --temperature 0,1 --context 0,1024 --plot accept.svg
   sparkdraft bench accept --per-class 0 --speed                                (plain against drafted, one stream)
+  sparkdraft bench serve --url http://127.0.0.1:8000 --concurrency 1,4 --classes code,prose --out results
 """
 
 
@@ -53,12 +61,85 @@ def configure(parser: ArgumentParser) -> None:
     accept.add_argument("--plot", default="", metavar="FILE", help="draw acceptance by position, as SVG")
     accept.add_argument("--speed", action="store_true", help="also plain against drafted speed, one stream")
     add_engine_flags(accept)
-    for kind in (offline, perplexity, accept):
+    serve = kinds.add_parser("serve", help="an OpenAI-compatible server: speed and latency, by class and streams")
+    _configure_serve(serve)
+    for kind in (offline, perplexity, accept, serve):
         kind.epilog, kind.formatter_class = EXAMPLES, RawDescriptionHelpFormatter
 
 
+def _configure_serve(serve: ArgumentParser) -> None:
+    serve.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default http://127.0.0.1:8000)")
+    serve.add_argument("--api-key", default="", help="its key, if it wants one (default: SPARKDRAFT_API_KEY)")
+    serve.add_argument("--model", default="", help="a model that it serves (default: the first)")
+    serve.add_argument("--concurrency", default="1,4,8,16", help="streams at once, a list (default 1,4,8,16)")
+    serve.add_argument("--classes", default="", help="classes of prompts, a list (default: all)")
+    serve.add_argument("--output-len", type=int, default=256, help="most tokens of an answer (default 256)")
+    serve.add_argument("--requests", type=int, default=0, help="of each class (default: 8, or the streams if more)")
+    serve.add_argument("--temperature", type=float, default=0.0, help="default 0")
+    serve.add_argument("--ignore-eos", action="store_true", help="write on past the model's own end, up to the most")
+    serve.add_argument("--out", default="", metavar="FOLDER", help="write serve.json, serve.md and plots there")
+
+
 def run(args: Namespace) -> int:
-    return {"perplexity": _perplexity, "offline": _offline, "accept": _accept}[args.kind](args)
+    return {"perplexity": _perplexity, "offline": _offline, "accept": _accept, "serve": _serve}[args.kind](args)
+
+
+def _serve(args: Namespace) -> int:
+    from sparkdraft.bench import serve, serve_report
+
+    settings, folder = _serve_settings(args), Path(args.out) if args.out else None
+    if folder and not serve_report.can_plot():
+        errors.print(f"note: {serve_report.NO_PLOTS}", style="yellow", markup=False)
+    result, status = serve.Result(settings), 0
+    try:
+        with counting() as report:
+            asyncio.run(serve.measure(settings, result, report))
+    except KeyboardInterrupt:
+        if not result.cells:
+            raise
+        status = 130  # what was measured up to now is still worth having
+    found = serve_report.summary(result)
+    print(serve_report.markdown(found) + "\n")
+    for path in serve_report.write(found, folder) if folder else ():
+        print(f"wrote {path}")
+    print(json.dumps(found))
+    return status
+
+
+def _serve_settings(args: Namespace) -> Settings:
+    """Refuse what can not be measured before anything is sent."""
+    from sparkdraft.bench.serve import Settings, read_prompts
+    from sparkdraft.bench.serve_client import server_root
+
+    if args.output_len < 8:
+        raise UserError(f"--output-len is {args.output_len}; fewer than 8 tokens measure nothing")
+    if args.requests < 0:
+        raise UserError(f"--requests is {args.requests}; it must be positive, or 0 for the default")
+    if not 0 <= args.temperature <= 2:
+        raise UserError(f"--temperature is {args.temperature:g}; it must be from 0 to 2")
+    classes = tuple(dict.fromkeys(name.strip() for name in args.classes.split(",") if name.strip()))
+    streams = tuple(dict.fromkeys(_numbers("--concurrency", args.concurrency)))
+    if max(streams) > 1024:
+        raise UserError(f"--concurrency is '{args.concurrency}'; at most 1024 streams run at once")
+    url, key = server_root(args.url), args.api_key or os.environ.get("SPARKDRAFT_API_KEY", "")
+    read_prompts(classes)
+    if args.out:
+        try:
+            Path(args.out).mkdir(parents=True, exist_ok=True)
+            (Path(args.out) / "serve.md").touch()
+        except OSError as error:
+            raise UserError(f"--out is {args.out}, where nothing can be written: {error.strerror}") from None
+    sampling = {"temperature": args.temperature, "ignore_eos": args.ignore_eos}
+    return Settings(url, key, args.model, streams, classes, args.output_len, args.requests, **sampling)
+
+
+@contextmanager
+def counting() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar over requests that says which are running."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=errors, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda label, done, total: bar.update(task, description=label, completed=done, total=total)
 
 
 def _accept(args: Namespace) -> int:

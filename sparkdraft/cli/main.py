@@ -11,11 +11,19 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
 from sparkdraft import __version__
-from sparkdraft.cli import bench, chat, demo, generate, models, train
+from sparkdraft.cli import bench, chat, demo, generate, models, serve, train
 from sparkdraft.cli.console import fail
 from sparkdraft.core import UserError
 
-VERBS = {"demo": demo, "generate": generate, "chat": chat, "models": models, "bench": bench, "train": train}
+VERBS = {
+    "serve": serve,
+    "demo": demo,
+    "generate": generate,
+    "chat": chat,
+    "models": models,
+    "bench": bench,
+    "train": train,
+}
 
 
 def parser() -> ArgumentParser:

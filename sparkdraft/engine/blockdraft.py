@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import Request, Work
+from sparkdraft.engine.dice import draw
 from sparkdraft.engine.graphs import Graphs, Shape
 from sparkdraft.engine.inputs import Rows, StepInputs
 from sparkdraft.engine.runner import Runner
-from sparkdraft.engine.sampler import argmax
+from sparkdraft.engine.sampler import allowed, argmax
 from sparkdraft.kernels import Unrecordable
 from sparkdraft.plan.resolve import Fallback, Plan
 from sparkdraft.spec.drafter import DraftBlock, Drafter
@@ -106,8 +107,23 @@ class BlockDraft:
         self._inputs.fill(parts)
         shape = Shape(len(works), len(works) * width, len(works) * depth)
         self._graphs, logits = self._replay(self._graphs, self._propose, shape)
-        ids = self.drafter.to_target(argmax(logits)).view(len(works), depth).tolist()
+        ids = self._pick(logits, works, depth).view(len(works), depth).tolist()
         return [row[: w.most_drafts] for row, w in zip(ids, works, strict=True)]
+
+    def _pick(self, logits: Tensor, works: list[Work], depth: int) -> Tensor:
+        """The likeliest ids; for sampled requests those that the sampler's own dice give with the drafter's logits."""
+        columns = argmax(logits)
+        warm = [(i, w.request) for i, w in enumerate(works) if w.request.params.temperature > 0]
+        if warm:
+            rows = [(i * depth + k, request, k) for i, request in warm for k in range(depth)]
+            index, seeds, positions = (
+                torch.tensor(values, device=self.device)
+                for values in zip(*((row, r.seed, r.num_tokens + k) for row, r, k in rows), strict=True)
+            )
+            scaled = allowed(logits[index].float(), [r.params for _, r, _ in rows])
+            ids = self.drafter.to_target(torch.arange(logits.shape[1], device=self.device))
+            columns[index] = draw(scaled, seeds, positions, ids)
+        return self.drafter.to_target(columns)
 
     def release(self, request: Request) -> None:
         self._pending.pop(request, None)

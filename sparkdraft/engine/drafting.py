@@ -91,10 +91,11 @@ class Drafting:
             row += work.num_scheduled
             if work.decodes:
                 kept = self._of(work.request)
-                kept.stats.record(work.num_draft, accepted, work.source)
+                kept.stats.record(work.num_draft + work.num_cut, accepted, work.source)
                 source = work.source or kept.source
                 if source in self.controllers and self._asked(work.request) is None:
-                    self.controllers[source].observe(kept.depth[source], work.num_draft, accepted)
+                    compared = work.num_draft + bool(work.num_cut)  # the first that was cut would have been refused
+                    self.controllers[source].observe(kept.depth[source], compared, accepted)
 
     def timed(self, batch: Batch, draft: float, verify: float) -> None:
         if not self.max_depth or not batch.decodes:
@@ -104,8 +105,9 @@ class Drafting:
             return  # plain steps are many and alike: a parked drafter should cost nothing
         deepest, context = max(w.num_draft for w in batch.work), max(w.stop for w in batch.work)
         used = {w.source for w in batch.work if w.num_draft}
+        cut = any(w.num_cut for w in batch.work)  # drafted deeper than verified: the cost of neither depth
         for source, controller in self.controllers.items():
-            if used <= {source}:  # a plain step tells all of them something, a mixed one nobody
+            if used <= {source} and not cut:  # a plain step tells all of them something, a mixed one nobody
                 controller.measured(deepest, len(batch.work), context, draft + verify)
         for work in batch.work:
             if work.num_draft and work.request in self._requests:

@@ -23,6 +23,7 @@ from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow
 from sparkdraft.engine.scheduler import Scheduler
 from sparkdraft.plan.resolve import Plan
+from sparkdraft.text.grammar import GrammarCompiler
 from sparkdraft.text.tokenizer import Vocabulary
 
 TRIAL_STEPS = 5  # of each depth at start: one reads the prompt, one records, three are measured
@@ -32,6 +33,7 @@ class Engine:
     def __init__(self, plan: Plan, runner: Runner, sampler: Sampler, tokenizer: Vocabulary, drafting: Drafting) -> None:
         self.plan, self.runner, self.sampler, self.tokenizer = plan, runner, sampler, tokenizer
         self.drafting = drafting
+        self.grammars = GrammarCompiler(tokenizer, sampler.vocab_size)
         self.pool = BlockPool(plan.num_blocks)
         prefix = PrefixCache(self.pool, plan.block_size, plan.prefix_cache)
         self.scheduler = Scheduler(self.pool, prefix, plan.max_seqs, plan.max_rows, drafting.lookahead)
@@ -41,8 +43,12 @@ class Engine:
         self._numbers = count()
 
     def add(self, prompt_ids: list[int], params: SamplingParams, request_id: str | None = None) -> str:
-        """Queue a request; it runs from the next step on. Returns the id its outputs carry."""
+        """Queue a request; it runs from the next step on. Returns the id its outputs carry.
+
+        A grammar that was not compiled before is compiled here; `grammars.compile` does it ahead, from any thread.
+        """
         self._check(prompt_ids, params)
+        grammar = self.grammars.compile(params.grammar) if params.grammar else None
         name = request_id or f"request-{next(self._numbers)}"
         if name in self._by_id:
             raise UserError(f"request id '{name}' is already running; choose another")
@@ -52,7 +58,7 @@ class Engine:
             Request(name, i, prompt_ids, params, _signed64(seed + i), max_output) for i in range(params.n)
         ]
         for request in self._by_id[name]:
-            self._outputs[request] = Output(request, self.tokenizer)
+            self._outputs[request] = Output(request, self.tokenizer, grammar.start() if grammar else None)
         self.scheduler.add(self._by_id[name][0])  # its siblings follow once the prompt is in the prefix cache
         return name
 
@@ -75,9 +81,10 @@ class Engine:
         if not batch.work:
             return self._take_ended()
         self.drafting.propose(batch)
+        self._cut_drafts(batch)
         drafted = time.perf_counter()
         logits = self.runner.run(batch)
-        sampled = self.sampler(logits, _sample_rows(batch))
+        sampled = self.sampler(logits, self._sample_rows(batch))
         self._score_prompts(batch)
         outputs = self._take_ended() + self._commit(batch, sampled)
         self.drafting.timed(batch, drafted - begin, time.perf_counter() - drafted)
@@ -112,6 +119,23 @@ class Engine:
                 raise UserError(f"{name} holds the token id {wrong}; ids go from 0 to {vocab - 1}")
         self.drafting.check(params)
 
+    def _cut_drafts(self, batch: Batch) -> None:
+        """Drafts from the first on that breaks the request's grammar have no chance: they are not run."""
+        for work in batch.work:
+            grammar = self._outputs[work.request].grammar
+            if grammar and work.drafts:
+                valid = grammar.num_valid(work.drafts)
+                work.num_cut = work.num_draft - valid
+                work.drafts = work.drafts[:valid]
+
+    def _sample_rows(self, batch: Batch) -> list[SampleRow]:
+        """A row for each id that may be committed: after the known ones, then after each draft."""
+        return [
+            SampleRow(w.request, w.drafts[:i], self._outputs[w.request].grammar)
+            for w in batch.work
+            for i in range(w.num_sampled)
+        ]
+
     def _score_prompts(self, batch: Batch) -> None:
         row = 0
         for work in batch.work:
@@ -129,6 +153,7 @@ class Engine:
             if work.samples:
                 new = committed(work.drafts, ids[first : first + work.num_sampled])
                 outputs.append(self._outputs[work.request].push(new, sampled.report(first, new)))
+                outputs[-1].num_accepted = min(len(new) - 1, len(outputs[-1].ids))  # fewer where a stop cut them
                 num_accepted[i] = len(outputs[-1].ids) - 1
                 first += work.num_sampled
             self.scheduler.commit(work, num_accepted[i])
@@ -158,11 +183,6 @@ class Engine:
     def _take_ended(self) -> list[StepOutput]:
         ended, self._ended = self._ended, []
         return ended
-
-
-def _sample_rows(batch: Batch) -> list[SampleRow]:
-    """A row for each id that may be committed: after the known ones, then after each draft."""
-    return [SampleRow(w.request, w.drafts[:i]) for w in batch.work for i in range(w.num_sampled)]
 
 
 def _signed64(seed: int) -> int:

@@ -1,22 +1,25 @@
 """From committed ids to what the user reads: text, stop strings, finish reasons, log-probabilities.
 
 One `Output` follows one request. It takes ids as they come, one or a burst, and gives them back one by one to the same
-three questions: is this the end, which characters are complete, does a stop string begin. It owns no tensors.
+three questions: is this the end, which characters are complete, does a stop string begin. It walks the request's
+grammar along, whose end is an end too, and owns no tensors.
 """
 
 from __future__ import annotations
 
 from sparkdraft.core import FinishReason, Request, StepOutput, TokenLogprob
 from sparkdraft.text.detokenize import Detokenizer
+from sparkdraft.text.grammar import GrammarState
 from sparkdraft.text.stops import StopFinder
 from sparkdraft.text.tokenizer import Vocabulary
 
 
 class Output:
-    def __init__(self, request: Request, tokenizer: Vocabulary) -> None:
-        self.request = request
-        self.eos_ids = frozenset() if request.params.ignore_eos else tokenizer.eos_ids
-        self._text = Detokenizer(tokenizer)
+    def __init__(self, request: Request, tokenizer: Vocabulary, grammar: GrammarState | None = None) -> None:
+        self.request, self.grammar = request, grammar
+        # Under a grammar the end is sampled against the request's wish only where nothing else is possible.
+        self.eos_ids = frozenset() if request.params.ignore_eos and not grammar else tokenizer.eos_ids
+        self._text = Detokenizer(tokenizer, skip_special=not request.params.keep_special)
         self._stops = StopFinder(list(request.params.stop))
         self._prompt_logprobs: list[TokenLogprob | None] = [None]  # nothing predicts the first id
 
@@ -34,6 +37,8 @@ class Output:
             ended_by_id = request.finish is FinishReason.STOP
             piece, stopped = self._stops.push("" if ended_by_id else self._text.push(token))
             text += piece
+            if self.grammar:
+                request.finish = self._follow(self.grammar, token)
             if stopped:
                 request.finish = FinishReason.STOP
             if request.finish:
@@ -54,11 +59,17 @@ class Output:
 
     def _ends_with(self, token: int) -> FinishReason | None:
         request = self.request
-        if len(request.output_ids) > request.params.min_tokens - 1 and (
-            token in self.eos_ids or token in request.params.stop_ids
-        ):
+        enough = len(request.output_ids) >= request.params.min_tokens
+        if (token in self.eos_ids and (enough or self.grammar)) or (enough and token in request.params.stop_ids):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(request.output_ids) >= request.max_output else None
+
+    def _follow(self, grammar: GrammarState, token: int) -> FinishReason | None:
+        """A complete text needs no end-of-text id; one that the grammar's limits cut short is no complete text."""
+        grammar.advance([token])
+        if grammar.failed:
+            return FinishReason.LENGTH
+        return FinishReason.STOP if grammar.finished else self.request.finish
 
     def _flush(self) -> str:
         """The held-back end of the text; a stop string may still complete in it."""

@@ -1,8 +1,8 @@
 """Turns logits into ids: every row with its own request's parameters, whatever else is in the batch.
 
-A row is sampled by inverting the distribution at one uniform number that is a function of (seed, position) alone, so a
-seeded request writes the same text in any batch, after a preemption, and with or without drafts. top_k, top_p and min_p
-are each a smallest probability that survives: one comparison applies all three, without sorting the vocabulary.
+Whatever the parameters leave is drawn by dice that depend on (seed, position, id) alone (dice.py), so a seeded request
+writes the same text in any batch, after a preemption, and with or without drafts. top_k, top_p and min_p are each a
+smallest probability that survives: one comparison applies all three, without sorting the vocabulary.
 Log-probabilities are the model's own, before any of this.
 """
 
@@ -11,11 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from sparkdraft.core import Request, TokenLogprob
+from sparkdraft.core import Request, SamplingParams, TokenLogprob
+from sparkdraft.engine.dice import draw
+from sparkdraft.text.grammar import GrammarState, Mask
 
+# By byte of a mask: the most that each of its eight ids may have. A minimum takes a quarter of an indexed assignment.
+BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], 1, bitorder="little")
+BOUNDS = np.where(BITS, np.float32(np.inf), np.float32(-np.inf))  # [256, 8]
 BISECTIONS = 24  # halvings of [0, 1] to find top_p's smallest probability: below float32's resolution of the sum
 
 
@@ -25,6 +31,7 @@ class SampleRow:
 
     request: Request
     ahead: Sequence[int] = ()
+    grammar: GrammarState | None = None  # where the committed text stands, without the drafts
 
     @property
     def num_output(self) -> int:
@@ -70,10 +77,13 @@ class Sampler:
         logprobs = self._raw_logprobs(logits, rows)
         for index, row in enumerate(rows):
             self._edit(logits, index, row)
+        if any(r.grammar for r in rows):
+            self._constrain(logits, rows)
         ids = argmax(logits)
-        if any(r.request.params.temperature > 0 for r in rows):
-            greedy = self._column([r.request.params.temperature == 0 for r in rows])
-            ids = torch.where(greedy, ids, self._draw(logits, rows))
+        warm = [i for i, r in enumerate(rows) if r.request.params.temperature > 0]
+        if warm:
+            chosen = self._column(warm)
+            ids[chosen] = self._draw(logits[chosen], [rows[i] for i in warm])
         return Sampled(ids, logprobs)
 
     def forget(self, request: Request) -> None:
@@ -89,7 +99,7 @@ class Sampler:
         if params.logit_bias:
             ids, values = self._bias(row.request)
             logits[index, ids] += values
-        if row.num_output < params.min_tokens:
+        if row.num_output < params.min_tokens and not row.grammar:
             ends = torch.tensor([*self.eos_ids, *params.stop_ids], dtype=torch.long, device=self.device)
             logits[index, ends] = float("-inf")
 
@@ -125,23 +135,40 @@ class Sampler:
             tallies.num_output = len(request.output_ids)
         return tallies
 
+    # ---- grammars
+
+    def _constrain(self, logits: Tensor, rows: list[SampleRow]) -> None:
+        """Leave each row what the grammar allows after its drafts; rows behind a draft that breaks it stay as they are.
+
+        Such a draft is not allowed in its own row, so those behind it are never looked at.
+        """
+        masks: dict[int, Mask] = {}
+        for first, row in enumerate(rows):
+            if row.grammar and not row.ahead:  # the first of its request's rows, which stand together
+                last = next((i for i in range(first + 1, len(rows)) if not rows[i].ahead), len(rows)) - 1
+                for index, mask in enumerate(row.grammar.masks(rows[last].ahead), first):
+                    masks[index] = self._keep_open(mask, rows[index])
+        forbid(logits, list(masks), np.stack([*masks.values()]))
+
+    def _keep_open(self, mask: Mask, row: SampleRow) -> Mask:
+        """A text that shall go on (min_tokens, ignore_eos) ends only where the grammar leaves nothing else."""
+        params = row.request.params
+        short = row.num_output < params.min_tokens
+        if not short and not params.ignore_eos:
+            return mask
+        open_mask = mask.copy()
+        for token in {*self.eos_ids, *(params.stop_ids if short else ())}:
+            open_mask[token // 8] &= 255 ^ (1 << token % 8)
+        return open_mask if open_mask.any() else mask
+
     # ---- drawing
 
     def _column(self, values: Sequence[float | int | bool]) -> Tensor:  # [rows]
         return torch.tensor(values, device=self.device)
 
     def _draw(self, logits: Tensor, rows: list[SampleRow]) -> Tensor:  # int64 [rows]
-        params = [r.request.params for r in rows]
-        temperature = self._column([max(p.temperature, 1e-5) for p in params]).unsqueeze(1)
-        probs = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
-        if any(p.min_p for p in params):
-            probs = keep(probs, self._column([p.min_p for p in params]) * probs.amax(-1))
-        if any(p.top_k for p in params):
-            probs = keep(probs, top_k_floor(probs, [p.top_k for p in params]))
-        if any(p.top_p < 1 for p in params):
-            probs = keep(probs, nucleus_floor(probs, self._column([p.top_p for p in params])))
-        seeds = self._column([r.request.seed for r in rows])
-        return invert(probs, uniform(seeds, self._column([r.position for r in rows])))
+        seeds, positions = ([r.request.seed for r in rows], [r.position for r in rows])
+        return draw(allowed(logits, [r.request.params for r in rows]), self._column(seeds), self._column(positions))
 
     def _raw_logprobs(self, logits: Tensor, rows: list[SampleRow]) -> dict[int, tuple[Tensor, int]]:
         wanted = {i: r.request.params.logprobs for i, r in enumerate(rows)}
@@ -155,11 +182,44 @@ def argmax(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
+def forbid(logits: Tensor, rows: list[int], masks: Mask) -> None:
+    """-inf in these rows for every id whose bit is 0. masks: uint8 [rows, bytes], the lowest bit is the first id."""
+    vocab = logits.shape[1]
+    if logits.device.type == "cpu":
+        table = logits.numpy()
+        for row, mask in zip(rows, masks, strict=True):
+            np.minimum(table[row], BOUNDS.take(mask, 0).ravel()[:vocab], out=table[row])
+        return
+    bounds, index = torch.from_numpy(BOUNDS).to(logits.device), torch.tensor(rows, device=logits.device)
+    most = bounds[torch.from_numpy(masks).to(logits.device).int()].flatten(1)  # [rows, ids]
+    logits[index] = logits[index].minimum(most[:, :vocab])
+
+
 def token_logprob(logprobs: Tensor, chosen: int, top: int) -> TokenLogprob:
     """One position's report from its row of log-probabilities [vocab]."""
     best = torch.topk(logprobs, top)
     pairs = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
     return TokenLogprob(chosen, float(logprobs[chosen]), pairs)
+
+
+def allowed(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Logits over each row's temperature, -inf where its min_p, top_k or top_p leave nothing. [rows, vocab]"""
+
+    def column(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, device=logits.device)
+
+    temperature = column([max(p.temperature, 1e-5) for p in params]).unsqueeze(1)
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
+    if not any(p.min_p or p.top_k or p.top_p < 1 for p in params):
+        return scaled
+    probs = scaled.softmax(-1)
+    if any(p.min_p for p in params):
+        probs = keep(probs, column([p.min_p for p in params]) * probs.amax(-1))
+    if any(p.top_k for p in params):
+        probs = keep(probs, top_k_floor(probs, [p.top_k for p in params]))
+    if any(p.top_p < 1 for p in params):
+        probs = keep(probs, nucleus_floor(probs, column([p.top_p for p in params])))
+    return scaled.masked_fill(probs == 0, float("-inf"))
 
 
 def keep(probs: Tensor, floor: Tensor) -> Tensor:
@@ -185,23 +245,3 @@ def nucleus_floor(probs: Tensor, top_p: Tensor) -> Tensor:
         low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
     # 'low' holds enough mass, 'high' may not: the smallest probability not below 'low' is the floor itself.
     return probs.where(probs >= low.unsqueeze(1), float("inf")).amin(-1)
-
-
-def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """One number in [0, 1) for each (seed, position): a 64-bit mixer in int64 arithmetic, the same on any device."""
-    x = seeds * -7046029254386353131 + positions * -4417276706812531889
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
-        x = (x ^ _shift_right(x, shift)) * factor
-    x = x ^ _shift_right(x, 31)
-    return _shift_right(x, 40).double() / 2**24
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)  # int64 shifts carry the sign in: mask it off
-
-
-def invert(probs: Tensor, u: Tensor) -> Tensor:
-    """The id at which the running sum of each row's probabilities passes u of its total. int64 [rows]"""
-    running = probs.double().cumsum(-1)
-    goal = (u * running[:, -1]).unsqueeze(1)
-    return torch.searchsorted(running, goal, right=True).squeeze(1).clamp(max=probs.shape[-1] - 1)

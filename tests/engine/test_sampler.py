@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdraft.core import Request, SamplingParams
-from sparkdraft.engine.sampler import Sampler, SampleRow, invert, keep, nucleus_floor, top_k_floor, uniform
+from sparkdraft.engine.sampler import Sampler, SampleRow, keep, nucleus_floor, top_k_floor
 
 VOCAB = 50
 CPU = torch.device("cpu")
@@ -102,23 +102,6 @@ def test_a_seed_gives_the_same_draws_wherever_the_row_stands() -> None:
     others = torch.randn(5, VOCAB)
     crowd = [request(SamplingParams(temperature=0.5, seed=i, top_k=i)) for i in range(5)]
     assert sample(torch.cat((others, logits)), [*crowd, mine])[-1] == first[0]
-
-
-def test_uniform_is_uniform_and_independent_of_the_neighbouring_seed() -> None:
-    u = uniform(torch.arange(20000), torch.zeros(20000, dtype=torch.long))
-    v = uniform(torch.zeros(20000, dtype=torch.long), torch.arange(20000))
-    for numbers in (u, v):
-        assert float(numbers.min()) >= 0 and float(numbers.max()) < 1
-        counts = torch.histc(numbers.float(), 20, 0, 1)
-        assert float(((counts - 1000) ** 2 / 1000).sum()) < 60  # chi-square with 19 degrees, far tail
-    lag = torch.corrcoef(torch.stack((u[:-1], u[1:])))[0, 1]
-    assert abs(float(lag)) < 0.03
-
-
-def test_invert_never_picks_an_id_without_chance() -> None:
-    probs = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]])
-    for u in (0.0, 0.25, 0.4999999, 0.5, 0.75, 0.99999994):
-        assert float(probs[0, invert(probs, torch.tensor([u], dtype=torch.double))]) > 0
 
 
 def test_penalties_as_documented() -> None:

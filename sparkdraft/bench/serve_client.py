@@ -1,0 +1,238 @@
+"""One streamed request to an OpenAI-compatible server, and what its client saw of it.
+
+Times are taken here, where the bytes arrive, so they hold whatever the server says of itself. What a server understands
+beyond the plain request (usage, the statistics of drafts, a switch for drafting) is found out once, by asking. Which
+requests are sent, and what their figures come to, is for bench/serve.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from sparkdraft.core import UserError
+
+Messages = list[dict[str, str]]
+USAGE = {"stream_options": {"include_usage": True}}
+SPECULATION = {"return_speculation": True}
+DIALECTS: tuple[dict[str, Any], ...] = (USAGE | SPECULATION, USAGE, {})  # from the most that a server may understand
+PROBE: Messages = [{"role": "user", "content": "Count from 1 to 40, separated by commas."}]  # drafts itself
+PROBE_TOKENS = 64
+COUNTERS = {  # vLLM's names, after "vllm:" or our own prefix
+    "spec_decode_num_drafts": "steps",
+    "spec_decode_num_draft_tokens": "drafted",
+    "spec_decode_num_accepted_tokens": "accepted",
+    "spec_decode_num_accepted_tokens_per_pos": "position",
+}
+PREFIXES = ("vllm:", "sparkdraft_")
+
+
+@dataclass(slots=True)
+class Drafting:
+    """Steps that drafted, the drafts they made and those accepted; by_position[i]: steps that accepted draft i."""
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    by_position: list[int] = field(default_factory=list)
+
+    def add(self, other: Drafting, sign: int = 1) -> None:
+        self.steps += sign * other.steps
+        self.drafted += sign * other.drafted
+        self.accepted += sign * other.accepted
+        width = max(len(self.by_position), len(other.by_position))
+        mine, more = (each + [0] * (width - len(each)) for each in (self.by_position, other.by_position))
+        self.by_position = [a + sign * b for a, b in zip(mine, more, strict=True)]
+
+    @property
+    def length(self) -> float | None:
+        """Tokens that a drafting step gave: its accepted drafts and the one that the target added."""
+        return 1 + self.accepted / self.steps if self.steps else None
+
+    @property
+    def shares(self) -> list[float]:
+        """How many of the drafting steps accepted each position."""
+        return [count / self.steps for count in self.by_position] if self.steps else []
+
+
+@dataclass(slots=True)
+class Sample:
+    """One request as its client saw it. Times are of time.perf_counter()."""
+
+    began: float = 0.0
+    first: float | None = None  # the first piece of text
+    last: float | None = None  # the last one
+    tokens: int = 0  # from usage; otherwise one for each piece
+    pieces: int = 0
+    counted: bool = True  # tokens were counted by their pieces, for want of usage
+    text: str = ""
+    drafting: Drafting | None = None  # None: the response said nothing of drafts
+    error: str = ""
+    status: int = 200
+    ended: bool = False  # the server said why it stopped
+
+    def take(self, chunk: dict[str, Any], now: float) -> None:
+        """One event of the stream."""
+        if (tokens := (chunk.get("usage") or {}).get("completion_tokens")) is not None:
+            self.tokens, self.counted = int(tokens), False
+        if facts := (chunk.get("metrics") or {}).get("speculative_decoding"):
+            self.drafting = read_speculation(facts)
+        for choice in chunk.get("choices") or ():
+            delta = choice.get("delta") or {}
+            self.ended = self.ended or choice.get("finish_reason") is not None
+            text = delta.get("content") or ""
+            if text or delta.get("reasoning_content") or delta.get("reasoning"):
+                self.first = self.first or now
+                self.last = now
+                self.pieces += 1
+                self.text += text
+        if self.counted:
+            self.tokens = self.pieces
+
+
+class Client:
+    """A server at an address. `await open()` first: it finds the model and what the server understands."""
+
+    def __init__(self, url: str, api_key: str = "", model: str = "", streams: int = 1, timeout: float = 600.0) -> None:
+        self.root, self.model, self.extras = server_root(url), model, DIALECTS[0]
+        local = urlsplit(self.root).hostname in ("localhost", "127.0.0.1", "::1")
+        self.http = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(timeout, connect=10.0),
+            limits=httpx.Limits(max_connections=streams + 1, max_keepalive_connections=streams + 1),
+            trust_env=not local,  # no proxy stands between a machine and itself
+        )
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *failure: object) -> None:
+        await self.http.aclose()
+
+    async def open(self) -> Sample:
+        """Settle the model and the dialect; returns the probe's answer in it. What can not work is one sentence."""
+        self.model = await self._find_model()
+        for self.extras in DIALECTS:
+            sample = await self.chat(PROBE, PROBE_TOKENS)
+            if sample.status not in (400, 422):
+                break
+        if sample.error:
+            raise UserError(f"{self.root} does not answer a chat request: {sample.error}")
+        return sample
+
+    async def can_switch(self, drafted: Sample) -> bool:
+        """Whether `speculation: "off"` is honoured: the same request that drafted drafts nothing."""
+        if drafted.drafting is None or not drafted.drafting.drafted:
+            return False
+        plain = await self.chat(PROBE, PROBE_TOKENS, {"speculation": "off"})
+        return not plain.error and (plain.drafting is None or not plain.drafting.drafted)
+
+    async def chat(self, messages: Messages, max_tokens: int, more: dict[str, Any] | None = None) -> Sample:
+        """Ask, and read the answer to its end; a failure is in the sample, never raised."""
+        body = {"model": self.model, "messages": messages, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+        body |= self.extras | (more or {})
+        sample = Sample(began=time.perf_counter())
+        try:
+            async with self.http.stream("POST", f"{self.root}/v1/chat/completions", json=body) as response:
+                sample.status = response.status_code
+                if response.status_code != 200:
+                    sample.error = _refusal(response.status_code, await response.aread())
+                    return sample
+                async for chunk in _events(response):
+                    if chunk.get("error"):
+                        sample.error = _message(chunk)
+                    sample.take(chunk, time.perf_counter())
+        except (httpx.HTTPError, ValueError) as error:
+            sample.error = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        if not sample.error and not (sample.ended and sample.pieces):
+            sample.error = "the answer was empty" if sample.ended else "the connection ended before the answer did"
+        return sample
+
+    async def counters(self) -> Drafting | None:
+        """The server's own counts up to now, from /metrics, if it has that."""
+        try:
+            response = await self.http.get(f"{self.root}/metrics")
+        except httpx.HTTPError:
+            return None
+        return read_counters(response.text) if response.status_code == 200 else None
+
+    async def _find_model(self) -> str:
+        """The model that was asked for, or the first that is served."""
+        try:
+            response = await self.http.get(f"{self.root}/v1/models")
+        except httpx.HTTPError as error:
+            why = str(error) or type(error).__name__
+            raise UserError(f"{self.root} can not be reached ({why}); start the server or correct --url") from None
+        if response.status_code == 401:
+            raise UserError(f"{self.root} wants a key; give the right one with --api-key")
+        try:
+            return self.model or str(response.json()["data"][0]["id"])
+        except (ValueError, LookupError, TypeError):
+            where = f"{self.root}/v1/models answered {response.status_code}"
+            raise UserError(f"{where} and names no model; give --model, or correct --url") from None
+
+
+def server_root(url: str) -> str:
+    """The address without a trailing /v1, which people have at hand."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UserError(f"--url is '{url}'; give an address such as http://127.0.0.1:8000")
+    if parts.username or parts.password or parts.query:
+        raise UserError("--url holds a name, a password or a query; give the key with --api-key")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def read_speculation(facts: dict[str, Any]) -> Drafting:
+    """`metrics.speculative_decoding` of a response. The histogram counts steps by how many drafts they accepted."""
+    histogram = [int(count) for count in facts.get("acceptance_histogram") or ()]
+    steps, accepted = int(facts.get("num_spec_steps") or 0), int(facts.get("num_accepted_draft_tokens") or 0)
+    by_position = [sum(histogram[reach:]) for reach in range(1, len(histogram))]
+    return Drafting(steps, int(facts.get("num_draft_tokens") or 0), accepted, by_position)
+
+
+def read_counters(text: str) -> Drafting | None:
+    """Its counters of drafts in Prometheus' text, summed over engines and models. None where there are none."""
+    sums, positions, found = {"steps": 0, "drafted": 0, "accepted": 0}, dict[int, int](), False
+    for line in text.splitlines():
+        name, _, rest = line.partition("{") if "{" in line else line.partition(" ")
+        prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "no such")
+        kind = COUNTERS.get(name.removeprefix(prefix).removesuffix("_total"))
+        if kind is None or not name.startswith(prefix):
+            continue
+        found, count = True, int(float(rest.rpartition("}")[2].split()[0]))
+        if kind == "position":
+            place = int(rest.split('position="')[1].split('"')[0])
+            positions[place] = positions.get(place, 0) + count
+        else:
+            sums[kind] += count
+    by_position = [positions.get(i, 0) for i in range(max(positions, default=-1) + 1)]
+    return Drafting(**sums, by_position=by_position) if found else None
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    async for line in response.aiter_lines():
+        data = line.removeprefix("data:").strip()
+        if line.startswith("data:") and data != "[DONE]":
+            chunk = json.loads(data)
+            if isinstance(chunk, dict):
+                yield chunk
+
+
+def _refusal(status: int, body: bytes) -> str:
+    try:
+        said = _message(json.loads(body))
+    except ValueError:
+        said = ""
+    return f"status {status}: {said}" if said else f"status {status}"
+
+
+def _message(body: Any) -> str:
+    error = body.get("error", body) if isinstance(body, dict) else body
+    said = error.get("message") or error.get("detail") if isinstance(error, dict) else error
+    return str(said or "an error without words")

@@ -1,0 +1,130 @@
+"""`sparkdraft serve`: the OpenAI-compatible server and its chat page.
+
+Every field of ServerConfig is a flag, a SPARKDRAFT_ variable and a key of the TOML file, by the same name. This file
+reads the flags and says what goes on; the server itself is sparkdraft/server, and the model runs in a process of its
+own, so nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+from sparkdraft import __version__
+from sparkdraft.cli.options import ENGINE_FLAGS
+from sparkdraft.core import UserError
+from sparkdraft.server.config import FIELDS, ServerConfig, default_of, merge
+
+if TYPE_CHECKING:
+    from sparkdraft.server.service import Service
+
+HELP = "serve a model over HTTP: OpenAI's API and a chat page"
+EXAMPLES = """examples:
+  sparkdraft serve
+  sparkdraft serve --model Qwen/Qwen3-8B --port 9000 --max-seqs 16
+  sparkdraft serve --host 0.0.0.0 --api-key "$KEY"
+  sparkdraft serve --config server.toml --spec off
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
+Flags beat the environment (SPARKDRAFT_PORT and so on), and that beats the file. Of the names that containers use,
+MODEL_PATH, DFLASH_DRAFTER, DFLASH_NUM_SPEC_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS,
+GPU_MEMORY_UTILIZATION, SERVED_MODEL_NAME and VLLM_API_KEY work too.
+"""
+SERVER_HELP = {
+    "host": "address to listen on; beyond this machine it needs an --api-key or --allow-public",
+    "port": "port to listen on (0: any free one)",
+    "api_key": "clients must send this key; better given as SPARKDRAFT_API_KEY, which `ps` does not show",
+    "served_name": "the model's name in requests, several with commas between them (default: as --model)",
+    "allow_public": "listen beyond this machine without a key",
+    "max_queue": "sequences that may wait while others run; more get status 429",
+    "max_body": "most bytes of one request",
+    "drain_seconds": "how long running requests may finish after SIGTERM",
+}
+ENGINE_HELP = {
+    "model": "a known name, a folder, a .gguf file or a hub id",
+    **ENGINE_FLAGS,
+    "memory_fraction": "share of the free memory for weights and KV cache together",
+    "block_size": "tokens of a block of the KV cache, a power of two",
+    "prefix_cache": "keep what prompts have in common",
+    "graphs": "replay recorded decode steps",
+    "ngram": "draft from the request's own text too",
+}
+POLL = 0.1
+
+
+def configure(parser: ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="a TOML file with any of these names as keys")
+    for title, flags in (("server", SERVER_HELP), ("engine", ENGINE_HELP)):
+        group = parser.add_argument_group(title)
+        for name, text in flags.items():
+            default, flag = default_of(name), "--" + name.replace("_", "-")
+            shown = f" (default {default})" if default != "" and "default" not in text else ""
+            if isinstance(default, bool):
+                group.add_argument(flag, action=BooleanOptionalAction, default=SUPPRESS, help=text + shown)
+            else:
+                group.add_argument(flag, type=type(default), default=SUPPRESS, metavar="X", help=text + shown)
+
+
+def run(args: Namespace) -> int:
+    """Until a signal. The file may be named by SPARKDRAFT_CONFIG too."""
+    flags = {name: value for name, value in vars(args).items() if name in FIELDS}
+    config = merge(flags, args.config or os.environ.get("SPARKDRAFT_CONFIG"), os.environ)
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    asyncio.run(_serve(config))
+    return 0
+
+
+async def _serve(config: ServerConfig) -> None:
+    from sparkdraft.server.app import create_app
+    from sparkdraft.server.engine_client import EngineClient
+    from sparkdraft.server.run import Server, address_of, listen
+
+    listener = listen(config)
+    address = address_of(listener)
+    say(f"sparkdraft {__version__} serves {config.names[0]}; ctrl-c ends it")
+    say(f"  API   {address}/v1" + ("  (with the key)" if config.api_key else ""))
+    say(f"  chat  {address}/")
+    if not (config.is_local or config.api_key):
+        say("  note: other machines can reach this, and there is no key")
+    app = create_app(config, EngineClient(config.engine))
+    await Server(app, config).run_on(listener, narrate)
+
+
+async def narrate(service: Service) -> AsyncIterator[None]:
+    """Says each stage once, what was settled when it is ready, and every restart. A model that can not be served at
+    all ends the server: nobody is there yet who would wait for it."""
+    begin, last, was_ready = time.monotonic(), "", False
+    while True:
+        state = service.state
+        now = service.stage if state == "starting" else state
+        if state == "failed" and not was_ready:
+            raise UserError(str(service.client.last_error))
+        if service.ready and last != "ready":
+            _say_ready(service, time.monotonic() - begin)
+            was_ready, last = True, "ready"
+        elif not service.ready and now != last:
+            error = service.client.last_error if state in ("restarting", "failed") else None
+            say(f"{now}: {error}" if error else f"{now} ...")
+            last = now
+        yield
+        await asyncio.sleep(POLL)
+
+
+def _say_ready(service: Service, seconds: float) -> None:
+    info = service.client.info
+    assert info is not None
+    say(f"ready after {seconds:.1f} s: {info.plan.splitlines()[0]}; context {info.max_model_len:,} tokens")
+    drafter = f"{info.drafter['name']}, blocks of {info.drafter['block_size']}" if info.drafter else "none"
+    say(f"  drafter: {drafter}")
+    for fallback in info.fallbacks:
+        say(f"  note: {fallback['name']}: {fallback['reason']}")
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,53 @@
+"""The dice of sampling: a row takes the id with the largest logit / temperature + noise, where noise is Gumbel's.
+
+Noise is a function of (seed, position, id) alone, so a seeded request writes the same text in any batch, after a
+preemption, and with or without drafts. It also lets a drafter throw the target's own dice over its own logits: wherever
+the two distributions are near each other they draw the same id, far more often than the drafter's likeliest id would be
+drawn. What may be drawn at all (top_k, top_p, grammar) is decided before, by -inf.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+SEED, POSITION, ID = -7046029254386353131, -4417276706812531889, -2643881736870682267  # odd, and unlike each other
+BITS = 23  # of a uniform number: as many as leave the largest below 1 in float32
+MANY = 4096  # columns: a CPU looks at fewer all at once
+LARGEST = -math.log(-math.log1p(-(2.0 ** -(BITS + 1))))  # noise is never above this
+
+
+def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """float32 noise for int64 (seed, position, id), broadcast: a 64-bit mixer of int64, the same anywhere."""
+    x = seeds * SEED + positions * POSITION + ids * ID
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        x = (x ^ _shift_right(x, shift)) * factor
+    x = x ^ _shift_right(x, 31)
+    uniform = (_shift_right(x, 64 - BITS).float() + 0.5) / 2**BITS
+    return -torch.log(-torch.log(uniform))
+
+
+def draw(scaled: Tensor, seeds: Tensor, positions: Tensor, ids: Tensor | None = None) -> Tensor:
+    """int64 [rows]: the column each row draws. scaled: float32 [rows, columns], logits over temperature.
+
+    seeds and positions: int64 [rows]. ids: int64 [columns], what the columns stand for; None: themselves.
+    """
+    if ids is None:
+        ids = torch.arange(scaled.shape[1], device=scaled.device)
+    if scaled.device.type != "cpu" or scaled.shape[1] < MANY:
+        return (scaled + gumbel(seeds.unsqueeze(1), positions.unsqueeze(1), ids)).argmax(-1)
+    return torch.stack([_draw_row(*row, ids) for row in zip(scaled, seeds, positions, strict=True)])
+
+
+def _draw_row(scaled: Tensor, seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
+    """Noise is bounded, so most columns cannot win whatever they throw: theirs is not even looked at."""
+    best = torch.from_numpy(scaled.numpy()).argmax()
+    least = scaled[best] + gumbel(seed, position, ids[best]) - LARGEST
+    able = (scaled >= least).nonzero().squeeze(1)
+    return able[(scaled[able] + gumbel(seed, position, ids[able])).argmax()]
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # int64 shifts carry the sign in: mask it off

@@ -1,0 +1,130 @@
+"""The API as one ASGI application: routes, the guards before them, and one way for everything to go wrong.
+
+    Errors -> Auth -> BodyLimit -> a route
+
+Whatever a guard or a route raises becomes OpenAI's error body in `Errors`. The engine is reached through its client
+only, so nothing here imports torch; starting a server around this is run.py's work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware import Middleware
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sparkdraft import __version__
+from sparkdraft.core import UserError
+from sparkdraft.server.auth import Auth
+from sparkdraft.server.config import ServerConfig
+from sparkdraft.server.engine_client import EngineError
+from sparkdraft.server.limits import BodyLimit
+from sparkdraft.server.metrics import Metrics
+from sparkdraft.server.protocol.errors import ApiError, from_validation
+from sparkdraft.server.protocol.shapes import dumps
+from sparkdraft.server.routes import ROUTERS
+from sparkdraft.server.service import Service, as_api_error
+
+if TYPE_CHECKING:
+    from sparkdraft.server.engine_client import EngineClient
+
+log = logging.getLogger(__name__)
+
+
+def create_app(config: ServerConfig, client: EngineClient) -> FastAPI:
+    """The application owns the client: it is started and stopped with it."""
+    service = Service(config, client)
+    guards = [Middleware(Errors, metrics=service.metrics)]
+    if config.api_key:
+        guards.append(Middleware(Auth, key=config.api_key))
+    guards.append(Middleware(BodyLimit, max_body=config.max_body))
+    app = FastAPI(
+        title="Sparkdraft",
+        version=__version__,
+        docs_url=None,  # both load their scripts from elsewhere
+        redoc_url=None,
+        middleware=guards,
+        lifespan=_lifespan,
+        responses={"4XX": {"description": "OpenAI's error object"}, "503": {"description": "Not ready, or draining"}},
+    )
+    app.state.service = service
+    for router in ROUTERS:
+        app.include_router(router)
+    for kind in (RequestValidationError, HTTPException, UserError, EngineError):
+        app.add_exception_handler(kind, _reraise)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    service: Service = app.state.service
+    await service.client.start()
+    following = asyncio.create_task(service.follow())
+    try:
+        yield
+    finally:
+        following.cancel()
+        service.draining = True
+        await service.client.stop(0.0)
+
+
+async def _reraise(request: Request, error: Exception) -> Response:
+    """FastAPI has answers of its own to some exceptions; ours are made in one place, further out."""
+    raise as_error(error) from None
+
+
+def as_error(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return from_validation(error.errors(), error.body)
+    if isinstance(error, EngineError):
+        return as_api_error(error)
+    if isinstance(error, UserError):
+        return ApiError(400, str(error))
+    if isinstance(error, HTTPException):
+        detail = {404: "There is no such route; see /openapi.json.", 405: "This route does not take that method."}
+        return ApiError(error.status_code, detail.get(error.status_code, str(error.detail)), headers=error.headers)
+    log.error("a request failed by a bug of the server", exc_info=error)
+    return ApiError(500, "The server made a mistake; its log says more.", code="internal_error")
+
+
+class Errors:
+    """Middleware, the outermost: an exception becomes an answer, and every answer is counted."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app, self.metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        started = False
+
+        async def counting(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                self.metrics.http.add(label=str(message["status"]))
+            await send(message)
+
+        try:
+            await self.app(scope, receive, counting)
+        except Exception as error:
+            failure = as_error(error)
+            if started:
+                raise
+            await _answer(failure)(scope, receive, counting)
+
+
+def _answer(error: ApiError) -> Response:
+    body: dict[str, Any] = error.body()
+    return Response(dumps(body), error.status, error.headers, "application/json")

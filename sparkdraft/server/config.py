@@ -1,0 +1,144 @@
+"""What a user may choose about the server, in one frozen record around the engine's own.
+
+Flags, the environment and a TOML file say the same names and meet in one function, `merge`: flags beat the environment,
+that beats the file, and that beats the defaults. What the engine's values mean is for sparkdraft/config.py to check.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from sparkdraft.config import EngineConfig
+from sparkdraft.core import UserError
+
+PREFIX = "SPARKDRAFT_"
+# Names that containers for vLLM use already, and the field each one sets. SPARKDRAFT_* beats them.
+CONTAINER_NAMES = {
+    "MODEL_PATH": "model",
+    "DFLASH_DRAFTER": "drafter",
+    "DFLASH_NUM_SPEC_TOKENS": "spec",
+    "MAX_MODEL_LEN": "max_model_len",
+    "MAX_NUM_SEQS": "max_seqs",
+    "MAX_NUM_BATCHED_TOKENS": "max_rows",
+    "GPU_MEMORY_UTILIZATION": "memory_fraction",
+    "SERVED_MODEL_NAME": "served_name",
+    "VLLM_API_KEY": "api_key",
+}
+TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str = field(default="", repr=False)  # "": none is asked for
+    served_name: str = ""  # names with commas between them; "": the model's own
+    allow_public: bool = False  # listen beyond this machine although there is no key
+    max_queue: int = 256  # sequences that may wait while max_seqs run; more get 429
+    max_body: int = 8 << 20  # bytes of one request
+    drain_seconds: float = 30.0  # running requests may finish for this long after SIGTERM
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise UserError(f"port is {self.port}; it must be between 0 (any free one) and 65535")
+        if self.max_queue < 0:
+            raise UserError(f"max_queue is {self.max_queue}; it must be 0 (nobody waits) or positive")
+        if self.max_body < 1024:
+            raise UserError(f"max_body is {self.max_body}; it must be at least 1024 bytes")
+        if not 0 <= self.drain_seconds <= 3600:
+            raise UserError(f"drain_seconds is {self.drain_seconds}; it must be between 0 and 3600")
+        if not self.api_key.isascii() or self.api_key != self.api_key.strip():
+            raise UserError("api_key has characters that a header can not carry; use ASCII without spaces around it")
+        if not (self.is_local or self.api_key or self.allow_public):
+            raise UserError(
+                f"host {self.host} is reachable from other machines and there is no api_key; "
+                "set one, or allow it with --allow-public"
+            )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the address."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def names(self) -> list[str]:
+        """What the model is called in requests; the first is the one that answers carry."""
+        given = [name.strip() for name in self.served_name.split(",") if name.strip()]
+        model = self.engine.model
+        path = Path(model)
+        return given or ([path.name, model] if path.exists() and path.name else [model])
+
+
+ENGINE_FIELDS: dict[str, Field[Any]] = {f.name: f for f in fields(EngineConfig)}
+SERVER_FIELDS: dict[str, Field[Any]] = {f.name: f for f in fields(ServerConfig) if f.name != "engine"}
+FIELDS = ENGINE_FIELDS | SERVER_FIELDS
+
+
+def default_of(name: str) -> Any:
+    value = FIELDS[name].default
+    assert value is not MISSING, name
+    return value
+
+
+def merge(flags: Mapping[str, Any], toml_path: str | Path | None, environ: Mapping[str, str]) -> ServerConfig:
+    """One config of three sources; a flag that was not given is None or missing."""
+    values = _from_toml(toml_path) if toml_path else {}
+    values |= _from_environment(environ)
+    values |= {name: value for name, value in flags.items() if value is not None}
+    engine = {name: value for name, value in values.items() if name in ENGINE_FIELDS}
+    server = {name: value for name, value in values.items() if name in SERVER_FIELDS}
+    assert len(engine) + len(server) == len(values), values.keys() - FIELDS.keys()
+    return ServerConfig(EngineConfig(**engine), **server)
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """An empty variable counts as not set: containers pass on what nobody filled in."""
+    names = CONTAINER_NAMES | {PREFIX + name.upper(): name for name in FIELDS}
+    return {name: _converted(name, environ[key], key) for key, name in names.items() if environ.get(key)}
+
+
+def _from_toml(path: str | Path) -> dict[str, Any]:
+    try:
+        found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"the file {path} can not be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"the file {path} is not valid TOML: {error}") from None
+    for key in found:
+        if key not in FIELDS:
+            near = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.0)[0]
+            raise UserError(f"{path} has the unknown key '{key}'; the nearest known one is '{near}'")
+    return {key: _converted(key, value, f"{key} in {path}") for key, value in found.items()}
+
+
+def _converted(name: str, value: Any, source: str) -> Any:
+    """A value of the field's own type, from TOML's types or an environment variable's text."""
+    kind = type(default_of(name))
+    if kind is bool:
+        if isinstance(value, str) and value.lower() in TRUE + FALSE:
+            return value.lower() in TRUE
+        if isinstance(value, bool):
+            return value
+        raise UserError(f"{source} is '{value}'; it must be true or false")
+    if isinstance(value, bool | list | dict):
+        raise UserError(f"{source} is {value}; it must be a {_word(kind)}")
+    try:
+        return kind(value)
+    except (TypeError, ValueError):
+        raise UserError(f"{source} is '{value}'; it must be a {_word(kind)}") from None
+
+
+def _word(kind: type) -> str:
+    return {int: "whole number", float: "number"}.get(kind, "text")

@@ -1,0 +1,374 @@
+"""The API's side of the process boundary: starts the engine process, talks to it, and starts it again when it dies.
+
+The two share a socket pair, so each sees the other's end at once, however it came: the child exits when its parent is
+gone, and the parent fails what was in flight and starts a new child. One asyncio protocol hands each event to the queue
+of its request and never waits for a reader of it. What requests mean, and how they are answered, is for the routes.
+No torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from sparkdraft.config import EngineConfig
+from sparkdraft.core import SamplingParams
+from sparkdraft.server import messages
+from sparkdraft.server.messages import Message, ModelInfo, TokenEvent
+
+COMMAND = (sys.executable, "-P", "-m", "sparkdraft.server.engine_process")  # -P: nothing from the current folder
+GRACE = 1.0  # seconds a child has to exit after its socket closed or after Shutdown, before it is killed
+POLL = 0.01
+
+
+class EngineError(Exception):
+    """The engine did not do what was asked; the sentence says why. retryable: the same may work a little later."""
+
+    def __init__(self, sentence: str, retryable: bool) -> None:
+        super().__init__(sentence)
+        self.sentence, self.retryable = sentence, retryable
+
+
+class RequestRefused(EngineError):
+    """The engine is well and will not run this request: what the caller sent has to change."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence, retryable=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    first: float = 1.0  # seconds before the first new start; each failure in a row doubles them
+    most: float = 30.0
+    calm: float = 60.0  # an engine that was ready for this long died of something new: begin with 'first' again
+
+
+@dataclass(eq=False, slots=True)
+class Mailbox:
+    """Where one request's events wait for whoever reads them. The client knows the mailbox, not the reader: a reader
+    that is dropped can then be noticed."""
+
+    left: int  # of its n texts, those whose end has not come from the engine
+    queue: asyncio.Queue[TokenEvent | EngineError] = field(default_factory=asyncio.Queue)
+
+
+class EngineClient:
+    """state: "starting", "ready", "restarting", "draining" or "failed" (a configuration that can not run)."""
+
+    def __init__(
+        self,
+        engine: EngineConfig | Mapping[str, Any],
+        restart: RestartPolicy | None = None,
+        command: Sequence[str] = COMMAND,
+    ) -> None:
+        self.options = asdict(engine) if isinstance(engine, EngineConfig) else dict(engine)
+        self.restart, self.command = restart or RestartPolicy(), command
+        self.state = "starting"
+        self.stage, self.progress = "process", (0, 0)  # of loading: its name, how much is done of how much
+        self.last_error: str | None = None
+        self.restarts = 0
+        self.info: ModelInfo | None = None  # kept while a new engine starts
+        self._process: subprocess.Popen[bytes] | None = None
+        self._transport: asyncio.Transport | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._dying: messages.Dying | None = None
+        self._ready_at = 0.0
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._questions: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._idle = asyncio.Event()  # nothing is in flight
+        self._idle.set()
+        self._stopping = asyncio.Event()
+        self._numbers = count()
+
+    # ---- what the routes use
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._mailboxes)
+
+    async def start(self) -> None:
+        """Start the engine process and return; .state says when it is ready."""
+        assert self._supervisor is None, "started twice"
+        self._loop = asyncio.get_running_loop()
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    def submit(self, id: str, prompt_ids: Sequence[int], params: SamplingParams | Mapping[str, Any]) -> TokenStream:
+        """Send a request off under an id never used before; its events come from the iterator. Raises where no engine
+        is ready. Must be called in the event loop's thread."""
+        if self.state != "ready":
+            raise self._not_ready()
+        assert id not in self._mailboxes, f"request id {id} is in flight already"
+        checked = params if isinstance(params, SamplingParams) else SamplingParams(**params)
+        mailbox = self._mailboxes[id] = Mailbox(checked.n)
+        self._idle.clear()
+        self._send(messages.Submit(id, list(prompt_ids), messages.pack_params(checked)))
+        return TokenStream(self, id, mailbox)
+
+    async def abort(self, id: str) -> None:
+        """End a request now; its iterator yields a last event with finish "abort". An ended one is no error."""
+        if id in self._mailboxes:
+            self._send(messages.Abort(id))
+
+    async def status(self, timeout: float = 5.0) -> dict[str, Any]:
+        """Live numbers of the engine; it answers between steps."""
+        if self._transport is None or not self._ready_at:
+            raise self._not_ready()
+        name = str(next(self._numbers))
+        future = self._questions[name] = asyncio.get_running_loop().create_future()
+        self._send(messages.AskStatus(name))
+        try:
+            return await asyncio.wait_for(future, timeout)
+        except TimeoutError:
+            raise EngineError(f"the engine did not answer in {timeout:g} s: a long step runs", True) from None
+        finally:
+            self._questions.pop(name, None)
+
+    async def stop(self, drain_seconds: float = 0.0) -> None:
+        """Refuse what is new, let what runs finish for so long, then end the engine process."""
+        self.state = "draining"
+        try:
+            await asyncio.wait_for(self._idle.wait(), drain_seconds)
+        except TimeoutError:
+            self._fail_all("the server is shutting down and did not wait longer; send it again", True)
+        self._stopping.set()
+        self._send(messages.Shutdown())
+        if self._supervisor is not None:
+            done, _ = await asyncio.wait([self._supervisor], timeout=GRACE)
+            if not done:
+                self._kill()
+                await asyncio.wait([self._supervisor])
+
+    # ---- the life of the child
+
+    async def _supervise(self) -> None:
+        delay = self.restart.first
+        while not self._stopping.is_set():
+            self._dying, self._ready_at = None, 0.0
+            self.stage, self.progress = "process", (0, 0)
+            try:
+                await self._run_child()
+                reason = self._dying.sentence if self._dying else self._death()
+            except OSError as error:  # no process to be had just now
+                self._child_lost()
+                reason = f"the engine process could not be started ({error.strerror})"
+            if self.state == "draining":
+                return self._fail_all("the engine stopped while the server was shutting down; send it again", True)
+            self.last_error = reason
+            if self.state == "failed":
+                return self._fail_all(reason, False)
+            self._fail_all(f"the engine stopped and is being started again; send it again in a moment: {reason}", True)
+            if self._ready_at and time.monotonic() - self._ready_at >= self.restart.calm:
+                delay = self.restart.first
+            await self._pause(delay)
+            delay = min(2 * delay, self.restart.most)
+            self.restarts += 1
+
+    async def _run_child(self) -> None:
+        """One engine process, from its start until it is gone and buried."""
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            arguments = [*self.command, str(theirs.fileno()), json.dumps(self.options)]
+            try:
+                # A group of its own: Ctrl-C and signals to the server's group are for the server to act upon.
+                self._process = subprocess.Popen(
+                    arguments,
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    env=_environment(),
+                    process_group=0,
+                )
+            except OSError:
+                ours.close()
+                raise
+        connection = Connection(self._receive)
+        self._transport, _ = await loop.create_unix_connection(lambda: connection, sock=ours)
+        if self._stopping.is_set():
+            self._send(messages.Shutdown())
+        await connection.lost
+        self._child_lost()
+        await self._bury()
+
+    def _child_lost(self) -> None:
+        self._transport = None
+        if self.state != "draining":
+            self.state = "failed" if self._dying and self._dying.final else "restarting"
+            self.stage, self.progress = "waiting to start", (0, 0)
+            self.last_error = self._dying.sentence if self._dying else self.last_error
+
+    async def _pause(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+
+    async def _bury(self) -> None:
+        """The socket is closed, so the process ends by itself; one that does not is killed."""
+        assert self._process is not None
+        deadline = time.monotonic() + GRACE
+        while self._process.poll() is None:
+            if time.monotonic() > deadline:
+                self._kill()
+            await asyncio.sleep(POLL)
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+
+    def _death(self) -> str:
+        code = self._process.returncode if self._process else None
+        if code is not None and code < 0:
+            names = {number.value: number.name for number in signal.Signals}
+            return f"the engine process was ended by {names.get(-code, f'signal {-code}')}"
+        return f"the engine process exited with code {code}"
+
+    def _fail_all(self, sentence: str, retryable: bool) -> None:
+        for mailbox in self._mailboxes.values():
+            mailbox.queue.put_nowait(EngineError(sentence, retryable))
+        for future in self._questions.values():
+            if not future.done():
+                future.set_exception(EngineError(sentence, retryable))
+        self._mailboxes.clear()
+        self._questions.clear()
+        self._idle.set()
+
+    def _not_ready(self) -> EngineError:
+        if self.state == "failed":
+            return EngineError(self.last_error or "the engine can not run", False)
+        if self.state == "draining":
+            return EngineError("the server is shutting down; send the request to another, or later", True)
+        done, total = self.progress
+        shown = f"{self.stage}, {done} of {total}" if total else self.stage
+        return EngineError(f"the engine is {self.state} ({shown}); try again in a moment", True)
+
+    # ---- messages
+
+    def _send(self, message: Message) -> None:
+        if self._transport is not None:  # without one everything in flight is about to be failed
+            self._transport.write(messages.encode(message))
+
+    def _receive(self, message: Message) -> None:
+        match message:
+            case messages.Tokens():
+                for event in message.events:
+                    self._deliver(event)
+            case messages.Refused():
+                mailbox = self._mailboxes.get(message.id)
+                if mailbox is not None:
+                    mailbox.queue.put_nowait(RequestRefused(message.sentence))
+                    self._forget(message.id)
+            case messages.Status():
+                future = self._questions.get(message.id)
+                if future is not None and not future.done():
+                    future.set_result(message.facts)
+            case messages.Loading():
+                self.stage, self.progress = message.stage, (message.done, message.total)
+            case messages.Ready():
+                self.info, self._ready_at = message.info, time.monotonic()
+                self.stage, self.progress = "ready", (0, 0)
+                if self.state != "draining":
+                    self.state = "ready"
+            case messages.Dying():
+                self._dying = message
+            case _:
+                raise AssertionError(f"{type(message).__name__} is not for the API")
+
+    def _deliver(self, event: TokenEvent) -> None:
+        mailbox = self._mailboxes.get(event.id)
+        if mailbox is None:  # whoever asked has left
+            return
+        mailbox.queue.put_nowait(event)
+        mailbox.left -= event.finish is not None
+        if not mailbox.left:
+            self._forget(event.id)
+
+    def _forget(self, id: str) -> None:
+        del self._mailboxes[id]
+        if not self._mailboxes:
+            self._idle.set()
+
+    def leave_later(self, id: str, mailbox: Mailbox) -> None:
+        """The same from any thread: a reader may be dropped by a collection in another."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.leave, id, mailbox)
+
+    def leave(self, id: str, mailbox: Mailbox) -> None:
+        """Nobody reads this request any more."""
+        if self._mailboxes.get(id) is mailbox:
+            self._forget(id)
+            self._send(messages.Abort(id))
+
+
+class TokenStream(AsyncIterator[TokenEvent]):
+    """The events of one request, to its end. Whoever stops earlier (by aclose, by cancellation while it waits, or by
+    dropping this) aborts the request."""
+
+    def __init__(self, client: EngineClient, id: str, mailbox: Mailbox) -> None:
+        self.id = id
+        self._client, self._mailbox, self._left = client, mailbox, mailbox.left
+
+    async def __anext__(self) -> TokenEvent:
+        if not self._left:
+            raise StopAsyncIteration
+        try:
+            item = await self._mailbox.queue.get()
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        if isinstance(item, EngineError):
+            self._left = 0
+            raise item
+        self._left -= item.finish is not None
+        return item
+
+    def close(self) -> None:
+        if self._left:
+            self._left = 0
+            self._client.leave(self.id, self._mailbox)
+
+    async def aclose(self) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self._left:
+            self._client.leave_later(self.id, self._mailbox)
+
+
+class Connection(asyncio.Protocol):
+    """Bytes to messages. 'lost' is done once the other end is closed, for whatever reason."""
+
+    def __init__(self, receive: Callable[[Message], None]) -> None:
+        self._receive, self._lines = receive, messages.Lines()
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._lines.feed(data):
+            self._receive(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.lost.done():
+            self.lost.set_result(None)
+
+
+def _environment() -> dict[str, str]:
+    """The child's: with -P it finds this package also where it runs from a checkout that is not installed."""
+    root = Path(__file__).parents[2]
+    if root.name in ("site-packages", "dist-packages"):
+        return dict(os.environ)
+    paths = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), str(root)]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}

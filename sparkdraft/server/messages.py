@@ -1,0 +1,210 @@
+"""What the API process and the engine process say to each other: a few dataclasses, one JSON line each.
+
+A line is an array: the message's name, then its fields in order; what is nested (events, the model's facts) is written
+as an array of fields too, which keeps a step's line short. Both ends are this package in the same version, so there is
+nothing to negotiate. Sockets are left to engine_process.py and engine_client.py. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from operator import attrgetter
+from typing import Any
+
+from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, StepOutput, TokenLogprob, UserError
+
+# ---- to the engine
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    id: str  # one that no running request has
+    prompt_ids: list[int]
+    params: dict[str, Any]  # of pack_params
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskStatus:
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """Exit now, whatever runs."""
+
+
+# ---- from the engine
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    stage: str  # "opening", "weights", "warm-up"
+    done: int = 0
+    total: int = 0  # 0: not known
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """All that the API has to know of the model it serves."""
+
+    model: str  # as it was asked for
+    model_type: str
+    max_model_len: int
+    vocab_size: int
+    tokenizer: str  # the text of tokenizer.json
+    special: dict[str, Any]  # bos_token and so on as text, for the chat template
+    eos_ids: list[int]
+    chat_template: str | None
+    plan: str  # in words
+    plan_facts: dict[str, Any]  # device, dtype, kernels, max_seqs, kv_tokens, ...
+    fallbacks: list[dict[str, str]]  # name and reason of each
+    drafter: dict[str, Any] | None  # name and block_size
+    created: int  # seconds since 1970
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    info: ModelInfo
+
+
+@dataclass(slots=True)  # not frozen: there is one for every request and step, and frozen ones take three times as long
+class TokenEvent:
+    """What one step added to one of a request's n texts: a StepOutput that has travelled."""
+
+    id: str
+    index: int
+    ids: list[int]
+    text: str
+    finish: FinishReason | None = None
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    num_prompt: int = 0
+    num_cached: int = 0
+    num_accepted: int = 0  # of its ids, from the front, those that were drafted
+    speculation: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, output: StepOutput) -> TokenEvent:
+        return cls(*_output_fields(output))
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    events: list[TokenEvent] = field(default_factory=list)  # of one step
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    id: str
+    sentence: str  # what is wrong, the limit, what to change
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    id: str  # of the AskStatus
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Dying:
+    """The last message of an engine that can still speak."""
+
+    sentence: str
+    final: bool = False  # it would die of the same again: a configuration that can not run
+
+
+Message = Submit | Abort | AskStatus | Shutdown | Loading | Ready | Tokens | Refused | Status | Dying
+KINDS: dict[str, Callable[..., Message]] = {
+    kind.__name__: kind for kind in (Submit, Abort, AskStatus, Shutdown, Loading, Ready, Tokens, Refused, Status, Dying)
+}
+_event_fields = attrgetter(*(f.name for f in fields(TokenEvent)))
+_output_fields = attrgetter("request_id", *(f.name for f in fields(TokenEvent)[1:]))
+
+
+# ---- the codec
+
+
+def encode(message: Message) -> bytes:
+    """One line, its end included."""
+    values = [list(map(_event_fields, message.events))] if isinstance(message, Tokens) else _values(message)
+    return _encoder.encode([type(message).__name__, *values]).encode("ascii") + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    name, *values = json.loads(line)
+    if name == "Tokens":
+        return Tokens([_token_event(*event) for event in values[0]])
+    if name == "Ready":
+        return Ready(ModelInfo(*values[0]))
+    return KINDS[name](*values)
+
+
+class Lines:
+    """Cuts a stream of bytes, as it comes, into messages."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []  # of a line whose end has not come
+
+    def feed(self, data: bytes) -> list[Message]:
+        *lines, rest = data.split(b"\n")
+        if lines:
+            lines[0] = b"".join([*self._parts, lines[0]])
+            self._parts = []
+        if rest:
+            self._parts.append(rest)
+        return [decode(line) for line in lines]
+
+
+def pack_params(params: SamplingParams) -> dict[str, Any]:
+    """The fields that say something, as JSON can hold them."""
+    values = {name: getattr(params, name) for name in SamplingParams.__slots__}
+    said = {name: value for name, value in values.items() if value != getattr(_DEFAULTS, name)}
+    return {name: asdict(value) if is_dataclass(value) else value for name, value in said.items()}  # type: ignore[arg-type]
+
+
+def unpack_params(values: Mapping[str, Any]) -> SamplingParams:
+    """The way back: JSON knows no keys that are numbers."""
+    known = dict(values)
+    try:
+        if "logit_bias" in known:
+            known["logit_bias"] = {int(token): bias for token, bias in known["logit_bias"].items()}
+        if known.get("grammar") is not None:
+            known["grammar"] = GrammarSpec(**known["grammar"])
+        return SamplingParams(**known)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"the sampling parameters can not be read ({error}); check their names and types") from None
+
+
+# ---- the parts
+
+
+def _values(item: Any) -> list[Any]:
+    """A dataclass as an array; any mapping as a plain one."""
+    if isinstance(item, Mapping):
+        return dict(item)  # type: ignore[return-value]
+    return [getattr(item, name) for name in item.__slots__]
+
+
+def _token_event(
+    id: str, index: int, ids: list[int], text: str, finish: str | None, logprobs: Any, prompt: Any, *rest: Any
+) -> TokenEvent:
+    return TokenEvent(
+        id, index, ids, text, FinishReason(finish) if finish else None, _logprobs(logprobs), _logprobs(prompt), *rest
+    )
+
+
+def _logprobs(rows: list[Any] | None) -> list[Any] | None:
+    if rows is None:
+        return None
+    return [None if row is None else TokenLogprob(row[0], row[1], [(i, p) for i, p in row[2]]) for row in rows]
+
+
+_encoder = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=_values)
+_DEFAULTS = SamplingParams()

@@ -1,0 +1,112 @@
+"""Counters, gauges and histograms in Prometheus' text form, without its library.
+
+A metric is a name, a help line and a table from label values to numbers; `Metrics` holds those of the server, named as
+vLLM's with `sparkdraft_` where that has `vllm:`, so that a dashboard needs one substitution. Who counts what is for the
+routes; what only the engine knows (rows in the cache, who waits) is read from its status when somebody asks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
+TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+PREFIX = "sparkdraft_"
+
+
+class Counter:
+    """A number that only grows, or, as a gauge, one that is set; one for each value of its label."""
+
+    def __init__(self, name: str, text: str, label: str = "", kind: str = "counter") -> None:
+        self.name, self.text, self.label, self.kind = PREFIX + name, text, label, kind
+        self.values: dict[str, float] = {} if label else {"": 0.0}
+
+    def add(self, amount: float = 1, label: str = "") -> None:
+        self.values[label] = self.values.get(label, 0.0) + amount
+
+    def set(self, value: float) -> None:
+        assert self.kind == "gauge", self.name
+        self.values[""] = value
+
+    def lines(self) -> Iterator[str]:
+        yield from _head(self.name, self.text, self.kind)
+        for value, number in self.values.items():
+            labels = f'{{{self.label}="{_escaped(value)}"}}' if self.label else ""
+            yield f"{self.name}{labels} {_number(number)}"
+
+
+class Histogram:
+    def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
+        self.name, self.text, self.bounds = PREFIX + name, text, bounds
+        self.counts = [0] * (len(bounds) + 1)  # the last one: above all bounds
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def lines(self) -> Iterator[str]:
+        yield from _head(self.name, self.text, "histogram")
+        below = 0
+        for bound, count in zip(self.bounds, self.counts, strict=False):
+            below += count
+            yield f'{self.name}_bucket{{le="{_number(bound)}"}} {below}'
+        yield f'{self.name}_bucket{{le="+Inf"}} {sum(self.counts)}'
+        yield f"{self.name}_sum {_number(self.sum)}"
+        yield f"{self.name}_count {sum(self.counts)}"
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.http = Counter("http_requests_total", "answers by status", "status")
+        self.prompt_tokens = Counter("prompt_tokens_total", "prompt tokens of requests that began to answer")
+        self.generation_tokens = Counter("generation_tokens_total", "tokens that were written")
+        self.cached_tokens = Counter("prompt_tokens_cached_total", "prompt tokens that the prefix cache supplied")
+        self.success = Counter("request_success_total", "sequences that ended, by reason", "finished_reason")
+        self.aborted = Counter("request_aborted_total", "requests whose client went away")
+        self.failed = Counter("request_failed_total", "requests that ended with an error after they were let in")
+        self.first_token = Histogram("time_to_first_token_seconds", "from the request to its first token", SECONDS)
+        self.per_token = Histogram(
+            "request_time_per_output_token_seconds", "time a token after the first, a request", TOKEN_SECONDS
+        )
+        self.latency = Histogram("e2e_request_latency_seconds", "from the request to its end", SECONDS)
+        self.prompt_size = Histogram("request_prompt_tokens", "prompt tokens a request", TOKENS)
+        self.output_size = Histogram("request_generation_tokens", "tokens written a request", TOKENS)
+        self.drafts = Counter("spec_decode_num_drafts_total", "steps that drafted")
+        self.draft_tokens = Counter("spec_decode_num_draft_tokens_total", "tokens that were drafted")
+        self.accepted_tokens = Counter("spec_decode_num_accepted_tokens_total", "drafted tokens that were accepted")
+        self.per_position = Counter(
+            "spec_decode_num_accepted_tokens_per_pos_total", "accepted tokens by position in the draft", "position"
+        )
+        self.running = Counter("num_requests_running", "sequences that run", kind="gauge")
+        self.waiting = Counter("num_requests_waiting", "sequences that wait", kind="gauge")
+        self.kv_usage = Counter("kv_cache_usage_perc", "share of the KV cache that is in use, 0 to 1", kind="gauge")
+        self.ready = Counter("engine_ready", "1 when requests are taken", kind="gauge")
+        self.restarts = Counter("engine_restarts", "times the engine process was started again", kind="gauge")
+
+    def speculation(self, stats: Mapping[str, Any]) -> None:
+        """Count one sequence's `speculative_decoding` record."""
+        self.drafts.add(stats["num_spec_steps"])
+        self.draft_tokens.add(stats["num_draft_tokens"])
+        self.accepted_tokens.add(stats["num_accepted_draft_tokens"])
+        for position, count in enumerate(stats.get("per_position_accepted") or []):
+            self.per_position.add(count, str(position))
+
+    def render(self) -> str:
+        return "\n".join(line for metric in vars(self).values() for line in metric.lines()) + "\n"
+
+
+def _head(name: str, text: str, kind: str) -> Iterator[str]:
+    yield f"# HELP {name} {text}"
+    yield f"# TYPE {name} {kind}"
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() else repr(float(value))
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

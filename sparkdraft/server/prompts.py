@@ -1,0 +1,170 @@
+"""From a request's messages and tools to the ids the model reads, and to the parser of what it will write.
+
+`ModelText` is a model's knowledge of text: tokenizer, chat template, the form of its tool calls and of its reasoning,
+all from what the engine process said of it. A request becomes ids, sampling parameters and a parser here, in a thread;
+running it is stream.py's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer as RawTokenizer
+
+from sparkdraft.core import GrammarSpec, SamplingParams
+from sparkdraft.server.protocol.chat import ChatMessage, ChatRequest, as_json
+from sparkdraft.server.protocol.errors import ApiError
+from sparkdraft.text import chat
+from sparkdraft.text.events import Parser, chain
+from sparkdraft.text.reasoning import ReasoningFormat, after_thinking, reasoning_format
+from sparkdraft.text.tokenizer import Tokenizer
+from sparkdraft.text.tools import ToolFormat, tool_format
+
+if TYPE_CHECKING:
+    from sparkdraft.server.messages import ModelInfo
+
+RESERVED = {"template", "messages", "tools", "add_generation_prompt"}  # the template's own variables
+MAX_CHARS_PER_TOKEN = 256  # a text longer than this for every token of the context is not even tokenised
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    ids: list[int]
+    params: SamplingParams
+    new_parser: Callable[[], Parser]  # one for each of the n answers
+
+
+class ModelText:
+    def __init__(self, info: ModelInfo) -> None:
+        self.info = info
+        self.tokenizer = Tokenizer(RawTokenizer.from_str(info.tokenizer), info.special)
+        self.eos_ids = frozenset(info.eos_ids)
+        self.tools = tool_format(info.model_type, info.chat_template)
+        self.reasoning = reasoning_format(info.model_type, info.chat_template)
+
+    # ---- ids
+
+    def encode(self, text: str, add_special: bool = True, param: str = "prompt") -> list[int]:
+        most = self.info.max_model_len * MAX_CHARS_PER_TOKEN
+        if len(text) > most:
+            raise _too_long(param, f"{len(text):,} characters", self.info.max_model_len)
+        return self.tokenizer.encode(text, add_special)
+
+    def check_length(self, ids: list[int], param: str) -> int:
+        """How many tokens may follow these."""
+        limit = self.info.max_model_len
+        if not ids:
+            raise ApiError(400, f"The {_noun(param)} has no tokens; send at least one.", param)
+        if len(ids) >= limit:
+            raise _too_long(param, f"{len(ids):,} tokens", limit)
+        return limit - len(ids)
+
+    # ---- chat
+
+    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, **variables: Any) -> str:
+        return chat.render(self.info.chat_template, messages, tools=tools, **(self.info.special | variables))
+
+    def messages(self, given: list[ChatMessage]) -> list[dict[str, Any]]:
+        """As the template wants them: text instead of parts, no role it does not know, earlier calls its way."""
+        knows_developer = "developer" in (self.info.chat_template or "")
+        return self.tools.history([_plain(message, i, knows_developer) for i, message in enumerate(given)])
+
+    def prompt(self, body: ChatRequest) -> ChatPrompt:
+        tools = Tools(self.tools, body) if body.choice != "none" else None
+        messages = self.messages(body.messages)
+        if tools and tools.instructions is not None:
+            messages = with_system(messages, tools.instructions)
+        shown = tools.dicts if tools and tools.instructions is None else None
+        text = self.render(messages, shown, **_variables(body))
+        ids = self.encode(text, add_special=False, param="messages")
+        room = self.check_length(ids, "messages")
+        params = body.sampling(
+            body.max_completion_tokens or room,
+            logprobs=body.wanted_logprobs,
+            grammar=(tools and tools.constraint(self.reasoning, text)) or self._answer_grammar(body, text),
+            keep_special=bool((tools and self.tools.keep_special) or (self.reasoning and self.reasoning.keep_special)),
+        )
+        return ChatPrompt(ids, params, lambda: self._parser(text, tools))
+
+    def _parser(self, prompt: str, tools: Tools | None) -> Parser:
+        thoughts = self.reasoning(prompt) if self.reasoning else None
+        return chain(thoughts, tools.form.parser(tools.dicts) if tools else None)
+
+    def _answer_grammar(self, body: ChatRequest, prompt: str) -> GrammarSpec | None:
+        """What response_format asks for, after the thoughts."""
+        form = body.response_format
+        if form is None or form.type == "text":
+            return None
+        schema = form.json_schema.schema_ if form.type == "json_schema" and form.json_schema else None
+        spec = GrammarSpec("json_object") if schema is None else GrammarSpec("json_schema", as_json(schema))
+        return after_thinking(spec, self.reasoning, prompt)
+
+
+class Tools:
+    """The tools of one request in the model's own form."""
+
+    def __init__(self, form: ToolFormat, body: ChatRequest) -> None:
+        self.form, self.dicts = form, body.tool_dicts()
+        self.choice = body.chosen or body.choice
+        self.parallel = body.parallel_tool_calls is not False
+        self.instructions = form.instructions(self.dicts, self.choice)
+
+    def constraint(self, reasoning: ReasoningFormat | None, prompt: str) -> GrammarSpec | None:
+        """The grammar that holds a required or named call; with "auto" the model decides."""
+        if self.choice == "auto":
+            return None
+        thinking = reasoning.grammar(prompt) if reasoning else ""
+        return self.form.constraint(self.dicts, self.choice, self.parallel, thinking)
+
+
+def _noun(param: str) -> str:
+    return "conversation" if param == "messages" else param
+
+
+def _too_long(param: str, size: str, limit: int) -> ApiError:
+    message = f"The {_noun(param)} has {size} and the context holds {limit:,} tokens with the answer; shorten it."
+    return ApiError(400, message, param, "context_length_exceeded")
+
+
+def with_system(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """The text at the end of the system prompt, or as one."""
+    first = messages[0]
+    if first["role"] in ("system", "developer"):
+        return [first | {"content": f"{first['content']}\n\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def _plain(message: ChatMessage, i: int, knows_developer: bool) -> dict[str, Any]:
+    role = "system" if message.role == "developer" and not knows_developer else message.role
+    plain: dict[str, Any] = {"role": role, "content": _text(message, i)}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if getattr(message, name) is not None:
+            plain[name] = getattr(message, name)
+    if message.tool_calls:
+        plain["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+    return plain
+
+
+def _text(message: ChatMessage, i: int) -> str:
+    if message.content is None or isinstance(message.content, str):
+        return message.content or ""
+    for j, part in enumerate(message.content):
+        if part.type not in ("text", "refusal") or (part.type == "text" and part.text is None):
+            raise ApiError(
+                400,
+                f"A content part has the type '{part.type}'; only text is read here, send parts of type text.",
+                f"messages[{i}].content[{j}]",
+            )
+    return "".join(part.text or "" for part in message.content)
+
+
+def _variables(body: ChatRequest) -> dict[str, Any]:
+    given = dict(body.chat_template_kwargs or {})
+    wrong = next((name for name in given if name in RESERVED), None)
+    if wrong:
+        raise ApiError(400, f"chat_template_kwargs may not set '{wrong}'; remove it.", "chat_template_kwargs")
+    if body.reasoning_effort is not None:
+        given.setdefault("reasoning_effort", body.reasoning_effort)
+    return given

@@ -1,0 +1,147 @@
+"""/v1/chat/completions as it is asked for: messages, tools and the form of the answer.
+
+The models say what each field must look like; what only a look at several of them shows (a named tool that is not
+there, log-probabilities that were not asked for) is checked by `ChatRequest.check`. What the chat template makes of the
+messages is prompts.py's work.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StringConstraints
+
+from sparkdraft.server.limits import MAX_MESSAGES, MAX_SCHEMA_BYTES, MAX_TOOLS
+from sparkdraft.server.protocol.errors import ApiError
+from sparkdraft.server.protocol.sampling import Fields, SamplingFields
+
+Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+
+
+class Part(Fields):
+    type: str
+    text: str | None = None
+
+
+class CalledFunction(Fields):
+    name: Annotated[str, StringConstraints(min_length=1, max_length=128)]
+    arguments: str = "{}"
+
+
+class ToolCallIn(Fields):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(Fields):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCallIn], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class Function(Fields):
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Fields):
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(Fields):
+    name: Name
+
+
+class NamedChoice(Fields):
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class JsonSchema(Fields):
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Fields):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class ChatRequest(SamplingFields):
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = Field(None, description="handed to the chat template")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="what else the chat template may look at")
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """How many alternatives a token; None: no log-probabilities at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def choice(self) -> str:
+        """'none', 'auto', 'required', or 'named' with the name in `chosen`."""
+        if not self.tools:
+            return "none"
+        return "named" if isinstance(self.tool_choice, NamedChoice) else self.tool_choice or "auto"
+
+    @property
+    def chosen(self) -> str | None:
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedChoice) else None
+
+    def tool_dicts(self) -> list[dict[str, Any]]:
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or []]
+
+    def check(self) -> None:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs; set logprobs to true.", param="top_logprobs")
+        if not self.tools and self.tool_choice not in (None, "none", "auto"):
+            raise ApiError(400, "tool_choice asks for a call and there are no tools; send tools.", param="tool_choice")
+        names = [tool.function.name for tool in self.tools or []]
+        if self.chosen is not None and self.chosen not in names:
+            raise ApiError(
+                400, f"tool_choice names '{self.chosen}'; the tools are {', '.join(names[:8])}.", param="tool_choice"
+            )
+        if len(set(names)) < len(names):
+            raise ApiError(400, "Two tools have the same name; give each its own.", param="tools")
+        self._check_schemas()
+
+    def _check_schemas(self) -> None:
+        form = self.response_format
+        if form and form.type == "json_schema" and not (form.json_schema and form.json_schema.schema_ is not None):
+            raise ApiError(
+                400,
+                "response_format is json_schema and has no json_schema.schema; send the schema.",
+                param="response_format",
+            )
+        schemas = {"tools": [t.function.parameters for t in self.tools or []]}
+        if form and form.json_schema:
+            schemas["response_format"] = [form.json_schema.schema_]
+        for param, values in schemas.items():
+            size = max((len(as_json(value)) for value in values if value), default=0)
+            if size > MAX_SCHEMA_BYTES:
+                raise ApiError(
+                    400, f"A schema has {size:,} bytes and {MAX_SCHEMA_BYTES:,} is the limit; shorten it.", param=param
+                )
+
+
+def as_json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"A schema is not plain JSON: {error}.") from None

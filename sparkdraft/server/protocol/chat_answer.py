@@ -1,0 +1,157 @@
+"""A chat's answer as it comes: the engine's events in, OpenAI's chunks out, and the whole answer at the end.
+
+One `ChatAnswer` follows one request with its n choices. A stream sends the chunks that `push` gives; a blocking answer
+throws them away and takes `whole`, so there is one path for both. Finding calls and reasoning in the text is the
+parser's work (text/events.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from sparkdraft.core import FinishReason, TokenLogprob
+from sparkdraft.server.messages import TokenEvent
+from sparkdraft.server.protocol.shapes import Json, Tally, TokenBytes, chat_logprobs
+from sparkdraft.text.events import Content, Event, Parser, Reasoning, ToolArguments, ToolCall, joined
+
+
+@dataclass(slots=True)
+class Choice:
+    """One of the n texts so far."""
+
+    parser: Parser
+    begun: bool = False
+    content: str = ""
+    reasoning: str = ""
+    calls: dict[int, Json] = field(default_factory=dict)
+    logprobs: list[Json] = field(default_factory=list)
+    finish: str | None = None
+    # Not sent yet, because the parser holds the text back:
+    waiting_logprobs: list[Json] = field(default_factory=list)
+    tokens: int = 0
+    accepted: int = 0
+
+
+@dataclass(slots=True)
+class ChatAnswer:
+    id: str
+    created: int
+    model: str
+    n: int
+    tokenizer: TokenBytes
+    eos_ids: frozenset[int]
+    new_parser: Callable[[], Parser]
+    wants_logprobs: bool = False
+    parallel: bool = True  # False: only the first call counts
+    include_usage: bool = False  # these two are about chunks
+    return_speculation: bool = False
+    tally: Tally = field(default_factory=Tally)
+    choices: dict[int, Choice] = field(default_factory=dict)
+
+    # ---- as it comes
+
+    def push(self, event: TokenEvent, prompt_index: int = 0) -> list[Json]:
+        """The chunks that this event makes; the last one of a choice has its finish reason."""
+        choice = self.choices.get(event.index)
+        if choice is None:
+            choice = self.choices[event.index] = Choice(self.new_parser())
+        self._count(choice, event)
+        events = choice.parser.feed(event.text)
+        if event.finish:
+            events = joined([*events, *choice.parser.finish()])  # a burst is one delta
+        chunks = []
+        if not choice.begun:
+            choice.begun = True
+            chunks.append(self._chunk(event.index, {"role": "assistant", "content": ""}))
+        for delta in self._deltas(choice, events):
+            chunks.append(self._chunk(event.index, delta, choice))
+        if event.finish:
+            choice.finish = self._finish_reason(choice, event.finish)
+            chunks.append(self._chunk(event.index, {}, choice, choice.finish))
+        return chunks
+
+    def last_chunks(self) -> list[Json]:
+        """What follows all choices: the usage, where it was asked for."""
+        if not self.include_usage:
+            return []
+        last = self._chunk(0, {}) | {"choices": [], "usage": self.tally.usage()}
+        return [last | ({"metrics": self.tally.metrics()} if self.return_speculation else {})]
+
+    def _count(self, choice: Choice, event: TokenEvent) -> None:
+        choice.tokens += len(event.ids)
+        choice.accepted += event.num_accepted
+        if event.logprobs and self.wants_logprobs:
+            rows = shown(event.logprobs, event, self.eos_ids)
+            choice.waiting_logprobs += chat_logprobs(rows, self.tokenizer)
+
+    def _deltas(self, choice: Choice, events: list[Event]) -> Iterator[Json]:
+        for event in events:
+            match event:
+                case Content(text) if text:
+                    choice.content += text
+                    yield {"content": text}
+                case Reasoning(text) if text:
+                    choice.reasoning += text
+                    yield {"reasoning_content": text}
+                case ToolCall(index, call_id, name) if self.parallel or index == 0:
+                    choice.calls[index] = _call(call_id, name)
+                    yield {"tool_calls": [{"index": index} | _call(call_id, name)]}
+                case ToolArguments(index, text) if text and index in choice.calls:
+                    choice.calls[index]["function"]["arguments"] += text
+                    yield {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+    def _chunk(self, index: int, delta: Json, choice: Choice | None = None, finish: str | None = None) -> Json:
+        """'choice' gives along what waits in it."""
+        body: Json = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+        chunk = self._frame("chat.completion.chunk") | {"choices": [body]}
+        if self.include_usage:
+            chunk["usage"] = None
+        if self.return_speculation:
+            chunk |= {"tokens": choice.tokens if choice else 0, "accepted": choice.accepted if choice else 0}
+        if choice:
+            if choice.waiting_logprobs:
+                body["logprobs"] = {"content": choice.waiting_logprobs, "refusal": None}
+            choice.logprobs += choice.waiting_logprobs
+            choice.waiting_logprobs, choice.tokens, choice.accepted = [], 0, 0
+        is_last = finish and self.return_speculation and not self.include_usage and self._all_ended()
+        return chunk | ({"metrics": self.tally.metrics()} if is_last else {})
+
+    def _all_ended(self) -> bool:
+        return sum(choice.finish is not None for choice in self.choices.values()) == self.n
+
+    # ---- as one
+
+    def whole(self) -> Json:
+        answer = self._frame("chat.completion") | {
+            "choices": [self._whole_choice(index, choice) for index, choice in sorted(self.choices.items())],
+            "usage": self.tally.usage(),
+        }
+        return answer | ({"metrics": self.tally.metrics()} if self.return_speculation else {})
+
+    def _whole_choice(self, index: int, choice: Choice) -> Json:
+        calls = [call for _, call in sorted(choice.calls.items())]
+        message: Json = {"role": "assistant", "content": None if calls and not choice.content else choice.content}
+        message["refusal"] = None
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
+        if calls:
+            message["tool_calls"] = calls
+        logprobs = {"content": choice.logprobs, "refusal": None} if self.wants_logprobs else None
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
+
+    def _frame(self, kind: str) -> Json:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _finish_reason(self, choice: Choice, finish: FinishReason) -> str:
+        return "tool_calls" if choice.calls and finish is FinishReason.STOP else finish.value
+
+
+def _call(call_id: str, name: str) -> Json:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
+
+
+def shown(rows: list[TokenLogprob], event: TokenEvent, eos_ids: frozenset[int]) -> list[TokenLogprob]:
+    """Without the end-of-text token, which is no part of the text."""
+    ended = event.finish is FinishReason.STOP and rows and rows[-1].id in eos_ids
+    return rows[:-1] if ended else rows

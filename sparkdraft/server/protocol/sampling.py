@@ -1,0 +1,108 @@
+"""The fields that both endpoints share, and how they become the engine's SamplingParams.
+
+OpenAI's names and defaults, then the extras that vLLM's clients send; null is the same as not sent, and what is not
+known is ignored, because clients send a lot. Ranges that the engine has too are checked by SamplingParams itself, so
+that there is one sentence for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from sparkdraft.core import SamplingParams, UserError
+from sparkdraft.server.limits import MAX_LOGIT_BIAS, MAX_STOP_CHARS, MAX_STOPS
+from sparkdraft.server.protocol.errors import ApiError
+
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+INT64 = 2**63
+
+
+class Fields(BaseModel):
+    """A part of a request: unknown fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+
+class StreamOptions(Fields):
+    include_usage: bool | None = None
+
+
+class SamplingFields(Fields):
+    model: str | None = Field(None, description="a name from /v1/models; left out: the model that is served")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[TokenId, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
+    user: str | None = None
+
+    # vLLM's extras
+    top_k: int | None = Field(None, description="0 and -1: off")
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+
+    # ours
+    speculation: Literal["auto", "off"] | Annotated[int, Field(ge=0, le=1024)] | None = Field(
+        None, description="drafts a step: auto chooses every step, off never drafts, a number is fixed"
+    )
+    return_speculation: bool | None = Field(None, description="adds metrics.speculative_decoding to the answer")
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def num_draft(self) -> int | None:
+        if isinstance(self.speculation, int):
+            return self.speculation
+        return 0 if self.speculation == "off" else None
+
+    def sampling(self, max_tokens: int, **more: Any) -> SamplingParams:
+        """'max_tokens' where the request names none; 'more' is what the endpoint knows."""
+        given: dict[str, Any] = {
+            "max_tokens": max_tokens if self.max_tokens is None else self.max_tokens,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
+            "stop_ids": self.stop_token_ids,
+            "top_k": 0 if self.top_k == -1 else self.top_k,
+            "num_draft": self.num_draft,
+        }
+        for name in SAME_NAME:
+            given[name] = getattr(self, name)
+        return checked_params({name: value for name, value in (given | more).items() if value is not None})
+
+
+SAME_NAME = (
+    "n",
+    "seed",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+)
+
+
+def checked_params(values: Mapping[str, Any]) -> SamplingParams:
+    try:
+        return SamplingParams(**values)
+    except UserError as error:
+        name = str(error).split(" ", 1)[0]
+        raise ApiError(400, f"{error}.", param=name if name in values else None) from None

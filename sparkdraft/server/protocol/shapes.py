@@ -1,0 +1,133 @@
+"""The parts that answers of both endpoints are made of: usage, log-probabilities, and how drafting went.
+
+Small pure functions from the engine's numbers to OpenAI's dictionaries. Putting them into chunks and answers is left to
+chat_answer.py and completion_answer.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from sparkdraft.core import TokenLogprob
+
+Json = dict[str, Any]
+
+
+class TokenBytes(Protocol):
+    """What writing a token down needs of a tokenizer."""
+
+    def token_bytes(self, token: int, skip_special: bool = True) -> bytes: ...
+
+
+def dumps(value: Any) -> bytes:
+    """JSON as it goes out; half a character that a client smuggled in must not break the answer."""
+    return _encoder.encode(value).encode("utf-8", "replace")
+
+
+_encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
+# ---- counts
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one request cost and how drafting went, over all its sequences."""
+
+    num_prompt: int = 0
+    num_cached: int = 0
+    num_output: int = 0
+    speculation: list[Json] = field(default_factory=list)  # one a finished sequence
+
+    def usage(self) -> Json:
+        return {
+            "prompt_tokens": self.num_prompt,
+            "completion_tokens": self.num_output,
+            "total_tokens": self.num_prompt + self.num_output,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached},
+        }
+
+    def metrics(self) -> Json:
+        """vLLM's `metrics` of an answer; null where nothing drafts."""
+        return {"speculative_decoding": merged_speculation(self.speculation)}
+
+
+SUMS = ("num_spec_steps", "num_accepted_draft_tokens", "num_draft_tokens", "draft_ms", "verify_ms")
+LISTS = ("acceptance_histogram", "per_position_drafted", "per_position_accepted")
+
+
+def merged_speculation(records: Sequence[Json]) -> Json | None:
+    """One record of several sequences: counts add up, and the rates follow from them."""
+    if len(records) < 2:
+        return records[0] if records else None
+    total: Json = dict(records[0])
+    total |= {name: sum(r[name] for r in records if name in r) for name in SUMS if name in total}
+    total |= {name: _summed([r[name] for r in records if name in r]) for name in LISTS if name in total}
+    steps, drafted = total["num_spec_steps"], total["num_draft_tokens"]
+    accepted = total["num_accepted_draft_tokens"]
+    total["mean_acceptance_length"] = 1 + accepted / steps if steps else None
+    total["draft_acceptance_rate"] = accepted / drafted if drafted else None
+    depths = {r["num_spec_tokens"] for r in records if r["num_spec_steps"]}
+    total["num_spec_tokens"] = depths.pop() if len(depths) == 1 else None
+    sources: dict[str, list[int]] = {}
+    for record in records:
+        for name, counts in record.get("sources", {}).items():
+            sources[name] = _summed([sources.get(name, []), counts])
+    return total | {"sources": sources}
+
+
+def _summed(lists: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(values[i] for values in lists if i < len(values)) for i in range(max(len(values) for values in lists))]
+
+
+# ---- log-probabilities
+
+
+def chat_logprobs(rows: Sequence[TokenLogprob], tokenizer: TokenBytes) -> list[Json]:
+    return [
+        _chat_token(row.id, row.logprob, tokenizer)
+        | {"top_logprobs": [_chat_token(token, value, tokenizer) for token, value in row.top]}
+        for row in rows
+    ]
+
+
+def _chat_token(token: int, logprob: float, tokenizer: TokenBytes) -> Json:
+    data = tokenizer.token_bytes(token, skip_special=False)
+    return {"token": data.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(data)}
+
+
+def completion_logprobs(
+    rows: Sequence[tuple[int, TokenLogprob | None]], tokenizer: TokenBytes, offset: int = 0
+) -> Json:
+    """Rows are (id, its log-probability; None for a prompt's first). The offset is of the first in the text."""
+    shape: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for token, row in rows:
+        shape["tokens"].append(token_name(token, tokenizer))
+        shape["token_logprobs"].append(None if row is None else finite(row.logprob))
+        shape["top_logprobs"].append(None if row is None else _top(row, tokenizer))
+        shape["text_offset"].append(offset)
+        offset += len(tokenizer.token_bytes(token, skip_special=False).decode("utf-8", "replace"))
+    return shape
+
+
+def _top(row: TokenLogprob, tokenizer: TokenBytes) -> Mapping[str, float]:
+    """The likeliest tokens, and the one that was taken whether it is among them or not."""
+    pairs = [*row.top, (row.id, row.logprob)]
+    return {token_name(token, tokenizer): finite(value) for token, value in pairs}
+
+
+def token_name(token: int, tokenizer: TokenBytes) -> str:
+    """A token's text, or OpenAI's 'bytes:...' where it is half a character."""
+    data = tokenizer.token_bytes(token, skip_special=False)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def finite(logprob: float) -> float:
+    """JSON has no minus infinity: what can not happen has OpenAI's lowest value."""
+    return max(logprob, -9999.0)

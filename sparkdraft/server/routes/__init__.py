@@ -1,0 +1,5 @@
+"""The routes, one small file a group."""
+
+from sparkdraft.server.routes import chat, completions, health, models, page, tokens
+
+ROUTERS = [module.router for module in (chat, completions, models, health, tokens, page)]

@@ -1,0 +1,80 @@
+"""GET /health, /metrics and /v1/status: is it ready, what was counted, and what runs here and why.
+
+/health is for machines and says 503 with the stage until a request would be answered at once. /v1/status is for people:
+the plan in words, each fallback with its reason, and how drafting goes.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, PlainTextResponse
+
+from sparkdraft import __version__
+from sparkdraft.server.service import Service, service_of
+
+router = APIRouter()
+
+
+@router.head("/health", include_in_schema=False)
+@router.get("/health")
+async def health(request: Request) -> JSONResponse:
+    """200 when requests are answered, else 503 with the stage of loading."""
+    service = service_of(request)
+    if service.ready:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse(_state(service), status_code=503, headers={"Retry-After": "2"})
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> PlainTextResponse:
+    """Prometheus' text form; vLLM's names with sparkdraft_ before them."""
+    service = service_of(request)
+    counted, engine = service.metrics, await service.engine_status()
+    counted.ready.set(float(service.ready))
+    counted.restarts.set(service.client.restarts)
+    counted.running.set(engine.get("running", 0))
+    counted.waiting.set(engine.get("waiting", 0))
+    counted.kv_usage.set(_kv_usage(engine))
+    return PlainTextResponse(counted.render(), media_type="text/plain; version=0.0.4")
+
+
+@router.get("/v1/status")
+async def status(request: Request) -> dict[str, Any]:
+    """The resolved plan, every fallback with its reason, and live numbers."""
+    service = service_of(request)
+    info, engine = service.client.info, await service.engine_status()
+    return _state(service) | {
+        "version": __version__,
+        "uptime_s": round(time.time() - service.started, 1),
+        "model": service.name,
+        "names": service.config.names,
+        "restarts": service.client.restarts,
+        "source": info.model if info else service.config.engine.model,
+        "model_type": info.model_type if info else None,
+        "max_model_len": info.max_model_len if info else None,
+        "plan": info.plan if info else None,
+        "plan_facts": info.plan_facts if info else {},
+        "fallbacks": info.fallbacks if info else [],
+        "drafter": info.drafter if info else None,
+        "queue": {"inside": service.gate.num_inside, "capacity": service.gate.capacity},
+        "speculative_decoding": engine.pop("drafting", None),
+        "engine": engine,
+    }
+
+
+def _state(service: Service) -> dict[str, Any]:
+    done, total = service.client.progress
+    return {
+        "status": "ok" if service.ready else service.state,
+        "stage": service.stage,
+        "progress": {"done": done, "total": total},
+        "error": service.client.last_error,
+    }
+
+
+def _kv_usage(engine: dict[str, Any]) -> float:
+    total = engine.get("kv_blocks_total", 0)
+    return 1 - engine["kv_blocks_free"] / total if total else 0.0

@@ -1,0 +1,105 @@
+"""The server as a process: a socket, uvicorn around the application, and an orderly end.
+
+SIGTERM or Ctrl-C drains: /health and new requests get 503, running ones may finish for `drain_seconds`, what is left
+then ends with an error, and the process exits with 0; a second signal does not wait. What is printed meanwhile is the
+command line's matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from sparkdraft.core import UserError
+from sparkdraft.server.config import ServerConfig
+from sparkdraft.server.service import Service
+
+BACKLOG = 2048
+POLL = 0.05
+LAST_WORDS = 2  # seconds for the answers to reach their clients once nothing runs any more
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """Bound here, before anything is loaded, so that a taken port is known at once."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise UserError(
+            f"can not listen on {config.host} port {config.port} ({error.strerror}); choose another with --port"
+        ) from None
+    listener.listen(BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with our own way to stop."""
+
+    def __init__(self, app: FastAPI, config: ServerConfig) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="on",
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=LAST_WORDS,
+                server_header=False,
+            )
+        )
+        self.service: Service = app.state.service
+        self.drain_seconds = config.drain_seconds
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+
+    async def run_on(self, listener: socket.socket, watch: Callable[[Service], AsyncIterator[None]]) -> None:
+        """Serve until a signal. 'watch' runs beside it and may raise UserError, which ends the server."""
+        self._loop = asyncio.get_running_loop()
+        serving = asyncio.create_task(self.serve(sockets=[listener]))
+        watching = asyncio.create_task(_exhaust(watch(self.service)))
+        await asyncio.wait({serving, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if watching.done() and watching.exception():
+            self.should_exit = True
+        await serving
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called by the signal. The first one is not kept by uvicorn, which would raise it again after the end."""
+        if self.service.draining or self._loop is None:
+            self.should_exit = self.force_exit = True
+            return
+        self.service.draining = True
+        self._loop.call_soon_threadsafe(self._begin_drain)
+
+    def _begin_drain(self) -> None:
+        self._draining = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        deadline = asyncio.get_running_loop().time() + self.drain_seconds
+        while self.service.gate.num_inside and asyncio.get_running_loop().time() < deadline and not self.should_exit:
+            await asyncio.sleep(POLL)
+        await self.service.client.stop(0.0)  # whatever still runs gets its error
+        self.should_exit = True
+
+
+async def _exhaust(steps: AsyncIterator[None]) -> None:
+    async for _ in steps:
+        pass

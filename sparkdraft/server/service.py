@@ -1,0 +1,110 @@
+"""What the routes share: the configuration, the engine's client, the counters, and the model's tokenizer and template.
+
+The tokenizer is made as soon as the engine has said what it serves, in a thread and before /health says ready, so that
+the first request does not pay for it. What a route does with these is its own matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+
+from sparkdraft.server.config import ServerConfig
+from sparkdraft.server.engine_client import EngineError, RequestRefused
+from sparkdraft.server.limits import Gate
+from sparkdraft.server.metrics import Metrics
+from sparkdraft.server.prompts import ModelText
+from sparkdraft.server.protocol.errors import ApiError, unavailable
+
+if TYPE_CHECKING:
+    from sparkdraft.server.engine_client import EngineClient
+    from sparkdraft.server.messages import ModelInfo
+
+POLL = 0.05  # seconds between looks at the engine's state
+
+
+class Service:
+    def __init__(self, config: ServerConfig, client: EngineClient) -> None:
+        self.config, self.client = config, client
+        self.metrics = Metrics()
+        self.gate = Gate(config.max_queue)
+        self.started = time.time()
+        self.draining = False
+        self.text: ModelText | None = None  # made by follow()
+
+    # ---- what is served
+
+    @property
+    def name(self) -> str:
+        return self.config.names[0]
+
+    @property
+    def ready(self) -> bool:
+        return self.client.state == "ready" and self.text is not None and not self.draining
+
+    def check_model(self, asked: str | None) -> None:
+        if asked and asked not in self.config.names:
+            served = ", ".join(f"'{name}'" for name in self.config.names)
+            raise ApiError(
+                404, f"The model '{asked}' is not served here; served: {served}.", "model", "model_not_found"
+            )
+
+    def require_ready(self) -> ModelText:
+        if self.ready:
+            assert self.text is not None
+            return self.text
+        if self.state == "draining":
+            raise unavailable("The server is shutting down; send the request elsewhere, or later.", "draining")
+        if self.state == "failed":
+            raise unavailable(f"The engine can not run: {self.client.last_error}.", "engine_failed", 60)
+        done, total = self.client.progress
+        stage = f"{self.stage}, {done} of {total}" if total else self.stage
+        raise unavailable(f"The model is not ready yet ({stage}); try again in a moment.", "not_ready")
+
+    @property
+    def state(self) -> str:
+        if self.draining:
+            return "draining"
+        return "starting" if self.client.state == "ready" and self.text is None else self.client.state
+
+    @property
+    def stage(self) -> str:
+        """Of loading; the tokenizer comes after all that the engine does."""
+        return "tokenizer" if self.client.state == "ready" and self.text is None else self.client.stage
+
+    # ---- the engine's facts
+
+    async def follow(self) -> None:
+        """Forever: make the tokenizer of whatever the engine serves."""
+        info: ModelInfo | None = None
+        while True:
+            if self.client.info is not info:
+                info = self.client.info
+                if info is not None:
+                    self.text = await asyncio.to_thread(ModelText, info)
+                    self.gate.max_seqs = int(info.plan_facts.get("max_seqs") or 1)
+            await asyncio.sleep(POLL)
+
+    async def engine_status(self) -> dict[str, Any]:
+        """The engine's live numbers; empty while there is none to ask, or it is too busy to answer."""
+        try:
+            return await self.client.status()
+        except EngineError:
+            return {}
+
+
+def service_of(request: Request) -> Service:
+    service = request.app.state.service
+    assert isinstance(service, Service)
+    return service
+
+
+def as_api_error(error: EngineError) -> ApiError:
+    """What the engine said, as an answer: a request it will not run is the client's to change."""
+    sentence = error.sentence[:1].upper() + error.sentence[1:].rstrip(".") + "."
+    if isinstance(error, RequestRefused):
+        return ApiError(400, sentence)
+    return unavailable(sentence, "engine_unavailable", 2 if error.retryable else 60)

@@ -1,0 +1,214 @@
+"""From a prepared request to bytes on the wire: one loop that streams chunks or drains them into one answer.
+
+`Reply` is the response of both endpoints. It enters the queue, prepares the prompt off the event loop, submits it, and
+passes each event of the engine to the answer, while a second task waits for the client to go away; then everything is
+cancelled, and leaving the engine's iterator aborts the request. Before the first byte an error is a status; after it,
+an event of the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from sparkdraft.core import FinishReason, SamplingParams
+from sparkdraft.server.engine_client import EngineError
+from sparkdraft.server.messages import TokenEvent
+from sparkdraft.server.protocol.errors import ApiError, unavailable
+from sparkdraft.server.protocol.shapes import Json, Tally, dumps
+from sparkdraft.server.service import Service, as_api_error
+
+SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # a proxy that collects a stream is no use
+]
+DONE = b"data: [DONE]\n\n"
+
+
+class Answer(Protocol):
+    id: str
+    tally: Tally
+
+    def push(self, event: TokenEvent, prompt_index: int = 0) -> list[Json]: ...
+
+    def last_chunks(self) -> list[Json]: ...
+
+    def whole(self) -> Json: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request that is ready to run."""
+
+    answer: Answer
+    prompts: Sequence[list[int]]
+    params: SamplingParams
+
+
+class Reply(Response):
+    """'count' is the number of sequences; 'prepare' makes the job in a thread and may raise ApiError or UserError."""
+
+    def __init__(self, service: Service, stream: bool, count: int, prepare: Callable[[], Job]) -> None:
+        super().__init__()
+        self.service, self.stream, self.count, self.prepare = service, stream, count, prepare
+        self.started = False  # the first byte is out
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.create_task(_gone(receive))
+        work = asyncio.create_task(self._run(send))
+        try:
+            await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            else:
+                self.service.metrics.aborted.add()
+        finally:
+            for task in (gone, work):
+                task.cancel()
+            await asyncio.gather(gone, work, return_exceptions=True)
+
+    async def _run(self, send: Send) -> None:
+        begin, failure = time.monotonic(), None
+        with self.service.gate.enter(self.count):  # left before the last bytes: who has its answer may ask again
+            try:
+                job = await asyncio.to_thread(self.prepare)
+                await self._follow(job, begin, send)
+            except (ApiError, EngineError) as error:
+                failure = as_api_error(error) if isinstance(error, EngineError) else error
+        self.service.gate.took(time.monotonic() - begin)
+        if failure is None:
+            await self._finish(job, send)
+            return
+        if failure.status >= 500:
+            self.service.metrics.failed.add()
+        if not self.started:
+            raise failure
+        await self._end(send, failure.body())
+
+    async def _follow(self, job: Job, begin: float, send: Send) -> None:
+        watch = Watch(self.service, job, begin)
+        async with aclosing(self._events(job)) as events:
+            async for prompt_index, event in events:
+                if event.finish is FinishReason.ABORT:
+                    raise unavailable("The request was ended by the server; send it again.", "aborted")
+                watch.see(prompt_index, event)
+                chunks = job.answer.push(event, prompt_index)
+                if self.stream and chunks:
+                    await self._send(send, chunks)
+        watch.end()
+
+    async def _finish(self, job: Job, send: Send) -> None:
+        if self.stream:
+            await self._end(send, *job.answer.last_chunks())
+        else:
+            body = dumps(job.answer.whole())
+            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+
+    async def _events(self, job: Job) -> AsyncGenerator[tuple[int, TokenEvent], None]:
+        """The events of all prompts, each with the number of its prompt; leaving this aborts them all."""
+        async with AsyncExitStack() as stack:
+            streams = []
+            for i, prompt in enumerate(job.prompts):
+                stream = self.service.client.submit(f"{job.answer.id}-{i}", prompt, job.params)
+                streams.append(await stack.enter_async_context(aclosing(stream)))
+            merging = await stack.enter_async_context(aclosing(merged(streams)))
+            async for pair in merging:
+                yield pair
+
+    async def _send(self, send: Send, chunks: Sequence[Json], last: bytes = b"") -> None:
+        if not self.started:
+            self.started = True
+            await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+        data = b"".join([b"data: " + dumps(chunk) + b"\n\n" for chunk in chunks]) + last
+        await send({"type": "http.response.body", "body": data, "more_body": not last})
+
+    async def _end(self, send: Send, *chunks: Json) -> None:
+        await self._send(send, chunks, last=DONE)
+
+
+class Watch:
+    """Counts one request into its tally and the server's metrics."""
+
+    def __init__(self, service: Service, job: Job, begin: float) -> None:
+        self.metrics, self.job, self.begin = service.metrics, job, begin
+        self.first = 0.0
+        self._seen: set[int] = set()  # prompts that have begun
+
+    def see(self, prompt_index: int, event: TokenEvent) -> None:
+        tally, metrics = self.job.answer.tally, self.metrics
+        if not self.first:
+            self.first = time.monotonic()
+            metrics.first_token.observe(self.first - self.begin)
+        if prompt_index not in self._seen:
+            self._seen.add(prompt_index)
+            num_prompt = len(self.job.prompts[prompt_index])
+            tally.num_prompt += num_prompt
+            tally.num_cached += event.num_cached
+            metrics.prompt_tokens.add(num_prompt)
+            metrics.cached_tokens.add(event.num_cached)
+        tally.num_output += len(event.ids)
+        metrics.generation_tokens.add(len(event.ids))
+        if event.finish:
+            metrics.success.add(label=event.finish.value)
+            if event.speculation:
+                tally.speculation.append(event.speculation)
+                metrics.speculation(event.speculation)
+
+    def end(self) -> None:
+        now, tally = time.monotonic(), self.job.answer.tally
+        self.metrics.latency.observe(now - self.begin)
+        self.metrics.prompt_size.observe(tally.num_prompt)
+        self.metrics.output_size.observe(tally.num_output)
+        alone = len(self.job.prompts) == self.job.params.n == 1
+        if alone and tally.num_output > 1:
+            self.metrics.per_token.observe((now - self.first) / (tally.num_output - 1))
+
+
+async def merged(streams: Sequence[AsyncIterator[TokenEvent]]) -> AsyncGenerator[tuple[int, TokenEvent], None]:
+    """Several streams as one, in the order in which their events come; the first error ends it."""
+    if len(streams) == 1:
+        async for event in streams[0]:
+            yield 0, event
+        return
+    queue: asyncio.Queue[tuple[int, TokenEvent | Exception | None]] = asyncio.Queue()
+
+    async def pump(i: int, stream: AsyncIterator[TokenEvent]) -> None:
+        try:
+            async for event in stream:
+                queue.put_nowait((i, event))
+            queue.put_nowait((i, None))
+        except Exception as error:
+            queue.put_nowait((i, error))
+
+    tasks = [asyncio.create_task(pump(i, stream)) for i, stream in enumerate(streams)]
+    left = len(tasks)
+    try:
+        while left:
+            i, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield i, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    """Returns when the client has hung up."""
+    with suppress(asyncio.CancelledError):
+        while (await receive())["type"] != "http.disconnect":
+            pass

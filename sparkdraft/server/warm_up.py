@@ -1,0 +1,81 @@
+"""Real requests of the shapes that will come, run before the server says that it is ready.
+
+Loading has compiled the kernels and measured a single request (Engine.warm_up); here prompts of several lengths,
+batches, sampling, a grammar and drafts under each run once, so that the first user's request is as fast as the tenth.
+The most usual shapes come first, and a slow machine stops when its time is up.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from sparkdraft.core import GrammarSpec, SamplingParams, UserError
+
+if TYPE_CHECKING:
+    from sparkdraft.engine.engine import Engine
+    from sparkdraft.plan.resolve import Plan
+
+BUDGET = {"cpu": 2.0, "cuda": 30.0}  # seconds: only a GPU has something to compile and to record
+BATCHES = (2, 4, 8, 16)
+SHORT = 40  # tokens of a prompt
+STEPS = 3  # decode steps of a trial
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Some requests at once."""
+
+    num_prompt: int
+    params: SamplingParams
+    seqs: int = 1
+
+
+def trials(plan: Plan, max_depth: int) -> list[Trial]:
+    """By how likely they are to be somebody's first request."""
+    most = STEPS * (1 + max_depth) + 1
+    room = plan.max_model_len - most
+    plain = SamplingParams(max_tokens=most, num_draft=0, ignore_eos=True)
+    drafted = replace(plain, num_draft=max_depth or None)
+    sampled = replace(drafted, temperature=1.0, top_p=0.9, top_k=40, min_p=0.01, seed=0)
+    scored = replace(drafted, logprobs=5, presence_penalty=0.5, repetition_penalty=1.1, logit_bias={0: -1.0})
+    held = replace(drafted, grammar=GrammarSpec("json_object"))
+    found = [Trial(SHORT, params) for params in (plain, drafted, sampled, held, scored)]
+    found.append(Trial(200, drafted))
+    found += [Trial(SHORT, params, seqs) for seqs in BATCHES if seqs <= plan.max_seqs for params in (plain, drafted)]
+    found.append(Trial(plan.max_rows + SHORT, plain))
+    fit = [replace(trial, num_prompt=min(trial.num_prompt, room)) for trial in found]
+    return [trial for trial in fit if trial.num_prompt > 0]
+
+
+def warm_up(engine: Engine, report: Callable[[int, int], None]) -> None:
+    numbers = random.Random(0)
+    todo = trials(engine.plan, engine.drafting.max_depth)
+    deadline = time.monotonic() + BUDGET[engine.plan.device]
+    for done, trial in enumerate(todo):
+        report(done, len(todo))
+        if time.monotonic() > deadline:
+            break
+        run(engine, trial, numbers)
+    engine.drafting.forget_trials()
+
+
+def run(engine: Engine, trial: Trial, numbers: random.Random) -> None:
+    """The prompts and a few steps more; what random text says is of no interest."""
+    names = []
+    for _ in range(trial.seqs):
+        ids = [numbers.randrange(engine.sampler.vocab_size) for _ in range(trial.num_prompt)]
+        try:
+            names.append(engine.add(ids, trial.params))
+        except UserError:
+            assert trial.params.grammar is not None, trial
+            return  # a tokenizer that grammars can not be had with: a request that wants one is told so
+    for _ in range(STEPS - trial.seqs * trial.num_prompt // -engine.plan.max_rows):
+        engine.step()
+    for name in names:
+        engine.abort(name)
+    while engine.has_work:
+        engine.step()

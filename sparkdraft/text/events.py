@@ -1,0 +1,223 @@
+"""What a model's text is made of for a client: content, reasoning and tool calls, found while the text arrives.
+
+A parser of one format is a generator that reads as if the whole text were there and rests wherever it ends so far, so
+that any cut into pieces gives the same events, and nothing is held back that could go. The formats themselves are in
+tools/ and reasoning/, one small file each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call begins; its arguments follow."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolArguments:
+    """A piece of a call's arguments. Joined they are a JSON object, except where the model broke off within a call: it
+    stays unfinished JSON then, as everywhere, so that nobody runs half a call."""
+
+    index: int
+    text: str
+
+
+Event = Content | Reasoning | ToolCall | ToolArguments
+T = TypeVar("T")
+Reading = Generator[None, None, T]  # rests (yields) where it needs more text
+
+
+class Parser(Protocol):
+    def feed(self, text: str) -> list[Event]: ...
+
+    def finish(self) -> list[Event]: ...
+
+
+def joined(events: Sequence[Event]) -> list[Event]:
+    """The same events with neighbours of one kind as one."""
+    out: list[Event] = []
+    for event in events:
+        last = out[-1] if out else None
+        if isinstance(event, ToolArguments) and isinstance(last, ToolArguments) and last.index == event.index:
+            out[-1] = ToolArguments(event.index, last.text + event.text)
+        elif isinstance(event, Content) and isinstance(last, Content):
+            out[-1] = Content(last.text + event.text)
+        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
+            out[-1] = Reasoning(last.text + event.text)
+        else:
+            out.append(event)
+    return out
+
+
+class Reader:
+    """The pen and the eyes of a parser: `read` is written by each format, with the helpers below.
+
+        text:   | read, may be gone back to | not read |  arrives ...
+                0                           at         len
+
+    What was given out or given up is cut off the front, and going back is setting `at` to 0.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0
+        self.space = ""  # the white space that `copy_until` found before its tag, and did not give out
+        self.ended = False  # no text will come
+        self._events: list[Event] = []
+        self._run = self.read()
+
+    def feed(self, text: str) -> list[Event]:
+        assert not self.ended, "feed after finish"
+        self.text += text
+        return self._advance() if text else []
+
+    def finish(self) -> list[Event]:
+        self.ended = True
+        return self._advance()
+
+    def _advance(self) -> list[Event]:
+        next(self._run, None)
+        events, self._events = joined(self._events), []
+        return events
+
+    def read(self) -> Reading[None]:
+        """Reads to the end of the text."""
+        raise NotImplementedError
+
+    def give(self, event: Event) -> None:
+        """An event goes out; what was read to make it cannot be read again."""
+        if not isinstance(event, Content | Reasoning | ToolArguments) or event.text:
+            self._events.append(event)
+        self.cut()
+
+    def cut(self) -> None:
+        self.text, self.at = self.text[self.at :], 0
+
+    def more(self) -> Reading[bool]:
+        """Waits for text; False where none will come."""
+        if self.ended:
+            return False
+        yield
+        return True
+
+    def peek(self) -> Reading[str]:
+        """The next character, "" at the end."""
+        while self.at >= len(self.text):
+            if not (yield from self.more()):
+                return ""
+        return self.text[self.at]
+
+    def skip(self, literal: str) -> Reading[bool]:
+        """Reads this literal if it is what comes next."""
+        while not self.text.startswith(literal, self.at):
+            if not literal.startswith(self.text[self.at :]) or not (yield from self.more()):
+                return False
+        self.at += len(literal)
+        return True
+
+    def skip_space(self, letters: str = " \t\r\n") -> Reading[None]:
+        while (letter := (yield from self.peek())) and letter in letters:
+            self.at += 1
+
+    def find(self, tags: Sequence[str], limit: int = 0) -> Reading[tuple[int, str]]:
+        """Where the first tag to be complete begins, and which it is; (end of text, "") where there is none, or none
+        within the limit. Reads nothing."""
+        longest, seen = max(map(len, tags)), self.at
+        while (found := first_tag(self.text, tags, seen)) is None:
+            seen = max(self.at, len(self.text) - longest + 1)
+            if (limit and seen > self.at + limit) or not (yield from self.more()):
+                return len(self.text), ""
+        return found if not limit or found[0] <= self.at + limit else (len(self.text), "")
+
+    def copy_until(self, tags: Sequence[str], event: Callable[[str], Event], hold_space: bool = True) -> Reading[str]:
+        """Gives out all text before the first of these tags, as early as can be, and reads the tag too; "" where there
+        is none. White space right before the tag is left out and kept in `space`."""
+        while True:
+            self.cut()
+            found = first_tag(self.text, tags, 0)
+            end = found[0] if found else len(self.text) - held(self.text, tags)
+            ready = self.text[:end].rstrip() if hold_space else self.text[:end]
+            self.at = len(ready)
+            self.give(event(ready))
+            if found:
+                self.space = self.text[: end - len(ready)]
+                self.at = len(self.space) + len(found[1])
+                self.cut()
+                return found[1]
+            if not (yield from self.more()):
+                self.at = len(self.text)
+                self.give(event(self.text))
+                return ""
+
+
+def first_tag(text: str, tags: Sequence[str], start: int) -> tuple[int, str] | None:
+    """The tag that is complete first, the longest if several end there: known the moment it is there."""
+    ends = [(at + len(tag), at, tag) for tag in tags if (at := text.find(tag, start)) >= 0]
+    if not ends:
+        return None
+    _, begin, tag = min(ends)
+    return begin, tag
+
+
+def held(text: str, tags: Sequence[str]) -> int:
+    """How long an end of the text may yet become a tag."""
+    longest = max(map(len, tags)) - 1
+    for size in range(min(longest, len(text)), 0, -1):
+        end = text[-size:]
+        if any(tag.startswith(end) for tag in tags):
+            return size
+    return 0
+
+
+class _Chain:
+    """The first parser's content is the second's text."""
+
+    def __init__(self, reasoning: Parser, tools: Parser) -> None:
+        self._reasoning, self._tools = reasoning, tools
+
+    def feed(self, text: str) -> list[Event]:
+        return self._pass(self._reasoning.feed(text))
+
+    def finish(self) -> list[Event]:
+        return joined(self._pass(self._reasoning.finish()) + self._tools.finish())
+
+    def _pass(self, events: list[Event]) -> list[Event]:
+        out: list[Event] = []
+        for event in events:
+            out += self._tools.feed(event.text) if isinstance(event, Content) else [event]
+        return out
+
+
+class _Plain(Reader):
+    def read(self) -> Reading[None]:
+        while True:
+            self.at = len(self.text)
+            self.give(Content(self.text))
+            if not (yield from self.more()):
+                return
+
+
+def chain(reasoning: Parser | None, tools: Parser | None) -> Parser:
+    """One parser of both; of neither, everything is content. A format whose calls and thoughts are the same channels
+    (harmony) reads both with its tools' parser."""
+    if reasoning is None or getattr(tools, "reads_reasoning", False):
+        return tools or _Plain()
+    return reasoning if tools is None else _Chain(reasoning, tools)

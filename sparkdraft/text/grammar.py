@@ -1,0 +1,245 @@
+"""Text that must follow a grammar: which ids may come next, as one bit for each id of the vocabulary.
+
+llguidance parses bytes and knows the bytes of every id; a `Grammar` is compiled once and shared, a `GrammarState` walks
+it along one request's output. A state can look ahead along drafts and comes back from there, so each drafted row has
+the mask that plain decoding would have had in its place. Applying masks to logits is the sampler's work.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparkdraft.core import GrammarSpec, UserError
+from sparkdraft.text.tokenizer import Vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+MAX_BYTES = 64 * 1024  # of a schema or a grammar as text
+# Between two pieces of JSON: nothing, a space, or a new line and its indentation; a model that likes blanks better
+# than what comes next would otherwise write them for ever. For a schema inside Lark: {"x-guidance": JSON_OPTIONS, ...}.
+JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"( |\n {0,16})"}
+MAX_LEXER_STATES = 50_000  # each takes one or two kilobytes
+NUM_CACHED = 64
+NUM_STARTS, NUM_STEPS = 32, 4  # how widely and how far a new grammar is tried out
+DEEP_STACK = 256 << 20  # the compiler recurses along a schema's references: 64 KB of them overflow a usual stack
+NAMES = {"json_object": "JSON", "json_schema": "the JSON schema", "regex": "the regex", "lark": "the grammar"}
+
+Mask = NDArray[np.uint8]
+Result = TypeVar("Result")
+
+
+class GrammarCompiler:
+    """Thread-safe. What llguidance must know of the vocabulary takes some 0.3 s, when the first grammar comes."""
+
+    def __init__(self, tokenizer: Vocabulary, vocab_size: int) -> None:
+        """vocab_size: the columns of the model's logits, often more than the tokenizer has ids."""
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._known: LLTokenizer | None = None
+        self._lock = threading.Lock()
+        self._compiled = lru_cache(NUM_CACHED)(self._compile)
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        return self._compiled(spec)
+
+    def _compile(self, spec: GrammarSpec) -> Grammar:
+        _check_text(spec)
+        known, text = self._vocabulary(), _source(spec)
+        return on_a_deep_stack(lambda: Grammar(_matcher(known, text, NAMES[spec.kind]), self._vocab_size))
+
+    def _vocabulary(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        raw, ends = getattr(self._tokenizer, "raw", None), sorted(self._tokenizer.eos_ids)
+        if raw is None or not ends:
+            missing = "an end-of-text id" if raw is not None else "a tokenizer.json"
+            raise UserError(f"grammars need {missing}, which this model's tokenizer lacks; leave the grammar out")
+        with self._lock:
+            if self._known is None:
+                try:
+                    num = max(self._vocab_size, raw.get_vocab_size(with_added_tokens=True))
+                    self._known = LLTokenizer(raw.to_str(), n_vocab=num, eos_token=ends)
+                except ValueError as error:
+                    reason = _reason(str(error))
+                    raise UserError(f"grammars do not know this tokenizer ({reason}); leave the grammar out") from None
+            return self._known
+
+
+class Grammar:
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher = matcher  # in its first state for ever: states begin as copies of it
+        self._num_bytes = -(-vocab_size // 8)
+
+    def start(self) -> GrammarState:
+        return GrammarState(self._matcher, self._num_bytes)
+
+
+class GrammarState:
+    """Where one request stands in its grammar. Not thread-safe; the ids it was given are kept to come back to."""
+
+    def __init__(self, first: LLMatcher, num_bytes: int) -> None:
+        self._first, self._num_bytes = first, num_bytes
+        self._matcher = first.deep_copy()
+        self._ids: list[int] = []
+        self.failed = False  # an id that the grammar refuses, or a text past the parser's limits
+
+    def masks(self, drafts: Sequence[int] = ()) -> Mask:  # [1 + k, bytes], id i is bit i % 8 of byte i // 8
+        """What may follow the text, and the text with each of the k drafts that the grammar accepts one by one.
+
+        A text that is complete, or that can not go on, may only be followed by the end.
+        """
+        masks = np.zeros((1 + len(drafts), self._num_bytes), np.uint8)
+        self._fill(masks[0])
+        count = 0
+        for token in drafts:
+            if self._matcher.try_consume_tokens([token]) != 1:
+                break
+            count += 1
+            self._fill(masks[count])
+        self._return(count)
+        return masks[: count + 1]
+
+    def num_valid(self, drafts: Sequence[int]) -> int:
+        """How many of the drafts the grammar accepts, up to the first that breaks it."""
+        count = self._matcher.validate_tokens(list(drafts))
+        self._return(0)
+        return count
+
+    def advance(self, ids: Sequence[int]) -> None:
+        """Ids were committed. Past the end of the grammar only the end is taken, and nothing changes."""
+        self._ids += ids
+        finished = self.finished
+        taken = self._matcher.try_consume_tokens(list(ids))
+        self.failed |= self._matcher.is_error() or (taken < len(ids) and not finished)
+
+    @property
+    def finished(self) -> bool:
+        """Nothing but the end may follow."""
+        return self.failed or self._matcher.is_stopped()
+
+    def _fill(self, mask: Mask) -> None:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)[: len(mask)]
+        mask[: len(bits)] = bits
+
+    def _return(self, num_ahead: int) -> None:
+        """Back to the committed text. A matcher that met a limit ahead stays so for ever: then from the beginning."""
+        if not self._matcher.is_error():
+            self._matcher.rollback(num_ahead)
+        elif not self.failed:
+            self._matcher = self._first.deep_copy()
+            self._matcher.try_consume_tokens(self._ids)
+
+
+def _check_text(spec: GrammarSpec) -> None:
+    try:
+        size = len(spec.text.encode())
+    except UnicodeEncodeError:
+        raise UserError(f"{NAMES[spec.kind]} is not valid Unicode; send it without lone surrogates") from None
+    if size > MAX_BYTES:
+        raise UserError(f"{NAMES[spec.kind]} has {size:,} bytes and {MAX_BYTES:,} are allowed; shorten it")
+
+
+def _source(spec: GrammarSpec) -> str:
+    """The grammar in llguidance's own form. What is wrong in it is found when it is compiled."""
+    from llguidance import LLMatcher
+
+    if spec.kind == "regex":
+        return LLMatcher.grammar_from_regex(spec.text)
+    if spec.kind == "lark":
+        return LLMatcher.grammar_from_lark(spec.text)
+    schema = {"type": "object"} if spec.kind == "json_object" else _read_schema(spec.text)
+    # What the text promises is kept: a schema can not ask for less ("x-guidance") than it says.
+    options: JsonCompileOptions = {**JSON_OPTIONS, "lenient": False, "coerce_one_of": False}
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+
+
+def _read_schema(text: str) -> dict[str, object]:
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"the JSON schema is not JSON ({error}); send a valid one") from None
+    except RecursionError:
+        raise UserError("the JSON schema is nested too deeply; 100 levels are allowed") from None
+    if not isinstance(schema, dict):
+        raise UserError("the JSON schema is not a JSON object; send one, such as {} for any value")
+    return schema
+
+
+def _matcher(known: LLTokenizer, text: str, name: str) -> LLMatcher:
+    from llguidance import LLMatcher
+
+    limits = _limits()
+    matcher = LLMatcher(known, text, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise UserError(f"{name} can not be used: {_reason(matcher.get_error())}; change that part of it")
+    problem = _try_out(matcher.deep_copy())
+    if problem:
+        raise UserError(f"{name} is too complex: {_reason(problem)}; make it smaller")
+    return matcher
+
+
+def _try_out(matcher: LLMatcher) -> str:
+    """Walk a little way from each of the first ids: the limits that a grammar breaks are mostly broken there."""
+    for first in _allowed(matcher)[:NUM_STARTS]:
+        tried, token = matcher.deep_copy(), first
+        for _ in range(NUM_STEPS):
+            if tried.is_stopped() or tried.try_consume_tokens([token]) != 1:
+                break
+            token = _allowed(tried)[0]
+        if tried.is_error():
+            return tried.get_error()
+    return matcher.get_error()
+
+
+def _allowed(matcher: LLMatcher) -> list[int]:
+    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    return np.unpackbits(bits, bitorder="little").nonzero()[0].tolist()
+
+
+def _limits() -> LLParserLimits:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+
+
+def _reason(message: str) -> str:
+    """The telling line of an error of several: a regex's comes after a picture of it."""
+    lines = [line.strip() for line in message.strip().splitlines()] or ["unknown reason"]
+    told = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+    told = told.replace(". Enable 'coerce_one_of' option to approximate oneOf with anyOf", ", use anyOf")
+    return told[:200].rstrip(" .:")
+
+
+def on_a_deep_stack(work: Callable[[], Result]) -> Result:
+    """Run in a thread of its own, since a thread's stack can be chosen; only what is touched of it takes memory."""
+    done: list[Result] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="grammar")
+    with _stack_lock:
+        usual = threading.stack_size(DEEP_STACK)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    thread.join()
+    if raised:
+        raise raised[0]
+    return done[0]
+
+
+_stack_lock = threading.Lock()

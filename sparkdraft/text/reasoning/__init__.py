@@ -1,0 +1,41 @@
+"""Which part of a model's text is thinking, in each family's own marks, and which marks a model uses.
+
+A format makes the parser for one answer, knowing from the prompt whether the template has opened the thoughts already.
+Where the answer is held to a grammar, thinking must stay free before it, and the format says how.
+"""
+
+from __future__ import annotations
+
+import re
+
+from sparkdraft.core import GrammarSpec
+from sparkdraft.text.events import chain
+from sparkdraft.text.reasoning.base import ReasoningFormat
+from sparkdraft.text.reasoning.gemma4 import Gemma4Thoughts
+from sparkdraft.text.reasoning.harmony import HarmonyAnalysis
+from sparkdraft.text.reasoning.think import Think
+
+__all__ = ["ReasoningFormat", "after_thinking", "chain", "reasoning_format"]
+
+
+def reasoning_format(model_type: str, chat_template: str | None) -> ReasoningFormat | None:
+    """None for a model that does not think."""
+    template = chat_template or ""
+    if model_type == "gpt_oss" or ("<|channel|>" in template and "<|message|>" in template):
+        return HarmonyAnalysis(template)
+    if "<|channel>" in template:
+        return Gemma4Thoughts(template)
+    return Think(template) if "</think>" in template or "<think>" in template else None
+
+
+def after_thinking(spec: GrammarSpec, form: ReasoningFormat | None, prompt: str) -> GrammarSpec:
+    """The same grammar for the answer, with thinking left free before it. A Lark grammar is its own master."""
+    rules = form.answer_grammar(prompt) if form else ""
+    answer = {
+        "json_object": '%json {"type": "object"}',
+        "json_schema": "%json " + spec.text,
+        "regex": "/" + re.sub(r"(?<!\\)/", r"\\/", spec.text) + "/",
+    }.get(spec.kind)
+    if not rules or answer is None:
+        return spec
+    return GrammarSpec("lark", f"{rules}\nanswer: {answer}\n")

@@ -1,0 +1,44 @@
+"""What a reasoning format is: a parser for one answer, and the Lark of the thoughts that may come before it.
+
+Called with the prompt it makes the parser; the end of the prompt shows whether the template has opened the thoughts
+(an answer that begins within them) or closed them (no thinking this time).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from sparkdraft.text.events import Parser
+
+
+class ReasoningFormat:
+    name: ClassVar[str]
+    keep_special: ClassVar[bool] = False  # the parser needs to see special tokens
+    opening: ClassVar[str]
+    closing: ClassVar[str]
+
+    def __init__(self, template: str = "") -> None:
+        self._template = template
+
+    def __call__(self, prompt: str | None = None) -> Parser:
+        """The parser of the answer to a rendered prompt."""
+        raise NotImplementedError
+
+    def is_open(self, prompt: str | None) -> bool:
+        """Whether the answer begins within the thoughts. Without the prompt, what the template does last by itself."""
+        if prompt is not None:
+            return prompt.rstrip().endswith(self.opening)
+        _, _, end = self._template.rpartition("add_generation_prompt")
+        return end.rfind(self.opening) > end.rfind(self.closing)
+
+    def is_closed(self, prompt: str | None) -> bool:
+        return prompt is not None and prompt.rstrip().endswith(self.closing)
+
+    def grammar(self, prompt: str | None = None) -> str:
+        """Lark with a rule `thinking` for what comes before calls; "" where nothing does."""
+        raise NotImplementedError
+
+    def answer_grammar(self, prompt: str | None = None) -> str:
+        """Lark with a rule `start` that thinks and then is a rule `answer`, which is left to be written."""
+        thinking = self.grammar(prompt)
+        return f"start: thinking answer\n{thinking}" if thinking else ""

@@ -1,0 +1,27 @@
+"""gpt-oss' thoughts are the messages of its analysis channel, so the parser of its messages finds them.
+
+tools/harmony.py reads channels and calls alike; without tools it is the same parser with none. Here is only what a
+grammar needs: an analysis message before, and the final channel's header before an answer.
+"""
+
+from __future__ import annotations
+
+from sparkdraft.text.events import Parser
+from sparkdraft.text.reasoning.base import ReasoningFormat
+from sparkdraft.text.tools.harmony import CHANNEL, MESSAGE, START, HarmonyParser
+
+
+class HarmonyAnalysis(ReasoningFormat):
+    name = "harmony"
+    keep_special = True
+    opening, closing = f"{CHANNEL}analysis{MESSAGE}", "<|end|>"
+
+    def __call__(self, prompt: str | None = None) -> Parser:
+        return HarmonyParser([])
+
+    def grammar(self, prompt: str | None = None) -> str:
+        analysis = f'{CHANNEL} "analysis" {MESSAGE} THOUGHT <|end|> {START} "assistant"'
+        return f"thinking: ({analysis})?\nTHOUGHT: /(?s:.*)/"
+
+    def answer_grammar(self, prompt: str | None = None) -> str:
+        return f'start: thinking {CHANNEL} "final" {MESSAGE} answer\n{self.grammar(prompt)}'

@@ -1,0 +1,104 @@
+"""What a tool format is: how calls are read, how they are forced, and who tells the model about its tools.
+
+The grammar of a forced call has the same frame in every format (thoughts if there are any, then one call or some), and
+a format fills in one call. Compiling and following the grammar is text/grammar.py's work.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from sparkdraft.core import GrammarSpec
+from sparkdraft.text.events import Parser
+from sparkdraft.text.tools.schemas import MOST_LETTERS, Function, functions
+
+MOST_CALLS = 16  # a small model under a grammar that lets it go on does not stop by itself
+
+Tools = Sequence[dict[str, Any]]
+Messages = Sequence[Mapping[str, Any]]
+
+
+class ToolFormat:
+    name: ClassVar[str]
+    keep_special: ClassVar[bool] = False  # the parser needs to see special tokens
+    separator: ClassVar[str] = ""  # Lark of what stands between two calls
+
+    def parser(self, tools: Tools) -> Parser:
+        raise NotImplementedError
+
+    def constraint(self, tools: Tools, choice: str, parallel: bool, thinking: str = "") -> GrammarSpec | None:
+        """The grammar that holds a choice: "required" is one call or more (just one if not 'parallel'), a name is
+        exactly one call of that function. 'thinking' is what may come before, a Lark rule of that name from
+        ReasoningFormat.grammar. None where no function fits."""
+        chosen = [function for function in functions(tools) if choice in ("required", function.name)]
+        if not chosen:
+            return None
+        others = f"({self.separator} call){{0,{MOST_CALLS - 1}}}" if parallel and choice == "required" else ""
+        text = self._grammar(chosen, others, thinking)
+        if len(text) > MOST_LETTERS:
+            text = self._grammar([function.loosened() for function in chosen], others, thinking)
+        return GrammarSpec("lark", text)
+
+    def _grammar(self, chosen: list[Function], others: str, thinking: str) -> str:
+        rules = [
+            f"start: {'thinking ' if thinking else ''}call {others}".rstrip(),
+            "call: " + " | ".join(f"call_{i}" for i in range(len(chosen))),
+            *(self.call_rules(f"call_{i}", function) for i, function in enumerate(chosen)),
+            self.common_rules(),
+        ]
+        return "\n".join([*rules, thinking]).rstrip() + "\n"
+
+    def call_rules(self, rule: str, function: Function) -> str:
+        """Lark rules, of which this one is a call of this function."""
+        raise NotImplementedError
+
+    def common_rules(self) -> str:
+        return ""
+
+    def instructions(self, tools: Tools, choice: str) -> str | None:
+        """Text for the system prompt; None where the chat template itself tells of the tools."""
+        return None
+
+    def history(self, messages: Messages) -> list[dict[str, Any]]:
+        """Earlier messages as the chat template wants them: clients send arguments as text, templates walk them."""
+        return [with_objects(message) for message in messages]
+
+
+def lark(text: str) -> str:
+    """A string in a Lark grammar."""
+    return json.dumps(text)
+
+
+def calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    calls = message.get("tool_calls")
+    return [call for call in calls if isinstance(call, dict)] if isinstance(calls, list | tuple) else []
+
+
+def function_of(call: Mapping[str, Any]) -> dict[str, Any]:
+    """The function of a call in a message, its arguments as an object. A call that broke off comes back from clients as
+    half an object, which is shown to the model as text under a key: templates fail on anything else."""
+    function = call.get("function", call)
+    function = dict(function) if isinstance(function, Mapping) else {}
+    arguments = value = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            value = json.loads(arguments)
+        except (ValueError, RecursionError):
+            value = None
+    function["arguments"] = value if isinstance(value, dict) else {"arguments": arguments}
+    return function
+
+
+def with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
+    if not (calls := calls_of(message)):
+        return dict(message)
+    return {**message, "tool_calls": [{**call, "function": function_of(call)} for call in calls]}
+
+
+def content_text(content: Any) -> str:
+    """A message's content as text: a string, or a list of parts of which the text counts."""
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return "" if content is None else str(content)

@@ -1,0 +1,143 @@
+"""What the parsers of all tool formats share: beginning a call, streaming its arguments, reading JSON.
+
+A call begins only when it is sure to be one; until then its text is kept, and what turns out to be none is content.
+Which marks stand around a call is each format's own knowledge.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from sparkdraft.text.events import Reader, Reading, ToolArguments, ToolCall
+from sparkdraft.text.tools.json_scanner import JsonScanner
+from sparkdraft.text.tools.schemas import functions
+
+ARGUMENTS = ("arguments", "parameters")  # Llama's models were taught the second
+
+
+def quoted(text: str) -> str:
+    """A JSON string. Lone surrogates, which no encoding takes, are escaped."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(text)
+    return json.dumps(text, ensure_ascii=False)
+
+
+class CallReader(Reader):
+    def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
+        self.functions = {function.name: function for function in functions(tools)}
+        self.index = -1  # of the call that was begun last
+        self.complete = True  # whether its arguments came to their end
+        super().__init__()
+
+    def begin(self, name: str) -> None:
+        self.index += 1
+        self.give(ToolCall(self.index, "call_" + secrets.token_hex(12), name))
+
+    def write(self, text: str) -> None:
+        """A piece of the arguments of the call that was begun last."""
+        self.give(ToolArguments(self.index, text))
+
+    def stream_object(self) -> Reading[bool]:
+        """Gives out the JSON object that comes next as the arguments; False where it breaks off."""
+        scanner = JsonScanner()
+        while True:
+            self.at, piece = scanner.push(self.text, self.at)
+            self.write(piece)
+            if scanner.done:
+                return True
+            if scanner.broken:
+                return False
+            if not (yield from self.more()):
+                self.write(scanner.rest())
+                return False
+
+    def whole_object(self, inside: bool = False) -> Reading[dict[str, Any] | None]:
+        """Reads the JSON object that comes next, without giving anything out."""
+        scanner, out = JsonScanner(inside), ""
+        while not scanner.done:
+            self.at, piece = scanner.push(self.text, self.at)
+            out += piece
+            if scanner.broken or (not scanner.done and not (yield from self.more())):
+                return None
+        return {} if inside else dict(json.loads(out))
+
+    def string(self) -> Reading[str | None]:
+        """Reads the JSON string that comes next."""
+        if not (yield from self.skip('"')):
+            return None
+        start, escaped = self.at, False
+        while escaped or (yield from self.peek()) != '"':
+            if not (letter := (yield from self.peek())):
+                return None
+            escaped = letter == "\\" and not escaped
+            self.at += 1
+        self.at += 1
+        try:
+            return str(json.loads('"' + self.text[start : self.at], strict=False))
+        except ValueError:
+            return None
+
+    def head(self) -> Reading[str | None]:
+        """Reads `{"name": "x", "arguments": ` up to the brace of the arguments, and says x; None for any other form."""
+        if not (yield from self.skip("{")) or not (yield from self._key(("name",))):
+            return None
+        name = yield from self.string()
+        yield from self.skip_space()
+        if not name or not (yield from self.skip(",")) or not (yield from self._key(ARGUMENTS)):
+            return None
+        return name if (yield from self.peek()) == "{" else None
+
+    def _key(self, names: Sequence[str]) -> Reading[bool]:
+        yield from self.skip_space()
+        if (yield from self.string()) not in names:
+            return False
+        yield from self.skip_space()
+        if not (yield from self.skip(":")):
+            return False
+        yield from self.skip_space()
+        return True
+
+    def json_call(self) -> Reading[bool]:
+        """A call as one JSON object. Its arguments stream in the usual order of its keys and come at once in any other;
+        False where there is no call, with all of it still to be read."""
+        start = self.at
+        name = yield from self.head()
+        if name is None:
+            self.at = start
+            call = call_of((yield from self.whole_object()))
+            if call is not None:
+                self.begin(call[0])
+                self.complete = True
+                self.write(json.dumps(call[1], ensure_ascii=False))
+            return call is not None
+        self.begin(name)
+        self.complete = yield from self.stream_object()
+        if self.complete:
+            yield from self._rest_of_object()
+        return True
+
+    def _rest_of_object(self) -> Reading[None]:
+        """Other members after the arguments are of no use; a brace that is missing is not missed."""
+        yield from self.skip_space()
+        ended = yield from self.skip("}")
+        if not ended and (yield from self.peek()) == "," and (yield from self.whole_object(inside=True)) is None:
+            self.at = 0
+        self.cut()
+
+
+def call_of(value: dict[str, Any] | None) -> tuple[str, dict[str, Any]] | None:
+    """Name and arguments of an object that is a call. Some models write the arguments as a string of JSON."""
+    if value is None or not isinstance(name := value.get("name"), str) or not name:
+        return None
+    arguments: Any = next((value[key] for key in ARGUMENTS if key in value), {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            return None
+    return (name, arguments) if isinstance(arguments, dict) else None

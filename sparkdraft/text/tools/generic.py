@@ -1,0 +1,141 @@
+"""Calls for a model whose template knows no tools: the system prompt describes them, the format is hermes' tags.
+
+    <tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>
+
+Small models forget the tags, so a bare object with exactly a known name and arguments is a call too, where an answer
+could begin. Earlier calls and their results become plain messages, because the template has no words for them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from sparkdraft.text.events import Parser, Reading
+from sparkdraft.text.tools.base import Messages, ToolFormat, Tools, calls_of, content_text, function_of, lark
+from sparkdraft.text.tools.calls import ARGUMENTS, call_of
+from sparkdraft.text.tools.hermes import CLOSE, OPEN, HermesParser
+from sparkdraft.text.tools.schemas import Function, functions, json_rule
+
+
+class GenericParser(HermesParser):
+    def read(self) -> Reading[None]:
+        while (yield from self._bare_call()):
+            pass
+        yield from super().read()
+
+    def end_of_call(self) -> Reading[None]:
+        yield from super().end_of_call()
+        while (yield from self._bare_call()):
+            pass
+
+    def _bare_call(self) -> Reading[bool]:
+        """An object is let go as soon as it cannot be a call, and is one when it is whole."""
+        yield from self.skip_space()
+        start = self.at
+        if not (yield from self.skip("{")) or not (yield from self._may_be_call()):
+            self.at = 0
+            return False
+        self.at = start
+        value = yield from self.whole_object()
+        call = call_of(value)
+        if value is None or call is None or call[0] not in self.functions or set(value) - {"name", *ARGUMENTS}:
+            self.at = 0
+            return False
+        self.begin(call[0])
+        self.write(json.dumps(call[1], ensure_ascii=False))
+        yield from self.skip_space()
+        self.cut()
+        return True
+
+    def _may_be_call(self) -> Reading[bool]:
+        yield from self.skip_space()
+        key = yield from self.string()
+        yield from self.skip_space()
+        if not (yield from self.skip(":")):
+            return False
+        yield from self.skip_space()
+        return key in ARGUMENTS or (key == "name" and (yield from self.string()) in self.functions)
+
+
+class Generic(ToolFormat):
+    name = "generic"
+    separator = '"\\n"'
+
+    def parser(self, tools: Tools) -> Parser:
+        return GenericParser(tools)
+
+    def call_rules(self, rule: str, function: Function) -> str:
+        head = lark(f'{OPEN}{{"name": {lark(function.name)}, "arguments": ')
+        tail = lark("}" + CLOSE)
+        return f"{rule}: {head} {rule}_arguments {tail}\n{rule}_arguments: {json_rule(function.schema)}"
+
+    def instructions(self, tools: Tools, choice: str) -> str | None:
+        known = functions(tools)
+        if not known or choice == "none":
+            return None
+        lines = "\n".join(map(_described, known))
+        when = {
+            "auto": "If a function helps with the request, answer with only a call, else answer in plain text.",
+            "required": "Answer with only a call.",
+        }.get(choice, f"Answer with only a call of {choice}.")
+        return (
+            f"You can call these functions (name, purpose, JSON schema of the arguments):\n{lines}\n"
+            f"A call is written like this:\n{_call_text(known[0].name, _example(known[0]))}\n"
+            f"{when} Write one line like this for each call; results come back in <tool_response> tags."
+        )
+
+    def history(self, messages: Messages) -> list[dict[str, Any]]:
+        out: list[dict[str, Any]] = []
+        for message in messages:
+            if calls := calls_of(message):
+                lines = [content_text(message.get("content"))]
+                for call in calls:
+                    function = function_of(call)
+                    lines.append(_call_text(str(function.get("name", "")), function.get("arguments", {})))
+                out.append({"role": "assistant", "content": "\n".join(line for line in lines if line)})
+            elif message.get("role") in ("tool", "function"):
+                _append_result(out, message)
+            else:
+                out.append(dict(message))
+        return out
+
+
+def _append_result(out: list[dict[str, Any]], message: Mapping[str, Any]) -> None:
+    """Results of several calls are one message: templates want the roles in turn."""
+    text = f"<tool_response>\n{content_text(message.get('content'))}\n</tool_response>"
+    if out and out[-1].get("role") == "user" and str(out[-1].get("content")).endswith("</tool_response>"):
+        out[-1]["content"] += "\n" + text
+    else:
+        out.append({"role": "user", "content": text})
+
+
+def _described(function: Function) -> str:
+    purpose = " ".join(function.description.split())
+    return f"- {function.name}: {purpose + ' ' if purpose else ''}{json.dumps(function.schema, ensure_ascii=False)}"
+
+
+def _call_text(name: str, arguments: Any) -> str:
+    return f"{OPEN}{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}{CLOSE}"
+
+
+def _example(function: Function) -> dict[str, Any]:
+    """Arguments of the right form with dots for text: small models copy examples more than they read schemas."""
+    properties = function.schema.get("properties")
+    if not isinstance(properties, dict):
+        return {}
+    required = function.schema.get("required")
+    names = [key for key in properties if key in required] if isinstance(required, list) else list(properties)
+    return {key: _example_value(function.property(key)) for key in names}
+
+
+def _example_value(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return "..."
+    choices = schema.get("enum")
+    if isinstance(choices, list) and choices:
+        return choices[0]
+    kinds: dict[Any, Any] = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}, "null": None}
+    kind = schema.get("type")
+    return kinds.get(kind, "...") if isinstance(kind, str) else "..."

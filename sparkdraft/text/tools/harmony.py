@@ -1,0 +1,110 @@
+"""gpt-oss' harmony: the text is messages, and the channel and the recipient in a message's header say what it is.
+
+    <|channel|>analysis<|message|>The user wants ...<|end|><|start|>assistant
+    <|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
+
+The prompt ends with "<|start|>assistant", so the first header goes on from there. The recipient is what makes a call:
+it may stand before or after the channel, and in the analysis channel too. Analysis is reasoning, all else is content.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from sparkdraft.core import GrammarSpec
+from sparkdraft.text.events import Content, Event, Parser, Reading, Reasoning
+from sparkdraft.text.tools.base import Messages, ToolFormat, Tools, lark
+from sparkdraft.text.tools.calls import CallReader
+from sparkdraft.text.tools.schemas import Function, json_rule
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+ENDS = ("<|end|>", "<|return|>", "<|call|>")
+LONGEST_HEADER = 512
+RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+class HarmonyParser(CallReader):
+    reads_reasoning: ClassVar[bool] = True
+
+    def read(self) -> Reading[None]:
+        yield from self.skip_space()
+        first = (yield from self.peek()) == "t" and (yield from self.skip("to="))
+        self.at = 0
+        tag = "" if first else (yield from self.copy_until((START, CHANNEL, *ENDS), Content, hold_space=False))
+        while tag or first:
+            first = False
+            if tag in ENDS:
+                tag = yield from self.copy_until((START, CHANNEL, *ENDS), Content, hold_space=False)
+            else:
+                tag = yield from self._message(tag)
+
+    def _message(self, tag: str) -> Reading[str]:
+        """One message whose header began with this tag; the tag that ends it, "" at the end of the text."""
+        end, mark = yield from self.find((MESSAGE, START, *ENDS), LONGEST_HEADER)
+        if mark != MESSAGE:
+            self.give(Content(tag))
+            return (yield from self._copy(Content))
+        header, self.at = tag + self.text[:end], end + len(MESSAGE)
+        found, channel = RECIPIENT.search(header), CHANNEL_NAME.search(header)
+        name = self._function(found.group(1)) if found else None
+        if name is not None:
+            yield from self.skip_space()
+            letter = yield from self.peek()
+            if letter in ("", "{") or (letter == "<" and (yield from self._at_mark())):
+                return (yield from self._call(name, letter))
+            self.at = 0
+            self.give(Content(tag))
+            return (yield from self._copy(Content))
+        self.cut()
+        return (yield from self._copy(Reasoning if channel and channel.group(1) == "analysis" else Content))
+
+    def _function(self, recipient: str) -> str | None:
+        if recipient.startswith("functions."):
+            return recipient.removeprefix("functions.") or None
+        return recipient if recipient in self.functions else None
+
+    def _at_mark(self) -> Reading[bool]:
+        """Whether the message ends here, without a text."""
+        found = yield from self.skip("<|")
+        self.at -= 2 if found else 0
+        return found
+
+    def _call(self, name: str, letter: str) -> Reading[str]:
+        self.begin(name)
+        if letter == "{":
+            if (yield from self.stream_object()):
+                yield from self.skip_space()
+                self.cut()
+        elif letter:
+            self.write("{}")  # a message without a text: no arguments
+        return (yield from self._copy(Content))
+
+    def _copy(self, event: Callable[[str], Event]) -> Reading[str]:
+        return (yield from self.copy_until((*ENDS, START, CHANNEL), event, hold_space=False))
+
+
+class Harmony(ToolFormat):
+    name = "harmony"
+    keep_special = True
+
+    def parser(self, tools: Tools) -> Parser:
+        return HarmonyParser(tools)
+
+    def constraint(self, tools: Tools, choice: str, parallel: bool, thinking: str = "") -> GrammarSpec | None:
+        # The end of a call is the end of the text for these models, so there is one at a time.
+        return super().constraint(tools, choice, False, thinking)
+
+    def history(self, messages: Messages) -> list[dict[str, Any]]:
+        """The template calls reasoning 'thinking', and takes it with a call only where there is no other content."""
+        out = super().history(messages)
+        for message in out:
+            if message.get("reasoning_content") and not (message.get("tool_calls") and message.get("content")):
+                message.setdefault("thinking", message["reasoning_content"])
+        return out
+
+    def call_rules(self, rule: str, function: Function) -> str:
+        head = f'{CHANNEL} {lark(f"commentary to=functions.{function.name} ")} <|constrain|> "json" {MESSAGE}'
+        return f"{rule}: {head} {rule}_arguments\n{rule}_arguments: {json_rule(function.schema)}"

@@ -1,0 +1,64 @@
+"""Calls as JSON in tags, as Hermes, Qwen2.5 and Qwen3 write them.
+
+    <tool_call>
+    {"name": "get_weather", "arguments": {"city": "Paris"}}
+    </tool_call>
+
+The name and the arguments are read as they come. White space around calls is no content; a tag without a call is.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from sparkdraft.text.events import Content, Parser, Reading
+from sparkdraft.text.tools.base import ToolFormat, Tools, lark
+from sparkdraft.text.tools.calls import CallReader
+from sparkdraft.text.tools.schemas import Function, json_rule
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class HermesParser(CallReader):
+    opens: ClassVar[tuple[str, ...]] = (OPEN,)
+
+    def read(self) -> Reading[None]:
+        while True:
+            # After a call that broke off, its closing tag belongs to it still.
+            tags = self.opens if self.complete else (*self.opens, CLOSE)
+            tag = yield from self.copy_until(tags, Content)
+            if not tag:
+                return
+            before = self.space + tag
+            if tag == CLOSE:
+                self.complete = True
+            elif not (yield from self.call(tag)):
+                self.at = 0
+                self.give(Content(before))
+            elif self.complete:
+                yield from self.end_of_call()
+
+    def call(self, tag: str) -> Reading[bool]:
+        """What follows an opening tag; False, with nothing given out, where it is no call."""
+        yield from self.skip_space()
+        return (yield from self.peek()) == "{" and (yield from self.json_call())
+
+    def end_of_call(self) -> Reading[None]:
+        yield from self.skip_space(" \t\r\n}")  # a brace too many is no content either
+        yield from self.skip(CLOSE)
+        yield from self.skip_space()
+        self.cut()
+
+
+class Hermes(ToolFormat):
+    name = "hermes"
+    keep_special = True  # the tags are special tokens in some of these models
+    separator = '"\\n"'
+
+    def parser(self, tools: Tools) -> Parser:
+        return HermesParser(tools)
+
+    def call_rules(self, rule: str, function: Function) -> str:
+        head = lark(f'{OPEN}\n{{"name": {lark(function.name)}, "arguments": ')
+        tail = lark("}\n" + CLOSE)
+        return f"{rule}: {head} {rule}_arguments {tail}\n{rule}_arguments: {json_rule(function.schema)}"

@@ -1,0 +1,194 @@
+"""Calls as tags within tags, as Qwen3-Coder and Qwen3.5 write them.
+
+    <tool_call>
+    <function=get_weather>
+    <parameter=city>
+    Paris
+    </parameter>
+    </function>
+    </tool_call>
+
+Values are raw text; the tool's schema says what they are as JSON, so each is given out when it is complete. These
+models forget tags: the outer ones, a closing one before the next parameter. Those are read all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, ClassVar
+
+from sparkdraft.text.events import Content, Parser, Reading
+from sparkdraft.text.tools.base import ToolFormat, Tools, lark
+from sparkdraft.text.tools.calls import quoted
+from sparkdraft.text.tools.hermes import CLOSE, OPEN, HermesParser
+from sparkdraft.text.tools.json_scanner import literal
+from sparkdraft.text.tools.schemas import Function, json_rule
+
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+SCALARS = {"integer": "INTEGER", "number": "NUMBER", "boolean": "BOOLEAN", "null": '"null"'}  # as terminals below
+
+
+class Qwen3XmlParser(HermesParser):
+    opens: ClassVar[tuple[str, ...]] = (OPEN, FUNCTION)
+
+    def call(self, tag: str) -> Reading[bool]:
+        if tag == OPEN:
+            yield from self.skip_space()
+            if not (yield from self.skip(FUNCTION)):
+                return (yield from super().call(tag))
+        end, mark = yield from self.find((">", "\n", "<"))
+        name = self.text[self.at : end].strip()
+        # Without the outer tag it may be prose about tags, so the function must be one that there is.
+        if mark != ">" or not name or (tag == FUNCTION and name not in self.functions):
+            return False
+        self.at = end + 1
+        self.begin(name)
+        self.complete = yield from self._parameters(self.functions.get(name, Function(name, "", {})))
+        return True
+
+    def _parameters(self, function: Function) -> Reading[bool]:
+        """The arguments up to the end of the function; False where the text ends before."""
+        given: list[str] = []
+        while True:
+            yield from self.skip_space()
+            if (yield from self.skip(PARAMETER)):
+                if not (yield from self._parameter(function, given)):
+                    return False
+            elif (yield from self.skip(FUNCTION_END)) or (yield from self._at_close()):
+                self.write("}" if given else "{}")
+                return True
+            else:
+                end, mark = yield from self.find((PARAMETER, FUNCTION_END, CLOSE))
+                self.at = end
+                self.give(Content(self.text[:end].strip()))
+                if not mark:
+                    return False
+
+    def _at_close(self) -> Reading[bool]:
+        """The end of the call without the end of the function; the tag itself is read later."""
+        found = yield from self.skip(CLOSE)
+        self.at -= len(CLOSE) if found else 0
+        return found
+
+    def _parameter(self, function: Function, given: list[str]) -> Reading[bool]:
+        end, mark = yield from self.find((">", "\n"))
+        key = self.text[self.at : end].strip()
+        self.at = end + len(mark) if mark == ">" else end
+        value, complete = yield from self._value(function, {*given, key})
+        given.append(key)
+        text = to_json(value, function.property(key), function) if complete else quoted(value)[:-1]
+        self.write(f"{', ' if len(given) > 1 else '{'}{quoted(key)}: {text}")
+        return complete
+
+    def _value(self, function: Function, given: set[str]) -> Reading[tuple[str, bool]]:
+        """Reads the value and its end: its tag, the end of the call, or a parameter that is still to come."""
+        properties = function.schema.get("properties")
+        others = [key for key in properties if key not in given] if isinstance(properties, dict) else []
+        nexts = "|".join(map(re.escape, others)) or "(?!)"
+        ends = re.compile(rf"{PARAMETER_END}|\n(?={PARAMETER}(?:{nexts})>)|\n?(?={FUNCTION_END}\s{{0,8}}{CLOSE})")
+        longest, seen = 64 + max(map(len, others), default=0), self.at
+        while (found := ends.search(self.text, seen)) is None:
+            seen = max(self.at, len(self.text) - longest)
+            if not (yield from self.more()):
+                found = re.compile(rf"\n?(?={FUNCTION_END}\s*$)").search(self.text, self.at)
+                break
+        value = self.text[self.at : found.start() if found else len(self.text)]
+        self.at = found.end() if found else len(self.text)
+        value = value.removeprefix("\n")
+        return (value.removesuffix("\n") if found else value), found is not None
+
+
+def to_json(text: str, schema: Any, function: Function) -> str:
+    """A raw value as JSON of one of the types that its schema allows; as a string where it is none of them."""
+    if not isinstance(schema, dict):
+        schema = {}
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(choices, list) and text in [choice for choice in choices if isinstance(choice, str)]:
+        return quoted(text)
+    types = _types(schema, function)
+    plain = text.strip()
+    word = {"true": "true", "false": "false", "null": "null", "none": "null"}.get(plain.lower()) or literal(plain)
+    kind = {"true": "boolean", "false": "boolean", "null": "null"}.get(word or "", "number")
+    if word and (kind in types or (kind == "number" and "integer" in types and re.fullmatch(r"-?\d+(\.0+)?", word))):
+        return word.split(".")[0] if "number" not in types and kind == "number" else word
+    if plain[:1] in ("{", "[") and (types & {"object", "array"} or not types):
+        try:
+            return json.dumps(json.loads(plain, strict=False, parse_constant=_refuse), ensure_ascii=False)
+        except (ValueError, RecursionError):
+            return quoted(text)
+    return quoted(text)
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _types(schema: Any, function: Function, seen: list[int] | None = None) -> set[str]:
+    """The types that a schema allows; none where it does not say."""
+    schema, seen = function.resolve(schema), [] if seen is None else seen
+    if not isinstance(schema, dict) or id(schema) in seen or len(seen) > 64:
+        return set()
+    seen.append(id(schema))
+    kind = schema.get("type")
+    types = {k for k in (kind if isinstance(kind, list) else [kind]) if isinstance(k, str)}
+    for key in ("anyOf", "oneOf", "allOf"):
+        parts = schema.get(key)
+        for part in parts if isinstance(parts, list) else []:
+            types |= _types(part, function, seen)
+    names = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if not types and isinstance(choices, list):
+        types = {names.get(type(choice), "null") for choice in choices}
+    return types
+
+
+class Qwen3Xml(ToolFormat):
+    name = "qwen3_xml"
+    keep_special = True
+    separator = '"\\n"'
+
+    def parser(self, tools: Tools) -> Parser:
+        return Qwen3XmlParser(tools)
+
+    def call_rules(self, rule: str, function: Function) -> str:
+        properties = function.schema.get("properties")
+        required = function.schema.get("required")
+        keys = [k for k in properties if not re.search(r"[<>\n]", k)] if isinstance(properties, dict) else []
+        parts = [f"{rule}_{i}" + ("" if _in(key, required) else "?") for i, key in enumerate(keys)]
+        rules = [self._parameter(f"{rule}_{i}", key, function) for i, key in enumerate(keys)]
+        if function.schema.get("additionalProperties", True) is not False:
+            parts.append("any_parameter{0,8}")
+        head, tail = lark(f"{OPEN}\n{FUNCTION}{function.name}>\n"), lark(f"{FUNCTION_END}\n{CLOSE}")
+        return "\n".join([f"{rule}: {head} {' '.join(parts)} {tail}", *rules])
+
+    def _parameter(self, rule: str, key: str, function: Function) -> str:
+        head, tail = lark(f"{PARAMETER}{key}>\n"), lark(f"\n{PARAMETER_END}\n")
+        schema = function.property(key)
+        types = _types(schema, function)
+        choices = schema.get("enum") if isinstance(schema, dict) else None
+        if isinstance(choices, list) and choices and all(isinstance(choice, str) and choice for choice in choices):
+            return f"{rule}: {head} ({' | '.join(map(lark, choices))}) {tail}"
+        if types and types <= set(SCALARS):
+            return f"{rule}: {head} ({' | '.join(SCALARS[kind] for kind in sorted(types))}) {tail}"
+        if types and types <= {"array", "object"}:
+            any_value = {"type": sorted(types)}
+            return f"{rule}: {head} {rule}_json {tail}\n{rule}_json: {json_rule(function.whole(schema), any_value)}"
+        return f"{rule}: {head} text"
+
+    def common_rules(self) -> str:
+        return "\n".join(
+            [
+                'text: text_and_tag "\\n"',
+                f"text_and_tag[suffix={lark(PARAMETER_END)}]: /(?s:.*)/",
+                f'any_parameter: {lark(PARAMETER)} /[^<>\\n]+/ ">\\n" text',
+                "INTEGER: /-?(0|[1-9][0-9]{0,17})/",
+                "NUMBER: /-?(0|[1-9][0-9]{0,17})(\\.[0-9]{1,17})?([eE][-+]?[0-9]{1,3})?/",
+                "BOOLEAN: /[Tt]rue|[Ff]alse/",
+            ]
+        )
+
+
+def _in(key: str, names: Any) -> bool:
+    return isinstance(names, list) and key in names

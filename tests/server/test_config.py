@@ -1,0 +1,112 @@
+"""Flags beat the environment, that beats the file, that beats the defaults; and mistakes are one sentence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparkdraft.core import UserError
+from sparkdraft.server.config import CONTAINER_NAMES, FIELDS, PREFIX, ServerConfig, default_of, merge
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    path = tmp_path / "server.toml"
+    path.write_text('model = "from-file"\nport = 1\nspec = 4\nmax_seqs = 5\nprefix_cache = false\n')
+    return path
+
+
+def test_the_order_of_the_sources(toml: Path) -> None:
+    config = merge({"port": 3, "host": None}, toml, {"SPARKDRAFT_PORT": "2", "SPARKDRAFT_MAX_SEQS": "6"})
+    assert (config.port, config.engine.max_seqs, config.engine.model) == (3, 6, "from-file")
+    assert config.host == "127.0.0.1" and config.engine.spec == "4" and not config.engine.prefix_cache
+
+
+def test_every_field_has_a_variable() -> None:
+    for name in FIELDS:
+        default = default_of(name)
+        value = {bool: "yes", int: "4096", float: "0.5"}.get(type(default), default or "x")
+        merge({"allow_public": True}, None, {PREFIX + name.upper(): str(value)})
+
+
+def test_the_names_of_containers() -> None:
+    environ = {
+        "MODEL_PATH": "/models/target",
+        "DFLASH_DRAFTER": "z-lab/x",
+        "DFLASH_NUM_SPEC_TOKENS": "15",
+        "MAX_MODEL_LEN": "65536",
+        "MAX_NUM_SEQS": "16",
+        "MAX_NUM_BATCHED_TOKENS": "32768",
+        "GPU_MEMORY_UTILIZATION": "0.5",
+        "SERVED_MODEL_NAME": "qwen",
+        "VLLM_API_KEY": "secret",
+    }
+    assert environ.keys() == CONTAINER_NAMES.keys()
+    config = merge({}, None, environ)
+    engine = config.engine
+    assert (engine.model, engine.drafter, engine.spec) == ("/models/target", "z-lab/x", "15")
+    assert (engine.max_model_len, engine.max_seqs, engine.max_rows) == (65536, 16, 32768)
+    assert (engine.memory_fraction, config.names, config.api_key) == (0.5, ["qwen"], "secret")
+    assert "secret" not in repr(config)
+    assert merge({}, None, environ | {"SPARKDRAFT_SERVED_NAME": "a, b"}).names == ["a", "b"]
+    assert merge({}, None, {"VLLM_API_KEY": ""}).api_key == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot = 1", "unknown key 'prot'; the nearest known one is 'port'"),
+        ("port = 'x'", "port in"),
+        ("port = true", "whole number"),
+        ("graphs = 3", "true or false"),
+        ("port = ", "not valid TOML"),
+        ("port = 70000", "between 0"),
+        ('dtype = "int3"', "dtype is 'int3'"),
+        ("[engine]\nmodel = 'x'", "unknown key 'engine'"),
+    ],
+)
+def test_a_wrong_file_is_told_so(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=words):
+        merge({}, path, {})
+
+
+def test_a_missing_file_and_a_wrong_variable() -> None:
+    with pytest.raises(UserError, match="can not be read"):
+        merge({}, "no/such.toml", {})
+    with pytest.raises(UserError, match="SPARKDRAFT_PORT is 'x'; it must be a whole number"):
+        merge({}, None, {"SPARKDRAFT_PORT": "x"})
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.com", ""])
+def test_the_world_needs_a_key_or_a_word(host: str) -> None:
+    with pytest.raises(UserError, match="allow-public"):
+        ServerConfig(host=host)
+    ServerConfig(host=host, api_key="k")
+    ServerConfig(host=host, allow_public=True)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_this_machine_needs_neither(host: str) -> None:
+    assert ServerConfig(host=host).is_local
+
+
+def test_names(tmp_path: Path) -> None:
+    assert merge({"model": "Qwen/Qwen3-8B"}, None, {}).names == ["Qwen/Qwen3-8B"]
+    assert merge({"model": str(tmp_path)}, None, {}).names == [tmp_path.name, str(tmp_path)]
+
+
+def test_every_field_is_a_flag() -> None:
+    from sparkdraft.cli.serve import ENGINE_HELP, SERVER_HELP
+
+    assert {**SERVER_HELP, **ENGINE_HELP}.keys() == FIELDS.keys()
+
+
+def test_the_command_refuses_before_anything_is_loaded() -> None:
+    command = [sys.executable, "-m", "sparkdraft.cli.main", "serve", "--host", "0.0.0.0"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1 and "--allow-public" in result.stderr and len(result.stderr.splitlines()) == 1

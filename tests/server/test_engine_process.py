@@ -1,0 +1,382 @@
+"""The engine in its own process, with a tiny model: streams, aborts, deaths and restarts, drains, and no orphans."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, UserError
+from sparkdraft.server.engine_client import EngineClient, EngineError, RequestRefused, RestartPolicy, TokenStream
+from sparkdraft.server.messages import TokenEvent
+from tests.models.tiny import write_tiny
+
+OPTIONS = {"dtype": "float32", "device": "cpu", "kv_tokens": 4096, "threads": 1}
+LONG = SamplingParams(max_tokens=450, ignore_eos=True, num_draft=0)
+PROMPT = [*range(10, 40)]
+QUICK = RestartPolicy(first=0.1)
+STARTS = 60.0  # seconds at most, on a busy machine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("tiny") / "llama", "llama")
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as shared:
+        yield shared
+
+
+@pytest.fixture(scope="module")
+def client(runner: asyncio.Runner, folder: Path) -> Iterator[EngineClient]:
+    """One engine for all tests that leave it alive."""
+    shared = runner.run(started(folder))
+    yield shared
+    runner.run(shared.stop())
+
+
+async def started(folder: Path, restart: RestartPolicy = QUICK) -> EngineClient:
+    client = EngineClient(OPTIONS | {"model": str(folder)}, restart)
+    assert client.state == "starting"
+    await client.start()
+    await until(lambda: client.state == "ready", STARTS)
+    return client
+
+
+async def until(holds: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        await asyncio.sleep(0.01)
+
+
+async def collect(stream: TokenStream) -> list[TokenEvent]:
+    return [event async for event in stream]
+
+
+async def settled(client: EngineClient) -> dict[str, Any]:
+    """Status once nothing runs, and the step that says so is over."""
+    deadline = time.monotonic() + 2
+    while True:
+        status = await client.status()
+        if not status["running"] + status["waiting"] + status["compiling"]:
+            return await client.status()
+        assert time.monotonic() < deadline, status
+        await asyncio.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """A zombie counts as gone: only its own parent can bury it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# ---- an engine that lives
+
+
+def test_the_same_text_as_in_process(runner: asyncio.Runner, client: EngineClient, folder: Path) -> None:
+    from sparkdraft.llm import LLM
+
+    params = SamplingParams(max_tokens=40, logprobs=2, prompt_logprobs=1, n=2, stop=["zzzz"])
+    llm = LLM(str(folder), **OPTIONS)
+    expected = llm.generate([PROMPT], params)[0].completions
+    events = runner.run(collect(client.submit("same", PROMPT, params)))
+    for index, completion in enumerate(expected):
+        own = [e for e in events if e.index == index]
+        assert [i for e in own for i in e.ids] == completion.ids
+        assert "".join(e.text for e in own) == completion.text
+        assert [e.finish for e in own][-1] == completion.finish and not any(e.finish for e in own[:-1])
+        assert [p for e in own for p in e.logprobs or []] == completion.logprobs
+        assert own[0].prompt_logprobs == completion.prompt_logprobs
+        assert own[-1].num_prompt == len(PROMPT)
+
+
+def test_info_and_status(runner: asyncio.Runner, client: EngineClient, folder: Path) -> None:
+    from tokenizers import Tokenizer
+
+    info = client.info
+    assert info is not None and info.model == str(folder) and info.model_type == "llama"
+    assert (info.vocab_size, info.max_model_len, info.eos_ids, info.drafter) == (320, 512, [2], None)
+    assert Tokenizer.from_str(info.tokenizer).encode("ab").ids
+    assert info.plan_facts["dtype"] == "float32" and info.plan_facts["kv_tokens"] == 4096
+    before = runner.run(settled(client))
+    runner.run(collect(client.submit("counted", PROMPT, SamplingParams(max_tokens=9, ignore_eos=True))))
+    after = runner.run(settled(client))
+    assert after["tokens_generated"] - before["tokens_generated"] == 9
+    assert after["prompt_tokens"] - before["prompt_tokens"] == len(PROMPT)
+    assert after["kv_blocks_free"] == after["kv_blocks_total"] == 256
+    assert after["uptime"] > 0 and "mean_acceptance_length" in after["drafting"]
+
+
+def test_many_at_once(runner: asyncio.Runner, client: EngineClient) -> None:
+    async def all_of_them() -> list[list[TokenEvent]]:
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        streams = [client.submit(f"many-{i}", [10 + i, 11, 12], params) for i in range(24)]
+        return list(await asyncio.gather(*map(collect, streams)))
+
+    for events in runner.run(all_of_them()):
+        assert sum(len(e.ids) for e in events) == 20 and events[-1].finish is FinishReason.LENGTH
+
+
+def test_what_the_engine_refuses(runner: asyncio.Runner, client: EngineClient) -> None:
+    for prompt, params, said in (
+        ([], SamplingParams(), "empty"),
+        ([9999], SamplingParams(), "9999"),
+        ([10] * 600, SamplingParams(), "shorten"),
+        ([10], SamplingParams(grammar=GrammarSpec("json_schema", "{nonsense")), "schema"),
+    ):
+        with pytest.raises(RequestRefused, match=said) as caught:
+            runner.run(collect(client.submit("refused", prompt, params)))
+        assert not caught.value.retryable
+    with pytest.raises(UserError):
+        client.submit("refused", [10], {"temperature": -1.0})
+    assert not client.num_in_flight
+
+
+def test_grammar(runner: asyncio.Runner, client: EngineClient) -> None:
+    params = SamplingParams(max_tokens=60, grammar=GrammarSpec("regex", "(yes|no), [0-9]{3}"))
+    events = runner.run(collect(client.submit("held", PROMPT, params)))
+    text = "".join(e.text for e in events)
+    assert text[-3:].isdigit() and text[:-5] in ("yes", "no")
+
+
+@pytest.mark.parametrize("grammar", [None, GrammarSpec("json_schema", '{"type": "array", "minItems": 400}')])
+def test_abort_ends_the_stream(runner: asyncio.Runner, client: EngineClient, grammar: GrammarSpec | None) -> None:
+    async def aborted() -> list[TokenEvent]:
+        params = {"max_tokens": 450, "ignore_eos": True, "grammar": grammar, "n": 2}
+        stream = client.submit("aborted", PROMPT, params)
+        if grammar is None:
+            await anext(stream)
+            assert (await client.status())["kv_blocks_free"] < 256
+        await client.abort("aborted")
+        return await collect(stream)
+
+    events = runner.run(aborted())
+    assert [e.index for e in events if e.finish is FinishReason.ABORT] == [0, 1]
+    assert runner.run(settled(client))["kv_blocks_free"] == 256
+
+
+def test_whoever_leaves_aborts(runner: asyncio.Runner, client: EngineClient) -> None:
+    async def breaks_off() -> None:
+        async for _ in client.submit("left-0", PROMPT, LONG):
+            break
+
+    async def closes() -> None:
+        stream = client.submit("left-1", PROMPT, LONG)
+        await anext(stream)
+        await stream.aclose()
+        assert await collect(stream) == []
+
+    async def is_cancelled() -> None:
+        task = asyncio.create_task(collect(client.submit("left-2", PROMPT, LONG)))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    async def never_reads() -> None:
+        client.submit("left-3", PROMPT, LONG)
+
+    for leave in (breaks_off, closes, is_cancelled, never_reads):
+        before = runner.run(settled(client))["finished"].get("abort", 0)
+        runner.run(leave())
+        status = runner.run(settled(client))
+        assert status["finished"]["abort"] == before + 1, leave.__name__
+        assert status["kv_blocks_free"] == 256 and not client.num_in_flight
+
+
+def test_a_slow_reader_stalls_nobody(runner: asyncio.Runner, client: EngineClient) -> None:
+    async def one_sleeps() -> int:
+        slow = client.submit("slow", PROMPT, LONG)
+        await anext(slow)
+        await collect(client.submit("fast", PROMPT, LONG))
+        return 1 + len(await collect(slow))
+
+    assert runner.run(one_sleeps()) == 450
+
+
+def test_a_server_that_does_not_read_loses_nothing(runner: asyncio.Runner, client: EngineClient) -> None:
+    async def reads_late() -> list[TokenEvent]:
+        transport = client._transport
+        assert transport is not None
+        params = SamplingParams(max_tokens=200, n=16, logprobs=20, temperature=1.0, ignore_eos=True)
+        stream = client.submit("late", PROMPT, params)  # some 2 MB of events, more than may be unsent
+        transport.pause_reading()
+        await asyncio.sleep(0.5)
+        await client.abort("no such request")
+        transport.resume_reading()
+        return await collect(stream)
+
+    events = runner.run(reads_late())
+    for index in range(16):
+        assert sum(len(e.ids) for e in events if e.index == index) == 200
+
+
+# ---- an engine that dies
+
+
+def test_killed_under_load(folder: Path) -> None:
+    async def scenario() -> None:
+        client = await started(folder)
+        streams = [client.submit(f"r{i}", PROMPT, LONG) for i in range(8)]
+        tasks = [asyncio.create_task(collect(s)) for s in streams]
+        await asyncio.sleep(0.02)
+        first = client.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        begin = time.monotonic()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert time.monotonic() - begin < 2
+        assert all(isinstance(r, EngineError) and r.retryable and "SIGKILL" in r.sentence for r in results), results
+        assert client.state == "restarting" and client.last_error and "SIGKILL" in client.last_error
+        with pytest.raises(EngineError) as caught:
+            client.submit("early", PROMPT, LONG)
+        assert caught.value.retryable
+        with pytest.raises(EngineError):
+            await client.status()
+        await until(lambda: client.state == "ready", STARTS)
+        assert client.restarts == 1 and client.pid != first and not alive(first)
+        assert len(await collect(client.submit("r0", PROMPT, LONG))) == 450
+        await client.stop()
+        assert client.pid is not None and not alive(client.pid)
+
+    asyncio.run(scenario())
+
+
+def test_a_configuration_that_can_not_run(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        client = EngineClient({"model": str(tmp_path / "nothing")}, QUICK)
+        await client.start()
+        await until(lambda: client.state == "failed", STARTS)
+        assert client.last_error and "no file or folder" in client.last_error
+        with pytest.raises(EngineError, match="no file or folder") as caught:
+            client.submit("r", PROMPT, LONG)
+        assert not caught.value.retryable
+        await asyncio.sleep(0.3)
+        assert client.restarts == 0 and client.state == "failed"
+        assert client.pid is not None and not alive(client.pid)
+        await client.stop()
+
+    asyncio.run(scenario())
+
+
+def test_back_off_doubles_and_stop_ends_it() -> None:
+    async def scenario() -> None:
+        client = EngineClient({}, RestartPolicy(first=0.05, most=0.1), [sys.executable, "-c", "raise SystemExit(3)"])
+        begin = time.monotonic()
+        await client.start()
+        await until(lambda: client.restarts == 4, 30)
+        assert time.monotonic() - begin > 0.05 + 3 * 0.1
+        assert client.state == "restarting" and client.last_error == "the engine process exited with code 3"
+        await client.stop(1)
+        assert client.state == "draining"
+
+    asyncio.run(scenario())
+
+
+def test_a_command_that_does_not_exist() -> None:
+    async def scenario() -> None:
+        client = EngineClient({}, QUICK, ["/nowhere/python"])
+        await client.start()
+        await until(lambda: client.restarts == 1, 5)
+        assert client.last_error and "could not be started" in client.last_error
+        await client.stop()
+
+    asyncio.run(scenario())
+
+
+# ---- the end
+
+
+def test_drain(folder: Path) -> None:
+    async def scenario() -> None:
+        client = await started(folder)
+        running = asyncio.create_task(collect(client.submit("running", PROMPT, LONG)))
+        await asyncio.sleep(0.02)
+        stopping = asyncio.create_task(client.stop(drain_seconds=20))
+        await asyncio.sleep(0)
+        assert client.state == "draining" and not running.done()
+        with pytest.raises(EngineError, match="shutting down"):
+            client.submit("late", PROMPT, LONG)
+        assert len(await running) == 450
+        await stopping
+        assert client.pid is not None and not alive(client.pid)
+
+    asyncio.run(scenario())
+
+
+def test_a_drain_has_a_limit_and_ctrl_c_is_the_servers(folder: Path) -> None:
+    async def scenario() -> None:
+        client = await started(folder)
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGINT)
+        running = asyncio.create_task(collect(client.submit("running", PROMPT, LONG)))
+        await asyncio.sleep(0.01)
+        begin = time.monotonic()
+        await client.stop(drain_seconds=0.02)
+        assert time.monotonic() - begin < 2
+        with pytest.raises(EngineError, match="shutting down"):
+            await running
+        assert not alive(client.pid)
+
+    asyncio.run(scenario())
+
+
+def test_stop_does_not_wait_for_loading(folder: Path) -> None:
+    async def scenario() -> None:
+        client = EngineClient(OPTIONS | {"model": str(folder)})
+        await client.start()
+        await until(lambda: client.stage == "opening", STARTS)
+        begin = time.monotonic()
+        await client.stop(drain_seconds=20)
+        assert time.monotonic() - begin < 2
+        assert client.pid is not None and not alive(client.pid)
+
+    asyncio.run(scenario())
+
+
+PARENT = """
+import asyncio, sys
+from sparkdraft.server.engine_client import EngineClient
+
+async def main():
+    client = EngineClient({"model": sys.argv[1], "dtype": "float32", "threads": 1})
+    await client.start()
+    while client.stage != sys.argv[2]:
+        await asyncio.sleep(0.01)
+    print(client.pid, flush=True)
+    await asyncio.sleep(100)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("stage", ["opening", "ready"])
+def test_no_orphan(folder: Path, stage: str) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(folder), stage], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    assert alive(child)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 2
+    while alive(child):
+        assert time.monotonic() < deadline, "the engine outlived its server"
+        time.sleep(0.01)
+
+
+def test_the_api_side_loads_no_torch() -> None:
+    code = "import sparkdraft.server.engine_client, sys; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -1,0 +1,117 @@
+"""`sparkdraft serve` as people start and stop it: what it prints, how it drains, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server.conftest import FakeClient, live
+
+CHAT = "/v1/chat/completions"
+
+
+class Started:
+    def __init__(self, *flags: str, **environ: str) -> None:
+        command = [sys.executable, "-m", "sparkdraft.cli.main", "serve", "--port", "0", *flags]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environ})
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip())
+
+    def wait_for(self, pattern: str, seconds: float = 60) -> re.Match[str]:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if found := re.search(pattern, "\n".join(self.lines)):
+                return found
+            time.sleep(0.05)
+        raise AssertionError(f"no {pattern} in {self.lines}")
+
+
+@contextmanager
+def started(*flags: str, **environ: str) -> Iterator[Started]:
+    server = Started(*flags, **environ)
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+        server.process.wait()
+
+
+def test_it_says_where_it_is_answers_and_drains(tiny_folder: Path) -> None:
+    with started("--model", str(tiny_folder), "--device", "cpu", SPARKDRAFT_SERVED_NAME="mine") as server:
+        url = server.wait_for(r"chat +(http://127\.0\.0\.1:\d+)/").group(1)
+        assert httpx.get(url + "/health").status_code in (200, 503)
+        server.wait_for(r"ready after .* s: cpu")
+        body = {"model": "mine", "messages": [{"role": "user", "content": "x"}], "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", url + CHAT, json=body | {"n": 16, "max_tokens": 400}, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_for("draining")
+            assert httpx.post(url + CHAT, json=body).json()["error"]["code"] == "draining"
+            rest = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert not any("error" in chunk for chunk in rest)
+        assert sum(chunk["choices"][0]["finish_reason"] == "length" for chunk in rest) == 16
+        assert server.process.wait(20) == 0
+
+
+def test_a_model_that_can_not_be_served_ends_it() -> None:
+    with started("--model", "missing.gguf") as server:
+        assert server.process.wait(60) == 1
+        server.wait_for("sparkdraft: .*missing.gguf")
+        assert not any("Traceback" in line for line in server.lines)
+
+
+def test_a_port_that_is_taken_is_told_at_once() -> None:
+    with live(FakeClient(lambda prompt, params: "ok")) as running:
+        port = str(running.http.base_url.port)
+        with started("--port", port) as server:
+            assert server.process.wait(30) == 1
+            server.wait_for(f"can not listen on 127.0.0.1 port {port}")
+
+
+def test_what_outlasts_the_drain_gets_an_error() -> None:
+    client = FakeClient(lambda prompt, params: "x" * 3000, delay=0.05)
+    with live(client, drain_seconds=0.2) as running:
+        server = running.server
+        server._loop = server.servers[0].get_loop()
+        body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+        with running.http.stream("POST", CHAT, json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.handle_exit(signal.SIGTERM, None)
+            last = [line for line in lines if line][-2:]
+        assert "shutting down" in last[0] and last[1] == "data: [DONE]"
+        running.wait_for(lambda: server.should_exit)
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_does_not_wait(tiny_folder: Path, second: signal.Signals) -> None:
+    with started("--model", str(tiny_folder), "--device", "cpu", "--max-seqs", "1") as server:
+        url = server.wait_for(r"chat +(http://127\.0\.0\.1:\d+)/").group(1)
+        server.wait_for("ready after")
+        body = {"prompt": ["x"] * 200, "max_tokens": 400, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as response:
+            next(response.iter_lines())
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_for("draining")
+            server.process.send_signal(second)
+            assert server.process.wait(10) == 0

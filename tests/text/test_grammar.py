@@ -1,0 +1,227 @@
+"""Grammars against brute force: every id of a small vocabulary, tried one by one, and languages that can be listed."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from sparkdraft.core import GrammarSpec, UserError
+from sparkdraft.text.grammar import GrammarCompiler, GrammarState
+from sparkdraft.text.tokenizer import BYTE_OF, Tokenizer
+from sparkdraft.weights.checkpoint import open_checkpoint
+from tests.models.tiny import byte_tokenizer
+
+EOS = 256
+WORDS = ['{"', '":', '",', "ab", "abc", "bc", "00", "\n ", "  ", "tr", "ue", "null", '"}', "é", "]}"]
+VOCAB = 300  # more than the tokenizer has, as in padded checkpoints
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "ok": {"type": "boolean"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def letters(words: list[str]) -> Tokenizer:
+    """Ids 0 to 255 are the bytes, 256 the end, then one id for each word, which encoding never makes."""
+    raw = RawTokenizer(models.BPE(vocab=dict(BYTE_OF), merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens(["</s>"])
+    raw.add_tokens(words)
+    return Tokenizer(raw, {"eos_token": "</s>"})
+
+
+COMPILER = GrammarCompiler(letters(WORDS), VOCAB)
+BYTES = GrammarCompiler(letters([]), VOCAB)
+SPECS = [
+    GrammarSpec("json_object"),
+    GrammarSpec("json_schema", json.dumps(PERSON)),
+    GrammarSpec("json_schema", '{"enum": ["ab", "abc", 100, null, true]}'),
+    GrammarSpec("regex", "(ab|bc)+0{2,5}é?"),
+    GrammarSpec("lark", 'start: "a" mid* "c"\nmid: "b" | "(" mid ")"'),
+]
+
+
+def allowed(mask: np.ndarray) -> set[int]:
+    return set(np.unpackbits(mask, bitorder="little").nonzero()[0].tolist())
+
+
+def now(state: GrammarState) -> set[int]:
+    return allowed(state.masks()[0])
+
+
+def is_text(spec: GrammarSpec, text: str, compiler: GrammarCompiler = BYTES) -> bool:
+    state = compiler.compile(spec).start()
+    state.advance(list(text.encode()))
+    return not state.failed and (state.finished or EOS in now(state))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.kind}-{s.text[:12]}")
+def test_a_bit_is_set_for_exactly_the_ids_that_the_grammar_takes(spec: GrammarSpec) -> None:
+    rng = random.Random(3)
+    for compiler, exact in ((BYTES, True), (COMPILER, False)):
+        for _ in range(8):
+            state = compiler.compile(spec).start()
+            for _ in range(12):
+                ids, taken = now(state), {t for t in range(VOCAB) if state.num_valid([t]) == 1}
+                assert ids and ids <= {*range(257 + len(WORDS))}
+                # Where the bytes that follow are forced, only the tokenizer's own way of writing them is left.
+                assert ids == taken if exact or len(ids) > 1 else ids <= taken
+                assert now(state) == ids, "looking changes nothing"
+                state.advance([rng.choice(sorted(ids))])
+                assert not state.failed
+                if state.finished:
+                    break
+
+
+def test_masks_are_those_of_a_language_that_can_be_listed() -> None:
+    texts = [json.dumps(v).encode() for v in ["ab", "abc", 100, None, True]]
+    for text in texts:
+        for cut in range(len(text)):
+            state = BYTES.compile(SPECS[2]).start()
+            state.advance(list(text[:cut]))
+            following = {t[cut] for t in texts if t.startswith(text[:cut]) and len(t) > cut}
+            assert now(state) == following | ({EOS} if text[:cut] in texts else set())
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.kind}-{s.text[:12]}")
+def test_drafted_rows_have_the_masks_of_plain_rows(spec: GrammarSpec) -> None:
+    rng = random.Random(4)
+    for _ in range(12):
+        state, text = COMPILER.compile(spec).start(), []
+        for _ in range(6):
+            drafts, plain = [], COMPILER.compile(spec).start()
+            plain.advance(text)
+            expected = [plain.masks()[0]]
+            for _ in range(5):
+                drafts.append(rng.choice(sorted(allowed(expected[-1]))))
+                plain.advance(drafts[-1:])
+                expected.append(plain.masks()[0])
+                if plain.finished:
+                    break
+            wrong = rng.choice(sorted({*range(VOCAB)} - allowed(expected[-1]) - {EOS}))
+            got = state.masks([*drafts, wrong, 5, 6])
+            assert state.num_valid([*drafts, wrong]) == len(drafts)
+            assert np.array_equal(got, np.stack(expected))
+            keep = rng.randint(1, len(drafts))
+            state.advance(drafts[:keep])
+            text += drafts[:keep]
+            if state.finished:
+                break
+
+
+def test_the_end_comes_with_the_last_letter_or_when_it_is_chosen() -> None:
+    state = BYTES.compile(GrammarSpec("regex", "ab?")).start()
+    state.advance([ord("a")])
+    assert not state.finished and now(state) == {ord("b"), EOS}
+    chosen = BYTES.compile(GrammarSpec("regex", "ab?")).start()
+    chosen.advance([ord("a"), EOS])
+    assert chosen.finished and not chosen.failed
+    state.advance([ord("b")])
+    assert state.finished and now(state) == {EOS} and len(state.masks([EOS, 5])) == 1
+    state.advance([EOS])
+    assert not state.failed
+    state = BYTES.compile(GrammarSpec("regex", "ab?")).start()
+    state.advance([ord("b")])
+    assert state.failed and state.finished and now(state)
+
+
+def test_a_limit_met_along_drafts_does_not_reach_the_text() -> None:
+    """A matcher that met a limit stays so: the state must find back to where it was."""
+    state = BYTES.compile(SPECS[3]).start()
+    state.advance(list(b"ab"))
+    before = now(state)
+    state._matcher.consume_token(7)  # puts it into that state
+    assert state._matcher.is_error()
+    state.masks([ord("b")])
+    assert now(state) == before and not state.failed and not state.finished
+
+
+def test_blanks_between_pieces_of_json_are_few() -> None:
+    spec = SPECS[1]
+    for text in ('{"name":"a","age":1}', '{"name": "a", "age": 1}', '{\n  "name": "a  b",\n  "age": 1\n}'):
+        assert is_text(spec, text), text
+    for text in ('{"name":  "a","age":1}', '{\n\n"name":"a","age":1}', ' {"name":"a","age":1}', '{"name":"a"}'):
+        assert not is_text(spec, text), text
+    own = {**PERSON, "x-guidance": {"whitespace_flexible": True, "whitespace_pattern": " +", "lenient": True}}
+    assert not is_text(GrammarSpec("json_schema", json.dumps(own)), '{"name":  "a","age":1}')
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "says"),
+    [
+        ("json_schema", "{", "the JSON schema is not JSON"),
+        ("json_schema", "[1]", "the JSON schema is not a JSON object; send one"),
+        ("json_schema", '{"type": "strin"}', "the JSON schema can not be used: Invalid type: strin; change that part"),
+        ("json_schema", '{"type": "string", "pattern": "("}', "unclosed group"),
+        ("json_schema", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
+        ("json_schema", '{"minimum": 5, "maximum": 3, "type": "integer"}', "minimum .5. is greater than maximum"),
+        (
+            "json_schema",
+            '{"oneOf": [{}, {"type": "string"}]}',
+            "oneOf constraints are not supported, use anyOf; change",
+        ),
+        ("json_schema", '{"$ref": "https://example.com/x"}', "not present"),
+        ("json_schema", '{"items":' * 120 + "{}" + "}" * 120 + "x", "not JSON"),
+        ("json_schema", '{"items":' * 5000 + "{}" + "}" * 5000, "nested too deeply|recursion limit"),
+        ("json_schema", " " * 70_000 + "{}", "has 70,002 bytes and 65,536 are allowed; shorten it"),
+        ("json_schema", json.dumps({"properties": {f"p{i}": {"type": "null"} for i in range(1500)}}), "too complex"),
+        ("regex", "a(", "the regex can not be used: unclosed group"),
+        ("regex", "a\ud800", "not valid Unicode"),
+        ("lark", "start: x", "the grammar can not be used: .*unknown name"),
+        ("lark", "start: <|nope|>", "unknown special token"),
+        ("yaml", "", "grammar kind is 'yaml'; it must be one of json_object, "),
+    ],
+)
+def test_what_can_not_be_used_is_refused_in_one_sentence(kind: str, text: str, says: str) -> None:
+    with pytest.raises(UserError, match=says) as error:
+        BYTES.compile(GrammarSpec(kind, text))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+def test_a_tokenizer_without_an_end_is_refused() -> None:
+    with pytest.raises(UserError, match="grammars need an end-of-text id"):
+        GrammarCompiler(Tokenizer(byte_tokenizer()), 320).compile(SPECS[0])
+
+
+@pytest.mark.parametrize("wrap", ['{"properties":{"a":%s}}', '{"prefixItems":[%s]}', '{"type":"array","items":%s}'])
+def test_a_long_chain_of_references_does_not_overflow_the_stack(wrap: str) -> None:
+    """The compiler recurses along it; on a usual stack most of these end the process."""
+    links = [f'"{i:x}":' + wrap % f'{{"$ref":"#/$defs/{i + 1:x}"}}' for i in range(1100)]
+    schema = f'{{"$ref":"#/$defs/0","$defs":{{{",".join(links)},"{1100:x}":{{}}}}}}'
+    assert now(BYTES.compile(GrammarSpec("json_schema", schema)).start())
+
+
+def test_one_grammar_is_compiled_once_and_from_any_thread() -> None:
+    compiler = GrammarCompiler(letters([]), VOCAB)
+    made = []
+    threads = [threading.Thread(target=lambda i=i: made.append(compiler.compile(SPECS[i % 2]))) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 6 and compiler.compile(SPECS[0]) is compiler.compile(SPECS[0])
+    first, second = compiler.compile(SPECS[3]).start(), compiler.compile(SPECS[3]).start()
+    first.advance([ord("a")])
+    assert now(first) == {ord("b")} and now(second) == {ord("a"), ord("b")}, "states share nothing"
+
+
+def test_other_tokenizers_of_ours() -> None:
+    """The byte tokenizer of tiny checkpoints, whose ids are not bytes, and the embedded model's, made from a GGUF."""
+    tiny = Tokenizer(byte_tokenizer(), {"eos_token": "</s>"})
+    embedded = Tokenizer.of(open_checkpoint("smollm2"))
+    text = '{"name": "Zoë 😀 \\n", "age": 12, "ok": true}'
+    for tokenizer, vocab in ((tiny, 320), (embedded, embedded.vocab_size)):
+        state = GrammarCompiler(tokenizer, vocab).compile(SPECS[1]).start()
+        for token in tokenizer.encode(text, add_special=False):
+            ids = now(state)
+            assert token in ids and all(not tokenizer.is_special(i) for i in ids) and max(ids) < vocab
+            state.advance([token])
+        assert state.finished and now(state) == set(tokenizer.eos_ids)
