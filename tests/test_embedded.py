@@ -51,15 +51,22 @@ def oracle(smollm2_path: Path) -> Iterator[Any]:
     ).eval()
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_greedy_text_equals_transformers(device: str, oracle: Any) -> None:
+@pytest.mark.parametrize(
+    ("device", "count"),
+    [
+        ("cpu", 6),
+        pytest.param("cpu", 20, marks=pytest.mark.slow),
+        pytest.param("cuda", 20, marks=pytest.mark.gpu),
+    ],
+)
+def test_greedy_text_equals_transformers(device: str, count: int, oracle: Any) -> None:
     """Each of our tokens is the oracle's most likely one after the same text, so by induction the texts are equal."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA GPU")
     llm = LLM("smollm2", dtype="float32", device=device)
     params = SamplingParams(max_tokens=64, ignore_eos=True)
     ties = []
-    for prompt, result in zip(PROMPTS, llm.generate(PROMPTS, params), strict=True):
+    for prompt, result in zip(PROMPTS[:count], llm.generate(PROMPTS[:count], params), strict=True):
         before, written = llm.encode(prompt), result.completions[0].ids
         assert len(written) == 64
         with torch.inference_mode():
@@ -71,7 +78,7 @@ def test_greedy_text_equals_transformers(device: str, oracle: Any) -> None:
 
 
 def test_quantised_weights_keep_the_perplexity() -> None:
-    text = HELDOUT.read_text()[:2500]
+    text = HELDOUT.read_text()[:2200]
     exact, count = perplexity(LLM("smollm2", dtype="float32"), text)
     quantised, _ = perplexity(LLM("smollm2", dtype="quantised"), text)
     assert count > 400
@@ -101,7 +108,7 @@ def chats(llm: LLM, each: int) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("each", "max_tokens", "depths"),
     [
-        pytest.param(2, 48, (None, 1, 3, 7, 15), id="some"),
+        pytest.param(1, 48, (None, 1, 3, 7, 15), id="some"),
         pytest.param(10, 128, (None, *range(1, 16)), id="all", marks=pytest.mark.slow),
     ],
 )

@@ -17,15 +17,17 @@ BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.S)
 COMMANDS = [
     line.split("#")[0].strip() for _, text in BLOCKS for line in text.splitlines() if line.startswith("sparkdraft ")
 ]
-# A hub model is out of reach of a test; training is run by tests/train, on a toy.
-OFFLINE = [c for c in COMMANDS if "Qwen/" not in c and not c.startswith("sparkdraft train")]
+# A hub model is out of reach of a test; training and serving are run by tests/train and tests/server.
+ELSEWHERE = ("sparkdraft train", "sparkdraft serve", "sparkdraft bench serve")
+OFFLINE = [c for c in COMMANDS if "Qwen/" not in c and not c.startswith(ELSEWHERE)]
 
 
 def test_the_first_line_and_the_first_commands() -> None:
     assert README.startswith("# Sparkdraft: ")
-    assert [line.split("#")[0].strip() for line in BLOCKS[0][1].strip().splitlines()] == ["make demo", "make test"]
+    first = [line.split("#")[0].strip() for line in BLOCKS[0][1].strip().splitlines()]
+    assert first == ["make serve", "make demo", "make test"]
     targets = (ROOT / "Makefile").read_text()
-    assert "\ndemo:" in targets and "\ntest:" in targets
+    assert all(f"\n{command.split()[1]}:" in targets for command in first)
     assert (ROOT / ".ci/run").read_text().rstrip().endswith("make test")
 
 

@@ -173,14 +173,17 @@ def test_a_depth_above_the_block_is_refused() -> None:
     [{"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.6}, {"temperature": 1.0, "presence_penalty": 1.5}],
     ids=["plain", "top_p", "penalties"],
 )
-def test_sampled_sequences_with_and_without_drafts_are_of_one_distribution(params: dict[str, float]) -> None:
+@pytest.mark.parametrize("count", [3000, pytest.param(10000, marks=pytest.mark.slow)])
+def test_sampled_sequences_with_and_without_drafts_are_of_one_distribution(
+    params: dict[str, float], count: int
+) -> None:
     """Two samples of short sequences, each with seeds of its own, compared by a chi-square test of homogeneity."""
     counts = []
     wide = {**LONG, "max_seqs": 50, "max_rows": 256}
     for engine, seed in ((fake_engine(**wide), 0), (fake_engine(FakeBlock(0.6), spec=3, **wide), 10**6)):
         seen: Counter[tuple[int, ...]] = Counter()
         bias = dict.fromkeys(range(3, 257), -100.0)  # three letters are left: 27 sequences
-        for start in range(0, 10000, 50):
+        for start in range(0, count, 50):
             for i in range(start, start + 50):
                 engine.add([9], SamplingParams(max_tokens=3, seed=seed + i, logit_bias=bias, **params), f"{i}")
             pieces = drain(engine)

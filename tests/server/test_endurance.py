@@ -1,0 +1,157 @@
+"""Long runs over HTTP with the embedded model: many clients of whom some hang up, and schemas nobody has seen before.
+
+A short form of each runs in `make test`; the long ones are marked slow:  pytest -m slow -s tests/server/test_endurance.py
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from tests.server.conftest import Live
+
+PROMPT = "Tell me something about the sea, number {}."
+CLIENTS = 16
+
+
+def rss(pid: int) -> int:
+    """Kilobytes of memory that a process holds."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"VmRSS:\s+(\d+)", status)[1])  # type: ignore[index]
+
+
+class Client(threading.Thread):
+    """Asks one question after the other; every third client leaves in the middle of each answer."""
+
+    def __init__(self, server: Live, number: int, until: float) -> None:
+        super().__init__(daemon=True)
+        self.server, self.number, self.until = server, number, until
+        self.leaves = number % 3 == 2
+        self.answers = self.tokens = 0
+        self.errors: list[str] = []
+
+    def run(self) -> None:
+        with httpx.Client(base_url=self.server.url, timeout=120) as http:
+            while time.monotonic() < self.until:
+                try:
+                    self.ask(http)
+                except Exception as error:
+                    self.errors.append(repr(error))
+                    return
+
+    def ask(self, http: httpx.Client) -> None:
+        question = PROMPT.format(self.number * 1000 + self.answers)
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": question}], "max_tokens": 48, "stream": True}
+        body |= {"temperature": 0, "ignore_eos": True, "speculation": "off", "return_speculation": True}
+        with http.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.status_code != 200:
+                self.errors.append(f"status {response.status_code}: {response.read()[:200]!r}")
+                return
+            seen = 0
+            for line in response.iter_lines():
+                chunk = json.loads(line[6:]) if line.startswith("data: {") else {}
+                if "error" in chunk:
+                    self.errors.append(str(chunk["error"]))
+                seen += chunk.get("tokens", 0)
+                if self.leaves and seen > 20:
+                    break
+        self.answers += 1
+        self.tokens += seen
+
+
+def crowd(server: Live, seconds: float) -> tuple[list[Client], float]:
+    """All clients for so long, and the tokens a second that they got."""
+    begin = time.monotonic()
+    clients = [Client(server, i, begin + seconds) for i in range(CLIENTS)]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join(seconds + 120)
+        assert not client.is_alive(), "a client hangs"
+    return clients, sum(c.tokens for c in clients) / (time.monotonic() - begin)
+
+
+def in_process(seconds: float) -> float:
+    """Tokens a second of the same questions in the engine alone, sixteen at once."""
+    from sparkdraft import LLM, SamplingParams
+
+    llm, count, number = LLM("smollm2", device="cpu"), 0, 0
+    params = SamplingParams(max_tokens=48, ignore_eos=True, num_draft=0)
+    begin = time.monotonic()
+    while time.monotonic() < begin + seconds or llm.engine.has_work:
+        running = len(llm.engine._outputs)
+        for _ in range(CLIENTS - running if time.monotonic() < begin + seconds else 0):
+            number += 1
+            llm.engine.add(llm.chat_ids([{"role": "user", "content": PROMPT.format(number)}]), params)
+        count += sum(len(piece.ids) for piece in llm.engine.step())
+    return count / (time.monotonic() - begin)
+
+
+@pytest.mark.parametrize("seconds", [pytest.param(3, id="short"), pytest.param(180, id="long", marks=pytest.mark.slow)])
+def test_sixteen_clients_of_whom_a_third_hang_up(smollm2: Live, seconds: int) -> None:
+    status = smollm2.http.get("/v1/status").json()["engine"]
+    crowd(smollm2, min(seconds, 10))  # memory that a first load takes, and keeps
+    pid = smollm2.service.client.pid
+    assert pid is not None
+    before = rss(pid)
+    clients, speed = crowd(smollm2, seconds)
+    assert [e for c in clients for e in c.errors] == []
+    assert all(c.answers for c in clients)
+
+    def engine() -> dict[str, Any]:
+        found: dict[str, Any] = smollm2.http.get("/v1/status").json()["engine"]
+        return found
+
+    smollm2.wait_for(lambda: engine()["running"] == 0 and engine()["kv_blocks_free"] == status["kv_blocks_total"])
+    grown = rss(pid) / before - 1
+    print(f"{speed:.1f} tok/s over HTTP, {sum(c.answers for c in clients)} answers, memory {grown:+.1%}")
+    assert grown < 0.03, f"the engine's memory grew by {grown:.1%}"
+    if seconds >= 60:
+        alone = in_process(30)
+        print(f"{alone:.1f} tok/s in the engine alone: {speed / alone:.1%}")
+        assert speed > 0.95 * alone
+
+
+def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
+    kind = rng.choice(["string", "integer", "number", "boolean", "enum", "array", "object"] if depth else ["integer"])
+    if kind == "string":
+        return {"type": "string", "maxLength": rng.randint(1, 12)}
+    if kind in ("integer", "number"):
+        low = rng.randint(-50, 50)
+        return {"type": kind, "minimum": low, "maximum": low + rng.randint(1, 500)}
+    if kind == "enum":
+        return {"enum": rng.sample(["red", "green", 7, None, "a b", True, 2.5], rng.randint(1, 4))}
+    if kind == "array":
+        return {"type": "array", "items": random_schema(rng, depth - 1), "minItems": 1, "maxItems": rng.randint(1, 3)}
+    if kind == "object":
+        names = rng.sample(["name", "age", "tags", "x", "city", "ok"], rng.randint(1, 3))
+        fields = {name: random_schema(rng, depth - 1) for name in names}
+        required = rng.sample(names, rng.randint(0, len(names)))
+        return {"type": "object", "properties": fields, "required": required, "additionalProperties": False}
+    return {"type": "boolean"}
+
+
+@pytest.mark.parametrize("count", [pytest.param(4, id="few"), pytest.param(50, id="fifty", marks=pytest.mark.slow)])
+def test_random_schemas_always_parse_and_validate(smollm2: Live, count: int) -> None:
+    rng = random.Random(count)
+    for i in range(count):
+        schema = {**random_schema(rng, 2), "title": f"thing {i}"}
+        wrapped = {"type": "object", "properties": {"value": schema}, "required": ["value"]}
+        wrapped["additionalProperties"] = False
+        form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": wrapped}}
+        answer = smollm2.chat(
+            "Give me an example.", response_format=form, temperature=1, seed=i, max_tokens=400, speculation=5
+        )
+        assert answer.status_code == 200, (schema, answer.text)
+        choice = answer.json()["choices"][0]
+        assert choice["finish_reason"] == "stop", (schema, choice)
+        jsonschema.validate(json.loads(choice["message"]["content"]), wrapped)
