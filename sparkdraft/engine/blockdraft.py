@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import Request, Work
-from sparkdraft.engine.dice import draw
 from sparkdraft.engine.graphs import Graphs, Shape
 from sparkdraft.engine.inputs import Rows, StepInputs
 from sparkdraft.engine.runner import Runner
@@ -49,7 +48,7 @@ class Pending:
 
 class BlockDraft:
     def __init__(self, drafter: Drafter, plan: Plan, device: torch.device, ops: ModuleType) -> None:
-        self.drafter, self.plan, self.device = drafter, plan, device
+        self.drafter, self.plan, self.device, self.ops = drafter, plan, device, ops
         self.block_size = drafter.caps.block_size
         max_blocks = -(-plan.max_model_len // plan.block_size)
         rows = plan.max_seqs * self.block_size
@@ -122,7 +121,7 @@ class BlockDraft:
             )
             scaled = allowed(logits[index].float(), [r.params for _, r, _ in rows])
             ids = self.drafter.to_target(torch.arange(logits.shape[1], device=self.device))
-            columns[index] = draw(scaled, seeds, positions, ids)
+            columns[index] = self.ops.draw(scaled, seeds, positions, ids)
         return self.drafter.to_target(columns)
 
     def release(self, request: Request) -> None:

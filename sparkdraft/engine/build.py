@@ -91,7 +91,8 @@ def build_engine(
     runner = Runner(model, kv, plan, device, drafter.config.taps if drafter else ())
     ngram = config.ngram and config.spec != "off"
     drafting = Drafting(plan.max_model_len, block, ngram, config.num_draft)
-    return Engine(plan, runner, Sampler(model_config.vocab_size, tokenizer.eos_ids, device), tokenizer, drafting)
+    sampler = Sampler(model_config.vocab_size, tokenizer.eos_ids, device, ops)
+    return Engine(plan, runner, sampler, tokenizer, drafting)
 
 
 def _kv(model: ModelConfig, plan: Plan, dtype: torch.dtype, device: torch.device, ops: ModuleType) -> DenseKV:

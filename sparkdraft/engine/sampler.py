@@ -1,8 +1,8 @@
 """Turns logits into ids: every row with its own request's parameters, whatever else is in the batch.
 
-Whatever the parameters leave is drawn by dice that depend on (seed, position, id) alone (dice.py), so a seeded request
-writes the same text in any batch, after a preemption, and with or without drafts. top_k, top_p and min_p are each a
-smallest probability that survives: one comparison applies all three, without sorting the vocabulary.
+Whatever the parameters leave is drawn by dice that depend on (seed, position, id) alone (kernels/dice.py), so a seeded
+request writes the same text in any batch, after a preemption, and with or without drafts. top_k, top_p and min_p are
+each a smallest probability that survives: one comparison applies all three, without sorting the vocabulary.
 Log-probabilities are the model's own, before any of this.
 """
 
@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sparkdraft.core import Request, SamplingParams, TokenLogprob
-from sparkdraft.engine.dice import draw
+from sparkdraft.kernels import reference
 from sparkdraft.text.grammar import GrammarState, Mask
 
 # By byte of a mask: the most that each of its eight ids may have. A minimum takes a quarter of an indexed assignment.
@@ -65,8 +66,11 @@ class Sampled:
 
 
 class Sampler:
-    def __init__(self, vocab_size: int, eos_ids: frozenset[int], device: torch.device) -> None:
+    def __init__(
+        self, vocab_size: int, eos_ids: frozenset[int], device: torch.device, ops: ModuleType = reference
+    ) -> None:
         self.vocab_size = vocab_size
+        self.ops = ops
         self.eos_ids = eos_ids
         self.device = device
         self._tallies: dict[Request, Tallies] = {}
@@ -168,7 +172,9 @@ class Sampler:
 
     def _draw(self, logits: Tensor, rows: list[SampleRow]) -> Tensor:  # int64 [rows]
         seeds, positions = ([r.request.seed for r in rows], [r.position for r in rows])
-        return draw(allowed(logits, [r.request.params for r in rows]), self._column(seeds), self._column(positions))
+        scaled = allowed(logits, [r.request.params for r in rows])
+        drawn: Tensor = self.ops.draw(scaled, self._column(seeds), self._column(positions))
+        return drawn
 
     def _raw_logprobs(self, logits: Tensor, rows: list[SampleRow]) -> dict[int, tuple[Tensor, int]]:
         wanted = {i: r.request.params.logprobs for i, r in enumerate(rows)}

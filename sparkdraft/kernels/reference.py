@@ -11,10 +11,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparkdraft.kernels.dice import draw
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.weights.quant.group import GroupQuant
 
 NAME = "reference"
+__all__ = [
+    "draw",
+    "embed",
+    "group_linear",
+    "kv_write",
+    "paged_attention",
+    "qk_norm_rope",
+    "rms_norm",
+    "silu_mul",
+    "tap",
+]
 
 
 def embed(ids: Tensor, table: Tensor | GroupQuant) -> Tensor:  # int32 [rows] -> [rows, hidden]

@@ -8,13 +8,14 @@ first use. Weights' matmuls, sampling and the layout of the cache belong to othe
 from sparkdraft.kernels.cuda.attention import paged_attention
 from sparkdraft.kernels.cuda.elementwise import kv_write, qk_norm_rope, rms_norm, silu_mul
 from sparkdraft.kernels.cuda.recording import Recording
-from sparkdraft.kernels.reference import embed, tap  # copies: torch is at the ceiling
+from sparkdraft.kernels.reference import draw, embed, tap  # torch is at the ceiling, or near enough
 
 NAME = "cuda"
 
 __all__ = [
     "NAME",
     "Recording",
+    "draw",
     "embed",
     "kv_write",
     "paged_attention",

@@ -23,6 +23,7 @@ __all__ = [
     "NAME",
     "PackedLinear",
     "Recording",
+    "draw",
     "embed",
     "kv_write",
     "paged_attention",
@@ -106,6 +107,15 @@ def kv_write(
         *(k.data_ptr(), k_row, k_head, v.data_ptr(), v_row, v_head, k_cache.data_ptr(), v_cache.data_ptr()),
         *(slots.data_ptr(), slots.shape[0], kv_heads, block_size, head_dim),
     )
+
+
+def draw(scaled: Tensor, seeds: Tensor, positions: Tensor, ids: Tensor | None = None) -> Tensor:
+    """kernels/dice.py, without looking at noise that cannot matter."""
+    rows, columns = scaled.shape
+    out, scaled = torch.empty(rows, dtype=torch.int64), scaled.contiguous()
+    places = [None if t is None else t.contiguous().data_ptr() for t in (seeds, positions, ids)]
+    c.sd_draw(scaled.data_ptr(), scaled.stride(0), rows, columns, *places, out.data_ptr())
+    return out
 
 
 class _AttentionCall(ctypes.Structure):

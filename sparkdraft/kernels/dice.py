@@ -15,7 +15,6 @@ from torch import Tensor
 
 SEED, POSITION, ID = -7046029254386353131, -4417276706812531889, -2643881736870682267  # odd, and unlike each other
 BITS = 23  # of a uniform number: as many as leave the largest below 1 in float32
-MANY = 4096  # columns: a CPU looks at fewer all at once
 LARGEST = -math.log(-math.log1p(-(2.0 ** -(BITS + 1))))  # noise is never above this
 
 
@@ -36,17 +35,7 @@ def draw(scaled: Tensor, seeds: Tensor, positions: Tensor, ids: Tensor | None = 
     """
     if ids is None:
         ids = torch.arange(scaled.shape[1], device=scaled.device)
-    if scaled.device.type != "cpu" or scaled.shape[1] < MANY:
-        return (scaled + gumbel(seeds.unsqueeze(1), positions.unsqueeze(1), ids)).argmax(-1)
-    return torch.stack([_draw_row(*row, ids) for row in zip(scaled, seeds, positions, strict=True)])
-
-
-def _draw_row(scaled: Tensor, seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
-    """Noise is bounded, so most columns cannot win whatever they throw: theirs is not even looked at."""
-    best = torch.from_numpy(scaled.numpy()).argmax()
-    least = scaled[best] + gumbel(seed, position, ids[best]) - LARGEST
-    able = (scaled >= least).nonzero().squeeze(1)
-    return able[(scaled[able] + gumbel(seed, position, ids[able])).argmax()]
+    return (scaled + gumbel(seeds.unsqueeze(1), positions.unsqueeze(1), ids)).argmax(-1)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
