@@ -295,3 +295,30 @@ def test_gathers_and_taps_copy_rows() -> None:
     taps = torch.full((9, 3, 24), math.nan)
     native.tap(x, taps, 1)
     assert torch.equal(taps[:, 1], x) and taps[:, 0].isnan().all()
+
+
+def test_recordings_of_one_owner_lie_over_each_other() -> None:
+    """Each replays rightly after any other has run, and a hundred take no more memory than the largest."""
+    x, weight = torch.randn(64, 576), torch.rand(576)
+    recordings = {}
+    for rows in (64, 1, 7, 33, 64 - 1, 2):
+        beside = next(iter(recordings.values()), None)
+        recordings[rows] = native.Recording(
+            lambda rows=rows: native.rms_norm(native.rms_norm(x[:rows], weight, 1e-5), weight, 1e-5), beside
+        )
+    arena = recordings[64].arena
+    assert all(r.arena is arena for r in recordings.values()) and len(arena._chunks) == 1
+    for rows in (2, 64, 7, 1, 63, 33):
+        x.copy_(torch.randn(64, 576))
+        expected = native.rms_norm(native.rms_norm(x[:rows], weight, 1e-5), weight, 1e-5)
+        assert torch.equal(recordings[rows].replay(), expected)
+
+
+def test_an_arena_grows_by_what_does_not_fit() -> None:
+    arena = native.recording.Arena()
+    large = arena.take(3 * native.recording.CHUNK)
+    small = arena.take(10)
+    assert large.data_ptr() + large.nbytes <= small.data_ptr() or small.data_ptr() + small.nbytes <= large.data_ptr()
+    arena.restart()
+    assert arena.take(3 * native.recording.CHUNK).data_ptr() == large.data_ptr()
+    assert arena.take(10).data_ptr() == small.data_ptr()

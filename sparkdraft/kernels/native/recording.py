@@ -1,8 +1,10 @@
 """A function's kernel calls, recorded once and run again by a single call into C: what a CUDA graph is to a GPU.
 
 While a function is recorded, the kernels it calls run as usual and their arguments are written down; all that the
-kernels allocate stays allocated, so that the addresses stay true. Inputs must therefore live at fixed addresses. A
-torch operator that computes would be missing from the replay: it makes the recording fail, with its name.
+kernels allocate stays allocated, so that the addresses stay true. Inputs must therefore live at fixed addresses.
+Recordings of one owner, of which one runs at a time, lay what they allocate over each other, so a hundred shapes take
+the memory of the largest. A torch operator that computes would be missing from the replay: it makes the recording fail,
+with its name.
 """
 
 from __future__ import annotations
@@ -24,6 +26,31 @@ MOST_INTEGERS = 14  # this and the order of KERNELS as in replay.cpp
 HARMLESS = {"empty", "view", "split", "__getitem__", "__get__", "data_ptr", "stride", "element_size"}
 
 
+CHUNK = 1 << 20  # floats that an arena takes at once, at least
+ALIGN = 16  # floats: a cache line
+
+
+class Arena:
+    """Memory for the outputs of a recording's kernels, handed out from its beginning to each recording anew."""
+
+    def __init__(self) -> None:
+        self._chunks: list[Tensor] = []
+        self.restart()
+
+    def restart(self) -> None:
+        self._chunk, self._used = 0, 0
+
+    def take(self, count: int) -> Tensor:  # float32 [count]
+        while self._chunk < len(self._chunks):
+            chunk, begin = self._chunks[self._chunk], self._used
+            if begin + count <= chunk.shape[0]:
+                self._used = begin + -(-count // ALIGN) * ALIGN
+                return chunk[begin : begin + count]
+            self._chunk, self._used = self._chunk + 1, 0
+        self._chunks.append(torch.empty(max(count, CHUNK)))
+        return self.take(count)
+
+
 class _Call(ctypes.Structure):
     """Mirrors 'Recorded' of replay.cpp."""
 
@@ -38,10 +65,10 @@ _current: Recording | None = None  # the recording that is being made
 
 
 def empty(rows: int, width: int) -> Tensor:
-    """A kernel's output; a recording keeps it, since its address is in there."""
-    y = torch.empty(rows, width)
-    keep(y)
-    return y
+    """A kernel's output; that of a recorded one stays where it is, since its address is in there."""
+    if _current is None:
+        return torch.empty(rows, width)
+    return _current.arena.take(rows * width).view(rows, width)
 
 
 def keep(thing: object) -> None:
@@ -51,12 +78,17 @@ def keep(thing: object) -> None:
 
 class Recording:
     def __init__(self, run: Callable[[], Tensor], beside: Recording | None = None) -> None:
-        """Runs 'run' once. Raises Unrecordable. 'beside' is of use on a GPU only: memory is not shared here."""
+        """Runs 'run' once. Raises Unrecordable.
+
+        beside: an earlier recording of the same owner, whose memory this one shares: only one replays at a time.
+        """
         self.kept: list[object] = []
-        self._calls: list[_Call] = []
-        with self._recorders(), _OnlyViews():
+        self.arena: Arena = beside.arena if beside else Arena()
+        self.arena.restart()
+        calls: list[_Call] = []
+        with self._recorders(calls), _OnlyViews():
             self.output = run()
-        self._array = (_Call * len(self._calls))(*self._calls)
+        self._array = (_Call * len(calls))(*calls)
 
     def replay(self) -> Tensor:
         """The same calls on what the inputs hold now; returns the same tensor, filled anew."""
@@ -64,12 +96,12 @@ class Recording:
         return self.output
 
     @contextmanager
-    def _recorders(self) -> Iterator[None]:
+    def _recorders(self, calls: list[_Call]) -> Iterator[None]:
         global _current
         originals = {name: getattr(c, f"sd_{name}") for name in KERNELS}
         _current = self
         for number, name in enumerate(KERNELS):
-            setattr(c, f"sd_{name}", self._recorder(number, originals[name]))
+            setattr(c, f"sd_{name}", self._recorder(calls, number, originals[name]))
         try:
             yield
         finally:
@@ -77,12 +109,12 @@ class Recording:
             for name, function in originals.items():
                 setattr(c, f"sd_{name}", function)
 
-    def _recorder(self, number: int, function: Callable[..., None]) -> Callable[..., None]:
+    def _recorder(self, calls: list[_Call], number: int, function: Callable[..., None]) -> Callable[..., None]:
         def record(*arguments: int | float | None) -> None:
             function(*arguments)
             integers = [a or 0 for a in arguments if not isinstance(a, float)]
             reals = [a for a in arguments if isinstance(a, float)]
-            self._calls.append(_Call(number, (ctypes.c_int64 * MOST_INTEGERS)(*integers), *reals))
+            calls.append(_Call(number, (ctypes.c_int64 * MOST_INTEGERS)(*integers), *reals))
 
         return record
 
