@@ -57,6 +57,7 @@ class BlockDraft:
         self._seen = SeenRows(plan.max_seqs * (plan.block_size + self.block_size), drafter, device)
         self._graphs = Graphs(self._propose, ops) if plan.graphs else None
         self._observing = Graphs(self._observe, ops) if plan.graphs else None
+        self._ids: Tensor | None = None  # int64 [draft vocabulary], what columns of its logits stand for
 
     def width(self, depth: int) -> int:
         """Rows of a block that drafts 'depth' ids: the trained size, or a half or a quarter where that is enough.
@@ -120,8 +121,9 @@ class BlockDraft:
                 for values in zip(*((row, r.seed, r.num_tokens + k) for row, r, k in rows), strict=True)
             )
             scaled = allowed(logits[index].float(), [r.params for _, r, _ in rows])
-            ids = self.drafter.to_target(torch.arange(logits.shape[1], device=self.device))
-            columns[index] = self.ops.draw(scaled, seeds, positions, ids)
+            if self._ids is None:
+                self._ids = self.drafter.to_target(torch.arange(logits.shape[1], device=self.device))
+            columns[index] = self.ops.draw(scaled, seeds, positions, self._ids)
         return self.drafter.to_target(columns)
 
     def release(self, request: Request) -> None:

@@ -7,6 +7,7 @@ tools/ and reasoning/, one small file each.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -67,7 +68,7 @@ def joined(events: Sequence[Event]) -> list[Event]:
     return out
 
 
-class Reader:
+class Reader(ABC):
     """The pen and the eyes of a parser: `read` is written by each format, with the helpers below.
 
         text:   | read, may be gone back to | not read |  arrives ...
@@ -98,9 +99,9 @@ class Reader:
         events, self._events = joined(self._events), []
         return events
 
+    @abstractmethod
     def read(self) -> Reading[None]:
         """Reads to the end of the text."""
-        raise NotImplementedError
 
     def give(self, event: Event) -> None:
         """An event goes out; what was read to make it cannot be read again."""

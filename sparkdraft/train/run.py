@@ -181,8 +181,7 @@ def _sync(path: Path) -> None:
 
 
 def _disk(error: Exception, what: str, folder: Path) -> UserError:
-    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(
-        error
-    )  # safetensors wraps it
+    number = getattr(error, "errno", None)
+    full = number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)  # safetensors has no numbers
     reason = "the disk is full: make room and run the same command again" if full else str(error)
     return UserError(f"{what} could not be written to {folder}; the one before is whole ({reason})")

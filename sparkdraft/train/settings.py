@@ -1,6 +1,6 @@
 """What one training run is asked to do, as data: a run's folder keeps it, and a resumed run must agree with it.
 
-Defaults are those that trained the drafter of the embedded model on one GPU. No torch.
+Defaults suit a small target on one large GPU. No torch.
 """
 
 from __future__ import annotations

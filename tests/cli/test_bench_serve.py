@@ -10,13 +10,11 @@ import asyncio
 import builtins
 import json
 import socket
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -27,6 +25,7 @@ from sparkdraft.bench.serve_client import Drafting, Sample, read_counters, read_
 from sparkdraft.bench.serve_report import markdown, summary
 from sparkdraft.cli.main import main
 from sparkdraft.core import UserError
+from tests.fakes.web import serving
 
 CLASSES = ["qa", "code", "json", "maths", "long-code", "dialogue", "prose", "random"]
 FIRST, STEP = 0.06, 0.02  # seconds to the first token, and from step to step
@@ -119,13 +118,8 @@ def script() -> Script:
 
 @pytest.fixture
 def url(script: Script) -> Iterator[str]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(script.app(), log_level="error", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server.should_exit = True
-    thread.join(10)
+    with serving(script.app()) as address:
+        yield address
 
 
 def bench(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[dict[str, Any], str]:

@@ -11,7 +11,6 @@ import asyncio
 import json
 import os
 import shutil
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -19,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+
+from tests.fakes.web import serving
 
 PAGE = Path(__file__).parents[2] / "sparkdraft" / "server" / "page" / "index.html"
 KEY = "open sesame"
@@ -115,13 +115,8 @@ def script() -> Script:
 
 @pytest.fixture
 def url(script: Script) -> Iterator[str]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(script.app(), log_level="error", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
-    server.should_exit = True
-    thread.join(10)
+    with serving(script.app()) as address:
+        yield f"{address}/"
 
 
 @pytest.fixture(scope="module")

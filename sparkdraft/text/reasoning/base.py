@@ -6,12 +6,13 @@ Called with the prompt it makes the parser; the end of the prompt shows whether 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from sparkdraft.text.events import Parser
 
 
-class ReasoningFormat:
+class ReasoningFormat(ABC):
     name: ClassVar[str]
     keep_special: ClassVar[bool] = False  # the parser needs to see special tokens
     opening: ClassVar[str]
@@ -20,9 +21,9 @@ class ReasoningFormat:
     def __init__(self, template: str = "") -> None:
         self._template = template
 
+    @abstractmethod
     def __call__(self, prompt: str | None = None) -> Parser:
         """The parser of the answer to a rendered prompt."""
-        raise NotImplementedError
 
     def is_open(self, prompt: str | None) -> bool:
         """Whether the answer begins within the thoughts. Without the prompt, what the template does last by itself."""
@@ -34,9 +35,9 @@ class ReasoningFormat:
     def is_closed(self, prompt: str | None) -> bool:
         return prompt is not None and prompt.rstrip().endswith(self.closing)
 
+    @abstractmethod
     def grammar(self, prompt: str | None = None) -> str:
         """Lark with a rule `thinking` for what comes before calls; "" where nothing does."""
-        raise NotImplementedError
 
     def answer_grammar(self, prompt: str | None = None) -> str:
         """Lark with a rule `start` that thinks and then is a rule `answer`, which is left to be written."""

@@ -7,6 +7,7 @@ a format fills in one call. Compiling and following the grammar is text/grammar.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -20,13 +21,13 @@ Tools = Sequence[dict[str, Any]]
 Messages = Sequence[Mapping[str, Any]]
 
 
-class ToolFormat:
+class ToolFormat(ABC):
     name: ClassVar[str]
     keep_special: ClassVar[bool] = False  # the parser needs to see special tokens
     separator: ClassVar[str] = ""  # Lark of what stands between two calls
 
-    def parser(self, tools: Tools) -> Parser:
-        raise NotImplementedError
+    @abstractmethod
+    def parser(self, tools: Tools) -> Parser: ...
 
     def constraint(self, tools: Tools, choice: str, parallel: bool, thinking: str = "") -> GrammarSpec | None:
         """The grammar that holds a choice: "required" is one call or more (just one if not 'parallel'), a name is
@@ -50,9 +51,9 @@ class ToolFormat:
         ]
         return "\n".join([*rules, thinking]).rstrip() + "\n"
 
+    @abstractmethod
     def call_rules(self, rule: str, function: Function) -> str:
         """Lark rules, of which this one is a call of this function."""
-        raise NotImplementedError
 
     def common_rules(self) -> str:
         return ""
