@@ -1,16 +1,20 @@
 """Acceptance of the embedded drafter on fixed texts: the target's own greedy responses to the 152 evaluation prompts.
 
-    python bench/replay_acceptance.py            about three minutes on two cores
+    python bench/replay_acceptance.py            the real engine, about five minutes on two cores
+    python bench/replay_acceptance.py --replay   the second opinion, three minutes
 
 Texts of different machines part ways at near-ties, and with them acceptance; here the texts are given (responses.npz,
-written once by the target in bfloat16, at most 384 tokens, loops kept), so that figures compare. The target runs once
-over each text, the drafter observes it, and the walk that speculation would take is replayed at block 16. "Loops cut"
-leaves out the steps whose anchor lies where the response only repeats itself. Ends in one line of JSON.
+written once by the target in bfloat16, at most 384 tokens, loops kept), so that figures compare. The engine serves
+them as requests, 15 drafts a step, and only what its sampler says is replaced by the given ids; the replay shows each
+text to target and drafter in one pass and walks it as speculation would. "Loops cut" leaves out the steps whose anchor
+lies where the response only repeats itself. Ends in one line of JSON.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkdraft import LLM
-from sparkdraft.engine.sampler import argmax
+from sparkdraft import LLM, SamplingParams
+from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow, argmax
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.models.blocks import Step
 from sparkdraft.spec.drafter import DraftBlock, Drafter
@@ -27,6 +31,8 @@ from sparkdraft.text.loops import loop_start
 
 CLASSES = ("code", "maths", "json", "qa", "dialogue", "prose", "summary")
 Steps = dict[str, list[int]]  # class -> accepted drafts of each step
+Text = tuple[list[int], int]  # ids, and how many of them are the prompt's
+Walk = list[tuple[int, int]]  # (position of the anchor, accepted drafts) of each step
 BLOCKS = 64  # of the cache: room for the longest text and a block after it
 
 
@@ -55,7 +61,7 @@ def drafter_of(llm: LLM) -> Drafter:
     return llm.engine.drafting.block.drafter
 
 
-def walk(drafter: Drafter, taps: Tensor, ids: list[int], start: int) -> list[tuple[int, int]]:
+def walk(drafter: Drafter, taps: Tensor, ids: list[int], start: int) -> Walk:
     """(anchor, accepted drafts) of each step, from the anchor at 'start' to the end of the text."""
     width, accepted, p = drafter.caps.block_size, [], start
     while p < len(ids) - 1:
@@ -83,20 +89,62 @@ def per_position(counts: list[int], width: int) -> list[float]:
 
 
 @torch.inference_mode()
+def replayed(llm: LLM, texts: list[Text]) -> Iterator[Walk]:
+    for ids, prompt in texts:
+        yield walk(drafter_of(llm), observe_text(llm, ids), ids, prompt)
+
+
+class GivenText(Sampler):
+    """Says of every row what the given text has in its place, whatever the logits say."""
+
+    texts: dict[str, list[int]]  # by request
+
+    def __call__(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
+        said = [(self.texts[row.request.id], row.position) for row in rows]
+        return Sampled(torch.tensor([ids[min(i, len(ids) - 1)] for ids, i in said]), {})
+
+
+def served(llm: LLM, texts: list[Text]) -> Iterator[Walk]:
+    """All of them as requests of the engine, as many at once as it takes."""
+    engine, walks = llm.engine, {str(i): Walk() for i in range(len(texts))}
+    engine.sampler = GivenText(engine.sampler.vocab_size, engine.sampler.eos_ids, engine.sampler.device)
+    engine.sampler.texts = {name: ids for name, (ids, _) in zip(walks, texts, strict=True)}
+    position = {}  # of each request's last committed id: the anchor of its next step
+    for name, (ids, prompt) in zip(walks, texts, strict=True):
+        params = SamplingParams(max_tokens=len(ids) - prompt, num_draft=engine.drafting.max_depth, ignore_eos=True)
+        engine.add(ids[:prompt], params, name)
+    while engine.has_work:
+        for piece in engine.step():
+            name = piece.request_id
+            if name in position:
+                walks[name].append((position[name], len(piece.ids) - 1))
+                position[name] += len(piece.ids)
+            else:  # the first id comes with the prompt: nothing was drafted
+                position[name] = piece.num_prompt
+    yield from walks.values()
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--replay", action="store_true", help="one pass over each text instead of the engine's steps")
+    how: Callable[[LLM, list[Text]], Iterator[Walk]] = replayed if parser.parse_args().replay else served
     data = np.load(Path(__file__).with_name("responses.npz"))
-    llm = LLM("smollm2", device="cpu")
-    ends, drafter = np.cumsum(data["len"]), drafter_of(llm)
+    llm = LLM("smollm2", device="cpu", ngram=False, max_seqs=8)
+    ends = np.cumsum(data["len"]).tolist()
+    spans = zip(ends, data["len"].tolist(), data["plen"].tolist(), strict=True)
+    texts = [(data["tok"][end - length : end].astype(int).tolist(), prompt) for end, length, prompt in spans]
     steps: Steps = {name: [] for name in (*CLASSES, "all")}
     cut: Steps = {name: [] for name in steps}  # only steps whose anchor lies before the response's loop
-    for i, (end, prompt, kind) in enumerate(zip(ends, data["plen"].tolist(), data["cls"], strict=True)):
-        ids = data["tok"][end - data["len"][i] : end].astype(int).tolist()
-        taken = walk(drafter, observe_text(llm, ids), ids, prompt)
+    for (ids, prompt), kind, taken in zip(texts, data["cls"], how(llm, texts), strict=True):
         loop = prompt + loop_start(ids[prompt:])
         for name in (CLASSES[kind], "all"):
             steps[name] += [count for _, count in taken]
             cut[name] += [count for anchor, count in taken if anchor < loop]
-    kept, no_loops, width = lengths(steps), lengths(cut), drafter.caps.block_size
+    report(steps, cut, drafter_of(llm).caps.block_size)
+
+
+def report(steps: Steps, cut: Steps, width: int) -> None:
+    kept, no_loops = lengths(steps), lengths(cut)
     print("class      steps  tokens a step  loops cut: steps  tokens a step")
     for name in steps:
         print(f"{name:<9} {len(steps[name]):6}  {kept[name]:13.2f}  {len(cut[name]):16}  {no_loops[name]:13.2f}")

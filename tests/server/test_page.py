@@ -384,7 +384,7 @@ def test_the_embedded_model(driver: Any, request: pytest.FixtureRequest, tmp_pat
         tab.answered()
         tab.find(".other").click()
         tab.wait(lambda: tab.text(".versus"), "the comparison", 60)
-        assert "The two texts are the same." in tab.text(".versus") and tab.count(".answer:nth-child(1) mark") > 5
+        assert "The two texts are the same." in tab.text(".versus") and tab.count(".answer:nth-child(1) mark") > 0
         assert tab.number(".length") > 1 and tab.number(".tokens") == 110 and tab.text("#model") == "smollm2"
         picture = Path(os.environ.get("PAGE_PNG", tmp_path / "page.png"))
         assert driver.save_screenshot(str(picture)) and 10_000 < picture.stat().st_size < 300_000
