@@ -26,8 +26,9 @@ serve: setup
 demo: setup
 	$(BIN)/sparkdraft demo
 
+# Two files at a time: most tests wait for one core, and no more than two processes fit beside each other's threads.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: dev
 	$(BIN)/ruff check .
