@@ -67,9 +67,8 @@ def walk(drafter: Drafter, taps: Tensor, ids: list[int], start: int) -> Walk:
     while p < len(ids) - 1:
         rows = int32(list(range(p, p + width)))
         block = [ids[p]] + [drafter.caps.mask_id] * (width - 1)
-        drafts = argmax(
-            drafter.propose(DraftBlock(int32(block), rows, rows, view(p, width), int32([*range(1, width)])))
-        )
+        masked = DraftBlock(int32(block), rows, rows, view(p, width), int32([*range(1, width)]))
+        drafts = drafter.to_target(argmax(drafter.propose(masked)))
         truth = ids[p + 1 : p + width]
         count = next((i for i, (a, b) in enumerate(zip(drafts.tolist(), truth, strict=False)) if a != b), len(truth))
         drafter.observe(taps[p : p + width], rows[: len(taps) - p], rows[: len(taps) - p])  # what the block overwrote

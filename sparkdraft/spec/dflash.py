@@ -19,7 +19,7 @@ from sparkdraft.models.blocks import Attention, Decoder, GatedMLP, Step
 from sparkdraft.models.rope import rope_table
 from sparkdraft.spec.config import DraftConfig, LayerMask
 from sparkdraft.spec.drafter import DraftBlock, DrafterCaps
-from sparkdraft.weights.linear import Linear
+from sparkdraft.weights.linear import DenseLinear, Linear
 from sparkdraft.weights.loader import Loader
 from sparkdraft.weights.quant.group import GroupQuant
 
@@ -169,7 +169,7 @@ def _prefix(load: Loader) -> str:
 
 
 def _ends(draft: DraftConfig, load: Loader, prefix: str, target: Decoder) -> Ends:
-    """The checkpoint's own tables where it has them, else the target's. Only a head of its own renumbers ids."""
+    """The checkpoint's own tables where it has them, else the target's; of its head only the rows that are drafted."""
     names, model = frozenset(load.source.names()), draft.model
 
     def own(name: str) -> str | None:  # tables and maps may stand outside the prefix
@@ -181,6 +181,10 @@ def _ends(draft: DraftConfig, load: Loader, prefix: str, target: Decoder) -> End
     if matrix := own("lm_head.weight"):
         head = load.linear({matrix.removesuffix(".weight"): draft.draft_vocab_size}, model.hidden_size)
         d2t = _offsets(draft, load, own("d2t"))
+    elif draft.draft_vocab_size < model.vocab_size:
+        d2t = _offsets(draft, load, own("d2t"))
+        assert d2t is not None
+        head = _some_rows(load, target, d2t + torch.arange(len(d2t), device=d2t.device))
     mask = own("mask_embedding") or own("mask_embedding.weight")
     if mask is None and any(load.source.path.glob("mask_embedding.*")):
         raise UserError(
@@ -190,6 +194,19 @@ def _ends(draft: DraftConfig, load: Loader, prefix: str, target: Decoder) -> End
     mask_row = load.vector(mask, model.hidden_size) if mask else None
     load.ignore(n for x in (*UNUSED, "d2t") for n in (prefix + x, x))
     return Ends(embedding, mask_row, load.vector(f"{prefix}norm.weight", model.hidden_size), head, d2t)
+
+
+def _some_rows(load: Loader, target: Decoder, ids: Tensor) -> Linear:
+    """A head over these ids alone: the target's own rows of them, so that the checkpoint need not hold any."""
+    table: Tensor | GroupQuant | None = target.embedding if target.config.tie_embeddings else None
+    if isinstance(target.head, DenseLinear):
+        table = target.head.weight
+    if table is None:
+        raise UserError(
+            f"{load.source.path} drafts among {len(ids)} ids without a head of its own; rows of this target's head can "
+            "not be taken out of its format: export the drafter with lm_head.weight"
+        )
+    return load.tied_head(table.take(ids) if isinstance(table, GroupQuant) else table[ids])
 
 
 def _offsets(draft: DraftConfig, load: Loader, name: str | None) -> Tensor | None:

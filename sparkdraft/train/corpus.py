@@ -109,6 +109,15 @@ class Corpus:
         start = int(self._start[index])
         return self._tokens[shard][start : start + int(self.length[index])]
 
+    def most_frequent(self, number: int) -> Ids:
+        """The ids that stand most often in the documents, as many as asked for, in ascending order."""
+        if not 0 < number < self.info.vocab_size:
+            raise UserError(
+                f"--vocab is {number}; it must be from 1 to {self.info.vocab_size - 1}, or left out for all"
+            )
+        counts = sum(np.bincount(tokens, minlength=self.info.vocab_size) for tokens in self._tokens)
+        return np.sort(np.argsort(-np.asarray(counts), kind="stable")[:number])
+
     def _fingerprint(self, names: Sequence[str]) -> str:
         """The same for the same data, and cheap: names and sizes stand for the tokens."""
         digest = hashlib.sha256((self.folder / INFO).read_bytes())

@@ -51,20 +51,28 @@ def export(
     card: str | None = None,
     target: ExportTarget | None = None,
     shard_bytes: int = SHARD_BYTES,
+    vocabulary: Tensor | None = None,
 ) -> None:
     """config: a whole config.json in z-lab's words; tensors: floats under z-lab's names. Replaces an older export.
 
-    A file grows past 'shard_bytes' only where one tensor alone does.
+    A file grows past 'shard_bytes' only where one tensor alone does. vocabulary: int64, ascending: the only ids to be
+    drafted; the engine takes their rows of the target's head, z-lab's own program drafts among all ids as before.
     """
     if layout not in LAYOUTS:
         raise UserError(f"The layout is '{layout}'; drafters are exported as {' or '.join(LAYOUTS)}")
     if bits not in (16, 8):
         raise UserError(f"bits is {bits}; drafters are exported in 16 or 8 bits")
+    if vocabulary is not None:
+        if layout != "zlab":
+            raise UserError("A smaller vocabulary is exported as zlab: the speculators layout wants a head beside it")
+        config = {**config, "draft_vocab_size": len(vocabulary)}
     written = _zlab_config(config) if layout == "zlab" else speculators_config(config, target)
     stored = _sixteen_bits(tensors) if bits == 16 else _eight_bits(tensors)
     if bits == 8:
         kept = [n.removesuffix(".weight") for n, t in tensors.items() if t.dim() == 2 and n + SCALE not in stored]
         written["quantization_config"] = _quantization(kept)
+    if vocabulary is not None:
+        stored["d2t"] = vocabulary - torch.arange(len(vocabulary))
     with _new_folder(folder) as place:
         (place / "config.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
         if card is not None:

@@ -61,6 +61,16 @@ def drafted(folder: Path, target: Path, kernel: str = "reference") -> Tensor:
 # ---- layouts
 
 
+@pytest.mark.parametrize("bits", [16, 8])
+def test_a_smaller_vocabulary_takes_its_rows_of_the_targets_head(target: Path, tmp_path: Path, bits: int) -> None:
+    ids = torch.arange(3, 259, 2)
+    whole = drafted(write(tmp_path / "whole", bits=bits), target)
+    fewer = drafted(write(tmp_path / "fewer", bits=bits, vocabulary=ids), target)
+    assert torch.equal(fewer, whole[..., ids])
+    with pytest.raises(UserError, match="exported as zlab"):
+        write(tmp_path / "other", "speculators", vocabulary=ids)
+
+
 @pytest.mark.parametrize("shard_bytes", [15 * 2**20, 30_000], ids=["one-file", "shards"])
 def test_zlabs_package_loads_its_layout_and_drafts_the_same(target: Path, tmp_path: Path, shard_bytes: int) -> None:
     dflash = pytest.importorskip("dflash.model", reason="pip install --no-deps dflash==0.1.0")
