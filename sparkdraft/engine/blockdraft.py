@@ -22,7 +22,7 @@ from sparkdraft.core import Request, Work
 from sparkdraft.engine.graphs import Graphs, Shape
 from sparkdraft.engine.inputs import Rows, StepInputs
 from sparkdraft.engine.runner import Runner
-from sparkdraft.engine.sampler import allowed, argmax
+from sparkdraft.engine.sampler import Filters, Knobs, allowed, argmax
 from sparkdraft.kernels import Unrecordable
 from sparkdraft.plan.resolve import Fallback, Plan
 from sparkdraft.spec.drafter import DraftBlock, Drafter
@@ -120,7 +120,8 @@ class BlockDraft:
                 torch.tensor(values, device=self.device)
                 for values in zip(*((row, r.seed, r.num_tokens + k) for row, r, k in rows), strict=True)
             )
-            scaled = allowed(logits[index].float(), [r.params for _, r, _ in rows])
+            params = [r.params for _, r, _ in rows]
+            scaled = allowed(logits[index].float(), Knobs.of(params, self.device), Filters.of(params))
             if self._ids is None:
                 self._ids = self.drafter.to_target(torch.arange(logits.shape[1], device=self.device))
             columns[index] = self.ops.draw(scaled, seeds, positions, self._ids)

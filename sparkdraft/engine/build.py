@@ -18,6 +18,7 @@ from sparkdraft.engine.blockdraft import BlockDraft
 from sparkdraft.engine.devices import detect
 from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.engine import Engine
+from sparkdraft.engine.flight import Flight
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Sampler
 from sparkdraft.models.config import ModelConfig
@@ -92,7 +93,8 @@ def build_engine(
     ngram = config.ngram and config.spec != "off"
     drafting = Drafting(plan.max_model_len, block, ngram, config.num_draft)
     sampler = Sampler(model_config.vocab_size, tokenizer.eos_ids, device, ops)
-    return Engine(plan, runner, sampler, tokenizer, drafting)
+    flight = Flight(runner, block, device) if plan.graphs and plan.device == "cuda" else None
+    return Engine(plan, runner, sampler, tokenizer, drafting, flight)
 
 
 def _kv(model: ModelConfig, plan: Plan, dtype: torch.dtype, device: torch.device, ops: ModuleType) -> DenseKV:

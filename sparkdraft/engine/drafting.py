@@ -7,6 +7,7 @@ accepted to all who learn from it. Without a drafter and without n-grams it does
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,28 +91,45 @@ class Drafting:
                 self.block.observe(work, accepted, runner, row)
             row += work.num_scheduled
             if work.decodes:
-                kept = self._of(work.request)
-                kept.stats.record(work.num_draft + work.num_cut, accepted, work.source)
-                source = work.source or kept.source
-                if source in self.controllers and self._asked(work.request) is None:
-                    compared = work.num_draft + bool(work.num_cut)  # the first that was cut would have been refused
-                    self.controllers[source].observe(kept.depth[source], compared, accepted)
+                self.learn(work.request, work.num_draft, accepted, work.source, work.num_cut)
+
+    def learn(self, request: Request, num_draft: int, accepted: int, source: str, num_cut: int = 0) -> None:
+        """What one step did to a request: drafts that were run, and cut before that, and how many of them stood."""
+        kept = self._of(request)
+        kept.stats.record(num_draft + num_cut, accepted, source)
+        source = source or kept.source
+        if source in self.controllers and self._asked(request) is None:
+            compared = num_draft + bool(num_cut)  # the first that was cut would have been refused
+            self.controllers[source].observe(kept.depth[source], compared, accepted)
+
+    def flown(self, steps: list[tuple[Request, int, int]], seconds: float) -> None:
+        """One step that the device took by itself: (request, drafts, accepted) of each. There only the model drafts.
+
+        seconds: what it took, 0 if nobody knows; drafting and verifying are one launch, and not told apart.
+        """
+        if not self.max_depth:
+            return
+        name, deepest = self.block.drafter.caps.name if self.block else "", max(depth for _, depth, _ in steps)
+        for request, depth, accepted in steps:
+            self.learn(request, depth, accepted, name if depth else "")
+            if depth:
+                self._of(request).stats.add_time(0.0, seconds)
+        if seconds:
+            self._measured({name} if deepest else set(), deepest, [r.num_tokens for r, _, _ in steps], seconds)
 
     def timed(self, batch: Batch, draft: float, verify: float) -> None:
         if not self.max_depth or not batch.decodes:
             return
-        self._num_timed += 1
-        if self._num_timed % PLAIN_SAMPLE and not any(w.num_draft for w in batch.work):
-            return  # plain steps are many and alike: a parked drafter should cost nothing
-        deepest, context = max(w.num_draft for w in batch.work), max(w.stop for w in batch.work)
         used = {w.source for w in batch.work if w.num_draft}
-        cut = any(w.num_cut for w in batch.work)  # drafted deeper than verified: the cost of neither depth
-        for source, controller in self.controllers.items():
-            if used <= {source} and not cut:  # a plain step tells all of them something, a mixed one nobody
-                controller.measured(deepest, len(batch.work), context, draft + verify)
+        if not any(w.num_cut for w in batch.work):  # drafted deeper than verified: the cost of neither depth
+            self._measured(used, max(w.num_draft for w in batch.work), [w.stop for w in batch.work], draft + verify)
         for work in batch.work:
             if work.num_draft and work.request in self._requests:
                 self._requests[work.request].stats.add_time(draft, verify)
+
+    def drafts_from_text(self, requests: Iterable[Request]) -> bool:
+        """Whether the text of any of these, all of which draft, is what drafts."""
+        return any(self._of(r).source == "ngram" for r in requests)
 
     def trial_depths(self) -> list[int]:
         """Depths whose cost is measured at start; those between are interpolated."""
@@ -133,6 +151,15 @@ class Drafting:
             self.total.merge(kept.stats)
 
     # ---- the parts
+
+    def _measured(self, sources: set[str], deepest: int, contexts: list[int], seconds: float) -> None:
+        """Tell those whom it concerns what a step cost: a plain one all of them, one of several sources nobody."""
+        self._num_timed += 1
+        if self._num_timed % PLAIN_SAMPLE and not deepest:
+            return  # plain steps are many and alike: a parked drafter should cost nothing
+        for source, controller in self.controllers.items():
+            if sources <= {source}:
+                controller.measured(deepest, len(contexts), max(contexts), seconds)
 
     def _check(self, name: str, depth: int | None) -> None:
         if depth and depth > self.max_depth:

@@ -18,6 +18,7 @@ from sparkdraft.cache.prefix import PrefixCache
 from sparkdraft.core import Batch, FinishReason, Request, SamplingParams, StepOutput, UserError
 from sparkdraft.engine.accept import committed
 from sparkdraft.engine.drafting import Drafting
+from sparkdraft.engine.flight import AHEAD, Flight
 from sparkdraft.engine.output import Output
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow
@@ -30,16 +31,25 @@ TRIAL_STEPS = 5  # of each depth at start: one reads the prompt, one records, th
 
 
 class Engine:
-    def __init__(self, plan: Plan, runner: Runner, sampler: Sampler, tokenizer: Vocabulary, drafting: Drafting) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        runner: Runner,
+        sampler: Sampler,
+        tokenizer: Vocabulary,
+        drafting: Drafting,
+        flight: Flight | None = None,
+    ) -> None:
+        """flight: takes the steps in which all only decode; without it the host sees to every step."""
         self.plan, self.runner, self.sampler, self.tokenizer = plan, runner, sampler, tokenizer
-        self.drafting = drafting
+        self.drafting, self.flight = drafting, flight
         self.grammars = GrammarCompiler(tokenizer, sampler.vocab_size)
         self.pool = BlockPool(plan.num_blocks)
         prefix = PrefixCache(self.pool, plan.block_size, plan.prefix_cache)
         self.scheduler = Scheduler(self.pool, prefix, plan.max_seqs, plan.max_rows, drafting.lookahead)
         self._outputs: dict[Request, Output] = {}
         self._by_id: dict[str, list[Request]] = {}
-        self._ended: list[StepOutput] = []  # aborted since the last step
+        self._ended: list[StepOutput] = []  # aborted or landed since the last step
         self._numbers = count()
 
     def add(self, prompt_ids: list[int], params: SamplingParams, request_id: str | None = None) -> str:
@@ -64,6 +74,8 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request now, in whatever state it is; an id that has ended already is no error."""
+        if request_id in self._by_id:
+            self._ended += self._land_all()
         for request in list(self._by_id.get(request_id, ())):
             request.finish = FinishReason.ABORT
             self._ended.append(StepOutput(request.id, request.index, [], "", request.finish))
@@ -77,7 +89,12 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """One pass of the target over everything that runs."""
         begin = time.perf_counter()
-        batch = self.scheduler.schedule(self.drafting.depths(self.scheduler.decoding()))
+        depths = self.drafting.depths(self.scheduler.decoding())
+        if self.flight and self._can_fly(self.flight, depths):
+            return self._fly(self.flight, depths)
+        if landed := self._land_all():
+            return self._take_ended() + landed  # they may change what there is to do
+        batch = self.scheduler.schedule(depths)
         if not batch.work:
             return self._take_ended()
         self.drafting.propose(batch)
@@ -102,6 +119,59 @@ class Engine:
                 self.abort(name)
         self._ended.clear()
         self.drafting.forget_trials()
+
+    # ---- steps that the device takes by itself
+
+    def _can_fly(self, flight: Flight, depths: dict[Request, int]) -> bool:
+        deepest, running = max(depths.values(), default=0), self.scheduler.running
+        return (
+            self.scheduler.only_decoding
+            and len(running) * flight.reach(deepest) <= self.plan.max_rows
+            and all(flight.takes(request, deepest) for request in running)
+            and not self.drafting.drafts_from_text(depths)
+            and self.scheduler.reserve(flight.most_unread + flight.reach(deepest))
+        )
+
+    def _fly(self, flight: Flight, depths: dict[Request, int]) -> list[StepOutput]:
+        """Launch a step, then read the one before."""
+        flight.launch(self.scheduler.running, [depths.get(r, 0) for r in self.scheduler.running])
+        outputs = self._take_ended()
+        if flight.in_air == AHEAD:
+            outputs += self._land(flight)
+        if any(output.finish for output in outputs):
+            outputs += self._land_all()  # what is in the air carries one too many
+        return outputs
+
+    @torch.inference_mode()
+    def _land_all(self) -> list[StepOutput]:
+        outputs: list[StepOutput] = []
+        if self.flight and self.flight.crew:
+            while self.flight.in_air:
+                outputs += self._land(self.flight)
+            self.flight.end()
+            for request in [r for r in self.scheduler.running if r.finish]:
+                self._remove(request)
+        return outputs
+
+    def _land(self, flight: Flight) -> list[StepOutput]:
+        """Commit what a step brought; requests that have ended before are in it too, for nothing."""
+        outputs, steps = [], []
+        for landed in flight.land():
+            request = landed.request
+            if request.finish:
+                continue
+            output = self._outputs[request].push(landed.ids)
+            num_accepted = len(output.ids) - 1
+            output.num_accepted = min(len(landed.ids) - 1, len(output.ids))
+            self.scheduler.commit(request, 1 + num_accepted)
+            outputs.append(output)
+            steps.append((request, landed.num_draft, num_accepted))
+        if steps:
+            self.drafting.flown(steps, flight.step_seconds)
+        for output, (request, _, _) in zip(outputs, steps, strict=True):
+            if request.finish:  # it leaves when nothing is in the air any more
+                output.speculation = self.drafting.report(request)
+        return outputs
 
     # ---- the parts
 
@@ -156,7 +226,7 @@ class Engine:
                 outputs[-1].num_accepted = min(len(new) - 1, len(outputs[-1].ids))  # fewer where a stop cut them
                 num_accepted[i] = len(outputs[-1].ids) - 1
                 first += work.num_sampled
-            self.scheduler.commit(work, num_accepted[i])
+            self.scheduler.commit(work.request, work.num_known + num_accepted[i])
         self.drafting.observe(batch, num_accepted, self.runner)
         for output, work in zip(outputs, (w for w in batch.work if w.samples), strict=True):
             self._follow_up(output, work.request)

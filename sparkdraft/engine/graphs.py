@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -24,19 +24,22 @@ class Shape(NamedTuple):
     max_query: int  # rows of a sequence at most
 
 
-class Graphs:
-    def __init__(self, run: Callable[[Shape], Tensor], ops: ModuleType) -> None:
+Key = TypeVar("Key")  # what recordings differ in: a Shape, or another such tuple or number
+
+
+class Graphs(Generic[Key]):
+    def __init__(self, run: Callable[[Key], Tensor], ops: ModuleType) -> None:
         """run(shape) computes from the fixed input buffers."""
         self._run, self._ops = run, ops
-        self._recorded: dict[Shape, Any] = {}
+        self._recorded: dict[Key, Any] = {}
 
-    def record(self, shapes: list[Shape]) -> None:
+    def record(self, shapes: list[Key]) -> None:
         """Largest first: on a GPU the smaller ones then fit into its memory."""
-        for shape in sorted(shapes, reverse=True):
+        for shape in sorted(shapes, reverse=True):  # type: ignore[type-var]
             beside = next(iter(self._recorded.values()), None)
             self._recorded[shape] = self._ops.Recording(partial(self._run, shape), beside)
 
-    def replay(self, shape: Shape) -> Tensor:
+    def replay(self, shape: Key) -> Tensor:
         if shape not in self._recorded:
             self.record([shape])
         out: Tensor = self._recorded[shape].replay()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -63,6 +64,44 @@ class Sampled:
             return None
         rows = [self.logprobs[first + i] for i in range(len(chosen))]
         return [token_logprob(logprobs, token, top) for (logprobs, top), token in zip(rows, chosen, strict=True)]
+
+
+class Filters(NamedTuple):
+    """Which filters any row asks for: the others cost nothing."""
+
+    min_p: bool = False
+    top_k: int = 0  # the largest that is asked for, up to a power of two, so that few of them differ
+    top_p: bool = False
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams]) -> Filters:
+        most = max((p.top_k for p in params), default=0)
+        return cls(
+            any(p.min_p for p in params), most and 1 << (most - 1).bit_length(), any(p.top_p < 1 for p in params)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """How rows are sampled: a number a row of each, on the device."""
+
+    temperature: Tensor  # float32 [rows], 0: greedy
+    min_p: Tensor  # float32 [rows]
+    top_k: Tensor  # int64 [rows], 0: off
+    top_p: Tensor  # float32 [rows]
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Knobs:
+        floats = torch.tensor([[p.temperature for p in params], [p.min_p for p in params], [p.top_p for p in params]])
+        temperature, min_p, top_p = floats.to(device)
+        return cls(temperature, min_p, torch.tensor([p.top_k for p in params], dtype=torch.int64).to(device), top_p)
+
+    @property
+    def columns(self) -> tuple[Tensor, ...]:
+        return self.temperature, self.min_p, self.top_k, self.top_p
+
+    def at(self, rows: Tensor) -> Knobs:
+        return Knobs(*(column[rows] for column in self.columns))
 
 
 class Sampler:
@@ -172,7 +211,8 @@ class Sampler:
 
     def _draw(self, logits: Tensor, rows: list[SampleRow]) -> Tensor:  # int64 [rows]
         seeds, positions = ([r.request.seed for r in rows], [r.position for r in rows])
-        scaled = allowed(logits, [r.request.params for r in rows])
+        params = [r.request.params for r in rows]
+        scaled = allowed(logits, Knobs.of(params, self.device), Filters.of(params))
         drawn: Tensor = self.ops.draw(scaled, self._column(seeds), self._column(positions))
         return drawn
 
@@ -208,23 +248,19 @@ def token_logprob(logprobs: Tensor, chosen: int, top: int) -> TokenLogprob:
     return TokenLogprob(chosen, float(logprobs[chosen]), pairs)
 
 
-def allowed(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def allowed(logits: Tensor, knobs: Knobs, filters: Filters) -> Tensor:
     """Logits over each row's temperature, -inf where its min_p, top_k or top_p leave nothing. [rows, vocab]"""
-
-    def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, device=logits.device)
-
-    temperature = column([max(p.temperature, 1e-5) for p in params]).unsqueeze(1)
+    temperature = knobs.temperature.clamp(min=1e-5).unsqueeze(1)
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
-    if not any(p.min_p or p.top_k or p.top_p < 1 for p in params):
+    if not any(filters):
         return scaled
     probs = scaled.softmax(-1)
-    if any(p.min_p for p in params):
-        probs = keep(probs, column([p.min_p for p in params]) * probs.amax(-1))
-    if any(p.top_k for p in params):
-        probs = keep(probs, top_k_floor(probs, [p.top_k for p in params]))
-    if any(p.top_p < 1 for p in params):
-        probs = keep(probs, nucleus_floor(probs, column([p.top_p for p in params])))
+    if filters.min_p:
+        probs = keep(probs, knobs.min_p * probs.amax(-1))
+    if filters.top_k:
+        probs = keep(probs, top_k_floor(probs, knobs.top_k, filters.top_k))
+    if filters.top_p:
+        probs = keep(probs, nucleus_floor(probs, knobs.top_p))
     return scaled.masked_fill(probs == 0, float("-inf"))
 
 
@@ -233,11 +269,10 @@ def keep(probs: Tensor, floor: Tensor) -> Tensor:
     return probs.where(probs >= floor.unsqueeze(1), 0.0)
 
 
-def top_k_floor(probs: Tensor, top_k: list[int]) -> Tensor:
-    """The k-th largest probability of each row, 0 where k is 0 (off). [rows]"""
-    vocab = probs.shape[-1]
-    best = torch.topk(probs, min(max(top_k), vocab)).values  # best first
-    last = torch.tensor([min(k, vocab) - 1 for k in top_k], device=probs.device)
+def top_k_floor(probs: Tensor, top_k: Tensor, most: int) -> Tensor:
+    """The k-th largest probability of each row, 0 where k is 0 (off); no k is above 'most'. [rows]"""
+    best = torch.topk(probs, min(most, probs.shape[-1])).values  # best first
+    last = top_k.clamp(max=best.shape[1]) - 1
     return torch.where(last >= 0, best.gather(1, last.clamp(min=0).unsqueeze(1)).squeeze(1), 0.0)
 
 

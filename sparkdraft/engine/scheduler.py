@@ -67,10 +67,20 @@ class Scheduler:
         assert work or not self.has_work, "a request is waiting and nothing can run: the pool is too small for one"
         return Batch(work, preempted)
 
-    def commit(self, work: Work, num_accepted: int) -> None:
-        """A step's known rows and accepted drafts are in the cache: advance, and remember blocks that became full."""
-        work.request.num_computed = work.start + work.num_known + num_accepted
-        self._remember_full_blocks(work.request)
+    def commit(self, request: Request, num_rows: int) -> None:
+        """So many more of its rows are in the cache for good: advance, and remember blocks that became full."""
+        request.num_computed += num_rows
+        self._remember_full_blocks(request)
+
+    @property
+    def only_decoding(self) -> bool:
+        """All that runs wants one row, and nobody waits who could come in."""
+        full = len(self.running) == self.max_seqs
+        return bool(self.running) and (full or not self.waiting) and len(self.decoding()) == len(self.running)
+
+    def reserve(self, rows: int) -> bool:
+        """Blocks for this many rows of everything that runs, where nobody must give any back for it."""
+        return all(self._grow(request, rows) for request in self.running)
 
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it stands, and give its blocks back; the caller has set its finish reason."""

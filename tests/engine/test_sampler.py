@@ -74,7 +74,7 @@ def test_floors_keep_what_sorting_keeps(seed: int, top_p: float, top_k: int) -> 
     probs = (torch.randn(1, 200, generator=torch.Generator().manual_seed(seed)) * 3).softmax(-1)
     order = probs[0].argsort(descending=True)
     if top_k:
-        kept = keep(probs, top_k_floor(probs, [top_k]))[0] > 0
+        kept = keep(probs, top_k_floor(probs, torch.tensor([top_k]), top_k))[0] > 0
         assert set(kept.nonzero().flatten().tolist()) == set(order[:top_k].tolist())
     kept = keep(probs, nucleus_floor(probs, torch.tensor([top_p])))[0] > 0
     mass = probs[0][order].double().cumsum(0)

@@ -1,0 +1,194 @@
+"""Steps in the air: while the same requests only decode, the next step is launched before the last one is read.
+
+The device keeps what a step needs (engine/lanes.py), so the host is one step behind and never waited for: it launches,
+then reads what the step before wrote, streams it, and drops what a request that ended there overshot. Whoever joins,
+leaves or needs the host within a step (a grammar, penalties, drafts from its own text) ends the flight; the next one
+takes off when all only decode again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparkdraft.core import Request
+from sparkdraft.engine.blockdraft import BlockDraft
+from sparkdraft.engine.graphs import Graphs, gpu_sizes
+from sparkdraft.engine.lanes import Lanes, StepKind
+from sparkdraft.engine.runner import Runner
+from sparkdraft.engine.sampler import Filters, Knobs
+
+RING = 16  # plain steps after which the drafter sees their rows
+AHEAD = 2  # steps in the air at most: one runs, one waits for it
+DEPTHS = (0, 1, 2, 3, 5, 7, 11)  # recorded; a depth between them runs in the next, and one above as it is
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """What one step did to one request."""
+
+    request: Request
+    ids: list[int]  # the accepted drafts, and the target's own sample after them
+    num_draft: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    depths: list[int]  # by lane
+    result: Tensor  # int32 [seqs, depth + 2] on the host, whole once 'done'
+    done: torch.cuda.Event | None
+
+    def rows(self) -> list[list[int]]:
+        if self.done:
+            self.done.synchronize()
+        rows: list[list[int]] = self.result.tolist()
+        return rows
+
+
+class Flight:
+    def __init__(self, runner: Runner, block: BlockDraft | None, device: torch.device) -> None:
+        self.lanes = Lanes(runner, block, RING, device)
+        self.crew: list[Request] = []  # by lane
+        self.step_seconds = 0.0  # of the step that landed last, 0 where it was not the second of two in a row
+        self._runner, self._block, self._device = runner, block, device
+        self._in_air: deque[Launched] = deque()
+        self._num_waiting = 0  # plain steps whose rows the drafter has not seen
+        self._num_blocks: list[int] = []  # by lane, of those the device knows
+        self._most: list[int] = []
+        self._filters = Filters()
+        self._draws = False
+        self._landed_at = 0.0
+        on_gpu = device.type == "cuda"
+        self._steps = Graphs(self.lanes.step, runner.model.ops) if on_gpu else None
+        self._catching_up = Graphs(self.lanes.catch_up, runner.model.ops) if on_gpu else None
+
+    @property
+    def in_air(self) -> int:
+        return len(self._in_air)
+
+    @property
+    def most_unread(self) -> int:
+        """Ids that a request may have beyond those that the host knows."""
+        return sum(1 + max(launched.depths) for launched in self._in_air)
+
+    def takes(self, request: Request, depth: int) -> bool:
+        """Whether no step of it needs the host, and all that may be in the air fits into its context."""
+        params, plan = request.params, self._runner.plan
+        plain = not (params.has_penalties or params.logit_bias or params.grammar) and params.logprobs is None
+        room = request.num_tokens + self.most_unread + self.reach(depth) <= plan.max_model_len
+        return plain and room and len(request.output_ids) >= params.min_tokens
+
+    def reach(self, depth: int) -> int:
+        """Positions from its anchor on that a step of this depth writes."""
+        return self._block.width(_recorded(depth)) if self._block and depth else 1
+
+    def launch(self, requests: list[Request], depths: list[int]) -> None:
+        """One more step; the first one takes these requests up. Their blocks reach as far as the step may write."""
+        if not self.crew:
+            self._take_off(requests)
+        assert self.crew == requests and self.in_air < AHEAD
+        depth = max(depths)
+        if depth and self._num_waiting:
+            self.catch_up()
+        self._send(depths)
+        kind = StepKind(self._size(), _recorded(depth), self._draws, self._filters)
+        result = self._steps.replay(kind) if self._steps else self.lanes.step(kind)
+        self._in_air.append(self._fetch(result, depths))
+        self._num_waiting += self._block is not None and not depth
+        if self._num_waiting == RING:
+            self.catch_up()
+
+    def land(self) -> list[Landed]:
+        """What the oldest step in the air did; waits for it."""
+        launched = self._in_air.popleft()
+        rows, now = launched.rows(), time.perf_counter()
+        self.step_seconds, self._landed_at = (now - self._landed_at) if self._landed_at else 0.0, now
+        return [
+            Landed(request, row[: row[-1] + 1], drafts)
+            for request, row, drafts in zip(self.crew, rows, launched.depths, strict=False)
+        ]
+
+    def end(self) -> None:
+        """Nothing is in the air any more: leave everything as the host expects it."""
+        assert not self._in_air
+        if self._num_waiting:
+            self.catch_up()
+        self.crew, self._landed_at = [], 0.0
+
+    def catch_up(self) -> None:
+        seqs, self._num_waiting = self._size(), 0
+        if self._catching_up:
+            self._catching_up.replay(seqs)
+        else:
+            self.lanes.catch_up(seqs)
+
+    # ---- the parts
+
+    def _size(self) -> int:
+        """Lanes of a step: on a GPU one of few sizes, of which recordings are made; the spare lanes are empty."""
+        if not self._steps:
+            return len(self.crew)
+        return next(s for s in gpu_sizes(self._runner.plan.max_seqs) if s >= len(self.crew))
+
+    def _take_off(self, requests: list[Request]) -> None:
+        self.crew, lanes, device = list(requests), self.lanes, self._device
+        if self._block:
+            self._block.flush(requests)
+            for request in requests:
+                self._block.release(request)
+        spare = [0] * (len(lanes.length) - len(requests))
+        anchors = [r.num_computed for r in requests]
+        assert all(r.num_tokens == r.num_computed + 1 for r in requests)
+        last = [r.ids(a, a + 1)[0] for r, a in zip(requests, anchors, strict=True)]
+        numbers = torch.tensor([last + spare, [a + 1 for a in anchors] + spare, anchors + spare], dtype=torch.int32)
+        for kept, values in zip((lanes.token, lanes.length, lanes.observed), numbers, strict=True):
+            kept.copy_(values)  # in place: recordings know them by their address
+        lanes.seed.copy_(torch.tensor([r.seed for r in requests] + spare, dtype=torch.int64))
+        params = [r.params for r in requests]
+        self._draws, self._filters = any(p.temperature for p in params), Filters.of(params)
+        if self._draws:
+            knobs = Knobs.of(params, device)
+            for mine, theirs in zip(lanes.knobs.columns, knobs.columns, strict=True):
+                mine[: len(params)] = theirs
+        self._num_blocks, self._most = [0] * len(requests), []
+
+    def _send(self, depths: list[int]) -> None:
+        """What the host decides of a step, where it has changed: how deep each lane drafts, and its new blocks."""
+        lanes = self.lanes
+        if depths != self._most:
+            lanes.most[: len(depths)].copy_(self._staged(depths), non_blocking=True)
+            self._most = depths
+        width = lanes.tables.shape[1]
+        places: list[int] = []
+        blocks: list[int] = []
+        for lane, request in enumerate(self.crew):
+            known, now = self._num_blocks[lane], len(request.blocks)
+            places += range(lane * width + known, lane * width + now)
+            blocks += request.blocks[known:now].tolist()
+            self._num_blocks[lane] = now
+        if blocks:
+            both = self._staged([*places, *blocks]).to(self._device, non_blocking=True)
+            lanes.tables.view(-1)[both[: len(places)].long()] = both[len(places) :]
+
+    def _staged(self, values: list[int]) -> Tensor:
+        """Pinned memory is not given to others while a copy from it is under way: torch's allocator sees to that."""
+        on_gpu = self._device.type == "cuda"
+        return torch.tensor(values, dtype=torch.int32, pin_memory=on_gpu)
+
+    def _fetch(self, result: Tensor, depths: list[int]) -> Launched:
+        """Begin to bring a step's result to the host; the next replay writes over it, but only after this copy."""
+        if self._device.type == "cpu":
+            return Launched(depths, result.clone(), None)
+        host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+        host.copy_(result, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return Launched(depths, host, done)
+
+
+def _recorded(depth: int) -> int:
+    return next((d for d in DEPTHS if d >= depth), depth)

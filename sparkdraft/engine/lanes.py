@@ -1,0 +1,178 @@
+"""What the device keeps of requests that decode, one lane each, and a whole step over them as one function.
+
+Drafting, verifying, sampling, accepting and observing read and change the lanes where they are: no number of a step
+passes through the host, so a step can be recorded whole and launched before the last one has been read. Who flies in
+which lane, and when, is engine/flight.py's business.
+
+    a lane            token, the last committed id, at position length - 1: the anchor of the next step
+    rows of a step    | token | draft 1 | ... | draft depth |      positions length - 1 .. length - 1 + depth
+    after it          length grows by 1 + accepted; rows behind the accepted ones are overwritten by the next step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparkdraft.core import SamplingParams
+from sparkdraft.engine.blockdraft import BlockDraft
+from sparkdraft.engine.runner import Runner
+from sparkdraft.engine.sampler import Filters, Knobs, allowed, argmax
+from sparkdraft.kernels.view import AttentionView
+from sparkdraft.models.blocks import Step
+from sparkdraft.spec.drafter import DraftBlock
+
+Accept = Callable[[Tensor, Tensor], Tensor]  # drafts [seqs, depth], samples [seqs, 1 + depth] -> accepted [seqs]
+
+
+class StepKind(NamedTuple):
+    """What a recording is made for; everything else is read on the device."""
+
+    seqs: int
+    depth: int
+    draws: bool  # some lane samples, with these filters on the way
+    filters: Filters
+
+
+@dataclass(frozen=True, slots=True)
+class LaneRows:
+    """The same number of rows for each lane, from its anchor on."""
+
+    positions: Tensor  # int32 [seqs, width]
+    slots: Tensor  # int32 [seqs, width]; -1 in an empty lane
+    view: AttentionView
+
+
+class Lanes:
+    def __init__(self, runner: Runner, block: BlockDraft | None, ring: int, device: torch.device) -> None:
+        """ring: plain steps whose hidden states are kept for the drafter, at most."""
+        plan = runner.plan
+        self.runner, self.block, self.plan, self.device = runner, block, plan, device
+        self.accept: Accept = accepted
+        lanes, max_blocks = plan.max_seqs, -(-plan.max_model_len // plan.block_size)
+
+        def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.token, self.length, self.observed, self.most = (integers(lanes) for _ in range(4))
+        self.seed = integers(lanes, dtype=torch.int64)
+        self.tables = integers(lanes, max_blocks)
+        self.knobs = Knobs.of([SamplingParams()] * lanes, device)
+        kept = (lanes, ring, *runner.taps.shape[1:]) if block else (0,)
+        self.ring = torch.zeros(kept, dtype=runner.taps.dtype, device=device)  # by position modulo its size
+
+    def step(self, kind: StepKind) -> Tensor:
+        """int32 [seqs, depth + 2]: what was sampled in each row, then how many drafts were accepted."""
+        seqs, depth = kind.seqs, kind.depth
+        rows = self._rows(seqs, 1 + depth)
+        ids = self.token[:seqs].unsqueeze(1)
+        drafts = self._draft(kind) if depth else ids[:, :0]
+        verify = Step(
+            torch.cat([ids, drafts], 1).flatten(),
+            rows.positions.flatten(),
+            rows.slots.flatten(),
+            rows.view,
+            self.runner.kv,
+        )
+        taps = self.runner.taps[: seqs * (1 + depth)] if self.block else None
+        residual = self.runner.model.forward(verify, self.runner.tap_layers, taps)
+        samples = self._pick(self.runner.model.logits(residual), rows.positions + 1, kind)
+        count = torch.minimum(self.accept(drafts, samples), self.most[:seqs])
+        if taps is not None:
+            self._keep(taps, rows, count, depth)
+        self._advance(samples, count)
+        return torch.cat([samples, count.unsqueeze(1)], 1)
+
+    def catch_up(self, seqs: int) -> Tensor:
+        """Let the drafter see the plain rows that wait in the ring, of all lanes in one pass."""
+        assert self.block
+        size = self.ring.shape[1]
+        last = self.length[:seqs].unsqueeze(1) - 1
+        positions = last - size + self._count(size)  # int32 [seqs, ring]
+        waits = positions >= self.observed[:seqs].unsqueeze(1)
+        positions = positions.clamp(min=0)
+        slots = self._slots(positions).where(waits, -1)
+        index = (positions % size).long()[:, :, None, None].expand(-1, -1, *self.ring.shape[2:])
+        taps = self.ring[:seqs].gather(1, index).flatten(0, 1)
+        self.block.drafter.observe(taps, positions.flatten(), slots.flatten())
+        self.observed[:seqs] = last.squeeze(1).clamp(min=0)
+        return self.observed
+
+    # ---- the parts
+
+    def _count(self, number: int) -> Tensor:  # int32 [number]
+        return torch.arange(number, dtype=torch.int32, device=self.device)
+
+    def _rows(self, seqs: int, width: int) -> LaneRows:
+        length = self.length[:seqs]
+        alive = length > 0
+        positions = (length.unsqueeze(1) - 1 + self._count(width)).clamp(min=0)
+        slots = self._slots(positions).where(alive.unsqueeze(1), -1)
+        context = (length - 1 + width).where(alive, 0)
+        starts = self._count(seqs + 1) * width
+        view = AttentionView(starts, context, self.tables[:seqs], width, self.plan.max_model_len)
+        return LaneRows(positions, slots, view)
+
+    def _slots(self, positions: Tensor) -> Tensor:  # int32 [seqs, n] -> int32 [seqs, n]
+        size, number = self.plan.block_size, self.tables.shape[1]
+        # A block's masks may stick out of the context's end: their rows are never used, but must not write elsewhere.
+        inside = (positions // size).clamp(max=number - 1).long()
+        slots = self.tables[: len(positions)].gather(1, inside) * size + positions % size
+        return slots.where(positions < number * size, -1)
+
+    def _draft(self, kind: StepKind) -> Tensor:  # int32 [seqs, depth]
+        assert self.block
+        drafter, (seqs, depth) = self.block.drafter, kind[:2]
+        width = self.block.width(depth)
+        rows = self._rows(seqs, width)
+        ids = torch.full((seqs, width), drafter.caps.mask_id, dtype=torch.int32, device=self.device)
+        ids[:, 0] = self.token[:seqs]
+        wanted = self._count(seqs).unsqueeze(1) * width + self._count(depth) + 1
+        block = DraftBlock(
+            ids.flatten(), rows.positions.flatten(), rows.slots.flatten(), rows.view, wanted.flatten().contiguous()
+        )
+        logits = drafter.propose(block)
+        columns = drafter.to_target(self._count(logits.shape[1]).long())
+        return drafter.to_target(self._pick(logits, rows.positions[:, 1 : depth + 1], kind, columns))
+
+    def _pick(self, logits: Tensor, positions: Tensor, kind: StepKind, columns: Tensor | None = None) -> Tensor:
+        """The id of each row, int32 [seqs, rows a lane]: its best, or where a lane samples what the dice say.
+
+        positions: of the ids that are picked; columns: the ids that the columns of the logits stand for.
+        """
+        best = argmax(logits).view(positions.shape)
+        if not kind.draws:
+            return best.int()
+        rows, each = len(logits), positions.shape[1]
+        lane = torch.arange(rows, device=self.device) // each
+        knobs = self.knobs.at(lane)
+        scaled = allowed(logits.float(), knobs, kind.filters)
+        drawn = self.runner.model.ops.draw(scaled, self.seed[lane], positions.flatten().long(), columns)
+        return best.where(self.knobs.temperature[: len(positions)].unsqueeze(1) == 0, drawn.view(best.shape)).int()
+
+    def _keep(self, taps: Tensor, rows: LaneRows, count: Tensor, depth: int) -> None:
+        """Committed rows to the drafter, at once where it drafts; those of plain steps wait in the ring."""
+        seqs = len(count)
+        if depth:
+            assert self.block
+            slots = rows.slots.where(self._count(1 + depth) <= count.unsqueeze(1), -1)
+            self.block.drafter.observe(taps, rows.positions.flatten(), slots.flatten())
+            self.observed[:seqs] = (self.length[:seqs] + count).where(self.length[:seqs] > 0, 0)
+        else:
+            place = (rows.positions % self.ring.shape[1]).long()[:, :, None, None]
+            self.ring[:seqs].scatter_(1, place.expand(-1, -1, *taps.shape[1:]), taps.unsqueeze(1))
+
+    def _advance(self, samples: Tensor, count: Tensor) -> None:
+        seqs = len(count)
+        self.token[:seqs] = samples.gather(1, count.long().unsqueeze(1)).squeeze(1)
+        self.length[:seqs] += (count + 1).where(self.length[:seqs] > 0, 0)
+
+
+def accepted(drafts: Tensor, samples: Tensor) -> Tensor:  # int32 [seqs, depth], [seqs, 1 + depth] -> int32 [seqs]
+    """How many drafts stand: each while it, and all before it, equals the target's own sample in its place."""
+    same = (drafts == samples[:, :-1]).int()
+    return same.cumprod(1).sum(1).int()

@@ -1,0 +1,179 @@
+"""Steps that the device takes by itself write what the host's own steps write, whoever comes, goes or needs the host.
+
+On a CPU the same code runs eagerly, on kernels that give a row the same bits in any company; on a GPU it is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from sparkdraft import LLM, SamplingParams
+from sparkdraft.core import FinishReason, GrammarSpec, Request
+from sparkdraft.engine.flight import RING, Flight
+from sparkdraft.engine.lanes import accepted
+
+TEXTS = [
+    "def merge(a, b):",
+    "The sea is",
+    '{"name": "Ada", "born": 1815,',
+    "Once upon a time there was a",
+    "1, 2, 3, 4, 5,",
+    "A list of the planets:",
+]
+
+
+def with_flight(llm: LLM) -> LLM:
+    block = llm.engine.drafting.block
+    llm.engine.flight = Flight(llm.engine.runner, block, torch.device(llm.engine.plan.device))
+    return llm
+
+
+@pytest.fixture(scope="module")
+def host() -> LLM:
+    return LLM("smollm2", device="cpu", ngram=False, max_seqs=6, kv_tokens=4096)
+
+
+@pytest.fixture(scope="module")
+def flying() -> LLM:
+    return with_flight(LLM("smollm2", device="cpu", ngram=False, max_seqs=6, kv_tokens=4096))
+
+
+@pytest.fixture
+def watched(flying: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Requests of each step that was launched."""
+    steps: list[int] = []
+    flight = flying.engine.flight
+    assert flight
+    launch = flight.launch
+
+    def counted(requests: list[Request], depths: list[int]) -> None:
+        steps.append(len(requests))
+        launch(requests, depths)
+
+    monkeypatch.setattr(flight, "launch", counted)
+    yield steps
+    assert not flight.crew and not flight.in_air and flying.engine.pool.num_free == flying.engine.plan.num_blocks
+
+
+def written(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
+    results = llm.generate(TEXTS[: len(params)], params)
+    return [c.ids for r in results for c in r.completions]
+
+
+@pytest.mark.parametrize("depth", [0, 3, 6, 15, None])
+@pytest.mark.parametrize("streams", [1, 5])
+def test_greedy_text_is_that_of_the_hosts_steps(
+    host: LLM, flying: LLM, watched: list[int], depth: int | None, streams: int
+) -> None:
+    """Requests of different lengths, so that they leave one after the other."""
+    params = [SamplingParams(max_tokens=24 + 7 * i, num_draft=depth, ignore_eos=True) for i in range(streams)]
+    assert written(flying, params) == written(host, params)
+    assert watched and max(watched) == streams
+
+
+@pytest.mark.parametrize("depth", [0, 5])
+def test_sampled_text_too(host: LLM, flying: LLM, watched: list[int], depth: int) -> None:
+    kinds: list[dict[str, Any]] = [{}, {"top_p": 0.8}, {"top_k": 20}, {"min_p": 0.1}, {"temperature": 0.0}]
+    params = [
+        SamplingParams(**({"temperature": 0.8} | kind), max_tokens=24, seed=i, num_draft=depth)
+        for i, kind in enumerate(kinds)
+    ]
+    assert written(flying, params) == written(host, params)
+    assert len(watched) > 3
+
+
+def test_every_step_accepts_what_the_hosts_step_accepts(host: LLM, flying: LLM, watched: list[int]) -> None:
+    params = [SamplingParams(max_tokens=60, num_draft=7, ignore_eos=True)] * 3
+    ours, theirs = (llm.generate(TEXTS[:3], params) for llm in (flying, host))
+    for mine, other in zip(ours, theirs, strict=True):
+        a, b = mine.completions[0].speculation, other.completions[0].speculation
+        assert a and b
+        difference = sum(x != y for x, y in zip(a["acceptance_histogram"], b["acceptance_histogram"], strict=False))
+        assert difference <= 2  # the host cuts its last drafts where the text ends; the device overshoots
+        assert a["num_accepted_draft_tokens"] > 10
+
+
+def test_who_needs_the_host_ends_the_flight_and_changes_nothing(host: LLM, flying: LLM, watched: list[int]) -> None:
+    kinds: list[dict[str, Any]] = [
+        {"max_tokens": 40},
+        {"max_tokens": 12, "repetition_penalty": 1.3},
+        {"max_tokens": 12, "logprobs": 2},
+        {"max_tokens": 12, "grammar": GrammarSpec("regex", "[a-z ]{40}")},
+        {"max_tokens": 40, "min_tokens": 20},
+    ]
+    params = [SamplingParams(**kind) for kind in kinds]
+    assert written(flying, params) == written(host, params)
+    assert watched and max(watched) < len(kinds)
+
+
+def test_requests_that_come_while_others_fly(host: LLM, flying: LLM, watched: list[int]) -> None:
+    params = SamplingParams(max_tokens=30, num_draft=3, ignore_eos=True)
+    alone = [written(host, [params] * 6)[i] for i in range(6)]
+    engine, seen = flying.engine, {str(i): [] for i in range(6)}  # type: ignore[var-annotated]
+    arrivals = {0: 0, 3: 1, 4: 2, 9: 3, 10: 4, 17: 5}  # step -> text
+    for step in range(400):
+        if step in arrivals:
+            engine.add(flying.encode(TEXTS[arrivals[step]]), params, str(arrivals[step]))
+        for piece in engine.step() if engine.has_work else ():
+            seen[piece.request_id] += piece.ids
+    assert [seen[str(i)] for i in range(6)] == alone
+    assert len(watched) > 6
+
+
+def test_an_abort_in_the_air_loses_nothing(host: LLM, flying: LLM, watched: list[int]) -> None:
+    params = SamplingParams(max_tokens=40, num_draft=3, ignore_eos=True)
+    alone = written(host, [params] * 3)
+    engine, seen, ends = flying.engine, {"0": [], "1": [], "2": []}, {}  # type: ignore[var-annotated]
+    for i in range(3):
+        engine.add(flying.encode(TEXTS[i]), params, str(i))
+    while engine.has_work:
+        for piece in engine.step():
+            seen[piece.request_id] += piece.ids
+            if piece.finish:
+                ends[piece.request_id] = piece.finish
+        if len(seen["1"]) > 8:
+            engine.abort("1")
+    assert ends == {"0": FinishReason.LENGTH, "1": FinishReason.ABORT, "2": FinishReason.LENGTH}
+    assert seen["0"] == alone[0] and seen["2"] == alone[2] and seen["1"] == alone[1][: len(seen["1"])]
+
+
+def test_a_parked_drafter_catches_up(flying: LLM, watched: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cache is a function of the text alone, however plain and drafted steps alternate."""
+    pattern = [0] * (RING + 3) + [5, 0, 0, 3] + [0] * 5 + [15, 15]
+
+    def caches(llm: LLM, depths: list[int]) -> tuple[list[int], torch.Tensor]:
+        engine, turn = llm.engine, iter(depths)
+        monkeypatch.setattr(engine.drafting, "depths", lambda rs: {r: d for r in rs if (d := next(turn, 0))})
+        engine.add(llm.encode(TEXTS[0]), SamplingParams(max_tokens=60, ignore_eos=True), "x")
+        request = engine._by_id["x"][0]
+        while len(request.output_ids) < 50:
+            engine.step()
+        with torch.inference_mode():
+            engine._land_all()
+        assert engine.drafting.block
+        with torch.inference_mode():
+            engine.drafting.block.flush([request])
+        positions = torch.arange(request.num_prompt + 45)
+        kv = engine.drafting.block.drafter.kv  # type: ignore[attr-defined]
+        blocks = torch.tensor(request.blocks.tolist())[positions // 16]
+        kept = kv.k[:, blocks, :, positions % 16].clone()
+        engine.abort("x")
+        return request.output_ids[:50], kept
+
+    plain = LLM("smollm2", device="cpu", ngram=False, max_seqs=6, kv_tokens=4096)
+    text, expected = caches(plain, [0] * 99)
+    for depths in ([0] * 99, pattern, pattern[::-1]):
+        found, kept = caches(flying, depths)
+        assert found == text and torch.equal(kept, expected)
+    flying.engine.step()
+
+
+def test_accepting() -> None:
+    drafts = torch.tensor([[1, 2, 3], [1, 9, 3], [9, 2, 3], [1, 2, 3]])
+    samples = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 4, 4]])
+    assert accepted(drafts, samples).tolist() == [3, 1, 0, 2]
+    assert accepted(drafts[:, :0], samples[:, :1]).tolist() == [0, 0, 0, 0]
