@@ -1,21 +1,52 @@
 """Decode and prefill speed through the real engine, against the machine's measured memory bandwidth.
 
-A decode step must read every weight and the K/V of every sequence once, so bytes over bandwidth is a floor that no
-engine passes; speed is reported as a share of it. Prompts are random ids, so nothing repeats and no prefix is found.
+A decode step must read every weight and the K/V of every sequence once, the drafter's too where it drafts, so bytes
+over bandwidth is a floor that no engine passes; speed is reported as a share of it. Prompts are random ids, so nothing
+repeats and no prefix is found. What a random drafter's drafts are worth synthetic.py says, where time goes profile.py.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 import time
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
-from sparkdraft.core import SamplingParams
+from sparkdraft.bench.bandwidth import wait
+from sparkdraft.bench.profile import Parts, Profile, recorder, summary, timed_parts
+from sparkdraft.bench.synthetic import Acceptance, SyntheticLanes, SyntheticSampler
+from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.engine.engine import Engine
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.plan.memory import kv_bytes_per_token
+from sparkdraft.spec.dflash import DFlash
+
+WARM_STEPS = 8  # of plain decoding: kernels are compiled, the one shape is recorded
+SHORT = 32  # steps at most of a pass that looks at where the time goes
+Report = Callable[[int, int], None]  # passes' steps done, and in all; never called while speed is measured
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    streams: int
+    prompt_len: int
+    output_len: int
+
+
+@dataclass(slots=True)
+class Pass:
+    """One run of equal requests. Steps count while all of them decode."""
+
+    prefill: float = 0.0  # seconds until each had its first id
+    steps: list[float] = field(default_factory=list)  # seconds
+    tokens: int = 0  # committed in those steps
+    drafted: float = 0.0  # share of the streams' steps that drafted
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,50 +56,211 @@ class Row:
     streams: int
     prompt_len: int
     prefill_tok_s: float
-    decode_tok_s: float  # all streams together
-    step_ms: float  # median of the decode steps
+    decode_tok_s: float  # committed, all streams together
+    step_ms: float  # plain steps are alike: their median. Drafted ones are not: their mean
+    draft_ms: float  # the three parts of a step, in the shares that a pass with a wait at each border found
+    target_ms: float
+    rest_ms: float
     floor_ms: float  # bytes read over measured bandwidth
     share: float  # floor over measured
+    length: float  # ids that a stream committed a step
+    steps: int
+    step_median_ms: float
+    step_mean_ms: float
+    timed_step_ms: float  # mean, in the pass that found the shares: how much waiting disturbed it
+    floor_gb: dict[str, float]  # what the floor is made of
+    profile: dict[str, Any] | None = None
 
-    def as_dict(self) -> dict[str, float]:
-        return {k: round(v, 4) for k, v in asdict(self).items()}
-
-
-def measure(
-    engine: Engine, model: ModelConfig, bandwidth: float, streams: int, prompt_len: int, output_len: int
-) -> Row:
-    """One run of 'streams' equal requests, from empty to done; decode counts while all of them decode."""
-    max_tokens = output_len + head_start(engine, streams, prompt_len)
-    generator = torch.Generator().manual_seed(prompt_len * 1000 + streams)
-    for _ in range(streams):
-        ids = torch.randint(0, model.vocab_size, (prompt_len,), generator=generator).tolist()
-        engine.add(ids, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
-    begin = time.perf_counter()
-    steps: list[float] = []
-    begun: set[str] = set()  # streams that have their first token
-    prefill = 0.0
-    while engine.has_work:
-        before = time.perf_counter()
-        outputs = engine.step()
-        now = time.perf_counter()
-        if len(begun) < streams:
-            begun |= {output.request_id for output in outputs}
-            prefill = now - begin
-        elif len(outputs) == streams:
-            steps.append(now - before)
-    step = statistics.median(steps)
-    floor = floor_seconds(engine, model, bandwidth, streams, prompt_len + output_len // 2)
-    return Row(
-        streams, prompt_len, streams * prompt_len / prefill, streams / step, step * 1e3, floor * 1e3, floor / step
-    )
+    def as_dict(self) -> dict[str, Any]:
+        known = {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(self).items()}
+        return known if self.profile else {k: v for k, v in known.items() if k != "profile"}
 
 
-def head_start(engine: Engine, streams: int, prompt_len: int) -> int:
+class Bench:
+    """An engine under one load after the other."""
+
+    bandwidth: float  # bytes a second, as measured; filled in before the first load
+
+    def __init__(self, engine: Engine, model: ModelConfig, acceptance: Acceptance | None = None) -> None:
+        """acceptance: of drafts, instead of what the target says of them."""
+        self.engine, self.model, self.acceptance = engine, model, acceptance
+        self._sampler = SyntheticSampler.install(engine) if acceptance else None
+        self._lanes = SyntheticLanes(engine.flight.lanes) if acceptance and engine.flight else None
+
+    def measure(self, load: Load, report: Report, profiled: bool = False) -> tuple[Row, Profile | None]:
+        """Warm up, measure, then look at where the time goes: three or four passes over the same prompts.
+
+        Drafted steps observe as many rows as were committed, each a shape of its own to be recorded; so that the
+        measured pass finds all of them recorded, the warm-up is the same run, to the last accepted draft.
+        """
+        steps, device = self.num_steps(load), self.engine.plan.device
+        short, warm = min(steps, SHORT), steps if self.engine.drafting.max_depth else min(steps, WARM_STEPS)
+        progress = Counted(report, warm + steps + short + (short if profiled else 0))
+        report(0, progress.total)
+        self._run(load, warm, progress)
+        measured = self._run(load, steps)
+        progress.done += steps
+        parts, found = Parts(), None
+        with self._host_driven():
+            timed = self._run(load, short, progress, timed_parts(self.engine, parts))
+        if profiled:  # without progress, which would look like a gap
+            profiler = recorder(device)
+            found = summary(profiler, self.engine.plan.kernels, self._run(load, short, None, profiler).steps)
+        return self._row(load, measured, timed, parts, found), found
+
+    def num_steps(self, load: Load) -> int:
+        """Decode steps at most: with a given acceptance those that write output_len ids on average."""
+        return self.acceptance.steps(load.output_len) if self.acceptance else load.output_len
+
+    def check(self, load: Load) -> None:
+        """Raises UserError for a load that this engine has no room for."""
+        plan, context = self.engine.plan, load.prompt_len + self._max_tokens(load)
+        asked = f"{load.streams} streams of --prompt-len {load.prompt_len} and --output-len {load.output_len}"
+        if context > plan.max_model_len:
+            raise UserError(
+                f"{asked} need a context of {context} tokens; {plan.max_model_len} is the most: ask for less"
+            )
+        if load.streams > plan.max_seqs:
+            raise UserError(f"{asked} do not run at once; {plan.max_seqs} do: raise --max-seqs")
+        room = plan.num_blocks * plan.block_size
+        if load.streams * context > room:
+            need = f"need a KV cache of {load.streams * context} tokens; this one holds {room}"
+            raise UserError(f"{asked} {need}: raise --kv-tokens")
+
+    # ---- a pass
+
+    @contextmanager
+    def _host_driven(self) -> Iterator[None]:
+        """A step that the device takes by itself is one launch: to see its parts, the host takes them one by one."""
+        flight, self.engine.flight = self.engine.flight, None
+        yield
+        self.engine.flight = flight
+
+    def _run(
+        self, load: Load, steps: int, progress: Counted | None = None, around: AbstractContextManager[Any] | None = None
+    ) -> Pass:
+        """All streams from empty until 'steps' steps of decoding are done; 'around' is entered for those alone."""
+        result, names = Pass(), self._add(load)
+        result.prefill = self._prompts(set(names))
+        self.engine.step()  # its drafter catches up with what was written while the last prompts ran
+        self.engine.land()
+        with around or nullcontext():
+            self._decode(load, steps, result, progress)
+        for name in names:
+            self.engine.abort(name)
+        self.engine.step()  # says that they have ended
+        return result
+
+    def _add(self, load: Load) -> list[str]:
+        params = SamplingParams(max_tokens=self._max_tokens(load), ignore_eos=True)
+        generator = torch.Generator().manual_seed(load.prompt_len * 1000 + load.streams)
+        ids = torch.randint(0, self.model.vocab_size, (load.streams, load.prompt_len), generator=generator)
+        return [self.engine.add(each, params) for each in ids.tolist()]
+
+    def _max_tokens(self, load: Load) -> int:
+        """Past what is measured: drafts are cut where an output ends, and steps shall be alike to the last."""
+        return load.output_len + head_start(self.engine, load) + 4 * (self.engine.drafting.max_depth + 1)
+
+    def _prompts(self, waiting: set[str]) -> float:
+        """Seconds until each stream has its first id. None of them drafts meanwhile: prompts are what is timed."""
+        drafting, begin = self.engine.drafting, time.perf_counter()
+        depth, drafting.default = drafting.default, 0
+        while waiting:
+            waiting -= {output.request_id for output in self.engine.step()}
+        drafting.default = depth
+        return time.perf_counter() - begin
+
+    def _decode(self, load: Load, steps: int, result: Pass, progress: Counted | None) -> None:
+        written: Counter[str] = Counter()
+        enough = sys.maxsize if self.acceptance else load.output_len  # lengths that are given end after given steps
+        given = self._lanes if self.engine.flight else self._sampler
+        if given and self.acceptance:
+            given.start(self.acceptance.table(self.num_steps(load), load.streams))
+        drafted = self._num_drafted()
+        wait(self.engine.plan.device)
+        last = time.perf_counter()
+        while len(result.steps) < steps and max(written.values(), default=0) < enough:
+            outputs = self.engine.step()
+            now = time.perf_counter()
+            for output in outputs:
+                written[output.request_id] += len(output.ids)
+            if outputs:  # the first step that the device takes by itself is read by the second call
+                result.steps.append(now - last)
+            last = now
+            if progress:
+                progress()
+                last = time.perf_counter()
+        assert len(written) == load.streams, f"{len(written)} of {load.streams} streams decoded"
+        result.tokens = written.total()
+        result.drafted = (self._num_drafted() - drafted) / (len(result.steps) * load.streams)
+        if given:
+            applied = given.num_applied  # one more may be in the air
+            assert 0 <= applied - len(result.steps) <= 1, f"{len(result.steps)} steps, {applied} accepted as given"
+            given.stop()
+
+    def _num_drafted(self) -> int:
+        """Steps that drafted so far, of each stream."""
+        reports = map(self.engine.drafting.report, self.engine.scheduler.running)
+        return sum(report["num_spec_steps"] for report in reports if report)
+
+    # ---- what it comes to
+
+    def _row(self, load: Load, measured: Pass, timed: Pass, parts: Parts, found: Profile | None) -> Row:
+        median, mean = statistics.median(measured.steps), statistics.fmean(measured.steps)
+        step = mean if measured.drafted else median
+        tokens, timed_total = measured.tokens / len(measured.steps), sum(timed.steps)
+        draft, target = parts.draft / timed_total * step, parts.target / timed_total * step
+        read = self.floor_bytes(load, measured.drafted)
+        floor = sum(read.values()) / self.bandwidth
+        return Row(
+            load.streams,
+            load.prompt_len,
+            prefill_tok_s=load.streams * load.prompt_len / measured.prefill,
+            decode_tok_s=tokens / step,
+            step_ms=step * 1e3,
+            draft_ms=draft * 1e3,
+            target_ms=target * 1e3,
+            rest_ms=(step - draft - target) * 1e3,
+            floor_ms=floor * 1e3,
+            share=floor / step,
+            length=tokens / load.streams,
+            steps=len(measured.steps),
+            step_median_ms=median * 1e3,
+            step_mean_ms=mean * 1e3,
+            timed_step_ms=statistics.fmean(timed.steps) * 1e3,
+            floor_gb={name: round(count / 1e9, 4) for name, count in read.items()},
+            profile=found.as_dict() if found else None,
+        )
+
+    def floor_bytes(self, load: Load, drafted: float = 0.0) -> dict[str, float]:
+        """What a step must read, by what it is; of the drafter's, the share of steps that draft. Heads count as read
+        by both: a drafter's pass is over before the target's begins."""
+        runner, block = self.engine.runner, self.engine.drafting.block
+        rows, itemsize = load.streams * (load.prompt_len + load.output_len // 2), runner.kv.k.element_size()
+        read: dict[str, float] = {"target": runner.model.nbytes}
+        read["target_kv"] = rows * kv_bytes_per_token(self.model, itemsize)
+        if block and drafted:
+            drafter = block.drafter
+            assert isinstance(drafter, DFlash), f"what does a step of {drafter.caps.name} read?"
+            read["drafter"] = drafted * drafter.nbytes
+            read["drafter_observes"] = drafted * (drafter.fc.nbytes + drafter.context_kv.nbytes)
+            read["drafter_kv"] = drafted * rows * kv_bytes_per_token(drafter.draft.model, itemsize)
+        return read
+
+
+@dataclass(slots=True)
+class Counted:
+    """Counts steps of all passes for a progress bar."""
+
+    report: Report
+    total: int
+    done: int = 0
+
+    def __call__(self) -> None:
+        self.done += 1
+        self.report(self.done, self.total)
+
+
+def head_start(engine: Engine, load: Load) -> int:
     """Tokens that the first stream may write while the last one's prompt still runs."""
-    return 1 + streams * prompt_len // max(engine.plan.max_rows - streams, 1)
-
-
-def floor_seconds(engine: Engine, model: ModelConfig, bandwidth: float, streams: int, context: int) -> float:
-    kv_itemsize = engine.runner.kv.k.element_size()
-    kv = streams * context * kv_bytes_per_token(model, kv_itemsize)
-    return (engine.runner.model.nbytes + kv) / bandwidth
+    return 1 + load.streams * load.prompt_len // max(engine.plan.max_rows - load.streams, 1)

@@ -1,11 +1,12 @@
-"""Named model shapes with random weights: speed depends on dimensions, not on what was learned.
+"""Named shapes of models and of drafters with random weights: speed depends on dimensions, not on what was learned.
 
 Whatever is measured on these says that the weights are random. Random weights write nonsense, so nothing here speaks
-of quality.
+of quality, and a random drafter's drafts are accepted only where bench/synthetic.py says so.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,8 +14,13 @@ from torch import Tensor
 
 from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig
+from sparkdraft.spec.config import DraftConfig, LayerMask, check_fits
+from sparkdraft.train.recipe import spread_taps
+
+Sizes = dict[str, tuple[int, ...]]
 
 SHAPES = {
+    "tiny": ModelConfig("qwen3", 8, 64, 128, 4, 2, 32, 512, 4096, 1e-6, 1e6, None, True),  # does it run at all?
     "smollm2-135m": ModelConfig("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192, 1e-5, 1e5, None, True),
     "qwen3-0.6b": ModelConfig("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, 40960, 1e-6, 1e6, None, True),
     "qwen3-4b": ModelConfig("qwen3", 36, 2560, 9728, 32, 8, 128, 151936, 40960, 1e-6, 1e6, None, True),
@@ -23,10 +29,41 @@ SHAPES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class DrafterShape:
+    """DFlash layers with the dimensions of the target's own; embedding and head are the target's."""
+
+    num_layers: int
+    block_size: int = 16
+    num_taps: int = 5
+
+
+DRAFTER_SHAPES = {"dflash-5x": DrafterShape(5), "dflash-3x": DrafterShape(3)}
+
+
 def shape(name: str) -> ModelConfig:
     if name not in SHAPES:
         raise UserError(f"shape '{name}' is not known; known are {', '.join(SHAPES)}")
     return SHAPES[name]
+
+
+def drafter_shape(name: str, target: ModelConfig) -> DraftConfig:
+    """The drafter of this name that fits the target."""
+    if name not in DRAFTER_SHAPES:
+        raise UserError(f"drafter shape '{name}' is not known; known are {', '.join(DRAFTER_SHAPES)}")
+    own = DRAFTER_SHAPES[name]
+    draft = DraftConfig(
+        model=replace(target, model_type="qwen3", num_layers=own.num_layers, tie_embeddings=True),
+        taps=spread_taps(target.num_layers, own.num_taps),
+        block_size=own.block_size,
+        mask_token_id=target.vocab_size - 1,
+        layers=(LayerMask(window=0, causal=False),) * own.num_layers,
+        draft_vocab_size=target.vocab_size,
+        target_hidden_size=target.hidden_size,
+        num_target_layers=target.num_layers,
+    )
+    check_fits(draft, target)
+    return draft
 
 
 class RandomCheckpoint:
@@ -34,8 +71,8 @@ class RandomCheckpoint:
 
     path = Path("random weights")
 
-    def __init__(self, model: ModelConfig, device: str) -> None:
-        self._shapes = tensor_shapes(model)
+    def __init__(self, model: ModelConfig | DraftConfig, device: str) -> None:
+        self._shapes = tensor_shapes(model) if isinstance(model, ModelConfig) else drafter_tensor_shapes(model)
         self._device = device
         self._generator = torch.Generator(device).manual_seed(0)
 
@@ -50,31 +87,44 @@ class RandomCheckpoint:
         return torch.randn(size, generator=self._generator, device=self._device, dtype=dtype).mul_(0.02)
 
 
-def tensor_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    hidden, inter = model.hidden_size, model.intermediate_size
-    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (model.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
+def tensor_shapes(model: ModelConfig) -> Sizes:
+    sizes: Sizes = {
+        "model.embed_tokens.weight": (model.vocab_size, model.hidden_size),
+        "model.norm.weight": (model.hidden_size,),
     }
     if not model.tie_embeddings:
-        shapes["lm_head.weight"] = (model.vocab_size, hidden)
-    for i in range(model.num_layers):
-        layer: dict[str, tuple[int, ...]] = {
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-            "self_attn.q_proj": (q, hidden),
-            "self_attn.k_proj": (kv, hidden),
-            "self_attn.v_proj": (kv, hidden),
-            "self_attn.o_proj": (hidden, q),
-            "mlp.gate_proj": (inter, hidden),
-            "mlp.up_proj": (inter, hidden),
-            "mlp.down_proj": (hidden, inter),
-        }
-        if model.model_type == "qwen3":
-            layer |= {"self_attn.q_norm": (model.head_dim,), "self_attn.k_norm": (model.head_dim,)}
-        shapes |= {f"model.layers.{i}.{name}.weight": size for name, size in layer.items()}
-    return shapes
+        sizes["lm_head.weight"] = (model.vocab_size, model.hidden_size)
+    return sizes | _layer_shapes(model, "model.")
+
+
+def drafter_tensor_shapes(draft: DraftConfig) -> Sizes:
+    hidden = draft.model.hidden_size
+    sizes: Sizes = {
+        "fc.weight": (hidden, len(draft.taps) * draft.target_hidden_size),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    return sizes | _layer_shapes(draft.model, "")
+
+
+def _layer_shapes(model: ModelConfig, prefix: str) -> Sizes:
+    hidden, inter = model.hidden_size, model.intermediate_size
+    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    layer: Sizes = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (q, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, q),
+        "mlp.gate_proj": (inter, hidden),
+        "mlp.up_proj": (inter, hidden),
+        "mlp.down_proj": (hidden, inter),
+    }
+    if model.model_type == "qwen3":
+        layer |= {"self_attn.q_norm": (model.head_dim,), "self_attn.k_norm": (model.head_dim,)}
+    layers = range(model.num_layers)
+    return {f"{prefix}layers.{i}.{name}.weight": size for i in layers for name, size in layer.items()}
 
 
 class SilentTokenizer:

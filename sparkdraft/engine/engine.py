@@ -75,7 +75,7 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request now, in whatever state it is; an id that has ended already is no error."""
         if request_id in self._by_id:
-            self._ended += self._land_all()
+            self._ended += self.land()
         for request in list(self._by_id.get(request_id, ())):
             request.finish = FinishReason.ABORT
             self._ended.append(StepOutput(request.id, request.index, [], "", request.finish))
@@ -92,7 +92,7 @@ class Engine:
         depths = self.drafting.depths(self.scheduler.decoding())
         if self.flight and self._can_fly(self.flight, depths):
             return self._fly(self.flight, depths)
-        if landed := self._land_all():
+        if landed := self.land():
             return self._take_ended() + landed  # they may change what there is to do
         batch = self.scheduler.schedule(depths)
         if not batch.work:
@@ -139,11 +139,12 @@ class Engine:
         if flight.in_air == AHEAD:
             outputs += self._land(flight)
         if any(output.finish for output in outputs):
-            outputs += self._land_all()  # what is in the air carries one too many
+            outputs += self.land()  # what is in the air carries one too many
         return outputs
 
     @torch.inference_mode()
-    def _land_all(self) -> list[StepOutput]:
+    def land(self) -> list[StepOutput]:
+        """Bring all that is in the air to the host, and what came of it."""
         outputs: list[StepOutput] = []
         if self.flight and self.flight.crew:
             while self.flight.in_air:

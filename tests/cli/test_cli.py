@@ -104,7 +104,7 @@ def test_bench_offline_ends_in_json(tiny: Path) -> None:
 
 
 def test_bench_refuses_nonsense() -> None:
-    refused(sparkdraft("bench", "offline", "--batch", "1,x"), "--batch is '1,x'")
+    refused(sparkdraft("bench", "offline", "--concurrency", "1,x"), "--concurrency is '1,x'")
     refused(sparkdraft("bench", "offline", "--shape", "gpt-9"), "shape 'gpt-9' is not known")
 
 

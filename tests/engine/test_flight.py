@@ -153,7 +153,7 @@ def test_a_parked_drafter_catches_up(flying: LLM, watched: list[int], monkeypatc
         while len(request.output_ids) < 50:
             engine.step()
         with torch.inference_mode():
-            engine._land_all()
+            engine.land()
         assert engine.drafting.block
         with torch.inference_mode():
             engine.drafting.block.flush([request])

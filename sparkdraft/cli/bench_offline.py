@@ -1,0 +1,188 @@
+"""`sparkdraft bench offline`: decode and prefill speed of a model, or of a shape with random weights and a drafter.
+
+Flags in, one table and one line of JSON out. What is measured and how is bench/offline.py's; a figure that stands on a
+given acceptance says so wherever it is printed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from sparkdraft.cli.console import errors, loading, show_fallbacks
+from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm
+from sparkdraft.config import EngineConfig
+from sparkdraft.core import UserError
+
+if TYPE_CHECKING:
+    from sparkdraft.bench.offline import Bench, Load, Row
+    from sparkdraft.bench.synthetic import Acceptance
+    from sparkdraft.engine.build import DraftSource
+    from sparkdraft.engine.engine import Engine
+    from sparkdraft.models.config import ModelConfig
+    from sparkdraft.spec.config import DraftConfig
+
+HEADER = (
+    "streams  prompt  prefill tok/s  decode tok/s  step ms = draft + target +  rest  floor ms  of the floor  ids a step"
+)
+LEGEND = (
+    "draft: proposing; target: running and sampling, until ids are on the host; rest: all else, with what the drafter "
+    "observes at block borders. Shares of a pass that waits for the device at each border, applied to the step, which "
+    "is timed with nothing around it"
+)
+REDRAW = 0.2  # seconds
+
+
+def configure(parser: ArgumentParser) -> None:
+    parser.add_argument("--shape", default="", help="random weights of a named shape instead of a model")
+    parser.add_argument("--drafter-shape", default="", help="with --shape, a drafter with random weights: dflash-5x")
+    parser.add_argument(
+        "--synthetic-acceptance",
+        type=float,
+        metavar="LENGTH",
+        help="ids a step that drafts shall bring on average, the target's own counted in: given, not earned",
+    )
+    parser.add_argument("--concurrency", "--batch", default="1,4", help="streams at once, a list (default 1,4)")
+    parser.add_argument("--prompt-len", default="128", help="tokens of prompt, a list (default 128)")
+    parser.add_argument("--output-len", type=int, default=64, help="tokens of output (default 64)")
+    parser.add_argument("--profile", action="store_true", help="name the most expensive kernels and the idle gaps")
+    add_engine_flags(parser)
+    parser.set_defaults(spec="")  # off; with --drafter-shape the whole block
+
+
+def run(args: Namespace) -> int:
+    streams, prompts = numbers("--concurrency", args.concurrency), numbers("--prompt-len", args.prompt_len)
+    acceptance, draft = _check(args)
+    args.max_seqs = args.max_seqs or max(streams)
+    block = draft.block_size if draft else 16
+    room = max(prompts) + args.output_len + 256 + 4 * block  # the first streams write on while the last prompts run
+    args.kv_tokens = args.kv_tokens or max(streams) * room
+    engine, model, label = _engine(args, draft)
+    from sparkdraft.bench.bandwidth import memory_bandwidth
+    from sparkdraft.bench.offline import Bench, Load
+
+    plan, bench = engine.plan, Bench(engine, model, acceptance)
+    loads = [Load(n, prompt_len, args.output_len) for prompt_len, n in product(prompts, streams)]
+    for load in loads:
+        bench.check(load)
+    bench.bandwidth = memory_bandwidth(plan.device, plan.threads)
+    print(f"{label} on {plan.device}, {plan.dtype}; memory {bench.bandwidth / 1e9:.1f} GB/s measured")
+    if acceptance:
+        print(f"SYNTHETIC ACCEPTANCE: {acceptance.describe()}")
+    rows = _measure_all(bench, loads, args.profile)
+    summary: dict[str, Any] = {"bench": "offline", "model": label, "device": plan.device, "dtype": plan.dtype}
+    summary |= {"bandwidth_gb_s": round(bench.bandwidth / 1e9, 1), "output_len": args.output_len}
+    summary |= {"drafter": args.drafter_shape if draft else None, "spec": args.spec, "synthetic": bool(acceptance)}
+    if acceptance:
+        summary["acceptance"] = {"length": acceptance.length, "p": round(acceptance.p, 6), "depth": acceptance.depth}
+        summary["acceptance"]["process"] = acceptance.describe()
+    print(json.dumps(summary | {"split": LEGEND, "rows": [row.as_dict() for row in rows]}))
+    return 0
+
+
+def numbers(flag: str, text: str, least: int = 1) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < least:
+        example = "1,4,8" if least else "0,1024"
+        raise UserError(f"{flag} is '{text}'; give numbers from {least} with commas between them, such as {example}")
+    return found
+
+
+# ---- the parts
+
+
+def _check(args: Namespace) -> tuple[Acceptance | None, DraftConfig | None]:
+    """Refuse what can not be measured before any weight is made; fills in the depth that --spec left open."""
+    if args.output_len < 8:
+        raise UserError(f"--output-len is {args.output_len}; fewer than 8 tokens measure nothing")
+    if args.synthetic_acceptance is not None and not args.drafter_shape:
+        raise UserError("--synthetic-acceptance needs drafts to accept: name a drafter with --drafter-shape dflash-5x")
+    if args.drafter_shape and not args.shape:
+        raise UserError(
+            "--drafter-shape goes with a --shape: a model with real weights drafts with --spec and --drafter"
+        )
+    if not args.drafter_shape:
+        args.spec = args.spec or "off"
+        return None, None
+    from sparkdraft.bench.shapes import drafter_shape, shape
+    from sparkdraft.bench.synthetic import Acceptance
+
+    draft = drafter_shape(args.drafter_shape, shape(args.shape))
+    most = draft.block_size - 1
+    args.spec = args.spec or str(most)
+    depth = EngineConfig(spec=args.spec).num_draft
+    if depth == 0:
+        return None, None  # asked to measure the same target without its drafter
+    if depth is not None and depth > most:
+        raise UserError(f"--spec is {depth}; {args.drafter_shape} drafts at most {most} a step: ask for no more")
+    length = args.synthetic_acceptance
+    return None if length is None else Acceptance(length, depth or most), draft
+
+
+def _engine(args: Namespace, draft: DraftConfig | None) -> tuple[Engine, ModelConfig, str]:
+    """The engine to measure, its dimensions and what to call it. The prefix cache is off: every prompt is computed."""
+    if not args.shape:
+        llm = load_llm(args, prefix_cache=False)
+        return llm.engine, llm.model_config, args.model
+    from sparkdraft.bench.shapes import RandomCheckpoint, SilentTokenizer, shape
+    from sparkdraft.engine.build import DraftSource, build_engine, make_plan
+    from sparkdraft.engine.devices import detect
+
+    model = shape(args.shape)
+    config = EngineConfig(model=args.shape, prefix_cache=False, ngram=False, **engine_options(args))
+    device = detect(config).device
+    source: DraftSource | None = DraftSource(draft, RandomCheckpoint(draft, device)) if draft else None
+    plan = make_plan(config, model, source)
+    with loading(f"making {args.shape}") as progress:
+        target = RandomCheckpoint(model, device)
+        engine = build_engine(plan, config, model, target, SilentTokenizer(), source, progress)
+    show_fallbacks(plan)
+    return engine, model, f"{args.shape}{f' with {args.drafter_shape}' if draft else ''}, random weights"
+
+
+def _measure_all(bench: Bench, loads: list[Load], profiled: bool) -> list[Row]:
+    rows = []
+    print(f"{HEADER}{'  (synthetic)' if bench.acceptance else ''}", flush=True)
+    for load in loads:
+        with measuring(f"{load.streams} streams, {load.prompt_len} tokens of prompt") as report:
+            row, profile = bench.measure(load, report, profiled)
+        rows.append(row)
+        print(_line(row), flush=True)
+        if profile:
+            print(profile.text(), flush=True)
+    print(LEGEND)
+    return rows
+
+
+def _line(row: Row) -> str:
+    return (
+        f"{row.streams:7}  {row.prompt_len:6}  {row.prefill_tok_s:13.0f}  {row.decode_tok_s:12.1f}  {row.step_ms:7.2f}"
+        f"   {row.draft_ms:5.2f}   {row.target_ms:6.2f}   {row.rest_ms:5.2f}  {row.floor_ms:8.2f}"
+        f"  {row.share:12.0%}  {row.length:10.2f}"
+    )
+
+
+@contextmanager
+def measuring(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar that draws only when it is told something: a thread that redraws would take time from what is measured."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=errors, transient=True, auto_refresh=False, disable=not errors.is_terminal) as bar:
+        task, drawn = bar.add_task(label, total=None), 0.0
+
+        def report(done: int, total: int) -> None:
+            nonlocal drawn
+            if time.monotonic() - drawn > REDRAW:
+                bar.update(task, completed=done, total=total, refresh=True)
+                drawn = time.monotonic()
+
+        yield report

@@ -1,0 +1,254 @@
+"""`bench offline` on tiny random weights: a given acceptance comes out as given, parts sum to the step, and what can
+not be measured is refused in one sentence. Speeds themselves mean nothing here; docs/numbers has those."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sparkdraft.bench import bandwidth, shapes
+from sparkdraft.bench.offline import Bench, Load
+from sparkdraft.bench.profile import MOST, Parts, Span, find_gaps, most_expensive, recorder, summary, timed_parts
+from sparkdraft.bench.synthetic import Acceptance, SyntheticSampler
+from sparkdraft.cli.main import main
+from sparkdraft.config import EngineConfig
+from sparkdraft.core import Request, SamplingParams, UserError
+from sparkdraft.engine.build import DraftSource, build_engine, make_plan
+from sparkdraft.engine.flight import Flight
+from sparkdraft.engine.sampler import SampleRow
+from sparkdraft.models.config import ModelConfig
+
+TOY = ModelConfig("qwen3", 6, 32, 64, 2, 1, 16, 96, 1024, tie_embeddings=True)
+SMALL = ("--shape", "toy", "--dtype", "float32", "--threads", "1", "--prompt-len", "20")
+DRAFTED = (*SMALL, "--drafter-shape", "dflash-3x", "--synthetic-acceptance", "6.5")
+
+Run = Callable[..., tuple[str, dict[str, Any]]]
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shapes.SHAPES, "toy", TOY)
+    monkeypatch.setitem(bandwidth.SIZE, "cpu", 1 << 20)
+
+
+@pytest.fixture
+def offline(capsys: pytest.CaptureFixture[str]) -> Run:
+    """What the command printed, and its JSON."""
+
+    def run(*args: str) -> tuple[str, dict[str, Any]]:
+        assert main(["bench", "offline", *args]) == 0, capsys.readouterr().err
+        out = capsys.readouterr().out
+        return out, json.loads(out.splitlines()[-1])
+
+    return run
+
+
+def toy_bench(acceptance: Acceptance | None, flies: bool = False) -> Bench:
+    config = EngineConfig(device="cpu", dtype="float32", threads=1, spec="15", ngram=False, kv_tokens=2048, max_seqs=2)
+    draft = shapes.drafter_shape("dflash-3x", TOY)
+    source = DraftSource(draft, shapes.RandomCheckpoint(draft, "cpu"))
+    target = shapes.RandomCheckpoint(TOY, "cpu")
+    plan = make_plan(config, TOY, source)
+    engine = build_engine(plan, config, TOY, target, shapes.SilentTokenizer(), source)
+    if flies:
+        engine.flight = Flight(engine.runner, engine.drafting.block, torch.device("cpu"))
+    bench = Bench(engine, TOY, acceptance)
+    bench.bandwidth = 1e9
+    return bench
+
+
+# ---- the process
+
+
+@pytest.mark.parametrize(("length", "depth"), [(6.5, 15), (1.0, 15), (16.0, 15), (2.5, 3), (1.7, 1)])
+def test_the_chance_gives_the_length(length: float, depth: int) -> None:
+    process = Acceptance(length, depth)
+    assert sum(process.p**k for k in range(depth + 1)) == pytest.approx(length, abs=1e-9)
+    table = process.table(500, 4)
+    assert table.dtype == np.int32 and table.shape == (500, 4) and table.min() >= 0 and table.max() <= depth
+    assert 1 + table.mean() == pytest.approx(length, rel=0.002)
+    for k in range(table.max()):  # one chance at every position that is reached
+        reached = table[table >= k]
+        assert (reached > k).mean() == pytest.approx(process.p, abs=0.05)
+
+
+def test_few_steps_have_the_length_too_and_a_table_is_always_the_same() -> None:
+    process = Acceptance(6.5, 15)
+    for steps, streams in ((10, 1), (40, 1), (10, 16)):
+        table = process.table(steps, streams)
+        assert 1 + table.mean() == pytest.approx(6.5, rel=0.06 if steps * streams == 10 else 0.02)
+        assert abs(table.sum(0) - 5.5 * steps).max() <= 15  # what the KV cache is given room for
+        assert (table == process.table(steps, streams)).all()
+    assert process.steps(256) == 40 and process.steps(65) == 10
+
+
+@pytest.mark.parametrize("length", [0.99, 16.01, float("nan"), -3])
+def test_lengths_that_no_drafts_can_have(length: float) -> None:
+    with pytest.raises(UserError, match="from 1 to 16"):
+        Acceptance(length, 15)
+
+
+def test_the_sampler_is_overruled_only_after_its_work() -> None:
+    sampler = SyntheticSampler(8, frozenset(), torch.device("cpu"))
+    sampler.stop()
+    one, two = (Request(name, 0, [1], SamplingParams(), 0, 9) for name in "ab")
+    rows = [SampleRow(one, [5, 6, 7][:k]) for k in range(4)] + [SampleRow(two, [3, 3][:k]) for k in range(3)]
+    likeliest = [5, 6, 7, 2, 4, 3, 0]  # the target would accept all of the first, none of the second
+
+    def said() -> list[int]:
+        logits = torch.nn.functional.one_hot(torch.tensor(likeliest), 8).float()
+        ids: list[int] = sampler(logits, rows).ids.tolist()
+        return ids
+
+    assert said()[0] != 5 and said()[4] != 3  # no table: nothing is accepted
+    sampler.start(np.array([[1, 2], [3, 0], [9, 1]], np.int32))
+    first, second, third = said(), said(), said()
+    assert first[0] == 5 and first[1] != 6 and first[4:6] == [3, 3] and first[6] == 0
+    assert second[:4] == [5, 6, 7, 2] and second[4] == 4  # its own id, where that is not the draft
+    assert third[:4] == [5, 6, 7, 2] and third[4] == 3 and third[5] != 3
+
+
+# ---- shapes
+
+
+def test_drafter_shapes_are_those_of_the_published_drafters() -> None:
+    draft = shapes.drafter_shape("dflash-5x", shapes.SHAPES["qwen3-8b"])
+    assert draft.taps == (1, 9, 17, 25, 33) and draft.block_size == 16 and draft.model.num_layers == 5
+    assert draft.layers == ((0, False),) * 5
+    own = sum(int(np.prod(size)) for size in shapes.drafter_tensor_shapes(draft).values())
+    assert 2 * own / 1e9 == pytest.approx(2.10, abs=0.02)  # gigabytes of z-lab's Qwen3-8B-DFlash in bfloat16
+
+
+# ---- the command
+
+
+def test_a_given_acceptance_comes_out_as_given(offline: Run) -> None:
+    out, report = offline(*DRAFTED, "--concurrency", "1,3", "--output-len", "80")
+    assert "SYNTHETIC" in out and "p = 0.8599" in out and "(synthetic)" in out
+    assert report["synthetic"] is True and report["drafter"] == "dflash-3x" and report["spec"] == "15"
+    assert report["acceptance"] | {"process": ""} == {"length": 6.5, "p": 0.859903, "depth": 15, "process": ""}
+    assert [row["streams"] for row in report["rows"]] == [1, 3]
+    for row in report["rows"]:
+        assert row["steps"] == 13 and row["length"] == pytest.approx(6.5, rel=0.03)
+        assert row["draft_ms"] + row["target_ms"] + row["rest_ms"] == pytest.approx(row["step_ms"], abs=0.001)
+        assert min(row["draft_ms"], row["target_ms"], row["rest_ms"]) > 0
+        assert row["step_ms"] == row["step_mean_ms"] and row["timed_step_ms"] > 0
+        assert row["decode_tok_s"] == pytest.approx(row["streams"] * row["length"] / row["step_ms"] * 1e3, rel=1e-3)
+        assert row["share"] == pytest.approx(row["floor_ms"] / row["step_ms"], abs=1e-3)
+        assert row["prefill_tok_s"] > 0 and "profile" not in row
+        assert set(row["floor_gb"]) == {"target", "target_kv", "drafter", "drafter_observes", "drafter_kv"}
+
+
+@pytest.mark.parametrize("more", [["--spec", "0"], ["--spec", "off"]])
+def test_the_same_target_without_its_drafter(offline: Run, more: list[str]) -> None:
+    out, report = offline(*DRAFTED, "--batch", "2", "--output-len", "10", *more)
+    assert "SYNTHETIC" not in out and report["synthetic"] is False and report["drafter"] is None
+    row = report["rows"][0]
+    assert row["length"] == 1 and row["steps"] == 10 and row["step_ms"] == row["step_median_ms"]
+    assert set(row["floor_gb"]) == {"target", "target_kv"}
+
+
+def test_fewer_drafts_than_the_block_holds(offline: Run) -> None:
+    _, report = offline(*DRAFTED[:-1], "2.5", "--spec", "3", "--concurrency", "2", "--output-len", "50")
+    assert report["acceptance"]["depth"] == 3 and report["rows"][0]["length"] == pytest.approx(2.5, rel=0.03)
+
+
+def test_nothing_is_drafted_unless_asked(offline: Run) -> None:
+    _, report = offline(*SMALL, "--concurrency", "1", "--output-len", "8")
+    assert report["spec"] == "off" and report["rows"][0]["length"] == 1
+
+
+def test_a_profile_names_ten_operators_and_ten_gaps(offline: Run) -> None:
+    out, report = offline(*DRAFTED, "--concurrency", "1", "--output-len", "20", "--profile")
+    found = report["rows"][0]["profile"]
+    assert len(found["kernels"]) == len(found["gaps"]) == MOST and not found["note"]
+    assert found["idle_ms"] == pytest.approx(found["step_ms"] - found["busy_ms"], abs=0.001) and found["busy_ms"] > 0
+    assert all(" -> " in gap["name"] for gap in found["gaps"])
+    costs = [kernel["ms_a_step"] for kernel in found["kernels"]]
+    assert costs == sorted(costs, reverse=True) and sum(costs) <= found["step_ms"]
+    assert "aten::" in out and "idle between" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--drafter-shape", "dflash-3x", "--synthetic-acceptance", "17"], "must be from 1 to 16"),
+        (["--drafter-shape", "dflash-3x", "--synthetic-acceptance", "0.5"], "must be from 1 to 16"),
+        (["--drafter-shape", "dflash-3x", "--synthetic-acceptance", "6", "--spec", "4"], "must be from 1 to 5"),
+        (["--synthetic-acceptance", "6.5"], "--drafter-shape dflash-5x"),
+        (["--drafter-shape", "eagle-1x"], "known are dflash-5x, dflash-3x"),
+        (["--drafter-shape", "dflash-3x", "--shape", ""], "goes with a --shape"),
+        (["--drafter-shape", "dflash-3x", "--spec", "16"], "drafts at most 15"),
+        (["--spec", "many"], "spec is 'many'"),
+        (["--concurrency", "0"], "--concurrency is '0'"),
+        (["--output-len", "4"], "fewer than 8 tokens"),
+        (["--prompt-len", "1020"], "need a context of"),
+        (["--concurrency", "4", "--kv-tokens", "128"], "raise --kv-tokens"),
+        (["--concurrency", "4", "--max-seqs", "3"], "raise --max-seqs"),
+    ],
+)
+def test_what_can_not_be_measured(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "offline", *SMALL, *args]) == 1
+    printed = capsys.readouterr()
+    assert words in printed.err and printed.out == "" and len(printed.err.strip().splitlines()) == 1
+
+
+# ---- the engine under it
+
+
+@pytest.mark.parametrize(("length", "each"), [(1.0, 1), (16.0, 16)])
+def test_none_and_all_accepted(length: float, each: int) -> None:
+    row, _ = toy_bench(Acceptance(length, 15)).measure(Load(2, 20, 32), lambda done, total: None)
+    assert row.length == each and row.steps == 32 // each
+
+
+def test_steps_that_the_device_takes_accept_what_is_given_too() -> None:
+    bench = toy_bench(Acceptance(6.5, 15), flies=True)
+    row, _ = bench.measure(Load(2, 20, 130), lambda done, total: None)
+    assert row.steps == 20 and row.length == pytest.approx(6.5, rel=0.03)
+    assert row.draft_ms + row.target_ms + row.rest_ms == pytest.approx(row.step_ms)
+    assert bench.engine.flight and not bench.engine.flight.crew and not bench.engine.has_work
+
+
+def test_the_floor_counts_what_a_drafted_step_reads() -> None:
+    read, model = toy_bench(None).floor_bytes(Load(2, 20, 40), drafted=1.0), TOY
+    layer = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim + 3 * model.intermediate_size
+    head, layer = model.vocab_size * model.hidden_size, layer * model.hidden_size
+    kv = 2 * model.num_kv_heads * model.head_dim
+    assert read["target"] == 4 * (6 * layer + head) and read["drafter"] == 4 * (3 * layer + head)
+    assert read["drafter_observes"] == 4 * model.hidden_size * (5 * model.hidden_size + 3 * kv)
+    assert (read["target_kv"], read["drafter_kv"]) == (4 * 2 * 40 * kv * 6, 4 * 2 * 40 * kv * 3)
+
+
+def test_timing_the_parts_leaves_the_engine_as_it_was() -> None:
+    engine, parts = toy_bench(None).engine, Parts()
+    sampler = engine.sampler
+    with timed_parts(engine, parts):
+        engine.add([1, 2, 3], SamplingParams(max_tokens=4))
+        while engine.has_work:
+            engine.step()
+    assert parts.draft > 0 and parts.target > 0 and engine.sampler is sampler
+    assert "propose" not in vars(engine.drafting) and "run" not in vars(engine.runner)
+
+
+def test_gaps_lie_between_kernels_that_do_not_overlap() -> None:
+    times = {"a": (0.0, 4.0), "b": (2.0, 3.0), "c": (6.0, 9.0), "d": (9.0, 10.0), "e": (15.0, 16.0)}
+    spans = [Span(name, start, end, end - start) for name, (start, end) in times.items()]
+    busy, gaps = find_gaps(reversed(spans))
+    assert busy == 9.0
+    assert [(gap.name, gap.total) for gap in gaps] == [("d -> e", 5.0), ("a -> c", 2.0)]
+    twice = most_expensive([*spans, Span("c", 20.0, 22.0, 2.0)])
+    assert (twice[0].name, twice[0].count, twice[0].total, twice[0].longest) == ("c", 2, 5.0, 3.0)
+
+
+@pytest.mark.parametrize(("kernels", "words"), [("native", "no torch operators"), ("cuda", "saw no kernel")])
+def test_a_profile_that_sees_nothing_says_why(kernels: str, words: str) -> None:
+    with recorder("cpu") as profiler:
+        pass
+    found = summary(profiler, kernels, [0.5, 0.5])
+    assert words in found.note and words in found.text() and found.busy == 0
