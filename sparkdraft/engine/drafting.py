@@ -56,15 +56,20 @@ class Drafting:
         """Drafts wanted from each request that may draft in the coming step."""
         if not self.max_depth:
             return {}
-        depths = {r: self._asked(r) for r in requests}
+        depths: dict[Request, int] = {}
+        free: dict[str, list[Request]] = {}  # those that name no depth, by who would draft
         for request in requests:
-            if depths[request] != 0:
-                self._look_up(request)
-        for source, controller in self.controllers.items():
-            free = [r for r in requests if depths[r] is None and self._of(r).source == source]
-            states = [self._of(r).depth[source] for r in free]
-            depths |= zip(free, controller.choose(states, [r.num_tokens for r in free]), strict=True)
-        limited = {r: min(depth or 0, self._limit(r)) for r, depth in depths.items()}
+            asked = self._asked(request)
+            if asked != 0:
+                source = self._look_up(request)
+                if asked is not None:
+                    depths[request] = asked
+                elif source:
+                    free.setdefault(source, []).append(request)
+        for source, group in free.items():
+            states = [self._of(r).depth[source] for r in group]
+            depths |= zip(group, self.controllers[source].choose(states, [r.num_tokens for r in group]), strict=True)
+        limited = {r: min(depth, self._limit(r)) for r, depth in depths.items() if depth}
         return {r: depth for r, depth in limited.items() if depth > 0}
 
     def propose(self, batch: Batch) -> None:
@@ -183,14 +188,15 @@ class Drafting:
             kept = self._requests[request] = Speculation(states)
         return kept
 
-    def _look_up(self, request: Request) -> None:
-        """A long match in the request's own text goes first: it is free, and seldom wrong."""
+    def _look_up(self, request: Request) -> str:
+        """Who would draft. A long match in the request's own text goes first: it is free, and seldom wrong."""
         kept = self._of(request)
         kept.source = self.block.drafter.caps.name if self.block else ""
         if self.ngram:
             kept.ngram.extend(request.ids(len(kept.ngram), request.num_tokens))
-            if kept.ngram.match_length >= kept.ngram.min_match:
+            if kept.ngram.matches:
                 kept.source = "ngram"
+        return kept.source
 
     def _forget_rows(self, request: Request) -> None:
         if self.block:
