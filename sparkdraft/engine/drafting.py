@@ -68,7 +68,8 @@ class Drafting:
                     free.setdefault(source, []).append(request)
         for source, group in free.items():
             states = [self._of(r).depth[source] for r in group]
-            depths |= zip(group, self.controllers[source].choose(states, [r.num_tokens for r in group]), strict=True)
+            contexts, others = [r.num_tokens for r in group], len(requests) - len(group)
+            depths |= zip(group, self.controllers[source].choose(states, contexts, others), strict=True)
         limited = {r: min(depth, self._limit(r)) for r, depth in depths.items() if depth}
         return {r: depth for r, depth in limited.items() if depth > 0}
 
@@ -160,11 +161,11 @@ class Drafting:
     def _measured(self, sources: set[str], deepest: int, contexts: list[int], seconds: float) -> None:
         """Tell those whom it concerns what a step cost: a plain one all of them, one of several sources nobody."""
         self._num_timed += 1
-        if self._num_timed % PLAIN_SAMPLE and not deepest:
-            return  # plain steps are many and alike: a parked drafter should cost nothing
+        num, longest, sampled = len(contexts), max(contexts), self._num_timed % PLAIN_SAMPLE == 0
         for source, controller in self.controllers.items():
-            if sources <= {source}:
-                controller.measured(deepest, len(contexts), max(contexts), seconds)
+            # Plain steps that are known are many and alike: a parked drafter should cost nothing.
+            if sources <= {source} and (deepest or sampled or not controller.knows_plain(num, longest)):
+                controller.measured(deepest, num, longest, seconds)
 
     def _check(self, name: str, depth: int | None) -> None:
         if depth and depth > self.max_depth:

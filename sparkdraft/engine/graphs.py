@@ -3,7 +3,8 @@
 Launching a step operator by operator costs as much host time as the operators themselves take, on a GPU and on a CPU
 alike. Recordings read the step's fixed input buffers, lengths included, so one serves any context. On a GPU those of
 plain decoding are made at start for a few sizes, and a batch runs in the next larger one, padded with rows that write
-nowhere; all others are made when a shape first comes up. Prompt chunks run eagerly. How to record is the kernels'.
+nowhere; all others are made when a shape comes up for the second time. Prompt chunks run eagerly. How to record is the
+kernels'.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Graphs(Generic[Key]):
         """run(shape) computes from the fixed input buffers."""
         self._run, self._ops = run, ops
         self._recorded: dict[Key, Any] = {}
+        self._seen: set[Key] = set()  # run once, and not recorded yet
 
     def record(self, shapes: list[Key]) -> None:
         """Largest first: on a GPU the smaller ones then fit into its memory."""
@@ -40,7 +42,11 @@ class Graphs(Generic[Key]):
             self._recorded[shape] = self._ops.Recording(partial(self._run, shape), beside)
 
     def replay(self, shape: Key) -> Tensor:
+        """A shape's first time is launched plainly: recording takes as long as ten launches, and many come but once."""
         if shape not in self._recorded:
+            if shape not in self._seen:
+                self._seen.add(shape)
+                return self._run(shape)
             self.record([shape])
         out: Tensor = self._recorded[shape].replay()
         return out

@@ -28,8 +28,10 @@ SURPRISE = 8.0  # squared deviations after which the text is taken to have chang
 FADE = 0.85  # what a step leaves of older surprise
 MARGIN = 1.05  # what drafting must promise over plain decoding before a new or parked request leaves depth 0
 BUDGET = 0.012  # share of time that probing may cost
+LIKELY = 1.5  # tokens expected with one draft: above, a probe that goes well is no sign that the text has changed
 FIRST_WAIT, LONG_WAIT = 16, 32  # tokens between probes: the first after parking, and where doubling ends
 MAX_PROBE = 4
+PLAIN_FIRST = 2  # plain steps that are timed in a bucket before anything drafts there
 REDRAW = 8  # a mean of this many steps moves little with each: the curve is redrawn after as many more
 LATE = 1.5  # a step slower than this times the belief counts as this slow: something else ran
 
@@ -88,29 +90,32 @@ class DepthController:
         self.tried = [0.9 * old + share * new for old, new in zip(self.tried, state.tried, strict=True)]
         self.prior = conditional_acceptance(self.taken, self.tried, self.start, TRUST)
 
-    def choose(self, states: Sequence[DepthState], contexts: Sequence[int]) -> list[int]:
-        """Depths for one step over these requests; contexts in tokens, of which the longest picks the bucket."""
-        num = len(states)
-        if not num:
+    def choose(self, states: Sequence[DepthState], contexts: Sequence[int], others: int = 0) -> list[int]:
+        """Depths for one step over these requests; contexts in tokens, of which the longest picks the bucket.
+
+        others: requests of the same step that somebody else decides for; each writes an id, and makes rows dearer.
+        """
+        if not states:
             return []
+        num = len(states) + others
         bucket = bucket_of(num, max(contexts))
-        if all(state.rests(bucket) for state in states):
+        if not self._knows_plain(bucket) or all(state.rests(bucket) for state in states):
             self.mixed = (0, num, 1.0)
-            return [0] * num
+            return [0] * len(states)
         costs = self._costs(bucket)
         price = costs.price(num)
         depths = best_depths(
-            [self._tokens(s) for s in states], [s.parked is not None or not s.tried[0] for s in states], price
+            [self._tokens(s) for s in states], [s.parked is not None or not s.tried[0] for s in states], price, others
         )
         drafting = any(depths)
         for state, depth in zip(states, depths, strict=True):
             if depth:
                 state.parked, state.probe, state.spent = None, 0, 0.0
             elif state.parked is None:
-                state.parked, state.waited, state.wait = bucket, 0, FIRST_WAIT
+                state.parked, state.waited, state.wait = bucket, 0, self._first_wait(state, price, num)
             else:
                 state.parked = bucket
-        self._add_probes(states, depths, price, drafting)
+        self._add_probes(states, depths, price, drafting, num)
         self.mixed = (max(depths), num, price.step(depths) / costs.curve()[max(depths)])
         return depths
 
@@ -145,6 +150,13 @@ class DepthController:
         uniform = seconds / share if (deepest, num) == (depth, num_seqs) else seconds
         self.costs[bucket].learn(depth, uniform)
 
+    def knows_plain(self, num_seqs: int, context: int) -> bool:
+        """Whether plain steps were timed here. Until then nothing drafts: what drafting gains is measured against them.
+
+        Other buckets do not tell: two requests on a CPU make rows dearer, on a GPU they hardly do.
+        """
+        return self._knows_plain(bucket_of(num_seqs, context))
+
     def describe(self) -> str:
         """Learnt acceptance and milliseconds a step, by depth."""
         shown = [d for d in (0, 1, 2, 3, 5, 7, 11, 15, 23, 31) if d <= self.max_depth]
@@ -158,6 +170,9 @@ class DepthController:
         return "\n".join([*lines, "~ estimated from its neighbours"])
 
     # ---- the parts
+
+    def _knows_plain(self, bucket: Bucket) -> bool:
+        return not self.costs or (bucket in self.costs and self.costs[bucket].weight[0] >= PLAIN_FIRST)
 
     def _tokens(self, state: DepthState) -> list[float]:
         if not state.tokens:
@@ -173,7 +188,16 @@ class DepthController:
         nearest = min(self.costs, key=lambda b: (2 * abs(b[0] - bucket[0]) + abs(b[1] - bucket[1]), -b[0], -b[1]))
         return self.costs[nearest]
 
-    def _add_probes(self, states: Sequence[DepthState], depths: list[int], price: Price, drafting: bool) -> None:
+    def _first_wait(self, state: DepthState, price: Price, num: int) -> int:
+        """What a probe of all would cost, less what it is expected to bring, within the budget; not the full length of
+        it, for that is what waits later are for."""
+        depth = price.probe_depth()
+        cost = (price.fixed / num + price.rows[depth]) * num / price.plain - (self._tokens(state)[depth] - 1)
+        return min(max(round(cost / BUDGET / 2), FIRST_WAIT), 2 * LONG_WAIT)
+
+    def _add_probes(
+        self, states: Sequence[DepthState], depths: list[int], price: Price, drafting: bool, num: int
+    ) -> None:
         """Parked requests whose time has come draft a little; those past half their wait join, to share the cost."""
         parked = [i for i, state in enumerate(states) if state.parked is not None]
         if not any(states[i].probe or states[i].waited >= states[i].wait for i in parked):
@@ -184,13 +208,13 @@ class DepthController:
             depths[i] = min(states[i].probe or usual, self.max_depth)
         share = 0.0 if drafting else price.fixed / len(probing)
         for i in probing:
-            states[i].price = (share + price.rows[depths[i]]) * len(states) / price.plain
+            states[i].price = (share + price.rows[depths[i]]) * num / price.plain
 
     def _probed(self, state: DepthState, drafted: int, accepted: int) -> None:
         """A probe that went well is followed at once by a deeper one, until choose() leaves depth 0 or one fails."""
         state.spent = max(state.spent + state.price - accepted, 0.0)
         if accepted >= state.price:
-            if not state.probe:
+            if not state.probe and self._tokens(state)[1] < LIKELY:
                 state.forget()
             state.probe = min(2 * drafted, MAX_PROBE)
         else:
@@ -283,20 +307,21 @@ class Price:
         return max(cheap, 1)  # rows never fall with depth, so the cheap ones come first
 
 
-def best_depths(tokens: Sequence[Sequence[float]], parked: Sequence[bool], price: Price) -> list[int]:
-    """Depths that maximise tokens a second over the batch.
+def best_depths(tokens: Sequence[Sequence[float]], parked: Sequence[bool], price: Price, others: int = 0) -> list[int]:
+    """Depths that maximise tokens a second over the batch, in which 'others' write one id each beside these.
 
     At the best rate r (tokens a second) drafts are worth their rows' time t where they bring more than r t tokens, for
     each request by itself; so begin with r of the best common depth, let each choose, compute the r that gives, repeat.
     """
     num = len(tokens)
-    plain_rate = num / price.plain
+    plain_rate = (num + others) / price.plain
+    # A step in which all of these draft alike, for a rate to begin with; with others beside them it is cheaper.
     together = tokens[0] if num == 1 else map(sum, zip(*tokens, strict=True))
-    rate = max(map(truediv, together, price.uniform))
+    rate = max(map(truediv, (t + others for t in together), price.uniform))
     for _ in range(4):
         row_tokens = [rate * seconds for seconds in price.rows]
         depths = [_best_depth(own, row_tokens, rests) for own, rests in zip(tokens, parked, strict=True)]
-        reached = sum(own[d] for own, d in zip(tokens, depths, strict=True)) / price.step(depths)
+        reached = (others + sum(own[d] for own, d in zip(tokens, depths, strict=True))) / price.step(depths)
         if reached <= rate * 1.001:
             break
         rate = reached

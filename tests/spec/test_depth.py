@@ -235,13 +235,50 @@ def test_parked_requests_probe_together_within_the_budget() -> None:
 
 def test_a_context_that_makes_drafts_dear_is_decoded_plainly() -> None:
     depths, state = DepthController(MAX_DEPTH), DepthState([0.0] * MAX_DEPTH, [0.0] * MAX_DEPTH)
-    for depth in (0, 1, 3, 7, 15):
+    for depth in (0, 1, 3, 7, 15) * 2:
         depths.measured(depth, 1, 256, gpu(depth))
         depths.measured(depth, 1, 65536, gpu(depth) * (3 if depth else 1))
     assert depths.choose([state], [200])[0] > 8
     assert depths.choose([state], [60000]) == [0]
     assert depths.choose([state], [200])[0] > 8, "parked in one bucket is not parked in another"
-    assert depths.choose([state], [900])[0] > 8 and depths.choose([state], [20000]) == [0]  # the nearest measured
+    for context in (900, 5000):  # plain steps are seen first; drafts are then thought to cost as in the nearest
+        assert depths.choose([state], [context]) == [0] and not depths.knows_plain(1, context)
+        for _ in range(2):
+            depths.measured(0, 1, context, gpu(0))
+    assert depths.choose([state], [900])[0] > 8 and depths.choose([state], [5000]) == [0]
+
+
+def test_a_batch_that_makes_drafts_dear_is_found_out() -> None:
+    """Alone a request gains by drafting; four of them, of which nothing was measured, lose by it."""
+    num, plain, rows = 4, 11.7e-3, [0.0, *(9e-3 + 5.5e-3 * d for d in range(1, MAX_DEPTH + 1))]
+    rng = random.Random(5)
+    depths = controller(cpu, rng)
+    spent, tokens = [], []
+    for _ in range(6):  # six rounds of four requests
+        states = [depths.open() for _ in range(num)]
+        for _ in range(60):
+            chosen = depths.choose(states, [100] * num)
+            seconds = plain + sum(rows[d] for d in chosen) / num + (2e-3 if any(chosen) else 0.0)
+            accepted = [accept(rng, flat(0.75), d) for d in chosen]
+            depths.measured(max(chosen), num, 100, seconds * rng.gauss(1, 0.03))
+            for state, depth, count in zip(states, chosen, accepted, strict=True):
+                depths.observe(state, depth, count)
+            spent.append(seconds)
+            tokens.append(num + sum(accepted))
+        for state in states:
+            depths.close(state)
+    speed = sum(tokens[60:]) / sum(spent[60:])
+    assert speed > 0.95 * num / plain, "short requests, each of which probes, at a fifth of the speed lost by drafting"
+
+
+def test_others_in_the_step_make_rows_dearer() -> None:
+    """One request of four may draft; alone it would, beside three others its rows cost more than they bring."""
+    depths, state = DepthController(MAX_DEPTH), DepthState([0.0] * MAX_DEPTH, [0.0] * MAX_DEPTH)
+    for depth in (0, 1, 3, 7, 15) * 3:
+        depths.measured(depth, 1, 100, (5.0 + 1.5 * depth) / 1e3)
+        depths.measured(depth, 4, 100, (12.0 + 22.0 * depth) / 1e3)
+    assert depths.choose([state], [100])[0] > 0
+    assert depths.choose([depths.open()], [100], others=3) == [0]
 
 
 def test_a_new_request_begins_where_the_others_ended() -> None:
