@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from sparkdraft.engine.engine import Engine
     from sparkdraft.plan.resolve import Plan
 
-BUDGET = {"cpu": 2.0, "cuda": 30.0}  # seconds: only a GPU has something to compile and to record
+BUDGET = {"cpu": 6.0, "cuda": 30.0}  # seconds
 BATCHES = (2, 4, 8, 16)
+DEPTHS = (1, 2, 3, 4, 5, 6, 7)  # that are chosen most; the whole block is tried before them
 SHORT = 40  # tokens of a prompt
-STEPS = 3  # decode steps of a trial
+STEPS = 4  # of a trial: the prompt, a shape's first time, its recording, and one to see what it costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,10 @@ def trials(plan: Plan, max_depth: int) -> list[Trial]:
     held = replace(drafted, grammar=GrammarSpec("json_object"))
     found = [Trial(SHORT, params) for params in (plain, drafted, sampled, held, scored)]
     found.append(Trial(200, drafted))
-    found += [Trial(SHORT, params, seqs) for seqs in BATCHES if seqs <= plan.max_seqs for params in (plain, drafted)]
+    shallow = {depth: replace(plain, num_draft=depth) for depth in DEPTHS if depth < max_depth}
+    found += [Trial(SHORT, params) for params in shallow.values()]
+    few = [plain, *(params for depth, params in shallow.items() if depth in (1, 3))]
+    found += [Trial(SHORT, params, seqs) for seqs in BATCHES if seqs <= plan.max_seqs for params in few]
     found.append(Trial(plan.max_rows + SHORT, plain))
     fit = [replace(trial, num_prompt=min(trial.num_prompt, room)) for trial in found]
     return [trial for trial in fit if trial.num_prompt > 0]

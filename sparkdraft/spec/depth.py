@@ -189,11 +189,13 @@ class DepthController:
         return self.costs[nearest]
 
     def _first_wait(self, state: DepthState, price: Price, num: int) -> int:
-        """What a probe of all would cost, less what it is expected to bring, within the budget; not the full length of
-        it, for that is what waits later are for."""
+        """What a probe of all would cost, less what it is expected to bring, within the budget.
+
+        A request alone waits half of that: text that turned easy is its own loss. In a batch all pay for each probe.
+        """
         depth = price.probe_depth()
         cost = (price.fixed / num + price.rows[depth]) * num / price.plain - (self._tokens(state)[depth] - 1)
-        return min(max(round(cost / BUDGET / 2), FIRST_WAIT), 2 * LONG_WAIT)
+        return min(max(round(cost / BUDGET / (2 if num == 1 else 1)), FIRST_WAIT), 4 * LONG_WAIT)
 
     def _add_probes(
         self, states: Sequence[DepthState], depths: list[int], price: Price, drafting: bool, num: int
