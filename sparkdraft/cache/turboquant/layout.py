@@ -1,0 +1,46 @@
+"""What a format of so many bits takes: which planes, in which blocks, how many bytes. Integers only, no torch.
+
+A plane holds whole powers of two of bits, so that no code straddles a byte; a block is what one rotation and one scale
+span. The memory plan counts with these numbers before anything is allocated; codes.py and rotation.py act on them.
+"""
+
+from __future__ import annotations
+
+from sparkdraft.core import UserError
+
+PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1)}  # bits of each plane, that of the lowest bits first
+SMALLEST, LARGEST = 16, 512  # of a block; below, its scale would cost more than a bit a coordinate
+SCALE_BYTES = 2  # float16
+
+
+def check_bits(bits: int, what: str = "bits") -> None:
+    if bits not in PLANES:
+        raise UserError(f"{what} is {bits}; TurboQuant takes {min(PLANES)} to {max(PLANES)} bits a coordinate")
+
+
+def block_width(dim: int) -> int:
+    """The width that vectors of this dimension are rotated in: the largest power of two that divides it."""
+    width = min(dim & -dim, LARGEST)
+    if width < SMALLEST:
+        raise UserError(
+            f"head dimension {dim} can not be rotated: TurboQuant needs a multiple of {SMALLEST}; "
+            "keep this model's KV cache exact"
+        )
+    return width
+
+
+def plane_bytes(dim: int, bits: int) -> tuple[int, ...]:
+    """Bytes of one vector in each plane."""
+    check_bits(bits)
+    assert dim % 8 == 0, f"{dim} bits do not fill whole bytes"
+    return tuple(dim * width // 8 for width in PLANES[bits])
+
+
+def vector_bytes(dim: int, bits: int) -> int:
+    """Of one vector, its scales included."""
+    return sum(plane_bytes(dim, bits)) + SCALE_BYTES * (dim // block_width(dim))
+
+
+def token_bytes(dim: int, key_bits: int, value_bits: int) -> int:
+    """Of one token in one layer and one head: a key and a value."""
+    return vector_bytes(dim, key_bits) + vector_bytes(dim, value_bits)
