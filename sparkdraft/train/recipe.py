@@ -89,7 +89,10 @@ def drafter_config(target: ModelConfig, settings: FitSettings, mask_id: int) -> 
 
 def grown_config(settings: FitSettings, target: ModelConfig) -> dict[str, Any]:
     """The config of the drafter that a run begins with, with as many layers as the run asks for."""
-    config = dict(open_drafter(settings.init).config)
+    held = open_drafter(settings.init)
+    config = dict(held.config)
+    if "lm_head.weight" not in held.names():
+        config.pop("draft_vocab_size", None)  # which of the target's rows it drafts among is chosen at export
     draft = DraftConfig.read(config)
     check_fits(draft, target)
     _trainable(draft, config, settings)
@@ -121,5 +124,5 @@ def _trainable(draft: DraftConfig, config: Mapping[str, Any], settings: FitSetti
 
 def trained_weights(name: str) -> dict[str, Tensor]:
     source = open_drafter(name)
-    parts = {tensor: source.read(tensor) for tensor in source.names()}
+    parts = {tensor: source.read(tensor) for tensor in source.names() if tensor != "d2t"}
     return {n: p.dequantize() if isinstance(p, GroupQuant) else p.float() for n, p in parts.items()}

@@ -221,7 +221,7 @@ def test_a_loss_that_is_no_number_never_replaces_a_checkpoint(
 
 
 def test_a_drafter_can_be_gone_on_from_and_grown(toy: Path, run: Path, tmp_path: Path) -> None:
-    assert main(["train", "export", str(run), "--out", str(tmp_path / "old")]) == 0
+    assert main(["train", "export", str(run), "--out", str(tmp_path / "old"), "--vocab", "40"]) == 0
     old = Run(run).log()[-1]["loss"]
     grown = settings(toy, 50, init=str(tmp_path / "old"), layers=2, lr=1e-4, vector_lr=1e-5)
     fit(grown, tmp_path / "grown", "cpu")
