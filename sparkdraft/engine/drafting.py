@@ -44,7 +44,7 @@ class Drafting:
         self.lookahead = self.max_depth
         sources = (["ngram"] if ngram else []) + ([block.drafter.caps.name] if block else [])
         self.controllers = {source: DepthController(self.max_depth, START[source == "ngram"]) for source in sources}
-        self.total = SpecStats()
+        self.total = SpecStats()  # of requests that have ended
         self._max_model_len = max_model_len
         self._requests: dict[Request, Speculation] = {}
         self._num_timed = 0
@@ -143,6 +143,13 @@ class Drafting:
 
     def forget_trials(self) -> None:
         self.total = SpecStats()
+
+    def so_far(self) -> SpecStats:
+        """Of all requests, those that still run among them."""
+        found = SpecStats()
+        for stats in (self.total, *(kept.stats for kept in self._requests.values())):
+            found.merge(stats)
+        return found
 
     def report(self, request: Request) -> dict[str, Any] | None:
         kept = self._requests.get(request)

@@ -195,7 +195,7 @@ class Service:
             "prompt_tokens": counts["prompt_tokens"],
             "cached_prompt_tokens": counts["cached_prompt_tokens"],
             "finished": dict(self._finished),
-            "drafting": engine.drafting.total.as_dict(),
+            "drafting": engine.drafting.so_far().as_dict(),
             "uptime": time.monotonic() - self._started,
         }
 

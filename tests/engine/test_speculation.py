@@ -90,6 +90,16 @@ def test_a_fixed_depth_is_kept_and_counted() -> None:
     assert stats["acceptance_histogram"] == [0, 0, 0, 0, 6]
 
 
+def test_running_requests_count_in_what_was_so_far() -> None:
+    engine = fake_engine(FakeBlock(1.0), **LONG)
+    engine.add([1], SamplingParams(max_tokens=31, num_draft=4, ignore_eos=True), "a")
+    for _ in range(3):
+        engine.step()
+    assert engine.drafting.total.num_spec_steps == 0 and engine.drafting.so_far().num_spec_steps == 2
+    drain(engine)
+    assert engine.drafting.total.num_spec_steps == engine.drafting.so_far().num_spec_steps == 6
+
+
 def test_drafts_stop_where_the_request_does() -> None:
     for max_tokens in range(1, 12):
         engine = fake_engine(FakeBlock(1.0), spec=7, **LONG)
