@@ -130,10 +130,10 @@ def test_drafted_text_is_the_plain_text(each: int, max_tokens: int, depths: tupl
 
 
 def test_the_embedded_drafter_needs_no_flag() -> None:
-    params = SamplingParams(max_tokens=32)
+    params = SamplingParams(max_tokens=32, num_draft=3)
     messages = [{"role": "user", "content": "Write a Python function that sorts a list."}]
     drafted = LLM("smollm2").chat(messages, params)
-    plain = LLM("smollm2", spec="off").chat(messages, params)
+    plain = LLM("smollm2", spec="off").chat(messages, SamplingParams(max_tokens=32))
     assert drafted.speculation and drafted.speculation["sources"]["dflash"][1] > 0
     assert plain.speculation is None and plain.ids == drafted.ids
 

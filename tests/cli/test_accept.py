@@ -107,7 +107,7 @@ def test_traces_add_up_to_what_the_engine_counted(depth: int | None, num_blocks:
         assert all(len(p.ids) == 1 + bursts.get(start - 1, 0) for start, p in zip(starts, mine, strict=True))
         trace.count(counted, before=len(trace.ids))
     total = engine.drafting.total
-    assert counted.steps == total.steps and counted.num_spec_steps > 20
+    assert counted.steps == total.steps and counted.num_spec_steps > (20 if depth else 0)  # or as it pays
     assert counted.num_accepted_draft_tokens == total.num_accepted_draft_tokens
 
 

@@ -299,7 +299,8 @@ def test_the_embedded_drafter_knows_its_model(smollm2_path: Path) -> None:
     for _ in range(60):
         anchor = int(logits["a"][-1].argmax())
         drafts.observe({"a": rows})
-        guess = int(drafts.propose({"a": anchor})["a"][0].argmax())
+        best = drafts.propose({"a": anchor})["a"][0].argmax()
+        guess = int(drafts.drafter.to_target(best))
         logits, rows = target.run({"a": [anchor]}, taps)
         hits.append(guess == int(logits["a"][-1].argmax()))
     assert sum(hits) >= 42, f"{sum(hits)} of {len(hits)}"
