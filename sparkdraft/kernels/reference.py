@@ -21,9 +21,12 @@ __all__ = [
     "embed",
     "group_linear",
     "kv_write",
+    "lay_out",
     "paged_attention",
     "qk_norm_rope",
     "rms_norm",
+    "rope_write",
+    "settle",
     "silu_mul",
     "tap",
 ]
@@ -91,6 +94,26 @@ def kv_write(
     v_cache[block, :, offset] = v[keep].to(v_cache.dtype)
 
 
+def rope_write(
+    qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim]; only its queries are defined afterwards
+    positions: Tensor,  # int32 [rows]
+    table: Tensor,  # float32 [max_position, rotary_dim]: cosines, then sines
+    num_heads: int,
+    num_kv_heads: int,
+    q_norm: Tensor | None,  # [head_dim]
+    k_norm: Tensor | None,
+    eps: float,
+    k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim], changed in place
+    v_cache: Tensor,
+    slots: Tensor,  # int32 [rows]: block * block_size + offset; a negative slot is not written
+) -> None:
+    """All that stands between a layer's qkv and its attention: `qk_norm_rope`, then `kv_write` of its K and V."""
+    qk_norm_rope(qkv, positions, table, num_heads, num_kv_heads, q_norm, k_norm, eps)
+    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
+    _, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    kv_write(k, v, k_cache, v_cache, slots)
+
+
 def paged_attention(
     q: Tensor,  # [rows, heads, head_dim], a strided view of qkv
     k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim]
@@ -99,6 +122,7 @@ def paged_attention(
     scale: float,
     causal: bool = True,
     window: int = 0,  # 0: all keys; else a row sees keys nearer than this
+    most_query: int = 0,  # batches of up to so many rows a sequence give a row the same bits; here it changes nothing
 ) -> Tensor:  # [rows, heads * head_dim]
     rows, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
@@ -141,3 +165,58 @@ def group_linear(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None) -> 
     if offset is not None:
         y += (xq.sum(-1) * step) @ offset.float().t()
     return y
+
+
+def lay_out(
+    length: Tensor,  # int32 [seqs]: committed ids of each lane; 0 where it is empty
+    tables: Tensor,  # int32 [seqs, max_blocks]
+    token: Tensor,  # int32 [seqs]: the last committed id, which stands at position length - 1
+    drafts: Tensor | None,  # integers [seqs, width - 1]
+    width: int,
+    block_size: int,
+    fill: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # int32 [seqs * width] three times, int32 [seqs]
+    """Ids, positions and slots of each lane's rows from its last id on, and the keys its last row sees.
+
+    What follows the id are the drafts, or 'fill' where there are none. An empty lane's rows, and rows past the last
+    block of the tables, have slot -1; an empty lane sees no keys.
+    """
+    alive, count = length > 0, torch.arange(width, dtype=torch.int32, device=length.device)
+    rest = token.new_full((len(token), width - 1), fill) if drafts is None else drafts.to(token.dtype)
+    ids = torch.cat([token.unsqueeze(1), rest], 1)
+    positions = (length.unsqueeze(1) - 1 + count).clamp(min=0)
+    block = positions // block_size
+    numbers = tables.gather(1, block.clamp(max=tables.shape[1] - 1).long())
+    inside = alive.unsqueeze(1) & (block < tables.shape[1])
+    slots = (numbers * block_size + positions % block_size).where(inside, -1)
+    return ids.flatten(), positions.flatten(), slots.flatten(), (length - 1 + width).where(alive, 0)
+
+
+def settle(
+    drafts: Tensor | None,  # integers [seqs, depth]; None: depth 0
+    samples: Tensor,  # integers [seqs, depth + 1], the target's own in each row
+    most: Tensor,  # int32 [seqs]: drafts that a lane takes at most
+    length: Tensor,  # int32 [seqs], changed in place, as are the next two
+    token: Tensor,
+    observed: Tensor,  # positions that the drafter has seen
+    slots: Tensor,  # int32 [seqs * (depth + 1)], of the step's rows
+    accepted: Tensor | None = None,  # integers [seqs]: how many drafts stand, where that is not what the samples say
+) -> tuple[Tensor, Tensor]:  # int32 [seqs, depth + 2], int32 [seqs * (depth + 1)]
+    """Accept each draft that, like all before it, equals the sample in its place, and move the lanes on.
+
+    Gives what was sampled and how many drafts stand, and the slots of the rows that are now committed, -1 for others.
+    A lane's last id becomes the sample after its last draft that stands; an empty lane stays empty. At depth 0 nothing
+    is drafted, so 'observed' stays too.
+    """
+    samples, rows = samples.int(), samples.shape[1]
+    if accepted is None:
+        same = samples[:, :0] if drafts is None else (drafts == samples[:, :-1]).int()
+        accepted = same.cumprod(1).sum(1)
+    count, alive = torch.minimum(accepted.int(), most), length > 0
+    committed = torch.arange(rows, device=samples.device) <= count.unsqueeze(1)
+    kept_slots = slots.view(-1, rows).where(committed, -1).flatten()
+    if rows > 1:
+        observed.copy_((length + count).where(alive, 0))
+    token.copy_(samples.gather(1, count.long().unsqueeze(1)).squeeze(1))
+    length += (count + 1).where(alive, 0)
+    return torch.cat([samples, count.unsqueeze(1)], 1), kept_slots

@@ -2,12 +2,13 @@
 
 Whatever must not be read is poisoned: fresh outputs and scratch, unowned blocks, the unused end of a last
 block, and rows past the batch all hold NaN. The last part needs no GPU: it compiles each tile for sm_90 and
-sm_121 and reads the shared memory it takes; speed is left to bench/cuda_kernels.py.
+sm_121 and reads the shared memory it takes and what a row's bits hang on; speed is left to bench/cuda_kernels.py.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -165,10 +166,10 @@ def make_batch(
 
 
 def check_attention(
-    q: Tensor, k: Tensor, v: Tensor, view: AttentionView, causal: bool = True, window: int = 0
+    q: Tensor, k: Tensor, v: Tensor, view: AttentionView, causal: bool = True, window: int = 0, most_query: int = 0
 ) -> Tensor:
     scale, last = q.shape[2] ** -0.5, int(view.query_start[-1])
-    got = cuda.paged_attention(q, k, v, view, scale, causal, window)
+    got = cuda.paged_attention(q, k, v, view, scale, causal, window, most_query)
     expected = reference.paged_attention(q.float(), k.float(), v.float(), view, scale, causal, window)
     assert_close(got[:last], expected[:last], q.dtype)
     return got
@@ -267,7 +268,7 @@ def test_long_contexts_in_a_full_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "LONG_SPLIT", 256)
     attention._launch.cache_clear()
     check_attention(*make_batch([1, 1, 2, 1], [700, 3, 256, 257], 8, 2, 64, DTYPES[0]))
-    assert attention._launch(7, 4, 8, 2, 64, DTYPES[0].itemsize, 2, 700, attention.Gpu(1, False)).splits == 3
+    assert attention._launch(7, 4, 8, 2, 64, DTYPES[0].itemsize, 2, 0, 700, attention.Gpu(1, False)).splits == 3
     attention._launch.cache_clear()
 
 
@@ -282,6 +283,64 @@ def test_a_row_does_not_depend_on_its_neighbours(rows: int) -> None:
     moved = AttentionView(int32([0, 0, 1, 1 + rows]), int32([0, 9, 700]), view.block_tables[[1, 1, 0]], rows, 700)
     shifted = torch.cat((q[rows : rows + 1], q[:rows], q[rows + 1 :]))
     assert torch.equal(got[:rows], cuda.paged_attention(shifted, k, v, moved, 0.125)[1 : 1 + rows])
+
+
+MOST = 16  # rows of a drafted block
+BORDERS = [  # contexts whose last rows lie on either side of a tile of 32, 64 or 128 keys, a unit, a round of units
+    [16, 17, 40, 70],
+    [64, 129, 139, 260],
+    [523, 642, 396, 650],
+] + [[1290, 1031, 2048, 1537]] * (not INTERPRET)
+ALIKE = [(dtype, *shape) for dtype in DTYPES for shape in ((3, 1, 64), (4, 1, 128), (2, 2, 64))]
+ALIKE += [(dtype, *shape) for dtype in DTYPES for shape in SHAPES] * (not INTERPRET)
+
+
+def last_rows(view: AttentionView, contexts: list[int], width: int) -> AttentionView:
+    """The same sequences cut short, of which only the last rows are looked at."""
+    starts = int32([width * s for s in range(len(contexts) + 1)])
+    return AttentionView(starts, int32(contexts), view.block_tables, width, 2048)
+
+
+@gpu
+@pytest.mark.parametrize("dtype, heads, kv_heads, head_dim", ALIKE)
+@pytest.mark.parametrize("contexts, window", [(contexts, 0) for contexts in BORDERS] + [(BORDERS[1], 50)])
+def test_a_row_of_a_block_equals_the_row_alone(
+    contexts: list[int], dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, window: int
+) -> None:
+    """Every bit of it: a block as wide as is drafted, a narrower one, and a single row whose later keys are NaN."""
+    batch, scale = len(contexts), head_dim**-0.5
+    q, k, v, view = make_batch([MOST] * batch, contexts, heads, kv_heads, head_dim, dtype, padding=0)
+    q = q.reshape(batch, MOST, heads, head_dim)
+    block = cuda.paged_attention(q.flatten(0, 1), k, v, last_rows(view, contexts, MOST), scale, True, window, MOST)
+    block = block.view(batch, MOST, -1)
+    check_attention(q.flatten(0, 1), k, v, last_rows(view, contexts, MOST), True, window, MOST)
+    for end in (16, 7, 1) if INTERPRET else range(MOST, 0, -1):
+        cut = [context - MOST + end for context in contexts]
+        for s, context in enumerate(cut):
+            for cache in (k, v) if context % 16 else ():
+                cache[int(view.block_tables[s, context // 16]), :, context % 16 :] = float("nan")
+        for width in [w for w in (1, 5, 2, 9, 12)[: 2 if INTERPRET else 5] if w <= end]:
+            rows = q[:, end - width : end].reshape(batch * width, heads, head_dim)
+            got = cuda.paged_attention(rows, k, v, last_rows(view, cut, width), scale, True, window, MOST)
+            assert torch.equal(got.view(batch, width, -1), block[:, end - width : end]), f"{width} rows up to {end}"
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("width", [4, 16])
+def test_a_block_does_not_depend_on_the_blocks_beside_it(width: int, causal: bool, dtype: torch.dtype) -> None:
+    contexts = [390, 129, 16, 260]
+    q, k, v, view = make_batch([width] * 4, contexts, 6, 2, 64, dtype, padding=0)
+    got = cuda.paged_attention(q, k, v, last_rows(view, contexts, width), 0.125, causal, 0, MOST).view(4, width, -1)
+    order, others = [2, 1, 3, 0], [16, 20, 260, 17]  # moved, beside others, and cut where it may be
+    moved = replace(last_rows(view, contexts, width), block_tables=view.block_tables[order])
+    for lengths, kept in (([contexts[s] for s in order], [0, 1, 2, 3]), (others, [0, 2])):
+        rows = torch.cat([q[s * width : (s + 1) * width] for s in order])
+        again = replace(moved, context_len=int32(lengths))
+        result = cuda.paged_attention(rows, k, v, again, 0.125, causal, 0, MOST).view(4, width, -1)
+        for place in kept:
+            assert torch.equal(result[place], got[order[place]])
 
 
 @pytest.mark.gpu
@@ -326,10 +385,10 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
 
 def test_a_full_gpu_splits_only_long_contexts() -> None:
     def launch(seqs: int, rows: int, keys: int) -> attention.Launch:
-        return attention._launch(rows * seqs, seqs, 32, 8, 128, 2, rows, keys, attention.Gpu(132, True))
+        return attention._launch(rows * seqs, seqs, 32, 8, 128, 2, rows, 0, keys, attention.Gpu(132, True))
 
     assert launch(64, 1, 4096).splits == 1
-    assert (launch(64, 1, 32000).splits, launch(64, 1, 32000).shortest) == (4, attention.LONG_SPLIT)
+    assert (launch(64, 1, 32000).splits, launch(64, 1, 32000).unit) == (4, attention.LONG_SPLIT)
     assert launch(1, 1, 32000).splits == 30
     assert launch(1, 8192, 8192).splits == 1
     assert launch(1, 256, 32000).splits > 1  # a small chunk over a long context has too few tiles by itself
@@ -359,8 +418,8 @@ def compile_kernel(
     constants: dict[str, object],
     warps: int,
     stages: int = 3,
-) -> int:
-    """Bytes of shared memory. Pointers and strides count as divisible by 16, as they are at run time."""
+) -> object:
+    """The compiled kernel. Pointers and strides count as divisible by 16, as they are at run time."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -371,22 +430,23 @@ def compile_kernel(
     hints = {(names.index(name),): [["tt.divisibility", 16]] for name in wide}
     source = ASTSource(kernel, signature, constants, hints)
     options = {"num_warps": warps, "num_stages": stages}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def attend_shared(
+def compile_attend(
     capability: int, dtype: torch.dtype, head_dim: int, tile: attention.Tile, search: bool, split: bool,
     causal: bool = True, window: int = 0, group: int = 4,
-) -> int:  # fmt: skip
+) -> object:  # fmt: skip
     pointer, ints = "*" + TYPES[dtype], ("query_start", "context_len", "block_tables")
     types = dict.fromkeys(("q", "k_cache", "v_cache"), pointer) | dict.fromkeys(ints, "*i32")
     types |= dict.fromkeys(("out", "lse"), "*fp32" if split else pointer) | {"scale": "fp32"}
     types |= {name: "i32" for name in attention._attend.arg_names if name.startswith("stride_")}
-    types |= {"seqs": "i32", "shortest": "i32"}
+    types |= {"seqs": "i32"}
     constants = {
         "GROUP": group, "HEAD_DIM": head_dim, "DIM": triton.next_power_of_2(head_dim), "BLOCK_SIZE": 16,
         "CAUSAL": causal, "WINDOW": window, "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "SEARCH": search, "SPLIT": split,
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "RUN": 512 // tile.block_n, "SEARCH": search, "SPLIT": split,
+        "PDL": True,
     }  # fmt: skip
     return compile_kernel(attention._attend, capability, types, constants, tile.warps, tile.stages)
 
@@ -400,7 +460,7 @@ def test_attention_compiles_within_shared_memory(capability: int, head_dim: int,
     chunk = (attention.ROOMY_CHUNK_TILES if roomy else attention.CHUNK_TILES)[key]
     decode = (attention.ROOMY_DECODE_TILES if roomy else attention.DECODE_TILES)[key]
     for tile, search in [(chunk, True)] + [(tile, False) for tile in decode]:
-        used = attend_shared(capability, dtype, head_dim, tile, search, split=not search)
+        used = compile_attend(capability, dtype, head_dim, tile, search, split=not search).metadata.shared
         kind = "chunk" if search else "few rows"
         print(f"sm_{capability} head_dim {head_dim} {TYPES[dtype]} {kind} {tile}: {used} bytes")
         assert used < LIMIT[capability]
@@ -412,8 +472,48 @@ def test_attention_variants_compile(capability: int) -> None:
     for causal, window, head_dim, group in ((True, 100, 80, 3), (False, 0, 96, 1), (False, 100, 128, 8)):
         for lanes, split in ((16, False), (16, True), (1000, False), (1000, True)):
             tile, search = attention._choose_tile(lanes, 128, 2, capability == 90)
-            used = attend_shared(capability, torch.bfloat16, head_dim, tile, search, split, causal, window, group)
-            assert used < LIMIT[capability]
+            made = compile_attend(capability, torch.bfloat16, head_dim, tile, search, split, causal, window, group)
+            assert made.metadata.shared < LIMIT[capability]
+
+
+GPUS = {90: attention.Gpu(132, True), 121: attention.Gpu(48, False)}
+
+
+def alike(capability: int, heads: int, kv_heads: int, dim: int, itemsize: int, seqs: int) -> list[attention.Launch]:
+    """The launches of 1 to MOST rows a sequence."""
+    shape = (seqs, heads, kv_heads, dim, itemsize)
+    return [attention._launch(n * seqs, *shape, n, MOST, 32000, GPUS[capability]) for n in range(1, MOST + 1)]
+
+
+@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [*SHAPES, (16, 1, 64)])
+def test_up_to_most_query_rows_go_through_the_keys_alike(
+    heads: int, kv_heads: int, head_dim: int, itemsize: int, capability: int
+) -> None:
+    for seqs in (1, 3, 8, 64):
+        launches = alike(capability, heads, kv_heads, head_dim, itemsize, seqs)
+        assert len({(a.tile.block_n, a.unit, a.splits) for a in launches}) == 1
+        assert all(a.unit % a.tile.block_n == 0 for a in launches)
+        for rows, a in enumerate(launches, 1):
+            assert a.tile.block_m >= rows * heads // kv_heads or a.search
+
+
+@no_interpreter
+@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [(32, 8, 128), (9, 3, 64), (16, 16, 64), (8, 1, 256)])
+def test_tiles_of_all_heights_add_up_alike(heads: int, kv_heads: int, head_dim: int, capability: int) -> None:
+    """No reduction sums across lanes, in an order that would hang on the tile: all sums are dots of 16 keys."""
+    tiles = {(a.tile, a.search): None for a in alike(capability, heads, kv_heads, head_dim, 2, 1)}
+    for tile, search in tiles:
+        made = compile_attend(
+            capability, torch.bfloat16, head_dim, tile, search, split=True, group=heads // kv_heads
+        )  # fmt: skip
+        reductions = re.findall(r'"tt\.reduce".*?tt\.reduce\.return', made.asm["ttgir"], re.S)
+        assert reductions and all("maxnumf" in body and "addf" not in body for body in reductions)
+        dots = set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.aligned\.m\d+n\d+(\S+)", made.asm["ptx"]))
+        assert dots <= {"k16.f32.bf16.bf16", "k16.row.col.f32.bf16.bf16.f32"}, dots
+        assert made.metadata.shared <= LIMIT[capability], (tile, made.metadata.shared)
 
 
 @no_interpreter
@@ -427,24 +527,16 @@ def test_small_kernels_compile(capability: int) -> None:
         "seqs": "i32",
         "splits": "i32",
     }
-    sizes = {"HEAD_DIM": 256, "DIM": 256, "SPLITS": attention.MOST_SPLITS}
-    assert compile_kernel(attention._join, capability, join, sizes, 4) < LIMIT[121]
+    sizes = {"HEAD_DIM": 256, "DIM": 256, "SPLITS": attention.MOST_SPLITS, "PDL": False}
+    assert compile_kernel(attention._join, capability, join, sizes, 4).metadata.shared < LIMIT[121]
     norm = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "stride_x": "i32", "dim": "i32", "eps": "fp32"}
-    assert compile_kernel(elementwise._rms_norm, capability, norm, {"BLOCK": 16384}, 16) < LIMIT[121]
+    sizes = {"BLOCK": 16384, "PDL": False}
+    assert compile_kernel(elementwise._rms_norm, capability, norm, sizes, 16).metadata.shared < LIMIT[121]
     silu = {"gate_up": "*bf16", "out": "*bf16", "stride_row": "i32", "inter": "i32"}
-    assert compile_kernel(elementwise._silu_mul, capability, silu, {"BLOCK": 1024}, 4) < LIMIT[121]
+    sizes = {"BLOCK": 1024, "PDL": False}
+    assert compile_kernel(elementwise._silu_mul, capability, silu, sizes, 4).metadata.shared < LIMIT[121]
+    # rope_write, and the bookkeeping of a step: test_cuda_stepping.py
     write = dict.fromkeys(("k", "v", "k_cache", "v_cache"), "*bf16") | {"slots": "*i32", "num_slots": "i32"}
     write |= {name: "i32" for name in elementwise._kv_write.arg_names if name.startswith("stride_")}
-    sizes = {"KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "BLOCK_H": 8, "BLOCK_D": 128}
-    assert compile_kernel(elementwise._kv_write, capability, write, sizes, 4) < LIMIT[121]
-    rope = dict.fromkeys(("qkv", "q_norm", "k_norm"), "*bf16") | {"positions": "*i32", "table": "*fp32"}
-    rope |= {"stride_row": "i32", "stride_table": "i32", "max_position": "i32", "eps": "fp32"}
-    sizes = {
-        "HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "HALF": 32, "Q_NORM": True, "K_NORM": True,
-        "BLOCK_H": 16, "BLOCK_HALF": 32, "BLOCK_REST": 64,
-    }  # fmt: skip
-    assert compile_kernel(elementwise._qk_norm_rope, capability, rope, sizes, 4) < LIMIT[121]
-    bare = {name: kind for name, kind in rope.items() if not name.endswith("_norm")}
-    sizes |= {"Q_NORM": False, "K_NORM": False, "HALF": 64, "BLOCK_HALF": 64, "BLOCK_REST": 0}
-    sizes |= {"q_norm": None, "k_norm": None}
-    assert compile_kernel(elementwise._qk_norm_rope, capability, bare, sizes, 4) < LIMIT[121]
+    sizes = {"KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "BLOCK_H": 8, "BLOCK_D": 128, "PDL": False}
+    assert compile_kernel(elementwise._kv_write, capability, write, sizes, 4).metadata.shared < LIMIT[121]

@@ -6,8 +6,9 @@ first use. Weights' matmuls, sampling and the layout of the cache belong to othe
 """
 
 from sparkdraft.kernels.cuda.attention import paged_attention
-from sparkdraft.kernels.cuda.elementwise import kv_write, qk_norm_rope, rms_norm, silu_mul
+from sparkdraft.kernels.cuda.elementwise import kv_write, qk_norm_rope, rms_norm, rope_write, silu_mul
 from sparkdraft.kernels.cuda.recording import Recording
+from sparkdraft.kernels.cuda.stepping import lay_out, settle
 from sparkdraft.kernels.reference import draw, embed, tap  # torch is at the ceiling, or near enough
 
 NAME = "cuda"
@@ -18,9 +19,12 @@ __all__ = [
     "draw",
     "embed",
     "kv_write",
+    "lay_out",
     "paged_attention",
     "qk_norm_rope",
     "rms_norm",
+    "rope_write",
+    "settle",
     "silu_mul",
     "tap",
 ]

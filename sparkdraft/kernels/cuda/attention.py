@@ -9,13 +9,20 @@ launch.
     rows of the batch      | seq 0: n0 rows | seq 1: n1 rows | ... | padding |
     a tile (group of 4)    | q0h0 q0h1 q0h2 q0h3 q1h0 ... |   rows of one sequence x its grouped heads
     keys of that tile      [low ........ full tiles ........ | masked by the diagonal ) high
-    split over programs    [ share 0 | share 1 | ... | share i ), and empty ones that leave lse = -inf
+    split over S programs  | unit 0 | unit 1 | ... | unit S | ...   unit u to program u % S; without keys, lse = -inf
+
+A row's bits hang on its own q and keys, BLOCK_N, the unit and S, never on the rows that share its tile or on the
+tile's height. Units are counted from a sequence's first key, so a row meets the same keys in the same order whatever
+the others see, and keys that it does not see add exact zeros. Nothing is summed across lanes but by `dot`, in the order
+of the keys whatever the layout: on Hopper mma.sync and wgmma both add 16 products at once and round alike, as the
+project MMA-Sim has measured. With `most_query` BLOCK_N, unit and S are those of a larger block, and a drafted block and
+a single row agree to the bit.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -23,11 +30,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparkdraft.kernels.cuda.elementwise import run
+from sparkdraft.kernels.cuda.pdl import enter
 from sparkdraft.kernels.view import AttentionView
 
 MOST_SPLITS = 128
 LONG_SPLIT, MOST_LONG_SPLITS = 4096, 4  # keys and cuts where the batch alone fills the GPU
 SCRATCH_BYTES = 64 << 20  # most that the parts of a split launch may take
+SUM_LANES = tl.constexpr(8)  # columns of a dot that adds up weights: the fewest that tensor cores take
 
 
 @triton.jit
@@ -70,6 +80,26 @@ def _key_range(context, top, bottom, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
 
 
 @triton.jit
+def _first_key(n, split, splits, BLOCK_N: tl.constexpr, RUN: tl.constexpr, SPLIT: tl.constexpr):
+    """Where the n-th tile of a program begins: its units, of RUN tiles each, lie 'splits' units apart."""
+    if SPLIT:
+        return ((n // RUN * splits + split) * RUN + n % RUN) * BLOCK_N
+    else:
+        return n * BLOCK_N
+
+
+@triton.jit
+def _count_tiles(tiles, split, splits, RUN: tl.constexpr, SPLIT: tl.constexpr):
+    """How many of a sequence's first tiles are this program's."""
+    if SPLIT:
+        units = tiles // RUN
+        whole = tl.cdiv(tl.maximum(units - split, 0), splits) * RUN
+        return whole + tl.where(units % splits == split, tiles % RUN, 0)
+    else:
+        return tiles
+
+
+@triton.jit
 def _load(pointer, mask, WHOLE: tl.constexpr):
     if WHOLE:
         return tl.load(pointer)
@@ -79,24 +109,27 @@ def _load(pointer, mask, WHOLE: tl.constexpr):
 
 @triton.jit
 def _scan(
-    acc, peak, total, q, position, start, stop, k_cache, v_cache, table, stride_block, stride_position, scale,
+    acc, peak, total, q, position, begin, end, stop, split, splits,
+    k_cache, v_cache, table, stride_block, stride_position, scale,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    RUN: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the keys [start, stop). Unmasked, all rows must see all of them, in whole tiles."""
+    """Online softmax over this program's tiles begin .. end, of keys below 'stop'. Unmasked, all rows see all keys."""
     dim = tl.arange(0, DIM)[None, :]
     WHOLE: tl.constexpr = (not MASKED) and (DIM == HEAD_DIM)
+    ones = tl.full([BLOCK_N, SUM_LANES], 1.0, q.dtype)
     # Block numbers are fetched one tile ahead by hand: loads that wait on loads would keep the compiler from
     # having more than one tile of K and V in flight.
-    key = start + tl.arange(0, BLOCK_N)
+    key = _first_key(begin, split, splits, BLOCK_N, RUN, SPLIT) + tl.arange(0, BLOCK_N)
     block = tl.load(table + key // BLOCK_SIZE, mask=key < stop, other=0)
-    for first in tl.range(start, stop, BLOCK_N):
-        key = first + tl.arange(0, BLOCK_N)
+    for n in tl.range(begin, end):
+        key = _first_key(n, split, splits, BLOCK_N, RUN, SPLIT) + tl.arange(0, BLOCK_N)
         inside = key < stop
         line = block.to(tl.int64) * stride_block + (key % BLOCK_SIZE) * stride_position  # may pass 2**31
         offset = line[:, None] + dim
-        block = tl.load(table + (key + BLOCK_N) // BLOCK_SIZE, mask=key + BLOCK_N < stop, other=0)
+        after = _first_key(n + 1, split, splits, BLOCK_N, RUN, SPLIT) + tl.arange(0, BLOCK_N)
+        block = tl.load(table + after // BLOCK_SIZE, mask=after < stop, other=0)
         # V must read as zero where no row looks: 0 * NaN of a stale block would poison the sum.
         mask = dim < HEAD_DIM
         if MASKED:
@@ -116,24 +149,26 @@ def _scan(
         base = new_peak
         if MASKED:
             base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen no key yet
-        weights = tl.exp2(scores * scale - base[:, None])
-        decay = tl.exp2(peak - base)
-        total = total * decay + tl.sum(weights, 1)
+        weights = tl.exp2(scores * scale - base[:, None]).to(q.dtype)
+        decay = tl.exp2(peak - base)[:, None]
+        # Summed as they are multiplied, rounded and by the tensor cores: the order of a `sum` hangs on the layout.
+        total = tl.dot(weights, ones, total * decay, input_precision=PRECISION)
         v = _load(v_cache + offset, mask, WHOLE).to(q.dtype)  # [BLOCK_N, DIM]
-        acc = tl.dot(weights.to(q.dtype), v, acc * decay[:, None], input_precision=PRECISION)
+        acc = tl.dot(weights, v, acc * decay, input_precision=PRECISION)
         peak = new_peak
     return acc, peak, total
 
 
-@triton.jit(do_not_specialize=["query_start", "context_len", "block_tables", "stride_table", "seqs", "shortest"])
+@triton.jit(do_not_specialize=["query_start", "context_len", "block_tables", "stride_table", "seqs"])
 def _attend(
-    q, k_cache, v_cache, out, lse, query_start, context_len, block_tables,
-    seqs, shortest, scale,
+    q, k_cache, v_cache, out, lse, query_start, context_len, block_tables, seqs, scale,
     stride_row, stride_q_head, stride_block, stride_head, stride_position, stride_table,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEARCH: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RUN: tl.constexpr, SEARCH: tl.constexpr, SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    enter(PDL)
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(1)
     if SEARCH:
@@ -160,18 +195,12 @@ def _attend(
     bottom = context - num_query + tl.minimum(query_first + QUERIES, num_query) - 1  # and of its last
 
     low, full_low, full_high, high = _key_range(context, top, bottom, CAUSAL, WINDOW, BLOCK_N)
-
-    # A share depends on this sequence's keys, on the number of splits and on 'shortest'. The latter two are
-    # constants of the launch, taken from the batch bucket: one bucket always cuts a sequence alike, two may
-    # cut it differently.
-    start, stop = low, high
+    split, splits = tl.program_id(2), tl.num_programs(2)
+    begin = _count_tiles(low // BLOCK_N, split, splits, RUN, SPLIT)
+    end = _count_tiles(tl.cdiv(tl.maximum(high, 0), BLOCK_N), split, splits, RUN, SPLIT)
     if SPLIT:
-        share = tl.maximum(tl.cdiv(tl.maximum(high - low, 0), tl.num_programs(2)), shortest)
-        share = tl.cdiv(share, BLOCK_N) * BLOCK_N
-        start = low + tl.program_id(2) * share
-        stop = tl.minimum(start + share, high)
-        line = (row * (tl.num_programs(1) * GROUP) + head) * tl.num_programs(2) + tl.program_id(2)
-        if start >= high:
+        line = (row * (tl.num_programs(1) * GROUP) + head) * splits + split
+        if begin >= end:
             tl.store(lse + line, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=valid)
             return
     else:
@@ -185,42 +214,46 @@ def _attend(
     v_cache += kv_head * stride_head
     acc = tl.zeros([BLOCK_M, DIM], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M, SUM_LANES], tl.float32)  # the same in all its columns
 
     if SEARCH:  # long scans: only the edges of the range pay for masks
-        mid_low = tl.minimum(tl.maximum(full_low, start), stop)
-        mid_high = tl.minimum(tl.maximum(full_high, mid_low), stop)
+        mid_low = _count_tiles(full_low // BLOCK_N, split, splits, RUN, SPLIT)
+        mid_low = tl.minimum(tl.maximum(mid_low, begin), end)
+        mid_high = _count_tiles(full_high // BLOCK_N, split, splits, RUN, SPLIT)
+        mid_high = tl.minimum(tl.maximum(mid_high, mid_low), end)
         if WINDOW > 0:
             acc, peak, total = _scan(
-                acc, peak, total, q_tile, position, start, mid_low,
+                acc, peak, total, q_tile, position, begin, mid_low, high, split, splits,
                 k_cache, v_cache, table, stride_block, stride_position, scale,
-                True, CAUSAL, WINDOW, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, PRECISION,
+                True, CAUSAL, WINDOW, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, RUN, SPLIT, PRECISION,
             )  # fmt: skip
         acc, peak, total = _scan(
-            acc, peak, total, q_tile, position, mid_low, mid_high,
+            acc, peak, total, q_tile, position, mid_low, mid_high, high, split, splits,
             k_cache, v_cache, table, stride_block, stride_position, scale,
-            False, CAUSAL, WINDOW, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, PRECISION,
+            False, CAUSAL, WINDOW, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, RUN, SPLIT, PRECISION,
         )  # fmt: skip
     else:  # few rows are bound by bytes: one loop keeps the loads in flight to the end
-        mid_high = start
+        mid_high = begin
     acc, peak, total = _scan(
-        acc, peak, total, q_tile, position, mid_high, stop,
+        acc, peak, total, q_tile, position, mid_high, end, high, split, splits,
         k_cache, v_cache, table, stride_block, stride_position, scale,
-        True, CAUSAL, WINDOW, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, PRECISION,
+        True, CAUSAL, WINDOW, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, RUN, SPLIT, PRECISION,
     )  # fmt: skip
 
-    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # a row without keys (padding) gives zeros
+    sums = tl.max(total, 1)
+    result = acc / tl.where(sums == 0.0, 1.0, sums)[:, None]  # a row without keys (padding) gives zeros
     tl.store(out + line[:, None] * HEAD_DIM + dim, result.to(out.dtype.element_ty), mask=mask)
     if SPLIT:
-        tl.store(lse + line, peak + tl.log2(total), mask=valid)
+        tl.store(lse + line, peak + tl.log2(sums), mask=valid)
 
 
 @triton.jit(do_not_specialize=["query_start", "seqs", "splits"])
 def _join(
     parts, lse, out, query_start, seqs, splits,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One (row, head): the mean of its parts weighted by 2 ** lse. Where lse = -inf none was written."""
+    enter(PDL)
     row = tl.program_id(0)
     if row >= tl.load(query_start + seqs):
         return
@@ -279,7 +312,7 @@ class Launch:
     tile: Tile
     tiles: int
     splits: int
-    shortest: int  # keys that a split takes at least
+    unit: int  # keys that a split takes at a time, whole tiles
     search: bool  # a sequence may have several tiles, which must be found
 
 
@@ -317,22 +350,38 @@ def _launch(
     head_dim: int,
     itemsize: int,
     max_query: int,
+    most_query: int,
     keys: int,
     gpu: Gpu,
 ) -> Launch:
-    """How to cut the work, from host integers alone: tile shape, number of tiles and number of splits."""
-    group = heads // kv_heads
-    tile, search = _choose_tile(max_query * group, _padded(head_dim), itemsize, gpu.roomy)
+    """How to cut the work, from host integers alone: tile shape, number of tiles and number of splits.
+
+    All launches with max_query <= most_query get the same block_n, unit and splits, whatever their rows; those of
+    another number of sequences may get others.
+    """
+    group, dim, alike = heads // kv_heads, _padded(head_dim), max_query <= most_query
+    tile, search = _choose_tile(max_query * group, dim, itemsize, gpu.roomy)
     assert group <= tile.block_m, f"{group} query heads a K/V head: a tile has {tile.block_m} lanes"
+    widest, cut_rows = (most_query, most_query * seqs) if alike else (max_query, rows)
+    like, like_search = _choose_tile(widest * group, dim, itemsize, gpu.roomy)
     tiles = rows // (tile.block_m // group) + seqs if search else seqs
+    like_tiles = cut_rows // (like.block_m // group) + seqs if like_search else seqs
+    unit, splits = _choose_cuts(like, like_tiles * kv_heads, cut_rows * heads * head_dim, keys, like_search, alike, gpu)
+    tile = replace(tile, block_n=like.block_n, stages=max(tile.stages, like.stages))
+    return Launch(tile, tiles, splits, unit, search)
+
+
+def _choose_cuts(
+    tile: Tile, programs: int, elements: int, keys: int, search: bool, alike: bool, gpu: Gpu
+) -> tuple[int, int]:
+    """Unit and splits of a launch of so many programs before they are split, whose result has so many elements."""
     slots = gpu.sms if tile.warps == 8 else 2 * gpu.sms  # programs that run at once
-    most = SCRATCH_BYTES // (rows * heads * head_dim * 4)
-    if tiles * kv_heads >= 0.8 * slots:  # full: only a context far longer than the others is still worth a cut
-        splits = 1 if search else max(min(triton.cdiv(keys, LONG_SPLIT), MOST_LONG_SPLITS, most), 1)
-        return Launch(tile, tiles, splits, LONG_SPLIT, search)
-    shortest = max(128, 4 * tile.block_m)  # below this the parts, written and read, cost more than the cut saves
-    most = min(triton.cdiv(keys, shortest), MOST_SPLITS, most)
-    return Launch(tile, tiles, _choose_splits(tiles * kv_heads, slots, most), shortest, search)
+    most = SCRATCH_BYTES // (elements * 4)
+    if programs >= 0.8 * slots:  # full: only a context far longer than the others is still worth a cut
+        return LONG_SPLIT, 1 if search else max(min(triton.cdiv(keys, LONG_SPLIT), MOST_LONG_SPLITS, most), 1)
+    # Smaller, the parts, written and read, cost more than the cut saves; alike, it must suit single rows too.
+    unit = max(128, (2 if alike else 4) * tile.block_m)
+    return unit, _choose_splits(programs, slots, min(triton.cdiv(keys, unit), MOST_SPLITS, most))
 
 
 @lru_cache
@@ -352,6 +401,7 @@ def paged_attention(
     scale: float,
     causal: bool = True,
     window: int = 0,  # 0: all keys; else a row sees keys nearer than this
+    most_query: int = 0,  # batches of up to so many rows a sequence, in as many sequences, give a row the same bits
 ) -> Tensor:  # [rows, heads * head_dim]; rows past query_start[-1] are left unwritten
     assert q.stride(2) == k_cache.stride(3) == 1, (q.stride(), k_cache.stride())
     assert k_cache.stride() == v_cache.stride(), (k_cache.stride(), v_cache.stride())
@@ -361,25 +411,27 @@ def paged_attention(
     out = torch.empty((rows, heads * head_dim), dtype=q.dtype, device=device)
     if rows == 0 or seqs == 0:
         return out
-    keys = min(view.max_context, window + view.max_query) if window else view.max_context
-    launch = _launch(rows, seqs, heads, kv_heads, head_dim, q.element_size(), view.max_query, keys, _gpu(device))
+    keys = min(view.max_context, window + max(view.max_query, most_query)) if window else view.max_context
+    shape = (rows, seqs, heads, kv_heads, head_dim, q.element_size(), view.max_query, most_query, keys)
+    launch = _launch(*shape, _gpu(device))
     tile, split = launch.tile, launch.splits > 1
     parts, lse = out, out  # one split writes its result directly; lse is then not touched
     if split:
         parts = torch.empty((rows, heads, launch.splits, head_dim), dtype=torch.float32, device=device)
         lse = torch.empty((rows, heads, launch.splits), dtype=torch.float32, device=device)
-    _attend[(launch.tiles, kv_heads, launch.splits)](
+    run(
+        _attend, (launch.tiles, kv_heads, launch.splits),
         q, k_cache, v_cache, parts, lse, view.query_start, view.context_len, view.block_tables,
-        seqs, launch.shortest, scale * math.log2(math.e),
+        seqs, scale * math.log2(math.e),
         q.stride(0), q.stride(1), *k_cache.stride()[:3], view.block_tables.stride(0),
         GROUP=heads // kv_heads, HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=block_size,
         CAUSAL=causal, WINDOW=window, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, SEARCH=launch.search, SPLIT=split,
-        num_warps=tile.warps, num_stages=tile.stages,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, RUN=launch.unit // tile.block_n if split else 1,
+        SEARCH=launch.search, SPLIT=split, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if split:
-        _join[(rows, heads)](
-            parts, lse, out, view.query_start, seqs, launch.splits,
+        run(
+            _join, (rows, heads), parts, lse, out, view.query_start, seqs, launch.splits,
             HEAD_DIM=head_dim, DIM=dim, SPLITS=triton.next_power_of_2(launch.splits), num_warps=4,
         )  # fmt: skip
     return out

@@ -1,7 +1,8 @@
 """The small operators around the matmuls: RMS norm, rotary embedding, SiLU gate and the write into the cache.
 
 Each reads its rows once, works in float32 and writes once: they are bound by launches and bytes, never by
-arithmetic. Padding rows of a captured graph may hold anything: positions are clamped into the table, slots
+arithmetic, so each begins while its predecessor still runs (pdl.py), and norm, rotation and write are one launch
+(`rope_write`). Padding rows of a captured graph may hold anything: positions are clamped into the table, slots
 outside the cache are skipped, and no row reads another; attention itself is in attention.py.
 """
 
@@ -12,16 +13,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparkdraft.kernels.cuda import pdl
+from sparkdraft.kernels.cuda.pdl import enter
+
 TILE = 2048  # elements a program holds when it takes several heads, or a slice of a row
 
 
+def run(kernel, grid: tuple[int, ...], first: Tensor, *arguments: object, **options: object) -> None:
+    """Run a kernel that enters by pdl.py, over its neighbours where the GPU can; 'first' is its first argument."""
+    on = pdl.active(first.device)
+    kernel[grid](first, *arguments, PDL=on, **options, **pdl.options(on))
+
+
 @triton.jit
-def _rms_norm(x, weight, out, stride_x, dim, eps, BLOCK: tl.constexpr):
+def _rms_norm(x, weight, out, stride_x, dim, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < dim
-    value = tl.load(x + row * stride_x + column, mask=inside, other=0.0).to(tl.float32)
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    enter(PDL)
+    value = tl.load(x + row * stride_x + column, mask=inside, other=0.0).to(tl.float32)
     scaled = value * tl.rsqrt(tl.sum(value * value, 0) / dim + eps)
     tl.store(out + row * dim + column, (scaled * gain).to(out.dtype.element_ty), mask=inside)
 
@@ -34,7 +45,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [rows, dim] ->
     if rows:
         block = triton.next_power_of_2(dim)
         warps = min(max(block // 512, 1), 16)
-        _rms_norm[(rows,)](x, weight, out, x.stride(-2), dim, eps, BLOCK=block, num_warps=warps)
+        run(_rms_norm, (rows,), x, weight, out, x.stride(-2), dim, eps, BLOCK=block, num_warps=warps)
     return out
 
 
@@ -57,54 +68,115 @@ def _apply_norm(value, rms, gain, normed, DTYPE: tl.constexpr):
     return tl.where(normed[:, None], scaled, value)
 
 
-@triton.jit(do_not_specialize=["positions"])
+@triton.jit
+def _put(
+    value, column, inside, head, start, k_line, v_line, kept, stride_head,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DTYPE: tl.constexpr, WRITE: tl.constexpr,
+):  # fmt: skip
+    """Store a range of columns: in place, or where WRITE only queries there, and keys and values into the cache."""
+    rounded = value.to(DTYPE)
+    if WRITE:
+        tl.store(start + column[None, :], rounded, mask=(head < HEADS)[:, None] & inside[None, :])
+        is_key = (head >= HEADS) & (head < HEADS + KV_HEADS) & kept
+        is_value = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS) & kept
+        k_target = k_line + (head - HEADS)[:, None] * stride_head + column[None, :]
+        v_target = v_line + (head - HEADS - KV_HEADS)[:, None] * stride_head + column[None, :]
+        tl.store(k_target, rounded.to(k_line.dtype.element_ty), mask=is_key[:, None] & inside[None, :])
+        tl.store(v_target, rounded.to(v_line.dtype.element_ty), mask=is_value[:, None] & inside[None, :])
+    else:
+        tl.store(start + column[None, :], rounded, mask=(head < HEADS + KV_HEADS)[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["positions", "slots", "num_slots"])
 def _qk_norm_rope(
-    qkv, positions, table, q_norm, k_norm, stride_row, stride_table, max_position, eps,
+    qkv, positions, table, q_norm, k_norm, k_cache, v_cache, slots,
+    stride_row, stride_table, stride_block, stride_head, stride_position, max_position, num_slots, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
-    Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WRITE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # A head is three column ranges: a = [0, HALF), b = [HALF, 2 HALF), rest = [2 HALF, HEAD_DIM). The pair
     # (a, b) rotates, the rest (partial rotary) is only normed. Loading the ranges apart saves a shuffle
-    # between halves.
+    # between halves. Where WRITE, V's heads pass through unchanged beside them.
+    DTYPE: tl.constexpr = qkv.dtype.element_ty
+    NORM: tl.constexpr = Q_NORM or K_NORM
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    is_head = head < HEADS + KV_HEADS
+    is_head = head < HEADS + (1 + WRITE) * KV_HEADS
     is_query = head < HEADS
+    turns = head < HEADS + KV_HEADS
     half = tl.arange(0, BLOCK_HALF)
     in_half = half < HALF
     start = qkv + row * stride_row + head[:, None] * HEAD_DIM
     mask = is_head[:, None] & in_half[None, :]
+    if NORM:
+        gain_a = _norm_gain(q_norm, k_norm, half, in_half, is_query, Q_NORM, K_NORM)
+        gain_b = _norm_gain(q_norm, k_norm, HALF + half, in_half, is_query, Q_NORM, K_NORM)
+    enter(PDL)
+
+    kept, k_line, v_line = False, k_cache, v_cache
+    if WRITE:
+        slot = tl.load(slots + row).to(tl.int64)
+        kept = (slot >= 0) & (slot < num_slots)
+        line = (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * stride_position
+        k_line, v_line = k_cache + line, v_cache + line
+    position = tl.load(positions + row).to(tl.int64)
+    position = tl.minimum(tl.maximum(position, 0), max_position - 1)  # a padding row may hold any number
     a = tl.load(start + half[None, :], mask=mask, other=0.0).to(tl.float32)
     b = tl.load(start + HALF + half[None, :], mask=mask, other=0.0).to(tl.float32)
 
-    if Q_NORM or K_NORM:
-        DTYPE: tl.constexpr = qkv.dtype.element_ty
-        normed = (is_query & Q_NORM) | ((head >= HEADS) & K_NORM)
+    if NORM:
+        normed = (is_query & Q_NORM) | ((head >= HEADS) & turns & K_NORM)
         squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
-        if BLOCK_REST > 0:
-            rest = 2 * HALF + tl.arange(0, BLOCK_REST)
-            in_rest = rest < HEAD_DIM
-            rest_mask = is_head[:, None] & in_rest[None, :]
-            c = tl.load(start + rest[None, :], mask=rest_mask, other=0.0).to(tl.float32)
-            rms = tl.rsqrt((squares + tl.sum(c * c, 1)) / HEAD_DIM + eps)
+    if BLOCK_REST > 0 and (NORM or WRITE):
+        rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+        in_rest = rest < HEAD_DIM
+        c = tl.load(start + rest[None, :], mask=is_head[:, None] & in_rest[None, :], other=0.0).to(tl.float32)
+        if NORM:
+            squares += tl.sum(c * c, 1)
             gain = _norm_gain(q_norm, k_norm, rest, in_rest, is_query, Q_NORM, K_NORM)
-            c = _apply_norm(c, rms, gain, normed, DTYPE)
-            tl.store(start + rest[None, :], c.to(DTYPE), mask=rest_mask)
-        else:
-            rms = tl.rsqrt(squares / HEAD_DIM + eps)
-        gain_a = _norm_gain(q_norm, k_norm, half, in_half, is_query, Q_NORM, K_NORM)
-        gain_b = _norm_gain(q_norm, k_norm, HALF + half, in_half, is_query, Q_NORM, K_NORM)
+            c = _apply_norm(c, tl.rsqrt(squares / HEAD_DIM + eps), gain, normed, DTYPE)
+        _put(c, rest, in_rest, head, start, k_line, v_line, kept, stride_head, HEADS, KV_HEADS, DTYPE, WRITE)
+    if NORM:
+        rms = tl.rsqrt(squares / HEAD_DIM + eps)
         a = _apply_norm(a, rms, gain_a, normed, DTYPE)
         b = _apply_norm(b, rms, gain_b, normed, DTYPE)
 
-    position = tl.load(positions + row).to(tl.int64)
-    position = tl.minimum(tl.maximum(position, 0), max_position - 1)  # a padding row may hold any number
     angle = table + position * stride_table + half
     cos = tl.load(angle, mask=in_half, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(angle + HALF, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    tl.store(start + half[None, :], (a * cos - b * sin).to(qkv.dtype.element_ty), mask=mask)
-    tl.store(start + HALF + half[None, :], (b * cos + a * sin).to(qkv.dtype.element_ty), mask=mask)
+    new_a = tl.where(turns[:, None], a * cos - b * sin, a)
+    new_b = tl.where(turns[:, None], b * cos + a * sin, b)
+    _put(new_a, half, in_half, head, start, k_line, v_line, kept, stride_head, HEADS, KV_HEADS, DTYPE, WRITE)
+    _put(new_b, HALF + half, in_half, head, start, k_line, v_line, kept, stride_head, HEADS, KV_HEADS, DTYPE, WRITE)
+
+
+def _rope(
+    qkv: Tensor, positions: Tensor, table: Tensor, num_heads: int, num_kv_heads: int,
+    q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+    caches: tuple[Tensor, Tensor] | None, slots: Tensor | None,
+) -> None:  # fmt: skip
+    assert qkv.stride(1) == 1 and table.stride(1) == 1, (qkv.stride(), table.stride())
+    rows, heads = qkv.shape[0], num_heads + 2 * num_kv_heads
+    head_dim, half = qkv.shape[1] // heads, table.shape[1] // 2
+    if not rows:
+        return
+    block_half, rest = triton.next_power_of_2(half), head_dim - 2 * half
+    # V's heads count even where they are left alone: the tile, which orders the sum of squares, is the same for both.
+    block_h = min(triton.next_power_of_2(heads), max(TILE // (2 * block_half), 1))
+    k_cache, v_cache = caches or (None, None)
+    blocks, _, block_size, _ = (0, 0, 1, 0) if k_cache is None else k_cache.shape
+    strides = (0, 0, 0) if k_cache is None else k_cache.stride()[:3]
+    turned = heads if caches else num_heads + num_kv_heads
+    run(
+        _qk_norm_rope, (rows, triton.cdiv(turned, block_h)),
+        qkv, positions, table, q_norm, k_norm, k_cache, v_cache, slots,
+        qkv.stride(0), table.stride(0), *strides, table.shape[0], blocks * block_size, eps,
+        HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HALF=half,
+        Q_NORM=q_norm is not None, K_NORM=k_norm is not None, BLOCK_SIZE=block_size, WRITE=caches is not None,
+        BLOCK_H=block_h, BLOCK_HALF=block_half, BLOCK_REST=triton.next_power_of_2(rest) if rest else 0,
+        num_warps=4,
+    )  # fmt: skip
 
 
 def qk_norm_rope(
@@ -117,24 +189,30 @@ def qk_norm_rope(
     k_norm: Tensor | None,
     eps: float,
 ) -> None:
-    assert qkv.stride(1) == 1 and table.stride(1) == 1, (qkv.stride(), table.stride())
-    rows, head_dim, half = qkv.shape[0], qkv.shape[1] // (num_heads + 2 * num_kv_heads), table.shape[1] // 2
-    if not rows:
-        return
-    block_half, rest = triton.next_power_of_2(half), head_dim - 2 * half
-    block_h = min(triton.next_power_of_2(num_heads + num_kv_heads), max(TILE // (2 * block_half), 1))
-    grid = (rows, triton.cdiv(num_heads + num_kv_heads, block_h))
-    _qk_norm_rope[grid](
-        qkv, positions, table, q_norm, k_norm, qkv.stride(0), table.stride(0), table.shape[0], eps,
-        HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HALF=half,
-        Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
-        BLOCK_H=block_h, BLOCK_HALF=block_half, BLOCK_REST=triton.next_power_of_2(rest) if rest else 0,
-        num_warps=4,
-    )  # fmt: skip
+    _rope(qkv, positions, table, num_heads, num_kv_heads, q_norm, k_norm, eps, None, None)
+
+
+def rope_write(
+    qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim]; the queries are changed in place, the rest is left alone
+    positions: Tensor,  # int32 [rows]
+    table: Tensor,  # float32 [max_position, rotary_dim]: cosines, then sines
+    num_heads: int,
+    num_kv_heads: int,
+    q_norm: Tensor | None,  # [head_dim]
+    k_norm: Tensor | None,
+    eps: float,
+    k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim], changed in place
+    v_cache: Tensor,
+    slots: Tensor,  # int32 [rows]: block * block_size + offset; a negative slot is not written
+) -> None:
+    """`qk_norm_rope`, then `kv_write` of its keys and values, in one launch and to the bit."""
+    assert k_cache.stride(3) == 1 and k_cache.stride() == v_cache.stride(), (k_cache.stride(), v_cache.stride())
+    _rope(qkv, positions, table, num_heads, num_kv_heads, q_norm, k_norm, eps, (k_cache, v_cache), slots)
 
 
 @triton.jit
-def _silu_mul(gate_up, out, stride_row, inter, BLOCK: tl.constexpr):
+def _silu_mul(gate_up, out, stride_row, inter, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inter
@@ -151,7 +229,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:  # [rows, 2 * inter] -> [rows, inter]
     if rows:
         block = min(triton.next_power_of_2(inter), TILE // 2)
         grid = (rows, triton.cdiv(inter, block))
-        _silu_mul[grid](gate_up, out, gate_up.stride(0), inter, BLOCK=block, num_warps=4)
+        run(_silu_mul, grid, gate_up, out, gate_up.stride(0), inter, BLOCK=block, num_warps=4)
     return out
 
 
@@ -160,8 +238,9 @@ def _kv_write(
     k, v, k_cache, v_cache, slots, num_slots,
     stride_k_row, stride_k_head, stride_v_row, stride_v_head, stride_block, stride_head, stride_position,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if (slot < 0) | (slot >= num_slots):
@@ -192,7 +271,8 @@ def kv_write(
     blocks, _, block_size, _ = k_cache.shape
     block_d = triton.next_power_of_2(head_dim)
     block_h = min(triton.next_power_of_2(kv_heads), max(TILE // block_d, 1))
-    _kv_write[(rows, triton.cdiv(kv_heads, block_h))](
+    run(
+        _kv_write, (rows, triton.cdiv(kv_heads, block_h)),
         k, v, k_cache, v_cache, slots, blocks * block_size,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), *k_cache.stride()[:3],
         KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, BLOCK_H=block_h, BLOCK_D=block_d,

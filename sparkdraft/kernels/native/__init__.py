@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sparkdraft.kernels.native.library import c, set_threads, unavailable_reason
 from sparkdraft.kernels.native.recording import Recording, empty, keep
+from sparkdraft.kernels.reference import lay_out, settle  # a few integers a step
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.weights.quant.group import GROUP, GroupQuant
 
@@ -26,10 +27,13 @@ __all__ = [
     "draw",
     "embed",
     "kv_write",
+    "lay_out",
     "paged_attention",
     "qk_norm_rope",
     "rms_norm",
+    "rope_write",
     "set_threads",
+    "settle",
     "silu_mul",
     "tap",
     "unavailable_reason",
@@ -109,6 +113,25 @@ def kv_write(
     )
 
 
+def rope_write(
+    qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim], changed in place
+    positions: Tensor,  # int32 [rows]
+    table: Tensor,  # float32 [max_position, rotary_dim]: cosines, then sines
+    num_heads: int,
+    num_kv_heads: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim], changed in place
+    v_cache: Tensor,
+    slots: Tensor,  # int32 [rows]: block * block_size + offset; a negative slot is not written
+) -> None:
+    qk_norm_rope(qkv, positions, table, num_heads, num_kv_heads, q_norm, k_norm, eps)
+    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
+    _, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    kv_write(k, v, k_cache, v_cache, slots)
+
+
 def draw(scaled: Tensor, seeds: Tensor, positions: Tensor, ids: Tensor | None = None) -> Tensor:
     """kernels/dice.py, without looking at noise that cannot matter."""
     rows, columns = scaled.shape
@@ -137,6 +160,7 @@ def paged_attention(
     scale: float,
     causal: bool = True,
     window: int = 0,
+    most_query: int = 0,  # a row's bits never depend on the rows beside it
 ) -> Tensor:  # [rows, heads * head_dim]
     rows, heads, head_dim = q.shape
     _, kv_heads, block_size, _ = k_cache.shape

@@ -1,0 +1,352 @@
+"""The small kernels of a decode step: what they fuse to the bit, and that each waits for its predecessor.
+
+The first part runs on a GPU, or under TRITON_INTERPRET=1: the fused write against the two kernels it replaces, the
+bookkeeping against the reference, which test_reference_stepping.py holds against loops. The last part needs no GPU: it
+compiles what each operator of a decode step launches, for sm_90 and sm_121, and reads the order around the wait.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+
+from sparkdraft.kernels import cuda, reference  # noqa: E402
+from sparkdraft.kernels.cuda import attention, elementwise, pdl, stepping  # noqa: E402
+from sparkdraft.kernels.view import AttentionView  # noqa: E402
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRET else "cuda"
+DTYPES = [torch.float32, torch.float16] if INTERPRET else [torch.bfloat16, torch.float16, torch.float32]
+SKIP = pytest.mark.skipif(
+    not (INTERPRET or torch.cuda.is_available()), reason="no GPU here, and TRITON_INTERPRET is not 1"
+)
+
+
+def gpu(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.gpu(SKIP(test))
+
+
+def gpu_only(test: Callable[..., None]) -> Callable[..., None]:
+    missing = INTERPRET or not torch.cuda.is_available()
+    return pytest.mark.gpu(pytest.mark.skipif(missing, reason="needs a GPU, not the interpreter")(test))
+
+
+if INTERPRET:  # triton 3.6 takes int() of arrays of one element, which numpy 2.4 refuses
+    from triton.runtime import interpreter
+
+    _patch = interpreter._patch_lang_tensor
+
+    def _patch_index(tensor: type, scope: object) -> None:
+        _patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = _patch_index
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.empty gives NaN, or huge integers, so an element that a kernel forgets shows."""
+
+    def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: object) -> Tensor:
+        return torch.full(shape, float("nan") if dtype.is_floating_point else 2**30, dtype=dtype, device=device)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def integers(values: list, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+# The fused write
+
+SLOTS = [0, 17, -1, 79, 33, -7, 80, 62]  # one is past the cache, as a padding row's may be
+
+
+def rope_case(
+    heads: int, kv_heads: int, head_dim: int, rotary_dim: int, norms: str, dtype: torch.dtype, cached: torch.dtype
+) -> tuple[tuple, list[Tensor]]:
+    """Arguments of qk_norm_rope, the rows apart in memory, and two caches."""
+    width = (heads + 2 * kv_heads) * head_dim
+    qkv = randn(len(SLOTS), width + 16, dtype=dtype)[:, :width]
+    positions, table = integers([0, 3, 49, 7, 11, 12, -1, 2**30]), randn(50, rotary_dim).cos()
+    q_norm = randn(head_dim, dtype=dtype) if norms in ("both", "q") else None
+    k_norm = randn(head_dim, dtype=dtype) if norms in ("both", "k") else None
+    caches = [randn(5, kv_heads, 16, head_dim, dtype=cached) for _ in range(2)]
+    return (qkv, positions, table, heads, kv_heads, q_norm, k_norm, 1e-6), caches
+
+
+ROPE_SHAPES = [(9, 3, 64, 64), (4, 2, 80, 80), (4, 1, 96, 32), (32, 8, 128, 128), (0, 8, 128, 128), (0, 3, 96, 32)]
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norms", ["both", "none", "q", "k"])
+@pytest.mark.parametrize("heads, kv_heads, head_dim, rotary_dim", ROPE_SHAPES)
+def test_rope_write_is_the_two_kernels_to_the_bit(
+    heads: int, kv_heads: int, head_dim: int, rotary_dim: int, norms: str, dtype: torch.dtype
+) -> None:
+    for cached in {dtype, torch.float16}:
+        (qkv, *rest), caches = rope_case(heads, kv_heads, head_dim, rotary_dim, norms, dtype, cached)
+        before, twice, expected = qkv.clone(), qkv.clone(), [cache.clone() for cache in caches]
+        cuda.qk_norm_rope(twice, *rest)
+        k, v = twice.view(len(SLOTS), -1, head_dim)[:, heads:].split(kv_heads, dim=1)
+        cuda.kv_write(k, v, *expected, integers(SLOTS))
+        cuda.rope_write(qkv, *rest, *caches, integers(SLOTS))
+        queries = heads * head_dim
+        assert torch.equal(qkv[:, :queries], twice[:, :queries])
+        assert torch.equal(qkv[:, queries:], before[:, queries:]), "keys and values stay as they were"
+        assert all(torch.equal(got, want) for got, want in zip(caches, expected, strict=True))
+
+
+@gpu
+@pytest.mark.parametrize("heads, kv_heads, head_dim, rotary_dim", ROPE_SHAPES)
+def test_rope_write_is_the_reference(heads: int, kv_heads: int, head_dim: int, rotary_dim: int) -> None:
+    (qkv, positions, *rest), caches = rope_case(heads, kv_heads, head_dim, rotary_dim, "both", *[torch.float32] * 2)
+    qkv, positions, slots = qkv[:6], positions[:6], integers(SLOTS[:6])  # the reference knows no padding rows
+    expected, wanted = qkv.clone(), [cache.clone() for cache in caches]
+    reference.rope_write(expected, positions, *rest, *wanted, slots)
+    cuda.rope_write(qkv, positions, *rest, *caches, slots)
+    queries = heads * head_dim
+    torch.testing.assert_close(qkv[:, :queries], expected[:, :queries], rtol=1e-5, atol=1e-5)
+    for got, want in zip(caches, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@gpu
+def test_no_rows() -> None:
+    (qkv, positions, *rest), caches = rope_case(4, 2, 64, 64, "both", *[torch.float32] * 2)
+    before = [cache.clone() for cache in caches]
+    cuda.rope_write(qkv[:0], positions[:0], *rest, *caches, integers([]))
+    assert all(torch.equal(a, b) for a, b in zip(before, caches, strict=True))
+    empty = integers([])
+    assert [len(t) for t in cuda.lay_out(empty, integers([[]]).view(0, 0), empty, None, 4, 16, 0)] == [0] * 4
+    result, kept = cuda.settle(None, empty.view(0, 1), empty, empty, empty, empty, empty)
+    assert (result.shape, kept.shape) == ((0, 2), (0,))
+
+
+# The bookkeeping
+
+
+@gpu
+@pytest.mark.parametrize("width", [1, 2, 4, 7, 16])
+def test_lay_out(width: int) -> None:
+    dice = random.Random(width)
+    for case in range(6):
+        seqs, blocks, size = dice.choice([1, 3, 8]), dice.randint(1, 9), dice.choice([1, 8, 16])
+        lengths = [dice.choice([0, 1, dice.randint(1, blocks * size)]) for _ in range(seqs)]
+        length, token = integers(lengths), integers([dice.randint(0, 10**5) for _ in range(seqs)])
+        tables = integers([[dice.randint(0, 10**5) for _ in range(blocks + 3)] for _ in range(seqs)])[:, :blocks]
+        wide = integers([[dice.randint(0, 10**5) for _ in range(width + 2)] for _ in range(seqs)])
+        drafts = [None, wide[:, : width - 1], wide[:, 2 : width + 1].long()][case % 3]  # rows apart, and 8 bytes an id
+        got = cuda.lay_out(length, tables, token, drafts, width, size, 77)
+        expected = reference.lay_out(length, tables, token, drafts, width, size, 77)
+        for mine, wanted in zip(got, expected, strict=True):
+            assert mine.dtype == torch.int32 and torch.equal(mine, wanted)
+
+
+@gpu
+@pytest.mark.parametrize("depth", [0, 1, 3, 7, 15])
+def test_settle(depth: int) -> None:
+    dice = random.Random(depth)
+
+    def some(count: int, low: int, high: int) -> Tensor:
+        return integers([dice.randint(low, high) for _ in range(count)])
+
+    for case in range(8):
+        seqs = dice.choice([1, 3, 8])
+        samples, drafts = some(seqs * (depth + 3), 0, 1).view(seqs, -1), some(seqs * (depth + 1), 0, 1).view(seqs, -1)
+        samples, drafts = samples[:, 1 : depth + 2], drafts[:, :depth]  # rows apart
+        if case % 2:
+            samples, drafts = samples.long(), drafts.long().contiguous()
+        slots, most = some(seqs * (depth + 1), -1, 90), some(seqs, 0, depth)
+        accepted = some(seqs, 0, depth).long() if case % 4 == 3 else None
+        length = some(seqs + 2, 1, 50) * some(seqs + 2, 0, 1)
+        lanes = [length, some(seqs + 2, 0, 9), some(seqs + 2, 0, 9)]  # more lanes than take part
+        wanted = [t.clone() for t in lanes]
+        given = drafts if depth or case % 3 else None
+        got = cuda.settle(given, samples, most, *(t[:seqs] for t in lanes), slots, accepted)
+        expected = reference.settle(given, samples, most, *(t[:seqs] for t in wanted), slots, accepted)
+        assert all(t.dtype == torch.int32 for t in got)
+        assert all(torch.equal(mine, other) for mine, other in zip([*got, *lanes], [*expected, *wanted], strict=True))
+
+
+@gpu_only
+@pytest.mark.parametrize("rows", [1, 16])
+def test_overlapped_launches_in_a_graph_equal_launches_one_by_one(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain of which each kernel reads what the one before has written, step after step: an early read would show."""
+    monkeypatch.undo()  # capture wants the real torch.empty
+    heads, kv_heads, dim, seqs, blocks = 32, 8, 128, 4, 64
+    norm, table = randn(dim, dtype=torch.bfloat16), torch.randn(2048, dim, device="cuda")
+    start = randn(seqs * rows, (heads + 2 * kv_heads) * dim, dtype=torch.bfloat16)
+    gain = randn(start.shape[1], dtype=torch.bfloat16)
+    tables = torch.randperm(seqs * blocks, device="cuda").int().view(seqs, blocks)
+    starts = integers([rows * s for s in range(seqs + 1)])
+    samples = torch.randint(0, 2, (seqs, rows), device="cuda", dtype=torch.int32)
+    most = torch.full((seqs,), rows - 1, dtype=torch.int32, device="cuda")
+
+    def chain() -> tuple[Tensor, ...]:
+        k, v = (torch.zeros(seqs * blocks, kv_heads, 16, dim, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        length, token, observed = integers([5, 300, 0, 77]), integers([1, 2, 3, 4]), integers([0] * seqs)
+        qkv, out = start.clone(), start[:, : heads * dim].clone()
+        for _ in range(12):
+            drafts = samples[:, 1:].contiguous() if rows > 1 else None
+            _, positions, slots, context = cuda.lay_out(length, tables, token, drafts, rows, 16, 0)
+            view = AttentionView(starts, context, tables, rows, 1024)
+            qkv = cuda.rms_norm(qkv, gain, 1e-6)
+            cuda.rope_write(qkv, positions, table, heads, kv_heads, norm, norm, 1e-6, k, v, slots)
+            q = qkv[:, : heads * dim].view(-1, heads, dim)
+            out = cuda.paged_attention(q, k, v, view, 0.09, True, 0, 16)
+            gated = cuda.silu_mul(torch.cat([out, out], 1))
+            qkv = torch.cat([gated, qkv[:, gated.shape[1] :]], 1)
+            cuda.settle(drafts, samples, most, length, token, observed, slots)
+        return out, k, v, length, token, observed
+
+    monkeypatch.setattr(pdl, "ENABLED", False)
+    expected = chain()
+    monkeypatch.setattr(pdl, "ENABLED", True)
+    assert all(torch.equal(a, b) for a, b in zip(chain(), expected, strict=True))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    for _ in range(20):
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+
+
+# Ahead of time compiles: no GPU, but not under the interpreter, which replaces the compiler
+
+LIMIT = {90: 227 << 10, 121: 99 << 10}  # bytes of shared memory a block may take
+TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+no_interpreter = pytest.mark.skipif(INTERPRET, reason="the interpreter replaces the compiler")
+Launch = tuple[object, tuple[object, ...], dict[str, object]]
+
+
+def captured_launches(monkeypatch: pytest.MonkeyPatch, capability: int, step: Callable[[], object]) -> list[Launch]:
+    """What a function would launch on that GPU, on tensors without memory: kernels, arguments and options."""
+    found: list[Launch] = []
+    monkeypatch.undo()  # tensors without memory want the real torch.empty
+    with monkeypatch.context() as patch:
+        for module in (attention, elementwise, stepping):
+            patch.setattr(module, "run", lambda kernel, grid, *a, **options: found.append((kernel, a, options)))
+        sms = {90: 132, 121: 48}[capability]
+        patch.setattr(attention, "_gpu", lambda device: attention.Gpu(sms, capability == 90))
+        step()
+    return found
+
+
+def compile_launch(capability: int, launch: Launch) -> tuple[object, dict[str, str]]:
+    """Compiled as the launch would be with PDL, and the arguments' types; what is divisible by 16 counts as such."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, arguments, options = launch
+    names = kernel.arg_names
+    values = (
+        dict(zip(names, arguments, strict=False)) | {n: v for n, v in options.items() if n in names} | {"PDL": True}
+    )
+    fixed = {p.name for p in kernel.params if p.is_constexpr or values[p.name] is None}
+    signature, hints = {}, {}
+    for place, (name, param) in enumerate(zip(names, kernel.params, strict=True)):
+        value = values[name]
+        if isinstance(value, Tensor):
+            signature[name] = "*" + TYPES[value.dtype]
+        else:
+            signature[name] = "constexpr" if name in fixed else "fp32" if isinstance(value, float) else "i32"
+        aligned = isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
+        if aligned and name not in fixed and not param.do_not_specialize:
+            hints[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, {name: values[name] for name in fixed}, hints)
+    rest = {n: v for n, v in options.items() if n not in names} | pdl.options(True)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=rest), signature
+
+
+def decode_step(rows: int, heads: int, kv_heads: int, dim: int, most: int) -> None:
+    """Each operator of a decode step once, on tensors without memory."""
+    seqs, width = 4, (heads + 2 * kv_heads) * dim
+
+    def made(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device="meta")
+
+    def ints(*shape: int) -> Tensor:
+        return made(*shape, dtype=torch.int32)
+
+    tables, lanes = ints(seqs, 256), [ints(seqs) for _ in range(4)]
+    drafts = ints(seqs, rows - 1).long() if rows > 1 else None
+    cuda.lay_out(lanes[0], tables, lanes[1], None, rows, 16, 7)
+    _, positions, slots, context = cuda.lay_out(lanes[0], tables, lanes[1], drafts, rows, 16, 7)
+    qkv, norm, table = made(seqs * rows, width), made(dim), made(4096, dim, dtype=torch.float32)
+    caches = [made(1024, kv_heads, 16, dim) for _ in range(2)]
+    cuda.rms_norm(qkv, made(width), 1e-6)
+    cuda.rope_write(qkv, positions, table, heads, kv_heads, norm, norm, 1e-6, *caches, slots)
+    for norms in ((None, None), (norm, norm)):  # partial rotary
+        cuda.rope_write(qkv, positions, table[:, : dim // 2], heads, kv_heads, *norms, 1e-6, *caches, slots)
+    cuda.rope_write(qkv[:, heads * dim :], positions, table, 0, kv_heads, None, norm, 1e-6, *caches, slots)
+    cuda.qk_norm_rope(qkv, positions, table, heads, kv_heads, norm, norm, 1e-6)
+    k, v = qkv.view(seqs * rows, -1, dim)[:, heads:].split(kv_heads, dim=1)
+    cuda.kv_write(k, v, *caches, slots)
+    q = qkv[:, : heads * dim].view(-1, heads, dim)
+    view = AttentionView(ints(seqs + 1), context, tables, rows, 4096)
+    for causal, window in ((True, 0), (False, 0), (False, 512)):
+        cuda.paged_attention(q, *caches, view, 0.1, causal, window, most)
+    cuda.silu_mul(made(seqs * rows, 3072))
+    cuda.settle(drafts, ints(seqs, rows), lanes[2], lanes[0], lanes[1], lanes[3], slots)
+    cuda.settle(drafts, ints(seqs, rows).long(), lanes[2], lanes[0], lanes[1], lanes[3], slots, lanes[2])
+
+
+WEIGHTS = {"_rms_norm": {"weight"}, "_qk_norm_rope": {"q_norm", "k_norm"}}  # what is read before the wait
+
+
+def read_early(ptx: str, names: list[str]) -> set[str]:
+    """Arguments whose memory is read before the wait; traces which of them each register is made of."""
+    origin: dict[str, set[str]] = {}
+    found: set[str] = set()
+    for line in ptx[ptx.index("{") : ptx.index("griddepcontrol.wait")].splitlines():
+        operands = re.findall(r"%[a-z]+\d+|_param_\d+", line)
+        sources = [{names[int(o[7:])]} if o.startswith("_param") else origin.get(o, set()) for o in operands]
+        if "ld.global" in line:
+            found |= sources[-1]
+        elif operands:
+            origin[operands[0]] = set().union(*sources[1:])
+    return found
+
+
+def check_order(kernel: object, signature: dict[str, str], ptx: str) -> None:
+    """All paths wait, and nothing that another kernel writes is read before, nor anything written."""
+    name = kernel.__name__
+    assert ptx.count("griddepcontrol.wait") == 1 and ptx.count("griddepcontrol.launch_dependents") == 1, name
+    early = ptx[: ptx.index("griddepcontrol.wait")]
+    assert "griddepcontrol.launch_dependents" in early, name
+    assert not re.search(r"cp\.async|st\.global|\bbra\b|\bret;", early), f"{name}: {early}"
+    passed = [n for n, kind in signature.items() if kind != "constexpr"] + ["scratch", "profile"]  # Triton's own
+    assert read_early(ptx, passed) <= WEIGHTS.get(name, set()), name
+
+
+@no_interpreter
+@pytest.mark.parametrize("capability", LIMIT)
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("heads, kv_heads, dim", [(32, 8, 128), (9, 3, 64)])
+def test_every_kernel_of_a_decode_step_compiles_and_waits(
+    rows: int, heads: int, kv_heads: int, dim: int, capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = captured_launches(monkeypatch, capability, lambda: decode_step(rows, heads, kv_heads, dim, 16))
+    names = [kernel.__name__ for kernel, _, _ in launches]
+    assert set(names) == {
+        "_lay_out", "_rms_norm", "_qk_norm_rope", "_kv_write", "_attend", "_join", "_silu_mul", "_settle"
+    }  # fmt: skip
+    for launch in launches:
+        compiled, signature = compile_launch(capability, launch)
+        assert compiled.metadata.launch_pdl and compiled.metadata.shared <= LIMIT[capability], launch[0]
+        check_order(launch[0], signature, compiled.asm["ptx"])

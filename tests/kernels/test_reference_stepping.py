@@ -1,0 +1,103 @@
+"""The bookkeeping of a decode step in plain torch against loops over lanes and rows; random cases, many of them.
+
+And the step's fused write on a CPU: the reference's and the native one, which a recording must be able to hold.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparkdraft.kernels import native, reference
+
+FILL = 99
+Rows = tuple[list[int], list[int], list[int], list[int]]
+
+
+def int32(values: list) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def laid_out(length: list[int], tables: list[list[int]], token: list[int], drafts: list[list[int]] | None, width: int,
+             size: int) -> Rows:  # fmt: skip
+    ids, positions, slots, contexts = [], [], [], []
+    for lane, written in enumerate(length):
+        for i in range(width):
+            position = max(written - 1 + i, 0)
+            ids.append(token[lane] if i == 0 else FILL if drafts is None else drafts[lane][i - 1])
+            positions.append(position)
+            here = written > 0 and position < len(tables[lane]) * size
+            slots.append(tables[lane][position // size] * size + position % size if here else -1)
+        contexts.append(written - 1 + width if written else 0)
+    return ids, positions, slots, contexts
+
+
+def test_lay_out_is_what_a_loop_does() -> None:
+    dice = random.Random(0)
+    for case in range(200):
+        seqs, width, size, blocks = (dice.randint(1, 9) for _ in range(4))
+        length = [dice.choice([0, 1, dice.randint(1, blocks * size)]) for _ in range(seqs)]
+        tables = [[dice.randint(0, 99) for _ in range(blocks)] for _ in range(seqs)]
+        token = [dice.randint(0, 500) for _ in range(seqs)]
+        drafts = [[dice.randint(0, 500) for _ in range(width - 1)] for _ in range(seqs)] if case % 2 else None
+        given = None if drafts is None else torch.tensor(drafts, dtype=(torch.int32, torch.int64)[case % 4 // 2])
+        got = reference.lay_out(int32(length), int32(tables), int32(token), given, width, size, FILL)
+        assert all(t.dtype == torch.int32 for t in got)
+        assert tuple(t.tolist() for t in got) == laid_out(length, tables, token, drafts, width, size)
+
+
+def test_settle_is_what_a_loop_does() -> None:
+    dice = random.Random(0)
+    for case in range(300):
+        seqs, depth = dice.randint(1, 9), dice.randint(0, 6)
+        drafts = [[dice.randint(0, 1) for _ in range(depth)] for _ in range(seqs)]
+        samples = [[dice.randint(0, 1) for _ in range(depth + 1)] for _ in range(seqs)]
+        most = [dice.randint(0, depth) for _ in range(seqs)]
+        length = [dice.choice([0, dice.randint(1, 50)]) for _ in range(seqs)]
+        slots = [dice.randint(-1, 50) for _ in range(seqs * (depth + 1))]
+        given = [dice.randint(0, depth) for _ in range(seqs)] if case % 3 == 0 else None
+        kept = [int32(x) for x in (length, [-7] * seqs, [-8] * seqs)]
+        result, kept_slots = reference.settle(
+            int32(drafts) if depth else None, int32(samples), int32(most), *kept, int32(slots),
+            None if given is None else torch.tensor(given),
+        )  # fmt: skip
+        assert result.dtype == kept_slots.dtype == torch.int32
+        for lane in range(seqs):
+            count = 0
+            while count < depth and drafts[lane][count] == samples[lane][count]:
+                count += 1
+            count = min(count if given is None else given[lane], most[lane])
+            assert result[lane].tolist() == [*samples[lane], count]
+            mine = slice(lane * (depth + 1), (lane + 1) * (depth + 1))
+            assert kept_slots[mine].tolist() == [s if i <= count else -1 for i, s in enumerate(slots[mine])]
+            now = [t[lane].item() for t in kept]
+            alive = length[lane] > 0
+            seen = -8 if not depth else length[lane] + count if alive else 0
+            assert now == [length[lane] + count + 1 if alive else 0, samples[lane][count], seen]
+
+
+@pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
+@pytest.mark.parametrize("heads, kv_heads", [(4, 2), (0, 3)])
+def test_the_native_rope_write_is_the_reference_and_can_be_recorded(heads: int, kv_heads: int) -> None:
+    torch.manual_seed(0)
+    dim, slots, positions = 32, int32([3, -1, 40, 17]), int32([5, 0, 9, 2])
+    whole, table, norm = torch.randn(4, (heads + 2 * kv_heads) * dim + 8), torch.randn(16, dim), torch.randn(dim)
+    qkv, q_norm = whole[:, :-8], norm if heads else None
+    expected, wanted = qkv.clone(), torch.randn(2, 4, kv_heads, 16, dim)
+    caches, start = wanted.clone(), qkv.clone()
+    reference.rope_write(expected, positions, table, heads, kv_heads, q_norm, norm, 1e-6, *wanted, slots)
+
+    def step() -> Tensor:
+        native.rope_write(qkv, positions, table, heads, kv_heads, q_norm, norm, 1e-6, *layers, slots)
+        return qkv
+
+    layers = list(caches)
+    recording = native.Recording(step)
+    for _ in range(2):
+        torch.testing.assert_close(qkv[:, : heads * dim], expected[:, : heads * dim], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(caches, wanted, rtol=1e-5, atol=1e-5)
+        qkv.copy_(start)
+        recording.replay()
