@@ -130,10 +130,10 @@ class SyntheticLanes:
         self._table.zero_()
         self._step.zero_()
 
-    def __call__(self, drafts: Tensor, samples: Tensor) -> Tensor:
-        counts = self._table.index_select(0, self._step.clamp(max=TABLE_ROWS - 1))[0, : len(drafts)]
+    def __call__(self, samples: Tensor) -> Tensor:
+        counts = self._table.index_select(0, self._step.clamp(max=TABLE_ROWS - 1))[0, : len(samples)]
         self._step += 1
-        return counts.clamp(max=drafts.shape[1])
+        return counts.clamp(max=samples.shape[1] - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from sparkdraft.kernels.view import AttentionView
 from sparkdraft.models.blocks import Step
 from sparkdraft.spec.drafter import DraftBlock
 
-Accept = Callable[[Tensor, Tensor], Tensor]  # drafts [seqs, depth], samples [seqs, 1 + depth] -> accepted [seqs]
+Accept = Callable[[Tensor], Tensor]  # samples int32 [seqs, 1 + depth] -> how many drafts stand, int32 [seqs]
 
 
 class StepKind(NamedTuple):
@@ -42,8 +42,9 @@ class StepKind(NamedTuple):
 class LaneRows:
     """The same number of rows for each lane, from its anchor on."""
 
-    positions: Tensor  # int32 [seqs, width]
-    slots: Tensor  # int32 [seqs, width]; -1 in an empty lane
+    ids: Tensor  # int32 [seqs * width], as are the next two
+    positions: Tensor
+    slots: Tensor  # -1 in an empty lane
     view: AttentionView
 
 
@@ -52,7 +53,7 @@ class Lanes:
         """ring: plain steps whose hidden states are kept for the drafter, at most."""
         plan = runner.plan
         self.runner, self.block, self.plan, self.device = runner, block, plan, device
-        self.accept: Accept = accepted
+        self.accept: Accept | None = None  # says how many stand, whatever was sampled: for benchmarks
         lanes, max_blocks = plan.max_seqs, -(-plan.max_model_len // plan.block_size)
 
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -67,25 +68,20 @@ class Lanes:
 
     def step(self, kind: StepKind) -> Tensor:
         """int32 [seqs, depth + 2]: what was sampled in each row, then how many drafts were accepted."""
-        seqs, depth = kind.seqs, kind.depth
-        rows = self._rows(seqs, 1 + depth)
-        ids = self.token[:seqs].unsqueeze(1)
-        drafts = self._draft(kind) if depth else ids[:, :0]
-        verify = Step(
-            torch.cat([ids, drafts], 1).flatten(),
-            rows.positions.flatten(),
-            rows.slots.flatten(),
-            rows.view,
-            self.runner.kv,
-        )
+        seqs, depth, ops = kind.seqs, kind.depth, self.runner.model.ops
+        drafts = self._draft(kind) if depth else None
+        rows = self._rows(seqs, 1 + depth, drafts)
+        verify = Step(rows.ids, rows.positions, rows.slots, rows.view, self.runner.kv)
         taps = self.runner.taps[: seqs * (1 + depth)] if self.block else None
         residual = self.runner.model.forward(verify, self.runner.tap_layers, taps)
-        samples = self._pick(self.runner.model.logits(residual), rows.positions + 1, kind)
-        count = torch.minimum(self.accept(drafts, samples), self.most[:seqs])
+        samples = self._pick(self.runner.model.logits(residual), rows.positions.view(seqs, -1) + 1, kind)
+        given = self.accept(samples) if self.accept else None
+        state = (t[:seqs] for t in (self.most, self.length, self.token, self.observed))
+        result, kept_slots = ops.settle(drafts, samples, *state, rows.slots, given)
         if taps is not None:
-            self._keep(taps, rows, count, depth)
-        self._advance(samples, count)
-        return torch.cat([samples, count.unsqueeze(1)], 1)
+            self._keep(taps, rows.positions, kept_slots, depth)
+        out: Tensor = result
+        return out
 
     def catch_up(self, seqs: int) -> Tensor:
         """Let the drafter see the plain rows that wait in the ring, of all lanes in one pass."""
@@ -107,15 +103,12 @@ class Lanes:
     def _count(self, number: int) -> Tensor:  # int32 [number]
         return torch.arange(number, dtype=torch.int32, device=self.device)
 
-    def _rows(self, seqs: int, width: int) -> LaneRows:
-        length = self.length[:seqs]
-        alive = length > 0
-        positions = (length.unsqueeze(1) - 1 + self._count(width)).clamp(min=0)
-        slots = self._slots(positions).where(alive.unsqueeze(1), -1)
-        context = (length - 1 + width).where(alive, 0)
+    def _rows(self, seqs: int, width: int, drafts: Tensor | None, fill: int = 0) -> LaneRows:
+        state, size = (self.length[:seqs], self.tables[:seqs], self.token[:seqs]), self.plan.block_size
+        ids, positions, slots, context = self.runner.model.ops.lay_out(*state, drafts, width, size, fill)
         starts = self._count(seqs + 1) * width
         view = AttentionView(starts, context, self.tables[:seqs], width, self.plan.max_model_len)
-        return LaneRows(positions, slots, view)
+        return LaneRows(ids, positions, slots, view)
 
     def _slots(self, positions: Tensor) -> Tensor:  # int32 [seqs, n] -> int32 [seqs, n]
         size, number = self.plan.block_size, self.tables.shape[1]
@@ -128,16 +121,12 @@ class Lanes:
         assert self.block
         drafter, (seqs, depth) = self.block.drafter, kind[:2]
         width = self.block.width(depth)
-        rows = self._rows(seqs, width)
-        ids = torch.full((seqs, width), drafter.caps.mask_id, dtype=torch.int32, device=self.device)
-        ids[:, 0] = self.token[:seqs]
+        rows = self._rows(seqs, width, None, drafter.caps.mask_id)
         wanted = self._count(seqs).unsqueeze(1) * width + self._count(depth) + 1
-        block = DraftBlock(
-            ids.flatten(), rows.positions.flatten(), rows.slots.flatten(), rows.view, wanted.flatten().contiguous()
-        )
+        block = DraftBlock(rows.ids, rows.positions, rows.slots, rows.view, wanted.flatten().contiguous())
         logits = drafter.propose(block)
         columns = drafter.to_target(self._count(logits.shape[1]).long())
-        return drafter.to_target(self._pick(logits, rows.positions[:, 1 : depth + 1], kind, columns))
+        return drafter.to_target(self._pick(logits, rows.positions.view(seqs, -1)[:, 1 : depth + 1], kind, columns))
 
     def _pick(self, logits: Tensor, positions: Tensor, kind: StepKind, columns: Tensor | None = None) -> Tensor:
         """The id of each row, int32 [seqs, rows a lane]: its best, or where a lane samples what the dice say.
@@ -154,25 +143,11 @@ class Lanes:
         drawn = self.runner.model.ops.draw(scaled, self.seed[lane], positions.flatten().long(), columns)
         return best.where(self.knobs.temperature[: len(positions)].unsqueeze(1) == 0, drawn.view(best.shape)).int()
 
-    def _keep(self, taps: Tensor, rows: LaneRows, count: Tensor, depth: int) -> None:
+    def _keep(self, taps: Tensor, positions: Tensor, kept_slots: Tensor, depth: int) -> None:
         """Committed rows to the drafter, at once where it drafts; those of plain steps wait in the ring."""
-        seqs = len(count)
         if depth:
             assert self.block
-            slots = rows.slots.where(self._count(1 + depth) <= count.unsqueeze(1), -1)
-            self.block.drafter.observe(taps, rows.positions.flatten(), slots.flatten())
-            self.observed[:seqs] = (self.length[:seqs] + count).where(self.length[:seqs] > 0, 0)
+            self.block.drafter.observe(taps, positions, kept_slots)
         else:
-            place = (rows.positions % self.ring.shape[1]).long()[:, :, None, None]
-            self.ring[:seqs].scatter_(1, place.expand(-1, -1, *taps.shape[1:]), taps.unsqueeze(1))
-
-    def _advance(self, samples: Tensor, count: Tensor) -> None:
-        seqs = len(count)
-        self.token[:seqs] = samples.gather(1, count.long().unsqueeze(1)).squeeze(1)
-        self.length[:seqs] += (count + 1).where(self.length[:seqs] > 0, 0)
-
-
-def accepted(drafts: Tensor, samples: Tensor) -> Tensor:  # int32 [seqs, depth], [seqs, 1 + depth] -> int32 [seqs]
-    """How many drafts stand: each while it, and all before it, equals the target's own sample in its place."""
-    same = (drafts == samples[:, :-1]).int()
-    return same.cumprod(1).sum(1).int()
+            place = (positions % self.ring.shape[1]).long()[:, None, None, None]
+            self.ring[: len(taps)].scatter_(1, place.expand(-1, -1, *taps.shape[1:]), taps.unsqueeze(1))

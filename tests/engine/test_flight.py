@@ -14,7 +14,7 @@ import torch
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.core import FinishReason, GrammarSpec, Request
 from sparkdraft.engine.flight import RING, Flight
-from sparkdraft.engine.lanes import accepted
+from sparkdraft.kernels.reference import settle
 
 TEXTS = [
     "def merge(a, b):",
@@ -190,5 +190,12 @@ def test_a_parked_drafter_catches_up(
 def test_accepting() -> None:
     drafts = torch.tensor([[1, 2, 3], [1, 9, 3], [9, 2, 3], [1, 2, 3]])
     samples = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 4, 4]])
-    assert accepted(drafts, samples).tolist() == [3, 1, 0, 2]
-    assert accepted(drafts[:, :0], samples[:, :1]).tolist() == [0, 0, 0, 0]
+
+    def count(drafts: torch.Tensor | None, samples: torch.Tensor) -> list[int]:
+        many = torch.full((4,), 9, dtype=torch.int32)
+        slots = torch.zeros(samples.numel(), dtype=torch.int32)
+        result, _ = settle(drafts, samples, many, many.clone(), many.clone(), many.clone(), slots)
+        return result[:, -1].tolist()
+
+    assert count(drafts, samples) == [3, 1, 0, 2]
+    assert count(None, samples[:, :1]) == [0, 0, 0, 0]
