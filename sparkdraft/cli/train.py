@@ -34,6 +34,7 @@ FIT_FLAGS = {
     "block": "rows of a block, the anchor included: it drafts one less",
     "widths": "block widths that are mixed in training, a list (default: the block and half of it)",
     "taps": "target blocks it reads, a list counted from 0 (default: five, spread evenly)",
+    "vocab": "draft only the N ids that stand most often in the corpus: a cheaper head (0: all)",
     "mask_id": "token that stands for what is to be drafted (-1: one the target never learnt)",
     "steps": "steps of training; a finished run goes on when this is raised",
     "context": "tokens of text a step",
@@ -84,7 +85,7 @@ def configure(parser: ArgumentParser) -> None:
     export.add_argument("--out", required=True, metavar="FOLDER", help="the checkpoint")
     export.add_argument("--layout", default="zlab", help="zlab or speculators (default zlab)")
     export.add_argument("--bits", type=int, default=16, help="16, or 8: integers in groups of 32 (default 16)")
-    text = "draft only the N ids that stand most often in the corpus: a cheaper head (default: all)"
+    text = "draft only the N ids that stand most often in the corpus (default: as it was trained)"
     export.add_argument("--vocab", type=int, default=0, metavar="N", help=text)
     for verb in (data, fit, evaluate, export):
         verb.epilog, verb.formatter_class = EXAMPLES, RawDescriptionHelpFormatter
@@ -176,8 +177,8 @@ def _export(args: Namespace) -> int:
     if state is None:
         raise UserError(f"{args.run} has no checkpoint yet: let `sparkdraft train fit` reach its first one")
     target, ids = ExportTarget(info.settings.target), None
-    if args.vocab:
-        ids = torch.from_numpy(Corpus(info.settings.data).most_frequent(args.vocab))
+    if vocab := args.vocab or info.settings.vocab:
+        ids = torch.from_numpy(Corpus(info.settings.data).most_frequent(vocab))
     export(info.draft, folded(state.model()), Path(args.out), args.layout, args.bits, target=target, vocabulary=ids)
     size = sum(file.stat().st_size for file in Path(args.out).iterdir())
     print(f"{args.out}: step {state.step}, {args.layout} layout, {size / 1e6:.1f} MB")

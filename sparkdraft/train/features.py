@@ -14,17 +14,20 @@ from sparkdraft.kernels.view import AttentionView
 from sparkdraft.models.blocks import Decoder, Step
 from sparkdraft.train.batches import TrainBatch
 from sparkdraft.train.target import Target
+from sparkdraft.weights.linear import Linear
 
 BLOCK = 16  # positions of a cache block
 
 
 class Features:
-    def __init__(self, target: Target, taps: tuple[int, ...], context: int, longest: int, teach: bool) -> None:
-        """teach: also the logits of every row, for which all blocks must run."""
-        self.target, self.taps, self.teach, self.longest = target, taps, teach, longest
+    def __init__(
+        self, target: Target, taps: tuple[int, ...], context: int, longest: int, teach: Linear | None = None
+    ) -> None:
+        """teach: a head; also its logits of every row are wanted, for which all blocks must run."""
+        self.target, self.taps, self.teach, self.longest = target, taps, teach is not None, longest
         whole = target.decoder
         layers = whole.layers if teach else whole.layers[: max(taps) + 1]
-        ends = (whole.embedding, whole.head, whole.norm, whole.rope, whole.ops)
+        ends = (whole.embedding, teach or whole.head, whole.norm, whole.rope, whole.ops)
         self.decoder = Decoder(whole.config, layers, *ends)
         config, device = whole.config, target.device
         # Every document begins in a block of its own: at worst one more block a document, and one needs two tokens.

@@ -58,7 +58,9 @@ class Trainer:
         self.batches = Batches(
             corpus, settings.context, settings.block_rows, settings.all_widths, longest, settings.seed
         )
-        self.features = Features(target, draft.taps, settings.context, longest, settings.soft > 0)
+        self.head, self.place = _head_of(target, corpus, settings.vocab)
+        teach = DenseLinear(self.head) if settings.soft else None
+        self.features = Features(target, draft.taps, settings.context, longest, teach)
         torch.manual_seed(settings.seed)
         self.model = DraftModel(draft, longest, compiled=target.device.type == "cuda").to(target.device)
         with torch.no_grad():  # the head expects what this norm makes
@@ -92,9 +94,7 @@ class Trainer:
         assert isinstance(embedding, Tensor)
         hidden = self.model(batch, taps, F.embedding(blocks.flatten(), embedding))
         drafted = hidden.view(*blocks.shape, -1)[:, 1:].contiguous()  # [A, W - 1, hidden]
-        head = self.target.decoder.head
-        assert isinstance(head, DenseLinear)
-        return draft_loss(drafted, head.weight, self.labels(batch, teacher), self.options)
+        return draft_loss(drafted, self.head, self.labels(batch, teacher), self.options)
 
     def block_ids(self, batch: TrainBatch) -> Tensor:  # int64 [A, W]
         anchors = batch.ids[batch.anchors.long()].long()
@@ -102,13 +102,14 @@ class Trainer:
 
     def labels(self, batch: TrainBatch, teacher: Tensor | None) -> Labels:
         """Text that was sampled is taught by the distribution it was sampled from; greedy text by itself."""
+        ids = batch.labels if self.place is None else self.place[batch.labels]
         if teacher is None:
-            return Labels(batch.labels)
+            return Labels(ids)
         before = batch.anchors.long().unsqueeze(1) + torch.arange(batch.width - 1, device=teacher.device)
-        soft = (batch.temperature > 0).unsqueeze(1) & (batch.labels >= 0)
+        soft = (batch.temperature > 0).unsqueeze(1) & (ids >= 0)
         warmth = torch.where(batch.temperature > 0, 1 / batch.temperature, 1.0)
         rows = torch.where(soft, before, -1)
-        return Labels(batch.labels, teacher, rows, warmth.unsqueeze(1).expand_as(rows).contiguous())
+        return Labels(ids, teacher, rows, warmth.unsqueeze(1).expand_as(rows).contiguous())
 
     def state(self, step: int, seconds: float) -> State:
         model = {f"model.{n}": t for n, t in self.model.state_dict().items()}
@@ -123,6 +124,21 @@ class Trainer:
         self.model.load_state_dict(state.model())
         self.optimizer.load(state.tensors)
         self.batches.cursor = state.cursor
+
+
+def _head_of(target: Target, corpus: Corpus, vocab: int) -> tuple[Tensor, Tensor | None]:
+    """The rows of the target's head that are drafted among, and each id's place there; None: all, where they are.
+
+    An id that is not among them has the place of no label at all, and so has 'no label' itself, which comes as -1.
+    """
+    head = target.decoder.head
+    assert isinstance(head, DenseLinear)
+    if not vocab:
+        return head.weight, None
+    ids = torch.from_numpy(corpus.most_frequent(vocab)).to(target.device)
+    place = torch.full((len(head.weight) + 1,), -1, device=target.device)
+    place[ids] = torch.arange(vocab, device=target.device)
+    return head.weight[ids], place
 
 
 class Meter:

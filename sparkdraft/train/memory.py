@@ -21,15 +21,16 @@ def parts(target: ModelConfig, settings: FitSettings, on_gpu: bool) -> dict[str,
     heads = (2 * target.num_heads + 2 * target.num_kv_heads) * target.head_dim
     taps = len(settings.taps) or min(5, target.num_layers)
     parameters = settings.layers * hidden * (heads + 3 * inter) + taps * hidden * hidden
+    vocab = settings.vocab or target.vocab_size
     copies = 3 if settings.optimizer == "muon" else 4  # weights, gradients, one or two moments; all in float32
     context = taps * hidden * itemsize + kv_bytes_per_token(target, itemsize) // target.num_layers * 9
     step = {
         "the target's step": scratch_bytes(target, settings.context, 0, itemsize) + settings.context * context,
         "the drafter's step": _drafter_step(target, settings, itemsize),
-        "logits": _logit_rows(settings, on_gpu) * target.vocab_size * itemsize,
+        "logits": _logit_rows(settings, on_gpu) * vocab * itemsize,
     }
     if settings.soft:
-        step["the target's logits"] = settings.context * target.vocab_size * itemsize
+        step["the target's logits"] = settings.context * vocab * itemsize
     if on_gpu:  # recordings keep theirs, beside what a shape needs that has not been recorded yet
         step["recorded steps"] = sum(step.values())
     else:

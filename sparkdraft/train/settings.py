@@ -13,7 +13,7 @@ from sparkdraft.core import UserError
 
 OPTIMIZERS = {"muon": 0.02, "adamw": 1.5e-3}  # and the learning rate of matrices where none is given
 WEIGHTS = ("dpace", "decay")
-NOT_NEGATIVE = ("intermediate", "warmup", "seed", "lr", "vector_lr")
+NOT_NEGATIVE = ("intermediate", "vocab", "warmup", "seed", "lr", "vector_lr")
 MAY_CHANGE = ("steps",)  # of a run that is resumed: it may be made longer
 
 
@@ -27,6 +27,7 @@ class FitSettings:
     block: int = 16  # rows of the drafter's block, the anchor included
     widths: tuple[int, ...] = ()  # blocks are trained in these widths, mixed; empty: the block and half of it
     taps: tuple[int, ...] = ()  # target blocks it reads; empty: five, spread evenly
+    vocab: int = 0  # drafts only so many ids, the corpus's commonest; 0: all
     mask_id: int = -1  # stands for what is to be drafted; -1: an id the target never learnt
     steps: int = 10000
     context: int = 16384  # tokens of text a step

@@ -231,6 +231,25 @@ def test_a_drafter_can_be_gone_on_from_and_grown(toy: Path, run: Path, tmp_path:
         fit(settings(toy, 5, init=str(tmp_path / "old"), layers=1, block=4), tmp_path / "less", "cpu")
 
 
+@pytest.mark.parametrize("soft", [0.0, 0.5])
+def test_a_smaller_vocabulary_is_trained_among_its_own_rows(toy: Path, tmp_path: Path, soft: float) -> None:
+    asked = settings(toy, 30, vocab=40, soft=soft)
+    info, target, corpus = fit_module.prepare(asked, "cpu", None)
+    trainer = fit_module.Trainer(asked, target, corpus, DraftConfig.read(info.draft))
+    batch, ids = trainer.batches.take(0), corpus.most_frequent(40).tolist()
+    _, teacher = trainer.features(batch)
+    labels, whole = trainer.labels(batch, teacher).ids.tolist(), batch.labels.tolist()
+    assert labels == [[ids.index(x) if x in ids else -1 for x in row] for row in whole]
+    assert any(x >= 0 and x not in ids for row in whole for x in row), "some label must be left out"
+    assert (teacher is None) == (soft == 0) and (teacher is None or teacher.shape[1] == 40)
+    fit(asked, tmp_path / "run", "cpu")
+    assert main(["train", "export", str(tmp_path / "run"), "--out", str(tmp_path / "made")]) == 0
+    assert json.loads((tmp_path / "made" / "config.json").read_text())["draft_vocab_size"] == 40
+    with pytest.raises(UserError, match="--vocab is 320; it must be from 1 to 319"):
+        fit(settings(toy, 5, vocab=320), tmp_path / "wide", "cpu")
+    assert not (tmp_path / "wide").exists()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])

@@ -72,10 +72,10 @@ def test_a_block_in_training_is_the_block_in_service(target: Target, corpus: Cor
 
 def test_taps_are_those_of_each_document_alone(target: Target, corpus: Corpus) -> None:
     batch = Batches(corpus, 160, 96, (8,), 64, seed=1).take(0)
-    taps, logits = Features(target, (0, 2), 160, 64, teach=True)(batch)
+    taps, logits = Features(target, (0, 2), 160, 64, target.decoder.head)(batch)
     assert logits is not None and logits.shape == (160, 320)
     for first, last in zip(batch.bounds[:-1].tolist(), batch.bounds[1:].tolist(), strict=True):
-        alone = Features(target, (0, 2), last - first, 64, teach=False)
+        alone = Features(target, (0, 2), last - first, 64)
         piece = type(batch)(
             batch.ids[first:last],
             torch.tensor([0, last - first], dtype=torch.int32),
