@@ -96,7 +96,9 @@ def test_add_to_adds_in_place_to_strided_rows() -> None:
     assert torch.equal(residual, expected) and torch.equal(wide[:, 37:], rest)
 
 
-@pytest.mark.parametrize(("out", "width", "bits"), [(101, 576, 4), (77, 1536, 4), (130, 576, 8)])
+@pytest.mark.parametrize(
+    ("out", "width", "bits"), [(101, 576, 4), (77, 1536, 4), (53, 224, 4), (130, 576, 8), (9, 32, 8)]
+)
 def test_a_row_of_a_matmul_has_the_same_bits_in_every_batch(out: int, width: int, bits: int) -> None:
     packed = native.PackedLinear.pack([random_quant(out, width, bits)])
     x = torch.randn(300, width)

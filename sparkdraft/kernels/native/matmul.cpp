@@ -34,38 +34,39 @@ struct Matrix {  // mirrored in __init__.py
 constexpr int64_t group_bytes(int rows) { return rows * GROUP + 2 * TILE * sizeof(float); }
 
 #if SPARKDRAFT_NEON
-INLINE void round_group(const float* x, int8_t* q, float* step, float* sum) {
-    float32x4_t v[8], peak4 = vdupq_n_f32(0);
-    for (int i = 0; i < 8; ++i) {
-        v[i] = vld1q_f32(x + 4 * i);
-        peak4 = vmaxq_f32(peak4, vabsq_f32(v[i]));
-    }
-    const float peak = vmaxvq_f32(peak4);
-    const float inverse = peak > 0 ? (1 / peak) * 127 : 0;  // as torch computes 127 / peak
+INLINE float peak_of(const float* x) {
+    float32x4_t peak = vdupq_n_f32(0);
+    for (int i = 0; i < GROUP; i += 4) peak = vmaxq_f32(peak, vabsq_f32(vld1q_f32(x + i)));
+    return vmaxvq_f32(peak);
+}
+
+INLINE int32_t round_group(const float* x, float inverse, int8_t* q) {
     int32x4_t total = vdupq_n_s32(0);
-    for (int i = 0; i < 8; i += 4) {
+    for (int i = 0; i < GROUP; i += 16) {
         int16x8_t n[4];
         // Adding 1.5 * 2^23 rounds to the nearest, ties to even, as torch.round does; the low byte is the integer.
         for (int j = 0; j < 4; ++j) {
-            const float32x4_t biased = vaddq_f32(vmulq_n_f32(v[i + j], inverse), vdupq_n_f32(BIAS_VALUE));
-            n[j] = vreinterpretq_s16_f32(biased);
+            const float32x4_t scaled = vmulq_n_f32(vld1q_f32(x + i + 4 * j), inverse);
+            n[j] = vreinterpretq_s16_f32(vaddq_f32(scaled, vdupq_n_f32(BIAS_VALUE)));
         }
         const int16x8_t a = vuzp1q_s16(n[0], n[1]), b = vuzp1q_s16(n[2], n[3]);
         const int8x16_t bytes = vuzp1q_s8(vreinterpretq_s8_s16(a), vreinterpretq_s8_s16(b));
         total = vdotq_s32(total, bytes, vdupq_n_s8(1));
-        vst1q_s8(q + 4 * i, bytes);
+        vst1q_s8(q + i, bytes);
     }
-    *step = peak / 127;
-    *sum = float(vaddvq_s32(total)) * *step;
+    return vaddvq_s32(total);
 }
 #else
-INLINE void round_group(const float* x, int8_t* q, float* step, float* sum) {
+INLINE float peak_of(const float* x) {
     float peak = 0;
     for (int i = 0; i < GROUP; ++i) {
         const float size = std::fabs(x[i]);
         peak = size > peak || size != size ? size : peak;
     }
-    const float inverse = peak > 0 ? (1 / peak) * 127 : 0;  // as torch computes 127 / peak
+    return peak;
+}
+
+INLINE int32_t round_group(const float* x, float inverse, int8_t* q) {
     int32_t total = 0;
     for (int i = 0; i < GROUP; ++i) {
         const float scaled = std::min(127.0f, std::max(-127.0f, x[i] * inverse));
@@ -73,16 +74,25 @@ INLINE void round_group(const float* x, int8_t* q, float* step, float* sum) {
         q[i] = int8_t(int32_t(biased - BIAS_VALUE));
         total += q[i];
     }
-    *step = peak / 127;
-    *sum = float(total) * *step;
+    return total;
 }
 #endif
 
-// One row of the batch, into its place in a tile of 'rows' rows.
-void round_row(const float* x, int64_t width, int64_t place, int rows, uint8_t* tile) {
-    for (int64_t k = 0; k < width; k += GROUP, tile += group_bytes(rows)) {
-        float* steps = reinterpret_cast<float*>(tile + rows * GROUP) + place;
-        round_group(x + k, reinterpret_cast<int8_t*>(tile + place * GROUP), steps, steps + TILE);
+// One row of the batch, into its place in a tile of 'rows' rows; by four groups, so that their divisions overlap.
+void round_row(const float* x, int64_t groups, int64_t place, int rows, uint8_t* tile) {
+    for (int64_t done = 0; done < groups; done += 4) {
+        const int count = int(std::min<int64_t>(4, groups - done));
+        float peak[4] = {}, inverse[4], step[4];
+        for (int i = 0; i < count; ++i) peak[i] = peak_of(x + i * GROUP);
+        for (int i = 0; i < 4; ++i) {
+            inverse[i] = peak[i] > 0 ? (1 / peak[i]) * 127 : 0;  // as torch computes 127 / peak
+            step[i] = peak[i] / 127;
+        }
+        for (int i = 0; i < count; ++i, x += GROUP, tile += group_bytes(rows)) {
+            float* steps = reinterpret_cast<float*>(tile + rows * GROUP) + place;
+            const int32_t total = round_group(x, inverse[i], reinterpret_cast<int8_t*>(tile + place * GROUP));
+            steps[0] = step[i], steps[TILE] = float(total) * step[i];
+        }
     }
 }
 
@@ -180,25 +190,43 @@ INLINE void store_lanes(vfloat v, float* y, int64_t lanes, bool add) {
     for (int64_t i = 0; i < lanes; ++i) y[i] = add ? y[i] + values[i] : values[i];
 }
 
+// GROUPS groups of a strip from 'g' on, added to the sums of each row.
+template <class Strip, int ROWS, int GROUPS>
+INLINE void add_groups(const Strip& strip, int64_t g, const uint8_t* tile, vfloat* sums) {
+    vfloat scale[GROUPS], offset[GROUPS], dots[GROUPS][ROWS];
+    alignas(32) float spare[GROUPS][LANES];
+    const float* shift[GROUPS];
+    unroll<GROUPS>(EACH(i) { scale[i] = strip.scale(g + i), offset[i] = strip.offset(g + i); });
+    unroll<GROUPS>(EACH(i) { shift[i] = strip.shift(g + i, scale[i], spare[i]); });
+    unroll<GROUPS>(EACH(i) {
+        strip.prefetch(g + i);
+        const auto* x = reinterpret_cast<const int8_t*>(tile + i * group_bytes(ROWS));
+        dot_group<Strip, ROWS>(strip, g + i, x, dots[i]);
+    });
+    unroll<GROUPS>(EACH(i) {
+        unroll<ROWS>(EACH(r) {
+            const vfloat fresh = ROWS == 1 ? vscale(scale[i], -BIAS_VALUE) : vload_anew(shift[i]);
+            dots[i][r] = vfma(dots[i][r], scale[i], fresh);
+        });
+    });
+    unroll<GROUPS>(EACH(i) {
+        const auto* steps = reinterpret_cast<const float*>(tile + i * group_bytes(ROWS) + ROWS * GROUP);
+        add_scaled<ROWS, 1>(sums, dots[i], steps);
+        if constexpr (Strip::OFFSET) add_scaled<ROWS, 0>(sums, &offset[i], steps + TILE);
+    });
+}
+
 template <class Strip, int ROWS>
 void multiply_tile(const Matrix& m, const uint8_t* data, const uint8_t* tile, Output out, int64_t lanes) {
+    constexpr int AT_ONCE = ROWS <= PAIR_ROWS ? 2 : 1;
     const Strip strip(m, data);
-    const int64_t groups = m.groups;
     vfloat sums[ROWS];
     unroll<ROWS>(EACH(r) { sums[r] = vzero(); });
-    for (int64_t g = 0; g < groups; ++g, tile += group_bytes(ROWS)) {
-        strip.prefetch(g);
-        alignas(32) float spare[LANES];
-        const vfloat scale = strip.scale(g), offset = strip.offset(g);
-        const float* shift = strip.shift(g, scale, spare);
-        const float* steps = reinterpret_cast<const float*>(tile + ROWS * GROUP);
-        vfloat dots[ROWS];
-        dot_group<Strip, ROWS>(strip, g, reinterpret_cast<const int8_t*>(tile), dots);
-        unroll<ROWS>(EACH(r) { dots[r] = vfma(dots[r], scale, vload_anew(shift)); });
-        unroll<ROWS>(EACH(r) { sums[r] = vfma(dots[r], steps[r], sums[r]); });
-        if constexpr (!Strip::OFFSET) continue;
-        unroll<ROWS>(EACH(r) { sums[r] = vfma(offset, steps[TILE + r], sums[r]); });
+    int64_t g = 0;
+    for (; g + AT_ONCE <= m.groups; g += AT_ONCE, tile += AT_ONCE * group_bytes(ROWS)) {
+        add_groups<Strip, ROWS, AT_ONCE>(strip, g, tile, sums);
     }
+    if (g < m.groups) add_groups<Strip, ROWS, 1>(strip, g, tile, sums);
     unroll<ROWS>(EACH(r) { store_lanes(sums[r], out.y + r * out.stride, lanes, out.add); });
 }
 
@@ -317,7 +345,7 @@ void sd_linear(const Matrix* m, const float* x, int64_t x_stride, int64_t count,
     pool::parallel_ranges(count, 4 * elements, 2, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) {
             const int64_t tile = r / TILE;
-            round_row(x + r * x_stride, width, r % TILE, rows.rows_of(tile), data + tile * rows.tile_bytes);
+            round_row(x + r * x_stride, m->groups, r % TILE, rows.rows_of(tile), data + tile * rows.tile_bytes);
         }
     });
     const Output out{y, y_stride, add != 0};

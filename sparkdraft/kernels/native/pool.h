@@ -6,6 +6,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -146,13 +147,17 @@ void parallel_for(long count, const F& f) {
 }
 
 // Runs f(begin, end) over 0 .. count in about 'pieces_per_thread' pieces a thread, or in one where 'work' (in rough
-// multiply-adds) is too little to be worth waking anybody for.
+// multiply-adds) is too little to be worth waking anybody for. Pieces handed out in turn lie apart, so that those which
+// a thread takes one after the other mostly follow each other in memory.
 template <class F>
 void parallel_ranges(long count, double work, int pieces_per_thread, const F& f) {
-    long pieces = work < 20000 || wanted_threads == 1 ? 1 : long(wanted_threads) * pieces_per_thread;
-    if (pieces > count) pieces = count;
-    if (pieces <= 1) return f(0L, count);
-    parallel_for(pieces, [&](long i) { f(count * i / pieces, count * (i + 1) / pieces); });
+    const long threads = std::min<long>(wanted_threads, count);
+    if (work < 20000 || threads <= 1) return f(0L, count);
+    const long each = std::min<long>(pieces_per_thread, count / threads), pieces = threads * each;
+    parallel_for(pieces, [&](long turn) {
+        const long i = turn % threads * each + turn / threads;
+        f(count * i / pieces, count * (i + 1) / pieces);
+    });
 }
 
 }  // namespace pool

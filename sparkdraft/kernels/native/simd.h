@@ -113,7 +113,8 @@ INLINE float exp1(float x) { return exp4(splat4(x))[0]; }
 // BIAS_VALUE + dot, exactly, for |dot| < 2^22 (ours stay below 2^19): no conversion from int to float is needed, and
 // multiply_add(biased, scale, shift)  with  shift = -BIAS_VALUE * scale  is dot * scale with one rounding, because this
 // shift is exact for a scale of 11 bits. dot_group gives the biased sums of a strip of weights with ROWS rows of x,
-// GROUP bytes apart.
+// GROUP bytes apart; add_scaled adds a[STRIDE * r] * factors[r] to the sum of each row r. Up to PAIR_ROWS rows,
+// there are registers to take two groups at once.
 
 constexpr int GROUP = 32;
 
@@ -133,7 +134,7 @@ constexpr float BIAS_VALUE = 12582912.0f;
 
 #if SPARKDRAFT_NEON
 
-constexpr int LANES = 4;
+constexpr int LANES = 4, PAIR_ROWS = 4;
 typedef float32x4_t vfloat;
 typedef int8x16_t vbytes;
 alignas(16) static const int32_t BIAS[4] = {0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000};
@@ -143,75 +144,66 @@ INLINE void vstore(float* p, vfloat v) { vst1q_f32(p, v); }
 INLINE vfloat vzero() { return vdupq_n_f32(0); }
 INLINE vfloat vadd(vfloat a, vfloat b) { return vaddq_f32(a, b); }
 INLINE vfloat vscale(vfloat a, float b) { return vmulq_n_f32(a, b); }
-INLINE vfloat vfma(vfloat a, vfloat b, vfloat c) { return vfmaq_f32(c, a, b); }
-INLINE vfloat vfma(vfloat a, float b, vfloat c) { return vfmaq_n_f32(c, a, b); }
 INLINE vfloat load_halves(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
-INLINE vbytes load_bytes(const void* p) { return vld1q_s8(static_cast<const int8_t*>(p)); }
 INLINE void store_bytes(void* p, vbytes v) { vst1q_s8(static_cast<int8_t*>(p), v); }
 
-INLINE vbytes low_nibbles(vbytes v) { return vandq_s8(v, vdupq_n_s8(15)); }
-INLINE vbytes high_nibbles(vbytes v) { return vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(v), 4)); }
+// The rest is in assembly, one instruction each, because the order counts and compilers spoil it; 'volatile' keeps it
+// as written. The two vector pipes are the bottleneck, and a short instruction (a dot product, unpacking) loses its
+// turn behind a long one (a multiply-add), so these come in long runs of a kind; the load pipes are idle, so what can
+// be loaded again is not copied between registers.
 
-// A load that no compiler turns into a copy between registers: the load pipes are idle here, the vector pipes are not.
 INLINE vfloat vload_anew(const void* p) {
     vfloat v;
     asm volatile("ldr %q0, %1" : "=w"(v) : "m"(*static_cast<const char(*)[16]>(p)));
     return v;
 }
 
-// N sums of 16 products each: sum[n] += w[0 .. 3] . x[n], with x[n] GROUP bytes apart. In assembly because the order
-// counts (product by product over all rows, so that no sum waits for itself) and compilers spoil it with copies and
-// reordering.
-#define LOAD_X(n) "ldr %q[x" #n "], [%[x], #(32 * " #n ")]\n"
-#define DOT(n, j) "sdot %[s" #n "].4s, %[w" #j "].16b, %[x" #n "].4b[" #j "]\n"
-#define DOT_0(n) DOT(n, 0)
-#define DOT_1(n) DOT(n, 1)
-#define DOT_2(n) DOT(n, 2)
-#define DOT_3(n) DOT(n, 3)
-#define OPERANDS(n) [s##n] "+w"(sum[n]), [x##n] "=&w"(x##n)
-#define ROWS_1(M, SEP) M(0)
-#define ROWS_2(M, SEP) M(0) SEP() M(1)
-#define ROWS_3(M, SEP) ROWS_2(M, SEP) SEP() M(2)
-#define ROWS_4(M, SEP) ROWS_3(M, SEP) SEP() M(3)
-#define ROWS_5(M, SEP) ROWS_4(M, SEP) SEP() M(4)
-#define ROWS_6(M, SEP) ROWS_5(M, SEP) SEP() M(5)
-#define ROWS_7(M, SEP) ROWS_6(M, SEP) SEP() M(6)
-#define ROWS_8(M, SEP) ROWS_7(M, SEP) SEP() M(7)
-#define NOTHING()
-#define COMMA() ,
-#define DOT_ROWS(N)                                                                                                \
-    asm(ROWS_##N(LOAD_X, NOTHING) ROWS_##N(DOT_0, NOTHING) ROWS_##N(DOT_1, NOTHING) ROWS_##N(DOT_2, NOTHING)       \
-            ROWS_##N(DOT_3, NOTHING)                                                                               \
-        : ROWS_##N(OPERANDS, COMMA)                                                                                \
-        : [w0] "w"(w0), [w1] "w"(w1), [w2] "w"(w2), [w3] "w"(w3), [x] "r"(x), "m"(*(const char(*)[N * GROUP])x))
+INLINE vbytes load_bytes(const void* p) { return vreinterpretq_s8_f32(vload_anew(p)); }
 
-template <int N>
-INLINE void dot_half(int8x16_t w0, int8x16_t w1, int8x16_t w2, int8x16_t w3, const int8_t* x, int32x4_t* sum) {
-    int8x16_t x0, x1, x2, x3, x4, x5, x6, x7;  // named, since an array would be written to memory
-    if constexpr (N == 1) DOT_ROWS(1);
-    if constexpr (N == 2) DOT_ROWS(2);
-    if constexpr (N == 3) DOT_ROWS(3);
-    if constexpr (N == 4) DOT_ROWS(4);
-    if constexpr (N == 5) DOT_ROWS(5);
-    if constexpr (N == 6) DOT_ROWS(6);
-    if constexpr (N == 7) DOT_ROWS(7);
-    if constexpr (N == 8) DOT_ROWS(8);
+INLINE vbytes low_nibbles(vbytes v) {
+    asm volatile("and %0.16b, %0.16b, %1.16b" : "+w"(v) : "w"(vdupq_n_s8(15)));
+    return v;
 }
 
+INLINE vbytes high_nibbles(vbytes v) {
+    asm volatile("ushr %0.16b, %0.16b, #4" : "+w"(v));
+    return v;
+}
+
+INLINE vfloat vfma(vfloat a, vfloat b, vfloat c) {
+    asm volatile("fmla %0.4s, %1.4s, %2.4s" : "+w"(c) : "w"(a), "w"(b));
+    return c;
+}
+
+template <int ROWS, int STRIDE>
+INLINE void add_scaled(vfloat* sums, const vfloat* a, const float* factors) {
+    unroll<ROWS>(EACH(r) {
+        constexpr int LANE = r % 4;
+        const vfloat four = vload(factors + r - LANE);
+        asm volatile("fmla %0.4s, %1.4s, %2.s[%c3]" : "+w"(sums[r]) : "w"(a[STRIDE * r]), "w"(four), "i"(LANE));
+    });
+}
+
+// Product by product over all rows, so that no sum waits for itself, with the weights unpacked a little ahead.
 template <class Strip, int ROWS>
-INLINE void dot_group(const Strip& s, int64_t g, const int8_t* x, vfloat* biased) {
-    int32x4_t sum[ROWS];
-    unroll<ROWS>(EACH(i) { sum[i] = vreinterpretq_s32_f32(vload_anew(BIAS)); });
-    dot_half<ROWS>(s.template weight<0>(g), s.template weight<1>(g), s.template weight<2>(g), s.template weight<3>(g),
-                   x, sum);
-    dot_half<ROWS>(s.template weight<4>(g), s.template weight<5>(g), s.template weight<6>(g), s.template weight<7>(g),
-                   x + 16, sum);
-    unroll<ROWS>(EACH(i) { biased[i] = vreinterpretq_f32_s32(sum[i]); });
+INLINE void dot_group(const Strip& strip, int64_t g, const int8_t* x, vfloat* biased) {
+    constexpr int AHEAD = ROWS <= 4 ? 3 : 2;  // as far as the registers reach
+    vbytes w[8], half[ROWS];
+    unroll<AHEAD>(EACH(j) { w[j] = strip.template weight<j>(g); });
+    unroll<ROWS>(EACH(r) { biased[r] = vload_anew(BIAS); });
+    unroll<8>(EACH(j) {
+        constexpr int QUAD = j % 4;
+        if constexpr (QUAD == 0) unroll<ROWS>(EACH(r) { half[r] = load_bytes(x + r * GROUP + 4 * j); });
+        unroll<ROWS>(EACH(r) {
+            asm volatile("sdot %0.4s, %1.16b, %2.4b[%c3]" : "+w"(biased[r]) : "w"(w[j]), "w"(half[r]), "i"(QUAD));
+        });
+        if constexpr (j + AHEAD < 8) w[j + AHEAD] = strip.template weight<j + AHEAD>(g);
+    });
 }
 
 #elif SPARKDRAFT_AVX2
 
-constexpr int LANES = 8;
+constexpr int LANES = 8, PAIR_ROWS = 0;
 typedef __m256 vfloat;
 typedef __m256i vbytes;
 
@@ -256,7 +248,7 @@ INLINE vfloat group_dot(const vbytes w[8], const int8_t* x) {
 
 #else
 
-constexpr int LANES = 4;
+constexpr int LANES = 4, PAIR_ROWS = 0;
 struct vfloat {
     float lane[LANES];
 };
@@ -316,6 +308,11 @@ INLINE vfloat group_dot(const vbytes w[8], const int8_t* x) {
 
 #if !SPARKDRAFT_NEON
 INLINE vfloat vload_anew(const float* p) { return vload(p); }
+
+template <int ROWS, int STRIDE>
+INLINE void add_scaled(vfloat* sums, const vfloat* a, const float* factors) {
+    unroll<ROWS>(EACH(r) { sums[r] = vfma(a[STRIDE * r], factors[r], sums[r]); });
+}
 
 template <class Strip, int ROWS>
 INLINE void dot_group(const Strip& strip, int64_t g, const int8_t* x, vfloat* biased) {
