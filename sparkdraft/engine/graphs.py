@@ -38,6 +38,8 @@ class Graphs(Generic[Key]):
     def record(self, shapes: list[Key]) -> None:
         """Largest first: on a GPU the smaller ones then fit into its memory."""
         for shape in sorted(shapes, reverse=True):  # type: ignore[type-var]
+            if shape not in self._seen:
+                self._run(shape)  # the kernels are compiled; a shape that comes up has run by itself
             beside = next(iter(self._recorded.values()), None)
             self._recorded[shape] = self._ops.Recording(partial(self._run, shape), beside)
 

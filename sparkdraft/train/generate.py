@@ -162,7 +162,8 @@ class BulkGenerator:
                 if (self._step(noisy) != RUNNING).all():
                     break
         else:
-            if noisy not in self._recorded:  # making it runs one step too, which is as good as any
+            if noisy not in self._recorded:
+                self._step(noisy)  # once before it is recorded; it is as good a step as any
                 beside = next(iter(self._recorded.values()), None)
                 self._recorded[noisy] = self.target.ops.Recording(partial(self._step, noisy), beside)
             for _ in range(CHECK):

@@ -13,8 +13,10 @@ from torch import Tensor
 
 class Recording:
     def __init__(self, run: Callable[[], Tensor], beside: Recording | None = None) -> None:
-        """beside: an earlier recording of the same owner, whose memory this one shares: only one replays at a time."""
-        run()  # compiles and loads what the capture may not
+        """run: has run before, which compiled and loaded what a capture may not; capturing it computes nothing.
+
+        beside: an earlier recording of the same owner, whose memory this one shares: only one replays at a time.
+        """
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=beside._graph.pool() if beside else None):
