@@ -2,7 +2,8 @@
 
 A decode step must read every weight and the K/V of every sequence once, the drafter's too where it drafts, so bytes
 over bandwidth is a floor that no engine passes; speed is reported as a share of it. Prompts are random ids, so nothing
-repeats and no prefix is found. What a random drafter's drafts are worth synthetic.py says, where time goes profile.py.
+repeats and no prefix is found. What a random drafter's drafts are worth synthetic.py says, where time goes profile.py,
+and what whole requests come to offline_throughput.py.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from sparkdraft.bench.bandwidth import wait
+from sparkdraft.bench.offline_throughput import throughput
 from sparkdraft.bench.profile import Parts, Profile, recorder, summary, timed_parts
 from sparkdraft.bench.synthetic import Acceptance, SyntheticLanes, SyntheticSampler
 from sparkdraft.core import SamplingParams, UserError
@@ -29,6 +31,7 @@ from sparkdraft.spec.dflash import DFlash
 
 WARM_STEPS = 8  # of plain decoding: kernels are compiled, the one shape is recorded
 SHORT = 32  # steps at most of a pass that looks at where the time goes
+ROUNDS = 2  # requests a stream of the pass over whole requests
 Report = Callable[[int, int], None]  # passes' steps done, and in all; never called while speed is measured
 
 
@@ -69,6 +72,7 @@ class Row:
     step_mean_ms: float
     timed_step_ms: float  # mean, in the pass that found the shares: how much waiting disturbed it
     floor_gb: dict[str, float]  # what the floor is made of
+    overall_tok_s: float | None  # whole requests, prompts included; None where lengths of drafts are given
     profile: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -88,7 +92,8 @@ class Bench:
         self._lanes = SyntheticLanes(engine.flight.lanes) if acceptance and engine.flight else None
 
     def measure(self, load: Load, report: Report, profiled: bool = False) -> tuple[Row, Profile | None]:
-        """Warm up, measure, then look at where the time goes: three or four passes over the same prompts.
+        """Warm up, measure, then look at where the time goes: three or four passes over the same prompts, and one over
+        whole requests.
 
         Drafted steps observe as many rows as were committed, each a shape of its own to be recorded; so that the
         measured pass finds all of them recorded, the warm-up is the same run, to the last accepted draft.
@@ -100,13 +105,14 @@ class Bench:
         self._run(load, warm, progress)
         measured = self._run(load, steps)
         progress.done += steps
+        overall = None if self.acceptance else throughput(self.engine, self._requests(load), load.streams).tok_s
         parts, found = Parts(), None
         with self._host_driven():
             timed = self._run(load, short, progress, timed_parts(self.engine, parts))
         if profiled:  # without progress, which would look like a gap
             profiler = recorder(device)
             found = summary(profiler, self.engine.plan.kernels, self._run(load, short, None, profiler).steps)
-        return self._row(load, measured, timed, parts, found), found
+        return self._row(load, measured, timed, parts, overall, found), found
 
     def num_steps(self, load: Load) -> int:
         """Decode steps at most: with a given acceptance those that write output_len ids on average."""
@@ -153,9 +159,18 @@ class Bench:
 
     def _add(self, load: Load) -> list[str]:
         params = SamplingParams(max_tokens=self._max_tokens(load), ignore_eos=True)
+        return [self.engine.add(ids, params) for ids in self._prompt_ids(load, load.streams)]
+
+    def _requests(self, load: Load) -> list[tuple[list[int], SamplingParams]]:
+        params = SamplingParams(max_tokens=load.output_len, ignore_eos=True)
+        return [(ids, params) for ids in self._prompt_ids(load, ROUNDS * load.streams)]
+
+    def _prompt_ids(self, load: Load, count: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(load.prompt_len * 1000 + load.streams)
-        ids = torch.randint(0, self.model.vocab_size, (load.streams, load.prompt_len), generator=generator)
-        return [self.engine.add(each, params) for each in ids.tolist()]
+        ids: list[list[int]] = torch.randint(
+            0, self.model.vocab_size, (count, load.prompt_len), generator=generator
+        ).tolist()
+        return ids
 
     def _max_tokens(self, load: Load) -> int:
         """Past what is measured: drafts are cut where an output ends, and steps shall be alike to the last."""
@@ -205,7 +220,9 @@ class Bench:
 
     # ---- what it comes to
 
-    def _row(self, load: Load, measured: Pass, timed: Pass, parts: Parts, found: Profile | None) -> Row:
+    def _row(
+        self, load: Load, measured: Pass, timed: Pass, parts: Parts, overall: float | None, found: Profile | None
+    ) -> Row:
         median, mean = statistics.median(measured.steps), statistics.fmean(measured.steps)
         step = mean if measured.drafted else median
         tokens, timed_total = measured.tokens / len(measured.steps), sum(timed.steps)
@@ -229,6 +246,7 @@ class Bench:
             step_mean_ms=mean * 1e3,
             timed_step_ms=statistics.fmean(timed.steps) * 1e3,
             floor_gb={name: round(count / 1e9, 4) for name, count in read.items()},
+            overall_tok_s=overall,
             profile=found.as_dict() if found else None,
         )
 

@@ -31,11 +31,13 @@ if TYPE_CHECKING:
 
 HEADER = (
     "streams  prompt  prefill tok/s  decode tok/s  step ms = draft + target +  rest  floor ms  of the floor  ids a step"
+    "  overall tok/s"
 )
 LEGEND = (
     "draft: proposing; target: running and sampling, until ids are on the host; rest: all else, with what the drafter "
     "observes at block borders. Shares of a pass that waits for the device at each border, applied to the step, which "
-    "is timed with nothing around it"
+    "is timed with nothing around it. overall: what whole requests wrote over all their time, prompts included, a new "
+    "one begun where one ends"
 )
 REDRAW = 0.2  # seconds
 
@@ -165,10 +167,11 @@ def _measure_all(bench: Bench, loads: list[Load], profiled: bool) -> list[Row]:
 
 
 def _line(row: Row) -> str:
+    overall = "-" if row.overall_tok_s is None else f"{row.overall_tok_s:.1f}"
     return (
         f"{row.streams:7}  {row.prompt_len:6}  {row.prefill_tok_s:13.0f}  {row.decode_tok_s:12.1f}  {row.step_ms:7.2f}"
         f"   {row.draft_ms:5.2f}   {row.target_ms:6.2f}   {row.rest_ms:5.2f}  {row.floor_ms:8.2f}"
-        f"  {row.share:12.0%}  {row.length:10.2f}"
+        f"  {row.share:12.0%}  {row.length:10.2f}  {overall:>13}"
     )
 
 

@@ -29,8 +29,10 @@ from sparkdraft.server.config import ServerConfig
 from sparkdraft.server.engine_client import EngineError
 from sparkdraft.server.limits import BodyLimit
 from sparkdraft.server.metrics import Metrics
+from sparkdraft.server.prompts import ModelText
 from sparkdraft.server.protocol.errors import ApiError, from_validation
 from sparkdraft.server.protocol.shapes import dumps
+from sparkdraft.server.rehearsal import rehearse
 from sparkdraft.server.routes import ROUTERS
 from sparkdraft.server.service import Service, as_api_error
 
@@ -40,8 +42,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def create_app(config: ServerConfig, client: EngineClient) -> FastAPI:
-    """The application owns the client: it is started and stopped with it."""
+def create_app(config: ServerConfig, client: EngineClient, rehearsed: bool = True) -> FastAPI:
+    """The application owns the client: it is started and stopped with it. rehearsed: requests of its own go first."""
     service = Service(config, client)
     guards = [Middleware(Errors, metrics=service.metrics)]
     if config.api_key:
@@ -56,7 +58,7 @@ def create_app(config: ServerConfig, client: EngineClient) -> FastAPI:
         lifespan=_lifespan,
         responses={"4XX": {"description": "OpenAI's error object"}, "503": {"description": "Not ready, or draining"}},
     )
-    app.state.service = service
+    app.state.service, app.state.rehearsed = service, rehearsed
     for router in ROUTERS:
         app.include_router(router)
     for kind in (RequestValidationError, HTTPException, UserError, EngineError):
@@ -67,8 +69,16 @@ def create_app(config: ServerConfig, client: EngineClient) -> FastAPI:
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     service: Service = app.state.service
+
+    async def rehearsal(text: ModelText) -> None:
+        if app.state.rehearsed:
+            beside = create_app(service.config, service.client)
+            beside.state.service.text = text
+            await rehearse(beside, service.config.api_key)
+            service.client.count_anew()
+
     await service.client.start()
-    following = asyncio.create_task(service.follow())
+    following = asyncio.create_task(service.follow(rehearsal))
     try:
         yield
     finally:

@@ -140,6 +140,10 @@ class EngineClient:
         finally:
             self._questions.pop(name, None)
 
+    def count_anew(self) -> None:
+        """The engine forgets what it has counted, of requests that were no user's."""
+        self._send(messages.CountAnew())
+
     async def stop(self, drain_seconds: float = 0.0) -> None:
         """Refuse what is new, let what runs finish for so long, then end the engine process."""
         self.state = "draining"

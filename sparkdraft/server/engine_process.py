@@ -139,6 +139,10 @@ class Service:
                 self._abort(message.id)
             case messages.AskStatus():
                 self.wire.send(messages.Status(message.id, self._status()))
+            case messages.CountAnew():
+                self._counts.clear()
+                self._finished.clear()
+                self.engine.drafting.forget_trials()
             case _:
                 raise AssertionError(f"{type(message).__name__} is not for the engine")
 

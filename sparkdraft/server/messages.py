@@ -36,6 +36,11 @@ class AskStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class CountAnew:
+    """What ran so far was no user's: the numbers of the status begin at nothing."""
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """Exit now, whatever runs."""
 
@@ -120,9 +125,10 @@ class Dying:
     final: bool = False  # it would die of the same again: a configuration that can not run
 
 
-Message = Submit | Abort | AskStatus | Shutdown | Loading | Ready | Tokens | Refused | Status | Dying
+Message = Submit | Abort | AskStatus | CountAnew | Shutdown | Loading | Ready | Tokens | Refused | Status | Dying
 KINDS: dict[str, Callable[..., Message]] = {
-    kind.__name__: kind for kind in (Submit, Abort, AskStatus, Shutdown, Loading, Ready, Tokens, Refused, Status, Dying)
+    kind.__name__: kind
+    for kind in (Submit, Abort, AskStatus, CountAnew, Shutdown, Loading, Ready, Tokens, Refused, Status, Dying)
 }
 _event_fields = attrgetter(*(f.name for f in fields(TokenEvent)))
 _output_fields = attrgetter("request_id", *(f.name for f in fields(TokenEvent)[1:]))

@@ -28,10 +28,10 @@ LAST_WORDS = 2  # seconds for the answers to reach their clients once nothing ru
 def listen(config: ServerConfig) -> socket.socket:
     """Bound here, before anything is loaded, so that a taken port is known at once."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(
+        family, kind, proto, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind)
+        listener = socket.socket(family, kind, proto)  # asyncio takes Nagle's delay only from sockets that say TCP
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:

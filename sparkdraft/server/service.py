@@ -1,13 +1,15 @@
 """What the routes share: the configuration, the engine's client, the counters, and the model's tokenizer and template.
 
-The tokenizer is made as soon as the engine has said what it serves, in a thread and before /health says ready, so that
-the first request does not pay for it. What a route does with these is its own matter.
+The tokenizer is made as soon as the engine has said what it serves, in a thread, and then a few requests are rehearsed,
+both before /health says ready, so that the first user does not pay for it. What a route does with these is its own
+matter.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -43,7 +45,12 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        return self.client.state == "ready" and self.text is not None and not self.draining
+        return self.client.state == "ready" and self._has_text and not self.draining
+
+    @property
+    def _has_text(self) -> bool:
+        """Of this engine, not of one before it."""
+        return self.text is not None and self.text.info is self.client.info
 
     def check_model(self, asked: str | None) -> None:
         if asked and asked not in self.config.names:
@@ -68,24 +75,26 @@ class Service:
     def state(self) -> str:
         if self.draining:
             return "draining"
-        return "starting" if self.client.state == "ready" and self.text is None else self.client.state
+        return "starting" if self.client.state == "ready" and not self._has_text else self.client.state
 
     @property
     def stage(self) -> str:
-        """Of loading; the tokenizer comes after all that the engine does."""
-        return "tokenizer" if self.client.state == "ready" and self.text is None else self.client.stage
+        """Of loading; the rehearsal comes after all that the engine does by itself."""
+        return "rehearsal" if self.client.state == "ready" and not self._has_text else self.client.stage
 
     # ---- the engine's facts
 
-    async def follow(self) -> None:
-        """Forever: make the tokenizer of whatever the engine serves."""
+    async def follow(self, rehearse: Callable[[ModelText], Awaitable[None]]) -> None:
+        """Forever: make the tokenizer of whatever the engine serves, and run first requests with it."""
         info: ModelInfo | None = None
         while True:
             if self.client.info is not info:
                 info = self.client.info
                 if info is not None:
-                    self.text = await asyncio.to_thread(ModelText, info)
+                    text = await asyncio.to_thread(ModelText, info)
                     self.gate.max_seqs = int(info.plan_facts.get("max_seqs") or 1)
+                    await rehearse(text)
+                    self.text = text
             await asyncio.sleep(POLL)
 
     async def engine_status(self) -> dict[str, Any]:

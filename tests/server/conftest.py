@@ -66,6 +66,8 @@ class FakeClient:
         self.stopped = True
         self.state = "draining"
 
+    def count_anew(self) -> None: ...
+
     async def status(self) -> dict[str, Any]:
         return {"running": 1, "waiting": 2, "kv_blocks_free": 3, "kv_blocks_total": 4, "drafting": {"num_drafts": 5}}
 
@@ -144,10 +146,12 @@ class Live:
 
 
 @contextmanager
-def live(client: Any, ready_within: float = 60.0, **options: Any) -> Iterator[Live]:
+def live(client: Any, ready_within: float = 60.0, rehearsed: bool | None = None, **options: Any) -> Iterator[Live]:
     config = ServerConfig(port=0, **options)
     listener = listen(config)
-    server = Server(create_app(config, client), config)
+    if rehearsed is None:
+        rehearsed = not isinstance(client, FakeClient)  # which shall see what a test sends, and nothing else
+    server = Server(create_app(config, client, rehearsed), config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()
     running = Live(address_of(listener), server, config)

@@ -10,10 +10,11 @@ import random
 import re
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from http.client import HTTPConnection
+from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,7 +28,9 @@ from tests.server.conftest import Live, live
 
 PROMPT = "Tell me something about the sea, number {}."
 CLIENTS = 16
+TOKENS_EACH = 48
 LEAVE_AFTER = 20  # tokens
+ENGINE: dict[str, Any] = {"device": "cpu", "kv_tokens": 4096, "max_seqs": CLIENTS}
 TOKENS = re.compile(rb'"tokens": ?(\d+)')
 
 
@@ -40,7 +43,7 @@ def rss(pid: int) -> int:
 @pytest.fixture(scope="module")
 def small_cache() -> Iterator[Live]:
     """A cache that a first load fills: a larger one takes its memory little by little, as blocks are first used."""
-    engine = EngineConfig(device="cpu", kv_tokens=4096, max_seqs=CLIENTS)
+    engine = EngineConfig(**ENGINE)
     with live(EngineClient(engine), engine=engine) as running:
         yield running
 
@@ -70,8 +73,14 @@ class Client(threading.Thread):
 
     def ask(self, http: HTTPConnection) -> None:
         question = PROMPT.format(self.number * 1000 + self.answers)
-        body: dict[str, Any] = {"messages": [{"role": "user", "content": question}], "max_tokens": 48, "stream": True}
-        body |= {"temperature": 0, "ignore_eos": True, "speculation": "off", "return_speculation": True}
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": question}], "stream": True}
+        body |= {
+            "max_tokens": TOKENS_EACH,
+            "temperature": 0,
+            "ignore_eos": True,
+            "speculation": "off",
+            "return_speculation": True,
+        }
         with closing(http):
             http.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
             response = http.getresponse()
@@ -101,27 +110,24 @@ def crowd(server: Live, seconds: float) -> tuple[list[Client], float]:
     return clients, sum(c.tokens for c in clients) / (time.monotonic() - begin)
 
 
-def in_process(seconds: float) -> float:
-    """Tokens a second of the same questions in the engine alone, sixteen at once, a third of them ended midway too."""
+def offline(seconds: float, share: float) -> float:
+    """Tokens a second of the same questions by `bench offline`'s own count of whole requests, as many at once; a share
+    of them ends where clients leave."""
     from sparkdraft import LLM, SamplingParams
+    from sparkdraft.bench.offline_throughput import throughput
 
-    engine, number, written = (llm := LLM("smollm2", device="cpu")).engine, 0, Counter[str]()
-    params = SamplingParams(max_tokens=48, ignore_eos=True, num_draft=0)
-    running: set[str] = set()
-    begin = time.monotonic()
-    while time.monotonic() < begin + seconds:
-        for _ in range(CLIENTS - len(running)):
-            question = PROMPT.format(number)
-            running.add(engine.add(llm.chat_ids([{"role": "user", "content": question}]), params, str(number)))
-            number += 1
-        for piece in engine.step():
-            name = piece.request_id
-            written[name] += len(piece.ids)
-            if piece.finish:
-                running.discard(name)
-            elif int(name) % 3 == 2 and written[name] > LEAVE_AFTER:
-                engine.abort(name)
-    return written.total() / (time.monotonic() - begin)
+    llm = LLM("smollm2", **ENGINE)
+    whole = SamplingParams(max_tokens=TOKENS_EACH, ignore_eos=True, num_draft=0)
+    cut = replace(whole, max_tokens=LEAVE_AFTER + 1)
+
+    def questions(until: float) -> Iterator[tuple[list[int], SamplingParams]]:
+        for number in count():
+            if time.monotonic() > until:
+                return
+            ids = llm.chat_ids([{"role": "user", "content": PROMPT.format(number)}])
+            yield ids, cut if int((number + 1) * share) > int(number * share) else whole
+
+    return throughput(llm.engine, questions(time.monotonic() + seconds), CLIENTS).tok_s
 
 
 @pytest.mark.parametrize("seconds", [pytest.param(3, id="short"), pytest.param(180, id="long", marks=pytest.mark.slow)])
@@ -145,9 +151,27 @@ def test_sixteen_clients_of_whom_a_third_hang_up(small_cache: Live, seconds: int
     print(f"{speed:.1f} tok/s over HTTP, {sum(c.answers for c in clients)} answers, memory {grown:+.1%}")
     if seconds >= 60:
         assert grown < 0.03, f"the engine's memory grew by {grown:.1%}"
-        alone = in_process(30)
-        print(f"{alone:.1f} tok/s in the engine alone: {speed / alone:.1%}")
+        left = sum(c.answers for c in clients if c.leaves) / sum(c.answers for c in clients)  # theirs are the shorter
+        alone = offline(30, left)
+        print(f"{alone:.1f} tok/s offline, {left:.0%} of them cut as by clients that left: {speed / alone:.1%}")
         assert speed > 0.95 * alone
+
+
+def test_what_speed_is_compared_with(tiny_folder: Path) -> None:
+    """Every token of every request is counted, and as many run at once as were asked for."""
+    from sparkdraft import LLM, SamplingParams
+    from sparkdraft.bench.offline_throughput import throughput
+
+    engine, lengths, at_once = LLM(str(tiny_folder), device="cpu").engine, [5, 30, 9, 17, 4, 12, 21], []
+
+    def requests() -> Iterator[tuple[list[int], SamplingParams]]:
+        for i, length in enumerate(lengths):
+            at_once.append(len(engine.scheduler.running) + len(engine.scheduler.waiting))
+            yield [i + 1] * 20, SamplingParams(max_tokens=length, ignore_eos=True, num_draft=0)
+
+    found = throughput(engine, requests(), 3)
+    assert (found.requests, found.tokens) == (len(lengths), sum(lengths)) and found.seconds > 0
+    assert at_once == [0, 1, 2, 2, 2, 2, 2] and not engine.has_work
 
 
 def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:

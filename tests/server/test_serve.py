@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.conftest import FakeClient, live
+from tests.server.conftest import FakeClient, Live, live
 
 CHAT = "/v1/chat/completions"
 
@@ -71,6 +72,12 @@ def test_it_says_where_it_is_answers_and_drains(tiny_folder: Path) -> None:
         assert not any("error" in chunk for chunk in rest)
         assert sum(chunk["choices"][0]["finish_reason"] == "length" for chunk in rest) == 16
         assert server.process.wait(20) == 0
+
+
+def test_no_piece_of_a_stream_waits_for_the_one_before_to_be_acknowledged(echo: Live) -> None:
+    with echo.http.stream("POST", CHAT, json={"messages": [{"role": "user", "content": "x"}], "stream": True}):
+        sockets = [c.transport.get_extra_info("socket") for c in list(echo.server.server_state.connections)]
+        assert sockets and all(s.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for s in sockets)
 
 
 def test_a_model_that_can_not_be_served_ends_it() -> None:

@@ -1,0 +1,42 @@
+"""Tokens a second of whole requests: what they wrote over all the time they took, prompts included.
+
+So many requests run at once; where one ends the next begins, until all have ended. This is how a server is loaded, and
+how `vllm bench throughput` counts: the figure to hold against a server's. What a step costs is offline.py's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+from sparkdraft.core import SamplingParams
+from sparkdraft.engine.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    requests: int
+    tokens: int  # written
+    seconds: float
+
+    @property
+    def tok_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+def throughput(engine: Engine, requests: Iterable[tuple[list[int], SamplingParams]], streams: int) -> Throughput:
+    """Of these requests, 'streams' at once, in an engine that does nothing else. They are asked for as they begin."""
+    coming, running, count, tokens = iter(requests), set[str](), 0, 0
+    begin = time.perf_counter()
+    while True:
+        for prompt, params in islice(coming, streams - len(running)):
+            running.add(engine.add(prompt, params))
+            count += 1
+        if not running:
+            return Throughput(count, tokens, time.perf_counter() - begin)
+        for output in engine.step():
+            tokens += len(output.ids)
+            if output.finish:
+                running.discard(output.request_id)
