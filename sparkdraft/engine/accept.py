@@ -12,5 +12,9 @@ from collections.abc import Sequence
 def committed(drafts: Sequence[int], samples: Sequence[int]) -> list[int]:
     """samples[i] was drawn after drafts[:i]: the accepted ones, and the sample after the last of them."""
     assert len(samples) == len(drafts) + 1, (len(samples), len(drafts))
-    accepted = next((i for i, draft in enumerate(drafts) if draft != samples[i]), len(drafts))
+    accepted = 0
+    for draft, sample in zip(drafts, samples, strict=False):
+        if draft != sample:
+            break
+        accepted += 1
     return list(samples[: accepted + 1])

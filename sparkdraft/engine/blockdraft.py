@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,8 @@ from sparkdraft.kernels import Unrecordable
 from sparkdraft.plan.resolve import Fallback, Plan
 from sparkdraft.spec.drafter import DraftBlock, Drafter
 
+Table = Any  # a tensor, on a CPU as numpy sees it: torch takes thirty microseconds to copy a few kilobytes
+
 
 @dataclass(slots=True)
 class Pending:
@@ -34,15 +37,12 @@ class Pending:
 
     start: int
     taps: Tensor  # [room, layers tapped, hidden]
+    rows: Table  # the same memory
     count: int = 0
 
-    def add(self, taps: Tensor, row: int, count: int) -> None:
-        """On a CPU by numpy: torch takes thirty microseconds for these few kilobytes, every step."""
-        begin, end = self.count, self.count + count
-        if taps.device.type == "cpu":
-            self.taps.numpy()[begin:end] = taps.numpy()[row : row + count]
-        else:
-            self.taps[begin:end] = taps[row : row + count]
+    def add(self, rows: Table, first: int, count: int) -> None:
+        end = self.count + count
+        self.rows[self.count : end] = rows[first : first + count]
         self.count = end
 
 
@@ -58,6 +58,7 @@ class BlockDraft:
         self._graphs = Graphs(self._propose, ops) if plan.graphs else None
         self._observing = Graphs(self._observe, ops) if plan.graphs else None
         self._ids: Tensor | None = None  # int64 [draft vocabulary], what columns of its logits stand for
+        self._rows: Table = None  # the runner's taps
 
     def width(self, depth: int) -> int:
         """Rows of a block that drafts 'depth' ids: the trained size, or a half or a quarter where that is enough.
@@ -78,9 +79,10 @@ class BlockDraft:
         pending = self._pending.get(work.request)
         if pending is None:
             room = torch.empty_like(runner.taps[: self.plan.block_size + self.block_size])
-            pending = self._pending[work.request] = Pending(work.start, room)
+            pending = self._pending[work.request] = Pending(work.start, room, _table(room))
+            self._rows = _table(runner.taps)
         assert pending.start + pending.count == work.start, (pending.start, pending.count, work.start)
-        pending.add(runner.taps, row, count)
+        pending.add(self._rows, row, count)
         if pending.start // self.plan.block_size != (pending.start + pending.count) // self.plan.block_size:
             self.flush([work.request])
 
@@ -89,8 +91,7 @@ class BlockDraft:
         waiting = [(r, self._pending[r]) for r in requests if r in self._pending and self._pending[r].count]
         if not waiting:
             return
-        self._seen.fill(waiting, self.plan.block_size)
-        shape = Shape(1, sum(p.count for _, p in waiting), 0)
+        shape = Shape(1, self._seen.fill(waiting, self.plan.block_size), 0)
         self._observing = self._replay(self._observing, self._observe, shape)[0]
         for _, pending in waiting:
             pending.start, pending.count = pending.start + pending.count, 0
@@ -113,6 +114,8 @@ class BlockDraft:
     def _pick(self, logits: Tensor, works: list[Work], depth: int) -> Tensor:
         """The likeliest ids; for sampled requests those that the sampler's own dice give with the drafter's logits."""
         columns = argmax(logits)
+        if self._ids is None:
+            self._ids = self.drafter.to_target(torch.arange(logits.shape[1], device=self.device))
         warm = [(i, w.request) for i, w in enumerate(works) if w.request.params.temperature > 0]
         if warm:
             rows = [(i * depth + k, request, k) for i, request in warm for k in range(depth)]
@@ -122,10 +125,8 @@ class BlockDraft:
             )
             params = [r.params for _, r, _ in rows]
             scaled = allowed(logits[index].float(), Knobs.of(params, self.device), Filters.of(params))
-            if self._ids is None:
-                self._ids = self.drafter.to_target(torch.arange(logits.shape[1], device=self.device))
             columns[index] = self.ops.draw(scaled, seeds, positions, self._ids)
-        return self.drafter.to_target(columns)
+        return self._ids[columns]
 
     def release(self, request: Request) -> None:
         self._pending.pop(request, None)
@@ -171,10 +172,11 @@ class SeenRows:
         self.positions, self.slots = self._host if device.type == "cpu" else self._host.to(device)
         self.taps = torch.empty(0)  # [room, layers tapped, hidden], made when the first rows come
 
-    def fill(self, waiting: list[tuple[Request, Pending]], block_size: int) -> None:
+    def fill(self, waiting: list[tuple[Request, Pending]], block_size: int) -> int:
+        """Returns the rows to be seen: up to a power of two, so that few numbers are recorded; some are nobody's."""
         parts = [pending.taps[: pending.count] for _, pending in waiting]
         if not len(self.taps):
-            self.taps = torch.empty(self._room, *parts[0].shape[1:], dtype=parts[0].dtype, device=self._device)
+            self.taps = torch.zeros(self._room, *parts[0].shape[1:], dtype=parts[0].dtype, device=self._device)
         end = 0
         for request, pending in waiting:
             span = np.arange(pending.start, pending.start + pending.count)
@@ -183,6 +185,13 @@ class SeenRows:
             self._array[0, begin:end] = span
             self._array[1, begin:end] = blocks[span // block_size] * block_size + span % block_size
         torch.cat(parts, out=self.taps[:end])
+        begin, end = end, min(1 << (end - 1).bit_length(), self._room)
+        self._array[1, begin:end] = -1
         if self._device.type != "cpu":  # waits: the host's side may be filled again before the device gets here
             self.positions[:end].copy_(self._host[0, :end])
             self.slots[:end].copy_(self._host[1, :end])
+        return end
+
+
+def _table(taps: Tensor) -> Table:
+    return taps.numpy() if taps.device.type == "cpu" else taps

@@ -27,8 +27,7 @@ BOUNDS = np.where(BITS, np.float32(np.inf), np.float32(-np.inf))  # [256, 8]
 BISECTIONS = 24  # halvings of [0, 1] to find top_p's smallest probability: below float32's resolution of the sum
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRow:
+class SampleRow(NamedTuple):
     """One row of logits: a request, and the drafts that are taken for its next ids when this row is sampled."""
 
     request: Request
@@ -117,6 +116,8 @@ class Sampler:
 
     def __call__(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
         """Sample an id from each row of 'logits' (float32 [rows, vocab], edited in place)."""
+        if takes_likeliest(rows):
+            return Sampled(argmax(logits), {})
         logprobs = self._raw_logprobs(logits, rows)
         for index, row in enumerate(rows):
             self._edit(logits, index, row)
@@ -219,6 +220,19 @@ class Sampler:
     def _raw_logprobs(self, logits: Tensor, rows: list[SampleRow]) -> dict[int, tuple[Tensor, int]]:
         wanted = {i: r.request.params.logprobs for i, r in enumerate(rows)}
         return {i: (logits[i].log_softmax(-1), top) for i, top in wanted.items() if top is not None}
+
+
+def takes_likeliest(rows: Sequence[SampleRow]) -> bool:
+    """Whether no row asks for more than its likeliest id, as in most steps."""
+    known: Request | None = None
+    for row in rows:
+        if row.request is not known:  # a request's rows stand together
+            known, params = row.request, row.request.params
+            if params.temperature or params.logprobs is not None or params.min_tokens or params.logit_bias:
+                return False
+            if row.grammar or params.has_penalties:
+                return False
+    return True
 
 
 def argmax(logits: Tensor) -> Tensor:

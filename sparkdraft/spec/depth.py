@@ -8,7 +8,7 @@ engine drafts and verifies, says what was accepted and how long the step took.
 A request at depth 0 is parked: a counter runs, and nothing else. It would never learn that its text has become easy, so
 it probes: one step with a small draft. A probe that costs x plain steps more than a plain step does, and is followed by
 x / 0.012 plain tokens, loses 1.2 % on any machine: x = 0.57 (two CPU cores, depth 1) asks for 48 tokens, x = 0.13 (a
-GPU, depth 4) for 11. Text that turns easy waits half of that on average, then for as long as luck withholds a first
+GPU, depth 3) for 11. Text that turns easy waits half of that on average, then for as long as luck withholds a first
 acceptance. So the wait doubles from 16 tokens to 32 and no further unless the budget asks for more: longer waits would
 save less than that 1.2 % and lose the 50 tokens within which drafting shall come back.
 """
@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import sub, truediv
 
+Tokens = Sequence[Sequence[float]]  # expected of a step, by request and depth
 Bucket = tuple[int, int]  # log2 of the batch, log4 of the context in units of 256 tokens
 
 MEMORY = 0.985  # what a step leaves of older steps' counts: about 65 steps are remembered
 TRUST = 6.0  # how many observations the shared prior is worth to a new request
+RECENT = 0.7  # what a request leaves of older requests' counts: text is most like the text before it
 INHERIT = 0.9  # how much of a position's departure from the prior the next position expects for itself
 SURPRISE = 8.0  # squared deviations after which the text is taken to have changed
 FADE = 0.85  # what a step leaves of older surprise
@@ -66,9 +67,12 @@ class DepthState:
 
 
 class DepthController:
-    def __init__(self, max_depth: int, acceptance: float = 0.7) -> None:
+    def __init__(self, max_depth: int, acceptance: float = 0.7, depths: Sequence[int] = ()) -> None:
+        """depths: those to choose from, 0 among them; all up to max_depth if none are named."""
         assert max_depth >= 1 and 0 < acceptance < 1, f"max_depth {max_depth}, acceptance {acceptance}"
         self.max_depth = max_depth
+        self.depths = list(depths) or list(range(max_depth + 1))
+        self.probes = [d for d in self.depths if 0 < d <= MAX_PROBE] or self.depths[1:2]
         self.start = [acceptance] * max_depth
         self.prior = self.start
         self.taken = [0.0] * max_depth  # over closed requests, decayed
@@ -86,8 +90,8 @@ class DepthController:
         if not state.tried[0]:
             return
         share = min(1.0, 10 / state.tried[0])
-        self.taken = [0.9 * old + share * new for old, new in zip(self.taken, state.taken, strict=True)]
-        self.tried = [0.9 * old + share * new for old, new in zip(self.tried, state.tried, strict=True)]
+        self.taken = [RECENT * old + share * new for old, new in zip(self.taken, state.taken, strict=True)]
+        self.tried = [RECENT * old + share * new for old, new in zip(self.tried, state.tried, strict=True)]
         self.prior = conditional_acceptance(self.taken, self.tried, self.start, TRUST)
 
     def choose(self, states: Sequence[DepthState], contexts: Sequence[int], others: int = 0) -> list[int]:
@@ -102,11 +106,10 @@ class DepthController:
         if not self._knows_plain(bucket) or all(state.rests(bucket) for state in states):
             self.mixed = (0, num, 1.0)
             return [0] * len(states)
-        costs = self._costs(bucket)
+        costs = self.costs.get(bucket, self.unmeasured)
         price = costs.price(num)
-        depths = best_depths(
-            [self._tokens(s) for s in states], [s.parked is not None or not s.tried[0] for s in states], price, others
-        )
+        rest = [s.parked is not None or not s.tried[0] for s in states]
+        depths = best_depths([self._tokens(s) for s in states], rest, price, self.depths, others)
         drafting = any(depths)
         for state, depth in zip(states, depths, strict=True):
             if depth:
@@ -144,7 +147,7 @@ class DepthController:
         assert 0 <= depth <= self.max_depth and seconds > 0, f"depth {depth} of {self.max_depth}, {seconds} s"
         bucket = bucket_of(num_seqs, context)
         if bucket not in self.costs:
-            self.costs[bucket] = StepCosts(self._costs(bucket).curve())
+            self.costs[bucket] = StepCosts(self._borrowed(bucket))
         deepest, num, share = self.mixed
         # Where requests drafted to different depths the step was cheaper than one of that depth for all.
         uniform = seconds / share if (deepest, num) == (depth, num_seqs) else seconds
@@ -160,9 +163,8 @@ class DepthController:
     def describe(self) -> str:
         """Learnt acceptance and milliseconds a step, by depth."""
         shown = [d for d in (0, 1, 2, 3, 5, 7, 11, 15, 23, 31) if d <= self.max_depth]
-        lines = [f"{'depth':<26}" + "".join(f"{d:>8}" for d in shown)]
         accepted = "".join(f"{self.prior[d - 1]:>8.3f}" if d else f"{'':>8}" for d in shown)
-        lines.append(f"{'accepted, if reached':<26}" + accepted)
+        lines = [f"{'depth':<26}" + "".join(f"{d:>8}" for d in shown), f"{'accepted, if reached':<26}" + accepted]
         for (batch, context), costs in sorted(self.costs.items()):
             name = f"ms, {1 << batch} x {256 << 2 * context} tokens"
             cells = (f"{1e3 * costs.curve()[d]:.2f}" + ("" if costs.weight[d] else "~") for d in shown)
@@ -180,20 +182,21 @@ class DepthController:
             state.tokens = expected_tokens(chances)
         return state.tokens
 
-    def _costs(self, bucket: Bucket) -> StepCosts:
+    def _borrowed(self, bucket: Bucket) -> list[float]:
         """A bucket never measured looks like the nearest that was: only the ratios within a bucket matter."""
-        if bucket in self.costs or not self.costs:
-            return self.costs.get(bucket, self.unmeasured)
-        # The batch bends the curve more than the context; of two as near, the larger makes drafting dearer.
+        if not self.costs:
+            return self.unmeasured.shape
+        # The batch bends the curve more than the context; of two as near, the larger makes drafting dearer. Its rows
+        # are dear on a CPU, next to free on a GPU, as many rows of one request are.
         nearest = min(self.costs, key=lambda b: (2 * abs(b[0] - bucket[0]) + abs(b[1] - bucket[1]), -b[0], -b[1]))
-        return self.costs[nearest]
+        return for_batch(self.costs[nearest].curve(), 1 << max(bucket[0] - nearest[0], 0))
 
     def _first_wait(self, state: DepthState, price: Price, num: int) -> int:
         """What a probe of all would cost, less what it is expected to bring, within the budget.
 
         A request alone waits half of that: text that turned easy is its own loss. In a batch all pay for each probe.
         """
-        depth = price.probe_depth()
+        depth = price.probe_depth(self.probes)
         cost = (price.fixed / num + price.rows[depth]) * num / price.plain - (self._tokens(state)[depth] - 1)
         return min(max(round(cost / BUDGET / (2 if num == 1 else 1)), FIRST_WAIT), 4 * LONG_WAIT)
 
@@ -204,10 +207,10 @@ class DepthController:
         parked = [i for i, state in enumerate(states) if state.parked is not None]
         if not any(states[i].probe or states[i].waited >= states[i].wait for i in parked):
             return
-        usual = price.probe_depth()
+        usual = price.probe_depth(self.probes)
         probing = [i for i in parked if states[i].probe or 2 * states[i].waited >= states[i].wait]
         for i in probing:
-            depths[i] = min(states[i].probe or usual, self.max_depth)
+            depths[i] = states[i].probe or usual
         share = 0.0 if drafting else price.fixed / len(probing)
         for i in probing:
             states[i].price = (share + price.rows[depths[i]]) * num / price.plain
@@ -218,7 +221,7 @@ class DepthController:
         if accepted >= state.price:
             if not state.probe and self._tokens(state)[1] < LIKELY:
                 state.forget()
-            state.probe = min(2 * drafted, MAX_PROBE)
+            state.probe = next((d for d in self.probes if d >= 2 * drafted), self.probes[-1])
         else:
             state.wait = max(min(2 * state.wait, LONG_WAIT), round(state.spent / BUDGET))
             state.waited, state.probe, state.spent = 0, 0, 0.0
@@ -258,8 +261,7 @@ class StepCosts:
         if not weight or seconds < believed / 2:
             self.seconds[depth], self.weight[depth] = seconds, 1.0
             return
-        excess = min(seconds / believed, LATE) - 1
-        self.weight[depth] = min(weight + 1, 50)
+        excess, self.weight[depth] = min(seconds / believed, LATE) - 1, min(weight + 1, 50)
         self.seconds[depth] *= 1 + excess / self.weight[depth]
         if weight >= 4:
             # A depth known well that is slow today says that the machine is, or that the context grew: all depths are.
@@ -302,38 +304,39 @@ class Price:
     def step(self, depths: Sequence[int]) -> float:
         return self.plain + (self.fixed if any(depths) else 0.0) + sum(self.rows[d] for d in depths)
 
-    def probe_depth(self) -> int:
-        """The deepest probe that costs little more than the shallowest."""
-        allowed = 1.25 * (self.fixed + self.rows[1])
-        cheap = sum(self.fixed + seconds <= allowed for seconds in self.rows[1 : MAX_PROBE + 1])
-        return max(cheap, 1)  # rows never fall with depth, so the cheap ones come first
+    def probe_depth(self, probes: Sequence[int]) -> int:
+        """The deepest of these that costs little more than the shallowest."""
+        allowed = 1.25 * (self.fixed + self.rows[probes[0]])
+        return max(d for d in probes if d == probes[0] or self.fixed + self.rows[d] <= allowed)
 
 
-def best_depths(tokens: Sequence[Sequence[float]], parked: Sequence[bool], price: Price, others: int = 0) -> list[int]:
+def best_depths(tokens: Tokens, rest: Sequence[bool], price: Price, choice: Sequence[int], others: int) -> list[int]:
     """Depths that maximise tokens a second over the batch, in which 'others' write one id each beside these.
 
     At the best rate r (tokens a second) drafts are worth their rows' time t where they bring more than r t tokens, for
     each request by itself; so begin with r of the best common depth, let each choose, compute the r that gives, repeat.
     """
     num = len(tokens)
-    plain_rate = (num + others) / price.plain
+    plain_rate = (num + others) / price.plain * (MARGIN if all(rest) else 1.0)
+    if num + others == 1:
+        rate, depth = max((tokens[0][d] / price.uniform[d], d) for d in choice)
+        return [depth if rate > plain_rate else 0]
     # A step in which all of these draft alike, for a rate to begin with; with others beside them it is cheaper.
-    together = tokens[0] if num == 1 else map(sum, zip(*tokens, strict=True))
-    rate = max(map(truediv, (t + others for t in together), price.uniform))
+    rate = max((others + sum(own[d] for own in tokens)) / price.uniform[d] for d in choice)
     for _ in range(4):
-        row_tokens = [rate * seconds for seconds in price.rows]
-        depths = [_best_depth(own, row_tokens, rests) for own, rests in zip(tokens, parked, strict=True)]
+        worth = [rate * price.rows[d] for d in choice]
+        depths = [_best_depth(own, choice, worth, rests) for own, rests in zip(tokens, rest, strict=True)]
         reached = (others + sum(own[d] for own, d in zip(tokens, depths, strict=True))) / price.step(depths)
         if reached <= rate * 1.001:
             break
         rate = reached
-    return depths if rate > plain_rate * (MARGIN if all(parked) else 1.0) else [0] * num
+    return depths if rate > plain_rate else [0] * num
 
 
-def _best_depth(tokens: Sequence[float], row_tokens: Sequence[float], rests: bool) -> int:
-    net = list(map(sub, tokens, row_tokens))
+def _best_depth(tokens: Sequence[float], choice: Sequence[int], worth: Sequence[float], rests: bool) -> int:
+    net = [tokens[d] - w for d, w in zip(choice, worth, strict=True)]
     best = max(net)
-    return net.index(best) if best > net[0] * (MARGIN if rests else 1.0) else 0
+    return choice[net.index(best)] if best > net[0] * (MARGIN if rests else 1.0) else 0
 
 
 def expected_tokens(chances: Sequence[float]) -> list[float]:
@@ -358,6 +361,16 @@ def conditional_acceptance(
         departure = chance - usual
         chances.append(chance)
     return chances
+
+
+def for_batch(curve: list[float], times: int) -> list[float]:
+    """By depth, what steps of so many times the requests should cost: as much as those measured with as many rows."""
+    if times == 1:
+        return curve
+    last = len(curve) - 1
+    slope = (curve[last] - curve[last // 2]) / max(last - last // 2, 1)
+    wide = [curve[min(d, last)] + slope * max(d - last, 0) for d in range(times - 1, times * len(curve), times)]
+    return [max(wide[0] - Price.of(curve, 1).fixed, curve[0]), *wide[1:]]  # the first of these drafts nothing
 
 
 def bucket_of(num_seqs: int, context: int) -> Bucket:

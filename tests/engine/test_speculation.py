@@ -112,6 +112,26 @@ def test_drafts_stop_where_the_request_does() -> None:
         assert sum(engine.runner.rows_run) <= 2 + max_tokens - 1  # no row past the last one wanted
 
 
+def test_a_chosen_depth_is_one_that_was_tried_at_start() -> None:
+    """Also where the request ends: other depths would be new shapes, which cost more than they bring."""
+    for max_tokens in range(2, 30):
+        engine = fake_engine(FakeBlock(1.0), **LONG)
+        engine.add([1, 2], SamplingParams(max_tokens=max_tokens, ignore_eos=True), "a")
+        steps = [p.speculation for p in drain(engine) if p.speculation]
+        assert engine.drafting.trial_depths() == [0, 1, 3, 7]
+        assert {d for _, d, _ in engine.drafting.total.steps} <= {1, 3, 7} and len(steps) == 1
+
+
+def test_the_first_steps_of_a_shape_are_not_timed() -> None:
+    """They are launched plainly, then recorded, and would make the depth look several times as dear."""
+    engine = fake_engine(FakeBlock(0.0), **LONG)
+    (controller,) = engine.drafting.controllers.values()
+    engine.add([1], SamplingParams(max_tokens=20, num_draft=3, ignore_eos=True), "a")
+    for expected in (0, 0, 0, 1, 2):  # the prompt's step, two of a new shape, then those that count
+        engine.step()
+        assert sum(costs.weight[3] for costs in controller.costs.values()) == expected
+
+
 def test_off_and_on_share_a_batch() -> None:
     engine = fake_engine(FakeBlock(1.0), **LONG)
     engine.add([1], SamplingParams(max_tokens=24, num_draft=0, ignore_eos=True), "off")

@@ -22,6 +22,7 @@ from sparkdraft.spec.depth import (
     bucket_of,
     conditional_acceptance,
     expected_tokens,
+    for_batch,
     interpolate,
     never_falling,
 )
@@ -157,6 +158,25 @@ def test_a_fall_is_noticed(machine: str, most: int) -> None:
     assert mean(wasted) < most
 
 
+@pytest.mark.parametrize("machine", COSTS)
+def test_a_few_depths_to_choose_from_are_enough(machine: str) -> None:
+    cost, few, shares = COSTS[machine], [0, 1, 3, 7, 15], []
+    for chance in (0.6, 0.7, 0.8, 0.9):
+        rng = random.Random(7)
+        depths = DepthController(MAX_DEPTH, depths=few)
+        for depth in few * 3:
+            depths.measured(depth, 1, 100, cost(depth) * rng.gauss(1, 0.03))
+        state, tokens, seconds = depths.open(), 0, 0.0
+        while tokens < 2000:
+            (depth,) = depths.choose([state], [100])
+            assert depth in few
+            accepted = accept(rng, flat(chance), depth)
+            depths.observe(state, depth, accepted)
+            tokens, seconds = tokens + 1 + accepted, seconds + cost(depth)
+        shares.append(tokens / seconds / best_rate(cost, flat(chance)))
+    assert min(shares) > 0.92 and mean(shares) > 0.95
+
+
 def test_costs_not_measured_at_start_up_are_learnt() -> None:
     """Depth 5 is far cheaper than its neighbours promise: where it is tried, it is found out."""
 
@@ -271,6 +291,16 @@ def test_a_batch_that_makes_drafts_dear_is_found_out() -> None:
     assert speed > 0.95 * num / plain, "short requests, each of which probes, at a fifth of the speed lost by drafting"
 
 
+@pytest.mark.parametrize("machine", COSTS)
+def test_a_larger_batch_is_thought_to_cost_what_its_rows_do(machine: str) -> None:
+    """Nothing drafted was timed with four: eight rows are dear on the CPU, so they are not even tried; not on a GPU."""
+    depths = controller(COSTS[machine], random.Random(6))
+    for _ in range(3):
+        depths.measured(0, 4, 100, 2.2 * cpu(0) if machine == "cpu" else 1.02 * gpu(0))
+    chosen = depths.choose([depths.open() for _ in range(4)], [100] * 4)
+    assert any(chosen) == (machine == "gpu") and depths.choose([depths.open()], [100]) != [0]
+
+
 def test_others_in_the_step_make_rows_dearer() -> None:
     """One request of four may draft; alone it would, beside three others its rows cost more than they bring."""
     depths, state = DepthController(MAX_DEPTH), DepthState([0.0] * MAX_DEPTH, [0.0] * MAX_DEPTH)
@@ -336,6 +366,13 @@ def test_arithmetic() -> None:
     assert interpolate([0, 4], [0.0, 8.0], 1) == 2.0 and interpolate([2], [5.0], 9) == 5.0
     assert [bucket_of(n, 1)[0] for n in (1, 2, 3, 4, 5, 8)] == [0, 1, 2, 2, 3, 3]
     assert [bucket_of(1, c)[1] for c in (0, 256, 257, 1024, 1025, 4096, 4097)] == [0, 0, 1, 1, 2, 2, 3]
+    assert for_batch([4.0, 6.0, 7.0, 8.0], 1) == [4.0, 6.0, 7.0, 8.0]
+    assert for_batch([4.0, 6.0, 7.0, 8.0], 2) == [
+        5.0,
+        8.0,
+        10.0,
+        12.0,
+    ]  # rows: 2 (no drafts), 4, 6, 8
     untried = conditional_acceptance([9, 0, 0], [9, 0, 0], [0.7] * 3, 1.0)
     assert untried[0] > untried[1] > untried[2] > 0.7  # from the nearest tried position, shrunk to the prior
 
