@@ -205,6 +205,18 @@ def test_a_row_of_attention_has_the_same_bits_in_a_chunk_and_alone(window: int) 
             assert torch.equal(alone[0], whole[row]), (threads, row)
 
 
+@pytest.mark.parametrize("context", [9, 64, 127, 129, 300, 600])
+def test_the_rows_of_a_drafted_block_have_the_bits_that_each_has_alone(context: int) -> None:
+    q, k, v, view = batch(9, 3, 64, [1, 8], [77, context])
+    whole = native.paged_attention(q, k, v, view, 0.125)
+    for threads in (1, 2, 3, 8):  # more threads than queries in a slice, too
+        native.set_threads(threads)
+        assert torch.equal(native.paged_attention(q, k, v, view, 0.125), whole), threads
+        for row in range(1, 9):
+            alone = native.paged_attention(q[row : row + 1], k, v, one_row(view, row), 0.125)
+            assert torch.equal(alone[0], whole[row]), (threads, row)
+
+
 def test_attention_never_reads_past_the_context() -> None:
     q, k, v, view = batch(4, 2, 64, [2], [21])
     last = int(view.block_tables[0, 1])

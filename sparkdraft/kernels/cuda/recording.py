@@ -12,6 +12,8 @@ from torch import Tensor
 
 
 class Recording:
+    RUNS = False  # making one computes nothing
+
     def __init__(self, run: Callable[[], Tensor], beside: Recording | None = None) -> None:
         """run: has run before, which compiled and loaded what a capture may not; capturing it computes nothing.
 

@@ -1,10 +1,10 @@
 // Attention of ragged batches over the paged float cache: each row's heads against the keys that the row may see.
-// Keys are taken in tiles of 64 by their absolute position with an online softmax, and the state starts anew every 1024
-// keys ('span') and is merged span after span: a row's sums have the same order in a prompt chunk and in a decode step,
-// and the spans of a single long row can still be given to several threads.
+// Keys are taken in spans of 128 by their absolute position: all scores of a span, their softmax, then the weighted
+// values, and span after span is merged. A row's sums so have the same order in a prompt chunk and in a decode step,
+// and what is shared out to threads, spans or queries, is free to follow the batch.
 // All query heads that share a key head go together, so that a key and a value are loaded once for them.
 //
-//   unit of work:  (up to ROWS rows of a sequence) x (one key head) x (one span, or all spans where units abound)
+//   unit of work:  (up to ROWS rows of a sequence) x (one key head) x (all spans; where units are few: one span)
 //   queries of a unit:  row 0 head 0, row 0 head 1, .. row 1 head 0, ..  in groups of up to QUERIES in registers
 
 #include <algorithm>
@@ -15,8 +15,11 @@
 
 namespace {
 
-constexpr int64_t TILE = 64, SPAN = 1024, ROWS = 16;
+constexpr int64_t SPAN = 128, ROWS = 16;
+constexpr int64_t TILE = 64;   // so many keys stay in the nearest cache while all queries go over them
+constexpr int64_t AHEAD = 16;  // and so many keys ahead they are asked for
 constexpr int QUERIES = 4, KEYS = 4;
+constexpr float LOG2E = 1.44269504f;
 
 struct Call {  // strides in elements
     const float* q;
@@ -37,8 +40,12 @@ struct Unit {
     int64_t seq, first, count;  // rows of the batch
     int64_t position;           // of the first row in its sequence
     int64_t kv_head;
-    int64_t begin, end;     // keys that any of its rows sees
-    int64_t span, partial;  // where 'split': the only span to compute, and the place of its states in the scratch
+    int64_t begin, end;  // keys that any of its rows sees
+    int64_t partial;     // of a unit that is split: where its states begin in the scratch,
+    int64_t left;        // and how many of its tasks are not done
+
+    int64_t first_span() const { return begin / SPAN; }
+    int64_t spans() const { return (end + SPAN - 1) / SPAN - first_span(); }
 };
 
 struct Range {
@@ -61,8 +68,11 @@ Range keys_seen(const Call& c, int64_t position, int64_t context) {
 template <int N>
 INLINE void score_keys(const float* const* q, const float* const* k, int64_t dim, float scale, float* scores) {
     f32x4 sums[N * KEYS];
-    unroll<N * KEYS>(EACH(i) { sums[i] = splat4(0); });
-    for (int64_t d = 0; d < dim; d += 4) {
+    unroll<N>(EACH(n) {
+        const f32x4 query = load4(q[n]);
+        unroll<KEYS>(EACH(i) { sums[n * KEYS + i] = query * load4(k[i]); });
+    });
+    for (int64_t d = 4; d < dim; d += 4) {
         f32x4 key[KEYS];
         unroll<KEYS>(EACH(i) { key[i] = load4(k[i] + d); });
         unroll<N>(EACH(n) {
@@ -72,151 +82,182 @@ INLINE void score_keys(const float* const* q, const float* const* k, int64_t dim
     }
     unroll<N>(EACH(n) {
         const f32x4* s = sums + n * KEYS;
-        store4(scores + n * TILE, sum_lanes(s[0], s[1], s[2], s[3]) * splat4(scale));
+        store4(scores + n * SPAN, sum_lanes(s[0], s[1], s[2], s[3]) * splat4(scale));
     });
 }
 
-// values[n][d ..] += sum over keys of weights[n][key] * v[key][d ..], for VECTORS * 4 dimensions of N queries.
+// values[n][d ..] += sum over keys of weights[n][key] * v[place[key]][d ..], for VECTORS * 4 dimensions of N queries.
 template <int N, int VECTORS>
-INLINE void mix_values(const float* weights, const float* const* v, int64_t keys, int64_t d, float* const* values) {
+INLINE void mix_values(const float* weights, const float* v, const int64_t* place, int64_t keys, float* values,
+                       int64_t stride) {
     f32x4 sums[N * VECTORS];
     unroll<N>(EACH(n) {
-        unroll<VECTORS>(EACH(j) { sums[n * VECTORS + j] = load4(values[n] + d + 4 * j); });
+        unroll<VECTORS>(EACH(j) { sums[n * VECTORS + j] = load4(values + n * stride + 4 * j); });
     });
-    for (int64_t key = 0; key < keys; ++key) {
-        f32x4 value[VECTORS];
-        unroll<VECTORS>(EACH(j) { value[j] = load4(v[key] + d + 4 * j); });
-        unroll<N>(EACH(n) {
-            const f32x4 weight = splat4(weights[n * TILE + key]);
+    for (int64_t key = 0; key < keys; key += KEYS) {
+        f32x4 four[N];
+        unroll<N>(EACH(n) { four[n] = load4(weights + n * SPAN + key); });
+        unroll<KEYS>(EACH(i) {
             unroll<VECTORS>(EACH(j) {
-                sums[n * VECTORS + j] = multiply_add(value[j], weight, sums[n * VECTORS + j]);
+                const f32x4 value = load4(v + place[key + i] + 4 * j);
+                unroll<N>(EACH(n) {
+                    sums[n * VECTORS + j] = multiply_add_lane<i>(value, four[n], sums[n * VECTORS + j]);
+                });
             });
         });
     }
     unroll<N>(EACH(n) {
-        unroll<VECTORS>(EACH(j) { store4(values[n] + d + 4 * j, sums[n * VECTORS + j]); });
+        unroll<VECTORS>(EACH(j) { store4(values + n * stride + 4 * j, sums[n * VECTORS + j]); });
     });
 }
 
-// ---- Softmax ------------------------------------------------------------------------------------------------------
+// ---- Softmax, in powers of 2 --------------------------------------------------------------------------------------
 
-// Takes the scores of one tile into a query's state: scores become weights relative to the new maximum, and what was
-// summed so far is scaled to it. Keys outside 'seen' get weight 0, which changes no sum.
-void soften(float* scores, int64_t keys, Range seen, float* state, int64_t dim) {
+// Turns a query's scores of a span into weights relative to their maximum. Keys outside 'seen' get weight 0, which
+// changes no sum; 'keys' is how many weights are wanted.
+void soften(float* scores, int64_t keys, Range seen, float* maximum_and_total) {
     const int64_t begin = std::max<int64_t>(0, seen.begin), end = std::min(keys, seen.end);
-    float &maximum = state[dim], &total = state[dim + 1];
+    maximum_and_total[0] = -INFINITY, maximum_and_total[1] = 0;
     if (begin >= end) {
-        std::fill(scores, scores + TILE, 0.0f);
+        std::fill(scores, scores + keys, 0.0f);
         return;
     }
-    std::fill(scores, scores + begin, -INFINITY);
-    std::fill(scores + end, scores + TILE, -INFINITY);
-    f32x4 most = splat4(maximum), sum = splat4(0);
-    for (int64_t i = 0; i < TILE; i += 4) most = max4(most, load4(scores + i));
-    const float highest = std::max(std::max(most[0], most[1]), std::max(most[2], most[3]));
-    for (int64_t i = 0; i < TILE; i += 16) {  // four at a time: each is a long chain of dependent steps
+    const int64_t low = begin / 16 * 16, high = (end + 15) / 16 * 16;
+    std::fill(scores, scores + low, 0.0f);
+    std::fill(scores + low, scores + begin, -INFINITY);
+    std::fill(scores + end, scores + high, -INFINITY);
+    if (high < keys) std::fill(scores + high, scores + keys, 0.0f);
+    f32x4 most[4];
+    unroll<4>(EACH(j) { most[j] = load4(scores + low + 4 * j); });
+    for (int64_t i = low + 16; i < high; i += 16) {
+        unroll<4>(EACH(j) { most[j] = max4(most[j], load4(scores + i + 4 * j)); });
+    }
+    most[0] = max4(max4(most[0], most[1]), max4(most[2], most[3]));
+    const float maximum = std::max(std::max(most[0][0], most[0][1]), std::max(most[0][2], most[0][3]));
+    f32x4 sum = splat4(0);
+    for (int64_t i = low; i < high; i += 16) {  // four at a time: each is a long chain of dependent steps
         f32x4 weights[4];
-        unroll<4>(EACH(j) { weights[j] = exp4(load4(scores + i + 4 * j) - splat4(highest)); });
+        unroll<4>(EACH(j) { weights[j] = power_of_2(load4(scores + i + 4 * j) - splat4(maximum)); });
         unroll<4>(EACH(j) { store4(scores + i + 4 * j, weights[j]); });
         sum = sum + ((weights[0] + weights[1]) + (weights[2] + weights[3]));
     }
-    const float shrink = maximum == highest ? 1.0f : exp1(maximum - highest);
-    total = multiply_add(total, shrink, sum_lanes(sum));
-    maximum = highest;
-    if (shrink == 1.0f) return;
-    for (int64_t d = 0; d < dim; ++d) state[d] *= shrink;
-}
-
-void clear(float* state, int64_t dim) {
-    std::fill(state, state + dim, 0.0f);
-    state[dim] = -INFINITY, state[dim + 1] = 0;
+    maximum_and_total[0] = maximum, maximum_and_total[1] = sum_lanes(sum);
 }
 
 // into := both states together, as if their keys had been one span's
 void merge(float* into, const float* from, int64_t dim) {
     if (from[dim + 1] == 0) return;
     const float highest = std::max(into[dim], from[dim]);
-    const float a = exp1(into[dim] - highest), b = exp1(from[dim] - highest);
-    for (int64_t d = 0; d < dim; ++d) into[d] = multiply_add(into[d], a, from[d] * b);
-    into[dim + 1] = multiply_add(into[dim + 1], a, from[dim + 1] * b);
+    const f32x4 factors = power_of_2(f32x4{into[dim], from[dim], 0, 0} - splat4(highest));
+    const f32x4 a = splat4(factors[0]), b = splat4(factors[1]);
+    for (int64_t d = 0; d < dim; d += 4) {
+        store4(into + d, multiply_add(load4(into + d), a, load4(from + d) * b));
+    }
+    into[dim + 1] = multiply_add(into[dim + 1], a[0], from[dim + 1] * b[0]);
     into[dim] = highest;
 }
 
-// ---- One unit -----------------------------------------------------------------------------------------------------
+// ---- One span of one unit -----------------------------------------------------------------------------------------
 
-struct Tile {
-    const float *k[TILE], *v[TILE];
+struct Span {
     int64_t first, keys;  // position of its first key, and how many there are
+    int64_t place[SPAN];  // of each key in the caches
 };
 
-void find_keys(const Call& c, const Unit& u, int64_t first, int64_t end, Tile& tile) {
+// Spans begin at multiples of SPAN, or of TILE where the unit sees nothing before.
+void find_keys(const Call& c, const Unit& u, int64_t number, Span& span) {
     const int32_t* blocks = c.block_tables + u.seq * c.max_blocks;
-    tile.first = first, tile.keys = std::max<int64_t>(0, std::min(TILE, end - first));
-    int64_t i = 0, block = first / c.block_size, offset = first % c.block_size;
-    while (i < tile.keys) {
-        const int64_t row = (blocks[block] * c.kv_heads + u.kv_head) * c.block_size + offset;
-        const float *k = c.k_cache + row * c.head_dim, *v = c.v_cache + row * c.head_dim;
-        const int64_t stop = std::min(tile.keys, i + c.block_size - offset);
-        for (; i < stop; ++i, k += c.head_dim, v += c.head_dim) tile.k[i] = k, tile.v[i] = v;
+    span.first = std::max(number * SPAN, u.begin / TILE * TILE);
+    span.keys = std::min((number + 1) * SPAN, u.end) - span.first;
+    int64_t i = 0, block = span.first / c.block_size, offset = span.first % c.block_size;
+    while (i < span.keys) {
+        int64_t place = ((blocks[block] * c.kv_heads + u.kv_head) * c.block_size + offset) * c.head_dim;
+        const int64_t stop = std::min(span.keys, i + c.block_size - offset);
+        for (; i < stop; ++i, place += c.head_dim) span.place[i] = place;
         ++block, offset = 0;
     }
-    for (; i % KEYS; ++i) tile.k[i] = tile.k[i - 1];  // keys are taken KEYS at a time; these scores are not used
+    for (; i % KEYS; ++i) span.place[i] = span.place[i - 1];  // taken KEYS at a time; these get no weight
 }
 
-// Blocks lie anywhere in memory, so the core cannot guess what comes next: ask for the next tile's rows by name.
-INLINE void prefetch_row(const float* row, int64_t dim) {
-    for (int64_t d = 0; d < dim; d += 16) __builtin_prefetch(row + d);
+// Blocks lie anywhere in memory, so the core cannot guess what comes next: ask for the next KEYS rows by name.
+INLINE void prefetch_rows(const float* cache, const Span& span, int64_t begin, int64_t dim) {
+    const int64_t end = std::min(begin + KEYS, span.keys);
+    for (int64_t i = begin; i < end; ++i) {
+        for (int64_t d = 0; d < dim; d += 16) __builtin_prefetch(cache + span.place[i] + d);
+    }
 }
 
-// N queries against one tile. The first queries of a unit fetch the 'next' tile while they compute on this one.
+// Calls f with (constant N, first query) for groups of at most QUERIES queries.
+template <class F>
+INLINE void each_group(Range queries, F f) {
+    int64_t n = queries.begin;
+    for (; n + QUERIES <= queries.end; n += QUERIES) f(std::integral_constant<int, QUERIES>{}, n);
+    if (queries.end - n == 3) f(std::integral_constant<int, 3>{}, n);
+    if (queries.end - n == 2) f(std::integral_constant<int, 2>{}, n);
+    if (queries.end - n == 1) f(std::integral_constant<int, 1>{}, n);
+}
+
 template <int N>
-void attend_queries(const Call& c, const Unit& u, const Tile& tile, const Tile& next, int64_t first_query,
-                    float* states) {
+void score_tile(const Call& c, const Unit& u, const Span& span, Range keys, int64_t first_query, bool fetch,
+                float* scores) {
     const float* q[N];
-    float* values[N];
-    float scores[N * TILE];
     for (int n = 0; n < N; ++n) {
         const int64_t row = u.first + (first_query + n) / c.group();
         const int64_t head = u.kv_head * c.group() + (first_query + n) % c.group();
         q[n] = c.q + row * c.q_row + head * c.q_head;
-        values[n] = states + (first_query + n) * c.state();
     }
-    const int64_t fetched = first_query == 0 ? next.keys : 0;
-    for (int64_t i = 0; i < tile.keys; i += KEYS) {
-        for (int64_t j = i; j < std::min(i + KEYS, fetched); ++j) {
-            prefetch_row(next.k[j], c.head_dim), prefetch_row(next.v[j], c.head_dim);
+    for (int64_t i = keys.begin; i < keys.end; i += KEYS) {
+        if (fetch) {
+            prefetch_rows(c.k_cache, span, i + AHEAD, c.head_dim);
+            prefetch_rows(c.v_cache, span, i, c.head_dim);
         }
-        score_keys<N>(q, tile.k + i, c.head_dim, c.scale, scores + i);
+        const float* k[KEYS];
+        unroll<KEYS>(EACH(j) { k[j] = c.k_cache + span.place[i + j]; });
+        score_keys<N>(q, k, c.head_dim, c.scale * LOG2E, scores + i);
     }
-    int64_t last = 0;  // no key from here on has a weight
-    for (int n = 0; n < N; ++n) {
-        const int64_t position = u.position + (first_query + n) / c.group();
-        Range seen = keys_seen(c, position, c.context_len[u.seq]);
-        seen.begin -= tile.first, seen.end -= tile.first;
-        soften(scores + n * TILE, tile.keys, seen, values[n], c.head_dim);
-        last = std::max(last, std::min(tile.keys, seen.end));
-    }
-    int64_t d = 0;
-    for (; d + 16 <= c.head_dim; d += 16) mix_values<N, 4>(scores, tile.v, last, d, values);
-    for (; d < c.head_dim; d += 4) mix_values<N, 1>(scores, tile.v, last, d, values);
 }
 
-// All queries of the unit against the keys of one span. Tiles begin at multiples of TILE, whatever the unit sees.
-void attend_span(const Call& c, const Unit& u, int64_t span, float* states) {
-    const int64_t queries = u.count * c.group();
-    const int64_t end = std::min((span + 1) * SPAN, u.end);
-    Tile tiles[2];
-    int64_t first = std::max(span * SPAN, u.begin / TILE * TILE);
-    find_keys(c, u, first, end, tiles[0]);
-    for (int64_t t = 0; first < end; first += TILE, ++t) {
-        const Tile& tile = tiles[t % 2];
-        Tile& next = tiles[(t + 1) % 2];
-        find_keys(c, u, first + TILE, end, next);
-        int64_t n = 0;
-        for (; n + QUERIES <= queries; n += QUERIES) attend_queries<QUERIES>(c, u, tile, next, n, states);
-        if (queries - n == 3) attend_queries<3>(c, u, tile, next, n, states);
-        if (queries - n == 2) attend_queries<2>(c, u, tile, next, n, states);
-        if (queries - n == 1) attend_queries<1>(c, u, tile, next, n, states);
+template <int N>
+void mix_tile(const Call& c, const Span& span, Range keys, const float* weights, float* values) {
+    const int64_t *place = span.place + keys.begin, count = keys.end - keys.begin;
+    weights += keys.begin;
+    int64_t d = 0;
+    for (; d + 16 <= c.head_dim; d += 16) {
+        mix_values<N, 4>(weights, c.v_cache + d, place, count, values + d, c.state());
+    }
+    for (; d < c.head_dim; d += 4) {
+        mix_values<N, 1>(weights, c.v_cache + d, place, count, values + d, c.state());
+    }
+}
+
+// Some queries of a unit against the keys of one span, whose states they get.
+void attend_span(const Call& c, const Unit& u, int64_t number, Range queries, float* states) {
+    thread_local std::vector<float> scratch;
+    Span span;
+    find_keys(c, u, number, span);
+    const int64_t count = queries.end - queries.begin;
+    if (int64_t(scratch.size()) < count * SPAN) scratch.resize(size_t(count * SPAN));
+    float* scores = scratch.data();
+    for (int64_t i = 0; i < span.keys; i += TILE) {
+        const Range keys{i, std::min(i + TILE, span.keys)};
+        each_group(queries, [&](auto n, int64_t first) {
+            const int64_t at = first - queries.begin;
+            score_tile<n>(c, u, span, keys, first, at == 0, scores + at * SPAN);
+        });
+    }
+    const int64_t padded = (span.keys + KEYS - 1) / KEYS * KEYS;
+    for (int64_t n = 0; n < count; ++n) {
+        float* state = states + n * c.state();
+        std::fill(state, state + c.head_dim, 0.0f);
+        Range seen = keys_seen(c, u.position + (queries.begin + n) / c.group(), c.context_len[u.seq]);
+        seen.begin -= span.first, seen.end -= span.first;
+        soften(scores + n * SPAN, padded, seen, state + c.head_dim);
+    }
+    for (int64_t i = 0; i < span.keys; i += TILE) {
+        const Range keys{i, std::min(i + TILE, span.keys)};
+        each_group({0, count}, [&](auto n, int64_t first) {
+            mix_tile<n>(c, span, keys, scores + first * SPAN, states + first * c.state());
+        });
     }
 }
 
@@ -229,24 +270,23 @@ void write_result(const Call& c, const Unit& u, const float* states) {
     }
 }
 
+// ---- All units ----------------------------------------------------------------------------------------------------
+
 void attend_all_spans(const Call& c, const Unit& u) {
     thread_local std::vector<float> scratch;
     const int64_t queries = u.count * c.group(), size = queries * c.state();
     scratch.resize(size_t(2 * size));
     float *states = scratch.data(), *part = states + size;
-    for (int64_t n = 0; n < queries; ++n) clear(states + n * c.state(), c.head_dim);
-    for (int64_t span = u.begin / SPAN; span * SPAN < u.end; ++span) {
-        for (int64_t n = 0; n < queries; ++n) clear(part + n * c.state(), c.head_dim);
-        attend_span(c, u, span, part);
+    attend_span(c, u, u.first_span(), {0, queries}, states);
+    for (int64_t span = 1; span < u.spans(); ++span) {
+        attend_span(c, u, u.first_span() + span, {0, queries}, part);
         for (int64_t n = 0; n < queries; ++n) merge(states + n * c.state(), part + n * c.state(), c.head_dim);
     }
     write_result(c, u, states);
 }
 
-// ---- All units ----------------------------------------------------------------------------------------------------
-
-std::vector<Unit> units_of(const Call& c) {
-    std::vector<Unit> units;
+void find_units(const Call& c, std::vector<Unit>& units) {
+    units.clear();
     for (int64_t s = 0; s < c.seqs; ++s) {
         const int64_t start = c.query_start[s], stop = c.query_start[s + 1], context = c.context_len[s];
         for (int64_t first = start; first < stop; first += ROWS) {
@@ -257,7 +297,6 @@ std::vector<Unit> units_of(const Call& c) {
         }
     }
     std::reverse(units.begin(), units.end());  // the last rows of a prompt have the most keys: begin with these
-    return units;
 }
 
 double work_of(const Call& c, const std::vector<Unit>& units) {
@@ -266,44 +305,55 @@ double work_of(const Call& c, const std::vector<Unit>& units) {
     return work;
 }
 
-// Few units with many keys: every span by itself, then each unit's spans merged in their order.
-void attend_split(const Call& c, const std::vector<Unit>& units) {
-    thread_local std::vector<float> scratch;
-    std::vector<Unit> parts;
+struct Part {
+    int64_t unit, span;  // the span counted from the unit's first
+};
+
+// Splits units into spans; returns how many floats all their states take.
+int64_t find_parts(const Call& c, std::vector<Unit>& units, std::vector<Part>& parts) {
     int64_t size = 0;
-    for (const Unit& u : units) {
-        for (int64_t span = u.begin / SPAN; span * SPAN < u.end; ++span) {
-            parts.push_back(u);
-            parts.back().span = span, parts.back().partial = size;
-            size += u.count * c.group() * c.state();
-        }
+    parts.clear();
+    for (size_t i = 0; i < units.size(); ++i) {
+        units[i].partial = size, units[i].left = units[i].spans();
+        size += units[i].spans() * units[i].count * c.group() * c.state();
+        for (int64_t span = 0; span < units[i].spans(); ++span) parts.push_back({int64_t(i), span});
     }
-    scratch.resize(size_t(size));
+    return size;
+}
+
+// Few units: every span by itself, and the last ones, too few for all threads, in slices of their queries. Whoever does
+// the last task of a unit merges its spans, in their order.
+void attend_split(const Call& c, std::vector<Unit>& units) {
+    thread_local std::vector<float> scratch;
+    thread_local std::vector<Part> kept;
+    std::vector<Part>& parts = kept;  // the caller's for all threads, as 'states' is
+    const int64_t size = find_parts(c, units, parts);
+    if (int64_t(scratch.size()) < size) scratch.resize(size_t(size));
     float* states = scratch.data();
-    pool::parallel_for(int64_t(parts.size()), [&](int64_t i) {
-        const Unit& u = parts[size_t(i)];
-        const int64_t queries = u.count * c.group();
-        for (int64_t n = 0; n < queries; ++n) clear(states + u.partial + n * c.state(), c.head_dim);
-        attend_span(c, u, u.span, states + u.partial);
-    });
-    std::vector<float> whole;
-    size_t next = 0;
-    for (const Unit& u : units) {
-        const int64_t queries = u.count * c.group();
-        whole.resize(size_t(queries * c.state()));
-        for (int64_t n = 0; n < queries; ++n) clear(whole.data() + n * c.state(), c.head_dim);
-        for (int64_t span = u.begin / SPAN; span * SPAN < u.end; ++span, ++next) {
-            const float* part = states + parts[next].partial;
-            for (int64_t n = 0; n < queries; ++n) merge(whole.data() + n * c.state(), part + n * c.state(), c.head_dim);
+    const int64_t slices = pool::wanted_threads, sliced = int64_t(parts.size()) % slices;
+    const int64_t whole = int64_t(parts.size()) - sliced;
+    for (int64_t i = whole; i < whole + sliced; ++i) units[size_t(parts[size_t(i)].unit)].left += slices - 1;
+    pool::parallel_for(whole + sliced * slices, [&](int64_t i) {
+        const Part& part = parts[size_t(i < whole ? i : whole + (i - whole) / slices)];
+        Unit& u = units[size_t(part.unit)];
+        const int64_t count = u.count * c.group(), step = count * c.state(), slice = (i - whole) % slices;
+        const Range queries = i < whole ? Range{0, count} : Range{count * slice / slices, count * (slice + 1) / slices};
+        float* first = states + u.partial;
+        attend_span(c, u, u.first_span() + part.span, queries, first + part.span * step + queries.begin * c.state());
+        if (__atomic_sub_fetch(&u.left, 1, __ATOMIC_ACQ_REL) > 0) return;
+        for (int64_t at = step; at < u.spans() * step; at += c.state()) {
+            merge(first + at % step, first + at, c.head_dim);
         }
-        write_result(c, u, whole.data());
-    }
+        write_result(c, u, first);
+    });
 }
 
 }  // namespace
 
 extern "C" void sd_paged_attention(const Call* c) {
-    const std::vector<Unit> units = units_of(*c);
+    thread_local std::vector<Unit> kept;
+    std::vector<Unit>& units = kept;  // the caller's for all threads
+    find_units(*c, units);
     if (work_of(*c, units) < 20000) {
         for (const Unit& u : units) attend_all_spans(*c, u);
     } else if (int64_t(units.size()) < 4 * pool::wanted_threads) {

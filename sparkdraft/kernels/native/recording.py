@@ -77,6 +77,8 @@ def keep(thing: object) -> None:
 
 
 class Recording:
+    RUNS = True  # making one is a run, and 'output' its result
+
     def __init__(self, run: Callable[[], Tensor], beside: Recording | None = None) -> None:
         """Runs 'run' once. Raises Unrecordable.
 

@@ -65,6 +65,17 @@ INLINE f32x4 multiply_add(f32x4 a, f32x4 b, f32x4 c) {
 #endif
 }
 
+// a * b[LANE] + c, in the order as written: the compiler's own order needs more registers than there are
+template <int LANE>
+INLINE f32x4 multiply_add_lane(f32x4 a, f32x4 b, f32x4 c) {
+#if SPARKDRAFT_NEON
+    asm volatile("fmla %0.4s, %1.4s, %2.s[%c3]" : "+w"(c) : "w"(a), "w"(b), "i"(LANE));
+    return c;
+#else
+    return multiply_add(a, splat4(b[LANE]), c);
+#endif
+}
+
 INLINE float sum_lanes(f32x4 v) { return (v[0] + v[1]) + (v[2] + v[3]); }
 
 // The lane sums of four vectors as the lanes of one.
@@ -80,14 +91,36 @@ INLINE f32x4 sum_lanes(f32x4 a, f32x4 b, f32x4 c, f32x4 d) {
 
 typedef int32_t i32x4 __attribute__((vector_size(16)));
 
-INLINE f32x4 max4(f32x4 a, f32x4 b) { return a > b ? a : b; }
+INLINE f32x4 max4(f32x4 a, f32x4 b) {  // not a number where b is none
+#if SPARKDRAFT_NEON
+    return (f32x4)vmaxq_f32((float32x4_t)a, (float32x4_t)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+// 2^x for x <= 0, to about 1e-7 relative: x = n + f with |f| <= 1 / 2, a polynomial for 2^f, n added to the exponent
+// bits. Exactly 1 at 0 and exactly 0 from -127 on, so that masked keys vanish.
+INLINE f32x4 power_of_2(f32x4 x) {
+    const f32x4 round_magic = splat4(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, left in the low bits
+    const f32x4 y = max4(splat4(-127.0f), x);
+    const f32x4 shifted = y + round_magic;
+    const f32x4 f = y - (shifted - round_magic);
+    f32x4 p = splat4(1.3264715469e-3f);
+    p = multiply_add(p, f, splat4(9.6715140431e-3f));
+    p = multiply_add(p, f, splat4(5.5507337875e-2f));
+    p = multiply_add(p, f, splat4(2.4022242058e-1f));
+    p = multiply_add(p, f, splat4(6.9314697757e-1f));
+    p = multiply_add(p, f, splat4(1.0f));
+    return (f32x4)((i32x4)p + ((i32x4)shifted << 23));
+}
 
 // e^x to about 1e-7 relative: x = n ln2 + r with |r| <= ln2 / 2, a polynomial for e^r, and n put into the exponent
-// bits. Exactly 1 at 0 and exactly 0 below -87, so that masked keys vanish; above 88.3 it stays at about 2e38.
+// bits. Exactly 1 at 0 and exactly 0 below -87; above 88.3 it stays at about 2e38.
 INLINE f32x4 exp4(f32x4 x) {
     const f32x4 round_magic = splat4(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, left in the low bits
     f32x4 y = x > splat4(88.3f) ? splat4(88.3f) : x;
-    y = y < splat4(-87.0f) ? splat4(-87.0f) : y;
+    y = max4(splat4(-87.0f), y);
     const f32x4 shifted = multiply_add(y, splat4(1.44269504f), round_magic);
     const f32x4 n = shifted - round_magic;
     f32x4 r = multiply_add(n, splat4(-0.693145752f), y);  // ln2 in two parts, the first with few bits: n * it is exact
@@ -103,8 +136,6 @@ INLINE f32x4 exp4(f32x4 x) {
     const i32x4 kept = ~(x < splat4(-87.0f));
     return (f32x4)((i32x4)(e * (f32x4)power) & kept);
 }
-
-INLINE float exp1(float x) { return exp4(splat4(x))[0]; }
 
 // ---- Integer dot products of one group: LANES outputs at once -----------------------------------------------------
 //
