@@ -3,8 +3,8 @@
 Launching a step operator by operator costs as much host time as the operators themselves take, on a GPU and on a CPU
 alike. Recordings read the step's fixed input buffers, lengths included, so one serves any context. On a GPU those of
 plain decoding are made at start for a few sizes, and a batch runs in the next larger one, padded with rows that write
-nowhere; all others are made when a shape comes up for the second time. Prompt chunks run eagerly. How to record is the
-kernels'.
+nowhere; all others are made when a shape comes up, on a GPU for the second time. Prompt chunks run eagerly. How to
+record is the kernels'.
 """
 
 from __future__ import annotations
@@ -38,18 +38,26 @@ class Graphs(Generic[Key]):
     def record(self, shapes: list[Key]) -> None:
         """Largest first: on a GPU the smaller ones then fit into its memory."""
         for shape in sorted(shapes, reverse=True):  # type: ignore[type-var]
-            if shape not in self._seen:
+            if shape not in self._seen and not self._ops.Recording.RUNS:
                 self._run(shape)  # the kernels are compiled; a shape that comes up has run by itself
             beside = next(iter(self._recorded.values()), None)
             self._recorded[shape] = self._ops.Recording(partial(self._run, shape), beside)
 
     def replay(self, shape: Key) -> Tensor:
-        """A shape's first time is launched plainly: recording takes as long as ten launches, and many come but once."""
+        """The step of this shape, once; a new one is recorded as soon as that costs no step of its own.
+
+        On a CPU it is recorded while it runs. A GPU runs it plainly first: recording takes as long as ten launches, and
+        many shapes come but once.
+        """
         if shape not in self._recorded:
-            if shape not in self._seen:
+            runs = self._ops.Recording.RUNS
+            if not runs and shape not in self._seen:
                 self._seen.add(shape)
                 return self._run(shape)
             self.record([shape])
+            if runs:
+                first: Tensor = self._recorded[shape].output
+                return first
         out: Tensor = self._recorded[shape].replay()
         return out
 

@@ -2,7 +2,7 @@
 
 Whatever the parameters leave is drawn by dice that depend on (seed, position, id) alone (kernels/dice.py), so a seeded
 request writes the same text in any batch, after a preemption, and with or without drafts. top_k, top_p and min_p are
-each a smallest probability that survives: one comparison applies all three, without sorting the vocabulary.
+each a smallest probability that survives: one comparison applies all three, and nobody sorts the whole vocabulary.
 Log-probabilities are the model's own, before any of this.
 """
 
@@ -292,6 +292,11 @@ def top_k_floor(probs: Tensor, top_k: Tensor, most: int) -> Tensor:
 
 def nucleus_floor(probs: Tensor, top_p: Tensor) -> Tensor:
     """Largest probability t for which the ids with at least t hold a share top_p of each row's mass. [rows]"""
+    return sorted_floor(probs, top_p) if probs.device.type == "cpu" else bisected_floor(probs, top_p)
+
+
+def bisected_floor(probs: Tensor, top_p: Tensor) -> Tensor:
+    """For a GPU, which sorts slowly and must not wait for the host."""
     goal = top_p * probs.sum(-1)
     low, high = torch.zeros_like(goal), probs.amax(-1)
     for _ in range(BISECTIONS):
@@ -300,3 +305,17 @@ def nucleus_floor(probs: Tensor, top_p: Tensor) -> Tensor:
         low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
     # 'low' holds enough mass, 'high' may not: the smallest probability not below 'low' is the floor itself.
     return probs.where(probs >= low.unsqueeze(1), float("inf")).amin(-1)
+
+
+def sorted_floor(probs: Tensor, top_p: Tensor) -> Tensor:
+    """For a CPU, which has few rows, and of each few ids that are likely enough to be sorted.
+
+    Those below a share (1 - top_p) / vocab of the mass hold less than 1 - top_p together, so the others hold enough.
+    """
+    floors = []
+    for row, share in zip(probs.numpy(), top_p.tolist(), strict=True):
+        mass = row.sum(dtype=np.float64)
+        likely = np.sort(row[row >= (1 - share) * mass / len(row)])[::-1]
+        last = np.searchsorted(np.cumsum(likely, dtype=np.float64), share * mass)
+        floors.append(likely[min(last, len(likely) - 1)])
+    return torch.from_numpy(np.array(floors))

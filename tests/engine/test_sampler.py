@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdraft.core import Request, SamplingParams
-from sparkdraft.engine.sampler import Sampler, SampleRow, keep, nucleus_floor, top_k_floor
+from sparkdraft.engine.sampler import Sampler, SampleRow, bisected_floor, keep, sorted_floor, top_k_floor
 
 VOCAB = 50
 CPU = torch.device("cpu")
@@ -68,9 +69,12 @@ def test_draws_follow_the_sorted_definition(params: SamplingParams) -> None:
     assert float(error.max()) < 5, "an id is drawn five standard deviations off its chance"
 
 
+@pytest.mark.parametrize("nucleus_floor", [bisected_floor, sorted_floor])
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10**6), st.floats(0.01, 0.999), st.integers(0, 60))
-def test_floors_keep_what_sorting_keeps(seed: int, top_p: float, top_k: int) -> None:
+@given(seed=st.integers(0, 10**6), top_p=st.floats(0.01, 0.999), top_k=st.integers(0, 60))
+def test_floors_keep_what_sorting_keeps(
+    nucleus_floor: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], seed: int, top_p: float, top_k: int
+) -> None:
     probs = (torch.randn(1, 200, generator=torch.Generator().manual_seed(seed)) * 3).softmax(-1)
     order = probs[0].argsort(descending=True)
     if top_k:

@@ -127,9 +127,9 @@ def test_the_first_steps_of_a_shape_are_not_timed() -> None:
     engine = fake_engine(FakeBlock(0.0), **LONG)
     (controller,) = engine.drafting.controllers.values()
     engine.add([1], SamplingParams(max_tokens=20, num_draft=3, ignore_eos=True), "a")
-    for expected in (0, 0, 0, 1, 2):  # the prompt's step, two of a new shape, then those that count
+    for counts in (False, False, False, True, True):  # the prompt's step, two of a new shape, then those that count
         engine.step()
-        assert sum(costs.weight[3] for costs in controller.costs.values()) == expected
+        assert any(costs.weight[3] for costs in controller.costs.values()) == counts
 
 
 def test_off_and_on_share_a_batch() -> None:
