@@ -127,10 +127,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--replay", action="store_true", help="one pass over each text instead of the engine's steps")
     parser.add_argument("--drafter", default="auto", help="a folder (default: the embedded one)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
+    parser.add_argument("--dtype", default="auto", help="as `sparkdraft generate` takes it (default auto)")
     args = parser.parse_args()
     how: Callable[[LLM, list[Text]], Iterator[Walk]] = replayed if args.replay else served
     data = np.load(Path(__file__).with_name("responses.npz"))
-    llm = LLM("smollm2", device="cpu", drafter=args.drafter, ngram=False, max_seqs=8)
+    llm = LLM("smollm2", device=args.device, dtype=args.dtype, drafter=args.drafter, ngram=False, max_seqs=8)
+    llm.engine.flight = None  # the device would sample by itself
     ends = np.cumsum(data["len"]).tolist()
     spans = zip(ends, data["len"].tolist(), data["plen"].tolist(), strict=True)
     texts = [(data["tok"][end - length : end].astype(int).tolist(), prompt) for end, length, prompt in spans]
