@@ -7,9 +7,7 @@ sm_121 and reads the shared memory it takes and what a row's bits hang on; speed
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -21,48 +19,11 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 from sparkdraft.kernels import cuda, reference  # noqa: E402
 from sparkdraft.kernels.cuda import attention, elementwise  # noqa: E402
 from sparkdraft.kernels.view import AttentionView  # noqa: E402
+from tests.kernels.triton_device import DEVICE, DTYPES, INTERPRET, gpu, integers, no_interpreter, poisoned_empty, randn  # noqa: E402
 
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRET else "cuda"
-DTYPES = [torch.float32, torch.float16] if INTERPRET else [torch.bfloat16, torch.float16, torch.float32]
+__all__ = ["poisoned_empty"]  # a fixture that every test here takes
+
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-SKIP = pytest.mark.skipif(
-    not (INTERPRET or torch.cuda.is_available()), reason="no GPU here, and TRITON_INTERPRET is not 1"
-)
-
-
-def gpu(test: Callable[..., None]) -> Callable[..., None]:
-    return pytest.mark.gpu(SKIP(test))
-
-
-if INTERPRET:  # triton 3.6 takes int() of arrays of one element, which numpy 2.4 refuses
-    from triton.runtime import interpreter
-
-    _patch = interpreter._patch_lang_tensor
-
-    def _patch_index(tensor: type, scope: object) -> None:
-        _patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = _patch_index
-
-
-@pytest.fixture(autouse=True)
-def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.empty gives NaN, so an element that a kernel forgets shows."""
-
-    def poisoned(shape: tuple[int, ...], **kwargs: object) -> Tensor:
-        return torch.full(shape, float("nan"), **kwargs)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, device=DEVICE).to(dtype)
-
-
-def int32(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 def assert_close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
@@ -94,7 +55,7 @@ def test_rms_norm(rows: int, dim: int, dtype: torch.dtype) -> None:
 def test_qk_norm_rope(
     heads: int, kv_heads: int, head_dim: int, rotary_dim: int, norms: str, dtype: torch.dtype
 ) -> None:
-    positions = int32([0, 3, 49, 7, 11])
+    positions = integers([0, 3, 49, 7, 11])
     qkv, table = randn(5, (heads + 2 * kv_heads) * head_dim, dtype=dtype), randn(50, rotary_dim).cos()
     q_norm = None if norms == "none" else randn(head_dim, dtype=dtype)
     k_norm = randn(head_dim, dtype=dtype) if norms == "both" else None
@@ -110,8 +71,8 @@ def test_qk_norm_rope(
 def test_rope_of_padding_rows_stays_in_the_table() -> None:
     qkv, table = randn(3, 4 * 64), randn(8, 64)
     expected = qkv[:1].clone()
-    reference.qk_norm_rope(expected, int32([5]), table, 2, 1, None, None, 1e-6)
-    cuda.qk_norm_rope(qkv, int32([5, -1, 2**30]), table, 2, 1, None, None, 1e-6)
+    reference.qk_norm_rope(expected, integers([5]), table, 2, 1, None, None, 1e-6)
+    cuda.qk_norm_rope(qkv, integers([5, -1, 2**30]), table, 2, 1, None, None, 1e-6)
     assert_close(qkv[:1], expected, torch.float32)
 
 
@@ -130,7 +91,7 @@ def test_silu_mul(rows: int, inter: int, dtype: torch.dtype) -> None:
 def test_kv_write(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     qkv = randn(6, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     k, v = qkv.view(6, -1, head_dim)[:, heads:].split(kv_heads, dim=1)
-    slots = int32([0, 17, -1, 79, 33, -7])
+    slots = integers([0, 17, -1, 79, 33, -7])
     caches = [randn(5, kv_heads, 16, head_dim, dtype=dtype) for _ in range(2)]
     expected = [cache.clone() for cache in caches]
     reference.kv_write(k, v, *expected, slots)
@@ -162,7 +123,7 @@ def make_batch(
     qkv[rows:] = float("nan")
     q = qkv[:, : heads * head_dim].view(rows + padding, heads, head_dim)
     starts = [sum(queries[:s]) for s in range(len(queries) + 1)]
-    return q, k, v, AttentionView(int32(starts), int32(contexts), tables, max(queries), max(contexts))
+    return q, k, v, AttentionView(integers(starts), integers(contexts), tables, max(queries), max(contexts))
 
 
 def check_attention(
@@ -278,9 +239,9 @@ def test_a_row_does_not_depend_on_its_neighbours(rows: int) -> None:
     """The same sequence in the same bucket, beside others of other lengths: every bit is the same."""
     q, k, v, view = make_batch([rows, 1, rows], [700, 300, 200], 8, 2, 64, DTYPES[0], padding=0)
     got = cuda.paged_attention(q, k, v, view, 0.125)
-    other = replace(view, context_len=int32([700, 5, 100]), query_start=int32([0, rows, rows + 1, rows + 1]))
+    other = replace(view, context_len=integers([700, 5, 100]), query_start=integers([0, rows, rows + 1, rows + 1]))
     assert torch.equal(got[:rows], cuda.paged_attention(q, k, v, other, 0.125)[:rows])
-    moved = AttentionView(int32([0, 0, 1, 1 + rows]), int32([0, 9, 700]), view.block_tables[[1, 1, 0]], rows, 700)
+    moved = AttentionView(integers([0, 0, 1, 1 + rows]), integers([0, 9, 700]), view.block_tables[[1, 1, 0]], rows, 700)
     shifted = torch.cat((q[rows : rows + 1], q[:rows], q[rows + 1 :]))
     assert torch.equal(got[:rows], cuda.paged_attention(shifted, k, v, moved, 0.125)[1 : 1 + rows])
 
@@ -297,8 +258,8 @@ ALIKE += [(dtype, *shape) for dtype in DTYPES for shape in SHAPES] * (not INTERP
 
 def last_rows(view: AttentionView, contexts: list[int], width: int) -> AttentionView:
     """The same sequences cut short, of which only the last rows are looked at."""
-    starts = int32([width * s for s in range(len(contexts) + 1)])
-    return AttentionView(starts, int32(contexts), view.block_tables, width, 2048)
+    starts = integers([width * s for s in range(len(contexts) + 1)])
+    return AttentionView(starts, integers(contexts), view.block_tables, width, 2048)
 
 
 @gpu
@@ -337,7 +298,7 @@ def test_a_block_does_not_depend_on_the_blocks_beside_it(width: int, causal: boo
     moved = replace(last_rows(view, contexts, width), block_tables=view.block_tables[order])
     for lengths, kept in (([contexts[s] for s in order], [0, 1, 2, 3]), (others, [0, 2])):
         rows = torch.cat([q[s * width : (s + 1) * width] for s in order])
-        again = replace(moved, context_len=int32(lengths))
+        again = replace(moved, context_len=integers(lengths))
         result = cuda.paged_attention(rows, k, v, again, 0.125, causal, 0, MOST).view(4, width, -1)
         for place in kept:
             assert torch.equal(result[place], got[order[place]])
@@ -362,8 +323,8 @@ def test_graph_replay_with_changed_lengths_equals_eager(rows: int, monkeypatch: 
         ([1, 1, 1, 1], [1, 17, 1400, 119]),
     ):
         q.copy_(torch.randn_like(q))
-        view.query_start.copy_(int32([sum(lengths[:s]) for s in range(5)]))
-        view.context_len.copy_(int32(contexts))
+        view.query_start.copy_(integers([sum(lengths[:s]) for s in range(5)]))
+        view.context_len.copy_(integers(contexts))
         captured.fill_(float("nan"))
         graph.replay()
         last = sum(lengths)
@@ -408,7 +369,6 @@ def test_tile_numbers_leave_every_sequence_enough_tiles() -> None:
 
 LIMIT = {90: 227 << 10, 121: 99 << 10}  # bytes of shared memory a block may take
 TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-no_interpreter = pytest.mark.skipif(INTERPRET, reason="the interpreter replaces the compiler")
 
 
 def compile_kernel(

@@ -8,9 +8,7 @@ for the predecessor; speed is left to bench/cuda_few_rows.py.
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -21,15 +19,21 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels.cuda import few_rows, pdl  # noqa: E402
 from sparkdraft.kernels.cuda.few_rows import Gpu  # noqa: E402
+from tests.kernels.triton_device import (  # noqa: E402
+    DEVICE,
+    DTYPES,
+    INTERPRET,
+    gpu,
+    gpu_only,
+    no_interpreter,
+    poisoned_empty,
+    randn,
+)
 
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRET else "cuda"
-DTYPES = [torch.float32, torch.float16] if INTERPRET else [torch.bfloat16, torch.float16, torch.float32]
+__all__ = ["poisoned_empty"]  # a fixture that every test here takes
+
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of the largest value
 EPS = 1e-5
-SKIP = pytest.mark.skipif(
-    not (INTERPRET or torch.cuda.is_available()), reason="no GPU here, and TRITON_INTERPRET is not 1"
-)
 NAMED = {  # shapes of Qwen3-8B, its DFlash drafter and SmolLM2-135M: (out, in) -> what runs on it
     (6144, 4096): "norm_linear",
     (4096, 4096): "add_linear",
@@ -44,41 +48,6 @@ NAMED = {  # shapes of Qwen3-8B, its DFlash drafter and SmolLM2-135M: (out, in) 
     (576, 1536): "add_linear",
     (49152, 576): "norm_argmax",
 }
-
-
-def gpu(test: Callable[..., None]) -> Callable[..., None]:
-    return pytest.mark.gpu(SKIP(test))
-
-
-def gpu_only(test: Callable[..., None]) -> Callable[..., None]:
-    missing = INTERPRET or not torch.cuda.is_available()
-    return pytest.mark.gpu(pytest.mark.skipif(missing, reason="needs a GPU, not the interpreter")(test))
-
-
-if INTERPRET:  # triton 3.6 takes int() of arrays of one element, which numpy 2.4 refuses
-    from triton.runtime import interpreter
-
-    _patch = interpreter._patch_lang_tensor
-
-    def _patch_index(tensor: type, scope: object) -> None:
-        _patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = _patch_index
-
-
-@pytest.fixture(autouse=True)
-def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.empty gives NaN, or huge integers, so an element that a kernel forgets shows."""
-
-    def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: object) -> Tensor:
-        return torch.full(shape, float("nan") if dtype.is_floating_point else 2**30, dtype=dtype, device=device)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
 def strided(rows: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -329,7 +298,6 @@ def test_too_many_rows_are_refused() -> None:
 # Ahead of time compiles: no GPU, but not under the interpreter, which replaces the compiler
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
-no_interpreter = pytest.mark.skipif(INTERPRET, reason="the interpreter replaces the compiler")
 
 
 def captured_launch(

@@ -7,7 +7,6 @@ compiles what each operator of a decode step launches, for sm_90 and sm_121, and
 
 from __future__ import annotations
 
-import os
 import random
 import re
 from collections.abc import Callable
@@ -21,52 +20,9 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 from sparkdraft.kernels import cuda, reference  # noqa: E402
 from sparkdraft.kernels.cuda import attention, elementwise, pdl, stepping  # noqa: E402
 from sparkdraft.kernels.view import AttentionView  # noqa: E402
+from tests.kernels.triton_device import DTYPES, gpu, gpu_only, integers, no_interpreter, poisoned_empty, randn  # noqa: E402
 
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRET else "cuda"
-DTYPES = [torch.float32, torch.float16] if INTERPRET else [torch.bfloat16, torch.float16, torch.float32]
-SKIP = pytest.mark.skipif(
-    not (INTERPRET or torch.cuda.is_available()), reason="no GPU here, and TRITON_INTERPRET is not 1"
-)
-
-
-def gpu(test: Callable[..., None]) -> Callable[..., None]:
-    return pytest.mark.gpu(SKIP(test))
-
-
-def gpu_only(test: Callable[..., None]) -> Callable[..., None]:
-    missing = INTERPRET or not torch.cuda.is_available()
-    return pytest.mark.gpu(pytest.mark.skipif(missing, reason="needs a GPU, not the interpreter")(test))
-
-
-if INTERPRET:  # triton 3.6 takes int() of arrays of one element, which numpy 2.4 refuses
-    from triton.runtime import interpreter
-
-    _patch = interpreter._patch_lang_tensor
-
-    def _patch_index(tensor: type, scope: object) -> None:
-        _patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = _patch_index
-
-
-@pytest.fixture(autouse=True)
-def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.empty gives NaN, or huge integers, so an element that a kernel forgets shows."""
-
-    def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: object) -> Tensor:
-        return torch.full(shape, float("nan") if dtype.is_floating_point else 2**30, dtype=dtype, device=device)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, device=DEVICE).to(dtype)
-
-
-def integers(values: list, dtype: torch.dtype = torch.int32) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=DEVICE)
+__all__ = ["poisoned_empty"]  # a fixture that every test here takes
 
 
 # The fused write
@@ -233,7 +189,6 @@ def test_overlapped_launches_in_a_graph_equal_launches_one_by_one(rows: int, mon
 
 LIMIT = {90: 227 << 10, 121: 99 << 10}  # bytes of shared memory a block may take
 TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
-no_interpreter = pytest.mark.skipif(INTERPRET, reason="the interpreter replaces the compiler")
 Launch = tuple[object, tuple[object, ...], dict[str, object]]
 
 

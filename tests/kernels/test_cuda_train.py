@@ -17,16 +17,13 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 from sparkdraft.kernels.cuda import block_attention, draft_loss  # noqa: E402
 from sparkdraft.train.attention import reference_attention  # noqa: E402
 from sparkdraft.train.loss import Labels, LossOptions, chunked_loss, reference_loss  # noqa: E402
-from tests.kernels.test_cuda import (  # noqa: E402
+from tests.kernels.test_cuda import LIMIT, TYPES, assert_close, compile_kernel  # noqa: E402
+from tests.kernels.triton_device import (  # noqa: E402
     DEVICE,
     DTYPES,
     INTERPRET,
-    LIMIT,
-    TYPES,
-    assert_close,
-    compile_kernel,
     gpu,
-    int32,
+    integers,
     no_interpreter,
     poisoned_empty,
     randn,
@@ -45,7 +42,7 @@ def make_edges(documents: list[int], each: int) -> tuple[Tensor, Tensor]:
         anchors += sorted(first + a for a in [0, length - 1, *inner])
         starts += [first] * each
         first += length
-    return int32(starts), int32(anchors)
+    return integers(starts), integers(anchors)
 
 
 def make_inputs(
@@ -101,7 +98,7 @@ def test_block_attention(dtype: torch.dtype, width: int, heads: int, kv_heads: i
 
 @gpu
 def test_tokens_that_no_block_sees_have_no_gradient() -> None:
-    starts, anchors = int32([20, 20, 150]), int32([20, 30, 150])
+    starts, anchors = integers([20, 20, 150]), integers([20, 30, 150])
     inputs = make_inputs(3, 4, 4, 2, 32, 200, torch.float32)
     *_, grad_k, grad_v = check_attention(inputs, starts, anchors, 4, strided_grad=True)
     for grad in (grad_k, grad_v):
@@ -111,10 +108,10 @@ def test_tokens_that_no_block_sees_have_no_gradient() -> None:
 @gpu
 def test_no_blocks_and_no_tokens() -> None:
     inputs = make_inputs(0, 4, 4, 2, 32, 70, torch.float32)
-    *_, grad_k, grad_v = check_all_empty(inputs, int32([]), int32([]))
+    *_, grad_k, grad_v = check_all_empty(inputs, integers([]), integers([]))
     assert (grad_k == 0).all() and (grad_v == 0).all()
     inputs = make_inputs(2, 4, 4, 2, 32, 0, torch.float32)
-    check_all_empty(inputs, int32([0, 0]), int32([0, 0]))
+    check_all_empty(inputs, integers([0, 0]), integers([0, 0]))
 
 
 def check_all_empty(inputs: list[Tensor], starts: Tensor, anchors: Tensor) -> list[Tensor]:
@@ -263,7 +260,7 @@ def attention_shared(kernel: object, capability: int, dtype: torch.dtype, head_d
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
     }  # fmt: skip
     constants |= {} if whole else {"OWN": block_attention.OWN}
-    return compile_kernel(kernel, capability, types, constants, tile.warps, tile.stages)
+    return compile_kernel(kernel, capability, types, constants, tile.warps, tile.stages).metadata.shared
 
 
 @no_interpreter
@@ -297,4 +294,4 @@ def test_draft_loss_compiles(soft: bool, capability: int) -> None:
         names = [name for name in kernel.arg_names if not name.isupper() and name not in absent]
         types = {name: (wide | plain).get(name, "*fp32") for name in names}
         constants = {"SOFT": soft, "BLOCK": draft_loss.SOFT_BLOCK if soft else draft_loss.BLOCK} | dict.fromkeys(absent)
-        assert compile_kernel(kernel, capability, types, constants, draft_loss.WARPS) < LIMIT[121]
+        assert compile_kernel(kernel, capability, types, constants, draft_loss.WARPS).metadata.shared < LIMIT[121]

@@ -1,0 +1,57 @@
+"""Where the Triton kernels are tested: on a GPU, or on the CPU under TRITON_INTERPRET=1, few shapes and no bfloat16.
+
+Whoever imports poisoned_empty has fresh outputs and scratch poisoned in each of its tests.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRET else "cuda"
+DTYPES = [torch.float32, torch.float16] if INTERPRET else [torch.bfloat16, torch.float16, torch.float32]
+NO_GPU = not torch.cuda.is_available()
+no_interpreter = pytest.mark.skipif(INTERPRET, reason="the interpreter replaces the compiler")
+
+if INTERPRET:  # triton 3.6 takes int() of arrays of one element, which numpy 2.4 refuses
+    from triton.runtime import interpreter
+
+    _patch = interpreter._patch_lang_tensor
+
+    def _patch_index(tensor: type, scope: object) -> None:
+        _patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = _patch_index
+
+
+def gpu(test: Callable[..., None]) -> Callable[..., None]:
+    skip = pytest.mark.skipif(NO_GPU and not INTERPRET, reason="no GPU here, and TRITON_INTERPRET is not 1")
+    return pytest.mark.gpu(skip(test))
+
+
+def gpu_only(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.gpu(pytest.mark.skipif(NO_GPU or INTERPRET, reason="needs a GPU, not the interpreter")(test))
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.empty gives NaN, or huge integers, so an element that a kernel forgets shows."""
+
+    def poisoned(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: object = None) -> Tensor:
+        return torch.full(shape, float("nan") if dtype.is_floating_point else 2**30, dtype=dtype, device=device)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def integers(values: list, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
