@@ -21,7 +21,7 @@ from sparkdraft.spec.stats import SpecStats
 
 NGRAM_DEPTH = 15  # drafts a step where the text alone drafts
 START = {True: 0.8, False: 0.6}  # acceptance to begin with, of text's own drafts and of a model's: on the low side
-UNRECORDED = 2  # steps of a new shape that take several times as long: one is launched plainly, one recorded
+UNRECORDED = 2  # steps of a new shape that may take several times as long: launched plainly, and recorded
 PLAIN_SAMPLE = 8  # of so many plain steps one is timed
 
 

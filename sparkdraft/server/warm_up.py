@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 BUDGET = {"cpu": 6.0, "cuda": 30.0}  # seconds
 BATCHES = (2, 4, 8, 16)
-DEPTHS = (1, 2, 3, 4, 5, 6, 7)  # that are chosen most; the whole block is tried before them
+SHALLOW = (1, 3)  # drafts that pay in a batch; one request's have all been tried (Engine.warm_up)
 SHORT = 40  # tokens of a prompt
 STEPS = 4  # of a trial: the prompt, a shape's first time, its recording, and one to see what it costs
 
@@ -46,9 +46,7 @@ def trials(plan: Plan, max_depth: int) -> list[Trial]:
     held = replace(drafted, grammar=GrammarSpec("json_object"))
     found = [Trial(SHORT, params) for params in (plain, drafted, sampled, held, scored)]
     found.append(Trial(200, drafted))
-    shallow = {depth: replace(plain, num_draft=depth) for depth in DEPTHS if depth < max_depth}
-    found += [Trial(SHORT, params) for params in shallow.values()]
-    few = [plain, *(params for depth, params in shallow.items() if depth in (1, 3))]
+    few = [plain, *(replace(plain, num_draft=depth) for depth in SHALLOW if depth < max_depth)]
     found += [Trial(SHORT, params, seqs) for seqs in BATCHES if seqs <= plan.max_seqs for params in few]
     found.append(Trial(plan.max_rows + SHORT, plain))
     fit = [replace(trial, num_prompt=min(trial.num_prompt, room)) for trial in found]
