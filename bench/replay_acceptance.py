@@ -100,7 +100,8 @@ class GivenText(Sampler):
 
     def __call__(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
         said = [(self.texts[row.request.id], row.position) for row in rows]
-        return Sampled(torch.tensor([ids[min(i, len(ids) - 1)] for ids, i in said]), {})
+        given = torch.tensor([ids[min(i, len(ids) - 1)] for ids, i in said], device=logits.device)
+        return Sampled(given, {})
 
 
 def served(llm: LLM, texts: list[Text]) -> Iterator[Walk]:
