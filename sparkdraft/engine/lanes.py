@@ -65,6 +65,9 @@ class Lanes:
         self.knobs = Knobs.of([SamplingParams()] * lanes, device)
         kept = (lanes, ring, *runner.taps.shape[1:]) if block else (0,)
         self.ring = torch.zeros(kept, dtype=runner.taps.dtype, device=device)  # by position modulo its size
+        deepest = block.block_size if block else 0
+        self._numbers = torch.arange(max(lanes + 1, deepest, ring), dtype=torch.int32, device=device)
+        self._columns: Tensor | None = None  # int64 [draft vocabulary], the ids that columns of its logits stand for
 
     def step(self, kind: StepKind) -> Tensor:
         """int32 [seqs, depth + 2]: what was sampled in each row, then how many drafts were accepted."""
@@ -101,7 +104,7 @@ class Lanes:
     # ---- the parts
 
     def _count(self, number: int) -> Tensor:  # int32 [number]
-        return torch.arange(number, dtype=torch.int32, device=self.device)
+        return self._numbers[:number]
 
     def _rows(self, seqs: int, width: int, drafts: Tensor | None, fill: int = 0) -> LaneRows:
         state, size = (self.length[:seqs], self.tables[:seqs], self.token[:seqs]), self.plan.block_size
@@ -125,8 +128,10 @@ class Lanes:
         wanted = self._count(seqs).unsqueeze(1) * width + self._count(depth) + 1
         block = DraftBlock(rows.ids, rows.positions, rows.slots, rows.view, wanted.flatten().contiguous())
         logits = drafter.propose(block)
-        columns = drafter.to_target(self._count(logits.shape[1]).long())
-        return drafter.to_target(self._pick(logits, rows.positions.view(seqs, -1)[:, 1 : depth + 1], kind, columns))
+        if self._columns is None:  # in the first step, which is never one that is being recorded
+            self._columns = drafter.to_target(torch.arange(logits.shape[1], device=self.device))
+        picked = self._pick(logits, rows.positions.view(seqs, -1)[:, 1 : depth + 1], kind, self._columns)
+        return drafter.to_target(picked)
 
     def _pick(self, logits: Tensor, positions: Tensor, kind: StepKind, columns: Tensor | None = None) -> Tensor:
         """The id of each row, int32 [seqs, rows a lane]: its best, or where a lane samples what the dice say.
