@@ -62,11 +62,12 @@ def exact_norm(x: Tensor, gain: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(1, keepdim=True) + EPS) * gain.double()
 
 
-def assert_close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+def assert_close(got: Tensor, expected: Tensor, dtype: torch.dtype, factors: int = 1) -> None:
+    """factors: how many rounded results were multiplied, each of which adds its own error."""
     assert got.dtype == dtype
     worst = (got.double() - expected).abs().max().item()
     scale = max(1.0, expected.abs().max().item())
-    assert worst <= TOLERANCE[dtype] * scale, f"off by {worst}, largest value {scale}"  # NaN fails too
+    assert worst <= factors * TOLERANCE[dtype] * scale, f"off by {worst}, largest value {scale}"  # NaN fails too
 
 
 ROWS = [1, 3, 16, 17, 33, 64]
@@ -108,7 +109,7 @@ def test_norm_gated(rows: int, out: int, in_: int, dtype: torch.dtype) -> None:
     weight[0] *= 100  # a gate whose exp overflows on its way to zero
     both = exact_norm(x, gain) @ weight.double().t()
     expected = torch.nn.functional.silu(both[:, :inter]) * both[:, inter:]
-    assert_close(few_rows.norm_gated(x, gain, EPS, weight), expected, dtype)
+    assert_close(few_rows.norm_gated(x, gain, EPS, weight), expected, dtype, factors=2)
 
 
 @gpu
