@@ -81,25 +81,26 @@ def build_engine(
     with torch.inference_mode():
         loader = Loader(source, device, dtype, pack, progress)
         model = build(model_config, loader, ops, plan.max_model_len)
-        kv = _kv(model_config, plan, dtype, device, ops)
         block = None
         if drafter:
             own = Loader(drafter.source, device, dtype, pack)
             own_kv = _kv(drafter.config.model, plan, dtype, device, ops)
             made = build_dflash(drafter.config, own, ops, model, plan.max_model_len, own_kv)
             block = BlockDraft(made, plan, device, ops)
+        drafting = Drafting(plan.max_model_len, block, config.ngram and config.spec != "off", config.num_draft)
+        kv = _kv(model_config, plan, dtype, device, ops, most_query=1 + drafting.max_depth)
     plan.fallbacks.extend(Fallback("a float32 matrix among quantised ones", note) for note in loader.notes)
     runner = Runner(model, kv, plan, device, drafter.config.taps if drafter else ())
-    ngram = config.ngram and config.spec != "off"
-    drafting = Drafting(plan.max_model_len, block, ngram, config.num_draft)
     sampler = Sampler(model_config.vocab_size, tokenizer.eos_ids, device, ops)
     flight = Flight(runner, block, device) if plan.graphs and plan.device == "cuda" else None
     return Engine(plan, runner, sampler, tokenizer, drafting, flight)
 
 
-def _kv(model: ModelConfig, plan: Plan, dtype: torch.dtype, device: torch.device, ops: ModuleType) -> DenseKV:
+def _kv(
+    model: ModelConfig, plan: Plan, dtype: torch.dtype, device: torch.device, ops: ModuleType, most_query: int = 0
+) -> DenseKV:
     heads = (model.num_layers, model.num_kv_heads, model.head_dim)
-    return DenseKV(*heads, plan.num_blocks, plan.block_size, dtype, device, ops)
+    return DenseKV(*heads, plan.num_blocks, plan.block_size, dtype, device, ops, most_query)
 
 
 def _native_problem(config: EngineConfig, hardware: Hardware) -> str | None:

@@ -77,7 +77,11 @@ class Lanes:
         verify = Step(rows.ids, rows.positions, rows.slots, rows.view, self.runner.kv)
         taps = self.runner.taps[: seqs * (1 + depth)] if self.block else None
         residual = self.runner.model.forward(verify, self.runner.tap_layers, taps)
-        samples = self._pick(self.runner.model.logits(residual), rows.positions.view(seqs, -1) + 1, kind)
+        model, next_positions = self.runner.model, rows.positions.view(seqs, -1) + 1
+        if kind.draws:
+            samples = self._pick(model.logits(residual), next_positions, kind)
+        else:
+            samples = model.likeliest(residual).view(seqs, -1).int()
         given = self.accept(samples) if self.accept else None
         state = (t[:seqs] for t in (self.most, self.length, self.token, self.observed))
         result, kept_slots = ops.settle(drafts, samples, *state, rows.slots, given)
@@ -127,6 +131,8 @@ class Lanes:
         rows = self._rows(seqs, width, None, drafter.caps.mask_id)
         wanted = self._count(seqs).unsqueeze(1) * width + self._count(depth) + 1
         block = DraftBlock(rows.ids, rows.positions, rows.slots, rows.view, wanted.flatten().contiguous())
+        if not kind.draws:
+            return drafter.to_target(drafter.likeliest(block).view(seqs, depth).int())
         logits = drafter.propose(block)
         if self._columns is None:  # in the first step, which is never one that is being recorded
             self._columns = drafter.to_target(torch.arange(logits.shape[1], device=self.device))
@@ -134,13 +140,11 @@ class Lanes:
         return drafter.to_target(picked)
 
     def _pick(self, logits: Tensor, positions: Tensor, kind: StepKind, columns: Tensor | None = None) -> Tensor:
-        """The id of each row, int32 [seqs, rows a lane]: its best, or where a lane samples what the dice say.
+        """The id of each row, int32 [seqs, rows a lane]: what the dice say, or of a lane that draws none its best.
 
         positions: of the ids that are picked; columns: the ids that the columns of the logits stand for.
         """
         best = argmax(logits).view(positions.shape)
-        if not kind.draws:
-            return best.int()
         rows, each = len(logits), positions.shape[1]
         lane = torch.arange(rows, device=self.device) // each
         knobs = self.knobs.at(lane)

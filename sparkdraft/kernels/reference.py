@@ -13,15 +13,21 @@ from torch import Tensor
 
 from sparkdraft.kernels.dice import draw
 from sparkdraft.kernels.view import AttentionView
+from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.quant.group import GroupQuant
 
 NAME = "reference"
 __all__ = [
+    "add_linear",
     "draw",
     "embed",
     "group_linear",
     "kv_write",
     "lay_out",
+    "norm_argmax",
+    "norm_gated",
+    "norm_linear",
+    "norm_logits",
     "paged_attention",
     "qk_norm_rope",
     "rms_norm",
@@ -77,6 +83,27 @@ def qk_norm_rope(
 def silu_mul(gate_up: Tensor) -> Tensor:  # [rows, 2 * inter] -> [rows, inter]
     gate, up = gate_up.chunk(2, dim=-1)
     return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
+
+
+def norm_linear(x: Tensor, gain: Tensor, eps: float, matrix: Linear) -> Tensor:  # [rows, in] -> [rows, out]
+    return matrix.linear(rms_norm(x, gain, eps))
+
+
+def norm_gated(x: Tensor, gain: Tensor, eps: float, gate_up: Linear) -> Tensor:  # [rows, in] -> [rows, inter]
+    return silu_mul(norm_linear(x, gain, eps, gate_up))
+
+
+def norm_logits(x: Tensor, gain: Tensor, eps: float, head: Linear) -> Tensor:  # float32 [rows, vocabulary]
+    return norm_linear(x, gain, eps, head).float()
+
+
+def norm_argmax(x: Tensor, gain: Tensor, eps: float, head: Linear) -> Tensor:  # int64 [rows]; the lowest wins a tie
+    return norm_logits(x, gain, eps, head).argmax(-1)
+
+
+def add_linear(residual: Tensor, x: Tensor, matrix: Linear) -> None:
+    """residual [rows, out] += x W^T, in place."""
+    matrix.add_to(residual, x)
 
 
 def kv_write(

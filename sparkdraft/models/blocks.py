@@ -39,6 +39,7 @@ class Attention:
         self.layer, self.ops, self.eps = layer, ops, config.rms_eps
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.scale = config.head_dim**-0.5
+        self.causal, self.window = True, 0
         q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         rows = {f"{name}.q_proj": q_width, f"{name}.k_proj": kv_width, f"{name}.v_proj": kv_width}
         self.qkv = load.linear(rows, config.hidden_size, config.attention_bias)
@@ -46,42 +47,39 @@ class Attention:
         self.q_norm = load.vector(f"{name}.q_norm.weight", self.head_dim) if qk_norm else None
         self.k_norm = load.vector(f"{name}.k_norm.weight", self.head_dim) if qk_norm else None
 
-    def add_to(self, residual: Tensor, x: Tensor, rope: Tensor, step: Step) -> None:
-        qkv = self.qkv.linear(x)
-        self.ops.qk_norm_rope(
-            qkv, step.positions, rope, self.num_heads, self.num_kv_heads, self.q_norm, self.k_norm, self.eps
-        )
-        heads = qkv.view(qkv.shape[0], -1, self.head_dim)  # [rows, heads + 2 * kv_heads, head_dim]
-        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        step.kv.write(self.layer, k, v, step.slots)
-        self.o.add_to(residual, step.kv.attend(self.layer, q, step.view, self.scale))
+    def add_to(self, residual: Tensor, norm: Tensor, rope: Tensor, step: Step) -> None:
+        """residual += attention(norm(residual)); norm: [hidden], as in all blocks."""
+        counts, norms = (self.num_heads, self.num_kv_heads), (self.q_norm, self.k_norm)
+        qkv = self.ops.norm_linear(residual, norm, self.eps, self.qkv)
+        step.kv.rotate_and_write(self.layer, qkv, step.positions, rope, counts, norms, self.eps, step.slots)
+        q = qkv.view(qkv.shape[0], -1, self.head_dim)[:, : self.num_heads]
+        seen = step.kv.attend(self.layer, q, step.view, self.scale, self.causal, self.window)
+        self.ops.add_linear(residual, seen, self.o)
 
 
 class GatedMLP:
     def __init__(self, config: ModelConfig, load: Loader, name: str, ops: ModuleType) -> None:
-        self.ops = ops
+        self.ops, self.eps = ops, config.rms_eps
         rows = {f"{name}.{part}": config.intermediate_size for part in ("gate_proj", "up_proj")}
         self.gate_up = load.linear(rows, config.hidden_size, config.mlp_bias)
         self.down = load.linear({f"{name}.down_proj": config.hidden_size}, config.intermediate_size, config.mlp_bias)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
-        self.down.add_to(residual, self.ops.silu_mul(self.gate_up.linear(x)))
+    def add_to(self, residual: Tensor, norm: Tensor) -> None:
+        self.ops.add_linear(residual, self.ops.norm_gated(residual, norm, self.eps, self.gate_up), self.down)
 
 
 class DecoderLayer:
     """x += attention(norm(x)); x += mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, layer: int, load: Loader, ops: ModuleType, qk_norm: bool) -> None:
-        name, hidden = f"model.layers.{layer}", config.hidden_size
-        self.ops, self.eps = ops, config.rms_eps
-        self.input_norm = load.vector(f"{name}.input_layernorm.weight", hidden)
-        self.attention = Attention(config, layer, load, f"{name}.self_attn", ops, qk_norm)
-        self.post_norm = load.vector(f"{name}.post_attention_layernorm.weight", hidden)
+    def __init__(self, config: ModelConfig, load: Loader, name: str, attention: Attention, ops: ModuleType) -> None:
+        self.input_norm = load.vector(f"{name}.input_layernorm.weight", config.hidden_size)
+        self.attention = attention
+        self.post_norm = load.vector(f"{name}.post_attention_layernorm.weight", config.hidden_size)
         self.mlp = GatedMLP(config, load, f"{name}.mlp", ops)
 
     def add_to(self, residual: Tensor, rope: Tensor, step: Step) -> None:
-        self.attention.add_to(residual, self.ops.rms_norm(residual, self.input_norm, self.eps), rope, step)
-        self.mlp.add_to(residual, self.ops.rms_norm(residual, self.post_norm, self.eps))
+        self.attention.add_to(residual, self.input_norm, rope, step)
+        self.mlp.add_to(residual, self.post_norm)
 
 
 class Decoder:
@@ -118,5 +116,10 @@ class Decoder:
                 self.ops.tap(residual, taps, tap_layers.index(i))
         return residual
 
-    def logits(self, residual: Tensor) -> Tensor:  # [rows, hidden] -> [rows, vocab]
-        return self.head.linear(self.ops.rms_norm(residual, self.norm, self.config.rms_eps))
+    def logits(self, residual: Tensor) -> Tensor:  # [rows, hidden] -> float32 [rows, vocab]
+        out: Tensor = self.ops.norm_logits(residual, self.norm, self.config.rms_eps, self.head)
+        return out
+
+    def likeliest(self, residual: Tensor) -> Tensor:  # [rows, hidden] -> int64 [rows], the logits' argmax
+        out: Tensor = self.ops.norm_argmax(residual, self.norm, self.config.rms_eps, self.head)
+        return out

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from sparkdraft.models.blocks import Decoder, DecoderLayer
+from sparkdraft.models.blocks import Attention, Decoder, DecoderLayer
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.rope import rope_table
 from sparkdraft.weights.loader import Loader
@@ -15,7 +15,11 @@ from sparkdraft.weights.loader import Loader
 
 def build(config: ModelConfig, load: Loader, ops: ModuleType, context: int, qk_norm: bool = False) -> Decoder:
     embedding = load.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
-    layers = [DecoderLayer(config, i, load, ops, qk_norm) for i in range(config.num_layers)]
+    layers = []
+    for i in range(config.num_layers):
+        name = f"model.layers.{i}"
+        attention = Attention(config, i, load, f"{name}.self_attn", ops, qk_norm)
+        layers.append(DecoderLayer(config, load, name, attention, ops))
     norm = load.vector("model.norm.weight", config.hidden_size)
     if config.tie_embeddings:
         head = load.tied_head(embedding)

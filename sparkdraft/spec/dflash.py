@@ -15,9 +15,9 @@ from torch import Tensor
 
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.core import UserError
-from sparkdraft.models.blocks import Attention, Decoder, GatedMLP, Step
+from sparkdraft.models.blocks import Attention, Decoder, DecoderLayer, Step
 from sparkdraft.models.rope import rope_table
-from sparkdraft.spec.config import DraftConfig, LayerMask
+from sparkdraft.spec.config import DraftConfig
 from sparkdraft.spec.drafter import DraftBlock, DrafterCaps
 from sparkdraft.weights.linear import DenseLinear, Linear
 from sparkdraft.weights.loader import Loader
@@ -39,40 +39,18 @@ class BlockAttention(Attention):
 
     def __init__(self, draft: DraftConfig, layer: int, load: Loader, name: str, ops: ModuleType) -> None:
         super().__init__(draft.model, layer, load, name, ops, qk_norm=True)
-        self.mask: LayerMask = draft.layers[layer]
-
-    def add_to(self, residual: Tensor, x: Tensor, rope: Tensor, step: Step) -> None:
-        qkv = self.qkv.linear(x)
-        counts = (self.num_heads, self.num_kv_heads)
-        self.ops.qk_norm_rope(qkv, step.positions, rope, *counts, self.q_norm, self.k_norm, self.eps)
-        heads = qkv.view(qkv.shape[0], -1, self.head_dim)  # [rows, heads + 2 * kv_heads, head_dim]
-        q, k, v = heads.split((*counts, self.num_kv_heads), dim=1)
-        step.kv.write(self.layer, k, v, step.slots)
-        window, causal = self.mask
-        self.o.add_to(residual, step.kv.attend(self.layer, q, step.view, self.scale, causal, window))
+        self.window, self.causal = draft.layers[layer]
 
     def keep(self, kv_part: Tensor, positions: Tensor, rope: Tensor, kv: DenseKV, slots: Tensor) -> None:
-        """Write context rows: kv_part [rows, 2 * kv_heads * head_dim], the keys first, changed in place."""
-        self.ops.qk_norm_rope(kv_part, positions, rope, 0, self.num_kv_heads, None, self.k_norm, self.eps)
-        heads = kv_part.view(kv_part.shape[0], -1, self.head_dim)  # [rows, 2 * kv_heads, head_dim]
-        k, v = heads.split((self.num_kv_heads, self.num_kv_heads), dim=1)
-        kv.write(self.layer, k, v, slots)
+        """Write context rows: kv_part [rows, 2 * kv_heads * head_dim], the keys first; nothing is left of it."""
+        counts, norms = (0, self.num_kv_heads), (None, self.k_norm)
+        kv.rotate_and_write(self.layer, kv_part, positions, rope, counts, norms, self.eps, slots)
 
 
-class DraftLayer:
-    """x += attention(norm(x)); x += mlp(norm(x)). Context rows pass neither norm."""
+class DraftLayer(DecoderLayer):
+    """Block rows pass through it as through any layer; context rows reach only its attention, and pass neither norm."""
 
-    def __init__(self, draft: DraftConfig, layer: int, load: Loader, prefix: str, ops: ModuleType) -> None:
-        name, hidden = f"{prefix}layers.{layer}", draft.model.hidden_size
-        self.ops, self.eps = ops, draft.model.rms_eps
-        self.input_norm = load.vector(f"{name}.input_layernorm.weight", hidden)
-        self.attention = BlockAttention(draft, layer, load, f"{name}.self_attn", ops)
-        self.post_norm = load.vector(f"{name}.post_attention_layernorm.weight", hidden)
-        self.mlp = GatedMLP(draft.model, load, f"{name}.mlp", ops)
-
-    def add_to(self, residual: Tensor, rope: Tensor, step: Step) -> None:
-        self.attention.add_to(residual, self.ops.rms_norm(residual, self.input_norm, self.eps), rope, step)
-        self.mlp.add_to(residual, self.ops.rms_norm(residual, self.post_norm, self.eps))
+    attention: BlockAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,23 +89,34 @@ class DFlash:
 
     def observe(self, taps: Tensor, positions: Tensor, slots: Tensor) -> None:
         features = self.fc.linear(taps.view(taps.shape[0], -1))  # [rows, hidden]
-        context = self.context_kv.linear(self.ops.rms_norm(features, self.hidden_norm, self.eps))
+        context = self.ops.norm_linear(features, self.hidden_norm, self.eps, self.context_kv)
         width = 2 * self.caps.num_kv_heads * self.caps.head_dim
         for i, layer in enumerate(self.layers):
             layer.attention.keep(context[:, i * width : (i + 1) * width], positions, self.rope, self.kv, slots)
 
     def propose(self, block: DraftBlock) -> Tensor:
-        residual = self._embed(block.token_ids)
-        step = Step(block.token_ids, block.positions, block.slots, block.view, self.kv)
-        for layer in self.layers:
-            layer.add_to(residual, self.rope, step)
-        wanted = self.ops.embed(block.draft_rows, residual)  # a gather
-        logits = self.ends.head.linear(self.ops.rms_norm(wanted, self.ends.norm, self.eps))
+        logits: Tensor = self.ops.norm_logits(self._through_layers(block), self.ends.norm, self.eps, self.ends.head)
         return self._scaled(logits)
+
+    def likeliest(self, block: DraftBlock) -> Tensor:
+        if self.draft.output_multiplier <= 0:  # a softcap keeps the order, and so does a multiplier above 0
+            return self.propose(block).argmax(-1)
+        ids: Tensor = self.ops.norm_argmax(self._through_layers(block), self.ends.norm, self.eps, self.ends.head)
+        return ids
 
     def to_target(self, ids: Tensor) -> Tensor:
         d2t = self.ends.d2t
         return ids if d2t is None else ids + d2t[ids.long()].to(ids.dtype)
+
+    # ---- the parts
+
+    def _through_layers(self, block: DraftBlock) -> Tensor:  # [draft rows, hidden]
+        residual = self._embed(block.token_ids)
+        step = Step(block.token_ids, block.positions, block.slots, block.view, self.kv)
+        for layer in self.layers:
+            layer.add_to(residual, self.rope, step)
+        rows: Tensor = self.ops.embed(block.draft_rows, residual)  # a gather
+        return rows
 
     # ---- what few checkpoints ask for: plain torch, so none of it may run where nothing is asked
 
@@ -150,7 +139,11 @@ def build(draft: DraftConfig, load: Loader, ops: ModuleType, target: Decoder, co
     prefix, model = _prefix(load), draft.model
     fc = load.linear({f"{prefix}fc": model.hidden_size}, len(draft.taps) * draft.target_hidden_size)
     hidden_norm = load.vector(f"{prefix}hidden_norm.weight", model.hidden_size)
-    layers = [DraftLayer(draft, i, load, prefix, ops) for i in range(model.num_layers)]
+    layers = []
+    for i in range(model.num_layers):
+        name = f"{prefix}layers.{i}"
+        attention = BlockAttention(draft, i, load, f"{name}.self_attn", ops)
+        layers.append(DraftLayer(model, load, name, attention, ops))
     kv_width = model.num_kv_heads * model.head_dim
     names = [f"{prefix}layers.{i}.self_attn.{part}_proj" for i in range(model.num_layers) for part in "kv"]
     context_kv = load.linear(dict.fromkeys(names, kv_width), model.hidden_size, model.attention_bias)

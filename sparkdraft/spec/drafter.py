@@ -50,5 +50,8 @@ class Drafter(Protocol):
     def propose(self, block: DraftBlock) -> Tensor:
         """Logits of the draft rows, [seqs * depth, draft vocabulary]. Changes only the block's own K/V."""
 
+    def likeliest(self, block: DraftBlock) -> Tensor:
+        """int64 [seqs * depth]: the argmax of what `propose` gives."""
+
     def to_target(self, ids: Tensor) -> Tensor:
         """Ids of the draft vocabulary as ids of the target's."""

@@ -166,7 +166,9 @@ class DraftHarness:
         """Logits of each named sequence's draft, [depth, vocabulary]; all of the drafter's block unless told."""
         width = width or self.caps.block_size
         depth = depth or width - 1
-        logits = self.drafter.propose(self.block(anchors, width, depth)).float().cpu()
+        block = self.block(anchors, width, depth)
+        logits = self.drafter.propose(block).float().cpu()
+        assert self.drafter.likeliest(block).tolist() == logits.argmax(-1).tolist()
         return {name: logits[i * depth : (i + 1) * depth] for i, name in enumerate(anchors)}
 
     def int32(self, values: list[int] | list[list[int]]) -> Tensor:

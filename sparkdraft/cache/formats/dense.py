@@ -25,18 +25,31 @@ class DenseKV:
         dtype: torch.dtype,
         device: torch.device,
         ops: ModuleType,
+        most_query: int = 0,
     ) -> None:
+        """most_query: batches of up to so many rows a sequence give a row the same bits, where kernels see to that."""
         shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
         self.layers = list(zip(self.k.unbind(0), self.v.unbind(0), strict=True))
-        self.ops = ops
+        self.ops, self.most_query = ops, most_query
 
-    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        self.ops.kv_write(k, v, *self.layers[layer], slots)
+    def rotate_and_write(
+        self,
+        layer: int,
+        qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim]; only its queries are defined afterwards
+        positions: Tensor,
+        rope: Tensor,
+        counts: tuple[int, int],  # query and K/V heads
+        norms: tuple[Tensor | None, Tensor | None],  # of queries and of keys
+        eps: float,
+        slots: Tensor,
+    ) -> None:
+        self.ops.rope_write(qkv, positions, rope, *counts, *norms, eps, *self.layers[layer], slots)
 
     def attend(
         self, layer: int, q: Tensor, view: AttentionView, scale: float, causal: bool = True, window: int = 0
     ) -> Tensor:
-        out: Tensor = self.ops.paged_attention(q, *self.layers[layer], view, scale, causal, window)
+        layers = self.layers[layer]
+        out: Tensor = self.ops.paged_attention(q, *layers, view, scale, causal, window, self.most_query)
         return out

@@ -2,11 +2,12 @@
 
 Every launch is shaped by host integers alone and reads lengths on the device, so a recording (a CUDA graph) stays
 right while they change; a shape must have run once before its capture, because Triton compiles and loads on
-first use. Weights' matmuls, sampling and the layout of the cache belong to others.
+first use. Sampling and the layout of the cache belong to others.
 """
 
 from sparkdraft.kernels.cuda.attention import paged_attention
 from sparkdraft.kernels.cuda.elementwise import kv_write, qk_norm_rope, rms_norm, rope_write, silu_mul
+from sparkdraft.kernels.cuda.matmul import add_linear, norm_argmax, norm_gated, norm_linear, norm_logits
 from sparkdraft.kernels.cuda.recording import Recording
 from sparkdraft.kernels.cuda.stepping import lay_out, settle
 from sparkdraft.kernels.reference import draw, embed, tap  # torch is at the ceiling, or near enough
@@ -16,10 +17,15 @@ NAME = "cuda"
 __all__ = [
     "NAME",
     "Recording",
+    "add_linear",
     "draw",
     "embed",
     "kv_write",
     "lay_out",
+    "norm_argmax",
+    "norm_gated",
+    "norm_linear",
+    "norm_logits",
     "paged_attention",
     "qk_norm_rope",
     "rms_norm",

@@ -16,18 +16,24 @@ from torch import Tensor
 
 from sparkdraft.kernels.native.library import c, set_threads, unavailable_reason
 from sparkdraft.kernels.native.recording import Recording, empty, keep
-from sparkdraft.kernels.reference import lay_out, settle  # a few integers a step
+from sparkdraft.kernels.reference import add_linear, lay_out, settle  # a matrix's own; a few integers a step
 from sparkdraft.kernels.view import AttentionView
+from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.quant.group import GROUP, GroupQuant
 
 __all__ = [
     "NAME",
     "PackedLinear",
     "Recording",
+    "add_linear",
     "draw",
     "embed",
     "kv_write",
     "lay_out",
+    "norm_argmax",
+    "norm_gated",
+    "norm_linear",
+    "norm_logits",
     "paged_attention",
     "qk_norm_rope",
     "rms_norm",
@@ -96,6 +102,23 @@ def silu_mul(gate_up: Tensor) -> Tensor:  # [rows, 2 * inter] -> [rows, inter]
     y = empty(rows, width // 2)
     c.sd_silu_mul(gate_up.data_ptr(), gate_up.stride(0), y.data_ptr(), rows, width // 2)
     return y
+
+
+def norm_linear(x: Tensor, gain: Tensor, eps: float, matrix: Linear) -> Tensor:  # [rows, in] -> [rows, out]
+    return matrix.linear(rms_norm(x, gain, eps))
+
+
+def norm_gated(x: Tensor, gain: Tensor, eps: float, gate_up: Linear) -> Tensor:  # [rows, in] -> [rows, inter]
+    return silu_mul(norm_linear(x, gain, eps, gate_up))
+
+
+def norm_logits(x: Tensor, gain: Tensor, eps: float, head: Linear) -> Tensor:  # float32 [rows, vocabulary]
+    return norm_linear(x, gain, eps, head)
+
+
+def norm_argmax(x: Tensor, gain: Tensor, eps: float, head: Linear) -> Tensor:  # int64 [rows]; the lowest wins a tie
+    """By numpy, which takes a tenth of torch's time; not to be recorded."""
+    return torch.from_numpy(norm_logits(x, gain, eps, head).numpy().argmax(-1))
 
 
 def kv_write(
