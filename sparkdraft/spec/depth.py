@@ -7,10 +7,10 @@ engine drafts and verifies, says what was accepted and how long the step took.
 
 A request at depth 0 is parked: a counter runs, and nothing else. It would never learn that its text has become easy, so
 it probes: one step with a small draft. A probe that costs x plain steps more than a plain step does, and is followed by
-x / 0.012 plain tokens, loses 1.2 % on any machine: x = 0.57 (two CPU cores, depth 1) asks for 48 tokens, x = 0.13 (a
-GPU, depth 3) for 11. Text that turns easy waits half of that on average, then for as long as luck withholds a first
+x / 0.015 plain tokens, loses 1.5 % on any machine: x = 0.63 (two CPU cores, depth 1) asks for 42 tokens, x = 0.13 (a
+GPU, depth 3) for 9. Text that turns easy waits half of that on average, then for as long as luck withholds a first
 acceptance. So the wait doubles from 16 tokens to 32 and no further unless the budget asks for more: longer waits would
-save less than that 1.2 % and lose the 50 tokens within which drafting shall come back.
+save less than that 1.5 % and lose the 50 tokens within which drafting shall come back.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ RECENT = 0.7  # what a request leaves of older requests' counts: text is most li
 INHERIT = 0.9  # how much of a position's departure from the prior the next position expects for itself
 SURPRISE = 8.0  # squared deviations after which the text is taken to have changed
 FADE = 0.85  # what a step leaves of older surprise
-MARGIN = 1.05  # what drafting must promise over plain decoding before a new or parked request leaves depth 0
-BUDGET = 0.012  # share of time that probing may cost
+MARGIN = 1.03  # what a request must be promised before it changes sides: from plain steps to drafts, or back
+BUDGET = 0.015  # share of time that probing may cost
 LIKELY = 1.5  # tokens expected with one draft: above, a probe that goes well is no sign that the text has changed
 FIRST_WAIT, LONG_WAIT = 16, 32  # tokens between probes: the first after parking, and where doubling ends
 MAX_PROBE = 4
@@ -216,12 +216,15 @@ class DepthController:
             states[i].price = (share + price.rows[depths[i]]) * num / price.plain
 
     def _probed(self, state: DepthState, drafted: int, accepted: int) -> None:
-        """A probe that went well is followed at once by a deeper one, until choose() leaves depth 0 or one fails."""
+        """A probe that went well is followed by another at once, until choose() leaves depth 0 or one fails.
+
+        Not by a deeper one: if that fails, its price keeps the request from trying again for twice as long.
+        """
         state.spent = max(state.spent + state.price - accepted, 0.0)
         if accepted >= state.price:
             if not state.probe and self._tokens(state)[1] < LIKELY:
                 state.forget()
-            state.probe = next((d for d in self.probes if d >= 2 * drafted), self.probes[-1])
+            state.probe = drafted
         else:
             state.wait = max(min(2 * state.wait, LONG_WAIT), round(state.spent / BUDGET))
             state.waited, state.probe, state.spent = 0, 0, 0.0
@@ -317,9 +320,9 @@ def best_depths(tokens: Tokens, rest: Sequence[bool], price: Price, choice: Sequ
     each request by itself; so begin with r of the best common depth, let each choose, compute the r that gives, repeat.
     """
     num = len(tokens)
-    plain_rate = (num + others) / price.plain * (MARGIN if all(rest) else 1.0)
+    plain_rate = (num + others) / price.plain * (MARGIN if all(rest) else 1 / MARGIN)
     if num + others == 1:
-        rate, depth = max((tokens[0][d] / price.uniform[d], d) for d in choice)
+        rate, depth = max((tokens[0][d] / price.uniform[d], d) for d in choice if d)
         return [depth if rate > plain_rate else 0]
     # A step in which all of these draft alike, for a rate to begin with; with others beside them it is cheaper.
     rate = max((others + sum(own[d] for own in tokens)) / price.uniform[d] for d in choice)
@@ -334,9 +337,9 @@ def best_depths(tokens: Tokens, rest: Sequence[bool], price: Price, choice: Sequ
 
 
 def _best_depth(tokens: Sequence[float], choice: Sequence[int], worth: Sequence[float], rests: bool) -> int:
-    net = [tokens[d] - w for d, w in zip(choice, worth, strict=True)]
+    plain, *net = [tokens[d] - w for d, w in zip(choice, worth, strict=True)]
     best = max(net)
-    return choice[net.index(best)] if best > net[0] * (MARGIN if rests else 1.0) else 0
+    return choice[1 + net.index(best)] if best > plain * (MARGIN if rests else 1 / MARGIN) else 0
 
 
 def expected_tokens(chances: Sequence[float]) -> list[float]:
