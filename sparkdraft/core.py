@@ -19,6 +19,7 @@ from enum import StrEnum
 from typing import Any
 
 MAX_LOGPROBS = 20
+AUTO = -1  # a depth that is chosen every step
 MAX_N = 64
 GRAMMARS = ("json_object", "json_schema", "regex", "lark")
 
@@ -70,7 +71,7 @@ class SamplingParams:
     logprobs: int | None = None  # alternatives reported beside each sampled token
     prompt_logprobs: int | None = None
     n: int = 1
-    num_draft: int | None = None  # tokens drafted a step: None chooses every step, 0 is off
+    num_draft: int | None = None  # tokens drafted a step: AUTO chooses every step, 0 is off, None is the engine's way
     grammar: GrammarSpec | None = None
     keep_special: bool = False  # special tokens appear in the text, but for the one that ends it
 
@@ -108,8 +109,8 @@ class SamplingParams:
                 f"{name} is {value}; it must be between 0 and {MAX_LOGPROBS}",
             )
         _require(
-            self.num_draft is None or self.num_draft >= 0,
-            f"num_draft is {self.num_draft}; it must be 0 (off) or a positive number",
+            self.num_draft is None or self.num_draft >= AUTO,
+            f"num_draft is {self.num_draft}; it must be {AUTO} (chosen every step), 0 (off) or a positive number",
         )
         _require(1 <= self.n <= MAX_N, f"n is {self.n}; it must be between 1 and {MAX_N}")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from sparkdraft.bench.perplexity import HELDOUT
-from sparkdraft.core import SamplingParams, StepOutput
+from sparkdraft.core import AUTO, SamplingParams, StepOutput
 from sparkdraft.engine.engine import Engine
 from sparkdraft.llm import LLM
 from sparkdraft.plot import Line, Panel
@@ -166,7 +166,7 @@ def pace(llm: LLM, params: SamplingParams, prompts: list[list[int]], done: Done)
     """Each prompt plainly, then with drafts, so that a machine that slows down slows both."""
     result = Pace(len(prompts))
     for ids in prompts:
-        (plain, seconds), (auto, auto_seconds) = (_decode(llm, ids, replace(params, num_draft=n)) for n in (0, None))
+        (plain, seconds), (auto, auto_seconds) = (_decode(llm, ids, replace(params, num_draft=n)) for n in (0, AUTO))
         result.same_text += plain == auto
         result.plain_tokens += len(plain) - 1
         result.auto_tokens += len(auto) - 1

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -35,20 +36,23 @@ PREFIXES = ("vllm:", "sparkdraft_")
 
 @dataclass(slots=True)
 class Drafting:
-    """Steps that drafted, the drafts they made and those accepted; by_position[i]: steps that accepted draft i."""
+    """Steps that drafted, the drafts they made and those accepted; by_position[i]: steps that accepted draft i.
+
+    drafted_by_position[i]: steps that drafted so far; where nobody says, all of them, as with a fixed depth.
+    """
 
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
     by_position: list[int] = field(default_factory=list)
+    drafted_by_position: list[int] = field(default_factory=list)
 
     def add(self, other: Drafting, sign: int = 1) -> None:
         self.steps += sign * other.steps
         self.drafted += sign * other.drafted
         self.accepted += sign * other.accepted
-        width = max(len(self.by_position), len(other.by_position))
-        mine, more = (each + [0] * (width - len(each)) for each in (self.by_position, other.by_position))
-        self.by_position = [a + sign * b for a, b in zip(mine, more, strict=True)]
+        self.by_position = _added(self.by_position, other.by_position, sign)
+        self.drafted_by_position = _added(self.drafted_by_position, other.drafted_by_position, sign)
 
     @property
     def length(self) -> float | None:
@@ -57,8 +61,9 @@ class Drafting:
 
     @property
     def shares(self) -> list[float]:
-        """How many of the drafting steps accepted each position."""
-        return [count / self.steps for count in self.by_position] if self.steps else []
+        """How many of the steps that drafted a position accepted it."""
+        drafted = self.drafted_by_position or [self.steps] * len(self.by_position)
+        return [count / tries for count, tries in zip(self.by_position, drafted, strict=False) if tries]
 
 
 @dataclass(slots=True)
@@ -193,7 +198,8 @@ def read_speculation(facts: dict[str, Any]) -> Drafting:
     histogram = [int(count) for count in facts.get("acceptance_histogram") or ()]
     steps, accepted = int(facts.get("num_spec_steps") or 0), int(facts.get("num_accepted_draft_tokens") or 0)
     by_position = [sum(histogram[reach:]) for reach in range(1, len(histogram))]
-    return Drafting(steps, int(facts.get("num_draft_tokens") or 0), accepted, by_position)
+    drafted = [int(count) for count in facts.get("per_position_drafted") or [steps] * len(by_position)]
+    return Drafting(steps, int(facts.get("num_draft_tokens") or 0), accepted, by_position, drafted)
 
 
 def read_counters(text: str) -> Drafting | None:
@@ -213,6 +219,10 @@ def read_counters(text: str) -> Drafting | None:
             sums[kind] += count
     by_position = [positions.get(i, 0) for i in range(max(positions, default=-1) + 1)]
     return Drafting(**sums, by_position=by_position) if found else None
+
+
+def _added(mine: list[int], more: list[int], sign: int) -> list[int]:
+    return [a + sign * b for a, b in zip_longest(mine, more, fillvalue=0)]
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:

@@ -39,6 +39,7 @@ def summary(result: Result) -> dict[str, Any]:
         "temperature": settings.temperature,
         "ignore_eos": settings.ignore_eos,
         "tokens_from": "chunks" if result.counted else "usage",
+        "prompts_sent_before": True,
         "acceptance_from": result.source,
         "can_switch": result.can_switch,
         "rows": [cell.as_dict() for cell in result.with_totals()],
@@ -64,7 +65,8 @@ def _how(report: dict[str, Any]) -> str:
         "counted by the server" if report["tokens_from"] == "usage" else "counted by pieces of the stream, for want"
     )
     tokens += "" if report["tokens_from"] == "usage" else " of usage: a piece of several tokens counts as one"
-    return f"{tokens}. {DRAFTS_FROM[report['acceptance_from']]}"
+    known = "Every prompt was sent once before, so a server that caches prompts knows it"
+    return f"{tokens}. {known}. {DRAFTS_FROM[report['acceptance_from']]}"
 
 
 def _row(row: Row, report: dict[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparkdraft.core import Batch, Request, SamplingParams, UserError
+from sparkdraft.core import AUTO, Batch, Request, SamplingParams, UserError
 from sparkdraft.engine.blockdraft import BlockDraft
 from sparkdraft.engine.runner import Runner
 from sparkdraft.spec.depth import DepthController, DepthState
@@ -124,10 +124,11 @@ class Drafting:
         if not self.max_depth:
             return
         deepest = max(depth for _, depth, _ in steps)
+        num_drafting = sum(depth > 0 for _, depth, _ in steps)
         for request, depth, accepted in steps:
             self.learn(request, depth, accepted, self._model if depth else "")
             if depth:
-                self._of(request).stats.add_time(0.0, seconds)
+                self._of(request).stats.add_time(0.0, seconds / num_drafting)
         if seconds:
             self._measured({self._model} if deepest else set(), deepest, [r.num_tokens for r, _, _ in steps], seconds)
 
@@ -142,8 +143,9 @@ class Drafting:
             deepest = max((w.num_draft for w in drafted), default=0)
             self._measured({w.source for w in drafted}, deepest, [w.stop for w in batch.work], draft + verify)
         for work in drafted:
-            if work.request in self._requests:
-                self._requests[work.request].stats.add_time(draft, verify)
+            kept = self._requests.get(work.request)  # none if it ended with this step
+            stats = kept.stats if kept else self.total
+            stats.add_time(draft / len(drafted), verify / len(drafted))  # sums over requests are time that passed
 
     def drafts_from_text(self, requests: Iterable[Request]) -> bool:
         """Whether the text of any of these, all of which draft, is what drafts."""
@@ -195,8 +197,9 @@ class Drafting:
             raise UserError(f"{name} is {depth}; {limit}: ask for no more, or leave it out")
 
     def _asked(self, request: Request) -> int | None:
+        """The depth that is fixed for it; None where it is chosen every step."""
         asked = request.params.num_draft
-        return self.default if asked is None else asked
+        return self.default if asked is None else None if asked == AUTO else asked
 
     def _limited(self, request: Request, depth: int) -> int:
         """No drafts past the last token wanted, and none where a block would reach past the context's end."""

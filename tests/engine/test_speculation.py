@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from sparkdraft.core import SamplingParams, StepOutput, UserError
+from sparkdraft.core import AUTO, Batch, SamplingParams, StepOutput, UserError
 from sparkdraft.engine.accept import committed
 from sparkdraft.engine.engine import Engine
 from tests.fakes import FakeBlock, FakeRunner, fake_engine
@@ -91,6 +91,44 @@ def test_a_fixed_depth_is_kept_and_counted() -> None:
     assert stats is not None
     assert stats["num_spec_steps"] == 6 and stats["num_accepted_draft_tokens"] == 24
     assert stats["acceptance_histogram"] == [0, 0, 0, 0, 6]
+
+
+def test_a_request_may_ask_for_a_chosen_depth_where_the_engine_has_a_fixed_one() -> None:
+    for asked, depths in ((None, {4}), (AUTO, {1, 3, 7})):
+        engine = fake_engine(FakeBlock(1.0), spec=4, **LONG)
+        engine.add([1], SamplingParams(max_tokens=301, num_draft=asked, ignore_eos=True), "a")
+        drain(engine)
+        assert {drafted for _, drafted, _ in engine.drafting.total.steps} <= depths
+
+
+def test_times_add_up_to_the_time_that_passed() -> None:
+    engine = fake_engine(FakeBlock(1.0), **LONG)
+    timed = engine.drafting.timed
+    engine.drafting.timed = lambda batch, draft, verify: timed(batch, 1.0, 2.0)  # type: ignore[method-assign]
+    for i in range(4):
+        engine.add([i + 1], SamplingParams(max_tokens=21, num_draft=4, ignore_eos=True), str(i))
+    drain(engine)
+    assert engine.drafting.total.num_spec_steps == 16
+    assert (engine.drafting.total.draft_seconds, engine.drafting.total.verify_seconds) == (4.0, 8.0)
+
+
+def test_always_wrong_is_parked_and_costs_next_to_nothing() -> None:
+    """Times as on two CPU cores: the steps of a whole request take at most 2 % longer than plain ones."""
+    engine = fake_engine(FakeBlock(0.0), **LONG)
+    (controller,), cost, steps = engine.drafting.controllers.values(), [4.9, 8.0, 9.6, 11.2, 13.3, 15.3, 17.4, 19.4], []
+    for depth in (0, 1, 3, 7):
+        for _ in range(3):
+            controller.measured(depth, 1, 10, cost[depth])
+
+    def timed(batch: Batch, draft: float, verify: float) -> None:
+        steps.append(cost[batch.work[0].num_draft])
+        controller.measured(batch.work[0].num_draft, 1, 10, steps[-1])
+
+    engine.drafting.timed = timed  # type: ignore[method-assign]
+    engine.add([1], SamplingParams(max_tokens=600, ignore_eos=True), "a")
+    drain(engine)
+    later = steps[100:]
+    assert engine.drafting.total.num_spec_steps > 5 and sum(later) < 1.02 * cost[0] * len(later)
 
 
 def test_running_requests_count_in_what_was_so_far() -> None:
