@@ -7,12 +7,15 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparkdraft.cli.console import errors, loading
 from sparkdraft.cli.options import add_engine_flags, load_llm, temperature_list
 from sparkdraft.core import UserError
 from sparkdraft.train.settings import FitSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 STOPPED = 130  # status of what Ctrl-C ended, so that `fit && export` exports no half of a run
 HELP = "train a drafter for a model"
@@ -22,7 +25,7 @@ EXAMPLES = """a drafter for one's own model, in four commands:
   sparkdraft train export run --out my-drafter
   sparkdraft train eval   --model ./my-model --drafter my-drafter
 
-  sparkdraft train data --model smollm2 --out corpus --prompts prompts.jsonl    (your own prompts, one a line)
+  sparkdraft train data --model smollm2 --out corpus --prompts prompts.jsonl    (your own; the same command goes on)
   sparkdraft train fit  --model smollm2 --data corpus --out run --soft 0.5      (the same command again goes on)
   sparkdraft train fit  --model ./my-finetune --data corpus --out run --init ./drafter-of-its-base   (follow a drift)
   sparkdraft train export run --out my-drafter --layout speculators             (for vLLM)
@@ -55,11 +58,11 @@ FIT_FLAGS = {
 
 def configure(parser: ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="step", required=True, metavar="STEP")
-    data = verbs.add_parser("data", help="the target writes its own training texts")
+    data = verbs.add_parser("data", help="the target writes its own training texts; the same command again goes on")
     _target_flags(data)
-    data.add_argument("--out", required=True, metavar="FOLDER", help="where the texts go; an existing corpus grows")
+    data.add_argument("--out", required=True, metavar="FOLDER", help="where the texts go; what it holds already counts")
     data.add_argument("--prompts", default="", metavar="FILE", help=".jsonl with 'prompt' or 'messages', or .txt")
-    data.add_argument("--synthesise", type=int, default=0, metavar="N", help="prompts the target writes by itself")
+    data.add_argument("--synthesise", type=int, default=0, metavar="N", help="prompts it writes itself, in all")
     data.add_argument("--max-new", type=int, default=384, help="longest response, in tokens (default 384)")
     data.add_argument("--greedy", type=float, default=0.5, help="share of greedy responses (default 0.5)")
     data.add_argument("--seats", type=int, default=0, help="texts written at once (0: what fits)")
@@ -85,8 +88,10 @@ def configure(parser: ArgumentParser) -> None:
     export.add_argument("--out", required=True, metavar="FOLDER", help="the checkpoint")
     export.add_argument("--layout", default="zlab", help="zlab or speculators (default zlab)")
     export.add_argument("--bits", type=int, default=16, help="16, or 8: integers in groups of 32 (default 16)")
-    text = "draft only the N ids that stand most often in the corpus (default: as it was trained)"
-    export.add_argument("--vocab", type=int, default=0, metavar="N", help=text)
+    text = "draft only the N ids that stand most often in the corpus (0: all; default: as it was trained)"
+    export.add_argument("--vocab", type=int, default=None, metavar="N", help=text)
+    text = "the target, where it is no longer what `fit` called it; speculators with fewer ids reads its head"
+    export.add_argument("--model", default="", help=text)
     for verb in (data, fit, evaluate, export):
         verb.epilog, verb.formatter_class = EXAMPLES, RawDescriptionHelpFormatter
 
@@ -147,6 +152,20 @@ def _data(args: Namespace) -> int:
     print(f"{summary['documents']} documents, {summary['tokens']} tokens of responses in {summary['seconds']:.0f} s")
     print(f"{speed:,.0f} tokens a second; {share:.0%} ran into a loop and were cut; {summary['excluded']} left out")
     print(json.dumps({"train": "data", "model": args.model, **summary}))
+    return _said_of_data(args.out, summary)
+
+
+def _said_of_data(folder: str, summary: dict[str, Any]) -> int:
+    """What is not as one might expect, in a sentence; the status to end with."""
+    if summary["stopped"]:
+        kept = f"{summary['all_documents']} documents of {folder} are kept"
+        errors.print(f"stopped: {kept}; the same command goes on from there", markup=False, soft_wrap=True)
+        return STOPPED
+    if missing := summary.get("self_written", {}).get("missing"):
+        note = f"note: {missing} self-written prompts are missing, too few were worth asking: try another --seed"
+        errors.print(note, markup=False, soft_wrap=True)
+    elif summary["held"] and not summary["documents"]:
+        errors.print(f"note: {folder} holds the answers to all of it already", markup=False, soft_wrap=True)
     return 0
 
 
@@ -176,10 +195,26 @@ def _export(args: Namespace) -> int:
     state = run.load()
     if state is None:
         raise UserError(f"{args.run} has no checkpoint yet: let `sparkdraft train fit` reach its first one")
-    target, ids = ExportTarget(info.settings.target), None
-    if vocab := args.vocab or info.settings.vocab:
+    name, ids, head = args.model or info.settings.target, None, None
+    if vocab := info.settings.vocab if args.vocab is None else args.vocab:
         ids = torch.from_numpy(Corpus(info.settings.data).most_frequent(vocab))
-    export(info.draft, folded(state.model()), Path(args.out), args.layout, args.bits, target=target, vocabulary=ids)
+        head = _head_rows(name, ids, info.draft) if args.layout == "speculators" else None
+    tensors, target = folded(state.model()), ExportTarget(name)
+    export(info.draft, tensors, Path(args.out), args.layout, args.bits, target=target, vocabulary=ids, head=head)
     size = sum(file.stat().st_size for file in Path(args.out).iterdir())
     print(f"{args.out}: step {state.step}, {args.layout} layout, {size / 1e6:.1f} MB")
     return 0
+
+
+def _head_rows(name: str, ids: Tensor, draft: dict[str, Any]) -> Tensor:
+    from sparkdraft.spec.config import DraftConfig
+    from sparkdraft.train.target import head_rows
+
+    try:
+        return head_rows(name, ids, DraftConfig.read(draft))
+    except UserError as error:
+        raise UserError(
+            f"The speculators layout keeps rows of the target's head beside a smaller vocabulary, and {name} does not "
+            f"give them ({str(error).rstrip('.')}): name the target with --model, or export with --layout zlab or "
+            "--vocab 0."
+        ) from error

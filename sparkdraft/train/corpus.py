@@ -4,8 +4,9 @@
     00000.tokens           raw little-endian ids: uint16 where the vocabulary allows it, else uint32
     00000.documents.npy    one record a document: length, num_prompt, kind, finish, temperature
 
-Tokens are memory-mapped and never all in memory. A shard counts once its table exists, and the table is written last,
-so that whatever was cut off is as if it had never been. What the ids mean, and who wrote them, is others' business.
+Tokens are memory-mapped and never all in memory. Both files of the last shard grow as documents come: tokens are
+appended, then the table is replaced whole, and what the table does not name is as if it had never been. So whatever
+ends a writer, every document of the last table is there. What the ids mean, and who wrote them, is others' business.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
@@ -31,6 +34,7 @@ VERSION = 1
 INFO = "corpus.json"
 TOKENS, DOCUMENTS = ".tokens", ".documents.npy"
 SHARD_TOKENS = 16_000_000
+FLUSH_TOKENS, FLUSH_SECONDS = 1_000_000, 30.0  # what a kill costs at most
 MOST_KINDS = 256
 Ids = npt.NDArray[Any]  # unsigned integers, read-only where they come from a file
 RECORD = np.dtype([("length", "<u4"), ("num_prompt", "<u4"), ("kind", "u1"), ("finish", "u1"), ("temperature", "<f4")])
@@ -121,13 +125,13 @@ class Corpus:
     def _fingerprint(self, names: Sequence[str]) -> str:
         """The same for the same data, and cheap: names and sizes stand for the tokens."""
         digest = hashlib.sha256((self.folder / INFO).read_bytes())
-        for name in names:
-            digest.update(f"{name} {(self.folder / (name + TOKENS)).stat().st_size}\n".encode())
+        for name, tokens in zip(names, self._tokens, strict=True):
+            digest.update(f"{name} {tokens.nbytes}\n".encode())
         return digest.hexdigest()[:12]
 
 
 class CorpusWriter:
-    """Appends documents; what is in a full shard stays, whatever happens to the rest. Use it in a `with` block."""
+    """Appends documents, in shards of its own, and to the disk every so often. Use it in a `with` block."""
 
     def __init__(self, folder: str | Path, info: CorpusInfo, shard_tokens: int = SHARD_TOKENS) -> None:
         self.folder, self.shard_tokens = Path(folder), shard_tokens
@@ -136,10 +140,12 @@ class CorpusWriter:
         except OSError as error:
             raise UserError(f"The folder {self.folder} cannot be made ({error.strerror}): name another.") from error
         known = _shards(self.folder)
-        self.num_shards, self._next = len(known), max(map(int, known), default=-1) + 1
-        self._ids: list[Ids] = []
+        self.num_documents = sum(len(_read_table(self.folder / (name + DOCUMENTS))) for name in known)  # on the disk
+        self._next = max(map(int, known), default=-1) + 1
+        self._table, self._tokens = np.empty(0, RECORD), 0  # of the shard in the making, as the disk has it
+        self._ids: list[Ids] = []  # these two: not written yet
         self._records: list[tuple[int, int, int, int, float]] = []
-        self._num_tokens = 0  # not written yet
+        self._num_waiting, self._flushed = 0, time.monotonic()
         self._broken = False
         self.info = self._join(info)
 
@@ -150,8 +156,9 @@ class CorpusWriter:
         self._ids.append(whole.astype(self.info.dtype))
         index = self.info.kinds.index(kind)
         self._records.append((len(whole), num_prompt, index, int(finish), temperature))
-        self._num_tokens += len(whole)
-        if self._num_tokens >= self.shard_tokens:
+        self._num_waiting += len(whole)
+        full = self._tokens + self._num_waiting >= self.shard_tokens
+        if full or self._num_waiting >= FLUSH_TOKENS or time.monotonic() - self._flushed >= FLUSH_SECONDS:
             self._flush()
 
     def close(self) -> None:
@@ -184,31 +191,48 @@ class CorpusWriter:
         return info
 
     def _flush(self) -> None:
-        name = f"{self._next:05}"
-        table = io.BytesIO()
-        np.save(table, np.array(self._records, dtype=RECORD), allow_pickle=False)
-        self._write(name + TOKENS, np.concatenate(self._ids).tobytes())
-        self._write(name + DOCUMENTS, table.getvalue())  # last: from here on the shard counts
-        self.num_shards, self._next, self._num_tokens = self.num_shards + 1, self._next + 1, 0
-        self._ids, self._records = [], []
+        name, ids, records = f"{self._next:05}", np.concatenate(self._ids), np.array(self._records, dtype=RECORD)
+        table, file = np.concatenate((self._table, records)), io.BytesIO()
+        np.save(file, table, allow_pickle=False)
+        self._append(name + TOKENS, ids.tobytes(), self._tokens * self.info.dtype.itemsize)
+        self._write(name + DOCUMENTS, file.getvalue())  # last: from here on the documents count
+        self._table, self._tokens = table, self._tokens + len(ids)
+        self._ids, self._records, self._num_waiting, self._flushed = [], [], 0, time.monotonic()
+        self.num_documents += len(records)
+        if self._tokens >= self.shard_tokens:
+            self._table, self._tokens, self._next = np.empty(0, RECORD), 0, self._next + 1
+
+    def _append(self, name: str, data: bytes, begin: int) -> None:
+        """From byte 'begin' on, where the documents of the table end."""
+        with self._failing(name), (self.folder / name).open("r+b" if begin else "wb") as file:
+            file.seek(begin)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
 
     def _write(self, name: str, data: bytes) -> None:
         """The whole file under its name, or nothing."""
         partial = self.folder / (name + ".partial")
         try:
-            with partial.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, self.folder / name)
+            with self._failing(name):
+                with partial.open("wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(partial, self.folder / name)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @contextmanager
+    def _failing(self, name: str) -> Iterator[None]:
+        """What the disk refuses, as a sentence."""
+        try:
+            yield
         except OSError as error:
             self._broken = True
-            partial.unlink(missing_ok=True)
-            kept = f"{self.num_shards} complete shard{'s' if self.num_shards != 1 else ''} of {self.folder} are kept"
+            kept = f"{self.num_documents} document{'s' if self.num_documents != 1 else ''} of {self.folder} are kept"
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise UserError(
-                    f"The disk is full: {kept}; make room, and run the same again to add to them."
-                ) from error
+                raise UserError(f"The disk is full: {kept}; make room, and run the same again to go on.") from error
             raise UserError(f"{self.folder / name} cannot be written ({error.strerror}): {kept}.") from error
 
 
@@ -229,8 +253,9 @@ def _read_table(path: Path) -> npt.NDArray[Any]:
 
 
 def _map(path: Path, table: npt.NDArray[Any], info: CorpusInfo) -> Ids:
-    expected = int(table["length"].sum(dtype=np.int64)) * info.dtype.itemsize
-    size = path.stat().st_size if path.is_file() else 0
-    if size != expected or not expected:
+    """The tokens that the table names; what follows them was cut off in the making."""
+    count = int(table["length"].sum(dtype=np.int64))
+    expected, size = count * info.dtype.itemsize, path.stat().st_size if path.is_file() else 0
+    if size < expected or not expected:
         raise UserError(f"{path} has {size} bytes, its documents need {expected}: delete this shard, or copy it again.")
-    return np.memmap(path, dtype=info.dtype, mode="r").view(np.ndarray)
+    return np.memmap(path, dtype=info.dtype, mode="r", shape=(count,)).view(np.ndarray)

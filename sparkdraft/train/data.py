@@ -1,8 +1,9 @@
 """`train data`: from prompts to a corpus of what the target answers to them.
 
 Half of the answers are greedy and the others sampled, because a drafter meets both. A prompt of the evaluation set is
-never asked, whoever wrote it: those texts are what drafters are judged by. Reading and making prompts is prompts.py's
-work, writing the answers generate.py's, keeping them corpus.py's.
+never asked, whoever wrote it: those texts are what drafters are judged by. What the folder holds already counts, so the
+same command goes on where the last one ended, whatever ended it. Reading and making prompts is prompts.py's work,
+writing the answers generate.py's, keeping them corpus.py's.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from sparkdraft import bench
 from sparkdraft.core import UserError
@@ -22,6 +24,7 @@ from sparkdraft.train.corpus import Corpus, CorpusInfo, CorpusWriter, Finish
 from sparkdraft.train.generate import BulkGenerator, Prompt
 from sparkdraft.train.prompts import (
     SELF,
+    PromptFile,
     Question,
     Sieve,
     message_prompts,
@@ -29,10 +32,14 @@ from sparkdraft.train.prompts import (
     read_prompts,
     stop_ids,
 )
+from sparkdraft.train.stop import Stop, stop_signals
 from sparkdraft.train.target import Target
 from sparkdraft.weights.loader import Progress
 
 LEAST_ROOM = 16  # tokens a prompt must leave for its answer
+LEAST_ROUND = 16  # prompts a target writes at a time; the last few may all be bad
+LEAST_KEPT = 0.1  # share of them worth asking, below which it is not asked for more
+OWN_PROMPTS = "prompts.jsonl"  # in the corpus's folder: what the target wrote to itself
 Temperatures = Sequence[tuple[float, float]]  # (temperature, weight)
 SAMPLED: Temperatures = ((0.7, 2.0), (1.0, 1.0))
 
@@ -64,6 +71,7 @@ class _Counts:
     documents: int = 0
     tokens: int = 0  # of answers, as kept
     prompt_tokens: int = 0
+    held: int = 0  # prompts that had been answered before
     excluded: int = 0  # evaluation prompts
     too_long: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
@@ -78,6 +86,7 @@ class _Counts:
             "seconds": round(seconds, 3),
             "tokens_per_second": generated / max(seconds, 1e-9),
             "loops": self.finishes[Finish.LOOP] / max(self.documents, 1),
+            "held": self.held,
             "excluded": self.excluded,
             "too_long": self.too_long,
             "kinds": dict(self.kinds),
@@ -89,7 +98,7 @@ def make_corpus(
     target: Target,
     folder: str | Path,
     prompts_file: str | None = None,
-    synthesise: int = 0,
+    synthesise: int = 0,  # self-written prompts that the corpus shall have in all
     max_new: int = 384,
     greedy_share: float = 0.5,
     temperatures: Temperatures = SAMPLED,
@@ -98,60 +107,125 @@ def make_corpus(
     progress: Progress | None = None,  # documents written, documents in all
     exclude: Iterable[str] | None = None,  # None: the evaluation prompts
 ) -> dict[str, Any]:
-    """Ask every prompt once and append what comes to the corpus; returns what there is to say about it."""
+    """Ask every prompt that the corpus has no answer to yet, and append what comes; returns what there is to say.
+
+    A signal ends it early and loses no finished answer: "stopped" says so, "left" how many prompts wait.
+    """
     questions = check_sources(prompts_file, synthesise, max_new, greedy_share, seats)
     if not target.chat_template:
         raise UserError(f"{target.name} has no chat template, so it can not be asked anything: take a chat model")
     kinds = tuple(dict.fromkeys([question.kind for question in questions] + [SELF] * bool(synthesise)))
     info = CorpusInfo(target.name, target.config.vocab_size, kinds)
-    with CorpusWriter(folder, info) as writer:  # first: a folder that is refused is refused at once
+    leave_out = {normalised(text) for text in (evaluation_prompts() if exclude is None else exclude)}
+    with stop_signals() as stopped, CorpusWriter(folder, info) as writer:  # a folder that is refused is so at once
         summary: dict[str, Any] = {}
-        own: list[Question] = []
+        held = Counter(_prompts_of(Corpus(folder))) if writer.num_documents else Counter[_Key]()
+        desk = _Desk(target, leave_out, max_new, held)
+        asked = desk.take(questions)
         if synthesise:
-            own, summary["self_written"] = write_prompts(target, synthesise, seed, seats)
-        counts = _Counts()
-        leave_out = {normalised(text) for text in (evaluation_prompts() if exclude is None else exclude)}
-        asked = list(_as_prompts(target, chain(questions, own), leave_out, max_new, counts))
-        if not asked:
-            raise UserError(
-                f"no prompt is left to ask: {counts.excluded} are evaluation prompts and {counts.too_long} leave no "
-                f"room for an answer in {target.context} tokens; give others"
-            )
-        prompts = list(_with_temperatures(asked, greedy_share, temperatures, seed))
-        summary |= _answer(target, writer, prompts, seats, seed, counts, progress)
-    return summary | {"folder": str(folder), "fingerprint": Corpus(folder).fingerprint}
+            more, summary["self_written"] = _own_prompts(desk, Path(folder), synthesise, seed, seats, stopped)
+            asked += more
+        if not asked and not desk.counts.held and not stopped():
+            raise UserError(desk.nothing_left())
+        position = _position(seed, writer.num_documents)
+        prompts = list(_with_temperatures(asked, greedy_share, temperatures, position))
+        summary |= _answer(target, writer, prompts, seats, position, desk.counts, stopped, progress)
+        left = len(asked) - desk.counts.documents
+        unwritten = summary.get("self_written", {}).get("missing", 0)
+        summary |= {"left": left, "stopped": stopped() and left + unwritten > 0}
+    fingerprint = Corpus(folder).fingerprint if writer.num_documents else None
+    return summary | {"folder": str(folder), "all_documents": writer.num_documents, "fingerprint": fingerprint}
 
 
-def write_prompts(target: Target, count: int, seed: int, seats: int = 0) -> tuple[list[Question], dict[str, Any]]:
-    """Messages that the target writes as the user, those worth asking; and what became of the others."""
-    prompts = list(message_prompts(target, count, seed))
-    longest = max(len(p.ids) + p.max_new for p in prompts)
-    sieve = Sieve(target, stop_ids(target))
-    generator = BulkGenerator(target, min(longest, target.context), seats, len(prompts), sieve.ends, seed)
-    begin = time.perf_counter()
-    kept = [question for question in map(sieve.take, generator.run(prompts)) if question]
+_Key = tuple[str, bytes]  # kind and ids of a prompt
+
+
+def _prompts_of(corpus: Corpus) -> Iterator[_Key]:
+    for i in range(len(corpus)):
+        yield corpus.info.kinds[corpus.kind[i]], corpus.ids(i)[: corpus.num_prompt[i]].astype(np.uint32).tobytes()
+
+
+def _position(seed: int, done: int) -> int:
+    """A seed for what follows on so much that is done: the same draws again would bring the same texts."""
+    return random.Random(f"{seed} {done}").getrandbits(31)
+
+
+@dataclass(slots=True)
+class _Desk:
+    """Decides what is asked: each question as often as it comes, less the answers there are."""
+
+    target: Target
+    leave_out: set[str]
+    max_new: int
+    held: Counter[_Key]  # answers that no question has come for yet
+    counts: _Counts = field(default_factory=_Counts)
+
+    def take(self, questions: Iterable[Question]) -> list[Prompt]:
+        return [prompt for prompt in map(self._prompt, questions) if prompt]
+
+    def num_held(self, kind: str) -> int:
+        return sum(count for (own, _), count in self.held.items() if own == kind)
+
+    def nothing_left(self) -> str:
+        return (
+            f"no prompt is left to ask: {self.counts.excluded} are evaluation prompts and {self.counts.too_long} leave "
+            f"no room for an answer in {self.target.context} tokens; give others"
+        )
+
+    def _prompt(self, question: Question) -> Prompt | None:
+        if any(normalised(str(m["content"])) in self.leave_out for m in question.messages):
+            self.counts.excluded += 1
+            return None
+        ids = self.target.chat_ids(question.messages)
+        if len(ids) + min(LEAST_ROOM, self.max_new) > self.target.context:
+            self.counts.too_long += 1
+            return None
+        key = question.kind, np.asarray(ids, np.uint32).tobytes()
+        if self.held[key]:
+            self.held[key] -= 1
+            self.counts.held += 1
+            return None
+        return Prompt(ids, question.kind, 0.0, self.max_new)
+
+
+def _own_prompts(
+    desk: _Desk, folder: Path, count: int, seed: int, seats: int, stopped: Stop
+) -> tuple[list[Prompt], dict[str, Any]]:
+    """Self-written prompts that lack to 'count' answered ones: those that wait in the folder, then newly written."""
+    file, answered = PromptFile(folder / OWN_PROMPTS), desk.num_held(SELF)
+    prompts = desk.take(file.questions)
+    sieve = Sieve(desk.target, stop_ids(desk.target), seen={normalised(q.text) for q in file.questions})
+    asked, generated, before, begin = 0, 0, len(file.questions), time.perf_counter()
+    wanted = max(count - answered, 0)
+    while len(prompts) < wanted and not stopped():
+        first, number = len(file.questions), max(wanted - len(prompts), LEAST_ROUND)
+        generated += _write_prompts(sieve, file, number, _position(seed, answered + first), seats, stopped)
+        asked += number
+        more = desk.take(file.questions[first:])
+        prompts += more
+        if len(more) < LEAST_KEPT * number:
+            break
+    desk.counts.held += desk.num_held(SELF)  # those that no line of the file stands for
     seconds = time.perf_counter() - begin
-    return kept, {
-        "asked": count,
-        "kept": len(kept),
+    return prompts[:wanted], {
+        "asked": asked,
+        "kept": len(file.questions) - before,
+        "missing": max(wanted - len(prompts), 0),
         "dropped": dict(sieve.dropped),
         "seconds": round(seconds, 3),
-        "tokens_per_second": generator.num_generated / max(seconds, 1e-9),
+        "tokens_per_second": generated / max(seconds, 1e-9),
     }
 
 
-def _as_prompts(
-    target: Target, questions: Iterable[Question], leave_out: set[str], max_new: int, counts: _Counts
-) -> Iterator[Prompt]:
-    for question in questions:
-        if any(normalised(str(m["content"])) in leave_out for m in question.messages):
-            counts.excluded += 1
-            continue
-        ids = target.chat_ids(question.messages)
-        if len(ids) + min(LEAST_ROOM, max_new) > target.context:
-            counts.too_long += 1
-            continue
-        yield Prompt(ids, question.kind, 0.0, max_new)
+def _write_prompts(sieve: Sieve, file: PromptFile, count: int, seed: int, seats: int, stopped: Stop) -> int:
+    """Lets the target write messages as the user, and keeps those worth asking; returns the ids that took."""
+    prompts = list(message_prompts(sieve.target, count, seed))
+    longest = min(max(len(p.ids) + p.max_new for p in prompts), sieve.target.context)
+    generator = BulkGenerator(sieve.target, longest, seats, len(prompts), sieve.ends, seed)
+    for written in generator.run(prompts, stopped):
+        if question := sieve.take(written):
+            file.add(question)
+    return generator.num_generated
 
 
 def _with_temperatures(
@@ -174,12 +248,15 @@ def _answer(
     seats: int,
     seed: int,
     counts: _Counts,
+    stopped: Stop,
     progress: Progress | None,
 ) -> dict[str, Any]:
+    if not prompts or stopped():
+        return counts.as_dict(0.0, 0)
     max_len = min(max(len(p.ids) + p.max_new for p in prompts), target.context)
-    generator = BulkGenerator(target, max_len, seats, len(prompts), seed=seed + 1)
+    generator = BulkGenerator(target, max_len, seats, len(prompts), seed=seed)
     begin = time.perf_counter()
-    for written in generator.run(prompts):
+    for written in generator.run(prompts, stopped):
         prompt = written.prompt
         ids = [*prompt.ids, *written.ids.tolist()]
         writer.add(ids, len(prompt.ids), prompt.kind, written.finish, prompt.temperature)

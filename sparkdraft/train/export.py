@@ -31,7 +31,10 @@ LAYOUTS = ("zlab", "speculators")
 SHARD_BYTES = 15 * 2**20  # some hosts take no larger files
 FILES = ("config.json", "README.md", INDEX, "model*.safetensors")  # all that an export consists of
 HEADER = 160  # bytes of a file's header that a tensor takes beside its name, at most
-OUTER = ("architectures", "auto_map", "block_size", "dflash_config", "num_target_layers", "is_causal", "dtype")
+OUTER = (
+    "architectures", "auto_map", "block_size", "dflash_config", "draft_vocab_size", "num_target_layers", "is_causal",
+    "dtype",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +55,21 @@ def export(
     target: ExportTarget | None = None,
     shard_bytes: int = SHARD_BYTES,
     vocabulary: Tensor | None = None,
+    head: Tensor | None = None,
 ) -> None:
     """config: a whole config.json in z-lab's words; tensors: floats under z-lab's names. Replaces an older export.
 
     A file grows past 'shard_bytes' only where one tensor alone does. vocabulary: int64, ascending: the only ids to be
-    drafted; the engine takes their rows of the target's head, z-lab's own program drafts among all ids as before.
+    drafted; the engine takes their rows of the target's head, z-lab's own program drafts among all ids as before. The
+    speculators layout keeps these rows beside the drafter, so there they are to be given as 'head'.
     """
     if layout not in LAYOUTS:
         raise UserError(f"The layout is '{layout}'; drafters are exported as {' or '.join(LAYOUTS)}")
     if bits not in (16, 8):
         raise UserError(f"bits is {bits}; drafters are exported in 16 or 8 bits")
     if vocabulary is not None:
-        if layout != "zlab":
-            raise UserError("A smaller vocabulary is exported as zlab: the speculators layout wants a head beside it")
+        if layout != "zlab" and head is None:
+            raise UserError("The speculators layout keeps a head beside a smaller vocabulary: give the target's rows")
         config = {**config, "draft_vocab_size": len(vocabulary)}
     written = _zlab_config(config) if layout == "zlab" else speculators_config(config, target)
     stored = _sixteen_bits(tensors) if bits == 16 else _eight_bits(tensors)
@@ -73,6 +78,10 @@ def export(
         written["quantization_config"] = _quantization(kept)
     if vocabulary is not None:
         stored["d2t"] = vocabulary - torch.arange(len(vocabulary))
+        if layout != "zlab" and head is not None:
+            assert head.shape == (len(vocabulary), written["target_hidden_size"]), head.shape
+            stored["t2d"] = torch.zeros(config["vocab_size"], dtype=torch.bool).index_fill_(0, vocabulary, True)
+            stored |= _sixteen_bits({"lm_head.weight": head})
     with _new_folder(folder) as place:
         (place / "config.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
         if card is not None:
@@ -91,7 +100,8 @@ def _zlab_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def speculators_config(config: Mapping[str, Any], target: ExportTarget | None) -> dict[str, Any]:
     """The same drafter in speculators' words: taps one higher, the layers' dimensions in a record of their own.
 
-    As version 0.9 writes them, checkpoints with the target's whole vocabulary hold neither embedding nor head.
+    As version 0.9 writes them, checkpoints with the target's whole vocabulary hold neither embedding nor head; those
+    with a smaller one hold the head's rows (lm_head), their ids (d2t: id less row) and which ids have one (t2d).
     """
     if target is None:
         raise UserError("The speculators layout names the model a drafter is for; say which")
@@ -138,7 +148,7 @@ def _quantization(kept: list[str]) -> dict[str, Any]:
         "format": "int-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": linear},
-        "ignore": ["lm_head", *kept],  # a borrowed head stays as the target has it
+        "ignore": ["lm_head", *kept],  # the target's head is never rounded, whether it is borrowed or has rows here
         "kv_cache_scheme": None,
     }
 

@@ -8,11 +8,9 @@ so a run killed at any instant goes on from its last checkpoint as if nothing ha
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +35,7 @@ from sparkdraft.train.optimizer import Optimizer
 from sparkdraft.train.recipe import drafter_config, find_mask_id, grown_config, trained_weights
 from sparkdraft.train.run import Run, RunInfo, State
 from sparkdraft.train.settings import FitSettings
+from sparkdraft.train.stop import Stop, stop_signals
 from sparkdraft.train.target import Target, load_target
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.linear import DenseLinear
@@ -221,9 +220,7 @@ def fit(
         return train(trainer, run, step, before, every, report, asked_to_stop)
 
 
-def train(
-    trainer: Trainer, run: Run, step: int, before: float, every: int, report: Report, asked_to_stop: Callable[[], bool]
-) -> int:
+def train(trainer: Trainer, run: Run, step: int, before: float, every: int, report: Report, asked_to_stop: Stop) -> int:
     """From 'step' on, after 'before' seconds of training; returns the step it came to, with a checkpoint of it."""
     steps, begin, stop = trainer.settings.steps, time.perf_counter(), False
     while step < steps and not stop:
@@ -255,16 +252,3 @@ def stream_of(device: torch.device) -> AbstractContextManager[object]:
         return nullcontext()
     torch.cuda.synchronize(device)
     return torch.cuda.stream(torch.cuda.Stream(device))
-
-
-@contextmanager
-def stop_signals() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and a polite kill end the run after the step they fall into, with a checkpoint."""
-    seen: list[int] = []
-    kinds = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-    old = {kind: signal.signal(kind, lambda number, frame: seen.append(number)) for kind in kinds}
-    try:
-        yield lambda: bool(seen)
-    finally:
-        for kind, handler in old.items():
-            signal.signal(kind, handler)

@@ -30,6 +30,7 @@ from sparkdraft.models.blocks import Step
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.plan.memory import kv_bytes_per_token, scratch_bytes
 from sparkdraft.train.corpus import Finish
+from sparkdraft.train.stop import Stop
 from sparkdraft.train.target import Target
 
 CHECK = 16  # steps between two looks of the host
@@ -89,12 +90,12 @@ class BulkGenerator:
             torch.cuda.manual_seed(seed)
         self._allocate(sorted(target.tokenizer.eos_ids if stop_ids is None else stop_ids))
 
-    def run(self, prompts: Iterable[Prompt]) -> Iterator[Written]:
-        """A response to each prompt, in the order in which they end."""
+    def run(self, prompts: Iterable[Prompt], stopped: Stop = lambda: False) -> Iterator[Written]:
+        """A response to each prompt, in the order in which they end; once stopped, to those that have ended."""
         source, ended = iter(prompts), list[_Ended]()
         self._clear()
         self._pull(source)
-        while self._refill():
+        while not stopped() and self._refill():
             self._advance()
             yield from map(_written, ended)  # the device is at work meanwhile
             self._pull(source)

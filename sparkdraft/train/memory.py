@@ -5,12 +5,16 @@ Counted high rather than low: a run that dies of memory after an hour has cost m
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.plan.memory import kv_bytes_per_token, scratch_bytes, weight_bytes
 from sparkdraft.train.settings import FitSettings
 
 CHUNK_ROWS = 15360  # rows whose logits a GPU holds at once in the loss: 1.5 GB of bf16 over 49152 ids
+SHARES = tuple(part / 8 / 2**halved for halved in range(20) for part in (8, 7, 6, 5))  # of a step's text, to try
+LEAST_CONTEXT, LEAST_BLOCKS = 1024, 64  # a step of less teaches next to nothing
 CPU_LOGITS = 6  # copies of all logits in the plain form of the loss: they, labels, products, gradients
 
 
@@ -60,8 +64,32 @@ def _dense_attention(target: ModelConfig, settings: FitSettings, itemsize: int) 
     return settings.block_rows * target.num_heads * keys * itemsize * (settings.layers + 4)
 
 
+def total_bytes(target: ModelConfig, settings: FitSettings, on_gpu: bool) -> int:
+    return sum(parts(target, settings, on_gpu).values())
+
+
+def fitting(target: ModelConfig, settings: FitSettings, free: int, on_gpu: bool) -> FitSettings | None:
+    """The same run made smaller until it fits: steps of less text first, then fewer layers; None: nothing does."""
+    fewest = settings.layers if settings.init else 1  # a drafter that exists is not made shallower
+    for layers in range(settings.layers, fewest - 1, -1):
+        for share in SHARES:
+            smaller = replace(
+                settings,
+                layers=layers,
+                context=_shrunk(settings.context, share, LEAST_CONTEXT),
+                block_rows=_shrunk(settings.block_rows, share, LEAST_BLOCKS * settings.block),
+            )
+            if total_bytes(target, smaller, on_gpu) <= free:
+                return smaller
+    return None
+
+
+def _shrunk(value: int, share: float, least: int) -> int:
+    return max(int(value * share), min(value, least))
+
+
 def check_fits(target: ModelConfig, settings: FitSettings, free: int, on_gpu: bool) -> None:
-    """Raises UserError with the sums when they exceed the free bytes."""
+    """Raises UserError with the sums when they exceed the free bytes, and with what would fit."""
     sums = parts(target, settings, on_gpu)
     total = sum(sums.values())
     if total > free:
@@ -69,5 +97,17 @@ def check_fits(target: ModelConfig, settings: FitSettings, free: int, on_gpu: bo
         raise UserError(
             f"training a drafter for {settings.target} does not fit in memory:\n{table}\n"
             f"  {'together':<22}{total / 2**30:8.2f} GiB of {free / 2**30:.2f} free\n"
-            "Lower --context and --block-rows (a step then learns from less), or take a smaller target."
+            + _advice(target, settings, free, on_gpu)
         )
+
+
+def _advice(target: ModelConfig, settings: FitSettings, free: int, on_gpu: bool) -> str:
+    smaller = fitting(target, settings, free, on_gpu)
+    if smaller is None:
+        return "No --layers, --context and --block-rows make it fit: take a smaller target, or free some memory."
+    flags = f"--context {smaller.context} --block-rows {smaller.block_rows}"
+    if smaller.layers < settings.layers:
+        flags = f"--layers {smaller.layers} {flags}"
+    size = total_bytes(target, smaller, on_gpu) / 2**30
+    fewer = "" if settings.vocab else "; --vocab makes the logits smaller"
+    return f"Give {flags}: that takes {size:.2f} GiB, and a step learns from less{fewer}."

@@ -1,13 +1,15 @@
 """What the target is asked: prompts that a user gives, and prompts that the target writes to itself.
 
 A chat model that is given its own template up to where the user's message begins writes a user's message. System
-prompts and first words, drawn at random, make them differ; what is empty, broken or said before is dropped. Reading a
-file needs no model, so a bad one is refused before any is loaded. Who answers the prompts is data.py's business.
+prompts and first words, drawn at random, make them differ; what is empty, broken or said before is dropped, and what is
+kept goes to a file line by line, so that nothing of it is ever written twice. Reading a file needs no model, so a bad
+one is refused before any is loaded. Who answers the prompts is data.py's business.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -90,6 +92,33 @@ def read_prompts(path: str | Path) -> list[Question]:
     if not questions:
         raise UserError(f"The file {file} holds no prompts: put one on each line.")
     return questions
+
+
+class PromptFile:
+    """Prompts that a target wrote, kept as they come: lines of a .jsonl, the last of which may have been cut off."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.questions = path, list[Question]()
+        try:
+            held = path.read_bytes() if path.exists() else b""
+            whole = held[: held.rfind(b"\n") + 1]
+            if whole != held:
+                os.truncate(path, len(whole))
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror}): check its rights.") from error
+        if whole:
+            self.questions = read_prompts(path)
+
+    def add(self, question: Question) -> None:
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"messages": question.messages, "class": question.kind}) + "\n")
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be written ({error.strerror}): {len(self.questions)} prompts are kept; make room, "
+                "and run the same again to go on."
+            ) from error
+        self.questions.append(question)
 
 
 def _ask(text: str, kind: str, system: str | None = None) -> Question:
@@ -188,7 +217,7 @@ class Sieve:
     target: Target
     ends: set[int]
     dropped: Counter[str] = field(default_factory=Counter)
-    _seen: set[str] = field(default_factory=set)
+    seen: set[str] = field(default_factory=set)  # as normalised
 
     def take(self, written: Written) -> Question | None:
         system, opening = written.prompt.tag
@@ -200,7 +229,7 @@ class Sieve:
         if reason:
             self.dropped[reason] += 1
             return None
-        self._seen.add(normalised(text))
+        self.seen.add(normalised(text))
         return _ask(text, SELF, system)
 
     def _reason(self, finish: Finish, ids: list[int], text: str) -> str | None:
@@ -212,4 +241,4 @@ class Sieve:
             return "special ids"
         if finish is Finish.LOOP:
             return "loop"
-        return "repeated" if normalised(text) in self._seen else None
+        return "repeated" if normalised(text) in self.seen else None

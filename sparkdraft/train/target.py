@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparkdraft import kernels
 from sparkdraft.config import EngineConfig
@@ -19,10 +20,12 @@ from sparkdraft.engine.devices import detect
 from sparkdraft.models.blocks import Decoder
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.registry import architecture
+from sparkdraft.spec.config import DraftConfig, check_fits
 from sparkdraft.text import chat
 from sparkdraft.text.tokenizer import Tokenizer
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.loader import Loader, Progress
+from sparkdraft.weights.quant.group import GroupQuant
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +66,12 @@ def load_target(name: str, device: str = "auto", context: int = 2048, progress: 
         loader = Loader(checkpoint, where, dtype, progress=progress)
         decoder = build(config, loader, ops, min(context, config.max_position))
     return Target(name, decoder, config, tokenizer, checkpoint.chat_template, checkpoint.special, where, dtype, ops)
+
+
+def head_rows(name: str, ids: Tensor, draft: DraftConfig) -> Tensor:
+    """Chosen rows [ids, hidden] of the head of a drafter's target, as floats; nothing else of the target is read."""
+    checkpoint = open_checkpoint(name)
+    config = ModelConfig.from_hf(checkpoint.config)
+    check_fits(draft, config)
+    table = checkpoint.read("model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight")
+    return table.take(ids).dequantize() if isinstance(table, GroupQuant) else table[ids]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from sparkdraft.core import UserError
+from sparkdraft.train import corpus as corpus_module
 from sparkdraft.train.corpus import INFO, Corpus, CorpusInfo, CorpusWriter, Finish
 
 SMALL = CorpusInfo("tiny", 320, ("code", "self"))
@@ -121,11 +122,53 @@ def test_a_full_disk_keeps_the_complete_shards(tmp_path: Path, monkeypatch: pyte
         synced(file)
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match="disk is full: 2 complete shards"):
+    with pytest.raises(UserError, match=r"disk is full: \d+ documents of .* are kept; make room, and run the same"):
         write(tmp_path, docs)
     kept = Corpus(tmp_path)
+    assert len(list(tmp_path.glob("*.documents.npy"))) == 2
     assert 0 < len(kept) < 30 and [kept.ids(i).tolist() for i in range(len(kept))] == docs[: len(kept)]
     assert not list(tmp_path.glob("*.partial"))
     monkeypatch.undo()
     write(tmp_path, docs[len(kept) :])
     assert [Corpus(tmp_path).ids(i).tolist() for i in range(30)] == docs
+
+
+@pytest.mark.parametrize("limit", ["FLUSH_TOKENS", "FLUSH_SECONDS"])
+def test_documents_reach_the_disk_while_the_shard_still_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(corpus_module, limit, 0)
+    docs = documents(20)
+    with CorpusWriter(tmp_path, SMALL, 200) as writer:
+        for i, ids in enumerate(docs):
+            writer.add(ids, 1, "code", Finish.END, 0.0)
+            assert len(Corpus(tmp_path)) == writer.num_documents == i + 1
+    kept = Corpus(tmp_path)
+    assert [kept.ids(i).tolist() for i in range(20)] == docs
+    assert 1 < len(list(tmp_path.glob("*.tokens"))) < 5, "no shard a flush"
+
+
+def test_a_disk_that_fills_in_the_middle_of_a_shard_keeps_what_was_written_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_module, "FLUSH_TOKENS", 50)
+    docs, synced, calls = documents(40), os.fsync, list[int]()
+
+    def full(file: int) -> None:
+        calls.append(file)
+        if len(calls) > 9:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        synced(file)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"The disk is full: (\d+) documents") as refused:
+        write(tmp_path, docs, shard_tokens=1 << 20)
+    kept = Corpus(tmp_path)
+    assert f"{len(kept)} documents" in str(refused.value) and 0 < len(kept) < 40
+    assert [kept.ids(i).tolist() for i in range(len(kept))] == docs[: len(kept)]
+    monkeypatch.undo()
+    fingerprint = kept.fingerprint
+    os.truncate(tmp_path / "00000.tokens", kept.ids(0).itemsize * int(kept.length.sum()))
+    assert Corpus(tmp_path).fingerprint == fingerprint, "what the table does not name is as if it had never been"
+    write(tmp_path, docs[len(kept) :])
+    assert [Corpus(tmp_path).ids(i).tolist() for i in range(40)] == docs

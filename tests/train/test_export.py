@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from sparkdraft.kernels import native
 from sparkdraft.spec.config import DraftConfig
 from sparkdraft.spec.registry import open_drafter
 from sparkdraft.train.export import ExportTarget, export
+from sparkdraft.train.target import head_rows
 from sparkdraft.weights.quant.group import GroupQuant
 from sparkdraft.weights.safetensors import INDEX
 from tests.models.harness import Harness
@@ -67,8 +69,32 @@ def test_a_smaller_vocabulary_takes_its_rows_of_the_targets_head(target: Path, t
     whole = drafted(write(tmp_path / "whole", bits=bits), target)
     fewer = drafted(write(tmp_path / "fewer", bits=bits, vocabulary=ids), target)
     assert torch.equal(fewer, whole[..., ids])
-    with pytest.raises(UserError, match="exported as zlab"):
+    with pytest.raises(UserError, match="give the target's rows"):
         write(tmp_path / "other", "speculators", vocabulary=ids)
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("variant", ["llama", "qwen3-tied"])
+def test_speculators_keeps_the_rows_itself_and_drafts_the_same(tmp_path: Path, variant: str, bits: int) -> None:
+    whole = write_tiny(tmp_path / "whole", variant)
+    target = tmp_path / "target"  # a head in 16 bits, as targets are published: nothing is lost on the way
+    oracle(whole).bfloat16().save_pretrained(target)
+    oracle.cache_clear()
+    shutil.copy(whole / "tokenizer.json", target)
+    ids = torch.arange(3, 259, 2)
+    head = head_rows(str(target), ids, DraftConfig.read(CONFIG))
+    one = write(tmp_path / "one", bits=bits, vocabulary=ids)
+    other = write(tmp_path / "other", "speculators", bits=bits, vocabulary=ids, head=head)
+    assert torch.equal(drafted(one, target), drafted(other, target))
+    source = open_drafter(str(other))
+    assert set(source.names()) == {*TENSORS, "lm_head.weight", "d2t", "t2d"}
+    kept, offsets, rows = (source.read(name) for name in ("t2d", "d2t", "lm_head.weight"))
+    assert isinstance(kept, Tensor) and isinstance(offsets, Tensor) and isinstance(rows, Tensor)
+    assert (kept.dtype, kept.shape) == (torch.bool, (320,)) and kept.nonzero().flatten().tolist() == ids.tolist()
+    assert offsets.dtype == torch.int64 and (offsets + torch.arange(len(ids))).tolist() == ids.tolist()
+    assert torch.equal(rows, head) and source.config["draft_vocab_size"] == len(ids)
+    assert "draft_vocab_size" not in source.config["transformer_layer_config"]
+    assert source.config["transformer_layer_config"]["vocab_size"] == 320
 
 
 @pytest.mark.parametrize("shard_bytes", [15 * 2**20, 30_000], ids=["one-file", "shards"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -245,9 +246,35 @@ def test_a_smaller_vocabulary_is_trained_among_its_own_rows(toy: Path, tmp_path:
     fit(asked, tmp_path / "run", "cpu")
     assert main(["train", "export", str(tmp_path / "run"), "--out", str(tmp_path / "made")]) == 0
     assert json.loads((tmp_path / "made" / "config.json").read_text())["draft_vocab_size"] == 40
+    assert main(["train", "export", str(tmp_path / "run"), "--out", str(tmp_path / "all"), "--vocab", "0"]) == 0
+    assert "draft_vocab_size" not in json.loads((tmp_path / "all" / "config.json").read_text())
     with pytest.raises(UserError, match="--vocab is 320; it must be from 1 to 319"):
         fit(settings(toy, 5, vocab=320), tmp_path / "wide", "cpu")
     assert not (tmp_path / "wide").exists()
+
+
+def test_a_smaller_vocabulary_is_exported_to_speculators_with_its_head(
+    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(toy / "target", tmp_path / "target")
+    fit(settings(toy, 60, vocab=60, target=str(tmp_path / "target")), tmp_path / "run", "cpu")
+    command = ["train", "export", str(tmp_path / "run"), "--out"]
+    assert main([*command, str(tmp_path / "zlab")]) == 0
+    (tmp_path / "target").rename(tmp_path / "moved")
+    speculators = [*command, str(tmp_path / "speculators"), "--layout", "speculators"]
+    assert main(speculators) == 1 and not (tmp_path / "speculators").exists()
+    assert "name the target with --model, or export with --layout zlab" in capsys.readouterr().err
+    assert main([*speculators, "--model", str(tmp_path / "moved")]) == 0
+    config = json.loads((tmp_path / "speculators" / "config.json").read_text())
+    assert config["draft_vocab_size"] == 60
+    assert config["speculators_config"]["verifier"]["name_or_path"] == str(tmp_path / "moved")
+    params, lengths = SamplingParams(max_tokens=48, ignore_eos=True), []
+    for layout in ("zlab", "speculators"):
+        llm = LLM(str(toy / "target"), dtype="float32", drafter=str(tmp_path / layout), spec="7", ngram=False)
+        for i in range(4):
+            llm.chat([{"role": "user", "content": f"tell {i}"}], params)
+        lengths.append(llm.engine.drafting.total.mean_acceptance_length)
+    assert lengths[0] > 1.1 and lengths[1] == pytest.approx(lengths[0], rel=0.1), "but for a head in 16 bits"
 
 
 @pytest.mark.gpu
@@ -282,7 +309,9 @@ def test_bad_input_is_one_sentence_and_nothing_is_lost(
         fit(settings(toy, 10, taps=(1, 5)), tmp_path / "taps", "cpu")
     with pytest.raises(UserError, match="no training run"):
         Run(tmp_path).open()
-    with pytest.raises(UserError, match="does not fit in memory"):
+    with pytest.raises(
+        UserError, match=r"does not fit in memory(.|\n)*Give --context 256 --block-rows \d+: that takes"
+    ):
         fit(settings(toy, 10, block_rows=1 << 32), tmp_path / "large", "cpu")
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "run"):
@@ -352,3 +381,21 @@ def test_sums_of_memory() -> None:
     assert (
         soft["recorded steps"] == sum(size for name, size in soft.items() if name.startswith("the ")) + soft["logits"]
     )
+
+
+def test_a_run_that_does_not_fit_is_told_what_would() -> None:
+    """The sums of docs/training.md, for a target of eight billion parameters."""
+    qwen = ModelConfig("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, 40960, tie_embeddings=False)
+    asked = FitSettings(target="Qwen/Qwen3-8B", data="d", layers=5)
+    assert memory.total_bytes(qwen, asked, True) / 2**30 == pytest.approx(127.1, abs=0.1)
+    for free, wanted in ((23, (1, 1024, 2688)), (78, (5, 7168, 21504)), (115, (5, 12288, 36864))):
+        smaller = memory.fitting(qwen, asked, free << 30, True)
+        assert smaller and (smaller.layers, smaller.context, smaller.block_rows) == wanted
+        memory.check_fits(qwen, smaller, free << 30, True)
+        with pytest.raises(UserError, match=f"--context {wanted[1]} --block-rows {wanted[2]}: that takes"):
+            memory.check_fits(qwen, asked, free << 30, True)
+    assert memory.fitting(qwen, asked, 200 << 30, True) == asked
+    with pytest.raises(UserError, match="take a smaller target"):
+        memory.check_fits(qwen, asked, 16 << 30, True)
+    grown = FitSettings(target="Qwen/Qwen3-8B", data="d", layers=5, init="drafter")
+    assert memory.fitting(qwen, grown, 23 << 30, True) is None, "what exists keeps its layers"
