@@ -27,8 +27,9 @@ demo: setup
 	$(BIN)/sparkdraft demo
 
 # Two files at a time: most tests wait for one core, and no more than two processes fit beside each other's threads.
+# -rs: what was skipped is said with its reason, a line each (no GPU, no browser).
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile -rs
 
 lint: dev
 	$(BIN)/ruff check .

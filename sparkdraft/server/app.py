@@ -30,7 +30,7 @@ from sparkdraft.server.engine_client import EngineError
 from sparkdraft.server.limits import BodyLimit
 from sparkdraft.server.metrics import Metrics
 from sparkdraft.server.prompts import ModelText
-from sparkdraft.server.protocol.errors import ApiError, from_validation
+from sparkdraft.server.protocol.errors import ApiError, as_sentence, from_validation
 from sparkdraft.server.protocol.shapes import dumps
 from sparkdraft.server.rehearsal import rehearse
 from sparkdraft.server.routes import ROUTERS
@@ -100,7 +100,7 @@ def as_error(error: Exception) -> ApiError:
     if isinstance(error, EngineError):
         return as_api_error(error)
     if isinstance(error, UserError):
-        return ApiError(400, str(error))
+        return ApiError(400, as_sentence(str(error)))
     if isinstance(error, HTTPException):
         detail = {404: "There is no such route; see /openapi.json.", 405: "This route does not take that method."}
         return ApiError(error.status_code, detail.get(error.status_code, str(error.detail)), headers=error.headers)

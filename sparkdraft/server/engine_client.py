@@ -48,6 +48,13 @@ class RequestRefused(EngineError):
         super().__init__(sentence, retryable=False)
 
 
+class RequestFailed(EngineError):
+    """The engine is well and this request met a bug: its log says more."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence, retryable=False)
+
+
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
     first: float = 1.0  # seconds before the first new start; each failure in a row doubles them
@@ -274,7 +281,8 @@ class EngineClient:
             case messages.Refused():
                 mailbox = self._mailboxes.get(message.id)
                 if mailbox is not None:
-                    mailbox.queue.put_nowait(RequestRefused(message.sentence))
+                    kind = RequestFailed if message.is_bug else RequestRefused
+                    mailbox.queue.put_nowait(kind(message.sentence))
                     self._forget(message.id)
             case messages.Status():
                 future = self._questions.get(message.id)

@@ -19,12 +19,13 @@ import traceback
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from sparkdraft.core import FinishReason, SamplingParams, StepOutput, UserError
+from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, StepOutput, UserError
 from sparkdraft.server import messages
 from sparkdraft.server.messages import Message, ModelInfo, TokenEvent
 
@@ -149,13 +150,15 @@ class Service:
     def _submit(self, request: messages.Submit) -> None:
         try:
             params = messages.unpack_params(request.params)
-        except UserError as error:
-            self.wire.send(messages.Refused(request.id, str(error)))
-            return
-        if params.grammar is None:
-            self._add(request, params)
-            return
-        work = self._compilers.submit(self.engine.grammars.compile, params.grammar)  # the engine will find it there
+            if params.grammar is None:
+                self.engine.add(request.prompt_ids, params, request.id)
+            else:
+                self._compile(request, params, params.grammar)
+        except Exception as error:
+            self._refuse(request.id, error)
+
+    def _compile(self, request: messages.Submit, params: SamplingParams, grammar: GrammarSpec) -> None:
+        work = self._compilers.submit(self.engine.grammars.compile, grammar)  # the engine will find it there
         self._compiling[request.id] = work, request, params
         work.add_done_callback(lambda done: self.wire.inbox.put(Compiled(request.id, done)))
 
@@ -164,19 +167,21 @@ class Service:
         if work is not done.work or request is None or params is None:
             return  # aborted meanwhile
         del self._compiling[done.id]
-        error = work.exception()
-        if error is None:
-            self._add(request, params)
-        elif isinstance(error, UserError):
-            self.wire.send(messages.Refused(request.id, str(error)))
-        else:
-            raise error
-
-    def _add(self, request: messages.Submit, params: SamplingParams) -> None:
         try:
+            work.result()
             self.engine.add(request.prompt_ids, params, request.id)
-        except UserError as error:
-            self.wire.send(messages.Refused(request.id, str(error)))
+        except Exception as error:
+            self._refuse(request.id, error)
+
+    def _refuse(self, name: str, error: Exception) -> None:
+        """What one request brings about is answered to that request: nobody else's may end by it."""
+        if isinstance(error, UserError):
+            self.wire.send(messages.Refused(name, str(error)))
+            return
+        traceback.print_exception(error)
+        with suppress(Exception):  # of a request that is in half
+            self.engine.abort(name)
+        self.wire.send(messages.Refused(name, f"the engine could not take the request: {_told(error)}", is_bug=True))
 
     def _abort(self, name: str) -> None:
         self.engine.abort(name)
@@ -253,11 +258,14 @@ def model_info(llm: LLM, model: str) -> ModelInfo:
 
 def die(wire: Wire, error: BaseException, final: bool) -> NoReturn:
     """Say why, then go; clean-up could hang where the device does."""
-    said = str(error) if final else (f"{type(error).__name__}: {error}".splitlines() or ["an unknown error"])[0]
-    wire.send(messages.Dying(said, final))
+    wire.send(messages.Dying(str(error) if final else _told(error), final))
     wire.flush()
     sys.stderr.flush()
     os._exit(1)
+
+
+def _told(error: BaseException) -> str:
+    return (f"{type(error).__name__}: {error}".splitlines() or ["an unknown error"])[0]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

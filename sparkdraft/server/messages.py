@@ -109,6 +109,7 @@ class Tokens:
 class Refused:
     id: str
     sentence: str  # what is wrong, the limit, what to change
+    is_bug: bool = False  # of ours: there is nothing to change
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,16 @@ running it is stream.py's work.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as RawTokenizer
 
-from sparkdraft.core import GrammarSpec, SamplingParams
+from sparkdraft.core import GrammarSpec, SamplingParams, UserError
 from sparkdraft.server.protocol.chat import ChatMessage, ChatRequest, as_json
-from sparkdraft.server.protocol.errors import ApiError
+from sparkdraft.server.protocol.errors import ApiError, as_sentence
+from sparkdraft.server.protocol.sampling import SamplingFields
 from sparkdraft.text import chat
 from sparkdraft.text.events import Parser, chain
 from sparkdraft.text.reasoning import ReasoningFormat, after_thinking, reasoning_format
@@ -52,6 +53,21 @@ class ModelText:
             raise _too_long(param, f"{len(text):,} characters", self.info.max_model_len)
         return self.tokenizer.encode(text, add_special)
 
+    def check_ids(self, ids: Iterable[int], param: str) -> None:
+        most = self.info.vocab_size - 1
+        wrong = next((token for token in ids if token > most), None)
+        if wrong is not None:
+            raise ApiError(400, f"{param} holds the token id {wrong}; ids go from 0 to {most}.", param)
+
+    def check_fields(self, body: SamplingFields) -> None:
+        """What depends on the model; the engine would say the same, but not in the API's words."""
+        self.check_ids(body.logit_bias or (), "logit_bias")
+        self.check_ids(body.stop_token_ids or (), "stop_token_ids")
+        asked, most = body.speculation, self.info.plan_facts.get("max_draft")
+        if isinstance(asked, int) and most is not None and asked > most:
+            limit = f"the drafter of this model allows {most}" if most else "this model has no drafter"
+            raise ApiError(400, f"speculation is {asked}; {limit}: ask for no more, or leave it out.", "speculation")
+
     def check_length(self, ids: list[int], param: str) -> int:
         """How many tokens may follow these."""
         limit = self.info.max_model_len
@@ -72,12 +88,13 @@ class ModelText:
         return self.tools.history([_plain(message, i, knows_developer) for i, message in enumerate(given)])
 
     def prompt(self, body: ChatRequest) -> ChatPrompt:
+        self.check_fields(body)
         tools = Tools(self.tools, body) if body.choice != "none" else None
         messages = self.messages(body.messages)
         if tools and tools.instructions is not None:
-            messages = with_system(messages, tools.instructions)
-        shown = tools.dicts if tools and tools.instructions is None else None
-        text = self.render(messages, shown, **_variables(body))
+            text = self._with_instructions(messages, tools.instructions, _variables(body))
+        else:
+            text = self.render(messages, tools.dicts if tools else None, **_variables(body))
         ids = self.encode(text, add_special=False, param="messages")
         room = self.check_length(ids, "messages")
         params = body.sampling(
@@ -87,6 +104,13 @@ class ModelText:
             keep_special=bool((tools and self.tools.keep_special) or (self.reasoning and self.reasoning.keep_special)),
         )
         return ChatPrompt(ids, params, lambda: self._parser(text, tools))
+
+    def _with_instructions(self, messages: list[dict[str, Any]], text: str, variables: dict[str, Any]) -> str:
+        """The rendered prompt with a text for the model, which a template may not take as a system prompt."""
+        try:
+            return self.render(with_system(messages, text), None, **variables)
+        except UserError:
+            return self.render(before_first_user(messages, text), None, **variables)
 
     def _parser(self, prompt: str, tools: Tools | None) -> Parser:
         thoughts = self.reasoning(prompt) if self.reasoning else None
@@ -99,7 +123,10 @@ class ModelText:
             return None
         schema = form.json_schema.schema_ if form.type == "json_schema" and form.json_schema else None
         spec = GrammarSpec("json_object") if schema is None else GrammarSpec("json_schema", as_json(schema))
-        return after_thinking(spec, self.reasoning, prompt)
+        try:
+            return after_thinking(spec, self.reasoning, prompt)
+        except UserError as error:
+            raise ApiError(400, as_sentence(str(error)), "response_format") from None
 
 
 class Tools:
@@ -134,6 +161,15 @@ def with_system(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any
     if first["role"] in ("system", "developer"):
         return [first | {"content": f"{first['content']}\n\n{text}"}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
+
+
+def before_first_user(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """The text in front of what the user said first."""
+    i = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
+    if i is None:
+        return [{"role": "user", "content": text}, *messages]
+    first = messages[i]
+    return [*messages[:i], first | {"content": f"{text}\n\n{first['content']}"}, *messages[i + 1 :]]
 
 
 def _plain(message: ChatMessage, i: int, knows_developer: bool) -> dict[str, Any]:

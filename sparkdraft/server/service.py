@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 
 from sparkdraft.server.config import ServerConfig
-from sparkdraft.server.engine_client import EngineError, RequestRefused
+from sparkdraft.server.engine_client import EngineError, RequestFailed, RequestRefused
 from sparkdraft.server.limits import Gate
 from sparkdraft.server.metrics import Metrics
 from sparkdraft.server.prompts import ModelText
-from sparkdraft.server.protocol.errors import ApiError, unavailable
+from sparkdraft.server.protocol.errors import ApiError, as_sentence, unavailable
 
 if TYPE_CHECKING:
     from sparkdraft.server.engine_client import EngineClient
@@ -113,7 +113,9 @@ def service_of(request: Request) -> Service:
 
 def as_api_error(error: EngineError) -> ApiError:
     """What the engine said, as an answer: a request it will not run is the client's to change."""
-    sentence = error.sentence[:1].upper() + error.sentence[1:].rstrip(".") + "."
+    sentence = as_sentence(error.sentence)
     if isinstance(error, RequestRefused):
         return ApiError(400, sentence)
+    if isinstance(error, RequestFailed):
+        return ApiError(500, sentence, code="internal_error")
     return unavailable(sentence, "engine_unavailable", 2 if error.retryable else 60)

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from sparkdraft.core import FinishReason, SamplingParams
-from sparkdraft.server.engine_client import EngineError
+from sparkdraft.server.engine_client import EngineError, RequestRefused
 from sparkdraft.server.messages import TokenEvent
 from sparkdraft.server.protocol.errors import ApiError, unavailable
 from sparkdraft.server.protocol.shapes import Json, Tally, dumps
@@ -51,6 +51,7 @@ class Job:
     answer: Answer
     prompts: Sequence[list[int]]
     params: SamplingParams
+    grammar_field: str | None = None  # of the request, which the grammar was made from
 
 
 class Reply(Response):
@@ -81,8 +82,12 @@ class Reply(Response):
             try:
                 job = await asyncio.to_thread(self.prepare)
                 await self._follow(job, begin, send)
-            except (ApiError, EngineError) as error:
-                failure = as_api_error(error) if isinstance(error, EngineError) else error
+            except ApiError as error:
+                failure = error
+            except EngineError as error:
+                failure = as_api_error(error)
+                if isinstance(error, RequestRefused) and job.params.grammar:  # the rest was checked in preparing
+                    failure.param = job.grammar_field
         self.service.gate.took(time.monotonic() - begin)
         if failure is None:
             await self._finish(job, send)

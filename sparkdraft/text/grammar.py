@@ -11,7 +11,7 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,15 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_BYTES = 64 * 1024  # of a schema or a grammar as text
+MAX_DEPTH = 100  # of objects and arrays within each other: the compiler's own reader gives up at 123
+MAX_SECONDS = 10.0  # to compile: its limits below are mostly met within one
 # Between two pieces of JSON: nothing, a space, or a new line and its indentation; a model that likes blanks better
-# than what comes next would otherwise write them for ever. For a schema inside Lark: {"x-guidance": JSON_OPTIONS, ...}.
-JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"( |\n {0,16})"}
+# than what comes next would otherwise write them for ever. What a schema promises is kept: nothing is left out of it.
+JSON_OPTIONS: JsonCompileOptions = {
+    "whitespace_pattern": r"( |\n {0,16})",
+    "lenient": False,
+    "coerce_one_of": False,
+}
 MAX_LEXER_STATES = 50_000  # each takes one or two kilobytes
 NUM_CACHED = 64
 NUM_STARTS, NUM_STEPS = 32, 4  # how widely and how far a new grammar is tried out
@@ -34,6 +40,7 @@ DEEP_STACK = 256 << 20  # the compiler recurses along a schema's references: 64 
 NAMES = {"json_object": "JSON", "json_schema": "the JSON schema", "regex": "the regex", "lark": "the grammar"}
 
 Mask = NDArray[np.uint8]
+Json = dict[str, Any] | list[Any]
 Result = TypeVar("Result")
 
 
@@ -48,12 +55,27 @@ class GrammarCompiler:
         self._compiled = lru_cache(NUM_CACHED)(self._compile)
 
     def compile(self, spec: GrammarSpec) -> Grammar:
+        """Raises UserError, and nothing else, for whatever is wrong with the text."""
         return self._compiled(spec)
 
     def _compile(self, spec: GrammarSpec) -> Grammar:
         _check_text(spec)
-        known, text = self._vocabulary(), _source(spec)
-        return on_a_deep_stack(lambda: Grammar(_matcher(known, text, NAMES[spec.kind]), self._vocab_size))
+        known, name = self._vocabulary(), NAMES[spec.kind]
+        try:
+            return on_a_deep_stack(lambda: self._build(known, spec), MAX_SECONDS)
+        except TimeoutError:
+            raise UserError(
+                f"{name} takes more than {MAX_SECONDS:g} s to compile, the limit; make it smaller"
+            ) from None
+
+    def _build(self, known: LLTokenizer, spec: GrammarSpec) -> Grammar:
+        name = NAMES[spec.kind]
+        try:
+            return Grammar(_matcher(known, _source(spec), name), self._vocab_size)
+        except UserError:
+            raise
+        except BaseException as error:  # a panic of the compiler is no Exception
+            raise UserError(f"{name} can not be used: {_reason(str(error))}; change that part of it") from error
 
     def _vocabulary(self) -> LLTokenizer:
         from llguidance import LLTokenizer
@@ -155,22 +177,42 @@ def _source(spec: GrammarSpec) -> str:
         return LLMatcher.grammar_from_regex(spec.text)
     if spec.kind == "lark":
         return LLMatcher.grammar_from_lark(spec.text)
+    return LLMatcher.grammar_from_json_schema(json_source(spec))
+
+
+def json_source(spec: GrammarSpec) -> str:
+    """The schema of JSON as it is compiled, alone or after "%json" in Lark: with our options and without its own."""
     schema = {"type": "object"} if spec.kind == "json_object" else _read_schema(spec.text)
-    # What the text promises is kept: a schema can not ask for less ("x-guidance") than it says.
-    options: JsonCompileOptions = {**JSON_OPTIONS, "lenient": False, "coerce_one_of": False}
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+    return json.dumps({**schema, "x-guidance": JSON_OPTIONS})
 
 
-def _read_schema(text: str) -> dict[str, object]:
+def _read_schema(text: str) -> dict[str, Any]:
     try:
         schema = json.loads(text)
     except ValueError as error:
         raise UserError(f"the JSON schema is not JSON ({error}); send a valid one") from None
     except RecursionError:
-        raise UserError("the JSON schema is nested too deeply; 100 levels are allowed") from None
+        raise _too_deep() from None
     if not isinstance(schema, dict):
         raise UserError("the JSON schema is not a JSON object; send one, such as {} for any value")
+    if _is_deep(schema):
+        raise _too_deep()
     return schema
+
+
+def _is_deep(schema: Json) -> bool:
+    level = [schema]
+    for _ in range(MAX_DEPTH):
+        inner = (child for item in level for child in (item.values() if isinstance(item, dict) else item))
+        level = [child for child in inner if isinstance(child, dict | list)]
+    return bool(level)
+
+
+def _too_deep() -> UserError:
+    return UserError(
+        f"the JSON schema has more than {MAX_DEPTH} objects and arrays within each other, the limit; "
+        "flatten it, or refer to $defs"
+    )
 
 
 def _matcher(known: LLTokenizer, text: str, name: str) -> LLMatcher:
@@ -218,8 +260,11 @@ def _reason(message: str) -> str:
     return told[:200].rstrip(" .:")
 
 
-def on_a_deep_stack(work: Callable[[], Result]) -> Result:
-    """Run in a thread of its own, since a thread's stack can be chosen; only what is touched of it takes memory."""
+def on_a_deep_stack(work: Callable[[], Result], seconds: float) -> Result:
+    """Run in a thread of its own, since a thread's stack can be chosen; only what is touched of it takes memory.
+
+    TimeoutError after so many seconds: the compiler can not be stopped, so it ends unheard.
+    """
     done: list[Result] = []
     raised: list[BaseException] = []
 
@@ -229,14 +274,16 @@ def on_a_deep_stack(work: Callable[[], Result]) -> Result:
         except BaseException as error:
             raised.append(error)
 
-    thread = threading.Thread(target=run, name="grammar")
+    thread = threading.Thread(target=run, name="grammar", daemon=True)
     with _stack_lock:
         usual = threading.stack_size(DEEP_STACK)
         try:
             thread.start()
         finally:
             threading.stack_size(usual)
-    thread.join()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError
     if raised:
         raise raised[0]
     return done[0]

@@ -54,7 +54,7 @@ class FakeClient:
             eos_ids=[2],
             chat_template=template,
             plan="a plan in words",
-            plan_facts={"max_seqs": 4},
+            plan_facts={"max_seqs": 4, "max_draft": 7},
             fallbacks=[{"name": "nothing real", "reason": "it is a fake"}],
             drafter=None,
             created=1,

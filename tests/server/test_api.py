@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from sparkdraft.server.engine_client import EngineError, RequestRefused
+from sparkdraft.core import AUTO
+from sparkdraft.server.engine_client import EngineError, RequestFailed, RequestRefused
 from tests.server.conftest import FakeClient, Live, live
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -54,7 +55,7 @@ def test_a_stream_has_its_parts_in_order(echo: Live) -> None:
     assert all(c["usage"] is None for c in [first, *middle, finish])
     chunks = [first, *middle, finish]
     assert sum(c["tokens"] for c in chunks) == usage["usage"]["completion_tokens"]
-    assert sum(c["accepted"] for c in chunks) == 8  # one a piece
+    assert sum(c["accepted"] for c in chunks) == sum(c["accepted_chars"] for c in chunks) == 8  # one a piece
     assert len({c["id"] for c in [*chunks, usage]}) == 1
 
 
@@ -63,7 +64,7 @@ def test_without_usage_the_last_chunk_has_the_metrics(echo: Live) -> None:
     assert last["metrics"]["speculative_decoding"]["num_spec_steps"] == 4
     assert not any("metrics" in chunk or "usage" in chunk for chunk in others)
     plain = echo.events(CHAT, messages=USER)
-    assert not any({"metrics", "usage", "tokens", "accepted"} & chunk.keys() for chunk in plain)
+    assert not any({"metrics", "usage", "tokens", "accepted", "accepted_chars"} & chunk.keys() for chunk in plain)
 
 
 def test_completions_of_many_prompts(echo: Live) -> None:
@@ -133,7 +134,7 @@ def test_nulls_are_defaults_and_unknown_fields_are_ignored(ear: tuple[Live, Fake
     server.chat(speculation=5, max_tokens=3)
     assert client.seen[-1].num_draft == 5 and client.seen[-1].max_tokens == 3
     server.post(COMPLETIONS, prompt="x", speculation="auto")
-    assert client.seen[-1].num_draft is None and client.seen[-1].max_tokens == 16
+    assert client.seen[-1].num_draft == AUTO and client.seen[-1].max_tokens == 16
 
 
 def test_response_formats_become_grammars(ear: tuple[Live, FakeClient]) -> None:
@@ -215,6 +216,24 @@ def test_choices_reach_the_template_and_the_engine() -> None:
         error_of(server.chat(tools=[TOOL, TOOL]), 400)
 
 
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_tools_with_a_template_that_takes_no_system_prompt(choice: str) -> None:
+    prompts: list[str] = []
+    with live(FakeClient(lambda prompt, params: prompts.append(prompt) or "ok", template=NO_SYSTEM)) as server:
+        assert server.chat("What is it?", tools=[TOOL], tool_choice=choice).status_code == 200
+        assert prompts[0].startswith("<user>") and prompts[0].endswith("\n\nWhat is it?<assistant>")
+        assert '"name": "weather"' in prompts[0] and "<system>" not in prompts[0]
+        assert server.chat("Hi").status_code == 200 and prompts[1] == "<user>Hi<assistant>"
+        refused = server.post(CHAT, messages=[{"role": "system", "content": "x"}, *USER], tools=[TOOL])
+        assert "System role not supported" in error_of(refused, 400)["message"]
+
+
 # ---- mistakes
 
 
@@ -239,7 +258,19 @@ def test_choices_reach_the_template_and_the_engine() -> None:
         ({"messages": USER, "logit_bias": {"x": 1}}, "logit_bias.x", "integer"),
         ({"messages": USER, "logit_bias": {"1": 101}}, "logit_bias", "-100"),
         ({"messages": USER, "top_logprobs": 2}, "top_logprobs", "logprobs"),
-        ({"messages": USER, "logprobs": True, "top_logprobs": 21}, "logprobs", "20"),
+        (
+            {"messages": USER, "logprobs": True, "top_logprobs": 21},
+            "top_logprobs",
+            "top_logprobs is 21; it must be between 0 and 20",
+        ),
+        ({"messages": USER, "speculation": 16}, "speculation", "speculation is 16; the drafter of this model allows 7"),
+        ({"messages": USER, "speculation": -1}, "speculation", "greater"),
+        (
+            {"messages": USER, "logit_bias": {"320": 1}},
+            "logit_bias",
+            "logit_bias holds the token id 320; ids go from 0",
+        ),
+        ({"messages": USER, "stop_token_ids": [5, 999]}, "stop_token_ids", "stop_token_ids holds the token id 999"),
         ({"messages": USER, "speculation": "maybe"}, "speculation", "'auto'"),
         ({"messages": USER, "response_format": {"type": "json_schema"}}, "response_format", "schema"),
         ({"messages": USER, "response_format": {"type": "yaml"}}, "response_format.type", "json_object"),
@@ -270,6 +301,9 @@ def test_mistakes_of_a_chat(echo: Live, body: dict[str, Any], param: str, words:
         ({"prompt": ["x"] * 100, "n": 3}, "n"),
         ({"prompt": "x", "logprobs": 21}, "logprobs"),
         ({"prompt": "x", "suffix": "y"}, "suffix"),
+        ({"prompt": [5, 320]}, "prompt"),
+        ({"prompt": [[5], [320]]}, "prompt"),
+        ({"prompt": "x", "speculation": 8}, "speculation"),
         ({"prompt": "x", "best_of": 3}, "best_of"),
         ({"prompt": "x" * 512}, "prompt"),
     ],
@@ -364,6 +398,13 @@ def test_the_engine_refuses_and_dies() -> None:
         said.append(RequestRefused("the schema is wrong; mend it"))
         for stream in (False, True):
             assert error_of(server.chat(stream=stream), 400)["message"] == "The schema is wrong; mend it."
+            held = server.chat(stream=stream, response_format={"type": "json_object"})
+            assert error_of(held, 400)["param"] == "response_format"
+            called = server.chat(stream=stream, tools=[TOOL], tool_choice="required")
+            assert error_of(called, 400)["param"] == "tools"
+        said.append(RequestFailed("the engine could not take the request: KeyError: 5"))
+        for stream in (False, True):
+            assert error_of(server.chat(stream=stream), 500)["code"] == "internal_error"
         said.append(EngineError("the engine stopped", True))
         for stream in (False, True):
             assert error_of(server.chat(stream=stream), 503)["code"] == "engine_unavailable"

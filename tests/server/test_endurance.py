@@ -78,7 +78,6 @@ class Client(threading.Thread):
             "max_tokens": TOKENS_EACH,
             "temperature": 0,
             "ignore_eos": True,
-            "speculation": "off",
             "return_speculation": True,
         }
         with closing(http):
@@ -117,7 +116,7 @@ def offline(seconds: float, share: float) -> float:
     from sparkdraft.bench.offline_throughput import throughput
 
     llm = LLM("smollm2", **ENGINE)
-    whole = SamplingParams(max_tokens=TOKENS_EACH, ignore_eos=True, num_draft=0)
+    whole = SamplingParams(max_tokens=TOKENS_EACH, ignore_eos=True)
     cut = replace(whole, max_tokens=LEAVE_AFTER + 1)
 
     def questions(until: float) -> Iterator[tuple[list[int], SamplingParams]]:

@@ -10,13 +10,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, UserError
 from sparkdraft.server.engine_client import EngineClient, EngineError, RequestRefused, RestartPolicy, TokenStream
-from sparkdraft.server.messages import TokenEvent
+from sparkdraft.server.engine_process import Service
+from sparkdraft.server.messages import Submit, TokenEvent, pack_params
 from tests.models.tiny import write_tiny
 
 OPTIONS = {"dtype": "float32", "device": "cpu", "kv_tokens": 4096, "threads": 1}
@@ -143,6 +146,56 @@ def test_what_the_engine_refuses(runner: asyncio.Runner, client: EngineClient) -
     with pytest.raises(UserError):
         client.submit("refused", [10], {"temperature": -1.0})
     assert not client.num_in_flight
+
+
+@pytest.mark.parametrize("levels", [64, 70, 200, 5000])
+def test_a_nested_schema_is_refused_and_nothing_dies(runner: asyncio.Runner, client: EngineClient, levels: int) -> None:
+    pid, schema = client.pid, '{"properties":{"a":' * levels + "{}" + "}}" * levels
+    for kind, text in (("json_schema", schema), ("lark", f"start: %json {schema}")):
+        with pytest.raises(RequestRefused, match=r"the JSON schema has more than 100|recursion limit|bytes"):
+            runner.run(collect(client.submit("deep", PROMPT, SamplingParams(grammar=GrammarSpec(kind, text)))))
+    events = runner.run(collect(client.submit("after", PROMPT, SamplingParams(max_tokens=4, ignore_eos=True))))
+    assert sum(len(e.ids) for e in events) == 4 and client.pid == pid and client.restarts == 0
+
+
+class Broken:
+    """An engine that meets a bug in one request."""
+
+    has_work = False
+
+    def __init__(self, error: Exception) -> None:
+        self.error, self.added, self.aborted = error, 0, [""]
+        self.grammars = self
+
+    def compile(self, grammar: GrammarSpec) -> None:
+        if grammar.text == "breaks":
+            raise self.error
+
+    def add(self, prompt_ids: list[int], params: SamplingParams, name: str) -> None:
+        self.added += 1
+        if name.startswith("bad"):
+            raise self.error
+
+    def abort(self, name: str) -> None:
+        self.aborted.append(name)
+        raise KeyError(name)  # it was never in
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), RuntimeError("a\nb"), UserError("shorten it")], ids=str)
+def test_a_bug_that_one_request_meets_is_answered_to_it_alone(error: Exception) -> None:
+    engine, sent = Broken(error), []
+    wire = SimpleNamespace(inbox=SimpleQueue(), send=sent.append)
+    service = Service(SimpleNamespace(engine=engine), wire)  # type: ignore[arg-type]
+    held = [pack_params(SamplingParams(grammar=GrammarSpec("regex", text))) for text in ("breaks", "fine")]
+    for name, params in (("bad", {}), ("grammar", held[0]), ("bad-held", held[1]), ("odd", {"n": []}), ("good", {})):
+        service._handle(Submit(name, PROMPT, params))
+    for _ in range(2):
+        service._handle(service.wire.inbox.get(timeout=10))
+    said = {message.id: message for message in sent}
+    assert said.keys() == {"bad", "grammar", "bad-held", "odd"} and engine.added == 3 and not service._compiling
+    is_ours = not isinstance(error, UserError)
+    assert [said[name].is_bug for name in ("bad", "grammar", "bad-held", "odd")] == [is_ours] * 3 + [False]
+    assert all("\n" not in message.sentence for message in said.values())
 
 
 def test_grammar(runner: asyncio.Runner, client: EngineClient) -> None:

@@ -177,6 +177,28 @@ def test_json(tiny: Live) -> None:
     assert json.loads(text or "").keys() == {"a", "b"}
 
 
+@pytest.mark.parametrize("levels", [49, 64, 70, 200, 5000])
+def test_nested_schemas_are_refused_and_the_server_lives_on(tiny: Live, levels: int) -> None:
+    schema = '{"properties":{"a":' * levels + "{}" + "}}" * levels
+    held = '"response_format":{"type":"json_schema","json_schema":{"name":"x","schema":' + schema + "}}"
+    tool = '{"type":"function","function":{"name":"f","parameters":' + schema + "}}"
+    called = f'"tool_choice":"required","tools":[{tool}]'
+    client = tiny.service.client
+    before = client.pid, client.restarts
+    for part in (held, called):
+        for streamed in ("true", "false"):
+            body = '{"messages":[{"role":"user","content":"x"}],"max_tokens":4,"stream":' + streamed + "," + part + "}"
+            answer = tiny.http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+            if part is held and levels > 49:
+                assert answer.status_code == 400 and len(answer.json()["error"]["message"]) < 200
+                if levels < 5000:
+                    assert answer.json()["error"]["param"] == "response_format"
+                    assert "more than 100 objects and arrays within each other, the limit" in answer.text
+            else:
+                assert answer.status_code in (200, 400)  # a tool's deep schema fills the context, if it can be read
+    assert chat(tiny).choices and (client.pid, client.restarts) == before
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("choice", ["none", "auto", "required", "get_weather"])
 def test_tools_in_all_choices(smollm2: Live, choice: str, streamed: bool) -> None:
@@ -208,6 +230,58 @@ def test_a_call_and_its_result_can_be_sent_back(smollm2: Live) -> None:
     ]
     answer = chat(smollm2, messages=messages, tools=[TIME], max_tokens=16)
     assert answer.choices[0].message.content or answer.choices[0].message.tool_calls
+
+
+PEOPLE = {
+    "type": "object",
+    "properties": {
+        "names": {"type": "array", "items": {"type": "string", "maxLength": 8}, "minItems": 4, "maxItems": 4},
+        "ages": {"type": "array", "items": {"type": "integer", "maximum": 99}, "minItems": 4, "maxItems": 4},
+    },
+    "required": ["names", "ages"],
+    "additionalProperties": False,
+}
+DRAFTED: dict[str, Any] = {
+    "penalties": {"presence_penalty": 0.4, "frequency_penalty": 0.2, "extra_body": {"repetition_penalty": 1.05}},
+    "schema": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "people", "schema": PEOPLE}},
+        "messages": [{"role": "user", "content": "Four people, their names and ages, as JSON."}],
+    },
+    "stops": {"stop": ["seven", " 7"]},
+    "all": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "people", "schema": PEOPLE}},
+        "presence_penalty": 0.3,
+        "stop": ['"ages"'],
+    },
+}
+
+
+def accepted_of(answer: ChatCompletion | ChatCompletionChunk) -> int:
+    assert answer.model_extra
+    record = answer.model_extra["metrics"]["speculative_decoding"]
+    return int(record["num_accepted_draft_tokens"]) if record else 0
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+def test_a_drafted_text_is_the_plain_one_whatever_shapes_it(smollm2: Live, name: str) -> None:
+    options: Any = {"messages": [{"role": "user", "content": "Count from one to twenty in words."}], "max_tokens": 64}
+    options |= DRAFTED[name]
+    more = options.pop("extra_body", {}) | {"return_speculation": True}
+    texts, accepted = set(), {}
+    for speculation in ("off", "auto", 3, 7):
+        body = more | {"speculation": speculation}
+        whole = chat(smollm2, **options, extra_body=body)
+        chunks = stream(smollm2, **options, extra_body=body)
+        texts |= {whole.choices[0].message.content, text_of(chunks)}
+        accepted[speculation] = (accepted_of(whole), accepted_of(chunks[-1]))
+        drafted = sum((chunk.model_extra or {})["accepted_chars"] for chunk in chunks)
+        assert 0 < drafted < len(text_of(chunks)) if accepted[speculation][1] else drafted == 0
+    (text,) = texts
+    assert text and accepted["off"] == (0, 0)
+    assert min(accepted[3]) > 0 and min(accepted[7]) > 0, accepted
+    assert not any(stop in text for stop in options.get("stop", []))
+    if name == "schema":
+        assert json.loads(text).keys() == {"names", "ages"}
 
 
 def test_the_embedded_model_answers(smollm2: Live) -> None:

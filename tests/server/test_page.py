@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -40,6 +41,11 @@ DRAFTED = 4  # tokens of a drafted step, the last of which is no draft
 def pieces() -> list[str]:
     """Three characters a token."""
     return [TEXT[i : i + 3] for i in range(0, len(TEXT), 3)]
+
+
+def num_steps() -> int:
+    """The first token comes alone."""
+    return 1 + -(-(len(pieces()) - 1) // DRAFTED)
 
 
 class Script:
@@ -92,7 +98,8 @@ class Script:
                 part = tokens[at : at + size] or ["on and on "]
                 accepted = len(part) - 1
                 delta = {"content": "".join(part)}
-                yield event(choices=[{"delta": delta, "finish_reason": None}], tokens=len(part), accepted=accepted)
+                facts = {"tokens": len(part), "accepted": accepted, "accepted_chars": len("".join(part[:accepted]))}
+                yield event(choices=[{"delta": delta, "finish_reason": None}], **facts)
                 at += size
                 await asyncio.sleep(STEP)
         except (asyncio.CancelledError, GeneratorExit):
@@ -194,10 +201,10 @@ def test_an_answer_streams_with_its_figures(tab: Tab, script: Script) -> None:
     tab.wait(lambda: tab.text("#model") == "tiny-scripted", "the title")
     tab.ask("merge two lists")
     tab.wait(lambda: tab.text(".speed") and tab.count(".busy"), "a speed while it is written")
-    assert tab.find("#log").get_attribute("aria-busy") == "true" and tab.text(".length")
+    assert tab.find("#log").get_attribute("aria-busy") == "true" and tab.text(".step")
     tab.answered()
     assert tab.find("#log").get_attribute("aria-busy") == "false"
-    assert tab.number(".tokens") == len(pieces()) and tab.number(".length") == 3.97
+    assert tab.number(".tokens") == len(pieces()) and tab.number(".step") == round(len(pieces()) / num_steps(), 2)
     assert 0.4 * DRAFTED / STEP < tab.number(".speed") < 1.05 * DRAFTED / STEP
     assert 0 <= tab.number(".first") < 3000
     body = script.bodies[0]
@@ -215,11 +222,30 @@ def test_text_is_text_code_is_code_and_drafts_are_tinted(tab: Tab) -> None:
     inline = [node.text for node in tab.driver.find_elements("css selector", ".text > span code")]
     assert inline == ["merge", "len(a) + len(b)"]
     assert "```" not in tab.text(".answer > .text") and "**two**" in tab.text(".answer > .text")
-    shares = tab.driver.execute_script(
-        "return [...document.querySelectorAll('.answer mark')].map(m => m.style.getPropertyValue('--share'))"
-    )
-    assert len(shares) > 20 and set(shares) <= {"0.75", "0.67", "0.50"} and shares.count("0.75") > 0.8 * len(shares)
-    assert not tab.complaints()
+    shown = tab.driver.execute_script(TINTS)
+    assert shown == "".join(letter for letter in tints() if letter != "\n")
+    assert tab.count(".answer mark") > 20 and not tab.complaints()
+
+
+# The letters of the answer's text as they are shown: "d" for a drafted one, "." for one of the model's own.
+TINTS = """
+const walk = document.createTreeWalker(document.querySelector(".answer > .text"), NodeFilter.SHOW_TEXT);
+let shown = "";
+while (walk.nextNode()) {
+    const drafted = walk.currentNode.parentNode.tagName === "MARK";
+    for (const letter of walk.currentNode.data) if (letter !== "\\n") shown += drafted ? "d" : ".";
+}
+return shown"""
+
+
+def tints() -> str:
+    """The same of the script: a token of its own, then in each step three drafts and one more, without code's marks."""
+    tinted = "".join(("." if i % DRAFTED == 0 else "d") * len(piece) for i, piece in enumerate(pieces()))
+    last = len(pieces()) - 1  # also where the last step is a short one, its last token is no draft
+    tinted = tinted[: last * 3] + "." * len(pieces()[last])
+    hidden = {i for found in re.finditer("```(python)?\n|`", TEXT) for i in range(*found.span())}
+    kept = [(letter, tint) for i, (letter, tint) in enumerate(zip(TEXT, tinted, strict=True)) if i not in hidden]
+    return "".join("\n" if letter == "\n" else tint for letter, tint in kept)
 
 
 def test_the_whole_text_arrives_whatever_its_pieces(tab: Tab) -> None:
@@ -267,7 +293,7 @@ def test_the_same_again_without_drafting_and_both_speeds(tab: Tab, script: Scrip
     assert titles == ["With drafting", "Without drafting"] and tab.count(".versus .bar") == 2
     ratio = float(tab.text(".versus p").split(" times")[0].split()[-1])
     assert 2.5 < ratio < 5.5  # four tokens a step against one
-    assert tab.count(".answer:nth-child(2) mark") == 0 and tab.count(".answer:nth-child(2) .length") == 0
+    assert tab.count(".answer:nth-child(2) mark") == 0 and tab.count(".answer:nth-child(2) .step") == 0
 
 
 def test_the_switch_turns_drafting_off(tab: Tab, script: Script) -> None:
@@ -385,7 +411,7 @@ def test_the_embedded_model(driver: Any, request: pytest.FixtureRequest, tmp_pat
         tab.find(".other").click()
         tab.wait(lambda: tab.text(".versus"), "the comparison", 60)
         assert "The two texts are the same." in tab.text(".versus") and tab.count(".answer:nth-child(1) mark") > 0
-        assert tab.number(".length") > 1 and tab.number(".tokens") == 110 and tab.text("#model") == "smollm2"
+        assert tab.number(".step") > 1 and tab.number(".tokens") == 110 and tab.text("#model") == "smollm2"
         picture = Path(os.environ.get("PAGE_PNG", tmp_path / "page.png"))
         assert driver.save_screenshot(str(picture)) and 10_000 < picture.stat().st_size < 300_000
         assert not tab.complaints()

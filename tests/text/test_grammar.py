@@ -12,7 +12,10 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from sparkdraft.core import GrammarSpec, UserError
+from sparkdraft.text import grammar
 from sparkdraft.text.grammar import GrammarCompiler, GrammarState
+from sparkdraft.text.reasoning import after_thinking
+from sparkdraft.text.reasoning.think import Think
 from sparkdraft.text.tokenizer import BYTE_OF, Tokenizer
 from sparkdraft.weights.checkpoint import open_checkpoint
 from tests.models.tiny import byte_tokenizer
@@ -170,7 +173,7 @@ def test_blanks_between_pieces_of_json_are_few() -> None:
         ),
         ("json_schema", '{"$ref": "https://example.com/x"}', "not present"),
         ("json_schema", '{"items":' * 120 + "{}" + "}" * 120 + "x", "not JSON"),
-        ("json_schema", '{"items":' * 5000 + "{}" + "}" * 5000, "nested too deeply|recursion limit"),
+        ("json_schema", '{"x": NaN, "y": "\\ud800"}', "the JSON schema can not be used"),
         ("json_schema", " " * 70_000 + "{}", "has 70,002 bytes and 65,536 are allowed; shorten it"),
         ("json_schema", json.dumps({"properties": {f"p{i}": {"type": "null"} for i in range(1500)}}), "too complex"),
         ("regex", "a(", "the regex can not be used: unclosed group"),
@@ -184,6 +187,89 @@ def test_what_can_not_be_used_is_refused_in_one_sentence(kind: str, text: str, s
     with pytest.raises(UserError, match=says) as error:
         BYTES.compile(GrammarSpec(kind, text))
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+def nested(levels: int) -> str:
+    """As people nest: an object with one property, each two levels of JSON."""
+    return '{"properties":{"a":' * levels + "{}" + "}}" * levels
+
+
+@pytest.mark.parametrize("levels", [1, 30, 49])
+def test_a_schema_may_be_nested_a_hundred_deep(levels: int) -> None:
+    for form in (None, Think()):
+        spec = after_thinking(GrammarSpec("json_schema", nested(levels)), form, "<think>\n")
+        assert now(BYTES.compile(spec).start())
+    assert now(BYTES.compile(GrammarSpec("json_schema", '{"items":' * 99 + "{}" + "}" * 99)).start())
+
+
+@pytest.mark.parametrize("levels", [50, 64, 70, 200, 5000])
+def test_a_schema_nested_deeper_is_refused_before_it_is_compiled(levels: int) -> None:
+    says = "the JSON schema has (more than 100 objects and arrays within each other, the limit; flatten|.* bytes)"
+    spec = GrammarSpec("json_schema", nested(levels))
+    with pytest.raises(UserError, match=says):
+        BYTES.compile(spec)
+    with pytest.raises(UserError, match=says):
+        BYTES.compile(after_thinking(spec, Think(), "<think>\n"))
+    with pytest.raises(UserError, match=says):
+        BYTES.compile(GrammarSpec("json_schema", '{"items":' * levels * 2 + "{}" + "}" * levels * 2))
+
+
+class Panic(BaseException):
+    """As pyo3's, which no `except Exception` sees."""
+
+
+@pytest.mark.parametrize("error", [ValueError("a\nb"), MemoryError(), RecursionError("deep"), Panic("index 9")])
+def test_whatever_the_compiler_raises_is_the_users_to_read(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def broken(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(grammar, "_matcher", broken)
+    with pytest.raises(UserError, match=r"the regex can not be used: .*; change that part of it") as caught:
+        BYTES.compile(GrammarSpec("regex", "never seen before"))
+    assert "\n" not in str(caught.value)
+
+
+def test_compiling_has_a_limit_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = threading.Event()
+    monkeypatch.setattr(grammar, "MAX_SECONDS", 0.05)
+    monkeypatch.setattr(grammar, "_matcher", lambda *args: done.wait(20))
+    with pytest.raises(UserError, match=r"the regex takes more than 0.05 s to compile, the limit; make it smaller"):
+        BYTES.compile(GrammarSpec("regex", "a long one"))
+    done.set()
+    monkeypatch.undo()
+    assert now(BYTES.compile(GrammarSpec("regex", "a long one")).start()) == {ord("a")}
+
+
+SAME = [
+    ('{"enum": [[1, 2]]}', ["[1,2]", "[1, 2]", "[\n    1,\n    2\n]"], ["[1," + " " * 40 + "2]", "[1,  2]", "[1,\t2]"]),
+    ('{"type": "object"}', ['{"a": 1}'], ['{"a":' + " " * 40 + "1}"]),
+    (
+        '{"enum": [[1, 2]], "x-guidance": {"whitespace_pattern": " *", "item_separator": ";", "lenient": true}}',
+        ["[1, 2]"],
+        ["[1," + " " * 40 + "2]", "[1;2]"],
+    ),
+]
+LENIENT = {"not": {"type": "string"}, "uniqueItems": True, "if": {"type": "string"}, "oneOf": [{}, {"type": "string"}]}
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), SAME)
+def test_an_answer_is_held_the_same_with_thoughts_before_it(schema: str, good: list[str], bad: list[str]) -> None:
+    plain = GrammarSpec("json_schema", schema) if "enum" in schema else GrammarSpec("json_object")
+    thinking = after_thinking(plain, Think(), "<think>\n")
+    for text in good + bad:
+        assert is_text(plain, text) is (text in good), text
+        assert is_text(thinking, "Hm.</think>" + text) is (text in good), text
+
+
+@pytest.mark.parametrize("key", LENIENT)
+def test_no_schema_can_ask_to_be_held_less(key: str) -> None:
+    own = {"lenient": True, "coerce_one_of": True}
+    spec = GrammarSpec("json_schema", json.dumps({key: LENIENT[key], "x-guidance": own}))
+    for form in (None, Think()):
+        with pytest.raises(UserError, match=f"can not be used: .*({key}|Unimplemented keys)"):
+            BYTES.compile(after_thinking(spec, form, "<think>\n"))
 
 
 def test_a_tokenizer_without_an_end_is_refused() -> None:

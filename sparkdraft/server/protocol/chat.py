@@ -8,7 +8,8 @@ messages is prompts.py's work.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
@@ -77,6 +78,8 @@ class ResponseFormat(Fields):
 
 
 class ChatRequest(SamplingFields):
+    names: ClassVar[Mapping[str, str]] = {**SamplingFields.names, "logprobs": "top_logprobs"}
+
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
@@ -133,15 +136,17 @@ class ChatRequest(SamplingFields):
         if form and form.json_schema:
             schemas["response_format"] = [form.json_schema.schema_]
         for param, values in schemas.items():
-            size = max((len(as_json(value)) for value in values if value), default=0)
+            size = max((len(as_json(value, param)) for value in values if value), default=0)
             if size > MAX_SCHEMA_BYTES:
                 raise ApiError(
                     400, f"A schema has {size:,} bytes and {MAX_SCHEMA_BYTES:,} is the limit; shorten it.", param=param
                 )
 
 
-def as_json(value: Any) -> str:
+def as_json(value: Any, param: str | None = None) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"A schema is not plain JSON: {error}.") from None
+    except ValueError as error:
+        raise ApiError(400, f"A schema is not plain JSON: {error}.", param) from None
+    except RecursionError:
+        raise ApiError(400, "A schema is nested too deeply to be read; flatten it, or refer to $defs.", param) from None

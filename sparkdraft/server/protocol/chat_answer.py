@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from sparkdraft.core import FinishReason, TokenLogprob
 from sparkdraft.server.messages import TokenEvent
-from sparkdraft.server.protocol.shapes import Json, Tally, TokenBytes, chat_logprobs
+from sparkdraft.server.protocol.shapes import Json, Tally, TokenBytes, accepted_chars, chat_logprobs
 from sparkdraft.text.events import Content, Event, Parser, Reasoning, ToolArguments, ToolCall, joined
 
 
@@ -31,6 +31,7 @@ class Choice:
     waiting_logprobs: list[Json] = field(default_factory=list)
     tokens: int = 0
     accepted: int = 0
+    accepted_chars: int = 0
 
 
 @dataclass(slots=True)
@@ -64,8 +65,10 @@ class ChatAnswer:
         if not choice.begun:
             choice.begun = True
             chunks.append(self._chunk(event.index, {"role": "assistant", "content": ""}))
-        for delta in self._deltas(choice, events):
-            chunks.append(self._chunk(event.index, delta, choice))
+        deltas = [self._chunk(event.index, delta, choice) for delta in self._deltas(choice, events)]
+        if deltas:
+            chunks += deltas
+            choice.accepted_chars = 0  # what is left of them were marks, which are not shown
         if event.finish:
             choice.finish = self._finish_reason(choice, event.finish)
             chunks.append(self._chunk(event.index, {}, choice, choice.finish))
@@ -81,6 +84,8 @@ class ChatAnswer:
     def _count(self, choice: Choice, event: TokenEvent) -> None:
         choice.tokens += len(event.ids)
         choice.accepted += event.num_accepted
+        if self.return_speculation:
+            choice.accepted_chars += accepted_chars(event, self.tokenizer)
         if event.logprobs and self.wants_logprobs:
             rows = shown(event.logprobs, event, self.eos_ids)
             choice.waiting_logprobs += chat_logprobs(rows, self.tokenizer)
@@ -108,7 +113,7 @@ class ChatAnswer:
         if self.include_usage:
             chunk["usage"] = None
         if self.return_speculation:
-            chunk |= {"tokens": choice.tokens if choice else 0, "accepted": choice.accepted if choice else 0}
+            chunk |= _drafted(choice, delta)
         if choice:
             if choice.waiting_logprobs:
                 body["logprobs"] = {"content": choice.waiting_logprobs, "refusal": None}
@@ -145,6 +150,16 @@ class ChatAnswer:
 
     def _finish_reason(self, choice: Choice, finish: FinishReason) -> str:
         return "tool_calls" if choice.calls and finish is FinishReason.STOP else finish.value
+
+
+def _drafted(choice: Choice | None, delta: Json) -> Json:
+    """How much of a chunk drafting gave; its text takes its part of the characters."""
+    if choice is None:
+        return {"tokens": 0, "accepted": 0, "accepted_chars": 0}
+    size = len(delta.get("content") or delta.get("reasoning_content") or "")
+    chars = min(size, choice.accepted_chars)
+    choice.accepted_chars -= chars
+    return {"tokens": choice.tokens, "accepted": choice.accepted, "accepted_chars": chars}
 
 
 def _call(call_id: str, name: str) -> Json:

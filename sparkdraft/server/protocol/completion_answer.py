@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from sparkdraft.core import TokenLogprob
 from sparkdraft.server.messages import TokenEvent
 from sparkdraft.server.protocol.chat_answer import shown
-from sparkdraft.server.protocol.shapes import Json, Tally, TokenBytes, completion_logprobs
+from sparkdraft.server.protocol.shapes import Json, Tally, TokenBytes, accepted_chars, completion_logprobs
 
 
 @dataclass(slots=True)
@@ -74,6 +74,7 @@ class CompletionAnswer:
             chunk["usage"] = None
         if self.return_speculation:
             chunk |= {"tokens": len(event.ids), "accepted": event.num_accepted}
+            chunk["accepted_chars"] = accepted_chars(event, self.tokenizer)
             if not self.include_usage and self._all_ended():
                 chunk["metrics"] = self.tally.metrics()
         return chunk

@@ -1,7 +1,7 @@
 """/v1/completions, /tokenize and /detokenize as they are asked for.
 
 A prompt is a text, a list of texts, a list of ids or a list of those; `prompts` makes one list of it. Whether ids are
-in the vocabulary is for the engine to say.
+in the vocabulary is for prompts.py to say.
 """
 
 from __future__ import annotations

@@ -35,6 +35,12 @@ class ApiError(Exception):
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
 
+def as_sentence(text: str) -> str:
+    """With a capital, unless it begins with the name of a field, and a full stop."""
+    first = text.split(" ", 1)[0]
+    return (text if "_" in first else text[:1].upper() + text[1:]).rstrip(".") + "."
+
+
 def unavailable(message: str, code: str, retry_after: int = 2) -> ApiError:
     return ApiError(503, message, code=code, headers={"Retry-After": str(retry_after)})
 

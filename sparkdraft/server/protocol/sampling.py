@@ -8,11 +8,11 @@ that there is one sentence for each.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from sparkdraft.core import SamplingParams, UserError
+from sparkdraft.core import AUTO, SamplingParams, UserError
 from sparkdraft.server.limits import MAX_LOGIT_BIAS, MAX_STOP_CHARS, MAX_STOPS
 from sparkdraft.server.protocol.errors import ApiError
 
@@ -33,6 +33,8 @@ class StreamOptions(Fields):
 
 
 class SamplingFields(Fields):
+    names: ClassVar[Mapping[str, str]] = {"num_draft": "speculation", "stop_ids": "stop_token_ids"}  # by the engine's
+
     model: str | None = Field(None, description="a name from /v1/models; left out: the model that is served")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -69,7 +71,7 @@ class SamplingFields(Fields):
     def num_draft(self) -> int | None:
         if isinstance(self.speculation, int):
             return self.speculation
-        return 0 if self.speculation == "off" else None
+        return {"off": 0, "auto": AUTO}.get(self.speculation or "")
 
     def sampling(self, max_tokens: int, **more: Any) -> SamplingParams:
         """'max_tokens' where the request names none; 'more' is what the endpoint knows."""
@@ -83,7 +85,17 @@ class SamplingFields(Fields):
         }
         for name in SAME_NAME:
             given[name] = getattr(self, name)
-        return checked_params({name: value for name, value in (given | more).items() if value is not None})
+        said = {name: value for name, value in (given | more).items() if value is not None}
+        try:
+            return SamplingParams(**said)
+        except UserError as error:
+            raise self._refusal(str(error), said) from None
+
+    def _refusal(self, sentence: str, said: Mapping[str, Any]) -> ApiError:
+        """The engine's sentence begins with its own name of a field; the client knows ours."""
+        name, _, rest = sentence.partition(" ")
+        field = self.names.get(name, name)
+        return ApiError(400, f"{field} {rest}.", param=field if name in said else None)
 
 
 SAME_NAME = (
@@ -98,11 +110,3 @@ SAME_NAME = (
     "min_tokens",
     "ignore_eos",
 )
-
-
-def checked_params(values: Mapping[str, Any]) -> SamplingParams:
-    try:
-        return SamplingParams(**values)
-    except UserError as error:
-        name = str(error).split(" ", 1)[0]
-        raise ApiError(400, f"{error}.", param=name if name in values else None) from None

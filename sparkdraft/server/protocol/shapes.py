@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from sparkdraft.core import TokenLogprob
+from sparkdraft.server.messages import TokenEvent
 
 Json = dict[str, Any]
 
@@ -53,6 +54,14 @@ class Tally:
     def metrics(self) -> Json:
         """vLLM's `metrics` of an answer; null where nothing drafts."""
         return {"speculative_decoding": merged_speculation(self.speculation)}
+
+
+def accepted_chars(event: TokenEvent, tokenizer: TokenBytes) -> int:
+    """Characters of its text, from the front, that accepted drafts wrote: all but those of the target's own ids."""
+    if not event.num_accepted:
+        return 0
+    own = b"".join(tokenizer.token_bytes(token) for token in event.ids[event.num_accepted :])
+    return max(0, len(event.text) - len(own.decode("utf-8", "ignore")))
 
 
 SUMS = ("num_spec_steps", "num_accepted_draft_tokens", "num_draft_tokens", "draft_ms", "verify_ms")

@@ -41,4 +41,6 @@ def prepare(text: ModelText, body: ChatRequest, name: str) -> Job:
         include_usage=body.include_usage,
         return_speculation=bool(body.return_speculation),
     )
-    return Job(answer, [prompt.ids], prompt.params)
+    return Job(
+        answer, [prompt.ids], prompt.params, "tools" if body.choice in ("required", "named") else "response_format"
+    )

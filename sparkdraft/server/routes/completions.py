@@ -31,7 +31,9 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 def prepare(text: ModelText, body: CompletionRequest, name: str) -> Job:
     ids = [text.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
     for each in ids:
+        text.check_ids(each, "prompt")
         text.check_length(each, "prompt")
+    text.check_fields(body)
     echo = bool(body.echo)
     params = body.sampling(DEFAULT_TOKENS, logprobs=body.logprobs, prompt_logprobs=body.logprobs if echo else None)
     shown = [p if isinstance(p, str) else text.tokenizer.decode(p) if echo else "" for p in body.prompts]

@@ -10,6 +10,7 @@ import re
 
 from sparkdraft.core import GrammarSpec
 from sparkdraft.text.events import chain
+from sparkdraft.text.grammar import json_source
 from sparkdraft.text.reasoning.base import ReasoningFormat
 from sparkdraft.text.reasoning.gemma4 import Gemma4Thoughts
 from sparkdraft.text.reasoning.harmony import HarmonyAnalysis
@@ -31,11 +32,8 @@ def reasoning_format(model_type: str, chat_template: str | None) -> ReasoningFor
 def after_thinking(spec: GrammarSpec, form: ReasoningFormat | None, prompt: str) -> GrammarSpec:
     """The same grammar for the answer, with thinking left free before it. A Lark grammar is its own master."""
     rules = form.answer_grammar(prompt) if form else ""
-    answer = {
-        "json_object": '%json {"type": "object"}',
-        "json_schema": "%json " + spec.text,
-        "regex": "/" + re.sub(r"(?<!\\)/", r"\\/", spec.text) + "/",
-    }.get(spec.kind)
-    if not rules or answer is None:
+    if not rules or spec.kind == "lark":
         return spec
+    is_regex = spec.kind == "regex"
+    answer = "/" + re.sub(r"(?<!\\)/", r"\\/", spec.text) + "/" if is_regex else "%json " + json_source(spec)
     return GrammarSpec("lark", f"{rules}\nanswer: {answer}\n")

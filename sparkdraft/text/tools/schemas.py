@@ -100,8 +100,12 @@ def json_rule(schema: dict[str, Any], fallback: dict[str, Any] | None = None) ->
 def _compiles(schema: str) -> bool:
     from llguidance import LLMatcher
 
-    from sparkdraft.text.grammar import on_a_deep_stack  # the compiler recurses along references
+    from sparkdraft.text.grammar import MAX_SECONDS, on_a_deep_stack  # the compiler recurses along references
 
     if not schema or len(schema) > MOST_LETTERS:
         return False
-    return not on_a_deep_stack(lambda: LLMatcher.validate_grammar_with_warnings(f"start: %json {schema}\n"))[0]
+    grammar = f"start: %json {schema}\n"
+    try:
+        return not on_a_deep_stack(lambda: LLMatcher.validate_grammar_with_warnings(grammar), MAX_SECONDS)[0]
+    except Exception:
+        return False
