@@ -218,7 +218,7 @@ def read_counters(text: str) -> Drafting | None:
         else:
             sums[kind] += count
     by_position = [positions.get(i, 0) for i in range(max(positions, default=-1) + 1)]
-    return Drafting(**sums, by_position=by_position) if found else None
+    return Drafting(sums["steps"], sums["drafted"], sums["accepted"], by_position) if found else None
 
 
 def _added(mine: list[int], more: list[int], sign: int) -> list[int]:

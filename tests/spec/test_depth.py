@@ -15,17 +15,8 @@ from statistics import mean, median
 
 import pytest
 
-from sparkdraft.spec.depth import (
-    DepthController,
-    DepthState,
-    StepCosts,
-    bucket_of,
-    conditional_acceptance,
-    expected_tokens,
-    for_batch,
-    interpolate,
-    never_falling,
-)
+from sparkdraft.spec.depth import DepthController, DepthState, bucket_of, conditional_acceptance, expected_tokens
+from sparkdraft.spec.step_costs import StepCosts, for_batch, interpolate, never_falling
 
 MAX_DEPTH = 15
 DEPTHS = [0, 1, 3, 7, 15]  # those that the engine chooses from

@@ -1,0 +1,115 @@
+"""What a step costs, by how deep it drafts: learnt from steps that ran, drawn between the depths that were never tried.
+
+A curve never falls: a step of more drafts can not be cheaper. spec/depth.py keeps one for each bucket of batch and
+context, and asks it for prices. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+REDRAW = 8  # a mean of this many steps moves little with each: the curve is redrawn after as many more
+LATE = 1.5  # a step slower than this times the belief counts as this slow: something else ran
+
+
+class StepCosts:
+    """Seconds of a step by depth, in one bucket: decayed means, and a shape borrowed for depths not yet seen."""
+
+    def __init__(self, shape: list[float]) -> None:
+        self.shape = shape
+        self.seconds = [0.0] * len(shape)
+        self.weight = [0.0] * len(shape)  # observations behind each mean; 0 when never seen
+        self._curve: list[float] = []
+        self._prices: dict[int, Price] = {}
+        self._age = 0  # observations since the curve was drawn
+
+    def learn(self, depth: int, seconds: float) -> None:
+        believed, weight = self.seconds[depth], self.weight[depth]
+        self._age += 1
+        if weight < REDRAW or self._age >= REDRAW:
+            self._curve = []
+        # A step can be late by accident, not early: half the time believed means that the belief was the accident.
+        if not weight or seconds < believed / 2:
+            self.seconds[depth], self.weight[depth] = seconds, 1.0
+            return
+        excess, self.weight[depth] = min(seconds / believed, LATE) - 1, min(weight + 1, 50)
+        self.seconds[depth] *= 1 + excess / self.weight[depth]
+        if weight >= 4:
+            # A depth known well that is slow today says that the machine is, or that the context grew: all depths are.
+            # Without this, depths not visited lately would look cheap and be visited for it.
+            self.seconds = [s * (1 + 0.1 * excess) for s in self.seconds]
+
+    def curve(self) -> list[float]:
+        """Never falling with depth. Between depths seen, the correction of the borrowed shape is interpolated."""
+        if not self._curve:
+            seen = [d for d, weight in enumerate(self.weight) if weight]
+            factor = [self.seconds[d] / self.shape[d] for d in seen]
+            values = [s * interpolate(seen, factor, d) for d, s in enumerate(self.shape)] if seen else self.shape
+            self._curve = never_falling(values, [max(weight, 0.1) for weight in self.weight])
+            self._prices, self._age = {}, 0
+        return self._curve
+
+    def price(self, num: int) -> Price:
+        curve = self.curve()
+        if num not in self._prices:
+            self._prices[num] = Price.of(curve, num)
+        return self._prices[num]
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """A step's time taken apart: the plain step, what drafting costs at all, and the rows of each request."""
+
+    plain: float
+    fixed: float
+    rows: list[float]  # by depth, for one of the requests
+    uniform: list[float]  # by depth, the step in which all draft to it; at 0 with the fixed part, as if one drafted
+
+    @classmethod
+    def of(cls, curve: list[float], num: int) -> Price:
+        slope = (curve[3] - curve[1]) / 2 if len(curve) > 3 else 0.0
+        fixed = max(curve[1] - curve[0] - slope, 0.0)
+        rows = [max(seconds - curve[0] - fixed, 0.0) / num for seconds in curve]
+        return cls(curve[0], fixed, rows, [curve[0] + fixed + num * seconds for seconds in rows])
+
+    def step(self, depths: Sequence[int]) -> float:
+        return self.plain + (self.fixed if any(depths) else 0.0) + sum(self.rows[d] for d in depths)
+
+    def probe_depth(self, probes: Sequence[int]) -> int:
+        """The deepest of these that costs little more than the shallowest."""
+        allowed = 1.25 * (self.fixed + self.rows[probes[0]])
+        return max(d for d in probes if d == probes[0] or self.fixed + self.rows[d] <= allowed)
+
+
+def for_batch(curve: list[float], times: int) -> list[float]:
+    """By depth, what steps of so many times the requests should cost: as much as those measured with as many rows."""
+    if times == 1:
+        return curve
+    last = len(curve) - 1
+    slope = (curve[last] - curve[last // 2]) / max(last - last // 2, 1)
+    wide = [curve[min(d, last)] + slope * max(d - last, 0) for d in range(times - 1, times * len(curve), times)]
+    return [max(wide[0] - Price.of(curve, 1).fixed, curve[0]), *wide[1:]]  # the first of these drafts nothing
+
+
+def interpolate(xs: Sequence[int], ys: Sequence[float], x: int) -> float:
+    """Piecewise linear through the points, level outside them."""
+    if x <= xs[0]:
+        return ys[0]
+    for i in range(1, len(xs)):
+        if x <= xs[i]:
+            return ys[i - 1] + (ys[i] - ys[i - 1]) * (x - xs[i - 1]) / (xs[i] - xs[i - 1])
+    return ys[-1]
+
+
+def never_falling(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The nearest sequence that never falls: neighbours in the wrong order share their weighted mean."""
+    pools: list[tuple[float, float, int]] = []  # mean, weight, how many
+    for value, weight in zip(values, weights, strict=True):
+        mean, total, count = value, weight, 1
+        while pools and pools[-1][0] > mean:
+            before, before_weight, before_count = pools.pop()
+            mean = (mean * total + before * before_weight) / (total + before_weight)
+            total, count = total + before_weight, count + before_count
+        pools.append((mean, total, count))
+    return [mean for mean, _, count in pools for _ in range(count)]
