@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import fields
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.bench.accept import ALL, Pace, chat_prompts, pace, read_prompts
+from sparkdraft.bench.accept import ALL, Pace, add_to, chat_prompts, pace, read_prompts
 
 WARM = ["Why is the sky blue?"]
 
@@ -37,16 +36,11 @@ def main() -> None:
             for name, llm in llms.items():
                 one = pace(llm, params, [ids], lambda more: None)
                 for total in (found[name][kind], found[name][ALL]):
-                    add(total, one)
+                    add_to(total, one)
         print(f"{kind:<9}" + "".join(f"  {shown(found[name][kind])}" for name in llms), flush=True)
     print(f"{ALL:<9}" + "".join(f"  {shown(found[name][ALL])}" for name in llms))
     rows = {name: {kind: each.as_dict() for kind, each in kinds.items()} for name, kinds in found.items()}
     print(json.dumps({"bench": "compare_drafters", "device": first.plan.device, "drafters": rows}))
-
-
-def add(total: Pace, one: Pace) -> None:
-    for each in fields(Pace):
-        setattr(total, each.name, getattr(total, each.name) + getattr(one, each.name))
 
 
 def shown(each: Pace) -> str:

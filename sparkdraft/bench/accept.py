@@ -128,10 +128,14 @@ def over_classes(work: Work[Part], classes: dict[str, list[list[int]]], progress
     parts = {name: work(prompts, done) for name, prompts in classes.items()}
     everything = type(next(iter(parts.values())))()
     for part in parts.values():
-        for each in fields(part):
-            mine, more = getattr(everything, each.name), getattr(part, each.name)
-            mine.merge(more) if isinstance(mine, SpecStats) else setattr(everything, each.name, mine + more)
+        add_to(everything, part)
     return parts | {ALL: everything}
+
+
+def add_to(total: Part, part: Part) -> None:
+    for each in fields(part):
+        mine, more = getattr(total, each.name), getattr(part, each.name)
+        mine.merge(more) if isinstance(mine, SpecStats) else setattr(total, each.name, mine + more)
 
 
 def measure(llm: LLM, params: SamplingParams, prompts: list[list[int]], done: Done) -> Row:

@@ -123,7 +123,7 @@ class BlockDraft:
                 for values in zip(*((row, r.seed, r.num_tokens + k) for row, r, k in rows), strict=True)
             )
             params = [r.params for _, r, _ in rows]
-            scaled = allowed(logits[index].float(), Knobs.of(params, self.device), Filters.of(params))
+            scaled = allowed(logits[index], Knobs.of(params, self.device), Filters.of(params))
             columns[index] = self.ops.draw(scaled, seeds, positions, self._ids)
         return self._ids[columns]
 

@@ -66,11 +66,10 @@ class Drafting:
         free: dict[str, list[Request]] = {}  # those that name no depth, by who would draft
         for request in requests:
             asked = self._asked(request)
-            if asked != 0:
-                source = self._look_up(request)
+            if asked != 0 and (source := self._look_up(request)):
                 if asked is not None:
                     depths[request] = asked
-                elif source:
+                else:
                     free.setdefault(source, []).append(request)
         for source, group in free.items():
             states = [self._requests[r].depth[source] for r in group]

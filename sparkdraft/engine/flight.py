@@ -91,8 +91,6 @@ class Flight:
         if not self.crew:
             self._take_off(requests)
         assert self.crew == requests and self.in_air < AHEAD
-        if not self._block:
-            depths = [0] * len(depths)  # only their own texts could be drafted from, and had nothing to offer
         depth = max(depths)
         if depth and self._num_waiting:
             self.catch_up()

@@ -77,11 +77,10 @@ class Lanes:
         verify = Step(rows.ids, rows.positions, rows.slots, rows.view, self.runner.kv)
         taps = self.runner.taps[: seqs * (1 + depth)] if self.block else None
         residual = self.runner.model.forward(verify, self.runner.tap_layers, taps)
-        model, next_positions = self.runner.model, rows.positions.view(seqs, -1) + 1
         if kind.draws:
-            samples = self._pick(model.logits(residual), next_positions, kind)
+            samples = self._pick(self.runner.model.logits(residual), rows.positions.view(seqs, -1) + 1, kind)
         else:
-            samples = model.likeliest(residual).view(seqs, -1).int()
+            samples = self.runner.model.likeliest(residual).view(seqs, -1).int()
         given = self.accept(samples) if self.accept else None
         state = (t[:seqs] for t in (self.most, self.length, self.token, self.observed))
         result, kept_slots = ops.settle(drafts, samples, *state, rows.slots, given)
@@ -148,7 +147,7 @@ class Lanes:
         rows, each = len(logits), positions.shape[1]
         lane = torch.arange(rows, device=self.device) // each
         knobs = self.knobs.at(lane)
-        scaled = allowed(logits.float(), knobs, kind.filters)
+        scaled = allowed(logits, knobs, kind.filters)
         drawn = self.runner.model.ops.draw(scaled, self.seed[lane], positions.flatten().long(), columns)
         return best.where(self.knobs.temperature[: len(positions)].unsqueeze(1) == 0, drawn.view(best.shape)).int()
 

@@ -44,13 +44,13 @@ class Runner:
         shape = self._recordable(batch)
         if self.graphs and shape:
             num_read = self.inputs.fill(parts, pad_to=shape.seqs)
-            return self.graphs.replay(shape)[:num_read].float()
+            return self.graphs.replay(shape)[:num_read]
         num_read = self.inputs.fill(parts)
         max_query, max_context = max(w.num_scheduled for w in batch.work), max(w.stop for w in batch.work)
         self._residual = self._forward(Shape(len(parts), batch.num_rows, max_query), max_context)
         rows = self.inputs.logit_rows[:num_read]
         chosen = self._residual if num_read == batch.num_rows else self.model.ops.embed(rows, self._residual)
-        return self.model.logits(chosen).float()
+        return self.model.logits(chosen)
 
     def prompt_logprobs(self, work: Work, first_row: int, top: int) -> list[TokenLogprob]:
         """What the rows of one prompt chunk, just run, say of the prompt ids that follow them."""
@@ -61,7 +61,7 @@ class Runner:
         for low in range(start, stop, PROMPT_LOGPROB_ROWS):
             high = min(low + PROMPT_LOGPROB_ROWS, stop)
             rows = self._residual[first_row + low - start : first_row + high - start]
-            scores = self.model.logits(rows).float().log_softmax(-1)
+            scores = self.model.logits(rows).log_softmax(-1)
             following = request.prompt_ids[low + 1 : high + 1]
             out += [token_logprob(row, token, top) for row, token in zip(scores, following, strict=True)]
         return out

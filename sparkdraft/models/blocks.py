@@ -120,6 +120,11 @@ class Decoder:
         out: Tensor = self.ops.norm_logits(residual, self.norm, self.config.rms_eps, self.head)
         return out
 
+    def scores(self, residual: Tensor) -> Tensor:
+        """The logits in the weights' own type: of thousands of rows float32 would take twice the memory."""
+        out: Tensor = self.ops.norm_linear(residual, self.norm, self.config.rms_eps, self.head)
+        return out
+
     def likeliest(self, residual: Tensor) -> Tensor:  # [rows, hidden] -> int64 [rows], the logits' argmax
         out: Tensor = self.ops.norm_argmax(residual, self.norm, self.config.rms_eps, self.head)
         return out

@@ -50,4 +50,4 @@ class Features:
         view = AttentionView(batch.bounds, lengths, tables, self.longest, self.longest)
         taps = torch.empty(rows, len(self.taps), hidden, dtype=self.target.dtype, device=lengths.device)
         residual = self.decoder.forward(Step(batch.ids, batch.positions, slots, view, self.kv), self.taps, taps)
-        return taps.flatten(1), self.decoder.logits(residual) if self.teach else None
+        return taps.flatten(1), self.decoder.scores(residual) if self.teach else None

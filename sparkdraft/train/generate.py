@@ -142,7 +142,7 @@ class BulkGenerator:
         """argmax(logits + T * gumbel), which draws from softmax(logits / T), and is greedy where T is 0."""
         picked = []
         for rows, warmth in zip(residual.split(self._chunk), temperature.split(self._chunk), strict=True):
-            scores = self.decoder.logits(rows)
+            scores = self.decoder.scores(rows)
             if noisy:  # the negated logarithm of an exponential draw is a gumbel draw
                 noise = torch.empty(scores.shape, device=scores.device).exponential_(generator=self._generator)
                 scores = noise.clamp_min_(LEAST_DRAW).log_().mul_(-warmth[:, None]).add_(scores)

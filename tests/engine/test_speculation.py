@@ -223,6 +223,14 @@ def test_a_repeating_text_is_drafted_from_itself() -> None:
     assert stats is not None and stats["sources"]["ngram"] == [35, 35]
 
 
+def test_a_fixed_depth_asks_nobody_where_nobody_drafts() -> None:
+    """Without a model, a text that does not repeat itself has nothing to offer: its step is a plain one."""
+    engine = fake_engine(ngram=True, spec=4, **LONG)
+    engine.add([*range(1, 9)], SamplingParams(max_tokens=4, ignore_eos=True), "a")
+    engine.step()
+    assert engine.drafting.depths(engine.scheduler.decoding()) == {}
+
+
 def test_the_text_drafts_first_and_the_model_otherwise() -> None:
     engine = fake_engine(FakeBlock(1.0), ngram=True, spec=7, **LONG)
     engine.add(list(range(60)), SamplingParams(max_tokens=60, ignore_eos=True), "a")
