@@ -21,11 +21,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 DRY = "--dry" in sys.argv
 if DRY:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
+import cuda_kernels  # noqa: E402  # beside this script
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -34,14 +36,14 @@ from sparkdraft.bench.bandwidth import memory_bandwidth  # noqa: E402
 from sparkdraft.kernels import cuda  # noqa: E402
 from sparkdraft.kernels.cuda import few_rows, pdl  # noqa: E402
 from sparkdraft.kernels.cuda.few_rows import Tile  # noqa: E402
+from sparkdraft.kernels.norm import Norm, Normed  # noqa: E402
 
 DEVICE, DTYPE = ("cpu", torch.float16) if DRY else ("cuda", torch.bfloat16)
 GPU = few_rows._gpu(torch.device(DEVICE))
 TABLE = few_rows.tuned(GPU)
 SHRINK = 96 if DRY else 1  # of every length
-COLD_BYTES = 256 << 20  # a graph touches this much at least, four times the L2 of an H200
 EPS = 1e-6
-ROWS = {1: 2.0, 4: 1.0, 16: 2.0, 64: 1.0}  # how much each counts in the choice of a tile
+ROWS = {1: 2.0, 4: 1.0, 16: 2.0}  # how much each counts in the choice of a tile
 HIDDEN, INTER, QKV = 4096 // SHRINK, 12288 // SHRINK, 6144 // SHRINK
 
 
@@ -84,9 +86,9 @@ def candidates(shape: Shape, quick: bool) -> list[Tile]:
         others = [(16, 64, 4, 10), (16, 64, 2, 10), (32, 64, 4, 10), (64, 64, 4, 6)]
         others += [(16, 128, 4, 13), (32, 128, 4, 13)] * (shape.in_ % 128 == 0)
     elif shape.out < 8192:
-        others = [(16, 256, 4, 8), (32, 128, 4, 8), (32, 256, 4, 8), (32, 128, 2, 8), (64, 128, 4, 8), (64, 256, 4, 6)]
+        others = [(64, 128, 4, 8), (64, 128, 4, 5), (64, 256, 4, 5), (32, 128, 4, 8), (32, 256, 4, 6), (128, 128, 8, 5)]
     else:
-        others = [(32, 128, 4, 6), (64, 64, 4, 8), (64, 128, 4, 5), (64, 128, 2, 5), (128, 64, 4, 6), (128, 128, 8, 4)]
+        others = [(64, 128, 4, 5), (64, 128, 4, 8), (64, 64, 4, 8), (128, 64, 4, 6), (128, 128, 8, 4), (128, 128, 8, 5)]
     tiles = [first] + [Tile(*numbers) for numbers in others]
     return list(dict.fromkeys(tiles))[: 1 if quick else 2 if DRY else None]
 
@@ -106,7 +108,8 @@ class Weights:
     def copies(shape: Shape) -> int:
         if DRY:
             return 2
-        return 2 if shape.nbytes > COLD_BYTES else min(max(-(-COLD_BYTES // shape.nbytes), 20), 320)
+        cold = cuda_kernels.COLD_BYTES
+        return 2 if shape.nbytes > cold else min(max(-(-cold // shape.nbytes), 20), 320)
 
     def of(self, shape: Shape) -> list[Tensor]:
         out, in_ = shape.key
@@ -114,53 +117,44 @@ class Weights:
         return list(self.pool[: count * out * in_].view(count, out, in_))
 
 
+def prepared(x: Tensor, norm: Norm) -> Normed:
+    """As an add_linear leaves it: with a part of the squares for each of its programs."""
+    width = x.shape[1]
+    scaled, squares = few_rows.prepare(Normed(x, norm))
+    parts = few_rows._launch(width, width, DTYPE.itemsize, 1, GPU).programs
+    return Normed(x, norm, scaled, (squares / parts).repeat(1, parts))
+
+
 class Inputs:
     def __init__(self, shape: Shape, rows: int) -> None:
         out, in_ = shape.key
         torch.manual_seed(0)  # the first rows of a small batch are those of a large one
-        self.x, self.gain = normal(64, in_)[:rows], normal(in_)
-        self.residual = normal(64, out)[:rows].clone()
+        self.x, self.residual = normal(16, in_)[:rows], normal(16, out)[:rows].clone()
+        self.normed, self.then = prepared(self.x, Norm(normal(in_), EPS)), Norm(normal(out), EPS)
 
 
-def ours(shape: Shape, inputs: Inputs, weight: Tensor) -> Tensor:
-    x, gain = inputs.x, inputs.gain
+def ours(shape: Shape, inputs: Inputs, weight: Tensor) -> list[Tensor]:
+    """All that a launch writes."""
     if shape.kind == "linear":
-        return few_rows.linear(x, weight)
+        return [few_rows.linear(inputs.x, weight)]
     if shape.kind == "add_linear":
-        few_rows.add_linear(inputs.residual, x, weight)
-        return inputs.residual
-    return {
+        left = few_rows.add_linear(inputs.residual, inputs.x, weight, None, inputs.then)
+        return [left.x, left.scaled, left.squares]
+    kinds = {
         "norm_linear": few_rows.norm_linear,
         "norm_gated": few_rows.norm_gated,
         "norm_argmax": few_rows.norm_argmax,
-    }[shape.kind](x, gain, EPS, weight)
+    }
+    return [kinds[shape.kind](inputs.normed, weight)]
 
 
-def seconds(launches: list[Callable[[], object]], goal: float = 0.02) -> float:
-    """Seconds a launch: the median of five timings of a graph that holds all of them."""
-    launches[0]()  # compiles
-    if DRY:
-        begin_time = time.perf_counter()
-        launches[-1]()
-        return time.perf_counter() - begin_time
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-    def replay(times: int) -> float:
-        begin.record()
-        for _ in range(times):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3 / times / len(launches)
-
-    replay(1)
-    once = max(replay(1), 1e-7) * len(launches)
-    return sorted(replay(max(1, int(goal / 5 / once))) for _ in range(5))[2]
+def seconds(launches: list[Callable[[], object]]) -> float:
+    """Seconds a launch, from a graph of all of them; dry, of one, which means nothing."""
+    if not DRY:
+        return cuda_kernels.seconds(launches, goal=0.02)
+    begin = time.perf_counter()
+    launches[-1]()
+    return time.perf_counter() - begin
 
 
 @contextmanager
@@ -180,15 +174,12 @@ def using(shape: Shape, tile: Tile) -> Iterator[None]:
 
 
 @contextmanager
-def overlap(on: bool, ahead: int = few_rows.AHEAD_BYTES) -> Iterator[None]:
-    kept = pdl.ENABLED, few_rows.AHEAD_BYTES
-    pdl.ENABLED, few_rows.AHEAD_BYTES = on, ahead
-    few_rows._launch.cache_clear()
+def overlap(on: bool) -> Iterator[None]:
+    kept, pdl.ENABLED = pdl.ENABLED, on
     try:
         yield
     finally:
-        pdl.ENABLED, few_rows.AHEAD_BYTES = kept
-        few_rows._launch.cache_clear()
+        pdl.ENABLED = kept
 
 
 @contextmanager
@@ -208,23 +199,23 @@ def compiling(what: str) -> Iterator[None]:
         print(f"{what} compiled in {time.perf_counter() - begin:.1f} s", flush=True)
 
 
-def compile_tiles(weights: Weights, rows: list[int], quick: bool) -> None:
+def compile_tiles(weights: Weights, quick: bool) -> None:
+    """For one row, which is for all: a kernel is not compiled for its rows."""
     with compiling("tiles"):
         for shape in SHAPES:
             weight = weights.of(shape)[0]
+            inputs = Inputs(shape, 1)
             for tile in candidates(shape, quick):
-                for count in sorted({*rows, 64}):
-                    with using(shape, tile):
-                        ours(shape, Inputs(shape, count), weight)
-            if not quick:
-                with overlap(False):  # the table's tile, likely the best
-                    ours(shape, Inputs(shape, 1), weight)
+                with using(shape, tile):
+                    ours(shape, inputs, weight)
+            with overlap(False):  # the table's tile, likely the best
+                ours(shape, inputs, weight)
 
 
 def rows_agree(shape: Shape, weight: Tensor) -> bool:
-    """Whether the first row is the same to the bit alone, among 16 and among 64."""
-    results = [ours(shape, Inputs(shape, rows), weight)[0] for rows in (1, 16, 64)]
-    return all(torch.equal(results[0], other) for other in results[1:])
+    """Whether the first row is the same to the bit alone and among others."""
+    alone, *others = ([part[0] for part in ours(shape, Inputs(shape, rows), weight)] for rows in ROWS)
+    return all(all(map(torch.equal, alone, other)) for other in others)
 
 
 def time_tile(shape: Shape, tile: Tile, weights: list[Tensor], rows: list[int]) -> dict[int, float] | None:
@@ -284,34 +275,30 @@ def micros(times: dict[int, float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Layer:
-    gain: Tensor
+    norm: Norm
     qkv: Tensor
     o: Tensor
     gate_up: Tensor
     down: Tensor
 
-    def unfused(self, residual: Tensor) -> None:
-        qkv = F.linear(cuda.rms_norm(residual, self.gain, EPS), self.qkv)
+    def unfused(self, normed: Normed) -> Normed:
+        residual = normed.x
+        qkv = F.linear(cuda.rms_norm(residual, *normed.norm), self.qkv)
         residual.addmm_(qkv[:, :HIDDEN], self.o.t())
-        gate_up = F.linear(cuda.rms_norm(residual, self.gain, EPS), self.gate_up)
+        gate_up = F.linear(cuda.rms_norm(residual, *self.norm), self.gate_up)
         residual.addmm_(cuda.silu_mul(gate_up), self.down.t())
+        return Normed(residual, self.norm)
 
-    def normed_apart(self, residual: Tensor) -> None:
-        qkv = few_rows.linear(cuda.rms_norm(residual, self.gain, EPS), self.qkv)
-        few_rows.add_linear(residual, qkv[:, :HIDDEN], self.o)
-        gate_up = few_rows.linear(cuda.rms_norm(residual, self.gain, EPS), self.gate_up)
-        few_rows.add_linear(residual, cuda.silu_mul(gate_up), self.down)
-
-    def fused(self, residual: Tensor) -> None:
-        qkv = few_rows.norm_linear(residual, self.gain, EPS, self.qkv)
-        few_rows.add_linear(residual, qkv[:, :HIDDEN], self.o)
-        few_rows.add_linear(residual, few_rows.norm_gated(residual, self.gain, EPS, self.gate_up), self.down)
+    def fused(self, normed: Normed) -> Normed:
+        qkv = few_rows.norm_linear(normed, self.qkv)
+        normed = few_rows.add_linear(normed.x, qkv[:, :HIDDEN], self.o, None, self.norm)
+        return few_rows.add_linear(normed.x, few_rows.norm_gated(normed, self.gate_up), self.down, None, self.norm)
 
 
 def make_layers(count: int) -> list[Layer]:
     return [
         Layer(
-            torch.ones(HIDDEN, dtype=DTYPE, device=DEVICE),
+            Norm(torch.ones(HIDDEN, dtype=DTYPE, device=DEVICE), EPS),
             *(
                 normal(*size).mul_(0.01)
                 for size in ((QKV, HIDDEN), (HIDDEN, HIDDEN), (2 * INTER, HIDDEN), (HIDDEN, INTER))
@@ -321,32 +308,33 @@ def make_layers(count: int) -> list[Layer]:
     ]
 
 
-def chains(rows: list[int], quick: bool, bandwidth: float) -> dict[str, object]:
+def chains(rows: list[int], bandwidth: float) -> dict[str, object]:
     layers = make_layers(2 if DRY else 10)
     first = layers[0]
     nbytes = sum(w.nbytes for w in (first.qkv, first.o, first.gate_up, first.down))
     floor = nbytes / bandwidth
     print(f"a layer of Qwen3-8B without attention, {len(layers)} in a graph; floor {floor * 1e6:.1f} us; rows {rows}")
-    ways: list[tuple[str, Callable[[Layer, Tensor], None], bool, int]] = [
-        ("cuBLAS and small kernels", Layer.unfused, True, few_rows.AHEAD_BYTES),
-        ("fused, one by one", Layer.fused, False, few_rows.AHEAD_BYTES),
-        ("fused, overlapped", Layer.fused, True, few_rows.AHEAD_BYTES),
+    ways: list[tuple[str, Callable[[Layer, Normed], Normed], bool]] = [
+        ("cuBLAS and small kernels", Layer.unfused, True),
+        ("fused, one by one", Layer.fused, False),
+        ("fused, overlapped", Layer.fused, True),
     ]
-    if not quick:
-        ways += [(f"fused, overlapped, {n >> 10} KB ahead", Layer.fused, True, n) for n in (0, 16 << 10, 64 << 10)]
-        ways += [("norm and gate apart, overlapped", Layer.normed_apart, True, few_rows.AHEAD_BYTES)]
+
+    def run(way: Callable[[Layer, Normed], Normed], normed: Normed) -> None:
+        for layer in layers:
+            normed = way(layer, normed)
+
     results: dict[str, object] = {"floor_us": round(floor * 1e6, 2)}
     with compiling("layers"):
-        for _, way, on, ahead in ways[1:]:
-            for count in rows:
-                with overlap(on, ahead):
-                    way(first, normal(count, HIDDEN))
-    for name, way, on, ahead in ways:
+        for _, way, on in ways[1:]:
+            with overlap(on):
+                run(way, prepared(normal(1, HIDDEN), first.norm))
+    for name, way, on in ways:
         times = {}
         for count in rows:
-            residual = normal(count, HIDDEN)
-            with overlap(on, ahead):
-                times[count] = seconds([lambda r=residual, w=way: [w(layer, r) for layer in layers]]) / len(layers)
+            with overlap(on):
+                launch = partial(run, way, prepared(normal(count, HIDDEN), first.norm))
+                times[count] = seconds([launch]) / len(layers)
         print(f"  {name:44s} {figures(times, nbytes, bandwidth)}", flush=True)
         results[name] = micros(times)
     return results
@@ -363,7 +351,7 @@ def main() -> None:
     print(f"{device}: copy {bandwidth / 1e9:.0f} GB/s", flush=True)
     rows = [1, 16] if quick or DRY else list(ROWS)
     weights = Weights()
-    compile_tiles(weights, rows, quick)
+    compile_tiles(weights, quick)
     shapes = {shape.name: tune(shape, weights.of(shape), rows, quick, bandwidth) for shape in SHAPES}
     print("TUNED: dict[tuple[int, int], Tile] = {")
     for shape in SHAPES:
@@ -372,7 +360,7 @@ def main() -> None:
             print(f"    ({shape.out}, {shape.in_}): Tile({', '.join(map(str, tile))}),  # {shape.name}")
     print("}", flush=True)
     few_rows._launch.cache_clear()
-    layer = chains(rows, quick, bandwidth)  # with the tiles just found
+    layer = chains(rows, bandwidth)  # with the tiles just found
     spent = time.perf_counter() - begin
     print(f"{spent:.0f} s in all")
     print(json.dumps({"device": device, "copy_GB/s": round(bandwidth / 1e9), "shapes": shapes, "layer": layer}))

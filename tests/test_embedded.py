@@ -120,13 +120,14 @@ def test_drafted_text_is_the_plain_text(
         pytest.skip("no CUDA GPU")
     llm = LLM("smollm2", device=device)
     prompts = chats(llm, each)
-    # On a GPU the number of requests in a step may change a last bit; that of rows does not, up to 64.
+    # On a GPU a row's last bit does not hang on the drafts beside it, but on the rows of a step past 16.
     batches = [prompts] if device == "cpu" else [[prompt] for prompt in prompts]
 
     def written(depth: int | None) -> list[Completion]:
         params = SamplingParams(max_tokens=max_tokens, num_draft=depth)
         return [r.completions[0] for batch in batches for r in llm.generate(batch, params)]
 
+    written(0)  # a prompt whose beginning is found in the prefix cache is computed in fewer rows than it was at first
     plain = written(0)
     for depth in depths:
         drafted = written(depth)

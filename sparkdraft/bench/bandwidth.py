@@ -18,6 +18,9 @@ def memory_bandwidth(device: str, threads: int = 1, repeats: int = 5) -> float:
         return _measure(device, repeats)
     finally:
         torch.set_num_threads(before)
+        if device == "cuda":
+            torch.cuda.empty_cache()  # what is planned and measured after this finds the memory as it was
+            torch.cuda.reset_peak_memory_stats()
 
 
 def _measure(device: str, repeats: int) -> float:

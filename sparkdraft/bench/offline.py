@@ -26,7 +26,7 @@ from sparkdraft.bench.synthetic import Acceptance, SyntheticLanes, SyntheticSamp
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.engine.engine import Engine
 from sparkdraft.models.config import ModelConfig
-from sparkdraft.plan.memory import kv_bytes_per_token
+from sparkdraft.plan.memory import MemoryPlan, kv_bytes_per_token
 from sparkdraft.spec.dflash import DFlash
 
 WARM_STEPS = 8  # of plain decoding: kernels are compiled, the one shape is recorded
@@ -80,14 +80,29 @@ class Row:
         return known if self.profile else {k: v for k, v in known.items() if k != "profile"}
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    plan: MemoryPlan
+    used: int  # bytes in tensors, at the most
+    taken: int  # bytes taken from the device for them, what lay idle between them counted in
+
+    def as_dict(self) -> dict[str, Any]:
+        planned = {f"planned_{name}": getattr(self.plan, name) for name in ("weights", "kv", "scratch", "total")}
+        return planned | {"peak_used": self.used, "peak_taken": self.taken}
+
+    def text(self) -> str:
+        used, taken = (f"{size / 2**30:.2f} GiB ({size / self.plan.total:.1%})" for size in (self.used, self.taken))
+        return f"memory: planned {self.plan.total / 2**30:.2f} GiB; in use at most {used}, taken from the GPU {taken}"
+
+
 class Bench:
     """An engine under one load after the other."""
 
-    bandwidth: float  # bytes a second, as measured; filled in before the first load
-
-    def __init__(self, engine: Engine, model: ModelConfig, acceptance: Acceptance | None = None) -> None:
-        """acceptance: of drafts, instead of what the target says of them."""
-        self.engine, self.model, self.acceptance = engine, model, acceptance
+    def __init__(
+        self, engine: Engine, model: ModelConfig, bandwidth: float, acceptance: Acceptance | None = None
+    ) -> None:
+        """bandwidth: bytes a second, as measured. acceptance: of drafts, instead of what the target says of them."""
+        self.engine, self.model, self.bandwidth, self.acceptance = engine, model, bandwidth, acceptance
         self._sampler = SyntheticSampler.install(engine) if acceptance else None
         self._lanes = SyntheticLanes(engine.flight.lanes) if acceptance and engine.flight else None
 
@@ -113,6 +128,12 @@ class Bench:
             profiler = recorder(device)
             found = summary(profiler, self.engine.plan.kernels, self._run(load, short, None, profiler).steps)
         return self._row(load, measured, timed, parts, overall, found), found
+
+    def memory(self) -> Memory | None:
+        """Of a GPU, what was planned and what was taken so far; a CPU's is shared with everything else."""
+        if self.engine.plan.device != "cuda":
+            return None
+        return Memory(self.engine.plan.memory, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
 
     def num_steps(self, load: Load) -> int:
         """Decode steps at most: with a given acceptance those that write output_len ids on average."""

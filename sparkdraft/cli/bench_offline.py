@@ -66,22 +66,29 @@ def run(args: Namespace) -> int:
     block = draft.block_size if draft else 16
     room = max(prompts) + args.output_len + 256 + 4 * block  # the first streams write on while the last prompts run
     args.kv_tokens = args.kv_tokens or max(streams) * room
-    engine, model, label = _engine(args, draft)
     from sparkdraft.bench.bandwidth import memory_bandwidth
     from sparkdraft.bench.offline import Bench, Load
+    from sparkdraft.engine.devices import detect
 
-    plan, bench = engine.plan, Bench(engine, model, acceptance)
+    found = detect(EngineConfig(**engine_options(args)))
+    with loading("measuring the memory's speed"):
+        bandwidth = memory_bandwidth(found.device, args.threads or found.cores)
+    engine, model, label = _engine(args, draft)
+    plan, bench = engine.plan, Bench(engine, model, bandwidth, acceptance)
     loads = [Load(n, prompt_len, args.output_len) for prompt_len, n in product(prompts, streams)]
     for load in loads:
         bench.check(load)
-    bench.bandwidth = memory_bandwidth(plan.device, plan.threads)
     print(f"{label} on {plan.device}, {plan.dtype}; memory {bench.bandwidth / 1e9:.1f} GB/s measured")
     if acceptance:
         print(f"SYNTHETIC ACCEPTANCE: {acceptance.describe()}")
     rows = _measure_all(bench, loads, args.profile)
+    memory = bench.memory()
+    if memory:
+        print(memory.text())
     summary: dict[str, Any] = {"bench": "offline", "model": label, "device": plan.device, "dtype": plan.dtype}
     summary |= {"bandwidth_gb_s": round(bench.bandwidth / 1e9, 1), "output_len": args.output_len}
-    summary |= {"drafter": args.drafter_shape if draft else None, "spec": args.spec, "synthetic": bool(acceptance)}
+    summary |= {"memory": memory.as_dict() if memory else None, "spec": args.spec}
+    summary |= {"drafter": args.drafter_shape if draft else None, "synthetic": bool(acceptance)}
     if acceptance:
         summary["acceptance"] = {"length": acceptance.length, "p": round(acceptance.p, 6), "depth": acceptance.depth}
         summary["acceptance"]["process"] = acceptance.describe()
@@ -123,8 +130,10 @@ def _check(args: Namespace) -> tuple[Acceptance | None, DraftConfig | None]:
     most = draft.block_size - 1
     args.spec = args.spec or str(most)
     depth = EngineConfig(spec=args.spec).num_draft
-    if depth == 0:
+    if args.spec == "off":
         return None, None  # asked to measure the same target without its drafter
+    if depth == 0:
+        return None, draft  # parked: it is there, sees what is written, and drafts nothing
     if depth is not None and depth > most:
         raise UserError(f"--spec is {depth}; {args.drafter_shape} drafts at most {most} a step: ask for no more")
     length = args.synthetic_acceptance

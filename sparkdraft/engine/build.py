@@ -58,7 +58,7 @@ def find_drafter(config: EngineConfig, target: ModelConfig) -> DraftSource | Non
 def make_plan(config: EngineConfig, model: ModelConfig, drafter: DraftSource | None = None) -> Plan:
     hardware = detect(config)
     problem = _native_problem(config, hardware)
-    return resolve(config, model, hardware, problem, drafter.config.model if drafter else None)
+    return resolve(config, model, hardware, problem, drafter.config if drafter else None)
 
 
 def build_engine(
@@ -89,6 +89,8 @@ def build_engine(
             block = BlockDraft(made, plan, device, ops)
         drafting = Drafting(plan.max_model_len, block, config.ngram and config.spec != "off", config.num_draft)
         kv = _kv(model_config, plan, dtype, device, ops, most_query=1 + drafting.max_depth)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading took for a while is not the engine's
     plan.fallbacks.extend(Fallback("a float32 matrix among quantised ones", note) for note in loader.notes)
     runner = Runner(model, kv, plan, device, drafter.config.taps if drafter else ())
     sampler = Sampler(model_config.vocab_size, tokenizer.eos_ids, device, ops)

@@ -75,7 +75,8 @@ class Lanes:
         drafts = self._draft(kind) if depth else None
         rows = self._rows(seqs, 1 + depth, drafts)
         verify = Step(rows.ids, rows.positions, rows.slots, rows.view, self.runner.kv)
-        taps = self.runner.taps[: seqs * (1 + depth)] if self.block else None
+        # Committed rows go to the drafter at once where it drafts; those of plain steps wait in the ring.
+        taps = (self.runner.taps[: seqs * (1 + depth)] if depth else self.ring[:seqs]) if self.block else None
         residual = self.runner.model.forward(verify, self.runner.tap_layers, taps)
         if kind.draws:
             samples = self._pick(self.runner.model.logits(residual), rows.positions.view(seqs, -1) + 1, kind)
@@ -84,8 +85,9 @@ class Lanes:
         given = self.accept(samples) if self.accept else None
         state = (t[:seqs] for t in (self.most, self.length, self.token, self.observed))
         result, kept_slots = ops.settle(drafts, samples, *state, rows.slots, given)
-        if taps is not None:
-            self._keep(taps, rows.positions, kept_slots, depth)
+        if self.block and depth:
+            assert taps is not None
+            self.block.drafter.observe(taps, rows.positions, kept_slots)
         out: Tensor = result
         return out
 
@@ -150,12 +152,3 @@ class Lanes:
         scaled = allowed(logits, knobs, kind.filters)
         drawn = self.runner.model.ops.draw(scaled, self.seed[lane], positions.flatten().long(), columns)
         return best.where(self.knobs.temperature[: len(positions)].unsqueeze(1) == 0, drawn.view(best.shape)).int()
-
-    def _keep(self, taps: Tensor, positions: Tensor, kept_slots: Tensor, depth: int) -> None:
-        """Committed rows to the drafter, at once where it drafts; those of plain steps wait in the ring."""
-        if depth:
-            assert self.block
-            self.block.drafter.observe(taps, positions, kept_slots)
-        else:
-            place = (positions % self.ring.shape[1]).long()[:, None, None, None]
-            self.ring[: len(taps)].scatter_(1, place.expand(-1, -1, *taps.shape[1:]), taps.unsqueeze(1))

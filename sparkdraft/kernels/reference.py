@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparkdraft.kernels.dice import draw
+from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.quant.group import GroupQuant
@@ -45,9 +46,15 @@ def embed(ids: Tensor, table: Tensor | GroupQuant) -> Tensor:  # int32 [rows] ->
     return table.take(ids).dequantize()
 
 
-def tap(residual: Tensor, taps: Tensor, index: int) -> None:
-    """taps[:, index] = residual, of [rows, hidden]: what a drafter will read of this layer."""
-    taps[:, index] = residual
+def tap(residual: Tensor, taps: Tensor, index: int, positions: Tensor) -> None:
+    """taps[:, index] = residual [rows, hidden]: what a drafter will read of this layer.
+
+    Taps are [rows, layers, hidden], or [rows, ring, layers, hidden] where each row has a ring, by position modulo size.
+    """
+    if taps.dim() == 3:
+        taps[:, index] = residual
+    else:
+        taps[torch.arange(len(residual), device=taps.device), positions.long() % taps.shape[1], index] = residual
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [rows, dim] -> [rows, dim]
@@ -85,25 +92,26 @@ def silu_mul(gate_up: Tensor) -> Tensor:  # [rows, 2 * inter] -> [rows, inter]
     return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
 
 
-def norm_linear(x: Tensor, gain: Tensor, eps: float, matrix: Linear) -> Tensor:  # [rows, in] -> [rows, out]
-    return matrix.linear(rms_norm(x, gain, eps))
+def norm_linear(normed: Normed, matrix: Linear) -> Tensor:  # [rows, in] -> [rows, out]
+    return matrix.linear(rms_norm(normed.x, *normed.norm))
 
 
-def norm_gated(x: Tensor, gain: Tensor, eps: float, gate_up: Linear) -> Tensor:  # [rows, in] -> [rows, inter]
-    return silu_mul(norm_linear(x, gain, eps, gate_up))
+def norm_gated(normed: Normed, gate_up: Linear) -> Tensor:  # [rows, in] -> [rows, inter]
+    return silu_mul(norm_linear(normed, gate_up))
 
 
-def norm_logits(x: Tensor, gain: Tensor, eps: float, head: Linear) -> Tensor:  # float32 [rows, vocabulary]
-    return norm_linear(x, gain, eps, head).float()
+def norm_logits(normed: Normed, head: Linear) -> Tensor:  # float32 [rows, vocabulary]
+    return norm_linear(normed, head).float()
 
 
-def norm_argmax(x: Tensor, gain: Tensor, eps: float, head: Linear) -> Tensor:  # int64 [rows]; the lowest wins a tie
-    return norm_logits(x, gain, eps, head).argmax(-1)
+def norm_argmax(normed: Normed, head: Linear) -> Tensor:  # int64 [rows]; the lowest wins a tie
+    return norm_logits(normed, head).argmax(-1)
 
 
-def add_linear(residual: Tensor, x: Tensor, matrix: Linear) -> None:
-    """residual [rows, out] += x W^T, in place."""
+def add_linear(residual: Tensor, x: Tensor, matrix: Linear, then: Norm) -> Normed:
+    """residual [rows, out] += x W^T, in place; gives it as the norm that reads it next wants it."""
     matrix.add_to(residual, x)
+    return Normed(residual, then)
 
 
 def kv_write(

@@ -7,13 +7,14 @@ recorded (`taps`), which is all that models know of drafting.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
 from torch import Tensor
 
 from sparkdraft.cache.formats.dense import DenseKV
+from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.weights.linear import Linear
@@ -47,39 +48,40 @@ class Attention:
         self.q_norm = load.vector(f"{name}.q_norm.weight", self.head_dim) if qk_norm else None
         self.k_norm = load.vector(f"{name}.k_norm.weight", self.head_dim) if qk_norm else None
 
-    def add_to(self, residual: Tensor, norm: Tensor, rope: Tensor, step: Step) -> None:
-        """residual += attention(norm(residual)); norm: [hidden], as in all blocks."""
+    def add_to(self, normed: Normed, rope: Tensor, step: Step, then: Norm) -> Normed:
+        """x += attention(norm(x)), in place; 'then' is the norm that reads it next, as in all blocks."""
         counts, norms = (self.num_heads, self.num_kv_heads), (self.q_norm, self.k_norm)
-        qkv = self.ops.norm_linear(residual, norm, self.eps, self.qkv)
+        qkv = self.ops.norm_linear(normed, self.qkv)
         step.kv.rotate_and_write(self.layer, qkv, step.positions, rope, counts, norms, self.eps, step.slots)
         q = qkv.view(qkv.shape[0], -1, self.head_dim)[:, : self.num_heads]
         seen = step.kv.attend(self.layer, q, step.view, self.scale, self.causal, self.window)
-        self.ops.add_linear(residual, seen, self.o)
+        added: Normed = self.ops.add_linear(normed.x, seen, self.o, then)
+        return added
 
 
 class GatedMLP:
     def __init__(self, config: ModelConfig, load: Loader, name: str, ops: ModuleType) -> None:
-        self.ops, self.eps = ops, config.rms_eps
+        self.ops = ops
         rows = {f"{name}.{part}": config.intermediate_size for part in ("gate_proj", "up_proj")}
         self.gate_up = load.linear(rows, config.hidden_size, config.mlp_bias)
         self.down = load.linear({f"{name}.down_proj": config.hidden_size}, config.intermediate_size, config.mlp_bias)
 
-    def add_to(self, residual: Tensor, norm: Tensor) -> None:
-        self.ops.add_linear(residual, self.ops.norm_gated(residual, norm, self.eps, self.gate_up), self.down)
+    def add_to(self, normed: Normed, then: Norm) -> Normed:
+        added: Normed = self.ops.add_linear(normed.x, self.ops.norm_gated(normed, self.gate_up), self.down, then)
+        return added
 
 
 class DecoderLayer:
     """x += attention(norm(x)); x += mlp(norm(x))."""
 
     def __init__(self, config: ModelConfig, load: Loader, name: str, attention: Attention, ops: ModuleType) -> None:
-        self.input_norm = load.vector(f"{name}.input_layernorm.weight", config.hidden_size)
+        self.input_norm = load_norm(config, load, f"{name}.input_layernorm")
         self.attention = attention
-        self.post_norm = load.vector(f"{name}.post_attention_layernorm.weight", config.hidden_size)
+        self.post_norm = load_norm(config, load, f"{name}.post_attention_layernorm")
         self.mlp = GatedMLP(config, load, f"{name}.mlp", ops)
 
-    def add_to(self, residual: Tensor, rope: Tensor, step: Step) -> None:
-        self.attention.add_to(residual, self.input_norm, rope, step)
-        self.mlp.add_to(residual, self.post_norm)
+    def add_to(self, normed: Normed, rope: Tensor, step: Step, then: Norm) -> Normed:
+        return self.mlp.add_to(self.attention.add_to(normed, rope, step, self.post_norm), then)
 
 
 class Decoder:
@@ -91,7 +93,7 @@ class Decoder:
         layers: Sequence[DecoderLayer],
         embedding: Tensor | GroupQuant,
         head: Linear,
-        norm: Tensor,
+        norm: Norm,
         rope: Tensor,  # float32 [context, head_dim]
         ops: ModuleType,
     ) -> None:
@@ -107,24 +109,34 @@ class Decoder:
     def forward(self, step: Step, tap_layers: Sequence[int] = (), taps: Tensor | None = None) -> Tensor:
         """Run every row through the layers: the last residual [rows, hidden], before the final norm.
 
-        The residual after block tap_layers[i] goes to taps[:, i] (taps [rows, len(tap_layers), hidden]).
+        The residual after block tap_layers[i] goes to taps[:, i] (taps [rows, len(tap_layers), hidden], or each row's
+        ring of such, by position).
         """
-        residual = self.ops.embed(step.token_ids, self.embedding)
-        for i, layer in enumerate(self.layers):
-            layer.add_to(residual, self.rope, step)
+        normed = Normed(self.ops.embed(step.token_ids, self.embedding), self.layers[0].input_norm)
+        for i, (layer, then) in enumerate(following(self.layers, self.norm)):
+            normed = layer.add_to(normed, self.rope, step, then)
             if taps is not None and i in tap_layers:
-                self.ops.tap(residual, taps, tap_layers.index(i))
-        return residual
+                self.ops.tap(normed.x, taps, tap_layers.index(i), step.positions)
+        return normed.x  # what is prepared is left: a row's logits shall not hang on the rows it came with
 
     def logits(self, residual: Tensor) -> Tensor:  # [rows, hidden] -> float32 [rows, vocab]
-        out: Tensor = self.ops.norm_logits(residual, self.norm, self.config.rms_eps, self.head)
+        out: Tensor = self.ops.norm_logits(Normed(residual, self.norm), self.head)
         return out
 
     def scores(self, residual: Tensor) -> Tensor:
         """The logits in the weights' own type: of thousands of rows float32 would take twice the memory."""
-        out: Tensor = self.ops.norm_linear(residual, self.norm, self.config.rms_eps, self.head)
+        out: Tensor = self.ops.norm_linear(Normed(residual, self.norm), self.head)
         return out
 
     def likeliest(self, residual: Tensor) -> Tensor:  # [rows, hidden] -> int64 [rows], the logits' argmax
-        out: Tensor = self.ops.norm_argmax(residual, self.norm, self.config.rms_eps, self.head)
+        out: Tensor = self.ops.norm_argmax(Normed(residual, self.norm), self.head)
         return out
+
+
+def load_norm(config: ModelConfig, load: Loader, name: str) -> Norm:
+    return Norm(load.vector(f"{name}.weight", config.hidden_size), config.rms_eps)
+
+
+def following(layers: Sequence[DecoderLayer], last: Norm) -> Iterator[tuple[DecoderLayer, Norm]]:
+    """Each layer with the norm that reads its result."""
+    return zip(layers, [*(layer.input_norm for layer in layers[1:]), last], strict=True)

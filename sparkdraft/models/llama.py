@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from sparkdraft.models.blocks import Attention, Decoder, DecoderLayer
+from sparkdraft.models.blocks import Attention, Decoder, DecoderLayer, load_norm
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.rope import rope_table
 from sparkdraft.weights.loader import Loader
@@ -20,7 +20,7 @@ def build(config: ModelConfig, load: Loader, ops: ModuleType, context: int, qk_n
         name = f"model.layers.{i}"
         attention = Attention(config, i, load, f"{name}.self_attn", ops, qk_norm)
         layers.append(DecoderLayer(config, load, name, attention, ops))
-    norm = load.vector("model.norm.weight", config.hidden_size)
+    norm = load_norm(config, load, "model.norm")
     if config.tie_embeddings:
         head = load.tied_head(embedding)
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sparkdraft.models.config import ModelConfig
+from sparkdraft.spec.config import DraftConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +18,14 @@ class MemoryPlan:
     scratch: int
     free: int
 
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv + self.scratch
+
     def table(self) -> str:
         rows = (("weights", self.weights), ("KV cache", self.kv), ("a step's scratch", self.scratch))
         lines = [f"  {name:<18}{size / 2**30:8.2f} GiB" for name, size in rows]
-        total = sum(size for _, size in rows)
-        return "\n".join([*lines, f"  {'together':<18}{total / 2**30:8.2f} GiB of {self.free / 2**30:.2f} free"])
+        return "\n".join([*lines, f"  {'together':<18}{self.total / 2**30:8.2f} GiB of {self.free / 2**30:.2f} free"])
 
 
 def weight_bytes(model: ModelConfig, itemsize: float) -> int:
@@ -36,8 +40,28 @@ def kv_bytes_per_token(model: ModelConfig, itemsize: int) -> int:
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
 
 
-def scratch_bytes(model: ModelConfig, max_rows: int, max_seqs: int, itemsize: int) -> int:
-    """Activations of the widest layer, a few copies alive at once, and the logits of the rows that are sampled."""
-    width = 4 * model.hidden_size + 3 * model.intermediate_size
-    width += (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    return 2 * max_rows * width * itemsize + 4 * max_seqs * model.vocab_size * 4
+def drafter_bytes(draft: DraftConfig, itemsize: float) -> int:
+    """Its layers and what projects the target's states; embedding and head are the target's, or rows of its head."""
+    model, hidden = draft.model, draft.model.hidden_size
+    count = model.num_parameters - hidden * model.vocab_size
+    count += hidden * len(draft.taps) * draft.target_hidden_size
+    count += hidden * 2 * model.num_layers * model.num_kv_heads * model.head_dim  # keys and values again, as one matrix
+    if draft.draft_vocab_size < model.vocab_size:
+        count += hidden * draft.draft_vocab_size
+    return int(count * itemsize)
+
+
+def scratch_bytes(
+    model: ModelConfig, max_rows: int, max_seqs: int, itemsize: int, draft: DraftConfig | None = None
+) -> int:
+    """What a step needs: a layer's activations, what a drafter reads of them, and logits of the rows that are sampled.
+
+    Of a layer's activations each is counted: once they have been made, the allocator keeps the memory of all.
+    """
+    heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim  # what attention reads, and its result
+    width = 2 * model.hidden_size + heads + 3 * model.intermediate_size
+    sampled = 4 * max_seqs  # the logits, and what filters them
+    if draft:
+        width += len(draft.taps) * model.hidden_size
+        sampled += max_seqs * (draft.block_size - 1)
+    return max_rows * width * itemsize + sampled * model.vocab_size * 4

@@ -12,7 +12,8 @@ from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.plan.hardware import Hardware
-from sparkdraft.plan.memory import MemoryPlan, kv_bytes_per_token, scratch_bytes, weight_bytes
+from sparkdraft.plan.memory import MemoryPlan, drafter_bytes, kv_bytes_per_token, scratch_bytes, weight_bytes
+from sparkdraft.spec.config import DraftConfig
 
 CPU_KV_BYTES = 1 << 30  # a CPU's cache is memory that others want too; raise it with kv_tokens
 KV_ITEMSIZE = {"quantised": 4, "float32": 4, "bfloat16": 2}
@@ -56,9 +57,9 @@ def resolve(
     model: ModelConfig,
     hardware: Hardware,
     native_problem: str | None = None,
-    drafter: ModelConfig | None = None,
+    drafter: DraftConfig | None = None,
 ) -> Plan:
-    """native_problem: why the CPU kernels can not be had, or None. drafter: the layers that draft, counted in."""
+    """native_problem: why the CPU kernels can not be had, or None. drafter: what drafts, counted in."""
     on_cpu = hardware.device == "cpu"
     fallbacks: list[Fallback] = []
     dtype = _dtype(config, hardware, native_problem, fallbacks)
@@ -72,10 +73,13 @@ def resolve(
     if max_rows < max_seqs:
         raise UserError(f"max_rows is {max_rows}, below max_seqs ({max_seqs}); every request needs a row a step")
     kv_itemsize = KV_ITEMSIZE[dtype]
-    models = [model, drafter] if drafter else [model]
-    weights = sum(weight_bytes(m, WEIGHT_ITEMSIZE[dtype]) for m in models)
-    scratch = scratch_bytes(model, max_rows, max_seqs, kv_itemsize)
-    per_block = sum(kv_bytes_per_token(m, kv_itemsize) for m in models) * config.block_size
+    weights = weight_bytes(model, WEIGHT_ITEMSIZE[dtype])
+    scratch = scratch_bytes(model, max_rows, max_seqs, kv_itemsize, drafter)
+    per_token = kv_bytes_per_token(model, kv_itemsize)
+    if drafter:
+        weights += drafter_bytes(drafter, WEIGHT_ITEMSIZE[dtype])
+        per_token += kv_bytes_per_token(drafter.model, kv_itemsize)
+    per_block = per_token * config.block_size
     num_blocks, max_model_len = _num_blocks(config, hardware, weights + scratch, per_block, max_model_len, max_seqs)
     return Plan(
         device=hardware.device,

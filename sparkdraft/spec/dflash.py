@@ -15,7 +15,8 @@ from torch import Tensor
 
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.core import UserError
-from sparkdraft.models.blocks import Attention, Decoder, DecoderLayer, Step
+from sparkdraft.kernels.norm import Norm, Normed
+from sparkdraft.models.blocks import Attention, Decoder, DecoderLayer, Step, following, load_norm
 from sparkdraft.models.rope import rope_table
 from sparkdraft.spec.config import DraftConfig
 from sparkdraft.spec.drafter import DraftBlock, DrafterCaps
@@ -59,7 +60,7 @@ class Ends:
 
     embedding: Tensor | GroupQuant
     mask_row: Tensor | None  # [hidden], stands in for the mask id's row of the embedding
-    norm: Tensor
+    norm: Norm
     head: Linear
     d2t: Tensor | None  # int64 [draft vocabulary]: target id minus draft id
 
@@ -69,7 +70,7 @@ class DFlash:
         self,
         draft: DraftConfig,
         fc: Linear,  # [hidden, taps * target hidden]
-        hidden_norm: Tensor,
+        hidden_norm: Norm,
         context_kv: Linear,  # [layers * 2 * kv_heads * head_dim, hidden]: k and v of layer 0, of layer 1, ...
         layers: list[DraftLayer],
         ends: Ends,
@@ -77,7 +78,7 @@ class DFlash:
         kv: DenseKV,
         ops: ModuleType,
     ) -> None:
-        self.caps, self.draft, self.eps = caps_of(draft), draft, draft.model.rms_eps
+        self.caps, self.draft = caps_of(draft), draft
         self.fc, self.hidden_norm, self.context_kv = fc, hidden_norm, context_kv
         self.layers, self.ends, self.rope, self.kv, self.ops = layers, ends, rope, kv, ops
 
@@ -89,19 +90,19 @@ class DFlash:
 
     def observe(self, taps: Tensor, positions: Tensor, slots: Tensor) -> None:
         features = self.fc.linear(taps.view(taps.shape[0], -1))  # [rows, hidden]
-        context = self.ops.norm_linear(features, self.hidden_norm, self.eps, self.context_kv)
+        context = self.ops.norm_linear(Normed(features, self.hidden_norm), self.context_kv)
         width = 2 * self.caps.num_kv_heads * self.caps.head_dim
         for i, layer in enumerate(self.layers):
             layer.attention.keep(context[:, i * width : (i + 1) * width], positions, self.rope, self.kv, slots)
 
     def propose(self, block: DraftBlock) -> Tensor:
-        logits: Tensor = self.ops.norm_logits(self._through_layers(block), self.ends.norm, self.eps, self.ends.head)
+        logits: Tensor = self.ops.norm_logits(self._through_layers(block), self.ends.head)
         return self._scaled(logits)
 
     def likeliest(self, block: DraftBlock) -> Tensor:
         if self.draft.output_multiplier <= 0:  # a softcap keeps the order, and so does a multiplier above 0
             return self.propose(block).argmax(-1)
-        ids: Tensor = self.ops.norm_argmax(self._through_layers(block), self.ends.norm, self.eps, self.ends.head)
+        ids: Tensor = self.ops.norm_argmax(self._through_layers(block), self.ends.head)
         return ids
 
     def to_target(self, ids: Tensor) -> Tensor:
@@ -110,13 +111,12 @@ class DFlash:
 
     # ---- the parts
 
-    def _through_layers(self, block: DraftBlock) -> Tensor:  # [draft rows, hidden]
-        residual = self._embed(block.token_ids)
+    def _through_layers(self, block: DraftBlock) -> Normed:  # [draft rows, hidden]
+        normed = Normed(self._embed(block.token_ids), self.layers[0].input_norm)
         step = Step(block.token_ids, block.positions, block.slots, block.view, self.kv)
-        for layer in self.layers:
-            layer.add_to(residual, self.rope, step)
-        rows: Tensor = self.ops.embed(block.draft_rows, residual)  # a gather
-        return rows
+        for layer, then in following(self.layers, self.ends.norm):
+            normed = layer.add_to(normed, self.rope, step, then)
+        return Normed(self.ops.embed(block.draft_rows, normed.x), self.ends.norm)  # a gather
 
     # ---- what few checkpoints ask for: plain torch, so none of it may run where nothing is asked
 
@@ -138,7 +138,7 @@ def build(draft: DraftConfig, load: Loader, ops: ModuleType, target: Decoder, co
     """The drafter of a checkpoint, its K/V in 'kv' (shaped as `caps_of` says); 'context' is the target's."""
     prefix, model = _prefix(load), draft.model
     fc = load.linear({f"{prefix}fc": model.hidden_size}, len(draft.taps) * draft.target_hidden_size)
-    hidden_norm = load.vector(f"{prefix}hidden_norm.weight", model.hidden_size)
+    hidden_norm = load_norm(model, load, f"{prefix}hidden_norm")
     layers = []
     for i in range(model.num_layers):
         name = f"{prefix}layers.{i}"
@@ -186,7 +186,7 @@ def _ends(draft: DraftConfig, load: Loader, prefix: str, target: Decoder) -> End
         )
     mask_row = load.vector(mask, model.hidden_size) if mask else None
     load.ignore(n for x in (*UNUSED, "d2t") for n in (prefix + x, x))
-    return Ends(embedding, mask_row, load.vector(f"{prefix}norm.weight", model.hidden_size), head, d2t)
+    return Ends(embedding, mask_row, load_norm(model, load, f"{prefix}norm"), head, d2t)
 
 
 def _some_rows(load: Loader, target: Decoder, ids: Tensor) -> Linear:

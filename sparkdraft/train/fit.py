@@ -63,7 +63,7 @@ class Trainer:
         torch.manual_seed(settings.seed)
         self.model = DraftModel(draft, longest, compiled=target.device.type == "cuda").to(target.device)
         with torch.no_grad():  # the head expects what this norm makes
-            self.model.norm.weight.copy_(target.decoder.norm)
+            self.model.norm.weight.copy_(target.decoder.norm.gain)
         if settings.init:
             self.model.begin_from(trained_weights(settings.init))
         self.optimizer = Optimizer(self.model, settings.optimizer, settings.matrix_lr, settings.vector_lr)

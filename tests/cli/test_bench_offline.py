@@ -57,9 +57,7 @@ def toy_bench(acceptance: Acceptance | None, flies: bool = False) -> Bench:
     engine = build_engine(plan, config, TOY, target, shapes.SilentTokenizer(), source)
     if flies:
         engine.flight = Flight(engine.runner, engine.drafting.block, torch.device("cpu"))
-    bench = Bench(engine, TOY, acceptance)
-    bench.bandwidth = 1e9
-    return bench
+    return Bench(engine, TOY, 1e9, acceptance)
 
 
 # ---- the process
@@ -144,10 +142,10 @@ def test_a_given_acceptance_comes_out_as_given(offline: Run) -> None:
         assert set(row["floor_gb"]) == {"target", "target_kv", "drafter", "drafter_observes", "drafter_kv"}
 
 
-@pytest.mark.parametrize("more", [["--spec", "0"], ["--spec", "off"]])
-def test_the_same_target_without_its_drafter(offline: Run, more: list[str]) -> None:
-    out, report = offline(*DRAFTED, "--batch", "2", "--output-len", "10", *more)
-    assert "SYNTHETIC" not in out and report["synthetic"] is False and report["drafter"] is None
+@pytest.mark.parametrize("spec, drafter", [("off", None), ("0", "dflash-3x")])
+def test_the_same_target_without_its_drafter_or_with_a_parked_one(offline: Run, spec: str, drafter: str | None) -> None:
+    out, report = offline(*DRAFTED, "--batch", "2", "--output-len", "10", "--spec", spec)
+    assert "SYNTHETIC" not in out and report["synthetic"] is False and report["drafter"] == drafter
     row = report["rows"][0]
     assert row["length"] == 1 and row["steps"] == 10 and row["step_ms"] == row["step_median_ms"]
     assert set(row["floor_gb"]) == {"target", "target_kv"}

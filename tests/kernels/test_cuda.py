@@ -86,6 +86,16 @@ def test_silu_mul(rows: int, inter: int, dtype: torch.dtype) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("shape", [(9, 3, 100), (9, 4, 3, 100)])
+def test_taps_touch_their_own_layer_alone(shape: tuple[int, ...]) -> None:
+    residual, positions = randn(5, 104)[:, :100], integers([0, 3, 4, 9, 1000])
+    taps, expected = (torch.full(shape, -1.0, device=DEVICE) for _ in range(2))
+    cuda.tap(residual, taps[:5], 1, positions)
+    reference.tap(residual, expected[:5], 1, positions)
+    assert torch.equal(taps, expected) and (taps != -1).sum() == 500
+
+
+@gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads, kv_heads, head_dim", [(9, 3, 64), (4, 2, 80), (32, 8, 128), (32, 32, 128)])
 def test_kv_write(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
@@ -487,8 +497,9 @@ def test_small_kernels_compile(capability: int) -> None:
         "seqs": "i32",
         "splits": "i32",
     }
-    sizes = {"HEAD_DIM": 256, "DIM": 256, "SPLITS": attention.MOST_SPLITS, "PDL": False}
-    assert compile_kernel(attention._join, capability, join, sizes, 4).metadata.shared < LIMIT[121]
+    for splits, lines in ((2, 8), (attention.MOST_SPLITS, 1)):
+        sizes = {"HEADS": 32, "HEAD_DIM": 256, "DIM": 256, "SPLITS": splits, "LINES": lines, "PDL": False}
+        assert compile_kernel(attention._join, capability, join, sizes, 4).metadata.shared < LIMIT[121]
     norm = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "stride_x": "i32", "dim": "i32", "eps": "fp32"}
     sizes = {"BLOCK": 16384, "PDL": False}
     assert compile_kernel(elementwise._rms_norm, capability, norm, sizes, 16).metadata.shared < LIMIT[121]

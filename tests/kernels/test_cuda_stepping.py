@@ -260,6 +260,8 @@ def decode_step(rows: int, heads: int, kv_heads: int, dim: int, most: int) -> No
     for causal, window in ((True, 0), (False, 0), (False, 512)):
         cuda.paged_attention(q, *caches, view, 0.1, causal, window, most)
     cuda.silu_mul(made(seqs * rows, 3072))
+    cuda.tap(made(seqs * rows, 576), made(seqs * rows, 5, 576), 2, positions)
+    cuda.tap(made(seqs, 576), made(seqs, 16, 5, 576), 2, positions)
     cuda.settle(drafts, ints(seqs, rows), lanes[2], lanes[0], lanes[1], lanes[3], slots)
     cuda.settle(drafts, ints(seqs, rows).long(), lanes[2], lanes[0], lanes[1], lanes[3], slots, lanes[2])
 
@@ -284,9 +286,8 @@ def read_early(ptx: str, names: list[str]) -> set[str]:
 def check_order(kernel: object, signature: dict[str, str], ptx: str) -> None:
     """All paths wait, and nothing that another kernel writes is read before, nor anything written."""
     name = kernel.__name__
-    assert ptx.count("griddepcontrol.wait") == 1 and ptx.count("griddepcontrol.launch_dependents") == 1, name
+    assert ptx.count("griddepcontrol.wait") == 1 and "griddepcontrol.launch_dependents" not in ptx, name
     early = ptx[: ptx.index("griddepcontrol.wait")]
-    assert "griddepcontrol.launch_dependents" in early, name
     assert not re.search(r"cp\.async|st\.global|\bbra\b|\bret;", early), f"{name}: {early}"
     passed = [n for n, kind in signature.items() if kind != "constexpr"] + ["scratch", "profile"]  # Triton's own
     assert read_early(ptx, passed) <= WEIGHTS.get(name, set()), name
@@ -302,7 +303,7 @@ def test_every_kernel_of_a_decode_step_compiles_and_waits(
     launches = captured_launches(monkeypatch, capability, lambda: decode_step(rows, heads, kv_heads, dim, 16))
     names = [kernel.__name__ for kernel, _, _ in launches]
     assert set(names) == {
-        "_lay_out", "_rms_norm", "_qk_norm_rope", "_kv_write", "_attend", "_join", "_silu_mul", "_settle"
+        "_lay_out", "_rms_norm", "_qk_norm_rope", "_kv_write", "_attend", "_join", "_silu_mul", "_tap", "_settle"
     }  # fmt: skip
     for launch in launches:
         compiled, signature = compile_launch(capability, launch)

@@ -307,7 +307,7 @@ def test_gathers_and_taps_copy_rows() -> None:
     x, ids = torch.randn(9, 40)[:, :24], torch.tensor([8, 0, 0, 3], dtype=torch.int32)
     assert torch.equal(native.embed(ids, x), x[ids.long()])
     taps = torch.full((9, 3, 24), math.nan)
-    native.tap(x, taps, 1)
+    native.tap(x, taps, 1, torch.empty(0))
     assert torch.equal(taps[:, 1], x) and taps[:, 0].isnan().all()
 
 

@@ -6,11 +6,11 @@ first use. Sampling and the layout of the cache belong to others.
 """
 
 from sparkdraft.kernels.cuda.attention import paged_attention
-from sparkdraft.kernels.cuda.elementwise import kv_write, qk_norm_rope, rms_norm, rope_write, silu_mul
+from sparkdraft.kernels.cuda.elementwise import kv_write, qk_norm_rope, rms_norm, rope_write, silu_mul, tap
 from sparkdraft.kernels.cuda.matmul import add_linear, norm_argmax, norm_gated, norm_linear, norm_logits
 from sparkdraft.kernels.cuda.recording import Recording
 from sparkdraft.kernels.cuda.stepping import lay_out, settle
-from sparkdraft.kernels.reference import draw, embed, tap  # torch is at the ceiling, or near enough
+from sparkdraft.kernels.reference import draw, embed  # torch is at the ceiling, or near enough
 
 NAME = "cuda"
 

@@ -37,6 +37,8 @@ from sparkdraft.kernels.view import AttentionView
 MOST_SPLITS = 128
 LONG_SPLIT, MOST_LONG_SPLITS = 4096, 4  # keys and cuts where the batch alone fills the GPU
 SCRATCH_BYTES = 64 << 20  # most that the parts of a split launch may take
+PER_SM = 2
+JOIN_ELEMENTS = 4096  # that a program of the second kernel holds
 SUM_LANES = tl.constexpr(8)  # columns of a dot that adds up weights: the fewest that tensor cores take
 
 
@@ -250,24 +252,25 @@ def _attend(
 @triton.jit(do_not_specialize=["query_start", "seqs", "splits"])
 def _join(
     parts, lse, out, query_start, seqs, splits,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    SPLITS: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One (row, head): the mean of its parts weighted by 2 ** lse. Where lse = -inf none was written."""
+    """Some lines (row, head): the mean of a line's parts weighted by 2 ** lse. Where lse = -inf none was written."""
     enter(PDL)
-    row = tl.program_id(0)
-    if row >= tl.load(query_start + seqs):
-        return
-    line = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    split = tl.arange(0, SPLITS)
-    power = tl.load(lse + line * splits + split, mask=split < splits, other=float("-inf"))
-    peak = tl.max(power, 0)
-    weight = tl.exp2(power - tl.where(peak == float("-inf"), 0.0, peak))
-    total = tl.sum(weight, 0)
+    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
+    real = line < tl.load(query_start + seqs).to(tl.int64) * HEADS
+    place = line[:, None] * splits + tl.arange(0, SPLITS)[None, :]
+    exists = real[:, None] & (tl.arange(0, SPLITS) < splits)[None, :]
+    power = tl.load(lse + place, mask=exists, other=float("-inf"))  # [LINES, SPLITS]
+    peak = tl.max(power, 1)
+    weight = tl.exp2(power - tl.where(peak == float("-inf"), 0.0, peak)[:, None])
+    total = tl.sum(weight, 1)
     dim = tl.arange(0, DIM)
-    mask = (power > float("-inf"))[:, None] & (dim < HEAD_DIM)[None, :]
-    part = tl.load(parts + (line * splits + split)[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
-    mixed = tl.sum(part * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(out + line * HEAD_DIM + dim, mixed.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+    mask = (power > float("-inf"))[:, :, None] & (dim < HEAD_DIM)[None, None, :]
+    part = tl.load(parts + place[:, :, None] * HEAD_DIM + dim[None, None, :], mask=mask, other=0.0)
+    mixed = tl.sum(part * weight[:, :, None], 1) / tl.where(total == 0.0, 1.0, total)[:, None]
+    target = out + line[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(target, mixed.to(out.dtype.element_ty), mask=real[:, None] & (dim < HEAD_DIM)[None, :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +378,7 @@ def _choose_cuts(
     tile: Tile, programs: int, elements: int, keys: int, search: bool, alike: bool, gpu: Gpu
 ) -> tuple[int, int]:
     """Unit and splits of a launch of so many programs before they are split, whose result has so many elements."""
-    slots = gpu.sms if tile.warps == 8 else 2 * gpu.sms  # programs that run at once
+    slots = gpu.sms if tile.warps == 8 else PER_SM * gpu.sms  # programs that run at once
     most = SCRATCH_BYTES // (elements * 4)
     if programs >= 0.8 * slots:  # full: only a context far longer than the others is still worth a cut
         return LONG_SPLIT, 1 if search else max(min(triton.cdiv(keys, LONG_SPLIT), MOST_LONG_SPLITS, most), 1)
@@ -430,8 +433,10 @@ def paged_attention(
         SEARCH=launch.search, SPLIT=split, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if split:
+        splits = triton.next_power_of_2(launch.splits)
+        lines = max(JOIN_ELEMENTS // (splits * dim), 1)
         run(
-            _join, (rows, heads), parts, lse, out, view.query_start, seqs, launch.splits,
-            HEAD_DIM=head_dim, DIM=dim, SPLITS=triton.next_power_of_2(launch.splits), num_warps=4,
+            _join, (triton.cdiv(rows * heads, lines),), parts, lse, out, view.query_start, seqs, launch.splits,
+            HEADS=heads, HEAD_DIM=head_dim, DIM=dim, SPLITS=splits, LINES=lines, num_warps=4,
         )  # fmt: skip
     return out

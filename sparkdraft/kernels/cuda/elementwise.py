@@ -1,4 +1,4 @@
-"""The small operators around the matmuls: RMS norm, rotary embedding, SiLU gate and the write into the cache.
+"""The small operators around the matmuls: RMS norm, rotary embedding, SiLU gate, taps and the write into the cache.
 
 Each reads its rows once, works in float32 and writes once: they are bound by launches and bytes, never by
 arithmetic, so each begins while its predecessor still runs (pdl.py), and norm, rotation and write are one launch
@@ -231,6 +231,39 @@ def silu_mul(gate_up: Tensor) -> Tensor:  # [rows, 2 * inter] -> [rows, inter]
         grid = (rows, triton.cdiv(inter, block))
         run(_silu_mul, grid, gate_up, out, gate_up.stride(0), inter, BLOCK=block, num_warps=4)
     return out
+
+
+@triton.jit
+def _tap(
+    residual, taps, positions, stride_residual, stride_row, stride_place, dim,
+    RING: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    enter(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    target = taps + row * stride_row
+    if RING > 0:
+        target += tl.load(positions + row).to(tl.int64) % RING * stride_place
+    column = tl.arange(0, BLOCK)
+    value = tl.load(residual + row * stride_residual + column, mask=column < dim)
+    tl.store(target + column, value, mask=column < dim)
+
+
+def tap(
+    residual: Tensor,  # [rows, hidden]
+    taps: Tensor,  # [rows, layers, hidden], or [rows, ring, layers, hidden]: by position modulo its size
+    index: int,  # of the layer
+    positions: Tensor,  # int32 [rows]
+) -> None:
+    rows, dim = residual.shape
+    ring = taps.shape[1] if taps.dim() == 4 else 0
+    assert residual.stride(1) == taps.stride(-1) == 1 and len(taps) >= rows, (residual.stride(), taps.shape)
+    if rows:
+        block = triton.next_power_of_2(dim)
+        run(
+            _tap, (rows,), residual, taps[..., index, :], positions,
+            residual.stride(0), taps.stride(0), taps.stride(1) if ring else 0, dim,
+            RING=ring, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["slots", "num_slots"])

@@ -14,8 +14,10 @@ from ctypes import c_float, c_int64
 import torch
 from torch import Tensor
 
+from sparkdraft.kernels import reference
 from sparkdraft.kernels.native.library import c, set_threads, unavailable_reason
 from sparkdraft.kernels.native.recording import Recording, empty, keep
+from sparkdraft.kernels.norm import Normed
 from sparkdraft.kernels.reference import add_linear, lay_out, settle  # a matrix's own; a few integers a step
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.weights.linear import Linear
@@ -59,8 +61,11 @@ def embed(ids: Tensor, table: Tensor | GroupQuant) -> Tensor:  # int32 [rows] ->
     return y
 
 
-def tap(residual: Tensor, taps: Tensor, index: int) -> None:
-    _copy_rows(residual, None, taps[:, index])
+def tap(residual: Tensor, taps: Tensor, index: int, positions: Tensor) -> None:
+    if taps.dim() == 4:  # only a GPU has rings, whose steps run ahead of the host; here tests do
+        reference.tap(residual, taps, index, positions)
+    else:
+        _copy_rows(residual, None, taps[:, index])
 
 
 def _copy_rows(source: Tensor, ids: Tensor | None, target: Tensor) -> None:
@@ -104,21 +109,21 @@ def silu_mul(gate_up: Tensor) -> Tensor:  # [rows, 2 * inter] -> [rows, inter]
     return y
 
 
-def norm_linear(x: Tensor, gain: Tensor, eps: float, matrix: Linear) -> Tensor:  # [rows, in] -> [rows, out]
-    return matrix.linear(rms_norm(x, gain, eps))
+def norm_linear(normed: Normed, matrix: Linear) -> Tensor:  # [rows, in] -> [rows, out]
+    return matrix.linear(rms_norm(normed.x, *normed.norm))
 
 
-def norm_gated(x: Tensor, gain: Tensor, eps: float, gate_up: Linear) -> Tensor:  # [rows, in] -> [rows, inter]
-    return silu_mul(norm_linear(x, gain, eps, gate_up))
+def norm_gated(normed: Normed, gate_up: Linear) -> Tensor:  # [rows, in] -> [rows, inter]
+    return silu_mul(norm_linear(normed, gate_up))
 
 
-def norm_logits(x: Tensor, gain: Tensor, eps: float, head: Linear) -> Tensor:  # float32 [rows, vocabulary]
-    return norm_linear(x, gain, eps, head)
+def norm_logits(normed: Normed, head: Linear) -> Tensor:  # float32 [rows, vocabulary]
+    return norm_linear(normed, head)
 
 
-def norm_argmax(x: Tensor, gain: Tensor, eps: float, head: Linear) -> Tensor:  # int64 [rows]; the lowest wins a tie
+def norm_argmax(normed: Normed, head: Linear) -> Tensor:  # int64 [rows]; the lowest wins a tie
     """By numpy, which takes a tenth of torch's time; not to be recorded."""
-    return torch.from_numpy(norm_logits(x, gain, eps, head).numpy().argmax(-1))
+    return torch.from_numpy(norm_logits(normed, head).numpy().argmax(-1))
 
 
 def kv_write(
