@@ -90,7 +90,7 @@ class BlockDraft:
         waiting = [(r, self._pending[r]) for r in requests if r in self._pending and self._pending[r].count]
         if not waiting:
             return
-        shape = Shape(1, self._seen.fill(waiting, self.plan.block_size), 0)
+        shape = Shape(1, self._seen.fill(waiting, self.plan.block_size), 0, 0)
         self._observing = self._replay(self._observing, self._observe, shape)[0]
         for _, pending in waiting:
             pending.start, pending.count = pending.start + pending.count, 0
@@ -105,7 +105,7 @@ class BlockDraft:
             Rows([*w.request.ids(w.start, w.start + 1), *mask], w.start, w.request.blocks, 1, depth + 1) for w in works
         ]
         self._inputs.fill(parts)
-        shape = Shape(len(works), len(works) * width, len(works) * depth)
+        shape = Shape(len(works), len(works) * width, width, len(works) * depth)
         self._graphs, logits = self._replay(self._graphs, self._propose, shape)
         ids = self._pick(logits, works, depth).view(len(works), depth).tolist()
         return [row[: w.most_drafts] for row, w in zip(ids, works, strict=True)]
@@ -149,14 +149,13 @@ class BlockDraft:
         return seen.taps
 
     def _propose(self, shape: Shape) -> Tensor:
-        """shape.max_query stands for the rows whose logits are read: here every sequence has the same rows."""
         inputs, rows = self._inputs, shape.rows
         block = DraftBlock(
             inputs.token_ids[:rows],
             inputs.positions[:rows],
             inputs.slots[:rows],
-            inputs.view(shape.seqs, rows // shape.seqs, self.plan.max_model_len),
-            inputs.logit_rows[: shape.max_query],
+            inputs.view(shape.seqs, shape.max_query, self.plan.max_model_len),
+            inputs.logit_rows[: shape.num_read],
         )
         return self.drafter.propose(block)
 

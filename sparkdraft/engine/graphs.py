@@ -3,8 +3,8 @@
 Launching a step operator by operator costs as much host time as the operators themselves take, on a GPU and on a CPU
 alike. Recordings read the step's fixed input buffers, lengths included, so one serves any context. On a GPU those of
 plain decoding are made at start for a few sizes, and a batch runs in the next larger one, padded with rows that write
-nowhere; all others are made when a shape comes up, on a GPU for the second time. Prompt chunks run eagerly. How to
-record is the kernels'.
+nowhere; all others are made when a shape comes up, on a GPU for the second time. So are short prompts on a GPU; longer
+ones keep it busy while the next operators are launched, and run eagerly. How to record is the kernels'.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class Shape(NamedTuple):
     seqs: int
     rows: int
     max_query: int  # rows of a sequence at most
+    num_read: int  # rows whose logits are computed: all, or those that the inputs name
 
 
 Key = TypeVar("Key")  # what recordings differ in: a Shape, or another such tuple or number

@@ -45,10 +45,11 @@ class StepInputs:
         self.token_ids, self.positions, self.slots, self.query_start, self.context_len, self.logit_rows = tensors[:6]
         self.block_tables = tensors[6].view(max_seqs, max_blocks)
 
-    def fill(self, parts: Sequence[Rows], pad_to: int = 0) -> int:
+    def fill(self, parts: Sequence[Rows], seqs: int = 0, rows: int = 0) -> int:
         """Write the parts one after the other and send them to the device; returns of how many rows logits are read.
 
-        'pad_to' adds sequences of one row that write nowhere and see nothing, up to that many.
+        Up to so many sequences and rows more are added: sequences without rows, and rows that are no sequence's and
+        write nowhere.
         """
         row, num_read = 0, 0
         for seq, part in enumerate(parts):
@@ -57,9 +58,8 @@ class StepInputs:
             self._logit_rows[num_read : num_read + part.num_read] = np.arange(row + part.read_from, row + part.read_to)
             num_read += part.num_read
             row = end
-        if pad_to > len(parts):
-            self._pad(len(parts), row, pad_to)
-        self._send(max(len(parts), pad_to))
+        self._pad(slice(row, max(rows, row)), slice(len(parts), max(seqs, len(parts))), num_read)
+        self._send(max(len(parts), seqs))
         return num_read
 
     def view(self, num_seqs: int, max_query: int, max_context: int) -> AttentionView:
@@ -86,13 +86,13 @@ class StepInputs:
         self._starts[seq + 1] = end
         self._contexts[seq] = first + end - row
 
-    def _pad(self, used: int, row: int, pad_to: int) -> None:
-        end = row + pad_to - used
-        self._ids[row:end] = 0
-        self._positions[row:end] = 0
-        self._slots[row:end] = -1
-        self._contexts[used:pad_to] = 0
-        self._starts[used + 1 : pad_to + 1] = np.arange(row + 1, end + 1)
+    def _pad(self, rows: slice, seqs: slice, num_read: int) -> None:
+        self._ids[rows] = 0
+        self._positions[rows] = 0
+        self._slots[rows] = -1
+        self._contexts[seqs] = 0
+        self._starts[seqs.start + 1 : seqs.stop + 1] = rows.start
+        self._logit_rows[num_read : seqs.stop] = 0  # of any row that there is
 
     def _send(self, num_seqs: int) -> None:
         if self._device is not self._host:

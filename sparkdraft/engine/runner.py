@@ -21,6 +21,7 @@ from sparkdraft.kernels import Unrecordable
 from sparkdraft.models.blocks import Decoder, Step
 from sparkdraft.plan.resolve import Fallback, Plan
 
+PROMPT_ROWS = (16, 32, 64, 128, 256, 512)  # of recorded prompts; more keep a GPU busy by themselves
 PROMPT_LOGPROB_ROWS = 128  # rows of logits alive at once while a prompt is scored
 
 
@@ -43,14 +44,13 @@ class Runner:
         parts = [_rows(w) for w in batch.work]
         shape = self._recordable(batch)
         if self.graphs and shape:
-            num_read = self.inputs.fill(parts, pad_to=shape.seqs)
+            num_read = self.inputs.fill(parts, shape.seqs, shape.rows)
             return self.graphs.replay(shape)[:num_read]
         num_read = self.inputs.fill(parts)
         max_query, max_context = max(w.num_scheduled for w in batch.work), max(w.stop for w in batch.work)
-        self._residual = self._forward(Shape(len(parts), batch.num_rows, max_query), max_context)
-        rows = self.inputs.logit_rows[:num_read]
-        chosen = self._residual if num_read == batch.num_rows else self.model.ops.embed(rows, self._residual)
-        return self.model.logits(chosen)
+        shape = Shape(len(parts), batch.num_rows, max_query, num_read)
+        self._residual = self._forward(shape, max_context)
+        return self._logits(shape, self._residual)
 
     def prompt_logprobs(self, work: Work, first_row: int, top: int) -> list[TokenLogprob]:
         """What the rows of one prompt chunk, just run, say of the prompt ids that follow them."""
@@ -67,17 +67,24 @@ class Runner:
         return out
 
     def _recordable(self, batch: Batch) -> Shape | None:
-        """The shape a batch can be replayed in: decode rows with or without drafts; on a GPU, as many for each."""
-        if not batch.decodes:
-            return None
+        """The shape a batch can be replayed in: decode rows with or without drafts; on a GPU padded to one of few, and
+        short prompts as well, whatever is beside them but drafts."""
         seqs, rows = len(batch.work), batch.num_rows
-        if self.plan.device == "cpu":
-            return Shape(seqs, rows, 0)  # the CPU's kernels do not ask how rows are shared out
-        each = batch.work[0].num_scheduled
-        if each == 1 and rows == seqs:
-            size = next(s for s in gpu_sizes(self.plan.max_seqs) if s >= seqs)
-            return Shape(size, size, 1)
-        return Shape(seqs, rows, each) if all(w.num_scheduled == each for w in batch.work) else None
+        if self.plan.device == "cpu":  # whose kernels do not ask how rows are shared out
+            return Shape(seqs, rows, 0, rows) if batch.decodes else None
+        size = next(s for s in gpu_sizes(self.plan.max_seqs) if s >= seqs)
+        if batch.decodes and rows == seqs:
+            return Shape(size, size, 1, size)
+        if batch.decodes:
+            room = 1 << (rows - 1).bit_length()
+            widest = 1 << (max(w.num_scheduled for w in batch.work) - 1).bit_length()
+            return Shape(size, room, widest, room) if room <= self.plan.max_rows else None
+        room = next((n for n in self._prompt_rows() if n >= rows), 0)
+        apart = any(w.drafts or w.request.params.prompt_logprobs is not None for w in batch.work)
+        return Shape(size, room, room, size) if room and not apart else None
+
+    def _prompt_rows(self) -> list[int]:
+        return [n for n in PROMPT_ROWS if n <= self.plan.max_rows]
 
     def _forward(self, shape: Shape, max_context: int) -> Tensor:
         inputs, rows = self.inputs, shape.rows
@@ -90,16 +97,25 @@ class Runner:
         )
         return self.model.forward(step, self.tap_layers, self.taps[:rows] if self.tap_layers else None)
 
-    def _decode(self, shape: Shape) -> Tensor:
-        return self.model.logits(self._forward(shape, self.plan.max_model_len))
+    def _logits(self, shape: Shape, residual: Tensor) -> Tensor:
+        if shape.num_read < shape.rows:
+            residual = self.model.ops.embed(self.inputs.logit_rows[: shape.num_read], residual)
+        return self.model.logits(residual)
+
+    def _step(self, shape: Shape) -> Tensor:
+        return self._logits(shape, self._forward(shape, self.plan.max_model_len))
 
     @torch.inference_mode()
     def _record(self) -> None:
-        """On a GPU all sizes: a first request should be as fast as the tenth. On a CPU one, to see that it works."""
-        sizes = gpu_sizes(self.plan.max_seqs) if self.plan.device == "cuda" else []
-        graphs = Graphs(self._decode, self.model.ops)
+        """On a GPU all sizes, and prompts of one request: a first request should be as fast as the tenth. On a CPU one,
+        to see that it works."""
+        shapes = [Shape(1, 1, 0, 1)]
+        if self.plan.device == "cuda":
+            shapes = [Shape(s, s, 1, s) for s in gpu_sizes(self.plan.max_seqs)]
+            shapes += [Shape(1, n, n, 1) for n in self._prompt_rows()]
+        graphs = Graphs(self._step, self.model.ops)
         try:
-            graphs.record([Shape(s, s, 1) for s in sizes] or [Shape(1, 1, 0)])
+            graphs.record(shapes)
         except Unrecordable as reason:
             message = f"the model's '{reason}' is not one of the CPU kernels"
             self.plan.fallbacks.append(Fallback("decode steps are launched one operator at a time", message))

@@ -5,10 +5,24 @@ Inputs must live at fixed addresses and lengths be read on the device, as they a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+
+@contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    """An old engine's graphs, freed in the middle of a capture, would end it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Recording:
@@ -21,7 +35,7 @@ class Recording:
         """
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=beside._graph.pool() if beside else None):
+        with _no_garbage_collected(), torch.cuda.graph(self._graph, pool=beside._graph.pool() if beside else None):
             self.output = run()
 
     def replay(self) -> Tensor:
