@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
@@ -405,22 +404,20 @@ def compile_kernel(
 
 
 def compile_attend(
-    capability: int, dtype: torch.dtype, head_dim: int, tile: attention.Tile, search: bool, splits: int,
+    capability: int, dtype: torch.dtype, head_dim: int, tile: attention.Tile, search: bool, split: bool,
     causal: bool = True, window: int = 0, group: int = 4,
 ) -> object:  # fmt: skip
     pointer, ints = "*" + TYPES[dtype], ("query_start", "context_len", "block_tables")
     types = dict.fromkeys(("q", "k_cache", "v_cache"), pointer) | dict.fromkeys(ints, "*i32")
-    scratch = {"parts": "*fp32", "lse": "*fp32", "arrived": "*i32"}
-    types |= (scratch if splits > 1 else {}) | {"out": pointer, "scale": "fp32"}
+    types |= dict.fromkeys(("out", "lse"), "*fp32" if split else pointer) | {"scale": "fp32"}
     types |= {name: "i32" for name in attention._attend.arg_names if name.startswith("stride_")}
     types |= {"seqs": "i32"}
     constants = {
         "GROUP": group, "HEAD_DIM": head_dim, "DIM": triton.next_power_of_2(head_dim), "BLOCK_SIZE": 16,
         "CAUSAL": causal, "WINDOW": window, "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "RUN": 512 // tile.block_n, "SEARCH": search,
-        "SPLITS": splits, "FUSED": 1 < splits <= attention.FEW_SPLITS, "PDL": True,
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "RUN": 512 // tile.block_n, "SEARCH": search, "SPLIT": split,
+        "PDL": True,
     }  # fmt: skip
-    constants |= dict.fromkeys(scratch) if splits == 1 else {}
     return compile_kernel(attention._attend, capability, types, constants, tile.warps, tile.stages)
 
 
@@ -433,20 +430,19 @@ def test_attention_compiles_within_shared_memory(capability: int, head_dim: int,
     chunk = (attention.ROOMY_CHUNK_TILES if roomy else attention.CHUNK_TILES)[key]
     decode = (attention.ROOMY_DECODE_TILES if roomy else attention.DECODE_TILES)[key]
     for tile, search in [(chunk, True)] + [(tile, False) for tile in decode]:
-        for splits in (1,) if search else (8, 64):
-            used = compile_attend(capability, dtype, head_dim, tile, search, splits).metadata.shared
-            kind = "chunk" if search else f"few rows, {splits} splits"
-            print(f"sm_{capability} head_dim {head_dim} {TYPES[dtype]} {kind} {tile}: {used} bytes")
-            assert used < LIMIT[capability]
+        used = compile_attend(capability, dtype, head_dim, tile, search, split=not search).metadata.shared
+        kind = "chunk" if search else "few rows"
+        print(f"sm_{capability} head_dim {head_dim} {TYPES[dtype]} {kind} {tile}: {used} bytes")
+        assert used < LIMIT[capability]
 
 
 @no_interpreter
 @pytest.mark.parametrize("capability", [90, 121])
 def test_attention_variants_compile(capability: int) -> None:
     for causal, window, head_dim, group in ((True, 100, 80, 3), (False, 0, 96, 1), (False, 100, 128, 8)):
-        for lanes, splits in ((16, 1), (16, 4), (16, 32), (1000, 1), (1000, 4)):
+        for lanes, split in ((16, False), (16, True), (1000, False), (1000, True)):
             tile, search = attention._choose_tile(lanes, 128, 2, capability == 90)
-            made = compile_attend(capability, torch.bfloat16, head_dim, tile, search, splits, causal, window, group)
+            made = compile_attend(capability, torch.bfloat16, head_dim, tile, search, split, causal, window, group)
             assert made.metadata.shared < LIMIT[capability]
 
 
@@ -479,9 +475,9 @@ def test_up_to_most_query_rows_go_through_the_keys_alike(
 def test_tiles_of_all_heights_add_up_alike(heads: int, kv_heads: int, head_dim: int, capability: int) -> None:
     """No reduction sums across lanes, in an order that would hang on the tile: all sums are dots of 16 keys."""
     tiles = {(a.tile, a.search): None for a in alike(capability, heads, kv_heads, head_dim, 2, 1)}
-    for (tile, search), splits in product(tiles, (4, 32)):
+    for tile, search in tiles:
         made = compile_attend(
-            capability, torch.bfloat16, head_dim, tile, search, splits, group=heads // kv_heads
+            capability, torch.bfloat16, head_dim, tile, search, split=True, group=heads // kv_heads
         )  # fmt: skip
         reductions = re.findall(r'"tt\.reduce".*?tt\.reduce\.return', made.asm["ttgir"], re.S)
         assert reductions and all("maxnumf" in body and "addf" not in body for body in reductions)

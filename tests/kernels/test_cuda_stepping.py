@@ -259,8 +259,6 @@ def decode_step(rows: int, heads: int, kv_heads: int, dim: int, most: int) -> No
     view = AttentionView(ints(seqs + 1), context, tables, rows, 4096)
     for causal, window in ((True, 0), (False, 0), (False, 512)):
         cuda.paged_attention(q, *caches, view, 0.1, causal, window, most)
-    alone = AttentionView(ints(2), context[:1], tables[:1], rows, 4096)  # cut into more parts, which a kernel joins
-    cuda.paged_attention(q[:rows], *caches, alone, 0.1, True, 0, most)
     cuda.silu_mul(made(seqs * rows, 3072))
     cuda.tap(made(seqs * rows, 576), made(seqs * rows, 5, 576), 2, positions)
     cuda.tap(made(seqs, 576), made(seqs, 16, 5, 576), 2, positions)

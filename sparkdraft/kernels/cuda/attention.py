@@ -2,9 +2,9 @@
 
 A program takes a tile of (query rows x grouped heads) of one sequence and one K/V head, so that all rows of a
 tile share each read of K and V; where tiles are too few to fill the GPU the keys are split over further
-programs, and parts are joined by their log-sum-exp: few of them by the program that ends last, many by a second
-small kernel. Choosing dtypes, blocks and lengths is left to the caller: lengths are only read on the device, and
-the host integers of the view shape the launch.
+programs, and a second small kernel joins the parts by their log-sum-exp. Choosing dtypes, blocks and lengths
+is left to the caller: lengths are only read on the device, and the host integers of the view shape the
+launch.
 
     rows of the batch      | seq 0: n0 rows | seq 1: n1 rows | ... | padding |
     a tile (group of 4)    | q0h0 q0h1 q0h2 q0h3 q1h0 ... |   rows of one sequence x its grouped heads
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 import triton
@@ -37,7 +37,6 @@ from sparkdraft.kernels.view import AttentionView
 MOST_SPLITS = 128
 LONG_SPLIT, MOST_LONG_SPLITS = 4096, 4  # keys and cuts where the batch alone fills the GPU
 SCRATCH_BYTES = 64 << 20  # most that the parts of a split launch may take
-FEW_SPLITS = 8  # that the last program joins: more would be read by one SM for longer than a second kernel takes
 JOIN_ELEMENTS = 4096  # that a program of the second kernel holds
 SUM_LANES = tl.constexpr(8)  # columns of a dot that adds up weights: the fewest that tensor cores take
 
@@ -161,44 +160,16 @@ def _scan(
     return acc, peak, total
 
 
-@triton.jit
-def _join_tile(
-    parts, lse, out, row, head, heads, valid, mask, splits, used,
-    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """The mean of a tile's parts weighted by 2 ** lse, in their order; those from 'used' on have no keys."""
-    line = row * heads + head
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    for split in tl.static_range(0, SPLITS):  # all at once: they are small, and far away
-        power = tl.load(lse + line * splits + split, mask=valid & (split < used), other=float("-inf"))
-        peak = tl.maximum(peak, power)
-    base = tl.where(peak == float("-inf"), 0.0, peak)
-    mixed = tl.zeros([BLOCK_M, DIM], tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    dim = tl.arange(0, DIM)[None, :]
-    AHEAD: tl.constexpr = 3 if BLOCK_M * DIM <= 8192 else 2  # of which all but one lie in shared memory
-    for split in tl.range(0, used, num_stages=AHEAD):
-        power = tl.load(lse + line * splits + split, mask=valid, other=float("-inf"))
-        part = tl.load(parts + (line * splits + split)[:, None] * HEAD_DIM + dim, mask=mask, other=0.0)
-        weight = tl.exp2(power - base)
-        mixed += tl.where(power[:, None] > float("-inf"), part * weight[:, None], 0.0)  # else none was written
-        total += weight
-    mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(out + line[:, None] * HEAD_DIM + dim, mixed.to(out.dtype.element_ty), mask=mask)
-
-
 @triton.jit(do_not_specialize=["query_start", "context_len", "block_tables", "stride_table", "seqs"])
 def _attend(
-    q, k_cache, v_cache, out, parts, lse, arrived, query_start, context_len, block_tables, seqs, scale,
+    q, k_cache, v_cache, out, lse, query_start, context_len, block_tables, seqs, scale,
     stride_row, stride_q_head, stride_block, stride_head, stride_position, stride_table,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RUN: tl.constexpr, SEARCH: tl.constexpr,
-    SPLITS: tl.constexpr, FUSED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RUN: tl.constexpr, SEARCH: tl.constexpr, SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """SPLITS: their number, up to a power of two. FUSED: whoever of them ends last joins their parts."""
     enter(PDL)
-    SPLIT: tl.constexpr = SPLITS > 1
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(1)
     if SEARCH:
@@ -228,12 +199,13 @@ def _attend(
     split, splits = tl.program_id(2), tl.num_programs(2)
     begin = _count_tiles(low // BLOCK_N, split, splits, RUN, SPLIT)
     end = _count_tiles(tl.cdiv(tl.maximum(high, 0), BLOCK_N), split, splits, RUN, SPLIT)
-    heads = tl.num_programs(1) * GROUP
-    if SPLIT and not FUSED:  # noqa: SIM102  this is known when it is compiled
+    if SPLIT:
+        line = (row * (tl.num_programs(1) * GROUP) + head) * splits + split
         if begin >= end:
-            empty = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            tl.store(lse + (row * heads + head) * splits + split, empty, mask=valid)
+            tl.store(lse + line, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=valid)
             return
+    else:
+        line = row * (tl.num_programs(1) * GROUP) + head
 
     dim = tl.arange(0, DIM)[None, :]
     mask = valid[:, None] & (dim < HEAD_DIM)
@@ -271,20 +243,9 @@ def _attend(
 
     sums = tl.max(total, 1)
     result = acc / tl.where(sums == 0.0, 1.0, sums)[:, None]  # a row without keys (padding) gives zeros
+    tl.store(out + line[:, None] * HEAD_DIM + dim, result.to(out.dtype.element_ty), mask=mask)
     if SPLIT:
-        line = (row * heads + head) * splits + split
-        tl.store(parts + line[:, None] * HEAD_DIM + dim, result, mask=mask & (begin < end))
         tl.store(lse + line, peak + tl.log2(sums), mask=valid)
-        if FUSED:
-            tl.debug_barrier()  # all threads have written before one says so
-            ticket = arrived + tl.program_id(0) * tl.num_programs(1) + kv_head
-            if tl.atomic_add(ticket, 1, sem="acq_rel") == splits - 1:
-                tl.store(ticket, 0)  # for the next launch
-                used = tl.minimum(tl.cdiv(tl.cdiv(tl.maximum(high, 0), BLOCK_N), RUN), splits)
-                _join_tile(parts, lse, out, row, head, heads, valid, mask, splits, used, BLOCK_M, HEAD_DIM, DIM, SPLITS)
-    else:
-        line = row * heads + head
-        tl.store(out + line[:, None] * HEAD_DIM + dim, result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["query_start", "seqs", "splits"])
@@ -343,7 +304,7 @@ DECODE_TILES = {
 ROOMY_MAJORS = (9, 10)  # compute capability
 ROOMY_CHUNK_TILES = CHUNK_TILES | {(2, 128): Tile(128, 64, 8, 3), (2, 256): Tile(128, 32, 8, 3)}
 ROOMY_DECODE_TILES = DECODE_TILES | {
-    (2, 128): (Tile(16, 64, 4, 4), Tile(32, 64, 4, 3), Tile(64, 32, 4, 4), Tile(128, 64, 8, 3)),
+    (2, 128): (Tile(16, 64, 4, 4), Tile(32, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
     (2, 256): (Tile(16, 32, 4, 4), Tile(32, 32, 4, 3), Tile(64, 32, 8, 3)),
 }
 
@@ -434,12 +395,6 @@ def _gpu(device: torch.device) -> Gpu:
     return Gpu(properties.multi_processor_count, properties.major in ROOMY_MAJORS)
 
 
-@cache  # recordings hold their addresses
-def _counters(device: torch.device, count: int) -> Tensor:
-    """Of the programs that have ended, by tile: 0 again after each launch. Launches of a device do not overlap."""
-    return torch.zeros((count,), dtype=torch.int32, device=device)
-
-
 def paged_attention(
     q: Tensor,  # [rows, heads, head_dim], a strided view of qkv
     k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim]
@@ -462,24 +417,22 @@ def paged_attention(
     shape = (rows, seqs, heads, kv_heads, head_dim, q.element_size(), view.max_query, most_query, keys)
     launch = _launch(*shape, _gpu(device))
     tile, split = launch.tile, launch.splits > 1
-    splits, fused = triton.next_power_of_2(launch.splits), 1 < launch.splits <= FEW_SPLITS
-    parts, lse, arrived = None, None, None
+    parts, lse = out, out  # one split writes its result directly; lse is then not touched
     if split:
         parts = torch.empty((rows, heads, launch.splits, head_dim), dtype=torch.float32, device=device)
         lse = torch.empty((rows, heads, launch.splits), dtype=torch.float32, device=device)
-    if fused:
-        arrived = _counters(device, triton.next_power_of_2(launch.tiles * kv_heads))
     run(
         _attend, (launch.tiles, kv_heads, launch.splits),
-        q, k_cache, v_cache, out, parts, lse, arrived, view.query_start, view.context_len, view.block_tables,
+        q, k_cache, v_cache, parts, lse, view.query_start, view.context_len, view.block_tables,
         seqs, scale * math.log2(math.e),
         q.stride(0), q.stride(1), *k_cache.stride()[:3], view.block_tables.stride(0),
         GROUP=heads // kv_heads, HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=block_size,
         CAUSAL=causal, WINDOW=window, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, RUN=launch.unit // tile.block_n if split else 1,
-        SEARCH=launch.search, SPLITS=splits, FUSED=fused, num_warps=tile.warps, num_stages=tile.stages,
+        SEARCH=launch.search, SPLIT=split, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    if parts is not None and not fused:
+    if split:
+        splits = triton.next_power_of_2(launch.splits)
         lines = max(JOIN_ELEMENTS // (splits * dim), 1)
         run(
             _join, (triton.cdiv(rows * heads, lines),), parts, lse, out, view.query_start, seqs, launch.splits,
