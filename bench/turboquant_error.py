@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from sparkdraft.cache.turboquant.codebook import codebook
-from sparkdraft.cache.turboquant.layout import PLANES, block_width, token_bytes, vector_bytes
-from sparkdraft.cache.turboquant.vectors import Correction, VectorFormat
+from sparkdraft.kernels.turboquant.codebook import codebook
+from sparkdraft.kernels.turboquant.layout import PLANES, block_width, token_bytes, vector_bytes
+from sparkdraft.kernels.turboquant.vectors import Correction, VectorFormat
 
 CORRECTIONS: tuple[Correction, ...] = ("none", "norm", "unbiased")
 

@@ -17,10 +17,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.turboquant.codebook import codebook
-from sparkdraft.cache.turboquant.codes import pack, unpack
-from sparkdraft.cache.turboquant.layout import check_bits
-from sparkdraft.cache.turboquant.rotation import Rotation
+from sparkdraft.kernels.turboquant.codebook import codebook
+from sparkdraft.kernels.turboquant.codes import pack, unpack
+from sparkdraft.kernels.turboquant.layout import check_bits
+from sparkdraft.kernels.turboquant.rotation import Rotation
 
 Correction = Literal["none", "norm", "unbiased"]
 LARGEST_SCALE = torch.finfo(torch.float16).max

@@ -15,7 +15,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from sparkdraft.cache.turboquant.layout import check_bits
+from sparkdraft.kernels.turboquant.layout import check_bits
 
 TAIL = 12.0  # in standard deviations: what lies beyond is below the last digit of a float64
 NODES = 96  # of the quadrature in each cell; the widest cell, the last, is then exact to the last digits

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.turboquant.layout import PLANES, check_bits
+from sparkdraft.kernels.turboquant.layout import PLANES, check_bits
 
 
 def pack(codes: Tensor, bits: int) -> tuple[Tensor, ...]:  # integers [..., dim] -> uint8 [..., bytes] a plane

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.turboquant.vectors import Encoded, VectorFormat
+from sparkdraft.kernels.turboquant.vectors import Encoded, VectorFormat
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparkdraft.cache.turboquant.attention import (
+from sparkdraft.kernels.turboquant.attention import (
     Part,
     attend_codes,
     attend_exact,
@@ -20,12 +20,12 @@ from sparkdraft.cache.turboquant.attention import (
     is_exact,
     merge,
 )
-from sparkdraft.cache.turboquant.codebook import codebook
-from sparkdraft.cache.turboquant.codes import pack, unpack
-from sparkdraft.cache.turboquant.layout import PLANES, block_width, plane_bytes, token_bytes, vector_bytes
-from sparkdraft.cache.turboquant.qjl import ResidualFormat
-from sparkdraft.cache.turboquant.rotation import Rotation
-from sparkdraft.cache.turboquant.vectors import Correction, Encoded, VectorFormat
+from sparkdraft.kernels.turboquant.codebook import codebook
+from sparkdraft.kernels.turboquant.codes import pack, unpack
+from sparkdraft.kernels.turboquant.layout import PLANES, block_width, plane_bytes, token_bytes, vector_bytes
+from sparkdraft.kernels.turboquant.qjl import ResidualFormat
+from sparkdraft.kernels.turboquant.rotation import Rotation
+from sparkdraft.kernels.turboquant.vectors import Correction, Encoded, VectorFormat
 from sparkdraft.core import UserError
 
 DIMS = (64, 128, 256, 512)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.turboquant.layout import block_width
+from sparkdraft.kernels.turboquant.layout import block_width
 
 SEED = 5  # of small numbers the one whose signs spread a constant vector best, at every width
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.turboquant.codes import pack_plane, unpack_plane
-from sparkdraft.cache.turboquant.rotation import SEED, Rotation
+from sparkdraft.kernels.turboquant.codes import pack_plane, unpack_plane
+from sparkdraft.kernels.turboquant.rotation import SEED, Rotation
 
 
 @dataclass(frozen=True, slots=True)

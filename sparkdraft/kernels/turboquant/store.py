@@ -1,0 +1,59 @@
+"""One layer's keys and values as codes in pages, and exact rows beside them: what kernels are handed.
+
+    record of a (block, K/V head), T positions of dimension d, plane after plane, so that a kernel reads each as one tile
+      [K low plane T rows][K high plane, of 3 and 5 bits][V low][V high][K scales T x float16][V scales T x float16]
+    exact pages    float16 [pages, 2, kv_heads, T, d], keys then values, ROTATED as codes are, and keys less the centre:
+                   one query, one softmax and one rotation back serve both parts
+    exact_of       int32 [blocks]: the page that a block has, or -1
+
+A row at position p takes a key exactly if it is one of the 'first' positions or nearer than 'recent' (p - j < recent),
+else by its code; a block that such a key lies in has a page, whoever calls sees to that. Where 'recent' and 'first' are
+0 there are no pages. What a row reads hangs on its own position alone, so drafts, chunks and company change nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sparkdraft.kernels.turboquant.layout import SCALE_BYTES, block_width, plane_bytes
+from sparkdraft.kernels.turboquant.vectors import VectorFormat
+
+
+@dataclass(frozen=True, slots=True)
+class RecordLayout:
+    """Where the planes of a record begin, in bytes."""
+
+    block_size: int  # positions
+    dim: int
+    key_bits: int
+    value_bits: int
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """Bytes of one position in each plane: the key's, then the value's, then the scales of both."""
+        scales = SCALE_BYTES * (self.dim // block_width(self.dim))
+        return (*plane_bytes(self.dim, self.key_bits), *plane_bytes(self.dim, self.value_bits), scales, scales)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """The first byte of each plane."""
+        return tuple(self.block_size * sum(self.planes[:i]) for i in range(len(self.planes)))
+
+    @property
+    def nbytes(self) -> int:
+        return self.block_size * sum(self.planes)
+
+
+@dataclass(frozen=True, slots=True)
+class CodedLayer:
+    layout: RecordLayout
+    records: Tensor  # uint8 [blocks, kv_heads, layout.nbytes]
+    keys: VectorFormat  # codebook, rotation
+    values: VectorFormat
+    centre: Tensor | None  # float32 [kv_heads, dim], taken from every key
+    pages: Tensor | None  # float16 [pages, 2, kv_heads, block_size, dim]; float32 where it is a reference
+    exact_of: Tensor | None  # int32 [blocks]
+    first: int = 0  # positions from the beginning, and
+    recent: int = 0  # from each row back, itself included, that are read exactly
