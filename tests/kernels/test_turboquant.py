@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sparkdraft.core import UserError
 from sparkdraft.kernels.turboquant.attention import (
     Part,
     attend_codes,
@@ -26,7 +27,6 @@ from sparkdraft.kernels.turboquant.layout import PLANES, block_width, plane_byte
 from sparkdraft.kernels.turboquant.qjl import ResidualFormat
 from sparkdraft.kernels.turboquant.rotation import Rotation
 from sparkdraft.kernels.turboquant.vectors import Correction, Encoded, VectorFormat
-from sparkdraft.core import UserError
 
 DIMS = (64, 128, 256, 512)
 CORRECTIONS: tuple[Correction, ...] = ("none", "norm", "unbiased")

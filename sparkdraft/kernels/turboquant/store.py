@@ -1,6 +1,6 @@
 """One layer's keys and values as codes in pages, and exact rows beside them: what kernels are handed.
 
-    record of a (block, K/V head), T positions of dimension d, plane after plane, so that a kernel reads each as one tile
+    record of a (block, K/V head), T positions of dimension d, plane after plane, each read as one tile
       [K low plane T rows][K high plane, of 3 and 5 bits][V low][V high][K scales T x float16][V scales T x float16]
     exact pages    float16 [pages, 2, kv_heads, T, d], keys then values, ROTATED as codes are, and keys less the centre:
                    one query, one softmax and one rotation back serve both parts
