@@ -1,4 +1,7 @@
-"""Measures how fast this machine's memory can be read: the ceiling that every decode speed is reported against."""
+"""Measures this machine's ceilings: how fast its memory can be read, and how fast a GPU multiplies matrices.
+
+Every decode speed is reported against the first, and the speed at which prompts are read against the second.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 SIZE = {"cpu": 512 << 20, "cuda": 4 << 30}  # bytes: far past any cache
+SIDE = 8192  # of the matrices
 
 
 def memory_bandwidth(device: str, threads: int = 1, repeats: int = 5) -> float:
@@ -21,6 +25,18 @@ def memory_bandwidth(device: str, threads: int = 1, repeats: int = 5) -> float:
         if device == "cuda":
             torch.cuda.empty_cache()  # what is planned and measured after this finds the memory as it was
             torch.cuda.reset_peak_memory_stats()
+
+
+def matmul_rate(repeats: int = 20) -> float:
+    """Operations a second of a GPU, in bfloat16: so many matmuls in a row, as a prompt brings them."""
+    a, b = (torch.randn(SIDE, SIDE, device="cuda").bfloat16() for _ in range(2))
+    out = a @ b
+
+    def work() -> None:
+        for _ in range(repeats):
+            torch.mm(a, b, out=out)
+
+    return 2 * SIDE**3 * repeats / _best(work, "cuda", 2)
 
 
 def _measure(device: str, repeats: int) -> float:

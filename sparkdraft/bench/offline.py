@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from sparkdraft.bench.bandwidth import wait
+from sparkdraft.bench.bandwidth import matmul_rate, memory_bandwidth, wait
 from sparkdraft.bench.offline_throughput import throughput
 from sparkdraft.bench.profile import Parts, Profile, recorder, summary, timed_parts
 from sparkdraft.bench.synthetic import Acceptance, SyntheticLanes, SyntheticSampler
@@ -42,6 +42,19 @@ class Load:
     output_len: int
 
 
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What this machine was measured to do."""
+
+    bandwidth: float  # bytes of memory read a second
+    matmul: float | None  # operations a second, of a GPU
+
+    @staticmethod
+    def measure(device: str, threads: int) -> Ceilings:
+        matmul = matmul_rate() if device == "cuda" else None
+        return Ceilings(memory_bandwidth(device, threads), matmul)
+
+
 @dataclass(slots=True)
 class Pass:
     """One run of equal requests. Steps count while all of them decode."""
@@ -59,6 +72,7 @@ class Row:
     streams: int
     prompt_len: int
     prefill_tok_s: float
+    prefill_share: float | None  # of the rate of a matmul, on a GPU: operations of layers and attention
     decode_tok_s: float  # committed, all streams together
     step_ms: float  # plain steps are alike: their median. Drafted ones are not: their mean
     draft_ms: float  # the three parts of a step, in the shares that a pass with a wait at each border found
@@ -99,10 +113,10 @@ class Bench:
     """An engine under one load after the other."""
 
     def __init__(
-        self, engine: Engine, model: ModelConfig, bandwidth: float, acceptance: Acceptance | None = None
+        self, engine: Engine, model: ModelConfig, ceilings: Ceilings, acceptance: Acceptance | None = None
     ) -> None:
-        """bandwidth: bytes a second, as measured. acceptance: of drafts, instead of what the target says of them."""
-        self.engine, self.model, self.bandwidth, self.acceptance = engine, model, bandwidth, acceptance
+        """acceptance: of drafts, instead of what the target says of them."""
+        self.engine, self.model, self.ceilings, self.acceptance = engine, model, ceilings, acceptance
         self._sampler = SyntheticSampler.install(engine) if acceptance else None
         self._lanes = SyntheticLanes(engine.flight.lanes) if acceptance and engine.flight else None
 
@@ -248,12 +262,13 @@ class Bench:
         step = mean if measured.drafted else median
         tokens, timed_total = measured.tokens / len(measured.steps), sum(timed.steps)
         draft, target = parts.draft / timed_total * step, parts.target / timed_total * step
-        read = self.floor_bytes(load, measured.drafted)
-        floor = sum(read.values()) / self.bandwidth
+        read, matmul = self.floor_bytes(load, measured.drafted), self.ceilings.matmul
+        floor = sum(read.values()) / self.ceilings.bandwidth
         return Row(
             load.streams,
             load.prompt_len,
             prefill_tok_s=load.streams * load.prompt_len / measured.prefill,
+            prefill_share=self.prompt_operations(load) / measured.prefill / matmul if matmul else None,
             decode_tok_s=tokens / step,
             step_ms=step * 1e3,
             draft_ms=draft * 1e3,
@@ -270,6 +285,13 @@ class Bench:
             overall_tok_s=overall,
             profile=found.as_dict() if found else None,
         )
+
+    def prompt_operations(self, load: Load) -> float:
+        """Of all prompts: each row times the layers' weights, and its scores and sums over the keys before it."""
+        model, rows = self.model, load.streams * load.prompt_len
+        weights = model.num_parameters - model.hidden_size * model.vocab_size
+        keys = load.prompt_len / 2  # on average
+        return rows * (2.0 * weights + 4 * model.num_layers * model.num_heads * model.head_dim * keys)
 
     def floor_bytes(self, load: Load, drafted: float = 0.0) -> dict[str, float]:
         """What a step must read, by what it is; of the drafter's, the share of steps that draft. Heads count as read

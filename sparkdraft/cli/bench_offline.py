@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from sparkdraft.spec.config import DraftConfig
 
 HEADER = (
-    "streams  prompt  prefill tok/s  decode tok/s  step ms = draft + target +  rest  floor ms  of the floor  ids a step"
-    "  overall tok/s"
+    "streams  prompt  prefill tok/s  of matmul  decode tok/s  step ms = draft + target +  rest  floor ms  of the floor"
+    "  ids a step  overall tok/s"
 )
 LEGEND = (
     "draft: proposing; target: running and sampling, until ids are on the host; rest: all else, with what the drafter "
@@ -66,19 +66,19 @@ def run(args: Namespace) -> int:
     block = draft.block_size if draft else 16
     room = max(prompts) + args.output_len + 256 + 4 * block  # the first streams write on while the last prompts run
     args.kv_tokens = args.kv_tokens or max(streams) * room
-    from sparkdraft.bench.bandwidth import memory_bandwidth
-    from sparkdraft.bench.offline import Bench, Load
+    from sparkdraft.bench.offline import Bench, Ceilings, Load
     from sparkdraft.engine.devices import detect
 
     found = detect(EngineConfig(**engine_options(args)))
-    with loading("measuring the memory's speed"):
-        bandwidth = memory_bandwidth(found.device, args.threads or found.cores)
+    with loading("measuring this machine"):
+        ceilings = Ceilings.measure(found.device, args.threads or found.cores)
     engine, model, label = _engine(args, draft)
-    plan, bench = engine.plan, Bench(engine, model, bandwidth, acceptance)
+    plan, bench = engine.plan, Bench(engine, model, ceilings, acceptance)
     loads = [Load(n, prompt_len, args.output_len) for prompt_len, n in product(prompts, streams)]
     for load in loads:
         bench.check(load)
-    print(f"{label} on {plan.device}, {plan.dtype}; memory {bench.bandwidth / 1e9:.1f} GB/s measured")
+    matmul = f", matmul {ceilings.matmul / 1e12:.0f} TFLOP/s" if ceilings.matmul else ""
+    print(f"{label} on {plan.device}, {plan.dtype}; memory {ceilings.bandwidth / 1e9:.1f} GB/s{matmul} measured")
     if acceptance:
         print(f"SYNTHETIC ACCEPTANCE: {acceptance.describe()}")
     rows = _measure_all(bench, loads, args.profile)
@@ -86,7 +86,8 @@ def run(args: Namespace) -> int:
     if memory:
         print(memory.text())
     summary: dict[str, Any] = {"bench": "offline", "model": label, "device": plan.device, "dtype": plan.dtype}
-    summary |= {"bandwidth_gb_s": round(bench.bandwidth / 1e9, 1), "output_len": args.output_len}
+    summary |= {"bandwidth_gb_s": round(ceilings.bandwidth / 1e9, 1), "output_len": args.output_len}
+    summary["matmul_tflop_s"] = round(ceilings.matmul / 1e12, 1) if ceilings.matmul else None
     summary |= {"memory": memory.as_dict() if memory else None, "spec": args.spec}
     summary |= {"drafter": args.drafter_shape if draft else None, "synthetic": bool(acceptance)}
     if acceptance:
@@ -176,10 +177,11 @@ def _measure_all(bench: Bench, loads: list[Load], profiled: bool) -> list[Row]:
 
 
 def _line(row: Row) -> str:
+    matmul = "-" if row.prefill_share is None else f"{row.prefill_share:.0%}"
     overall = "-" if row.overall_tok_s is None else f"{row.overall_tok_s:.1f}"
     return (
-        f"{row.streams:7}  {row.prompt_len:6}  {row.prefill_tok_s:13.0f}  {row.decode_tok_s:12.1f}  {row.step_ms:7.2f}"
-        f"   {row.draft_ms:5.2f}   {row.target_ms:6.2f}   {row.rest_ms:5.2f}  {row.floor_ms:8.2f}"
+        f"{row.streams:7}  {row.prompt_len:6}  {row.prefill_tok_s:13.0f}  {matmul:>9}"
+        f"  {row.decode_tok_s:12.1f}  {row.step_ms:7.2f}   {row.draft_ms:5.2f}   {row.target_ms:6.2f}   {row.rest_ms:5.2f}  {row.floor_ms:8.2f}"
         f"  {row.share:12.0%}  {row.length:10.2f}  {overall:>13}"
     )
 

@@ -56,12 +56,13 @@ def scratch_bytes(
 ) -> int:
     """What a step needs: a layer's activations, what a drafter reads of them, and logits of the rows that are sampled.
 
-    Of a layer's activations each is counted: once they have been made, the allocator keeps the memory of all.
+    Of a layer's activations each is counted: once they have been made, the allocator keeps the memory of all. Logits of
+    drafted rows are counted twice: a step that is recorded has run once before.
     """
     heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim  # what attention reads, and its result
     width = 2 * model.hidden_size + heads + 3 * model.intermediate_size
     sampled = 4 * max_seqs  # the logits, and what filters them
     if draft:
         width += len(draft.taps) * model.hidden_size
-        sampled += max_seqs * (draft.block_size - 1)
+        sampled += 2 * max_seqs * (draft.block_size - 1)
     return max_rows * width * itemsize + sampled * model.vocab_size * 4

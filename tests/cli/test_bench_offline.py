@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sparkdraft.bench import bandwidth, shapes
-from sparkdraft.bench.offline import Bench, Load
+from sparkdraft.bench.offline import Bench, Ceilings, Load
 from sparkdraft.bench.profile import MOST, Parts, Span, find_gaps, most_expensive, recorder, summary, timed_parts
 from sparkdraft.bench.synthetic import Acceptance, SyntheticSampler
 from sparkdraft.cli.main import main
@@ -57,7 +57,7 @@ def toy_bench(acceptance: Acceptance | None, flies: bool = False) -> Bench:
     engine = build_engine(plan, config, TOY, target, shapes.SilentTokenizer(), source)
     if flies:
         engine.flight = Flight(engine.runner, engine.drafting.block, torch.device("cpu"))
-    return Bench(engine, TOY, 1e9, acceptance)
+    return Bench(engine, TOY, Ceilings(1e9, None), acceptance)
 
 
 # ---- the process

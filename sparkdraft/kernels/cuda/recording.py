@@ -1,6 +1,8 @@
 """A function's launches as a CUDA graph: recorded once, replayed by one launch.
 
-Inputs must live at fixed addresses and lengths be read on the device, as they are in all of these kernels.
+Inputs must live at fixed addresses and lengths be read on the device, as they are in all of these kernels. All
+recordings take their memory from one pool: what lies between their inputs and outputs is dead when a replay has ended,
+and replays follow each other.
 """
 
 from __future__ import annotations
@@ -8,9 +10,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
+
+
+_living: WeakSet[Recording] = WeakSet()
 
 
 @contextmanager
@@ -31,12 +37,14 @@ class Recording:
     def __init__(self, run: Callable[[], Tensor], beside: Recording | None = None) -> None:
         """run: has run before, which compiled and loaded what a capture may not; capturing it computes nothing.
 
-        beside: an earlier recording of the same owner, whose memory this one shares: only one replays at a time.
+        beside: an earlier recording of the same owner; here all share their memory, whoever owns them.
         """
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        with _no_garbage_collected(), torch.cuda.graph(self._graph, pool=beside._graph.pool() if beside else None):
+        other = next(iter(_living), None)
+        with _no_garbage_collected(), torch.cuda.graph(self._graph, pool=other._graph.pool() if other else None):
             self.output = run()
+        _living.add(self)
 
     def replay(self) -> Tensor:
         """The same launches on what the inputs hold now; returns the same tensor, filled anew."""

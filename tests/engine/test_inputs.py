@@ -1,0 +1,33 @@
+"""A step's integers: where rows stand, and what stands where a recording has room that a batch does not fill."""
+
+from __future__ import annotations
+
+from array import array
+
+import torch
+
+from sparkdraft.engine.inputs import Rows, StepInputs
+
+CPU = torch.device("cpu")
+
+
+def test_room_that_is_left_belongs_to_nobody_and_writes_nowhere() -> None:
+    inputs = StepInputs(max_rows=16, max_seqs=4, max_blocks=3, block_size=4, device=CPU)
+    full = Rows(list(range(100, 108)), 0, array("i", [7, 8]), 0, 8)
+    inputs.fill([full, full])  # what an earlier step has left behind
+    parts = [Rows([1, 2, 3, 4, 5], 2, array("i", [5, 6]), 4, 5), Rows([9], 3, array("i", [2]), 0, 1)]
+    assert inputs.fill(parts, seqs=4, rows=12) == 2
+    view = inputs.view(4, 12, 12)
+    assert view.query_start.tolist() == [0, 5, 6, 6, 6] and view.context_len.tolist() == [7, 4, 0, 0]
+    assert inputs.slots[:12].tolist() == [22, 23, 24, 25, 26, 11] + [-1] * 6
+    assert inputs.positions[:12].tolist() == [2, 3, 4, 5, 6, 3] + [0] * 6
+    assert inputs.token_ids[:12].tolist() == [1, 2, 3, 4, 5, 9] + [0] * 6
+    assert inputs.logit_rows[:4].tolist() == [4, 5, 0, 0]
+    assert view.block_tables[:2, 0].tolist() == [5, 2]
+
+
+def test_a_batch_that_fills_its_room_is_left_as_it_is() -> None:
+    inputs = StepInputs(max_rows=8, max_seqs=2, max_blocks=1, block_size=8, device=CPU)
+    assert inputs.fill([Rows([1, 2], 0, array("i", [0]), 0, 2), Rows([3], 5, array("i", [1]), 0, 1)], 2, 3) == 3
+    assert inputs.query_start.tolist() == [0, 2, 3] and inputs.slots[:3].tolist() == [0, 1, 13]
+    assert inputs.logit_rows[:3].tolist() == [0, 1, 2]
