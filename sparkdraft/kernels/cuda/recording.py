@@ -15,7 +15,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-
 _living: WeakSet[Recording] = WeakSet()
 
 
