@@ -180,8 +180,8 @@ def _line(row: Row) -> str:
     matmul = "-" if row.prefill_share is None else f"{row.prefill_share:.0%}"
     overall = "-" if row.overall_tok_s is None else f"{row.overall_tok_s:.1f}"
     return (
-        f"{row.streams:7}  {row.prompt_len:6}  {row.prefill_tok_s:13.0f}  {matmul:>9}"
-        f"  {row.decode_tok_s:12.1f}  {row.step_ms:7.2f}   {row.draft_ms:5.2f}   {row.target_ms:6.2f}   {row.rest_ms:5.2f}"
+        f"{row.streams:7}  {row.prompt_len:6}  {row.prefill_tok_s:13.0f}  {matmul:>9}  {row.decode_tok_s:12.1f}"
+        f"  {row.step_ms:7.2f}   {row.draft_ms:5.2f}   {row.target_ms:6.2f}   {row.rest_ms:5.2f}"
         f"  {row.floor_ms:8.2f}  {row.share:12.0%}  {row.length:10.2f}  {overall:>13}"
     )
 

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from sparkdraft.kernels.turboquant.layout import SCALE_BYTES, block_width, plane_bytes
-from sparkdraft.kernels.turboquant.vectors import VectorFormat
+from sparkdraft.kernels.turboquant.vectors import Encoded, VectorFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +58,43 @@ class CodedLayer:
     exact_of: Tensor | None  # int32 [blocks]
     first: int = 0  # positions from the beginning, and
     recent: int = 0  # from each row back, itself included, that are read exactly
+
+    @classmethod
+    def make(
+        cls,
+        num_blocks: int,
+        num_kv_heads: int,
+        block_size: int,
+        keys: VectorFormat,
+        values: VectorFormat,
+        centre: Tensor | None = None,
+        num_pages: int = 0,
+        page_dtype: torch.dtype = torch.float16,
+        exact_of: Tensor | None = None,  # one for all layers: a block has its page in each of them
+        first: int = 0,
+        recent: int = 0,
+    ) -> CodedLayer:
+        """All of it zeros, on the device of the formats' tables. Without exact_of there are no pages."""
+        assert exact_of is not None or not (first or recent), "exact rows need pages, and a map to find them by"
+        layout = RecordLayout(block_size, keys.dim, keys.bits, values.bits)
+        device = keys.levels.device
+        records = torch.zeros(num_blocks, num_kv_heads, layout.nbytes, dtype=torch.uint8, device=device)
+        shape = (num_pages, 2, num_kv_heads, block_size, keys.dim)
+        pages = None if exact_of is None else torch.zeros(shape, dtype=page_dtype, device=device)
+        return cls(layout, records, keys, values, centre, pages, exact_of, first, recent)
+
+
+def planes(layer: CodedLayer) -> tuple[Encoded, Encoded]:
+    """Its keys and its values, of [blocks, kv_heads, block_size, dim]: views of the records, to be read and written."""
+    layout = layer.layout
+    views = [
+        layer.records[..., start : start + layout.block_size * width].unflatten(-1, (layout.block_size, width))
+        for start, width in zip(layout.offsets, layout.planes, strict=True)
+    ]
+    # Every dim is a multiple of 16, so that planes are of whole pairs of bytes and no scale lies at an odd one.
+    *codes, key_scale, value_scale = views
+    split = len(plane_bytes(layout.dim, layout.key_bits))
+    return (
+        Encoded(tuple(codes[:split]), key_scale.view(torch.float16)),
+        Encoded(tuple(codes[split:]), value_scale.view(torch.float16)),
+    )

@@ -54,8 +54,15 @@ class VectorFormat:
 
     def encode(self, x: Tensor, centre: Tensor | None = None) -> Encoded:
         """x: [..., dim]; centre: whatever broadcasts to it, such as [kv_heads, dim] for keys [rows, kv_heads, dim]."""
+        return self.encode_rotated(self.rotate(x, centre))
+
+    def rotate(self, x: Tensor, centre: Tensor | None = None) -> Tensor:  # [..., dim] -> [..., dim]
+        """What is rounded to codes, in float32 or better: exact rows beside codes are kept like this too."""
         wide = x if x.dtype == torch.float64 else x.float()
-        y = self._blocks(self.rotation.forward(wide if centre is None else wide - centre))
+        return self.rotation.forward(wide if centre is None else wide - centre)
+
+    def encode_rotated(self, rotated: Tensor) -> Encoded:
+        y = self._blocks(rotated)
         length = y.norm(dim=-1, keepdim=True)  # [..., blocks, 1]
         unit = y / length.where(length > 0, 1)
         codes = torch.bucketize(unit, self._thresholds.to(unit.dtype))
