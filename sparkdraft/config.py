@@ -11,6 +11,7 @@ from sparkdraft.core import UserError
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "quantised", "float32", "bfloat16")
+KV_FORMATS = ("exact", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class EngineConfig:
     max_model_len: int = 0  # tokens of prompt and output together; 0: what the model was made for
     max_seqs: int = 0  # requests that run at once
     max_rows: int = 0  # rows a step: prompt chunks and decode rows together
+    kv: str = "exact"  # how keys and values are kept: as they are computed, or in 8 bits
     kv_tokens: int = 0  # size of the KV cache; 0: what fits
     memory_fraction: float = 0.85  # of the free memory, for weights and KV together
     block_size: int = 16
@@ -37,7 +39,7 @@ class EngineConfig:
         return {"auto": None, "off": 0}[self.spec] if self.spec in ("auto", "off") else int(self.spec)
 
     def __post_init__(self) -> None:
-        for name, allowed in (("device", DEVICES), ("dtype", DTYPES)):
+        for name, allowed in (("device", DEVICES), ("dtype", DTYPES), ("kv", KV_FORMATS)):
             value = getattr(self, name)
             if value not in allowed:
                 raise UserError(f"{name} is '{value}'; it must be one of {', '.join(allowed)}")

@@ -297,15 +297,15 @@ class Bench:
         """What a step must read, by what it is; of the drafter's, the share of steps that draft. Heads count as read
         by both: a drafter's pass is over before the target's begins."""
         runner, block = self.engine.runner, self.engine.drafting.block
-        rows, itemsize = load.streams * (load.prompt_len + load.output_len // 2), runner.kv.k.element_size()
+        rows = load.streams * (load.prompt_len + load.output_len // 2)
         read: dict[str, float] = {"target": runner.model.nbytes}
-        read["target_kv"] = rows * kv_bytes_per_token(self.model, itemsize)
+        read["target_kv"] = rows * kv_bytes_per_token(self.model, runner.kv.k.element_size())
         if block and drafted:
             drafter = block.drafter
             assert isinstance(drafter, DFlash), f"what does a step of {drafter.caps.name} read?"
             read["drafter"] = drafted * drafter.nbytes
             read["drafter_observes"] = drafted * (drafter.fc.nbytes + drafter.context_kv.nbytes)
-            read["drafter_kv"] = drafted * rows * kv_bytes_per_token(drafter.draft.model, itemsize)
+            read["drafter_kv"] = drafted * rows * kv_bytes_per_token(drafter.draft.model, drafter.kv.k.element_size())
         return read
 
 

@@ -19,6 +19,7 @@ ENGINE_FLAGS = {
     "max_model_len": "longest prompt and output together, in tokens (0: what the model was made for)",
     "max_seqs": "requests that run at once (0: automatic)",
     "max_rows": "rows of a step, prompt chunks and decode rows together (0: automatic)",
+    "kv": "how keys and values are kept: exact, or fp8 (half the memory, on a GPU)",
     "kv_tokens": "size of the KV cache in tokens (0: what fits)",
     "threads": "CPU threads (0: the cores this process may use)",
     "spec": "drafts a step: auto chooses every step, off never drafts, a number is fixed",

@@ -84,11 +84,12 @@ def build_engine(
         block = None
         if drafter:
             own = Loader(drafter.source, device, dtype, pack)
-            own_kv = _kv(drafter.config.model, plan, dtype, device, ops)
+            own_kv = _kv(drafter.config.model, plan, dtype, device, ops)  # exact, whatever the target's is
             made = build_dflash(drafter.config, own, ops, model, plan.max_model_len, own_kv)
             block = BlockDraft(made, plan, device, ops)
         drafting = Drafting(plan.max_model_len, block, config.ngram and config.spec != "off", config.num_draft)
-        kv = _kv(model_config, plan, dtype, device, ops, most_query=1 + drafting.max_depth)
+        kv_dtype = torch.float8_e4m3fn if plan.kv == "fp8" else dtype
+        kv = _kv(model_config, plan, kv_dtype, device, ops, most_query=1 + drafting.max_depth)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading took for a while is not the engine's
     plan.fallbacks.extend(Fallback("a float32 matrix among quantised ones", note) for note in loader.notes)

@@ -17,4 +17,5 @@ def detect(config: EngineConfig) -> Hardware:
     if config.device == "cpu" or not has_gpu:
         return hardware.cpu()
     free, _ = torch.cuda.mem_get_info()
-    return Hardware("cuda", torch.cuda.get_device_name(), hardware.usable_cores(), free)
+    name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    return Hardware("cuda", name, hardware.usable_cores(), free, capability)

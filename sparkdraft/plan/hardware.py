@@ -16,6 +16,7 @@ class Hardware:
     name: str
     cores: int  # CPU cores this process may use
     free_bytes: int  # of the memory that weights and KV will live in
+    capability: tuple[int, int] = (0, 0)  # of a GPU
 
 
 def usable_cores() -> int:

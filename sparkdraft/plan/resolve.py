@@ -16,7 +16,8 @@ from sparkdraft.plan.memory import MemoryPlan, drafter_bytes, kv_bytes_per_token
 from sparkdraft.spec.config import DraftConfig
 
 CPU_KV_BYTES = 1 << 30  # a CPU's cache is memory that others want too; raise it with kv_tokens
-KV_ITEMSIZE = {"quantised": 4, "float32": 4, "bfloat16": 2}
+ITEMSIZE = {"quantised": 4, "float32": 4, "bfloat16": 2}  # of activations, and of keys and values as they are computed
+FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert to it and back
 WEIGHT_ITEMSIZE = {"quantised": 1.07, "float32": 4.0, "bfloat16": 2.0}  # quantised: at most 8 bits and a scale
 
 
@@ -35,6 +36,7 @@ class Plan:
     max_model_len: int
     max_seqs: int
     max_rows: int
+    kv: str  # "exact" or "fp8"
     block_size: int
     num_blocks: int
     prefix_cache: bool
@@ -46,7 +48,7 @@ class Plan:
         lines = [
             f"{self.device}, {self.dtype} weights, {self.kernels} kernels, {self.threads} threads",
             f"context {self.max_model_len} tokens, {self.max_seqs} requests at once, {self.max_rows} rows a step",
-            f"KV cache {self.num_blocks * self.block_size} tokens in blocks of {self.block_size}",
+            f"KV cache {self.num_blocks * self.block_size} tokens in blocks of {self.block_size}, {self.kv}",
             self.memory.table(),
         ]
         return "\n".join(lines + [f"fallback {f.name}: {f.reason}" for f in self.fallbacks])
@@ -72,13 +74,14 @@ def resolve(
     max_rows = config.max_rows or (512 if on_cpu else 8192)
     if max_rows < max_seqs:
         raise UserError(f"max_rows is {max_rows}, below max_seqs ({max_seqs}); every request needs a row a step")
-    kv_itemsize = KV_ITEMSIZE[dtype]
+    itemsize = ITEMSIZE[dtype]
+    _check_kv(config, hardware, dtype)
     weights = weight_bytes(model, WEIGHT_ITEMSIZE[dtype])
-    scratch = scratch_bytes(model, max_rows, max_seqs, kv_itemsize, drafter)
-    per_token = kv_bytes_per_token(model, kv_itemsize)
+    scratch = scratch_bytes(model, max_rows, max_seqs, itemsize, drafter)
+    per_token = kv_bytes_per_token(model, 1 if config.kv == "fp8" else itemsize)
     if drafter:
         weights += drafter_bytes(drafter, WEIGHT_ITEMSIZE[dtype])
-        per_token += kv_bytes_per_token(drafter.model, kv_itemsize)
+        per_token += kv_bytes_per_token(drafter.model, itemsize)  # always exact
     per_block = per_token * config.block_size
     num_blocks, max_model_len = _num_blocks(config, hardware, weights + scratch, per_block, max_model_len, max_seqs)
     return Plan(
@@ -89,6 +92,7 @@ def resolve(
         max_model_len=max_model_len,
         max_seqs=max_seqs,
         max_rows=max_rows,
+        kv=config.kv,
         block_size=config.block_size,
         num_blocks=num_blocks,
         prefix_cache=config.prefix_cache,
@@ -111,6 +115,16 @@ def _dtype(config: EngineConfig, hardware: Hardware, native_problem: str | None,
         fallbacks.append(Fallback("float32 instead of quantised weights", native_problem))
         return "float32"
     return "quantised" if config.dtype == "auto" else config.dtype
+
+
+def _check_kv(config: EngineConfig, hardware: Hardware, dtype: str) -> None:
+    if config.kv == "exact":
+        return
+    if dtype == "quantised":
+        raise UserError(f"kv {config.kv} is not for the CPU kernels; on a CPU keep it exact, or ask for dtype float32")
+    if hardware.device == "cuda" and hardware.capability < FP8_CAPABILITY:
+        has, needs = (".".join(map(str, c)) for c in (hardware.capability, FP8_CAPABILITY))
+        raise UserError(f"kv fp8 needs a GPU of compute capability {needs}; {hardware.name} has {has}: keep it exact")
 
 
 def _num_blocks(

@@ -19,7 +19,17 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 from sparkdraft.kernels import cuda, reference  # noqa: E402
 from sparkdraft.kernels.cuda import attention, elementwise  # noqa: E402
 from sparkdraft.kernels.view import AttentionView  # noqa: E402
-from tests.kernels.triton_device import DEVICE, DTYPES, INTERPRET, gpu, integers, no_interpreter, poisoned_empty, randn  # noqa: E402
+from tests.kernels.triton_device import (  # noqa: E402
+    DEVICE,
+    DTYPES,
+    INTERPRET,
+    gpu,
+    gpu_only,
+    integers,
+    no_interpreter,
+    poisoned_empty,
+    randn,
+)
 
 __all__ = ["poisoned_empty"]  # a fixture that every test here takes
 
@@ -202,6 +212,19 @@ def test_attention_of_every_head_shape(heads: int, kv_heads: int, head_dim: int)
 )
 def test_windows_and_full_attention(queries: list[int], contexts: list[int], window: int, causal: bool) -> None:
     check_attention(*make_batch(queries, contexts, 4, 2, 64, DTYPES[0]), causal, window)
+
+
+@gpu_only
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("queries, contexts", [([1, 1], [300, 17]), ([16, 5], [700, 40]), ([130], [333])])
+def test_keys_and_values_of_eight_bits(queries: list[int], contexts: list[int], dtype: torch.dtype) -> None:
+    q, k, v, view = make_batch(queries, contexts, 32, 8, 128, dtype)
+    check_attention(q, k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn), view)
+    rows = randn(9, 2, 64, dtype=dtype) * 100  # past what eight bits hold
+    caches, expected = ([torch.zeros(4, 2, 16, 64, device=DEVICE).to(torch.float8_e4m3fn) for _ in "kv"] for _ in "ab")
+    for module, cache in ((cuda, caches), (reference, expected)):
+        module.kv_write(rows, rows + 1, *cache, integers([0, 3, 17, 31, 40, -1, 63, 62, 5]))
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(caches, expected, strict=True))
 
 
 @gpu

@@ -189,6 +189,7 @@ def test_overlapped_launches_in_a_graph_equal_launches_one_by_one(rows: int, mon
 
 LIMIT = {90: 227 << 10, 121: 99 << 10}  # bytes of shared memory a block may take
 TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+TYPES[torch.float8_e4m3fn] = "fp8e4nv"
 Launch = tuple[object, tuple[object, ...], dict[str, object]]
 
 
@@ -255,10 +256,13 @@ def decode_step(rows: int, heads: int, kv_heads: int, dim: int, most: int) -> No
     cuda.qk_norm_rope(qkv, positions, table, heads, kv_heads, norm, norm, 1e-6)
     k, v = qkv.view(seqs * rows, -1, dim)[:, heads:].split(kv_heads, dim=1)
     cuda.kv_write(k, v, *caches, slots)
+    eight = [cache.to(torch.float8_e4m3fn) for cache in caches]
+    cuda.rope_write(qkv, positions, table, heads, kv_heads, norm, norm, 1e-6, *eight, slots)
     q = qkv[:, : heads * dim].view(-1, heads, dim)
     view = AttentionView(ints(seqs + 1), context, tables, rows, 4096)
     for causal, window in ((True, 0), (False, 0), (False, 512)):
         cuda.paged_attention(q, *caches, view, 0.1, causal, window, most)
+    cuda.paged_attention(q, *eight, view, 0.1, True, 0, most)
     cuda.silu_mul(made(seqs * rows, 3072))
     cuda.tap(made(seqs * rows, 576), made(seqs * rows, 5, 576), 2, positions)
     cuda.tap(made(seqs, 576), made(seqs, 16, 5, 576), 2, positions)

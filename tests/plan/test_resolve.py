@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from sparkdraft.bench.shapes import SHAPES
+from sparkdraft.bench.shapes import SHAPES, drafter_shape
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.plan.hardware import Hardware
@@ -14,7 +14,7 @@ from sparkdraft.plan.memory import kv_bytes_per_token
 from sparkdraft.plan.resolve import resolve
 
 LAPTOP = Hardware("cpu", "a laptop", 8, 12 << 30)
-SPARK = Hardware("cuda", "GB10", 20, 110 << 30)
+SPARK = Hardware("cuda", "GB10", 20, 110 << 30, (12, 1))
 SMALL, LARGE = SHAPES["smollm2-135m"], SHAPES["qwen3-8b"]
 
 
@@ -42,6 +42,15 @@ def test_a_gpu_gets_bfloat16_and_the_memory_that_is_left() -> None:
     assert plan.memory.kv == plan.num_blocks * 16 * kv_bytes_per_token(LARGE, 2)
 
 
+def test_fp8_holds_twice_the_tokens_and_leaves_the_drafter_exact() -> None:
+    draft = drafter_shape("dflash-5x", LARGE)
+    plans = [resolve(EngineConfig(kv=kv), LARGE, SPARK, drafter=d) for kv in ("exact", "fp8") for d in (None, draft)]
+    exact, exact_drafts, fp8, fp8_drafts = (plan.num_blocks for plan in plans)
+    assert fp8 == pytest.approx(2 * exact, rel=1e-3)
+    target, own = (kv_bytes_per_token(m, 1) for m in (LARGE, draft.model))
+    assert fp8_drafts / exact_drafts == pytest.approx(2 * (target + own) / (target + 2 * own), rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("config", "hardware", "words"),
     [
@@ -52,6 +61,8 @@ def test_a_gpu_gets_bfloat16_and_the_memory_that_is_left() -> None:
         (EngineConfig(), replace(SPARK, free_bytes=8 << 30), "does not fit"),
         (EngineConfig(kv_tokens=10**8), SPARK, "ask for .* or fewer"),
         (EngineConfig(kv_tokens=100, max_model_len=200), SPARK, "KV cache holds 112"),
+        (EngineConfig(kv="fp8"), LAPTOP, "kv fp8 is not for the CPU kernels"),
+        (EngineConfig(kv="fp8"), replace(SPARK, capability=(8, 6)), "capability 8.9; GB10 has 8.6"),
     ],
 )
 def test_what_can_not_run_is_refused_with_its_sums(config: EngineConfig, hardware: Hardware, words: str) -> None:

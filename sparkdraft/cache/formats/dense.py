@@ -1,4 +1,4 @@
-"""Keys and values kept as they are computed, one tensor each a layer, in blocks of `block_size` positions.
+"""Keys and values kept as they are computed, or rounded to 8 bits, one tensor each a layer, in blocks of positions.
 
 Inside a block every head's rows lie together, so a kernel reads one contiguous tile a (block, head). Token-local: a
 row's K/V depend on that row alone, so rollback is a shorter length and a prefix block is complete by itself.
