@@ -18,6 +18,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels import cuda, reference  # noqa: E402
 from sparkdraft.kernels.cuda import attention, elementwise  # noqa: E402
+from sparkdraft.kernels.cuda.argmax import argmax as cuda_argmax  # noqa: E402
 from sparkdraft.kernels.view import AttentionView  # noqa: E402
 from tests.kernels.triton_device import (  # noqa: E402
     DEVICE,
@@ -93,6 +94,20 @@ def test_silu_mul(rows: int, inter: int, dtype: torch.dtype) -> None:
     gate_up = randn(rows, 2 * inter, dtype=dtype)
     gate_up[0, 0] = -100.0  # exp(100) overflows float32 on its way to zero
     assert_close(cuda.silu_mul(gate_up), reference.silu_mul(gate_up.float()), dtype)
+
+
+@gpu
+@pytest.mark.parametrize("vocab", [3, 100, 40000] + [151936] * (not INTERPRET))
+def test_argmax_of_many_rows(vocab: int) -> None:
+    logits = randn(6, vocab + 5)[:, :vocab]  # strided rows
+    logits[1, vocab // 2] = logits[1, vocab - 1] = logits[1].max() + 1  # a tie between parts
+    logits[2, :2] = 9.0  # and within one
+    logits[3, 1] = float("nan")
+    logits[4] = float("-inf")
+    logits[5] = float("nan")
+    got = cuda_argmax(logits)
+    expected = logits.nan_to_num(float("-inf"), neginf=float("-inf")).cpu().numpy().argmax(1).tolist()
+    assert got.dtype == torch.int64 and got.tolist()[:4] == expected[:4] and got.tolist()[4:] == [0, 0]
 
 
 @gpu

@@ -18,7 +18,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels import cuda, reference  # noqa: E402
-from sparkdraft.kernels.cuda import attention, elementwise, pdl, stepping  # noqa: E402
+from sparkdraft.kernels.cuda import argmax, attention, elementwise, pdl, stepping  # noqa: E402
 from sparkdraft.kernels.view import AttentionView  # noqa: E402
 from tests.kernels.triton_device import DTYPES, gpu, gpu_only, integers, no_interpreter, poisoned_empty, randn  # noqa: E402
 
@@ -198,7 +198,7 @@ def captured_launches(monkeypatch: pytest.MonkeyPatch, capability: int, step: Ca
     found: list[Launch] = []
     monkeypatch.undo()  # tensors without memory want the real torch.empty
     with monkeypatch.context() as patch:
-        for module in (attention, elementwise, stepping):
+        for module in (argmax, attention, elementwise, stepping):
             patch.setattr(module, "run", lambda kernel, grid, *a, **options: found.append((kernel, a, options)))
         sms = {90: 132, 121: 48}[capability]
         patch.setattr(attention, "_gpu", lambda device: attention.Gpu(sms, capability == 90))
@@ -264,6 +264,7 @@ def decode_step(rows: int, heads: int, kv_heads: int, dim: int, most: int) -> No
         cuda.paged_attention(q, *caches, view, 0.1, causal, window, most)
     cuda.paged_attention(q, *eight, view, 0.1, True, 0, most)
     cuda.silu_mul(made(seqs * rows, 3072))
+    argmax.argmax(made(seqs * rows, 40000, dtype=torch.float32))
     cuda.tap(made(seqs * rows, 576), made(seqs * rows, 5, 576), 2, positions)
     cuda.tap(made(seqs, 576), made(seqs, 16, 5, 576), 2, positions)
     cuda.settle(drafts, ints(seqs, rows), lanes[2], lanes[0], lanes[1], lanes[3], slots)
@@ -307,7 +308,8 @@ def test_every_kernel_of_a_decode_step_compiles_and_waits(
     launches = captured_launches(monkeypatch, capability, lambda: decode_step(rows, heads, kv_heads, dim, 16))
     names = [kernel.__name__ for kernel, _, _ in launches]
     assert set(names) == {
-        "_lay_out", "_rms_norm", "_qk_norm_rope", "_kv_write", "_attend", "_join", "_silu_mul", "_tap", "_settle"
+        "_lay_out", "_rms_norm", "_qk_norm_rope", "_kv_write", "_attend", "_join", "_silu_mul", "_tap", "_settle",
+        "_best_of_part", "_best_of_row"
     }  # fmt: skip
     for launch in launches:
         compiled, signature = compile_launch(capability, launch)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.kernels.cuda import few_rows
+from sparkdraft.kernels.cuda.argmax import argmax
 from sparkdraft.kernels.cuda.elementwise import rms_norm, silu_mul
 from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.weights.linear import DenseLinear, Linear
@@ -44,7 +45,7 @@ def norm_logits(normed: Normed, head: Linear) -> Tensor:  # float32 [rows, vocab
 def norm_argmax(normed: Normed, head: Linear) -> Tensor:  # int64 [rows]
     if (few := _few(normed.x, head)) and few.bias is None:
         return few_rows.norm_argmax(normed, few.weight)
-    return norm_logits(normed, head).argmax(-1)
+    return argmax(norm_logits(normed, head))
 
 
 def add_linear(residual: Tensor, x: Tensor, matrix: Linear, then: Norm) -> Normed:
