@@ -8,10 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sparkdraft.core import UserError
+from sparkdraft.kernels.turboquant.layout import check_bits
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "quantised", "float32", "bfloat16")
-KV_FORMATS = ("exact", "fp8")
+KV_FORMATS = ("exact", "fp8", "turboquant")
+TQ_MODES = ("off", "hybrid", "full_tq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,12 @@ class EngineConfig:
     max_model_len: int = 0  # tokens of prompt and output together; 0: what the model was made for
     max_seqs: int = 0  # requests that run at once
     max_rows: int = 0  # rows a step: prompt chunks and decode rows together
-    kv: str = "exact"  # how keys and values are kept: as they are computed, or in 8 bits
+    kv: str = "exact"  # how keys and values are kept: as they are computed, in 8 bits, or in about 4
+    tq_mode: str = "hybrid"  # of turboquant: the last tokens exact, all coded (full_tq), or off, which is exact
+    tq_key_bits: int = 4
+    tq_value_bits: int = 3
+    tq_ring_capacity: int = 128  # the last tokens that stay exact
+    tq_initial_layers: int = 0  # first layers that get one more key bit
     kv_tokens: int = 0  # size of the KV cache; 0: what fits
     memory_fraction: float = 0.85  # of the free memory, for weights and KV together
     block_size: int = 16
@@ -39,7 +46,7 @@ class EngineConfig:
         return {"auto": None, "off": 0}[self.spec] if self.spec in ("auto", "off") else int(self.spec)
 
     def __post_init__(self) -> None:
-        for name, allowed in (("device", DEVICES), ("dtype", DTYPES), ("kv", KV_FORMATS)):
+        for name, allowed in (("device", DEVICES), ("dtype", DTYPES), ("kv", KV_FORMATS), ("tq_mode", TQ_MODES)):
             value = getattr(self, name)
             if value not in allowed:
                 raise UserError(f"{name} is '{value}'; it must be one of {', '.join(allowed)}")
@@ -50,5 +57,11 @@ class EngineConfig:
             raise UserError(f"memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1")
         if self.spec not in ("auto", "off") and not self.spec.isdecimal():
             raise UserError(f"spec is '{self.spec}'; it must be auto, off or a number of drafts")
+        check_bits(self.tq_key_bits, "tq_key_bits")
+        check_bits(self.tq_value_bits, "tq_value_bits")
+        if self.tq_ring_capacity < 1:
+            raise UserError(f"tq_ring_capacity is {self.tq_ring_capacity}; it must be 1 or more, or the mode full_tq")
+        if self.tq_initial_layers < 0:
+            raise UserError(f"tq_initial_layers is {self.tq_initial_layers}; it must be 0 or more")
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise UserError(f"block_size is {self.block_size}; it must be a power of two")

@@ -12,6 +12,8 @@ NO_TORCH = [
     "config",
     "plan",
     "cache.blocks",
+    "cache.exact",
+    "cache.exact_rows",
     "cache.prefix",
     "engine.scheduler",
     "models.config",

@@ -26,7 +26,7 @@ from sparkdraft.bench.synthetic import Acceptance, SyntheticLanes, SyntheticSamp
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.engine.engine import Engine
 from sparkdraft.models.config import ModelConfig
-from sparkdraft.plan.memory import MemoryPlan, kv_bytes_per_token
+from sparkdraft.plan.memory import MemoryPlan
 from sparkdraft.spec.dflash import DFlash
 
 WARM_STEPS = 8  # of plain decoding: kernels are compiled, the one shape is recorded
@@ -299,13 +299,13 @@ class Bench:
         runner, block = self.engine.runner, self.engine.drafting.block
         rows = load.streams * (load.prompt_len + load.output_len // 2)
         read: dict[str, float] = {"target": runner.model.nbytes}
-        read["target_kv"] = rows * kv_bytes_per_token(self.model, runner.kv.k.element_size())
+        read["target_kv"] = rows * runner.kv.bytes_per_token
         if block and drafted:
             drafter = block.drafter
             assert isinstance(drafter, DFlash), f"what does a step of {drafter.caps.name} read?"
             read["drafter"] = drafted * drafter.nbytes
             read["drafter_observes"] = drafted * (drafter.fc.nbytes + drafter.context_kv.nbytes)
-            read["drafter_kv"] = drafted * rows * kv_bytes_per_token(drafter.draft.model, drafter.kv.k.element_size())
+            read["drafter_kv"] = drafted * rows * drafter.kv.bytes_per_token
         return read
 
 

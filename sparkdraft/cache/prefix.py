@@ -8,7 +8,7 @@ them out again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sparkdraft.cache.blocks import BlockPool
 
@@ -23,6 +23,7 @@ class PrefixCache:
         self._entries: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # -> (key, block)
         self._name_of: dict[int, tuple[int, tuple[int, ...]]] = {}  # block -> its name in _entries
         self._next_key = ROOT + 1
+        self.prefers: Callable[[int, int], bool] = lambda block, other: False  # whether a twin is the better to find
         pool.on_reuse = self._forget
 
     def lookup(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -46,11 +47,15 @@ class PrefixCache:
 
     def insert(self, parent: int, ids: Sequence[int], block: int) -> int:
         """Remember one full block of committed rows; returns its key. A twin computed at the same time keeps the first
-        block's name, and its own block stays private."""
+        block's name, and its own block stays private, unless it is preferred: then the first's does."""
         name = (parent, tuple(ids))
         entry = self._entries.get(name)
         if entry is not None:
-            return entry[0]
+            key, first = entry
+            if self.prefers(block, first):
+                del self._name_of[first]
+                self._entries[name], self._name_of[block] = (key, block), name
+            return key
         key, self._next_key = self._next_key, self._next_key + 1
         if self.enabled:
             self._entries[name] = (key, block)

@@ -12,7 +12,9 @@ from types import ModuleType
 import torch
 
 from sparkdraft import kernels
+from sparkdraft.cache.formats import KVFormat
 from sparkdraft.cache.formats.dense import DenseKV
+from sparkdraft.cache.formats.turboquant import TurboQuantKV
 from sparkdraft.config import EngineConfig
 from sparkdraft.engine.blockdraft import BlockDraft
 from sparkdraft.engine.devices import detect
@@ -88,8 +90,7 @@ def build_engine(
             made = build_dflash(drafter.config, own, ops, model, plan.max_model_len, own_kv)
             block = BlockDraft(made, plan, device, ops)
         drafting = Drafting(plan.max_model_len, block, config.ngram and config.spec != "off", config.num_draft)
-        kv_dtype = torch.float8_e4m3fn if plan.kv == "fp8" else dtype
-        kv = _kv(model_config, plan, kv_dtype, device, ops, most_query=1 + drafting.max_depth)
+        kv = _target_kv(model_config, plan, dtype, device, ops, 1 + drafting.max_depth)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading took for a while is not the engine's
     plan.fallbacks.extend(Fallback("a float32 matrix among quantised ones", note) for note in loader.notes)
@@ -97,6 +98,17 @@ def build_engine(
     sampler = Sampler(model_config.vocab_size, tokenizer.eos_ids, device, ops)
     flight = Flight(runner, block, device) if plan.graphs and plan.device == "cuda" else None
     return Engine(plan, runner, sampler, tokenizer, drafting, flight)
+
+
+def _target_kv(
+    model: ModelConfig, plan: Plan, dtype: torch.dtype, device: torch.device, ops: ModuleType, most_query: int
+) -> KVFormat:
+    if coded := plan.coded:
+        heads, blocks = (model.num_kv_heads, model.head_dim), (plan.num_blocks, plan.block_size)
+        exact = (coded.first, coded.recent, coded.pages)
+        return TurboQuantKV(coded.key_bits, coded.value_bits, *heads, *blocks, exact, device, ops, most_query)
+    kept = torch.float8_e4m3fn if plan.kv == "fp8" else dtype
+    return _kv(model, plan, kept, device, ops, most_query)
 
 
 def _kv(

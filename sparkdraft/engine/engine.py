@@ -14,6 +14,8 @@ from itertools import count
 import torch
 
 from sparkdraft.cache.blocks import BlockPool
+from sparkdraft.cache.exact import ExactPages
+from sparkdraft.cache.exact_rows import ExactRows
 from sparkdraft.cache.prefix import PrefixCache
 from sparkdraft.core import Batch, FinishReason, Request, SamplingParams, StepOutput, UserError
 from sparkdraft.engine.accept import committed
@@ -23,7 +25,7 @@ from sparkdraft.engine.output import Output
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow
 from sparkdraft.engine.scheduler import Scheduler
-from sparkdraft.plan.resolve import Plan
+from sparkdraft.plan.resolve import MOST_AHEAD, Plan
 from sparkdraft.text.grammar import GrammarCompiler
 from sparkdraft.text.tokenizer import Vocabulary
 
@@ -46,7 +48,11 @@ class Engine:
         self.grammars = GrammarCompiler(tokenizer, sampler.vocab_size)
         self.pool = BlockPool(plan.num_blocks)
         prefix = PrefixCache(self.pool, plan.block_size, plan.prefix_cache)
-        self.scheduler = Scheduler(self.pool, prefix, plan.max_seqs, plan.max_rows, drafting.lookahead)
+        exact = None
+        if plan.coded and plan.coded.is_hybrid:
+            pages = ExactPages(plan.coded.pages)
+            exact = ExactRows(pages, plan.block_size, plan.coded.first, plan.coded.recent, MOST_AHEAD)
+        self.scheduler = Scheduler(self.pool, prefix, plan.max_seqs, plan.max_rows, drafting.lookahead, exact)
         self._outputs: dict[Request, Output] = {}
         self._by_id: dict[str, list[Request]] = {}
         self._ended: list[StepOutput] = []  # aborted or landed since the last step
@@ -97,6 +103,7 @@ class Engine:
         batch = self.scheduler.schedule(depths)
         if not batch.work:
             return self._take_ended()
+        self._send_pages()
         self.drafting.propose(batch)
         self._cut_drafts(batch)
         drafted = time.perf_counter()
@@ -134,6 +141,7 @@ class Engine:
 
     def _fly(self, flight: Flight, depths: dict[Request, int]) -> list[StepOutput]:
         """Launch a step, then read the one before."""
+        self._send_pages()
         flight.launch(self.scheduler.running, [depths.get(r, 0) for r in self.scheduler.running])
         outputs = self._take_ended()
         if flight.in_air == AHEAD:
@@ -175,6 +183,11 @@ class Engine:
         return outputs
 
     # ---- the parts
+
+    def _send_pages(self) -> None:
+        """Which blocks have exact rows beside their codes, where that has changed."""
+        if self.scheduler.exact:
+            self.runner.kv.send(self.scheduler.exact.pages.changes())
 
     def _check(self, prompt_ids: list[int], params: SamplingParams) -> None:
         limit, vocab = self.plan.max_model_len, self.sampler.vocab_size

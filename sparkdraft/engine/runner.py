@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats.dense import DenseKV
+from sparkdraft.cache.formats import KVFormat
 from sparkdraft.core import Batch, TokenLogprob, Work
 from sparkdraft.engine.graphs import Graphs, Shape, gpu_sizes
 from sparkdraft.engine.inputs import Rows, StepInputs
@@ -27,7 +27,7 @@ PROMPT_LOGPROB_ROWS = 128  # rows of logits alive at once while a prompt is scor
 
 class Runner:
     def __init__(
-        self, model: Decoder, kv: DenseKV, plan: Plan, device: torch.device, tap_layers: Sequence[int] = ()
+        self, model: Decoder, kv: KVFormat, plan: Plan, device: torch.device, tap_layers: Sequence[int] = ()
     ) -> None:
         self.model, self.kv, self.plan, self.tap_layers = model, kv, plan, tap_layers
         max_blocks = -(-plan.max_model_len // plan.block_size)

@@ -3,7 +3,8 @@
 Every request is the same thing at a different distance from its end: it has num_tokens known ids of which num_computed
 are in the cache, and wants the rest run. A long prompt wants many rows and gets them in chunks; a decoding request
 wants one, and may carry drafts after it. When blocks run out, the youngest request gives its own back and starts over
-later (its finished blocks may still be found in the prefix cache). Integers only, no tensors.
+later (its finished blocks may still be found in the prefix cache). Where a cache keeps only some rows exactly, a chunk
+is also cut to the pages that are free for them (cache/exact_rows.py). Integers only, no tensors.
 """
 
 from __future__ import annotations
@@ -12,12 +13,21 @@ from collections import deque
 from collections.abc import Mapping
 
 from sparkdraft.cache.blocks import BlockPool
+from sparkdraft.cache.exact_rows import ExactRows
 from sparkdraft.cache.prefix import ROOT, PrefixCache
 from sparkdraft.core import Batch, Request, Work
 
 
 class Scheduler:
-    def __init__(self, pool: BlockPool, prefix: PrefixCache, max_seqs: int, max_rows: int, lookahead: int = 0) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        prefix: PrefixCache,
+        max_seqs: int,
+        max_rows: int,
+        lookahead: int = 0,
+        exact: ExactRows | None = None,
+    ) -> None:
         """lookahead: positions after its known ids that a drafting request needs slots for."""
         assert max_rows >= max_seqs, f"max_rows {max_rows} below max_seqs {max_seqs}: decode rows would starve"
         self.pool = pool
@@ -26,6 +36,9 @@ class Scheduler:
         self.max_seqs = max_seqs
         self.max_rows = max_rows
         self.lookahead = lookahead
+        self.exact = exact
+        if exact:
+            prefix.prefers = lambda block, other: exact.pages.has(block) and not exact.pages.has(other)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first: the order in which blocks are kept
 
@@ -51,7 +64,7 @@ class Scheduler:
         while position < len(self.running):
             request = self.running[position]
             later = len(self.running) - position - 1  # each is sure of one row, whatever chunk stands before it
-            want = min(request.num_tokens - request.num_computed, rows_left - later)
+            want = self._cut(request, min(request.num_tokens - request.num_computed, rows_left - later))
             while not self._grow(request, want):
                 preempted.append(self._preempt_youngest())
                 if preempted[-1] is request:
@@ -71,6 +84,8 @@ class Scheduler:
         """So many more of its rows are in the cache for good: advance, and remember blocks that became full."""
         request.num_computed += num_rows
         self._remember_full_blocks(request)
+        if self.exact:
+            self.exact.advance(request, request.num_computed)
 
     @property
     def only_decoding(self) -> bool:
@@ -97,12 +112,16 @@ class Scheduler:
             # Prompt log-probabilities need every prompt row to run, so nothing may be skipped.
             ids = request.ids(0, request.num_tokens)
             blocks, keys = ([], []) if request.params.prompt_logprobs is not None else self.prefix.lookup(ids)
+            if self.exact:
+                usable = self.exact.usable(blocks)
+                blocks, keys = blocks[:usable], keys[:usable]
+                self.exact.adopt(request, blocks)
             for block in blocks:
                 self.pool.retain(block)
             request.blocks.extend(blocks)
             request.chain.extend(keys)
             request.num_computed = len(blocks) * self.block_size
-            want = min(request.num_tokens - request.num_computed, rows_left)
+            want = self._cut(request, min(request.num_tokens - request.num_computed, rows_left))
             if not self._grow(request, want):
                 self._release(request)
                 return
@@ -116,11 +135,20 @@ class Scheduler:
     def _grow(self, request: Request, rows: int) -> bool:
         """Give the request the blocks its next rows need; all of them or none."""
         needed = -(-(request.num_computed + rows) // self.block_size) - len(request.blocks)
-        if needed > self.pool.num_free:
+        if needed > self.pool.num_free or (self.exact and needed > self.exact.pages.num_free):
             return False
         for _ in range(needed):
             request.blocks.append(self.pool.allocate())
+            if self.exact:
+                self.exact.cover(request, len(request.blocks) - 1, request.blocks[-1])
         return True
+
+    def _cut(self, request: Request, rows: int) -> int:
+        """Of the rows of a chunk those for which there are pages; one at least, for which others may have to go."""
+        if not self.exact or rows <= 1:
+            return rows
+        blocks = len(request.blocks) + self.exact.room(request, self.running)
+        return max(min(rows, blocks * self.block_size - request.num_computed), 1)
 
     def _preempt_youngest(self) -> Request:
         victim = self.running.pop()
@@ -129,6 +157,8 @@ class Scheduler:
         return victim
 
     def _release(self, request: Request) -> None:
+        if self.exact:
+            self.exact.drop(request)
         self.pool.release(reversed(request.blocks))
         del request.blocks[:]
         request.chain.clear()

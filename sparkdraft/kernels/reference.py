@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparkdraft.kernels.dice import draw
 from sparkdraft.kernels.norm import Norm, Normed
+from sparkdraft.kernels.turboquant.reference import tq_attention, tq_write
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.quant.group import GroupQuant
@@ -36,6 +37,8 @@ __all__ = [
     "settle",
     "silu_mul",
     "tap",
+    "tq_attention",
+    "tq_write",
 ]
 
 

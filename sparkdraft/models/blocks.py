@@ -13,7 +13,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from sparkdraft.cache.formats.dense import DenseKV
+from sparkdraft.cache.formats import KVFormat
 from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.models.config import ModelConfig
@@ -30,7 +30,7 @@ class Step:
     positions: Tensor  # int32 [rows]
     slots: Tensor  # int32 [rows], where each row's K/V goes; negative: nowhere
     view: AttentionView
-    kv: DenseKV
+    kv: KVFormat
 
 
 class Attention:

@@ -17,14 +17,20 @@ class MemoryPlan:
     kv: int
     scratch: int
     free: int
+    pages: int = 0  # of rows that a coded cache keeps exactly
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv + self.scratch
+        return self.weights + self.kv + self.pages + self.scratch
 
     def table(self) -> str:
-        rows = (("weights", self.weights), ("KV cache", self.kv), ("a step's scratch", self.scratch))
-        lines = [f"  {name:<18}{size / 2**30:8.2f} GiB" for name, size in rows]
+        rows = (
+            ("weights", self.weights),
+            ("KV cache", self.kv),
+            ("exact pages", self.pages),
+            ("a step's scratch", self.scratch),
+        )
+        lines = [f"  {name:<18}{size / 2**30:8.2f} GiB" for name, size in rows if size]
         return "\n".join([*lines, f"  {'together':<18}{self.total / 2**30:8.2f} GiB of {self.free / 2**30:.2f} free"])
 
 

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig
+from sparkdraft.plan.coded import CodedPlan, plan_coded
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.memory import MemoryPlan, drafter_bytes, kv_bytes_per_token, scratch_bytes, weight_bytes
 from sparkdraft.spec.config import DraftConfig
 
 CPU_KV_BYTES = 1 << 30  # a CPU's cache is memory that others want too; raise it with kv_tokens
 ITEMSIZE = {"quantised": 4, "float32": 4, "bfloat16": 2}  # of activations, and of keys and values as they are computed
+MOST_AHEAD = 64  # rows past the committed ones that a request may write to: drafts, and steps that are not read yet
 FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert to it and back
 WEIGHT_ITEMSIZE = {"quantised": 1.07, "float32": 4.0, "bfloat16": 2.0}  # quantised: at most 8 bits and a scale
 
@@ -36,22 +38,26 @@ class Plan:
     max_model_len: int
     max_seqs: int
     max_rows: int
-    kv: str  # "exact" or "fp8"
+    kv: str  # "exact", "fp8" or "turboquant"
     block_size: int
     num_blocks: int
     prefix_cache: bool
     graphs: bool
     memory: MemoryPlan
+    coded: CodedPlan | None = None  # of a turboquant cache
     fallbacks: list[Fallback] = field(default_factory=list)
 
     def describe(self) -> str:
         lines = [
             f"{self.device}, {self.dtype} weights, {self.kernels} kernels, {self.threads} threads",
             f"context {self.max_model_len} tokens, {self.max_seqs} requests at once, {self.max_rows} rows a step",
-            f"KV cache {self.num_blocks * self.block_size} tokens in blocks of {self.block_size}, {self.kv}",
+            f"KV cache {self.num_blocks * self.block_size} tokens in blocks of {self.block_size}, {self._kv()}",
             self.memory.table(),
         ]
         return "\n".join(lines + [f"fallback {f.name}: {f.reason}" for f in self.fallbacks])
+
+    def _kv(self) -> str:
+        return f"{self.kv} {self.coded.describe()}" if self.coded else self.kv
 
 
 def resolve(
@@ -78,12 +84,19 @@ def resolve(
     _check_kv(config, hardware, dtype)
     weights = weight_bytes(model, WEIGHT_ITEMSIZE[dtype])
     scratch = scratch_bytes(model, max_rows, max_seqs, itemsize, drafter)
+    coded, room = None, int(hardware.free_bytes * config.memory_fraction) - weights - scratch
+    if config.kv == "turboquant" and config.tq_mode != "off":
+        coded = plan_coded(config, model, hardware.device, max_seqs, max_rows, max(room, 0), MOST_AHEAD)
     per_token = kv_bytes_per_token(model, 1 if config.kv == "fp8" else itemsize)
+    if coded:
+        per_token = coded.bytes_per_token(model)
     if drafter:
         weights += drafter_bytes(drafter, WEIGHT_ITEMSIZE[dtype])
         per_token += kv_bytes_per_token(drafter.model, itemsize)  # always exact
     per_block = per_token * config.block_size
-    num_blocks, max_model_len = _num_blocks(config, hardware, weights + scratch, per_block, max_model_len, max_seqs)
+    pages = coded.pages * coded.page_bytes if coded else 0
+    taken = weights + scratch + pages
+    num_blocks, max_model_len = _num_blocks(config, hardware, taken, per_block, max_model_len, max_seqs)
     return Plan(
         device=hardware.device,
         dtype=dtype,
@@ -97,7 +110,8 @@ def resolve(
         num_blocks=num_blocks,
         prefix_cache=config.prefix_cache,
         graphs=config.graphs and not (on_cpu and dtype == "float32"),
-        memory=MemoryPlan(weights, num_blocks * per_block, scratch, hardware.free_bytes),
+        memory=MemoryPlan(weights, num_blocks * per_block, scratch, hardware.free_bytes, pages),
+        coded=coded,
         fallbacks=fallbacks,
     )
 
@@ -122,7 +136,7 @@ def _check_kv(config: EngineConfig, hardware: Hardware, dtype: str) -> None:
         return
     if dtype == "quantised":
         raise UserError(f"kv {config.kv} is not for the CPU kernels; on a CPU keep it exact, or ask for dtype float32")
-    if hardware.device == "cuda" and hardware.capability < FP8_CAPABILITY:
+    if config.kv == "fp8" and hardware.device == "cuda" and hardware.capability < FP8_CAPABILITY:
         has, needs = (".".join(map(str, c)) for c in (hardware.capability, FP8_CAPABILITY))
         raise UserError(f"kv fp8 needs a GPU of compute capability {needs}; {hardware.name} has {has}: keep it exact")
 

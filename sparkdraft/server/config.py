@@ -27,9 +27,15 @@ CONTAINER_NAMES = {
     "MAX_NUM_SEQS": "max_seqs",
     "MAX_NUM_BATCHED_TOKENS": "max_rows",
     "GPU_MEMORY_UTILIZATION": "memory_fraction",
+    "TQ_MODE": "tq_mode",
+    "TQ_KEY_BITS": "tq_key_bits",
+    "TQ_VALUE_BITS": "tq_value_bits",
+    "TQ_RING_CAPACITY": "tq_ring_capacity",
+    "TQ_INITIAL_LAYERS": "tq_initial_layers",
     "SERVED_MODEL_NAME": "served_name",
     "VLLM_API_KEY": "api_key",
 }
+TURBOQUANT = "ENABLE_TURBOQUANT"  # as those containers switch it on
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -106,7 +112,10 @@ def merge(flags: Mapping[str, Any], toml_path: str | Path | None, environ: Mappi
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     """An empty variable counts as not set: containers pass on what nobody filled in."""
     names = CONTAINER_NAMES | {PREFIX + name.upper(): name for name in FIELDS}
-    return {name: _converted(name, environ[key], key) for key, name in names.items() if environ.get(key)}
+    values = {name: _converted(name, environ[key], key) for key, name in names.items() if environ.get(key)}
+    if environ.get(TURBOQUANT, "").lower() in TRUE:
+        values.setdefault("kv", "turboquant")
+    return values
 
 
 def _from_toml(path: str | Path) -> dict[str, Any]:

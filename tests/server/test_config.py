@@ -29,6 +29,7 @@ def test_every_field_has_a_variable() -> None:
     for name in FIELDS:
         default = default_of(name)
         value = {bool: "yes", int: "4096", float: "0.5"}.get(type(default), default or "x")
+        value = 5 if name.endswith("_bits") else value
         merge({"allow_public": True}, None, {PREFIX + name.upper(): str(value)})
 
 
@@ -41,6 +42,11 @@ def test_the_names_of_containers() -> None:
         "MAX_NUM_SEQS": "16",
         "MAX_NUM_BATCHED_TOKENS": "32768",
         "GPU_MEMORY_UTILIZATION": "0.5",
+        "TQ_MODE": "full_tq",
+        "TQ_KEY_BITS": "5",
+        "TQ_VALUE_BITS": "4",
+        "TQ_RING_CAPACITY": "256",
+        "TQ_INITIAL_LAYERS": "2",
         "SERVED_MODEL_NAME": "qwen",
         "VLLM_API_KEY": "secret",
     }
@@ -50,6 +56,11 @@ def test_the_names_of_containers() -> None:
     assert (engine.model, engine.drafter, engine.spec) == ("/models/target", "z-lab/x", "15")
     assert (engine.max_model_len, engine.max_seqs, engine.max_rows) == (65536, 16, 32768)
     assert (engine.memory_fraction, config.names, config.api_key) == (0.5, ["qwen"], "secret")
+    assert (engine.tq_mode, engine.tq_key_bits, engine.tq_value_bits) == ("full_tq", 5, 4)
+    assert (engine.tq_ring_capacity, engine.tq_initial_layers, engine.kv) == (256, 2, "exact")
+    assert merge({}, None, environ | {"ENABLE_TURBOQUANT": "1"}).engine.kv == "turboquant"
+    assert merge({"kv": "fp8"}, None, {"ENABLE_TURBOQUANT": "1"}).engine.kv == "fp8"
+    assert merge({}, None, {"ENABLE_TURBOQUANT": "0"}).engine.kv == "exact"
     assert "secret" not in repr(config)
     assert merge({}, None, environ | {"SPARKDRAFT_SERVED_NAME": "a, b"}).names == ["a", "b"]
     assert merge({}, None, {"VLLM_API_KEY": ""}).api_key == ""

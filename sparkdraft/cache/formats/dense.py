@@ -33,6 +33,7 @@ class DenseKV:
         self.v = torch.empty(shape, dtype=dtype, device=device)
         self.layers = list(zip(self.k.unbind(0), self.v.unbind(0), strict=True))
         self.ops, self.most_query = ops, most_query
+        self.bytes_per_token = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
     def rotate_and_write(
         self,
@@ -46,6 +47,9 @@ class DenseKV:
         slots: Tensor,
     ) -> None:
         self.ops.rope_write(qkv, positions, rope, *counts, *norms, eps, *self.layers[layer], slots)
+
+    def send(self, changes: list[tuple[int, int]]) -> None:
+        assert not changes, "all rows are exact here"
 
     def attend(
         self, layer: int, q: Tensor, view: AttentionView, scale: float, causal: bool = True, window: int = 0

@@ -1,0 +1,77 @@
+"""Keys and values as codes of a few bits, the first and the most recent rows of each context exactly beside them.
+
+Codes lie in the engine's blocks, exact rows in pages of their own, of which there are few; which blocks have one the
+scheduler decides (cache/exact_rows.py) and `send` tells the device. Token-local, as DenseKV is: a row's codes depend on
+that row alone, so rollback is a shorter length and a prefix block is complete by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from sparkdraft.kernels.turboquant.store import CodedLayer
+from sparkdraft.kernels.turboquant.vectors import VectorFormat
+from sparkdraft.kernels.view import AttentionView
+
+
+class TurboQuantKV:
+    def __init__(
+        self,
+        key_bits: Sequence[int],  # by layer
+        value_bits: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_blocks: int,
+        block_size: int,
+        exact: tuple[int, int, int],  # first and recent positions that stay exact, and pages for them
+        device: torch.device,
+        ops: ModuleType,
+        most_query: int = 0,
+    ) -> None:
+        first, recent, num_pages = exact
+        formats = {bits: VectorFormat(head_dim, bits, device=device) for bits in {*key_bits, value_bits}}
+        self.exact_of = torch.full((num_blocks,), -1, dtype=torch.int32, device=device) if recent else None
+        page_dtype = torch.float16 if device.type == "cuda" else torch.float32
+        self.layers = [
+            CodedLayer.make(
+                num_blocks, num_kv_heads, block_size, formats[bits], formats[value_bits],
+                num_pages=num_pages, page_dtype=page_dtype, exact_of=self.exact_of, first=first, recent=recent,
+            )
+            for bits in key_bits
+        ]  # fmt: skip
+        self.ops, self.most_query = ops, most_query
+        self.bytes_per_token = sum(num_kv_heads * layer.layout.nbytes // block_size for layer in self.layers)
+
+    def send(self, changes: list[tuple[int, int]]) -> None:
+        """(block, its page or -1) of blocks that got or lost one, before the step that needs to know."""
+        assert self.exact_of is not None
+        if changes:
+            blocks, pages = torch.tensor(changes, dtype=torch.int32).t().to(self.exact_of.device, non_blocking=True)
+            self.exact_of[blocks.long()] = pages
+
+    def rotate_and_write(
+        self,
+        layer: int,
+        qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim], changed in place
+        positions: Tensor,
+        rope: Tensor,
+        counts: tuple[int, int],  # query and K/V heads
+        norms: tuple[Tensor | None, Tensor | None],  # of queries and of keys
+        eps: float,
+        slots: Tensor,
+    ) -> None:
+        self.ops.qk_norm_rope(qkv, positions, rope, *counts, *norms, eps)
+        heads, kv_heads = counts
+        k, v = qkv.view(qkv.shape[0], heads + 2 * kv_heads, -1)[:, heads:].split(kv_heads, dim=1)
+        self.ops.tq_write(self.layers[layer], k, v, slots)
+
+    def attend(
+        self, layer: int, q: Tensor, view: AttentionView, scale: float, causal: bool = True, window: int = 0
+    ) -> Tensor:
+        assert causal, "only drafters look ahead, and they keep an exact cache"
+        out: Tensor = self.ops.tq_attention(self.layers[layer], q, view, scale, window, self.most_query)
+        return out

@@ -1,0 +1,62 @@
+"""How a TurboQuant cache is cut: bits by layer, rows that stay exact, pages for them, and their bytes. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparkdraft.cache.exact_rows import pages_of_a_request
+from sparkdraft.config import EngineConfig
+from sparkdraft.core import UserError
+from sparkdraft.kernels.turboquant.layout import PLANES, block_width, token_bytes
+from sparkdraft.models.config import ModelConfig
+
+FIRST = 4  # positions of a context that stay exact beside the recent ones: much attention falls on them
+LEAST_SPARE = 64  # pages beyond what decoding needs, for prompts and for what may be found again
+SPARE_SHARE = 40  # of the room, one part of so many is for such pages at most
+PAGE_ITEMSIZE = {"cuda": 2, "cpu": 4}  # float16; on a CPU float32
+
+
+@dataclass(frozen=True, slots=True)
+class CodedPlan:
+    key_bits: tuple[int, ...]  # by layer
+    value_bits: int
+    first: int
+    recent: int
+    pages: int  # of exact rows; 0 where all is coded
+    page_bytes: int
+
+    @property
+    def is_hybrid(self) -> bool:
+        return self.recent > 0
+
+    def bytes_per_token(self, model: ModelConfig) -> int:
+        return model.num_kv_heads * sum(token_bytes(model.head_dim, bits, self.value_bits) for bits in self.key_bits)
+
+    def describe(self) -> str:
+        bits = f"K{min(self.key_bits)}/V{self.value_bits}"
+        if max(self.key_bits) > min(self.key_bits):
+            bits += f", {self.key_bits.count(max(self.key_bits))} layers K{max(self.key_bits)}"
+        if not self.is_hybrid:
+            return f"{bits}, all coded"
+        return f"{bits}, the first {self.first} and last {self.recent} tokens exact in {self.pages} pages"
+
+
+def plan_coded(
+    config: EngineConfig, model: ModelConfig, device: str, max_seqs: int, max_rows: int, room: int, most_ahead: int
+) -> CodedPlan:
+    """room: bytes for codes and pages together. most_ahead: rows past the committed that a request may write to."""
+    block_width(model.head_dim)  # refuses what can not be rotated
+    more, most = config.tq_initial_layers, max(PLANES)
+    if more > model.num_layers:
+        raise UserError(f"tq_initial_layers is {more}; this model has {model.num_layers} layers with a KV cache")
+    if more and config.tq_key_bits == most:
+        raise UserError(f"tq_initial_layers asks for {most + 1} bits a key; {most} is the most: leave it at 0")
+    bits = tuple(config.tq_key_bits + (layer < more) for layer in range(model.num_layers))
+    size = config.block_size
+    page = 2 * model.num_layers * model.num_kv_heads * model.head_dim * size * PAGE_ITEMSIZE[device]
+    if config.tq_mode == "full_tq":
+        return CodedPlan(bits, config.tq_value_bits, 0, 0, 0, page)
+    recent = config.tq_ring_capacity
+    need = max_seqs * pages_of_a_request(size, FIRST, recent, most_ahead)
+    spare = max(LEAST_SPARE, min(max_rows // size, room // SPARE_SHARE // page))
+    return CodedPlan(bits, config.tq_value_bits, FIRST, recent, need + spare, page)

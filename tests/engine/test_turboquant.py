@@ -1,0 +1,80 @@
+"""Real requests over a coded cache: drafts, company, chunks and prefixes that are found change no text."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from sparkdraft.core import SamplingParams
+from sparkdraft.llm import LLM, Completion
+from tests.models.tiny import write_tiny
+
+OPTIONS = {"dtype": "float32", "device": "cpu", "kv": "turboquant", "tq_ring_capacity": 24, "max_model_len": 256}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("tiny"), "qwen3")
+
+
+def prompts(count: int, longest: int = 90) -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(3, 259) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("mode", ["hybrid", "full_tq"])
+def test_each_request_writes_what_it_writes_alone(folder: Path, mode: str) -> None:
+    params, asked = SamplingParams(max_tokens=24, ignore_eos=True), prompts(8)
+    alone = LLM(str(folder), tq_mode=mode, max_seqs=1, prefix_cache=False, **OPTIONS)
+    crowd = LLM(str(folder), tq_mode=mode, max_seqs=3, max_rows=40, kv_tokens=400, **OPTIONS)
+    expected = [alone.generate([ids], params)[0].completions[0].ids for ids in asked]
+    for _ in range(2):  # the second time prefixes are found
+        assert [r.completions[0].ids for r in crowd.generate(asked, params)] == expected
+
+
+def test_text_that_repeats_is_drafted_and_stays_the_same(folder: Path) -> None:
+    llm = LLM(str(folder), **OPTIONS)
+    asked = [ids + [9, 17, 30] * 8 for ids in prompts(4, 40)]
+    bias = dict.fromkeys((9, 17, 30, 40), 100.0)  # it writes few ids, so that what comes is often a repetition
+
+    def written(depth: int) -> list[Completion]:
+        params = SamplingParams(max_tokens=60, ignore_eos=True, logit_bias=bias, num_draft=depth)
+        return [r.completions[0] for r in llm.generate(asked, params)]
+
+    plain, drafted = written(0), written(7)
+    assert [c.ids for c in drafted] == [c.ids for c in plain]
+    steps = [c.speculation for c in drafted if c.speculation]
+    accepted = sum(s["num_accepted_draft_tokens"] for s in steps)
+    assert 0 < accepted < sum(s["num_draft_tokens"] for s in steps), "some drafts are rejected, and written over"
+
+
+def test_the_first_and_the_last_rows_have_pages_and_few_others(folder: Path) -> None:
+    llm = LLM(str(folder), prefix_cache=False, **OPTIONS)
+    engine, exact, total = llm.engine, llm.engine.scheduler.exact, llm.engine.plan.coded.pages
+    assert exact
+    engine.add((prompts(1)[0] * 9)[:200], SamplingParams(max_tokens=30, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+        for request in engine.scheduler.running:
+            row = request.num_computed
+            read = {p // 16 for p in range(row) if p < exact.first or row - p < exact.recent}
+            assert all(engine.runner.kv.exact_of[request.blocks[i]] >= 0 for i in read), (row, read)
+            assert total - exact.pages.num_free <= exact.need, "pages of what fell behind are given back"
+    assert exact.pages.num_free == total
+
+
+def test_a_prefix_whose_exact_end_is_lost_is_used_as_far_as_it_is_there(folder: Path) -> None:
+    llm = LLM(str(folder), max_seqs=1, **OPTIONS)
+    params, (first, *others) = SamplingParams(max_tokens=4, ignore_eos=True), prompts(40, 200)
+    first = (first * 200)[:150]
+    expected = llm.generate([first], params)[0].completions[0]
+    again = llm.generate([first], params)[0].completions[0]
+    assert again.ids == expected.ids and again.num_cached >= 128
+    for ids in others:  # each takes pages, until those of the first text are gone
+        llm.generate([ids], params)
+    lost = llm.generate([first], params)[0].completions[0]
+    assert lost.ids == expected.ids and lost.num_cached < again.num_cached
+    found = llm.generate([first], params)[0].completions[0]
+    assert found.ids == expected.ids and found.num_cached == again.num_cached, "its blocks with pages are found instead"

@@ -1,0 +1,70 @@
+"""A coded cache's plan: bits, pages and bytes, and that what is saved is really there to be used."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sparkdraft.bench.shapes import SHAPES
+from sparkdraft.config import EngineConfig
+from sparkdraft.core import UserError
+from sparkdraft.plan.hardware import Hardware
+from sparkdraft.plan.resolve import Plan, resolve
+
+H200 = Hardware("cuda", "H200", 16, 110 << 30, (9, 0))
+MODEL = SHAPES["qwen3-8b"]
+
+
+def plan(**options: Any) -> Plan:
+    return resolve(EngineConfig(max_seqs=64, **options), MODEL, H200)
+
+
+def test_four_times_the_tokens_with_the_exact_rows_counted_in() -> None:
+    exact, hybrid, coded = plan(), plan(kv="turboquant"), plan(kv="turboquant", tq_mode="full_tq")
+    tokens = [p.num_blocks * p.block_size for p in (exact, hybrid, coded)]
+    assert coded.coded and coded.memory.pages == 0
+    assert tokens[2] / tokens[0] == pytest.approx(512 / 116, rel=1e-3)
+    assert hybrid.coded and hybrid.coded.is_hybrid
+    assert hybrid.memory.pages == hybrid.coded.pages * (36 * 2 * 8 * 128 * 16 * 2)
+    assert 4.2 < tokens[1] / tokens[0] < tokens[2] / tokens[0]
+    assert hybrid.memory.total <= 0.85 * H200.free_bytes
+    assert "K4/V3" in hybrid.describe() and "exact pages" in hybrid.describe()
+
+
+def test_the_first_layers_really_get_a_bit_more() -> None:
+    made = plan(kv="turboquant", tq_initial_layers=4).coded
+    assert made and made.key_bits == (5,) * 4 + (4,) * 32
+    assert made.bytes_per_token(MODEL) == 8 * (36 * 116 + 4 * 16)
+    assert "4 layers K5" in made.describe()
+
+
+def test_off_is_exact() -> None:
+    made = plan(kv="turboquant", tq_mode="off")
+    assert made.coded is None and made.num_blocks == plan().num_blocks
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tq_key_bits": 6}, "tq_key_bits is 6; TurboQuant takes 2 to 5"),
+        ({"tq_value_bits": 1}, "tq_value_bits is 1"),
+        ({"tq_mode": "some"}, "tq_mode is 'some'; it must be one of off, hybrid, full_tq"),
+        ({"tq_ring_capacity": 0}, "tq_ring_capacity is 0"),
+        ({"tq_initial_layers": 99}, "has 36 layers"),
+        ({"tq_initial_layers": 1, "tq_key_bits": 5}, "5 is the most"),
+        ({"kv": "int3"}, "kv is 'int3'"),
+    ],
+)
+def test_what_can_not_be_is_said_in_a_sentence(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        plan(**{"kv": "turboquant"} | options)
+
+
+def test_a_head_that_can_not_be_rotated_and_kernels_that_can_not_read_codes() -> None:
+    config = EngineConfig(kv="turboquant")
+    with pytest.raises(UserError, match="head dimension 72 can not be rotated"):
+        resolve(config, replace(MODEL, head_dim=72), H200)
+    with pytest.raises(UserError, match="kv turboquant is not for the CPU kernels"):
+        resolve(config, MODEL, Hardware("cpu", "a laptop", 8, 60 << 30))
