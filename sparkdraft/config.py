@@ -30,6 +30,7 @@ class EngineConfig:
     tq_value_bits: int = 3
     tq_ring_capacity: int = 128  # the last tokens that stay exact
     tq_initial_layers: int = 0  # first layers that get one more key bit
+    tq_centre: bool = True  # take each layer's mean key off before coding
     kv_tokens: int = 0  # size of the KV cache; 0: what fits
     memory_fraction: float = 0.85  # of the free memory, for weights and KV together
     block_size: int = 16

@@ -17,6 +17,7 @@ from typing import Any
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import FinishReason, SamplingParams, StepOutput, TokenLogprob, UserError
 from sparkdraft.engine.build import build_engine, find_drafter, make_plan
+from sparkdraft.engine.centre import TEXT
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.text import chat
 from sparkdraft.text.tokenizer import Tokenizer
@@ -75,8 +76,16 @@ class LLM:
         drafter = find_drafter(config, self.model_config)
         self.plan = make_plan(config, self.model_config, drafter)
         self.tokenizer = Tokenizer.of(self.checkpoint)
+        text = self.tokenizer.encode(TEXT.read_text(encoding="utf-8")) if self.plan.coded else []
         self.engine = build_engine(
-            self.plan, config, self.model_config, self.checkpoint, self.tokenizer, drafter, progress
+            self.plan,
+            config,
+            self.model_config,
+            self.checkpoint,
+            self.tokenizer,
+            drafter,
+            progress,
+            text[: self.plan.max_model_len],
         )
         self.engine.warm_up()
 

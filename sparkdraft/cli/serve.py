@@ -49,6 +49,7 @@ SERVER_HELP = {
 ENGINE_HELP = {
     "model": "a known name, a folder, a .gguf file or a hub id",
     **ENGINE_FLAGS,
+    "tq_centre": "of turboquant: take each layer's mean key off before coding",
     "memory_fraction": "share of the free memory for weights and KV cache together",
     "block_size": "tokens of a block of the KV cache, a power of two",
     "prefix_cache": "keep what prompts have in common",

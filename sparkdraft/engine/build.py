@@ -6,10 +6,12 @@ first weight is read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from sparkdraft import kernels
 from sparkdraft.cache.formats import KVFormat
@@ -17,6 +19,7 @@ from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.cache.formats.turboquant import TurboQuantKV
 from sparkdraft.config import EngineConfig
 from sparkdraft.engine.blockdraft import BlockDraft
+from sparkdraft.engine.centre import key_centres
 from sparkdraft.engine.devices import detect
 from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.engine import Engine
@@ -71,7 +74,9 @@ def build_engine(
     tokenizer: Vocabulary,
     drafter: DraftSource | None = None,
     progress: Progress | None = None,
+    calibration: Sequence[int] = (),
 ) -> Engine:
+    """calibration: ids of a text like any other, for caches that are coded; without them nothing is centred."""
     build = architecture(model_config.model_type)
     # Beside the native kernels torch runs only small operators; its threads, spinning after each, would take the cores.
     torch.set_num_threads(1 if plan.kernels == "native" else plan.threads)
@@ -90,7 +95,12 @@ def build_engine(
             made = build_dflash(drafter.config, own, ops, model, plan.max_model_len, own_kv)
             block = BlockDraft(made, plan, device, ops)
         drafting = Drafting(plan.max_model_len, block, config.ngram and config.spec != "off", config.num_draft)
-        kv = _target_kv(model_config, plan, dtype, device, ops, 1 + drafting.max_depth)
+        centres = None
+        if plan.coded and config.tq_centre and calibration:
+            blocks = -(-len(calibration) // plan.block_size)
+            scratch = _kv(model_config, replace(plan, num_blocks=blocks), dtype, device, ops)
+            centres = key_centres(model, calibration, scratch, plan.block_size, device)
+        kv = _target_kv(model_config, plan, dtype, device, ops, 1 + drafting.max_depth, centres)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading took for a while is not the engine's
     plan.fallbacks.extend(Fallback("a float32 matrix among quantised ones", note) for note in loader.notes)
@@ -101,12 +111,18 @@ def build_engine(
 
 
 def _target_kv(
-    model: ModelConfig, plan: Plan, dtype: torch.dtype, device: torch.device, ops: ModuleType, most_query: int
+    model: ModelConfig,
+    plan: Plan,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: ModuleType,
+    most_query: int,
+    centres: Sequence[Tensor] | None,
 ) -> KVFormat:
     if coded := plan.coded:
         heads, blocks = (model.num_kv_heads, model.head_dim), (plan.num_blocks, plan.block_size)
         exact = (coded.first, coded.recent, coded.pages)
-        return TurboQuantKV(coded.key_bits, coded.value_bits, *heads, *blocks, exact, device, ops, most_query)
+        return TurboQuantKV(coded.key_bits, coded.value_bits, *heads, *blocks, exact, centres, device, ops, most_query)
     kept = torch.float8_e4m3fn if plan.kv == "fp8" else dtype
     return _kv(model, plan, kept, device, ops, most_query)
 

@@ -28,20 +28,22 @@ class TurboQuantKV:
         num_blocks: int,
         block_size: int,
         exact: tuple[int, int, int],  # first and recent positions that stay exact, and pages for them
+        centres: Sequence[Tensor] | None,  # float32 [kv_heads, head_dim] of each layer, taken off its keys
         device: torch.device,
         ops: ModuleType,
         most_query: int = 0,
     ) -> None:
         first, recent, num_pages = exact
+        taken: Sequence[Tensor | None] = centres or [None] * len(key_bits)
         formats = {bits: VectorFormat(head_dim, bits, device=device) for bits in {*key_bits, value_bits}}
         self.exact_of = torch.full((num_blocks,), -1, dtype=torch.int32, device=device) if recent else None
         page_dtype = torch.float16 if device.type == "cuda" else torch.float32
         self.layers = [
             CodedLayer.make(
-                num_blocks, num_kv_heads, block_size, formats[bits], formats[value_bits],
+                num_blocks, num_kv_heads, block_size, formats[bits], formats[value_bits], centre,
                 num_pages=num_pages, page_dtype=page_dtype, exact_of=self.exact_of, first=first, recent=recent,
             )
-            for bits in key_bits
+            for bits, centre in zip(key_bits, taken, strict=True)
         ]  # fmt: skip
         self.ops, self.most_query = ops, most_query
         self.bytes_per_token = sum(num_kv_heads * layer.layout.nbytes // block_size for layer in self.layers)

@@ -1,0 +1,80 @@
+"""The mean of each layer's keys over a fixed text: what a coded cache takes off every key before it rounds it.
+
+A softmax does not see what all its scores share, so a centre costs nothing and leaves the bits to what differs between
+keys. It is the same for every request and fixed before the first is read, so that blocks can be shared and nobody's
+text depends on who came first. Keys are averaged as they are before their rotation, and the mean is turned as the whole
+context turns it on average: pairs that turn fast vanish by themselves, slow ones stay, and none is learnt at the angle
+that a short text happens to end at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import sparkdraft
+from sparkdraft.cache.formats import KVFormat
+from sparkdraft.kernels.reference import rms_norm
+from sparkdraft.kernels.view import AttentionView
+from sparkdraft.models.blocks import Decoder, Step
+
+TEXT = Path(sparkdraft.__file__).parent / "assets" / "calibration.txt"
+SKIPPED = 16  # rows of the beginning, whose keys are like no others
+
+
+class KeyMeans:
+    """A cache that sums up what is written to it, and is otherwise the one it is given."""
+
+    def __init__(self, inner: KVFormat, num_layers: int) -> None:
+        self.inner, self.bytes_per_token = inner, inner.bytes_per_token
+        self.means: list[Tensor] = [torch.empty(0)] * num_layers  # [kv_heads, head_dim], before rotation
+
+    def rotate_and_write(
+        self,
+        layer: int,
+        qkv: Tensor,
+        positions: Tensor,
+        rope: Tensor,
+        counts: tuple[int, int],
+        norms: tuple[Tensor | None, Tensor | None],
+        eps: float,
+        slots: Tensor,
+    ) -> None:
+        heads, kv_heads = counts
+        keys = qkv.view(qkv.shape[0], heads + 2 * kv_heads, -1)[SKIPPED:, heads : heads + kv_heads]
+        normed = keys if norms[1] is None else rms_norm(keys, norms[1], eps)
+        self.means[layer] = normed.float().mean(0)
+        self.inner.rotate_and_write(layer, qkv, positions, rope, counts, norms, eps, slots)
+
+    def send(self, changes: list[tuple[int, int]]) -> None:
+        self.inner.send(changes)
+
+    def attend(
+        self, layer: int, q: Tensor, view: AttentionView, scale: float, causal: bool = True, window: int = 0
+    ) -> Tensor:
+        return self.inner.attend(layer, q, view, scale, causal, window)
+
+
+def key_centres(
+    model: Decoder, ids: Sequence[int], kv: KVFormat, block_size: int, device: torch.device
+) -> list[Tensor]:
+    """float32 [kv_heads, head_dim] of each layer; 'kv' is an exact cache for these ids, and not needed afterwards."""
+    means, rows = KeyMeans(kv, len(model.layers)), len(ids)
+    assert rows > SKIPPED, f"{rows} ids are too few to average"
+    positions = torch.arange(rows, dtype=torch.int32, device=device)
+    starts, context = (torch.tensor(values, dtype=torch.int32, device=device) for values in ([0, rows], [rows]))
+    tables = torch.arange(-(-rows // block_size), dtype=torch.int32, device=device).unsqueeze(0)
+    view = AttentionView(starts, context, tables, rows, rows)
+    model.forward(Step(torch.tensor(ids, dtype=torch.int32, device=device), positions, positions, view, means))
+    return [_turned(mean, model.rope) for mean in means.means]
+
+
+def _turned(mean: Tensor, rope: Tensor) -> Tensor:
+    """What a key that is the mean everywhere is on average, over all positions of the context."""
+    cos, sin = rope.double().mean(0).float().chunk(2)
+    half = len(cos)
+    a, b, rest = mean[:, :half], mean[:, half : 2 * half], mean[:, 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=1)
