@@ -15,13 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import sparkdraft
-from sparkdraft.cache.formats import KVFormat
+from sparkdraft.cache.formats import KVFormat, Turn
 from sparkdraft.kernels.reference import rms_norm
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.models.blocks import Decoder, Step
 
-TEXT = Path(sparkdraft.__file__).parent / "assets" / "calibration.txt"
+TEXT = Path(__file__).parent.parent / "assets" / "calibration.txt"
 SKIPPED = 16  # rows of the beginning, whose keys are like no others
 
 
@@ -32,22 +31,12 @@ class KeyMeans:
         self.inner, self.bytes_per_token = inner, inner.bytes_per_token
         self.means: list[Tensor] = [torch.empty(0)] * num_layers  # [kv_heads, head_dim], before rotation
 
-    def rotate_and_write(
-        self,
-        layer: int,
-        qkv: Tensor,
-        positions: Tensor,
-        rope: Tensor,
-        counts: tuple[int, int],
-        norms: tuple[Tensor | None, Tensor | None],
-        eps: float,
-        slots: Tensor,
-    ) -> None:
-        heads, kv_heads = counts
+    def rotate_and_write(self, layer: int, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
+        heads, kv_heads = turn.num_heads, turn.num_kv_heads
         keys = qkv.view(qkv.shape[0], heads + 2 * kv_heads, -1)[SKIPPED:, heads : heads + kv_heads]
-        normed = keys if norms[1] is None else rms_norm(keys, norms[1], eps)
+        normed = keys if turn.k_norm is None else rms_norm(keys, turn.k_norm, turn.eps)
         self.means[layer] = normed.float().mean(0)
-        self.inner.rotate_and_write(layer, qkv, positions, rope, counts, norms, eps, slots)
+        self.inner.rotate_and_write(layer, qkv, turn, slots)
 
     def send(self, changes: list[tuple[int, int]]) -> None:
         self.inner.send(changes)

@@ -13,7 +13,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from sparkdraft.cache.formats import KVFormat
+from sparkdraft.cache.formats import KVFormat, Turn
 from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.models.config import ModelConfig
@@ -50,9 +50,10 @@ class Attention:
 
     def add_to(self, normed: Normed, rope: Tensor, step: Step, then: Norm) -> Normed:
         """x += attention(norm(x)), in place; 'then' is the norm that reads it next, as in all blocks."""
-        counts, norms = (self.num_heads, self.num_kv_heads), (self.q_norm, self.k_norm)
         qkv = self.ops.norm_linear(normed, self.qkv)
-        step.kv.rotate_and_write(self.layer, qkv, step.positions, rope, counts, norms, self.eps, step.slots)
+        norms = (self.q_norm, self.k_norm)
+        turn = Turn(step.positions, rope, self.num_heads, self.num_kv_heads, *norms, self.eps)
+        step.kv.rotate_and_write(self.layer, qkv, turn, step.slots)
         q = qkv.view(qkv.shape[0], -1, self.head_dim)[:, : self.num_heads]
         seen = step.kv.attend(self.layer, q, step.view, self.scale, self.causal, self.window)
         added: Normed = self.ops.add_linear(normed.x, seen, self.o, then)

@@ -13,6 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from sparkdraft.cache.formats import Turn
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.core import UserError
 from sparkdraft.kernels.norm import Norm, Normed
@@ -44,8 +45,8 @@ class BlockAttention(Attention):
 
     def keep(self, kv_part: Tensor, positions: Tensor, rope: Tensor, kv: DenseKV, slots: Tensor) -> None:
         """Write context rows: kv_part [rows, 2 * kv_heads * head_dim], the keys first; nothing is left of it."""
-        counts, norms = (0, self.num_kv_heads), (None, self.k_norm)
-        kv.rotate_and_write(self.layer, kv_part, positions, rope, counts, norms, self.eps, slots)
+        turn = Turn(positions, rope, 0, self.num_kv_heads, None, self.k_norm, self.eps)
+        kv.rotate_and_write(self.layer, kv_part, turn, slots)
 
 
 class DraftLayer(DecoderLayer):

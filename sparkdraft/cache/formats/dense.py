@@ -11,6 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from sparkdraft.cache.formats import Turn
 from sparkdraft.kernels.view import AttentionView
 
 
@@ -35,18 +36,8 @@ class DenseKV:
         self.ops, self.most_query = ops, most_query
         self.bytes_per_token = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
-    def rotate_and_write(
-        self,
-        layer: int,
-        qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim]; only its queries are defined afterwards
-        positions: Tensor,
-        rope: Tensor,
-        counts: tuple[int, int],  # query and K/V heads
-        norms: tuple[Tensor | None, Tensor | None],  # of queries and of keys
-        eps: float,
-        slots: Tensor,
-    ) -> None:
-        self.ops.rope_write(qkv, positions, rope, *counts, *norms, eps, *self.layers[layer], slots)
+    def rotate_and_write(self, layer: int, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
+        self.ops.rope_write(qkv, *turn, *self.layers[layer], slots)
 
     def send(self, changes: list[tuple[int, int]]) -> None:
         assert not changes, "all rows are exact here"

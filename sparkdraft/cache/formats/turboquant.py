@@ -13,6 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from sparkdraft.cache.formats import Turn
 from sparkdraft.kernels.turboquant.store import CodedLayer
 from sparkdraft.kernels.turboquant.vectors import VectorFormat
 from sparkdraft.kernels.view import AttentionView
@@ -55,19 +56,9 @@ class TurboQuantKV:
             blocks, pages = torch.tensor(changes, dtype=torch.int32).t().to(self.exact_of.device, non_blocking=True)
             self.exact_of[blocks.long()] = pages
 
-    def rotate_and_write(
-        self,
-        layer: int,
-        qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim], changed in place
-        positions: Tensor,
-        rope: Tensor,
-        counts: tuple[int, int],  # query and K/V heads
-        norms: tuple[Tensor | None, Tensor | None],  # of queries and of keys
-        eps: float,
-        slots: Tensor,
-    ) -> None:
-        self.ops.qk_norm_rope(qkv, positions, rope, *counts, *norms, eps)
-        heads, kv_heads = counts
+    def rotate_and_write(self, layer: int, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
+        self.ops.qk_norm_rope(qkv, *turn)
+        heads, kv_heads = turn.num_heads, turn.num_kv_heads
         k, v = qkv.view(qkv.shape[0], heads + 2 * kv_heads, -1)[:, heads:].split(kv_heads, dim=1)
         self.ops.tq_write(self.layers[layer], k, v, slots)
 
