@@ -2,6 +2,7 @@
 
 FakeRunner keeps, for every slot of the cache, the id written there. Each step it reads a request's whole past back
 through its block table and insists that it is the request's own: any mix-up of blocks, prefixes or lengths fails here.
+Where the plan's cache is coded, it does the same with the pages of what a row would read exactly.
 """
 
 from __future__ import annotations
@@ -44,9 +45,40 @@ class ByteTokenizer:
         return token == EOS
 
 
+class FakePages:
+    """Exact rows beside a coded cache: for each page, the ids that were written while a block had it."""
+
+    def __init__(self, plan: Plan) -> None:
+        assert plan.coded
+        self.coded, self.block_size = plan.coded, plan.block_size
+        self.page_of: dict[int, int] = {}
+        self.pages = [[-1] * plan.block_size for _ in range(plan.coded.pages)]
+
+    def send(self, changes: list[tuple[int, int]]) -> None:
+        self.page_of |= changes
+        held = [page for page in self.page_of.values() if page >= 0]
+        assert len(held) == len(set(held)), "two blocks have one page"
+
+    def write(self, slot: int, token: int) -> None:
+        page = self.page_of.get(slot // self.block_size, -1)
+        if page >= 0:
+            self.pages[page][slot % self.block_size] = token
+
+    def check(self, position: int, slots: list[int], truth: list[int]) -> None:
+        """What a row at this position reads exactly is there, and is the text's."""
+        for j in range(position + 1):
+            if j < self.coded.first or position - j < self.coded.recent:
+                page = self.page_of.get(slots[j] // self.block_size, -1)
+                assert page >= 0, f"row {position} finds no page for key {j}"
+                assert self.pages[page][slots[j] % self.block_size] == truth[j], (
+                    f"row {position}, key {j}: another text"
+                )
+
+
 class FakeRunner:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.kv = FakePages(plan) if plan.coded else None
         self.cache = [-1] * (plan.num_blocks * plan.block_size)
         self.inputs = SimpleNamespace(positions=(), slots=())
         self.taps = ()
@@ -62,10 +94,16 @@ class FakeRunner:
         for work in batch.work:  # all writes before any read, as in the real thing
             for p, token in enumerate(_ids(work), work.start):
                 self.cache[self._slot(work.request, p)] = token
+                if self.kv:
+                    self.kv.write(self._slot(work.request, p), token)
         for work in batch.work:
             past = [self.cache[self._slot(work.request, p)] for p in range(work.stop)]
             truth = work.request.ids(0, work.start) + _ids(work)
             assert past == truth, f"{work.request.id}: the cache holds another text"
+            if self.kv:
+                slots = [self._slot(work.request, p) for p in range(work.stop)]
+                for position in range(work.start, work.stop):
+                    self.kv.check(position, slots, truth)
             rows += [hash_logits(past[: len(past) - back]) for back in reversed(range(work.num_sampled))]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
 

@@ -1,0 +1,90 @@
+"""The scheduler and a coded cache: every row finds what it reads exactly, whoever shares, drafts or gives way."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from sparkdraft.cache.exact import ExactPages
+from sparkdraft.cache.exact_rows import ExactRows, pages_of_a_request
+from sparkdraft.core import SamplingParams
+from sparkdraft.engine.engine import Engine
+from sparkdraft.plan.coded import CodedPlan
+from sparkdraft.plan.resolve import MOST_AHEAD
+from tests.fakes import FakeBlock, fake_engine
+
+SIZE, SEQS = 4, 4
+
+
+def coded_engine(spare: int, recent: int, first: int = 3, chance: float = 0.6, **changes: object) -> Engine:
+    """spare: pages beyond what the plan would give at least; a few less still do, as nobody looks so far ahead here."""
+    pages = SEQS * pages_of_a_request(SIZE, first, recent, MOST_AHEAD) + spare
+    coded = CodedPlan((4,), 3, first, recent, pages, 0)
+    options = {"block_size": SIZE, "max_seqs": SEQS, "max_rows": 48, "num_blocks": 120} | changes
+    return fake_engine(FakeBlock(chance), ngram=True, spec=None, kv="turboquant", coded=coded, **options)
+
+
+def texts(
+    engine: Engine, jobs: dict[str, tuple[list[int], SamplingParams]], rng: random.Random
+) -> dict[str, list[int]]:
+    """All jobs, joining at random steps."""
+    waiting, out = list(jobs), {name: [] for name in jobs}
+    while waiting or engine.has_work:
+        for _ in range(min(len(waiting), rng.randrange(3))):
+            name = waiting.pop(0)
+            engine.add(*jobs[name], name)
+        for piece in engine.step():
+            out[piece.request_id] += piece.ids
+    return out
+
+
+@pytest.mark.parametrize("recent, spare", [(5, -50), (6, -50), (16, 0), (30, 40)])
+def test_every_row_finds_its_exact_keys(recent: int, spare: int) -> None:
+    rng = random.Random(recent)
+    shared = [rng.randrange(256) for _ in range(70)]
+    jobs = {
+        f"r{i}": (
+            shared[: rng.choice([0, 20, 70])] + [rng.randrange(256) for _ in range(rng.randint(1, 60))],
+            SamplingParams(max_tokens=rng.randint(1, 50), temperature=rng.choice([0.0, 0.9]), seed=i),
+        )
+        for i in range(24)
+    }
+    plain = texts(fake_engine(block_size=SIZE, num_blocks=400, max_seqs=SEQS, max_rows=64), jobs, random.Random(1))
+    engine = coded_engine(spare, recent)
+    assert texts(engine, jobs, random.Random(1)) == plain
+    assert texts(engine, jobs, random.Random(2)) == plain  # and with prefixes found
+    exact = engine.scheduler.exact
+    assert exact and exact.pages.num_free == engine.plan.coded.pages and engine.pool.num_free == 120
+
+
+@pytest.mark.parametrize("first, recent", [(0, 1), (3, 5), (4, 16), (9, 7)])
+def test_pages_are_held_as_long_as_a_row_to_come_reads_them(first: int, recent: int) -> None:
+    rows = ExactRows(ExactPages(30), SIZE, first, recent, 0)
+    for index in range(20):
+        rows.cover("it", index, 100 + index)
+    for computed in range(80):
+        rows.advance("it", computed)
+        read = {j // SIZE for j in range(80) if j < first or computed - j < recent}
+        assert 30 - rows.pages.num_free == len(read), computed
+    rows.drop("it")
+    assert rows.pages.num_free == 30
+
+
+def test_requests_that_give_way_and_come_back() -> None:
+    jobs = {f"r{i}": ([i] * 40, SamplingParams(max_tokens=60, ignore_eos=True)) for i in range(6)}
+    plain = texts(fake_engine(block_size=SIZE, num_blocks=400, max_seqs=SEQS, max_rows=64), jobs, random.Random(1))
+    engine = coded_engine(0, 16, num_blocks=60)  # two of them hardly fit
+    schedule, given_way = engine.scheduler.schedule, []
+    engine.scheduler.schedule = lambda depths: given_way.append(batch := schedule(depths)) or batch  # type: ignore
+    assert texts(engine, jobs, random.Random(1)) == plain
+    assert sum(len(batch.preempted) for batch in given_way) > 0
+
+
+def test_a_long_prompt_is_cut_to_the_pages_that_are_free() -> None:
+    engine = coded_engine(4, 8, max_rows=400, num_blocks=400)
+    engine.add([7] * 600, SamplingParams(max_tokens=3, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    rows = engine.runner.rows_run
+    assert max(rows) <= engine.plan.coded.pages * SIZE < 600 and sum(rows) >= 600
