@@ -18,6 +18,7 @@ from sparkdraft.cache.formats import KVFormat
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.cache.formats.turboquant import TurboQuantKV
 from sparkdraft.config import EngineConfig
+from sparkdraft.core import UserError
 from sparkdraft.engine.blockdraft import BlockDraft
 from sparkdraft.engine.centre import key_centres
 from sparkdraft.engine.devices import detect
@@ -63,7 +64,10 @@ def find_drafter(config: EngineConfig, target: ModelConfig) -> DraftSource | Non
 def make_plan(config: EngineConfig, model: ModelConfig, drafter: DraftSource | None = None) -> Plan:
     hardware = detect(config)
     problem = _native_problem(config, hardware)
-    return resolve(config, model, hardware, problem, drafter.config if drafter else None)
+    plan = resolve(config, model, hardware, problem, drafter.config if drafter else None)
+    if plan.coded and not hasattr(kernels.load(plan.kernels), "tq_attention"):
+        raise UserError(f"kv turboquant does not run on the {plan.kernels} kernels yet; ask for kv fp8 or exact there")
+    return plan
 
 
 def build_engine(

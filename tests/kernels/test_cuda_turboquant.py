@@ -1,0 +1,455 @@
+"""The Triton kernels of the compressed KV cache against plain torch: on a GPU, or few shapes under TRITON_INTERPRET=1.
+
+Writes must give what VectorFormat.encode gives; attention what float64 gives of the decoded records and the exact rows.
+Whatever must not be read is poisoned: unowned blocks, records and rows of pages that no query needs, fresh outputs. The
+last part needs no GPU: it runs the PTX that unpacks codes in a small emulator, and compiles all launches for sm_90 and
+sm_121. Speed is left to bench/cuda_turboquant.py.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+
+from sparkdraft.kernels.cuda import attention, turboquant  # noqa: E402
+from sparkdraft.kernels.turboquant.codes import pack, unpack  # noqa: E402
+from sparkdraft.kernels.turboquant.layout import PLANES  # noqa: E402
+from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout  # noqa: E402
+from sparkdraft.kernels.turboquant.vectors import Encoded, VectorFormat  # noqa: E402
+from sparkdraft.kernels.view import AttentionView  # noqa: E402
+from tests.kernels import test_cuda_stepping as aot  # noqa: E402
+from tests.kernels.triton_device import DEVICE, DTYPES, INTERPRET, gpu, integers, no_interpreter, poisoned_empty, randn  # noqa: E402
+
+__all__ = ["poisoned_empty"]  # a fixture that every test here takes
+
+SIZE = 16  # positions a block
+FORMATS = [(4, 3), (5, 4), (3, 2), (2, 5)]  # bits of keys and of values
+MODES = [(4, 128), (0, 0)]  # exact keys: the first, the recent
+
+
+def make_layer(
+    blocks: int, kv_heads: int, dim: int, bits: tuple[int, int] = (4, 3), mode: tuple[int, int] = (4, 128)
+) -> CodedLayer:
+    """Poisoned throughout, and no block has a page."""
+    layout, device = RecordLayout(SIZE, dim, *bits), torch.device(DEVICE)
+    records = torch.full((blocks, kv_heads, layout.nbytes), 255, dtype=torch.uint8, device=device)  # scales: NaN
+    keys, values = (VectorFormat(dim, b, device=device) for b in bits)
+    if mode == (0, 0):
+        return CodedLayer(layout, records, keys, values, None, None, None)
+    pages = torch.full((blocks, 2, kv_heads, SIZE, dim), float("nan"), dtype=torch.float16, device=device)
+    exact_of = torch.full((blocks,), -1, dtype=torch.int32, device=device)
+    return CodedLayer(layout, records, keys, values, randn(kv_heads, dim), pages, exact_of, *mode)
+
+
+def planes(layer: CodedLayer) -> list[Tensor]:
+    """Views of the records: each plane [blocks, kv_heads, positions, bytes], the scales as float16 without the last."""
+    layout = layer.layout
+    parts = [
+        layer.records[:, :, at : at + SIZE * width] for at, width in zip(layout.offsets, layout.planes, strict=True)
+    ]
+    codes = [part.unflatten(-1, (SIZE, -1)) for part in parts[:-2]]
+    return codes + [part.view(torch.float16) for part in parts[-2:]]
+
+
+def encoded(layer: CodedLayer, slots: Tensor) -> tuple[Encoded, Encoded]:
+    """What the records hold of some slots: keys and values [slots, kv_heads, dim]."""
+    block, offset = slots.long() // SIZE, slots.long() % SIZE
+    found = [plane[block, :, offset] for plane in planes(layer)]
+    count = len(PLANES[layer.layout.key_bits])
+    key = Encoded(tuple(found[:count]), found[-2].unsqueeze(-1))
+    return key, Encoded(tuple(found[count:-2]), found[-1].unsqueeze(-1))
+
+
+def put(layer: CodedLayer, k: Tensor, v: Tensor, slots: Tensor, exact: Tensor) -> None:
+    """tq_write in torch. exact: bool [rows], those whose page is to hold them; their blocks get one."""
+    block, offset = slots.long() // SIZE, slots.long() % SIZE
+    key, value = layer.keys.encode(k, layer.centre), layer.values.encode(v)
+    written = [*key.planes, *value.planes, key.scale.squeeze(-1), value.scale.squeeze(-1)]
+    for plane, rows in zip(planes(layer), written, strict=True):
+        plane[block, :, offset] = rows
+    if layer.pages is not None:
+        assert layer.exact_of is not None
+        layer.exact_of[block[exact]] = (len(layer.exact_of) - 1 - block[exact]).int()  # any page but its own number
+        rotate = layer.keys.rotation.forward
+        turned = torch.stack((rotate(k.float() - layer.centre), rotate(v.float())), 1)
+        layer.pages[layer.exact_of[block[exact]].long(), :, :, offset[exact]] = turned[exact].half()
+
+
+def make_batch(
+    queries: list[int], contexts: list[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype = torch.float32,
+    bits: tuple[int, int] = (4, 3), mode: tuple[int, int] = (4, 128),
+) -> tuple[CodedLayer, Tensor, AttentionView]:  # fmt: skip
+    """Two rows more than there are, of NaN; tables that end in blocks out of range."""
+    owned = [-(-context // SIZE) for context in contexts]
+    layer = make_layer(sum(owned) + 3, kv_heads, dim, bits, mode)
+    order = torch.randperm(sum(owned) + 3, device=DEVICE)
+    tables = torch.full((len(contexts), max(owned) + 3), 10**8, dtype=torch.int32, device=DEVICE)
+    for s, (rows, context) in enumerate(zip(queries, contexts, strict=True)):
+        tables[s, : owned[s]] = order[sum(owned[:s]) : sum(owned[: s + 1])]
+        position = torch.arange(context, device=DEVICE)
+        slots = tables[s].long()[position // SIZE] * SIZE + position % SIZE
+        exact = (position < mode[0]) | (position > context - rows - mode[1])
+        k, v = (randn(context, kv_heads, dim) * (0.5 + torch.rand(context, 1, 1, device=DEVICE)) for _ in range(2))
+        put(layer, k if layer.centre is None else k + layer.centre, v, slots, exact)
+    rows = sum(queries)
+    qkv = randn(rows + 2, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    qkv[rows:] = float("nan")
+    starts = [sum(queries[:s]) for s in range(len(queries) + 1)]
+    view = AttentionView(integers(starts), integers(contexts), tables, max(queries), max(contexts))
+    return layer, qkv[:, : heads * dim].view(rows + 2, heads, dim), view
+
+
+def expected(layer: CodedLayer, q: Tensor, view: AttentionView, scale: float, window: int = 0) -> Tensor:
+    """In float64, a row and a head at a time; keys less the centre, which no softmax sees."""
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    starts, contexts, group = view.query_start.tolist(), view.context_len.tolist(), q.shape[1] // layer.records.shape[1]
+    for s, context in enumerate(contexts):
+        position = torch.arange(context, device=q.device)
+        slots = view.block_tables[s].long()[position // SIZE] * SIZE + position % SIZE
+        key, value = encoded(layer, slots)
+        k, v = layer.keys.decode(key, dtype=torch.float64), layer.values.decode(value, dtype=torch.float64)
+        exact_k, exact_v = k, v
+        if layer.pages is not None:
+            rows = layer.pages[layer.exact_of[slots // SIZE].long(), :, :, slots % SIZE].double()
+            exact_k, exact_v = layer.keys.rotation.inverse(rows).unbind(1)  # [context, kv_heads, dim]
+        for row in range(starts[s], starts[s + 1]):
+            p = context - starts[s + 1] + row
+            seen = position[max(p - window + 1, 0) if window else 0 : p + 1]
+            near = ((seen < layer.first) | (p - seen < layer.recent))[:, None, None]
+            mine_k, mine_v = torch.where(near, exact_k[seen], k[seen]), torch.where(near, exact_v[seen], v[seen])
+            for head in range(q.shape[1]):
+                weights = (mine_k[:, head // group] @ q[row, head].double() * scale).softmax(0)
+                out[row, head] = weights @ mine_v[:, head // group]
+    return out.flatten(1)
+
+
+def check(layer: CodedLayer, q: Tensor, view: AttentionView, window: int = 0, most_query: int = 0) -> Tensor:
+    scale, last = q.shape[2] ** -0.5, int(view.query_start[-1])
+    got = turboquant.tq_attention(layer, q, view, scale, window, most_query)
+    want = expected(layer, q[:last], view, scale, window)
+    worst, largest = (got[:last].double() - want).abs().max().item(), want.abs().max().item()
+    allowed = 4e-3 if q.dtype == torch.bfloat16 else 1e-3  # bf16 rounds the result alone by 2e-3
+    assert worst <= allowed * largest, f"off by {worst}, largest value {largest}"  # NaN fails too
+    return got
+
+
+# Writes
+
+
+def closest(x: Tensor, fmt: VectorFormat, centre: Tensor | None) -> Tensor:
+    """How far each coordinate lies from the nearest threshold, in float64."""
+    turned = fmt.rotation.forward(x.double() if centre is None else x.double() - centre.double())
+    unit = turned / turned.norm(dim=-1, keepdim=True)
+    thresholds = torch.tensor(fmt.codebook.thresholds, dtype=torch.float64, device=x.device) * fmt.width**-0.5
+    return (unit.unsqueeze(-1) - thresholds).abs().amin(-1)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim, bits", [(64, b) for b in FORMATS] + [(128, (4, 3)), (256, (5, 4))])
+def test_writes_are_the_encoding(dim: int, bits: tuple[int, int], dtype: torch.dtype) -> None:
+    rows, kv_heads = 3 if INTERPRET else 300, 2
+    qkv = randn(rows, 5 * kv_heads * dim, dtype=dtype) * 3
+    k, v = qkv.view(rows, -1, dim)[:, 3 * kv_heads :].split(kv_heads, dim=1)
+    layer = make_layer(rows, kv_heads, dim, bits)
+    slots = torch.randperm(rows * SIZE, device=DEVICE)[:rows].int()
+    turboquant.tq_write(layer, k, v, slots)
+    found_k, found_v = encoded(layer, slots)
+    for x, found, fmt, centre in ((k, found_k, layer.keys, layer.centre), (v, found_v, layer.values, None)):
+        wanted = fmt.encode(x, centre)
+        torch.testing.assert_close(found.scale, wanted.scale, rtol=1e-3, atol=0)
+        off = unpack(found.planes, fmt.bits) != unpack(wanted.planes, fmt.bits)
+        assert off.float().mean() <= 1e-3 and (closest(x, fmt, centre)[off] < 1e-6).all(), off.sum()
+
+
+@gpu
+def test_rows_go_to_their_slots_and_exact_pages_alone() -> None:
+    layer, slots = make_layer(6, 2, 64), integers([0, 17, -1, 79, 33, -7, 96])  # the last is past the cache
+    layer.exact_of[:] = integers([3, -1, 0, 2, 5, 4])
+    k, v = randn(7, 2, 64), randn(7, 2, 64)
+    k[3], v[4] = layer.centre, 0  # of a vector of length 0 nothing is left but its scale
+    before, pages = layer.records.clone(), layer.pages.clone()
+    turboquant.tq_write(layer, k, v, slots)
+    want = CodedLayer(layer.layout, before, layer.keys, layer.values, layer.centre, pages, layer.exact_of, 4, 128)
+    kept = integers([0, 1, 3, 4]).long()
+    expected_of = layer.exact_of.clone()
+    put(want, k[kept], v[kept], slots[kept], torch.zeros(4, dtype=torch.bool, device=DEVICE))
+    assert torch.equal(layer.records, before) and torch.equal(layer.exact_of, expected_of)
+    for row, page, offset in ((0, 3, 0), (3, 5, 15), (4, 0, 1)):
+        for part, x in ((0, k[row] - layer.centre), (1, v[row])):
+            pages[page, part, :, offset] = layer.keys.rotation.forward(x).half()
+    torch.testing.assert_close(layer.pages, pages, rtol=1e-3, atol=1e-6, equal_nan=True)
+
+
+@gpu
+def test_no_rows() -> None:
+    layer, q, view = make_batch([1], [5], 4, 2, 64)
+    before = layer.records.clone()
+    turboquant.tq_write(layer, q[:0, :2], q[:0, :2], integers([]))
+    assert torch.equal(layer.records, before)
+    assert turboquant.tq_attention(layer, q[:0], replace(view, query_start=integers([0, 0])), 0.1).shape == (0, 256)
+
+
+# Attention
+
+BATCHES = [  # rows a sequence, keys a sequence
+    ([1, 1, 1], [17, 300, 1]),
+    ([5, 2, 1], [5, 140, 260]),
+]
+GPU_BATCHES = [
+    ([1], [1]),
+    ([1], [5000]),
+    ([16], [4999]),
+    ([40, 1, 17, 1], [40, 270, 190, 3]),
+    ([300, 1, 1, 5], [300, 5000, 1, 1000]),
+    ([300, 17, 2], [5000, 1000, 129]),
+    ([1] * 64, [64 * i + 1 for i in range(64)]),
+    ([16] * 16, [300 * i + 16 for i in range(16)]),
+]
+SHAPES = [(9, 3, 64), (32, 8, 128), (16, 16, 64), (8, 1, 256), (64, 8, 128), (4, 1, 256)]
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("queries, contexts", BATCHES + GPU_BATCHES * (not INTERPRET))
+def test_attention(queries: list[int], contexts: list[int], mode: tuple[int, int], dtype: torch.dtype) -> None:
+    check(*make_batch(queries, contexts, 4, 2, 64, dtype, mode=mode))
+
+
+@gpu
+@pytest.mark.parametrize("bits", FORMATS)
+@pytest.mark.parametrize("heads, kv_heads, dim", [(3, 1, 128)] if INTERPRET else SHAPES)
+def test_attention_of_every_shape_and_format(heads: int, kv_heads: int, dim: int, bits: tuple[int, int]) -> None:
+    check(*make_batch([3, 1], [3, 200], heads, kv_heads, dim, DTYPES[0], bits))
+    if not INTERPRET:
+        check(*make_batch([70, 16], [300, 700], heads, kv_heads, dim, DTYPES[0], bits))
+
+
+@gpu
+@pytest.mark.parametrize("window", [1, 37, 200])
+@pytest.mark.parametrize("mode", [(4, 128), (20, 32), (0, 16), (4, 0), (0, 0)])
+def test_windows_and_modes(mode: tuple[int, int], window: int) -> None:
+    check(*make_batch([3, 1], [230, 20], 2, 1, 64, mode=mode), window)
+
+
+@gpu
+def test_borders_of_the_recent_keys() -> None:
+    contexts = [*range(126, 131), 132, 133]
+    layer, q, view = make_batch([1] * len(contexts), contexts, 2, 1, 64)
+    check(layer, q, view)
+    coded = layer.records.clone()
+    layer.records.fill_(255)  # up to 128 keys all are recent, and of up to 132 all others are the first
+    got = turboquant.tq_attention(layer, q, view, 0.125)
+    layer.records.copy_(coded)
+    want = expected(layer, q[: len(contexts)], view, 0.125)
+    assert (got[:6] - want[:6]).abs().max() < 2e-3 and got[6].isnan().all()
+
+
+@gpu
+def test_chunks_that_see_no_codes_and_chunks_that_do() -> None:
+    check(*make_batch([40, 20], [40, 170], 8, 2, 64))
+    check(*make_batch([70], [200], 4, 1, 64, mode=(4, 16)))
+
+
+@gpu
+def test_rows_after_rejected_drafts() -> None:
+    """Five drafted rows are written and looked at, then three of them again, of other tokens."""
+    layer, q, view = make_batch([5], [171], 2, 1, 64, mode=(4, 16))
+    check(layer, q, view)
+    position = torch.arange(168, 171, device=DEVICE)
+    slots = view.block_tables[0].long()[position // SIZE] * SIZE + position % SIZE
+    k, v = randn(3, 1, 64), randn(3, 1, 64)
+    turboquant.tq_write(layer, k, v, slots.int())
+    check(layer, q, view)
+    pages = layer.pages[layer.exact_of[slots // SIZE].long(), :, :, slots % SIZE]
+    torch.testing.assert_close(pages[:, 1].float(), layer.values.rotation.forward(v), rtol=1e-3, atol=1e-5)
+
+
+@gpu
+@pytest.mark.parametrize("padded_rows", [0, 1])
+def test_padding_sequences(padded_rows: int) -> None:
+    layer, q, view = make_batch([1, 3, padded_rows, padded_rows], [200, 290, 0, 0], 4, 2, 64)
+    got = turboquant.tq_attention(layer, q, view, 0.125)
+    real = AttentionView(view.query_start[:3], view.context_len[:2], view.block_tables[:2], 3, 290)
+    assert (got[:4] - expected(layer, q[:4], real, 0.125)).abs().max() < 2e-3
+    assert (got[4 : 4 + 2 * padded_rows] == 0).all(), "a padding row without keys gives zeros"
+
+
+MOST = 16  # rows of a drafted block
+ALIKE = [(3, 1, 64)] if INTERPRET else [(3, 1, 64), *SHAPES]
+
+
+@gpu
+@pytest.mark.parametrize("heads, kv_heads, dim", ALIKE)
+@pytest.mark.parametrize("mode, window", [((4, 128), 0), ((0, 0), 0), ((4, 16), 50)])
+def test_a_row_of_a_block_equals_the_row_alone(
+    heads: int, kv_heads: int, dim: int, mode: tuple[int, int], window: int
+) -> None:
+    """Every bit of it, whose later keys are poisoned, on either side of tiles, units and the recent keys' border."""
+    contexts, scale = [139, 262] if INTERPRET else [16, 139, 262, 523, 1290, 2048], dim**-0.5
+    layer, q, view = make_batch([MOST] * len(contexts), contexts, heads, kv_heads, dim, DTYPES[0], mode=mode)
+    view = replace(view, max_context=2048)
+    q = q[:-2].reshape(len(contexts), MOST, heads, dim)
+    block = check(layer, q.flatten(0, 1), view, window, MOST).view(len(contexts), MOST, -1)
+    for end in (16, 7) if INTERPRET else range(MOST, 0, -1):
+        cut = [context - MOST + end for context in contexts]
+        for s, context in enumerate(cut):
+            last = int(view.block_tables[s, (context - 1) // SIZE])
+            for plane in planes(layer):
+                plane[last, :, (context - 1) % SIZE + 1 :] = float("nan") if plane.dtype == torch.float16 else 255
+            if layer.pages is not None:
+                layer.pages[int(layer.exact_of[last]), :, :, (context - 1) % SIZE + 1 :] = float("nan")
+        for width in [w for w in (1, 5, 2, 9, 12)[: 2 if INTERPRET else 5] if w <= end]:
+            rows = q[:, end - width : end].reshape(len(cut) * width, heads, dim)
+            starts = integers([width * s for s in range(len(cut) + 1)])
+            alone = AttentionView(starts, integers(cut), view.block_tables, width, 2048)
+            got = turboquant.tq_attention(layer, rows, alone, scale, window, MOST)
+            assert torch.equal(got.view(len(cut), width, -1), block[:, end - width : end]), f"{width} rows up to {end}"
+
+
+# The PTX of levels, emulated: no GPU
+
+
+def permute(a: int, b: int, order: int) -> int:
+    """prmt.b32"""
+    source, result = (a | b << 32).to_bytes(8, "little"), 0
+    for i in range(4):
+        nibble = order >> 4 * i & 15
+        byte = source[nibble & 7]
+        result |= (byte if nibble < 8 else 255 * (byte >> 7)) << 8 * i
+    return result
+
+
+WORD = 2**32 - 1
+INSTRUCTIONS = {
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+    "not": lambda a: ~a & WORD,
+    "shl": lambda a, b: a << b & WORD,
+    "shr": lambda a, b: a >> b,
+    "sub": lambda a, b: a - b & WORD,
+    "mul.lo": lambda a, b: a * b & WORD,
+    "mov": lambda a: a,
+    "prmt": permute,
+}
+
+
+def emulate(ptx: str, inputs: list[bytes], outputs: int) -> list[int]:
+    register = {f"${outputs + i}": int.from_bytes(value, "little") for i, value in enumerate(inputs)}
+    for name, target, operands in re.findall(r"^(\S+)\.[bu]32 (\S+), (.*);$", ptx, re.M):
+        values = [register[o] if o in register else int(o) for o in operands.split(", ")]
+        register[target] = INSTRUCTIONS[name](*values)
+    return [register[f"${i}"] for i in range(outputs)]
+
+
+@pytest.mark.parametrize("bits", PLANES)
+def test_the_ptx_of_levels(bits: int) -> None:
+    dim = 64
+    levels = turboquant._constants(RecordLayout(SIZE, dim, bits, bits)).key_levels
+    ptx, stretches = turboquant._level_ptx(levels), 8 // PLANES[bits][0]
+    for codes in torch.cat((torch.arange(dim) % 2**bits, torch.randint(0, 2**bits, (20 * dim,)))).view(-1, dim):
+        plane, *high = (p.tolist() for p in pack(codes, bits))
+        for at in range(0, dim // stretches, 4):
+            inputs, columns = [bytes(plane[at : at + 4])], range(at, at + 4)
+            if high:
+                inputs.append(bytes(high[0][c % (dim // 8)] for c in columns))
+                inputs += [bytes(255 * (c // (dim // 8) >> i & 1) for c in columns) for i in (0, 1)]
+            got = np.array(emulate(ptx, inputs, 2 * stretches), np.uint32).view(np.float16).reshape(stretches, 4)
+            want = [[levels[codes[s * dim // stretches + c]] for c in columns] for s in range(stretches)]
+            assert (got == np.array(want, np.float16)).all()
+
+
+# Ahead of time compiles: no GPU, but not under the interpreter, which replaces the compiler
+
+GPUS = {90: attention.Gpu(132, True), 121: attention.Gpu(48, False)}
+
+
+def launches(
+    monkeypatch: pytest.MonkeyPatch, capability: int, rows: int, heads: int, kv_heads: int, dim: int,
+    bits: tuple[int, int] = (4, 3), mode: tuple[int, int] = (4, 128), window: int = 0, seqs: int = 4,
+) -> list[aot.Launch]:  # fmt: skip
+    """What a layer's write and attention would launch on that GPU, on tensors without memory."""
+    found: list[aot.Launch] = []
+    monkeypatch.undo()  # tensors without memory want the real torch.empty
+    monkeypatch.setattr(turboquant, "run", lambda kernel, grid, *a, **options: found.append((kernel, a, options)))
+    monkeypatch.setattr(turboquant, "_gpu", lambda device: GPUS[capability])
+    for kind, name in ((torch.uint8, "u8"), (torch.float16, "fp16")):
+        monkeypatch.setitem(aot.TYPES, kind, name)
+    for kernel, weights in (("_write", {"signs", "centre"}), ("_join_turned", {"signs"})):
+        monkeypatch.setitem(aot.WEIGHTS, kernel, weights)
+
+    def made(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device="meta")
+
+    layout, exact = RecordLayout(SIZE, dim, *bits), mode != (0, 0)
+    layer = CodedLayer(
+        layout, made(512, kv_heads, layout.nbytes, dtype=torch.uint8), *(VectorFormat(dim, b) for b in bits),
+        made(kv_heads, dim, dtype=torch.float32) if exact else None,
+        made(64, 2, kv_heads, SIZE, dim, dtype=torch.float16) if exact else None, made(512) if exact else None, *mode,
+    )  # fmt: skip
+    qkv = made(seqs * rows, heads + 2 * kv_heads, dim, dtype=torch.bfloat16)
+    turboquant.tq_write(layer, qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :], made(seqs * rows))
+    view = AttentionView(made(seqs + 1), made(seqs), made(seqs, 2000), rows, 32000)
+    turboquant.tq_attention(layer, qkv[:, :heads], view, 0.1, window, MOST)
+    return found
+
+
+def check_launch(capability: int, launch: aot.Launch) -> None:
+    """Fits, waits for its predecessor, and adds up as tiles of all heights do: keys and columns 16 by 16, in order."""
+    compiled, signature = aot.compile_launch(capability, launch)
+    print(f"sm_{capability} {launch[0].__name__} {compiled.metadata.shared} bytes")
+    assert compiled.metadata.launch_pdl and compiled.metadata.shared <= aot.LIMIT[capability], launch[0]
+    aot.check_order(launch[0], signature, compiled.asm["ptx"])
+    if launch[0] is turboquant._attend_coded:
+        reductions = re.findall(r'"tt\.reduce".*?tt\.reduce\.return', compiled.asm["ttgir"], re.S)
+        assert reductions and all("maxnumf" in body and "addf" not in body for body in reductions)
+        dots = set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.aligned\.m\d+n\d+(\S+)", compiled.asm["ptx"]))
+        assert dots <= {"k16.f32.f16.f16", "k16.row.col.f32.f16.f16.f32"}, dots
+        assert set(re.findall(r"kWidth = (\d)", compiled.asm["ttgir"])) <= {"2"}, "products are interleaved"
+
+
+@no_interpreter
+@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize("rows", [1, 8, 16, 100])
+def test_a_layer_compiles(rows: int, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = launches(monkeypatch, capability, rows, 32, 8, 128)
+    assert [kernel for kernel, _, _ in found][:2] == [turboquant._write, turboquant._attend_coded]
+    for launch in found:
+        check_launch(capability, launch)
+
+
+@no_interpreter
+@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize("heads, kv_heads, dim, bits, mode, window", [
+    (9, 3, 64, (5, 4), (4, 128), 0),
+    (32, 8, 128, (3, 5), (0, 0), 0),
+    (8, 1, 256, (4, 3), (4, 128), 100),
+    (16, 16, 64, (2, 2), (0, 64), 0),
+])  # fmt: skip
+def test_other_shapes_compile(
+    heads: int, kv_heads: int, dim: int, bits: tuple[int, int], mode: tuple[int, int], window: int,
+    capability: int, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for rows in (1, 16):
+        for launch in launches(monkeypatch, capability, rows, heads, kv_heads, dim, bits, mode, window):
+            check_launch(capability, launch)
+
+
+@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize("heads, kv_heads, dim", [*SHAPES, (16, 1, 64)])
+def test_up_to_most_query_rows_go_through_the_keys_alike(heads: int, kv_heads: int, dim: int, capability: int) -> None:
+    for seqs in (1, 3, 8, 64):
+        shape = (seqs, heads, kv_heads, dim)
+        made = [turboquant._launch(n * seqs, *shape, n, MOST, 32000, GPUS[capability]) for n in range(1, MOST + 1)]
+        assert len({(a.tile.block_n, a.unit, a.splits) for a in made}) == 1
+        assert all(a.unit % a.tile.block_n == 0 for a in made)
+        assert all(a.tile.block_m >= rows * heads // kv_heads or a.search for rows, a in enumerate(made, 1))
