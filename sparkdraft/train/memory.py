@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig
-from sparkdraft.plan.memory import kv_bytes_per_token, scratch_bytes, weight_bytes
+from sparkdraft.plan.memory import kv_bytes_per_token, weight_bytes
 from sparkdraft.train.settings import FitSettings
 
 CHUNK_ROWS = 15360  # rows whose logits a GPU holds at once in the loss: 1.5 GB of bf16 over 49152 ids
@@ -29,7 +29,7 @@ def parts(target: ModelConfig, settings: FitSettings, on_gpu: bool) -> dict[str,
     copies = 3 if settings.optimizer == "muon" else 4  # weights, gradients, one or two moments; all in float32
     context = taps * hidden * itemsize + kv_bytes_per_token(target, itemsize) // target.num_layers * 9
     step = {
-        "the target's step": scratch_bytes(target, settings.context, 0, itemsize) + settings.context * context,
+        "the target's step": target_step(target, settings.context, 0, itemsize) + settings.context * context,
         "the drafter's step": _drafter_step(target, settings, itemsize),
         "logits": _logit_rows(settings, on_gpu) * vocab * itemsize,
     }
@@ -44,6 +44,13 @@ def parts(target: ModelConfig, settings: FitSettings, on_gpu: bool) -> dict[str,
         "drafter and optimizer": (4 * copies + itemsize) * parameters,  # and the weights as a step multiplies by them
         **step,
     }
+
+
+def target_step(target: ModelConfig, rows: int, sampled: int, itemsize: int) -> int:
+    """A layer's activations, more than the engine counts: batches here are of many shapes, and each leaves pieces."""
+    width = 4 * target.hidden_size + 3 * target.intermediate_size
+    width += (target.num_heads + 2 * target.num_kv_heads) * target.head_dim
+    return 2 * rows * width * itemsize + 4 * sampled * target.vocab_size * 4
 
 
 def _drafter_step(target: ModelConfig, settings: FitSettings, itemsize: int) -> int:
