@@ -15,7 +15,6 @@ from tests.models.tiny import write_tiny
 FORMS = [
     pytest.param({"dtype": "float32"}, id="float32"),
     pytest.param({"dtype": "quantised"}, id="quantised"),
-    pytest.param({"dtype": "float32", "kv": "fp8"}, id="fp8"),
     pytest.param({"dtype": "float32", "device": "cuda"}, id="cuda", marks=pytest.mark.gpu),
     pytest.param({"dtype": "float32", "device": "cuda", "kv": "fp8"}, id="cuda-fp8", marks=pytest.mark.gpu),
 ]

@@ -1,4 +1,4 @@
-"""Real requests over a coded cache: drafts, company, chunks and prefixes that are found change no text."""
+"""Real requests over a cache of fewer bits: drafts, company, chunks and prefixes that are found change no text."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def prompts(count: int, longest: int = 90) -> list[list[int]]:
     return [[rng.randrange(3, 259) for _ in range(rng.randint(1, longest))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("mode", ["hybrid", "full_tq"])
-def test_each_request_writes_what_it_writes_alone(folder: Path, mode: str) -> None:
-    params, asked = SamplingParams(max_tokens=24, ignore_eos=True), prompts(8)
-    alone = LLM(str(folder), tq_mode=mode, max_seqs=1, prefix_cache=False, **OPTIONS)
-    crowd = LLM(str(folder), tq_mode=mode, max_seqs=3, max_rows=40, kv_tokens=400, **OPTIONS)
+@pytest.mark.parametrize("form", [{"tq_mode": "hybrid"}, {"tq_mode": "full_tq"}, {"kv": "fp8"}], ids=str)
+def test_each_request_writes_what_it_writes_alone(folder: Path, form: dict[str, str]) -> None:
+    params, asked, options = SamplingParams(max_tokens=16, ignore_eos=True), prompts(6), OPTIONS | form
+    alone = LLM(str(folder), max_seqs=1, prefix_cache=False, **options)
+    crowd = LLM(str(folder), max_seqs=3, max_rows=40, kv_tokens=400, **options)
     expected = [alone.generate([ids], params)[0].completions[0].ids for ids in asked]
     for _ in range(2):  # the second time prefixes are found
         assert [r.completions[0].ids for r in crowd.generate(asked, params)] == expected
@@ -36,11 +36,11 @@ def test_each_request_writes_what_it_writes_alone(folder: Path, mode: str) -> No
 
 def test_text_that_repeats_is_drafted_and_stays_the_same(folder: Path) -> None:
     llm = LLM(str(folder), **OPTIONS)
-    asked = [ids + [9, 17, 30] * 8 for ids in prompts(4, 40)]
+    asked = [ids + [9, 17, 30] * 8 for ids in prompts(3, 40)]
     bias = dict.fromkeys((9, 17, 30, 40), 100.0)  # it writes few ids, so that what comes is often a repetition
 
     def written(depth: int) -> list[Completion]:
-        params = SamplingParams(max_tokens=60, ignore_eos=True, logit_bias=bias, num_draft=depth)
+        params = SamplingParams(max_tokens=40, ignore_eos=True, logit_bias=bias, num_draft=depth)
         return [r.completions[0] for r in llm.generate(asked, params)]
 
     plain, drafted = written(0), written(7)
@@ -67,7 +67,7 @@ def test_the_first_and_the_last_rows_have_pages_and_few_others(folder: Path) -> 
 
 def test_a_prefix_whose_exact_end_is_lost_is_used_as_far_as_it_is_there(folder: Path) -> None:
     llm = LLM(str(folder), max_seqs=1, **OPTIONS)
-    params, (first, *others) = SamplingParams(max_tokens=4, ignore_eos=True), prompts(40, 200)
+    params, (first, *others) = SamplingParams(max_tokens=4, ignore_eos=True), prompts(14, 200)
     first = (first * 200)[:150]
     expected = llm.generate([first], params)[0].completions[0]
     again = llm.generate([first], params)[0].completions[0]
