@@ -54,7 +54,7 @@ def oracle(smollm2_path: Path) -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("device", "count"),
     [
-        ("cpu", 3),
+        ("cpu", 2),
         pytest.param("cpu", 20, marks=pytest.mark.slow),
         pytest.param("cuda", 20, marks=pytest.mark.gpu),
     ],
