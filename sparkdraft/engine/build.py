@@ -20,7 +20,7 @@ from sparkdraft.cache.formats.turboquant import TurboQuantKV
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.engine.blockdraft import BlockDraft
-from sparkdraft.engine.centre import key_centres
+from sparkdraft.engine.centre import SKIPPED, key_centres
 from sparkdraft.engine.devices import detect
 from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.engine import Engine
@@ -80,7 +80,7 @@ def build_engine(
     progress: Progress | None = None,
     calibration: Sequence[int] = (),
 ) -> Engine:
-    """calibration: ids of a text like any other, for caches that are coded; without them nothing is centred."""
+    """calibration: ids of any text, for caches that are coded; without enough of them nothing is centred."""
     build = architecture(model_config.model_type)
     # Beside the native kernels torch runs only small operators; its threads, spinning after each, would take the cores.
     torch.set_num_threads(1 if plan.kernels == "native" else plan.threads)
@@ -100,7 +100,7 @@ def build_engine(
             block = BlockDraft(made, plan, device, ops)
         drafting = Drafting(plan.max_model_len, block, config.ngram and config.spec != "off", config.num_draft)
         centres = None
-        if plan.coded and config.tq_centre and calibration:
+        if plan.coded and config.tq_centre and len(calibration) > SKIPPED:
             blocks = -(-len(calibration) // plan.block_size)
             scratch = _kv(model_config, replace(plan, num_blocks=blocks), dtype, device, ops)
             centres = key_centres(model, calibration, scratch, plan.block_size, device)

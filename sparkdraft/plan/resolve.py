@@ -81,13 +81,14 @@ def resolve(
     if max_rows < max_seqs:
         raise UserError(f"max_rows is {max_rows}, below max_seqs ({max_seqs}); every request needs a row a step")
     itemsize = ITEMSIZE[dtype]
-    _check_kv(config, hardware, dtype)
+    kv = "exact" if config.kv == "turboquant" and config.tq_mode == "off" else config.kv
+    _check_kv(kv, hardware, dtype)
     weights = weight_bytes(model, WEIGHT_ITEMSIZE[dtype])
     scratch = scratch_bytes(model, max_rows, max_seqs, itemsize, drafter)
     coded, room = None, int(hardware.free_bytes * config.memory_fraction) - weights - scratch
-    if config.kv == "turboquant" and config.tq_mode != "off":
+    if kv == "turboquant":
         coded = plan_coded(config, model, hardware.device, max_seqs, max_rows, max(room, 0), MOST_AHEAD)
-    per_token = kv_bytes_per_token(model, 1 if config.kv == "fp8" else itemsize)
+    per_token = kv_bytes_per_token(model, 1 if kv == "fp8" else itemsize)
     if coded:
         per_token = coded.bytes_per_token(model)
     if drafter:
@@ -105,7 +106,7 @@ def resolve(
         max_model_len=max_model_len,
         max_seqs=max_seqs,
         max_rows=max_rows,
-        kv=config.kv,
+        kv=kv,
         block_size=config.block_size,
         num_blocks=num_blocks,
         prefix_cache=config.prefix_cache,
@@ -131,12 +132,12 @@ def _dtype(config: EngineConfig, hardware: Hardware, native_problem: str | None,
     return "quantised" if config.dtype == "auto" else config.dtype
 
 
-def _check_kv(config: EngineConfig, hardware: Hardware, dtype: str) -> None:
-    if config.kv == "exact":
+def _check_kv(kv: str, hardware: Hardware, dtype: str) -> None:
+    if kv == "exact":
         return
     if dtype == "quantised":
-        raise UserError(f"kv {config.kv} is not for the CPU kernels; on a CPU keep it exact, or ask for dtype float32")
-    if config.kv == "fp8" and hardware.device == "cuda" and hardware.capability < FP8_CAPABILITY:
+        raise UserError(f"kv {kv} is not for the CPU kernels; on a CPU keep it exact, or ask for dtype float32")
+    if kv == "fp8" and hardware.device == "cuda" and hardware.capability < FP8_CAPABILITY:
         has, needs = (".".join(map(str, c)) for c in (hardware.capability, FP8_CAPABILITY))
         raise UserError(f"kv fp8 needs a GPU of compute capability {needs}; {hardware.name} has {has}: keep it exact")
 

@@ -43,6 +43,9 @@ def test_the_first_layers_really_get_a_bit_more() -> None:
 def test_off_is_exact() -> None:
     made = plan(kv="turboquant", tq_mode="off")
     assert made.coded is None and made.num_blocks == plan().num_blocks
+    assert made.kv == "exact" and "turboquant" not in made.describe()
+    laptop = Hardware("cpu", "a laptop", 8, 60 << 30)
+    assert resolve(EngineConfig(kv="turboquant", tq_mode="off"), MODEL, laptop).dtype == "quantised"
 
 
 @pytest.mark.parametrize(
