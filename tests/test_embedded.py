@@ -106,19 +106,20 @@ def chats(llm: LLM, each: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("device", "each", "max_tokens", "depths"),
+    ("device", "kv", "each", "max_tokens", "depths"),
     [
-        pytest.param("cpu", 1, 48, (None, 1, 3, 7, 15), id="some"),
-        pytest.param("cpu", 10, 128, (None, *range(1, 16)), id="all", marks=pytest.mark.slow),
-        pytest.param("cuda", 4, 128, (None, 1, 3, 7, 15), id="cuda", marks=pytest.mark.gpu),
+        pytest.param("cpu", "exact", 1, 48, (None, 1, 3, 7, 15), id="some"),
+        pytest.param("cpu", "exact", 10, 128, (None, *range(1, 16)), id="all", marks=pytest.mark.slow),
+        pytest.param("cuda", "exact", 4, 128, (None, 1, 3, 7, 15), id="cuda", marks=pytest.mark.gpu),
+        pytest.param("cuda", "turboquant", 4, 256, (None, 1, 3, 7, 15), id="cuda-coded", marks=pytest.mark.gpu),
     ],
 )
 def test_drafted_text_is_the_plain_text(
-    device: str, each: int, max_tokens: int, depths: tuple[int | None, ...]
+    device: str, kv: str, each: int, max_tokens: int, depths: tuple[int | None, ...]
 ) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA GPU")
-    llm = LLM("smollm2", device=device)
+    llm = LLM("smollm2", device=device, kv=kv)
     prompts = chats(llm, each)
     # On a GPU a row's last bit does not hang on the drafts beside it, but on the rows of a step past 16.
     batches = [prompts] if device == "cpu" else [[prompt] for prompt in prompts]

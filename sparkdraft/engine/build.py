@@ -65,9 +65,20 @@ def make_plan(config: EngineConfig, model: ModelConfig, drafter: DraftSource | N
     hardware = detect(config)
     problem = _native_problem(config, hardware)
     plan = resolve(config, model, hardware, problem, drafter.config if drafter else None)
-    if plan.coded and not hasattr(kernels.load(plan.kernels), "tq_attention"):
-        raise UserError(f"kv turboquant does not run on the {plan.kernels} kernels yet; ask for kv fp8 or exact there")
+    if plan.coded:
+        _check_coded(plan.kernels, model.head_dim)
     return plan
+
+
+def _check_coded(name: str, head_dim: int) -> None:
+    ops = kernels.load(name)
+    if not hasattr(ops, "tq_attention"):
+        raise UserError(f"kv turboquant does not run on the {name} kernels yet; ask for kv fp8 or exact there")
+    if head_dim not in getattr(ops, "TQ_DIMS", (head_dim,)):
+        dims = ", ".join(map(str, ops.TQ_DIMS))
+        raise UserError(
+            f"kv turboquant runs at head dims {dims} on the {name} kernels; this model's is {head_dim}: ask for kv fp8"
+        )
 
 
 def build_engine(

@@ -10,12 +10,14 @@ from sparkdraft.kernels.cuda.elementwise import kv_write, qk_norm_rope, rms_norm
 from sparkdraft.kernels.cuda.matmul import add_linear, norm_argmax, norm_gated, norm_linear, norm_logits
 from sparkdraft.kernels.cuda.recording import Recording
 from sparkdraft.kernels.cuda.stepping import lay_out, settle
+from sparkdraft.kernels.cuda.turboquant import TQ_DIMS, tq_attention, tq_write
 from sparkdraft.kernels.reference import draw, embed  # torch is at the ceiling, or near enough
 
 NAME = "cuda"
 
 __all__ = [
     "NAME",
+    "TQ_DIMS",
     "Recording",
     "add_linear",
     "draw",
@@ -33,4 +35,6 @@ __all__ = [
     "settle",
     "silu_mul",
     "tap",
+    "tq_attention",
+    "tq_write",
 ]

@@ -53,7 +53,7 @@ from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout
 from sparkdraft.kernels.turboquant.vectors import LARGEST_SCALE
 from sparkdraft.kernels.view import AttentionView
 
-DIMS = (64, 128, 256)
+TQ_DIMS = (64, 128, 256)
 HALF_MAX = tl.constexpr(LARGEST_SCALE)
 
 # Rotation
@@ -711,7 +711,7 @@ def _signs(dim: int, device: torch.device) -> Tensor:
 
 def _check(layer: CodedLayer) -> None:
     layout, pages = layer.layout, layer.pages
-    assert layout.dim in DIMS, f"head_dim {layout.dim}: the kernels rotate {DIMS}"
+    assert layout.dim in TQ_DIMS, f"head_dim {layout.dim}: the kernels rotate {TQ_DIMS}"
     assert layer.keys.correction == layer.values.correction == "unbiased", "the kernels know one scale"
     assert layer.records.stride(2) == 1 and layer.records.stride(0) % 2 == 0, layer.records.stride()
     assert (pages is None) == (layer.exact_of is None) == (layer.first + layer.recent == 0), "pages serve exact rows"
