@@ -4,8 +4,7 @@ Every figure is a replayed CUDA graph of many launches, each on blocks that the 
 is read of the cache: codes and scales, and the exact rows of the hybrid mode. It checks nothing
 (tests/kernels/test_cuda_turboquant.py does) and ends in one line of JSON.
 
-    python bench/cuda_turboquant.py            about half a minute on an H200, most of it compiling
-    python bench/cuda_turboquant.py --tune     also tries other tiles, as long again
+    python bench/cuda_turboquant.py        about half a minute on an H200, most of it compiling
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from sparkdraft.kernels import cuda
 from sparkdraft.kernels.cuda import turboquant
-from sparkdraft.kernels.cuda.attention import Tile
 from sparkdraft.kernels.turboquant.layout import token_bytes
 from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout
 from sparkdraft.kernels.turboquant.vectors import VectorFormat
@@ -66,7 +64,7 @@ def views(cache: Cache, rows: int, seqs: int, context: int, used: int) -> list[A
 
 
 def queries(rows: int, seqs: int) -> Tensor:
-    qkv = cuda_kernels.randn(rows * seqs, (HEADS + 2 * KV_HEADS) * DIM)
+    qkv = cuda_kernels.randn(rows * seqs, (HEADS + 2 * KV_HEADS) * DIM)  # any numbers will do for rotated ones
     return qkv[:, : HEADS * DIM].view(-1, HEADS, DIM)
 
 
@@ -126,46 +124,14 @@ def bench_write(cache: Cache, layers: list[CodedLayer], results: dict[str, objec
         results[f"write {rows} rows"] = {name: round(time * 1e6, 2) for name, time in times.items()}
 
 
-TUNE = [  # rows, seqs, context, tiles to try in place of the table's
-    (1, 4, 32000, [Tile(16, 64, 4, 3), Tile(16, 64, 4, 5), Tile(16, 32, 4, 4), Tile(16, 128, 4, 3), Tile(16, 128, 8, 3),
-                   Tile(16, 64, 2, 4)]),
-    (16, 4, 32000, [Tile(64, 32, 4, 4), Tile(64, 64, 4, 2), Tile(64, 64, 8, 3), Tile(64, 128, 8, 3)]),
-    (2048, 1, 32000, [Tile(128, 64, 8, 2), Tile(128, 32, 8, 3), Tile(128, 128, 8, 2), Tile(64, 64, 4, 3)]),
-]  # fmt: skip
-
-
-def tune(cache: Cache, layer: CodedLayer, results: dict[str, object]) -> None:
-    kept = turboquant.DECODE_TILES[DIM], turboquant.CHUNK_TILES[DIM]
-    for rows, seqs, context, tiles in TUNE:
-        for tile in (None, *tiles):
-            turboquant.DECODE_TILES[DIM], turboquant.CHUNK_TILES[DIM] = kept
-            if tile:
-                turboquant.DECODE_TILES[DIM] = (tile,) if rows <= 16 else ()
-                turboquant.CHUNK_TILES[DIM] = tile
-            turboquant._launch.cache_clear()
-            name = f"tune {rows} rows, {seqs} seqs x {context}, {tile or 'the table'}"
-            try:
-                time = time_coded(cache, layer, rows, seqs, context)
-            except Exception as error:  # a tile too large for this GPU is a result as well
-                print(name, "failed:", str(error).splitlines()[0])
-                continue
-            print(f"{name}: {time * 1e6:.1f} us", flush=True)
-            results[name] = {"us": round(time * 1e6, 2)}
-    turboquant.DECODE_TILES[DIM], turboquant.CHUNK_TILES[DIM] = kept
-    turboquant._launch.cache_clear()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tune", action="store_true", help="also try other tiles")
-    arguments = parser.parse_args()
+    parser.parse_args()
     results: dict[str, object] = {"device": torch.cuda.get_device_name()}
     cache = Cache(TOKENS)
     layers = [coded_layer(cache, bits, mode) for bits in FORMATS for mode in MODES.values()]
     bench_attention(cache, layers, results)
     bench_write(cache, layers, results)
-    if arguments.tune:
-        tune(cache, layers[0], results)
     print(json.dumps(results))
 
 

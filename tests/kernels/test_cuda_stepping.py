@@ -210,6 +210,7 @@ def compile_launch(capability: int, launch: Launch) -> tuple[object, dict[str, s
     """Compiled as the launch would be with PDL, and the arguments' types; what is divisible by 16 counts as such."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     kernel, arguments, options = launch
     names = kernel.arg_names
@@ -227,7 +228,8 @@ def compile_launch(capability: int, launch: Launch) -> tuple[object, dict[str, s
         aligned = isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
         if aligned and name not in fixed and not param.do_not_specialize:
             hints[(place,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, {name: values[name] for name in fixed}, hints)
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = kind(kernel, signature, {name: values[name] for name in fixed}, hints)
     rest = {n: v for n, v in options.items() if n not in names} | pdl.options(True)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=rest), signature
 

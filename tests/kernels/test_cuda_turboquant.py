@@ -1,4 +1,4 @@
-"""The Triton kernels of the compressed KV cache against plain torch: on a GPU, or few shapes under TRITON_INTERPRET=1.
+"""The kernels of the compressed KV cache against plain torch, on a GPU; writing alone also under TRITON_INTERPRET=1.
 
 Writes must give what VectorFormat.encode gives; attention what float64 gives of the decoded records and the exact rows.
 Whatever must not be read is poisoned: unowned blocks, records and rows of pages that no query needs, fresh outputs. The
@@ -19,13 +19,14 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels.cuda import attention, turboquant  # noqa: E402
+from sparkdraft.kernels.cuda.turboquant.levels import as_they_lie, in_pairs  # noqa: E402
 from sparkdraft.kernels.turboquant.codes import pack, unpack  # noqa: E402
 from sparkdraft.kernels.turboquant.layout import PLANES  # noqa: E402
 from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout  # noqa: E402
 from sparkdraft.kernels.turboquant.vectors import Encoded, VectorFormat  # noqa: E402
 from sparkdraft.kernels.view import AttentionView  # noqa: E402
 from tests.kernels import test_cuda_stepping as aot  # noqa: E402
-from tests.kernels.triton_device import DEVICE, DTYPES, INTERPRET, gpu, integers, no_interpreter, poisoned_empty, randn  # noqa: E402
+from tests.kernels.triton_device import DEVICE, DTYPES, INTERPRET, gpu, gpu_only, integers, no_interpreter, poisoned_empty, randn  # noqa: E402
 
 __all__ = ["poisoned_empty"]  # a fixture that every test here takes
 
@@ -103,12 +104,21 @@ def make_batch(
     qkv[rows:] = float("nan")
     starts = [sum(queries[:s]) for s in range(len(queries) + 1)]
     view = AttentionView(integers(starts), integers(contexts), tables, max(queries), max(contexts))
-    return layer, qkv[:, : heads * dim].view(rows + 2, heads, dim), view
+    q = qkv[:, : heads * dim].view(rows + 2, heads, dim)
+    turned = layer.keys.rotation.forward(q)
+    q.copy_(turned.half().view(dtype) if dtype == torch.bfloat16 else turned)  # as tq_write leaves it
+    return layer, q, view
+
+
+def asked(layer: CodedLayer, q: Tensor) -> Tensor:
+    """Queries as they were before tq_write, float64."""
+    return layer.keys.rotation.inverse((q.view(torch.float16) if q.dtype == torch.bfloat16 else q).double())
 
 
 def expected(layer: CodedLayer, q: Tensor, view: AttentionView, scale: float, window: int = 0) -> Tensor:
     """In float64, a row and a head at a time; keys less the centre, which no softmax sees."""
-    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    q = asked(layer, q)
+    out = torch.zeros_like(q)
     starts, contexts, group = view.query_start.tolist(), view.context_len.tolist(), q.shape[1] // layer.records.shape[1]
     for s, context in enumerate(contexts):
         position = torch.arange(context, device=q.device)
@@ -125,7 +135,7 @@ def expected(layer: CodedLayer, q: Tensor, view: AttentionView, scale: float, wi
             near = ((seen < layer.first) | (p - seen < layer.recent))[:, None, None]
             mine_k, mine_v = torch.where(near, exact_k[seen], k[seen]), torch.where(near, exact_v[seen], v[seen])
             for head in range(q.shape[1]):
-                weights = (mine_k[:, head // group] @ q[row, head].double() * scale).softmax(0)
+                weights = (mine_k[:, head // group] @ q[row, head] * scale).softmax(0)
                 out[row, head] = weights @ mine_v[:, head // group]
     return out.flatten(1)
 
@@ -202,8 +212,6 @@ def test_no_rows() -> None:
 BATCHES = [  # rows a sequence, keys a sequence
     ([1, 1, 1], [17, 300, 1]),
     ([5, 2, 1], [5, 140, 260]),
-]
-GPU_BATCHES = [
     ([1], [1]),
     ([1], [5000]),
     ([16], [4999]),
@@ -216,31 +224,30 @@ GPU_BATCHES = [
 SHAPES = [(9, 3, 64), (32, 8, 128), (16, 16, 64), (8, 1, 256), (64, 8, 128), (4, 1, 256)]
 
 
-@gpu
+@gpu_only
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("queries, contexts", BATCHES + GPU_BATCHES * (not INTERPRET))
+@pytest.mark.parametrize("queries, contexts", BATCHES)
 def test_attention(queries: list[int], contexts: list[int], mode: tuple[int, int], dtype: torch.dtype) -> None:
     check(*make_batch(queries, contexts, 4, 2, 64, dtype, mode=mode))
 
 
-@gpu
+@gpu_only
 @pytest.mark.parametrize("bits", FORMATS)
-@pytest.mark.parametrize("heads, kv_heads, dim", [(3, 1, 128)] if INTERPRET else SHAPES)
+@pytest.mark.parametrize("heads, kv_heads, dim", SHAPES)
 def test_attention_of_every_shape_and_format(heads: int, kv_heads: int, dim: int, bits: tuple[int, int]) -> None:
     check(*make_batch([3, 1], [3, 200], heads, kv_heads, dim, DTYPES[0], bits))
-    if not INTERPRET:
-        check(*make_batch([70, 16], [300, 700], heads, kv_heads, dim, DTYPES[0], bits))
+    check(*make_batch([70, 16], [300, 700], heads, kv_heads, dim, DTYPES[0], bits))
 
 
-@gpu
+@gpu_only
 @pytest.mark.parametrize("window", [1, 37, 200])
 @pytest.mark.parametrize("mode", [(4, 128), (20, 32), (0, 16), (4, 0), (0, 0)])
 def test_windows_and_modes(mode: tuple[int, int], window: int) -> None:
     check(*make_batch([3, 1], [230, 20], 2, 1, 64, mode=mode), window)
 
 
-@gpu
+@gpu_only
 def test_borders_of_the_recent_keys() -> None:
     contexts = [*range(126, 131), 132, 133]
     layer, q, view = make_batch([1] * len(contexts), contexts, 2, 1, 64)
@@ -253,13 +260,13 @@ def test_borders_of_the_recent_keys() -> None:
     assert (got[:6] - want[:6]).abs().max() < 2e-3 and got[6].isnan().all()
 
 
-@gpu
+@gpu_only
 def test_chunks_that_see_no_codes_and_chunks_that_do() -> None:
     check(*make_batch([40, 20], [40, 170], 8, 2, 64))
     check(*make_batch([70], [200], 4, 1, 64, mode=(4, 16)))
 
 
-@gpu
+@gpu_only
 def test_rows_after_rejected_drafts() -> None:
     """Five drafted rows are written and looked at, then three of them again, of other tokens."""
     layer, q, view = make_batch([5], [171], 2, 1, 64, mode=(4, 16))
@@ -273,7 +280,7 @@ def test_rows_after_rejected_drafts() -> None:
     torch.testing.assert_close(pages[:, 1].float(), layer.values.rotation.forward(v), rtol=1e-3, atol=1e-5)
 
 
-@gpu
+@gpu_only
 @pytest.mark.parametrize("padded_rows", [0, 1])
 def test_padding_sequences(padded_rows: int) -> None:
     layer, q, view = make_batch([1, 3, padded_rows, padded_rows], [200, 290, 0, 0], 4, 2, 64)
@@ -284,22 +291,22 @@ def test_padding_sequences(padded_rows: int) -> None:
 
 
 MOST = 16  # rows of a drafted block
-ALIKE = [(3, 1, 64)] if INTERPRET else [(3, 1, 64), *SHAPES]
+ALIKE = [(3, 1, 64), *SHAPES]
 
 
-@gpu
+@gpu_only
 @pytest.mark.parametrize("heads, kv_heads, dim", ALIKE)
 @pytest.mark.parametrize("mode, window", [((4, 128), 0), ((0, 0), 0), ((4, 16), 50)])
 def test_a_row_of_a_block_equals_the_row_alone(
     heads: int, kv_heads: int, dim: int, mode: tuple[int, int], window: int
 ) -> None:
     """Every bit of it, whose later keys are poisoned, on either side of tiles, units and the recent keys' border."""
-    contexts, scale = [139, 262] if INTERPRET else [16, 139, 262, 523, 1290, 2048], dim**-0.5
+    contexts, scale = [16, 139, 262, 523, 1290, 2048], dim**-0.5
     layer, q, view = make_batch([MOST] * len(contexts), contexts, heads, kv_heads, dim, DTYPES[0], mode=mode)
     view = replace(view, max_context=2048)
     q = q[:-2].reshape(len(contexts), MOST, heads, dim)
     block = check(layer, q.flatten(0, 1), view, window, MOST).view(len(contexts), MOST, -1)
-    for end in (16, 7) if INTERPRET else range(MOST, 0, -1):
+    for end in range(MOST, 0, -1):
         cut = [context - MOST + end for context in contexts]
         for s, context in enumerate(cut):
             last = int(view.block_tables[s, (context - 1) // SIZE])
@@ -307,7 +314,7 @@ def test_a_row_of_a_block_equals_the_row_alone(
                 plane[last, :, (context - 1) % SIZE + 1 :] = float("nan") if plane.dtype == torch.float16 else 255
             if layer.pages is not None:
                 layer.pages[int(layer.exact_of[last]), :, :, (context - 1) % SIZE + 1 :] = float("nan")
-        for width in [w for w in (1, 5, 2, 9, 12)[: 2 if INTERPRET else 5] if w <= end]:
+        for width in [w for w in (1, 5, 2, 9, 12) if w <= end]:
             rows = q[:, end - width : end].reshape(len(cut) * width, heads, dim)
             starts = integers([width * s for s in range(len(cut) + 1)])
             alone = AttentionView(starts, integers(cut), view.block_tables, width, 2048)
@@ -351,21 +358,25 @@ def emulate(ptx: str, inputs: list[bytes], outputs: int) -> list[int]:
     return [register[f"${i}"] for i in range(outputs)]
 
 
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("bits", PLANES)
-def test_the_ptx_of_levels(bits: int) -> None:
-    dim = 64
+def test_the_ptx_of_levels(bits: int, dim: int) -> None:
     levels = turboquant._constants(RecordLayout(SIZE, dim, bits, bits)).key_levels
-    ptx, stretches = turboquant._level_ptx(levels), 8 // PLANES[bits][0]
-    for codes in torch.cat((torch.arange(dim) % 2**bits, torch.randint(0, 2**bits, (20 * dim,)))).view(-1, dim):
-        plane, *high = (p.tolist() for p in pack(codes, bits))
-        for at in range(0, dim // stretches, 4):
-            inputs, columns = [bytes(plane[at : at + 4])], range(at, at + 4)
-            if high:
-                inputs.append(bytes(high[0][c % (dim // 8)] for c in columns))
-                inputs += [bytes(255 * (c // (dim // 8) >> i & 1) for c in columns) for i in (0, 1)]
-            got = np.array(emulate(ptx, inputs, 2 * stretches), np.uint32).view(np.float16).reshape(stretches, 4)
-            want = [[levels[codes[s * dim // stretches + c]] for c in columns] for s in range(stretches)]
-            assert (got == np.array(want, np.float16)).all()
+    table, stretches, eighth = np.array(levels, np.float16), 8 // PLANES[bits][0], dim // 8
+    width = dim // stretches
+    for even, odd in torch.randint(0, 2**bits, (10, 2, dim)):
+        planes = [[p.tolist() for p in pack(codes, bits)] for codes in (even, odd)]
+        for at in range(0, width, 4):
+            words = [bytes(plane[0][at : at + 4]) for plane in planes]
+            shift = bytes((at // eighth, 0, 0, 0))
+            high = [bytes(p[1][c % eighth] for c in range(at, at + 4)) for p in planes if len(p) > 1]
+            found = emulate(as_they_lie(levels), [words[0], *high[:1], shift], 2 * stretches)
+            got = np.array(found, np.uint32).view(np.float16).reshape(stretches, 4)
+            columns = np.arange(stretches)[:, None] * width + at + np.arange(4)
+            assert (got == table[even.numpy()[columns]]).all()
+            found = emulate(in_pairs(levels), [*words, *high, shift], 4 * stretches)
+            got = np.array(found, np.uint32).view(np.float16).reshape(stretches, 4, 2)
+            assert (got == table[np.stack((even, odd), -1)[columns]]).all()
 
 
 # Ahead of time compiles: no GPU, but not under the interpreter, which replaces the compiler
@@ -384,8 +395,8 @@ def launches(
     monkeypatch.setattr(turboquant, "_gpu", lambda device: GPUS[capability])
     for kind, name in ((torch.uint8, "u8"), (torch.float16, "fp16")):
         monkeypatch.setitem(aot.TYPES, kind, name)
-    for kernel, weights in (("_write", {"signs", "centre"}), ("_join_turned", {"signs"})):
-        monkeypatch.setitem(aot.WEIGHTS, kernel, weights)
+    for kernel in ("write", "join", "turn_back"):
+        monkeypatch.setitem(aot.WEIGHTS, kernel, {"signs"})
 
     def made(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device="meta")
@@ -397,9 +408,10 @@ def launches(
         made(64, 2, kv_heads, SIZE, dim, dtype=torch.float16) if exact else None, made(512) if exact else None, *mode,
     )  # fmt: skip
     qkv = made(seqs * rows, heads + 2 * kv_heads, dim, dtype=torch.bfloat16)
-    turboquant.tq_write(layer, qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :], made(seqs * rows))
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+    turboquant.tq_write(layer, k, v, made(seqs * rows), q)
     view = AttentionView(made(seqs + 1), made(seqs), made(seqs, 2000), rows, 32000)
-    turboquant.tq_attention(layer, qkv[:, :heads], view, 0.1, window, MOST)
+    turboquant.tq_attention(layer, q, view, 0.1, window, MOST)
     return found
 
 
@@ -409,12 +421,11 @@ def check_launch(capability: int, launch: aot.Launch) -> None:
     print(f"sm_{capability} {launch[0].__name__} {compiled.metadata.shared} bytes")
     assert compiled.metadata.launch_pdl and compiled.metadata.shared <= aot.LIMIT[capability], launch[0]
     aot.check_order(launch[0], signature, compiled.asm["ptx"])
-    if launch[0] is turboquant._attend_coded:
+    if launch[0] is turboquant.attend:
         reductions = re.findall(r'"tt\.reduce".*?tt\.reduce\.return', compiled.asm["ttgir"], re.S)
         assert reductions and all("maxnumf" in body and "addf" not in body for body in reductions)
-        dots = set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.aligned\.m\d+n\d+(\S+)", compiled.asm["ptx"]))
-        assert dots <= {"k16.f32.f16.f16", "k16.row.col.f32.f16.f16.f32"}, dots
-        assert set(re.findall(r"kWidth = (\d)", compiled.asm["ttgir"])) <= {"2"}, "products are interleaved"
+        dots = set(re.findall(r"mma\.sync\.aligned\.m\d+n\d+(\S+)", compiled.asm["ptx"]))
+        assert dots == {"k16.row.col.f32.f16.f16.f32"}, dots
 
 
 @no_interpreter
@@ -422,7 +433,7 @@ def check_launch(capability: int, launch: aot.Launch) -> None:
 @pytest.mark.parametrize("rows", [1, 8, 16, 100])
 def test_a_layer_compiles(rows: int, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = launches(monkeypatch, capability, rows, 32, 8, 128)
-    assert [kernel for kernel, _, _ in found][:2] == [turboquant._write, turboquant._attend_coded]
+    assert [kernel for kernel, _, _ in found][:2] == [turboquant.write, turboquant.attend]
     for launch in found:
         check_launch(capability, launch)
 
@@ -450,6 +461,8 @@ def test_up_to_most_query_rows_go_through_the_keys_alike(heads: int, kv_heads: i
     for seqs in (1, 3, 8, 64):
         shape = (seqs, heads, kv_heads, dim)
         made = [turboquant._launch(n * seqs, *shape, n, MOST, 32000, GPUS[capability]) for n in range(1, MOST + 1)]
-        assert len({(a.tile.block_n, a.unit, a.splits) for a in made}) == 1
-        assert all(a.unit % a.tile.block_n == 0 for a in made)
-        assert all(a.tile.block_m >= rows * heads // kv_heads or a.search for rows, a in enumerate(made, 1))
+        assert len({a.splits for a in made}) == 1 and made[0].splits > 0
+        assert all(
+            a.per_sequence * 16 * a.warps >= rows * heads // kv_heads and a.tiles == seqs * a.per_sequence
+            for rows, a in enumerate(made, 1)
+        )

@@ -22,7 +22,7 @@ from sparkdraft.kernels.turboquant.attention import (
     merge,
 )
 from sparkdraft.kernels.turboquant.codebook import codebook
-from sparkdraft.kernels.turboquant.codes import pack, unpack
+from sparkdraft.kernels.turboquant.codes import from_middle, pack, unpack
 from sparkdraft.kernels.turboquant.layout import PLANES, block_width, plane_bytes, token_bytes, vector_bytes
 from sparkdraft.kernels.turboquant.qjl import ResidualFormat
 from sparkdraft.kernels.turboquant.rotation import Rotation
@@ -185,12 +185,16 @@ def test_packing_loses_nothing(bits: int, dim: int, seed: int) -> None:
     assert torch.equal(unpack(planes, bits).long(), codes)
 
 
+def test_a_code_is_a_sign_and_a_distance_from_the_middle() -> None:
+    assert from_middle(torch.arange(8), 3).tolist() == [3, 2, 1, 0, 4, 5, 6, 7]
+
+
 def test_where_each_code_lies() -> None:
     codes = torch.arange(64) % 32
-    low, high = pack(codes, 5)
+    low, high = pack(from_middle(codes, 5), 5)  # which gives 'codes' themselves to the planes
     assert low[3] == (int(codes[3]) & 15) | (int(codes[35]) & 15) << 4
     assert high[2] == sum(int(codes[2 + 8 * i]) >> 4 << i for i in range(8))
-    low, high = pack(codes % 8, 3)
+    low, high = pack(from_middle(codes % 8, 3), 3)
     assert low[3] == sum((int(codes[3 + 16 * i]) & 3) << 2 * i for i in range(4))
     assert high[2] == sum((int(codes[2 + 8 * i]) >> 2 & 1) << i for i in range(8))
 

@@ -114,7 +114,8 @@ class Cache:
         """[rows, heads, dim]; behind the rows is one that belongs to nobody."""
         nobody = torch.full((1, *self.q[0].shape[1:]), torch.nan, dtype=dtype)
         q = torch.cat([*(self.q[s][a:b].to(dtype) for s, a, b in spans), nobody])
-        out = tq_attention(self.layer, q, self.view(spans), self.scale, self.window)
+        turned = self.layer.keys.rotation.forward(q).to(dtype)
+        out = tq_attention(self.layer, turned, self.view(spans), self.scale, self.window)
         assert out.dtype == dtype and out.shape == (len(q), q[0].numel())
         return out[:-1].view_as(q[:-1])
 
@@ -263,7 +264,7 @@ def test_an_empty_lane_sees_nothing_and_gets_zeros() -> None:
     cache.write([(0, 0, 20)])
     q = torch.cat([cache.random(3, HEADS, 64), cache.q[0][19:]])
     view = AttentionView(int32([0, 3, 3, 4]), int32([0, 7, 20]), cache.tables[[0, 0, 0]], 3, 20)
-    out = tq_attention(cache.layer, q, view, cache.scale).view_as(q)
+    out = tq_attention(cache.layer, cache.layer.keys.rotation.forward(q), view, cache.scale).view_as(q)
     assert not out[:3].any()
     close(out[3:], cache.wanted([(0, 19, 20)]))
 

@@ -7,6 +7,9 @@ stretch of the query without reordering anything.
     4 bits, dim d     byte j:  low nibble code j, high nibble code j + d/2
     2 bits            byte j:  codes j, j + d/4, j + 2d/4, j + 3d/4, from the lowest bits up
     1 bit             byte j:  codes j, j + d/8, ..., j + 7d/8
+
+A code is kept as its sign, the highest bit, and its distance from the middle: levels are symmetric, so a kernel looks
+up half of them and adds the sign.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from sparkdraft.kernels.turboquant.layout import PLANES, check_bits
 def pack(codes: Tensor, bits: int) -> tuple[Tensor, ...]:  # integers [..., dim] -> uint8 [..., bytes] a plane
     check_bits(bits)
     planes, shift = [], 0
+    codes = from_middle(codes, bits)
     for width in PLANES[bits]:
         planes.append(pack_plane((codes >> shift) & (2**width - 1), width))
         shift += width
@@ -33,7 +37,13 @@ def unpack(planes: tuple[Tensor, ...], bits: int) -> Tensor:  # -> uint8 [..., d
     for plane, width in zip(planes[1:], widths[1:], strict=True):
         codes = codes | (unpack_plane(plane, width) << shift)
         shift += width
-    return codes
+    return from_middle(codes, bits)
+
+
+def from_middle(codes: Tensor, bits: int) -> Tensor:
+    """Codes that number the levels from the lowest up, to such as are kept, and back again."""
+    half = 2 ** (bits - 1)
+    return codes.where(codes >= half, half - 1 - codes)
 
 
 def pack_plane(codes: Tensor, width: int) -> Tensor:  # [..., dim] below 2**width -> uint8 [..., dim * width / 8]

@@ -21,7 +21,10 @@ def tq_write(
     k: Tensor,  # [rows, kv_heads, dim], a strided view of qkv
     v: Tensor,
     slots: Tensor,  # int32 [rows]: block * block_size + offset; a negative slot, or one past the end, is not written
+    q: Tensor | None = None,  # [rows, heads, dim], rotated in place
 ) -> None:
+    if q is not None:
+        q.copy_(layer.keys.rotation.forward(q))
     num_blocks, size = len(layer.records), layer.layout.block_size
     kept = ((slots >= 0) & (slots < num_blocks * size)).nonzero().squeeze(1)
     slot = slots[kept].long()
@@ -40,7 +43,7 @@ def tq_write(
 
 def tq_attention(
     layer: CodedLayer,
-    q: Tensor,  # [rows, heads, dim], a strided view of qkv
+    q: Tensor,  # [rows, heads, dim], a strided view of qkv, as tq_write has rotated it
     view: AttentionView,
     scale: float,
     window: int = 0,  # 0: all keys up to a row's own; else those of them that are nearer than this
@@ -51,7 +54,8 @@ def tq_attention(
     starts, contexts = view.query_start.tolist(), view.context_len.tolist()
     for s, context in enumerate(contexts):
         rows = slice(starts[s], starts[s + 1])
-        grouped = q[rows].unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [kv_heads, group, rows, dim]
+        asked = layer.keys.rotation.inverse(q[rows])  # what follows is defined by queries as they were
+        grouped = asked.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [kv_heads, group, rows, dim]
         mixed = _attend(layer, grouped, view.block_tables[s].long(), context, scale, window)
         out[rows] = mixed.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
     return out.flatten(1)

@@ -1,0 +1,190 @@
+"""The compressed KV cache on the GPU: vectors are coded as they are written, and attended to without being decoded.
+
+Codes and exact rows both lie in rotated space (kernels/turboquant/store.py). So queries are rotated, where keys and
+values are written, and not the keys; a key's scale multiplies its finished score, a value's scale its weight, and the
+sum is rotated back once. Which blocks have an exact page, and what a centre is, is left to the caller.
+
+    write.py        queries rotated in place, keys and values coded and packed
+    levels.py       packed codes to levels, as PTX
+    attention.py    the kernel, for one warp and for four
+    join.py         parts joined, and rotated back
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+
+from sparkdraft.kernels.cuda.attention import JOIN_ELEMENTS, MOST_SPLITS, SCRATCH_BYTES, Gpu, _gpu
+from sparkdraft.kernels.cuda.elementwise import run
+from sparkdraft.kernels.cuda.turboquant.attention import attend
+from sparkdraft.kernels.cuda.turboquant.join import join, turn_back
+from sparkdraft.kernels.cuda.turboquant.levels import as_they_lie, in_pairs
+from sparkdraft.kernels.cuda.turboquant.rotation import signs
+from sparkdraft.kernels.cuda.turboquant.write import write
+from sparkdraft.kernels.turboquant.codebook import codebook
+from sparkdraft.kernels.turboquant.layout import PLANES
+from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout
+from sparkdraft.kernels.view import AttentionView
+
+TQ_DIMS = (64, 128, 256)
+BLOCK = 16  # positions of a block: what is unpacked at once, and a record beside the next
+BLOCK_N = 64  # keys of a tile
+EXACT_SHARES = 4  # that the exact rows of a tile, ten times 16 of them, are cut into
+FEW_LANES = 16  # of a sequence, up to which one warp takes them
+MOST_REGISTERS = {64: 168, 128: 168, 256: 255}  # of a thread, by dim: 12 warps on an SM, or 8
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """What the kernels are compiled with, of a layer's layout."""
+
+    key_levels: tuple[float, ...]  # of a unit vector
+    value_levels: tuple[float, ...]
+    offsets: tuple[int, ...]  # of K low, K high, V low, V high, K scales, V scales; -1: no such plane
+
+    def options(self, dim: int) -> dict[str, object]:
+        return {"KEY_LEVELS": self.key_levels, "VALUE_LEVELS": self.value_levels, "AT": self.offsets, "DIM": dim}
+
+
+@lru_cache
+def _constants(layout: RecordLayout) -> Constants:
+    starts, offsets = iter(layout.offsets), []
+    for bits in (layout.key_bits, layout.value_bits):
+        offsets += [next(starts), next(starts) if len(PLANES[bits]) > 1 else -1]
+    key, value = (
+        tuple(level * layout.dim**-0.5 for level in codebook(layout.dim, bits).levels)
+        for bits in (layout.key_bits, layout.value_bits)
+    )
+    return Constants(key, value, (*offsets, *starts))
+
+
+def _check(layer: CodedLayer) -> None:
+    layout, pages = layer.layout, layer.pages
+    assert layout.dim in TQ_DIMS and layout.block_size == BLOCK, f"head_dim {layout.dim}, blocks {layout.block_size}"
+    assert layer.keys.correction == layer.values.correction == "unbiased", "the kernels know one scale"
+    assert layer.records.stride(2) == 1 and layer.records.stride(1) % 16 == 0, layer.records.stride()
+    assert (pages is None) == (layer.exact_of is None) == (layer.first + layer.recent == 0), "pages serve exact rows"
+    assert pages is None or pages.stride()[3:] == (layout.dim, 1), pages.stride()
+
+
+def tq_write(
+    layer: CodedLayer,
+    k: Tensor,  # [rows, kv_heads, dim], a strided view of qkv
+    v: Tensor,
+    slots: Tensor,  # int32 [rows]: block * block_size + offset; a negative slot is not written
+    q: Tensor | None = None,  # [rows, heads, dim]: rotated in place, in float16 where it is of bfloat16
+) -> None:
+    _check(layer)
+    assert k.stride(2) == v.stride(2) == 1, (k.stride(), v.stride())
+    assert layer.centre is None or layer.centre.is_contiguous()
+    rows, kv_heads, dim = k.shape
+    layout, records, pages = layer.layout, layer.records, layer.pages
+    heads, queries = (0, k) if q is None else (q.shape[1], q)
+    if not rows:
+        return
+    run(
+        write, (rows, heads + 2 * kv_heads),
+        queries, k, v, records, pages, layer.exact_of, signs(dim, k.device), layer.centre, slots,
+        len(records) * BLOCK,
+        queries.stride(0), queries.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        *records.stride()[:2], *((0, 0, 0) if pages is None else pages.stride()[:3]),
+        **_constants(layout).options(dim), STEPS=dim.bit_length() - 1, BLOCK_SIZE=BLOCK,
+        HEADS=heads, KV_HEADS=kv_heads, EXACT=pages is not None, CENTRED=layer.centre is not None, num_warps=1,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    warps: int
+    tiles: int  # programs along the rows
+    per_sequence: int  # tiles of each sequence, or 0: a tile looks for its own
+    splits: int  # of the coded keys; 0: one program takes all, exact ones too
+
+
+@lru_cache(maxsize=4096)
+def _launch(
+    rows: int, seqs: int, heads: int, kv_heads: int, dim: int, max_query: int, most_query: int, keys: int, gpu: Gpu
+) -> Launch:
+    """How to cut the work, from host integers alone. All with max_query <= most_query get the same splits."""
+    group, alike = heads // kv_heads, max_query <= most_query
+    warps = 1 if max_query * group <= FEW_LANES else 4
+    per_sequence = triton.cdiv(max_query * group, 16 * warps) if max_query <= 16 else 0
+    tiles = seqs * per_sequence if per_sequence else rows * group // (16 * warps) + seqs
+    widest = most_query if alike else max_query
+    cut_rows = widest * seqs if alike else rows
+    like_warps = 1 if widest * group <= FEW_LANES else 4
+    programs = seqs * kv_heads * triton.cdiv(widest * group, 16 * like_warps) if alike else tiles * kv_heads
+    slots = gpu.sms * (65536 // (32 * MOST_REGISTERS[dim]) if gpu.roomy else 6) // like_warps  # programs at once
+    most = SCRATCH_BYTES // (cut_rows * heads * dim * 4) - EXACT_SHARES
+    if not alike and (programs >= slots or most < 2):
+        return Launch(warps, tiles, per_sequence, 0)
+    most = min(triton.cdiv(keys, BLOCK_N), MOST_SPLITS - EXACT_SHARES, most)
+    return Launch(warps, tiles, per_sequence, _choose_splits(programs, slots, max(most, 1)))
+
+
+def _choose_splits(programs: int, slots: int, most: int) -> int:
+    """The fewest that keep the GPU nearly as busy as the best number does, the shares of exact rows counted in."""
+    counts = [programs * (splits + EXACT_SHARES) for splits in range(1, most + 1)]
+    busy = [count / (triton.cdiv(count, slots) * slots) for count in counts]
+    return next(splits for splits, share in enumerate(busy, 1) if share >= 0.9 * max(busy))
+
+
+def tq_attention(
+    layer: CodedLayer,
+    q: Tensor,  # [rows, heads, dim], a strided view of qkv, as tq_write has rotated it
+    view: AttentionView,
+    scale: float,
+    window: int = 0,  # 0: all keys; else a row sees keys nearer than this
+    most_query: int = 0,  # batches of up to so many rows a sequence, in as many sequences, give a row the same bits
+) -> Tensor:  # [rows, heads * dim]; rows past query_start[-1] are left unwritten
+    """Causal attention: a row takes the first and its most recent keys from exact pages, all others by their codes."""
+    _check(layer)
+    assert q.stride(2) == 1, q.stride()
+    rows, heads, dim = q.shape
+    layout, records, pages, device = layer.layout, layer.records, layer.pages, q.device
+    seqs, kv_heads, steps = view.context_len.shape[0], records.shape[1], dim.bit_length() - 1
+    out = torch.empty((rows, heads * dim), dtype=q.dtype, device=device)
+    if rows == 0 or seqs == 0:
+        return out
+    keys = min(view.max_context, window + max(view.max_query, most_query)) if window else view.max_context
+    launch = _launch(rows, seqs, heads, kv_heads, dim, view.max_query, most_query, keys, _gpu(device))
+    half = q.dtype == torch.bfloat16  # rotated, float16 lies in its place
+    mixed = lse = out.view(torch.float16) if half else out
+    shares, split = 1, launch.splits > 0
+    if split:
+        shares = launch.splits + (EXACT_SHARES if pages is not None else 0)
+        mixed = torch.empty((rows, heads, shares, dim), dtype=torch.float32, device=device)
+        lse = torch.empty((rows, heads, shares), dtype=torch.float32, device=device)
+    constants = _constants(layout)
+    run(
+        attend, (launch.tiles, kv_heads, shares),
+        q.view(torch.float16) if half else q, records, pages, layer.exact_of, mixed, lse,
+        view.query_start, view.context_len, view.block_tables, seqs, max(launch.splits, 1), scale * math.log2(math.e),
+        q.stride(0), q.stride(1), *records.stride()[:2], *((0, 0, 0) if pages is None else pages.stride()[:3]),
+        view.block_tables.stride(0),
+        **constants.options(dim),
+        KEY_PTX=as_they_lie(constants.key_levels), VALUE_PTX=in_pairs(constants.value_levels),
+        FIRST=layer.first, RECENT=layer.recent, WINDOW=window, GROUP=heads // kv_heads, BLOCK_N=BLOCK_N,
+        W=launch.warps, TILES=launch.per_sequence, SPLIT=split, num_warps=launch.warps, enable_fp_fusion=False,
+        maxnreg=MOST_REGISTERS[dim],
+    )  # fmt: skip
+    if split:
+        padded = triton.next_power_of_2(shares)
+        lines = max(JOIN_ELEMENTS // (padded * dim), 1)
+        run(
+            join, (triton.cdiv(rows * heads, lines),), mixed, lse, signs(dim, device), out, view.query_start, seqs,
+            shares, HEADS=heads, DIM=dim, STEPS=steps, SHARES=padded, LINES=lines, num_warps=4,
+        )  # fmt: skip
+    else:
+        lines = JOIN_ELEMENTS // dim
+        run(
+            turn_back, (triton.cdiv(rows * heads, lines),), mixed, out, signs(dim, device), view.query_start, seqs,
+            HEADS=heads, DIM=dim, STEPS=steps, LINES=lines, num_warps=4,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,46 @@
+"""The rotation of kernels/turboquant/rotation.py inside a kernel: signs, then Hadamard's sums in the same order."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparkdraft.kernels.turboquant.rotation import Rotation
+
+
+@triton.jit
+def halves(x, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """[ROWS, DIM] -> its left and its right columns."""
+    return tl.split(tl.permute(tl.reshape(x, [ROWS, 2, DIM // 2]), (0, 2, 1)))
+
+
+@triton.jit
+def whole(left, right, ROWS: tl.constexpr, DIM: tl.constexpr):
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), [ROWS, DIM])
+
+
+@triton.jit
+def hadamard(x, ROWS: tl.constexpr, DIM: tl.constexpr, STEPS: tl.constexpr):
+    """Sums and differences of neighbours go to the left and to the right half: after log2(DIM) steps all is in place.
+
+    These are the additions of rotation.py, in its order.
+    """
+    for _ in tl.static_range(STEPS):
+        low, high = tl.split(tl.reshape(x, [ROWS, DIM // 2, 2]))
+        x = whole(low + high, low - high, ROWS, DIM)
+    return x
+
+
+@triton.jit
+def flip(x, signs):
+    return tl.where(signs < 0, -x, x)
+
+
+@lru_cache
+def signs(dim: int, device: torch.device) -> Tensor:
+    """float32 [dim]. Sent once, by the run that precedes every capture."""
+    return Rotation(dim).matrix()[0].sign().to(device=device, dtype=torch.float32)  # Hadamard's first row is all ones

@@ -1,0 +1,112 @@
+"""Writing to the compressed cache: vectors are rotated, coded and packed as they come, and queries are rotated too.
+
+One program a row and head of queries, keys or values. Codes hang on the vector alone, and are those of
+kernels/turboquant/vectors.py but for coordinates that lie on a border between two levels to the last bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sparkdraft.kernels.cuda.pdl import enter
+from sparkdraft.kernels.cuda.turboquant.levels import high_plane, num_stretches
+from sparkdraft.kernels.cuda.turboquant.rotation import flip, hadamard
+from sparkdraft.kernels.turboquant.vectors import LARGEST_SCALE
+
+HALF_MAX = tl.constexpr(LARGEST_SCALE)
+
+
+@triton.jit
+def _nearest(unit, LEVELS: tl.constexpr):
+    """The code of each coordinate as it is kept, and the length of its level, whose sign is the coordinate's."""
+    HALF: tl.constexpr = len(LEVELS) // 2
+    steps = tl.zeros(unit.shape, tl.int32)
+    level = tl.full(unit.shape, LEVELS[HALF], tl.float32)
+    for i in tl.static_range(HALF, 2 * HALF - 1):
+        above = tl.abs(unit) > (LEVELS[i] + LEVELS[i + 1]) / 2
+        steps += above.to(tl.int32)
+        level = tl.where(above, LEVELS[i + 1], level)
+    return tl.where(unit > 0, HALF + steps, steps), level
+
+
+@triton.jit
+def _put_plane(codes, target, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Codes below 2 ** WIDTH, [DIM], as bytes: no two share a bit, so a sum packs them."""
+    STRETCHES: tl.constexpr = 8 // WIDTH
+    apart = tl.reshape(codes, [STRETCHES, DIM // STRETCHES]) << (tl.arange(0, STRETCHES) * WIDTH)[:, None]
+    tl.store(target + tl.arange(0, DIM // STRETCHES), tl.sum(apart, 0).to(tl.uint8))
+
+
+@triton.jit
+def _put_vector(
+    x, record, offset, page, has_page,
+    LOW: tl.constexpr, HIGH: tl.constexpr, SCALE: tl.constexpr, LEVELS: tl.constexpr,
+    DIM: tl.constexpr, STEPS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """x: float32 [1, DIM] with its signs flipped. Into a record's planes, and where it has one into its exact page."""
+    turned = tl.reshape(hadamard(x, 1, DIM, STEPS) * DIM**-0.5, [DIM])
+    if EXACT:
+        column = tl.arange(0, DIM)
+        kept = tl.clamp(turned, -HALF_MAX, HALF_MAX)  # float16 ends there
+        tl.store(page + offset * DIM + column, kept.to(page.dtype.element_ty), mask=has_page)
+    length = tl.sqrt_rn(tl.sum(turned * turned, 0))
+    unit = tl.div_rn(turned, tl.where(length > 0, length, 1.0))
+    codes, level = _nearest(unit, LEVELS)
+    inner = tl.sum(level * tl.abs(unit), 0)  # 0 of the zero vector alone
+    scale = tl.minimum(tl.div_rn(length, tl.where(inner > 0, inner, 1.0)), HALF_MAX)
+    WIDTH: tl.constexpr = 8 // num_stretches(LEVELS)
+    _put_plane(codes & (2**WIDTH - 1), record + LOW + offset * (DIM * WIDTH // 8), DIM, WIDTH)
+    if high_plane(LEVELS):
+        _put_plane(codes >> WIDTH, record + HIGH + offset * (DIM // 8), DIM, 1)
+    tl.store((record + SCALE).to(tl.pointer_type(tl.float16), bitcast=True) + offset, scale.to(tl.float16))
+
+
+@triton.jit(do_not_specialize=["slots", "num_slots"])
+def write(
+    q, k, v, records, pages, exact_of, signs, centre, slots, num_slots,
+    stride_q_row, stride_q_head, stride_k_row, stride_k_head, stride_v_row, stride_v_head,
+    stride_record, stride_record_head, stride_page, stride_part, stride_page_head,
+    KEY_LEVELS: tl.constexpr, VALUE_LEVELS: tl.constexpr, AT: tl.constexpr,
+    DIM: tl.constexpr, STEPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    EXACT: tl.constexpr, CENTRED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The second program index counts the heads of queries, then those of keys, then those of values."""
+    column = tl.arange(0, DIM)[None, :]
+    row, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    sign = tl.load(signs + column)
+    enter(PDL)
+    if number < HEADS:
+        place = q + row * stride_q_row + number * stride_q_head + column
+        # A query lies in the queries' own dtype, and its rotation in float16, which has as many bytes where that has 2.
+        if q.dtype.element_ty == tl.bfloat16:
+            x = tl.load(place).to(tl.float32)
+            place = place.to(tl.pointer_type(tl.float16), bitcast=True)
+        else:
+            x = tl.load(place).to(tl.float32)
+        turned = hadamard(flip(x, sign), 1, DIM, STEPS) * DIM**-0.5
+        tl.store(place, turned.to(place.dtype.element_ty))
+        return
+    slot = tl.load(slots + row).to(tl.int64)
+    if (slot < 0) | (slot >= num_slots):
+        return
+    is_key = number < HEADS + KV_HEADS
+    head = number - HEADS - tl.where(is_key, 0, KV_HEADS)
+    block, offset = slot // BLOCK_SIZE, (slot % BLOCK_SIZE).to(tl.int32)
+    record = records + block * stride_record + head * stride_record_head
+    has_page = False
+    if EXACT:
+        page = tl.load(exact_of + block).to(tl.int64)
+        has_page = page >= 0
+        pages += page * stride_page + head * stride_page_head
+    if is_key:
+        x = tl.load(k + row * stride_k_row + head * stride_k_head + column).to(tl.float32)
+        if CENTRED:
+            x -= tl.load(centre + head * DIM + column)
+        x = flip(x, sign)
+        _put_vector(x, record, offset, pages, has_page, AT[0], AT[1], AT[4], KEY_LEVELS, DIM, STEPS, EXACT)
+    else:
+        x = flip(tl.load(v + row * stride_v_row + head * stride_v_head + column).to(tl.float32), sign)
+        if EXACT:
+            pages += stride_part
+        _put_vector(x, record, offset, pages, has_page, AT[2], AT[3], AT[5], VALUE_LEVELS, DIM, STEPS, EXACT)
