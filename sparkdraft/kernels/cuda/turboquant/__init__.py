@@ -36,8 +36,12 @@ TQ_DIMS = (64, 128, 256)
 BLOCK = 16  # positions of a block: what is unpacked at once, and a record beside the next
 BLOCK_N = 64  # keys of a tile
 EXACT_SHARES = 4  # that the exact rows of a tile, ten times 16 of them, are cut into
-FEW_LANES = 16  # of a sequence, up to which one warp takes them
-MOST_REGISTERS = {64: 168, 128: 168, 256: 255}  # of a thread, by dim: 12 warps on an SM, or 8
+FEW_LANES = 16  # of a sequence, up to which programs of one warp take them
+LANES = {1: 8, 4: 64}  # of a program, by its warps
+MOST_REGISTERS = {1: {64: 128, 128: 168, 256: 255}, 4: {64: 168, 128: 255, 256: 255}}  # of a thread, by warps and dim
+# Programs that the work is cut into, an SM: of one warp twice what runs at once, so that what one SM is late with
+# another takes; of four what runs at once, as more of their parts cost more than they save.
+PROGRAMS = {1: 24, 4: 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +117,13 @@ def _launch(
 ) -> Launch:
     """How to cut the work, from host integers alone. All with max_query <= most_query get the same splits."""
     group, alike = heads // kv_heads, max_query <= most_query
-    warps = 1 if max_query * group <= FEW_LANES else 4
-    per_sequence = triton.cdiv(max_query * group, 16 * warps) if max_query <= 16 else 0
-    tiles = seqs * per_sequence if per_sequence else rows * group // (16 * warps) + seqs
     widest = most_query if alike else max_query
-    cut_rows = widest * seqs if alike else rows
-    like_warps = 1 if widest * group <= FEW_LANES else 4
-    programs = seqs * kv_heads * triton.cdiv(widest * group, 16 * like_warps) if alike else tiles * kv_heads
-    slots = gpu.sms * (65536 // (32 * MOST_REGISTERS[dim]) if gpu.roomy else 6) // like_warps  # programs at once
-    most = SCRATCH_BYTES // (cut_rows * heads * dim * 4) - EXACT_SHARES
+    warps, like_warps = (1 if rows * group <= FEW_LANES else 4 for rows in (max_query, widest))
+    per_sequence = triton.cdiv(max_query * group, LANES[warps]) if max_query <= 16 else 0
+    tiles = seqs * per_sequence if per_sequence else rows * group // LANES[warps] + seqs
+    programs = kv_heads * (seqs * triton.cdiv(widest * group, LANES[like_warps]) if alike else tiles)
+    slots = gpu.sms * PROGRAMS[like_warps]
+    most = SCRATCH_BYTES // ((widest * seqs if alike else rows) * heads * dim * 4) - EXACT_SHARES
     if not alike and (programs >= slots or most < 2):
         return Launch(warps, tiles, per_sequence, 0)
     most = min(triton.cdiv(keys, BLOCK_N), MOST_SPLITS - EXACT_SHARES, most)
@@ -172,7 +174,7 @@ def tq_attention(
         KEY_PTX=as_they_lie(constants.key_levels), VALUE_PTX=in_pairs(constants.value_levels),
         FIRST=layer.first, RECENT=layer.recent, WINDOW=window, GROUP=heads // kv_heads, BLOCK_N=BLOCK_N,
         W=launch.warps, TILES=launch.per_sequence, SPLIT=split, num_warps=launch.warps, enable_fp_fusion=False,
-        maxnreg=MOST_REGISTERS[dim],
+        maxnreg=MOST_REGISTERS[launch.warps][dim],
     )  # fmt: skip
     if split:
         padded = triton.next_power_of_2(shares)

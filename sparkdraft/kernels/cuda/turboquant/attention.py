@@ -1,9 +1,10 @@
 """Attention over codes and exact rows: decode rows, drafted blocks and prompt chunks.
 
-A warp takes 16 lanes (rows x grouped heads). Codes come from memory straight into the registers in which tensor cores
-want their levels: a sum does not mind its order, so columns are taken as the bytes happen to lie, and the query and the
-result follow. A program of one warp passes nothing through shared memory; one of four unpacks a quarter of the keys in
-each warp and hands the levels round. Written in Gluon, Triton's language with layouts.
+Codes come from memory, two tiles ahead of their use, and become levels in the very registers in which tensor cores want
+them: a sum does not mind its order, so columns are taken as the bytes happen to lie, and the query and the result
+follow. Scores stand on their side, keys down and lanes (rows x grouped heads) across, so that 8 lanes are enough. A
+program of one warp has 8; one of four has 64, unpacks a quarter of the keys in each warp and hands the levels round
+through shared memory. Written in Gluon, Triton's language with layouts.
 
     keys of a row at p     | first |............ coded ............| recent .. p |     its own border, whatever its tile
     shares of a tile       | 0 .. S: tiles of coded keys, t to share t % S | S .. S + E: of exact keys, 16 each, alike |
@@ -11,11 +12,15 @@ each warp and hands the levels round. Written in Gluon, Triton's language with l
                            V: lane 4c + k has the keys 2k, 2k + 1, 2k + 8, 2k + 9, an eighth c of their bytes
     columns of a result    n of a stretch is column n % 8 * chunk + n // 8, where an eighth of the bytes is a chunk
 
-Queries come rotated, and results leave so (rotation.py takes them back). A row's bits hang on its own query and keys
-alone, as attention.py has it: tiles are counted from the first key, keys that a row does not see add exact zeros,
-nothing is summed across lanes but by tensor cores, one warp and four do the same in the same order, and launches of up
-to most_query rows are cut alike. Products are not fused with sums: a score is rounded alike with and without a mask.
+Queries come rotated, and results leave so (join.py takes them back). A row's bits hang on its own query and keys alone,
+as attention.py has it: tiles are counted from the first key, keys that a row does not see add exact zeros, one warp and
+four do the same in the same order, and launches of up to most_query rows are cut alike. Products are not fused with
+sums: a score is rounded alike with and without a mask.
 """
+
+# Tuples grow while a kernel is compiled, by sums, which are all that the compiler takes for it:
+# mypy: disable-error-code="assignment, misc"
+# ruff: noqa: RUF005
 
 from __future__ import annotations
 
@@ -32,27 +37,27 @@ from sparkdraft.kernels.cuda.turboquant.levels import high_plane, num_stretches,
 
 @triton.constexpr_function
 def _mma(W: int) -> gl.NVMMADistributedLayout:
-    return gl.NVMMADistributedLayout([2, 0], [W, 1], [16, 8])
+    return gl.NVMMADistributedLayout([2, 0], [1, W], [16, 8])
 
 
 @triton.constexpr_function
-def _rows(W: int) -> gl.SliceLayout:
-    return gl.SliceLayout(1, gl.NVMMADistributedLayout([2, 0], [W, 1], [16, 8]))
+def _keys(W: int) -> gl.SliceLayout:
+    return gl.SliceLayout(1, gl.NVMMADistributedLayout([2, 0], [1, W], [16, 8]))
 
 
 @triton.constexpr_function
-def _columns(W: int) -> gl.SliceLayout:
-    return gl.SliceLayout(0, gl.NVMMADistributedLayout([2, 0], [W, 1], [16, 8]))
+def _lanes(W: int) -> gl.SliceLayout:
+    return gl.SliceLayout(0, gl.NVMMADistributedLayout([2, 0], [1, W], [16, 8]))
 
 
 @triton.constexpr_function
 def _left(W: int) -> gl.DotOperandLayout:
-    return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [W, 1], [16, 8]), 2)
+    return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [1, W], [16, 8]), 2)
 
 
 @triton.constexpr_function
 def _right(W: int) -> gl.DotOperandLayout:
-    return gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [W, 1], [16, 8]), 2)
+    return gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [1, W], [16, 8]), 2)
 
 
 @triton.constexpr_function
@@ -181,7 +186,9 @@ def _load_high(shared, KEYS: gl.constexpr, EIGHTH: gl.constexpr, WIDTH: gl.const
 
 
 @gluon.jit
-def _unpack_keys(stages, stage, start: gl.constexpr, LEVELS: gl.constexpr, PTX: gl.constexpr, DIM: gl.constexpr, W: gl.constexpr):
+def _unpack_keys(
+    stages, stage, start: gl.constexpr, LEVELS: gl.constexpr, PTX: gl.constexpr, DIM: gl.constexpr, W: gl.constexpr
+):
     """Levels of 16 keys a warp, a tensor a stretch, as their bytes lie."""
     COUNT: gl.constexpr = num_stretches(LEVELS)
     WIDTH: gl.constexpr = DIM // COUNT
@@ -199,9 +206,16 @@ def _unpack_keys(stages, stage, start: gl.constexpr, LEVELS: gl.constexpr, PTX: 
 
 
 @gluon.jit
-def _as_keys(x, KEYS: gl.constexpr, WIDTH: gl.constexpr):
-    """[KEYS, WIDTH] with columns in the order of the bytes -> [WIDTH, KEYS] in that of the query's columns."""
-    return gl.permute(gl.reshape(x, [KEYS, 4, WIDTH // 8, 2]), (2, 1, 3, 0)).reshape([WIDTH, KEYS])
+def _left_keys(x, WIDTH: gl.constexpr, W: gl.constexpr, TRIVIAL: gl.constexpr):
+    """[16, WIDTH] with columns in the order of the bytes -> in that of the query's columns, as the left of a dot."""
+    x = gl.permute(gl.reshape(x, [16, 4, WIDTH // 8, 2]), (0, 2, 1, 3)).reshape([16, WIDTH])
+    return gl.convert_layout(x, _left(W), TRIVIAL)
+
+
+@gluon.jit
+def _left_values(x, W: gl.constexpr):
+    """[16, columns] -> [columns, 16] as the left of a dot."""
+    return gl.convert_layout(gl.permute(x, (1, 0)), _left(W), True)
 
 
 @gluon.jit
@@ -212,7 +226,9 @@ def _even_and_odd(x, WIDTH: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def _unpack_values(stages, stage, start: gl.constexpr, LEVELS: gl.constexpr, PTX: gl.constexpr, DIM: gl.constexpr, W: gl.constexpr):
+def _unpack_values(
+    stages, stage, start: gl.constexpr, LEVELS: gl.constexpr, PTX: gl.constexpr, DIM: gl.constexpr, W: gl.constexpr
+):
     """Levels of 16 keys' values a warp in pairs, two tensors a stretch."""
     COUNT: gl.constexpr = num_stretches(LEVELS)
     WIDTH: gl.constexpr = DIM // COUNT
@@ -250,34 +266,33 @@ def _as_values(first, last, WIDTH: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def _right_keys(x, WIDTH: gl.constexpr, W: gl.constexpr):
-    return gl.convert_layout(_as_keys(x, 16, WIDTH), _right(W), True)
-
-
-@gluon.jit
 def _put_keys(x, shared, WIDTH: gl.constexpr):
-    """What each lane of a warp has, in a line of its own: a warp that reads it has it in the same lanes."""
-    apart = gl.reshape(x, [4, 2, 8, 4, WIDTH // 4])  # warp, upper half of its keys, key, quarter, byte
-    shared.store(gl.permute(apart, (0, 2, 3, 1, 4)).reshape([128, WIDTH // 2]))
+    """What each lane of a warp has, in a line of its own: a warp that reads it has it in the same lanes.
+
+    The 8 levels that one product takes from a lane lie side by side, in the order of its registers.
+    """
+    apart = gl.reshape(x, [4, 2, 8, 4, WIDTH // 16, 2, 2])  # warp, upper half of its keys, key, quarter, and 3 of bytes
+    shared.store(gl.permute(apart, (0, 2, 3, 4, 5, 1, 6)).reshape([128, WIDTH // 2]))
 
 
 @gluon.jit
 def _take_keys(shared, i: gl.constexpr, WIDTH: gl.constexpr):
-    x = shared.slice(32 * i, 32).load(_lines(WIDTH // 2))
-    x = gl.permute(gl.reshape(x, [8, 4, 2, WIDTH // 4]), (2, 0, 1, 3)).reshape([16, WIDTH])
-    return _right_keys(x, WIDTH, 4)
+    x = gl.reshape(shared.slice(32 * i, 32).load(_lines(WIDTH // 2)), [8, 4, WIDTH // 16, 2, 2, 2])
+    return _left_keys(gl.permute(x, (4, 0, 1, 2, 3, 5)).reshape([16, WIDTH]), WIDTH, 4, True)
 
 
 @gluon.jit
 def _put_values(x, shared, WIDTH: gl.constexpr):
-    apart = gl.reshape(x, [4, 2, 4, 2, WIDTH // 8, 8])  # warp, upper half of its keys, pair, odd, columns, chunk
-    shared.store(gl.permute(apart, (0, 5, 2, 1, 4, 3)).reshape([128, WIDTH // 2]))
+    apart = gl.reshape(
+        x, [4, 2, 4, 2, WIDTH // 16, 2, 8]
+    )  # warp, upper half of its keys, pair, odd, 2 of columns, chunk
+    shared.store(gl.permute(apart, (0, 6, 2, 4, 1, 5, 3)).reshape([128, WIDTH // 2]))
 
 
 @gluon.jit
 def _take_values(shared, i: gl.constexpr, WIDTH: gl.constexpr):
-    x = gl.reshape(shared.slice(32 * i, 32).load(_lines(WIDTH // 2)), [8, 4, 2, WIDTH // 8, 2])
-    return gl.convert_layout(gl.permute(x, (2, 1, 4, 3, 0)).reshape([16, WIDTH]), _right(4), True)
+    x = gl.reshape(shared.slice(32 * i, 32).load(_lines(WIDTH // 2)), [8, 4, WIDTH // 16, 2, 2, 2])
+    return _left_values(gl.permute(x, (3, 1, 5, 2, 4, 0)).reshape([16, WIDTH]), 4)
 
 
 # Softmax
@@ -285,13 +300,13 @@ def _take_values(shared, i: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _load_query(q, row, head, valid, stride_row, stride_head, WIDTH: gl.constexpr, DIM: gl.constexpr, W: gl.constexpr):
-    """Its stretches, each with its columns in the order of a key's bytes."""
-    LEFT: gl.constexpr = _left(W)
-    n = gl.arange(0, WIDTH, gl.SliceLayout(0, LEFT))
+    """Its stretches, [columns, lanes] each, with columns in the order of a key's bytes."""
+    RIGHT: gl.constexpr = _right(W)
+    n = gl.arange(0, WIDTH, gl.SliceLayout(1, RIGHT))
     column = n % 8 // 2 * (WIDTH // 4) + n // 8 * 2 + n % 2
-    line = gl.convert_layout(row * stride_row + head * stride_head, gl.SliceLayout(1, LEFT))
-    mask = gl.convert_layout(valid, gl.SliceLayout(1, LEFT))[:, None]
-    place = q + line[:, None] + column[None, :]
+    line = gl.convert_layout(row * stride_row + head * stride_head, gl.SliceLayout(0, RIGHT))
+    mask = gl.convert_layout(valid, gl.SliceLayout(0, RIGHT))[None, :]
+    place = q + line[None, :] + column[:, None]
     stretches = ()
     for s in gl.static_range(DIM // WIDTH):
         stretches = stretches + (gl.load(place + s * WIDTH, mask=mask, other=0.0).to(gl.float16),)
@@ -299,38 +314,37 @@ def _load_query(q, row, head, valid, stride_row, stride_head, WIDTH: gl.constexp
 
 
 @gluon.jit
-def _as_left(weights, W: gl.constexpr):
-    return gl.convert_layout(weights.to(gl.float16), _left(W), True)
-
-
-@gluon.jit
-def _add_up(total, weights, W: gl.constexpr):
-    """The sum of the weights in float16, as they are multiplied, by the tensor cores: a `sum` hangs on the layout."""
-    return mma_v2(_as_left(weights, W), gl.full([16, 8], 1.0, gl.float16, _right(W)), total)
+def _as_right(weights, LANES: gl.constexpr, W: gl.constexpr):
+    """Weights [16, lanes] as the right of a dot: in float16, squares of 8 x 8 turned over within the warp."""
+    x = gl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [weights.to(gl.float16)], gl.float16, False, 2
+    )
+    x = gl.permute(gl.reshape(x, [2, 8, LANES // 8, 8]), (0, 3, 2, 1)).reshape([16, LANES])
+    return gl.convert_layout(x, _right(W), True)
 
 
 @gluon.jit
 def _times(acc, factor, COUNT: gl.constexpr):
     scaled = ()
     for s in gl.static_range(COUNT):
-        scaled = scaled + (acc[s] * factor[:, None],)
+        scaled = scaled + (acc[s] * factor[None, :],)
     return scaled
 
 
 @gluon.jit
 def _raise_peak(peak, scores):
-    """The new peak of each row, what is taken off its scores, and what earlier weights are worth now."""
-    new = gl.maximum(peak, gl.max(scores, 1))
-    base = gl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet
-    return new, base[:, None], gl.exp2(peak - base)
+    """The new peak of each lane, what is taken off its scores, and what earlier weights are worth now."""
+    new = gl.maximum(peak, gl.max(scores, 0))
+    base = gl.where(new == float("-inf"), 0.0, new)  # a lane that has seen no key yet
+    return new, base[None, :], gl.exp2(peak - base)
 
 
 @gluon.jit
 def _hide(scores, key, position, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr):
     """Scores of coded keys; -inf of those that a row takes exactly or does not see."""
-    seen = (key[None, :] + RECENT <= position[:, None]) & (key >= FIRST)[None, :]
+    seen = (key[:, None] + RECENT <= position[None, :]) & (key >= FIRST)[:, None]
     if WINDOW > 0:
-        seen = seen & (key[None, :] > position[:, None] - WINDOW)
+        seen = seen & (key[:, None] > position[None, :] - WINDOW)
     return gl.where(seen, scores, float("-inf"))
 
 
@@ -374,7 +388,7 @@ def _scan_codes(
     acc, peak, total, q, position, begin, end, step, top, bottom, stop, records, table, stride_record, scale,
     KEY_LEVELS: gl.constexpr, KEY_PTX: gl.constexpr, VALUE_LEVELS: gl.constexpr, VALUE_PTX: gl.constexpr,
     AT: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr,
-    DIM: gl.constexpr, BLOCK_N: gl.constexpr, W: gl.constexpr,
+    DIM: gl.constexpr, BLOCK_N: gl.constexpr, LANES: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """Online softmax over the coded keys of tiles begin, begin + step .., 16 keys after the other.
 
@@ -383,7 +397,7 @@ def _scan_codes(
     K: gl.constexpr = num_stretches(KEY_LEVELS)
     V: gl.constexpr = num_stretches(VALUE_LEVELS)
     STEPS: gl.constexpr = BLOCK_N // 16
-    column = gl.arange(0, 16, _columns(W))
+    lane_key = gl.arange(0, 16, _keys(W))
     key_stages = _stages(KEY_LEVELS, DIM, BLOCK_N)
     value_stages = _stages(VALUE_LEVELS, DIM, BLOCK_N)
     if W == 4:
@@ -413,17 +427,17 @@ def _scan_codes(
         scores = ()
         value_scales = ()
         for i in gl.static_range(STEPS):
-            score = gl.zeros([16 * W, 16], gl.float32, _mma(W))
+            score = gl.zeros([16, LANES], gl.float32, _mma(W))
             if W == 1:
                 k = _unpack_keys(key_stages, stage, 16 * i, KEY_LEVELS, KEY_PTX, DIM, W)
             for s in gl.static_range(K):
                 if W == 1:
-                    score = mma_v2(q[s], _right_keys(k[s], DIM // K, W), score)
+                    score = mma_v2(_left_keys(k[s], DIM // K, W, True), q[s], score)
                 else:
-                    score = mma_v2(q[s], _take_keys(shared_keys[s], i, DIM // K), score)
-            key_scale = key_stages[1].index(stage).slice(16 * i, 16).load(_columns(W)).to(gl.float32)
-            scores = scores + (score * (key_scale * scale)[None, :],)
-            value_scales = value_scales + (value_stages[1].index(stage).slice(16 * i, 16).load(_columns(W)),)
+                    score = mma_v2(_take_keys(shared_keys[s], i, DIM // K), q[s], score)
+            key_scale = key_stages[1].index(stage).slice(16 * i, 16).load(_keys(W)).to(gl.float32)
+            scores = scores + (score * (key_scale * scale)[:, None],)
+            value_scales = value_scales + (value_stages[1].index(stage).slice(16 * i, 16).load(_keys(W)),)
         some_hidden = (start < FIRST) | (start + BLOCK_N + RECENT > top + 1)
         if WINDOW > 0:
             some_hidden = some_hidden | (start <= bottom - WINDOW)
@@ -431,7 +445,7 @@ def _scan_codes(
             seen = ()
             read = ()
             for i in gl.static_range(STEPS):
-                key = start + 16 * i + column
+                key = start + 16 * i + lane_key
                 seen = seen + (_hide(scores[i], key, position, FIRST, RECENT, WINDOW),)
                 # 0 of keys that no row takes by their codes: 0 * NaN of a stale block would poison a sum.
                 read = read + (gl.where((key >= FIRST) & (key < stop), value_scales[i], 0.0),)
@@ -440,20 +454,20 @@ def _scan_codes(
         for i in gl.static_range(1, STEPS):
             highest = gl.maximum(highest, scores[i])
         peak, base, decay = _raise_peak(peak, highest)
-        total, acc = total * decay[:, None], _times(acc, decay, V)
+        total, acc = total * decay[None, :], _times(acc, decay, V)
         for i in gl.static_range(STEPS):
             weights = gl.exp2(scores[i] - base)
-            total = _add_up(total, weights, W)
-            left = _as_left(weights * value_scales[i].to(gl.float32)[None, :], W)
+            total += weights
+            right = _as_right(weights * value_scales[i].to(gl.float32)[:, None], LANES, W)
             if W == 1:
                 v = _unpack_values(value_stages, stage, 16 * i, VALUE_LEVELS, VALUE_PTX, DIM, W)
             grown = ()
             for s in gl.static_range(V):
                 if W == 1:
                     x = _as_values(v[2 * s], v[2 * s + 1], DIM // V, W)
-                    grown = grown + (mma_v2(left, gl.convert_layout(x, _right(W), True), acc[s]),)
+                    grown = grown + (mma_v2(_left_values(x, W), right, acc[s]),)
                 else:
-                    grown = grown + (mma_v2(left, _take_values(shared_values[s], i, DIM // V), acc[s]),)
+                    grown = grown + (mma_v2(_take_values(shared_values[s], i, DIM // V), right, acc[s]),)
             acc = grown
         stage = 1 - stage
     async_copy.wait_group(0)
@@ -465,14 +479,13 @@ def _scan_codes(
 
 @gluon.jit
 def _exact_key(place, mask, WIDTH: gl.constexpr, W: gl.constexpr):
-    x = gl.load(place, mask=mask, other=0.0).to(gl.float16)
-    return gl.convert_layout(_as_keys(x, 16, WIDTH), _right(W))
+    return _left_keys(gl.load(place, mask=mask, other=0.0).to(gl.float16), WIDTH, W, False)
 
 
 @gluon.jit
 def _exact_value(place, mask, WIDTH: gl.constexpr, W: gl.constexpr):
     x = gl.reshape(gl.load(place, mask=mask, other=0.0).to(gl.float16), [16, 8, WIDTH // 8])
-    return gl.convert_layout(gl.permute(x, (0, 2, 1)).reshape([16, WIDTH]), _right(W))
+    return gl.convert_layout(gl.permute(x, (2, 1, 0)).reshape([WIDTH, 16]), _left(W))
 
 
 @gluon.jit
@@ -488,34 +501,33 @@ def _exact_places(page, held, WIDTH: gl.constexpr, DIM: gl.constexpr, W: gl.cons
 def _scan_exact(
     acc, peak, total, q, position, begin, end, step, top, bottom, pages, exact_of, table, stride_page, stride_part,
     scale, K: gl.constexpr, V: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr,
-    DIM: gl.constexpr, W: gl.constexpr,
+    DIM: gl.constexpr, LANES: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the exact keys of tiles begin, begin + step ..: 16 keys each, in pages that some row reads."""
-    column = gl.arange(0, 16, _columns(W))
+    """Online softmax over the exact keys of tiles begin, begin + step ..: 16 keys each, in pages that are read."""
+    lane_key = gl.arange(0, 16, _keys(W))
     for tile in range(begin, end, step):
-        key = tile * 16 + column
+        key = tile * 16 + lane_key
         page = gl.load(exact_of + gl.load(table + tile)).to(gl.int64)
         place = pages + page * stride_page
         # Only those that some row takes exactly are there for sure: 0 * NaN of a stale page would poison a sum.
         held = (page >= 0) & (key <= bottom) & ((key < FIRST) | (key + RECENT > top))
         part, mask = _exact_places(place, held, DIM // K, DIM, W)
-        scores = gl.zeros([16 * W, 16], gl.float32, _mma(W))
+        scores = gl.zeros([16, LANES], gl.float32, _mma(W))
         for s in gl.static_range(K):
-            scores = mma_v2(q[s], _exact_key(part + s * (DIM // K), mask, DIM // K, W), scores)
-        scores = scores * scale
-        recent = key[None, :] + RECENT > position[:, None]
-        seen = (key[None, :] <= position[:, None]) & (recent | (key < FIRST)[None, :])
+            scores = mma_v2(_exact_key(part + s * (DIM // K), mask, DIM // K, W), q[s], scores)
+        recent = key[:, None] + RECENT > position[None, :]
+        seen = (key[:, None] <= position[None, :]) & (recent | (key < FIRST)[:, None])
         if WINDOW > 0:
-            seen = seen & (key[None, :] > position[:, None] - WINDOW)
-        scores = gl.where(seen, scores, float("-inf"))
+            seen = seen & (key[:, None] > position[None, :] - WINDOW)
+        scores = gl.where(seen, scores * scale, float("-inf"))
         peak, base, decay = _raise_peak(peak, scores)
         weights = gl.exp2(scores - base)
-        total, acc = _add_up(total * decay[:, None], weights, W), _times(acc, decay, V)
+        total, acc = total * decay[None, :] + weights, _times(acc, decay, V)
         part, mask = _exact_places(place + stride_part, held, DIM // V, DIM, W)
-        left = _as_left(weights, W)
+        right = _as_right(weights, LANES, W)
         grown = ()
         for s in gl.static_range(V):
-            grown = grown + (mma_v2(left, _exact_value(part + s * (DIM // V), mask, DIM // V, W), acc[s]),)
+            grown = grown + (mma_v2(_exact_value(part + s * (DIM // V), mask, DIM // V, W), right, acc[s]),)
         acc = grown
     return acc, peak, total
 
@@ -561,8 +573,7 @@ def attend(
         gdc_wait()
     K: gl.constexpr = num_stretches(KEY_LEVELS)
     V: gl.constexpr = num_stretches(VALUE_LEVELS)
-    LANES: gl.constexpr = 16 * W
-    ROWS: gl.constexpr = _rows(W)
+    LANES: gl.constexpr = 8 if W == 1 else 16 * W
     kv_head, share, shares = gl.program_id(1), gl.program_id(2), gl.num_programs(2)
     if TILES > 0:
         seq, tile = gl.program_id(0) // TILES, gl.program_id(0) % TILES
@@ -575,7 +586,7 @@ def attend(
     if tile * LANES >= num_query * GROUP:
         return
     before = gl.load(context_len + seq) - num_query  # the position of the sequence's first row
-    lane = tile * LANES + gl.arange(0, LANES, ROWS)
+    lane = tile * LANES + gl.arange(0, LANES, _lanes(W))
     query = lane // GROUP
     head = kv_head * GROUP + lane % GROUP
     valid = query < num_query
@@ -595,7 +606,7 @@ def attend(
     begin = _first_own(low // BLOCK_N, share, splits)
     if SPLIT:
         if (share < splits) & (begin >= end):
-            gl.store(lse + line, gl.full([LANES], float("-inf"), gl.float32, ROWS), mask=valid)
+            gl.store(lse + line, gl.full([LANES], float("-inf"), gl.float32, _lanes(W)), mask=valid)
             return
         end = gl.where(share < splits, end, begin)
 
@@ -603,14 +614,14 @@ def attend(
     table = block_tables + seq.to(gl.int64) * stride_table
     acc = ()
     for _ in gl.static_range(V):
-        acc = acc + (gl.zeros([LANES, DIM // V], gl.float32, _mma(W)),)
-    peak = gl.full([LANES], float("-inf"), gl.float32, ROWS)
-    total = gl.zeros([LANES, 8], gl.float32, _mma(W))  # the same in all its columns
+        acc = acc + (gl.zeros([DIM // V, LANES], gl.float32, _mma(W)),)
+    peak = gl.full([LANES], float("-inf"), gl.float32, _lanes(W))
+    total = gl.zeros([16, LANES], gl.float32, _mma(W))  # of a lane's weights, by where in a block their keys lie
     if begin < end:
         acc, peak, total = _scan_codes(
             acc, peak, total, turned, position, begin, end, splits, top, bottom, stop,
             records + kv_head * stride_record_head, table, stride_record, scale,
-            KEY_LEVELS, KEY_PTX, VALUE_LEVELS, VALUE_PTX, AT, FIRST, RECENT, WINDOW, DIM, BLOCK_N, W,
+            KEY_LEVELS, KEY_PTX, VALUE_LEVELS, VALUE_PTX, AT, FIRST, RECENT, WINDOW, DIM, BLOCK_N, LANES, W,
         )  # fmt: skip
     if FIRST + RECENT > 0:
         own, step, last = 0, 1, gl.maximum(bottom + 16, 0) // 16
@@ -623,19 +634,19 @@ def attend(
             acc, peak, total = _scan_exact(
                 acc, peak, total, turned, position, _first_own(low // 16, own, step), firsts, step, top, bottom,
                 pages + kv_head * stride_page_head, exact_of, table, stride_page, stride_part, scale,
-                K, V, FIRST, RECENT, WINDOW, DIM, W,
+                K, V, FIRST, RECENT, WINDOW, DIM, LANES, W,
             )  # fmt: skip
         if RECENT > 0:
             acc, peak, total = _scan_exact(
                 acc, peak, total, turned, position, _first_own(border, own, step), last, step, top, bottom,
                 pages + kv_head * stride_page_head, exact_of, table, stride_page, stride_part, scale,
-                K, V, FIRST, RECENT, WINDOW, DIM, W,
+                K, V, FIRST, RECENT, WINDOW, DIM, LANES, W,
             )  # fmt: skip
-    sums = gl.max(total, 1)
+    sums = gl.sum(total, 0)
     acc = _times(acc, 1.0 / gl.where(sums == 0.0, 1.0, sums), V)  # a row without keys (padding) gives zeros
-    n = gl.arange(0, DIM // V, _columns(W))
-    place = out + (line * DIM)[:, None] + (n % 8 * (DIM // V // 8) + n // 8)[None, :]
+    n = gl.arange(0, DIM // V, _keys(W))
+    place = out + (line * DIM)[None, :] + (n % 8 * (DIM // V // 8) + n // 8)[:, None]
     for s in gl.static_range(V):
-        gl.store(place + s * (DIM // V), acc[s].to(out.dtype.element_ty), mask=valid[:, None] & (n >= 0)[None, :])
+        gl.store(place + s * (DIM // V), acc[s].to(out.dtype.element_ty), mask=valid[None, :] & (n >= 0)[:, None])
     if SPLIT:
         gl.store(lse + line, peak + gl.log2(sums), mask=valid)

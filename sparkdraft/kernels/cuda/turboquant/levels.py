@@ -7,7 +7,7 @@ tree of selects; an H200 has about three a coordinate while the codes come from 
                            high bits serves columns an eighth apart and is shifted down to this stretch's
     as they lie            four bytes of a key -> of each stretch four levels, in their order: rows of keys for a dot
     in pairs               four bytes of an even key and of the odd one after it -> of each stretch twice two levels of
-                           the even and the odd key in turn: tensor cores take neighbours along the sum from one register
+                           the even and the odd key in turn: tensor cores take neighbours in a sum from one register
 """
 
 from __future__ import annotations
@@ -144,6 +144,7 @@ def in_pairs(levels: tuple[float, ...]) -> str:
         high = [ptx("and", word, 0x55555555) for word in high]  # so that no neighbour falls on a nibble's highest bit
     # Nibbles of the even and the odd key in turn: two words, with two stretches in a nibble where they have 2 bits.
     mixed = [ptx.choose(mask, even, ptx.shift(odd, 4)), ptx.choose(mask, ptx.shift(even, -4), odd)]
+    above: str | None
     for s in range(count):
         low = ptx.shift(mixed[s * width // 4], -(s * width % 4))
         if bits == 3:  # the high bits come to lie at bit 2 at once
