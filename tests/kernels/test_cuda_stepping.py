@@ -62,8 +62,8 @@ def test_rope_write_is_the_two_kernels(
         cuda.rope_write(qkv, *rest, *caches, integers(SLOTS))
         queries = heads * head_dim
         pairs = [(qkv[:, :queries], twice[:, :queries]), *zip(caches, expected, strict=True)]
-        off = 1e-6 if dtype == torch.float32 else 0  # it shows in which order a norm's squares were added
-        for got, want in pairs:
+        for got, want in pairs:  # in float32 it shows in which order a norm's squares were added
+            off = 0 if dtype != torch.float32 else 1e-6 if got.dtype == dtype else 1e-3  # which may move a rounding
             torch.testing.assert_close(got, want, rtol=off, atol=off)
         assert torch.equal(qkv[:, queries:], before[:, queries:]), "keys and values stay as they were"
 
