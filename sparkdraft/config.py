@@ -13,7 +13,7 @@ from sparkdraft.kernels.turboquant.layout import check_bits
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "quantised", "float32", "bfloat16")
 KV_FORMATS = ("exact", "fp8", "turboquant")
-TQ_MODES = ("off", "hybrid", "full_tq")
+TQ_MODES = ("off", "hybrid", "full_tq", "capture_only")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class EngineConfig:
     max_seqs: int = 0  # requests that run at once
     max_rows: int = 0  # rows a step: prompt chunks and decode rows together
     kv: str = "exact"  # how keys and values are kept: as they are computed, in 8 bits, or in about 4
-    tq_mode: str = "hybrid"  # of turboquant: the last tokens exact, all coded (full_tq), or off, which is exact
+    tq_mode: str = "hybrid"  # of turboquant: the last tokens exact; full_tq: none; capture_only and off: all
     tq_key_bits: int = 4
     tq_value_bits: int = 3
     tq_ring_capacity: int = 128  # the last tokens that stay exact

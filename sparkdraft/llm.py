@@ -114,6 +114,10 @@ class LLM:
         finally:
             self.engine.abort(request_id)
 
+    def kv_errors(self) -> dict[str, Any] | None:
+        """Under tq_mode capture_only: how far keys, values and attention's results are off by their codes."""
+        return self.engine.kv_errors()
+
     def encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 

@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparkdraft.cli import STARTED
 from sparkdraft.cli.options import add_engine_flags, add_sampling_flags, as_text, load_llm, read_text, sampling_params
@@ -48,7 +48,18 @@ def run(args: Namespace) -> int:
             f"peak memory {report['peak_rss_mb']} MB",
             file=sys.stderr,
         )
+        if report["kv_errors"]:
+            print(coding_line(report["kv_errors"]), file=sys.stderr)
     return 0
+
+
+def coding_line(errors: dict[str, Any]) -> str:
+    """What `LLM.kv_errors` found."""
+    worst, layer = max((found["attention_error"], layer) for layer, found in enumerate(errors["layers"]))
+    return (
+        f"coded, keys would be off by {errors['key_error']:.1%}, values by {errors['value_error']:.1%}, "
+        f"attention by {errors['attention_error']:.1%} (most in layer {layer}: {worst:.1%}), over {errors['rows']} rows"
+    )
 
 
 def read_prompt(args: Namespace) -> str:
@@ -62,7 +73,7 @@ def read_prompt(args: Namespace) -> str:
     return prompt
 
 
-def write(llm: LLM, ids: list[int], params: SamplingParams) -> dict[str, object]:
+def write(llm: LLM, ids: list[int], params: SamplingParams) -> dict[str, Any]:
     """Stream the text to standard output; returns what --json reports (start_ms: from the command's start to the
     first token, loading included)."""
     begin = time.perf_counter()
@@ -87,6 +98,7 @@ def write(llm: LLM, ids: list[int], params: SamplingParams) -> dict[str, object]
         "start_ms": round((first - STARTED) * 1000, 1),
         "peak_rss_mb": peak_rss_mb(),
         "speculative_decoding": speculation,
+        "kv_errors": llm.kv_errors(),
     }
 
 

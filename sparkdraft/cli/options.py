@@ -20,7 +20,8 @@ ENGINE_FLAGS = {
     "max_seqs": "requests that run at once (0: automatic)",
     "max_rows": "rows of a step, prompt chunks and decode rows together (0: automatic)",
     "kv": "how keys and values are kept: exact, fp8 (half the memory) or turboquant (a quarter)",
-    "tq_mode": "of turboquant: hybrid (the last tokens exact), full_tq (all coded) or off",
+    "tq_mode": "of turboquant: hybrid (the last tokens exact), full_tq (all coded), capture_only (all exact, and the "
+    "errors of coding measured) or off",
     "tq_key_bits": "of turboquant, 2 to 5",
     "tq_value_bits": "of turboquant, 2 to 5",
     "tq_ring_capacity": "of turboquant's hybrid: the last tokens that stay exact",

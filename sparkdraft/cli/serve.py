@@ -34,7 +34,7 @@ EXAMPLES = """examples:
     -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
 Flags beat the environment (SPARKDRAFT_PORT and so on), and that beats the file. Of the names that containers use,
 MODEL_PATH, DFLASH_DRAFTER, DFLASH_NUM_SPEC_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS,
-GPU_MEMORY_UTILIZATION, SERVED_MODEL_NAME and VLLM_API_KEY work too.
+GPU_MEMORY_UTILIZATION, ENABLE_TURBOQUANT, TQ_MODE and its like, SERVED_MODEL_NAME and VLLM_API_KEY work too.
 """
 SERVER_HELP = {
     "host": "address to listen on; beyond this machine it needs an --api-key or --allow-public",

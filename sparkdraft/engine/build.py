@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparkdraft import kernels
 from sparkdraft.cache.formats import KVFormat
+from sparkdraft.cache.formats.capture import CaptureKV
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.cache.formats.turboquant import TurboQuantKV
 from sparkdraft.config import EngineConfig
@@ -137,7 +138,9 @@ def _target_kv(
     if coded := plan.coded:
         heads, blocks = (model.num_kv_heads, model.head_dim), (plan.num_blocks, plan.block_size)
         exact = (coded.first, coded.recent, coded.pages)
-        return TurboQuantKV(coded.key_bits, coded.value_bits, *heads, *blocks, exact, centres, device, ops, most_query)
+        bits = (coded.key_bits, coded.value_bits)
+        codes = TurboQuantKV(*bits, *heads, *blocks, exact, centres, device, ops, most_query)
+        return CaptureKV(_kv(model, plan, dtype, device, ops, most_query), codes) if coded.captured else codes
     kept = torch.float8_e4m3fn if plan.kv == "fp8" else dtype
     return _kv(model, plan, kept, device, ops, most_query)
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 import time
 from itertools import count
+from typing import Any
 
 import torch
 
 from sparkdraft.cache.blocks import BlockPool
 from sparkdraft.cache.exact import ExactPages
 from sparkdraft.cache.exact_rows import ExactRows
+from sparkdraft.cache.formats.capture import CaptureKV
 from sparkdraft.cache.prefix import PrefixCache
 from sparkdraft.core import Batch, FinishReason, Request, SamplingParams, StepOutput, UserError
 from sparkdraft.engine.accept import committed
@@ -125,7 +127,17 @@ class Engine:
                     self.step()
                 self.abort(name)
         self._ended.clear()
+        self.forget_trials()
+
+    def forget_trials(self) -> None:
+        """What ran so far was nobody's request: it is no part of what is counted."""
         self.drafting.forget_trials()
+        if isinstance(self.runner.kv, CaptureKV):
+            self.runner.kv.forget()
+
+    def kv_errors(self) -> dict[str, Any] | None:
+        """How far codes are off (CaptureKV.errors), where they are only captured; waits for the device."""
+        return self.runner.kv.errors() if isinstance(self.runner.kv, CaptureKV) else None
 
     # ---- steps that the device takes by itself
 

@@ -24,6 +24,7 @@ class CodedPlan:
     recent: int
     pages: int  # of exact rows; 0 where all is coded
     page_bytes: int
+    captured: bool = False  # an exact cache is read, and codes are written beside it to be measured
 
     @property
     def is_hybrid(self) -> bool:
@@ -36,15 +37,19 @@ class CodedPlan:
         bits = f"K{min(self.key_bits)}/V{self.value_bits}"
         if max(self.key_bits) > min(self.key_bits):
             bits += f", {self.key_bits.count(max(self.key_bits))} layers K{max(self.key_bits)}"
+        if self.captured:
+            return f"exact, TurboQuant {bits} captured beside it"
         if not self.is_hybrid:
-            return f"{bits}, all coded"
-        return f"{bits}, the first {self.first} and last {self.recent} tokens exact in {self.pages} pages"
+            return f"turboquant {bits}, all coded"
+        return f"turboquant {bits}, the first {self.first} and last {self.recent} tokens exact in {self.pages} pages"
 
 
 def plan_coded(
     config: EngineConfig, model: ModelConfig, device: str, max_seqs: int, max_rows: int, room: int, most_ahead: int
 ) -> CodedPlan:
     """room: bytes for codes and pages together. most_ahead: rows past the committed that a request may write to."""
+    if not model.num_layers:
+        raise UserError("this model has no layers with a KV cache: TurboQuant has nothing to code, keep kv exact")
     block_width(model.head_dim)  # refuses what can not be rotated
     more, most = config.tq_initial_layers, max(PLANES)
     if more > model.num_layers:
@@ -54,8 +59,8 @@ def plan_coded(
     bits = tuple(config.tq_key_bits + (layer < more) for layer in range(model.num_layers))
     size = config.block_size
     page = 2 * model.num_layers * model.num_kv_heads * model.head_dim * size * PAGE_ITEMSIZE[device]
-    if config.tq_mode == "full_tq":
-        return CodedPlan(bits, config.tq_value_bits, 0, 0, 0, page)
+    if config.tq_mode in ("full_tq", "capture_only"):
+        return CodedPlan(bits, config.tq_value_bits, 0, 0, 0, page, captured=config.tq_mode == "capture_only")
     recent = config.tq_ring_capacity
     need = max_seqs * pages_of_a_request(size, FIRST, recent, most_ahead)
     spare = max(LEAST_SPARE, min(max_rows // size, room // SPARE_SHARE // page))

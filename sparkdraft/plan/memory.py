@@ -46,6 +46,13 @@ def kv_bytes_per_token(model: ModelConfig, itemsize: int) -> int:
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
 
 
+def capture_bytes(model: ModelConfig, max_rows: int, itemsize: int) -> int:
+    """What a step needs besides, where coding is measured: what attention reads and its result a second time, and in
+    float32 how far off that is, and a few times over what the codes of keys, then of values, decode to."""
+    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    return max_rows * ((2 * queries + 3 * keys) * itemsize + (queries + 6 * keys) * 4)
+
+
 def drafter_bytes(draft: DraftConfig, itemsize: float) -> int:
     """Its layers and what projects the target's states; embedding and head are the target's, or rows of its head."""
     model, hidden = draft.model, draft.model.hidden_size

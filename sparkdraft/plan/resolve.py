@@ -13,7 +13,14 @@ from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.plan.coded import CodedPlan, plan_coded
 from sparkdraft.plan.hardware import Hardware
-from sparkdraft.plan.memory import MemoryPlan, drafter_bytes, kv_bytes_per_token, scratch_bytes, weight_bytes
+from sparkdraft.plan.memory import (
+    MemoryPlan,
+    capture_bytes,
+    drafter_bytes,
+    kv_bytes_per_token,
+    scratch_bytes,
+    weight_bytes,
+)
 from sparkdraft.spec.config import DraftConfig
 
 CPU_KV_BYTES = 1 << 30  # a CPU's cache is memory that others want too; raise it with kv_tokens
@@ -57,7 +64,7 @@ class Plan:
         return "\n".join(lines + [f"fallback {f.name}: {f.reason}" for f in self.fallbacks])
 
     def _kv(self) -> str:
-        return f"{self.kv} {self.coded.describe()}" if self.coded else self.kv
+        return self.coded.describe() if self.coded else self.kv
 
 
 def resolve(
@@ -88,13 +95,10 @@ def resolve(
     coded, room = None, int(hardware.free_bytes * config.memory_fraction) - weights - scratch
     if kv == "turboquant":
         coded = plan_coded(config, model, hardware.device, max_seqs, max_rows, max(room, 0), MOST_AHEAD)
-    per_token = kv_bytes_per_token(model, 1 if kv == "fp8" else itemsize)
-    if coded:
-        per_token = coded.bytes_per_token(model)
+        scratch += capture_bytes(model, max_rows, itemsize) if coded.captured else 0
     if drafter:
         weights += drafter_bytes(drafter, WEIGHT_ITEMSIZE[dtype])
-        per_token += kv_bytes_per_token(drafter.model, itemsize)  # always exact
-    per_block = per_token * config.block_size
+    per_block = _token_bytes(model, kv, itemsize, coded, drafter) * config.block_size
     pages = coded.pages * coded.page_bytes if coded else 0
     taken = weights + scratch + pages
     num_blocks, max_model_len = _num_blocks(config, hardware, taken, per_block, max_model_len, max_seqs)
@@ -140,6 +144,18 @@ def _check_kv(kv: str, hardware: Hardware, dtype: str) -> None:
     if kv == "fp8" and hardware.device == "cuda" and hardware.capability < FP8_CAPABILITY:
         has, needs = (".".join(map(str, c)) for c in (hardware.capability, FP8_CAPABILITY))
         raise UserError(f"kv fp8 needs a GPU of compute capability {needs}; {hardware.name} has {has}: keep it exact")
+
+
+def _token_bytes(
+    model: ModelConfig, kv: str, itemsize: int, coded: CodedPlan | None, drafter: DraftConfig | None
+) -> int:
+    """Of the KV cache: the target's, exact, coded or both, and the drafter's, which is always exact."""
+    size = kv_bytes_per_token(drafter.model, itemsize) if drafter else 0
+    if coded:
+        size += coded.bytes_per_token(model)
+    if not coded or coded.captured:
+        size += kv_bytes_per_token(model, 1 if kv == "fp8" else itemsize)
+    return size
 
 
 def _num_blocks(

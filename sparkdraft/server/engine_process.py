@@ -143,7 +143,7 @@ class Service:
             case messages.CountAnew():
                 self._counts.clear()
                 self._finished.clear()
-                self.engine.drafting.forget_trials()
+                self.engine.forget_trials()
             case _:
                 raise AssertionError(f"{type(message).__name__} is not for the engine")
 
@@ -205,6 +205,7 @@ class Service:
             "cached_prompt_tokens": counts["cached_prompt_tokens"],
             "finished": dict(self._finished),
             "drafting": engine.drafting.so_far().as_dict(),
+            "kv_errors": engine.kv_errors(),
             "uptime": time.monotonic() - self._started,
         }
 

@@ -27,9 +27,9 @@ class Counter:
     def add(self, amount: float = 1, label: str = "") -> None:
         self.values[label] = self.values.get(label, 0.0) + amount
 
-    def set(self, value: float) -> None:
+    def set(self, value: float, label: str = "") -> None:
         assert self.kind == "gauge", self.name
-        self.values[""] = value
+        self.values[label] = value
 
     def lines(self) -> Iterator[str]:
         yield from _head(self.name, self.text, self.kind)
@@ -84,6 +84,11 @@ class Metrics:
         self.running = Counter("num_requests_running", "sequences that run", kind="gauge")
         self.waiting = Counter("num_requests_waiting", "sequences that wait", kind="gauge")
         self.kv_usage = Counter("kv_cache_usage_perc", "share of the KV cache that is in use, 0 to 1", kind="gauge")
+        self.kv_rows = Counter("kv_cache_captured_rows", "rows that the errors of coding are of", kind="gauge")
+        self.key_error, self.value_error, self.attention_error = (
+            Counter(f"kv_cache_{what}_error", f"relative error by codes: {text}", "layer", "gauge")
+            for what, text in (("key", "keys"), ("value", "values"), ("attention", "what attention gives, all coded"))
+        )
         self.ready = Counter("engine_ready", "1 when requests are taken", kind="gauge")
         self.restarts = Counter("engine_restarts", "times the engine process was started again", kind="gauge")
 
@@ -94,6 +99,14 @@ class Metrics:
         self.accepted_tokens.add(stats["num_accepted_draft_tokens"])
         for position, count in enumerate(stats.get("per_position_accepted") or []):
             self.per_position.add(count, str(position))
+
+    def coding(self, errors: Mapping[str, Any]) -> None:
+        """Take over the engine's `kv_errors`, which it has where codes are only captured."""
+        self.kv_rows.set(errors["rows"])
+        for layer, found in enumerate(errors["layers"]):
+            self.key_error.set(found["key_error"], str(layer))
+            self.value_error.set(found["value_error"], str(layer))
+            self.attention_error.set(found["attention_error"], str(layer))
 
     def render(self) -> str:
         return "\n".join(line for metric in vars(self).values() for line in metric.lines()) + "\n"

@@ -62,7 +62,7 @@ def warm_up(engine: Engine, report: Callable[[int, int], None]) -> None:
         if time.monotonic() > deadline:
             break
         run(engine, trial, numbers)
-    engine.drafting.forget_trials()
+    engine.forget_trials()
 
 
 def run(engine: Engine, trial: Trial, numbers: random.Random) -> None:

@@ -45,7 +45,9 @@ def test_each_request_writes_what_it_writes_alone(folder: Path, options: dict[st
 def test_text_that_repeats_is_drafted_and_stays_the_same(folder: Path, options: dict[str, Any]) -> None:
     llm = LLM(str(folder), **options)
     asked = [ids + [9, 17, 30] * 8 for ids in prompts(3, 40)]
-    bias = dict.fromkeys((9, 17, *range(30, 200, 10)), 100.0)  # it writes few ids, so that what comes is often a repetition
+    bias = dict.fromkeys(
+        (9, 17, *range(30, 200, 10)), 100.0
+    )  # it writes few ids, so that what comes is often a repetition
 
     def written(depth: int) -> list[Completion]:
         params = SamplingParams(max_tokens=40, ignore_eos=True, logit_bias=bias, num_draft=depth)

@@ -40,6 +40,16 @@ def test_the_first_layers_really_get_a_bit_more() -> None:
     assert "4 layers K5" in made.describe()
 
 
+def test_a_captured_cache_is_an_exact_one_and_codes_beside_it() -> None:
+    exact, captured = plan(), plan(kv="turboquant", tq_mode="capture_only")
+    assert captured.coded and captured.coded.captured and not captured.coded.is_hybrid
+    assert captured.memory.pages == 0 and captured.memory.kv == captured.num_blocks * 16 * 36 * 8 * (512 + 116)
+    assert captured.num_blocks / exact.num_blocks == pytest.approx(512 / 628, rel=0.02)
+    assert exact.memory.scratch < captured.memory.scratch, "what is measured with is counted in"
+    assert captured.memory.total <= 0.85 * H200.free_bytes
+    assert "exact, TurboQuant K4/V3 captured beside it" in captured.describe()
+
+
 def test_off_is_exact() -> None:
     made = plan(kv="turboquant", tq_mode="off")
     assert made.coded is None and made.num_blocks == plan().num_blocks
@@ -52,8 +62,8 @@ def test_off_is_exact() -> None:
     ("options", "words"),
     [
         ({"tq_key_bits": 6}, "tq_key_bits is 6; TurboQuant takes 2 to 5"),
-        ({"tq_value_bits": 1}, "tq_value_bits is 1"),
-        ({"tq_mode": "some"}, "tq_mode is 'some'; it must be one of off, hybrid, full_tq"),
+        ({"tq_value_bits": 1}, "tq_value_bits is 1; TurboQuant takes 2 to 5"),
+        ({"tq_mode": "some"}, "tq_mode is 'some'; it must be one of off, hybrid, full_tq, capture_only"),
         ({"tq_ring_capacity": 0}, "tq_ring_capacity is 0"),
         ({"tq_initial_layers": 99}, "has 36 layers"),
         ({"tq_initial_layers": 1, "tq_key_bits": 5}, "5 is the most"),
@@ -65,8 +75,11 @@ def test_what_can_not_be_is_said_in_a_sentence(options: dict[str, Any], words: s
         plan(**{"kv": "turboquant"} | options)
 
 
-def test_a_head_that_can_not_be_rotated_and_kernels_that_can_not_read_codes() -> None:
-    config = EngineConfig(kv="turboquant")
+@pytest.mark.parametrize("mode", ["hybrid", "full_tq", "capture_only"])
+def test_models_and_kernels_that_can_not_be_coded(mode: str) -> None:
+    config = EngineConfig(kv="turboquant", tq_mode=mode)
+    with pytest.raises(UserError, match="no layers with a KV cache"):
+        resolve(config, replace(MODEL, num_layers=0), H200)
     with pytest.raises(UserError, match="head dimension 72 can not be rotated"):
         resolve(config, replace(MODEL, head_dim=72), H200)
     with pytest.raises(UserError, match="kv turboquant is not for the CPU kernels"):

@@ -69,7 +69,15 @@ class FakeClient:
     def count_anew(self) -> None: ...
 
     async def status(self) -> dict[str, Any]:
-        return {"running": 1, "waiting": 2, "kv_blocks_free": 3, "kv_blocks_total": 4, "drafting": {"num_drafts": 5}}
+        errors = {"key_error": 0.125, "value_error": 0.25, "attention_error": 0.5}
+        return {
+            "running": 1,
+            "waiting": 2,
+            "kv_blocks_free": 3,
+            "kv_blocks_total": 4,
+            "drafting": {"num_drafts": 5},
+            "kv_errors": errors | {"rows": 6, "layers": [errors]},
+        }
 
     def submit(self, id: str, prompt_ids: list[int], params: SamplingParams) -> AsyncIterator[TokenEvent]:
         if self.state != "ready":

@@ -491,6 +491,8 @@ def test_models_status_and_metrics(echo: Live) -> None:
     text = echo.http.get("/metrics").text
     assert "sparkdraft_kv_cache_usage_perc 0.25" in text and "sparkdraft_num_requests_waiting 2" in text
     assert 'sparkdraft_spec_decode_num_accepted_tokens_per_pos_total{position="1"}' in text
+    assert "sparkdraft_kv_cache_captured_rows 6" in text
+    assert 'sparkdraft_kv_cache_attention_error{layer="0"} 0.5' in text
     for line in text.splitlines():
         name, value = line.rsplit(" ", 1)
         assert line.startswith("#") or (float(value) >= 0 and name.startswith("sparkdraft_"))

@@ -59,6 +59,8 @@ def test_the_names_of_containers() -> None:
     assert (engine.tq_mode, engine.tq_key_bits, engine.tq_value_bits) == ("full_tq", 5, 4)
     assert (engine.tq_ring_capacity, engine.tq_initial_layers, engine.kv) == (256, 2, "exact")
     assert merge({}, None, environ | {"ENABLE_TURBOQUANT": "1"}).engine.kv == "turboquant"
+    captured = merge({}, None, {"ENABLE_TURBOQUANT": "1", "TQ_MODE": "capture_only"}).engine
+    assert (captured.kv, captured.tq_mode) == ("turboquant", "capture_only")
     assert merge({"kv": "fp8"}, None, {"ENABLE_TURBOQUANT": "1"}).engine.kv == "fp8"
     assert merge({}, None, {"ENABLE_TURBOQUANT": "0"}).engine.kv == "exact"
     assert "secret" not in repr(config)

@@ -38,6 +38,8 @@ async def metrics(request: Request) -> PlainTextResponse:
     counted.running.set(engine.get("running", 0))
     counted.waiting.set(engine.get("waiting", 0))
     counted.kv_usage.set(_kv_usage(engine))
+    if errors := engine.get("kv_errors"):
+        counted.coding(errors)
     return PlainTextResponse(counted.render(), media_type="text/plain; version=0.0.4")
 
 
