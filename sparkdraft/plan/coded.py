@@ -12,7 +12,7 @@ from sparkdraft.models.config import ModelConfig
 
 FIRST = 4  # positions of a context that stay exact beside the recent ones: much attention falls on them
 LEAST_SPARE = 64  # pages beyond what decoding needs, for prompts and for what may be found again
-SPARE_SHARE = 40  # of the room, one part of so many is for such pages at most
+SPARE_SHARE = 80  # of the room, one part of so many is for such pages at most
 PAGE_ITEMSIZE = {"cuda": 2, "cpu": 4}  # float16; on a CPU float32
 
 

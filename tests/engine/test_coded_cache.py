@@ -42,6 +42,14 @@ def test_each_request_writes_what_it_writes_alone(folder: Path, options: dict[st
         assert [r.completions[0].ids for r in crowd.generate(asked, params)] == expected
 
 
+def test_sixteen_at_once_of_different_lengths(folder: Path, options: dict[str, Any]) -> None:
+    asked = [(ids * 9)[: 5 + 7 * i] for i, ids in enumerate(prompts(16))]
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    llm = LLM(str(folder), max_seqs=16, prefix_cache=False, **options)
+    together = [r.completions[0].ids for r in llm.generate(asked, params)]
+    assert together == [llm.generate([ids], params)[0].completions[0].ids for ids in asked]
+
+
 def test_text_that_repeats_is_drafted_and_stays_the_same(folder: Path, options: dict[str, Any]) -> None:
     llm = LLM(str(folder), **options)
     asked = [ids + [9, 17, 30] * 8 for ids in prompts(3, 40)]

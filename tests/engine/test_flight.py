@@ -99,6 +99,24 @@ def test_sampled_text_too(host: LLM, flying: LLM, watched: list[int], depth: int
     assert len(watched) > 3
 
 
+@pytest.mark.gpu
+@no_gpu
+@pytest.mark.parametrize("kv", ["exact", "turboquant"])
+def test_sixteen_streams_that_come_and_go(kv: str) -> None:
+    """Twenty requests for sixteen places, greedy and sampled, drafted and not, of different lengths."""
+    options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "ngram": False, "kv": kv, "kv_tokens": 16384}
+    flying, host = (LLM("smollm2", max_seqs=16, **options) for _ in range(2))
+    host.engine.flight = None
+    params = [
+        SamplingParams(max_tokens=20 + 9 * i, num_draft=(0, 3, 7)[i % 3], seed=i, temperature=0.8 * (i % 2))
+        for i in range(20)
+    ]
+    asked = [TEXTS[i % len(TEXTS)] * (1 + i) for i in range(20)]
+    ours, theirs = ([r.completions[0].ids for r in llm.generate(asked, params)] for llm in (flying, host))
+    assert ours == theirs
+    assert [host.generate([a], p)[0].completions[0].ids for a, p in zip(asked, params, strict=True)] == ours
+
+
 def test_every_step_accepts_what_the_hosts_step_accepts(host: LLM, flying: LLM, watched: list[int]) -> None:
     params = [SamplingParams(max_tokens=60, num_draft=7, ignore_eos=True)] * 3
     ours, theirs = (llm.generate(TEXTS[:3], params) for llm in (flying, host))

@@ -1,0 +1,226 @@
+"""`bench kv` on tiny random weights: divergences that can be worked out by hand, more bits that err less, tables and
+JSON that agree, and one sentence where there is nothing to measure. What the formats are worth docs/numbers has."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from sparkdraft.bench import bandwidth, shapes
+from sparkdraft.bench.kv import (
+    KINDS,
+    Comparison,
+    Format,
+    Reading,
+    divergence,
+    kl_by_position,
+    mean_rise,
+    memories,
+    parse_formats,
+    prompt_rows_shown,
+    read_texts,
+)
+from sparkdraft.cli.main import main
+from sparkdraft.config import EngineConfig
+from sparkdraft.core import UserError
+from sparkdraft.engine.build import make_plan
+from sparkdraft.llm import LLM
+from sparkdraft.models.config import ModelConfig
+from sparkdraft.text.tokenizer import Tokenizer
+from sparkdraft.weights.checkpoint import open_checkpoint
+from tests.models.tiny import write_tiny
+
+TOY = ModelConfig("qwen3", 2, 32, 64, 2, 1, 32, 96, 1024, tie_embeddings=True)
+QUICK = ("--device", "cpu", "--dtype", "float32", "--threads", "1")
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shapes.SHAPES, "toy", TOY)
+    monkeypatch.setitem(bandwidth.SIZE, "cpu", 1 << 20)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("tiny"), "qwen3", shards="1GB", head_dim=64, num_hidden_layers=2)
+
+
+def load(tiny: Path, fmt: Format) -> LLM:
+    small: dict[str, Any] = {"max_seqs": 1, "max_rows": 120, "max_model_len": 256, "threads": 1}
+    return LLM(str(tiny), device="cpu", dtype="float32", spec="off", prefix_cache=False, **small, **fmt.options)
+
+
+@pytest.fixture(scope="module")
+def readings(tiny: Path) -> Iterator[dict[str, dict[str, Reading]]]:
+    """By format; 'again' is the exact cache a second time."""
+    formats = parse_formats("exact,fp8,k2v2,k5v5,k2v2-full,k2v2-full-uncentred")
+    comparison = Comparison(read_texts(Tokenizer.of(open_checkpoint(str(tiny))), 200))
+    told: list[tuple[int, int]] = []
+    found = {}
+    for fmt in formats:
+        found[fmt.name] = comparison.read(load(tiny, fmt), lambda *progress: told.append(progress))
+        assert told[-1] == (3 * 199, 3 * 199)
+    found["again"] = comparison.read(load(tiny, formats[0]), lambda done, total: None)
+    yield found
+
+
+# ---- nearness
+
+
+def test_a_divergence_worked_out_by_hand() -> None:
+    p, q = torch.tensor([[0.5, 0.25, 0.25], [0.9, 0.05, 0.05]]), torch.tensor([[0.25, 0.25, 0.5], [0.9, 0.05, 0.05]])
+    found = divergence(p.log() + 3, q.log() - 1)  # logits are probabilities up to a constant
+    assert found.tolist() == pytest.approx([0.5 * math.log(2) - 0.25 * math.log(2), 0.0], abs=1e-6)
+    assert divergence(p, p).abs().max() == 0
+
+
+def test_rises_are_averaged_as_ratios() -> None:
+    one, half, double = (Reading(torch.full((4,), math.log(x)).double(), torch.zeros(4)) for x in (0.1, 0.05, 0.2))
+    assert one.perplexity == pytest.approx(10) and half.rise(one) == pytest.approx(1) and one.rise(one) == 0
+    assert mean_rise([(half, one), (double, one)]) == pytest.approx(0)
+    assert mean_rise([(half, one), (one, one)]) == pytest.approx(math.sqrt(2) - 1)
+
+
+def test_texts_of_different_lengths_are_averaged_by_position() -> None:
+    long, short = (Reading(torch.zeros(n), torch.arange(n).double()) for n in (5, 3))
+    assert kl_by_position([long, short], 2) == [(1.0, 0.5), (3.0, (2 + 3 + 2) / 3), (5.0, 4.0)]
+
+
+def test_the_exact_cache_is_itself(readings: dict[str, dict[str, Reading]]) -> None:
+    for kind in KINDS:
+        first, again = readings["exact"][kind], readings["again"][kind]
+        assert first.kl.abs().max() == 0 and again.kl.abs().max() < 1e-6
+        assert again.perplexity == pytest.approx(first.perplexity, rel=1e-5) and len(first.kl) == 199
+
+
+def test_fewer_bits_err_more(readings: dict[str, dict[str, Reading]]) -> None:
+    for kind in KINDS:
+        kl = {name: texts[kind].mean_kl for name, texts in readings.items()}
+        assert 0 < kl["fp8"] < kl["k2v2"] < kl["k2v2-full"] and 0 < kl["k5v5"] < kl["k2v2"]
+        assert kl["k2v2-full"] != kl["k2v2-full-uncentred"]
+
+
+def test_what_lies_near_is_exact_in_a_hybrid(readings: dict[str, dict[str, Reading]]) -> None:
+    for kind in KINDS:
+        near, far = readings["k2v2"][kind].kl[:128], readings["k2v2"][kind].kl[140:]
+        assert near.abs().max() < 1e-5 < far.mean() and readings["k2v2-full"][kind].kl[:128].mean() > 1e-5
+
+
+def test_looking_at_prompt_rows_leaves_the_engine_as_it_was(tiny: Path) -> None:
+    engine = load(tiny, parse_formats("exact")[0]).engine
+    with prompt_rows_shown(engine, lambda residual, logits: None):
+        assert "prompt_logprobs" in vars(engine.runner)
+    assert "prompt_logprobs" not in vars(engine.runner) and "logits" not in vars(engine.runner.model)
+
+
+def test_the_texts_are_long_enough_and_repeat_nothing(smollm2_path: Path) -> None:
+    for kind, ids in read_texts(Tokenizer.of(open_checkpoint("smollm2")), 1 << 20).items():
+        assert len(ids) >= 2200, kind
+        stretches = [tuple(ids[i : i + 20]) for i in range(len(ids) - 20)]
+        assert len(set(stretches)) == len(stretches), kind
+
+
+# ---- formats and memory
+
+
+def test_the_notation() -> None:
+    names = [fmt.name for fmt in parse_formats("k4v3, fp8,k4v3,k5v2-full-uncentred")]
+    assert names == ["exact", "k4v3", "fp8", "k5v2-full-uncentred"]
+    last = parse_formats(names[-1])[-1].options
+    assert last == {
+        "kv": "turboquant", "tq_key_bits": 5, "tq_value_bits": 2, "tq_mode": "full_tq", "tq_centre": False,
+    }  # fmt: skip
+    for wrong in ("k6v3", "k4", "fp16", "", "k4v3-uncentred-full"):
+        with pytest.raises(UserError, match="a format is exact, fp8 or k<bits a key>v<bits a value>"):
+            parse_formats(wrong)
+
+
+def test_memory_is_what_the_plans_say() -> None:
+    formats = parse_formats("fp8,k4v3,k4v3-full")
+    own: dict[str, Any] = {"device": "cpu", "dtype": "float32", "spec": "off"}
+    plans = {fmt.name: make_plan(EngineConfig(**own, **fmt.options), TOY) for fmt in formats}
+    found, values = memories(plans, TOY, fraction=0.5), 2 * 2 * 32
+    assert [each.bytes_per_token for each in found.values()][:2] == [4 * values, values]
+    assert found["exact"].of_exact == 1 and found["fp8"].of_exact == pytest.approx(4, rel=1e-4)
+    assert found["exact"].bits_per_value == 32 and 3.5 < found["k4v3"].bits_per_value < 5
+    assert found["k4v3"].tokens_per_gib == found["k4v3-full"].tokens_per_gib == 2**30 // found["k4v3"].bytes_per_token
+    room = 0.5 * plans["exact"].memory.free - plans["exact"].memory.weights - plans["exact"].memory.scratch
+    pages = plans["k4v3"].memory.pages
+    assert pages and found["k4v3"].tokens_that_fit * found["k4v3"].bytes_per_token == pytest.approx(
+        room - pages, rel=1e-3
+    )
+
+
+# ---- the command
+
+
+def test_the_command(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot, formats = tmp_path / "kv.svg", ["exact", "k5v5", "k4v3-full-uncentred"]
+    args = ("--formats", ",".join(formats), "--tokens", "60", "--context", "9,20", "--max-model-len", "256")
+    assert main(["bench", "kv", "--model", str(tiny), *QUICK, *args, "--plot", str(plot)]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    report: dict[str, Any] = json.loads(last)
+    assert report["bench"] == "kv" and report["device"] == "cpu" and report["random_weights"] is False
+    assert [row["format"] for row in report["formats"]] == formats
+    for row in report["formats"]:
+        assert sum(line.startswith(f"{row['format']} ") for line in lines) == 3  # memory, texts, speed
+        assert set(row["texts"]) == set(KINDS) and {text["tokens"] for text in row["texts"].values()} == {59}
+        assert row["all"]["kl"] == pytest.approx(sum(text["kl"] for text in row["texts"].values()) / 3, abs=1e-7)
+        ratios = [1 + text["rise"] for text in row["texts"].values()]
+        assert 1 + row["all"]["rise"] == pytest.approx(math.prod(ratios) ** (1 / 3), abs=1e-5)
+        assert [(s["streams"], s["context"]) for s in row["speed"]] == [(1, 9), (1, 20)]
+        assert all(s["decode_tok_s"] > 0 and s["step_ms"] > 0 for s in row["speed"])
+    assert report["formats"][0]["all"] == {"rise": 0, "kl": 0} and report["formats"][2]["all"]["kl"] > 0
+    root = ElementTree.parse(plot).getroot()
+    assert len(root.findall(".//{*}polyline")) == 2 + 2 + 3  # rises, divergences, speed
+
+
+def test_random_weights_have_no_perplexity(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ("--shape", "toy", "--formats", "fp8,k4v3", "--context", "20", "--concurrency", "1,2")
+    assert main(["bench", "kv", *QUICK, *args]) == 0
+    out = capsys.readouterr().out
+    report = json.loads(out.splitlines()[-1])
+    assert "toy, random weights" in out and "perplexity" not in out.split("\n{")[0] and report["random_weights"] is True
+    assert all(
+        row["texts"] == {} and row["all"] is None and [s["streams"] for s in row["speed"]] == [1, 2]
+        for row in report["formats"]
+    )
+
+
+def test_speed_can_be_left_out_and_float32_is_chosen(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ("--device", "cpu", "--threads", "1", "--formats", "fp8", "--tokens", "40", "--no-speed")
+    assert main(["bench", "kv", "--model", str(tiny), *args]) == 0
+    out = capsys.readouterr().out
+    report = json.loads(out.splitlines()[-1])
+    assert report["dtype"] == "float32" and "decode" not in out.split("\n{")[0]
+    assert all(row["speed"] == [] for row in report["formats"]) and report["bandwidth_gb_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--formats", "exact,k9v3"], "--formats names 'k9v3'; a format is exact, fp8 or k<bits"),
+        (["--formats", "k4v3", "--dtype", "quantised"], "not for the CPU kernels"),
+        (["--shape", "toy", "--formats", "k4v3-uncentred"], "random weights are never centred"),
+        (["--shape", "no-such"], "shape 'no-such' is not known"),
+        (["--tokens", "3"], "--tokens is 3"),
+        (["--tokens", "4000"], "--tokens is 4000; the context holds 512"),
+        (["--context", "4000"], "--context is 4000"),
+        (["--context", "some"], "--context is 'some'"),
+        (["--concurrency", "0"], "--concurrency is '0'"),
+        (["--plot", "no-such-folder/a.svg"], "--plot is no-such-folder/a.svg"),
+        (["--kv", "fp8"], "--kv is given; here --formats says"),
+        (["--spec", "auto"], "--spec is auto"),
+    ],
+)
+def test_what_can_not_be_measured(args: list[str], words: str, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "kv", "--model", str(tiny), *QUICK, *args]) == 1
+    printed = capsys.readouterr()
+    assert words in printed.err and printed.out == "" and len(printed.err.strip().splitlines()) == 1, printed.err
