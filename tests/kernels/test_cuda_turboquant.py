@@ -19,7 +19,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels.cuda import attention, turboquant  # noqa: E402
-from sparkdraft.kernels.cuda.turboquant.levels import as_they_lie, in_pairs  # noqa: E402
+from sparkdraft.kernels.cuda.turboquant.levels import as_they_lie, in_pairs, one_stretch_in_pairs  # noqa: E402
 from sparkdraft.kernels.turboquant.codes import pack, unpack  # noqa: E402
 from sparkdraft.kernels.turboquant.layout import PLANES  # noqa: E402
 from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout  # noqa: E402
@@ -368,6 +368,11 @@ def emulate(ptx: str, inputs: list[bytes], outputs: int) -> list[int]:
     return [register[f"${i}"] for i in range(outputs)]
 
 
+def one_stretch_shifts(stretch: int, width: int) -> tuple[int, int, int]:
+    nibble = stretch * width // 4 * 4
+    return nibble, 4 - nibble, stretch * width % 4
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("bits", PLANES)
 def test_the_ptx_of_levels(bits: int, dim: int) -> None:
@@ -386,7 +391,13 @@ def test_the_ptx_of_levels(bits: int, dim: int) -> None:
             assert (got == table[even.numpy()[columns]]).all()
             found = emulate(in_pairs(levels), [*words, *high, shift], 4 * stretches)
             got = np.array(found, np.uint32).view(np.float16).reshape(stretches, 4, 2)
-            assert (got == table[np.stack((even, odd), -1)[columns]]).all()
+            pairs = table[np.stack((even, odd), -1)[columns]]
+            assert (got == pairs).all()
+            for s, want in enumerate(pairs):
+                shifts = [bytes((n, 0, 0, 0)) for n in one_stretch_shifts(s, 8 // stretches)]
+                down = [bytes((at // eighth + s * 8 // stretches, 0, 0, 0))]
+                found = emulate(one_stretch_in_pairs(levels), [*words, *shifts, *(high + down if high else [])], 4)
+                assert (np.array(found, np.uint32).view(np.float16).reshape(4, 2) == want).all()
 
 
 # Ahead of time compiles: no GPU, but not under the interpreter, which replaces the compiler
@@ -403,6 +414,7 @@ def launches(
     monkeypatch.undo()  # tensors without memory want the real torch.empty
     monkeypatch.setattr(turboquant, "run", lambda kernel, grid, *a, **options: found.append((kernel, a, options)))
     monkeypatch.setattr(turboquant, "_gpu", lambda device: GPUS[capability])
+    monkeypatch.setattr(turboquant, "_is_hopper", lambda device: capability == 90)
     for kind, name in ((torch.uint8, "u8"), (torch.float16, "fp16")):
         monkeypatch.setitem(aot.TYPES, kind, name)
     for kernel in ("write", "join", "turn_back"):
@@ -434,8 +446,8 @@ def check_launch(capability: int, launch: aot.Launch) -> None:
     if launch[0] is turboquant.attend:
         reductions = re.findall(r'"tt\.reduce".*?tt\.reduce\.return', compiled.asm["ttgir"], re.S)
         assert reductions
-        dots = set(re.findall(r"mma\.sync\.aligned\.m\d+n\d+(\S+)", compiled.asm["ptx"]))
-        assert dots == {"k16.row.col.f32.f16.f16.f32"}, dots
+        dots = set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.aligned\.m\d+n\d+(\S+)", compiled.asm["ptx"]))
+        assert dots <= {"k16.row.col.f32.f16.f16.f32", "k16.f32.f16.f16"}, dots
 
 
 @no_interpreter

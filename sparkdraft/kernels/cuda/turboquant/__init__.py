@@ -6,7 +6,7 @@ sum is rotated back once. Which blocks have an exact page, and what a centre is,
 
     write.py        queries rotated in place, keys and values coded and packed
     levels.py       packed codes to levels, as PTX
-    attention.py    the kernel, for one warp and for four
+    attention.py    the kernel, and exact rows; one_warp.py and four_warps.py go through codes, tiles.py is theirs both
     join.py         parts joined, and rotated back
 """
 
@@ -24,7 +24,7 @@ from sparkdraft.kernels.cuda.attention import JOIN_ELEMENTS, MOST_SPLITS, SCRATC
 from sparkdraft.kernels.cuda.elementwise import run
 from sparkdraft.kernels.cuda.turboquant.attention import attend
 from sparkdraft.kernels.cuda.turboquant.join import join, turn_back
-from sparkdraft.kernels.cuda.turboquant.levels import as_they_lie, in_pairs
+from sparkdraft.kernels.cuda.turboquant.levels import as_they_lie, in_pairs, one_stretch_in_pairs
 from sparkdraft.kernels.cuda.turboquant.rotation import signs
 from sparkdraft.kernels.cuda.turboquant.write import write
 from sparkdraft.kernels.turboquant.codebook import codebook
@@ -137,6 +137,12 @@ def _choose_splits(programs: int, slots: int, most: int) -> int:
     return next(splits for splits, share in enumerate(busy, 1) if share >= 0.9 * max(busy))
 
 
+@lru_cache
+def _is_hopper(device: torch.device) -> bool:
+    """Whether its tensor cores read shared memory by wgmma; no other GPU's do."""
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
 def tq_attention(
     layer: CodedLayer,
     q: Tensor,  # [rows, heads, dim], a strided view of qkv, as tq_write has rotated it
@@ -171,9 +177,11 @@ def tq_attention(
         q.stride(0), q.stride(1), *records.stride()[:2], *((0, 0, 0) if pages is None else pages.stride()[:3]),
         view.block_tables.stride(0),
         **constants.options(dim),
-        KEY_PTX=as_they_lie(constants.key_levels), VALUE_PTX=in_pairs(constants.value_levels),
-        FIRST=layer.first, RECENT=layer.recent, WINDOW=window, GROUP=heads // kv_heads, BLOCK_N=BLOCK_N,
-        W=launch.warps, TILES=launch.per_sequence, SPLIT=split, num_warps=launch.warps, enable_fp_fusion=False,
+        KEY_PTX=as_they_lie(constants.key_levels),
+        VALUE_PTX=(in_pairs if launch.warps == 1 else one_stretch_in_pairs)(constants.value_levels),
+        FIRST=layer.first, RECENT=layer.recent, WINDOW=window, GROUP=heads // kv_heads,
+        W=launch.warps, TILES=launch.per_sequence, SPLIT=split, HOPPER=launch.warps == 4 and _is_hopper(device),
+        num_warps=launch.warps, enable_fp_fusion=False,
         maxnreg=MOST_REGISTERS[launch.warps][dim],
     )  # fmt: skip
     if split:

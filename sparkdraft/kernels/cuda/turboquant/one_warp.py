@@ -1,0 +1,188 @@
+"""Through the codes with one warp: 8 lanes, and each 16 keys are unpacked as they are needed, in registers alone.
+
+codes of 16 keys       K: lane 4k + c has key k and k + 8, a quarter c of their bytes
+                       V: lane 4c + k has the keys 2k, 2k + 1, 2k + 8, 2k + 9, an eighth c of their bytes
+columns of a result    n of a stretch is column n % 8 * chunk + n // 8, where an eighth of the bytes is a chunk
+"""
+
+# Tuples grow while a kernel is compiled, by sums, which are all that the compiler takes for it:
+# mypy: disable-error-code="assignment, misc"
+# ruff: noqa: RUF005
+
+from __future__ import annotations
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from sparkdraft.kernels.cuda.turboquant.levels import high_plane, num_stretches, registers
+from sparkdraft.kernels.cuda.turboquant.tiles import (
+    as_right,
+    copy_tile,
+    find_blocks,
+    hide,
+    in_order,
+    key_slice,
+    lane_slice,
+    left,
+    load_high,
+    mma,
+    once_in_four,
+    only_read,
+    order,
+    powers,
+    raise_peak,
+    right,
+    some_hidden,
+    stages,
+    times,
+    unpack_keys,
+)  # fmt: skip
+
+
+@triton.constexpr_function
+def _value_bytes(width: int) -> gl.DistributedLinearLayout:
+    """[16 keys, width]; even and odd keys lie in the same lanes"""
+    chunk = width // 8
+    lanes = [[2, 0], [4, 0], [0, chunk], [0, 2 * chunk], [0, 4 * chunk]]
+    return gl.DistributedLinearLayout([*powers(chunk), [8, 0], [1, 0]], lanes, [], [], [16, width])
+
+
+@triton.constexpr_function
+def _pair_bytes(width: int) -> gl.DistributedLinearLayout:
+    """[8 pairs of keys, width]: of the even keys, or of the odd ones"""
+    chunk = width // 8
+    lanes = [[1, 0], [2, 0], [0, chunk], [0, 2 * chunk], [0, 4 * chunk]]
+    return gl.DistributedLinearLayout([*powers(chunk), [4, 0]], lanes, [], [], [8, width])
+
+
+@gluon.jit
+def _even_and_odd(x, WIDTH: gl.constexpr):
+    even, odd = gl.split(gl.permute(gl.reshape(x, [8, 2, WIDTH]), (0, 2, 1)))
+    LAYOUT: gl.constexpr = _pair_bytes(WIDTH)
+    return gl.convert_layout(even, LAYOUT, True), gl.convert_layout(odd, LAYOUT, True)
+
+
+@gluon.jit
+def _unpack_values(stages, stage, start: gl.constexpr, LEVELS: gl.constexpr, PTX: gl.constexpr, DIM: gl.constexpr):
+    """Levels of 16 keys' values in pairs, two tensors a stretch."""
+    COUNT: gl.constexpr = num_stretches(LEVELS)
+    WIDTH: gl.constexpr = DIM // COUNT
+    TYPES: gl.constexpr = (gl.float16,) * (2 * COUNT)
+    LAYOUT: gl.constexpr = _value_bytes(WIDTH)
+    even, odd = _even_and_odd(stages[0].index(stage).slice(start, 16).load(LAYOUT), WIDTH)
+    if high_plane(LEVELS):
+        EIGHTH: gl.constexpr = DIM // 8
+        high = load_high(stages[2].index(stage).slice(start, 16), 16, EIGHTH, WIDTH, LAYOUT)
+        high_even, high_odd = _even_and_odd(high, WIDTH)
+        PAIRS: gl.constexpr = _pair_bytes(WIDTH)
+        byte = gl.arange(0, WIDTH, gl.SliceLayout(0, PAIRS))[None, :]
+        pair = gl.arange(0, 8, gl.SliceLayout(1, PAIRS))[:, None]
+        if WIDTH >= 32:
+            shift = once_in_four(byte, (byte % 4 == 0) & (pair >= 0), EIGHTH)
+        else:  # a lane has two bytes of a key: the four of a register are those of two pairs
+            shift = once_in_four(byte, (byte % 2 == 0) & (pair % 8 < 4), EIGHTH)
+        planes = [even, odd, high_even, high_odd, shift]
+        return gl.inline_asm_elementwise(PTX, registers(4 * COUNT, 5), planes, TYPES, True, 4)
+    else:
+        return gl.inline_asm_elementwise(PTX, registers(4 * COUNT, 2), [even, odd], TYPES, True, 4)
+
+
+@gluon.jit
+def _as_values(first, last, WIDTH: gl.constexpr):
+    """Pairs of levels of two bytes each, [8, WIDTH] -> [16 keys, WIDTH columns]."""
+    both = gl.join(first, last)  # the last index: which half of a register's four bytes
+    CHUNK: gl.constexpr = WIDTH // 8
+    if CHUNK >= 4:
+        apart = gl.reshape(both, [8, 8, CHUNK // 4, 2, 2, 2])  # pair, chunk, word, byte of its half, odd, half
+        return gl.permute(apart, (0, 4, 2, 5, 3, 1)).reshape([16, WIDTH])
+    else:  # a lane has two bytes of a key: the four of a register are those of two pairs
+        few = gl.reshape(both, [2, 4, 8, 2, 2])  # byte of its half, pair, chunk, odd, pair's highest bit
+        return gl.permute(few, (4, 1, 3, 0, 2)).reshape([16, WIDTH])
+
+
+@gluon.jit
+def load_query(q, row, head, valid, stride_row, stride_head, WIDTH: gl.constexpr, DIM: gl.constexpr):
+    """Its stretches as the right of a dot, [columns, 8 lanes], with columns in the order of a key's bytes."""
+    RIGHT: gl.constexpr = right(1)
+    column = order(gl.arange(0, WIDTH, gl.SliceLayout(1, RIGHT)), WIDTH)
+    line = gl.convert_layout(row * stride_row + head * stride_head, gl.SliceLayout(0, RIGHT))
+    mask = gl.convert_layout(valid, gl.SliceLayout(0, RIGHT))[None, :]
+    place = q + line[None, :] + column[:, None]
+    stretches = ()
+    for s in gl.static_range(DIM // WIDTH):
+        stretches = stretches + (gl.load(place + s * WIDTH, mask=mask, other=0.0).to(gl.float16),)
+    return stretches
+
+
+@gluon.jit
+def scan_by_one_warp(
+    q, position, begin, end, step, top, bottom, stop, records, table, stride_record, scale,
+    KEY_LEVELS: gl.constexpr, KEY_PTX: gl.constexpr, VALUE_LEVELS: gl.constexpr, VALUE_PTX: gl.constexpr,
+    AT: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr, DIM: gl.constexpr,
+):  # fmt: skip
+    """Online softmax over the coded keys of tiles begin, begin + step ..: sums of values, peaks, sums of weights.
+
+    While a tile is worked on, the next one's bytes and the numbers of the blocks after that are on their way.
+    """
+    K: gl.constexpr = num_stretches(KEY_LEVELS)
+    V: gl.constexpr = num_stretches(VALUE_LEVELS)
+    lane_key = gl.arange(0, 16, key_slice(1))
+    key_stages, value_stages = stages(KEY_LEVELS, DIM), stages(VALUE_LEVELS, DIM)
+    acc = ()
+    for _ in gl.static_range(V):
+        acc = acc + (gl.zeros([DIM // V, 8], gl.float32, mma(1)),)
+    peak = gl.full([8], float("-inf"), gl.float32, lane_slice(1))
+    totals = ()  # of a lane's weights, by where in a tile their keys lie
+    for _ in gl.static_range(4):
+        totals = totals + (gl.zeros([16, 8], gl.float32, mma(1)),)
+    stage = 0
+    blocks = find_blocks(table, begin, stop)
+    copy_tile(blocks, key_stages, value_stages, 0, records, stride_record, KEY_LEVELS, VALUE_LEVELS, AT, DIM, 1)
+    blocks = find_blocks(table, begin + step, stop)
+    for tile in range(begin, end, step):
+        start = tile * 64
+        copy_tile(
+            blocks, key_stages, value_stages, 1 - stage, records, stride_record, KEY_LEVELS, VALUE_LEVELS, AT, DIM, 1
+        )
+        blocks = find_blocks(table, tile + 2 * step, stop)
+        async_copy.wait_group(1)
+        scores = ()
+        value_scales = ()
+        for i in gl.static_range(4):
+            score = gl.zeros([16, 8], gl.float32, mma(1))
+            k = unpack_keys(key_stages, stage, 16 * i, KEY_LEVELS, KEY_PTX, DIM, 1)
+            for s in gl.static_range(K):
+                score = mma_v2(gl.convert_layout(in_order(k[s], 16, DIM // K), left(1), True), q[s], score)
+            key_scale = key_stages[1].index(stage).slice(16 * i, 16).load(key_slice(1)).to(gl.float32)
+            scores = scores + (score * (key_scale * scale)[:, None],)
+            value_scales = value_scales + (value_stages[1].index(stage).slice(16 * i, 16).load(key_slice(1)),)
+        if some_hidden(start, top, bottom, FIRST, RECENT, WINDOW):
+            seen = ()
+            read = ()
+            for i in gl.static_range(4):
+                key = start + 16 * i + lane_key
+                seen = seen + (hide(scores[i], key, position, FIRST, RECENT, WINDOW),)
+                read = read + (only_read(value_scales[i], key, stop, FIRST),)
+            scores, value_scales = seen, read
+        highest = gl.maximum(gl.maximum(scores[0], scores[1]), gl.maximum(scores[2], scores[3]))
+        peak, base, decay = raise_peak(peak, highest)
+        acc = times(acc, decay, V)
+        grown_totals = ()
+        for i in gl.static_range(4):
+            weights = gl.exp2(scores[i] - base)
+            grown_totals = grown_totals + (totals[i] * decay[None, :] + weights,)
+            given = as_right(weights * value_scales[i].to(gl.float32)[:, None], 8, 1)
+            v = _unpack_values(value_stages, stage, 16 * i, VALUE_LEVELS, VALUE_PTX, DIM)
+            grown = ()
+            for s in gl.static_range(V):
+                x = gl.permute(_as_values(v[2 * s], v[2 * s + 1], DIM // V), (1, 0))
+                grown = grown + (mma_v2(gl.convert_layout(x, left(1), True), given, acc[s]),)
+            acc = grown
+        totals = grown_totals
+        stage = 1 - stage
+    async_copy.wait_group(0)
+    # In the order in which four warps, each with 16 of these keys, add theirs up.
+    sums = (gl.sum(totals[0], 0) + gl.sum(totals[1], 0)) + (gl.sum(totals[2], 0) + gl.sum(totals[3], 0))
+    return acc, peak, sums
