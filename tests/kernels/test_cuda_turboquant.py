@@ -483,7 +483,7 @@ def test_up_to_most_query_rows_go_through_the_keys_alike(heads: int, kv_heads: i
     for seqs in (1, 3, 8, 64):
         shape = (seqs, heads, kv_heads, dim)
         made = [turboquant._launch(n * seqs, *shape, n, MOST, 32000, GPUS[capability]) for n in range(1, MOST + 1)]
-        assert len({a.splits for a in made}) == 1 and made[0].splits > 0
+        assert len({a.splits for a in made}) == 1
         assert all(
             a.per_sequence * turboquant.LANES[a.warps] >= rows * heads // kv_heads and a.tiles == seqs * a.per_sequence
             for rows, a in enumerate(made, 1)

@@ -20,7 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
-from sparkdraft.kernels.cuda.attention import JOIN_ELEMENTS, MOST_SPLITS, SCRATCH_BYTES, Gpu, _gpu
+from sparkdraft.kernels.cuda.attention import JOIN_ELEMENTS, MOST_SPLITS, SCRATCH_BYTES, Gpu, _choose_splits, _gpu
 from sparkdraft.kernels.cuda.elementwise import run
 from sparkdraft.kernels.cuda.turboquant.attention import attend
 from sparkdraft.kernels.cuda.turboquant.join import join, turn_back
@@ -35,13 +35,12 @@ from sparkdraft.kernels.view import AttentionView
 TQ_DIMS = (64, 128, 256)
 BLOCK = 16  # positions of a block: what is unpacked at once, and a record beside the next
 BLOCK_N = 64  # keys of a tile
-EXACT_SHARES = 4  # that the exact rows of a tile, ten times 16 of them, are cut into
 FEW_LANES = 16  # of a sequence, up to which programs of one warp take them
 LANES = {1: 8, 4: 64}  # of a program, by its warps
 MOST_REGISTERS = {1: {64: 128, 128: 168, 256: 255}, 4: {64: 168, 128: 255, 256: 255}}  # of a thread, by warps and dim
 # Programs that the work is cut into, an SM: of one warp twice what runs at once, so that what one SM is late with
 # another takes; of four what runs at once, as more of their parts cost more than they save.
-PROGRAMS = {1: 24, 4: 3}
+PROGRAMS = {1: 24, 4: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ class Launch:
     warps: int
     tiles: int  # programs along the rows
     per_sequence: int  # tiles of each sequence, or 0: a tile looks for its own
-    splits: int  # of the coded keys; 0: one program takes all, exact ones too
+    splits: int  # programs that share the keys; 1: it writes its result itself
 
 
 @lru_cache(maxsize=4096)
@@ -123,18 +122,11 @@ def _launch(
     tiles = seqs * per_sequence if per_sequence else rows * group // LANES[warps] + seqs
     programs = kv_heads * (seqs * triton.cdiv(widest * group, LANES[like_warps]) if alike else tiles)
     slots = gpu.sms * PROGRAMS[like_warps]
-    most = SCRATCH_BYTES // ((widest * seqs if alike else rows) * heads * dim * 4) - EXACT_SHARES
+    most = SCRATCH_BYTES // ((widest * seqs if alike else rows) * heads * dim * 4)
     if not alike and (programs >= slots or most < 2):
-        return Launch(warps, tiles, per_sequence, 0)
-    most = min(triton.cdiv(keys, BLOCK_N), MOST_SPLITS - EXACT_SHARES, most)
-    return Launch(warps, tiles, per_sequence, _choose_splits(programs, slots, max(most, 1)))
-
-
-def _choose_splits(programs: int, slots: int, most: int) -> int:
-    """The fewest that keep the GPU nearly as busy as the best number does, the shares of exact rows counted in."""
-    counts = [programs * (splits + EXACT_SHARES) for splits in range(1, most + 1)]
-    busy = [count / (triton.cdiv(count, slots) * slots) for count in counts]
-    return next(splits for splits, share in enumerate(busy, 1) if share >= 0.9 * max(busy))
+        return Launch(warps, tiles, per_sequence, 1)
+    most = min(triton.cdiv(keys, BLOCK_N), MOST_SPLITS, most)
+    return Launch(warps, tiles, per_sequence, _choose_splits(programs, slots, most))
 
 
 @lru_cache
@@ -164,16 +156,15 @@ def tq_attention(
     launch = _launch(rows, seqs, heads, kv_heads, dim, view.max_query, most_query, keys, _gpu(device))
     half = q.dtype == torch.bfloat16  # rotated, float16 lies in its place
     mixed = lse = out.view(torch.float16) if half else out
-    shares, split = 1, launch.splits > 0
+    shares, split = launch.splits, launch.splits > 1
     if split:
-        shares = launch.splits + (EXACT_SHARES if pages is not None else 0)
         mixed = torch.empty((rows, heads, shares, dim), dtype=torch.float32, device=device)
         lse = torch.empty((rows, heads, shares), dtype=torch.float32, device=device)
     constants = _constants(layout)
     run(
         attend, (launch.tiles, kv_heads, shares),
         q.view(torch.float16) if half else q, records, pages, layer.exact_of, mixed, lse,
-        view.query_start, view.context_len, view.block_tables, seqs, max(launch.splits, 1), scale * math.log2(math.e),
+        view.query_start, view.context_len, view.block_tables, seqs, scale * math.log2(math.e),
         q.stride(0), q.stride(1), *records.stride()[:2], *((0, 0, 0) if pages is None else pages.stride()[:3]),
         view.block_tables.stride(0),
         **constants.options(dim),

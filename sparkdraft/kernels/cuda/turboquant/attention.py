@@ -6,7 +6,7 @@ follow. Programs of one warp have 8 lanes (rows x grouped heads), those of four 
 with layouts.
 
     keys of a row at p     | first |............ coded ............| recent .. p |     its own border, whatever its tile
-    shares of a tile       | 0 .. S: 64 coded keys each, t to share t % S | S .. S + E: 16 exact keys each, alike |
+    shares of its keys     64 coded ones are a tile, and 16 exact ones: of both, tile t goes to share t % S
 
 Queries come rotated, and results leave so (join.py takes them back). A row's bits hang on its own query and keys alone,
 as attention.py beside this folder has it: tiles are counted from the first key, keys that a row does not see add exact
@@ -135,9 +135,9 @@ def _first_own(begin, share, shares):
     return begin + (share + shares - begin % shares) % shares
 
 
-@gluon.jit(do_not_specialize=["query_start", "context_len", "block_tables", "stride_table", "splits", "seqs"])
+@gluon.jit(do_not_specialize=["query_start", "context_len", "block_tables", "stride_table", "seqs"])
 def attend(
-    q, records, pages, exact_of, out, lse, query_start, context_len, block_tables, seqs, splits, scale,
+    q, records, pages, exact_of, out, lse, query_start, context_len, block_tables, seqs, scale,
     stride_row, stride_q_head, stride_record, stride_record_head, stride_page, stride_part, stride_page_head,
     stride_table,
     KEY_LEVELS: gl.constexpr, KEY_PTX: gl.constexpr, VALUE_LEVELS: gl.constexpr, VALUE_PTX: gl.constexpr,
@@ -145,7 +145,7 @@ def attend(
     DIM: gl.constexpr, W: gl.constexpr, TILES: gl.constexpr, SPLIT: gl.constexpr, HOPPER: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Writes rotated means of the values: one share, or where SPLIT each of them with the log2 of its weights' sum.
+    """Writes rotated means of the values, and where SPLIT, for each share, the log2 of its weights' sum.
 
     TILES: tiles of each sequence, or 0 where sequences differ much and a tile looks for its own. W: warps.
     """
@@ -183,13 +183,16 @@ def attend(
     if WINDOW > 0:
         low = gl.maximum(top - WINDOW + 1, 0)
     stop = gl.maximum(bottom - RECENT + 1, 0)  # past the last key that any row takes by its code
-    end = (stop + 63) // 64
-    begin = _first_own(low // 64, share, splits)
-    if SPLIT:
-        if (share < splits) & (begin >= end):
+    begin, end = _first_own(low // 64, share, shares), (stop + 63) // 64
+    # Tiles of exact keys: those of the first, and from the first recent one of any row on.
+    last = gl.maximum(bottom + 16, 0) // 16 if FIRST + RECENT > 0 else 0
+    firsts = gl.minimum((FIRST + 15) // 16, last)
+    first = _first_own(low // 16, share, shares)
+    recent = _first_own(gl.maximum(gl.maximum(top - RECENT + 1, low) // 16, firsts), share, shares)
+    if SPLIT:  # noqa: SIM102 (one is known when it is compiled)
+        if (begin >= end) & (first >= firsts) & ((recent >= last) | (RECENT == 0)):
             gl.store(lse + line, gl.full([LANES], float("-inf"), gl.float32, lane_slice(W)), mask=valid)
             return
-        end = gl.where(share < splits, end, begin)
 
     if W == 1:
         turned = load_query(q, row, head, valid, stride_row, stride_q_head, DIM // K, DIM)
@@ -205,32 +208,26 @@ def attend(
         records += kv_head * stride_record_head
         if W == 1:
             acc, peak, sums = scan_by_one_warp(
-                turned, position, begin, end, splits, top, bottom, stop, records, table, stride_record, scale,
+                turned, position, begin, end, shares, top, bottom, stop, records, table, stride_record, scale,
                 KEY_LEVELS, KEY_PTX, VALUE_LEVELS, VALUE_PTX, AT, FIRST, RECENT, WINDOW, DIM,
             )  # fmt: skip
         else:
             acc, peak, sums = scan_by_four_warps(
-                turned, position, begin, end, splits, top, bottom, stop, records, table, stride_record, scale,
+                turned, position, begin, end, shares, top, bottom, stop, records, table, stride_record, scale,
                 KEY_LEVELS, KEY_PTX, VALUE_LEVELS, VALUE_PTX, AT, FIRST, RECENT, WINDOW, DIM, HOPPER,
             )  # fmt: skip
     if FIRST + RECENT > 0:
         total = gl.zeros([16, LANES], gl.float32, mma(W))  # of a lane's weights, by where in a block their keys lie
-        own, step, last = 0, 1, gl.maximum(bottom + 16, 0) // 16
-        if SPLIT:
-            own, step = gl.maximum(share - splits, 0), shares - splits
-            last = gl.where(share < splits, 0, last)
-        firsts = gl.minimum((FIRST + 15) // 16, last)
-        border = gl.maximum(gl.maximum(top - RECENT + 1, low) // 16, firsts)  # the first recent key of any row
         pages += kv_head * stride_page_head
         if FIRST > 0:
             acc, peak, sums, total = _scan_exact(
-                acc, peak, sums, total, turned, position, _first_own(low // 16, own, step), firsts, step, top, bottom,
+                acc, peak, sums, total, turned, position, first, firsts, shares, top, bottom,
                 pages, exact_of, table, stride_page, stride_part, scale,
                 K, V, FIRST, RECENT, WINDOW, DIM, LANES, W,
             )  # fmt: skip
         if RECENT > 0:
             acc, peak, sums, total = _scan_exact(
-                acc, peak, sums, total, turned, position, _first_own(border, own, step), last, step, top, bottom,
+                acc, peak, sums, total, turned, position, recent, last, shares, top, bottom,
                 pages, exact_of, table, stride_page, stride_part, scale,
                 K, V, FIRST, RECENT, WINDOW, DIM, LANES, W,
             )  # fmt: skip
