@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import cast
 
 import numpy as np
@@ -102,7 +103,7 @@ class SyntheticSampler(Sampler):
 
     def __call__(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
         sampled = super().__call__(logits, rows)
-        groups = [(first, rows[last].ahead) for first, last in spans(rows)]
+        groups = [(first, rows[after - 1].ahead) for first, after in spans(rows)]
         counts = next(self._rows, None) or [0] * len(groups)
         self.num_applied += 1
         given = [(first, drafts, count) for (first, drafts), count in zip(groups, counts, strict=True)]
@@ -154,6 +155,6 @@ class Overruled:
 
 
 def spans(rows: Sequence[SampleRow]) -> list[tuple[int, int]]:
-    """(first, last) row of each request."""
+    """(first row, the one after the last) of each request; of a prompt's chunk that is not its last, none."""
     firsts = [i for i, row in enumerate(rows) if not row.ahead]
-    return list(zip(firsts, [*(i - 1 for i in firsts[1:]), len(rows) - 1], strict=True))
+    return list(pairwise([*firsts, len(rows)]))

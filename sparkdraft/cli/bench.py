@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from sparkdraft.cli import bench_offline
+from sparkdraft.cli import bench_kv, bench_offline
 from sparkdraft.cli.bench_offline import numbers
 from sparkdraft.cli.console import errors, loading
 from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm, read_text, temperature_list
@@ -35,6 +35,7 @@ EXAMPLES = """examples:
   sparkdraft bench perplexity --dtype quantised,float32
   sparkdraft bench accept --per-class 2 --temperature 0,1 --context 0,1024 --plot accept.svg
   sparkdraft bench accept --per-class 0 --speed                                (plain against drafted, one stream)
+  sparkdraft bench kv --formats fp8,k4v3,k5v4 --plot kv.svg                    (what smaller KV caches cost and bring)
   sparkdraft bench serve --url http://127.0.0.1:8000 --concurrency 1,4 --classes code,prose --out results
 """
 
@@ -57,9 +58,11 @@ def configure(parser: ArgumentParser) -> None:
     accept.add_argument("--plot", default="", metavar="FILE", help="draw acceptance by position, as SVG")
     accept.add_argument("--speed", action="store_true", help="also plain against drafted speed, one stream")
     add_engine_flags(accept)
+    kv = kinds.add_parser("kv", help="KV formats: memory, perplexity and divergence beside the exact cache, speed")
+    bench_kv.configure(kv)
     serve = kinds.add_parser("serve", help="an OpenAI-compatible server: speed and latency, by class and streams")
     _configure_serve(serve)
-    for kind in (offline, perplexity, accept, serve):
+    for kind in (offline, perplexity, accept, kv, serve):
         kind.epilog, kind.formatter_class = EXAMPLES, RawDescriptionHelpFormatter
 
 
@@ -77,7 +80,13 @@ def _configure_serve(serve: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    kinds = {"perplexity": _perplexity, "offline": bench_offline.run, "accept": _accept, "serve": _serve}
+    kinds = {
+        "perplexity": _perplexity,
+        "offline": bench_offline.run,
+        "accept": _accept,
+        "kv": bench_kv.run,
+        "serve": _serve,
+    }
     return kinds[args.kind](args)
 
 

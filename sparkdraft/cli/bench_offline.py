@@ -72,7 +72,7 @@ def run(args: Namespace) -> int:
     found = detect(EngineConfig(**engine_options(args)))
     with loading("measuring this machine"):
         ceilings = Ceilings.measure(found.device, args.threads or found.cores)
-    engine, model, label = _engine(args, draft)
+    engine, model, label = make_engine(args, draft)
     plan, bench = engine.plan, Bench(engine, model, ceilings, acceptance)
     loads = [Load(n, prompt_len, args.output_len) for prompt_len, n in product(prompts, streams)]
     for load in loads:
@@ -141,7 +141,7 @@ def _check(args: Namespace) -> tuple[Acceptance | None, DraftConfig | None]:
     return None if length is None else Acceptance(length, depth or most), draft
 
 
-def _engine(args: Namespace, draft: DraftConfig | None) -> tuple[Engine, ModelConfig, str]:
+def make_engine(args: Namespace, draft: DraftConfig | None) -> tuple[Engine, ModelConfig, str]:
     """The engine to measure, its dimensions and what to call it. The prefix cache is off: every prompt is computed."""
     if not args.shape:
         llm = load_llm(args, prefix_cache=False)

@@ -26,6 +26,7 @@ from sparkdraft.bench.kv import (
     parse_formats,
     prompt_rows_shown,
     read_texts,
+    rise_by_position,
 )
 from sparkdraft.cli.main import main
 from sparkdraft.config import EngineConfig
@@ -88,8 +89,12 @@ def test_rises_are_averaged_as_ratios() -> None:
     assert mean_rise([(half, one), (one, one)]) == pytest.approx(math.sqrt(2) - 1)
 
 
-def test_texts_of_different_lengths_are_averaged_by_position() -> None:
+def test_averages_by_position() -> None:
     long, short = (Reading(torch.zeros(n), torch.arange(n).double()) for n in (5, 3))
+    zero = {"a": Reading(torch.zeros(3).double(), torch.zeros(3))}
+    worse = {"a": Reading(torch.tensor([0.0, -2.0, -4.0]).double(), torch.zeros(3))}
+    expected = [(2, math.expm1(1)), (3, worse["a"].rise(zero["a"]))]
+    assert rise_by_position(worse, zero, 2) == [(at, pytest.approx(rise)) for at, rise in expected]
     assert kl_by_position([long, short], 2) == [(1.0, 0.5), (3.0, (2 + 3 + 2) / 3), (5.0, 4.0)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from sparkdraft.bench import bandwidth, shapes
 from sparkdraft.bench.offline import Bench, Ceilings, Load
 from sparkdraft.bench.profile import MOST, Parts, Span, find_gaps, most_expensive, recorder, summary, timed_parts
-from sparkdraft.bench.synthetic import Acceptance, SyntheticSampler
+from sparkdraft.bench.synthetic import Acceptance, SyntheticSampler, spans
 from sparkdraft.cli.main import main
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import Request, SamplingParams, UserError
@@ -250,3 +251,9 @@ def test_a_profile_that_sees_nothing_says_why(kernels: str, words: str) -> None:
         pass
     found = summary(profiler, kernels, [0.5, 0.5])
     assert words in found.note and words in found.text() and found.busy == 0
+
+
+def test_requests_of_a_step_and_none_of_a_chunk_that_samples_nothing() -> None:
+    rows = [SimpleNamespace(ahead=ahead) for ahead in ((), (5,), (5, 7), (), (), (1,))]
+    assert spans(rows) == [(0, 3), (3, 4), (4, 6)]
+    assert spans([]) == []

@@ -101,10 +101,9 @@ def test_sampled_text_too(host: LLM, flying: LLM, watched: list[int], depth: int
 
 @pytest.mark.gpu
 @no_gpu
-@pytest.mark.parametrize("kv", ["exact", "turboquant"])
-def test_sixteen_streams_that_come_and_go(kv: str) -> None:
+def test_sixteen_streams_that_come_and_go() -> None:
     """Twenty requests for sixteen places, greedy and sampled, drafted and not, of different lengths."""
-    options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "ngram": False, "kv": kv, "kv_tokens": 16384}
+    options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "ngram": False, "kv_tokens": 16384}
     flying, host = (LLM("smollm2", max_seqs=16, **options) for _ in range(2))
     host.engine.flight = None
     params = [

@@ -1,0 +1,288 @@
+"""`sparkdraft bench kv`: KV formats beside each other, by memory, perplexity, KL divergence and decode speed.
+
+Flags in; tables, a plot and one line of JSON out. What is measured and how is bench/kv.py's. An engine is made for each
+format, read with, timed, and given back before the next. Random weights (--shape) have no perplexity: of them memory
+and speed are told.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparkdraft.cli.bench_offline import make_engine, measuring, numbers
+from sparkdraft.cli.console import loading
+from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm
+from sparkdraft.config import EngineConfig
+from sparkdraft.core import UserError
+
+if TYPE_CHECKING:
+    from sparkdraft.bench.kv import Comparison, Format, Found
+    from sparkdraft.bench.offline import Ceilings, Load
+    from sparkdraft.engine.engine import Engine
+    from sparkdraft.llm import LLM
+    from sparkdraft.models.config import ModelConfig
+    from sparkdraft.plan.resolve import Plan
+    from sparkdraft.plot import Panel
+    from sparkdraft.weights.checkpoint import Checkpoint
+
+EXACT = "exact"
+FORMATS = "exact,fp8,k4v3,k5v4,k4v3-full"
+UNCENTRED = "k4v3-uncentred,k4v3-full-uncentred"  # to show what centring brings
+CONTEXTS = {"cpu": "256", "cuda": "4000,16000,32000"}  # those of them that the model has room for
+STEPS = {"cpu": 8, "cuda": 64}  # of decoding that are timed
+LEAST_TOKENS = 16
+STRETCH = 128  # positions to a point of the plot
+FORMAT_LEGEND = (
+    "kNvM: TurboQuant, N bits a key and M a value; a context's first and last tokens exact, but for -full; each "
+    "layer's mean key taken off first, but for -uncentred"
+)
+TEXT_LEGEND = (
+    "rise: of the perplexity, against exact; all: the geometric mean over the texts. KL: divergence of the next "
+    "token's distribution from the exact cache's, nats, mean over positions"
+)
+
+
+def configure(parser: ArgumentParser) -> None:
+    parser.add_argument("--shape", default="", help="random weights of a named shape instead of a model: no perplexity")
+    parser.add_argument("--formats", default="", help=f"a list (default {FORMATS},{UNCENTRED})")
+    parser.add_argument("--tokens", type=int, default=2048, help="of each text, read as one context (default 2048)")
+    parser.add_argument(
+        "--context", help=f"tokens of context to time, a list (default {CONTEXTS['cuda']}; on a CPU {CONTEXTS['cpu']})"
+    )
+    parser.add_argument("--no-speed", dest="context", action="store_const", const="", help="the same as --context ''")
+    parser.add_argument("--concurrency", default="1", help="streams at once, a list (default 1)")
+    parser.add_argument(
+        "--plot", default="", metavar="FILE", help="draw rise and divergence by position, speed by context, as SVG"
+    )
+    add_engine_flags(parser)
+    parser.set_defaults(spec="off")
+
+
+def run(args: Namespace) -> int:
+    formats, streams = _check(args), numbers("--concurrency", args.concurrency)
+    from sparkdraft.bench import kv
+    from sparkdraft.bench.shapes import shape
+    from sparkdraft.models.config import ModelConfig
+    from sparkdraft.weights.checkpoint import open_checkpoint
+
+    checkpoint = None if args.shape else open_checkpoint(args.model)
+    model = ModelConfig.from_hf(checkpoint.config) if checkpoint else shape(args.shape)
+    plans = _plans(args, formats, model)
+    plan = plans[EXACT]
+    loads, comparison = _loads(args, plan, streams), _comparison(args, plan, checkpoint) if checkpoint else None
+    found = {
+        name: kv.Found(memory) for name, memory in kv.memories(plans, model, EngineConfig().memory_fraction).items()
+    }
+    args.max_seqs = args.max_seqs or max(streams)
+    ceilings = _ceilings(plan) if loads else None
+    label = f"{args.shape}, random weights" if args.shape else args.model
+    print(f"{label} on {plan.device}, {plan.dtype}\n\n{_memory_table(found, plan)}\n{FORMAT_LEGEND}\n", flush=True)
+    if comparison:
+        print(_text_header(comparison), flush=True)
+    for fmt in formats:
+        _measure(args, fmt, model, found, comparison, loads, ceilings)
+        kv.release(plan.device)  # the next engine finds the memory that this one found
+    if comparison:
+        print(f"{TEXT_LEGEND}\n")
+    if loads:
+        print(f"{_speed_table(found, plan)}\n")
+    if args.plot:
+        from sparkdraft.plot import svg
+
+        Path(args.plot).write_text(svg(_panels(found)), encoding="utf-8")
+    summary: dict[str, Any] = {"bench": "kv", "model": label, "random_weights": bool(args.shape)}
+    summary |= {"device": plan.device, "dtype": plan.dtype, "kernels": plan.kernels}
+    summary["bandwidth_gb_s"] = round(ceilings.bandwidth / 1e9, 1) if ceilings else None
+    rows = [{"format": name} | each.as_dict(found[EXACT]) for name, each in found.items()]
+    print(json.dumps(summary | {"formats": rows}))
+    return 0
+
+
+# ---- what can be refused before any weight is read
+
+
+def _check(args: Namespace) -> list[Format]:
+    for name in ("kv", "tq_mode", "tq_key_bits", "tq_value_bits"):
+        if getattr(args, name) != getattr(EngineConfig(), name):
+            raise UserError(f"--{name.replace('_', '-')} is given; here --formats says how keys and values are kept")
+    if args.spec != "off":
+        raise UserError(f"--spec is {args.spec}; formats are compared without drafts: leave it off")
+    if args.tokens < LEAST_TOKENS:
+        raise UserError(f"--tokens is {args.tokens}; a text of fewer than {LEAST_TOKENS} measures nothing")
+    plot = Path(args.plot).absolute()
+    if args.plot and (plot.is_dir() or not plot.parent.is_dir()):
+        raise UserError(f"--plot is {args.plot}; give a file in a folder that exists")
+    if args.context:
+        numbers("--context", args.context)
+    from sparkdraft.bench.kv import parse_formats
+
+    formats = parse_formats(args.formats or (FORMATS if args.shape else f"{FORMATS},{UNCENTRED}"))
+    uncentred = next((fmt.name for fmt in formats if not fmt.is_centred), None)
+    if args.shape and uncentred:
+        raise UserError(f"--formats names {uncentred}; random weights are never centred: leave it out")
+    return formats
+
+
+def _plans(args: Namespace, formats: Sequence[Format], model: ModelConfig) -> dict[str, Plan]:
+    """By format; fills in the dtype that was left open on a CPU, whose packed kernels keep an exact cache only."""
+    from sparkdraft.engine.build import make_plan
+    from sparkdraft.engine.devices import detect
+
+    if args.dtype == "auto" and detect(EngineConfig(device=args.device)).device == "cpu":
+        args.dtype = "float32"
+    name, options = args.shape or args.model, engine_options(args)
+    return {fmt.name: make_plan(EngineConfig(model=name, **(options | fmt.options)), model) for fmt in formats}
+
+
+def _loads(args: Namespace, plan: Plan, streams: Sequence[int]) -> list[Load]:
+    from sparkdraft.bench.offline import Load
+
+    steps, most = STEPS[plan.device], plan.max_model_len
+    if args.context is None:
+        contexts = [n for n in numbers("--context", CONTEXTS[plan.device]) if n + 2 * steps <= most]
+    else:
+        contexts = numbers("--context", args.context) if args.context else []
+    if max(contexts, default=0) + steps >= most:
+        raise UserError(f"--context is {args.context}; with {steps} tokens of output {most} is the most: ask for less")
+    return [Load(n, context, steps) for n, context in product(streams, contexts)]
+
+
+def _comparison(args: Namespace, plan: Plan, checkpoint: Checkpoint) -> Comparison:
+    from sparkdraft.bench.kv import Comparison, read_texts
+    from sparkdraft.text.tokenizer import Tokenizer
+
+    if args.tokens >= plan.max_model_len:
+        raise UserError(
+            f"--tokens is {args.tokens}; the context holds {plan.max_model_len} with one of output: ask for fewer"
+        )
+    return Comparison(read_texts(Tokenizer.of(checkpoint), args.tokens))
+
+
+# ---- measuring
+
+
+def _ceilings(plan: Plan) -> Ceilings:
+    from sparkdraft.bench.offline import Ceilings
+
+    with loading("measuring this machine"):
+        return Ceilings.measure(plan.device, plan.threads)
+
+
+def _measure(
+    args: Namespace,
+    fmt: Format,
+    model: ModelConfig,
+    found: Mapping[str, Found],
+    comparison: Comparison | None,
+    loads: Sequence[Load],
+    ceilings: Ceilings | None,
+) -> None:
+    """One format, from its engine's making to its end; its line of the texts' table is printed when it is known."""
+    from sparkdraft.bench.kv import DecodeBench
+
+    own = Namespace(**(vars(args) | fmt.options))
+    llm: LLM | None = None
+    engine: Engine
+    if args.shape:
+        engine, _, _ = make_engine(own, None)
+    else:
+        llm = load_llm(own, prefix_cache=False, tq_centre=fmt.is_centred)
+        engine = llm.engine
+    bench = DecodeBench(engine, model, ceilings) if ceilings else None
+    if bench:
+        for load in loads:
+            bench.check(load)
+    if comparison and llm:
+        with loading(f"{fmt.name}: reading the texts") as progress:
+            found[fmt.name].readings = comparison.read(llm, progress)
+        print(_text_line(fmt.name, found), flush=True)
+    if bench:
+        for load in loads:
+            with measuring(f"{fmt.name}: {load.streams} streams, {load.prompt_len} tokens of context") as report:
+                found[fmt.name].speeds.append(bench.decode(load, report))
+
+
+# ---- printing
+
+
+def _memory_table(found: Mapping[str, Found], plan: Plan) -> str:
+    lines = [f"{'format':<20} bytes a token  bits a value  tokens a GiB  tokens that fit  of exact"]
+    for name, each in found.items():
+        memory = each.memory
+        sizes = f"{memory.bytes_per_token:13}  {memory.bits_per_value:12.2f}  {memory.tokens_per_gib:12}"
+        lines.append(f"{name:<20} {sizes}  {memory.tokens_that_fit:15}  {memory.of_exact:8.2f}")
+    share, value = round(100 * EngineConfig().memory_fraction), found[EXACT].memory.bits_per_value / 8
+    lines.append(
+        f"tokens that fit: in {share} % of the {plan.memory.free / 2**30:.1f} GiB that are free, less weights, a "
+        f"step's scratch and exact pages. exact keeps {value:g} bytes a value here"
+        f"{', twice what it does on a GPU' if value == 4 else ''}"
+    )
+    return "\n".join(lines)
+
+
+def _text_header(comparison: Comparison) -> str:
+    kinds = [f"{f'{kind}, {len(ids)} tokens':<28}" for kind, ids in comparison.texts.items()]
+    columns = [f"{'perplexity':>10} {'rise':>8} {'KL':>8}"] * len(kinds)
+    return "\n".join(
+        ["  ".join([f"{'':19}", *kinds, "all"]), "  ".join([f"{'format':<19}", *columns, f"{'rise':>8} {'KL':>8}"])]
+    )
+
+
+def _text_line(name: str, found: Mapping[str, Found]) -> str:
+    own, exact = found[name], found[EXACT]
+    cells = [
+        f"{reading.perplexity:10.3f} {_percent(reading.rise(exact.readings[kind]))} {reading.mean_kl:8.5f}"
+        for kind, reading in own.readings.items()
+    ]
+    return "  ".join([f"{name:<19}", *cells, f"{_percent(own.rise(exact))} {own.kl:8.5f}"])
+
+
+def _percent(share: float) -> str:
+    return f"{round(share, 3) + 0.0:+.1%}".replace("%", " %").rjust(8)  # never -0.0
+
+
+def _speed_table(found: Mapping[str, Found], plan: Plan) -> str:
+    exact = found[EXACT].speeds
+    lines = ["decode tok/s".ljust(20) + "".join(f"{f'{s.streams} x {s.context}':>18}" for s in exact)]
+    for name, each in found.items():
+        pairs = zip(each.speeds, exact, strict=True)
+        cells = [f"{f'{own.decode_tok_s:.1f} ({own.decode_tok_s / base.decode_tok_s:.2f})':>18}" for own, base in pairs]
+        lines.append(f"{name:<20}{''.join(cells)}")
+    lines.append("streams x tokens of context; tokens a second of all streams together (of exact)")
+    if plan.kernels == "reference":
+        lines.append("these are the reference kernels, which are made to be read: a GPU's say what a format brings")
+    return "\n".join(lines)
+
+
+def _panels(found: Mapping[str, Found]) -> list[Panel]:
+    """The exact cache stands last, and only where it is not the zero: so each format keeps its colour."""
+    from sparkdraft.bench.kv import kl_by_position, rise_by_position
+    from sparkdraft.plot import Line, Panel
+
+    exact, panels = found[EXACT], []
+    others = {_short(name): each for name, each in found.items() if name != EXACT}
+    if exact.readings and others:
+        rises = {n: rise_by_position(each.readings, exact.readings, STRETCH) for n, each in others.items()}
+        lines = [Line(name, [(at, 100 * rise) for at, rise in points]) for name, points in rises.items()]
+        panels.append(Panel("perplexity of the texts up to a position", lines, "tokens", "rise against exact, %"))
+        lines = [Line(name, kl_by_position(each.readings.values(), STRETCH)) for name, each in others.items()]
+        title = "divergence from the exact cache's distribution"
+        panels.append(Panel(title, lines, "position in the text", "KL, nats, mean over the texts"))
+    for streams in dict.fromkeys(speed.streams for speed in exact.speeds):
+        lines = [
+            Line(name, [(s.context, s.decode_tok_s) for s in each.speeds if s.streams == streams], name == EXACT)
+            for name, each in (others | {EXACT: exact}).items()
+        ]
+        if len(lines[-1].points) > 1:  # one is no line
+            panels.append(Panel(f"decode speed, {streams} at once", lines, "tokens of context", "tokens a second"))
+    return panels
+
+
+def _short(name: str) -> str:
+    """As much as a plot has room for."""
+    return name.replace("uncentred", "unc.")
