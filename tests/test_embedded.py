@@ -78,10 +78,10 @@ def test_greedy_text_equals_transformers(device: str, count: int, oracle: Any) -
 
 
 def test_quantised_weights_keep_the_perplexity() -> None:
-    text = HELDOUT.read_text()[:2200]
+    text = HELDOUT.read_text()[:1500]
     exact, count = perplexity(LLM("smollm2", dtype="float32"), text)
     quantised, _ = perplexity(LLM("smollm2", dtype="quantised"), text)
-    assert count > 400
+    assert count > 250
     assert quantised == pytest.approx(exact, rel=0.01)
 
 
@@ -108,7 +108,7 @@ def chats(llm: LLM, each: int) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("device", "kv", "each", "max_tokens", "depths"),
     [
-        pytest.param("cpu", "exact", 1, 48, (None, 1, 3, 7, 15), id="some"),
+        pytest.param("cpu", "exact", 1, 48, (None, 3, 15), id="some"),
         pytest.param("cpu", "exact", 10, 128, (None, *range(1, 16)), id="all", marks=pytest.mark.slow),
         pytest.param("cuda", "exact", 4, 128, (None, 1, 3, 7, 15), id="cuda", marks=pytest.mark.gpu),
         pytest.param("cuda", "turboquant", 4, 256, (None, 1, 3, 7, 15), id="cuda-coded", marks=pytest.mark.gpu),

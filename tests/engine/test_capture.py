@@ -25,34 +25,27 @@ from sparkdraft.kernels.view import AttentionView
 from sparkdraft.llm import LLM
 from sparkdraft.server.engine_process import Service
 from sparkdraft.server.metrics import Metrics
-from tests.models.tiny import write_tiny
 
 CAPTURE = {"kv": "turboquant", "tq_mode": "capture_only"}
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, DIM, SIZE, BLOCKS = 4, 2, 64, 8, 16
-no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), "qwen3", head_dim=64)
-
-
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])])
-def options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return {"device": request.param, "dtype": "float32", "max_model_len": 256, "max_seqs": 3, "max_rows": 40}
+def options(device: str) -> dict[str, Any]:
+    return {"device": device, "dtype": "float32", "max_model_len": 256, "max_seqs": 3, "max_rows": 40}
 
 
 @pytest.fixture(scope="module")
-def captured(folder: Path, options: dict[str, Any]) -> LLM:
-    return LLM(str(folder), **options, **CAPTURE, kv_tokens=400)
+def captured(wide_tiny: Path, options: dict[str, Any]) -> LLM:
+    return LLM(str(wide_tiny), **options, **CAPTURE, kv_tokens=400)
 
 
-def test_the_text_is_that_of_an_exact_cache_to_the_bit(folder: Path, options: dict[str, Any], captured: LLM) -> None:
+def test_the_text_is_that_of_an_exact_cache_to_the_bit(wide_tiny: Path, options: dict[str, Any], captured: LLM) -> None:
     rng = random.Random(5)
     asked = [[rng.randrange(3, 259) for _ in range(rng.randint(1, 50))] + [9, 17, 30] * 8 for _ in range(3)]
     bias = dict.fromkeys((9, 17, 30, 40, 50, 60), 100.0)  # it writes few ids, so that drafts come, right and wrong
-    exact = LLM(str(folder), **options, kv_tokens=400)
+    exact = LLM(str(wide_tiny), **options, kv_tokens=400)
     forms: tuple[dict[str, Any], ...] = ({"num_draft": 7, "logit_bias": bias, "logprobs": 1}, {"num_draft": 0})
     for form in forms:
         params = SamplingParams(max_tokens=32, ignore_eos=True, **form)

@@ -7,24 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from sparkdraft.core import SamplingParams
 from sparkdraft.llm import LLM, Completion
-from tests.models.tiny import write_tiny
 
 OPTIONS = {"dtype": "float32", "kv": "turboquant", "tq_ring_capacity": 24, "max_model_len": 256}
-no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny"), "qwen3", head_dim=64)
-
-
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])])
-def options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return OPTIONS | {"device": request.param}
+def options(device: str) -> dict[str, Any]:
+    return OPTIONS | {"device": device}
 
 
 def prompts(count: int, longest: int = 90) -> list[list[int]]:
@@ -33,25 +25,27 @@ def prompts(count: int, longest: int = 90) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("form", [{"tq_mode": "hybrid"}, {"tq_mode": "full_tq"}, {"kv": "fp8"}], ids=str)
-def test_each_request_writes_what_it_writes_alone(folder: Path, options: dict[str, Any], form: dict[str, str]) -> None:
+def test_each_request_writes_what_it_writes_alone(
+    wide_tiny: Path, options: dict[str, Any], form: dict[str, str]
+) -> None:
     params, asked, options = SamplingParams(max_tokens=16, ignore_eos=True), prompts(6), options | form
-    alone = LLM(str(folder), max_seqs=1, prefix_cache=False, **options)
-    crowd = LLM(str(folder), max_seqs=3, max_rows=40, kv_tokens=400, **options)
+    alone = LLM(str(wide_tiny), max_seqs=1, prefix_cache=False, **options)
+    crowd = LLM(str(wide_tiny), max_seqs=3, max_rows=40, kv_tokens=400, **options)
     expected = [alone.generate([ids], params)[0].completions[0].ids for ids in asked]
     for _ in range(2):  # the second time prefixes are found
         assert [r.completions[0].ids for r in crowd.generate(asked, params)] == expected
 
 
-def test_sixteen_at_once_of_different_lengths(folder: Path, options: dict[str, Any]) -> None:
+def test_sixteen_at_once_of_different_lengths(wide_tiny: Path, options: dict[str, Any]) -> None:
     asked = [(ids * 9)[: 5 + 7 * i] for i, ids in enumerate(prompts(16))]
     params = SamplingParams(max_tokens=5, ignore_eos=True)
-    llm = LLM(str(folder), max_seqs=16, prefix_cache=False, **options)
+    llm = LLM(str(wide_tiny), max_seqs=16, prefix_cache=False, **options)
     together = [r.completions[0].ids for r in llm.generate(asked, params)]
     assert together == [llm.generate([ids], params)[0].completions[0].ids for ids in asked]
 
 
-def test_text_that_repeats_is_drafted_and_stays_the_same(folder: Path, options: dict[str, Any]) -> None:
-    llm = LLM(str(folder), **options)
+def test_text_that_repeats_is_drafted_and_stays_the_same(wide_tiny: Path, options: dict[str, Any]) -> None:
+    llm = LLM(str(wide_tiny), **options)
     asked = [ids + [9, 17, 30] * 8 for ids in prompts(3, 40)]
     bias = dict.fromkeys(
         (9, 17, *range(30, 200, 10)), 100.0
@@ -68,8 +62,8 @@ def test_text_that_repeats_is_drafted_and_stays_the_same(folder: Path, options: 
     assert 0 < accepted < sum(s["num_draft_tokens"] for s in steps), "some drafts are rejected, and written over"
 
 
-def test_the_first_and_the_last_rows_have_pages_and_few_others(folder: Path, options: dict[str, Any]) -> None:
-    llm = LLM(str(folder), prefix_cache=False, **options)
+def test_the_first_and_the_last_rows_have_pages_and_few_others(wide_tiny: Path, options: dict[str, Any]) -> None:
+    llm = LLM(str(wide_tiny), prefix_cache=False, **options)
     engine, exact, total = llm.engine, llm.engine.scheduler.exact, llm.engine.plan.coded.pages
     assert exact
     engine.add((prompts(1)[0] * 9)[:200], SamplingParams(max_tokens=30, ignore_eos=True))
@@ -83,8 +77,10 @@ def test_the_first_and_the_last_rows_have_pages_and_few_others(folder: Path, opt
     assert exact.pages.num_free == total
 
 
-def test_a_prefix_whose_exact_end_is_lost_is_used_as_far_as_it_is_there(folder: Path, options: dict[str, Any]) -> None:
-    llm = LLM(str(folder), max_seqs=1, **options)
+def test_a_prefix_whose_exact_end_is_lost_is_used_as_far_as_it_is_there(
+    wide_tiny: Path, options: dict[str, Any]
+) -> None:
+    llm = LLM(str(wide_tiny), max_seqs=1, **options)
     params, (first, *others) = SamplingParams(max_tokens=4, ignore_eos=True), prompts(14, 200)
     first = (first * 200)[:150]
     expected = llm.generate([first], params)[0].completions[0]
