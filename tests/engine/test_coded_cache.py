@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sparkdraft.core import SamplingParams
+from sparkdraft.core import SamplingParams, UserError
+from sparkdraft.engine import build
 from sparkdraft.llm import LLM, Completion
 
 OPTIONS = {"dtype": "float32", "kv": "turboquant", "tq_ring_capacity": 24, "max_model_len": 256}
@@ -92,3 +94,20 @@ def test_a_prefix_whose_exact_end_is_lost_is_used_as_far_as_it_is_there(
     assert lost.ids == expected.ids and lost.num_cached < again.num_cached
     found = llm.generate([first], params)[0].completions[0]
     assert found.ids == expected.ids and found.num_cached == again.num_cached, "its blocks with pages are found instead"
+
+
+def test_kernels_that_know_no_codes_or_not_these_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Young(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise ImportError("cannot import name 'mma_v2'")
+
+    some = SimpleNamespace(tq_attention=print, TQ_DIMS=(64, 128))
+    for ops, said in (
+        (SimpleNamespace(), "does not run on the x kernels"),
+        (Young("young"), "needs the Gluon of Triton 3.6 .cannot import name 'mma_v2'"),
+        (some, "runs at head dims 64, 128 on the x kernels; this model's is 96"),
+    ):
+        monkeypatch.setattr(build.kernels, "load", lambda name, ops=ops: ops)
+        with pytest.raises(UserError, match=said):
+            build._check_coded("x", 96)
+    build._check_coded("x", 128)

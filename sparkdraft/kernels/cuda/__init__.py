@@ -5,19 +5,19 @@ right while they change; a shape must have run once before its capture, because 
 first use. Sampling and the layout of the cache belong to others.
 """
 
+from typing import Any
+
 from sparkdraft.kernels.cuda.attention import paged_attention
 from sparkdraft.kernels.cuda.elementwise import kv_write, qk_norm_rope, rms_norm, rope_write, silu_mul, tap
 from sparkdraft.kernels.cuda.matmul import add_linear, norm_argmax, norm_gated, norm_linear, norm_logits
 from sparkdraft.kernels.cuda.recording import Recording
 from sparkdraft.kernels.cuda.stepping import lay_out, settle
-from sparkdraft.kernels.cuda.turboquant import TQ_DIMS, tq_attention, tq_write
 from sparkdraft.kernels.reference import draw, embed  # torch is at the ceiling, or near enough
 
 NAME = "cuda"
 
 __all__ = [
     "NAME",
-    "TQ_DIMS",
     "Recording",
     "add_linear",
     "draw",
@@ -35,6 +35,13 @@ __all__ = [
     "settle",
     "silu_mul",
     "tap",
-    "tq_attention",
-    "tq_write",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Those of the compressed cache are written in Gluon, which is young: only who asks for them imports it."""
+    if name in ("TQ_DIMS", "tq_attention", "tq_write"):
+        from sparkdraft.kernels.cuda import turboquant
+
+        return getattr(turboquant, name)
+    raise AttributeError(f"module {__name__} has no attribute {name}")
