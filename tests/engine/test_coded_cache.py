@@ -30,7 +30,7 @@ def prompts(count: int, longest: int = 90) -> list[list[int]]:
 def test_each_request_writes_what_it_writes_alone(
     wide_tiny: Path, options: dict[str, Any], form: dict[str, str]
 ) -> None:
-    params, asked, options = SamplingParams(max_tokens=16, ignore_eos=True), prompts(6), options | form
+    params, asked, options = SamplingParams(max_tokens=12, ignore_eos=True), prompts(5), options | form
     alone = LLM(str(wide_tiny), max_seqs=1, prefix_cache=False, **options)
     crowd = LLM(str(wide_tiny), max_seqs=3, max_rows=40, kv_tokens=400, **options)
     expected = [alone.generate([ids], params)[0].completions[0].ids for ids in asked]

@@ -252,7 +252,7 @@ def test_a_depth_above_the_block_is_refused() -> None:
     [{"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.6}, {"temperature": 1.0, "presence_penalty": 1.5}],
     ids=["plain", "top_p", "penalties"],
 )
-@pytest.mark.parametrize("count", [3000, pytest.param(10000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2000, pytest.param(10000, marks=pytest.mark.slow)])
 def test_sampled_sequences_with_and_without_drafts_are_of_one_distribution(
     params: dict[str, float], count: int
 ) -> None:
