@@ -67,11 +67,11 @@ def make_plan(config: EngineConfig, model: ModelConfig, drafter: DraftSource | N
     problem = _native_problem(config, hardware)
     plan = resolve(config, model, hardware, problem, drafter.config if drafter else None)
     if plan.coded:
-        _check_coded(plan.kernels, model.head_dim)
+        _check_coded(plan.kernels, model.head_dim, plan.block_size)
     return plan
 
 
-def _check_coded(name: str, head_dim: int) -> None:
+def _check_coded(name: str, head_dim: int, block_size: int) -> None:
     ops = kernels.load(name)
     try:
         known = hasattr(ops, "tq_attention")
@@ -83,6 +83,11 @@ def _check_coded(name: str, head_dim: int) -> None:
         dims = ", ".join(map(str, ops.TQ_DIMS))
         raise UserError(
             f"kv turboquant runs at head dims {dims} on the {name} kernels; this model's is {head_dim}: ask for kv fp8"
+        )
+    if block_size != getattr(ops, "TQ_BLOCK", block_size):
+        size = ops.TQ_BLOCK
+        raise UserError(
+            f"block_size is {block_size}; kv turboquant on the {name} kernels has blocks of {size}: leave it"
         )
 
 

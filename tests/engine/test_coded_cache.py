@@ -101,7 +101,7 @@ def test_kernels_that_know_no_codes_or_not_these_say_so(monkeypatch: pytest.Monk
         def __getattr__(self, name: str) -> Any:
             raise ImportError("cannot import name 'mma_v2'")
 
-    some = SimpleNamespace(tq_attention=print, TQ_DIMS=(64, 128))
+    some = SimpleNamespace(tq_attention=print, TQ_DIMS=(64, 128), TQ_BLOCK=16)
     for ops, said in (
         (SimpleNamespace(), "does not run on the x kernels"),
         (Young("young"), "needs the Gluon of Triton 3.6 .cannot import name 'mma_v2'"),
@@ -109,5 +109,7 @@ def test_kernels_that_know_no_codes_or_not_these_say_so(monkeypatch: pytest.Monk
     ):
         monkeypatch.setattr(build.kernels, "load", lambda name, ops=ops: ops)
         with pytest.raises(UserError, match=said):
-            build._check_coded("x", 96)
-    build._check_coded("x", 128)
+            build._check_coded("x", 96, 16)
+    build._check_coded("x", 128, 16)
+    with pytest.raises(UserError, match="block_size is 32; kv turboquant on the x kernels has blocks of 16"):
+        build._check_coded("x", 128, 32)

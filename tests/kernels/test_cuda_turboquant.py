@@ -190,6 +190,21 @@ def test_writes_are_the_encoding(dim: int, bits: tuple[int, int], dtype: torch.d
 
 
 @gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_queries_are_rotated_in_place(dim: int, dtype: torch.dtype) -> None:
+    """Of rows that are written nowhere too; in float16 where they are of bfloat16. Keys and values stay."""
+    layer, qkv = make_layer(2, 2, dim), randn(3, 10, dim, dtype=dtype)
+    before, (q, k, v) = qkv.clone(), qkv.split((6, 2, 2), dim=1)
+    turboquant.tq_write(layer, k, v, integers([5, -1, 20]), q)
+    found = q.view(torch.float16) if dtype == torch.bfloat16 else q
+    wanted = layer.keys.rotation.forward(before[:, :6])
+    off = 1e-5 if dtype == torch.float32 else 1e-3
+    torch.testing.assert_close(found.float(), wanted, rtol=off, atol=off)
+    assert torch.equal(qkv[:, 6:], before[:, 6:])
+
+
+@gpu
 def test_rows_go_to_their_slots_and_exact_pages_alone() -> None:
     layer, slots = make_layer(6, 2, 64), integers([0, 17, -1, 79, 33, -7, 96])  # the last is past the cache
     layer.exact_of[:] = integers([3, -1, 0, 2, 5, 4])

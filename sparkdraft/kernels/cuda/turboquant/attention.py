@@ -130,6 +130,17 @@ def _find_sequence(query_start, tile, seqs, LANES: gl.constexpr, GROUP: gl.const
 
 
 @gluon.jit
+def _find_tile(query_start, seqs, LANES: gl.constexpr, GROUP: gl.constexpr, TILES: gl.constexpr):
+    """A program's sequence, and which of its tiles."""
+    if TILES > 0:
+        return gl.program_id(0) // TILES, gl.program_id(0) % TILES
+    else:
+        number = gl.num_programs(0) - 1 - gl.program_id(0)  # the last tiles see most keys: start them first
+        seq = _find_sequence(query_start, number, seqs, LANES, GROUP)
+        return seq, number - gl.load(query_start + seq) * GROUP // LANES - seq
+
+
+@gluon.jit
 def _first_own(begin, share, shares):
     """The first of a share's tiles that is not before 'begin'."""
     return begin + (share + shares - begin % shares) % shares
@@ -156,12 +167,7 @@ def attend(
     COUNT: gl.constexpr = V if W == 1 else 1  # tensors of a result
     LANES: gl.constexpr = 8 if W == 1 else 64
     kv_head, share, shares = gl.program_id(1), gl.program_id(2), gl.num_programs(2)
-    if TILES > 0:
-        seq, tile = gl.program_id(0) // TILES, gl.program_id(0) % TILES
-    else:
-        number = gl.num_programs(0) - 1 - gl.program_id(0)  # the last tiles see most keys: start them first
-        seq = _find_sequence(query_start, number, seqs, LANES, GROUP)
-        tile = number - gl.load(query_start + seq) * GROUP // LANES - seq
+    seq, tile = _find_tile(query_start, seqs, LANES, GROUP, TILES)
     row_start = gl.load(query_start + seq)
     num_query = gl.load(query_start + seq + 1) - row_start
     if tile * LANES >= num_query * GROUP:
@@ -219,18 +225,14 @@ def attend(
     if FIRST + RECENT > 0:
         total = gl.zeros([16, LANES], gl.float32, mma(W))  # of a lane's weights, by where in a block their keys lie
         pages += kv_head * stride_page_head
-        if FIRST > 0:
-            acc, peak, sums, total = _scan_exact(
-                acc, peak, sums, total, turned, position, first, firsts, shares, top, bottom,
-                pages, exact_of, table, stride_page, stride_part, scale,
-                K, V, FIRST, RECENT, WINDOW, DIM, LANES, W,
-            )  # fmt: skip
-        if RECENT > 0:
-            acc, peak, sums, total = _scan_exact(
-                acc, peak, sums, total, turned, position, recent, last, shares, top, bottom,
-                pages, exact_of, table, stride_page, stride_part, scale,
-                K, V, FIRST, RECENT, WINDOW, DIM, LANES, W,
-            )  # fmt: skip
+        for part in gl.static_range(2):
+            if (FIRST if part == 0 else RECENT) > 0:
+                acc, peak, sums, total = _scan_exact(
+                    acc, peak, sums, total, turned, position,
+                    first if part == 0 else recent, firsts if part == 0 else last, shares, top, bottom,
+                    pages, exact_of, table, stride_page, stride_part, scale,
+                    K, V, FIRST, RECENT, WINDOW, DIM, LANES, W,
+                )  # fmt: skip
         sums += gl.sum(total, 0)
     acc = times(acc, 1.0 / gl.where(sums == 0.0, 1.0, sums), COUNT)  # a row without keys (padding) gives zeros
     n = gl.arange(0, DIM // COUNT, key_slice(W))

@@ -22,13 +22,15 @@ from sparkdraft.kernels.turboquant.layout import PLANES
 AS_THEY_LIE, IN_PAIRS = (0x6240, 0x7351), (0x5140, 0x7362)  # orders of PRMT that put low and high bytes together
 
 
-def stretches(bits: int) -> int:
-    """Columns that share a byte of the low plane."""
-    return 8 // PLANES[bits][0]
+@triton.constexpr_function
+def num_stretches(levels: tuple[float, ...]) -> int:
+    """Columns that share a byte of the low plane; for kernels and for the host."""
+    return 8 // PLANES[len(levels).bit_length() - 1][0]
 
 
-def has_high(bits: int) -> bool:
-    return len(PLANES[bits]) > 1
+@triton.constexpr_function
+def high_plane(levels: tuple[float, ...]) -> bool:
+    return len(PLANES[len(levels).bit_length() - 1]) > 1
 
 
 class _Ptx:
@@ -117,10 +119,10 @@ def _table(levels: tuple[float, ...]) -> list[float]:
 def as_they_lie(levels: tuple[float, ...]) -> str:
     """Inputs: bytes of the low plane; where there is one, of the high plane, and a byte that it is shifted down by,
     once in four. Outputs: float16, a tensor a stretch."""
-    ptx, bits, table = _Ptx(), len(levels).bit_length() - 1, _table(levels)
-    count = stretches(bits)
+    ptx, table = _Ptx(), _table(levels)
+    count = num_stretches(levels)
     low, high = f"${2 * count}", None
-    if has_high(bits):
+    if high_plane(levels):
         high = ptx("shr", f"${2 * count + 1}", f"${2 * count + 2}")
     registers: list[list[str]] = [[] for _ in range(count)]
     for s in range(count // 2):  # nibbles hold two stretches: these, and of 2 bits the ones between them
@@ -135,11 +137,11 @@ def in_pairs(levels: tuple[float, ...]) -> str:
     """Inputs: bytes of the low plane of even keys and of odd ones; of the high plane of both, and their shift.
     Outputs: float16, two tensors a stretch: of the first two bytes and of the last two."""
     ptx, bits, table = _Ptx(), len(levels).bit_length() - 1, _table(levels)
-    count, mask = stretches(bits), 0x0F0F0F0F
+    count, mask = num_stretches(levels), 0x0F0F0F0F
     width = 8 // count
     first, registers = 4 * count, []
     even, odd = f"${first}", f"${first + 1}"
-    high = [ptx("shr", f"${first + i}", f"${first + 4}") for i in (2, 3)] if has_high(bits) else []
+    high = [ptx("shr", f"${first + i}", f"${first + 4}") for i in (2, 3)] if high_plane(levels) else []
     if high and bits == 3:
         high = [ptx("and", word, 0x55555555) for word in high]  # so that no neighbour falls on a nibble's highest bit
     # Nibbles of the even and the odd key in turn: two words, with two stretches in a nibble where they have 2 bits.
@@ -161,24 +163,14 @@ def one_stretch_in_pairs(levels: tuple[float, ...]) -> str:
     """As in_pairs, of one stretch that is named at run time. Inputs: bytes of even and of odd keys; how far the former
     go down, the latter up and both down again to lie in turn; of the high plane both, and how far they go down.
     Outputs: two tensors."""
-    ptx, bits, table, mask = _Ptx(), len(levels).bit_length() - 1, _table(levels), 0x0F0F0F0F
+    ptx, table, mask = _Ptx(), _table(levels), 0x0F0F0F0F
     even, odd, down, up, again, high_even, high_odd, high_down = (f"${4 + i}" for i in range(8))
     low = ptx("shr", ptx.choose(mask, ptx("shr", even, down), ptx("shl", odd, up)), again)
     above: str | None = None
-    if has_high(bits):
+    if high_plane(levels):
         words = [ptx("shr", word, high_down) for word in (high_even, high_odd)]
         above = ptx.choose(mask, words[0], ptx("shl", words[1], 4))
     return ptx.text(_levels_of(ptx, low, above, table, IN_PAIRS))
-
-
-@triton.constexpr_function
-def num_stretches(levels: tuple[float, ...]) -> int:
-    return 8 // PLANES[len(levels).bit_length() - 1][0]
-
-
-@triton.constexpr_function
-def high_plane(levels: tuple[float, ...]) -> bool:
-    return len(PLANES[len(levels).bit_length() - 1]) > 1
 
 
 @triton.constexpr_function

@@ -117,6 +117,23 @@ def load_query(q, row, head, valid, stride_row, stride_head, WIDTH: gl.constexpr
 
 
 @gluon.jit
+def _score(q, key_stages, value_stages, stage, scale, LEVELS: gl.constexpr, PTX: gl.constexpr, DIM: gl.constexpr):
+    """A tile's scores and the scales of its values, 16 keys after the other."""
+    COUNT: gl.constexpr = num_stretches(LEVELS)
+    scores = ()
+    value_scales = ()
+    for i in gl.static_range(4):
+        score = gl.zeros([16, 8], gl.float32, mma(1))
+        k = unpack_keys(key_stages, stage, 16 * i, LEVELS, PTX, DIM, 1)
+        for s in gl.static_range(COUNT):
+            score = mma_v2(gl.convert_layout(in_order(k[s], 16, DIM // COUNT), left(1), True), q[s], score)
+        key_scale = key_stages[1].index(stage).slice(16 * i, 16).load(key_slice(1)).to(gl.float32)
+        scores = scores + (score * (key_scale * scale)[:, None],)
+        value_scales = value_scales + (value_stages[1].index(stage).slice(16 * i, 16).load(key_slice(1)),)
+    return scores, value_scales
+
+
+@gluon.jit
 def scan_by_one_warp(
     q, position, begin, end, step, top, bottom, stop, records, table, stride_record, scale,
     KEY_LEVELS: gl.constexpr, KEY_PTX: gl.constexpr, VALUE_LEVELS: gl.constexpr, VALUE_PTX: gl.constexpr,
@@ -126,7 +143,6 @@ def scan_by_one_warp(
 
     While a tile is worked on, the next one's bytes and the numbers of the blocks after that are on their way.
     """
-    K: gl.constexpr = num_stretches(KEY_LEVELS)
     V: gl.constexpr = num_stretches(VALUE_LEVELS)
     lane_key = gl.arange(0, 16, key_slice(1))
     key_stages, value_stages = stages(KEY_LEVELS, DIM), stages(VALUE_LEVELS, DIM)
@@ -148,16 +164,7 @@ def scan_by_one_warp(
         )
         blocks = find_blocks(table, tile + 2 * step, stop)
         async_copy.wait_group(1)
-        scores = ()
-        value_scales = ()
-        for i in gl.static_range(4):
-            score = gl.zeros([16, 8], gl.float32, mma(1))
-            k = unpack_keys(key_stages, stage, 16 * i, KEY_LEVELS, KEY_PTX, DIM, 1)
-            for s in gl.static_range(K):
-                score = mma_v2(gl.convert_layout(in_order(k[s], 16, DIM // K), left(1), True), q[s], score)
-            key_scale = key_stages[1].index(stage).slice(16 * i, 16).load(key_slice(1)).to(gl.float32)
-            scores = scores + (score * (key_scale * scale)[:, None],)
-            value_scales = value_scales + (value_stages[1].index(stage).slice(16 * i, 16).load(key_slice(1)),)
+        scores, value_scales = _score(q, key_stages, value_stages, stage, scale, KEY_LEVELS, KEY_PTX, DIM)
         if some_hidden(start, top, bottom, FIRST, RECENT, WINDOW):
             seen = ()
             read = ()

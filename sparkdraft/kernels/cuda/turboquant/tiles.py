@@ -58,8 +58,8 @@ def key_bytes(width: int, W: int) -> gl.DistributedLinearLayout:
 
 
 @triton.constexpr_function
-def apart(layout: gl.DistributedLinearLayout, eighth: int) -> gl.SliceLayout:
-    """[keys, an eighth of the columns], for bytes that serve all columns of a layout [keys, columns]"""
+def apart(layout: gl.DistributedLinearLayout, eighth: int) -> gl.DistributedLinearLayout:
+    """A layout [keys, columns] with columns as [of which eighth, in it]"""
     bases = [
         [[key, column // eighth, column % eighth] for key, column in part]
         for part in (layout.reg_bases, layout.lane_bases, layout.warp_bases)

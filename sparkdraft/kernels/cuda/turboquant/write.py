@@ -78,12 +78,9 @@ def write(
     enter(PDL)
     if number < HEADS:
         place = q + row * stride_q_row + number * stride_q_head + column
-        # A query lies in the queries' own dtype, and its rotation in float16, which has as many bytes where that has 2.
-        if q.dtype.element_ty == tl.bfloat16:
-            x = tl.load(place).to(tl.float32)
+        x = tl.load(place).to(tl.float32)
+        if q.dtype.element_ty == tl.bfloat16:  # its rotation lies there in float16, which has as many bytes
             place = place.to(tl.pointer_type(tl.float16), bitcast=True)
-        else:
-            x = tl.load(place).to(tl.float32)
         turned = hadamard(flip(x, sign), 1, DIM, STEPS) * DIM**-0.5
         tl.store(place, turned.to(place.dtype.element_ty))
         return
