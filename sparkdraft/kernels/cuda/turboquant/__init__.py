@@ -6,7 +6,7 @@ sum is rotated back once. Which blocks have an exact page, and what a centre is,
 
     write.py        queries rotated in place, keys and values coded and packed
     levels.py       packed codes to levels, as PTX
-    attention.py    the kernel, and exact rows; one_warp.py and four_warps.py go through codes, tiles.py is theirs both
+    attention.py    the kernel; one_warp.py and four_warps.py go through codes and exact rows, tiles.py is theirs both
     join.py         parts joined, and rotated back
 """
 
@@ -24,7 +24,7 @@ from sparkdraft.kernels.cuda.attention import JOIN_ELEMENTS, MOST_SPLITS, SCRATC
 from sparkdraft.kernels.cuda.elementwise import run
 from sparkdraft.kernels.cuda.turboquant.attention import attend
 from sparkdraft.kernels.cuda.turboquant.join import join, turn_back
-from sparkdraft.kernels.cuda.turboquant.levels import as_they_lie, in_pairs, one_stretch_in_pairs
+from sparkdraft.kernels.cuda.turboquant.levels import as_they_lie, in_pairs
 from sparkdraft.kernels.cuda.turboquant.rotation import signs
 from sparkdraft.kernels.cuda.turboquant.write import write
 from sparkdraft.kernels.turboquant.codebook import codebook
@@ -169,7 +169,7 @@ def tq_attention(
         view.block_tables.stride(0),
         **constants.options(dim),
         KEY_PTX=as_they_lie(constants.key_levels),
-        VALUE_PTX=(in_pairs if launch.warps == 1 else one_stretch_in_pairs)(constants.value_levels),
+        VALUE_PTX=(in_pairs if launch.warps == 1 else as_they_lie)(constants.value_levels),
         FIRST=layer.first, RECENT=layer.recent, WINDOW=window, GROUP=heads // kv_heads,
         W=launch.warps, TILES=launch.per_sequence, SPLIT=split, HOPPER=launch.warps == 4 and _is_hopper(device),
         num_warps=launch.warps, enable_fp_fusion=False,

@@ -1,16 +1,12 @@
-"""Through the codes with four warps: 64 lanes, and each warp unpacks what it multiplies, and nothing twice.
+"""Attention with four warps, 64 lanes: each warp unpacks a quarter of a tile's keys and values into shared memory, for
+all, and has 16 lanes of the scores, of the softmax and of the result to itself.
 
-Of a tile's 64 keys a warp scores its own 16 for all lanes; then it adds up its own quarter of the values' columns over
-all keys, from the weights that all warps have laid into shared memory. Queries and weights are what tensor cores read
-from there, on Hopper by themselves (wgmma), elsewhere through registers.
+Of a tile the tensor cores work on the scores while its values are unpacked, and on its values while the next tile's keys
+are; on Hopper they read shared memory by themselves (wgmma), elsewhere through registers. Two barriers a tile are enough:
 
-    columns of a result    m = 64 h + 16 w + 8 x + c    warp w, lane 4c ..; byte 2h + x of the lane's, of the stretch
-                                                        and the part of an eighth of its bytes that are the warp's
+    before scores      this tile's keys lie unpacked, the values of the last have been read
+    before values      this tile's values lie unpacked, its keys have been read, the next tile's codes have come
 """
-
-# Tuples grow while a kernel is compiled, by sums, which are all that the compiler takes for it:
-# mypy: disable-error-code="assignment, misc"
-# ruff: noqa: RUF005
 
 from __future__ import annotations
 
@@ -22,214 +18,262 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mma_v2,
     warpgroup_mma,
+    warpgroup_mma_wait,
 )
 
-from sparkdraft.kernels.cuda.turboquant.levels import high_plane, num_stretches, registers
+from sparkdraft.kernels.cuda.turboquant.levels import num_stretches
 from sparkdraft.kernels.cuda.turboquant.tiles import (
-    copy_tile,
+    copy_codes,
     find_blocks,
     hide,
+    hide_exact,
     in_order,
-    lane_slice,
-    mma,
+    is_held,
+    load_codes,
     only_read,
     order,
+    powers,
     raise_peak,
     some_hidden,
     stages,
-    unpack_keys,
+    unpack,
 )  # fmt: skip
 
 LANES = gl.constexpr(64)
 
 
 @triton.constexpr_function
-def _scores(HOPPER: bool) -> gl.NVMMADistributedLayout:
-    """[64 keys, 64 lanes], and results [columns, 64 lanes]"""
+def wide(columns: int, HOPPER: bool) -> gl.NVMMADistributedLayout:
+    """[64 lanes, columns] of a dot's result: a warp has 16 lanes"""
     if HOPPER:
-        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
     return gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
 
 
 @triton.constexpr_function
-def _value_bytes(width: int, stretches: int, pairs: bool) -> gl.DistributedLinearLayout:
-    """[stretches, 64 keys, width], of which a warp has a stretch, and where they are two, half of each lane's bytes.
-
-    Or, where they come in pairs, of the even keys or the odd ones.
-    """
-    chunk, parts = width // 8, 4 // stretches
-    own = chunk // parts
-    unit = 1 if pairs else 2
-    registers_ = [[0, 0, 2**i] for i in range(own.bit_length() - 1)] + [[0, unit * n, 0] for n in (4, 8, 16)]
-    lanes = [[0, unit, 0], [0, 2 * unit, 0], [0, 0, chunk], [0, 0, 2 * chunk], [0, 0, 4 * chunk]]
-    warps = [[1, 0, 0], [2, 0, 0]] if stretches == 4 else [[0, 0, own], [1, 0, 0]]
-    if not pairs:
-        registers_ = [*registers_, [0, 1, 0]]
-    return gl.DistributedLinearLayout(registers_, lanes, warps, [], [stretches, 32 * unit, width])
+def _in_shared(rows: int, dim: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, dim], gl.float16)
 
 
 @triton.constexpr_function
-def _high_bytes(layout: gl.DistributedLinearLayout, eighth: int) -> gl.DistributedLinearLayout:
-    """The same with columns as [of which eighth, in it]"""
-    bases = [
-        [[stretch, key, column // eighth, column % eighth] for stretch, key, column in part]
-        for part in (layout.reg_bases, layout.lane_bases, layout.warp_bases)
-    ]
-    stretches, keys, columns = layout.shape
-    return gl.DistributedLinearLayout(*bases, [], [stretches, keys, columns // eighth, eighth])
+def _rows(width: int, dim: int) -> gl.DistributedLinearLayout:
+    """[16 keys, dim] of exact rows: lanes as in key_bytes, of every stretch; warps share keys and columns"""
+    chunk = width // 4
+    vector = min(chunk, 8)
+    lanes = [[0, chunk], [0, 2 * chunk], [1, 0], [2, 0], [4, 0]]
+    columns = [[0, 2**i] for i in range(dim.bit_length() - 1)]
+    rest = [[8, 0], *(c for c in columns if c[1] >= vector and c not in lanes)]
+    return gl.DistributedLinearLayout([*powers(vector), *rest[:-2]], lanes, rest[-2:], [], [16, dim])
+
+
+@triton.constexpr_function
+def _totals() -> gl.DistributedLinearLayout:
+    """[64 lanes, 8]: of a lane's weights, by the place of their keys among 8"""
+    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[0, 1], [8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 8])
 
 
 @gluon.jit
 def share_query(q, row, head, valid, stride_row, stride_head, WIDTH: gl.constexpr, DIM: gl.constexpr):
-    """Its stretches in shared memory, [64 lanes, columns] each, with columns in the order of a key's bytes."""
+    """In shared memory, [64 lanes, columns], with columns in the order of the keys'."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, WIDTH], gl.float16)
-    column = order(gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)), WIDTH)
+    column = _column(gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT)), WIDTH)
     line = gl.convert_layout(row * stride_row + head * stride_head, gl.SliceLayout(1, LAYOUT))
     mask = gl.convert_layout(valid, gl.SliceLayout(1, LAYOUT))[:, None]
-    place = q + line[:, None] + column[None, :]
-    stretches = ()
-    for s in gl.static_range(DIM // WIDTH):
-        x = gl.load(place + s * WIDTH, mask=mask, other=0.0).to(gl.float16)
-        stretches = stretches + (gl.allocate_shared_memory(gl.float16, [64, WIDTH], SHARED, x),)
-    return stretches
+    x = gl.load(q + line[:, None] + column[None, :], mask=mask, other=0.0).to(gl.float16)
+    return gl.allocate_shared_memory(gl.float16, [64, DIM], _in_shared(64, DIM), x)
 
 
 @gluon.jit
-def _dot(a, b, acc, HOPPER: gl.constexpr):
-    """b: in shared memory."""
+def nothing(DIM: gl.constexpr, HOPPER: gl.constexpr):
+    """The sums of values and of weights before any key."""
+    return gl.zeros([LANES, DIM], gl.float32, wide(DIM, HOPPER)), gl.zeros([LANES, 8], gl.float32, _totals())
+
+
+@gluon.jit
+def _column(m, WIDTH: gl.constexpr):
+    """The column that keys, queries, values and results have at m, in stretches of that width."""
+    return m // WIDTH * WIDTH + order(m % WIDTH, WIDTH)
+
+
+@gluon.jit
+def _dot(a, b, acc, HOPPER: gl.constexpr, FRESH: gl.constexpr):
+    """On its way; _wait has the result. a, b: in shared memory, or a in registers. FRESH: acc is zeros."""
     if HOPPER:
-        return warpgroup_mma(a, b, acc)
+        return warpgroup_mma(a, b, acc, use_acc=not FRESH, is_async=True)
     else:
-        return mma_v2(a, b.load(gl.DotOperandLayout(1, _scores(HOPPER), 2)), acc)
+        LAYOUT: gl.constexpr = acc.type.layout
+        b = b.load(gl.DotOperandLayout(1, LAYOUT, 2))
+        if FRESH:
+            return mma_v2(a.load(gl.DotOperandLayout(0, LAYOUT, 2)), b, acc)
+        else:
+            return mma_v2(a, b, acc)
 
 
 @gluon.jit
-def _even_and_odd(x, COUNT: gl.constexpr, WIDTH: gl.constexpr):
-    LAYOUT: gl.constexpr = _value_bytes(WIDTH, COUNT, True)
-    even, odd = gl.split(gl.permute(gl.reshape(x, [COUNT, 32, 2, WIDTH]), (0, 1, 3, 2)))
-    return gl.convert_layout(even, LAYOUT, True), gl.convert_layout(odd, LAYOUT, True)
+def _wait(acc, HOPPER: gl.constexpr):
+    if HOPPER:
+        return warpgroup_mma_wait(0, [acc])
+    else:
+        return acc
 
 
 @gluon.jit
-def _unpack_values(value_stages, stage, LEVELS: gl.constexpr, PTX: gl.constexpr, DIM: gl.constexpr):
-    """Levels of all keys' values, [stretches, 32 pairs, bytes]: of the first and the last two of four bytes."""
+def _lay_down(shared, codes, LEVELS: gl.constexpr, PTX: gl.constexpr, DIM: gl.constexpr):
+    """Levels of a tile's keys, or values, to shared memory, one stretch after the other."""
     COUNT: gl.constexpr = num_stretches(LEVELS)
-    WIDTH: gl.constexpr = DIM // COUNT
-    LAYOUT: gl.constexpr = _value_bytes(WIDTH, COUNT, False)
-    PAIRS: gl.constexpr = _value_bytes(WIDTH, COUNT, True)
-    TYPES: gl.constexpr = (gl.float16, gl.float16)
-    low = gl.expand_dims(value_stages[0].index(stage).load(gl.SliceLayout(0, LAYOUT)), 0)
-    even, odd = _even_and_odd(low + gl.zeros([COUNT, 64, WIDTH], gl.uint8, LAYOUT), COUNT, WIDTH)
-    stretch = gl.arange(0, COUNT, gl.SliceLayout(1, gl.SliceLayout(2, PAIRS)))[:, None, None]
-    pair = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, PAIRS)))[None, :, None]
-    byte = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, PAIRS)))[None, None, :]
-    if DIM >= 128:
-        first = (byte % 4 == 0) & (pair >= 0) & (stretch >= 0)
-    else:  # a lane has two bytes of a key: the four of a register are those of two pairs
-        first = (byte % 2 == 0) & (pair % 8 < 4) & (stretch >= 0)
-    # Shifts, once in a register of four: to the stretch's nibble, and in it.
-    down = gl.where(first, stretch * (8 // COUNT) // 4 * 4, 0).to(gl.uint8)
-    up = gl.where(first, 4 - stretch * (8 // COUNT) // 4 * 4, 0).to(gl.uint8)
-    again = gl.where(first, stretch * (8 // COUNT) % 4, 0).to(gl.uint8)
-    if high_plane(LEVELS):
-        EIGHTH: gl.constexpr = DIM // 8
-        APART: gl.constexpr = _high_bytes(LAYOUT, EIGHTH)
-        high = value_stages[2].index(stage).load(gl.SliceLayout(1, gl.SliceLayout(0, APART)))
-        high = gl.expand_dims(gl.expand_dims(high, 1), 0)
-        high = high + gl.zeros([COUNT, 64, WIDTH // EIGHTH, EIGHTH], gl.uint8, APART)
-        high = gl.convert_layout(gl.reshape(high, [COUNT, 64, WIDTH]), LAYOUT, True)
-        high_even, high_odd = _even_and_odd(high, COUNT, WIDTH)
-        high_down = gl.where(first, byte // EIGHTH + stretch * (8 // COUNT), 0).to(gl.uint8)
-        planes = [even, odd, down, up, again, high_even, high_odd, high_down]
-        return gl.inline_asm_elementwise(PTX, registers(4, 8), planes, TYPES, True, 4)
-    else:
-        return gl.inline_asm_elementwise(PTX, registers(4, 5), [even, odd, down, up, again], TYPES, True, 4)
+    found = unpack(codes, LEVELS, PTX, DIM, 4)
+    both = gl.join(found[0], found[COUNT // 2])
+    if COUNT == 4:
+        both = gl.join(both, gl.join(found[1], found[3]))
+    x = gl.reshape(both, [64, DIM // COUNT, COUNT])
+    x = gl.permute(x, (0, 2, 1)).reshape([64 * COUNT, DIM // COUNT])
+    shared.store(gl.reshape(in_order(x, 64 * COUNT, DIM // COUNT), [64, DIM]))
 
 
 @gluon.jit
-def _left_values(first, last, COUNT: gl.constexpr, DIM: gl.constexpr, HOPPER: gl.constexpr):
-    """-> [columns, 64 keys] as the left of a dot."""
-    both = gl.join(first, last)  # the last index: which half of a register's four bytes
-    PARTS: gl.constexpr = 4 // COUNT
-    if DIM >= 128:  # stretch, pair, chunk, part, word, byte of its half, odd, half
-        apart = gl.reshape(both, [COUNT, 32, 8, PARTS, DIM // 128, 2, 2, 2])
-        x = gl.permute(apart, (4, 7, 0, 3, 5, 2, 1, 6)).reshape([DIM, 64])
-    else:  # stretch, pairs, byte of its half, pair, chunk, part, odd, pair's bit
-        few = gl.reshape(both, [COUNT, 4, 2, 4, 8, PARTS, 2, 2])
-        x = gl.permute(few, (0, 5, 2, 4, 1, 7, 3, 6)).reshape([DIM, 64])
-    return gl.convert_layout(x, gl.DotOperandLayout(0, _scores(HOPPER), 2), True)
+def _fold(weights, KEYS: gl.constexpr):
+    """[64 lanes, keys] -> [64 lanes, 8], in the order in which one warp adds them up."""
+    x = gl.sum(gl.reshape(weights, [LANES, KEYS // 16, 2, 8]), 2)
+    if KEYS == 64:
+        x = gl.sum(gl.sum(gl.reshape(x, [LANES, 2, 2, 8]), 2), 1)
+    return gl.convert_layout(gl.reshape(x, [LANES, 8]), _totals(), True)
 
 
 @gluon.jit
-def column_of(m, COUNT: gl.constexpr, DIM: gl.constexpr):
-    """The column that a result has at m."""
-    PARTS: gl.constexpr = 4 // COUNT
-    OWN: gl.constexpr = DIM // 32  # bytes of a lane
-    warp = m // 16 % 4
-    byte = warp % PARTS * OWN + m // 64 * 2 + m // 8 % 2
-    return warp // PARTS * (DIM // COUNT) + m % 8 * (PARTS * OWN) + byte
+def _grow(total, decay, weights, KEYS: gl.constexpr):
+    less = gl.convert_layout(decay, gl.SliceLayout(1, _totals()), True)
+    return total * less[:, None] + _fold(weights, KEYS)
 
 
 @gluon.jit
-def _add_up(total):
-    """[64 keys, 64 lanes] -> [64 lanes]: of each warp's keys, then of the first and of the last two warps."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2, 2], [32, 1, 1], [4, 1, 1], [2, 1, 0])
-    parts = gl.permute(gl.sum(gl.reshape(total, [4, 16, LANES]), 1), (1, 0)).reshape([LANES, 2, 2])
-    even, odd = gl.split(gl.convert_layout(parts, LAYOUT))
-    first, last = gl.split(even + odd)
-    return gl.convert_layout(first + last, lane_slice(4))
+def _add_values(acc, decay, weights, values, DIM: gl.constexpr, HOPPER: gl.constexpr):
+    """acc decayed, and the values on their way to it."""
+    RESULT: gl.constexpr = wide(DIM, HOPPER)
+    given = gl.convert_layout(weights.to(gl.float16), gl.DotOperandLayout(0, RESULT, 2), True)
+    less = gl.convert_layout(decay, gl.SliceLayout(1, RESULT), True)
+    return _dot(given, values, acc * less[:, None], HOPPER, False)
 
 
 @gluon.jit
-def scan_by_four_warps(
-    q, position, begin, end, step, top, bottom, stop, records, table, stride_record, scale,
+def _copy_tile(
+    blocks, key_stages, value_stages, stage, records, stride_record,
+    KEY_LEVELS: gl.constexpr, VALUE_LEVELS: gl.constexpr, AT: gl.constexpr, DIM: gl.constexpr,
+):  # fmt: skip
+    """A tile's records on their way: keys are unpacked a tile ahead of values, so that one slot is enough for them."""
+    copy_codes(records, blocks, key_stages, 0, stage, stride_record, KEY_LEVELS, AT[0], AT[1], AT[4], DIM, 4)
+    copy_codes(records, blocks, value_stages, stage, stage, stride_record, VALUE_LEVELS, AT[2], AT[3], AT[5], DIM, 4)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def scan_codes(
+    acc, peak, total, q, position, begin, end, step, top, bottom, stop, records, table, stride_record, scale,
     KEY_LEVELS: gl.constexpr, KEY_PTX: gl.constexpr, VALUE_LEVELS: gl.constexpr, VALUE_PTX: gl.constexpr,
     AT: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr, DIM: gl.constexpr,
     HOPPER: gl.constexpr,
 ):  # fmt: skip
-    """As scan_by_one_warp."""
-    K: gl.constexpr = num_stretches(KEY_LEVELS)
-    V: gl.constexpr = num_stretches(VALUE_LEVELS)
-    SCORES: gl.constexpr = _scores(HOPPER)
-    lane_key = gl.arange(0, 64, gl.SliceLayout(1, SCORES))
-    where = gl.convert_layout(position, gl.SliceLayout(0, SCORES))
-    key_stages, value_stages = stages(KEY_LEVELS, DIM), stages(VALUE_LEVELS, DIM)
-    GIVEN: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, LANES], gl.float16)
-    given = gl.allocate_shared_memory(gl.float16, [64, LANES], GIVEN)
-    acc = gl.zeros([DIM, LANES], gl.float32, SCORES)
-    peak = gl.full([LANES], float("-inf"), gl.float32, gl.SliceLayout(0, SCORES))
-    total = gl.zeros([64, LANES], gl.float32, SCORES)
+    """As in one_warp.py. position: in shared memory, as it is seldom looked at."""
+    SCORES: gl.constexpr = wide(64, HOPPER)
+    APART: gl.constexpr = DIM < 256  # else keys and values take turns in shared memory
+    key_stages, value_stages = stages(KEY_LEVELS, 1, DIM), stages(VALUE_LEVELS, 2, DIM)
+    keys = gl.allocate_shared_memory(gl.float16, [64, DIM], _in_shared(64, DIM))
+    values = gl.allocate_shared_memory(gl.float16, [64, DIM], _in_shared(64, DIM)) if APART else keys
+    lane_key = gl.arange(0, 64, gl.SliceLayout(0, SCORES))
     stage = 0
     blocks = find_blocks(table, begin, stop)
-    copy_tile(blocks, key_stages, value_stages, 0, records, stride_record, KEY_LEVELS, VALUE_LEVELS, AT, DIM, 4)
+    _copy_tile(blocks, key_stages, value_stages, 0, records, stride_record, KEY_LEVELS, VALUE_LEVELS, AT, DIM)
     blocks = find_blocks(table, begin + step, stop)
-    fence_async_shared()  # the query is there
+    async_copy.wait_group(0)
+    _lay_down(keys, load_codes(key_stages, 0, 0, KEY_LEVELS, DIM, 4), KEY_LEVELS, KEY_PTX, DIM)
     for tile in range(begin, end, step):
         start = tile * 64
-        copy_tile(
-            blocks, key_stages, value_stages, 1 - stage, records, stride_record, KEY_LEVELS, VALUE_LEVELS, AT, DIM, 4
+        codes = load_codes(value_stages, stage, 0, VALUE_LEVELS, DIM, 4)
+        fence_async_shared()
+        scores = _dot(q, keys.permute((1, 0)), gl.zeros([LANES, 64], gl.float32, SCORES), HOPPER, True)
+        _copy_tile(
+            blocks, key_stages, value_stages, 1 - stage, records, stride_record, KEY_LEVELS, VALUE_LEVELS, AT, DIM
         )
         blocks = find_blocks(table, tile + 2 * step, stop)
-        async_copy.wait_group(1)
-        k = unpack_keys(key_stages, stage, 0, KEY_LEVELS, KEY_PTX, DIM, 4)
-        scores = gl.zeros([64, LANES], gl.float32, SCORES)
-        for s in gl.static_range(K):
-            own = gl.convert_layout(in_order(k[s], 64, DIM // K), gl.DotOperandLayout(0, SCORES, 2), True)
-            scores = _dot(own, q[s].permute((1, 0)), scores, HOPPER)
-        key_scale = key_stages[1].index(stage).load(gl.SliceLayout(1, SCORES)).to(gl.float32)
-        value_scale = value_stages[1].index(stage).load(gl.SliceLayout(1, SCORES))
-        scores = scores * (key_scale * scale)[:, None]
+        if APART:
+            _lay_down(values, codes, VALUE_LEVELS, VALUE_PTX, DIM)
+        scores = _wait(scores, HOPPER)
+        key_scale = key_stages[1].index(stage).load(gl.SliceLayout(0, SCORES)).to(gl.float32)
+        value_scale = value_stages[1].index(stage).load(gl.SliceLayout(0, SCORES))
+        scores = scores * (key_scale * scale)[None, :]
         if some_hidden(start, top, bottom, FIRST, RECENT, WINDOW):
-            scores = hide(scores, start + lane_key, where, FIRST, RECENT, WINDOW)
+            where = position.load(gl.SliceLayout(1, SCORES))[:, None]
+            scores = hide(scores, (start + lane_key)[None, :], where, FIRST, RECENT, WINDOW)
             value_scale = only_read(value_scale, start + lane_key, stop, FIRST)
-        peak, base, decay = raise_peak(peak, scores)
-        weights = gl.exp2(scores - base)
-        total = total * decay[None, :] + weights
-        given.store((weights * value_scale.to(gl.float32)[:, None]).to(gl.float16))
+        peak, base, decay = raise_peak(peak, scores, 1)
+        weights = gl.exp2(scores - base[:, None])
+        total = _grow(total, decay, weights, 64)
+        if not APART:
+            _lay_down(values, codes, VALUE_LEVELS, VALUE_PTX, DIM)
         fence_async_shared()
-        v = _unpack_values(value_stages, stage, VALUE_LEVELS, VALUE_PTX, DIM)
-        acc = _dot(_left_values(v[0], v[1], V, DIM, HOPPER), given, acc * decay[None, :], HOPPER)
+        async_copy.wait_group(0)
+        acc = _add_values(acc, decay, weights * value_scale.to(gl.float32)[None, :], values, DIM, HOPPER)
+        if APART:
+            _lay_down(keys, load_codes(key_stages, 0, 0, KEY_LEVELS, DIM, 4), KEY_LEVELS, KEY_PTX, DIM)
+        acc = _wait(acc, HOPPER)
+        if not APART:
+            _lay_down(keys, load_codes(key_stages, 0, 0, KEY_LEVELS, DIM, 4), KEY_LEVELS, KEY_PTX, DIM)
         stage = 1 - stage
-    async_copy.wait_group(0)
-    return (gl.convert_layout(acc, mma(4)),), gl.convert_layout(peak, lane_slice(4)), _add_up(total)
+    return acc, peak, total
+
+
+@gluon.jit
+def _load_rows(
+    page, number, start, top, bottom, WIDTH: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, DIM: gl.constexpr
+):
+    """16 exact keys, or values, with their columns in the order of the codes'."""
+    LAYOUT: gl.constexpr = _rows(WIDTH, DIM)
+    key = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))[:, None]
+    place = page + key * DIM + gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))[None, :]
+    held = is_held(start + key, number, top, bottom, FIRST, RECENT)
+    x = gl.load(place, mask=held, other=0.0).to(gl.float16)
+    return in_order(gl.reshape(x, [16 * (DIM // WIDTH), WIDTH]), 16 * (DIM // WIDTH), WIDTH).reshape([16, DIM])
+
+
+@gluon.jit
+def scan_exact(
+    acc, peak, total, q, position, begin, end, step, top, bottom,
+    pages, exact_of, table, stride_page, stride_part, scale,
+    K: gl.constexpr, V: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr,
+    DIM: gl.constexpr, HOPPER: gl.constexpr,
+):  # fmt: skip
+    """As in one_warp.py."""
+    SCORES: gl.constexpr = wide(16, HOPPER)
+    keys = gl.allocate_shared_memory(gl.float16, [16, DIM], _in_shared(16, DIM))
+    values = gl.allocate_shared_memory(gl.float16, [16, DIM], _in_shared(16, DIM))
+    lane_key = gl.arange(0, 16, gl.SliceLayout(0, SCORES))[None, :]
+    for tile in range(begin, end, step):
+        start = tile * 16
+        number = gl.load(exact_of + gl.load(table + tile)).to(gl.int64)
+        page = pages + number * stride_page
+        k = _load_rows(page, number, start, top, bottom, DIM // K, FIRST, RECENT, DIM)
+        v = _load_rows(page + stride_part, number, start, top, bottom, DIM // V, FIRST, RECENT, DIM)
+        keys.store(k)
+        values.store(v)
+        fence_async_shared()
+        scores = _wait(_dot(q, keys.permute((1, 0)), gl.zeros([LANES, 16], gl.float32, SCORES), HOPPER, True), HOPPER)
+        where = position.load(gl.SliceLayout(1, SCORES))[:, None]
+        scores = hide_exact(scores * scale, start + lane_key, where, FIRST, RECENT, WINDOW)
+        LINES: gl.constexpr = gl.SliceLayout(1, SCORES)
+        new, base, less = raise_peak(gl.convert_layout(peak, LINES, True), scores, 1)
+        weights = gl.exp2(scores - base[:, None])
+        total = _grow(total, less, weights, 16)
+        acc = _wait(_add_values(acc, less, weights, values, DIM, HOPPER), HOPPER)
+        peak = gl.convert_layout(new, peak.type.layout, True)
+    return acc, peak, total
+
+
+@gluon.jit
+def write_result(acc, factor, out, line, valid, V: gl.constexpr, DIM: gl.constexpr, HOPPER: gl.constexpr):
+    RESULT: gl.constexpr = wide(DIM, HOPPER)
+    ROWS: gl.constexpr = gl.SliceLayout(1, RESULT)
+    column = _column(gl.arange(0, DIM, gl.SliceLayout(0, RESULT)), DIM // V)[None, :]
+    place = out + gl.convert_layout(line * DIM, ROWS, True)[:, None] + column
+    mask = gl.convert_layout(valid, ROWS, True)[:, None] & (column >= 0)
+    acc = acc * gl.convert_layout(factor, ROWS, True)[:, None]
+    gl.store(place, acc.to(out.dtype.element_ty), mask=mask)

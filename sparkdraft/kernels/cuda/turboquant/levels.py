@@ -158,21 +158,6 @@ def in_pairs(levels: tuple[float, ...]) -> str:
     return ptx.text(registers)
 
 
-@lru_cache
-def one_stretch_in_pairs(levels: tuple[float, ...]) -> str:
-    """As in_pairs, of one stretch that is named at run time. Inputs: bytes of even and of odd keys; how far the former
-    go down, the latter up and both down again to lie in turn; of the high plane both, and how far they go down.
-    Outputs: two tensors."""
-    ptx, table, mask = _Ptx(), _table(levels), 0x0F0F0F0F
-    even, odd, down, up, again, high_even, high_odd, high_down = (f"${4 + i}" for i in range(8))
-    low = ptx("shr", ptx.choose(mask, ptx("shr", even, down), ptx("shl", odd, up)), again)
-    above: str | None = None
-    if high_plane(levels):
-        words = [ptx("shr", word, high_down) for word in (high_even, high_odd)]
-        above = ptx.choose(mask, words[0], ptx("shl", words[1], 4))
-    return ptx.text(_levels_of(ptx, low, above, table, IN_PAIRS))
-
-
 @triton.constexpr_function
 def registers(outputs: int, inputs: int) -> str:
     """Constraints of an inline assembly that is handed 32 bits at a time."""

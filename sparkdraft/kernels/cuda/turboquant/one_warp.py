@@ -1,4 +1,6 @@
-"""Through the codes with one warp: 8 lanes, and each 16 keys are unpacked as they are needed, in registers alone.
+"""Attention with one warp, 8 lanes: each 16 keys are unpacked as they are needed, in registers alone.
+
+Scores stand on their side, keys down and lanes across, so that 8 lanes are enough for tensor cores.
 
 codes of 16 keys       K: lane 4k + c has key k and k + 8, a quarter c of their bytes
                        V: lane 4c + k has the keys 2k, 2k + 1, 2k + 8, 2k + 9, an eighth c of their bytes
@@ -18,27 +20,33 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from sparkdraft.kernels.cuda.turboquant.levels import high_plane, num_stretches, registers
 from sparkdraft.kernels.cuda.turboquant.tiles import (
-    as_right,
-    copy_tile,
+    copy_codes,
     find_blocks,
     hide,
+    hide_exact,
     in_order,
-    key_slice,
-    lane_slice,
-    left,
+    is_held,
+    key_bytes,
+    load_codes,
     load_high,
-    mma,
     once_in_four,
     only_read,
     order,
     powers,
     raise_peak,
-    right,
     some_hidden,
     stages,
-    times,
-    unpack_keys,
+    unpack,
 )  # fmt: skip
+
+MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))  # [16 keys, or columns, 8 lanes]
+LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
+RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
+KEYS = gl.constexpr(gl.SliceLayout(1, MMA.value))
+LANES = gl.constexpr(gl.SliceLayout(0, MMA.value))
+TOTALS = gl.constexpr(  # [8, 8 lanes]: of a lane's weights, by the place of their keys among 8
+    gl.DistributedLinearLayout([[0, 1]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [], [], [8, 8])
+)
 
 
 @triton.constexpr_function
@@ -104,8 +112,7 @@ def _as_values(first, last, WIDTH: gl.constexpr):
 
 @gluon.jit
 def load_query(q, row, head, valid, stride_row, stride_head, WIDTH: gl.constexpr, DIM: gl.constexpr):
-    """Its stretches as the right of a dot, [columns, 8 lanes], with columns in the order of a key's bytes."""
-    RIGHT: gl.constexpr = right(1)
+    """Its stretches as the right of a dot, [columns, 8 lanes], with columns in the order of the keys'."""
     column = order(gl.arange(0, WIDTH, gl.SliceLayout(1, RIGHT)), WIDTH)
     line = gl.convert_layout(row * stride_row + head * stride_head, gl.SliceLayout(0, RIGHT))
     mask = gl.convert_layout(valid, gl.SliceLayout(0, RIGHT))[None, :]
@@ -117,25 +124,73 @@ def load_query(q, row, head, valid, stride_row, stride_head, WIDTH: gl.constexpr
 
 
 @gluon.jit
+def nothing(V: gl.constexpr, DIM: gl.constexpr):
+    """The sums of values and of weights before any key."""
+    acc = ()
+    for _ in gl.static_range(V):
+        acc = acc + (gl.zeros([DIM // V, 8], gl.float32, MMA),)
+    return acc, gl.zeros([8, 8], gl.float32, TOTALS)
+
+
+@gluon.jit
 def _score(q, key_stages, value_stages, stage, scale, LEVELS: gl.constexpr, PTX: gl.constexpr, DIM: gl.constexpr):
     """A tile's scores and the scales of its values, 16 keys after the other."""
     COUNT: gl.constexpr = num_stretches(LEVELS)
     scores = ()
     value_scales = ()
     for i in gl.static_range(4):
-        score = gl.zeros([16, 8], gl.float32, mma(1))
-        k = unpack_keys(key_stages, stage, 16 * i, LEVELS, PTX, DIM, 1)
+        score = gl.zeros([16, 8], gl.float32, MMA)
+        k = unpack(load_codes(key_stages, stage, 16 * i, LEVELS, DIM, 1), LEVELS, PTX, DIM, 1)
         for s in gl.static_range(COUNT):
-            score = mma_v2(gl.convert_layout(in_order(k[s], 16, DIM // COUNT), left(1), True), q[s], score)
-        key_scale = key_stages[1].index(stage).slice(16 * i, 16).load(key_slice(1)).to(gl.float32)
+            score = mma_v2(gl.convert_layout(in_order(k[s], 16, DIM // COUNT), LEFT, True), q[s], score)
+        key_scale = key_stages[1].index(stage).slice(16 * i, 16).load(KEYS).to(gl.float32)
         scores = scores + (score * (key_scale * scale)[:, None],)
-        value_scales = value_scales + (value_stages[1].index(stage).slice(16 * i, 16).load(key_slice(1)),)
+        value_scales = value_scales + (value_stages[1].index(stage).slice(16 * i, 16).load(KEYS),)
     return scores, value_scales
 
 
 @gluon.jit
-def scan_by_one_warp(
-    q, position, begin, end, step, top, bottom, stop, records, table, stride_record, scale,
+def _fold(weights):
+    """[16 keys, 8 lanes] -> [8, 8 lanes]"""
+    return gl.convert_layout(gl.sum(gl.reshape(weights, [2, 8, 8]), 0), TOTALS, True)
+
+
+@gluon.jit
+def _grow(total, decay, weights):
+    return total * gl.convert_layout(decay, gl.SliceLayout(0, TOTALS), True)[None, :] + weights
+
+
+@gluon.jit
+def times(acc, factor, COUNT: gl.constexpr):
+    scaled = ()
+    for s in gl.static_range(COUNT):
+        scaled = scaled + (acc[s] * factor[None, :],)
+    return scaled
+
+
+@gluon.jit
+def _as_right(weights):
+    """Weights [16, 8 lanes] as the right of a dot: in float16, squares of 8 x 8 turned over within the warp."""
+    x = gl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [weights.to(gl.float16)], gl.float16, False, 2
+    )
+    return gl.convert_layout(gl.permute(gl.reshape(x, [2, 8, 8]), (0, 2, 1)).reshape([16, 8]), RIGHT, True)
+
+
+@gluon.jit
+def _copy_tile(
+    blocks, key_stages, value_stages, stage, records, stride_record,
+    KEY_LEVELS: gl.constexpr, VALUE_LEVELS: gl.constexpr, AT: gl.constexpr, DIM: gl.constexpr,
+):  # fmt: skip
+    """A tile's records on their way to shared memory."""
+    copy_codes(records, blocks, key_stages, stage, stage, stride_record, KEY_LEVELS, AT[0], AT[1], AT[4], DIM, 1)
+    copy_codes(records, blocks, value_stages, stage, stage, stride_record, VALUE_LEVELS, AT[2], AT[3], AT[5], DIM, 1)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def scan_codes(
+    acc, peak, total, q, position, begin, end, step, top, bottom, stop, records, table, stride_record, scale,
     KEY_LEVELS: gl.constexpr, KEY_PTX: gl.constexpr, VALUE_LEVELS: gl.constexpr, VALUE_PTX: gl.constexpr,
     AT: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
@@ -144,23 +199,16 @@ def scan_by_one_warp(
     While a tile is worked on, the next one's bytes and the numbers of the blocks after that are on their way.
     """
     V: gl.constexpr = num_stretches(VALUE_LEVELS)
-    lane_key = gl.arange(0, 16, key_slice(1))
-    key_stages, value_stages = stages(KEY_LEVELS, DIM), stages(VALUE_LEVELS, DIM)
-    acc = ()
-    for _ in gl.static_range(V):
-        acc = acc + (gl.zeros([DIM // V, 8], gl.float32, mma(1)),)
-    peak = gl.full([8], float("-inf"), gl.float32, lane_slice(1))
-    totals = ()  # of a lane's weights, by where in a tile their keys lie
-    for _ in gl.static_range(4):
-        totals = totals + (gl.zeros([16, 8], gl.float32, mma(1)),)
+    lane_key = gl.arange(0, 16, KEYS)
+    key_stages, value_stages = stages(KEY_LEVELS, 2, DIM), stages(VALUE_LEVELS, 2, DIM)
     stage = 0
     blocks = find_blocks(table, begin, stop)
-    copy_tile(blocks, key_stages, value_stages, 0, records, stride_record, KEY_LEVELS, VALUE_LEVELS, AT, DIM, 1)
+    _copy_tile(blocks, key_stages, value_stages, 0, records, stride_record, KEY_LEVELS, VALUE_LEVELS, AT, DIM)
     blocks = find_blocks(table, begin + step, stop)
     for tile in range(begin, end, step):
         start = tile * 64
-        copy_tile(
-            blocks, key_stages, value_stages, 1 - stage, records, stride_record, KEY_LEVELS, VALUE_LEVELS, AT, DIM, 1
+        _copy_tile(
+            blocks, key_stages, value_stages, 1 - stage, records, stride_record, KEY_LEVELS, VALUE_LEVELS, AT, DIM
         )
         blocks = find_blocks(table, tile + 2 * step, stop)
         async_copy.wait_group(1)
@@ -170,26 +218,98 @@ def scan_by_one_warp(
             read = ()
             for i in gl.static_range(4):
                 key = start + 16 * i + lane_key
-                seen = seen + (hide(scores[i], key, position, FIRST, RECENT, WINDOW),)
+                seen = seen + (hide(scores[i], key[:, None], position[None, :], FIRST, RECENT, WINDOW),)
                 read = read + (only_read(value_scales[i], key, stop, FIRST),)
             scores, value_scales = seen, read
         highest = gl.maximum(gl.maximum(scores[0], scores[1]), gl.maximum(scores[2], scores[3]))
-        peak, base, decay = raise_peak(peak, highest)
+        peak, base, decay = raise_peak(peak, highest, 0)
         acc = times(acc, decay, V)
-        grown_totals = ()
+        folded = ()
         for i in gl.static_range(4):
-            weights = gl.exp2(scores[i] - base)
-            grown_totals = grown_totals + (totals[i] * decay[None, :] + weights,)
-            given = as_right(weights * value_scales[i].to(gl.float32)[:, None], 8, 1)
+            weights = gl.exp2(scores[i] - base[None, :])
+            folded = folded + (_fold(weights),)
+            given = _as_right(weights * value_scales[i].to(gl.float32)[:, None])
             v = _unpack_values(value_stages, stage, 16 * i, VALUE_LEVELS, VALUE_PTX, DIM)
             grown = ()
             for s in gl.static_range(V):
                 x = gl.permute(_as_values(v[2 * s], v[2 * s + 1], DIM // V), (1, 0))
-                grown = grown + (mma_v2(gl.convert_layout(x, left(1), True), given, acc[s]),)
+                grown = grown + (mma_v2(gl.convert_layout(x, LEFT, True), given, acc[s]),)
             acc = grown
-        totals = grown_totals
+        total = _grow(total, decay, (folded[0] + folded[1]) + (folded[2] + folded[3]))
         stage = 1 - stage
     async_copy.wait_group(0)
-    # In the order in which four warps, each with 16 of these keys, add theirs up.
-    sums = (gl.sum(totals[0], 0) + gl.sum(totals[1], 0)) + (gl.sum(totals[2], 0) + gl.sum(totals[3], 0))
-    return acc, peak, sums
+    return acc, peak, total
+
+
+@gluon.jit
+def _score_exact(
+    q, page, number, start, top, bottom,
+    COUNT: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, DIM: gl.constexpr,
+):  # fmt: skip
+    """Keys come from memory straight to the registers of a dot's left side."""
+    WIDTH: gl.constexpr = DIM // COUNT
+    LAYOUT: gl.constexpr = key_bytes(WIDTH, 1)
+    key = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))[:, None]
+    place = page + key * DIM + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
+    held = is_held(start + key, number, top, bottom, FIRST, RECENT)
+    scores = gl.zeros([16, 8], gl.float32, MMA)
+    for s in gl.static_range(COUNT):
+        k = gl.load(place + s * WIDTH, mask=held, other=0.0).to(gl.float16)
+        scores = mma_v2(gl.convert_layout(in_order(k, 16, WIDTH), LEFT, True), q[s], scores)
+    return scores
+
+
+@gluon.jit
+def _add_exact(
+    acc, given, page, number, start, top, bottom,
+    COUNT: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, DIM: gl.constexpr,
+):  # fmt: skip
+    """Values too: of even keys, and of the odd ones beside them."""
+    WIDTH: gl.constexpr = DIM // COUNT
+    PAIRS: gl.constexpr = _pair_bytes(WIDTH)
+    key = 2 * gl.arange(0, 8, gl.SliceLayout(1, PAIRS))[:, None]
+    place = page + key * DIM + gl.arange(0, WIDTH, gl.SliceLayout(0, PAIRS))[None, :]
+    even = is_held(start + key, number, top, bottom, FIRST, RECENT)
+    odd = is_held(start + key + 1, number, top, bottom, FIRST, RECENT)
+    grown = ()
+    for s in gl.static_range(COUNT):
+        x = gl.load(place + s * WIDTH, mask=even, other=0.0).to(gl.float16)
+        y = gl.load(place + s * WIDTH + DIM, mask=odd, other=0.0).to(gl.float16)
+        both = gl.reshape(gl.join(x, y), [8, 8, WIDTH // 8, 2])  # pair, chunk, column of it, odd
+        v = gl.permute(both, (2, 1, 0, 3)).reshape([WIDTH, 16])
+        grown = grown + (mma_v2(gl.convert_layout(v, LEFT, True), given, acc[s]),)
+    return grown
+
+
+@gluon.jit
+def scan_exact(
+    acc, peak, total, q, position, begin, end, step, top, bottom,
+    pages, exact_of, table, stride_page, stride_part, scale,
+    K: gl.constexpr, V: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr,
+    DIM: gl.constexpr,
+):  # fmt: skip
+    """The same over the exact keys of tiles of 16, in pages that are read."""
+    lane_key = gl.arange(0, 16, KEYS)[:, None]
+    for tile in range(begin, end, step):
+        start = tile * 16
+        number = gl.load(exact_of + gl.load(table + tile)).to(gl.int64)
+        page = pages + number * stride_page
+        scores = _score_exact(q, page, number, start, top, bottom, K, FIRST, RECENT, DIM) * scale
+        scores = hide_exact(scores, start + lane_key, position[None, :], FIRST, RECENT, WINDOW)
+        peak, base, decay = raise_peak(peak, scores, 0)
+        weights = gl.exp2(scores - base[None, :])
+        total = _grow(total, decay, _fold(weights))
+        acc = times(acc, decay, V)
+        page += stride_part
+        acc = _add_exact(acc, _as_right(weights), page, number, start, top, bottom, V, FIRST, RECENT, DIM)
+    return acc, peak, total
+
+
+@gluon.jit
+def write_result(acc, factor, out, line, valid, V: gl.constexpr, DIM: gl.constexpr):
+    WIDTH: gl.constexpr = DIM // V
+    n = gl.arange(0, WIDTH, KEYS)[:, None]
+    place = out + (line * DIM)[None, :] + n % 8 * (WIDTH // 8) + n // 8
+    for s in gl.static_range(V):
+        mask = valid[None, :] & (n >= 0)
+        gl.store(place + s * WIDTH, (acc[s] * factor[None, :]).to(out.dtype.element_ty), mask=mask)

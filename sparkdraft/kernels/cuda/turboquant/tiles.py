@@ -19,31 +19,6 @@ from sparkdraft.kernels.cuda.turboquant.levels import high_plane, num_stretches,
 
 
 @triton.constexpr_function
-def mma(W: int) -> gl.NVMMADistributedLayout:
-    return gl.NVMMADistributedLayout([2, 0], [W, 1], [16, 8])
-
-
-@triton.constexpr_function
-def key_slice(W: int) -> gl.SliceLayout:
-    return gl.SliceLayout(1, gl.NVMMADistributedLayout([2, 0], [W, 1], [16, 8]))
-
-
-@triton.constexpr_function
-def lane_slice(W: int) -> gl.SliceLayout:
-    return gl.SliceLayout(0, gl.NVMMADistributedLayout([2, 0], [W, 1], [16, 8]))
-
-
-@triton.constexpr_function
-def left(W: int) -> gl.DotOperandLayout:
-    return gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [W, 1], [16, 8]), 2)
-
-
-@triton.constexpr_function
-def right(W: int) -> gl.DotOperandLayout:
-    return gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [W, 1], [16, 8]), 2)
-
-
-@triton.constexpr_function
 def powers(stop: int) -> list[list[int]]:
     return [[0, 2**i] for i in range(stop.bit_length() - 1)]
 
@@ -69,63 +44,62 @@ def apart(layout: gl.DistributedLinearLayout, eighth: int) -> gl.DistributedLine
 
 
 @triton.constexpr_function
-def _copied(width: int, W: int) -> gl.BlockedLayout:
-    """[16 keys, width] of bytes on their way to shared memory, 16 at a time"""
-    across = max(width // 16, 1)
-    return gl.BlockedLayout([1, min(width, 16)], [32 // across, across], [W, 1], [1, 0])
+def _copied(width: int, W: int) -> gl.DistributedLinearLayout:
+    """[64 keys, width] of bytes on their way to shared memory, 16 at a time; each of four warps has a block of 16 keys"""
+    vector, rows = min(width, 16), 16 if W == 4 else 64
+    columns = [[0, 2**i] for i in range(vector.bit_length() - 1, width.bit_length() - 1)]
+    places = [*columns, *([2**i, 0] for i in range(rows.bit_length() - 1))]
+    lanes = [*places[:5], *[[0, 0]] * (5 - len(places))]
+    warps = [[16, 0], [32, 0]] if W == 4 else []
+    return gl.DistributedLinearLayout([*powers(vector), *places[5:]], lanes, warps, [], [64, width])
 
 
-# Codes: staged in shared memory two tiles deep, plane by plane, and unpacked from there
+# Codes: staged in shared memory plane by plane, and unpacked from there
 
 
 @gluon.jit
-def stages(LEVELS: gl.constexpr, DIM: gl.constexpr):
-    """Room for the low plane, the high plane and the scales of two tiles' keys, or values."""
+def stages(LEVELS: gl.constexpr, DEPTH: gl.constexpr, DIM: gl.constexpr):
+    """Room for the low plane, the scales and the high plane of some tiles' keys, or values; scales of two always."""
     WIDTH: gl.constexpr = DIM // num_stretches(LEVELS)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    low = gl.allocate_shared_memory(gl.uint8, [2, 64, WIDTH], PLAIN)
+    low = gl.allocate_shared_memory(gl.uint8, [DEPTH, 64, WIDTH], PLAIN)
     scale = gl.allocate_shared_memory(gl.float16, [2, 64], LINE)
     if high_plane(LEVELS):
-        return low, scale, gl.allocate_shared_memory(gl.uint8, [2, 64, DIM // 8], PLAIN)
+        return low, scale, gl.allocate_shared_memory(gl.uint8, [DEPTH, 64, DIM // 8], PLAIN)
     else:
         return low, scale
 
 
 @gluon.jit
-def _copy_plane(record, shared, i: gl.constexpr, WIDTH: gl.constexpr, W: gl.constexpr):
-    """16 keys of a plane, which lie side by side."""
-    LAYOUT: gl.constexpr = _copied(WIDTH, W)
-    key = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))[:, None]
-    byte = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
-    async_copy.async_copy_global_to_shared(shared.slice(16 * i, 16), record + (key * WIDTH + byte))
+def _find_records(records, blocks, row, stride_record):
+    """The record of each of a tile's 64 keys."""
+    number = row // 16
+    block = gl.where(number < 2, gl.where(number < 1, blocks[0], blocks[1]), gl.where(number < 3, blocks[2], blocks[3]))
+    return records + block.to(gl.int64) * stride_record
 
 
 @gluon.jit
-def _copy(
-    record, stages, stage, i: gl.constexpr, LEVELS: gl.constexpr,
+def _copy_plane(records, blocks, shared, stride_record, AT: gl.constexpr, WIDTH: gl.constexpr, W: gl.constexpr):
+    LAYOUT: gl.constexpr = _copied(WIDTH, W)
+    row = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
+    byte = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
+    place = _find_records(records, blocks, row, stride_record) + AT
+    async_copy.async_copy_global_to_shared(shared, place + row % 16 * WIDTH + byte)
+
+
+@gluon.jit
+def copy_codes(
+    records, blocks, stages, slot, stage, stride_record, LEVELS: gl.constexpr,
     LOW: gl.constexpr, HIGH: gl.constexpr, SCALE: gl.constexpr, DIM: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """16 keys, or values, of a record on their way."""
-    _copy_plane(record + LOW, stages[0].index(stage), i, DIM // num_stretches(LEVELS), W)
+    """A tile's keys, or values, on their way: codes to the slot, scales to the stage."""
+    _copy_plane(records, blocks, stages[0].index(slot), stride_record, LOW, DIM // num_stretches(LEVELS), W)
     if high_plane(LEVELS):
-        _copy_plane(record + HIGH, stages[2].index(stage), i, DIM // 8, W)
-    place = (record + SCALE).to(gl.pointer_type(gl.float16), bitcast=True)
-    key = gl.arange(0, 16, gl.BlockedLayout([2], [32], [W], [0]))
-    async_copy.async_copy_global_to_shared(stages[1].index(stage).slice(16 * i, 16), place + key)
-
-
-@gluon.jit
-def copy_tile(
-    blocks, key_stages, value_stages, stage, records, stride_record,
-    KEY_LEVELS: gl.constexpr, VALUE_LEVELS: gl.constexpr, AT: gl.constexpr, DIM: gl.constexpr, W: gl.constexpr,
-):  # fmt: skip
-    """The records of some blocks on their way to shared memory."""
-    for i in gl.static_range(4):
-        record = records + blocks[i].to(gl.int64) * stride_record
-        _copy(record, key_stages, stage, i, KEY_LEVELS, AT[0], AT[1], AT[4], DIM, W)
-        _copy(record, value_stages, stage, i, VALUE_LEVELS, AT[2], AT[3], AT[5], DIM, W)
-    async_copy.commit_group()
+        _copy_plane(records, blocks, stages[2].index(slot), stride_record, HIGH, DIM // 8, W)
+    row = gl.arange(0, 64, gl.BlockedLayout([2], [32], [W], [0]))
+    place = (_find_records(records, blocks, row, stride_record) + SCALE).to(gl.pointer_type(gl.float16), bitcast=True)
+    async_copy.async_copy_global_to_shared(stages[1].index(stage), place + row % 16)
 
 
 @gluon.jit
@@ -153,23 +127,30 @@ def load_high(shared, KEYS: gl.constexpr, EIGHTH: gl.constexpr, WIDTH: gl.conste
 
 
 @gluon.jit
-def unpack_keys(
-    stages, stage, start: gl.constexpr, LEVELS: gl.constexpr, PTX: gl.constexpr, DIM: gl.constexpr, W: gl.constexpr
-):
-    """Levels of 16 keys a warp, a tensor a stretch, as their bytes lie."""
+def load_codes(stages, slot, start: gl.constexpr, LEVELS: gl.constexpr, DIM: gl.constexpr, W: gl.constexpr):
+    """Bytes of 16 keys a warp, or of their values: of the low plane, and of the high one."""
+    WIDTH: gl.constexpr = DIM // num_stretches(LEVELS)
+    LAYOUT: gl.constexpr = key_bytes(WIDTH, W)
+    low = stages[0].index(slot).slice(start, 16 * W).load(LAYOUT)
+    if high_plane(LEVELS):
+        return low, load_high(stages[2].index(slot).slice(start, 16 * W), 16 * W, DIM // 8, WIDTH, LAYOUT)
+    else:
+        return (low,)
+
+
+@gluon.jit
+def unpack(codes, LEVELS: gl.constexpr, PTX: gl.constexpr, DIM: gl.constexpr, W: gl.constexpr):
+    """Their levels, a tensor a stretch, as their bytes lie."""
     COUNT: gl.constexpr = num_stretches(LEVELS)
     WIDTH: gl.constexpr = DIM // COUNT
     TYPES: gl.constexpr = (gl.float16,) * COUNT
-    LAYOUT: gl.constexpr = key_bytes(WIDTH, W)
-    low = stages[0].index(stage).slice(start, 16 * W).load(LAYOUT)
     if high_plane(LEVELS):
-        EIGHTH: gl.constexpr = DIM // 8
+        LAYOUT: gl.constexpr = key_bytes(WIDTH, W)
         byte = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
-        high = load_high(stages[2].index(stage).slice(start, 16 * W), 16 * W, EIGHTH, WIDTH, LAYOUT)
-        shift = once_in_four(byte, byte % 4 == 0, EIGHTH) + gl.zeros([16 * W, WIDTH], gl.uint8, LAYOUT)
-        return gl.inline_asm_elementwise(PTX, registers(2 * COUNT, 3), [low, high, shift], TYPES, True, 4)
+        shift = once_in_four(byte, byte % 4 == 0, DIM // 8) + gl.zeros([16 * W, WIDTH], gl.uint8, LAYOUT)
+        return gl.inline_asm_elementwise(PTX, registers(2 * COUNT, 3), [codes[0], codes[1], shift], TYPES, True, 4)
     else:
-        return gl.inline_asm_elementwise(PTX, registers(2 * COUNT, 1), [low], TYPES, True, 4)
+        return gl.inline_asm_elementwise(PTX, registers(2 * COUNT, 1), [codes[0]], TYPES, True, 4)
 
 
 @gluon.jit
@@ -188,38 +169,35 @@ def order(n, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def times(acc, factor, COUNT: gl.constexpr):
-    scaled = ()
-    for s in gl.static_range(COUNT):
-        scaled = scaled + (acc[s] * factor[None, :],)
-    return scaled
-
-
-@gluon.jit
-def raise_peak(peak, scores):
+def raise_peak(peak, scores, AXIS: gl.constexpr):
     """The new peak of each lane, what is taken off its scores, and what earlier weights are worth now."""
-    new = gl.maximum(peak, gl.max(scores, 0))
+    new = gl.maximum(peak, gl.max(scores, AXIS))
     base = gl.where(new == float("-inf"), 0.0, new)  # a lane that has seen no key yet
-    return new, base[None, :], gl.exp2(peak - base)
+    return new, base, gl.exp2(peak - base)
 
 
 @gluon.jit
 def hide(scores, key, position, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr):
     """Scores of coded keys; -inf of those that a row takes exactly or does not see."""
-    seen = (key[:, None] + RECENT <= position[None, :]) & (key >= FIRST)[:, None]
+    seen = (key + RECENT <= position) & (key >= FIRST)
     if WINDOW > 0:
-        seen = seen & (key[:, None] > position[None, :] - WINDOW)
+        seen = seen & (key > position - WINDOW)
     return gl.where(seen, scores, float("-inf"))
 
 
 @gluon.jit
-def as_right(weights, LANES: gl.constexpr, W: gl.constexpr):
-    """Weights [16, lanes] as the right of a dot: in float16, squares of 8 x 8 turned over within the warp."""
-    x = gl.inline_asm_elementwise(
-        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [weights.to(gl.float16)], gl.float16, False, 2
-    )
-    x = gl.permute(gl.reshape(x, [2, 8, LANES // 8, 8]), (0, 3, 2, 1)).reshape([16, LANES])
-    return gl.convert_layout(x, right(W), True)
+def hide_exact(scores, key, position, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr):
+    """Scores of exact keys; -inf of those that a row takes by their codes or does not see."""
+    seen = (key <= position) & ((key + RECENT > position) | (key < FIRST))
+    if WINDOW > 0:
+        seen = seen & (key > position - WINDOW)
+    return gl.where(seen, scores, float("-inf"))
+
+
+@gluon.jit
+def is_held(key, page, top, bottom, FIRST: gl.constexpr, RECENT: gl.constexpr):
+    """Only keys that some row takes exactly are there for sure: 0 * NaN of a stale page would poison a sum."""
+    return (page >= 0) & (key <= bottom) & ((key < FIRST) | (key + RECENT > top))
 
 
 @gluon.jit
