@@ -162,18 +162,18 @@ def attend(
         if FIRST > 0:
             acc, peak, total = four_warps.scan_exact(
                 acc, peak, total, turned, where, first, firsts, shares, top, bottom,
-                pages, exact_of, table, stride_page, stride_part, scale, K, V, FIRST, RECENT, WINDOW, DIM, HOPPER,
+                pages, exact_of, table, stride_page, stride_part, scale, K, FIRST, RECENT, WINDOW, DIM, HOPPER,
             )  # fmt: skip
         if RECENT > 0:
             acc, peak, total = four_warps.scan_exact(
                 acc, peak, total, turned, where, recent, last, shares, top, bottom,
-                pages, exact_of, table, stride_page, stride_part, scale, K, V, FIRST, RECENT, WINDOW, DIM, HOPPER,
+                pages, exact_of, table, stride_page, stride_part, scale, K, FIRST, RECENT, WINDOW, DIM, HOPPER,
             )  # fmt: skip
     sums = gl.convert_layout(_add_up(total, W), LAYOUT, True)
     factor = 1.0 / gl.where(sums == 0.0, 1.0, sums)  # a row without keys (padding) gives zeros
     if W == 1:
         one_warp.write_result(acc, factor, out, line, valid, V, DIM)
     else:
-        four_warps.write_result(acc, factor, out, line, valid, V, DIM, HOPPER)
+        four_warps.write_result(acc, factor, out, line, valid, DIM, HOPPER)
     if SPLIT:
         gl.store(lse + line, peak + gl.log2(sums), mask=valid)

@@ -29,9 +29,9 @@ from sparkdraft.kernels.cuda.turboquant.tiles import (
     hide_exact,
     in_order,
     is_held,
+    key_bytes,
     load_codes,
     only_read,
-    order,
     powers,
     raise_peak,
     some_hidden,
@@ -56,14 +56,22 @@ def _in_shared(rows: int, dim: int) -> gl.NVMMASharedLayout:
 
 
 @triton.constexpr_function
-def _rows(width: int, dim: int) -> gl.DistributedLinearLayout:
-    """[16 keys, dim] of exact rows: lanes as in key_bytes, of every stretch; warps share keys and columns"""
+def _value_bytes(width: int) -> gl.DistributedLinearLayout:
+    """[16 keys a warp, width] of codes: 8 lanes in turn have 8 keys, and write to all banks of shared memory"""
+    chunk = width // 4
+    lanes = [[1, 0], [2, 0], [4, 0], [0, chunk], [0, 2 * chunk]]
+    return gl.DistributedLinearLayout([*powers(chunk), [8, 0]], lanes, [[16, 0], [32, 0]], [], [64, width])
+
+
+@triton.constexpr_function
+def _rows(rows: int, width: int, dim: int) -> gl.DistributedLinearLayout:
+    """[rows, dim] of numbers: of each stretch of some width a lane has a quarter, as in key_bytes"""
     chunk = width // 4
     vector = min(chunk, 8)
     lanes = [[0, chunk], [0, 2 * chunk], [1, 0], [2, 0], [4, 0]]
-    columns = [[0, 2**i] for i in range(dim.bit_length() - 1)]
-    rest = [[8, 0], *(c for c in columns if c[1] >= vector and c not in lanes)]
-    return gl.DistributedLinearLayout([*powers(vector), *rest[:-2]], lanes, rest[-2:], [], [16, dim])
+    columns = [[0, 2**i] for i in range(vector.bit_length() - 1, dim.bit_length() - 1)]
+    rest = [c for c in columns if c not in lanes] + [[n, 0] for n in (8, 16, 32) if n < rows]
+    return gl.DistributedLinearLayout([*powers(vector), *rest[:-2]], lanes, rest[-2:], [], [rows, dim])
 
 
 @triton.constexpr_function
@@ -74,26 +82,27 @@ def _totals() -> gl.DistributedLinearLayout:
 
 
 @gluon.jit
+def _in_order(x, ROWS: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr):
+    """Stretches of keys, or queries, side by side, each in the order in which one warp has their columns."""
+    LINES: gl.constexpr = ROWS * (DIM // WIDTH)
+    return gl.reshape(in_order(gl.reshape(x, [LINES, WIDTH]), LINES, WIDTH), [ROWS, DIM])
+
+
+@gluon.jit
 def share_query(q, row, head, valid, stride_row, stride_head, WIDTH: gl.constexpr, DIM: gl.constexpr):
     """In shared memory, [64 lanes, columns], with columns in the order of the keys'."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
-    column = _column(gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT)), WIDTH)
+    LAYOUT: gl.constexpr = _rows(64, WIDTH, DIM)
     line = gl.convert_layout(row * stride_row + head * stride_head, gl.SliceLayout(1, LAYOUT))
     mask = gl.convert_layout(valid, gl.SliceLayout(1, LAYOUT))[:, None]
-    x = gl.load(q + line[:, None] + column[None, :], mask=mask, other=0.0).to(gl.float16)
-    return gl.allocate_shared_memory(gl.float16, [64, DIM], _in_shared(64, DIM), x)
+    column = gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))[None, :]
+    x = gl.load(q + line[:, None] + column, mask=mask, other=0.0).to(gl.float16)
+    return gl.allocate_shared_memory(gl.float16, [64, DIM], _in_shared(64, DIM), _in_order(x, 64, WIDTH, DIM))
 
 
 @gluon.jit
 def nothing(DIM: gl.constexpr, HOPPER: gl.constexpr):
     """The sums of values and of weights before any key."""
     return gl.zeros([LANES, DIM], gl.float32, wide(DIM, HOPPER)), gl.zeros([LANES, 8], gl.float32, _totals())
-
-
-@gluon.jit
-def _column(m, WIDTH: gl.constexpr):
-    """The column that keys, queries, values and results have at m, in stretches of that width."""
-    return m // WIDTH * WIDTH + order(m % WIDTH, WIDTH)
 
 
 @gluon.jit
@@ -119,16 +128,28 @@ def _wait(acc, HOPPER: gl.constexpr):
 
 
 @gluon.jit
-def _lay_down(shared, codes, LEVELS: gl.constexpr, PTX: gl.constexpr, DIM: gl.constexpr):
-    """Levels of a tile's keys, or values, to shared memory, one stretch after the other."""
-    COUNT: gl.constexpr = num_stretches(LEVELS)
-    found = unpack(codes, LEVELS, PTX, DIM, 4)
-    both = gl.join(found[0], found[COUNT // 2])
+def _side_by_side(levels, WIDTH: gl.constexpr, DIM: gl.constexpr):
+    """[64, WIDTH] of each stretch -> [64, DIM]"""
+    COUNT: gl.constexpr = DIM // WIDTH
+    both = gl.join(levels[0], levels[COUNT // 2])
     if COUNT == 4:
-        both = gl.join(both, gl.join(found[1], found[3]))
-    x = gl.reshape(both, [64, DIM // COUNT, COUNT])
-    x = gl.permute(x, (0, 2, 1)).reshape([64 * COUNT, DIM // COUNT])
-    shared.store(gl.reshape(in_order(x, 64 * COUNT, DIM // COUNT), [64, DIM]))
+        both = gl.join(both, gl.join(levels[1], levels[3]))
+    return gl.permute(gl.reshape(both, [64, WIDTH, COUNT]), (0, 2, 1)).reshape([64, DIM])
+
+
+@gluon.jit
+def _lay_keys(shared, stages, LEVELS: gl.constexpr, PTX: gl.constexpr, DIM: gl.constexpr):
+    """A tile's keys from codes to shared memory."""
+    WIDTH: gl.constexpr = DIM // num_stretches(LEVELS)
+    LAYOUT: gl.constexpr = key_bytes(WIDTH, 4)
+    levels = unpack(load_codes(stages, 0, 0, LEVELS, LAYOUT, DIM), LEVELS, PTX, LAYOUT, DIM)
+    shared.store(_in_order(_side_by_side(levels, WIDTH, DIM), 64, WIDTH, DIM))
+
+
+@gluon.jit
+def _lay_values(shared, codes, LEVELS: gl.constexpr, PTX: gl.constexpr, DIM: gl.constexpr):
+    WIDTH: gl.constexpr = DIM // num_stretches(LEVELS)
+    shared.store(_side_by_side(unpack(codes, LEVELS, PTX, _value_bytes(WIDTH), DIM), WIDTH, DIM))
 
 
 @gluon.jit
@@ -175,6 +196,7 @@ def scan_codes(
 ):  # fmt: skip
     """As in one_warp.py. position: in shared memory, as it is seldom looked at."""
     SCORES: gl.constexpr = wide(64, HOPPER)
+    VALUE_BYTES: gl.constexpr = _value_bytes(DIM // num_stretches(VALUE_LEVELS))
     APART: gl.constexpr = DIM < 256  # else keys and values take turns in shared memory
     key_stages, value_stages = stages(KEY_LEVELS, 1, DIM), stages(VALUE_LEVELS, 2, DIM)
     keys = gl.allocate_shared_memory(gl.float16, [64, DIM], _in_shared(64, DIM))
@@ -185,10 +207,10 @@ def scan_codes(
     _copy_tile(blocks, key_stages, value_stages, 0, records, stride_record, KEY_LEVELS, VALUE_LEVELS, AT, DIM)
     blocks = find_blocks(table, begin + step, stop)
     async_copy.wait_group(0)
-    _lay_down(keys, load_codes(key_stages, 0, 0, KEY_LEVELS, DIM, 4), KEY_LEVELS, KEY_PTX, DIM)
+    _lay_keys(keys, key_stages, KEY_LEVELS, KEY_PTX, DIM)
     for tile in range(begin, end, step):
         start = tile * 64
-        codes = load_codes(value_stages, stage, 0, VALUE_LEVELS, DIM, 4)
+        codes = load_codes(value_stages, stage, 0, VALUE_LEVELS, VALUE_BYTES, DIM)
         fence_async_shared()
         scores = _dot(q, keys.permute((1, 0)), gl.zeros([LANES, 64], gl.float32, SCORES), HOPPER, True)
         _copy_tile(
@@ -196,7 +218,7 @@ def scan_codes(
         )
         blocks = find_blocks(table, tile + 2 * step, stop)
         if APART:
-            _lay_down(values, codes, VALUE_LEVELS, VALUE_PTX, DIM)
+            _lay_values(values, codes, VALUE_LEVELS, VALUE_PTX, DIM)
         scores = _wait(scores, HOPPER)
         key_scale = key_stages[1].index(stage).load(gl.SliceLayout(0, SCORES)).to(gl.float32)
         value_scale = value_stages[1].index(stage).load(gl.SliceLayout(0, SCORES))
@@ -209,38 +231,37 @@ def scan_codes(
         weights = gl.exp2(scores - base[:, None])
         total = _grow(total, decay, weights, 64)
         if not APART:
-            _lay_down(values, codes, VALUE_LEVELS, VALUE_PTX, DIM)
+            _lay_values(values, codes, VALUE_LEVELS, VALUE_PTX, DIM)
         fence_async_shared()
         async_copy.wait_group(0)
         acc = _add_values(acc, decay, weights * value_scale.to(gl.float32)[None, :], values, DIM, HOPPER)
         if APART:
-            _lay_down(keys, load_codes(key_stages, 0, 0, KEY_LEVELS, DIM, 4), KEY_LEVELS, KEY_PTX, DIM)
+            _lay_keys(keys, key_stages, KEY_LEVELS, KEY_PTX, DIM)
         acc = _wait(acc, HOPPER)
         if not APART:
-            _lay_down(keys, load_codes(key_stages, 0, 0, KEY_LEVELS, DIM, 4), KEY_LEVELS, KEY_PTX, DIM)
+            _lay_keys(keys, key_stages, KEY_LEVELS, KEY_PTX, DIM)
         stage = 1 - stage
     return acc, peak, total
 
 
 @gluon.jit
 def _load_rows(
-    page, number, start, top, bottom, WIDTH: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, DIM: gl.constexpr
+    page, number, start, top, bottom, FIRST: gl.constexpr, RECENT: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr
 ):
-    """16 exact keys, or values, with their columns in the order of the codes'."""
-    LAYOUT: gl.constexpr = _rows(WIDTH, DIM)
+    """16 exact keys, or values."""
+    LAYOUT: gl.constexpr = _rows(16, WIDTH, DIM)
     key = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))[:, None]
     place = page + key * DIM + gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))[None, :]
     held = is_held(start + key, number, top, bottom, FIRST, RECENT)
-    x = gl.load(place, mask=held, other=0.0).to(gl.float16)
-    return in_order(gl.reshape(x, [16 * (DIM // WIDTH), WIDTH]), 16 * (DIM // WIDTH), WIDTH).reshape([16, DIM])
+    return gl.load(place, mask=held, other=0.0).to(gl.float16)
 
 
 @gluon.jit
 def scan_exact(
     acc, peak, total, q, position, begin, end, step, top, bottom,
     pages, exact_of, table, stride_page, stride_part, scale,
-    K: gl.constexpr, V: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr,
-    DIM: gl.constexpr, HOPPER: gl.constexpr,
+    K: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr, DIM: gl.constexpr,
+    HOPPER: gl.constexpr,
 ):  # fmt: skip
     """As in one_warp.py."""
     SCORES: gl.constexpr = wide(16, HOPPER)
@@ -251,9 +272,9 @@ def scan_exact(
         start = tile * 16
         number = gl.load(exact_of + gl.load(table + tile)).to(gl.int64)
         page = pages + number * stride_page
-        k = _load_rows(page, number, start, top, bottom, DIM // K, FIRST, RECENT, DIM)
-        v = _load_rows(page + stride_part, number, start, top, bottom, DIM // V, FIRST, RECENT, DIM)
-        keys.store(k)
+        k = _load_rows(page, number, start, top, bottom, FIRST, RECENT, DIM // K, DIM)
+        v = _load_rows(page + stride_part, number, start, top, bottom, FIRST, RECENT, 32, DIM)
+        keys.store(_in_order(k, 16, DIM // K, DIM))
         values.store(v)
         fence_async_shared()
         scores = _wait(_dot(q, keys.permute((1, 0)), gl.zeros([LANES, 16], gl.float32, SCORES), HOPPER, True), HOPPER)
@@ -269,10 +290,10 @@ def scan_exact(
 
 
 @gluon.jit
-def write_result(acc, factor, out, line, valid, V: gl.constexpr, DIM: gl.constexpr, HOPPER: gl.constexpr):
+def write_result(acc, factor, out, line, valid, DIM: gl.constexpr, HOPPER: gl.constexpr):
     RESULT: gl.constexpr = wide(DIM, HOPPER)
     ROWS: gl.constexpr = gl.SliceLayout(1, RESULT)
-    column = _column(gl.arange(0, DIM, gl.SliceLayout(0, RESULT)), DIM // V)[None, :]
+    column = gl.arange(0, DIM, gl.SliceLayout(0, RESULT))[None, :]
     place = out + gl.convert_layout(line * DIM, ROWS, True)[:, None] + column
     mask = gl.convert_layout(valid, ROWS, True)[:, None] & (column >= 0)
     acc = acc * gl.convert_layout(factor, ROWS, True)[:, None]

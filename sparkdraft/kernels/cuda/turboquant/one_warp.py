@@ -31,7 +31,6 @@ from sparkdraft.kernels.cuda.turboquant.tiles import (
     load_high,
     once_in_four,
     only_read,
-    order,
     powers,
     raise_peak,
     some_hidden,
@@ -47,6 +46,23 @@ LANES = gl.constexpr(gl.SliceLayout(0, MMA.value))
 TOTALS = gl.constexpr(  # [8, 8 lanes]: of a lane's weights, by the place of their keys among 8
     gl.DistributedLinearLayout([[0, 1]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [], [], [8, 8])
 )
+
+
+@triton.constexpr_function
+def _query(width: int) -> gl.DistributedLinearLayout:
+    """[8 lanes, width]"""
+    chunk = width // 4
+    lanes = [[0, chunk], [0, 2 * chunk], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(powers(chunk), lanes, [], [], [8, width])
+
+
+@triton.constexpr_function
+def _result(width: int) -> gl.DistributedLinearLayout:
+    """[width, 8 lanes]"""
+    chunk = width // 8
+    lanes = [[0, 2], [0, 4], [chunk, 0], [2 * chunk, 0], [4 * chunk, 0]]
+    columns = [[column, 0] for _, column in powers(chunk)]
+    return gl.DistributedLinearLayout([*columns, [0, 1]], lanes, [], [], [width, 8])
 
 
 @triton.constexpr_function
@@ -113,13 +129,14 @@ def _as_values(first, last, WIDTH: gl.constexpr):
 @gluon.jit
 def load_query(q, row, head, valid, stride_row, stride_head, WIDTH: gl.constexpr, DIM: gl.constexpr):
     """Its stretches as the right of a dot, [columns, 8 lanes], with columns in the order of the keys'."""
-    column = order(gl.arange(0, WIDTH, gl.SliceLayout(1, RIGHT)), WIDTH)
-    line = gl.convert_layout(row * stride_row + head * stride_head, gl.SliceLayout(0, RIGHT))
-    mask = gl.convert_layout(valid, gl.SliceLayout(0, RIGHT))[None, :]
-    place = q + line[None, :] + column[:, None]
+    LAYOUT: gl.constexpr = _query(WIDTH)
+    line = gl.convert_layout(row * stride_row + head * stride_head, gl.SliceLayout(1, LAYOUT))
+    mask = gl.convert_layout(valid, gl.SliceLayout(1, LAYOUT))[:, None]
+    place = q + line[:, None] + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
     stretches = ()
     for s in gl.static_range(DIM // WIDTH):
-        stretches = stretches + (gl.load(place + s * WIDTH, mask=mask, other=0.0).to(gl.float16),)
+        x = in_order(gl.load(place + s * WIDTH, mask=mask, other=0.0).to(gl.float16), 8, WIDTH)
+        stretches = stretches + (gl.convert_layout(gl.permute(x, (1, 0)), RIGHT, True),)
     return stretches
 
 
@@ -136,11 +153,12 @@ def nothing(V: gl.constexpr, DIM: gl.constexpr):
 def _score(q, key_stages, value_stages, stage, scale, LEVELS: gl.constexpr, PTX: gl.constexpr, DIM: gl.constexpr):
     """A tile's scores and the scales of its values, 16 keys after the other."""
     COUNT: gl.constexpr = num_stretches(LEVELS)
+    LAYOUT: gl.constexpr = key_bytes(DIM // COUNT, 1)
     scores = ()
     value_scales = ()
     for i in gl.static_range(4):
         score = gl.zeros([16, 8], gl.float32, MMA)
-        k = unpack(load_codes(key_stages, stage, 16 * i, LEVELS, DIM, 1), LEVELS, PTX, DIM, 1)
+        k = unpack(load_codes(key_stages, stage, 16 * i, LEVELS, LAYOUT, DIM), LEVELS, PTX, LAYOUT, DIM)
         for s in gl.static_range(COUNT):
             score = mma_v2(gl.convert_layout(in_order(k[s], 16, DIM // COUNT), LEFT, True), q[s], score)
         key_scale = key_stages[1].index(stage).slice(16 * i, 16).load(KEYS).to(gl.float32)
@@ -308,8 +326,12 @@ def scan_exact(
 @gluon.jit
 def write_result(acc, factor, out, line, valid, V: gl.constexpr, DIM: gl.constexpr):
     WIDTH: gl.constexpr = DIM // V
-    n = gl.arange(0, WIDTH, KEYS)[:, None]
-    place = out + (line * DIM)[None, :] + n % 8 * (WIDTH // 8) + n // 8
+    LAYOUT: gl.constexpr = _result(WIDTH)
+    LINES: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    column = gl.arange(0, WIDTH, gl.SliceLayout(1, LAYOUT))[:, None]
+    place = out + gl.convert_layout(line * DIM, LINES, True)[None, :] + column
+    mask = gl.convert_layout(valid, LINES, True)[None, :] & (column >= 0)
     for s in gl.static_range(V):
-        mask = valid[None, :] & (n >= 0)
-        gl.store(place + s * WIDTH, (acc[s] * factor[None, :]).to(out.dtype.element_ty), mask=mask)
+        x = (acc[s] * factor[None, :]).to(out.dtype.element_ty)
+        x = gl.permute(gl.reshape(x, [WIDTH // 8, 8, 8]), (1, 0, 2)).reshape([WIDTH, 8])
+        gl.store(place + s * WIDTH, gl.convert_layout(x, LAYOUT, True), mask=mask)

@@ -127,27 +127,26 @@ def load_high(shared, KEYS: gl.constexpr, EIGHTH: gl.constexpr, WIDTH: gl.conste
 
 
 @gluon.jit
-def load_codes(stages, slot, start: gl.constexpr, LEVELS: gl.constexpr, DIM: gl.constexpr, W: gl.constexpr):
-    """Bytes of 16 keys a warp, or of their values: of the low plane, and of the high one."""
-    WIDTH: gl.constexpr = DIM // num_stretches(LEVELS)
-    LAYOUT: gl.constexpr = key_bytes(WIDTH, W)
-    low = stages[0].index(slot).slice(start, 16 * W).load(LAYOUT)
+def load_codes(stages, slot, start: gl.constexpr, LEVELS: gl.constexpr, LAYOUT: gl.constexpr, DIM: gl.constexpr):
+    """Bytes of some keys, or of their values: of the low plane, and of the high one."""
+    KEYS: gl.constexpr = LAYOUT.shape[0]
+    low = stages[0].index(slot).slice(start, KEYS).load(LAYOUT)
     if high_plane(LEVELS):
-        return low, load_high(stages[2].index(slot).slice(start, 16 * W), 16 * W, DIM // 8, WIDTH, LAYOUT)
+        return low, load_high(stages[2].index(slot).slice(start, KEYS), KEYS, DIM // 8, LAYOUT.shape[1], LAYOUT)
     else:
         return (low,)
 
 
 @gluon.jit
-def unpack(codes, LEVELS: gl.constexpr, PTX: gl.constexpr, DIM: gl.constexpr, W: gl.constexpr):
+def unpack(codes, LEVELS: gl.constexpr, PTX: gl.constexpr, LAYOUT: gl.constexpr, DIM: gl.constexpr):
     """Their levels, a tensor a stretch, as their bytes lie."""
     COUNT: gl.constexpr = num_stretches(LEVELS)
-    WIDTH: gl.constexpr = DIM // COUNT
     TYPES: gl.constexpr = (gl.float16,) * COUNT
     if high_plane(LEVELS):
-        LAYOUT: gl.constexpr = key_bytes(WIDTH, W)
+        KEYS: gl.constexpr = codes[0].shape[0]
+        WIDTH: gl.constexpr = codes[0].shape[1]
         byte = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
-        shift = once_in_four(byte, byte % 4 == 0, DIM // 8) + gl.zeros([16 * W, WIDTH], gl.uint8, LAYOUT)
+        shift = once_in_four(byte, byte % 4 == 0, DIM // 8) + gl.zeros([KEYS, WIDTH], gl.uint8, LAYOUT)
         return gl.inline_asm_elementwise(PTX, registers(2 * COUNT, 3), [codes[0], codes[1], shift], TYPES, True, 4)
     else:
         return gl.inline_asm_elementwise(PTX, registers(2 * COUNT, 1), [codes[0]], TYPES, True, 4)
@@ -157,12 +156,6 @@ def unpack(codes, LEVELS: gl.constexpr, PTX: gl.constexpr, DIM: gl.constexpr, W:
 def in_order(x, KEYS: gl.constexpr, WIDTH: gl.constexpr):
     """[KEYS, WIDTH] with columns in the order of the bytes -> in the order in which lanes have them, the query's."""
     return gl.permute(gl.reshape(x, [KEYS, 4, WIDTH // 8, 2]), (0, 2, 1, 3)).reshape([KEYS, WIDTH])
-
-
-@gluon.jit
-def order(n, WIDTH: gl.constexpr):
-    """The column that in_order puts at n."""
-    return n % 8 // 2 * (WIDTH // 4) + n // 8 * 2 + n % 2
 
 
 # Softmax
