@@ -14,6 +14,7 @@ from torch import Tensor
 from sparkdraft.kernels.dice import draw
 from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.kernels.turboquant.reference import tq_attention, tq_write
+from sparkdraft.kernels.turboquant.store import CodedLayer
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.quant.group import GroupQuant
@@ -38,6 +39,7 @@ __all__ = [
     "silu_mul",
     "tap",
     "tq_attention",
+    "tq_rope_write",
     "tq_write",
 ]
 
@@ -150,6 +152,25 @@ def rope_write(
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
     _, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     kv_write(k, v, k_cache, v_cache, slots)
+
+
+def tq_rope_write(
+    layer: CodedLayer,  # changed in place
+    qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim]; only its queries are defined afterwards
+    positions: Tensor,  # int32 [rows]
+    table: Tensor,  # float32 [max_position, rotary_dim]: cosines, then sines
+    num_heads: int,
+    num_kv_heads: int,
+    q_norm: Tensor | None,  # [head_dim]
+    k_norm: Tensor | None,
+    eps: float,
+    slots: Tensor,  # int32 [rows]: block * block_size + offset; a negative slot is not written
+) -> None:
+    """The same for a compressed cache: `qk_norm_rope`, then `tq_write`, which rotates the queries too."""
+    qk_norm_rope(qkv, positions, table, num_heads, num_kv_heads, q_norm, k_norm, eps)
+    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    tq_write(layer, k, v, slots, q)
 
 
 def paged_attention(

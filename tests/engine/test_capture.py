@@ -191,7 +191,7 @@ def test_nothing_of_a_step_waits_for_the_device() -> None:
     def mixed(*_: Any) -> Tensor:
         return torch.empty(4, HEADS * DIM, device=meta)
 
-    ops = SimpleNamespace(**dict.fromkeys(("qk_norm_rope", "rope_write", "tq_write"), nothing))
+    ops = SimpleNamespace(**dict.fromkeys(("rope_write", "tq_rope_write"), nothing))
     ops.paged_attention = ops.tq_attention = mixed
     kv = cache(5, 3, torch.randn(KV_HEADS, DIM, device=meta), meta, ops)
     qkv, slots = torch.randn(4, (HEADS + 2 * KV_HEADS) * DIM, device=meta), torch.zeros(4, device=meta)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
+from sparkdraft.kernels import cuda  # noqa: E402
 from sparkdraft.kernels.cuda import attention, turboquant  # noqa: E402
 from sparkdraft.kernels.cuda.turboquant.levels import as_they_lie, in_pairs  # noqa: E402
 from sparkdraft.kernels.turboquant.codes import pack, unpack  # noqa: E402
@@ -202,6 +203,36 @@ def test_queries_are_rotated_in_place(dim: int, dtype: torch.dtype) -> None:
     off = 1e-5 if dtype == torch.float32 else 1e-3
     torch.testing.assert_close(found.float(), wanted, rtol=off, atol=off)
     assert torch.equal(qkv[:, 6:], before[:, 6:])
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norms", ["both", "none", "q", "k"])
+@pytest.mark.parametrize("dim, rotary", [(64, 64), (128, 128), (256, 64)])
+def test_norms_and_rope_on_the_way(dim: int, rotary: int, norms: str, dtype: torch.dtype) -> None:
+    """tq_rope_write is qk_norm_rope and tq_write; positions of padding rows may be any number."""
+    heads, kv_heads, slots = 6, 2, integers([5, -1, 20, 31, 7])
+    q_norm, k_norm = (randn(dim, dtype=dtype) if norms in ("both", n) else None for n in "qk")
+    turn = integers([0, 49, 3, 2**30, -5]), randn(50, rotary).cos(), heads, kv_heads, q_norm, k_norm, 1e-6
+    layer, other = make_layer(2, kv_heads, dim), make_layer(2, kv_heads, dim)
+    layer.exact_of[:] = other.exact_of[:] = integers([1, -1])
+    other.centre.copy_(layer.centre)
+    other.records.copy_(layer.records)
+    other.pages.copy_(layer.pages)
+    qkv = randn(5, (heads + 2 * kv_heads) * dim + 16, dtype=dtype)[:, : (heads + 2 * kv_heads) * dim]
+    before, twice = qkv.clone(), qkv.clone()
+    turboquant.tq_rope_write(layer, qkv, *turn, slots)
+    cuda.qk_norm_rope(twice, *turn)
+    q, k, v = twice.view(5, -1, dim).split((heads, kv_heads, kv_heads), dim=1)
+    turboquant.tq_write(other, k, v, slots, q)
+    half = dtype == torch.bfloat16
+    got, want = (x[:, : heads * dim].view(torch.float16) if half else x[:, : heads * dim] for x in (qkv, twice))
+    off = 1e-5 if dtype == torch.float32 else 1e-2  # a norm's squares are added in another order
+    torch.testing.assert_close(got, want, rtol=off, atol=off)
+    assert torch.equal(qkv[:, heads * dim :], before[:, heads * dim :]), "keys and values stay as they were"
+    torch.testing.assert_close(layer.pages, other.pages, rtol=2e-3, atol=2e-3, equal_nan=True)
+    differ = [(a != b).float().mean() for a, b in zip(planes(layer)[:-2], planes(other)[:-2], strict=True)]
+    assert max(differ) < 0.02, differ
 
 
 @gpu
@@ -435,7 +466,10 @@ def launches(
     )  # fmt: skip
     qkv = made(seqs * rows, heads + 2 * kv_heads, dim, dtype=torch.bfloat16)
     q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-    turboquant.tq_write(layer, k, v, made(seqs * rows), q)
+    slots = positions = made(seqs * rows)
+    turboquant.tq_write(layer, k, v, slots, q)
+    table, norm = made(4000, dim, dtype=torch.float32), made(dim, dtype=torch.bfloat16)
+    turboquant.tq_rope_write(layer, qkv.flatten(1), positions, table, heads, kv_heads, norm, norm, 1e-6, slots)
     view = AttentionView(made(seqs + 1), made(seqs), made(seqs, 2000), rows, 32000)
     turboquant.tq_attention(layer, q, view, 0.1, window, MOST)
     return found

@@ -57,10 +57,7 @@ class TurboQuantKV:
             self.exact_of[blocks.long()] = pages
 
     def rotate_and_write(self, layer: int, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
-        self.ops.qk_norm_rope(qkv, *turn)
-        heads, kv_heads = turn.num_heads, turn.num_kv_heads
-        q, k, v = qkv.view(qkv.shape[0], heads + 2 * kv_heads, -1).split((heads, kv_heads, kv_heads), dim=1)
-        self.ops.tq_write(self.layers[layer], k, v, slots, q)
+        self.ops.tq_rope_write(self.layers[layer], qkv, *turn, slots)
 
     def attend(
         self, layer: int, q: Tensor, view: AttentionView, scale: float, causal: bool = True, window: int = 0

@@ -337,10 +337,10 @@ def _choose_tile(lanes: int, dim: int, itemsize: int, roomy: bool) -> tuple[Tile
     return (few, False) if few else (chunk[itemsize, dim], True)
 
 
-def _choose_splits(programs: int, slots: int, most: int) -> int:
+def _choose_splits(programs: int, slots: int, most: int, near: float = 0.9) -> int:
     """The fewest splits that keep the GPU nearly as busy as the best number does (as FlashAttention does)."""
     busy = [programs * s / (triton.cdiv(programs * s, slots) * slots) for s in range(1, max(most, 1) + 1)]
-    return next(s for s, share in enumerate(busy, 1) if share >= 0.9 * max(busy))
+    return next(s for s, share in enumerate(busy, 1) if share >= near * max(busy))
 
 
 @lru_cache(maxsize=4096)

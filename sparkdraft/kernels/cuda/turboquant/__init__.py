@@ -4,7 +4,7 @@ Codes and exact rows both lie in rotated space (kernels/turboquant/store.py). So
 values are written, and not the keys; a key's scale multiplies its finished score, a value's scale its weight, and the
 sum is rotated back once. Which blocks have an exact page, and what a centre is, is left to the caller.
 
-    write.py        queries rotated in place, keys and values coded and packed
+    write.py        queries rotated in place, keys and values coded and packed, after their norms and RoPE
     levels.py       packed codes to levels, as PTX
     attention.py    the kernel; one_warp.py and four_warps.py go through codes and exact rows, tiles.py is theirs both
     join.py         parts joined, and rotated back
@@ -38,9 +38,7 @@ BLOCK_N = 64  # keys of a tile
 FEW_LANES = 16  # of a sequence, up to which programs of one warp take them
 LANES = {1: 8, 4: 64}  # of a program, by its warps
 MOST_REGISTERS = {1: {64: 128, 128: 168, 256: 255}, 4: {64: 168, 128: 255, 256: 255}}  # of a thread, by warps and dim
-# Programs that the work is cut into, an SM: of one warp twice what runs at once, so that what one SM is late with
-# another takes; of four what runs at once, as more of their parts cost more than they save.
-PROGRAMS = {1: 24, 4: 2}
+PROGRAMS = {1: 12, 4: 2}  # that an SM runs at once, by their warps: the work is cut into as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +74,10 @@ def _check(layer: CodedLayer) -> None:
     assert pages is None or pages.stride()[3:] == (layout.dim, 1), pages.stride()
 
 
-def tq_write(
-    layer: CodedLayer,
-    k: Tensor,  # [rows, kv_heads, dim], a strided view of qkv
-    v: Tensor,
-    slots: Tensor,  # int32 [rows]: block * block_size + offset; a negative slot is not written
-    q: Tensor | None = None,  # [rows, heads, dim]: rotated in place, in float16 where it is of bfloat16
-) -> None:
+def _write(
+    layer: CodedLayer, k: Tensor, v: Tensor, slots: Tensor, q: Tensor | None,
+    positions: Tensor | None, table: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+) -> None:  # fmt: skip
     _check(layer)
     assert k.stride(2) == v.stride(2) == 1, (k.stride(), v.stride())
     assert layer.centre is None or layer.centre.is_contiguous()
@@ -91,15 +86,45 @@ def tq_write(
     heads, queries = (0, k) if q is None else (q.shape[1], q)
     if not rows:
         return
+    most, half = (0, 1) if table is None else (table.shape[0], table.shape[1] // 2)
     run(
         write, (rows, heads + 2 * kv_heads),
         queries, k, v, records, pages, layer.exact_of, signs(dim, k.device), layer.centre, slots,
-        len(records) * TQ_BLOCK,
+        len(records) * TQ_BLOCK, positions, table, q_norm, k_norm, 0 if table is None else table.stride(0), most, eps,
         queries.stride(0), queries.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         *records.stride()[:2], *((0, 0, 0) if pages is None else pages.stride()[:3]),
         **_constants(layout).options(dim), STEPS=dim.bit_length() - 1, BLOCK_SIZE=TQ_BLOCK,
-        HEADS=heads, KV_HEADS=kv_heads, EXACT=pages is not None, CENTRED=layer.centre is not None, num_warps=1,
+        HEADS=heads, KV_HEADS=kv_heads, EXACT=pages is not None, CENTRED=layer.centre is not None,
+        ROPE=table is not None, HALF=half, Q_NORM=q_norm is not None, K_NORM=k_norm is not None, num_warps=1,
     )  # fmt: skip
+
+
+def tq_write(
+    layer: CodedLayer,
+    k: Tensor,  # [rows, kv_heads, dim], a strided view of qkv
+    v: Tensor,
+    slots: Tensor,  # int32 [rows]: block * block_size + offset; a negative slot is not written
+    q: Tensor | None = None,  # [rows, heads, dim]: rotated in place, in float16 where it is of bfloat16
+) -> None:
+    _write(layer, k, v, slots, q, None, None, None, None, 0.0)
+
+
+def tq_rope_write(
+    layer: CodedLayer,
+    qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * dim]; the queries are changed in place, the rest is left alone
+    positions: Tensor,  # int32 [rows]
+    table: Tensor,  # float32 [max_position, rotary_dim]: cosines, then sines
+    num_heads: int,
+    num_kv_heads: int,
+    q_norm: Tensor | None,  # [dim]
+    k_norm: Tensor | None,
+    eps: float,
+    slots: Tensor,
+) -> None:
+    assert qkv.stride(1) == 1 and table.stride(1) == 1, (qkv.stride(), table.stride())
+    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    _write(layer, k, v, slots, q, positions, table, q_norm, k_norm, eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +151,7 @@ def _launch(
     if not alike and (programs >= slots or most < 2):
         return Launch(warps, tiles, per_sequence, 1)
     most = min(triton.cdiv(keys, BLOCK_N), MOST_SPLITS, most)
-    return Launch(warps, tiles, per_sequence, _choose_splits(programs, slots, most))
+    return Launch(warps, tiles, per_sequence, _choose_splits(programs, slots, most, near=0.96))
 
 
 @lru_cache

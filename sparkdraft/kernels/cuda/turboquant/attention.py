@@ -1,9 +1,8 @@
 """Attention over codes and exact rows: decode rows, drafted blocks and prompt chunks.
 
-Codes come from memory two tiles ahead of their use and become levels in the very registers in which tensor cores want
-them: a sum does not mind its order, so columns are taken as the bytes happen to lie, and the query and the result
-follow. Programs of one warp have 8 lanes (rows x grouped heads), those of four 64. Written in Gluon, Triton's language
-with layouts.
+Codes come from memory a tile or two ahead of their use, and become levels in registers: a sum does not mind its order,
+so columns are taken as the bytes happen to lie, and the query follows. Programs of one warp have 8 lanes (rows x
+grouped heads), those of four 64. Written in Gluon, Triton's language with layouts.
 
     keys of a row at p     | first |............ coded ............| recent .. p |     its own border, whatever its tile
     shares of its keys     64 coded ones are a tile, and 16 exact ones: of both, tile t goes to share t % S
@@ -13,10 +12,6 @@ as attention.py beside this folder has it: tiles are counted from the first key,
 zeros, one warp and four do the same in the same order, and launches of up to most_query rows are cut alike. Products
 are not fused with sums: a score is rounded alike with and without a mask.
 """
-
-# Tuples grow while a kernel is compiled, by sums, which are all that the compiler takes for it:
-# mypy: disable-error-code="assignment, misc"
-# ruff: noqa: RUF005
 
 from __future__ import annotations
 
@@ -72,6 +67,11 @@ def _first_own(begin, share, shares):
     return begin + (share + shares - begin % shares) % shares
 
 
+@gluon.jit
+def _count(begin, end, step):
+    return (gl.maximum(end - begin, 0) + step - 1) // step
+
+
 @gluon.jit(do_not_specialize=["query_start", "context_len", "block_tables", "stride_table", "seqs"])
 def attend(
     q, records, pages, exact_of, out, lse, query_start, context_len, block_tables, seqs, scale,
@@ -117,37 +117,33 @@ def attend(
     stop = gl.maximum(bottom - RECENT + 1, 0)  # past the last key that any row takes by its code
     begin, end = _first_own(low // 64, share, shares), (stop + 63) // 64
     # Tiles of exact keys: those of the first, and from the first recent one of any row on.
-    last = gl.maximum(bottom + 16, 0) // 16 if FIRST + RECENT > 0 else 0
+    last = gl.maximum(bottom + 16, 0) // 16
     firsts = gl.minimum((FIRST + 15) // 16, last)
     first = _first_own(low // 16, share, shares)
     recent = _first_own(gl.maximum(gl.maximum(top - RECENT + 1, low) // 16, firsts), share, shares)
+    num_first = _count(first, firsts, shares)
+    num_exact = num_first + (_count(recent, last, shares) if RECENT > 0 else 0)
     if SPLIT:  # noqa: SIM102 (one is known when it is compiled)
-        if (begin >= end) & (first >= firsts) & ((recent >= last) | (RECENT == 0)):
+        if (begin >= end) & (num_exact == 0):
             gl.store(lse + line, gl.full([LANES], float("-inf"), gl.float32, LAYOUT), mask=valid)
             return
 
     table = block_tables + seq.to(gl.int64) * stride_table
-    records += kv_head * stride_record_head
-    if FIRST + RECENT > 0:
-        pages += kv_head * stride_page_head
+    coded = (begin, end, shares, top, bottom, stop, records + kv_head * stride_record_head, table, stride_record)
+    exact = (first, num_first, recent, num_exact, shares, top, bottom, pages, exact_of, table, stride_page, stride_part)
     peak = gl.full([LANES], float("-inf"), gl.float32, LAYOUT)
     if W == 1:
         turned = one_warp.load_query(q, row, head, valid, stride_row, stride_q_head, DIM // K, DIM)
         acc, total = one_warp.nothing(V, DIM)
         if begin < end:
             acc, peak, total = one_warp.scan_codes(
-                acc, peak, total, turned, position, begin, end, shares, top, bottom, stop, records, table,
-                stride_record, scale, KEY_LEVELS, KEY_PTX, VALUE_LEVELS, VALUE_PTX, AT, FIRST, RECENT, WINDOW, DIM,
+                acc, peak, total, turned, position, coded, scale,
+                KEY_LEVELS, KEY_PTX, VALUE_LEVELS, VALUE_PTX, AT, FIRST, RECENT, WINDOW, DIM,
             )  # fmt: skip
-        if FIRST > 0:
+        if FIRST + RECENT > 0:
             acc, peak, total = one_warp.scan_exact(
-                acc, peak, total, turned, position, first, firsts, shares, top, bottom,
-                pages, exact_of, table, stride_page, stride_part, scale, K, V, FIRST, RECENT, WINDOW, DIM,
-            )  # fmt: skip
-        if RECENT > 0:
-            acc, peak, total = one_warp.scan_exact(
-                acc, peak, total, turned, position, recent, last, shares, top, bottom,
-                pages, exact_of, table, stride_page, stride_part, scale, K, V, FIRST, RECENT, WINDOW, DIM,
+                acc, peak, total, turned, position, exact, kv_head * stride_page_head, scale,
+                K, V, FIRST, RECENT, WINDOW, DIM,
             )  # fmt: skip
     else:
         turned = four_warps.share_query(q, row, head, valid, stride_row, stride_q_head, DIM // K, DIM)
@@ -155,19 +151,13 @@ def attend(
         acc, total = four_warps.nothing(DIM, HOPPER)
         if begin < end:
             acc, peak, total = four_warps.scan_codes(
-                acc, peak, total, turned, where, begin, end, shares, top, bottom, stop, records, table,
-                stride_record, scale, KEY_LEVELS, KEY_PTX, VALUE_LEVELS, VALUE_PTX, AT, FIRST, RECENT, WINDOW, DIM,
-                HOPPER,
+                acc, peak, total, turned, where, coded, scale,
+                KEY_LEVELS, KEY_PTX, VALUE_LEVELS, VALUE_PTX, AT, FIRST, RECENT, WINDOW, DIM, HOPPER,
             )  # fmt: skip
-        if FIRST > 0:
+        if FIRST + RECENT > 0:
             acc, peak, total = four_warps.scan_exact(
-                acc, peak, total, turned, where, first, firsts, shares, top, bottom,
-                pages, exact_of, table, stride_page, stride_part, scale, K, FIRST, RECENT, WINDOW, DIM, HOPPER,
-            )  # fmt: skip
-        if RECENT > 0:
-            acc, peak, total = four_warps.scan_exact(
-                acc, peak, total, turned, where, recent, last, shares, top, bottom,
-                pages, exact_of, table, stride_page, stride_part, scale, K, FIRST, RECENT, WINDOW, DIM, HOPPER,
+                acc, peak, total, turned, where, exact, kv_head * stride_page_head, scale,
+                K, FIRST, RECENT, WINDOW, DIM, HOPPER,
             )  # fmt: skip
     sums = gl.convert_layout(_add_up(total, W), LAYOUT, True)
     factor = 1.0 / gl.where(sums == 0.0, 1.0, sums)  # a row without keys (padding) gives zeros

@@ -1,8 +1,8 @@
 """Attention with four warps, 64 lanes: each warp unpacks a quarter of a tile's keys and values into shared memory, for
 all, and has 16 lanes of the scores, of the softmax and of the result to itself.
 
-Of a tile the tensor cores work on the scores while its values are unpacked, and on its values while the next tile's keys
-are; on Hopper they read shared memory by themselves (wgmma), elsewhere through registers. Two barriers a tile are enough:
+Tensor cores work on a tile's scores while its values are unpacked, and on its values while the next tile's keys are;
+on Hopper they read shared memory by themselves (wgmma), elsewhere through registers. Two barriers a tile are enough:
 
     before scores      this tile's keys lie unpacked, the values of the last have been read
     before values      this tile's values lie unpacked, its keys have been read, the next tile's codes have come
@@ -138,11 +138,11 @@ def _side_by_side(levels, WIDTH: gl.constexpr, DIM: gl.constexpr):
 
 
 @gluon.jit
-def _lay_keys(shared, stages, LEVELS: gl.constexpr, PTX: gl.constexpr, DIM: gl.constexpr):
+def _lay_keys(shared, stages, slot, LEVELS: gl.constexpr, PTX: gl.constexpr, DIM: gl.constexpr):
     """A tile's keys from codes to shared memory."""
     WIDTH: gl.constexpr = DIM // num_stretches(LEVELS)
     LAYOUT: gl.constexpr = key_bytes(WIDTH, 4)
-    levels = unpack(load_codes(stages, 0, 0, LEVELS, LAYOUT, DIM), LEVELS, PTX, LAYOUT, DIM)
+    levels = unpack(load_codes(stages, slot, 0, LEVELS, LAYOUT, DIM), LEVELS, PTX, LAYOUT, DIM)
     shared.store(_in_order(_side_by_side(levels, WIDTH, DIM), 64, WIDTH, DIM))
 
 
@@ -178,51 +178,56 @@ def _add_values(acc, decay, weights, values, DIM: gl.constexpr, HOPPER: gl.const
 
 @gluon.jit
 def _copy_tile(
-    blocks, key_stages, value_stages, stage, records, stride_record,
+    blocks, key_stages, value_stages, key_slot, stage, records, stride_record,
     KEY_LEVELS: gl.constexpr, VALUE_LEVELS: gl.constexpr, AT: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
-    """A tile's records on their way: keys are unpacked a tile ahead of values, so that one slot is enough for them."""
-    copy_codes(records, blocks, key_stages, 0, stage, stride_record, KEY_LEVELS, AT[0], AT[1], AT[4], DIM, 4)
+    """A tile's records on their way to shared memory."""
+    copy_codes(records, blocks, key_stages, key_slot, stage, stride_record, KEY_LEVELS, AT[0], AT[1], AT[4], DIM, 4)
     copy_codes(records, blocks, value_stages, stage, stage, stride_record, VALUE_LEVELS, AT[2], AT[3], AT[5], DIM, 4)
     async_copy.commit_group()
 
 
 @gluon.jit
 def scan_codes(
-    acc, peak, total, q, position, begin, end, step, top, bottom, stop, records, table, stride_record, scale,
+    acc, peak, total, q, position, coded, scale,
     KEY_LEVELS: gl.constexpr, KEY_PTX: gl.constexpr, VALUE_LEVELS: gl.constexpr, VALUE_PTX: gl.constexpr,
     AT: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr, DIM: gl.constexpr,
     HOPPER: gl.constexpr,
 ):  # fmt: skip
-    """As in one_warp.py. position: in shared memory, as it is seldom looked at."""
+    """As in one_warp.py; position: in shared memory, as it is seldom looked at."""
+    begin, end, step, top, bottom, stop, records, table, stride_record = coded
     SCORES: gl.constexpr = wide(64, HOPPER)
     VALUE_BYTES: gl.constexpr = _value_bytes(DIM // num_stretches(VALUE_LEVELS))
-    APART: gl.constexpr = DIM < 256  # else keys and values take turns in shared memory
-    key_stages, value_stages = stages(KEY_LEVELS, 1, DIM), stages(VALUE_LEVELS, 2, DIM)
+    # Where vectors are long, shared memory is short: keys and values take turns in it, and codes come one tile ahead.
+    ROOMY: gl.constexpr = DIM < 256
+    AHEAD: gl.constexpr = 2 if ROOMY else 1
+    key_stages, value_stages = stages(KEY_LEVELS, AHEAD, DIM), stages(VALUE_LEVELS, 2, DIM)
     keys = gl.allocate_shared_memory(gl.float16, [64, DIM], _in_shared(64, DIM))
-    values = gl.allocate_shared_memory(gl.float16, [64, DIM], _in_shared(64, DIM)) if APART else keys
+    values = gl.allocate_shared_memory(gl.float16, [64, DIM], _in_shared(64, DIM)) if ROOMY else keys
     lane_key = gl.arange(0, 64, gl.SliceLayout(0, SCORES))
+    for i in gl.static_range(AHEAD):
+        blocks = find_blocks(table, begin + i * step, stop)
+        _copy_tile(blocks, key_stages, value_stages, i, i, records, stride_record, KEY_LEVELS, VALUE_LEVELS, AT, DIM)
+    blocks = find_blocks(table, begin + AHEAD * step, stop)
+    async_copy.wait_group(AHEAD - 1)
+    _lay_keys(keys, key_stages, 0, KEY_LEVELS, KEY_PTX, DIM)
     stage = 0
-    blocks = find_blocks(table, begin, stop)
-    _copy_tile(blocks, key_stages, value_stages, 0, records, stride_record, KEY_LEVELS, VALUE_LEVELS, AT, DIM)
-    blocks = find_blocks(table, begin + step, stop)
-    async_copy.wait_group(0)
-    _lay_keys(keys, key_stages, KEY_LEVELS, KEY_PTX, DIM)
     for tile in range(begin, end, step):
         start = tile * 64
         codes = load_codes(value_stages, stage, 0, VALUE_LEVELS, VALUE_BYTES, DIM)
+        key_scale = key_stages[1].index(stage).load(gl.SliceLayout(0, SCORES))
+        value_scale = value_stages[1].index(stage).load(gl.SliceLayout(0, SCORES))
         fence_async_shared()
         scores = _dot(q, keys.permute((1, 0)), gl.zeros([LANES, 64], gl.float32, SCORES), HOPPER, True)
+        next_ = 1 - stage
         _copy_tile(
-            blocks, key_stages, value_stages, 1 - stage, records, stride_record, KEY_LEVELS, VALUE_LEVELS, AT, DIM
-        )
-        blocks = find_blocks(table, tile + 2 * step, stop)
-        if APART:
+            blocks, key_stages, value_stages, stage if ROOMY else 0, stage if ROOMY else next_, records, stride_record,
+            KEY_LEVELS, VALUE_LEVELS, AT, DIM,
+        )  # fmt: skip
+        blocks = find_blocks(table, tile + (AHEAD + 1) * step, stop)
+        if ROOMY:
             _lay_values(values, codes, VALUE_LEVELS, VALUE_PTX, DIM)
-        scores = _wait(scores, HOPPER)
-        key_scale = key_stages[1].index(stage).load(gl.SliceLayout(0, SCORES)).to(gl.float32)
-        value_scale = value_stages[1].index(stage).load(gl.SliceLayout(0, SCORES))
-        scores = scores * (key_scale * scale)[None, :]
+        scores = _wait(scores, HOPPER) * (key_scale.to(gl.float32) * scale)[None, :]
         if some_hidden(start, top, bottom, FIRST, RECENT, WINDOW):
             where = position.load(gl.SliceLayout(1, SCORES))[:, None]
             scores = hide(scores, (start + lane_key)[None, :], where, FIRST, RECENT, WINDOW)
@@ -230,17 +235,18 @@ def scan_codes(
         peak, base, decay = raise_peak(peak, scores, 1)
         weights = gl.exp2(scores - base[:, None])
         total = _grow(total, decay, weights, 64)
-        if not APART:
+        if not ROOMY:
             _lay_values(values, codes, VALUE_LEVELS, VALUE_PTX, DIM)
         fence_async_shared()
-        async_copy.wait_group(0)
+        async_copy.wait_group(AHEAD - 1)
         acc = _add_values(acc, decay, weights * value_scale.to(gl.float32)[None, :], values, DIM, HOPPER)
-        if APART:
-            _lay_keys(keys, key_stages, KEY_LEVELS, KEY_PTX, DIM)
-        acc = _wait(acc, HOPPER)
-        if not APART:
-            _lay_keys(keys, key_stages, KEY_LEVELS, KEY_PTX, DIM)
-        stage = 1 - stage
+        if not ROOMY:
+            acc = _wait(acc, HOPPER)
+        _lay_keys(keys, key_stages, next_ if ROOMY else 0, KEY_LEVELS, KEY_PTX, DIM)
+        if ROOMY:
+            acc = _wait(acc, HOPPER)
+        stage = next_
+    async_copy.wait_group(0)
     return acc, peak, total
 
 
@@ -258,20 +264,21 @@ def _load_rows(
 
 @gluon.jit
 def scan_exact(
-    acc, peak, total, q, position, begin, end, step, top, bottom,
-    pages, exact_of, table, stride_page, stride_part, scale,
+    acc, peak, total, q, position, exact, offset, scale,
     K: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr, DIM: gl.constexpr,
     HOPPER: gl.constexpr,
 ):  # fmt: skip
     """As in one_warp.py."""
+    first, num_first, recent, num_exact, step, top, bottom, pages, exact_of, table, stride_page, stride_part = exact
     SCORES: gl.constexpr = wide(16, HOPPER)
     keys = gl.allocate_shared_memory(gl.float16, [16, DIM], _in_shared(16, DIM))
     values = gl.allocate_shared_memory(gl.float16, [16, DIM], _in_shared(16, DIM))
     lane_key = gl.arange(0, 16, gl.SliceLayout(0, SCORES))[None, :]
-    for tile in range(begin, end, step):
+    for i in range(num_exact):
+        tile = gl.where(i < num_first, first + i * step, recent + (i - num_first) * step)
         start = tile * 16
         number = gl.load(exact_of + gl.load(table + tile)).to(gl.int64)
-        page = pages + number * stride_page
+        page = pages + number * stride_page + offset
         k = _load_rows(page, number, start, top, bottom, FIRST, RECENT, DIM // K, DIM)
         v = _load_rows(page + stride_part, number, start, top, bottom, FIRST, RECENT, 32, DIM)
         keys.store(_in_order(k, 16, DIM // K, DIM))

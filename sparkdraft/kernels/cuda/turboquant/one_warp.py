@@ -208,7 +208,7 @@ def _copy_tile(
 
 @gluon.jit
 def scan_codes(
-    acc, peak, total, q, position, begin, end, step, top, bottom, stop, records, table, stride_record, scale,
+    acc, peak, total, q, position, coded, scale,
     KEY_LEVELS: gl.constexpr, KEY_PTX: gl.constexpr, VALUE_LEVELS: gl.constexpr, VALUE_PTX: gl.constexpr,
     AT: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
@@ -216,6 +216,7 @@ def scan_codes(
 
     While a tile is worked on, the next one's bytes and the numbers of the blocks after that are on their way.
     """
+    begin, end, step, top, bottom, stop, records, table, stride_record = coded
     V: gl.constexpr = num_stretches(VALUE_LEVELS)
     lane_key = gl.arange(0, 16, KEYS)
     key_stages, value_stages = stages(KEY_LEVELS, 2, DIM), stages(VALUE_LEVELS, 2, DIM)
@@ -301,17 +302,18 @@ def _add_exact(
 
 @gluon.jit
 def scan_exact(
-    acc, peak, total, q, position, begin, end, step, top, bottom,
-    pages, exact_of, table, stride_page, stride_part, scale,
+    acc, peak, total, q, position, exact, offset, scale,
     K: gl.constexpr, V: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr,
     DIM: gl.constexpr,
 ):  # fmt: skip
-    """The same over the exact keys of tiles of 16, in pages that are read."""
+    """The same over exact keys, tiles of 16 of them, of the first and of the recent ones, in pages that are read."""
+    first, num_first, recent, num_exact, step, top, bottom, pages, exact_of, table, stride_page, stride_part = exact
     lane_key = gl.arange(0, 16, KEYS)[:, None]
-    for tile in range(begin, end, step):
+    for i in range(num_exact):
+        tile = gl.where(i < num_first, first + i * step, recent + (i - num_first) * step)
         start = tile * 16
         number = gl.load(exact_of + gl.load(table + tile)).to(gl.int64)
-        page = pages + number * stride_page
+        page = pages + number * stride_page + offset
         scores = _score_exact(q, page, number, start, top, bottom, K, FIRST, RECENT, DIM) * scale
         scores = hide_exact(scores, start + lane_key, position[None, :], FIRST, RECENT, WINDOW)
         peak, base, decay = raise_peak(peak, scores, 0)

@@ -1,6 +1,5 @@
-"""What both ways through the codes share: layouts, codes on their way through shared memory, and the softmax's steps.
+"""What both ways through the codes share: codes on their way through shared memory, and the softmax's steps.
 
-Scores stand on their side, keys down and lanes (rows x grouped heads) across, so that 8 lanes are enough for a warp.
 W is the number of a program's warps, 1 or 4.
 """
 
@@ -45,7 +44,7 @@ def apart(layout: gl.DistributedLinearLayout, eighth: int) -> gl.DistributedLine
 
 @triton.constexpr_function
 def _copied(width: int, W: int) -> gl.DistributedLinearLayout:
-    """[64 keys, width] of bytes on their way to shared memory, 16 at a time; each of four warps has a block of 16 keys"""
+    """[64 keys, width] of bytes on their way to shared memory, 16 at a time; each of four warps has a block of keys"""
     vector, rows = min(width, 16), 16 if W == 4 else 64
     columns = [[0, 2**i] for i in range(vector.bit_length() - 1, width.bit_length() - 1)]
     places = [*columns, *([2**i, 0] for i in range(rows.bit_length() - 1))]

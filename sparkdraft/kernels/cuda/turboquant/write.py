@@ -1,7 +1,8 @@
 """Writing to the compressed cache: vectors are rotated, coded and packed as they come, and queries are rotated too.
 
-One program a row and head of queries, keys or values. Codes hang on the vector alone, and are those of
-kernels/turboquant/vectors.py but for coordinates that lie on a border between two levels to the last bit.
+One program a row and head of queries, keys or values; norms and RoPE, where they are still to do, are done on the way.
+Codes hang on the vector alone, and are those of kernels/turboquant/vectors.py but for coordinates that lie on a border
+between two levels to the last bit.
 """
 
 from __future__ import annotations
@@ -62,23 +63,55 @@ def _put_vector(
     tl.store((record + SCALE).to(tl.pointer_type(tl.float16), bitcast=True) + offset, scale.to(tl.float16))
 
 
-@triton.jit(do_not_specialize=["slots", "num_slots"])
+@triton.jit
+def _load_turned(
+    head, norm, angles, eps,
+    NORM: tl.constexpr, ROPE: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """A head of queries or keys as `_qk_norm_rope` of elementwise.py leaves it, in float32."""
+    column = tl.arange(0, DIM)[None, :]
+    x = tl.load(head + column).to(tl.float32)
+    if not ROPE:
+        return x
+    # A column of the first half turns with that of the second; those past both are left as they are.
+    other = tl.where(column < HALF, column + HALF, tl.where(column < 2 * HALF, column - HALF, column))
+    y = tl.load(head + other).to(tl.float32)
+    DTYPE: tl.constexpr = head.dtype.element_ty
+    if NORM:
+        rms = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+        x = (x * rms * tl.load(norm + column).to(tl.float32)).to(DTYPE).to(tl.float32)
+        y = (y * rms * tl.load(norm + other).to(tl.float32)).to(DTYPE).to(tl.float32)
+    turns = column < 2 * HALF
+    cos = tl.load(angles + column % HALF, mask=turns, other=1.0).to(tl.float32)
+    sin = tl.load(angles + HALF + column % HALF, mask=turns, other=0.0).to(tl.float32)
+    turned = x * cos + tl.where(column < HALF, -y, y) * sin
+    return tl.where(turns, turned, x).to(DTYPE).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["slots", "num_slots", "positions"])
 def write(
     q, k, v, records, pages, exact_of, signs, centre, slots, num_slots,
+    positions, table, q_norm, k_norm, stride_table, max_position, eps,
     stride_q_row, stride_q_head, stride_k_row, stride_k_head, stride_v_row, stride_v_head,
     stride_record, stride_record_head, stride_page, stride_part, stride_page_head,
     KEY_LEVELS: tl.constexpr, VALUE_LEVELS: tl.constexpr, AT: tl.constexpr,
     DIM: tl.constexpr, STEPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    EXACT: tl.constexpr, CENTRED: tl.constexpr, PDL: tl.constexpr,
+    EXACT: tl.constexpr, CENTRED: tl.constexpr,
+    ROPE: tl.constexpr, HALF: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The second program index counts the heads of queries, then those of keys, then those of values."""
     column = tl.arange(0, DIM)[None, :]
     row, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sign = tl.load(signs + column)
     enter(PDL)
+    angles = table
+    if ROPE:
+        position = tl.load(positions + row).to(tl.int64)
+        angles += tl.minimum(tl.maximum(position, 0), max_position - 1) * stride_table  # a padding row may hold any
     if number < HEADS:
-        place = q + row * stride_q_row + number * stride_q_head + column
-        x = tl.load(place).to(tl.float32)
+        query = q + row * stride_q_row + number * stride_q_head
+        x = _load_turned(query, q_norm, angles, eps, Q_NORM, ROPE, HALF, DIM)
+        place = query + column
         if q.dtype.element_ty == tl.bfloat16:  # its rotation lies there in float16, which has as many bytes
             place = place.to(tl.pointer_type(tl.float16), bitcast=True)
         turned = hadamard(flip(x, sign), 1, DIM, STEPS) * DIM**-0.5
@@ -97,7 +130,7 @@ def write(
         has_page = page >= 0
         pages += page * stride_page + head * stride_page_head
     if is_key:
-        x = tl.load(k + row * stride_k_row + head * stride_k_head + column).to(tl.float32)
+        x = _load_turned(k + row * stride_k_row + head * stride_k_head, k_norm, angles, eps, K_NORM, ROPE, HALF, DIM)
         if CENTRED:
             x -= tl.load(centre + head * DIM + column)
         x = flip(x, sign)
