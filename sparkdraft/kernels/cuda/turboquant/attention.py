@@ -146,12 +146,14 @@ def attend(
                 K, V, FIRST, RECENT, WINDOW, DIM,
             )  # fmt: skip
     else:
-        turned = four_warps.share_query(q, row, head, valid, stride_row, stride_q_head, DIM // K, DIM)
+        asked = four_warps.load_query(q, row, head, valid, stride_row, stride_q_head, DIM // K, DIM)
+        found = four_warps.find_first(table, begin, shares, stop)
+        turned = four_warps.share_query(asked, DIM)
         where = gl.allocate_shared_memory(gl.int32, [LANES], gl.SwizzledSharedLayout(1, 1, 1, [0]), position)
         acc, total = four_warps.nothing(DIM, HOPPER)
         if begin < end:
             acc, peak, total = four_warps.scan_codes(
-                acc, peak, total, turned, where, coded, scale,
+                acc, peak, total, turned, where, coded, found, scale,
                 KEY_LEVELS, KEY_PTX, VALUE_LEVELS, VALUE_PTX, AT, FIRST, RECENT, WINDOW, DIM, HOPPER,
             )  # fmt: skip
         if FIRST + RECENT > 0:

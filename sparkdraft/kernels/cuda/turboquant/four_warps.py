@@ -89,14 +89,29 @@ def _in_order(x, ROWS: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr):
 
 
 @gluon.jit
-def share_query(q, row, head, valid, stride_row, stride_head, WIDTH: gl.constexpr, DIM: gl.constexpr):
-    """In shared memory, [64 lanes, columns], with columns in the order of the keys'."""
+def load_query(q, row, head, valid, stride_row, stride_head, WIDTH: gl.constexpr, DIM: gl.constexpr):
+    """[64 lanes, columns], with columns in the order of the keys'."""
     LAYOUT: gl.constexpr = _rows(64, WIDTH, DIM)
     line = gl.convert_layout(row * stride_row + head * stride_head, gl.SliceLayout(1, LAYOUT))
     mask = gl.convert_layout(valid, gl.SliceLayout(1, LAYOUT))[:, None]
     column = gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))[None, :]
     x = gl.load(q + line[:, None] + column, mask=mask, other=0.0).to(gl.float16)
-    return gl.allocate_shared_memory(gl.float16, [64, DIM], _in_shared(64, DIM), _in_order(x, 64, WIDTH, DIM))
+    return _in_order(x, 64, WIDTH, DIM)
+
+
+@gluon.jit
+def share_query(x, DIM: gl.constexpr):
+    return gl.allocate_shared_memory(gl.float16, [64, DIM], _in_shared(64, DIM), x)
+
+
+@gluon.jit
+def find_first(table, begin, step, stop):
+    """The blocks of the first three tiles: all at once, and while the query comes."""
+    return (
+        find_blocks(table, begin, stop),
+        find_blocks(table, begin + step, stop),
+        find_blocks(table, begin + 2 * step, stop),
+    )
 
 
 @gluon.jit
@@ -189,12 +204,12 @@ def _copy_tile(
 
 @gluon.jit
 def scan_codes(
-    acc, peak, total, q, position, coded, scale,
+    acc, peak, total, q, position, coded, found, scale,
     KEY_LEVELS: gl.constexpr, KEY_PTX: gl.constexpr, VALUE_LEVELS: gl.constexpr, VALUE_PTX: gl.constexpr,
     AT: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr, DIM: gl.constexpr,
     HOPPER: gl.constexpr,
 ):  # fmt: skip
-    """As in one_warp.py; position: in shared memory, as it is seldom looked at."""
+    """As in one_warp.py. position: in shared memory, as it is seldom looked at. found: by find_first."""
     begin, end, step, top, bottom, stop, records, table, stride_record = coded
     SCORES: gl.constexpr = wide(64, HOPPER)
     VALUE_BYTES: gl.constexpr = _value_bytes(DIM // num_stretches(VALUE_LEVELS))
@@ -206,9 +221,8 @@ def scan_codes(
     values = gl.allocate_shared_memory(gl.float16, [64, DIM], _in_shared(64, DIM)) if ROOMY else keys
     lane_key = gl.arange(0, 64, gl.SliceLayout(0, SCORES))
     for i in gl.static_range(AHEAD):
-        blocks = find_blocks(table, begin + i * step, stop)
-        _copy_tile(blocks, key_stages, value_stages, i, i, records, stride_record, KEY_LEVELS, VALUE_LEVELS, AT, DIM)
-    blocks = find_blocks(table, begin + AHEAD * step, stop)
+        _copy_tile(found[i], key_stages, value_stages, i, i, records, stride_record, KEY_LEVELS, VALUE_LEVELS, AT, DIM)
+    blocks = found[AHEAD]
     async_copy.wait_group(AHEAD - 1)
     _lay_keys(keys, key_stages, 0, KEY_LEVELS, KEY_PTX, DIM)
     stage = 0

@@ -32,16 +32,16 @@ def _nearest(unit, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _put_plane(codes, target, DIM: tl.constexpr, WIDTH: tl.constexpr):
+def _put_plane(codes, target, kept, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """Codes below 2 ** WIDTH, [DIM], as bytes: no two share a bit, so a sum packs them."""
     STRETCHES: tl.constexpr = 8 // WIDTH
     apart = tl.reshape(codes, [STRETCHES, DIM // STRETCHES]) << (tl.arange(0, STRETCHES) * WIDTH)[:, None]
-    tl.store(target + tl.arange(0, DIM // STRETCHES), tl.sum(apart, 0).to(tl.uint8))
+    tl.store(target + tl.arange(0, DIM // STRETCHES), tl.sum(apart, 0).to(tl.uint8), mask=kept)
 
 
 @triton.jit
 def _put_vector(
-    x, record, offset, page, has_page,
+    x, record, offset, kept, page, has_page,
     LOW: tl.constexpr, HIGH: tl.constexpr, SCALE: tl.constexpr, LEVELS: tl.constexpr,
     DIM: tl.constexpr, STEPS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -49,41 +49,35 @@ def _put_vector(
     turned = tl.reshape(hadamard(x, 1, DIM, STEPS) * DIM**-0.5, [DIM])
     if EXACT:
         column = tl.arange(0, DIM)
-        kept = tl.clamp(turned, -HALF_MAX, HALF_MAX)  # float16 ends there
-        tl.store(page + offset * DIM + column, kept.to(page.dtype.element_ty), mask=has_page)
+        clamped = tl.clamp(turned, -HALF_MAX, HALF_MAX)  # float16 ends there
+        tl.store(page + offset * DIM + column, clamped.to(page.dtype.element_ty), mask=has_page)
     length = tl.sqrt_rn(tl.sum(turned * turned, 0))
     unit = tl.div_rn(turned, tl.where(length > 0, length, 1.0))
     codes, level = _nearest(unit, LEVELS)
     inner = tl.sum(level * tl.abs(unit), 0)  # 0 of the zero vector alone
     scale = tl.minimum(tl.div_rn(length, tl.where(inner > 0, inner, 1.0)), HALF_MAX)
     WIDTH: tl.constexpr = 8 // num_stretches(LEVELS)
-    _put_plane(codes & (2**WIDTH - 1), record + LOW + offset * (DIM * WIDTH // 8), DIM, WIDTH)
+    _put_plane(codes & (2**WIDTH - 1), record + LOW + offset * (DIM * WIDTH // 8), kept, DIM, WIDTH)
     if high_plane(LEVELS):
-        _put_plane(codes >> WIDTH, record + HIGH + offset * (DIM // 8), DIM, 1)
-    tl.store((record + SCALE).to(tl.pointer_type(tl.float16), bitcast=True) + offset, scale.to(tl.float16))
+        _put_plane(codes >> WIDTH, record + HIGH + offset * (DIM // 8), kept, DIM, 1)
+    tl.store((record + SCALE).to(tl.pointer_type(tl.float16), bitcast=True) + offset, scale.to(tl.float16), mask=kept)
 
 
 @triton.jit
-def _load_turned(
-    head, norm, angles, eps,
-    NORM: tl.constexpr, ROPE: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
-    """A head of queries or keys as `_qk_norm_rope` of elementwise.py leaves it, in float32."""
-    column = tl.arange(0, DIM)[None, :]
-    x = tl.load(head + column).to(tl.float32)
-    if not ROPE:
-        return x
-    # A column of the first half turns with that of the second; those past both are left as they are.
-    other = tl.where(column < HALF, column + HALF, tl.where(column < 2 * HALF, column - HALF, column))
-    y = tl.load(head + other).to(tl.float32)
+def _turn(x, head, norm, angles, eps, NORM: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr):
+    """Norm and RoPE of a head of queries or keys, as `_qk_norm_rope` of elementwise.py does them."""
     DTYPE: tl.constexpr = head.dtype.element_ty
-    if NORM:
-        rms = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
-        x = (x * rms * tl.load(norm + column).to(tl.float32)).to(DTYPE).to(tl.float32)
-        y = (y * rms * tl.load(norm + other).to(tl.float32)).to(DTYPE).to(tl.float32)
+    column = tl.arange(0, DIM)[None, :]
     turns = column < 2 * HALF
+    # A column of the first half turns with that of the second; those past both are left as they are.
+    other = tl.where(column < HALF, column + HALF, tl.where(turns, column - HALF, column))
+    y = tl.load(head + other).to(tl.float32)
     cos = tl.load(angles + column % HALF, mask=turns, other=1.0).to(tl.float32)
     sin = tl.load(angles + HALF + column % HALF, mask=turns, other=0.0).to(tl.float32)
+    if NORM:
+        gain, other_gain = tl.load(norm + column).to(tl.float32), tl.load(norm + other).to(tl.float32)
+        rms = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+        x, y = (x * rms * gain).to(DTYPE).to(tl.float32), (y * rms * other_gain).to(DTYPE).to(tl.float32)
     turned = x * cos + tl.where(column < HALF, -y, y) * sin
     return tl.where(turns, turned, x).to(DTYPE).to(tl.float32)
 
@@ -104,39 +98,43 @@ def write(
     row, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sign = tl.load(signs + column)
     enter(PDL)
+    slot = tl.load(slots + row).to(tl.int64)
     angles = table
     if ROPE:
         position = tl.load(positions + row).to(tl.int64)
         angles += tl.minimum(tl.maximum(position, 0), max_position - 1) * stride_table  # a padding row may hold any
     if number < HEADS:
         query = q + row * stride_q_row + number * stride_q_head
-        x = _load_turned(query, q_norm, angles, eps, Q_NORM, ROPE, HALF, DIM)
+        x = tl.load(query + column).to(tl.float32)
+        if ROPE:
+            x = _turn(x, query, q_norm, angles, eps, Q_NORM, HALF, DIM)
         place = query + column
         if q.dtype.element_ty == tl.bfloat16:  # its rotation lies there in float16, which has as many bytes
             place = place.to(tl.pointer_type(tl.float16), bitcast=True)
         turned = hadamard(flip(x, sign), 1, DIM, STEPS) * DIM**-0.5
         tl.store(place, turned.to(place.dtype.element_ty))
         return
-    slot = tl.load(slots + row).to(tl.int64)
-    if (slot < 0) | (slot >= num_slots):
-        return
+    kept = (slot >= 0) & (slot < num_slots)  # and no return: what follows need not wait to know
     is_key = number < HEADS + KV_HEADS
     head = number - HEADS - tl.where(is_key, 0, KV_HEADS)
     block, offset = slot // BLOCK_SIZE, (slot % BLOCK_SIZE).to(tl.int32)
     record = records + block * stride_record + head * stride_record_head
     has_page = False
     if EXACT:
-        page = tl.load(exact_of + block).to(tl.int64)
+        page = tl.load(exact_of + block, mask=kept, other=-1).to(tl.int64)
         has_page = page >= 0
         pages += page * stride_page + head * stride_page_head
     if is_key:
-        x = _load_turned(k + row * stride_k_row + head * stride_k_head, k_norm, angles, eps, K_NORM, ROPE, HALF, DIM)
+        key = k + row * stride_k_row + head * stride_k_head
+        x = tl.load(key + column).to(tl.float32)
+        if ROPE:
+            x = _turn(x, key, k_norm, angles, eps, K_NORM, HALF, DIM)
         if CENTRED:
             x -= tl.load(centre + head * DIM + column)
         x = flip(x, sign)
-        _put_vector(x, record, offset, pages, has_page, AT[0], AT[1], AT[4], KEY_LEVELS, DIM, STEPS, EXACT)
+        _put_vector(x, record, offset, kept, pages, has_page, AT[0], AT[1], AT[4], KEY_LEVELS, DIM, STEPS, EXACT)
     else:
         x = flip(tl.load(v + row * stride_v_row + head * stride_v_head + column).to(tl.float32), sign)
         if EXACT:
             pages += stride_part
-        _put_vector(x, record, offset, pages, has_page, AT[2], AT[3], AT[5], VALUE_LEVELS, DIM, STEPS, EXACT)
+        _put_vector(x, record, offset, kept, pages, has_page, AT[2], AT[3], AT[5], VALUE_LEVELS, DIM, STEPS, EXACT)
