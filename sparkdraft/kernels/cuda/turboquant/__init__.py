@@ -38,7 +38,6 @@ BLOCK_N = 64  # keys of a tile
 FEW_LANES = 16  # of a sequence, up to which programs of one warp take them
 LANES = {1: 8, 4: 64}  # of a program, by its warps
 MOST_REGISTERS = {1: {64: 128, 128: 168, 256: 255}, 4: {64: 168, 128: 255, 256: 255}}  # of a thread, by warps and dim
-PROGRAMS = {1: 12, 4: 2}  # that an SM runs at once, by their warps: the work is cut into as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,19 +134,33 @@ class Launch:
     splits: int  # programs that share the keys; 1: it writes its result itself
 
 
+def _at_once(warps: int, layout: RecordLayout, gpu: Gpu) -> int:
+    """Programs that an SM runs at once, as registers and shared memory let it: two tiles of codes have one warp, and
+    four also the query, and levels of keys and values, which take turns where they are long."""
+    shared = 2 * BLOCK_N * sum(layout.planes)
+    if warps == 4:
+        shared += (3 if layout.dim < 256 else 2) * BLOCK_N * layout.dim * 2
+    room = (228 if gpu.roomy else 100) << 10
+    return max(min((64 << 10) // (32 * warps * MOST_REGISTERS[warps][layout.dim]), room // (shared + 1024)), 1)
+
+
 @lru_cache(maxsize=4096)
 def _launch(
-    rows: int, seqs: int, heads: int, kv_heads: int, dim: int, max_query: int, most_query: int, keys: int, gpu: Gpu
-) -> Launch:
-    """How to cut the work, from host integers alone. All with max_query <= most_query get the same splits."""
+    rows: int, seqs: int, heads: int, kv_heads: int, layout: RecordLayout,
+    max_query: int, most_query: int, keys: int, gpu: Gpu,
+) -> Launch:  # fmt: skip
+    """How to cut the work, from host integers alone: into as many programs as run at once.
+
+    All with max_query <= most_query get the same splits.
+    """
     group, alike = heads // kv_heads, max_query <= most_query
     widest = most_query if alike else max_query
     warps, like_warps = (1 if rows * group <= FEW_LANES else 4 for rows in (max_query, widest))
     per_sequence = triton.cdiv(max_query * group, LANES[warps]) if max_query <= 16 else 0
     tiles = seqs * per_sequence if per_sequence else rows * group // LANES[warps] + seqs
     programs = kv_heads * (seqs * triton.cdiv(widest * group, LANES[like_warps]) if alike else tiles)
-    slots = gpu.sms * PROGRAMS[like_warps]
-    most = SCRATCH_BYTES // ((widest * seqs if alike else rows) * heads * dim * 4)
+    slots = gpu.sms * _at_once(like_warps, layout, gpu)
+    most = SCRATCH_BYTES // ((widest * seqs if alike else rows) * heads * layout.dim * 4)
     if not alike and (programs >= slots or most < 2):
         return Launch(warps, tiles, per_sequence, 1)
     most = min(triton.cdiv(keys, BLOCK_N), MOST_SPLITS, most)
@@ -178,7 +191,7 @@ def tq_attention(
     if rows == 0 or seqs == 0:
         return out
     keys = min(view.max_context, window + max(view.max_query, most_query)) if window else view.max_context
-    launch = _launch(rows, seqs, heads, kv_heads, dim, view.max_query, most_query, keys, _gpu(device))
+    launch = _launch(rows, seqs, heads, kv_heads, layout, view.max_query, most_query, keys, _gpu(device))
     half = q.dtype == torch.bfloat16  # rotated, float16 lies in its place
     mixed = lse = out.view(torch.float16) if half else out
     shares, split = launch.splits, launch.splits > 1
