@@ -40,6 +40,11 @@ from sparkdraft.kernels.cuda.turboquant.tiles import (
 )  # fmt: skip
 
 LANES = gl.constexpr(64)
+TOTALS = gl.constexpr(  # [64 lanes, 8]: of a lane's weights, by the place of their keys among 8
+    gl.DistributedLinearLayout(
+        [[0, 1], [8, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 8]
+    )
+)
 
 
 @triton.constexpr_function
@@ -72,13 +77,6 @@ def _rows(rows: int, width: int, dim: int) -> gl.DistributedLinearLayout:
     columns = [[0, 2**i] for i in range(vector.bit_length() - 1, dim.bit_length() - 1)]
     rest = [c for c in columns if c not in lanes] + [[n, 0] for n in (8, 16, 32) if n < rows]
     return gl.DistributedLinearLayout([*powers(vector), *rest[:-2]], lanes, rest[-2:], [], [rows, dim])
-
-
-@triton.constexpr_function
-def _totals() -> gl.DistributedLinearLayout:
-    """[64 lanes, 8]: of a lane's weights, by the place of their keys among 8"""
-    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout([[0, 1], [8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 8])
 
 
 @gluon.jit
@@ -117,7 +115,7 @@ def find_first(table, begin, step, stop):
 @gluon.jit
 def nothing(DIM: gl.constexpr, HOPPER: gl.constexpr):
     """The sums of values and of weights before any key."""
-    return gl.zeros([LANES, DIM], gl.float32, wide(DIM, HOPPER)), gl.zeros([LANES, 8], gl.float32, _totals())
+    return gl.zeros([LANES, DIM], gl.float32, wide(DIM, HOPPER)), gl.zeros([LANES, 8], gl.float32, TOTALS)
 
 
 @gluon.jit
@@ -173,12 +171,12 @@ def _fold(weights, KEYS: gl.constexpr):
     x = gl.sum(gl.reshape(weights, [LANES, KEYS // 16, 2, 8]), 2)
     if KEYS == 64:
         x = gl.sum(gl.sum(gl.reshape(x, [LANES, 2, 2, 8]), 2), 1)
-    return gl.convert_layout(gl.reshape(x, [LANES, 8]), _totals(), True)
+    return gl.convert_layout(gl.reshape(x, [LANES, 8]), TOTALS, True)
 
 
 @gluon.jit
 def _grow(total, decay, weights, KEYS: gl.constexpr):
-    less = gl.convert_layout(decay, gl.SliceLayout(1, _totals()), True)
+    less = gl.convert_layout(decay, gl.SliceLayout(1, TOTALS), True)
     return total * less[:, None] + _fold(weights, KEYS)
 
 
