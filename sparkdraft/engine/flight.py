@@ -41,6 +41,7 @@ class Launched:
     depths: list[int]  # by lane
     result: Tensor  # int32 [seqs, depth + 2] on the host, whole once 'done'
     done: torch.cuda.Event | None
+    usual: bool  # a replay; others are launched plainly or recorded first, and take the host many times as long
 
     def rows(self) -> list[list[int]]:
         if self.done:
@@ -53,7 +54,7 @@ class Flight:
     def __init__(self, runner: Runner, block: BlockDraft | None, device: torch.device) -> None:
         self.lanes = Lanes(runner, block, RING, device)
         self.crew: list[Request] = []  # by lane
-        self.step_seconds = 0.0  # of the step that landed last, 0 where it was not the second of two in a row
+        self.step_seconds = 0.0  # of the step that landed last, 0 where it tells nothing of the next one of its kind
         self._runner, self._block, self._device = runner, block, device
         self._in_air: deque[Launched] = deque()
         self._num_waiting = 0  # plain steps whose rows the drafter has not seen
@@ -96,8 +97,11 @@ class Flight:
             self.catch_up()
         self._send(depths)
         kind = StepKind(self._size(), _recorded(depth), self._draws, self._filters)
+        usual = self._steps is None or kind in self._steps
+        if not usual:
+            self._landed_at = 0.0  # it keeps the host from reading the step before in time
         result = self._steps.replay(kind) if self._steps else self.lanes.step(kind)
-        self._in_air.append(self._fetch(result, depths))
+        self._in_air.append(self._fetch(result, depths, usual))
         self._num_waiting += self._block is not None and not depth
         if self._num_waiting == RING:
             self.catch_up()
@@ -106,7 +110,8 @@ class Flight:
         """What the oldest step in the air did; waits for it."""
         launched = self._in_air.popleft()
         rows, now = launched.rows(), time.perf_counter()
-        self.step_seconds, self._landed_at = (now - self._landed_at) if self._landed_at else 0.0, now
+        self.step_seconds = now - self._landed_at if self._landed_at and launched.usual else 0.0
+        self._landed_at = now
         return [
             Landed(request, row[: row[-1] + 1], drafts)
             for request, row, drafts in zip(self.crew, rows, launched.depths, strict=False)
@@ -122,6 +127,8 @@ class Flight:
     def catch_up(self) -> None:
         seqs, self._num_waiting = self._size(), 0
         if self._catching_up:
+            if seqs not in self._catching_up:
+                self._landed_at = 0.0
             self._catching_up.replay(seqs)
         else:
             self.lanes.catch_up(seqs)
@@ -179,15 +186,15 @@ class Flight:
         on_gpu = self._device.type == "cuda"
         return torch.tensor(values, dtype=torch.int32, pin_memory=on_gpu)
 
-    def _fetch(self, result: Tensor, depths: list[int]) -> Launched:
+    def _fetch(self, result: Tensor, depths: list[int], usual: bool) -> Launched:
         """Begin to bring a step's result to the host; the next replay writes over it, but only after this copy."""
         if self._device.type == "cpu":
-            return Launched(depths, result.clone(), None)
+            return Launched(depths, result.clone(), None, usual)
         host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
         host.copy_(result, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-        return Launched(depths, host, done)
+        return Launched(depths, host, done, usual)
 
 
 def _recorded(depth: int) -> int:

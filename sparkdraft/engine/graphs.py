@@ -36,6 +36,9 @@ class Graphs(Generic[Key]):
         self._recorded: dict[Key, Any] = {}
         self._seen: set[Key] = set()  # run once, and not recorded yet
 
+    def __contains__(self, shape: Key) -> bool:
+        return shape in self._recorded
+
     def record(self, shapes: list[Key]) -> None:
         """Largest first: on a GPU the smaller ones then fit into its memory."""
         for shape in sorted(shapes, reverse=True):  # type: ignore[type-var]
