@@ -119,6 +119,8 @@ class Bench:
         self.engine, self.model, self.ceilings, self.acceptance = engine, model, ceilings, acceptance
         self._sampler = SyntheticSampler.install(engine) if acceptance else None
         self._lanes = SyntheticLanes(engine.flight.lanes) if acceptance and engine.flight else None
+        if acceptance and engine.drafting.default is None:
+            engine.warm_up()  # who chooses depths wants to know what they cost; recordings keep the acceptance they saw
 
     def measure(self, load: Load, report: Report, profiled: bool = False) -> tuple[Row, Profile | None]:
         """Warm up, measure, then look at where the time goes: three or four passes over the same prompts, and one over

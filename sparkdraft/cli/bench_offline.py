@@ -158,8 +158,6 @@ def make_engine(args: Namespace, draft: DraftConfig | None) -> tuple[Engine, Mod
     with loading(f"making {args.shape}") as progress:
         target = RandomCheckpoint(model, device)
         engine = build_engine(plan, config, model, target, SilentTokenizer(), source, progress)
-    if draft and config.num_draft is None:
-        engine.warm_up()  # as for any model: who chooses depths wants to know what they cost
     show_fallbacks(plan)
     return engine, model, f"{args.shape}{f' with {args.drafter_shape}' if draft else ''}, random weights"
 

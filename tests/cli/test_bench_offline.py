@@ -49,8 +49,8 @@ def offline(capsys: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
-def toy_bench(acceptance: Acceptance | None, flies: bool = False) -> Bench:
-    config = EngineConfig(device="cpu", dtype="float32", threads=1, spec="15", ngram=False, kv_tokens=2048, max_seqs=2)
+def toy_bench(acceptance: Acceptance | None, flies: bool = False, spec: str = "15") -> Bench:
+    config = EngineConfig(device="cpu", dtype="float32", threads=1, spec=spec, ngram=False, kv_tokens=2048, max_seqs=2)
     draft = shapes.drafter_shape("dflash-3x", TOY)
     source = DraftSource(draft, shapes.RandomCheckpoint(draft, "cpu"))
     target = shapes.RandomCheckpoint(TOY, "cpu")
@@ -212,6 +212,17 @@ def test_steps_that_the_device_takes_accept_what_is_given_too() -> None:
     assert row.steps == 20 and row.length == pytest.approx(6.5, rel=0.03)
     assert row.draft_ms + row.target_ms + row.rest_ms == pytest.approx(row.step_ms)
     assert bench.engine.flight and not bench.engine.flight.crew and not bench.engine.has_work
+
+
+@pytest.mark.parametrize("flies", [True, False])
+def test_depths_that_are_chosen_find_their_costs_measured_and_the_acceptance_given(flies: bool) -> None:
+    """A step here costs what its host does, whatever its depth: drafts that stand pay, and are chosen."""
+    bench = toy_bench(Acceptance(6.5, 15), flies, "auto")
+    (controller,) = bench.engine.drafting.controllers.values()
+    costs = controller.costs[0, 0]
+    assert all(costs.weight[depth] for depth in bench.engine.drafting.trial_depths())
+    row, _ = bench.measure(Load(2, 20, 200), lambda done, total: None)
+    assert 2 < row.length < 6.6
 
 
 def test_the_floor_counts_what_a_drafted_step_reads() -> None:
