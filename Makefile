@@ -26,7 +26,7 @@ serve: setup
 demo: setup
 	$(BIN)/sparkdraft demo
 
-# Two files at a time: most tests wait for one core, and no more than two processes fit beside each other's threads.
+# Two files at a time, each process on its own cores (tests/conftest.py): most tests are busy with one.
 # -rs: what was skipped is said with its reason, a line each (no GPU, no browser).
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile -rs
