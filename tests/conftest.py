@@ -31,7 +31,7 @@ LLAMA = {
 
 def pytest_configure() -> None:
     """Of several processes that run tests at once each keeps to its own cores: threads that wait for one another across
-    processes take five times as long as half as many."""
+    processes take up to four times as long as half as many."""
     worker, count = os.environ.get("PYTEST_XDIST_WORKER", ""), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if worker and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))

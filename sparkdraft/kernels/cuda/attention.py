@@ -160,6 +160,56 @@ def _scan(
     return acc, peak, total
 
 
+@triton.jit
+def _scan_all(
+    acc, peak, total, q_tile, position, begin, end, full_low, full_high, high, split, splits,
+    k_cache, v_cache, table, stride_block, stride_position, scale,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, RUN: tl.constexpr, SEARCH: tl.constexpr, SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`_scan` over a split's tiles, with masks where they are needed."""
+    if SEARCH:  # long scans: only the edges of the range pay for masks
+        mid_low = _count_tiles(full_low // BLOCK_N, split, splits, RUN, SPLIT)
+        mid_low = tl.minimum(tl.maximum(mid_low, begin), end)
+        mid_high = _count_tiles(full_high // BLOCK_N, split, splits, RUN, SPLIT)
+        mid_high = tl.minimum(tl.maximum(mid_high, mid_low), end)
+        if WINDOW > 0:
+            acc, peak, total = _scan(
+                acc, peak, total, q_tile, position, begin, mid_low, high, split, splits,
+                k_cache, v_cache, table, stride_block, stride_position, scale,
+                True, CAUSAL, WINDOW, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, RUN, SPLIT, PRECISION,
+            )  # fmt: skip
+        acc, peak, total = _scan(
+            acc, peak, total, q_tile, position, mid_low, mid_high, high, split, splits,
+            k_cache, v_cache, table, stride_block, stride_position, scale,
+            False, CAUSAL, WINDOW, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, RUN, SPLIT, PRECISION,
+        )  # fmt: skip
+    else:  # few rows are bound by bytes: one loop keeps the loads in flight to the end
+        mid_high = begin
+    acc, peak, total = _scan(
+        acc, peak, total, q_tile, position, mid_high, end, high, split, splits,
+        k_cache, v_cache, table, stride_block, stride_position, scale,
+        True, CAUSAL, WINDOW, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, RUN, SPLIT, PRECISION,
+    )  # fmt: skip
+    return acc, peak, total
+
+
+@triton.jit
+def _find_tile(query_start, seqs, QUERIES: tl.constexpr, SEARCH: tl.constexpr):
+    """A program's sequence, the sequence's first row, and which of its rows is the tile's first."""
+    if SEARCH:
+        number = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles see most keys: start them first
+        seq = _find_sequence(query_start, number, seqs, QUERIES)
+        row_start = tl.load(query_start + seq)
+        query_first = (number - row_start // QUERIES - seq) * QUERIES
+    else:
+        seq = tl.program_id(0)
+        row_start = tl.load(query_start + seq)
+        query_first = 0
+    return seq, row_start, query_first
+
+
 @triton.jit(do_not_specialize=["query_start", "context_len", "block_tables", "stride_table", "seqs"])
 def _attend(
     q, k_cache, v_cache, out, lse, query_start, context_len, block_tables, seqs, scale,
@@ -172,15 +222,7 @@ def _attend(
     enter(PDL)
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(1)
-    if SEARCH:
-        number = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles see most keys: start them first
-        seq = _find_sequence(query_start, number, seqs, QUERIES)
-        row_start = tl.load(query_start + seq)
-        query_first = (number - row_start // QUERIES - seq) * QUERIES
-    else:
-        seq = tl.program_id(0)
-        row_start = tl.load(query_start + seq)
-        query_first = 0
+    seq, row_start, query_first = _find_tile(query_start, seqs, QUERIES, SEARCH)
     num_query = tl.load(query_start + seq + 1) - row_start
     if query_first >= num_query:
         return
@@ -217,28 +259,10 @@ def _attend(
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M, SUM_LANES], tl.float32)  # the same in all its columns
 
-    if SEARCH:  # long scans: only the edges of the range pay for masks
-        mid_low = _count_tiles(full_low // BLOCK_N, split, splits, RUN, SPLIT)
-        mid_low = tl.minimum(tl.maximum(mid_low, begin), end)
-        mid_high = _count_tiles(full_high // BLOCK_N, split, splits, RUN, SPLIT)
-        mid_high = tl.minimum(tl.maximum(mid_high, mid_low), end)
-        if WINDOW > 0:
-            acc, peak, total = _scan(
-                acc, peak, total, q_tile, position, begin, mid_low, high, split, splits,
-                k_cache, v_cache, table, stride_block, stride_position, scale,
-                True, CAUSAL, WINDOW, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, RUN, SPLIT, PRECISION,
-            )  # fmt: skip
-        acc, peak, total = _scan(
-            acc, peak, total, q_tile, position, mid_low, mid_high, high, split, splits,
-            k_cache, v_cache, table, stride_block, stride_position, scale,
-            False, CAUSAL, WINDOW, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, RUN, SPLIT, PRECISION,
-        )  # fmt: skip
-    else:  # few rows are bound by bytes: one loop keeps the loads in flight to the end
-        mid_high = begin
-    acc, peak, total = _scan(
-        acc, peak, total, q_tile, position, mid_high, end, high, split, splits,
+    acc, peak, total = _scan_all(
+        acc, peak, total, q_tile, position, begin, end, full_low, full_high, high, split, splits,
         k_cache, v_cache, table, stride_block, stride_position, scale,
-        True, CAUSAL, WINDOW, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, RUN, SPLIT, PRECISION,
+        CAUSAL, WINDOW, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N, RUN, SEARCH, SPLIT, PRECISION,
     )  # fmt: skip
 
     sums = tl.max(total, 1)

@@ -26,7 +26,7 @@ from sparkdraft.kernels.cuda.turboquant.levels import num_stretches
 
 @triton.constexpr_function
 def _lanes(W: int, HOPPER: bool) -> gl.SliceLayout:
-    return gl.SliceLayout(0, one_warp.MMA.value) if W == 1 else gl.SliceLayout(1, four_warps.wide(64, HOPPER))
+    return one_warp.LANES.value if W == 1 else gl.SliceLayout(1, four_warps.wide(64, HOPPER))
 
 
 @gluon.jit
@@ -72,6 +72,19 @@ def _count(begin, end, step):
     return (gl.maximum(end - begin, 0) + step - 1) // step
 
 
+@gluon.jit
+def _exact_tiles(low, top, bottom, share, shares, FIRST: gl.constexpr, RECENT: gl.constexpr):
+    """A share's tiles of exact keys: the first of those of the first keys and how many, the first of those from the
+    first recent key of any row on, and how many of both."""
+    last = gl.maximum(bottom + 16, 0) // 16
+    firsts = gl.minimum((FIRST + 15) // 16, last)
+    first = _first_own(low // 16, share, shares)
+    recent = _first_own(gl.maximum(gl.maximum(top - RECENT + 1, low) // 16, firsts), share, shares)
+    num_first = _count(first, firsts, shares)
+    num_recent = _count(recent, last, shares) if RECENT > 0 else 0
+    return first, num_first, recent, num_first + num_recent
+
+
 @gluon.jit(do_not_specialize=["query_start", "context_len", "block_tables", "stride_table", "seqs"])
 def attend(
     q, records, pages, exact_of, out, lse, query_start, context_len, block_tables, seqs, scale,
@@ -88,8 +101,6 @@ def attend(
     """
     if PDL:
         gdc_wait()
-    K: gl.constexpr = num_stretches(KEY_LEVELS)
-    V: gl.constexpr = num_stretches(VALUE_LEVELS)
     LANES: gl.constexpr = 8 if W == 1 else 64
     LAYOUT: gl.constexpr = _lanes(W, HOPPER)
     kv_head, share, shares = gl.program_id(1), gl.program_id(2), gl.num_programs(2)
@@ -116,13 +127,7 @@ def attend(
         low = gl.maximum(top - WINDOW + 1, 0)
     stop = gl.maximum(bottom - RECENT + 1, 0)  # past the last key that any row takes by its code
     begin, end = _first_own(low // 64, share, shares), (stop + 63) // 64
-    # Tiles of exact keys: those of the first, and from the first recent one of any row on.
-    last = gl.maximum(bottom + 16, 0) // 16
-    firsts = gl.minimum((FIRST + 15) // 16, last)
-    first = _first_own(low // 16, share, shares)
-    recent = _first_own(gl.maximum(gl.maximum(top - RECENT + 1, low) // 16, firsts), share, shares)
-    num_first = _count(first, firsts, shares)
-    num_exact = num_first + (_count(recent, last, shares) if RECENT > 0 else 0)
+    first, num_first, recent, num_exact = _exact_tiles(low, top, bottom, share, shares, FIRST, RECENT)
     if SPLIT:  # noqa: SIM102 (one is known when it is compiled)
         if (begin >= end) & (num_exact == 0):
             gl.store(lse + line, gl.full([LANES], float("-inf"), gl.float32, LAYOUT), mask=valid)
@@ -130,41 +135,22 @@ def attend(
 
     table = block_tables + seq.to(gl.int64) * stride_table
     coded = (begin, end, shares, top, bottom, stop, records + kv_head * stride_record_head, table, stride_record)
-    exact = (first, num_first, recent, num_exact, shares, top, bottom, pages, exact_of, table, stride_page, stride_part)
-    peak = gl.full([LANES], float("-inf"), gl.float32, LAYOUT)
+    strides = (stride_page, stride_part, stride_page_head)
+    exact = (first, num_first, recent, num_exact, shares, top, bottom, pages, exact_of, table, kv_head, strides)
     if W == 1:
-        turned = one_warp.load_query(q, row, head, valid, stride_row, stride_q_head, DIM // K, DIM)
-        acc, total = one_warp.nothing(V, DIM)
-        if begin < end:
-            acc, peak, total = one_warp.scan_codes(
-                acc, peak, total, turned, position, coded, scale,
-                KEY_LEVELS, KEY_PTX, VALUE_LEVELS, VALUE_PTX, AT, FIRST, RECENT, WINDOW, DIM,
-            )  # fmt: skip
-        if FIRST + RECENT > 0:
-            acc, peak, total = one_warp.scan_exact(
-                acc, peak, total, turned, position, exact, kv_head * stride_page_head, scale,
-                K, V, FIRST, RECENT, WINDOW, DIM,
-            )  # fmt: skip
+        acc, peak, total = one_warp.mix(
+            q, row, head, valid, position, stride_row, stride_q_head, coded, exact, scale,
+            KEY_LEVELS, KEY_PTX, VALUE_LEVELS, VALUE_PTX, AT, FIRST, RECENT, WINDOW, DIM,
+        )  # fmt: skip
     else:
-        asked = four_warps.load_query(q, row, head, valid, stride_row, stride_q_head, DIM // K, DIM)
-        found = four_warps.find_first(table, begin, shares, stop)
-        turned = four_warps.share_query(asked, DIM)
-        where = gl.allocate_shared_memory(gl.int32, [LANES], gl.SwizzledSharedLayout(1, 1, 1, [0]), position)
-        acc, total = four_warps.nothing(DIM, HOPPER)
-        if begin < end:
-            acc, peak, total = four_warps.scan_codes(
-                acc, peak, total, turned, where, coded, found, scale,
-                KEY_LEVELS, KEY_PTX, VALUE_LEVELS, VALUE_PTX, AT, FIRST, RECENT, WINDOW, DIM, HOPPER,
-            )  # fmt: skip
-        if FIRST + RECENT > 0:
-            acc, peak, total = four_warps.scan_exact(
-                acc, peak, total, turned, where, exact, kv_head * stride_page_head, scale,
-                K, FIRST, RECENT, WINDOW, DIM, HOPPER,
-            )  # fmt: skip
+        acc, peak, total = four_warps.mix(
+            q, row, head, valid, position, stride_row, stride_q_head, coded, exact, scale,
+            KEY_LEVELS, KEY_PTX, VALUE_LEVELS, VALUE_PTX, AT, FIRST, RECENT, WINDOW, DIM, HOPPER,
+        )  # fmt: skip
     sums = gl.convert_layout(_add_up(total, W), LAYOUT, True)
     factor = 1.0 / gl.where(sums == 0.0, 1.0, sums)  # a row without keys (padding) gives zeros
     if W == 1:
-        one_warp.write_result(acc, factor, out, line, valid, V, DIM)
+        one_warp.write_result(acc, factor, out, line, valid, num_stretches(VALUE_LEVELS), DIM)
     else:
         four_warps.write_result(acc, factor, out, line, valid, DIM, HOPPER)
     if SPLIT:

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sparkdraft.kernels.cuda.turboquant.levels import num_stretches
 from sparkdraft.kernels.cuda.turboquant.tiles import (
-    copy_codes,
+    copy_tile,
     find_blocks,
     hide,
     hide_exact,
@@ -87,7 +87,7 @@ def _in_order(x, ROWS: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr):
 
 
 @gluon.jit
-def load_query(q, row, head, valid, stride_row, stride_head, WIDTH: gl.constexpr, DIM: gl.constexpr):
+def _load_query(q, row, head, valid, stride_row, stride_head, WIDTH: gl.constexpr, DIM: gl.constexpr):
     """[64 lanes, columns], with columns in the order of the keys'."""
     LAYOUT: gl.constexpr = _rows(64, WIDTH, DIM)
     line = gl.convert_layout(row * stride_row + head * stride_head, gl.SliceLayout(1, LAYOUT))
@@ -98,12 +98,12 @@ def load_query(q, row, head, valid, stride_row, stride_head, WIDTH: gl.constexpr
 
 
 @gluon.jit
-def share_query(x, DIM: gl.constexpr):
+def _share_query(x, DIM: gl.constexpr):
     return gl.allocate_shared_memory(gl.float16, [64, DIM], _in_shared(64, DIM), x)
 
 
 @gluon.jit
-def find_first(table, begin, step, stop):
+def _find_first(table, begin, step, stop):
     """The blocks of the first three tiles: all at once, and while the query comes."""
     return (
         find_blocks(table, begin, stop),
@@ -113,7 +113,7 @@ def find_first(table, begin, step, stop):
 
 
 @gluon.jit
-def nothing(DIM: gl.constexpr, HOPPER: gl.constexpr):
+def _nothing(DIM: gl.constexpr, HOPPER: gl.constexpr):
     """The sums of values and of weights before any key."""
     return gl.zeros([LANES, DIM], gl.float32, wide(DIM, HOPPER)), gl.zeros([LANES, 8], gl.float32, TOTALS)
 
@@ -190,24 +190,13 @@ def _add_values(acc, decay, weights, values, DIM: gl.constexpr, HOPPER: gl.const
 
 
 @gluon.jit
-def _copy_tile(
-    blocks, key_stages, value_stages, key_slot, stage, records, stride_record,
-    KEY_LEVELS: gl.constexpr, VALUE_LEVELS: gl.constexpr, AT: gl.constexpr, DIM: gl.constexpr,
-):  # fmt: skip
-    """A tile's records on their way to shared memory."""
-    copy_codes(records, blocks, key_stages, key_slot, stage, stride_record, KEY_LEVELS, AT[0], AT[1], AT[4], DIM, 4)
-    copy_codes(records, blocks, value_stages, stage, stage, stride_record, VALUE_LEVELS, AT[2], AT[3], AT[5], DIM, 4)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def scan_codes(
+def _scan_codes(
     acc, peak, total, q, position, coded, found, scale,
     KEY_LEVELS: gl.constexpr, KEY_PTX: gl.constexpr, VALUE_LEVELS: gl.constexpr, VALUE_PTX: gl.constexpr,
     AT: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr, DIM: gl.constexpr,
     HOPPER: gl.constexpr,
 ):  # fmt: skip
-    """As in one_warp.py. position: in shared memory, as it is seldom looked at. found: by find_first."""
+    """As in one_warp.py. position: in shared memory, as it is seldom looked at. found: by _find_first."""
     begin, end, step, top, bottom, stop, records, table, stride_record = coded
     SCORES: gl.constexpr = wide(64, HOPPER)
     VALUE_BYTES: gl.constexpr = _value_bytes(DIM // num_stretches(VALUE_LEVELS))
@@ -219,7 +208,9 @@ def scan_codes(
     values = gl.allocate_shared_memory(gl.float16, [64, DIM], _in_shared(64, DIM)) if ROOMY else keys
     lane_key = gl.arange(0, 64, gl.SliceLayout(0, SCORES))
     for i in gl.static_range(AHEAD):
-        _copy_tile(found[i], key_stages, value_stages, i, i, records, stride_record, KEY_LEVELS, VALUE_LEVELS, AT, DIM)
+        copy_tile(
+            found[i], key_stages, value_stages, i, i, records, stride_record, KEY_LEVELS, VALUE_LEVELS, AT, DIM, 4
+        )
     blocks = found[AHEAD]
     async_copy.wait_group(AHEAD - 1)
     _lay_keys(keys, key_stages, 0, KEY_LEVELS, KEY_PTX, DIM)
@@ -232,9 +223,9 @@ def scan_codes(
         fence_async_shared()
         scores = _dot(q, keys.permute((1, 0)), gl.zeros([LANES, 64], gl.float32, SCORES), HOPPER, True)
         next_ = 1 - stage
-        _copy_tile(
+        copy_tile(
             blocks, key_stages, value_stages, stage if ROOMY else 0, stage if ROOMY else next_, records, stride_record,
-            KEY_LEVELS, VALUE_LEVELS, AT, DIM,
+            KEY_LEVELS, VALUE_LEVELS, AT, DIM, 4,
         )  # fmt: skip
         blocks = find_blocks(table, tile + (AHEAD + 1) * step, stop)
         if ROOMY:
@@ -275,13 +266,15 @@ def _load_rows(
 
 
 @gluon.jit
-def scan_exact(
-    acc, peak, total, q, position, exact, offset, scale,
+def _scan_exact(
+    acc, peak, total, q, position, exact, scale,
     K: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr, DIM: gl.constexpr,
     HOPPER: gl.constexpr,
 ):  # fmt: skip
     """As in one_warp.py."""
-    first, num_first, recent, num_exact, step, top, bottom, pages, exact_of, table, stride_page, stride_part = exact
+    first, num_first, recent, num_exact, step, top, bottom, pages, exact_of, table, kv_head, strides = exact
+    stride_page, stride_part, stride_page_head = strides
+    offset = kv_head * stride_page_head
     SCORES: gl.constexpr = wide(16, HOPPER)
     keys = gl.allocate_shared_memory(gl.float16, [16, DIM], _in_shared(16, DIM))
     values = gl.allocate_shared_memory(gl.float16, [16, DIM], _in_shared(16, DIM))
@@ -305,6 +298,34 @@ def scan_exact(
         total = _grow(total, less, weights, 16)
         acc = _wait(_add_values(acc, less, weights, values, DIM, HOPPER), HOPPER)
         peak = gl.convert_layout(new, peak.type.layout, True)
+    return acc, peak, total
+
+
+@gluon.jit
+def mix(
+    q, row, head, valid, position, stride_row, stride_q_head, coded, exact, scale,
+    KEY_LEVELS: gl.constexpr, KEY_PTX: gl.constexpr, VALUE_LEVELS: gl.constexpr, VALUE_PTX: gl.constexpr,
+    AT: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr, DIM: gl.constexpr,
+    HOPPER: gl.constexpr,
+):  # fmt: skip
+    """As in one_warp.py."""
+    begin, end, step, _, _, stop, _, table, _ = coded
+    K: gl.constexpr = num_stretches(KEY_LEVELS)
+    peak = gl.full([LANES], float("-inf"), gl.float32, gl.SliceLayout(1, wide(64, HOPPER)))
+    asked = _load_query(q, row, head, valid, stride_row, stride_q_head, DIM // K, DIM)
+    found = _find_first(table, begin, step, stop)
+    asked = _share_query(asked, DIM)
+    where = gl.allocate_shared_memory(gl.int32, [LANES], gl.SwizzledSharedLayout(1, 1, 1, [0]), position)
+    acc, total = _nothing(DIM, HOPPER)
+    if begin < end:
+        acc, peak, total = _scan_codes(
+            acc, peak, total, asked, where, coded, found, scale,
+            KEY_LEVELS, KEY_PTX, VALUE_LEVELS, VALUE_PTX, AT, FIRST, RECENT, WINDOW, DIM, HOPPER,
+        )  # fmt: skip
+    if FIRST + RECENT > 0:
+        acc, peak, total = _scan_exact(
+            acc, peak, total, asked, where, exact, scale, K, FIRST, RECENT, WINDOW, DIM, HOPPER
+        )
     return acc, peak, total
 
 

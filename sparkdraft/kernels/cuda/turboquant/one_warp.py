@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from sparkdraft.kernels.cuda.turboquant.levels import high_plane, num_stretches, registers
 from sparkdraft.kernels.cuda.turboquant.tiles import (
-    copy_codes,
+    copy_tile,
     find_blocks,
     hide,
     hide_exact,
@@ -127,7 +127,7 @@ def _as_values(first, last, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def load_query(q, row, head, valid, stride_row, stride_head, WIDTH: gl.constexpr, DIM: gl.constexpr):
+def _load_query(q, row, head, valid, stride_row, stride_head, WIDTH: gl.constexpr, DIM: gl.constexpr):
     """Its stretches as the right of a dot, [columns, 8 lanes], with columns in the order of the keys'."""
     LAYOUT: gl.constexpr = _query(WIDTH)
     line = gl.convert_layout(row * stride_row + head * stride_head, gl.SliceLayout(1, LAYOUT))
@@ -141,7 +141,7 @@ def load_query(q, row, head, valid, stride_row, stride_head, WIDTH: gl.constexpr
 
 
 @gluon.jit
-def nothing(V: gl.constexpr, DIM: gl.constexpr):
+def _nothing(V: gl.constexpr, DIM: gl.constexpr):
     """The sums of values and of weights before any key."""
     acc = ()
     for _ in gl.static_range(V):
@@ -179,7 +179,7 @@ def _grow(total, decay, weights):
 
 
 @gluon.jit
-def times(acc, factor, COUNT: gl.constexpr):
+def _times(acc, factor, COUNT: gl.constexpr):
     scaled = ()
     for s in gl.static_range(COUNT):
         scaled = scaled + (acc[s] * factor[None, :],)
@@ -196,18 +196,7 @@ def _as_right(weights):
 
 
 @gluon.jit
-def _copy_tile(
-    blocks, key_stages, value_stages, stage, records, stride_record,
-    KEY_LEVELS: gl.constexpr, VALUE_LEVELS: gl.constexpr, AT: gl.constexpr, DIM: gl.constexpr,
-):  # fmt: skip
-    """A tile's records on their way to shared memory."""
-    copy_codes(records, blocks, key_stages, stage, stage, stride_record, KEY_LEVELS, AT[0], AT[1], AT[4], DIM, 1)
-    copy_codes(records, blocks, value_stages, stage, stage, stride_record, VALUE_LEVELS, AT[2], AT[3], AT[5], DIM, 1)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def scan_codes(
+def _scan_codes(
     acc, peak, total, q, position, coded, scale,
     KEY_LEVELS: gl.constexpr, KEY_PTX: gl.constexpr, VALUE_LEVELS: gl.constexpr, VALUE_PTX: gl.constexpr,
     AT: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr, DIM: gl.constexpr,
@@ -222,13 +211,14 @@ def scan_codes(
     key_stages, value_stages = stages(KEY_LEVELS, 2, DIM), stages(VALUE_LEVELS, 2, DIM)
     stage = 0
     blocks = find_blocks(table, begin, stop)
-    _copy_tile(blocks, key_stages, value_stages, 0, records, stride_record, KEY_LEVELS, VALUE_LEVELS, AT, DIM)
+    copy_tile(blocks, key_stages, value_stages, 0, 0, records, stride_record, KEY_LEVELS, VALUE_LEVELS, AT, DIM, 1)
     blocks = find_blocks(table, begin + step, stop)
     for tile in range(begin, end, step):
         start = tile * 64
-        _copy_tile(
-            blocks, key_stages, value_stages, 1 - stage, records, stride_record, KEY_LEVELS, VALUE_LEVELS, AT, DIM
-        )
+        copy_tile(
+            blocks, key_stages, value_stages, 1 - stage, 1 - stage, records, stride_record,
+            KEY_LEVELS, VALUE_LEVELS, AT, DIM, 1,
+        )  # fmt: skip
         blocks = find_blocks(table, tile + 2 * step, stop)
         async_copy.wait_group(1)
         scores, value_scales = _score(q, key_stages, value_stages, stage, scale, KEY_LEVELS, KEY_PTX, DIM)
@@ -242,7 +232,7 @@ def scan_codes(
             scores, value_scales = seen, read
         highest = gl.maximum(gl.maximum(scores[0], scores[1]), gl.maximum(scores[2], scores[3]))
         peak, base, decay = raise_peak(peak, highest, 0)
-        acc = times(acc, decay, V)
+        acc = _times(acc, decay, V)
         folded = ()
         for i in gl.static_range(4):
             weights = gl.exp2(scores[i] - base[None, :])
@@ -301,13 +291,15 @@ def _add_exact(
 
 
 @gluon.jit
-def scan_exact(
-    acc, peak, total, q, position, exact, offset, scale,
+def _scan_exact(
+    acc, peak, total, q, position, exact, scale,
     K: gl.constexpr, V: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr,
     DIM: gl.constexpr,
 ):  # fmt: skip
     """The same over exact keys, tiles of 16 of them, of the first and of the recent ones, in pages that are read."""
-    first, num_first, recent, num_exact, step, top, bottom, pages, exact_of, table, stride_page, stride_part = exact
+    first, num_first, recent, num_exact, step, top, bottom, pages, exact_of, table, kv_head, strides = exact
+    stride_page, stride_part, stride_page_head = strides
+    offset = kv_head * stride_page_head
     lane_key = gl.arange(0, 16, KEYS)[:, None]
     for i in range(num_exact):
         tile = gl.where(i < num_first, first + i * step, recent + (i - num_first) * step)
@@ -319,9 +311,33 @@ def scan_exact(
         peak, base, decay = raise_peak(peak, scores, 0)
         weights = gl.exp2(scores - base[None, :])
         total = _grow(total, decay, _fold(weights))
-        acc = times(acc, decay, V)
+        acc = _times(acc, decay, V)
         page += stride_part
         acc = _add_exact(acc, _as_right(weights), page, number, start, top, bottom, V, FIRST, RECENT, DIM)
+    return acc, peak, total
+
+
+@gluon.jit
+def mix(
+    q, row, head, valid, position, stride_row, stride_q_head, coded, exact, scale,
+    KEY_LEVELS: gl.constexpr, KEY_PTX: gl.constexpr, VALUE_LEVELS: gl.constexpr, VALUE_PTX: gl.constexpr,
+    AT: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr, DIM: gl.constexpr,
+):  # fmt: skip
+    """What these lanes take from their share of the keys: sums of values, peaks, and sums of weights in eight parts."""
+    K: gl.constexpr = num_stretches(KEY_LEVELS)
+    V: gl.constexpr = num_stretches(VALUE_LEVELS)
+    asked = _load_query(q, row, head, valid, stride_row, stride_q_head, DIM // K, DIM)
+    peak = gl.full([8], float("-inf"), gl.float32, LANES)
+    acc, total = _nothing(V, DIM)
+    if coded[0] < coded[1]:
+        acc, peak, total = _scan_codes(
+            acc, peak, total, asked, position, coded, scale,
+            KEY_LEVELS, KEY_PTX, VALUE_LEVELS, VALUE_PTX, AT, FIRST, RECENT, WINDOW, DIM,
+        )  # fmt: skip
+    if FIRST + RECENT > 0:
+        acc, peak, total = _scan_exact(
+            acc, peak, total, asked, position, exact, scale, K, V, FIRST, RECENT, WINDOW, DIM
+        )
     return acc, peak, total
 
 

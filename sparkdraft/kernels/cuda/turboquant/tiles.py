@@ -32,7 +32,7 @@ def key_bytes(width: int, W: int) -> gl.DistributedLinearLayout:
 
 
 @triton.constexpr_function
-def apart(layout: gl.DistributedLinearLayout, eighth: int) -> gl.DistributedLinearLayout:
+def _apart(layout: gl.DistributedLinearLayout, eighth: int) -> gl.DistributedLinearLayout:
     """A layout [keys, columns] with columns as [of which eighth, in it]"""
     bases = [
         [[key, column // eighth, column % eighth] for key, column in part]
@@ -88,7 +88,7 @@ def _copy_plane(records, blocks, shared, stride_record, AT: gl.constexpr, WIDTH:
 
 
 @gluon.jit
-def copy_codes(
+def _copy_codes(
     records, blocks, stages, slot, stage, stride_record, LEVELS: gl.constexpr,
     LOW: gl.constexpr, HIGH: gl.constexpr, SCALE: gl.constexpr, DIM: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
@@ -99,6 +99,17 @@ def copy_codes(
     row = gl.arange(0, 64, gl.BlockedLayout([2], [32], [W], [0]))
     place = (_find_records(records, blocks, row, stride_record) + SCALE).to(gl.pointer_type(gl.float16), bitcast=True)
     async_copy.async_copy_global_to_shared(stages[1].index(stage), place + row % 16)
+
+
+@gluon.jit
+def copy_tile(
+    blocks, key_stages, value_stages, key_slot, stage, records, stride_record,
+    KEY_LEVELS: gl.constexpr, VALUE_LEVELS: gl.constexpr, AT: gl.constexpr, DIM: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """A tile's records on their way to shared memory."""
+    _copy_codes(records, blocks, key_stages, key_slot, stage, stride_record, KEY_LEVELS, AT[0], AT[1], AT[4], DIM, W)
+    _copy_codes(records, blocks, value_stages, stage, stage, stride_record, VALUE_LEVELS, AT[2], AT[3], AT[5], DIM, W)
+    async_copy.commit_group()
 
 
 @gluon.jit
@@ -119,7 +130,7 @@ def once_in_four(byte, first, EIGHTH: gl.constexpr):
 @gluon.jit
 def load_high(shared, KEYS: gl.constexpr, EIGHTH: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
     """Bytes of the high plane beside those of the low one: each serves columns an eighth apart."""
-    APART: gl.constexpr = apart(LAYOUT, EIGHTH)
+    APART: gl.constexpr = _apart(LAYOUT, EIGHTH)
     x = gl.expand_dims(shared.load(gl.SliceLayout(1, APART)), 1)
     x = x + gl.zeros([KEYS, WIDTH // EIGHTH, EIGHTH], gl.uint8, APART)
     return gl.convert_layout(gl.reshape(x, [KEYS, WIDTH]), LAYOUT, True)
