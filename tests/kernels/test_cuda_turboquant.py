@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -438,6 +439,7 @@ def test_the_ptx_of_levels(bits: int, dim: int) -> None:
 # Ahead of time compiles: no GPU, but not under the interpreter, which replaces the compiler
 
 GPUS = {90: attention.Gpu(132, True), 121: attention.Gpu(48, False)}
+ROOM = {90: 228 << 10, 121: 100 << 10}  # shared memory of an SM
 
 
 def launches(
@@ -475,13 +477,17 @@ def launches(
     return found
 
 
-def check_launch(capability: int, launch: aot.Launch) -> None:
+def check_launch(capability: int, launch: aot.Launch, layout: RecordLayout) -> None:
     """Fits, waits for its predecessor, and adds up as tiles of all heights do: keys and columns 16 by 16, in order."""
     compiled, signature = aot.compile_launch(capability, launch)
     print(f"sm_{capability} {launch[0].__name__} {compiled.metadata.shared} bytes")
     assert compiled.metadata.launch_pdl and compiled.metadata.shared <= aot.LIMIT[capability], launch[0]
     aot.check_order(launch[0], signature, compiled.asm["ptx"])
     if launch[0] is turboquant.attend:
+        options = launch[2]
+        found = turboquant._at_once(options["W"], layout, GPUS[capability])  # a program too many would wait for a turn
+        assert found * (compiled.metadata.shared + 1024) <= ROOM[capability], (found, compiled.metadata.shared)
+        assert found * 32 * options["W"] * options["maxnreg"] <= 64 << 10
         reductions = re.findall(r'"tt\.reduce".*?tt\.reduce\.return', compiled.asm["ttgir"], re.S)
         assert reductions
         dots = set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.aligned\.m\d+n\d+(\S+)", compiled.asm["ptx"]))
@@ -495,7 +501,7 @@ def test_a_layer_compiles(rows: int, capability: int, monkeypatch: pytest.Monkey
     found = launches(monkeypatch, capability, rows, 32, 8, 128)
     assert [kernel for kernel, _, _ in found][:3] == [turboquant.write, turboquant.write, turboquant.attend]
     for launch in found:
-        check_launch(capability, launch)
+        check_launch(capability, launch, RecordLayout(SIZE, 128, 4, 3))
 
 
 @no_interpreter
@@ -504,6 +510,7 @@ def test_a_layer_compiles(rows: int, capability: int, monkeypatch: pytest.Monkey
     (9, 3, 64, (5, 4), (4, 128), 0),
     (32, 8, 128, (3, 5), (0, 0), 0),
     (8, 1, 256, (4, 3), (4, 128), 100),
+    (8, 1, 256, (5, 5), (4, 128), 0),
     (16, 16, 64, (2, 2), (0, 64), 0),
 ])  # fmt: skip
 def test_other_shapes_compile(
@@ -512,14 +519,14 @@ def test_other_shapes_compile(
 ) -> None:  # fmt: skip
     for rows in (1, 16):
         for launch in launches(monkeypatch, capability, rows, heads, kv_heads, dim, bits, mode, window):
-            check_launch(capability, launch)
+            check_launch(capability, launch, RecordLayout(SIZE, dim, *bits))
 
 
 @pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("heads, kv_heads, dim", [*SHAPES, (16, 1, 64)])
 def test_up_to_most_query_rows_go_through_the_keys_alike(heads: int, kv_heads: int, dim: int, capability: int) -> None:
-    for seqs in (1, 3, 8, 64):
-        shape = (seqs, heads, kv_heads, dim)
+    for seqs, bits in product((1, 3, 8, 64), ((4, 3), (5, 5))):
+        shape = (seqs, heads, kv_heads, RecordLayout(SIZE, dim, *bits))
         made = [turboquant._launch(n * seqs, *shape, n, MOST, 32000, GPUS[capability]) for n in range(1, MOST + 1)]
         assert len({a.splits for a in made}) == 1
         assert all(
