@@ -23,7 +23,9 @@ from sparkdraft.kernels.native.library import c
 
 KERNELS = ("embed", "copy_rows", "linear", "rms_norm", "qk_norm_rope", "silu_mul", "kv_write", "paged_attention")
 MOST_INTEGERS = 14  # this and the order of KERNELS as in replay.cpp
-HARMLESS = {"empty", "view", "split", "__getitem__", "__get__", "data_ptr", "stride", "element_size"}
+# What may be asked of a tensor while a recording is made: its memory and its shape. None of these computes anything.
+SHAPES = {"__get__", "dim", "size", "numel", "stride", "element_size", "data_ptr", "storage_offset", "is_contiguous"}
+HARMLESS = {"empty", "view", "split", "__getitem__", "__len__"} | SHAPES
 
 
 CHUNK = 1 << 20  # floats that an arena takes at once, at least
