@@ -1,9 +1,11 @@
-"""A step's integers: where rows stand, and what stands where a recording has room that a batch does not fill."""
+"""A step's integers: the place of each row, padding, and copies to a device that is behind."""
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
+import pytest
 import torch
 
 from sparkdraft.engine.inputs import Rows, StepInputs
@@ -31,3 +33,42 @@ def test_a_batch_that_fills_its_room_is_left_as_it_is() -> None:
     assert inputs.fill([Rows([1, 2], 0, array("i", [0]), 0, 2), Rows([3], 5, array("i", [1]), 0, 1)], 2, 3) == 3
     assert inputs.query_start.tolist() == [0, 2, 3] and inputs.slots[:3].tolist() == [0, 1, 13]
     assert inputs.logit_rows[:3].tolist() == [0, 1, 2]
+
+
+class LateDevice:
+    """A device whose copies wait in a queue, as behind a GPU's kernels, and run when somebody waits for one."""
+
+    def __init__(self) -> None:
+        self.queue: list[Callable[[], object]] = []
+        self.num_done = 0
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> LateCopy:
+        self.queue.append(lambda: target.copy_(source))
+        return LateCopy(self, len(self.queue))
+
+    def catch_up(self, count: int) -> None:
+        while self.num_done < count:
+            self.queue[self.num_done]()
+            self.num_done += 1
+
+
+class LateCopy:
+    def __init__(self, device: LateDevice, number: int) -> None:
+        self.device, self.number = device, number
+
+    def synchronize(self) -> None:
+        self.device.catch_up(self.number)
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4, 7])
+def test_chunks_that_reach_the_device_late_are_still_each_their_own(chunks: int) -> None:
+    """Prompt chunks sample nothing, so nobody waits for them: each must arrive as it was laid out all the same."""
+    late, seen = LateDevice(), []
+    inputs = StepInputs(max_rows=4, max_seqs=1, max_blocks=8, block_size=4, device=CPU, copy=late.copy)
+    for chunk in range(chunks):
+        ids = [10 * chunk + i for i in range(4)]
+        inputs.fill([Rows(ids, 4 * chunk, array("i", range(chunk + 1)), 0, 0)])
+        late.queue.append(lambda: seen.append((inputs.token_ids.tolist(), inputs.slots.tolist())))  # the step's kernels
+    assert late.num_done < len(late.queue), "the host was never made to wait for the last step"
+    late.catch_up(len(late.queue))
+    assert seen == [([10 * c + i for i in range(4)], [4 * c + i for i in range(4)]) for c in range(chunks)]
