@@ -131,7 +131,7 @@ def build_engine(
     plan.fallbacks.extend(Fallback("a float32 matrix among quantised ones", note) for note in loader.notes)
     runner = Runner(model, kv, plan, device, drafter.config.taps if drafter else ())
     sampler = Sampler(model_config.vocab_size, tokenizer.eos_ids, device, ops)
-    flight = Flight(runner, block, device) if plan.graphs and plan.device == "cuda" else None
+    flight = Flight(runner, block, device, drafting.choices) if plan.graphs and plan.device == "cuda" else None
     return Engine(plan, runner, sampler, tokenizer, drafting, flight)
 
 

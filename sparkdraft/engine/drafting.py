@@ -15,7 +15,7 @@ from typing import Any
 from sparkdraft.core import AUTO, Batch, Request, SamplingParams, UserError
 from sparkdraft.engine.blockdraft import BlockDraft
 from sparkdraft.engine.runner import Runner
-from sparkdraft.spec.depth import DepthController, DepthState
+from sparkdraft.spec.depth import DepthController, DepthState, depth_choices
 from sparkdraft.spec.ngram import NgramIndex
 from sparkdraft.spec.stats import SpecStats
 
@@ -43,11 +43,12 @@ class Drafting:
         self.block, self.ngram, self.default = block, ngram, default
         self.max_depth = block.block_size - 1 if block else (NGRAM_DEPTH if ngram else 0)
         self._check("spec", default)
+        self.choices = depth_choices(self.max_depth, default)
         self.lookahead = self.max_depth
         self._model = block.drafter.caps.name if block else ""
         sources = (["ngram"] if ngram else []) + ([self._model] if block else [])
         self.controllers = {
-            source: DepthController(self.max_depth, START[source == "ngram"], self.trial_depths()) for source in sources
+            source: DepthController(self.max_depth, START[source == "ngram"], self.choices) for source in sources
         }
         self.total = SpecStats()  # of requests that have ended
         self._max_model_len = max_model_len
@@ -150,13 +151,6 @@ class Drafting:
         """Whether the text of any of these, all of which draft, is what drafts."""
         return any(self._of(r).source == "ngram" for r in requests)
 
-    def trial_depths(self) -> list[int]:
-        """Depths to choose from. They are recorded and measured at start: a depth's first steps cost five others.
-
-        Doubling, and no more: those between would gain 0.3 % over the built-in prompts.
-        """
-        return [d for d in (0, 1, 3, 7, 15, 31) if d < self.max_depth] + [self.max_depth] if self.max_depth else [0]
-
     def forget_trials(self) -> None:
         self.total = SpecStats()
 
@@ -206,7 +200,7 @@ class Drafting:
             return 0
         most = request.max_output - len(request.output_ids) - 1
         if depth > most and self._asked(request) is None:
-            return max((d for d in self.trial_depths() if d <= most), default=0)
+            return max(d for d in self.choices if d <= max(most, 0))
         return min(depth, most)
 
     def _of(self, request: Request) -> Speculation:

@@ -120,7 +120,7 @@ class Engine:
         """Run the shapes that one request brings, before anybody waits for them: kernels are compiled, steps recorded,
         and what a step costs at each depth is known to whoever chooses depths."""
         for ids, bias in (([*range(16)], {}), ([5] * 16, {5: 100.0})):  # drafted by the model, and by its own text
-            for depth in self.drafting.trial_depths():
+            for depth in self.drafting.choices:
                 params = SamplingParams(max_tokens=8 * depth + 8, num_draft=depth, logit_bias=bias, ignore_eos=True)
                 name = self.add(ids, params)
                 for _ in range(TRIAL_STEPS):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,6 @@ from sparkdraft.engine.sampler import Filters, Knobs
 
 RING = 16  # plain steps after which the drafter sees their rows
 AHEAD = 2  # steps in the air at most: one runs, one waits for it
-DEPTHS = (0, 1, 2, 3, 5, 7, 11)  # recorded; a depth between them runs in the next, and one above as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,12 @@ class Launched:
 
 
 class Flight:
-    def __init__(self, runner: Runner, block: BlockDraft | None, device: torch.device) -> None:
+    def __init__(self, runner: Runner, block: BlockDraft | None, device: torch.device, depths: Sequence[int]) -> None:
+        """depths: those that steps are recorded at; a step of another depth runs in the next larger one."""
         self.lanes = Lanes(runner, block, RING, device)
         self.crew: list[Request] = []  # by lane
         self.step_seconds = 0.0  # of the step that landed last, 0 where it tells nothing of the next one of its kind
-        self._runner, self._block, self._device = runner, block, device
+        self._runner, self._block, self._device, self._depths = runner, block, device, depths
         self._in_air: deque[Launched] = deque()
         self._num_waiting = 0  # plain steps whose rows the drafter has not seen
         self._num_blocks: list[int] = []  # by lane, of those the device knows
@@ -85,7 +86,7 @@ class Flight:
 
     def reach(self, depth: int) -> int:
         """Positions from its anchor on that a step of this depth writes."""
-        return self._block.width(_recorded(depth)) if self._block and depth else 1
+        return self._block.width(self._recorded(depth)) if self._block and depth else 1
 
     def launch(self, requests: list[Request], depths: list[int]) -> None:
         """One more step; the first one takes these requests up. Their blocks reach as far as the step may write."""
@@ -96,7 +97,7 @@ class Flight:
         if depth and self._num_waiting:
             self.catch_up()
         self._send(depths)
-        kind = StepKind(self._size(), _recorded(depth), self._draws, self._filters)
+        kind = StepKind(self._size(), self._recorded(depth), self._draws, self._filters)
         usual = self._steps is None or kind in self._steps
         if not usual:
             self._landed_at = 0.0  # it keeps the host from reading the step before in time
@@ -134,6 +135,9 @@ class Flight:
             self.lanes.catch_up(seqs)
 
     # ---- the parts
+
+    def _recorded(self, depth: int) -> int:
+        return next(d for d in self._depths if d >= depth)
 
     def _size(self) -> int:
         """Lanes of a step: on a GPU one of few sizes, of which recordings are made; the spare lanes are empty."""
@@ -195,7 +199,3 @@ class Flight:
         done = torch.cuda.Event()
         done.record()
         return Launched(depths, host, done, usual)
-
-
-def _recorded(depth: int) -> int:
-    return next((d for d in DEPTHS if d >= depth), depth)

@@ -297,5 +297,15 @@ def conditional_acceptance(
     return chances
 
 
+def depth_choices(max_depth: int, fixed: int | None = None) -> list[int]:
+    """The depths that steps run at: chosen from, recorded and measured at start. Any other is rounded up to one of them.
+
+    They double up to max_depth: those between would gain 0.3 % over the built-in prompts, and the first steps of a new
+    depth cost as much as five later ones. 'fixed' is a depth that the user asked for by name.
+    """
+    doubling = [d for d in (0, 1, 3, 7, 15, 31) if d < max_depth]
+    return sorted({0, *doubling, max_depth, fixed or 0})
+
+
 def bucket_of(num_seqs: int, context: int) -> Bucket:
     return (num_seqs - 1).bit_length(), (max(context - 1, 0) // 256).bit_length() + 1 >> 1

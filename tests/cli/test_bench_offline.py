@@ -57,7 +57,7 @@ def toy_bench(acceptance: Acceptance | None, flies: bool = False, spec: str = "1
     plan = make_plan(config, TOY, source)
     engine = build_engine(plan, config, TOY, target, shapes.SilentTokenizer(), source)
     if flies:
-        engine.flight = Flight(engine.runner, engine.drafting.block, torch.device("cpu"))
+        engine.flight = Flight(engine.runner, engine.drafting.block, torch.device("cpu"), engine.drafting.choices)
     return Bench(engine, TOY, Ceilings(1e9, None), acceptance)
 
 
@@ -220,7 +220,7 @@ def test_depths_that_are_chosen_find_their_costs_measured_and_the_acceptance_giv
     bench = toy_bench(Acceptance(6.5, 15), flies, "auto")
     (controller,) = bench.engine.drafting.controllers.values()
     costs = controller.costs[0, 0]
-    assert all(costs.weight[depth] for depth in bench.engine.drafting.trial_depths())
+    assert all(costs.weight[depth] for depth in bench.engine.drafting.choices)
     row, _ = bench.measure(Load(2, 20, 200), lambda done, total: None)
     assert 1 <= row.length < 6.6
 

@@ -30,8 +30,8 @@ TEXTS = [
 
 
 def with_flight(llm: LLM) -> LLM:
-    block = llm.engine.drafting.block
-    llm.engine.flight = Flight(llm.engine.runner, block, torch.device(llm.engine.plan.device))
+    drafting, device = llm.engine.drafting, torch.device(llm.engine.plan.device)
+    llm.engine.flight = Flight(llm.engine.runner, drafting.block, device, drafting.choices)
     return llm
 
 

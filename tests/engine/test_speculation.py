@@ -156,7 +156,7 @@ def test_a_chosen_depth_is_one_that_was_tried_at_start() -> None:
         engine = fake_engine(FakeBlock(1.0), **LONG)
         engine.add([1, 2], SamplingParams(max_tokens=max_tokens, ignore_eos=True), "a")
         steps = [p.speculation for p in drain(engine) if p.speculation]
-        assert engine.drafting.trial_depths() == [0, 1, 3, 7]
+        assert engine.drafting.choices == [0, 1, 3, 7]
         assert {d for _, d, _ in engine.drafting.total.steps} <= {1, 3, 7} and len(steps) == 1
 
 
