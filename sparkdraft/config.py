@@ -23,7 +23,8 @@ class EngineConfig:
     dtype: str = "auto"  # quantised on a CPU, bfloat16 on a GPU
     max_model_len: int = 0  # tokens of prompt and output together; 0: what the model was made for
     max_seqs: int = 0  # requests that run at once
-    max_rows: int = 0  # rows a step: prompt chunks and decode rows together
+    max_rows: int = 0  # rows per step: prompt chunks and decode rows together
+    max_step_ms: int = 0  # longest step while requests decode beside a prompt, which is cut to fit; 0: 200, on a GPU 50
     kv: str = "exact"  # how keys and values are kept: as they are computed, in 8 bits, or in about 4
     tq_mode: str = "hybrid"  # of turboquant: the last tokens exact; full_tq: none; capture_only and off: all
     tq_key_bits: int = 4
@@ -51,7 +52,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise UserError(f"{name} is '{value}'; it must be one of {', '.join(allowed)}")
-        for name in ("max_model_len", "max_seqs", "max_rows", "kv_tokens", "threads"):
+        for name in ("max_model_len", "max_seqs", "max_rows", "max_step_ms", "kv_tokens", "threads"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be 0 (automatic) or positive")
         if not 0 < self.memory_fraction <= 1:

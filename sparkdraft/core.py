@@ -199,6 +199,10 @@ class Batch:
         return sum(w.num_scheduled for w in self.work)
 
     @property
+    def num_prompt_rows(self) -> int:
+        return sum(w.num_known for w in self.work if not w.decodes)
+
+    @property
     def decodes(self) -> bool:
         return all(w.decodes for w in self.work)
 

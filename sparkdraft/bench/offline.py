@@ -117,6 +117,7 @@ class Bench:
     ) -> None:
         """acceptance: of drafts, instead of what the target says of them."""
         self.engine, self.model, self.ceilings, self.acceptance = engine, model, ceilings, acceptance
+        engine.scheduler.pace = None  # all streams begin together, and nobody waits for a token while prompts run
         self._sampler = SyntheticSampler.install(engine) if acceptance else None
         self._lanes = SyntheticLanes(engine.flight.lanes) if acceptance and engine.flight else None
         if acceptance and engine.drafting.default is None:

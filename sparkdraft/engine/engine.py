@@ -24,6 +24,7 @@ from sparkdraft.engine.accept import committed
 from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.flight import AHEAD, Flight
 from sparkdraft.engine.output import Output
+from sparkdraft.engine.pace import PromptPace
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow
 from sparkdraft.engine.scheduler import Scheduler
@@ -54,7 +55,10 @@ class Engine:
         if plan.coded and plan.coded.is_hybrid:
             pages = ExactPages(plan.coded.pages)
             exact = ExactRows(pages, plan.block_size, plan.coded.first, plan.coded.recent, MOST_AHEAD)
-        self.scheduler = Scheduler(self.pool, prefix, plan.max_seqs, plan.max_rows, drafting.lookahead, exact)
+        self.pace = PromptPace(plan.max_step_ms / 1e3, plan.max_rows)
+        self.scheduler = Scheduler(
+            self.pool, prefix, plan.max_seqs, plan.max_rows, drafting.lookahead, exact, self.pace
+        )
         self._outputs: dict[Request, Output] = {}
         self._by_id: dict[str, list[Request]] = {}
         self._ended: list[StepOutput] = []  # aborted or landed since the last step
@@ -113,7 +117,10 @@ class Engine:
         sampled = self.sampler(logits, self._sample_rows(batch))
         self._score_prompts(batch)
         outputs = self._take_ended() + self._commit(batch, sampled)
-        self.drafting.timed(batch, drafted - begin, time.perf_counter() - drafted)
+        end = time.perf_counter()
+        self.drafting.timed(batch, drafted - begin, end - drafted)
+        if any(work.decodes for work in batch.work):
+            self.pace.learn(batch.num_prompt_rows, end - begin)
         return outputs
 
     def warm_up(self) -> None:
@@ -189,6 +196,7 @@ class Engine:
             steps.append((request, landed.num_draft, num_accepted))
         if steps:
             self.drafting.flown(steps, flight.step_seconds)
+            self.pace.learn(0, flight.step_seconds)
         for output, (request, _, _) in zip(outputs, steps, strict=True):
             if request.finish:  # it leaves when nothing is in the air any more
                 output.speculation = self.drafting.report(request)

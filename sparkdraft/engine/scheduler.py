@@ -3,19 +3,41 @@
 Every request is the same thing at a different distance from its end: it has num_tokens known ids of which num_computed
 are in the cache, and wants the rest run. A long prompt wants many rows and gets them in chunks; a decoding request
 wants one, and may carry drafts after it. When blocks run out, the youngest request gives its own back and starts over
-later (its finished blocks may still be found in the prefix cache). Where a cache keeps only some rows exactly, a chunk
-is also cut to the pages that are free for them (cache/exact_rows.py). Integers only, no tensors.
+later (its finished blocks may still be found in the prefix cache). While some requests decode, the prompt rows of a
+step are limited, so that no stream waits long for its next token (engine/pace.py). Where a cache keeps only some rows
+exactly, a chunk is also cut to the pages that are free for them (cache/exact_rows.py). Integers only, no tensors.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from sparkdraft.cache.blocks import BlockPool
 from sparkdraft.cache.exact_rows import ExactRows
 from sparkdraft.cache.prefix import ROOT, PrefixCache
 from sparkdraft.core import Batch, Request, Work
+from sparkdraft.engine.pace import PromptPace
+
+Room = tuple[int, int]  # free blocks, and free pages where a cache has them
+
+
+@dataclass(slots=True)
+class RowsLeft:
+    """What a step can still run. A request that misses more than one row is a prompt, or starts over like one."""
+
+    rows: int
+    prompt_rows: int  # of these, those that prompts may have
+
+    def most(self, missing: int, keep: int) -> int:
+        """Rows for a request that misses this many, if 'keep' rows must be left for others."""
+        room = self.rows - keep
+        return max(min(missing, room if missing == 1 else min(room, self.prompt_rows)), 0)
+
+    def take(self, rows: int, missing: int) -> None:
+        self.rows -= rows
+        self.prompt_rows -= rows if missing > 1 else 0
 
 
 class Scheduler:
@@ -27,8 +49,12 @@ class Scheduler:
         max_rows: int,
         lookahead: int = 0,
         exact: ExactRows | None = None,
+        pace: PromptPace | None = None,
     ) -> None:
-        """lookahead: positions after its known ids that a drafting request needs slots for."""
+        """lookahead: positions after its known ids that a drafting request needs slots for.
+
+        pace: limits prompt rows while others decode; without it a chunk takes all rows of a step.
+        """
         assert max_rows >= max_seqs, f"max_rows {max_rows} below max_seqs {max_seqs}: decode rows would starve"
         self.pool = pool
         self.prefix = prefix
@@ -37,10 +63,13 @@ class Scheduler:
         self.max_rows = max_rows
         self.lookahead = lookahead
         self.exact = exact
+        self.pace = pace
+        self.num_preempted = 0  # since the start
         if exact:
             prefix.prefers = lambda block, other: exact.pages.has(block) and not exact.pages.has(other)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first: the order in which blocks are kept
+        self._refused: tuple[Request, Room] | None = None  # the head of the queue that found too few free blocks
 
     @property
     def has_work(self) -> bool:
@@ -54,29 +83,18 @@ class Scheduler:
         return [r for r in self.running if r.num_tokens - r.num_computed == 1]
 
     def schedule(self, depths: Mapping[Request, int] | None = None) -> Batch:
-        """Rows for everything running, oldest first, then for as many newcomers as fit.
+        """Rows for everything running, oldest first; then for as many newcomers as fit; then drafts.
 
         depths: drafts wanted after a decoding request's row. They get only what nobody needs: spare rows, free blocks.
         """
-        work: list[Work] = []
-        preempted: list[Request] = []
-        rows_left, position = self.max_rows, 0
-        while position < len(self.running):
-            request = self.running[position]
-            later = len(self.running) - position - 1  # each is sure of one row, whatever chunk stands before it
-            want = self._cut(request, min(request.num_tokens - request.num_computed, rows_left - later))
-            while not self._grow(request, want):
-                preempted.append(self._preempt_youngest())
-                if preempted[-1] is request:
-                    break
-            else:
-                depth = min((depths or {}).get(request, 0), rows_left - later - want)
-                drafts = depth if depth and self._grow(request, want + self.lookahead) else 0
-                work.append(_work(request, want, drafts))
-                rows_left -= want + drafts
-                position += 1
+        depths = depths or {}
+        left = self._rows_of_a_step()
+        work, preempted = self._continue(left)
         if not preempted:
-            self._admit(work, rows_left)
+            # Drafts give their rows up where a newcomer would otherwise get none.
+            wanted = sum(depths.values())
+            self._admit(work, left, keep=wanted if wanted < left.rows else 0)
+        self._add_drafts(work, depths, left.rows)
         assert work or not self.has_work, "a request is waiting and nothing can run: the pool is too small for one"
         return Batch(work, preempted)
 
@@ -90,8 +108,7 @@ class Scheduler:
     @property
     def only_decoding(self) -> bool:
         """All that runs wants one row, and nobody waits who could come in."""
-        full = len(self.running) == self.max_seqs
-        return bool(self.running) and (full or not self.waiting) and len(self.decoding()) == len(self.running)
+        return bool(self.running) and not self._may_admit and len(self.decoding()) == len(self.running)
 
     def reserve(self, rows: int) -> bool:
         """Blocks for this many rows of everything that runs, where nobody must give any back for it."""
@@ -106,8 +123,56 @@ class Scheduler:
 
     # ---- the parts
 
-    def _admit(self, work: list[Work], rows_left: int) -> None:
-        while self.waiting and len(self.running) < self.max_seqs and rows_left > 0:
+    def _rows_of_a_step(self) -> RowsLeft:
+        limited = self.pace is not None and self.decoding()
+        return RowsLeft(self.max_rows, self.pace.most_rows() if self.pace and limited else self.max_rows)
+
+    def _continue(self, left: RowsLeft) -> tuple[list[Work], list[Request]]:
+        """Rows for what runs: (work, requests that had to give their blocks back). Prompts share their limit."""
+        work: list[Work] = []
+        preempted: list[Request] = []
+        position = 0
+        while position < len(self.running):
+            request = self.running[position]
+            later = len(self.running) - position - 1  # each is sure of one row, whatever this chunk wants
+            missing = request.num_tokens - request.num_computed
+            want = self._cut(request, left.most(missing, keep=later))
+            if not want:  # the prompts before it have used up the limit
+                position += 1
+                continue
+            while not self._grow(request, want):
+                preempted.append(self._preempt_youngest())
+                if preempted[-1] is request:
+                    break
+            else:
+                work.append(_work(request, want))
+                left.take(want, missing)
+                position += 1
+        return work, preempted
+
+    def _add_drafts(self, work: list[Work], depths: Mapping[Request, int], rows_left: int) -> None:
+        """Last of all, from what is left: drafts never cost another request its blocks."""
+        for part in work:
+            depth = min(depths.get(part.request, 0), rows_left)
+            if depth and self._grow(part.request, part.num_known + self.lookahead):
+                part.most_drafts = depth
+                rows_left -= depth
+
+    @property
+    def _may_admit(self) -> bool:
+        """Whether somebody waits who might come in; a head of the queue that was refused waits for freed blocks."""
+        if not self.waiting or len(self.running) == self.max_seqs:
+            return False
+        if self._refused is None or self._refused[0] is not self.waiting[0]:
+            return True
+        return any(now > then for now, then in zip(self._room(), self._refused[1], strict=True))
+
+    def _room(self) -> Room:
+        return self.pool.num_free, self.exact.pages.num_free if self.exact else 0
+
+    def _admit(self, work: list[Work], left: RowsLeft, keep: int) -> None:
+        """Newcomers, in the order they came; 'keep' rows are left for drafts."""
+        while self._may_admit and left.most(2, keep):
             request = self.waiting[0]
             # Prompt log-probabilities need every prompt row to run, so nothing may be skipped.
             ids = request.ids(0, request.num_tokens)
@@ -121,16 +186,18 @@ class Scheduler:
             request.blocks.extend(blocks)
             request.chain.extend(keys)
             request.num_computed = len(blocks) * self.block_size
-            want = self._cut(request, min(request.num_tokens - request.num_computed, rows_left))
+            missing = request.num_tokens - request.num_computed
+            want = self._cut(request, left.most(missing, keep))
             if not self._grow(request, want):
                 self._release(request)
+                self._refused = request, self._room()
                 return
             if not request.output_ids:
                 request.num_cached = request.num_computed
             self.waiting.popleft()
             self.running.append(request)
             work.append(_work(request, want))
-            rows_left -= want
+            left.take(want, missing)
 
     def _grow(self, request: Request, rows: int) -> bool:
         """Give the request the blocks its next rows need; all of them or none."""
@@ -152,6 +219,7 @@ class Scheduler:
 
     def _preempt_youngest(self) -> Request:
         victim = self.running.pop()
+        self.num_preempted += 1
         self._release(victim)
         self.waiting.appendleft(victim)
         return victim
@@ -172,6 +240,6 @@ class Scheduler:
             request.chain.append(self.prefix.insert(parent, ids, request.blocks[i]))
 
 
-def _work(request: Request, rows: int, most_drafts: int = 0) -> Work:
+def _work(request: Request, rows: int) -> Work:
     start = request.num_computed
-    return Work(request, start, rows, start + rows == request.num_tokens, most_drafts)
+    return Work(request, start, rows, start + rows == request.num_tokens)

@@ -45,6 +45,7 @@ class Plan:
     max_model_len: int
     max_seqs: int
     max_rows: int
+    max_step_ms: int  # of a step in which requests decode beside a prompt
     kv: str  # "exact", "fp8" or "turboquant"
     block_size: int
     num_blocks: int
@@ -110,6 +111,7 @@ def resolve(
         max_model_len=max_model_len,
         max_seqs=max_seqs,
         max_rows=max_rows,
+        max_step_ms=config.max_step_ms or (200 if on_cpu else 50),
         kv=kv,
         block_size=config.block_size,
         num_blocks=num_blocks,

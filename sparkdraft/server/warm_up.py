@@ -75,7 +75,9 @@ def run(engine: Engine, trial: Trial, numbers: random.Random) -> None:
         except UserError:
             assert trial.params.grammar is not None, trial
             return  # a tokenizer that grammars can not be had with: a request that wants one is told so
-    for _ in range(STEPS - trial.seqs * trial.num_prompt // -engine.plan.max_rows):
+    while engine.has_work and not engine.scheduler.only_decoding:
+        engine.step()
+    for _ in range(STEPS - 1):
         engine.step()
     for name in names:
         engine.abort(name)

@@ -298,7 +298,7 @@ def conditional_acceptance(
 
 
 def depth_choices(max_depth: int, fixed: int | None = None) -> list[int]:
-    """The depths that steps run at: chosen from, recorded and measured at start. Any other is rounded up to one of them.
+    """The depths that steps run at: chosen from, recorded and measured at start. Any other is rounded up to one.
 
     They double up to max_depth: those between would gain 0.3 % over the built-in prompts, and the first steps of a new
     depth cost as much as five later ones. 'fixed' is a depth that the user asked for by name.

@@ -94,7 +94,7 @@ def test_a_fixed_depth_is_kept_and_counted() -> None:
 
 
 def test_a_request_may_ask_for_a_chosen_depth_where_the_engine_has_a_fixed_one() -> None:
-    for asked, depths in ((None, {4}), (AUTO, {1, 3, 7})):
+    for asked, depths in ((None, {4}), (AUTO, {1, 3, 4, 7})):
         engine = fake_engine(FakeBlock(1.0), spec=4, **LONG)
         engine.add([1], SamplingParams(max_tokens=301, num_draft=asked, ignore_eos=True), "a")
         drain(engine)

@@ -166,6 +166,7 @@ def fake_plan(
         "max_model_len": num_blocks * block_size,
         "max_seqs": max_seqs,
         "max_rows": max_rows,
+        "max_step_ms": 1000,
         "kv": "exact",
         "block_size": block_size,
         "num_blocks": num_blocks,

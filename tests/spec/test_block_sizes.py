@@ -1,4 +1,4 @@
-"""Drafters of any block size start, and draft without changing the text; published ones have blocks of 10 as well as 16.
+"""Drafters of any block size start and draft without changing the text; some published ones have blocks of 10.
 
 The drafters are random, so nearly all drafts are refused: that is the hard half of losslessness.
 """

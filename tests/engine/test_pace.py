@@ -1,0 +1,97 @@
+"""Prompt chunks beside decoding requests: small enough that a step keeps to its target, and the prompt gets through.
+
+Machines are invented here: a step takes a given time per decode row and per prompt row. Nothing waits for a real clock.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from sparkdraft.core import SamplingParams
+from sparkdraft.engine.pace import LEAST_ROWS, PromptPace
+from tests.fakes import FakeRunner, fake_engine
+
+
+def steps_of(pace: PromptPace, prompt: int, decode: float, row: float, growth: float = 0.0) -> list[float]:
+    """Seconds of each step that a prompt takes; rows get dearer by 'growth' seconds per row before them."""
+    for _ in range(20):
+        pace.learn(0, decode)
+    seconds, done = [], 0
+    while done < prompt:
+        rows = min(pace.most_rows(), prompt - done)
+        seconds.append(decode + rows * (row + growth * done))
+        pace.learn(rows, seconds[-1])
+        done += rows
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("target", "max_rows", "decode", "row"),
+    [
+        (0.2, 512, 0.024, 0.0022),  # two CPU cores and a small model: 8 streams
+        (0.2, 512, 0.008, 0.0022),  # 1 stream
+        (0.05, 8192, 0.006, 30e-6),  # a large GPU, 8 billion parameters
+        (0.05, 8192, 0.030, 300e-6),  # a small GPU, the same model
+    ],
+)
+def test_steps_keep_to_the_target_and_the_prompt_takes_little_longer_than_alone(
+    target: float, max_rows: int, decode: float, row: float
+) -> None:
+    prompt = 40 * max_rows
+    seconds = steps_of(PromptPace(target, max_rows), prompt, decode, row)
+    allowed = max(target, 5 * decode)
+    assert max(seconds) <= 1.05 * allowed
+    assert sum(seconds) <= 1.3 * prompt * row
+
+
+def test_chunks_shrink_as_rows_get_dearer_with_the_context() -> None:
+    seconds = steps_of(PromptPace(0.2, 512), 8000, 0.02, 0.002, growth=5e-7)
+    assert max(seconds) <= 1.1 * 0.2
+
+
+def test_a_late_step_does_not_stop_the_prompt() -> None:
+    """A kernel that is compiled within a step makes it seconds long: later chunks come back to their size."""
+    pace = PromptPace(0.05, 8192)
+    pace.learn(0, 0.005)
+    pace.learn(pace.most_rows(), 30.0)
+    assert pace.most_rows() == LEAST_ROWS
+    for _ in range(12):
+        rows = pace.most_rows()
+        pace.learn(rows, 0.005 + rows * 30e-6)
+    assert pace.most_rows() > 1000
+
+
+def test_a_long_prompt_shares_its_steps_with_all_who_decode_and_takes_whole_steps_alone() -> None:
+    engine = fake_engine(num_blocks=256, max_seqs=4, max_rows=128)
+    runner = engine.runner
+    assert isinstance(runner, FakeRunner)
+    engine.add([9] * 300, SamplingParams(max_tokens=1), "alone")
+    engine.step()
+    assert runner.steps[-1] == [("alone", 128)]
+    engine.abort("alone")
+    for name in "abc":
+        engine.add([ord(name)], SamplingParams(max_tokens=100, ignore_eos=True), name)
+    engine.step()
+    engine.add([7] * 300, SamplingParams(max_tokens=1), "long")
+    limit = engine.pace.most_rows()
+    engine.step()
+    assert limit < 125 and runner.steps[-1] == [("a", 1), ("b", 1), ("c", 1), ("long", limit)]
+    while any(name == "long" for name, _ in runner.steps[-1]):
+        engine.step()
+        assert [(name, 1) for name in "abc"] == runner.steps[-1][:3], "nobody misses a step"
+    long_rows = [rows for step in runner.steps for name, rows in step if name == "long"]
+    assert sum(long_rows) == 300
+
+
+def test_two_prompts_share_one_limit() -> None:
+    engine = fake_engine(num_blocks=256, max_seqs=4, max_rows=128)
+    runner = engine.runner
+    assert isinstance(runner, FakeRunner)
+    engine.add([1], SamplingParams(max_tokens=200, ignore_eos=True), "a")
+    engine.step()
+    for name in ("first", "second"):
+        engine.add([ord(name[0])] * 200, SamplingParams(max_tokens=1), name)
+    while engine.scheduler.waiting or not engine.scheduler.only_decoding:
+        limit = engine.pace.most_rows()
+        engine.step()
+        assert sum(rows for name, rows in runner.steps[-1] if name != "a") <= limit
