@@ -19,7 +19,7 @@ ENGINE_FLAGS = {
     "max_model_len": "longest prompt and output together, in tokens (0: what the model was made for)",
     "max_seqs": "requests that run at once (0: automatic)",
     "max_rows": "rows of a step, prompt chunks and decode rows together (0: automatic)",
-    "max_step_ms": "longest step in milliseconds while requests decode beside a long prompt, whose chunks are cut to fit "
+    "max_step_ms": "longest step in milliseconds while requests decode beside a prompt, whose chunks are cut to fit "
     "(0: 200, on a GPU 50)",
     "kv": "how keys and values are kept: exact, fp8 (half the memory) or turboquant (a quarter)",
     "tq_mode": "of turboquant: hybrid (the last tokens exact), full_tq (all coded), capture_only (all exact, and the "

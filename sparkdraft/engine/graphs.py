@@ -39,6 +39,10 @@ class Graphs(Generic[Key]):
     def __contains__(self, shape: Key) -> bool:
         return shape in self._recorded
 
+    def recording(self, shape: Key) -> Any:
+        """The recording of a shape, which must have been made."""
+        return self._recorded[shape]
+
     def record(self, shapes: list[Key]) -> None:
         """Largest first: on a GPU the smaller ones then fit into its memory."""
         for shape in sorted(shapes, reverse=True):  # type: ignore[type-var]

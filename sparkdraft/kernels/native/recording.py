@@ -94,6 +94,11 @@ class Recording:
             self.output = run()
         self._array = (_Call * len(calls))(*calls)
 
+    @property
+    def kernels(self) -> list[str]:
+        """The names of the recorded calls, in order."""
+        return [KERNELS[call.kernel] for call in self._array]
+
     def replay(self) -> Tensor:
         """The same calls on what the inputs hold now; returns the same tensor, filled anew."""
         c.sd_replay(ctypes.addressof(self._array), len(self._array))
