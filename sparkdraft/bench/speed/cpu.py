@@ -23,7 +23,7 @@ from sparkdraft.llm import LLM
 
 MODEL = "smollm2"
 PLAIN_STEPS, WARM_STEPS = 96, 8  # of the parked drafter's line: steps of one run, and those of them that do not count
-FRESH_ENGINES, PARKED_ROUNDS = 2, 4  # pairs of engines made for it, and rounds of each pair
+FRESH_ENGINES, PARKED_ROUNDS = 2, 3  # pairs of engines made for it, and rounds of each pair
 LOAD_ROUNDS = 3
 OUTPUT_LEN = 64  # tokens of a request at most; one that ends earlier ends
 CLASSES = ("code", "qa", "json", "prose")
@@ -110,11 +110,11 @@ def _load_group(streams: int, requests: int, temperature: float, **names: str) -
 
 GROUPS = (
     Group(("parked-drafter",), parked_drafter),
-    *(Group((f"drafted-{name}",), partial(processes.drafted, name)) for name in processes.CLASSES),
-    _load_group(1, 8, 0.7, auto_sampled="tok_s"),
-    _load_group(4, 16, 0.0, auto_4_streams="tok_s"),
+    Group(("drafted-code", "start-in-steps", "start-with-drafter"), partial(processes.drafted, "code")),
+    *(Group((f"drafted-{name}",), partial(processes.drafted, name)) for name in ("json", "questions", "prose")),
+    _load_group(1, 6, 0.7, auto_sampled="tok_s"),
+    _load_group(4, 12, 0.0, auto_4_streams="tok_s"),
     _load_group(16, 16, 0.0, auto_16_streams="tok_s", first_token_16_streams="first_s"),
     Group(("server-1-stream", "server-4-streams"), processes.server),
-    Group(("start-in-steps", "start-with-drafter"), processes.start),
     Group(("long-prompt-largest-gap", "long-prompt-median-gap", "long-prompt-first-token"), long_prompt),
 )
