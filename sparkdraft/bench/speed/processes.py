@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import socket
 import subprocess
 import sys
@@ -31,7 +30,7 @@ COMMAND = (sys.executable, "-m", "sparkdraft.cli.main")
 CLASSES = {"code": "code", "json": "json", "questions": "qa", "prose": "prose"}  # line -> class of prompts.jsonl
 PER_CLASS, OUTPUT_LEN = 3, 128
 SERVER_ROUNDS, SERVER_REQUESTS, SERVER_LEN = 2, 8, 64
-READY_SECONDS, POLL = 300.0, 0.2
+READY_SECONDS, END_SECONDS, POLL = 300.0, 60.0, 0.2
 LAST_LINES = 5  # of what a process said that failed
 
 
@@ -120,8 +119,11 @@ def serving() -> Iterator[str]:
                 raise UserError(f"`sparkdraft serve` did not become ready: {_last_lines(said.read().decode())}")
             yield url
         finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
+            process.terminate()
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def _ready(url: str, process: subprocess.Popen[bytes]) -> bool:
