@@ -4,6 +4,7 @@
 #   make demo    the embedded model writes a few lines, on this machine, GPU or not
 #   make test    lint, types and tests
 #   make bench   decode and prefill speed of the embedded model against the memory bandwidth
+#   make check-speed [DEVICE=cuda]   ratios of speeds against sparkdraft/bench/speed/expected_ratios.json
 #
 # TORCH=torch==2.13.0       the torch to install (the pin: its CPU build pulls no CUDA packages on most machines)
 # PIP_ARGS="--index-url .." anything else pip should know, such as another index
@@ -12,10 +13,11 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PIP_ARGS ?=
+DEVICE ?= cpu
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup dev serve demo test lint bench clean
+.PHONY: setup dev serve demo test lint bench check-speed clean
 
 setup: $(VENV)/ready
 dev: $(VENV)/ready-dev
@@ -38,6 +40,10 @@ lint: dev
 
 bench: setup
 	$(BIN)/sparkdraft bench offline
+
+# Under eight minutes on two quiet cores. Fails with 1 where a line fell, with 2 where the machine is too noisy to tell.
+check-speed: setup
+	$(BIN)/sparkdraft bench check-speed --device $(DEVICE)
 
 clean:
 	rm -rf $(VENV)

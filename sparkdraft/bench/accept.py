@@ -170,7 +170,7 @@ def pace(llm: LLM, params: SamplingParams, prompts: list[list[int]], done: Done)
     """Each prompt plainly, then with drafts, so that a machine that slows down slows both."""
     result = Pace(len(prompts))
     for ids in prompts:
-        (plain, seconds), (auto, auto_seconds) = (_decode(llm, ids, replace(params, num_draft=n)) for n in (0, AUTO))
+        (plain, seconds), (auto, auto_seconds) = (decode(llm, ids, replace(params, num_draft=n)) for n in (0, AUTO))
         result.same_text += plain == auto
         result.plain_tokens += len(plain) - 1
         result.auto_tokens += len(auto) - 1
@@ -180,7 +180,7 @@ def pace(llm: LLM, params: SamplingParams, prompts: list[list[int]], done: Done)
     return result
 
 
-def _decode(llm: LLM, ids: list[int], params: SamplingParams) -> tuple[list[int], float]:
+def decode(llm: LLM, ids: list[int], params: SamplingParams) -> tuple[list[int], float]:
     """What one stream wrote, and the seconds from its first token to its last."""
     written, times = [], []
     for piece in llm.stream(ids, params):

@@ -64,6 +64,15 @@ class Pass:
     tokens: int = 0  # committed in those steps
     drafted: float = 0.0  # share of the streams' steps that drafted
 
+    @property
+    def step(self) -> float:
+        """Seconds. Plain steps are alike: their median. Drafted ones are not: their mean."""
+        return statistics.fmean(self.steps) if self.drafted else statistics.median(self.steps)
+
+    @property
+    def tok_s(self) -> float:
+        return self.tokens / len(self.steps) / self.step
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -74,7 +83,7 @@ class Row:
     prefill_tok_s: float
     prefill_share: float | None  # of the rate of a matmul, on a GPU: operations of layers and attention
     decode_tok_s: float  # committed, all streams together
-    step_ms: float  # plain steps are alike: their median. Drafted ones are not: their mean
+    step_ms: float  # Pass.step
     draft_ms: float  # the three parts of a step, in the shares that a pass with a wait at each border found
     target_ms: float
     rest_ms: float
@@ -145,6 +154,10 @@ class Bench:
             profiler = recorder(device)
             found = summary(profiler, self.engine.plan.kernels, self._run(load, short, None, profiler).steps)
         return self._row(load, measured, timed, parts, overall, found), found
+
+    def run(self, load: Load) -> Pass:
+        """One pass and nothing else. The first one of a load is its warm-up."""
+        return self._run(load, self.num_steps(load))
 
     def memory(self) -> Memory | None:
         """Of a GPU, what was planned and what was taken so far; a CPU's is shared with everything else."""
@@ -262,8 +275,7 @@ class Bench:
         self, load: Load, measured: Pass, timed: Pass, parts: Parts, overall: float | None, found: Profile | None
     ) -> Row:
         median, mean = statistics.median(measured.steps), statistics.fmean(measured.steps)
-        step = mean if measured.drafted else median
-        tokens, timed_total = measured.tokens / len(measured.steps), sum(timed.steps)
+        step, timed_total = measured.step, sum(timed.steps)
         draft, target = parts.draft / timed_total * step, parts.target / timed_total * step
         read, matmul = self.floor_bytes(load, measured.drafted), self.ceilings.matmul
         floor = sum(read.values()) / self.ceilings.bandwidth
@@ -272,14 +284,14 @@ class Bench:
             load.prompt_len,
             prefill_tok_s=load.streams * load.prompt_len / measured.prefill,
             prefill_share=self.prompt_operations(load) / measured.prefill / matmul if matmul else None,
-            decode_tok_s=tokens / step,
+            decode_tok_s=measured.tok_s,
             step_ms=step * 1e3,
             draft_ms=draft * 1e3,
             target_ms=target * 1e3,
             rest_ms=(step - draft - target) * 1e3,
             floor_ms=floor * 1e3,
             share=floor / step,
-            length=tokens / load.streams,
+            length=measured.tokens / len(measured.steps) / load.streams,
             steps=len(measured.steps),
             step_median_ms=median * 1e3,
             step_mean_ms=mean * 1e3,

@@ -20,6 +20,7 @@ class Throughput:
     requests: int
     tokens: int  # written
     seconds: float
+    first: list[float]  # seconds from each request's beginning to its first token
 
     @property
     def tok_s(self) -> float:
@@ -28,15 +29,19 @@ class Throughput:
 
 def throughput(engine: Engine, requests: Iterable[tuple[list[int], SamplingParams]], streams: int) -> Throughput:
     """Of these requests, 'streams' at once, in an engine that does nothing else. They are asked for as they begin."""
-    coming, running, count, tokens = iter(requests), set[str](), 0, 0
+    coming, running, tokens = iter(requests), set[str](), 0
+    began, first = dict[str, float](), dict[str, float]()
     begin = time.perf_counter()
     while True:
         for prompt, params in islice(coming, streams - len(running)):
-            running.add(engine.add(prompt, params))
-            count += 1
+            name = engine.add(prompt, params)
+            running.add(name)
+            began[name] = time.perf_counter()
         if not running:
-            return Throughput(count, tokens, time.perf_counter() - begin)
+            seconds = [first[name] - began[name] for name in began]
+            return Throughput(len(began), tokens, time.perf_counter() - begin, seconds)
         for output in engine.step():
             tokens += len(output.ids)
+            first.setdefault(output.request_id, time.perf_counter())
             if output.finish:
                 running.discard(output.request_id)

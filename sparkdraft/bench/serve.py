@@ -198,20 +198,36 @@ class _Bench:
         return await self.client.counters() if self.result.source == "metrics" else None
 
     async def load(self, work: Sequence[Messages], streams: int, max_tokens: int, plain: bool) -> Load:
-        """'streams' workers take the prompts in order, each the next as soon as its last is answered."""
-        samples: list[Sample] = [Sample()] * len(work)
-        todo = iter(enumerate(work))
+        def option(index: int) -> dict[str, Any]:
+            return self.settings.options(index) | (OFF if plain else {})
 
-        async def worker() -> None:
-            for index, messages in todo:
-                options = self.settings.options(index) | (OFF if plain else {})
-                samples[index] = await self.client.chat(messages, max_tokens, options)
-                self.done += 1
-                self.report(self.label, self.done, self.total)
+        def answered() -> None:
+            self.done += 1
+            self.report(self.label, self.done, self.total)
 
-        begin = time.perf_counter()
-        await asyncio.gather(*(worker() for _ in range(min(streams, len(work)))))
-        return Load(samples, time.perf_counter() - begin)
+        return await keep_busy(self.client, work, streams, max_tokens, option, answered)
+
+
+async def keep_busy(
+    client: Client,
+    work: Sequence[Messages],
+    streams: int,
+    max_tokens: int,
+    options: Callable[[int], dict[str, Any]] = lambda index: {},
+    answered: Callable[[], None] = lambda: None,
+) -> Load:
+    """'streams' workers take the prompts in order, each the next as soon as its last is answered."""
+    samples: list[Sample] = [Sample()] * len(work)
+    todo = iter(enumerate(work))
+
+    async def worker() -> None:
+        for index, messages in todo:
+            samples[index] = await client.chat(messages, max_tokens, options(index))
+            answered()
+
+    begin = time.perf_counter()
+    await asyncio.gather(*(worker() for _ in range(min(streams, len(work)))))
+    return Load(samples, time.perf_counter() - begin)
 
 
 def read_prompts(names: Sequence[str] = ()) -> dict[str, list[Messages]]:

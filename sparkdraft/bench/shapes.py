@@ -12,10 +12,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
+from sparkdraft.engine.build import DraftSource, build_engine, make_plan
+from sparkdraft.engine.devices import detect
+from sparkdraft.engine.engine import Engine
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.spec.config import DraftConfig, LayerMask, check_fits
 from sparkdraft.train.recipe import spread_taps
+from sparkdraft.weights.loader import Progress
 
 Sizes = dict[str, tuple[int, ...]]
 
@@ -64,6 +69,14 @@ def drafter_shape(name: str, target: ModelConfig) -> DraftConfig:
     )
     check_fits(draft, target)
     return draft
+
+
+def random_engine(config: EngineConfig, draft: DraftConfig | None = None, progress: Progress | None = None) -> Engine:
+    """An engine of the shape that config.model names, with random weights, and a drafter of a shape if one is given."""
+    model, device = shape(config.model), detect(config).device
+    source = DraftSource(draft, RandomCheckpoint(draft, device)) if draft else None
+    plan = make_plan(config, model, source)
+    return build_engine(plan, config, model, RandomCheckpoint(model, device), SilentTokenizer(), source, progress)
 
 
 class RandomCheckpoint:

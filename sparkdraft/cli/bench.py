@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from sparkdraft.cli import bench_kv, bench_offline
+from sparkdraft.cli import bench_kv, bench_offline, bench_speed
 from sparkdraft.cli.bench_offline import numbers
 from sparkdraft.cli.console import errors, loading
 from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm, read_text, temperature_list
@@ -37,6 +37,8 @@ EXAMPLES = """examples:
   sparkdraft bench accept --per-class 0 --speed                                (plain against drafted, one stream)
   sparkdraft bench kv --formats fp8,k4v3,k5v4 --plot kv.svg                    (what smaller KV caches cost and bring)
   sparkdraft bench serve --url http://127.0.0.1:8000 --concurrency 1,4 --classes code,prose --out results
+  sparkdraft bench long-prompt                                                 (gaps of 8 streams while it is read)
+  sparkdraft bench check-speed --only parked-drafter,drafted-code              (ratios against what is expected)
 """
 
 
@@ -62,7 +64,11 @@ def configure(parser: ArgumentParser) -> None:
     bench_kv.configure(kv)
     serve = kinds.add_parser("serve", help="an OpenAI-compatible server: speed and latency, by class and streams")
     _configure_serve(serve)
-    for kind in (offline, perplexity, accept, kv, serve):
+    long_prompt = kinds.add_parser("long-prompt", help="a long prompt that arrives while others decode")
+    bench_speed.configure_long_prompt(long_prompt)
+    check = kinds.add_parser("check-speed", help="ratios of speeds against a file of expected ones")
+    bench_speed.configure_check(check)
+    for kind in (offline, perplexity, accept, kv, serve, long_prompt, check):
         kind.epilog, kind.formatter_class = EXAMPLES, RawDescriptionHelpFormatter
 
 
@@ -86,6 +92,8 @@ def run(args: Namespace) -> int:
         "accept": _accept,
         "kv": bench_kv.run,
         "serve": _serve,
+        "long-prompt": bench_speed.run_long_prompt,
+        "check-speed": bench_speed.run_check,
     }
     return kinds[args.kind](args)
 

@@ -24,7 +24,6 @@ from sparkdraft.core import UserError
 if TYPE_CHECKING:
     from sparkdraft.bench.offline import Bench, Load, Row
     from sparkdraft.bench.synthetic import Acceptance
-    from sparkdraft.engine.build import DraftSource
     from sparkdraft.engine.engine import Engine
     from sparkdraft.models.config import ModelConfig
     from sparkdraft.spec.config import DraftConfig
@@ -146,20 +145,13 @@ def make_engine(args: Namespace, draft: DraftConfig | None) -> tuple[Engine, Mod
     if not args.shape:
         llm = load_llm(args, prefix_cache=False)
         return llm.engine, llm.model_config, args.model
-    from sparkdraft.bench.shapes import RandomCheckpoint, SilentTokenizer, shape
-    from sparkdraft.engine.build import DraftSource, build_engine, make_plan
-    from sparkdraft.engine.devices import detect
+    from sparkdraft.bench.shapes import random_engine, shape
 
-    model = shape(args.shape)
     config = EngineConfig(model=args.shape, prefix_cache=False, ngram=False, **engine_options(args))
-    device = detect(config).device
-    source: DraftSource | None = DraftSource(draft, RandomCheckpoint(draft, device)) if draft else None
-    plan = make_plan(config, model, source)
     with loading(f"making {args.shape}") as progress:
-        target = RandomCheckpoint(model, device)
-        engine = build_engine(plan, config, model, target, SilentTokenizer(), source, progress)
-    show_fallbacks(plan)
-    return engine, model, f"{args.shape}{f' with {args.drafter_shape}' if draft else ''}, random weights"
+        engine = random_engine(config, draft, progress)
+    show_fallbacks(engine.plan)
+    return engine, shape(args.shape), f"{args.shape}{f' with {args.drafter_shape}' if draft else ''}, random weights"
 
 
 def _measure_all(bench: Bench, loads: list[Load], profiled: bool) -> list[Row]:

@@ -1,0 +1,148 @@
+"""The lines of a CPU that need processes of their own: `generate` as a person types it, and the server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import httpx
+
+from sparkdraft.bench.accept import chat_prompts, read_prompts
+from sparkdraft.bench.offline_throughput import throughput
+from sparkdraft.bench.serve import keep_busy
+from sparkdraft.bench.serve_client import Client, Messages
+from sparkdraft.bench.speed.check import Names
+from sparkdraft.bench.speed.lines import for_streams
+from sparkdraft.bench.speed.ratios import Metrics, Progress, Sample, in_turn, joined, part
+from sparkdraft.core import SamplingParams, UserError
+from sparkdraft.llm import LLM
+
+COMMAND = (sys.executable, "-m", "sparkdraft.cli.main")
+CLASSES = {"code": "code", "json": "json", "questions": "qa", "prose": "prose"}  # line -> class of prompts.jsonl
+PER_CLASS, OUTPUT_LEN = 3, 128
+SERVER_ROUNDS, SERVER_REQUESTS, SERVER_LEN = 2, 8, 64
+READY_SECONDS, END_SECONDS, POLL = 300.0, 60.0, 0.2
+LAST_LINES = 5  # of what a process said that failed
+
+
+def drafted(name: str, wanted: Names, progress: Progress) -> dict[str, Sample]:
+    """Each prompt of a class in four fresh processes: off, default, default, off."""
+    found = []
+    for done, prompt in enumerate(read_prompts(PER_CLASS)[CLASSES[name]]):
+        plain, auto = (partial(_fresh, prompt, spec) for spec in ("off", "auto"))
+        found.append(in_turn(plain, auto, 1, part(progress, done, PER_CLASS)))
+    metrics = {f"drafted-{name}": "tok_s", "start-with-drafter": "start_ms", "start-in-steps": "steps_ms"}
+    return {line: joined(each[metric] for each in found) for line, metric in metrics.items() if line in wanted}
+
+
+def _fresh(prompt: str, spec: str) -> Metrics:
+    """start_ms: from the command to the first token, loading included.
+
+    steps_ms: two sides of another ratio, the time of 1000 plain steps and the default's start.
+    """
+    report = generate(prompt, spec, OUTPUT_LEN)
+    steps = 1000 * 1e3 / report["tok_s"] if spec == "off" else report["start_ms"]
+    return {"tok_s": report["tok_s"], "start_ms": report["start_ms"], "steps_ms": steps}
+
+
+def generate(prompt: str, spec: str, max_tokens: int) -> dict[str, Any]:
+    """What `sparkdraft generate --chat --json` reports of one prompt, greedily."""
+    flags = ("--prompt", prompt, "--spec", spec, "--max-tokens", str(max_tokens), "--temperature", "0")
+    done = subprocess.run(
+        [*COMMAND, "generate", "--chat", "--json", "--device", "cpu", *flags], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise UserError(f"`sparkdraft generate` failed with status {done.returncode}: {_last_lines(done.stderr)}")
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return report
+
+
+# ---- the server
+
+
+def server(wanted: Names, progress: Progress) -> dict[str, Sample]:
+    """The same requests through HTTP and through an engine of this process, both as they come by default."""
+    llm = LLM("smollm2", device="cpu")
+    texts = [prompt for name in CLASSES.values() for prompt in read_prompts(SERVER_REQUESTS // 4)[name]]
+    messages: list[Messages] = [[{"role": "user", "content": text}] for text in texts]
+    counts = [streams for streams in (1, 4) if for_streams("server", streams) in wanted]
+    samples = {}
+    with serving() as url:
+        for done, streams in enumerate(counts):
+            offline, online = partial(_offline, llm, texts, streams), partial(_online, url, messages, streams)
+            offline(), online()  # afterwards both know the prompts
+            inner = part(progress, done * SERVER_ROUNDS, len(counts) * SERVER_ROUNDS)
+            found = in_turn(offline, online, SERVER_ROUNDS, inner)
+            samples[for_streams("server", streams)] = found["tok_s"]
+    return samples
+
+
+def _offline(llm: LLM, texts: list[str], streams: int) -> Metrics:
+    params = SamplingParams(SERVER_LEN)
+    requests = [(ids, params) for ids in chat_prompts(llm, texts)]
+    return {"tok_s": throughput(llm.engine, requests, streams).tok_s}
+
+
+def _online(url: str, messages: list[Messages], streams: int) -> Metrics:
+    async def measure() -> Metrics:
+        async with Client(url, streams=streams) as client:
+            await client.open()
+            load = await keep_busy(client, messages, streams, SERVER_LEN)
+            if failed := [sample.error for sample in load.samples if sample.error]:
+                raise UserError(f"the server did not answer a request: {failed[0]}")
+            return {"tok_s": sum(sample.tokens for sample in load.samples) / load.seconds}
+
+    return asyncio.run(measure())
+
+
+@contextmanager
+def serving() -> Iterator[str]:
+    """The address of `sparkdraft serve` in a process of its own, once it is ready; it is ended afterwards."""
+    port = _free_port()
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            [*COMMAND, "serve", "--device", "cpu", "--port", str(port)], stdout=said, stderr=said
+        )
+        try:
+            if not _ready(url, process):
+                said.seek(0)
+                raise UserError(f"`sparkdraft serve` did not become ready: {_last_lines(said.read().decode())}")
+            yield url
+        finally:
+            process.terminate()
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _ready(url: str, process: subprocess.Popen[bytes]) -> bool:
+    deadline = time.monotonic() + READY_SECONDS
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            if httpx.get(f"{url}/health", trust_env=False).status_code == 200:
+                return True
+        except httpx.HTTPError:
+            pass  # it does not listen yet
+        time.sleep(POLL)
+    return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _last_lines(text: str) -> str:
+    return " / ".join(text.strip().splitlines()[-LAST_LINES:]) or "it said nothing"

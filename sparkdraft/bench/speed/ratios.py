@@ -1,0 +1,68 @@
+"""Two things measured in turn (A, B, B, A), and what their ratio is worth on a machine that is never quite quiet.
+
+A machine that slows down steadily slows both sides of such a round alike. The two As of a round are the same work, so
+what they differ by is the machine's doing: this is the noise, and it is measured where it matters, in the same minute.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+Metrics = dict[str, float]
+Side = Callable[[], Metrics]
+Progress = Callable[[int, int], None]  # told how many parts are done, and how many there are
+
+# Two standard errors of the median of n rounds are 2 * 1.25 * s / sqrt(n), where s is the deviation of one round's
+# ratio. A against A deviates by sqrt(2) * s, and 1.48 times the median distance from 0 estimates a deviation.
+TWO_ERRORS = 2 * 1.25 * 1.48 / math.sqrt(2)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One line's ratio as it was measured, round by round."""
+
+    ratios: list[float]  # B against A
+    controls: list[float]  # A against A: 1 on a quiet machine
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.ratios)
+
+    @property
+    def noise(self) -> float:
+        """How far off the ratio may be, as a share of it."""
+        return TWO_ERRORS * statistics.median(abs(math.log(c)) for c in self.controls) / math.sqrt(len(self.ratios))
+
+
+def joined(samples: Iterable[Sample]) -> Sample:
+    """One sample of the rounds of several."""
+    each = list(samples)
+    return Sample([r for s in each for r in s.ratios], [c for s in each for c in s.controls])
+
+
+def in_turn(a: Side, b: Side, rounds: int, progress: Progress) -> dict[str, Sample]:
+    """A, B, B, A in each round; a sample for each metric that both sides give."""
+    samples: dict[str, Sample] = {}
+    for done in range(rounds):
+        first, one, other, last = a(), b(), b(), a()
+        for name in first.keys() & one.keys():
+            sample = samples.setdefault(name, Sample([], []))
+            sample.ratios.append(math.sqrt(one[name] * other[name] / (first[name] * last[name])))
+            sample.controls.append(last[name] / first[name])
+        progress(done + 1, rounds)
+    return samples
+
+
+def against(value: float, measured: list[float]) -> Sample:
+    """Measurements of one thing against a given value; their control is each against the one before."""
+    controls = [later / earlier for earlier, later in pairwise(measured)]
+    return Sample([each / value for each in measured], controls or [1.0])
+
+
+def part(progress: Progress, done: int, total: int) -> Progress:
+    """The progress of a part, told as progress of the whole."""
+    return lambda more, _: progress(done + more, total)

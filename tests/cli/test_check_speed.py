@@ -1,0 +1,288 @@
+"""`bench check-speed`: what it says of invented measurements, and that real ones come out of real engines.
+
+Speeds themselves mean nothing here: nothing asserts a measured ratio. What is asserted is how ratios are made, compared
+and told, and that every line is measured by something."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from sparkdraft.bench import bandwidth, shapes
+from sparkdraft.bench.long_prompt import Beside, Gaps, LongPrompt, summary
+from sparkdraft.bench.offline_throughput import throughput
+from sparkdraft.bench.speed import cpu, cuda, processes
+from sparkdraft.bench.speed.check import Group, Names, Skipped, check, select
+from sparkdraft.bench.speed.lines import LINES, Line
+from sparkdraft.bench.speed.ratios import Metrics, Progress, Sample, against, in_turn, joined
+from sparkdraft.bench.speed.verdict import Expected, Judged, Verdict, conclusion, judge, read_expected, status
+from sparkdraft.cli.main import main
+from sparkdraft.core import SamplingParams, UserError
+from sparkdraft.llm import LLM
+from sparkdraft.models.config import ModelConfig
+
+SPEED, LATENCY = Line("speed", "a speed"), Line("latency", "a time", lower_is_better=True)
+EXPECTED = {"speed": Expected(1.0, 0.02, "invented"), "latency": Expected(1.0, 0.1, "invented")}
+QUIET, NOISY = [1.001, 0.999, 1.0], [1.2, 0.85, 1.1]
+TOY = ModelConfig("qwen3", 6, 32, 64, 2, 1, 16, 96, 1024, tie_embeddings=True)
+
+
+def ignore(done: int, total: int) -> None: ...
+
+
+@contextmanager
+def no_bar(label: str) -> Iterator[Progress]:
+    yield ignore
+
+
+def sample(ratio: float, controls: list[float] = QUIET) -> Sample:
+    return Sample([ratio] * 3, controls)
+
+
+class Script:
+    """A group whose measurements are given, one list of them for each line."""
+
+    def __init__(self, **measurements: list[Sample]) -> None:
+        self.left, self.asked = measurements, list[Names]()
+
+    def __call__(self, wanted: Names, progress: Progress) -> dict[str, Sample]:
+        self.asked.append(wanted)
+        progress(1, 1)
+        return {name: self.left[name].pop(0) for name in wanted}
+
+    def judged(self) -> list[Judged]:
+        lines = [line for line in (SPEED, LATENCY) if line.name in self.left]
+        groups = [Group(tuple(self.left), self)]
+        return list(check(groups, lines, EXPECTED, frozenset(self.left), no_bar))
+
+
+# ---- verdicts
+
+
+def test_a_line_that_fell_twice_is_named_and_the_status_says_so() -> None:
+    script = Script(speed=[sample(0.9), sample(0.91)], latency=[sample(1.05)])
+    judged = script.judged()
+    assert [each.verdict for each in judged] == [Verdict.FELL, Verdict.HOLDS]
+    assert script.asked == [{"speed", "latency"}, {"speed"}]  # what held is not measured again
+    assert status(judged) == 1 and conclusion(judged) == "1 of 2 lines hold; FELL: speed"
+    assert "0.910" in judged[0].row() and "FELL (first 0.900, FELL)" in judged[0].row()
+
+
+def test_a_line_that_fell_once_and_then_held_holds() -> None:
+    judged = Script(speed=[sample(0.9), sample(0.99)]).judged()
+    assert judged[0].verdict is Verdict.HOLDS and judged[0].note == "first 0.900, FELL" and status(judged) == 0
+
+
+def test_noise_that_covers_the_limit_is_neither_held_nor_fallen() -> None:
+    judged = Script(speed=[sample(0.9, NOISY), sample(1.0, NOISY)]).judged()
+    assert judged[0].verdict is Verdict.UNSURE and status(judged) == 2
+    assert "cannot tell: speed" in conclusion(judged) and "too noisy" in conclusion(judged)
+
+
+@pytest.mark.parametrize(("ratio", "verdict"), [(0.4, Verdict.FELL), (1.9, Verdict.HOLDS)])
+def test_noise_does_not_hide_what_is_far_from_the_limit(ratio: float, verdict: Verdict) -> None:
+    assert judge(SPEED, EXPECTED["speed"], sample(ratio, NOISY)).verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("line", "ratio", "verdict"),
+    [
+        (SPEED, 0.981, Verdict.HOLDS),
+        (SPEED, 0.979, Verdict.FELL),
+        (SPEED, 1.5, Verdict.HOLDS),
+        (LATENCY, 1.099, Verdict.HOLDS),
+        (LATENCY, 1.101, Verdict.FELL),
+        (LATENCY, 0.5, Verdict.HOLDS),
+    ],
+)
+def test_the_limit_is_on_the_worse_side(line: Line, ratio: float, verdict: Verdict) -> None:
+    assert judge(line, EXPECTED[line.name], sample(ratio)).verdict is verdict
+
+
+def test_a_line_that_is_both_fallen_and_beside_an_unsure_one_is_fallen() -> None:
+    judged = Script(speed=[sample(0.5)] * 2, latency=[sample(1.1, NOISY)] * 2).judged()
+    assert status(judged) == 1 and conclusion(judged).startswith("0 of 2 lines hold; FELL: speed; cannot tell: latency")
+
+
+def test_what_can_not_be_measured_is_skipped_with_its_reason() -> None:
+    def measure(wanted: Names, progress: Progress) -> dict[str, Sample]:
+        raise Skipped("there is no such machine")
+
+    judged = list(check([Group(("speed",), measure)], [SPEED], EXPECTED, frozenset({"speed"}), no_bar))
+    assert judged[0].verdict is Verdict.SKIPPED and status(judged) == 0
+    assert "skipped (there is no such machine)" in judged[0].row() and "skipped: speed" in conclusion(judged)
+
+
+# ---- ratios
+
+
+def drifting(speed: float, clock: list[int], calls: list[str], name: str) -> Callable[[], Metrics]:
+    """A side on a machine that becomes 5 % slower with each measurement."""
+
+    def measure() -> Metrics:
+        calls.append(name)
+        clock[0] += 1
+        return {"tok_s": speed * 0.95 ** clock[0]}
+
+    return measure
+
+
+def test_sides_are_measured_in_turn_and_a_steady_drift_cancels() -> None:
+    clock, calls = [0], list[str]()
+    sides = drifting(100.0, clock, calls, "a"), drifting(80.0, clock, calls, "b")
+    found = in_turn(*sides, rounds=3, progress=ignore)["tok_s"]
+    assert "".join(calls) == "abba" * 3
+    assert found.ratios == pytest.approx([0.8] * 3) and found.controls == pytest.approx([0.95**3] * 3)
+    assert found.ratio == pytest.approx(0.8) and found.noise > 0.1  # the drift is told as noise
+
+
+def test_noise_falls_with_rounds_and_is_none_where_a_equals_a() -> None:
+    assert sample(1.0, [1.0, 1.0]).noise == 0.0
+    one, four = Sample([1.0], [1.1]), Sample([1.0] * 4, [1.1] * 4)
+    assert four.noise == pytest.approx(one.noise / 2)
+    both = joined([one, four])
+    assert len(both.ratios) == len(both.controls) == 5
+
+
+def test_measurements_against_a_given_value() -> None:
+    found = against(0.2, [0.3, 0.36])
+    assert found.ratio == pytest.approx(1.65) and found.controls == pytest.approx([1.2])
+    assert against(0.2, [0.3]).noise == 0.0
+
+
+# ---- the lines
+
+
+@pytest.mark.parametrize("device", LINES)
+def test_every_line_is_expected_and_measured_by_one_group(device: str) -> None:
+    names = [line.name for line in LINES[device]]
+    groups = cpu.GROUPS if device == "cpu" else cuda.groups(cuda.Setup())
+    assert sorted(names) == sorted(read_expected(device)) == sorted(name for group in groups for name in group.names)
+    for name, expected in read_expected(device).items():
+        assert expected.ratio > 0 and expected.tolerance > 0 and expected.source, name
+
+
+def test_lines_can_be_chosen_by_name() -> None:
+    assert select((SPEED, LATENCY), "") == {"speed", "latency"} and select((SPEED, LATENCY), " speed,") == {"speed"}
+    with pytest.raises(UserError, match="unknown line 'sped'; the nearest is 'speed'"):
+        select((SPEED, LATENCY), "sped")
+
+
+# ---- the command
+
+
+@pytest.mark.parametrize(("ratio", "code"), [(1.0, 0), (0.55, 1)])
+def test_the_command_prints_a_table_a_conclusion_and_json(
+    ratio: float, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measurements = {"parked-drafter": [sample(ratio)] * 2}
+    monkeypatch.setattr(cpu, "GROUPS", (Group(("parked-drafter",), Script(**measurements)),))
+    assert main(["bench", "check-speed", "--only", "parked-drafter"]) == code
+    out, err = capsys.readouterr()
+    *table, said, last = out.splitlines()
+    assert len(table) == 2 and table[1].startswith("parked-drafter") and f"{ratio:.3f}" in table[1]
+    assert "measuring parked-drafter" in err and ("once more" in err) == (code == 1)
+    assert ("FELL: parked-drafter" in said) == (code == 1)
+    found = json.loads(last)
+    assert found["status"] == code and found["lines"][0]["measured"] == ratio and found["lines"][0]["ratios"]
+
+
+def test_the_list_says_what_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "check-speed", "--list", "--device", "cuda"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(LINES["cuda"])
+
+
+def test_mistakes_are_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for args, words in (
+        (["check-speed", "--only", "drafted-cod"], "the nearest is 'drafted-code'"),
+        (["check-speed", "--device", "cuda"], "no CUDA GPU"),
+        (["long-prompt", "--streams", "0"], "--streams is 0; it must be at least 1"),
+    ):
+        assert main(["bench", *args]) == 1
+        assert words in capsys.readouterr().err
+
+
+# ---- real measurements, as small as they can be
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> cuda.Setup:
+    monkeypatch.setitem(shapes.SHAPES, "toy", TOY)
+    monkeypatch.setitem(bandwidth.SIZE, "cpu", 1 << 20)
+    monkeypatch.setattr(cuda, "ROUNDS", 1)
+    sizes = {"prompt_len": 20, "output_len": 8, "drafted_len": 16, "context": 160, "context_streams": 2}
+    return cuda.Setup("cpu", "float32", "toy", "dflash-3x", context_len=8, **sizes)
+
+
+def test_the_lines_of_a_gpu_run_on_a_toy(toy: cuda.Setup) -> None:
+    names = frozenset({"floor-1-stream", "parked-4-streams", "drafted-1-stream"})
+    found = cuda.short_contexts(toy, names, ignore)
+    assert found.keys() == names and all(each.ratio > 0 for each in found.values())
+    names = frozenset({"floor-32000-tokens", "turboquant-32000-tokens", "turboquant-prompt"})
+    assert cuda.long_contexts(toy, names, ignore).keys() == names
+
+
+def test_the_embedded_model_is_not_fetched_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparkdraft.weights.hub.cached_path", lambda name: None)
+    with pytest.raises(Skipped, match="smollm2 is not in"):
+        cuda.embedded(frozenset(), ignore)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return cpu.load("auto")
+
+
+def test_a_parked_drafter_is_measured_in_plain_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("FRESH_ENGINES", 1), ("PARKED_ROUNDS", 1), ("PLAIN_STEPS", 10), ("WARM_STEPS", 2)):
+        monkeypatch.setattr(cpu, name, value)
+    before = llm.engine.drafting.total.num_spec_steps
+    found = cpu.parked_drafter(frozenset(), ignore, lambda spec: llm)
+    assert len(found["parked-drafter"].ratios) == 1
+    assert llm.engine.drafting.total.num_spec_steps == before  # nothing was drafted
+
+
+def test_a_load_tells_tokens_and_first_tokens(llm: LLM) -> None:
+    requests = [([1, 2, 3 + i], SamplingParams(4, ignore_eos=True)) for i in range(3)]
+    result = throughput(llm.engine, requests, 2)
+    assert result.requests == len(result.first) == 3 and result.tokens == 12
+    assert all(0 < first < result.seconds for first in result.first)
+    assert cpu._run_load(llm, 2, 4, 0.0).keys() == {"tok_s", "first_s"}
+
+
+def test_a_long_prompt_beside_streams(llm: LLM) -> None:
+    free = llm.engine.pool.num_free
+    test = LongPrompt(llm, streams=2, prompt_len=700)
+    alone, beside = test.alone(), test.beside()
+    chunks = -(-len(test.prompt) // llm.plan.max_rows)
+    assert len(beside.before.seconds) == 2 * 24 and len(beside.during.seconds) >= 2 * chunks
+    assert not llm.engine.has_work and llm.engine.pool.num_free == free
+    assert alone > 0 and beside.first >= beside.during.largest > 0
+
+
+def test_the_figures_of_a_long_prompt() -> None:
+    beside = [Beside(3.0, Gaps([0.02, 0.02]), Gaps([0.1, 0.3])), Beside(5.0, Gaps([0.04]), Gaps([0.2]))]
+    found = summary([2.0, 2.0], beside, 0.2, 700)
+    assert found["first_token_ratio"] == 2.0 and found["gaps_before"]["median_ms"] == pytest.approx(20)
+    assert found["gaps_during"] == pytest.approx({"median_ms": 200, "largest_ms": 300, "count": 3})
+    assert found["largest_gap_of_target"] == pytest.approx(1.5) and found["median_gap_of_target"] == pytest.approx(1.0)
+
+
+def test_a_prompt_is_measured_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "OUTPUT_LEN", 8)
+    found = processes._fresh("Count to ten.", "off")
+    assert found["tok_s"] > 0 and found["start_ms"] > 0 and found["steps_ms"] == pytest.approx(1e6 / found["tok_s"])
+    with pytest.raises(UserError, match=r"`sparkdraft generate` failed with status 1: .*spec is 'deep'"):
+        processes.generate("Count to ten.", "deep", 8)
+
+
+@pytest.mark.slow
+def test_the_server_is_measured_beside_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("SERVER_ROUNDS", 1), ("SERVER_REQUESTS", 4), ("SERVER_LEN", 8)):
+        monkeypatch.setattr(processes, name, value)
+    found = processes.server(frozenset({"server-4-streams"}), ignore)
+    assert found.keys() == {"server-4-streams"} and found["server-4-streams"].ratio > 0
