@@ -92,7 +92,7 @@ def run_long_prompt(args: Namespace) -> int:
     for name in ("streams", "prompt_len", "rounds"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
-    from sparkdraft.bench.long_prompt import STEP_TARGET, LongPrompt, summary
+    from sparkdraft.bench.long_prompt import LongPrompt, summary
 
     llm = load_llm(args, prefix_cache=False)
     test, alone, beside = LongPrompt(llm, args.streams, args.prompt_len), list[float](), []
@@ -103,7 +103,7 @@ def run_long_prompt(args: Namespace) -> int:
             beside += [test.beside(), test.beside()]
             report(4 * done + 3, 4 * args.rounds)
             alone.append(test.alone())
-    found = summary(alone, beside, STEP_TARGET[llm.plan.device], len(test.prompt))
+    found = summary(alone, beside, llm.plan.max_step_ms / 1e3, len(test.prompt))
     print(_long_prompt_text(found, llm.plan.device, args.streams))
     print(json.dumps({"bench": "long-prompt", "model": args.model, "streams": args.streams} | found))
     return 0
