@@ -28,6 +28,7 @@ CPU_KV_SHARE = 0.25  # of the free memory, for a CPU's KV cache: other programs 
 LEAST_CONTEXT = 64  # tokens: the requests that are tried at start need no more, and a shorter context serves nobody
 ITEMSIZE = {"quantised": 4, "float32": 4, "bfloat16": 2}  # of activations, and of keys and values as they are computed
 MOST_AHEAD = 64  # rows past the committed ones that a request may write to: drafts, and steps that are not read yet
+FLOAT_MATRIX = "a float32 matrix among quantised ones"  # the fallback for what does not divide into groups
 FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert to it and back
 WEIGHT_ITEMSIZE = {"quantised": 1.07, "float32": 4.0, "bfloat16": 2.0}  # quantised: at most 8 bits and a scale
 
@@ -55,6 +56,15 @@ class Plan:
     memory: MemoryPlan
     coded: CodedPlan | None = None  # of a turboquant cache
     fallbacks: list[Fallback] = field(default_factory=list)
+
+    @property
+    def decodes_exactly(self) -> bool:
+        """Whether the rows of one request have the same bits alone and beside its drafts.
+
+        Torch's float32 products on a CPU sum in an order that depends on the number of rows. On a GPU this is so for
+        up to 16 rows, which is one request with its drafts.
+        """
+        return self.kernels != "reference" and all(f.name != FLOAT_MATRIX for f in self.fallbacks)
 
     def describe(self) -> str:
         lines = [
@@ -211,7 +221,7 @@ def _num_blocks(
 def _shorter_context(config: EngineConfig, tokens: int, wanted: int) -> Fallback:
     name = f"a context of {tokens:,} tokens instead of the model's {wanted:,}"
     if config.kv_tokens:
-        return Fallback(name, f"kv_tokens is {config.kv_tokens}; raise it, or leave it at 0")
+        return Fallback(name, f"the KV cache was asked to hold {config.kv_tokens:,} tokens (kv_tokens)")
     return Fallback(
         name, "the KV cache gets the memory that weights and scratch leave; kv fp8 or turboquant holds more"
     )
