@@ -27,8 +27,8 @@ ENGINE_FLAGS = {
     "tq_value_bits": "of turboquant, 2 to 5",
     "tq_ring_capacity": "of turboquant's hybrid: the last tokens that stay exact",
     "tq_initial_layers": "of turboquant: first layers that get one more key bit",
-    "kv_tokens": "size of the KV cache in tokens (0: on a GPU what fits; on a CPU what fits into a quarter of the free "
-    "memory; never more than a full context for each of max_seqs requests)",
+    "kv_tokens": "size of the KV cache in tokens, which one request can not exceed (0: on a GPU what fits; on a CPU "
+    "what fits into a quarter of the free memory; never more than a full context for each of max_seqs requests)",
     "threads": "CPU threads (0: the cores this process may use)",
     "spec": "drafts a step: auto chooses every step, off never drafts, a number is fixed",
     "drafter": "a drafter's folder or hub id (auto: the one known for the model, none: text alone drafts)",

@@ -17,7 +17,7 @@ class Recordings(NamedTuple):
     bytes_each: int  # an estimate: the launches and their arguments; what they compute with is a step's scratch
 
 
-RECORDINGS = {"native": Recordings(512, 50_000), "cuda": Recordings(64, 1 << 20)}  # by the kernels' name
+RECORDINGS = {"native": Recordings(256, 150_000), "cuda": Recordings(64, 1 << 20)}  # by the kernels' name
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,16 +113,15 @@ def resolve(
     per_block = _token_bytes(model, kv, itemsize, coded, drafter) * config.block_size
     room = usable - weights - scratch - recordings - pages
     num_blocks = _num_blocks(config, hardware, room, per_block, max_model_len, max_seqs)
-    if num_blocks * config.block_size < max_model_len:
-        fallbacks.append(_shorter_context(config, num_blocks * config.block_size, max_model_len))
-        max_model_len = num_blocks * config.block_size
-    kept = num_blocks * per_block
+    context = min(max_model_len, num_blocks * config.block_size)
+    if context < max_model_len and not config.kv_tokens:  # else it is what was asked for
+        fallbacks.append(_shorter_context(context, max_model_len))
     return Plan(
         device=hardware.device,
         dtype=dtype,
         kernels=kernels,
         threads=config.threads or hardware.cores,
-        max_model_len=max_model_len,
+        max_model_len=context,
         max_seqs=max_seqs,
         max_rows=max_rows,
         kv=kv,
@@ -130,7 +129,7 @@ def resolve(
         num_blocks=num_blocks,
         prefix_cache=config.prefix_cache,
         graphs=graphs,
-        memory=MemoryPlan(weights, kept, scratch, hardware.free_bytes, pages, recordings),
+        memory=MemoryPlan(weights, num_blocks * per_block, scratch, hardware.free_bytes, pages, recordings),
         coded=coded,
         fallbacks=fallbacks,
     )
@@ -218,10 +217,8 @@ def _num_blocks(
     return fits
 
 
-def _shorter_context(config: EngineConfig, tokens: int, wanted: int) -> Fallback:
-    name = f"a context of {tokens:,} tokens instead of the model's {wanted:,}"
-    if config.kv_tokens:
-        return Fallback(name, f"the KV cache was asked to hold {config.kv_tokens:,} tokens (kv_tokens)")
+def _shorter_context(tokens: int, wanted: int) -> Fallback:
     return Fallback(
-        name, "the KV cache gets the memory that weights and scratch leave; kv fp8 or turboquant holds more"
+        f"a context of {tokens:,} tokens instead of the model's {wanted:,}",
+        "the KV cache gets the memory that weights and scratch leave; kv fp8 or turboquant holds more",
     )
