@@ -21,7 +21,7 @@ class EngineConfig:
     model: str = "smollm2"  # a known name, a folder, a .gguf file or a hub id
     device: str = "auto"
     dtype: str = "auto"  # quantised on a CPU, bfloat16 on a GPU
-    max_model_len: int = 0  # tokens of prompt and output together; 0: what the model was made for
+    max_model_len: int = 0  # tokens of prompt and output together; 0: the model's own, or what the cache holds
     max_seqs: int = 0  # requests that run at once
     max_rows: int = 0  # rows per step: prompt chunks and decode rows together
     max_step_ms: int = 0  # longest step while requests decode beside a prompt, which is cut to fit; 0: 200, on a GPU 50
@@ -32,7 +32,7 @@ class EngineConfig:
     tq_ring_capacity: int = 128  # the last tokens that stay exact
     tq_initial_layers: int = 0  # first layers that get one more key bit
     tq_centre: bool = True  # take each layer's mean key off before coding
-    kv_tokens: int = 0  # size of the KV cache; 0: what fits
+    kv_tokens: int = 0  # size of the KV cache; 0: what fits, on a CPU into a quarter of the free memory
     memory_fraction: float = 0.85  # of the free memory, for weights and KV together
     block_size: int = 16
     prefix_cache: bool = True

@@ -28,6 +28,15 @@ class UserError(Exception):
     """Something the user can mend. The message is one sentence: what is wrong, the limit, what to change."""
 
 
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """How one part of the engine runs here. Nothing was asked for that did not come, as with a fallback."""
+
+    name: str
+    value: str
+    reason: str = ""  # why it is so, where it could be better
+
+
 class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-text id, a stop id or a stop string
     LENGTH = "length"  # max_tokens, or the end of the context
@@ -161,7 +170,7 @@ class Work:
     num_known: int  # rows of known ids; the rest are drafts
     samples: bool  # the row of the last known id is among them: it and the drafts predict what is not known yet
     most_drafts: int = 0  # drafts there is room for
-    drafts: list[int] = field(default_factory=list)  # filled by spec/drafting
+    drafts: list[int] = field(default_factory=list)  # filled by engine/drafting
     source: str = ""  # who drafted, filled with the drafts
     num_cut: int = 0  # drafts that a grammar refused before they were run, filled by the engine
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from sparkdraft.config import EngineConfig
-from sparkdraft.core import FinishReason, SamplingParams, StepOutput, TokenLogprob, UserError
+from sparkdraft.core import Fact, FinishReason, SamplingParams, StepOutput, TokenLogprob, UserError
 from sparkdraft.engine.build import build_engine, find_drafter, make_plan
 from sparkdraft.engine.centre import TEXT
+from sparkdraft.engine.facts import facts
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.text import chat
 from sparkdraft.text.tokenizer import Tokenizer
@@ -117,6 +118,10 @@ class LLM:
     def kv_errors(self) -> dict[str, Any] | None:
         """Under tq_mode capture_only: how far keys, values and attention's results are off by their codes."""
         return self.engine.kv_errors()
+
+    def facts(self) -> list[Fact]:
+        """How it runs on this machine, and why where it could run better."""
+        return facts(self.engine)
 
     def encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)

@@ -41,7 +41,13 @@ NO_TORCH = [
 ]
 FORBIDDEN = {
     "core": ["sparkdraft"],
-    "kernels": ["sparkdraft.engine", "sparkdraft.models", "sparkdraft.cache", "sparkdraft.text", "sparkdraft.plan"],
+    "kernels": [
+        *(
+            f"sparkdraft.{part}"
+            for part in ("engine", "models", "cache", "text", "plan", "spec", "server", "cli", "llm")
+        ),
+        *(f"sparkdraft.weights.{part}" for part in ("checkpoint", "gguf", "loader", "safetensors")),
+    ],
     "models": ["sparkdraft.engine", "sparkdraft.spec", "sparkdraft.text"],
     "spec": ["sparkdraft.engine", "sparkdraft.text", "sparkdraft.cli"],
     "cache": ["sparkdraft.engine", "sparkdraft.text", "sparkdraft.models"],

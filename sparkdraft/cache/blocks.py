@@ -1,7 +1,7 @@
 """The paged cache's bookkeeping: which physical blocks are free, and how many sequences read each of the others.
 
 A block that nobody reads may still hold K/V worth finding again (cache/prefix.py); it stays findable until its turn to
-be handed out comes, oldest release first. Integers only: the tensors are the pool's (cache/pool.py).
+be handed out comes, oldest release first. Integers only: the tensors are in cache/formats.
 """
 
 from __future__ import annotations

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from sparkdraft.core import Fact
 from sparkdraft.plan.resolve import Plan
 
 PATIENCE = 2.0  # seconds a person waits without wanting to be told
@@ -43,6 +44,12 @@ def loading(label: str) -> Iterator[Callable[[int, int], None]]:
 def show_fallbacks(plan: Plan) -> None:
     for fallback in plan.fallbacks:
         errors.print(f"note: {fallback.name}: {fallback.reason}", style="yellow", markup=False)
+
+
+def show_plan(plan: Plan, facts: Iterable[Fact]) -> None:
+    """All that was settled, fallbacks among it, and how it runs here."""
+    lines = [f"{fact.name}: {fact.value}" + (f" ({fact.reason})" if fact.reason else "") for fact in facts]
+    errors.print("\n".join([plan.describe(), *lines]), markup=False)
 
 
 def fail(message: str) -> int:

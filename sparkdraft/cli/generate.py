@@ -7,6 +7,7 @@ import resource
 import sys
 import time
 from argparse import ArgumentParser, Namespace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.cli import STARTED
@@ -29,7 +30,9 @@ def configure(parser: ArgumentParser) -> None:
     source.add_argument("--prompt", help="the text to go on from")
     source.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file ('-': standard input)")
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message, in the chat template")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON: text, counts, speed, memory")
+    parser.add_argument(
+        "--json", action="store_true", help="end with one line of JSON: text, counts, speed, memory, how it runs"
+    )
     add_sampling_flags(parser, max_tokens=64)
     add_engine_flags(parser)
 
@@ -99,6 +102,8 @@ def write(llm: LLM, ids: list[int], params: SamplingParams) -> dict[str, Any]:
         "peak_rss_mb": peak_rss_mb(),
         "speculative_decoding": speculation,
         "kv_errors": llm.kv_errors(),
+        "fallbacks": [asdict(fallback) for fallback in llm.plan.fallbacks],
+        "facts": [asdict(fact) for fact in llm.facts()],
     }
 
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 ENGINE_FLAGS = {
     "device": "auto, cpu or cuda",
     "dtype": "auto, quantised, float32 or bfloat16 (auto: quantised on a CPU, bfloat16 on a GPU)",
-    "max_model_len": "longest prompt and output together, in tokens (0: what the model was made for)",
+    "max_model_len": "longest prompt and output together, in tokens (0: what the model was made for, or less if the "
+    "KV cache holds less)",
     "max_seqs": "requests that run at once (0: automatic)",
     "max_rows": "rows of a step, prompt chunks and decode rows together (0: automatic)",
     "max_step_ms": "longest step in milliseconds while requests decode beside a prompt, whose chunks are cut to fit "
@@ -28,7 +29,8 @@ ENGINE_FLAGS = {
     "tq_value_bits": "of turboquant, 2 to 5",
     "tq_ring_capacity": "of turboquant's hybrid: the last tokens that stay exact",
     "tq_initial_layers": "of turboquant: first layers that get one more key bit",
-    "kv_tokens": "size of the KV cache in tokens (0: what fits)",
+    "kv_tokens": "size of the KV cache in tokens, which one request can not exceed (0: on a GPU what fits; on a CPU "
+    "what fits into a quarter of the free memory; never more than a full context for each of max_seqs requests)",
     "threads": "CPU threads (0: the cores this process may use)",
     "spec": "drafts a step: auto chooses every step, off never drafts, a number is fixed",
     "drafter": "a drafter's folder or hub id (auto: the one known for the model, none: text alone drafts)",
@@ -47,6 +49,7 @@ SAMPLING_FLAGS = {
 def add_engine_flags(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--model", default="smollm2", help="a known name, a folder, a .gguf file or a hub id")
+    group.add_argument("--verbose", action="store_true", help="say what was settled and how it runs on this machine")
     for name, text in ENGINE_FLAGS.items():
         default = getattr(EngineConfig(), name)
         group.add_argument(_flag(name), type=type(default), default=default, metavar="X", help=text)
@@ -75,14 +78,17 @@ def engine_options(args: Namespace) -> dict[str, Any]:
 
 def load_llm(args: Namespace, **more: Any) -> LLM:
     """The model with a progress bar; whatever runs otherwise than asked is said. 'more': further engine options."""
-    from sparkdraft.cli.console import loading, show_fallbacks
+    from sparkdraft.cli.console import loading, show_fallbacks, show_plan
     from sparkdraft.llm import LLM
 
     options = engine_options(args) | more
     EngineConfig(model=args.model, **options)  # refuse a bad flag before torch is imported
     with loading(f"loading {args.model}") as progress:
         llm = LLM(args.model, progress=progress, **options)
-    show_fallbacks(llm.plan)
+    if args.verbose:
+        show_plan(llm.plan, llm.facts())
+    else:
+        show_fallbacks(llm.plan)
     return llm
 
 

@@ -31,7 +31,7 @@ from sparkdraft.engine.sampler import Sampler
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.registry import architecture
 from sparkdraft.plan.hardware import Hardware
-from sparkdraft.plan.resolve import Fallback, Plan, resolve
+from sparkdraft.plan.resolve import FLOAT_MATRIX, Fallback, Plan, resolve
 from sparkdraft.spec.config import DraftConfig, check_fits
 from sparkdraft.spec.dflash import build as build_dflash
 from sparkdraft.spec.registry import default_drafter, open_drafter
@@ -128,7 +128,7 @@ def build_engine(
         kv = _target_kv(model_config, plan, dtype, device, ops, 1 + drafting.max_depth, centres)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading took for a while is not the engine's
-    plan.fallbacks.extend(Fallback("a float32 matrix among quantised ones", note) for note in loader.notes)
+    plan.fallbacks.extend(Fallback(FLOAT_MATRIX, note) for note in loader.notes)
     runner = Runner(model, kv, plan, device, drafter.config.taps if drafter else ())
     sampler = Sampler(model_config.vocab_size, tokenizer.eos_ids, device, ops)
     flight = Flight(runner, block, device, drafting.choices) if plan.graphs and plan.device == "cuda" else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from sparkdraft.config import EngineConfig
@@ -10,12 +12,28 @@ from sparkdraft.plan import hardware
 from sparkdraft.plan.hardware import Hardware
 
 
+class Properties(Protocol):
+    """What is read of torch's properties of a GPU."""
+
+    @property
+    def is_integrated(self) -> int: ...
+
+
 def detect(config: EngineConfig) -> Hardware:
     has_gpu = torch.cuda.is_available()
     if config.device == "cuda" and not has_gpu:
         raise UserError("device cuda was asked for, but torch finds no CUDA GPU; leave it on auto, or choose cpu")
     if config.device == "cpu" or not has_gpu:
         return hardware.cpu()
-    free, _ = torch.cuda.mem_get_info()
     name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    free = free_gpu_memory(torch.cuda.get_device_properties(), torch.cuda.mem_get_info()[0])
     return Hardware("cuda", name, hardware.usable_cores(), free, capability)
+
+
+def free_gpu_memory(properties: Properties, driver_free: int) -> int:
+    """driver_free: what the driver calls free. Where GPU and CPU share one memory, it leaves out what the page cache
+    holds, which is most of the memory after a large file has been read; there the machine's own count is taken. No
+    control group limits what the driver takes."""
+    if properties.is_integrated:
+        return hardware.available_memory() or driver_free
+    return driver_free

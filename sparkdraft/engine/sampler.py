@@ -24,6 +24,7 @@ from sparkdraft.text.grammar import GrammarState, Mask
 # By byte of a mask: the most that each of its eight ids may have. A minimum takes a quarter of an indexed assignment.
 BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], 1, bitorder="little")
 BOUNDS = np.where(BITS, np.float32(np.inf), np.float32(-np.inf))  # [256, 8]
+TOP_K_SIZES, WHOLE_VOCABULARY = (0, 64, 1024), 1 << 62  # how many of the likeliest ids are looked at for top_k
 BISECTIONS = 24  # halvings of [0, 1] to find top_p's smallest probability: below float32's resolution of the sum
 
 
@@ -66,18 +67,22 @@ class Sampled:
 
 
 class Filters(NamedTuple):
-    """Which filters any row asks for: the others cost nothing."""
+    """Which filters are worked out for a batch: none, or min_p and top_p, and top_k too where a row asks for it.
 
-    min_p: bool = False
-    top_k: int = 0  # the largest that is asked for, up to a power of two, so that few of them differ
-    top_p: bool = False
+    Flown steps are recorded once per value, so there are few values, whatever numbers clients send. A row whose own
+    filters are off is left as it is by those of the others.
+    """
+
+    on: bool = False
+    top_k: int = 0  # a row's k is at most this: one of TOP_K_SIZES, or WHOLE_VOCABULARY
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> Filters:
-        most = max((p.top_k for p in params), default=0)
-        return cls(
-            any(p.min_p for p in params), most and 1 << (most - 1).bit_length(), any(p.top_p < 1 for p in params)
-        )
+        """Of the rows that draw; a greedy request's filters change nothing."""
+        drawn = [p for p in params if p.temperature]
+        largest = max((p.top_k for p in drawn), default=0)
+        size = next((size for size in TOP_K_SIZES if largest <= size), WHOLE_VOCABULARY)
+        return cls(any(p.top_k or p.min_p or p.top_p < 1 for p in drawn), size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,16 +271,14 @@ def allowed(logits: Tensor, knobs: Knobs, filters: Filters) -> Tensor:
     """Logits over each row's temperature, -inf where its min_p, top_k or top_p leave nothing. [rows, vocab]"""
     temperature = knobs.temperature.clamp(min=1e-5).unsqueeze(1)
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
-    if not any(filters):
+    if not filters.on:
         return scaled
     probs = scaled.softmax(-1)
-    if filters.min_p:
-        probs = keep(probs, knobs.min_p * probs.amax(-1))
+    floor = knobs.min_p * probs.amax(-1)
     if filters.top_k:
-        probs = keep(probs, top_k_floor(probs, knobs.top_k, filters.top_k))
-    if filters.top_p:
-        probs = keep(probs, nucleus_floor(probs, knobs.top_p))
-    return scaled.masked_fill(probs == 0, float("-inf"))
+        floor = floor.maximum(top_k_floor(probs, knobs.top_k, filters.top_k))
+    floor = floor.maximum(nucleus_floor(keep(probs, floor), knobs.top_p))
+    return scaled.masked_fill(probs < floor.unsqueeze(1), float("-inf"))
 
 
 def keep(probs: Tensor, floor: Tensor) -> Tensor:
@@ -291,7 +294,8 @@ def top_k_floor(probs: Tensor, top_k: Tensor, most: int) -> Tensor:
 
 
 def nucleus_floor(probs: Tensor, top_p: Tensor) -> Tensor:
-    """Largest probability t for which the ids with at least t hold a share top_p of each row's mass. [rows]"""
+    """Largest probability t for which the ids with at least t hold a share top_p of each row's mass; 0 where top_p is 1
+    (off): there the sum's rounding would leave out the least likely ids. [rows]"""
     return sorted_floor(probs, top_p) if probs.device.type == "cpu" else bisected_floor(probs, top_p)
 
 
@@ -304,7 +308,7 @@ def bisected_floor(probs: Tensor, top_p: Tensor) -> Tensor:
         enough = probs.where(probs >= middle.unsqueeze(1), 0.0).sum(-1) >= goal
         low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
     # 'low' holds enough mass, 'high' may not: the smallest probability not below 'low' is the floor itself.
-    return probs.where(probs >= low.unsqueeze(1), float("inf")).amin(-1)
+    return probs.where(probs >= low.unsqueeze(1), float("inf")).amin(-1).where(top_p < 1, 0.0)
 
 
 def sorted_floor(probs: Tensor, top_p: Tensor) -> Tensor:
@@ -312,10 +316,12 @@ def sorted_floor(probs: Tensor, top_p: Tensor) -> Tensor:
 
     Those below a share (1 - top_p) / vocab of the mass hold less than 1 - top_p together, so the others hold enough.
     """
-    floors = []
-    for row, share in zip(probs.numpy(), top_p.tolist(), strict=True):
+    floors = np.zeros(len(probs), dtype=np.float32)
+    for index, (row, share) in enumerate(zip(probs.numpy(), top_p.tolist(), strict=True)):
+        if share >= 1:
+            continue
         mass = row.sum(dtype=np.float64)
         likely = np.sort(row[row >= (1 - share) * mass / len(row)])[::-1]
         last = np.searchsorted(np.cumsum(likely, dtype=np.float64), share * mass)
-        floors.append(likely[min(last, len(likely) - 1)])
-    return torch.from_numpy(np.array(floors))
+        floors[index] = likely[min(last, len(likely) - 1)]
+    return torch.from_numpy(floors)

@@ -102,10 +102,15 @@ class Decoder:
         self.embedding, self.head, self.norm, self.rope = embedding, head, norm, rope
 
     @property
+    def matrices(self) -> list[Linear]:
+        """All that a pass multiplies with, in order."""
+        layers = [m for x in self.layers for m in (x.attention.qkv, x.attention.o, x.mlp.gate_up, x.mlp.down)]
+        return [*layers, self.head]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of weights that one pass reads; of the embedding it reads only a few rows."""
-        matrices = [m for x in self.layers for m in (x.attention.qkv, x.attention.o, x.mlp.gate_up, x.mlp.down)]
-        return sum(m.nbytes for m in [*matrices, self.head])
+        return sum(m.nbytes for m in self.matrices)
 
     def forward(self, step: Step, tap_layers: Sequence[int] = (), taps: Tensor | None = None) -> Tensor:
         """Run every row through the layers: the last residual [rows, hidden], before the final norm.

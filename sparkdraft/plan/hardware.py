@@ -24,9 +24,14 @@ def usable_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
+def available_memory() -> int | None:
+    """Bytes that the machine can give away without swapping, what it would drop of the page cache among them."""
+    return _meminfo("MemAvailable")
+
+
 def free_memory() -> int:
     """Bytes a process may still take, without swapping and within its control group."""
-    available = _meminfo("MemAvailable") or 8 << 30
+    available = available_memory() or 8 << 30
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())

@@ -6,9 +6,18 @@ Integers in, integers and a table out; what does not fit is refused here, with t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.spec.config import DraftConfig
+
+
+class Recordings(NamedTuple):
+    most: int  # that each kind of step holds (engine/graphs.py), beside the few made at start
+    bytes_each: int  # an estimate: the launches and their arguments; what they compute with is a step's scratch
+
+
+RECORDINGS = {"native": Recordings(256, 150_000), "cuda": Recordings(64, 1 << 20)}  # by the kernels' name
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +27,11 @@ class MemoryPlan:
     scratch: int
     free: int
     pages: int = 0  # of rows that a coded cache keeps exactly
+    recordings: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv + self.pages + self.scratch
+        return self.weights + self.kv + self.pages + self.scratch + self.recordings
 
     def table(self) -> str:
         rows = (
@@ -29,6 +39,7 @@ class MemoryPlan:
             ("KV cache", self.kv),
             ("exact pages", self.pages),
             ("a step's scratch", self.scratch),
+            ("recorded steps", self.recordings),
         )
         lines = [f"  {name:<18}{size / 2**30:8.2f} GiB" for name, size in rows if size]
         return "\n".join([*lines, f"  {'together':<18}{self.total / 2**30:8.2f} GiB of {self.free / 2**30:.2f} free"])
@@ -51,6 +62,13 @@ def capture_bytes(model: ModelConfig, max_rows: int, itemsize: int) -> int:
     float32 how far off that is, and a few times over what the codes of keys, then of values, decode to."""
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     return max_rows * ((2 * queries + 3 * keys) * itemsize + (queries + 6 * keys) * 4)
+
+
+def recording_bytes(kernels: str, drafts: bool) -> int:
+    """What recorded steps take if each kind holds as many as it may: steps of the target, on a GPU also those that are
+    launched ahead, and of a drafter its blocks and what it is shown."""
+    kinds = 1 + (kernels == "cuda") + 2 * drafts
+    return kinds * RECORDINGS[kernels].most * RECORDINGS[kernels].bytes_each
 
 
 def drafter_bytes(draft: DraftConfig, itemsize: float) -> int:

@@ -18,14 +18,17 @@ from sparkdraft.plan.memory import (
     capture_bytes,
     drafter_bytes,
     kv_bytes_per_token,
+    recording_bytes,
     scratch_bytes,
     weight_bytes,
 )
 from sparkdraft.spec.config import DraftConfig
 
-CPU_KV_BYTES = 1 << 30  # a CPU's cache is memory that others want too; raise it with kv_tokens
+CPU_KV_SHARE = 0.25  # of the free memory, for a CPU's KV cache: other programs want that memory too
+LEAST_CONTEXT = 64  # tokens: the requests that are tried at start need no more, and a shorter context serves nobody
 ITEMSIZE = {"quantised": 4, "float32": 4, "bfloat16": 2}  # of activations, and of keys and values as they are computed
 MOST_AHEAD = 64  # rows past the committed ones that a request may write to: drafts, and steps that are not read yet
+FLOAT_MATRIX = "a float32 matrix among quantised ones"  # the fallback for what does not divide into groups
 FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert to it and back
 WEIGHT_ITEMSIZE = {"quantised": 1.07, "float32": 4.0, "bfloat16": 2.0}  # quantised: at most 8 bits and a scale
 
@@ -55,6 +58,15 @@ class Plan:
     coded: CodedPlan | None = None  # of a turboquant cache
     fallbacks: list[Fallback] = field(default_factory=list)
 
+    @property
+    def decodes_exactly(self) -> bool:
+        """Whether the rows of one request have the same bits alone and beside its drafts.
+
+        Torch's float32 products on a CPU sum in an order that depends on the number of rows. On a GPU this is so for
+        up to 16 rows, which is one request with its drafts.
+        """
+        return self.kernels != "reference" and all(f.name != FLOAT_MATRIX for f in self.fallbacks)
+
     def describe(self) -> str:
         lines = [
             f"{self.device}, {self.dtype} weights, {self.kernels} kernels, {self.threads} threads",
@@ -79,11 +91,7 @@ def resolve(
     on_cpu = hardware.device == "cpu"
     fallbacks: list[Fallback] = []
     dtype = _dtype(config, hardware, native_problem, fallbacks)
-    max_model_len = config.max_model_len or model.max_position
-    if max_model_len > model.max_position:
-        raise UserError(
-            f"max_model_len is {max_model_len}; the model was made for {model.max_position} tokens, ask for no more"
-        )
+    max_model_len = _max_model_len(config, model)
     max_seqs = config.max_seqs or (16 if on_cpu else 64)
     max_rows = config.max_rows or (512 if on_cpu else 8192)
     if max_rows < max_seqs:
@@ -91,24 +99,30 @@ def resolve(
     itemsize = ITEMSIZE[dtype]
     kv = "exact" if config.kv == "turboquant" and config.tq_mode == "off" else config.kv
     _check_kv(kv, hardware, dtype)
+    kernels = "cuda" if not on_cpu else ("native" if dtype == "quantised" else "reference")
+    graphs = config.graphs and kernels != "reference"
+    recordings = recording_bytes(kernels, drafter is not None) if graphs else 0
     weights = weight_bytes(model, WEIGHT_ITEMSIZE[dtype])
+    weights += drafter_bytes(drafter, WEIGHT_ITEMSIZE[dtype]) if drafter else 0
     scratch = scratch_bytes(model, max_rows, max_seqs, itemsize, drafter)
-    coded, room = None, int(hardware.free_bytes * config.memory_fraction) - weights - scratch
+    coded, usable = None, int(hardware.free_bytes * config.memory_fraction)
     if kv == "turboquant":
-        coded = plan_coded(config, model, hardware.device, max_seqs, max_rows, max(room, 0), MOST_AHEAD)
+        room = max(usable - weights - scratch - recordings, 0)
+        coded = plan_coded(config, model, hardware.device, max_seqs, max_rows, room, MOST_AHEAD)
         scratch += capture_bytes(model, max_rows, itemsize) if coded.captured else 0
-    if drafter:
-        weights += drafter_bytes(drafter, WEIGHT_ITEMSIZE[dtype])
-    per_block = _token_bytes(model, kv, itemsize, coded, drafter) * config.block_size
     pages = coded.pages * coded.page_bytes if coded else 0
-    taken = weights + scratch + pages
-    num_blocks, max_model_len = _num_blocks(config, hardware, taken, per_block, max_model_len, max_seqs)
+    per_block = _token_bytes(model, kv, itemsize, coded, drafter) * config.block_size
+    room = usable - weights - scratch - recordings - pages
+    num_blocks = _num_blocks(config, hardware, room, per_block, max_model_len, max_seqs)
+    context = min(max_model_len, num_blocks * config.block_size)
+    if context < max_model_len and not config.kv_tokens:  # else it is what was asked for
+        fallbacks.append(_shorter_context(context, max_model_len))
     return Plan(
         device=hardware.device,
         dtype=dtype,
-        kernels="cuda" if not on_cpu else ("native" if dtype == "quantised" else "reference"),
+        kernels=kernels,
         threads=config.threads or hardware.cores,
-        max_model_len=max_model_len,
+        max_model_len=context,
         max_seqs=max_seqs,
         max_rows=max_rows,
         max_step_ms=config.max_step_ms or (200 if on_cpu else 50),
@@ -116,8 +130,8 @@ def resolve(
         block_size=config.block_size,
         num_blocks=num_blocks,
         prefix_cache=config.prefix_cache,
-        graphs=config.graphs and not (on_cpu and dtype == "float32"),
-        memory=MemoryPlan(weights, num_blocks * per_block, scratch, hardware.free_bytes, pages),
+        graphs=graphs,
+        memory=MemoryPlan(weights, num_blocks * per_block, scratch, hardware.free_bytes, pages, recordings),
         coded=coded,
         fallbacks=fallbacks,
     )
@@ -160,31 +174,53 @@ def _token_bytes(
     return size
 
 
-def _num_blocks(
-    config: EngineConfig, hardware: Hardware, taken: int, per_block: int, max_model_len: int, max_seqs: int
-) -> tuple[int, int]:
-    """Blocks of KV cache, and the context they can hold for one request."""
-    room = int(hardware.free_bytes * config.memory_fraction) - taken
-    if hardware.device == "cpu":
-        room = min(room, max(CPU_KV_BYTES, -(-max_model_len // config.block_size) * per_block))
-    fits = room // per_block
-    if config.kv_tokens:
-        wanted = -(-config.kv_tokens // config.block_size)
-        if wanted > fits and hardware.device != "cpu":
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    """The context that is wanted: the model's own, or the one that was asked for."""
+    least = min(LEAST_CONTEXT, model.max_position)
+    for name, asked in (("max_model_len", config.max_model_len), ("kv_tokens", config.kv_tokens)):
+        if asked and asked < least:
             raise UserError(
-                f"kv_tokens is {config.kv_tokens}, {wanted * per_block / 2**30:.1f} GiB; after weights and scratch "
-                f"{max(room, 0) / 2**30:.1f} GiB are left: ask for {max(fits, 0) * config.block_size} or fewer"
+                f"{name} is {asked}, and a request needs room for {least} tokens: ask for that many or more"
             )
-        fits = wanted
-    fits = min(fits, max_seqs * -(-max_model_len // config.block_size))
-    if fits < 1:
+    if config.max_model_len > model.max_position:
+        raise UserError(
+            f"max_model_len is {config.max_model_len}; the model was made for {model.max_position} tokens, "
+            "ask for no more"
+        )
+    return config.max_model_len or model.max_position
+
+
+def _num_blocks(
+    config: EngineConfig, hardware: Hardware, room: int, per_block: int, max_model_len: int, max_seqs: int
+) -> int:
+    """Blocks of KV cache. room: bytes that may be used and that nothing else takes."""
+    size, fits = config.block_size, max(room // per_block, 0)
+    context = -(-max_model_len // size)  # blocks
+    wanted = -(-config.kv_tokens // size)
+    if fits * size < min(LEAST_CONTEXT, max_model_len):
+        taken = int(hardware.free_bytes * config.memory_fraction) - room
         raise UserError(
             f"the model does not fit: weights and scratch take {taken / 2**30:.1f} GiB, "
             f"{hardware.free_bytes / 2**30:.1f} GiB are free and {config.memory_fraction:.0%} of that may be used"
         )
-    if config.max_model_len and fits * config.block_size < max_model_len:
+    if wanted > fits:
         raise UserError(
-            f"max_model_len is {max_model_len}, but the KV cache holds {fits * config.block_size} tokens; "
+            f"kv_tokens is {config.kv_tokens}, {wanted * per_block / 2**30:.1f} GiB; after weights and scratch "
+            f"{room / 2**30:.1f} GiB are left: ask for {fits * size} or fewer"
+        )
+    if hardware.device == "cpu":
+        fits = min(fits, max(int(hardware.free_bytes * CPU_KV_SHARE) // per_block, context))
+    fits = min(wanted or fits, max_seqs * context)
+    if config.max_model_len and fits < context:
+        raise UserError(
+            f"max_model_len is {max_model_len}, but the KV cache holds {fits * size} tokens; "
             "lower max_model_len or raise kv_tokens"
         )
-    return fits, min(max_model_len, fits * config.block_size)
+    return fits
+
+
+def _shorter_context(tokens: int, wanted: int) -> Fallback:
+    return Fallback(
+        f"a context of {tokens:,} tokens instead of the model's {wanted:,}",
+        "the KV cache gets the memory that weights and scratch leave; kv fp8 or turboquant holds more",
+    )

@@ -254,6 +254,7 @@ def model_info(llm: LLM, model: str) -> ModelInfo:
         fallbacks=[asdict(fallback) for fallback in plan.fallbacks],
         drafter={"name": caps.name, "block_size": caps.block_size} if caps else None,
         created=int(time.time()),
+        facts=[asdict(fact) for fact in llm.facts()],
     )
 
 

@@ -72,6 +72,7 @@ class ModelInfo:
     fallbacks: list[dict[str, str]]  # name and reason of each
     drafter: dict[str, Any] | None  # name and block_size
     created: int  # seconds since 1970
+    facts: list[dict[str, str]] = field(default_factory=list)  # how it runs: name, value and reason of each
 
 
 @dataclass(frozen=True, slots=True)

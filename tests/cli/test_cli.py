@@ -42,6 +42,14 @@ def test_generate_streams_and_ends_in_json(tiny: Path) -> None:
     assert report["num_prompt"] == 5 and report["num_output"] == 9
     assert report["tok_s"] > 0 and report["start_ms"] > report["ttft_ms"] > 0 and report["peak_rss_mb"] > 50
     assert report["finish_reason"] == "length"
+    assert {fact["name"] for fact in report["facts"]} >= {"decode steps", "overlapped steps"}
+    assert report["fallbacks"] == [] and b"decode steps" not in result.stderr
+
+
+def test_verbose_says_what_was_settled_and_how_it_runs(tiny: Path) -> None:
+    args = ("generate", "--model", str(tiny), "--prompt", "hello", "--max-tokens", "2", "--verbose")
+    errors = sparkdraft(*args).stderr.decode()
+    assert "KV cache 8192 tokens" in errors and "overlapped steps: off (" in errors
 
 
 def test_a_prompt_from_standard_input(tiny: Path) -> None:
@@ -56,6 +64,7 @@ def test_a_prompt_from_standard_input(tiny: Path) -> None:
         (["--model", "missing.gguf"], "missing.gguf"),
         (["--dtype", "int3"], "dtype is 'int3'"),
         (["--dtype", "bfloat16", "--device", "cpu"], "bfloat16 needs a GPU"),
+        (["--kv-tokens", "10"], "kv_tokens is 10, and a request needs room for 64 tokens"),
         (["--max-tokens", "0"], "max_tokens is 0"),
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--prompt", ""], "prompt is empty"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -116,6 +117,23 @@ class SlowToRecord:
             time.sleep(0.5)
         self.visits[kind] += 1
         return self.run(kind)
+
+
+def test_recordings_do_not_multiply_with_what_clients_ask_for(
+    flying: LLM, watched: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flight, kinds = flying.engine.flight, set[StepKind]()
+    assert flight
+    step = flight.lanes.step
+    monkeypatch.setattr(flight.lanes, "step", lambda kind: (kinds.add(kind), step(kind))[1])
+    monkeypatch.setattr(flight, "_steps", None)
+    for top_k, top_p, min_p in product((0, 1, 5, 20, 50), (0.5, 0.95, 1.0), (0.0, 0.05)):
+        for temperature in (0.0, 0.7):
+            asked = SamplingParams(
+                max_tokens=3, num_draft=0, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
+            )
+            flying.generate(TEXTS[:1], asked)
+    assert len(kinds) == 4, "greedy, temperature alone, top_p or min_p, and those with top_k"
 
 
 def test_what_is_learnt_of_a_steps_time_is_not_that_of_its_recording(

@@ -1,7 +1,10 @@
-"""Recordings never take a step of their own: what runs moves the state of requests on."""
+"""Recordings never take a step of their own: what runs moves the state of requests on. Only so many are held."""
 
 from __future__ import annotations
 
+import gc
+import random
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +14,16 @@ import torch
 from torch import Tensor
 
 from sparkdraft.engine.graphs import Graphs
+from sparkdraft.kernels import native
+from sparkdraft.plan.memory import RECORDINGS
+
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
 
 class Captured:
     """As a CUDA graph: capturing computes nothing, replaying does."""
 
-    RUNS = False
+    NAME, RUNS = "cuda", False
 
     def __init__(self, run: Callable[[], Tensor], beside: object) -> None:
         self.replay = run
@@ -25,23 +32,98 @@ class Captured:
 class RunOnce(Captured):
     """As a CPU's list of calls: making it is a run."""
 
-    RUNS = True
+    NAME, RUNS = "native", True
 
     def __init__(self, run: Callable[[], Tensor], beside: object) -> None:
         super().__init__(run, beside)
         self.output = run()
 
 
+def kernels(kind: type[Captured]) -> Any:
+    return SimpleNamespace(Recording=kind, NAME=kind.NAME)
+
+
 @pytest.mark.parametrize("kind", [Captured, RunOnce])
-def test_a_call_is_one_step_whether_it_is_launched_recorded_or_replayed(kind: type) -> None:
+def test_a_call_is_one_step_whether_it_is_launched_recorded_or_replayed(kind: type[Captured]) -> None:
     steps: list[int] = []
 
     def step(shape: int) -> Tensor:
         steps.append(shape)
         return torch.tensor(len(steps))
 
-    ops: Any = SimpleNamespace(Recording=kind)
-    graphs = Graphs(step, ops)
+    graphs = Graphs(step, kernels(kind))
     assert [int(graphs.replay(4)) for _ in range(4)] == [1, 2, 3, 4]
     graphs.record([1, 2])
     assert steps == [4, 4, 4, 4, 2, 1], "recorded ahead: each has run once, the largest first"
+
+
+@pytest.mark.parametrize("kind", [Captured, RunOnce])
+def test_of_a_thousand_shapes_few_are_held_and_all_give_their_own_result(kind: type[Captured]) -> None:
+    alive: weakref.WeakSet[Captured] = weakref.WeakSet()
+
+    class Counted(kind):  # type: ignore[misc, valid-type]
+        def __init__(self, run: Callable[[], Tensor], beside: object) -> None:
+            super().__init__(run, beside)
+            alive.add(self)
+
+    most, numbers = RECORDINGS[kind.NAME].most, random.Random(0)
+    graphs = Graphs(lambda shape: torch.tensor(shape), kernels(Counted))
+    graphs.record([0, 1])
+    for number in range(2, 1002):
+        for shape in (number, number, numbers.randrange(2, number + 1)):
+            assert int(graphs.replay(shape)) == shape
+        gc.collect(0)
+        assert len(alive) == graphs.num_held <= 2 + most
+    assert graphs.num_held == 2 + most and 0 in graphs and 1 in graphs, "those made at start stay"
+
+
+def test_the_shape_replayed_longest_ago_is_let_go() -> None:
+    most = RECORDINGS["native"].most
+    graphs = Graphs(lambda shape: torch.tensor(shape), kernels(RunOnce))
+    for shape in range(most):
+        graphs.replay(shape)
+    graphs.replay(0)
+    graphs.replay(most)
+    assert 0 in graphs and 1 not in graphs and most in graphs
+
+
+@pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
+def test_recordings_of_a_cpu_outlive_the_one_whose_memory_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first recording, from which all others have their memory, is let go; the kernels are the real ones."""
+    monkeypatch.setitem(RECORDINGS, "native", RECORDINGS["native"]._replace(most=3))
+    x, weight = torch.randn(40, 576), torch.rand(576)
+
+    def step(rows: int) -> Tensor:
+        return native.rms_norm(native.rms_norm(x[:rows], weight, 1e-5), weight, 1e-5)
+
+    graphs = Graphs(step, native)
+    for rows in [40, 1, 7, 33, 2, 7, 39, 40, 5, 7, 1] * 3:
+        x.copy_(torch.randn(40, 576))
+        assert torch.equal(graphs.replay(rows), step(rows))
+        assert graphs.num_held <= 3
+
+
+@pytest.mark.gpu
+@no_gpu
+def test_cuda_graphs_that_are_let_go_give_their_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparkdraft.kernels import cuda
+
+    monkeypatch.setitem(RECORDINGS, "cuda", RECORDINGS["cuda"]._replace(most=4))
+    x, weight = torch.randn(256, 1024, device="cuda"), torch.rand(1024, device="cuda")
+
+    def step(rows: int) -> Tensor:
+        y = x[:rows]
+        for _ in range(200):
+            y = cuda.rms_norm(y, weight, 1e-5)
+        return y
+
+    graphs, free = Graphs(step, cuda), []
+    for _ in range(6):
+        for rows in range(8, 136, 8):
+            for _way in ("plainly", "recorded", "replayed"):
+                x.copy_(torch.randn(256, 1024, device="cuda"))
+                assert torch.equal(graphs.replay(rows), step(rows))
+            assert graphs.num_held <= 4
+        torch.cuda.synchronize()
+        free.append(torch.cuda.mem_get_info()[0])
+    assert free[1] - free[-1] < 64 << 20, "later turns take no more of the GPU's memory than the second"

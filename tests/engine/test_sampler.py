@@ -11,7 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdraft.core import Request, SamplingParams
-from sparkdraft.engine.sampler import Sampler, SampleRow, bisected_floor, keep, sorted_floor, top_k_floor
+from sparkdraft.engine.sampler import (
+    Filters,
+    Knobs,
+    Sampler,
+    SampleRow,
+    allowed,
+    bisected_floor,
+    keep,
+    sorted_floor,
+    top_k_floor,
+)
 
 VOCAB = 50
 CPU = torch.device("cpu")
@@ -106,6 +116,42 @@ def test_a_seed_gives_the_same_draws_wherever_the_row_stands() -> None:
     others = torch.randn(5, VOCAB)
     crowd = [request(SamplingParams(temperature=0.5, seed=i, top_k=i)) for i in range(5)]
     assert sample(torch.cat((others, logits)), [*crowd, mine])[-1] == first[0]
+
+
+def test_the_filters_of_others_leave_a_row_as_it_is() -> None:
+    """Ids whose chance is too small for a float among them: what is off must take none of them away."""
+    params = [
+        SamplingParams(temperature=0.7),
+        SamplingParams(temperature=0.7, top_k=5, top_p=0.6, min_p=0.1),
+        SamplingParams(temperature=0.7, top_k=3000),
+        SamplingParams(temperature=0.7, top_p=0.6),
+    ]
+    logits = torch.linspace(0, -150, 200).expand(len(params), -1)
+    together = allowed(logits, Knobs.of(params, CPU), Filters.of(params))
+    assert not together[0].isinf().any() and not together[2].isinf().any()
+    for row, own in enumerate(params):
+        assert torch.equal(together[row : row + 1], allowed(logits[:1], Knobs.of([own], CPU), Filters.of([own])))
+
+
+@pytest.mark.parametrize("nucleus_floor", [bisected_floor, sorted_floor])
+def test_top_p_of_one_keeps_the_least_likely_id(
+    nucleus_floor: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    probs = torch.linspace(0, -80, 200).softmax(0).expand(2, -1)
+    floors = nucleus_floor(probs, torch.tensor([1.0, 0.5]))
+    assert float(floors[0]) == 0 < float(floors[1])
+
+
+def test_whatever_clients_send_there_are_few_kinds_of_filters() -> None:
+    """Steps that a GPU takes by itself are recorded once per kind."""
+    numbers = torch.Generator().manual_seed(8)
+    draws = torch.rand(2000, 3, generator=numbers).tolist()
+    found = set()
+    for k, p, m in draws:
+        options = {"top_k": int(k * 2000), "top_p": 1 - p * (p > 0.3), "min_p": m * (m > 0.7)}
+        found.add(Filters.of([SamplingParams(temperature=1.0, **options), SamplingParams(top_k=9, top_p=0.1)]))
+        assert Filters.of([SamplingParams(temperature=0.0, **options)]) == Filters(), "a greedy request draws nothing"
+    assert len(found) <= 5 and Filters.of([SamplingParams(temperature=1.0)]) == Filters()
 
 
 def test_penalties_as_documented() -> None:

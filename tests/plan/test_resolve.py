@@ -10,7 +10,7 @@ from sparkdraft.bench.shapes import SHAPES, drafter_shape
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.plan.hardware import Hardware
-from sparkdraft.plan.memory import kv_bytes_per_token
+from sparkdraft.plan.memory import RECORDINGS, kv_bytes_per_token
 from sparkdraft.plan.resolve import resolve
 
 LAPTOP = Hardware("cpu", "a laptop", 8, 12 << 30)
@@ -18,11 +18,17 @@ SPARK = Hardware("cuda", "GB10", 20, 110 << 30, (12, 1))
 SMALL, LARGE = SHAPES["smollm2-135m"], SHAPES["qwen3-8b"]
 
 
-def test_a_cpu_gets_quantised_weights_and_a_modest_cache() -> None:
+def test_a_cpu_gets_quantised_weights_and_a_quarter_of_the_memory_for_its_cache() -> None:
     plan = resolve(EngineConfig(), SMALL, LAPTOP)
     assert (plan.dtype, plan.kernels, plan.threads) == ("quantised", "native", 8)
-    assert plan.memory.kv <= 1 << 30 and plan.max_model_len == 8192
+    assert 0.99 * (3 << 30) < plan.memory.kv <= 3 << 30 and plan.max_model_len == 8192
     assert not plan.fallbacks and plan.graphs
+
+
+def test_a_cpus_cache_holds_full_contexts_for_all_at_most_and_one_at_least() -> None:
+    roomy, tight = (resolve(EngineConfig(), SMALL, replace(LAPTOP, free_bytes=size << 30)) for size in (200, 1))
+    assert roomy.num_blocks * 16 == 16 * 8192
+    assert tight.num_blocks * 16 == tight.max_model_len == 8192 and not tight.fallbacks
 
 
 def test_without_a_compiler_auto_falls_back_and_says_why() -> None:
@@ -60,7 +66,10 @@ def test_fp8_holds_twice_the_tokens_and_leaves_the_drafter_exact() -> None:
         (EngineConfig(max_rows=4, max_seqs=8), SPARK, "max_rows is 4"),
         (EngineConfig(), replace(SPARK, free_bytes=8 << 30), "does not fit"),
         (EngineConfig(kv_tokens=10**8), SPARK, "ask for .* or fewer"),
+        (EngineConfig(kv_tokens=10**8), LAPTOP, "ask for .* or fewer"),
         (EngineConfig(kv_tokens=100, max_model_len=200), SPARK, "KV cache holds 112"),
+        (EngineConfig(kv_tokens=10), LAPTOP, "kv_tokens is 10, and a request needs room for 64 tokens"),
+        (EngineConfig(max_model_len=10), SPARK, "max_model_len is 10, and a request needs room for 64 tokens"),
         (EngineConfig(kv="fp8"), LAPTOP, "kv fp8 is not for the CPU kernels"),
         (EngineConfig(kv="fp8"), replace(SPARK, capability=(8, 6)), "capability 8.9; GB10 has 8.6"),
     ],
@@ -73,3 +82,25 @@ def test_what_can_not_run_is_refused_with_its_sums(config: EngineConfig, hardwar
 def test_a_small_cache_shortens_the_context_that_nobody_asked_for() -> None:
     plan = resolve(EngineConfig(kv_tokens=1000), SMALL, LAPTOP)
     assert plan.max_model_len == plan.num_blocks * 16 == 1008
+    assert not plan.fallbacks, "a cache of that size is what was asked for"
+
+
+def test_a_context_that_memory_shortens_is_a_named_fallback() -> None:
+    card = Hardware("cuda", "a card", 8, 23 << 30, (8, 9))
+    long = replace(LARGE, max_position=131072)
+    plan = resolve(EngineConfig(), long, card)
+    assert plan.max_model_len < 131072
+    assert [f.name for f in plan.fallbacks] == [
+        f"a context of {plan.max_model_len:,} tokens instead of the model's 131,072"
+    ]
+    assert plan.fallbacks[0].name in plan.describe()
+    assert not resolve(EngineConfig(max_model_len=4096), long, card).fallbacks, "what was asked for is no fallback"
+
+
+def test_recordings_are_counted_in_the_plan() -> None:
+    plan, none = (resolve(EngineConfig(graphs=graphs), SMALL, LAPTOP) for graphs in (True, False))
+    assert plan.memory.recordings == RECORDINGS["native"].most * RECORDINGS["native"].bytes_each
+    assert "recorded steps" in plan.describe() and "recorded steps" not in none.describe()
+    drafted = resolve(EngineConfig(), LARGE, SPARK, drafter=drafter_shape("dflash-5x", LARGE)).memory
+    assert drafted.recordings > resolve(EngineConfig(), LARGE, SPARK).memory.recordings > 0
+    assert drafted.total <= 0.85 * SPARK.free_bytes

@@ -58,6 +58,7 @@ class FakeClient:
             fallbacks=[{"name": "nothing real", "reason": "it is a fake"}],
             drafter=None,
             created=1,
+            facts=[{"name": "steps", "value": "counted", "reason": ""}],
         )
 
     async def start(self) -> None: ...

@@ -114,6 +114,7 @@ def test_info_and_status(runner: asyncio.Runner, client: EngineClient, folder: P
     assert (info.vocab_size, info.max_model_len, info.eos_ids, info.drafter) == (320, 512, [2], None)
     assert Tokenizer.from_str(info.tokenizer).encode("ab").ids
     assert info.plan_facts["dtype"] == "float32" and info.plan_facts["kv_tokens"] == 4096
+    assert {fact["name"] for fact in info.facts} >= {"decode steps", "overlapped steps"}
     before = runner.run(settled(client))
     runner.run(collect(client.submit("counted", PROMPT, SamplingParams(max_tokens=9, ignore_eos=True))))
     after = runner.run(settled(client))

@@ -9,6 +9,7 @@ from typing import Any
 
 from sparkdraft.kernels.cuda.attention import paged_attention
 from sparkdraft.kernels.cuda.elementwise import kv_write, qk_norm_rope, rms_norm, rope_write, silu_mul, tap
+from sparkdraft.kernels.cuda.facts import facts
 from sparkdraft.kernels.cuda.matmul import add_linear, norm_argmax, norm_gated, norm_linear, norm_logits
 from sparkdraft.kernels.cuda.recording import Recording
 from sparkdraft.kernels.cuda.stepping import lay_out, settle
@@ -22,6 +23,7 @@ __all__ = [
     "add_linear",
     "draw",
     "embed",
+    "facts",
     "kv_write",
     "lay_out",
     "norm_argmax",

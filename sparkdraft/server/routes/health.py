@@ -1,7 +1,7 @@
 """GET /health, /metrics and /v1/status: is it ready, what was counted, and what runs here and why.
 
 /health is for machines and says 503 with the stage until a request would be answered at once. /v1/status is for people:
-the plan in words, each fallback with its reason, and how drafting goes.
+the plan in words, each fallback with its reason, how the engine runs on this machine, and how drafting goes.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ async def status(request: Request) -> dict[str, Any]:
         "plan": info.plan if info else None,
         "plan_facts": info.plan_facts if info else {},
         "fallbacks": info.fallbacks if info else [],
+        "facts": info.facts if info else [],
         "drafter": info.drafter if info else None,
         "queue": {"inside": service.gate.num_inside, "capacity": service.gate.capacity},
         "speculative_decoding": engine.pop("drafting", None),

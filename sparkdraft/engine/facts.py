@@ -1,0 +1,52 @@
+"""How an engine runs on this machine, in words: what a user would otherwise have to guess from its speed.
+
+A fallback is less than what was wanted, and every command prints it; a fact is how things are, and is there for whoever
+asks: `generate --verbose` and `--json`, `LLM.facts()`, /v1/status. Read from the parts as they are, not from what was
+planned.
+"""
+
+from __future__ import annotations
+
+from sparkdraft.core import Fact
+from sparkdraft.engine.engine import Engine
+from sparkdraft.plan.memory import RECORDINGS
+from sparkdraft.weights.linear import DenseLinear
+
+
+def facts(engine: Engine) -> list[Fact]:
+    model, plan = engine.runner.model, engine.plan
+    found = [_recordings(engine), _overlap(engine), _bits(engine)]
+    if plan.device == "cuda":
+        weights = [m.weight for m in model.matrices if isinstance(m, DenseLinear)]
+        shapes = {(w.shape[0], w.shape[1]) for w in weights}
+        found += model.ops.facts(shapes, weights[0].element_size(), weights[0].device)
+    return found
+
+
+def _recordings(engine: Engine) -> Fact:
+    name, plan = "decode steps", engine.plan
+    if engine.runner.graphs:
+        return Fact(name, f"replayed from recordings, at most {RECORDINGS[plan.kernels].most} of each kind")
+    reason = "graphs is off"
+    if plan.kernels == "reference":
+        reason = "the reference kernels can not be recorded"
+    elif plan.graphs:
+        reason = "the model has an operator that can not be recorded"
+    return Fact(name, "launched one operator at a time", reason)
+
+
+def _overlap(engine: Engine) -> Fact:
+    name = "overlapped steps"
+    if engine.flight:
+        return Fact(name, "on: the next decode step is launched before the last one is read")
+    on_cpu = engine.plan.device == "cpu"
+    return Fact(
+        name, "off", "the CPU that would prepare the next step computes this one" if on_cpu else "graphs is off"
+    )
+
+
+def _bits(engine: Engine) -> Fact:
+    name, plan = "drafts and bits", engine.plan
+    if plan.decodes_exactly:
+        return Fact(name, "a row has the same bits alone and beside its drafts")
+    return Fact(name, "a row may differ in its last bit beside its drafts", "float32 products are torch's own")
