@@ -42,6 +42,8 @@ SERVER_HELP = {
     "api_key": "clients must send this key; better given as SPARKDRAFT_API_KEY, which `ps` does not show",
     "served_name": "the model's name in requests, several with commas between them (default: as --model)",
     "allow_public": "listen beyond this machine without a key",
+    "allowed_hosts": "names, with commas between them, under which clients may reach this server beside localhost; '*' "
+    "allows all (default: localhost only while --host is this machine, else all)",
     "max_queue": "sequences that may wait while others run; more get status 429",
     "max_body": "most bytes of one request",
     "drain_seconds": "how long running requests may finish after SIGTERM",

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from sparkdraft.server.messages import ModelInfo
 
 POLL = 0.05  # seconds between looks at the engine's state
+TEXT_THREADS = 4  # that tokenise and render at once: more requests of that kind wait for one of them
+T = TypeVar("T")
 
 
 class Service:
@@ -36,6 +39,7 @@ class Service:
         self.started = time.time()
         self.draining = False
         self.text: ModelText | None = None  # made by follow()
+        self._threads = ThreadPoolExecutor(TEXT_THREADS, "text")
 
     # ---- what is served
 
@@ -96,6 +100,14 @@ class Service:
                     await rehearse(text)
                     self.text = text
             await asyncio.sleep(POLL)
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """What takes time and is no waiting (tokenising, templates), outside the event loop. Few at once, so that many
+        large texts wait for each other, and for nothing else. Work that has not begun is dropped with its caller."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def engine_status(self) -> dict[str, Any]:
         """The engine's live numbers; empty while there is none to ask, or it is too busy to answer."""
