@@ -107,12 +107,12 @@ async def narrate(service: Service) -> AsyncIterator[None]:
         state = service.state
         now = service.stage if state == "starting" else state
         if state == "failed" and not was_ready:
-            raise UserError(str(service.client.last_error))
+            raise UserError(str(service.last_error))
         if service.ready and last != "ready":
             _say_ready(service, time.monotonic() - begin)
             was_ready, last = True, "ready"
         elif not service.ready and now != last:
-            error = service.client.last_error if state in ("restarting", "failed") else None
+            error = service.last_error if state in ("restarting", "failed") else None
             say(f"{now}: {error}" if error else f"{now} ...")
             last = now
         yield
