@@ -253,7 +253,9 @@ def test_headers_that_never_end_close_the_connection(small: Live, monkeypatch: p
 def test_the_next_headers_of_a_connection_must_end_too(small: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     with connect(small) as raw:
         raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert b"200 OK" in raw.recv(4000)
+        answer = b""
+        while b"}" not in answer:
+            answer += raw.recv(4000)
         monkeypatch.setattr(connection, "HEADER_SECONDS", 0.05)
         raw.sendall(b"GET /health HTTP/1.1\r\n")
         assert raw.recv(100) == b""
