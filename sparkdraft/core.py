@@ -11,7 +11,6 @@ form one small algebra, used with these names everywhere:
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,13 @@ from typing import Any
 MAX_LOGPROBS = 20
 AUTO = -1  # a depth that is chosen every step
 MAX_N = 64
+MAX_COUNT = 2**31 - 1  # of tokens and ids: what a 32-bit number holds
+MAX_TEMPERATURE = 100.0
+PENALTIES = (0.01, 100.0)  # least and most of repetition_penalty: logits stay finite
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_IDS = 64
+MAX_LOGIT_BIAS = 1024
 GRAMMARS = ("json_object", "json_schema", "regex", "lark")
 
 
@@ -61,7 +67,8 @@ class GrammarSpec:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request is sampled. Checked here, so that nothing later has to."""
+    """How one request is sampled. Checked here, so that nothing later has to: every comparison is written so that NaN
+    fails it. A seed may have any size: the engine keeps its lowest 64 bits."""
 
     max_tokens: int = 256
     min_tokens: int = 0
@@ -87,30 +94,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        _require(self.max_tokens >= 1, f"max_tokens is {self.max_tokens}; it must be at least 1")
-        _require(
-            0 <= self.min_tokens <= self.max_tokens,
-            f"min_tokens is {self.min_tokens}; it must be between 0 and max_tokens ({self.max_tokens})",
-        )
-        _require(
-            math.isfinite(self.temperature) and self.temperature >= 0,
-            f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number",
-        )
-        _require(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must be above 0 and at most 1")
-        _require(self.top_k >= 0, f"top_k is {self.top_k}; it must be 0 (off) or a positive number")
-        _require(0 <= self.min_p <= 1, f"min_p is {self.min_p}; it must be between 0 and 1")
-        _require(
-            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
-            f"repetition_penalty is {self.repetition_penalty}; it must be positive (1 is off)",
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _require(-2 <= value <= 2, f"{name} is {value}; it must be between -2 and 2")
-        _require(
-            all(-100 <= b <= 100 for b in self.logit_bias.values()),
-            "logit_bias has a value outside -100 to 100; bring every bias into that range",
-        )
-        _require(all(self.stop), "a stop string is empty; remove it")
+        self._check_lengths()
+        self._check_filters()
+        self._check_penalties()
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _require(
@@ -118,10 +104,59 @@ class SamplingParams:
                 f"{name} is {value}; it must be between 0 and {MAX_LOGPROBS}",
             )
         _require(
-            self.num_draft is None or self.num_draft >= AUTO,
-            f"num_draft is {self.num_draft}; it must be {AUTO} (chosen every step), 0 (off) or a positive number",
+            self.num_draft is None or AUTO <= self.num_draft <= MAX_COUNT,
+            f"num_draft is {self.num_draft}; it must be {AUTO} (chosen every step), 0 (off) or a positive number "
+            f"up to {MAX_COUNT}",
         )
         _require(1 <= self.n <= MAX_N, f"n is {self.n}; it must be between 1 and {MAX_N}")
+
+    def _check_lengths(self) -> None:
+        _require(
+            1 <= self.max_tokens <= MAX_COUNT,
+            f"max_tokens is {self.max_tokens}; it must be at least 1 and at most {MAX_COUNT}",
+        )
+        _require(
+            0 <= self.min_tokens <= self.max_tokens,
+            f"min_tokens is {self.min_tokens}; it must be between 0 and max_tokens ({self.max_tokens})",
+        )
+        _require(all(self.stop), "a stop string is empty; remove it")
+        longest = max(map(len, self.stop), default=0)
+        for name, size, most in (
+            ("stop", len(self.stop), MAX_STOPS),
+            ("stop_ids", len(self.stop_ids), MAX_STOP_IDS),
+            ("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS),
+        ):
+            _require(size <= most, f"{name} has {size} entries and {most} is the limit; remove some")
+        _require(
+            longest <= MAX_STOP_CHARS,
+            f"stop has a string of {longest} characters and {MAX_STOP_CHARS} is the limit; shorten it",
+        )
+
+    def _check_filters(self) -> None:
+        _require(
+            0 <= self.temperature <= MAX_TEMPERATURE,
+            f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number up to {MAX_TEMPERATURE:g}",
+        )
+        _require(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        _require(
+            0 <= self.top_k <= MAX_COUNT,
+            f"top_k is {self.top_k}; it must be 0 (off) or a positive number up to {MAX_COUNT}",
+        )
+        _require(0 <= self.min_p <= 1, f"min_p is {self.min_p}; it must be between 0 and 1")
+
+    def _check_penalties(self) -> None:
+        low, high = PENALTIES
+        _require(
+            low <= self.repetition_penalty <= high,
+            f"repetition_penalty is {self.repetition_penalty}; it must be between {low:g} and {high:g} (1 is off)",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(-2 <= value <= 2, f"{name} is {value}; it must be between -2 and 2")
+        _require(
+            all(-100 <= bias <= 100 for bias in self.logit_bias.values()),
+            "logit_bias has a value outside -100 to 100; bring every bias into that range",
+        )
 
     @property
     def has_penalties(self) -> bool:

@@ -62,6 +62,11 @@ class PrefixCache:
             self._name_of[block] = name
         return key
 
+    def clear(self) -> None:
+        """Forget every block: no lookup finds anything that was inserted before."""
+        self._entries.clear()
+        self._name_of.clear()
+
     def _forget(self, block: int) -> None:
         name = self._name_of.pop(block, None)
         if name is not None:

@@ -42,6 +42,8 @@ SERVER_HELP = {
     "api_key": "clients must send this key; better given as SPARKDRAFT_API_KEY, which `ps` does not show",
     "served_name": "the model's name in requests, several with commas between them (default: as --model)",
     "allow_public": "listen beyond this machine without a key",
+    "allowed_hosts": "names, with commas between them, under which clients may reach this server beside localhost; '*' "
+    "allows all (default: localhost only while --host is this machine, else all)",
     "max_queue": "sequences that may wait while others run; more get status 429",
     "max_body": "most bytes of one request",
     "drain_seconds": "how long running requests may finish after SIGTERM",
@@ -105,12 +107,12 @@ async def narrate(service: Service) -> AsyncIterator[None]:
         state = service.state
         now = service.stage if state == "starting" else state
         if state == "failed" and not was_ready:
-            raise UserError(str(service.client.last_error))
+            raise UserError(str(service.last_error))
         if service.ready and last != "ready":
             _say_ready(service, time.monotonic() - begin)
             was_ready, last = True, "ready"
         elif not service.ready and now != last:
-            error = service.client.last_error if state in ("restarting", "failed") else None
+            error = service.last_error if state in ("restarting", "failed") else None
             say(f"{now}: {error}" if error else f"{now} ...")
             last = now
         yield

@@ -62,6 +62,7 @@ class Engine:
         self._outputs: dict[Request, Output] = {}
         self._by_id: dict[str, list[Request]] = {}
         self._ended: list[StepOutput] = []  # aborted or landed since the last step
+        self._left: list[str] = []  # ids of requests that this step or abort took out: if it fails, their ends are lost
         self._numbers = count()
 
     def add(self, prompt_ids: list[int], params: SamplingParams, request_id: str | None = None) -> str:
@@ -86,12 +87,39 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request now, in whatever state it is; an id that has ended already is no error."""
+        self._left.clear()
         if request_id in self._by_id:
             self._ended += self.land()
         for request in list(self._by_id.get(request_id, ())):
             request.finish = FinishReason.ABORT
             self._ended.append(StepOutput(request.id, request.index, [], "", request.finish))
             self._remove(request)
+
+    def fail_batch(self) -> None:
+        """After an exception within a step: drop every request whose state it may have left half changed.
+
+        Those are all that run, with their siblings. What waits stays, and runs from the next step on; where nothing
+        runs, the first that waits goes, because letting it in is what failed. All blocks are free afterwards, and no
+        prefix is remembered: a block may lack rows that only the end of the step would have written. This waits for
+        a GPU to run all that was launched; one that can not do so raises here, and its process must end.
+        """
+        if self.plan.device == "cuda":
+            torch.cuda.synchronize()
+        if self.flight:
+            self.flight.abandon()
+        waiting = self.scheduler.waiting
+        broken = self.scheduler.running + [r for r in waiting if r.blocks]
+        names = [*self._left, *(request.id for request in broken)] or [r.id for r in list(waiting)[:1]]
+        for name in names:
+            for request in list(self._by_id.get(name, ())):
+                self._remove(request)
+        for request in waiting:  # one that was preempted in this step may still have rows with the drafter
+            self.drafting.release(request)
+        self.scheduler.prefix.clear()
+
+    def knows(self, request_id: str) -> bool:
+        """Whether a request of this id runs or waits."""
+        return request_id in self._by_id
 
     @property
     def has_work(self) -> bool:
@@ -101,6 +129,7 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """One pass of the target over everything that runs."""
         begin = time.perf_counter()
+        self._left.clear()
         depths = self.drafting.depths(self.scheduler.decoding())
         if self.flight and self._can_fly(self.flight, depths):
             return self._fly(self.flight, depths)
@@ -275,6 +304,7 @@ class Engine:
             self._remove(request)
 
     def _remove(self, request: Request) -> None:
+        self._left.append(request.id)
         self.scheduler.finish(request)
         self.sampler.forget(request)
         self.drafting.release(request)

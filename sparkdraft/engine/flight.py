@@ -125,6 +125,12 @@ class Flight:
             self.catch_up()
         self.crew, self._landed_at = [], 0.0
 
+    def abandon(self) -> None:
+        """Forget what is in the air, unread: the caller ends all who fly."""
+        self._in_air.clear()
+        self._num_waiting = 0
+        self.crew, self._landed_at = [], 0.0
+
     def catch_up(self) -> None:
         seqs, self._num_waiting = self._size(), 0
         if self._catching_up:

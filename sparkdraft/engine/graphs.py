@@ -51,7 +51,7 @@ class Graphs(Generic[Key]):
 
     def recording(self, shape: Key) -> Any:
         """The recording of a shape, which must have been made."""
-        return self._recorded[shape]
+        return self._kept[shape] if shape in self._kept else self._recent[shape]
 
     def record(self, shapes: list[Key]) -> None:
         """Make recordings that stay. Largest first: on a GPU the smaller ones then fit into its memory."""

@@ -16,7 +16,7 @@ from sparkdraft.cache.formats import KVFormat
 from sparkdraft.core import Batch, TokenLogprob, Work
 from sparkdraft.engine.graphs import Graphs, Shape, gpu_sizes
 from sparkdraft.engine.inputs import Rows, StepInputs
-from sparkdraft.engine.sampler import token_logprob
+from sparkdraft.engine.sampler import token_logprobs
 from sparkdraft.kernels import Unrecordable
 from sparkdraft.models.blocks import Decoder, Step
 from sparkdraft.plan.resolve import Fallback, Plan
@@ -62,8 +62,7 @@ class Runner:
             high = min(low + PROMPT_LOGPROB_ROWS, stop)
             rows = self._residual[first_row + low - start : first_row + high - start]
             scores = self.model.logits(rows).log_softmax(-1)
-            following = request.prompt_ids[low + 1 : high + 1]
-            out += [token_logprob(row, token, top) for row, token in zip(scores, following, strict=True)]
+            out += token_logprobs(scores, request.prompt_ids[low + 1 : high + 1], top)
         return out
 
     def _recordable(self, batch: Batch) -> Shape | None:

@@ -62,8 +62,8 @@ class Sampled:
         """Of consecutive rows of one request, from row 'first' on."""
         if first not in self.logprobs:
             return None
-        rows = [self.logprobs[first + i] for i in range(len(chosen))]
-        return [token_logprob(logprobs, token, top) for (logprobs, top), token in zip(rows, chosen, strict=True)]
+        rows = torch.stack([self.logprobs[first + i][0] for i in range(len(chosen))])
+        return token_logprobs(rows, chosen, self.logprobs[first][1])
 
 
 class Filters(NamedTuple):
@@ -260,11 +260,16 @@ def forbid(logits: Tensor, rows: list[int], masks: Mask) -> None:
     logits[index] = logits[index].minimum(most[:, :vocab])
 
 
-def token_logprob(logprobs: Tensor, chosen: int, top: int) -> TokenLogprob:
-    """One position's report from its row of log-probabilities [vocab]."""
+def token_logprobs(logprobs: Tensor, chosen: Sequence[int], top: int) -> list[TokenLogprob]:
+    """Reports of positions from their rows of log-probabilities [rows, vocab]: one choice of the best for all of them,
+    and one transfer, as float64, which holds ids and float32 exactly."""
     best = torch.topk(logprobs, top)
-    pairs = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-    return TokenLogprob(chosen, float(logprobs[chosen]), pairs)
+    own = logprobs.gather(1, torch.tensor(chosen, device=logprobs.device).unsqueeze(1))
+    table = torch.cat([own.double(), best.values.double(), best.indices.double()], 1).tolist()
+    return [
+        TokenLogprob(token, row[0], [(int(i), value) for i, value in zip(row[1 + top :], row[1:], strict=False)])
+        for token, row in zip(chosen, table, strict=True)
+    ]
 
 
 def allowed(logits: Tensor, knobs: Knobs, filters: Filters) -> Tensor:

@@ -1,6 +1,6 @@
 """The API as one ASGI application: routes, the guards before them, and one way for everything to go wrong.
 
-    Errors -> Auth -> BodyLimit -> a route
+    Linger -> Errors -> Hosts -> Auth -> BodyLimit -> a route
 
 Whatever a guard or a route raises becomes OpenAI's error body in `Errors`. The engine is reached through its client
 only, so nothing here imports torch; starting a server around this is run.py's work.
@@ -27,7 +27,8 @@ from sparkdraft.core import UserError
 from sparkdraft.server.auth import Auth
 from sparkdraft.server.config import ServerConfig
 from sparkdraft.server.engine_client import EngineError
-from sparkdraft.server.limits import BodyLimit
+from sparkdraft.server.hosts import Hosts, accepted_hosts
+from sparkdraft.server.limits import BodyLimit, Linger
 from sparkdraft.server.metrics import Metrics
 from sparkdraft.server.prompts import ModelText
 from sparkdraft.server.protocol.errors import ApiError, as_sentence, from_validation
@@ -45,7 +46,9 @@ log = logging.getLogger(__name__)
 def create_app(config: ServerConfig, client: EngineClient, rehearsed: bool = True) -> FastAPI:
     """The application owns the client: it is started and stopped with it. rehearsed: requests of its own go first."""
     service = Service(config, client)
-    guards = [Middleware(Errors, metrics=service.metrics)]
+    guards = [Middleware(Linger), Middleware(Errors, metrics=service.metrics)]
+    if (accepted := accepted_hosts(config)) is not None:
+        guards.append(Middleware(Hosts, accepted=accepted))
     if config.api_key:
         guards.append(Middleware(Auth, key=config.api_key))
     guards.append(Middleware(BodyLimit, max_body=config.max_body))
@@ -75,6 +78,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             beside = create_app(service.config, service.client)
             beside.state.service.text = text
             await rehearse(beside, service.config.api_key)
+            beside.state.service.close()
             service.client.count_anew()
 
     await service.client.start()
@@ -84,6 +88,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     finally:
         following.cancel()
         service.draining = True
+        service.close()
         await service.client.stop(0.0)
 
 
@@ -109,7 +114,7 @@ def as_error(error: Exception) -> ApiError:
 
 
 class Errors:
-    """Middleware, the outermost: an exception becomes an answer, and every answer is counted."""
+    """Middleware around all others that answer: an exception becomes an answer, and every answer is counted."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app, self.metrics = app, metrics

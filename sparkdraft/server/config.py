@@ -47,6 +47,7 @@ class ServerConfig:
     api_key: str = field(default="", repr=False)  # "": none is asked for
     served_name: str = ""  # names with commas between them; "": the model's own
     allow_public: bool = False  # listen beyond this machine although there is no key
+    allowed_hosts: str = ""  # names with commas between them that requests may be addressed to; "*": all
     max_queue: int = 256  # sequences that may wait while max_seqs run; more get 429
     max_body: int = 8 << 20  # bytes of one request
     drain_seconds: float = 30.0  # running requests may finish for this long after SIGTERM

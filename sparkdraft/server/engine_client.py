@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import socket
@@ -29,6 +30,7 @@ from sparkdraft.server import messages
 from sparkdraft.server.messages import Message, ModelInfo, TokenEvent
 
 COMMAND = (sys.executable, "-P", "-m", "sparkdraft.server.engine_process")  # -P: nothing from the current folder
+log = logging.getLogger(__name__)
 GRACE = 1.0  # seconds a child has to exit after its socket closed or after Shutdown, before it is killed
 POLL = 0.01
 
@@ -179,6 +181,11 @@ class EngineClient:
             except OSError as error:  # no process to be had just now
                 self._child_lost()
                 reason = f"the engine process could not be started ({error.strerror})"
+            except Exception as error:  # it would be the same again, as with options that no command line can hold
+                log.error("the engine process could not be started", exc_info=error)
+                self._dying = messages.Dying(f"the engine process could not be started ({error})", final=True)
+                self._child_lost()
+                reason = self._dying.sentence
             if self.state == "draining":
                 return self._fail_all("the engine stopped while the server was shutting down; send it again", True)
             self.last_error = reason

@@ -37,6 +37,7 @@ MOST_UNSENT = 1 << 20  # bytes the API may be behind before steps wait for it
 READ_SIZE = 1 << 18
 REPORT_EVERY = 0.1  # seconds between reports of loading
 COMPILE_THREADS = 2
+MOST_FAILURES = 8  # steps that fail in a row before the process gives up: it is not the requests' fault then
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +101,39 @@ class Service:
         self._compiling: dict[str, tuple[Future[Grammar], messages.Submit, SamplingParams]] = {}
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()  # by reason
+        self._open: Counter[str] = Counter()  # by id: texts whose end has not been sent
+        self._failures = 0  # steps in a row
         self._started = time.monotonic()
 
     def run(self) -> None:
         while True:
             self._take(wait=not self.engine.has_work)
             if self.engine.has_work:
-                self._send(self.engine.step())
+                self._step()
+
+    def _step(self) -> None:
+        try:
+            outputs = self.engine.step()
+        except Exception as error:
+            self._failures += 1
+            if self._failures == MOST_FAILURES:
+                raise
+            self._fail_batch(error)
+        else:
+            self._failures = 0
+            self._send(outputs)
+
+    def _fail_batch(self, error: Exception) -> None:
+        """What ran gets an error and what waits runs next. A broken device is left to a new process."""
+        if is_device_error(error):
+            raise error
+        traceback.print_exception(error)
+        self.engine.fail_batch()
+        sentence = f"the engine failed in a step that this request was part of ({_told(error)}); its log says more"
+        for name in [name for name in self._open if not self.engine.knows(name)]:
+            del self._open[name]
+            self._finished["error"] += 1
+            self.wire.send(messages.Refused(name, sentence, is_bug=True))
 
     def _take(self, wait: bool) -> None:
         """All messages there are; where there is nothing else to do, wait for one."""
@@ -125,6 +152,9 @@ class Service:
             self._counts["tokens_generated"] += len(output.ids)
             if output.finish:
                 self._finished[output.finish] += 1
+                self._open[output.request_id] -= 1
+                if not self._open[output.request_id]:
+                    del self._open[output.request_id]
                 if output.index == 0:  # its siblings' prompts are the same one
                     self._counts["prompt_tokens"] += output.num_prompt
                     self._counts["cached_prompt_tokens"] += output.num_cached
@@ -151,11 +181,15 @@ class Service:
         try:
             params = messages.unpack_params(request.params)
             if params.grammar is None:
-                self.engine.add(request.prompt_ids, params, request.id)
+                self._add(request, params)
             else:
                 self._compile(request, params, params.grammar)
         except Exception as error:
             self._refuse(request.id, error)
+
+    def _add(self, request: messages.Submit, params: SamplingParams) -> None:
+        self.engine.add(request.prompt_ids, params, request.id)
+        self._open[request.id] = params.n
 
     def _compile(self, request: messages.Submit, params: SamplingParams, grammar: GrammarSpec) -> None:
         work = self._compilers.submit(self.engine.grammars.compile, grammar)  # the engine will find it there
@@ -169,7 +203,7 @@ class Service:
         del self._compiling[done.id]
         try:
             work.result()
-            self.engine.add(request.prompt_ids, params, request.id)
+            self._add(request, params)
         except Exception as error:
             self._refuse(request.id, error)
 
@@ -184,10 +218,15 @@ class Service:
         self.wire.send(messages.Refused(name, f"the engine could not take the request: {_told(error)}", is_bug=True))
 
     def _abort(self, name: str) -> None:
-        self.engine.abort(name)
+        try:
+            self.engine.abort(name)
+        except Exception as error:  # of steps that were in the air, which an abort brings down
+            self._fail_batch(error)
+            self.engine.abort(name)
         work, _, params = self._compiling.pop(name, (None, None, None))
         if work is not None and params is not None:
             work.cancel()
+            self._open[name] = params.n
             self._send([StepOutput(name, i, [], "", FinishReason.ABORT) for i in range(params.n)])
 
     def _status(self) -> dict[str, Any]:
@@ -264,6 +303,16 @@ def die(wire: Wire, error: BaseException, final: bool) -> NoReturn:
     wire.flush()
     sys.stderr.flush()
     os._exit(1)
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Whether the GPU reported it: its context may be lost, and every tensor with it. Too little memory is not that.
+
+    What a library reports in its own way (Triton, cuBLAS) is found by Engine.fail_batch, which waits for the GPU.
+    """
+    import torch
+
+    return isinstance(error, torch.AcceleratorError)
 
 
 def _told(error: BaseException) -> str:

@@ -6,27 +6,29 @@ the engine, so that a client is turned away at once and nothing it sent has been
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sparkdraft.server.protocol.errors import ApiError
 
+CLOSE = {"Connection": "close"}  # a header of answers after which the connection can not be used again
 MAX_MESSAGES = 2000
-MAX_STOPS = 16
-MAX_STOP_CHARS = 256
 MAX_SCHEMA_BYTES = 64 << 10
 MAX_TOOLS = 128  # as OpenAI
 MAX_PROMPTS = 256  # of one /v1/completions request
-MAX_LOGIT_BIAS = 1024
-PATIENCE = 8  # a body up to this many times too large is read to its end, so that the client sees the answer
+MAX_PARTS = 2000  # of one message's content
+MAX_VALUES = 1 << 18  # commas and opening brackets of a body: more than any request has, and 0.1 s to parse
+BODY_SECONDS = 30.0  # that may pass without a byte of a body
+LINGER_SECONDS = 30.0  # in which what is left of a refused body is read and dropped
 
 
 class BodyLimit:
-    """Middleware: reads the body up to the limit and hands it on whole; a larger one gets 413."""
+    """Middleware: reads the body up to the limits and hands it on whole; past one it is refused at once."""
 
     def __init__(self, app: ASGIApp, max_body: int) -> None:
         self.app, self.max_body = app, max_body
@@ -34,16 +36,10 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
             return await self.app(scope, receive, send)
+        self._check_size(declared_length(scope))
         body = await self._read(receive)
         if body is None:
             return  # the client has gone
-        if len(body) > self.max_body:
-            raise ApiError(
-                413,
-                f"The body is larger than {self.max_body:,} bytes; send less, or raise max_body.",
-                code="body_too_large",
-                headers={"Connection": "close"},
-            )
         replayed = False
 
         async def replay() -> Message:
@@ -51,22 +47,90 @@ class BodyLimit:
             if replayed:
                 return await receive()
             replayed = True
-            return {"type": "http.request", "body": bytes(body), "more_body": False}
+            return {"type": "http.request", "body": body, "more_body": False}
 
         await self.app(scope, replay, send)
 
-    async def _read(self, receive: Receive) -> bytearray | None:
-        body, size = bytearray(), 0
+    async def _read(self, receive: Receive) -> bytes | None:
+        """Counted piece by piece, so that no large body keeps the event loop from others."""
+        body, num_values = bytearray(), 0
         while True:
-            message = await receive()
+            try:
+                async with asyncio.timeout(BODY_SECONDS):
+                    message = await receive()
+            except TimeoutError:
+                raise ApiError(
+                    408, f"No byte of the body came for {BODY_SECONDS:g} s; send it again.", headers=CLOSE
+                ) from None
             if message["type"] == "http.disconnect":
                 return None
             piece = message.get("body", b"")
-            size += len(piece)
-            if len(body) <= self.max_body:
-                body += piece
-            if not message.get("more_body") or size > PATIENCE * self.max_body:
-                return body
+            body += piece
+            self._check_size(len(body))
+            num_values += sum(map(piece.count, (b",", b"[", b"{")))
+            if num_values > MAX_VALUES:
+                raise ApiError(
+                    413,
+                    f"The body has more than {MAX_VALUES:,} commas and opening brackets; send less at once.",
+                    code="body_too_large",
+                    headers=CLOSE,
+                )
+            if not message.get("more_body"):
+                return bytes(body)
+
+    def _check_size(self, size: int) -> None:
+        if size > self.max_body:
+            raise ApiError(
+                413,
+                f"The body is larger than {self.max_body:,} bytes; send less, or start the server with a larger "
+                "--max-body.",
+                code="body_too_large",
+                headers=CLOSE,
+            )
+
+
+class Linger:
+    """Middleware: an answer that comes before the end of a body reaches its client.
+
+    Closing a connection with bytes unread resets it, and the reset may overtake the answer. So the answer is sent
+    whole, the rest of the body is read and dropped for a while, and only then the connection ends.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not has_body(scope):
+            return await self.app(scope, receive, send)
+        # A client that waits to be told to continue has sent nothing, until the first receive tells it.
+        ended = any(name == b"expect" for name, _ in scope["headers"])
+
+        async def watched() -> Message:
+            nonlocal ended
+            message = await receive()
+            ended = message["type"] == "http.disconnect" or not message.get("more_body")
+            return message
+
+        async def answer(message: Message) -> None:
+            if ended or message["type"] != "http.response.body" or message.get("more_body"):
+                return await send(message)
+            await send({**message, "more_body": True})
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LINGER_SECONDS):
+                    while not ended:
+                        await watched()
+            await send({"type": "http.response.body"})
+
+        await self.app(scope, watched, answer)
+
+
+def declared_length(scope: Scope) -> int:
+    """0 where none is declared, as for a body in chunks."""
+    return int(next((value for name, value in scope["headers"] if name == b"content-length"), b"0"))
+
+
+def has_body(scope: Scope) -> bool:
+    return declared_length(scope) > 0 or any(name == b"transfer-encoding" for name, _ in scope["headers"])
 
 
 class Gate:
@@ -84,11 +148,13 @@ class Gate:
 
     @contextmanager
     def enter(self, count: int) -> Iterator[None]:
-        """One request of 'count' sequences is inside from here to the end of the block."""
-        if self.num_inside >= self.capacity:
+        """One request of 'count' sequences is inside from here to the end of the block. One that is larger than the
+        capacity comes in when nobody else is inside: else it never could."""
+        if self.num_inside and self.num_inside + count > self.capacity:
             raise ApiError(
                 429,
-                f"{self.num_inside} sequences run or wait here and {self.capacity} is the limit; try again later.",
+                f"{self.num_inside} sequences run or wait here, this request has {count}, and {self.capacity} is the "
+                "limit; try again later.",
                 code="queue_full",
                 headers={"Retry-After": str(self.retry_after())},
             )

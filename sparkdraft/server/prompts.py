@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sparkdraft.server.messages import ModelInfo
 
 RESERVED = {"template", "messages", "tools", "add_generation_prompt"}  # the template's own variables
-MAX_CHARS_PER_TOKEN = 256  # a text longer than this for every token of the context is not even tokenised
+USUAL_CHARS = 8  # more than a token has on average, in any language: the opening of a longer text is tried first
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,7 @@ class ModelText:
     def __init__(self, info: ModelInfo) -> None:
         self.info = info
         self.tokenizer = Tokenizer(RawTokenizer.from_str(info.tokenizer), info.special)
+        self._longest = max(map(len, self.tokenizer.raw.get_vocab()))  # characters that one token can stand for
         self.eos_ids = frozenset(info.eos_ids)
         self.tools = tool_format(info.model_type, info.chat_template)
         self.reasoning = reasoning_format(info.model_type, info.chat_template)
@@ -48,9 +49,14 @@ class ModelText:
     # ---- ids
 
     def encode(self, text: str, add_special: bool = True, param: str = "prompt") -> list[int]:
-        most = self.info.max_model_len * MAX_CHARS_PER_TOKEN
-        if len(text) > most:
-            raise _too_long(param, f"{len(text):,} characters", self.info.max_model_len)
+        """Refuses what can not fit with as little work as possible; call it in a thread."""
+        limit = self.info.max_model_len
+        if len(text) > limit * self._longest:
+            raise _too_long(param, f"{len(text):,} characters", limit)
+        opening = text[: limit * USUAL_CHARS]
+        if len(opening) < len(text) and len(self.tokenizer.encode(opening, add_special)) > 2 * limit:
+            # What follows may change the last tokens of the opening, but it can not halve their number.
+            raise _too_long(param, f"more than {2 * limit:,} tokens", limit)
         return self.tokenizer.encode(text, add_special)
 
     def check_ids(self, ids: Iterable[int], param: str) -> None:
@@ -58,6 +64,12 @@ class ModelText:
         wrong = next((token for token in ids if token > most), None)
         if wrong is not None:
             raise ApiError(400, f"{param} holds the token id {wrong}; ids go from 0 to {most}.", param)
+
+    def check_count(self, ids: list[int], param: str) -> None:
+        """Before anything is done with ids that a client sent."""
+        limit = self.info.max_model_len
+        if len(ids) > limit:
+            raise _too_long(param, f"{len(ids):,} tokens", limit)
 
     def check_fields(self, body: SamplingFields) -> None:
         """What depends on the model; the engine would say the same, but not in the API's words."""

@@ -28,7 +28,7 @@ async def rehearse(app: ASGIApp, api_key: str | None) -> None:
     """'app' must be ready for requests."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://rehearsal", headers=headers) as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
         with suppress(TimeoutError):
             async with asyncio.timeout(BUDGET):
                 for path, body in REQUESTS:

@@ -18,6 +18,7 @@ from fastapi import FastAPI
 
 from sparkdraft.core import UserError
 from sparkdraft.server.config import ServerConfig
+from sparkdraft.server.connection import HttpConnection
 from sparkdraft.server.service import Service
 
 BACKLOG = 2048
@@ -55,6 +56,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=HttpConnection,
                 log_config=None,
                 access_log=False,
                 lifespan="on",

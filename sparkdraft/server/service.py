@@ -8,9 +8,11 @@ matter.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
@@ -25,7 +27,10 @@ if TYPE_CHECKING:
     from sparkdraft.server.engine_client import EngineClient
     from sparkdraft.server.messages import ModelInfo
 
+log = logging.getLogger(__name__)
 POLL = 0.05  # seconds between looks at the engine's state
+TEXT_THREADS = 4  # that tokenise and render at once: more requests of that kind wait for one of them
+T = TypeVar("T")
 
 
 class Service:
@@ -36,6 +41,8 @@ class Service:
         self.started = time.time()
         self.draining = False
         self.text: ModelText | None = None  # made by follow()
+        self.refusal: str | None = None  # why there can be no text for this engine, set by follow()
+        self._threads = ThreadPoolExecutor(TEXT_THREADS, "text")
 
     # ---- what is served
 
@@ -66,7 +73,7 @@ class Service:
         if self.state == "draining":
             raise unavailable("The server is shutting down; send the request elsewhere, or later.", "draining")
         if self.state == "failed":
-            raise unavailable(f"The engine can not run: {self.client.last_error}.", "engine_failed", 60)
+            raise unavailable(f"The engine can not run: {self.last_error}.", "engine_failed", 60)
         done, total = self.client.progress
         stage = f"{self.stage}, {done} of {total}" if total else self.stage
         raise unavailable(f"The model is not ready yet ({stage}); try again in a moment.", "not_ready")
@@ -75,7 +82,13 @@ class Service:
     def state(self) -> str:
         if self.draining:
             return "draining"
-        return "starting" if self.client.state == "ready" and not self._has_text else self.client.state
+        if self.client.state == "ready" and not self._has_text:
+            return "failed" if self.refusal else "starting"
+        return self.client.state
+
+    @property
+    def last_error(self) -> str | None:
+        return self.refusal or self.client.last_error
 
     @property
     def stage(self) -> str:
@@ -91,11 +104,31 @@ class Service:
             if self.client.info is not info:
                 info = self.client.info
                 if info is not None:
-                    text = await asyncio.to_thread(ModelText, info)
-                    self.gate.max_seqs = int(info.plan_facts.get("max_seqs") or 1)
-                    await rehearse(text)
-                    self.text = text
+                    await self._prepare(info, rehearse)
             await asyncio.sleep(POLL)
+
+    async def _prepare(self, info: ModelInfo, rehearse: Callable[[ModelText], Awaitable[None]]) -> None:
+        self.refusal = None
+        try:
+            text = await self.in_thread(lambda: ModelText(info))
+        except Exception as error:  # the engine reads tokenizers too, but not all of them by the same way
+            log.error("the tokenizer or the chat template of the model can not be used", exc_info=error)
+            self.refusal = f"the tokenizer or the chat template can not be used: {error or type(error).__name__}"
+            return
+        self.gate.max_seqs = int(info.plan_facts.get("max_seqs") or 1)
+        try:
+            await rehearse(text)
+        except Exception as error:
+            log.error("a rehearsed request failed; users' requests are taken nevertheless", exc_info=error)
+        self.text = text
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """What takes time and is no waiting (tokenising, templates), outside the event loop. Few at once, so that many
+        large texts wait for each other, and for nothing else. Work that has not begun is dropped with its caller."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def engine_status(self) -> dict[str, Any]:
         """The engine's live numbers; empty while there is none to ask, or it is too busy to answer."""

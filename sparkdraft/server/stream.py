@@ -80,7 +80,7 @@ class Reply(Response):
         begin, failure = time.monotonic(), None
         with self.service.gate.enter(self.count):  # left before the last bytes: who has its answer may ask again
             try:
-                job = await asyncio.to_thread(self.prepare)
+                job = await self.service.in_thread(self.prepare)
                 await self._follow(job, begin, send)
             except ApiError as error:
                 failure = error

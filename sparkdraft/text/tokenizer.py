@@ -88,7 +88,8 @@ class Tokenizer:
             raise UserError(
                 f"The text is not valid UTF-8 (character {error.start:,} is a lone surrogate): send valid Unicode text."
             ) from None
-        return list(self.raw.encode(text, add_special_tokens=add_special).ids)
+        # Of a batch, though it is one text: only then does the library let other threads run meanwhile.
+        return list(self.raw.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return str(self.raw.decode(list(ids), skip_special_tokens=skip_special))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparkdraft.core import Request, SamplingParams
 from sparkdraft.engine.sampler import (
@@ -20,6 +23,7 @@ from sparkdraft.engine.sampler import (
     bisected_floor,
     keep,
     sorted_floor,
+    token_logprobs,
     top_k_floor,
 )
 
@@ -197,3 +201,29 @@ def test_a_gpu_draws_what_a_cpu_draws() -> None:
     gpu = Sampler(5000, frozenset(), torch.device("cuda"))(logits.cuda(), [SampleRow(r) for r in rows]).ids.tolist()
     cpu = sample(logits, rows)
     assert sum(a == b for a, b in zip(gpu, cpu, strict=True)) >= 63  # a sum in another order may move one border
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("top", [0, 1, 5])
+def test_log_probabilities_of_many_rows_are_chosen_at_once(top: int) -> None:
+    scores = torch.randn(40, 300, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
+    scores[3, 7], scores[4, 8] = float("-inf"), float("nan")
+    chosen = [(7 * i) % 300 for i in range(40)]
+    with Calls() as calls:
+        rows = token_logprobs(scores, chosen, top)
+    assert calls.count["topk"] == 1 and calls.count["_local_scalar_dense"] == 0
+    for i, (row, token) in enumerate(zip(rows, chosen, strict=True)):
+        best = torch.topk(scores[i], top)
+        assert row.id == token and repr(row.logprob) == repr(float(scores[i, token]))
+        assert repr(row.top) == repr(list(zip(best.indices.tolist(), best.values.tolist(), strict=True)))

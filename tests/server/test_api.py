@@ -437,8 +437,8 @@ def test_a_client_that_hangs_up_aborts(stream: bool) -> None:
     with live(client) as server:
         body = json.dumps({"messages": USER, "stream": stream, "n": 2}).encode()
         with socket.create_connection((server.http.base_url.host, server.http.base_url.port or 0)) as raw:
-            head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-            raw.sendall(head.encode() + b"\r\n\r\n" + body)
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+            raw.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
             server.wait_for(lambda: len(client.seen) == 1)
             if stream:
                 assert raw.recv(100).startswith(b"HTTP/1.1 200")
@@ -507,7 +507,7 @@ def test_tokenize_and_back(echo: Live) -> None:
     ids = echo.post("/tokenize", messages=USER).json()["tokens"]
     assert echo.post("/detokenize", tokens=ids).json()["prompt"] == "user: hello\nassistant:"
     assert error_of(echo.post("/tokenize"), 400)["param"] == "prompt"
-    assert "no token 999" in error_of(echo.post("/detokenize", tokens=[999]), 400)["message"]
+    assert "token id 999" in error_of(echo.post("/detokenize", tokens=[999]), 400)["message"]
 
 
 def test_the_page_and_the_schema(echo: Live) -> None:

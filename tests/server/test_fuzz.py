@@ -73,13 +73,30 @@ def test_no_case_breaks_the_server(target: Live, path: str, method: str) -> None
     run()
 
 
+# Numbers that no field was meant for; json.dumps writes NaN and Infinity as literals, which the server reads.
+ODD = st.integers(-(2**70), 2**70) | st.sampled_from([2**31, 2**63, -(2**63) - 1, 2**64, 2**70]) | st.floats()
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    st.none() | st.booleans() | ODD | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )
 FIELDS = ["messages", "prompt", "model", "stream", "n", "stop", "seed", "max_tokens", "temperature", "logit_bias"]
 FIELDS += ["tools", "tool_choice", "response_format", "logprobs", "top_logprobs", "speculation", "stream_options"]
+FIELDS += ["best_of", "top_k", "top_p", "min_p", "min_tokens", "max_completion_tokens", "stop_token_ids"]
+FIELDS += ["repetition_penalty", "presence_penalty", "frequency_penalty"]
+# Each beyond its limit.
+TOO_MUCH = st.fixed_dictionaries(
+    {},
+    optional={
+        "n": st.sampled_from([0, -1, 65, 10**9, 2**70]),
+        "best_of": st.sampled_from([-1, 2, 65, 2**70]),
+        "stop": st.sampled_from([["x"] * 17, ["x"] * 100_000, "x" * 257, "x" * 100_000, [""]]),
+        "stop_token_ids": st.sampled_from([[1] * 65, [1] * 100_000, [2**31], [2**70], [-1]]),
+        "logit_bias": st.sampled_from([{str(i): 0 for i in range(size)} for size in (1025, 50_000)])
+        | st.dictionaries(st.sampled_from(["1", "-1", str(2**70)]), ODD, min_size=1),
+        "seed": st.sampled_from([2**63, -(2**63) - 1, 2**70]),
+    },
+).filter(bool)
 MESSAGES = {"messages": [{"role": "user", "content": "x"}], "prompt": "x"}
 
 
@@ -90,6 +107,17 @@ def test_right_requests_with_wrong_fields(target: Live, changes: dict[str, Any])
     for path in ("/v1/chat/completions", "/v1/completions"):
         answer = target.http.post(path, content=body, headers={"Content-Type": "application/json"}, timeout=20)
         seen(answer)
+
+
+@given(changes=TOO_MUCH, odd=st.dictionaries(st.sampled_from(FIELDS), ODD, max_size=2))
+@CALM
+def test_what_is_beyond_a_limit_is_refused_in_a_sentence(target: Live, changes: Any, odd: Any) -> None:
+    body = json.dumps(MESSAGES | odd | changes).encode()
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        if path.endswith("chat/completions") and changes.keys() == {"best_of"}:
+            continue  # a chat has no such field
+        answer = target.http.post(path, content=body, headers={"Content-Type": "application/json"}, timeout=20)
+        assert seen(answer) == 400 and answer.json()["error"]["message"].endswith((".", "...")), answer.text
 
 
 @given(raw=st.binary(max_size=200))

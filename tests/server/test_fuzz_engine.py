@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.server.conftest import Live
-from tests.server.test_fuzz import CALM, CASES, DOCUMENT, FIELDS, JSON, MESSAGES, schemathesis
+from tests.server.test_fuzz import CALM, CASES, DOCUMENT, FIELDS, JSON, MESSAGES, ODD, TOO_MUCH, schemathesis
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
 SOME = settings(CALM, max_examples=max(CASES // 2, 20))
@@ -112,11 +112,11 @@ TOOL = st.builds(lambda name, schema: {"type": "function", "function": {"name": 
 # Most fields are right, since one wrong one is enough to keep a request from the engine.
 SAMPLING = {
     "n": st.integers(1, 4),
-    "temperature": st.sampled_from([0, 0.01, 0.7, 2, 1e-30, 1e30]),
+    "temperature": st.sampled_from([0, 0.01, 0.7, 2, 1e-30, 100]),
     "top_p": st.floats(1e-30, 1),
-    "top_k": st.integers(-1, 2**40),
+    "top_k": st.integers(-1, 2**31 - 1),
     "min_p": st.floats(0, 1),
-    "repetition_penalty": st.floats(1e-30, 1e30),
+    "repetition_penalty": st.floats(0.01, 100),
     "presence_penalty": st.floats(-2, 2),
     "frequency_penalty": st.floats(-2, 2),
     "logit_bias": st.dictionaries(st.integers(0, 319).map(str), st.floats(-100, 100), max_size=4),
@@ -130,12 +130,13 @@ SAMPLING = {
     "stream": st.booleans(),
     "max_tokens": st.integers(2, MOST_TOKENS),
 }
-NUMBERS = st.integers(-3, 400) | st.floats(-3, 3) | st.integers() | st.floats()
+NUMBERS = st.integers(-3, 400) | st.floats(-3, 3) | ODD
 WRONG = st.one_of(
     st.just({}),
     st.just({}),
     st.dictionaries(st.sampled_from(sorted(SAMPLING)), NUMBERS | JSON, max_size=1),
     st.sampled_from([{"logit_bias": {"320": 1}}, {"stop_token_ids": [99999]}, {"speculation": 16}, {"n": 65}]),
+    TOO_MUCH,
 )
 FORMATS = st.one_of(
     st.just({"type": "json_object"}),

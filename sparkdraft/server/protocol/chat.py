@@ -13,7 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
-from sparkdraft.server.limits import MAX_MESSAGES, MAX_SCHEMA_BYTES, MAX_TOOLS
+from sparkdraft.core import MAX_COUNT
+from sparkdraft.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_SCHEMA_BYTES, MAX_TOOLS
 from sparkdraft.server.protocol.errors import ApiError
 from sparkdraft.server.protocol.sampling import Fields, SamplingFields
 
@@ -38,7 +39,7 @@ class ToolCallIn(Fields):
 
 class ChatMessage(Fields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCallIn], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
@@ -55,6 +56,11 @@ class Function(Fields):
 class Tool(Fields):
     type: Literal["function"]
     function: Function
+
+
+# A list ends at its first mistake: a sentence for each of 100,000 would take seconds to make, and one is told.
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class ChosenFunction(Fields):
@@ -80,12 +86,12 @@ class ResponseFormat(Fields):
 class ChatRequest(SamplingFields):
     names: ClassVar[Mapping[str, str]] = {**SamplingFields.names, "logprobs": "top_logprobs"}
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    messages: Messages
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, description="handed to the chat template")
@@ -111,6 +117,7 @@ class ChatRequest(SamplingFields):
         return [tool.model_dump(exclude_none=True) for tool in self.tools or []]
 
     def check(self) -> None:
+        self.check_sampling(logprobs=self.wanted_logprobs)
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs; set logprobs to true.", param="top_logprobs")
         if not self.tools and self.tool_choice not in (None, "none", "auto"):

@@ -10,14 +10,14 @@ from typing import Annotated, Any
 
 from pydantic import Discriminator, Field, Tag
 
-from sparkdraft.server.limits import MAX_MESSAGES, MAX_PROMPTS
-from sparkdraft.server.protocol.chat import ChatMessage, Tool
+from sparkdraft.server.limits import MAX_PROMPTS
+from sparkdraft.server.protocol.chat import Messages, Tools
 from sparkdraft.server.protocol.errors import ApiError
 from sparkdraft.server.protocol.sampling import Fields, SamplingFields, TokenId
 
-Prompts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-Ids = Annotated[list[TokenId], Field(min_length=1)]
-IdLists = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+Prompts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+IdLists = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 
 
 def _form(prompt: Any) -> str:
@@ -51,6 +51,7 @@ class CompletionRequest(SamplingFields):
         return [prompt] if is_one else list(prompt)
 
     def check(self) -> None:
+        self.check_sampling(logprobs=self.logprobs)
         count = (self.n or 1) * len(self.prompts)
         if count > MAX_PROMPTS:
             raise ApiError(400, f"n times the prompts is {count} and {MAX_PROMPTS} is the limit; ask for fewer.", "n")
@@ -63,8 +64,8 @@ class CompletionRequest(SamplingFields):
 class TokenizeRequest(Fields):
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    tools: list[Tool] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -72,4 +73,4 @@ class TokenizeRequest(Fields):
 
 class DetokenizeRequest(Fields):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]

@@ -12,13 +12,21 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from sparkdraft.core import AUTO, SamplingParams, UserError
-from sparkdraft.server.limits import MAX_LOGIT_BIAS, MAX_STOP_CHARS, MAX_STOPS
+from sparkdraft.core import (
+    AUTO,
+    MAX_COUNT,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_CHARS,
+    MAX_STOP_IDS,
+    MAX_STOPS,
+    SamplingParams,
+    UserError,
+)
 from sparkdraft.server.protocol.errors import ApiError
 
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Count = Annotated[int, Field(ge=0, lt=2**31)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 INT64 = 2**63
 
 
@@ -41,7 +49,7 @@ class SamplingFields(Fields):
     n: int | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
@@ -55,7 +63,7 @@ class SamplingFields(Fields):
     repetition_penalty: float | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
 
     # ours
     speculation: Literal["auto", "off"] | Annotated[int, Field(ge=0, le=1024)] | None = Field(
@@ -72,6 +80,10 @@ class SamplingFields(Fields):
         if isinstance(self.speculation, int):
             return self.speculation
         return {"off": 0, "auto": AUTO}.get(self.speculation or "")
+
+    def check_sampling(self, **more: Any) -> None:
+        """Refuse what SamplingParams refuses before the request is counted anywhere and its prompt is tokenised."""
+        self.sampling(MAX_COUNT, **more)
 
     def sampling(self, max_tokens: int, **more: Any) -> SamplingParams:
         """'max_tokens' where the request names none; 'more' is what the endpoint knows."""

@@ -15,6 +15,7 @@ from sparkdraft.core import TokenLogprob
 from sparkdraft.server.messages import TokenEvent
 
 Json = dict[str, Any]
+LOWEST = -9999.0  # as OpenAI writes the log-probability of what can not happen
 
 
 class TokenBytes(Protocol):
@@ -28,7 +29,7 @@ def dumps(value: Any) -> bytes:
     return _encoder.encode(value).encode("utf-8", "replace")
 
 
-_encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 # ---- counts
@@ -138,5 +139,5 @@ def token_name(token: int, tokenizer: TokenBytes) -> str:
 
 
 def finite(logprob: float) -> float:
-    """JSON has no minus infinity: what can not happen has OpenAI's lowest value."""
-    return max(logprob, -9999.0)
+    """JSON has no infinities and no NaN: what can not happen, and what is no number, has OpenAI's lowest value."""
+    return min(logprob, 0.0) if logprob > LOWEST else LOWEST

@@ -74,7 +74,7 @@ def _state(service: Service) -> dict[str, Any]:
         "status": "ok" if service.ready else service.state,
         "stage": service.stage,
         "progress": {"done": done, "total": total},
-        "error": service.client.last_error,
+        "error": service.last_error,
     }
 
 

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
-
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from sparkdraft.server.prompts import ModelText
 from sparkdraft.server.protocol.completions import DetokenizeRequest, TokenizeRequest
 from sparkdraft.server.protocol.errors import ApiError
-from sparkdraft.server.protocol.shapes import token_name
+from sparkdraft.server.protocol.shapes import Json, dumps, token_name
 from sparkdraft.server.service import service_of
 
 router = APIRouter()
 
 
-@router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+@router.post("/tokenize", response_model=None)
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """The ids of a prompt, or of messages in the chat template."""
     service = service_of(request)
     service.check_model(body.model)
     text = service.require_ready()
-    ids = await asyncio.to_thread(_ids, text, body)
+    with service.gate.enter(1):
+        return await service.in_thread(lambda: _tokenized(text, body))
+
+
+def _tokenized(text: ModelText, body: TokenizeRequest) -> Response:
+    ids = _ids(text, body)
     names = [token_name(token, text.tokenizer) for token in ids] if body.return_token_strs else None
-    return {"count": len(ids), "max_model_len": text.info.max_model_len, "tokens": ids, "token_strs": names}
+    return _json({"count": len(ids), "max_model_len": text.info.max_model_len, "tokens": ids, "token_strs": names})
 
 
 def _ids(text: ModelText, body: TokenizeRequest) -> list[int]:
@@ -38,13 +40,22 @@ def _ids(text: ModelText, body: TokenizeRequest) -> list[int]:
     return text.encode(rendered, add_special=False, param="messages")
 
 
-@router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
+@router.post("/detokenize", response_model=None)
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of ids, special tokens included."""
     service = service_of(request)
     service.check_model(body.model)
     text = service.require_ready()
-    wrong = next((token for token in body.tokens if token >= text.info.vocab_size), None)
-    if wrong is not None:
-        raise ApiError(400, f"There is no token {wrong}; ids go from 0 to {text.info.vocab_size - 1}.", "tokens")
-    return {"prompt": await asyncio.to_thread(text.tokenizer.decode, body.tokens, False)}
+    text.check_count(body.tokens, "tokens")
+    with service.gate.enter(1):
+        return await service.in_thread(lambda: _detokenized(text, body.tokens))
+
+
+def _detokenized(text: ModelText, ids: list[int]) -> Response:
+    text.check_ids(ids, "tokens")
+    return _json({"prompt": text.tokenizer.decode(ids, skip_special=False)})
+
+
+def _json(body: Json) -> Response:
+    """Made in the thread: a long list takes as long to write down as to find."""
+    return Response(dumps(body), media_type="application/json")
