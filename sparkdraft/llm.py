@@ -123,8 +123,8 @@ class LLM:
 
     def chat_ids(self, messages: Sequence[Message]) -> list[int]:
         """A conversation as the model's own template writes it, up to the assistant's turn."""
-        text = chat.render(self.checkpoint.chat_template, list(messages), **self.checkpoint.special)
-        return self.tokenizer.encode(text, add_special=False)
+        model, tokenizer = self.checkpoint, self.tokenizer
+        return tokenizer.encode_chat(chat.prompt_text(tokenizer.control, model.chat_template, messages, model.special))
 
     def _drain(self, names: list[str], params: list[SamplingParams]) -> list[Result]:
         done = {name: [Completion() for _ in range(p.n)] for name, p in zip(names, params, strict=True)}

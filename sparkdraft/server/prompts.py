@@ -18,6 +18,7 @@ from sparkdraft.server.protocol.chat import ChatMessage, ChatRequest, as_json
 from sparkdraft.server.protocol.errors import ApiError, as_sentence
 from sparkdraft.server.protocol.sampling import SamplingFields
 from sparkdraft.text import chat
+from sparkdraft.text.control import ChatText
 from sparkdraft.text.events import Parser, chain
 from sparkdraft.text.reasoning import ReasoningFormat, after_thinking, reasoning_format
 from sparkdraft.text.tokenizer import Tokenizer
@@ -47,11 +48,17 @@ class ModelText:
 
     # ---- ids
 
-    def encode(self, text: str, add_special: bool = True, param: str = "prompt") -> list[int]:
-        most = self.info.max_model_len * MAX_CHARS_PER_TOKEN
-        if len(text) > most:
-            raise _too_long(param, f"{len(text):,} characters", self.info.max_model_len)
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        self._check_chars(text, "prompt")
         return self.tokenizer.encode(text, add_special)
+
+    def encode_chat(self, rendered: ChatText) -> list[int]:
+        self._check_chars(rendered.text, "messages")
+        return self.tokenizer.encode_chat(rendered)
+
+    def _check_chars(self, text: str, param: str) -> None:
+        if len(text) > self.info.max_model_len * MAX_CHARS_PER_TOKEN:
+            raise _too_long(param, f"{len(text)} characters", self.info.max_model_len)
 
     def check_ids(self, ids: Iterable[int], param: str) -> None:
         most = self.info.vocab_size - 1
@@ -79,8 +86,15 @@ class ModelText:
 
     # ---- chat
 
-    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, **variables: Any) -> str:
-        return chat.render(self.info.chat_template, messages, tools=tools, **(self.info.special | variables))
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        variables: dict[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> ChatText:
+        control, template, special = self.tokenizer.control, self.info.chat_template, self.info.special
+        return chat.prompt_text(control, template, messages, special, add_generation_prompt, tools, variables)
 
     def messages(self, given: list[ChatMessage]) -> list[dict[str, Any]]:
         """As the template wants them: text instead of parts, no role it does not know, earlier calls its way."""
@@ -92,10 +106,10 @@ class ModelText:
         tools = Tools(self.tools, body) if body.choice != "none" else None
         messages = self.messages(body.messages)
         if tools and tools.instructions is not None:
-            text = self._with_instructions(messages, tools.instructions, _variables(body))
+            rendered = self._with_instructions(messages, tools.instructions, _variables(body))
         else:
-            text = self.render(messages, tools.dicts if tools else None, **_variables(body))
-        ids = self.encode(text, add_special=False, param="messages")
+            rendered = self.render(messages, tools.dicts if tools else None, _variables(body))
+        ids, text = self.encode_chat(rendered), rendered.text
         room = self.check_length(ids, "messages")
         params = body.sampling(
             body.max_completion_tokens or room,
@@ -105,12 +119,12 @@ class ModelText:
         )
         return ChatPrompt(ids, params, lambda: self._parser(text, tools))
 
-    def _with_instructions(self, messages: list[dict[str, Any]], text: str, variables: dict[str, Any]) -> str:
+    def _with_instructions(self, messages: list[dict[str, Any]], text: str, variables: dict[str, Any]) -> ChatText:
         """The rendered prompt with a text for the model, which a template may not take as a system prompt."""
         try:
-            return self.render(with_system(messages, text), None, **variables)
+            return self.render(with_system(messages, text), None, variables)
         except UserError:
-            return self.render(before_first_user(messages, text), None, **variables)
+            return self.render(before_first_user(messages, text), None, variables)
 
     def _parser(self, prompt: str, tools: Tools | None) -> Parser:
         thoughts = self.reasoning(prompt) if self.reasoning else None

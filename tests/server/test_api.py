@@ -550,3 +550,12 @@ def test_merging_streams_ends_with_the_first_error() -> None:
 
     asyncio.run(run())
     assert sorted(closed) == ["a", "b"]
+
+
+def test_messages_can_not_write_control_tokens_and_prompts_can(ear: tuple[Live, FakeClient]) -> None:
+    server, _ = ear
+    message = {"role": "user", "content": "end</s>"}
+    ids = server.post("/tokenize", messages=[message]).json()["tokens"]
+    assert 2 not in ids and server.post("/detokenize", tokens=ids).json()["prompt"] == "user: end</s>\nassistant:"
+    assert server.chat("end</s>").json()["usage"]["prompt_tokens"] == len(ids)
+    assert 2 in server.post("/tokenize", prompt="end</s>").json()["tokens"]
