@@ -16,6 +16,7 @@ from typing import Any
 
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import FinishReason, SamplingParams, StepOutput, TokenLogprob, UserError
+from sparkdraft.defaults import OPENAI, model_defaults
 from sparkdraft.engine.build import build_engine, find_drafter, make_plan
 from sparkdraft.engine.centre import TEXT
 from sparkdraft.models.config import ModelConfig
@@ -113,6 +114,11 @@ class LLM:
                         yield piece
         finally:
             self.engine.abort(request_id)
+
+    def default_params(self, **changes: Any) -> SamplingParams:
+        """How the model's authors want it sampled (generation_config.json), with the changes that are named. Methods
+        of this class do not use it by themselves: SamplingParams() is greedy."""
+        return SamplingParams(**(OPENAI | model_defaults(self.checkpoint.generation) | changes))
 
     def kv_errors(self) -> dict[str, Any] | None:
         """Under tq_mode capture_only: how far keys, values and attention's results are off by their codes."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from sparkdraft import __version__
 from sparkdraft.cli.options import ENGINE_FLAGS
 from sparkdraft.core import UserError
+from sparkdraft.defaults import describe
 from sparkdraft.server.config import FIELDS, ServerConfig, default_of, merge
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ SERVER_HELP = {
     "allow_public": "listen beyond this machine without a key",
     "max_queue": "sequences that may wait while others run; more get status 429",
     "max_body": "most bytes of one request",
+    "sampling_defaults": "for requests that name no temperature and so on: model (its generation_config.json), openai "
+    "(temperature 1), or values such as temperature=0.7,top_p=0.9",
     "drain_seconds": "how long running requests may finish after SIGTERM",
 }
 ENGINE_HELP = {
@@ -123,6 +126,7 @@ def _say_ready(service: Service, seconds: float) -> None:
     say(f"ready after {seconds:.1f} s: {info.plan.splitlines()[0]}; context {info.max_model_len:,} tokens")
     drafter = f"{info.drafter['name']}, blocks of {info.drafter['block_size']}" if info.drafter else "none"
     say(f"  drafter: {drafter}")
+    say(f"  sampling: {describe(service.sampling)}, where a request names nothing else (--sampling-defaults)")
     for fallback in info.fallbacks:
         say(f"  note: {fallback['name']}: {fallback['reason']}")
 

@@ -26,6 +26,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, StepOutput, UserError
+from sparkdraft.defaults import model_defaults
 from sparkdraft.server import messages
 from sparkdraft.server.messages import Message, ModelInfo, TokenEvent
 
@@ -249,6 +250,7 @@ def model_info(llm: LLM, model: str) -> ModelInfo:
         special=llm.checkpoint.special,
         eos_ids=sorted(llm.tokenizer.eos_ids),
         chat_template=llm.checkpoint.chat_template,
+        sampling=model_defaults(llm.checkpoint.generation),
         plan=plan.describe(),
         plan_facts=facts,
         fallbacks=[asdict(fallback) for fallback in plan.fallbacks],

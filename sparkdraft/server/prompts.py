@@ -7,7 +7,7 @@ running it is stream.py's work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +39,9 @@ class ChatPrompt:
 
 
 class ModelText:
-    def __init__(self, info: ModelInfo) -> None:
-        self.info = info
+    def __init__(self, info: ModelInfo, sampling: Mapping[str, float]) -> None:
+        """sampling: what a request gets for the fields that it leaves out."""
+        self.info, self.sampling = info, sampling
         self.tokenizer = Tokenizer(RawTokenizer.from_str(info.tokenizer), info.special)
         self.eos_ids = frozenset(info.eos_ids)
         self.tools = tool_format(info.model_type, info.chat_template)
@@ -112,6 +113,7 @@ class ModelText:
         ids, text = self.encode_chat(rendered), rendered.text
         room = self.check_length(ids, "messages")
         params = body.sampling(
+            self.sampling,
             body.max_completion_tokens or room,
             logprobs=body.wanted_logprobs,
             grammar=(tools and tools.constraint(self.reasoning, text)) or self._answer_grammar(body, text),

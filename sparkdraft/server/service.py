@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
+from sparkdraft.defaults import resolve
 from sparkdraft.server.config import ServerConfig
 from sparkdraft.server.engine_client import EngineError, RequestFailed, RequestRefused
 from sparkdraft.server.limits import Gate
@@ -42,6 +43,11 @@ class Service:
     @property
     def name(self) -> str:
         return self.config.names[0]
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """What a request gets for the fields that it leaves out."""
+        return resolve(self.config.sampling_defaults, self.client.info.sampling if self.client.info else {})
 
     @property
     def ready(self) -> bool:
@@ -91,7 +97,7 @@ class Service:
             if self.client.info is not info:
                 info = self.client.info
                 if info is not None:
-                    text = await asyncio.to_thread(ModelText, info)
+                    text = await asyncio.to_thread(ModelText, info, self.sampling)
                     self.gate.max_seqs = int(info.plan_facts.get("max_seqs") or 1)
                     await rehearse(text)
                     self.text = text

@@ -53,6 +53,7 @@ class FakeClient:
             special={},
             eos_ids=[2],
             chat_template=template,
+            sampling={},
             plan="a plan in words",
             plan_facts={"max_seqs": 4, "max_draft": 7},
             fallbacks=[{"name": "nothing real", "reason": "it is a fake"}],

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -127,7 +128,7 @@ def test_every_field_reaches_the_engine(ear: tuple[Live, FakeClient]) -> None:
 def test_nulls_are_defaults_and_unknown_fields_are_ignored(ear: tuple[Live, FakeClient]) -> None:
     server, client = ear
     nulls = dict.fromkeys(["n", "stop", "temperature", "tools", "tool_choice", "logit_bias", "seed", "response_format"])
-    assert server.chat(**nulls, store=True, metadata={"a": 1}, service_tier="auto", model="").status_code == 200
+    assert server.chat(**nulls, store=True, metadata={"a": 1}, service_tier="auto", model=None).status_code == 200
     (params,) = client.seen
     assert params.temperature == 1.0 and params.n == 1 and params.num_draft is None
     assert params.max_tokens == 512 - len("user: hello\nassistant:")
@@ -135,6 +136,19 @@ def test_nulls_are_defaults_and_unknown_fields_are_ignored(ear: tuple[Live, Fake
     assert client.seen[-1].num_draft == 5 and client.seen[-1].max_tokens == 3
     server.post(COMPLETIONS, prompt="x", speculation="auto")
     assert client.seen[-1].num_draft == AUTO and client.seen[-1].max_tokens == 16
+
+
+def test_the_model_names_what_a_request_leaves_out() -> None:
+    client = FakeClient(lambda prompt, params: "ok")
+    client.info = replace(client.info, sampling={"temperature": 0.2, "top_p": 0.9, "top_k": 20})
+    with live(client, sampling_defaults="top_k=7") as server:
+        server.chat()
+        server.chat(temperature=0.7, top_p=None)
+        server.post(COMPLETIONS, prompt="x", top_k=0)
+        assert [(p.temperature, p.top_p, p.top_k) for p in client.seen] == [(0.2, 0.9, 7), (0.7, 0.9, 7), (0.2, 0.9, 0)]
+        told = {"temperature": 0.2, "top_p": 0.9, "top_k": 7}
+        assert server.http.get("/v1/status").json()["sampling_defaults"] == told
+        assert server.http.get("/v1/models").json()["data"][0]["sampling_defaults"] == told
 
 
 def test_response_formats_become_grammars(ear: tuple[Live, FakeClient]) -> None:

@@ -1,6 +1,6 @@
 """The fields that both endpoints share, and how they become the engine's SamplingParams.
 
-OpenAI's names and defaults, then the extras that vLLM's clients send; null is the same as not sent, and what is not
+OpenAI's names, then the extras that vLLM's clients send; null is the same as not sent, and what is not
 known is ignored, because clients send a lot. Ranges that the engine has too are checked by SamplingParams itself, so
 that there is one sentence for each.
 """
@@ -73,11 +73,10 @@ class SamplingFields(Fields):
             return self.speculation
         return {"off": 0, "auto": AUTO}.get(self.speculation or "")
 
-    def sampling(self, max_tokens: int, **more: Any) -> SamplingParams:
-        """'max_tokens' where the request names none; 'more' is what the endpoint knows."""
+    def sampling(self, defaults: Mapping[str, float], max_tokens: int, **more: Any) -> SamplingParams:
+        """'defaults' and 'max_tokens' count where the request names nothing; 'more' is what the endpoint knows."""
         given: dict[str, Any] = {
             "max_tokens": max_tokens if self.max_tokens is None else self.max_tokens,
-            "temperature": 1.0 if self.temperature is None else self.temperature,
             "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
             "stop_ids": self.stop_token_ids,
             "top_k": 0 if self.top_k == -1 else self.top_k,
@@ -87,7 +86,7 @@ class SamplingFields(Fields):
             given[name] = getattr(self, name)
         said = {name: value for name, value in (given | more).items() if value is not None}
         try:
-            return SamplingParams(**said)
+            return SamplingParams(**(dict(defaults) | said))
         except UserError as error:
             raise self._refusal(str(error), said) from None
 
@@ -101,6 +100,7 @@ class SamplingFields(Fields):
 SAME_NAME = (
     "n",
     "seed",
+    "temperature",
     "top_p",
     "presence_penalty",
     "frequency_penalty",

@@ -61,6 +61,7 @@ async def status(request: Request) -> dict[str, Any]:
         "plan_facts": info.plan_facts if info else {},
         "fallbacks": info.fallbacks if info else [],
         "drafter": info.drafter if info else None,
+        "sampling_defaults": service.sampling if info else None,
         "queue": {"inside": service.gate.num_inside, "capacity": service.gate.capacity},
         "speculative_decoding": engine.pop("drafting", None),
         "engine": engine,
