@@ -82,7 +82,7 @@ class ModelText:
         if not ids:
             raise ApiError(400, f"The {_noun(param)} has no tokens; send at least one.", param)
         if len(ids) >= limit:
-            raise _too_long(param, f"{len(ids):,} tokens", limit)
+            raise _too_long(param, f"{len(ids)} tokens", limit)
         return limit - len(ids)
 
     # ---- chat
@@ -167,7 +167,12 @@ def _noun(param: str) -> str:
 
 
 def _too_long(param: str, size: str, limit: int) -> ApiError:
-    message = f"The {_noun(param)} has {size} and the context holds {limit:,} tokens with the answer; shorten it."
+    """In OpenAI's words: LiteLLM knows an overflow by them and raises its ContextWindowExceededError. Numbers are
+    plain digits, because clients read them."""
+    message = (
+        f"This model's maximum context length is {limit} tokens with the answer, and the {_noun(param)} has {size}; "
+        "shorten it."
+    )
     return ApiError(400, message, param, "context_length_exceeded")
 
 

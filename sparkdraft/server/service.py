@@ -59,7 +59,7 @@ class Service:
         return self.text is not None and self.text.info is self.client.info
 
     def check_model(self, asked: str | None) -> None:
-        if asked and asked not in self.config.names:
+        if asked is not None and asked not in self.config.names:
             served = ", ".join(f"'{name}'" for name in self.config.names)
             raise ApiError(
                 404, f"The model '{asked}' is not served here; served: {served}.", "model", "model_not_found"

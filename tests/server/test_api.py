@@ -254,7 +254,7 @@ def test_tools_with_a_template_that_takes_no_system_prompt(choice: str) -> None:
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({}, "messages", "required"),
+        ({}, "messages", "messages is missing; send it."),
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "'system'"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "string"),
@@ -265,11 +265,11 @@ def test_tools_with_a_template_that_takes_no_system_prompt(choice: str) -> None:
         ({"messages": USER, "top_p": 0}, "top_p", "above 0"),
         ({"messages": USER, "n": 0}, "n", "between 1 and 64"),
         ({"messages": USER, "n": 65}, "n", "between 1 and 64"),
-        ({"messages": USER, "max_tokens": 0}, "max_tokens", "greater"),
+        ({"messages": USER, "max_tokens": 0}, "max_tokens", "max_tokens is 0; it must be at least 1."),
         ({"messages": USER, "stop": ["x"] * 17}, "stop", "16"),
         ({"messages": USER, "stop": "x" * 257}, "stop", "256"),
         ({"messages": USER, "stop": ""}, "stop", "at least 1"),
-        ({"messages": USER, "logit_bias": {"x": 1}}, "logit_bias.x", "integer"),
+        ({"messages": USER, "logit_bias": {"x": 1}}, "logit_bias", 'has the key "x"; it must be a whole number'),
         ({"messages": USER, "logit_bias": {"1": 101}}, "logit_bias", "-100"),
         ({"messages": USER, "top_logprobs": 2}, "top_logprobs", "logprobs"),
         (
@@ -278,7 +278,7 @@ def test_tools_with_a_template_that_takes_no_system_prompt(choice: str) -> None:
             "top_logprobs is 21; it must be between 0 and 20",
         ),
         ({"messages": USER, "speculation": 16}, "speculation", "speculation is 16; the drafter of this model allows 7"),
-        ({"messages": USER, "speculation": -1}, "speculation", "greater"),
+        ({"messages": USER, "speculation": -1}, "speculation", "at least 0"),
         (
             {"messages": USER, "logit_bias": {"320": 1}},
             "logit_bias",
@@ -289,9 +289,13 @@ def test_tools_with_a_template_that_takes_no_system_prompt(choice: str) -> None:
         ({"messages": USER, "response_format": {"type": "json_schema"}}, "response_format", "schema"),
         ({"messages": USER, "response_format": {"type": "yaml"}}, "response_format.type", "json_object"),
         ({"messages": USER, "tool_choice": "required"}, "tool_choice", "no tools"),
-        ({"messages": USER, "tools": [{"type": "function"}]}, "tools[0].function", "required"),
+        ({"messages": USER, "tools": [{"type": "function"}]}, "tools[0].function", "missing"),
         ({"messages": USER, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "'messages'"),
-        ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages", "617 tokens and the context holds 512"),
+        (
+            {"messages": [{"role": "user", "content": "x" * 600}]},
+            "messages",
+            "is 512 tokens with the answer, and the conversation has 617 tokens",
+        ),
         ({"messages": [{"role": "user", "content": "x" * 200_000}]}, "messages", "characters"),
     ],
 )

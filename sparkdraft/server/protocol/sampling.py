@@ -1,8 +1,8 @@
 """The fields that both endpoints share, and how they become the engine's SamplingParams.
 
-OpenAI's names, then the extras that vLLM's clients send; null is the same as not sent, and what is not
-known is ignored, because clients send a lot. Ranges that the engine has too are checked by SamplingParams itself, so
-that there is one sentence for each.
+OpenAI's names, then the extras that vLLM's clients send. Null is the same as not sent. What is not known is ignored,
+because clients send a lot, unless it would bind the output (refused.py). Ranges that the engine has too are checked by
+SamplingParams itself, so that there is one sentence for each.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from sparkdraft.core import AUTO, SamplingParams, UserError
 from sparkdraft.server.limits import MAX_LOGIT_BIAS, MAX_STOP_CHARS, MAX_STOPS
 from sparkdraft.server.protocol.errors import ApiError
+from sparkdraft.server.protocol.refused import check_refused
 
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -33,6 +34,7 @@ class StreamOptions(Fields):
 
 
 class SamplingFields(Fields):
+    refused: ClassVar[Mapping[str, str]] = {}  # further fields that are an error, and what to use instead
     names: ClassVar[Mapping[str, str]] = {"num_draft": "speculation", "stop_ids": "stop_token_ids"}  # by the engine's
 
     model: str | None = Field(None, description="a name from /v1/models; left out: the model that is served")
@@ -62,6 +64,12 @@ class SamplingFields(Fields):
         None, description="drafts a step: auto chooses every step, off never drafts, a number is fixed"
     )
     return_speculation: bool | None = Field(None, description="adds metrics.speculative_decoding to the answer")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_refused(cls, body: Any) -> Any:
+        check_refused(body, cls.refused)
+        return body
 
     @property
     def include_usage(self) -> bool:
