@@ -41,6 +41,7 @@ class Scheduler:
             prefix.prefers = lambda block, other: exact.pages.has(block) and not exact.pages.has(other)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first: the order in which blocks are kept
+        self.num_preempted = 0  # times a request gave its blocks back
 
     @property
     def has_work(self) -> bool:
@@ -152,6 +153,7 @@ class Scheduler:
 
     def _preempt_youngest(self) -> Request:
         victim = self.running.pop()
+        self.num_preempted += 1
         self._release(victim)
         self.waiting.appendleft(victim)
         return victim

@@ -26,7 +26,7 @@ from sparkdraft import __version__
 from sparkdraft.core import UserError
 from sparkdraft.server.auth import Auth
 from sparkdraft.server.config import ServerConfig
-from sparkdraft.server.engine_client import EngineError
+from sparkdraft.server.engine_errors import EngineError
 from sparkdraft.server.limits import BodyLimit
 from sparkdraft.server.metrics import Metrics
 from sparkdraft.server.prompts import ModelText

@@ -101,6 +101,7 @@ class Service:
         self._compiling: dict[str, tuple[Future[Grammar], messages.Submit, SamplingParams]] = {}
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()  # by reason
+        self._num_trial_preempted = 0  # before the first user's request
         self._started = time.monotonic()
 
     def run(self) -> None:
@@ -144,6 +145,7 @@ class Service:
             case messages.CountAnew():
                 self._counts.clear()
                 self._finished.clear()
+                self._num_trial_preempted = self.engine.scheduler.num_preempted
                 self.engine.forget_trials()
             case _:
                 raise AssertionError(f"{type(message).__name__} is not for the engine")
@@ -204,6 +206,7 @@ class Service:
             "tokens_generated": counts["tokens_generated"],
             "prompt_tokens": counts["prompt_tokens"],
             "cached_prompt_tokens": counts["cached_prompt_tokens"],
+            "preemptions": engine.scheduler.num_preempted - self._num_trial_preempted,
             "finished": dict(self._finished),
             "drafting": engine.drafting.so_far().as_dict(),
             "kv_errors": engine.kv_errors(),

@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from sparkdraft.defaults import resolve
 from sparkdraft.server.config import ServerConfig
-from sparkdraft.server.engine_client import EngineError, RequestFailed, RequestRefused
+from sparkdraft.server.engine_errors import EngineError, RequestFailed, RequestRefused
 from sparkdraft.server.limits import Gate
 from sparkdraft.server.metrics import Metrics
 from sparkdraft.server.prompts import ModelText
@@ -37,6 +37,7 @@ class Service:
         self.started = time.time()
         self.draining = False
         self.text: ModelText | None = None  # made by follow()
+        self.start_seconds = 0.0  # that the engine's last start took, set by follow()
 
     # ---- what is served
 
@@ -70,12 +71,14 @@ class Service:
             assert self.text is not None
             return self.text
         if self.state == "draining":
-            raise unavailable("The server is shutting down; send the request elsewhere, or later.", "draining")
+            shutting = "The server is shutting down; send the request elsewhere, or later."
+            raise unavailable(shutting, "draining", self.client.retry_after)
         if self.state == "failed":
             raise unavailable(f"The engine can not run: {self.client.last_error}.", "engine_failed", 60)
         done, total = self.client.progress
         stage = f"{self.stage}, {done} of {total}" if total else self.stage
-        raise unavailable(f"The model is not ready yet ({stage}); try again in a moment.", "not_ready")
+        wait = self.client.retry_after
+        raise unavailable(f"The model is not ready yet ({stage}); try again in {wait} s.", "not_ready", wait)
 
     @property
     def state(self) -> str:
@@ -101,6 +104,7 @@ class Service:
                     self.gate.max_seqs = int(info.plan_facts.get("max_seqs") or 1)
                     await rehearse(text)
                     self.text = text
+                    self.start_seconds = self.client.start_took()
             await asyncio.sleep(POLL)
 
     async def engine_status(self) -> dict[str, Any]:
@@ -124,4 +128,4 @@ def as_api_error(error: EngineError) -> ApiError:
         return ApiError(400, sentence)
     if isinstance(error, RequestFailed):
         return ApiError(500, sentence, code="internal_error")
-    return unavailable(sentence, "engine_unavailable", 2 if error.retryable else 60)
+    return unavailable(sentence, "engine_unavailable", error.retry_after if error.retryable else 60)

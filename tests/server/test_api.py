@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from sparkdraft.core import AUTO
-from sparkdraft.server.engine_client import EngineError, RequestFailed, RequestRefused
+from sparkdraft.server.engine_errors import EngineError, RequestFailed, RequestRefused
 from tests.server.conftest import FakeClient, Live, live
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -397,7 +397,7 @@ def test_not_ready_says_how_far_it_is() -> None:
         assert answer.status_code == 503 and answer.json()["stage"] == "weights"
         assert answer.json()["progress"] == {"done": 3, "total": 9} and answer.json()["status"] == "starting"
         error = server.chat()
-        assert "weights, 3 of 9" in error_of(error, 503)["message"] and error.headers["retry-after"] == "2"
+        assert "weights, 3 of 9" in error_of(error, 503)["message"] and error.headers["retry-after"] == "7"
         assert server.http.get("/v1/models").json()["data"][0]["id"] == "smollm2"
         assert server.http.get("/v1/status").json()["plan"] is None
         client.state, client.last_error = "failed", "no such model"
@@ -509,7 +509,7 @@ def test_models_status_and_metrics(echo: Live) -> None:
     text = echo.http.get("/metrics").text
     assert "sparkdraft_kv_cache_usage_perc 0.25" in text and "sparkdraft_num_requests_waiting 2" in text
     assert 'sparkdraft_spec_decode_num_accepted_tokens_per_pos_total{position="1"}' in text
-    assert "sparkdraft_kv_cache_captured_rows 6" in text
+    assert "sparkdraft_kv_cache_captured_rows 6" in text and "sparkdraft_num_preemptions_total 8" in text
     assert 'sparkdraft_kv_cache_attention_error{layer="0"} 0.5' in text
     for line in text.splitlines():
         name, value = line.rsplit(" ", 1)

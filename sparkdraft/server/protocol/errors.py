@@ -41,5 +41,5 @@ def as_sentence(text: str) -> str:
     return (text if "_" in first else text[:1].upper() + text[1:]).rstrip(".") + "."
 
 
-def unavailable(message: str, code: str, retry_after: int = 2) -> ApiError:
+def unavailable(message: str, code: str, retry_after: int) -> ApiError:
     return ApiError(503, message, code=code, headers={"Retry-After": str(retry_after)})
