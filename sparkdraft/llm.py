@@ -16,6 +16,7 @@ from typing import Any
 
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import Fact, FinishReason, SamplingParams, StepOutput, TokenLogprob, UserError
+from sparkdraft.defaults import OPENAI, model_defaults
 from sparkdraft.engine.build import build_engine, find_drafter, make_plan
 from sparkdraft.engine.centre import TEXT
 from sparkdraft.engine.facts import facts
@@ -115,6 +116,11 @@ class LLM:
         finally:
             self.engine.abort(request_id)
 
+    def default_params(self, **changes: Any) -> SamplingParams:
+        """How the model's authors want it sampled (generation_config.json), with the changes that are named. Methods
+        of this class do not use it by themselves: SamplingParams() is greedy."""
+        return SamplingParams(**(OPENAI | model_defaults(self.checkpoint.generation) | changes))
+
     def kv_errors(self) -> dict[str, Any] | None:
         """Under tq_mode capture_only: how far keys, values and attention's results are off by their codes."""
         return self.engine.kv_errors()
@@ -128,8 +134,8 @@ class LLM:
 
     def chat_ids(self, messages: Sequence[Message]) -> list[int]:
         """A conversation as the model's own template writes it, up to the assistant's turn."""
-        text = chat.render(self.checkpoint.chat_template, list(messages), **self.checkpoint.special)
-        return self.tokenizer.encode(text, add_special=False)
+        model, tokenizer = self.checkpoint, self.tokenizer
+        return tokenizer.encode_chat(chat.prompt_text(tokenizer.control, model.chat_template, messages, model.special))
 
     def _drain(self, names: list[str], params: list[SamplingParams]) -> list[Result]:
         done = {name: [Completion() for _ in range(p.n)] for name, p in zip(names, params, strict=True)}

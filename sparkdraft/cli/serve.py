@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import sys
-import time
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
 from sparkdraft import __version__
 from sparkdraft.cli.options import ENGINE_FLAGS
 from sparkdraft.core import UserError
+from sparkdraft.defaults import describe
 from sparkdraft.server.config import FIELDS, ServerConfig, default_of, merge
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ SERVER_HELP = {
     "allows all (default: localhost only while --host is this machine, else all)",
     "max_queue": "sequences that may wait while others run; more get status 429",
     "max_body": "most bytes of one request",
+    "sampling_defaults": "for requests that name no temperature and so on: model (its generation_config.json), openai "
+    "(temperature 1), or values such as temperature=0.7,top_p=0.9",
     "drain_seconds": "how long running requests may finish after SIGTERM",
 }
 ENGINE_HELP = {
@@ -76,11 +80,23 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Until a signal. The file may be named by SPARKDRAFT_CONFIG too."""
+    end_at_signals()
     flags = {name: value for name, value in vars(args).items() if name in FIELDS}
     config = merge(flags, args.config or os.environ.get("SPARKDRAFT_CONFIG"), os.environ)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     asyncio.run(_serve(config))
     return 0
+
+
+def end_at_signals() -> None:
+    """Until the server takes signals over, and after it: nothing has to be drained, and an engine process that was
+    started ends with its parent."""
+
+    def end(sig: int, frame: FrameType | None) -> NoReturn:
+        os._exit(0)  # an exception would be thrown into whatever is imported just now
+
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sig, end)
 
 
 async def _serve(config: ServerConfig) -> None:
@@ -102,14 +118,14 @@ async def _serve(config: ServerConfig) -> None:
 async def narrate(service: Service) -> AsyncIterator[None]:
     """Says each stage once, what was settled when it is ready, and every restart. A model that can not be served at
     all ends the server: nobody is there yet who would wait for it."""
-    begin, last, was_ready = time.monotonic(), "", False
+    last, was_ready = "", False
     while True:
         state = service.state
         now = service.stage if state == "starting" else state
         if state == "failed" and not was_ready:
             raise UserError(str(service.last_error))
         if service.ready and last != "ready":
-            _say_ready(service, time.monotonic() - begin)
+            _say_ready(service)
             was_ready, last = True, "ready"
         elif not service.ready and now != last:
             error = service.last_error if state in ("restarting", "failed") else None
@@ -119,12 +135,15 @@ async def narrate(service: Service) -> AsyncIterator[None]:
         await asyncio.sleep(POLL)
 
 
-def _say_ready(service: Service, seconds: float) -> None:
+def _say_ready(service: Service) -> None:
     info = service.client.info
     assert info is not None
-    say(f"ready after {seconds:.1f} s: {info.plan.splitlines()[0]}; context {info.max_model_len:,} tokens")
+    say(
+        f"ready after {service.start_seconds:.1f} s: {info.plan.splitlines()[0]}; context {info.max_model_len:,} tokens"
+    )
     drafter = f"{info.drafter['name']}, blocks of {info.drafter['block_size']}" if info.drafter else "none"
     say(f"  drafter: {drafter}")
+    say(f"  sampling: {describe(service.sampling)}, where a request names nothing else (--sampling-defaults)")
     for fallback in info.fallbacks:
         say(f"  note: {fallback['name']}: {fallback['reason']}")
 

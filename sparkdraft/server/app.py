@@ -26,13 +26,14 @@ from sparkdraft import __version__
 from sparkdraft.core import UserError
 from sparkdraft.server.auth import Auth
 from sparkdraft.server.config import ServerConfig
-from sparkdraft.server.engine_client import EngineError
+from sparkdraft.server.engine_errors import EngineError
 from sparkdraft.server.hosts import Hosts, accepted_hosts
 from sparkdraft.server.limits import BodyLimit, Linger
 from sparkdraft.server.metrics import Metrics
 from sparkdraft.server.prompts import ModelText
-from sparkdraft.server.protocol.errors import ApiError, as_sentence, from_validation
+from sparkdraft.server.protocol.errors import ApiError, as_sentence
 from sparkdraft.server.protocol.shapes import dumps
+from sparkdraft.server.protocol.validation import from_validation, unreadable
 from sparkdraft.server.rehearsal import rehearse
 from sparkdraft.server.routes import ROUTERS
 from sparkdraft.server.service import Service, as_api_error
@@ -107,6 +108,8 @@ def as_error(error: Exception) -> ApiError:
     if isinstance(error, UserError):
         return ApiError(400, as_sentence(str(error)))
     if isinstance(error, HTTPException):
+        if error.status_code == 400:  # FastAPI's only one: it could not read the body
+            return unreadable(error.__cause__)
         detail = {404: "There is no such route; see /openapi.json.", 405: "This route does not take that method."}
         return ApiError(error.status_code, detail.get(error.status_code, str(error.detail)), headers=error.headers)
     log.error("a request failed by a bug of the server", exc_info=error)

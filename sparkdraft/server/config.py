@@ -14,6 +14,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from sparkdraft import defaults
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 
@@ -50,6 +51,7 @@ class ServerConfig:
     allowed_hosts: str = ""  # names with commas between them that requests may be addressed to; "*": all
     max_queue: int = 256  # sequences that may wait while max_seqs run; more get 429
     max_body: int = 8 << 20  # bytes of one request
+    sampling_defaults: str = "model"  # for fields that a request leaves out: defaults.py says what it may be
     drain_seconds: float = 30.0  # running requests may finish for this long after SIGTERM
 
     def __post_init__(self) -> None:
@@ -61,6 +63,7 @@ class ServerConfig:
             raise UserError(f"max_body is {self.max_body}; it must be at least 1024 bytes")
         if not 0 <= self.drain_seconds <= 3600:
             raise UserError(f"drain_seconds is {self.drain_seconds}; it must be between 0 and 3600")
+        defaults.parse(self.sampling_defaults)
         if not self.api_key.isascii() or self.api_key != self.api_key.strip():
             raise UserError("api_key has characters that a header can not carry; use ASCII without spaces around it")
         if not (self.is_local or self.api_key or self.allow_public):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -27,34 +28,14 @@ from typing import Any
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import SamplingParams
 from sparkdraft.server import messages
+from sparkdraft.server.engine_errors import EngineError, RequestFailed, RequestRefused
 from sparkdraft.server.messages import Message, ModelInfo, TokenEvent
 
 COMMAND = (sys.executable, "-P", "-m", "sparkdraft.server.engine_process")  # -P: nothing from the current folder
 log = logging.getLogger(__name__)
 GRACE = 1.0  # seconds a child has to exit after its socket closed or after Shutdown, before it is killed
 POLL = 0.01
-
-
-class EngineError(Exception):
-    """The engine did not do what was asked; the sentence says why. retryable: the same may work a little later."""
-
-    def __init__(self, sentence: str, retryable: bool) -> None:
-        super().__init__(sentence)
-        self.sentence, self.retryable = sentence, retryable
-
-
-class RequestRefused(EngineError):
-    """The engine is well and will not run this request: what the caller sent has to change."""
-
-    def __init__(self, sentence: str) -> None:
-        super().__init__(sentence, retryable=False)
-
-
-class RequestFailed(EngineError):
-    """The engine is well and this request met a bug: its log says more."""
-
-    def __init__(self, sentence: str) -> None:
-        super().__init__(sentence, retryable=False)
+FIRST_START = 10  # seconds that a start is expected to take before one was measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +70,8 @@ class EngineClient:
         self.last_error: str | None = None
         self.restarts = 0
         self.info: ModelInfo | None = None  # kept while a new engine starts
+        self.start_began = time.monotonic()  # of the start that runs or was last: when the engine before it was lost
+        self.start_seconds = float(FIRST_START)  # that the last start took, until requests were taken
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -112,9 +95,21 @@ class EngineClient:
     def num_in_flight(self) -> int:
         return len(self._mailboxes)
 
+    @property
+    def retry_after(self) -> int:
+        """Whole seconds until requests are likely to be taken: as long as the last start took, from the begin of this
+        one. A start that takes longer is asked after every second."""
+        return max(1, math.ceil(self.start_began + self.start_seconds - time.monotonic()))
+
+    def start_took(self) -> float:
+        """The engine takes requests now: remember and return how long its start took."""
+        self.start_seconds = time.monotonic() - self.start_began
+        return self.start_seconds
+
     async def start(self) -> None:
         """Start the engine process and return; .state says when it is ready."""
         assert self._supervisor is None, "started twice"
+        self.start_began = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self._supervisor = asyncio.create_task(self._supervise())
 
@@ -225,7 +220,7 @@ class EngineClient:
         await self._bury()
 
     def _child_lost(self) -> None:
-        self._transport = None
+        self._transport, self.start_began = None, time.monotonic()
         if self.state != "draining":
             self.state = "failed" if self._dying and self._dying.final else "restarting"
             self.stage, self.progress = "waiting to start", (0, 0)
@@ -257,10 +252,10 @@ class EngineClient:
 
     def _fail_all(self, sentence: str, retryable: bool) -> None:
         for mailbox in self._mailboxes.values():
-            mailbox.queue.put_nowait(EngineError(sentence, retryable))
+            mailbox.queue.put_nowait(EngineError(sentence, retryable, self.retry_after))
         for future in self._questions.values():
             if not future.done():
-                future.set_exception(EngineError(sentence, retryable))
+                future.set_exception(EngineError(sentence, retryable, self.retry_after))
         self._mailboxes.clear()
         self._questions.clear()
         self._idle.set()
@@ -269,10 +264,12 @@ class EngineClient:
         if self.state == "failed":
             return EngineError(self.last_error or "the engine can not run", False)
         if self.state == "draining":
-            return EngineError("the server is shutting down; send the request to another, or later", True)
+            sentence = "the server is shutting down; send the request to another, or later"
+            return EngineError(sentence, True, self.retry_after)
         done, total = self.progress
         shown = f"{self.stage}, {done} of {total}" if total else self.stage
-        return EngineError(f"the engine is {self.state} ({shown}); try again in a moment", True)
+        sentence = f"the engine is {self.state} ({shown}); try again in {self.retry_after} s"
+        return EngineError(sentence, True, self.retry_after)
 
     # ---- messages
 

@@ -26,6 +26,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, StepOutput, UserError
+from sparkdraft.defaults import model_defaults
 from sparkdraft.server import messages
 from sparkdraft.server.messages import Message, ModelInfo, TokenEvent
 
@@ -103,6 +104,7 @@ class Service:
         self._finished: Counter[str] = Counter()  # by reason
         self._open: Counter[str] = Counter()  # by id: texts whose end has not been sent
         self._failures = 0  # steps in a row
+        self._num_trial_preempted = 0  # before the first user's request
         self._started = time.monotonic()
 
     def run(self) -> None:
@@ -173,6 +175,7 @@ class Service:
             case messages.CountAnew():
                 self._counts.clear()
                 self._finished.clear()
+                self._num_trial_preempted = self.engine.scheduler.num_preempted
                 self.engine.forget_trials()
             case _:
                 raise AssertionError(f"{type(message).__name__} is not for the engine")
@@ -242,6 +245,7 @@ class Service:
             "tokens_generated": counts["tokens_generated"],
             "prompt_tokens": counts["prompt_tokens"],
             "cached_prompt_tokens": counts["cached_prompt_tokens"],
+            "preemptions": engine.scheduler.num_preempted - self._num_trial_preempted,
             "finished": dict(self._finished),
             "drafting": engine.drafting.so_far().as_dict(),
             "kv_errors": engine.kv_errors(),
@@ -288,6 +292,7 @@ def model_info(llm: LLM, model: str) -> ModelInfo:
         special=llm.checkpoint.special,
         eos_ids=sorted(llm.tokenizer.eos_ids),
         chat_template=llm.checkpoint.chat_template,
+        sampling=model_defaults(llm.checkpoint.generation),
         plan=plan.describe(),
         plan_facts=facts,
         fallbacks=[asdict(fallback) for fallback in plan.fallbacks],

@@ -18,7 +18,8 @@ PREFIX = "sparkdraft_"
 
 
 class Counter:
-    """A number that only grows, or, as a gauge, one that is set; one for each value of its label."""
+    """A number that only grows, or a gauge; one for each value of its label. `set` is for gauges, and for what the
+    engine process counts itself."""
 
     def __init__(self, name: str, text: str, label: str = "", kind: str = "counter") -> None:
         self.name, self.text, self.label, self.kind = PREFIX + name, text, label, kind
@@ -28,7 +29,6 @@ class Counter:
         self.values[label] = self.values.get(label, 0.0) + amount
 
     def set(self, value: float, label: str = "") -> None:
-        assert self.kind == "gauge", self.name
         self.values[label] = value
 
     def lines(self) -> Iterator[str]:
@@ -89,6 +89,7 @@ class Metrics:
             Counter(f"kv_cache_{what}_error", f"relative error by codes: {text}", "layer", "gauge")
             for what, text in (("key", "keys"), ("value", "values"), ("attention", "what attention gives, all coded"))
         )
+        self.preemptions = Counter("num_preemptions_total", "times a running sequence gave its KV blocks back")
         self.ready = Counter("engine_ready", "1 when requests are taken", kind="gauge")
         self.restarts = Counter("engine_restarts", "times the engine process was started again", kind="gauge")
 

@@ -7,7 +7,7 @@ running it is stream.py's work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from sparkdraft.server.protocol.chat import ChatMessage, ChatRequest, as_json
 from sparkdraft.server.protocol.errors import ApiError, as_sentence
 from sparkdraft.server.protocol.sampling import SamplingFields
 from sparkdraft.text import chat
+from sparkdraft.text.control import ChatText
 from sparkdraft.text.events import Parser, chain
 from sparkdraft.text.reasoning import ReasoningFormat, after_thinking, reasoning_format
 from sparkdraft.text.tokenizer import Tokenizer
@@ -38,8 +39,9 @@ class ChatPrompt:
 
 
 class ModelText:
-    def __init__(self, info: ModelInfo) -> None:
-        self.info = info
+    def __init__(self, info: ModelInfo, sampling: Mapping[str, float]) -> None:
+        """sampling: what a request gets for the fields that it leaves out."""
+        self.info, self.sampling = info, sampling
         self.tokenizer = Tokenizer(RawTokenizer.from_str(info.tokenizer), info.special)
         self._longest = max(map(len, self.tokenizer.raw.get_vocab()))  # characters that one token can stand for
         self.eos_ids = frozenset(info.eos_ids)
@@ -49,15 +51,22 @@ class ModelText:
     # ---- ids
 
     def encode(self, text: str, add_special: bool = True, param: str = "prompt") -> list[int]:
-        """Refuses what can not fit with as little work as possible; call it in a thread."""
+        """Refuses what can not fit with as little work as possible; call it in a thread, as encode_chat."""
+        self._check_length(text, param)
+        return self.tokenizer.encode(text, add_special)
+
+    def encode_chat(self, rendered: ChatText) -> list[int]:
+        self._check_length(rendered.text, "messages")
+        return self.tokenizer.encode_chat(rendered)
+
+    def _check_length(self, text: str, param: str) -> None:
         limit = self.info.max_model_len
         if len(text) > limit * self._longest:
             raise _too_long(param, f"{len(text):,} characters", limit)
         opening = text[: limit * USUAL_CHARS]
-        if len(opening) < len(text) and len(self.tokenizer.encode(opening, add_special)) > 2 * limit:
+        if len(opening) < len(text) and len(self.tokenizer.encode(opening)) > 2 * limit:
             # What follows may change the last tokens of the opening, but it can not halve their number.
             raise _too_long(param, f"more than {2 * limit:,} tokens", limit)
-        return self.tokenizer.encode(text, add_special)
 
     def check_ids(self, ids: Iterable[int], param: str) -> None:
         most = self.info.vocab_size - 1
@@ -86,13 +95,20 @@ class ModelText:
         if not ids:
             raise ApiError(400, f"The {_noun(param)} has no tokens; send at least one.", param)
         if len(ids) >= limit:
-            raise _too_long(param, f"{len(ids):,} tokens", limit)
+            raise _too_long(param, f"{len(ids)} tokens", limit)
         return limit - len(ids)
 
     # ---- chat
 
-    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, **variables: Any) -> str:
-        return chat.render(self.info.chat_template, messages, tools=tools, **(self.info.special | variables))
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        variables: dict[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> ChatText:
+        control, template, special = self.tokenizer.control, self.info.chat_template, self.info.special
+        return chat.prompt_text(control, template, messages, special, add_generation_prompt, tools, variables)
 
     def messages(self, given: list[ChatMessage]) -> list[dict[str, Any]]:
         """As the template wants them: text instead of parts, no role it does not know, earlier calls its way."""
@@ -104,12 +120,13 @@ class ModelText:
         tools = Tools(self.tools, body) if body.choice != "none" else None
         messages = self.messages(body.messages)
         if tools and tools.instructions is not None:
-            text = self._with_instructions(messages, tools.instructions, _variables(body))
+            rendered = self._with_instructions(messages, tools.instructions, _variables(body))
         else:
-            text = self.render(messages, tools.dicts if tools else None, **_variables(body))
-        ids = self.encode(text, add_special=False, param="messages")
+            rendered = self.render(messages, tools.dicts if tools else None, _variables(body))
+        ids, text = self.encode_chat(rendered), rendered.text
         room = self.check_length(ids, "messages")
         params = body.sampling(
+            self.sampling,
             body.max_completion_tokens or room,
             logprobs=body.wanted_logprobs,
             grammar=(tools and tools.constraint(self.reasoning, text)) or self._answer_grammar(body, text),
@@ -117,12 +134,12 @@ class ModelText:
         )
         return ChatPrompt(ids, params, lambda: self._parser(text, tools))
 
-    def _with_instructions(self, messages: list[dict[str, Any]], text: str, variables: dict[str, Any]) -> str:
+    def _with_instructions(self, messages: list[dict[str, Any]], text: str, variables: dict[str, Any]) -> ChatText:
         """The rendered prompt with a text for the model, which a template may not take as a system prompt."""
         try:
-            return self.render(with_system(messages, text), None, **variables)
+            return self.render(with_system(messages, text), None, variables)
         except UserError:
-            return self.render(before_first_user(messages, text), None, **variables)
+            return self.render(before_first_user(messages, text), None, variables)
 
     def _parser(self, prompt: str, tools: Tools | None) -> Parser:
         thoughts = self.reasoning(prompt) if self.reasoning else None
@@ -163,7 +180,12 @@ def _noun(param: str) -> str:
 
 
 def _too_long(param: str, size: str, limit: int) -> ApiError:
-    message = f"The {_noun(param)} has {size} and the context holds {limit:,} tokens with the answer; shorten it."
+    """In OpenAI's words: LiteLLM knows an overflow by them and raises its ContextWindowExceededError. Numbers are
+    plain digits, because clients read them."""
+    message = (
+        f"This model's maximum context length is {limit} tokens with the answer, and the {_noun(param)} has {size}; "
+        "shorten it."
+    )
     return ApiError(400, message, param, "context_length_exceeded")
 
 

@@ -1,8 +1,8 @@
 """The server as a process: a socket, uvicorn around the application, and an orderly end.
 
 SIGTERM or Ctrl-C drains: /health and new requests get 503, running ones may finish for `drain_seconds`, what is left
-then ends with an error, and the process exits with 0; a second signal does not wait. What is printed meanwhile is the
-command line's matter.
+then ends with an error, and the process exits with 0; a second signal does not wait. Signals before the server runs,
+and what is printed meanwhile, are the command line's matter.
 """
 
 from __future__ import annotations
@@ -90,6 +90,13 @@ class Server(uvicorn.Server):
             return
         self.service.draining = True
         self._loop.call_soon_threadsafe(self._begin_drain)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if (
+            self.force_exit
+        ):  # uvicorn then leaves the application running, which is cancelled and says so with a traceback
+            await self.lifespan.shutdown()
 
     def _begin_drain(self) -> None:
         self._draining = asyncio.create_task(self._drain())

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
+from sparkdraft.defaults import resolve
 from sparkdraft.server.config import ServerConfig
-from sparkdraft.server.engine_client import EngineError, RequestFailed, RequestRefused
+from sparkdraft.server.engine_errors import EngineError, RequestFailed, RequestRefused
 from sparkdraft.server.limits import Gate
 from sparkdraft.server.metrics import Metrics
 from sparkdraft.server.prompts import ModelText
@@ -43,12 +44,18 @@ class Service:
         self.text: ModelText | None = None  # made by follow()
         self.refusal: str | None = None  # why there can be no text for this engine, set by follow()
         self._threads = ThreadPoolExecutor(TEXT_THREADS, "text")
+        self.start_seconds = 0.0  # that the engine's last start took, set by follow()
 
     # ---- what is served
 
     @property
     def name(self) -> str:
         return self.config.names[0]
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """What a request gets for the fields that it leaves out."""
+        return resolve(self.config.sampling_defaults, self.client.info.sampling if self.client.info else {})
 
     @property
     def ready(self) -> bool:
@@ -60,7 +67,7 @@ class Service:
         return self.text is not None and self.text.info is self.client.info
 
     def check_model(self, asked: str | None) -> None:
-        if asked and asked not in self.config.names:
+        if asked is not None and asked not in self.config.names:
             served = ", ".join(f"'{name}'" for name in self.config.names)
             raise ApiError(
                 404, f"The model '{asked}' is not served here; served: {served}.", "model", "model_not_found"
@@ -71,12 +78,14 @@ class Service:
             assert self.text is not None
             return self.text
         if self.state == "draining":
-            raise unavailable("The server is shutting down; send the request elsewhere, or later.", "draining")
+            shutting = "The server is shutting down; send the request elsewhere, or later."
+            raise unavailable(shutting, "draining", self.client.retry_after)
         if self.state == "failed":
             raise unavailable(f"The engine can not run: {self.last_error}.", "engine_failed", 60)
         done, total = self.client.progress
         stage = f"{self.stage}, {done} of {total}" if total else self.stage
-        raise unavailable(f"The model is not ready yet ({stage}); try again in a moment.", "not_ready")
+        wait = self.client.retry_after
+        raise unavailable(f"The model is not ready yet ({stage}); try again in {wait} s.", "not_ready", wait)
 
     @property
     def state(self) -> str:
@@ -110,7 +119,7 @@ class Service:
     async def _prepare(self, info: ModelInfo, rehearse: Callable[[ModelText], Awaitable[None]]) -> None:
         self.refusal = None
         try:
-            text = await self.in_thread(lambda: ModelText(info))
+            text = await self.in_thread(lambda: ModelText(info, self.sampling))
         except Exception as error:  # the engine reads tokenizers too, but not all of them by the same way
             log.error("the tokenizer or the chat template of the model can not be used", exc_info=error)
             self.refusal = f"the tokenizer or the chat template can not be used: {error or type(error).__name__}"
@@ -121,6 +130,7 @@ class Service:
         except Exception as error:
             log.error("a rehearsed request failed; users' requests are taken nevertheless", exc_info=error)
         self.text = text
+        self.start_seconds = self.client.start_took()
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """What takes time and is no waiting (tokenising, templates), outside the event loop. Few at once, so that many
@@ -151,4 +161,4 @@ def as_api_error(error: EngineError) -> ApiError:
         return ApiError(400, sentence)
     if isinstance(error, RequestFailed):
         return ApiError(500, sentence, code="internal_error")
-    return unavailable(sentence, "engine_unavailable", 2 if error.retryable else 60)
+    return unavailable(sentence, "engine_unavailable", error.retry_after if error.retryable else 60)

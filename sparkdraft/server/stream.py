@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from sparkdraft.core import FinishReason, SamplingParams
-from sparkdraft.server.engine_client import EngineError, RequestRefused
+from sparkdraft.server.engine_errors import EngineError, RequestRefused
 from sparkdraft.server.messages import TokenEvent
 from sparkdraft.server.protocol.errors import ApiError, unavailable
 from sparkdraft.server.protocol.shapes import Json, Tally, dumps
@@ -103,7 +103,7 @@ class Reply(Response):
         async with aclosing(self._events(job)) as events:
             async for prompt_index, event in events:
                 if event.finish is FinishReason.ABORT:
-                    raise unavailable("The request was ended by the server; send it again.", "aborted")
+                    raise unavailable("The request was ended by the server; send it again.", "aborted", 1)
                 watch.see(prompt_index, event)
                 chunks = job.answer.push(event, prompt_index)
                 if self.stream and chunks:

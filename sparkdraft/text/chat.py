@@ -1,8 +1,9 @@
 """Chat messages to the text a model was trained on, by the Jinja template that comes with it.
 
 Templates are programs from a stranger, so they run in Jinja's immutable sandbox, with exactly the settings and helpers
-that Hugging Face gives them. Which template a model has is its checkpoint's knowledge, and the text is encoded without
-special tokens added, because the template has written them.
+that Hugging Face gives them. `render` is the template alone; `prompt_text` also notes which control tokens the template
+wrote (control.py), and `Tokenizer.encode_chat` turns that into ids without adding special tokens, because the template
+has written them. Which template a model has is its checkpoint's knowledge.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from sparkdraft.core import UserError
+from sparkdraft.text.control import ChatText, ControlTokens, clean
 
 
 class _Generation(jinja2.ext.Extension):
@@ -87,3 +89,24 @@ def render(
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
         # What plain Python raises within the template: a missing role, a number where text should be.
         raise UserError(f"The chat template does not take these messages ({error}): check their form.") from error
+
+
+def prompt_text(
+    control: ControlTokens,
+    template: str | None,
+    messages: Sequence[Mapping[str, Any]],
+    special: Mapping[str, Any],
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> ChatText:
+    """A chat as the model reads it. 'special' is the model's own (bos_token and its kin); messages, tools and variables
+    are the user's, and what they spell never becomes a control token."""
+    try:
+        messages, tools, given = control.mark(messages), control.mark(tools), control.mark(variables or {})
+    except RecursionError:
+        raise UserError("The messages or tools are nested too deeply to be read; flatten them.") from None
+    try:
+        return control.read(render(template, messages, add_generation_prompt, tools, **(dict(special) | given)))
+    except UserError as error:
+        raise UserError(clean(str(error))) from error

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sparkdraft.core import UserError
+from sparkdraft.text.control import ChatText, ControlTokens
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RawTokenizer
@@ -81,15 +83,22 @@ class Tokenizer:
         return None if token is None else self.raw.token_to_id(token)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """'add_special' puts the begin of text where the model wants one; leave it out for a rendered chat."""
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise UserError(
-                f"The text is not valid UTF-8 (character {error.start:,} is a lone surrogate): send valid Unicode text."
-            ) from None
+        """'add_special' puts the begin of text where the model wants one. Control tokens that the text spells become
+        control tokens: a plain prompt may hold them, and a chat goes through `encode_chat`."""
+        _check_unicode(text)
         # Of a batch, though it is one text: only then does the library let other threads run meanwhile.
         return list(self.raw.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
+
+    def encode_chat(self, chat: ChatText) -> list[int]:
+        """A chat of text/chat.py, in which only the template's control tokens are control tokens."""
+        if not chat.marks:
+            return self.encode(chat.text, add_special=False)
+        _check_unicode(chat.text)
+        return self.control.encode(chat)
+
+    @cached_property
+    def control(self) -> ControlTokens:
+        return ControlTokens(self.raw)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return str(self.raw.decode(list(ids), skip_special_tokens=skip_special))
@@ -118,6 +127,15 @@ class Tokenizer:
         if token is None:
             return b""
         return _byte_level_bytes(token) if self._kind == BYTE_LEVEL else _sentencepiece_bytes(token)
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"The text is not valid UTF-8 (character {error.start:,} is a lone surrogate): send valid Unicode text."
+        ) from None
 
 
 def _byte_level_bytes(token: str) -> bytes:

@@ -50,7 +50,8 @@ class Target:
 
     def chat_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """A conversation up to the assistant's turn, exactly as it is served (llm.py)."""
-        return self.tokenizer.encode(self.chat_text(messages), add_special=False)
+        control = self.tokenizer.control
+        return self.tokenizer.encode_chat(chat.prompt_text(control, self.chat_template, messages, self.special))
 
 
 def load_target(name: str, device: str = "auto", context: int = 2048, progress: Progress | None = None) -> Target:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import UserError
+from sparkdraft.weights.gguf_sampling import sampling_of
 from sparkdraft.weights.quant.group import GROUP, GroupQuant
 
 if TYPE_CHECKING:
@@ -262,6 +263,7 @@ class GgufCheckpoint:
         self.config = gguf_config(self.file)
         ids = {meta.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")} - {None}
         self.generation: dict[str, Any] = {"eos_token_id": sorted(ids)} if ids else {}
+        self.generation |= sampling_of(meta)
         self.chat_template: str | None = meta.get("tokenizer.chat_template")
         self.special = _special(meta)
         self._names = self._map_names()

@@ -23,7 +23,8 @@ from sparkdraft.config import EngineConfig
 from sparkdraft.core import FinishReason, SamplingParams, TokenLogprob
 from sparkdraft.server.app import create_app
 from sparkdraft.server.config import ServerConfig
-from sparkdraft.server.engine_client import EngineClient, EngineError
+from sparkdraft.server.engine_client import EngineClient
+from sparkdraft.server.engine_errors import EngineError
 from sparkdraft.server.messages import ModelInfo, TokenEvent
 from sparkdraft.server.run import Server, address_of, listen
 from tests.models.tiny import byte_tokenizer, write_tiny
@@ -40,7 +41,7 @@ class FakeClient:
         self.raw = byte_tokenizer()
         self.state, self.stage, self.progress = "ready", "ready", (0, 0)
         self.last_error: str | None = None
-        self.restarts = 0
+        self.restarts, self.retry_after = 0, 7
         self.seen: list[SamplingParams] = []
         self.aborted: list[str] = []
         self.stopped = False
@@ -53,6 +54,7 @@ class FakeClient:
             special={},
             eos_ids=[2],
             chat_template=template,
+            sampling={},
             plan="a plan in words",
             plan_facts={"max_seqs": 4, "max_draft": 7},
             fallbacks=[{"name": "nothing real", "reason": "it is a fake"}],
@@ -69,11 +71,15 @@ class FakeClient:
 
     def count_anew(self) -> None: ...
 
+    def start_took(self) -> float:
+        return 0.0
+
     async def status(self) -> dict[str, Any]:
         errors = {"key_error": 0.125, "value_error": 0.25, "attention_error": 0.5}
         return {
             "running": 1,
             "waiting": 2,
+            "preemptions": 8,
             "kv_blocks_free": 3,
             "kv_blocks_total": 4,
             "drafting": {"num_drafts": 5},

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
 from sparkdraft.core import AUTO
-from sparkdraft.server.engine_client import EngineError, RequestFailed, RequestRefused
+from sparkdraft.server.engine_errors import EngineError, RequestFailed, RequestRefused
 from tests.server.conftest import FakeClient, Live, live
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -127,7 +128,7 @@ def test_every_field_reaches_the_engine(ear: tuple[Live, FakeClient]) -> None:
 def test_nulls_are_defaults_and_unknown_fields_are_ignored(ear: tuple[Live, FakeClient]) -> None:
     server, client = ear
     nulls = dict.fromkeys(["n", "stop", "temperature", "tools", "tool_choice", "logit_bias", "seed", "response_format"])
-    assert server.chat(**nulls, store=True, metadata={"a": 1}, service_tier="auto", model="").status_code == 200
+    assert server.chat(**nulls, store=True, metadata={"a": 1}, service_tier="auto", model=None).status_code == 200
     (params,) = client.seen
     assert params.temperature == 1.0 and params.n == 1 and params.num_draft is None
     assert params.max_tokens == 512 - len("user: hello\nassistant:")
@@ -135,6 +136,19 @@ def test_nulls_are_defaults_and_unknown_fields_are_ignored(ear: tuple[Live, Fake
     assert client.seen[-1].num_draft == 5 and client.seen[-1].max_tokens == 3
     server.post(COMPLETIONS, prompt="x", speculation="auto")
     assert client.seen[-1].num_draft == AUTO and client.seen[-1].max_tokens == 16
+
+
+def test_the_model_names_what_a_request_leaves_out() -> None:
+    client = FakeClient(lambda prompt, params: "ok")
+    client.info = replace(client.info, sampling={"temperature": 0.2, "top_p": 0.9, "top_k": 20})
+    with live(client, sampling_defaults="top_k=7") as server:
+        server.chat()
+        server.chat(temperature=0.7, top_p=None)
+        server.post(COMPLETIONS, prompt="x", top_k=0)
+        assert [(p.temperature, p.top_p, p.top_k) for p in client.seen] == [(0.2, 0.9, 7), (0.7, 0.9, 7), (0.2, 0.9, 0)]
+        told = {"temperature": 0.2, "top_p": 0.9, "top_k": 7}
+        assert server.http.get("/v1/status").json()["sampling_defaults"] == told
+        assert server.http.get("/v1/models").json()["data"][0]["sampling_defaults"] == told
 
 
 def test_response_formats_become_grammars(ear: tuple[Live, FakeClient]) -> None:
@@ -240,7 +254,7 @@ def test_tools_with_a_template_that_takes_no_system_prompt(choice: str) -> None:
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({}, "messages", "required"),
+        ({}, "messages", "messages is missing; send it."),
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "'system'"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "string"),
@@ -251,11 +265,11 @@ def test_tools_with_a_template_that_takes_no_system_prompt(choice: str) -> None:
         ({"messages": USER, "top_p": 0}, "top_p", "above 0"),
         ({"messages": USER, "n": 0}, "n", "between 1 and 64"),
         ({"messages": USER, "n": 65}, "n", "between 1 and 64"),
-        ({"messages": USER, "max_tokens": 0}, "max_tokens", "greater"),
+        ({"messages": USER, "max_tokens": 0}, "max_tokens", "max_tokens is 0; it must be at least 1."),
         ({"messages": USER, "stop": ["x"] * 17}, "stop", "16"),
         ({"messages": USER, "stop": "x" * 257}, "stop", "256"),
         ({"messages": USER, "stop": ""}, "stop", "at least 1"),
-        ({"messages": USER, "logit_bias": {"x": 1}}, "logit_bias.x", "integer"),
+        ({"messages": USER, "logit_bias": {"x": 1}}, "logit_bias", 'has the key "x"; it must be a whole number'),
         ({"messages": USER, "logit_bias": {"1": 101}}, "logit_bias", "-100"),
         ({"messages": USER, "top_logprobs": 2}, "top_logprobs", "logprobs"),
         (
@@ -264,7 +278,7 @@ def test_tools_with_a_template_that_takes_no_system_prompt(choice: str) -> None:
             "top_logprobs is 21; it must be between 0 and 20",
         ),
         ({"messages": USER, "speculation": 16}, "speculation", "speculation is 16; the drafter of this model allows 7"),
-        ({"messages": USER, "speculation": -1}, "speculation", "greater"),
+        ({"messages": USER, "speculation": -1}, "speculation", "at least 0"),
         (
             {"messages": USER, "logit_bias": {"320": 1}},
             "logit_bias",
@@ -275,9 +289,13 @@ def test_tools_with_a_template_that_takes_no_system_prompt(choice: str) -> None:
         ({"messages": USER, "response_format": {"type": "json_schema"}}, "response_format", "schema"),
         ({"messages": USER, "response_format": {"type": "yaml"}}, "response_format.type", "json_object"),
         ({"messages": USER, "tool_choice": "required"}, "tool_choice", "no tools"),
-        ({"messages": USER, "tools": [{"type": "function"}]}, "tools[0].function", "required"),
+        ({"messages": USER, "tools": [{"type": "function"}]}, "tools[0].function", "missing"),
         ({"messages": USER, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "'messages'"),
-        ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages", "617 tokens and the context holds 512"),
+        (
+            {"messages": [{"role": "user", "content": "x" * 600}]},
+            "messages",
+            "is 512 tokens with the answer, and the conversation has 617 tokens",
+        ),
         ({"messages": [{"role": "user", "content": "x" * 200_000}]}, "messages", "characters"),
     ],
 )
@@ -379,7 +397,7 @@ def test_not_ready_says_how_far_it_is() -> None:
         assert answer.status_code == 503 and answer.json()["stage"] == "weights"
         assert answer.json()["progress"] == {"done": 3, "total": 9} and answer.json()["status"] == "starting"
         error = server.chat()
-        assert "weights, 3 of 9" in error_of(error, 503)["message"] and error.headers["retry-after"] == "2"
+        assert "weights, 3 of 9" in error_of(error, 503)["message"] and error.headers["retry-after"] == "7"
         assert server.http.get("/v1/models").json()["data"][0]["id"] == "smollm2"
         assert server.http.get("/v1/status").json()["plan"] is None
         client.state, client.last_error = "failed", "no such model"
@@ -492,7 +510,7 @@ def test_models_status_and_metrics(echo: Live) -> None:
     text = echo.http.get("/metrics").text
     assert "sparkdraft_kv_cache_usage_perc 0.25" in text and "sparkdraft_num_requests_waiting 2" in text
     assert 'sparkdraft_spec_decode_num_accepted_tokens_per_pos_total{position="1"}' in text
-    assert "sparkdraft_kv_cache_captured_rows 6" in text
+    assert "sparkdraft_kv_cache_captured_rows 6" in text and "sparkdraft_num_preemptions_total 8" in text
     assert 'sparkdraft_kv_cache_attention_error{layer="0"} 0.5' in text
     for line in text.splitlines():
         name, value = line.rsplit(" ", 1)
@@ -551,3 +569,12 @@ def test_merging_streams_ends_with_the_first_error() -> None:
 
     asyncio.run(run())
     assert sorted(closed) == ["a", "b"]
+
+
+def test_messages_can_not_write_control_tokens_and_prompts_can(ear: tuple[Live, FakeClient]) -> None:
+    server, _ = ear
+    message = {"role": "user", "content": "end</s>"}
+    ids = server.post("/tokenize", messages=[message]).json()["tokens"]
+    assert 2 not in ids and server.post("/detokenize", tokens=ids).json()["prompt"] == "user: end</s>\nassistant:"
+    assert server.chat("end</s>").json()["usage"]["prompt_tokens"] == len(ids)
+    assert 2 in server.post("/tokenize", prompt="end</s>").json()["tokens"]

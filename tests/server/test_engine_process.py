@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 
 from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, UserError
-from sparkdraft.server.engine_client import EngineClient, EngineError, RequestRefused, RestartPolicy, TokenStream
+from sparkdraft.server import engine_client
+from sparkdraft.server.engine_client import FIRST_START, EngineClient, RestartPolicy, TokenStream
+from sparkdraft.server.engine_errors import EngineError, RequestRefused
 from sparkdraft.server.engine_process import Service
 from sparkdraft.server.messages import Submit, TokenEvent, pack_params
 from tests.models.tiny import write_tiny
@@ -305,6 +307,41 @@ def test_killed_under_load(folder: Path) -> None:
         assert len(await collect(client.submit("r0", PROMPT, LONG))) == 450
         await client.stop()
         assert client.pid is not None and not alive(client.pid)
+
+    asyncio.run(scenario())
+
+
+def test_how_long_to_wait_for_a_start_is_what_the_last_one_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(engine_client, "time", SimpleNamespace(monotonic=lambda: now))
+    client = EngineClient(OPTIONS)
+    assert client.retry_after == FIRST_START
+    now += 12.5
+    assert client.start_took() == 12.5
+    now += 700
+    client._child_lost()
+    assert client.retry_after == 13 and client._not_ready().retry_after == 13
+    now += 5
+    assert client.retry_after == 8
+    now += 5
+    assert client.retry_after == 3 and client.start_took() == 10.0
+    now += 60
+    assert client.retry_after == 1  # a start that takes longer than it did
+
+
+def test_preemptions_are_counted(folder: Path) -> None:
+    async def scenario() -> None:
+        client = EngineClient(OPTIONS | {"model": str(folder), "kv_tokens": 640}, QUICK)
+        await client.start()
+        await until(lambda: client.state == "ready", STARTS)
+        client.count_anew()
+        assert (await client.status())["preemptions"] == 0
+        both = [collect(client.submit(name, [*PROMPT, i], LONG)) for i, name in enumerate("ab")]  # 481 tokens each
+        assert [len(events) for events in await asyncio.gather(*both)] == [450, 450]
+        assert (await client.status())["preemptions"] >= 1
+        client.count_anew()
+        assert (await client.status())["preemptions"] == 0
+        await client.stop()
 
     asyncio.run(scenario())
 

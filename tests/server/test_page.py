@@ -210,7 +210,8 @@ def test_an_answer_streams_with_its_figures(tab: Tab, script: Script) -> None:
     body = script.bodies[0]
     assert body["model"] == "tiny-scripted" and body["stream"] and body["return_speculation"]
     assert body["stream_options"] == {"include_usage": True} and body["speculation"] == "auto"
-    assert (body["temperature"], body["top_p"], body["max_tokens"]) == (0.7, 0.95, 512) and body["seed"] >= 0
+    assert body["max_tokens"] == 512 and body["seed"] >= 0
+    assert not {"temperature", "top_p"} & body.keys()  # the server's own
     assert body["messages"] == [{"role": "user", "content": "merge two lists"}]
 
 

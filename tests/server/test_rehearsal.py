@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from sparkdraft.server import rehearsal
-from sparkdraft.server.engine_client import EngineError
+from sparkdraft.server.engine_errors import EngineError
 from tests.models.tiny import write_tiny
 from tests.server.conftest import TEMPLATE, FakeClient, live
 from tests.server.test_serve import started

@@ -36,6 +36,11 @@ class Started:
         for line in self.process.stderr:
             self.lines.append(line.rstrip())
 
+    def quiet(self) -> None:
+        """It has ended, and said nothing that looks like a bug."""
+        self._reader.join(10)
+        assert not any("Traceback" in line or "ERROR" in line for line in self.lines), self.lines
+
     def wait_for(self, pattern: str, seconds: float = 60) -> re.Match[str]:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -61,6 +66,7 @@ def test_it_says_where_it_is_answers_and_drains(tiny_folder: Path) -> None:
         url = server.wait_for(r"chat +(http://127\.0\.0\.1:\d+)/").group(1)
         assert httpx.get(url + "/health").status_code in (200, 503)
         server.wait_for(r"ready after .* s: cpu")
+        server.wait_for("sampling: temperature 1, where a request names nothing else")
         body = {"model": "mine", "messages": [{"role": "user", "content": "x"}], "stream": True, "ignore_eos": True}
         with httpx.stream("POST", url + CHAT, json=body | {"n": 16, "max_tokens": 400}, timeout=60) as response:
             lines = response.iter_lines()
@@ -122,3 +128,76 @@ def test_a_second_signal_does_not_wait(tiny_folder: Path, second: signal.Signals
             server.wait_for("draining")
             server.process.send_signal(second)
             assert server.process.wait(10) == 0
+        server.quiet()
+
+
+# ---- signals while it starts
+
+HOOKED = """
+import os, signal, sys
+import sparkdraft.server.app, sparkdraft.server.engine_client, sparkdraft.server.run
+owner, name = {owner}, "{name}"
+real = getattr(owner, name)
+def hooked(*args, **more):
+    os.kill(os.getpid(), signal.{sig})
+    return real(*args, **more)
+setattr(owner, name, hooked)
+from sparkdraft.cli.main import main
+sys.exit(main(["serve", "--port", "0", "--model", {model!r}, "--device", "cpu"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "sig"),
+    [
+        ("sparkdraft.server.run", "listen", "SIGTERM"),
+        ("sparkdraft.server.run", "listen", "SIGINT"),
+        ("sparkdraft.server.run.Server", "run_on", "SIGTERM"),
+        ("sparkdraft.server.run.Server", "run_on", "SIGINT"),
+        ("sparkdraft.server.engine_client.EngineClient", "start", "SIGTERM"),
+        ("sparkdraft.server.engine_client.subprocess", "Popen", "SIGTERM"),
+        ("sparkdraft.server.engine_client", "Connection", "SIGINT"),
+    ],
+)
+def test_a_signal_at_any_step_before_loading_ends_it_quietly(
+    tiny_folder: Path, owner: str, name: str, sig: str
+) -> None:
+    code = HOOKED.format(owner=owner, name=name, sig=sig, model=str(tiny_folder))
+    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr and "rror" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("stage", "times"),
+    [
+        ("process", 1),
+        ("opening", 2),
+        ("weights|warm-up", 1),
+        ("rehearsal|ready after", 2),
+    ],  # some may be too short to see
+)
+def test_a_signal_while_it_loads_ends_it_quietly(tiny_folder: Path, stage: str, times: int) -> None:
+    with started("--model", str(tiny_folder), "--device", "cpu") as server:
+        server.wait_for(stage)
+        for _ in range(times):
+            server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 0
+        server.quiet()
+
+
+# ---- a new start of the engine
+
+
+def test_a_restart_counts_from_its_own_begin(tiny_folder: Path) -> None:
+    with started("--model", str(tiny_folder), "--device", "cpu") as server:
+        url = server.wait_for(r"chat +(http://127\.0\.0\.1:\d+)/").group(1)
+        server.wait_for("ready after")
+        (engine,) = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+        begin = time.monotonic()
+        os.kill(int(engine), signal.SIGKILL)
+        server.wait_for("restarting: .*SIGKILL")
+        answer = httpx.get(url + "/health")
+        told = server.wait_for(r"(?s)restarting: .*ready after ([\d.]+) s").group(1)
+        assert float(told) <= time.monotonic() - begin + 0.05  # it is rounded
+        assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1

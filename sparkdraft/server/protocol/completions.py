@@ -6,13 +6,15 @@ in the vocabulary is for prompts.py to say.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Discriminator, Field, Tag
 
 from sparkdraft.server.limits import MAX_PROMPTS
 from sparkdraft.server.protocol.chat import Messages, Tools
 from sparkdraft.server.protocol.errors import ApiError
+from sparkdraft.server.protocol.refused import CHAT_ONLY
 from sparkdraft.server.protocol.sampling import Fields, SamplingFields, TokenId
 
 Prompts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
@@ -38,6 +40,8 @@ Prompt = Annotated[
 
 
 class CompletionRequest(SamplingFields):
+    refused: ClassVar[Mapping[str, str]] = CHAT_ONLY
+
     prompt: Prompt
     logprobs: int | None = Field(None, description="how many alternatives are reported beside each token")
     echo: bool | None = Field(None, description="put the prompt before the text")

@@ -1,8 +1,8 @@
 """The fields that both endpoints share, and how they become the engine's SamplingParams.
 
-OpenAI's names and defaults, then the extras that vLLM's clients send; null is the same as not sent, and what is not
-known is ignored, because clients send a lot. Ranges that the engine has too are checked by SamplingParams itself, so
-that there is one sentence for each.
+OpenAI's names, then the extras that vLLM's clients send. Null is the same as not sent. What is not known is ignored,
+because clients send a lot, unless it would bind the output (refused.py). Ranges that the engine has too are checked by
+SamplingParams itself, so that there is one sentence for each.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from sparkdraft.core import (
     AUTO,
@@ -23,6 +23,7 @@ from sparkdraft.core import (
     UserError,
 )
 from sparkdraft.server.protocol.errors import ApiError
+from sparkdraft.server.protocol.refused import check_refused
 
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
@@ -41,6 +42,7 @@ class StreamOptions(Fields):
 
 
 class SamplingFields(Fields):
+    refused: ClassVar[Mapping[str, str]] = {}  # further fields that are an error, and what to use instead
     names: ClassVar[Mapping[str, str]] = {"num_draft": "speculation", "stop_ids": "stop_token_ids"}  # by the engine's
 
     model: str | None = Field(None, description="a name from /v1/models; left out: the model that is served")
@@ -71,6 +73,12 @@ class SamplingFields(Fields):
     )
     return_speculation: bool | None = Field(None, description="adds metrics.speculative_decoding to the answer")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_refused(cls, body: Any) -> Any:
+        check_refused(body, cls.refused)
+        return body
+
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
@@ -83,13 +91,12 @@ class SamplingFields(Fields):
 
     def check_sampling(self, **more: Any) -> None:
         """Refuse what SamplingParams refuses before the request is counted anywhere and its prompt is tokenised."""
-        self.sampling(MAX_COUNT, **more)
+        self.sampling({}, MAX_COUNT, **more)
 
-    def sampling(self, max_tokens: int, **more: Any) -> SamplingParams:
-        """'max_tokens' where the request names none; 'more' is what the endpoint knows."""
+    def sampling(self, defaults: Mapping[str, float], max_tokens: int, **more: Any) -> SamplingParams:
+        """'defaults' and 'max_tokens' count where the request names nothing; 'more' is what the endpoint knows."""
         given: dict[str, Any] = {
             "max_tokens": max_tokens if self.max_tokens is None else self.max_tokens,
-            "temperature": 1.0 if self.temperature is None else self.temperature,
             "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
             "stop_ids": self.stop_token_ids,
             "top_k": 0 if self.top_k == -1 else self.top_k,
@@ -99,7 +106,7 @@ class SamplingFields(Fields):
             given[name] = getattr(self, name)
         said = {name: value for name, value in (given | more).items() if value is not None}
         try:
-            return SamplingParams(**said)
+            return SamplingParams(**(dict(defaults) | said))
         except UserError as error:
             raise self._refusal(str(error), said) from None
 
@@ -113,6 +120,7 @@ class SamplingFields(Fields):
 SAME_NAME = (
     "n",
     "seed",
+    "temperature",
     "top_p",
     "presence_penalty",
     "frequency_penalty",

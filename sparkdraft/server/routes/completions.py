@@ -35,7 +35,8 @@ def prepare(text: ModelText, body: CompletionRequest, name: str) -> Job:
         text.check_length(each, "prompt")
     text.check_fields(body)
     echo = bool(body.echo)
-    params = body.sampling(DEFAULT_TOKENS, logprobs=body.logprobs, prompt_logprobs=body.logprobs if echo else None)
+    wanted = {"logprobs": body.logprobs, "prompt_logprobs": body.logprobs if echo else None}
+    params = body.sampling(text.sampling, DEFAULT_TOKENS, **wanted)
     shown = [p if isinstance(p, str) else text.tokenizer.decode(p) if echo else "" for p in body.prompts]
     answer = CompletionAnswer(
         id=f"cmpl-{uuid4().hex}",

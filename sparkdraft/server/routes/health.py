@@ -25,7 +25,7 @@ async def health(request: Request) -> JSONResponse:
     service = service_of(request)
     if service.ready:
         return JSONResponse({"status": "ok"})
-    return JSONResponse(_state(service), status_code=503, headers={"Retry-After": "2"})
+    return JSONResponse(_state(service), status_code=503, headers={"Retry-After": str(service.client.retry_after)})
 
 
 @router.get("/metrics")
@@ -38,6 +38,7 @@ async def metrics(request: Request) -> PlainTextResponse:
     counted.running.set(engine.get("running", 0))
     counted.waiting.set(engine.get("waiting", 0))
     counted.kv_usage.set(_kv_usage(engine))
+    counted.preemptions.set(engine.get("preemptions", 0))
     if errors := engine.get("kv_errors"):
         counted.coding(errors)
     return PlainTextResponse(counted.render(), media_type="text/plain; version=0.0.4")
@@ -62,6 +63,7 @@ async def status(request: Request) -> dict[str, Any]:
         "fallbacks": info.fallbacks if info else [],
         "facts": info.facts if info else [],
         "drafter": info.drafter if info else None,
+        "sampling_defaults": service.sampling if info else None,
         "queue": {"inside": service.gate.num_inside, "capacity": service.gate.capacity},
         "speculative_decoding": engine.pop("drafting", None),
         "engine": engine,

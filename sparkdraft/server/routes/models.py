@@ -30,4 +30,5 @@ def _card(service: Service, name: str) -> dict[str, Any]:
     info = service.client.info
     card: dict[str, Any] = {"id": name, "object": "model", "owned_by": "sparkdraft"}
     card["created"] = info.created if info else int(service.started)
-    return card | {"max_model_len": info.max_model_len if info else None}
+    card["max_model_len"] = info.max_model_len if info else None
+    return card | {"sampling_defaults": service.sampling if info else None}

@@ -36,8 +36,7 @@ def _ids(text: ModelText, body: TokenizeRequest) -> list[int]:
         return text.encode(body.prompt or "", body.add_special_tokens is not False)
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] or None
     opens = body.add_generation_prompt is not False
-    rendered = text.render(text.messages(body.messages), tools, add_generation_prompt=opens)
-    return text.encode(rendered, add_special=False, param="messages")
+    return text.encode_chat(text.render(text.messages(body.messages), tools, add_generation_prompt=opens))
 
 
 @router.post("/detokenize", response_model=None)

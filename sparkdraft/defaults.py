@@ -1,0 +1,77 @@
+"""How a request is sampled where it names nothing: the model's own choice, or what the user sets instead.
+
+Hugging Face models bring `generation_config.json`, and weights/gguf_sampling.py gives GGUF files the same keys. The
+server uses these values for every field that a request leaves out; `LLM.default_params` gives them to Python programs.
+No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sparkdraft.core import SamplingParams, UserError
+
+KINDS: dict[str, Callable[[Any], float]] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+}
+OPENAI: dict[str, float] = {"temperature": 1.0}
+BASES = ("model", "openai")
+
+
+def model_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
+    """What generation_config.json asks for; empty where it names nothing. As in Hugging Face, do_sample = false is
+    greedy decoding, whatever temperature stands beside it."""
+    named = {name: generation[name] for name in KINDS if generation.get(name) is not None}
+    if named.get("top_k") == -1:
+        named["top_k"] = 0
+    if generation.get("do_sample") is False:
+        named = {"temperature": 0.0} | {k: v for k, v in named.items() if k == "repetition_penalty"}
+    return _checked(named, "the model's generation_config.json")
+
+
+def resolve(setting: str, model: Mapping[str, float]) -> dict[str, float]:
+    """'setting' is "model" or "openai", or values that replace single ones: "temperature=0.7,top_p=0.9"."""
+    base, values = parse(setting)
+    return OPENAI | (dict(model) if base == "model" else {}) | values
+
+
+def parse(setting: str) -> tuple[str, dict[str, float]]:
+    base, values = "model", {}
+    for i, part in enumerate(piece.strip() for piece in setting.split(",")):
+        name, equals, value = (text.strip() for text in part.partition("="))
+        if i == 0 and name in BASES and not equals:
+            base = name
+        elif name in KINDS and equals:
+            values[name] = value
+        else:
+            raise UserError(
+                f"sampling_defaults has '{part}'; it must be model, openai, or values of {', '.join(KINDS)} "
+                "such as temperature=0.7,top_p=0.9"
+            )
+    return base, _checked(values, "sampling_defaults")
+
+
+def describe(values: Mapping[str, float]) -> str:
+    """For people: 'temperature 0.2, top_p 0.9'."""
+    if values["temperature"] == 0:
+        values = {name: value for name, value in values.items() if name == "repetition_penalty"}
+        return ", ".join(["greedy", *(f"{name} {value:g}" for name, value in values.items())])
+    return ", ".join(f"{name} {value:g}" for name, value in values.items())
+
+
+def _checked(named: Mapping[str, Any], source: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, value in named.items():
+        try:
+            found[name] = KINDS[name](value)
+            SamplingParams(**{name: found[name]})  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            raise UserError(f"{source} has {name} '{value}'; it must be a number") from None
+        except UserError as error:
+            raise UserError(f"{source} is wrong: {error}") from None
+    return found

@@ -1,0 +1,26 @@
+"""What can go wrong between the API and the engine: the engine is away, refuses a request, or fails at one."""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """The engine did not do what was asked; the sentence says why. retryable: the same may work a little later, after
+    about so many seconds."""
+
+    def __init__(self, sentence: str, retryable: bool, retry_after: int = 1) -> None:
+        super().__init__(sentence)
+        self.sentence, self.retryable, self.retry_after = sentence, retryable, retry_after
+
+
+class RequestRefused(EngineError):
+    """The engine is well and will not run this request: what the caller sent has to change."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence, retryable=False)
+
+
+class RequestFailed(EngineError):
+    """The engine is well and this request met a bug: its log says more."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence, retryable=False)

@@ -1,0 +1,152 @@
+"""What clients send wrongly is told in one plain sentence: broken JSON, wrong fields, names, and too much text."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, get_args
+
+import httpx
+import pytest
+from pydantic_core.core_schema import ErrorType
+
+from sparkdraft.server.protocol.refused import INSTEAD
+from sparkdraft.server.protocol.validation import ALLOWED, JSON_MISTAKES, from_validation, shown
+from tests.server.conftest import Live
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+def message_of(response: httpx.Response, status: int = 400) -> str:
+    assert response.status_code == status, response.text
+    return str(response.json()["error"]["message"])
+
+
+def sent(server: Live, raw: bytes) -> httpx.Response:
+    return server.http.post(CHAT, content=raw, headers={"Content-Type": "application/json"})
+
+
+# ---- bodies that can not be read
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b'{"messages": }', 'at line 1, column 14, where "}" stands, a value is missing.'),
+        (b'{"n": 1,\n}', 'at line 2, column 1, where "}" stands, a field\'s name in double quotes is missing.'),
+        (b'{"n" 1}', "the colon after a field's name is missing."),
+        (b'{"n": 1 "m": 2}', "a comma or a closing bracket is missing."),
+        (b'{"n": 1', "where the body ends, a comma or a closing bracket is missing."),
+        (b"{} {}", "the JSON has ended and more text follows."),
+        (b'{"user": "x', "a string begins that has no closing quote."),
+        (b'{"user": "a\nb"}', "must be escaped, such as a line break."),
+        (b'{"user": "\\x"}', "a backslash does not begin an escape of JSON."),
+        (b'{"user": "\\u12"}', "four hexadecimal digits."),
+        (b"\xe9", "not valid UTF-8 at byte 0"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"1" * 9999, "a number of more than 4300 digits"),
+    ],
+)
+def test_a_body_that_is_no_json(echo: Live, raw: bytes, words: str) -> None:
+    response = sent(echo, raw)
+    assert words in message_of(response) and response.json()["error"]["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize("mistake", ["", "[1", '{"a":"\n"}', '"\\x"', '"\\u12"', "{1", "[1,]", '{"a":1,}', "{} x", '"'])
+def test_every_complaint_of_the_standard_library_has_words(mistake: str) -> None:
+    with pytest.raises(json.JSONDecodeError) as error:
+        json.loads(mistake)
+    assert any(error.value.msg.startswith(start) for start in JSON_MISTAKES), error.value.msg
+
+
+@pytest.mark.parametrize("raw", [b"[]", b"null", b"3", b'"x"', b""])
+def test_a_body_that_is_no_object(echo: Live, raw: bytes) -> None:
+    assert message_of(sent(echo, raw)).startswith("The body must be a JSON object")
+    assert "Content-Type: application/json" in message_of(echo.http.post(CHAT, content=b"{}"))
+
+
+# ---- fields
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"messages": 5}, "messages is 5; it must be a list."),
+        ({"messages": [5]}, "messages[0] is 5; it must be an object."),
+        ({"temperature": "hot"}, 'temperature is "hot"; it must be a number.'),
+        ({"max_tokens": 1.5}, "max_tokens is 1.5; it must be a whole number."),
+        ({"max_tokens": 2**31}, "max_tokens is 2147483648; it must be below 2147483648."),
+        ({"stream": "maybe"}, 'stream is "maybe"; it must be true or false.'),
+        ({"stop": ["x"] * 17}, "stop is a list of 17 elements; it must be a string or at most 16 elements long."),
+        (
+            {"stop": "x" * 300},
+            "stop is a string of 300 characters; it must be a string of at most 256 characters or a list.",
+        ),
+        ({"seed": [1, 2]}, "seed is a list of 2 elements; it must be a whole number."),
+        ({"user": {"a": 1}}, "user is an object; it must be a string."),
+        ({"response_format": {"type": "yaml"}}, "it must be 'text', 'json_object' or 'json_schema'."),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "it must be a string of the form ^[a-zA-Z0-9_.:-]",
+        ),
+    ],
+)
+def test_a_field_that_is_not_what_it_must_be(echo: Live, fields: dict[str, Any], sentence: str) -> None:
+    message = message_of(echo.post(CHAT, **({"messages": MESSAGES} | fields)))
+    assert sentence in message and "nput should" not in message, message
+
+
+def test_the_table_names_types_that_pydantic_has() -> None:
+    assert ALLOWED.keys() <= set(get_args(ErrorType))
+
+
+def test_a_mistake_that_is_not_in_the_table() -> None:
+    error = {"type": "url_scheme", "loc": ("body", "image"), "msg": "URL scheme should be 'x'", "input": "y", "ctx": {}}
+    sentence = from_validation([error], {"image": "y"}).message
+    assert sentence == 'image is "y"; it must be of the form that /openapi.json gives.'
+
+
+@pytest.mark.parametrize("value", [10**4000, "x" * 10**6, [0] * 10**6, {"a": "x" * 10**6}, float("nan"), None, True])
+def test_no_value_comes_back_whole(value: Any) -> None:
+    assert len(shown(value)) < 60
+
+
+# ---- what would bind the output
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("name", INSTEAD)
+def test_constraints_that_are_not_held_are_refused(echo: Live, path: str, name: str) -> None:
+    body = {"messages": MESSAGES, "prompt": "x"}
+    response = echo.post(path, **body, **{name: ["yes", "no"]})
+    assert response.json()["error"]["param"] == name
+    assert message_of(response).startswith(f"{name} is not supported here, ")
+    assert echo.post(path, **body, **{name: None}).status_code == 200
+
+
+def test_a_response_format_of_plain_completions_is_refused(echo: Live) -> None:
+    response = echo.post(COMPLETIONS, prompt="x", response_format={"type": "json_object"})
+    assert "use /v1/chat/completions" in message_of(response) and response.json()["error"]["param"] == "response_format"
+
+
+# ---- names and sizes
+
+
+def test_an_empty_name_is_no_model(echo: Live) -> None:
+    for response in (echo.http.get("/v1/models/"), echo.chat(model=""), echo.post("/tokenize", model="", prompt="x")):
+        assert "The model '' is not served here" in message_of(response, 404)
+        assert response.json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("size", [600, 200_000])
+def test_an_overflow_is_known_to_litellm(echo: Live, size: int) -> None:
+    """LiteLLM 1.108 raises ContextWindowExceededError, on which its users' fallbacks depend, where a message holds this
+    phrase in any case (litellm_core_utils/exception_mapping_utils.py); OpenAI's own clients look at the code."""
+    for response in (echo.chat("x" * size), echo.post(COMPLETIONS, prompt="x" * size)):
+        message = message_of(response)
+        assert "this model's maximum context length is" in message.lower()
+        assert re.search(
+            r"is 512 tokens with the answer, and the \w+ has \d{3,6} (tokens|characters); shorten it\.$", message
+        )
+        assert response.json()["error"]["code"] == "context_length_exceeded"
