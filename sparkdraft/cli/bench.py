@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -46,24 +46,22 @@ def configure(parser: ArgumentParser) -> None:
     bench_offline.configure(offline)
     perplexity = kinds.add_parser("perplexity", help="how well the weights predict unseen text, by dtype")
     perplexity.add_argument("--text", default="", metavar="FILE", help="the text (default: one made for this project)")
-    add_engine_flags(perplexity)
-    perplexity.set_defaults(dtype="quantised,float32")
+    add_engine_flags(perplexity, dtype="quantised,float32")
     accept = kinds.add_parser("accept", help="how many drafts are accepted, by class of prompt")
     accept.add_argument("--per-class", type=int, default=4, help="prompts of each class (default 4; 0: all)")
     accept.add_argument("--output-len", type=int, default=128, help="most tokens of output (default 128)")
     accept.add_argument("--depth", default="", help="drafts a step: auto or a number (default: the drafter's largest)")
     accept.add_argument("--temperature", default="0", help="a list (default 0)")
     accept.add_argument("--context", default="0", help="tokens of other text before each prompt, a list (default 0)")
-    accept.add_argument("--ngram", action="store_true", help="let the request's own text draft too")
     accept.add_argument("--plot", default="", metavar="FILE", help="draw acceptance by position, as SVG")
     accept.add_argument("--speed", action="store_true", help="also plain against drafted speed, one stream")
-    add_engine_flags(accept)
+    add_engine_flags(accept, ngram=False)
     kv = kinds.add_parser("kv", help="KV formats: memory, perplexity and divergence beside the exact cache, speed")
     bench_kv.configure(kv)
     serve = kinds.add_parser("serve", help="an OpenAI-compatible server: speed and latency, by class and streams")
     _configure_serve(serve)
     for kind in (offline, perplexity, accept, kv, serve):
-        kind.epilog, kind.formatter_class = EXAMPLES, RawDescriptionHelpFormatter
+        kind.epilog = EXAMPLES
 
 
 def _configure_serve(serve: ArgumentParser) -> None:
@@ -208,7 +206,7 @@ def _check_accept(args: Namespace) -> None:
     from sparkdraft.models.config import ModelConfig
     from sparkdraft.weights.checkpoint import open_checkpoint
 
-    config = EngineConfig(model=args.model, **engine_options(args))
+    config = EngineConfig(**engine_options(args))
     if find_drafter(config, ModelConfig.from_hf(open_checkpoint(args.model).config)) is None:
         raise UserError(f"{args.model} has no drafter to measure; name one with --drafter, and leave --spec on auto")
 

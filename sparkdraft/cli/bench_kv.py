@@ -59,8 +59,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--plot", default="", metavar="FILE", help="draw rise and divergence by position, speed by context, as SVG"
     )
-    add_engine_flags(parser)
-    parser.set_defaults(spec="off")
+    add_engine_flags(parser, without=("prefix_cache", "tq_centre"), spec="off")
 
 
 def run(args: Namespace) -> int:
@@ -135,8 +134,16 @@ def _plans(args: Namespace, formats: Sequence[Format], model: ModelConfig) -> di
 
     if args.dtype == "auto" and detect(EngineConfig(device=args.device)).device == "cpu":
         args.dtype = "float32"
-    name, options = args.shape or args.model, engine_options(args)
-    return {fmt.name: make_plan(EngineConfig(model=name, **(options | fmt.options)), model) for fmt in formats}
+    named = {"model": args.shape or args.model}
+    options = {fmt.name: engine_options(_flags_of(args, fmt)) | named for fmt in formats}
+    return {name: make_plan(EngineConfig(**each), model) for name, each in options.items()}
+
+
+def _flags_of(args: Namespace, fmt: Format) -> Namespace:
+    """The flags for one format's engine; those of turboquant go to no other."""
+    is_coded = fmt.options["kv"] == "turboquant"
+    kept = {name: value for name, value in vars(args).items() if is_coded or not name.startswith("tq_")}
+    return Namespace(**kept | fmt.options)
 
 
 def _loads(args: Namespace, plan: Plan, streams: Sequence[int]) -> list[Load]:
@@ -185,13 +192,13 @@ def _measure(
     """One format, from its engine's making to its end; its line of the texts' table is printed when it is known."""
     from sparkdraft.bench.kv import DecodeBench
 
-    own = Namespace(**(vars(args) | fmt.options))
+    own = _flags_of(args, fmt)
     llm: LLM | None = None
     engine: Engine
     if args.shape:
         engine, _, _ = make_engine(own, None)
     else:
-        llm = load_llm(own, prefix_cache=False, tq_centre=fmt.is_centred)
+        llm = load_llm(own, prefix_cache=False)
         engine = llm.engine
     bench = DecodeBench(engine, model, ceilings) if ceilings else None
     if bench:

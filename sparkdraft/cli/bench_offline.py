@@ -55,8 +55,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--prompt-len", default="128", help="tokens of prompt, a list (default 128)")
     parser.add_argument("--output-len", type=int, default=64, help="tokens of output (default 64)")
     parser.add_argument("--profile", action="store_true", help="name the most expensive kernels and the idle gaps")
-    add_engine_flags(parser)
-    parser.set_defaults(spec="")  # off; with --drafter-shape the whole block
+    add_engine_flags(parser, without=("prefix_cache", "ngram"), spec="")  # off; with --drafter-shape the whole block
 
 
 def run(args: Namespace) -> int:
@@ -151,7 +150,7 @@ def make_engine(args: Namespace, draft: DraftConfig | None) -> tuple[Engine, Mod
     from sparkdraft.engine.devices import detect
 
     model = shape(args.shape)
-    config = EngineConfig(model=args.shape, prefix_cache=False, ngram=False, **engine_options(args))
+    config = EngineConfig(**engine_options(args) | {"model": args.shape, "prefix_cache": False, "ngram": False})
     device = detect(config).device
     source: DraftSource | None = DraftSource(draft, RandomCheckpoint(draft, device)) if draft else None
     plan = make_plan(config, model, source)

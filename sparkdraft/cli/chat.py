@@ -18,16 +18,17 @@ EXAMPLES = """examples:
   sparkdraft chat --system "Answer in one sentence." --temperature 0.7
 in the chat: /new forgets the conversation, /quit or ctrl-d ends, ctrl-c stops an answer
 """
+DEFAULTS = SamplingParams(max_tokens=512, temperature=0.2, top_p=0.9)
 
 
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--system", default="", metavar="TEXT", help="instructions that stand before the conversation")
-    add_sampling_flags(parser, max_tokens=512, temperature=0.7)
+    add_sampling_flags(parser, DEFAULTS)
     add_engine_flags(parser)
 
 
 def run(args: Namespace) -> int:
-    params = sampling_params(args)
+    params = sampling_params(args, DEFAULTS)
     llm = load_llm(args)
     opening: list[Message] = [{"role": "system", "content": args.system}] if args.system else []
     history = list(opening)

@@ -22,6 +22,7 @@ EXAMPLES = """examples:
   sparkdraft generate --chat --prompt "Explain TCP in one sentence." --temperature 0.7 --seed 1
   sparkdraft generate --prompt-file story.txt --json | tail -n 1
 """
+DEFAULTS = SamplingParams(max_tokens=64)
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -30,12 +31,12 @@ def configure(parser: ArgumentParser) -> None:
     source.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file ('-': standard input)")
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message, in the chat template")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON: text, counts, speed, memory")
-    add_sampling_flags(parser, max_tokens=64)
+    add_sampling_flags(parser, DEFAULTS)
     add_engine_flags(parser)
 
 
 def run(args: Namespace) -> int:
-    params = sampling_params(args)
+    params = sampling_params(args, DEFAULTS)
     prompt = read_prompt(args)
     llm = load_llm(args)
     ids = llm.chat_ids([{"role": "user", "content": prompt}]) if args.chat else llm.encode(prompt)

@@ -12,14 +12,14 @@ import logging
 import os
 import sys
 import time
-from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from sparkdraft import __version__
-from sparkdraft.cli.options import ENGINE_FLAGS
+from sparkdraft.cli.options import add_field
 from sparkdraft.core import UserError
-from sparkdraft.server.config import FIELDS, ServerConfig, default_of, merge
+from sparkdraft.server.config import ENGINE_FIELDS, FIELDS, SERVER_FIELDS, ServerConfig, merge
 
 if TYPE_CHECKING:
     from sparkdraft.server.service import Service
@@ -36,40 +36,15 @@ Flags beat the environment (SPARKDRAFT_PORT and so on), and that beats the file.
 MODEL_PATH, DFLASH_DRAFTER, DFLASH_NUM_SPEC_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS,
 GPU_MEMORY_UTILIZATION, ENABLE_TURBOQUANT, TQ_MODE and its like, SERVED_MODEL_NAME and VLLM_API_KEY work too.
 """
-SERVER_HELP = {
-    "host": "address to listen on; beyond this machine it needs an --api-key or --allow-public",
-    "port": "port to listen on (0: any free one)",
-    "api_key": "clients must send this key; better given as SPARKDRAFT_API_KEY, which `ps` does not show",
-    "served_name": "the model's name in requests, several with commas between them (default: as --model)",
-    "allow_public": "listen beyond this machine without a key",
-    "max_queue": "sequences that may wait while others run; more get status 429",
-    "max_body": "most bytes of one request",
-    "drain_seconds": "how long running requests may finish after SIGTERM",
-}
-ENGINE_HELP = {
-    "model": "a known name, a folder, a .gguf file or a hub id",
-    **ENGINE_FLAGS,
-    "tq_centre": "of turboquant: take each layer's mean key off before coding",
-    "memory_fraction": "share of the free memory for weights and KV cache together",
-    "block_size": "tokens of a block of the KV cache, a power of two",
-    "prefix_cache": "keep what prompts have in common",
-    "graphs": "replay recorded decode steps",
-    "ngram": "draft from the request's own text too",
-}
 POLL = 0.1
 
 
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="a TOML file with any of these names as keys")
-    for title, flags in (("server", SERVER_HELP), ("engine", ENGINE_HELP)):
+    for title, flags in (("server", SERVER_FIELDS), ("engine", ENGINE_FIELDS)):
         group = parser.add_argument_group(title)
-        for name, text in flags.items():
-            default, flag = default_of(name), "--" + name.replace("_", "-")
-            shown = f" (default {default})" if default != "" and "default" not in text else ""
-            if isinstance(default, bool):
-                group.add_argument(flag, action=BooleanOptionalAction, default=SUPPRESS, help=text + shown)
-            else:
-                group.add_argument(flag, type=type(default), default=SUPPRESS, metavar="X", help=text + shown)
+        for each in flags.values():
+            add_field(group, each, shown=each.default, given=SUPPRESS)
 
 
 def run(args: Namespace) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -82,7 +82,7 @@ def configure(parser: ArgumentParser) -> None:
     evaluate.add_argument("--per-class", type=int, default=0, help="prompts of each class (default 0: all)")
     evaluate.add_argument("--output-len", type=int, default=384, help="most tokens of output (default 384)")
     evaluate.add_argument("--temperature", default="0,0.7", help="a list (default 0,0.7)")
-    add_engine_flags(evaluate)
+    add_engine_flags(evaluate, without=("ngram",))
     export = verbs.add_parser("export", help="a run's drafter as a checkpoint that engines load")
     export.add_argument("run", metavar="RUN", help="the run's folder")
     export.add_argument("--out", required=True, metavar="FOLDER", help="the checkpoint")
@@ -93,7 +93,7 @@ def configure(parser: ArgumentParser) -> None:
     text = "the target, where it is no longer what `fit` called it; speculators with fewer ids reads its head"
     export.add_argument("--model", default="", help=text)
     for verb in (data, fit, evaluate, export):
-        verb.epilog, verb.formatter_class = EXAMPLES, RawDescriptionHelpFormatter
+        verb.epilog = EXAMPLES
 
 
 def run(args: Namespace) -> int:

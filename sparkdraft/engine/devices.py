@@ -11,6 +11,11 @@ from sparkdraft.plan.hardware import Hardware
 
 
 def detect(config: EngineConfig) -> Hardware:
+    cores = hardware.usable_cores()
+    if config.threads > cores:
+        raise UserError(
+            f"threads is {config.threads}; the cores this process may use are {cores}: ask for no more, or 0"
+        )
     has_gpu = torch.cuda.is_available()
     if config.device == "cuda" and not has_gpu:
         raise UserError("device cuda was asked for, but torch finds no CUDA GPU; leave it on auto, or choose cpu")
@@ -18,4 +23,4 @@ def detect(config: EngineConfig) -> Hardware:
         return hardware.cpu()
     free, _ = torch.cuda.mem_get_info()
     name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-    return Hardware("cuda", name, hardware.usable_cores(), free, capability)
+    return Hardware("cuda", name, cores, free, capability)
