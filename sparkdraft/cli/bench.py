@@ -6,21 +6,18 @@ import asyncio
 import json
 import os
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from sparkdraft.cli import bench_kv, bench_offline
 from sparkdraft.cli.bench_offline import numbers
-from sparkdraft.cli.console import errors, loading
+from sparkdraft.cli.console import note
 from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm, read_text, temperature_list
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import SamplingParams, UserError
+from sparkdraft.progress import SELDOM, progress
 
 if TYPE_CHECKING:
     from sparkdraft.bench.serve import Settings
@@ -93,11 +90,11 @@ def _serve(args: Namespace) -> int:
 
     settings, folder = _serve_settings(args), Path(args.out) if args.out else None
     if folder and not serve_report.can_plot():
-        errors.print(f"note: {serve_report.NO_PLOTS}", style="yellow", markup=False)
+        note(serve_report.NO_PLOTS)
     result, status = serve.Result(settings), 0
     try:
-        with counting() as report:
-            asyncio.run(serve.measure(settings, result, report))
+        with progress(f"asking {settings.url}") as meter:
+            asyncio.run(serve.measure(settings, result, meter.stage))
     except KeyboardInterrupt:
         if not result.cells:
             raise
@@ -137,15 +134,6 @@ def _serve_settings(args: Namespace) -> Settings:
     return Settings(url, key, args.model, streams, classes, args.output_len, args.requests, **sampling)
 
 
-@contextmanager
-def counting() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar over requests that says which are running."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=errors, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-        yield lambda label, done, total: bar.update(task, description=label, completed=done, total=total)
-
-
 def _accept(args: Namespace) -> int:
     contexts, temperatures = numbers("--context", args.context, 0), temperature_list(args.temperature)
     _check_accept(args)
@@ -161,8 +149,8 @@ def _accept(args: Namespace) -> int:
     for context, temperature in product(contexts, temperatures):
         params = SamplingParams(args.output_len, temperature=temperature, seed=0, num_draft=depth)
         prompts = {name: accept.chat_prompts(llm, each, context) for name, each in texts.items()}
-        with loading("measuring acceptance") as progress:
-            rows = accept.over_classes(partial(accept.measure, llm, params), prompts, progress)
+        with progress("measuring acceptance") as report:
+            rows = accept.over_classes(partial(accept.measure, llm, params), prompts, report)
         title = f"temperature {temperature:g}, {context} tokens of added context"
         print(f"\n{title}\n{accept.table(rows)}\n\n{accept.bars(rows[accept.ALL].stats)}")
         panels.append(accept.panel(title, rows))
@@ -184,9 +172,9 @@ def _speed(args: Namespace, llm: LLM, temperature: float) -> dict[str, dict[str,
     llm.engine.drafting.ngram = True
     params = SamplingParams(args.output_len, temperature=temperature, seed=0)
     prompts = {name: accept.chat_prompts(llm, each) for name, each in accept.read_prompts(args.per_class).items()}
-    with loading("measuring speed") as progress:
+    with progress("measuring speed", redraw=SELDOM) as report:
         accept.pace(llm, params, accept.chat_prompts(llm, ["Why is the sky blue?"]), lambda more: None)  # warm-up
-        paces = accept.over_classes(partial(accept.pace, llm, params), prompts, progress)
+        paces = accept.over_classes(partial(accept.pace, llm, params), prompts, report)
     print(f"\none stream, temperature {temperature:g}, depth as the engine chooses\n{accept.speed_table(paces)}\n")
     return {name: each.as_dict() for name, each in paces.items()}
 
@@ -217,7 +205,9 @@ def _perplexity(args: Namespace) -> int:
     text = read_text(args.text or str(HELDOUT))
     results = []
     for dtype in args.dtype.split(","):
-        value, count = perplexity(load_llm(args, dtype=dtype), text)
+        llm = load_llm(args, dtype=dtype)
+        with progress(f"reading the text in {dtype}"):
+            value, count = perplexity(llm, text)
         results.append({"dtype": dtype, "perplexity": round(value, 4), "tokens": count})
         change = f"{value / results[0]['perplexity'] - 1:+.2%} of {results[0]['dtype']}" if results[1:] else ""
         print(f"{dtype:<12} perplexity {value:8.3f} over {count} tokens  {change}")

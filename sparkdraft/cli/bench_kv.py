@@ -14,11 +14,11 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdraft.cli.bench_offline import make_engine, measuring, numbers
-from sparkdraft.cli.console import loading
+from sparkdraft.cli.bench_offline import make_engine, numbers
 from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
+from sparkdraft.progress import SELDOM, progress
 
 if TYPE_CHECKING:
     from sparkdraft.bench.kv import Comparison, Format, Found
@@ -176,7 +176,7 @@ def _comparison(args: Namespace, plan: Plan, checkpoint: Checkpoint) -> Comparis
 def _ceilings(plan: Plan) -> Ceilings:
     from sparkdraft.bench.offline import Ceilings
 
-    with loading("measuring this machine"):
+    with progress("measuring this machine", redraw=SELDOM):
         return Ceilings.measure(plan.device, plan.threads)
 
 
@@ -205,12 +205,13 @@ def _measure(
         for load in loads:
             bench.check(load)
     if comparison and llm:
-        with loading(f"{fmt.name}: reading the texts") as progress:
-            found[fmt.name].readings = comparison.read(llm, progress)
+        with progress(f"{fmt.name}: reading the texts") as report:
+            found[fmt.name].readings = comparison.read(llm, report)
         print(_text_line(fmt.name, found), flush=True)
     if bench:
         for load in loads:
-            with measuring(f"{fmt.name}: {load.streams} streams, {load.prompt_len} tokens of context") as report:
+            label = f"{fmt.name}: {load.streams} streams, {load.prompt_len} tokens of context"
+            with progress(label, redraw=SELDOM) as report:
                 found[fmt.name].speeds.append(bench.decode(load, report))
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sparkdraft.cli import STARTED
 from sparkdraft.cli.options import add_engine_flags, add_sampling_flags, as_text, load_llm, read_text, sampling_params
 from sparkdraft.core import SamplingParams, UserError
+from sparkdraft.progress import waiting
 
 if TYPE_CHECKING:
     from sparkdraft.llm import LLM
@@ -80,7 +81,7 @@ def write(llm: LLM, ids: list[int], params: SamplingParams) -> dict[str, Any]:
     begin = time.perf_counter()
     first = last = begin
     text, num_output, finish, speculation = "", 0, None, None
-    for piece in llm.stream(ids, params):
+    for piece in waiting(llm.stream(ids, params), f"reading {len(ids)} tokens of prompt"):
         last = time.perf_counter()
         first = last if num_output == 0 else first
         num_output += len(piece.ids)

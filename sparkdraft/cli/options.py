@@ -9,8 +9,10 @@ from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparkdraft.cli.console import show_fallbacks
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import SamplingParams, UserError
+from sparkdraft.progress import progress
 
 if TYPE_CHECKING:
     from sparkdraft.llm import LLM
@@ -71,13 +73,18 @@ def engine_options(args: Namespace) -> dict[str, Any]:
 
 def load_llm(args: Namespace, **more: Any) -> LLM:
     """The model with a progress bar; whatever runs otherwise than asked is said. 'more': further engine options."""
-    from sparkdraft.cli.console import loading, show_fallbacks
-    from sparkdraft.llm import LLM
-
     options = engine_options(args) | more
     EngineConfig(**options)  # refuse a bad flag before torch is imported
-    with loading(f"loading {args.model}") as progress:
-        llm = LLM(progress=progress, **options)
+    with progress(f"opening {args.model}") as meter:
+        from sparkdraft.llm import LLM
+
+        def report(done: int, total: int) -> None:
+            if done < total:
+                meter.stage(f"loading {args.model}", done, total)
+            else:
+                meter.stage(f"warming up {args.model}")
+
+        llm = LLM(progress=report, **options)
     show_fallbacks(llm.plan)
     return llm
 

@@ -37,6 +37,7 @@ MODEL_PATH, DFLASH_DRAFTER, DFLASH_NUM_SPEC_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS,
 GPU_MEMORY_UTILIZATION, ENABLE_TURBOQUANT, TQ_MODE and its like, SERVED_MODEL_NAME and VLLM_API_KEY work too.
 """
 POLL = 0.1
+SAY_AGAIN = 5.0  # seconds after which a stage that lasts is said again
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -73,9 +74,9 @@ async def _serve(config: ServerConfig) -> None:
 
 
 async def narrate(service: Service) -> AsyncIterator[None]:
-    """Says each stage once, what was settled when it is ready, and every restart. A model that can not be served at
-    all ends the server: nobody is there yet who would wait for it."""
-    begin, last, was_ready = time.monotonic(), "", False
+    """Says each stage, and again while it lasts, what was settled when it is ready, and every restart. A model that can
+    not be served at all ends the server: nobody is there yet who would wait for it."""
+    begin, last, was_ready, said = time.monotonic(), "", False, 0.0
     while True:
         state = service.state
         now = service.stage if state == "starting" else state
@@ -84,12 +85,17 @@ async def narrate(service: Service) -> AsyncIterator[None]:
         if service.ready and last != "ready":
             _say_ready(service, time.monotonic() - begin)
             was_ready, last = True, "ready"
-        elif not service.ready and now != last:
+        elif not service.ready and (now != last or (state == "starting" and time.monotonic() - said > SAY_AGAIN)):
             error = service.client.last_error if state in ("restarting", "failed") else None
-            say(f"{now}: {error}" if error else f"{now} ...")
-            last = now
+            say(f"{now}: {error}" if error else f"{now}{_count(service)} ...")
+            last, said = now, time.monotonic()
         yield
         await asyncio.sleep(POLL)
+
+
+def _count(service: Service) -> str:
+    done, total = service.client.progress
+    return f", {done} of {total}" if total else ""
 
 
 def _say_ready(service: Service, seconds: float) -> None:
