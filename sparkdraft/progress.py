@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import TypeVar
@@ -76,7 +76,7 @@ def progress(label: str, unit: str = "", redraw: float = REDRAW, is_drawn: bool 
 T = TypeVar("T")
 
 
-def waiting(pieces: Iterator[T], label: str) -> Iterator[T]:
+def waiting(pieces: Iterator[T], label: str) -> Generator[T, None, None]:
     """The pieces as they come, with progress until the first: from then on they show themselves."""
     with progress(label):
         first = list(islice(pieces, 1))

@@ -7,6 +7,8 @@ import resource
 import sys
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.cli import STARTED
@@ -75,19 +77,24 @@ def read_prompt(args: Namespace) -> str:
     return prompt
 
 
-def write(llm: LLM, ids: list[int], params: SamplingParams) -> dict[str, Any]:
-    """Stream the text to standard output; returns what --json reports (start_ms: from the command's start to the
-    first token, loading included)."""
+def write(
+    llm: LLM, ids: list[int], params: SamplingParams, stopped: Callable[[], bool] = lambda: False
+) -> dict[str, Any]:
+    """Stream the text to standard output, to its end or until it is stopped; returns what --json reports (start_ms:
+    from the command's start to the first token, loading included)."""
     begin = time.perf_counter()
     first = last = begin
     text, num_output, finish, speculation = "", 0, None, None
-    for piece in waiting(llm.stream(ids, params), f"reading {len(ids)} tokens of prompt"):
-        last = time.perf_counter()
-        first = last if num_output == 0 else first
-        num_output += len(piece.ids)
-        text += piece.text
-        finish, speculation = piece.finish, piece.speculation
-        print(piece.text, end="", flush=True)
+    with closing(waiting(llm.stream(ids, params), f"reading {len(ids)} tokens of prompt")) as pieces:
+        for piece in pieces:
+            last = time.perf_counter()
+            first = last if num_output == 0 else first
+            num_output += len(piece.ids)
+            text += piece.text
+            finish, speculation = piece.finish, piece.speculation
+            print(piece.text, end="", flush=True)
+            if stopped():
+                break
     print()
     decode = last - first
     return {

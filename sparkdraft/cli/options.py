@@ -54,11 +54,15 @@ def add_sampling_flags(parser: ArgumentParser, defaults: SamplingParams) -> None
     group = parser.add_argument_group("sampling")
     for name, text in SAMPLING_FLAGS.items():
         default = getattr(defaults, name)
-        kind = int if default is None else type(default)
         shown = "" if default is None else f" (default {default})"
-        group.add_argument(_flag(name), type=kind, metavar="X", help=text + shown)
+        group.add_argument(_flag(name), type=flag_kind(name), metavar="X", help=text + shown)
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may repeat")
     group.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens whatever the model writes")
+
+
+def flag_kind(name: str) -> type[int] | type[float]:
+    """Of a sampling flag's value."""
+    return float if isinstance(getattr(SamplingParams(), name), float) else int
 
 
 def sampling_params(args: Namespace, defaults: SamplingParams) -> SamplingParams:

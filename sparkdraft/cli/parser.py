@@ -36,19 +36,19 @@ class Parser(ArgumentParser):
                 break  # what follows is text, or the verb's
             name = text.split("=", 1)[0]
             if name.startswith("--") and " " not in text and name not in self._option_string_actions:
-                self.error(f"unknown flag {name}{_suggestion(name, self._option_string_actions)}")
+                self.error(f"unknown flag {name}{suggestion(name, self._option_string_actions)}")
         return super().parse_known_args(given, namespace)
 
     def _check_value(self, action: Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             names = list(map(str, action.choices))
-            self.error(f"there is no '{value}'{_suggestion(str(value), names) or ', only ' + ', '.join(names)}")
+            self.error(f"there is no '{value}'{suggestion(str(value), names) or ', only ' + ', '.join(names)}")
 
     def error(self, message: str) -> NoReturn:
         self.exit(MISUSED, f"{self.prog}: {message} (see `{self.prog} --help`)\n")
 
 
-def _suggestion(given: str, known: Iterable[str]) -> str:
+def suggestion(given: str, known: Iterable[str]) -> str:
     """The name that was probably meant, as the end of a sentence; nothing where none is near."""
     names = list(known)
     near = [name for name in names if name.startswith(given)] or difflib.get_close_matches(given, names, n=1)
