@@ -1,11 +1,13 @@
 """What a user may choose about the engine, in one frozen record. 0 and "auto" leave the choice to plan/resolve.py.
 
-Flags of the command line and keywords of `LLM` are these fields; an unknown one is an error. No torch.
+Flags of the command line, with their help texts, and keywords of `LLM` are these fields; an unknown one is an error. No
+torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import TypeVar, cast
 
 from sparkdraft.core import UserError
 from sparkdraft.kernels.turboquant.layout import check_bits
@@ -16,31 +18,54 @@ KV_FORMATS = ("exact", "fp8", "turboquant")
 TQ_MODES = ("off", "hybrid", "full_tq", "capture_only")
 
 
+T = TypeVar("T")
+
+
+def option(default: T, text: str, secret: bool = False) -> T:
+    """A field of a config: its default, and the help text of its flag. A secret one is left out of what is printed."""
+    return cast(T, field(default=default, repr=not secret, metadata={"help": text}))
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    model: str = "smollm2"  # a known name, a folder, a .gguf file or a hub id
-    device: str = "auto"
-    dtype: str = "auto"  # quantised on a CPU, bfloat16 on a GPU
-    max_model_len: int = 0  # tokens of prompt and output together; 0: the model's own, or what the cache holds
-    max_seqs: int = 0  # requests that run at once
-    max_rows: int = 0  # rows per step: prompt chunks and decode rows together
-    max_step_ms: int = 0  # longest step while requests decode beside a prompt, which is cut to fit; 0: 200, on a GPU 50
-    kv: str = "exact"  # how keys and values are kept: as they are computed, in 8 bits, or in about 4
-    tq_mode: str = "hybrid"  # of turboquant: the last tokens exact; full_tq: none; capture_only and off: all
-    tq_key_bits: int = 4
-    tq_value_bits: int = 3
-    tq_ring_capacity: int = 128  # the last tokens that stay exact
-    tq_initial_layers: int = 0  # first layers that get one more key bit
-    tq_centre: bool = True  # take each layer's mean key off before coding
-    kv_tokens: int = 0  # size of the KV cache; 0: what fits, on a CPU into a quarter of the free memory
-    memory_fraction: float = 0.85  # of the free memory, for weights and KV together
-    block_size: int = 16
-    prefix_cache: bool = True
-    graphs: bool = True  # replay recorded decode steps
-    threads: int = 0  # 0: the cores this process may use
-    spec: str = "auto"  # drafts a step: auto chooses every step, off never drafts, a number is fixed
-    drafter: str = "auto"  # a folder or a hub id; auto: the one known for the model; none: no model drafts
-    ngram: bool = True  # also draft from the request's own text
+    model: str = option("smollm2", "a known name, a folder, a .gguf file or a hub id")
+    device: str = option("auto", "auto, cpu or cuda")
+    dtype: str = option("auto", "auto, quantised, float32 or bfloat16 (auto: quantised on a CPU, bfloat16 on a GPU)")
+    max_model_len: int = option(
+        0,
+        "longest prompt and output together, in tokens (0: the model's own, or less if the cache is less)",
+    )
+    max_seqs: int = option(0, "requests that run at once (0: automatic)")
+    max_rows: int = option(0, "rows per step, prompt chunks and decode rows together (0: automatic)")
+    max_step_ms: int = option(
+        0,
+        "longest step in milliseconds while requests decode beside a prompt, whose chunks are cut to fit (0: 200, on a "
+        "GPU 50)",
+    )
+    kv: str = option("exact", "how keys and values are kept: exact, fp8 (half the memory) or turboquant (a quarter)")
+    tq_mode: str = option(
+        "hybrid",
+        "of turboquant: hybrid (the last tokens exact), full_tq (all coded), capture_only (all exact, and the errors "
+        "of coding measured) or off",
+    )
+    tq_key_bits: int = option(4, "of turboquant: bits per number of a key, 2 to 5")
+    tq_value_bits: int = option(3, "of turboquant: bits per number of a value, 2 to 5")
+    tq_ring_capacity: int = option(128, "of turboquant's hybrid mode: the last tokens that stay exact")
+    tq_initial_layers: int = option(0, "of turboquant: first layers that get one more bit per key")
+    tq_centre: bool = option(True, "of turboquant: subtract each layer's mean key before coding")
+    kv_tokens: int = option(
+        0,
+        "size of the KV cache in tokens, which one request can not exceed (0: on a GPU what fits; on a CPU what fits "
+        "into a quarter of the free memory; never more than a full context for each of max_seqs requests)",
+    )
+    memory_fraction: float = option(0.85, "share of the free memory for weights and KV cache together")
+    block_size: int = option(16, "tokens per block of the KV cache, a power of two")
+    prefix_cache: bool = option(True, "keep the keys and values of prompts, for later prompts that begin alike")
+    graphs: bool = option(True, "replay recorded decode steps")
+    threads: int = option(0, "CPU threads (0: the cores this process may use)")
+    spec: str = option("auto", "drafts per step: auto chooses for every step, off never drafts, a number is fixed")
+    drafter: str = option("auto", "a drafter's folder or hub id (auto: the one known for the model, none: no model)")
+    ngram: bool = option(True, "also draft from the request's own text")
 
     @property
     def num_draft(self) -> int | None:
@@ -59,11 +84,21 @@ class EngineConfig:
             raise UserError(f"memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1")
         if self.spec not in ("auto", "off") and not self.spec.isdecimal():
             raise UserError(f"spec is '{self.spec}'; it must be auto, off or a number of drafts")
+        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+            raise UserError(f"block_size is {self.block_size}; it must be a power of two")
+        self._check_turboquant()
+
+    def _check_turboquant(self) -> None:
         check_bits(self.tq_key_bits, "tq_key_bits")
         check_bits(self.tq_value_bits, "tq_value_bits")
         if self.tq_ring_capacity < 1:
             raise UserError(f"tq_ring_capacity is {self.tq_ring_capacity}; it must be 1 or more, or the mode full_tq")
         if self.tq_initial_layers < 0:
             raise UserError(f"tq_initial_layers is {self.tq_initial_layers}; it must be 0 or more")
-        if self.block_size < 1 or self.block_size & (self.block_size - 1):
-            raise UserError(f"block_size is {self.block_size}; it must be a power of two")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if self.kv != "turboquant" and each.name.startswith("tq_") and value != each.default:
+                raise UserError(
+                    f"{each.name} is {value}, but kv is {self.kv} and only turboquant reads it: "
+                    f"set kv to turboquant, or leave {each.name} out"
+                )

@@ -5,22 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from argparse import ArgumentParser, Namespace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from sparkdraft.cli import bench_kv, bench_offline, bench_speed
 from sparkdraft.cli.bench_offline import numbers
-from sparkdraft.cli.console import errors, loading
+from sparkdraft.cli.console import note
 from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm, read_text, temperature_list
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import SamplingParams, UserError
+from sparkdraft.progress import SELDOM, progress
 
 if TYPE_CHECKING:
     from sparkdraft.bench.serve import Settings
@@ -48,18 +45,16 @@ def configure(parser: ArgumentParser) -> None:
     bench_offline.configure(offline)
     perplexity = kinds.add_parser("perplexity", help="how well the weights predict unseen text, by dtype")
     perplexity.add_argument("--text", default="", metavar="FILE", help="the text (default: one made for this project)")
-    add_engine_flags(perplexity)
-    perplexity.set_defaults(dtype="quantised,float32")
+    add_engine_flags(perplexity, dtype="quantised,float32")
     accept = kinds.add_parser("accept", help="how many drafts are accepted, by class of prompt")
     accept.add_argument("--per-class", type=int, default=4, help="prompts of each class (default 4; 0: all)")
     accept.add_argument("--output-len", type=int, default=128, help="most tokens of output (default 128)")
     accept.add_argument("--depth", default="", help="drafts a step: auto or a number (default: the drafter's largest)")
     accept.add_argument("--temperature", default="0", help="a list (default 0)")
     accept.add_argument("--context", default="0", help="tokens of other text before each prompt, a list (default 0)")
-    accept.add_argument("--ngram", action="store_true", help="let the request's own text draft too")
     accept.add_argument("--plot", default="", metavar="FILE", help="draw acceptance by position, as SVG")
     accept.add_argument("--speed", action="store_true", help="also plain against drafted speed, one stream")
-    add_engine_flags(accept)
+    add_engine_flags(accept, ngram=False)
     kv = kinds.add_parser("kv", help="KV formats: memory, perplexity and divergence beside the exact cache, speed")
     bench_kv.configure(kv)
     serve = kinds.add_parser("serve", help="an OpenAI-compatible server: speed and latency, by class and streams")
@@ -69,7 +64,7 @@ def configure(parser: ArgumentParser) -> None:
     check = kinds.add_parser("check-speed", help="ratios of speeds against a file of expected ones")
     bench_speed.configure_check(check)
     for kind in (offline, perplexity, accept, kv, serve, long_prompt, check):
-        kind.epilog, kind.formatter_class = EXAMPLES, RawDescriptionHelpFormatter
+        kind.epilog = EXAMPLES
 
 
 def _configure_serve(serve: ArgumentParser) -> None:
@@ -103,11 +98,11 @@ def _serve(args: Namespace) -> int:
 
     settings, folder = _serve_settings(args), Path(args.out) if args.out else None
     if folder and not serve_report.can_plot():
-        errors.print(f"note: {serve_report.NO_PLOTS}", style="yellow", markup=False)
+        note(serve_report.NO_PLOTS)
     result, status = serve.Result(settings), 0
     try:
-        with counting() as report:
-            asyncio.run(serve.measure(settings, result, report))
+        with progress(f"asking {settings.url}") as meter:
+            asyncio.run(serve.measure(settings, result, meter.stage))
     except KeyboardInterrupt:
         if not result.cells:
             raise
@@ -147,15 +142,6 @@ def _serve_settings(args: Namespace) -> Settings:
     return Settings(url, key, args.model, streams, classes, args.output_len, args.requests, **sampling)
 
 
-@contextmanager
-def counting() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar over requests that says which are running."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=errors, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-        yield lambda label, done, total: bar.update(task, description=label, completed=done, total=total)
-
-
 def _accept(args: Namespace) -> int:
     contexts, temperatures = numbers("--context", args.context, 0), temperature_list(args.temperature)
     _check_accept(args)
@@ -171,8 +157,8 @@ def _accept(args: Namespace) -> int:
     for context, temperature in product(contexts, temperatures):
         params = SamplingParams(args.output_len, temperature=temperature, seed=0, num_draft=depth)
         prompts = {name: accept.chat_prompts(llm, each, context) for name, each in texts.items()}
-        with loading("measuring acceptance") as progress:
-            rows = accept.over_classes(partial(accept.measure, llm, params), prompts, progress)
+        with progress("measuring acceptance") as report:
+            rows = accept.over_classes(partial(accept.measure, llm, params), prompts, report)
         title = f"temperature {temperature:g}, {context} tokens of added context"
         print(f"\n{title}\n{accept.table(rows)}\n\n{accept.bars(rows[accept.ALL].stats)}")
         panels.append(accept.panel(title, rows))
@@ -194,9 +180,9 @@ def _speed(args: Namespace, llm: LLM, temperature: float) -> dict[str, dict[str,
     llm.engine.drafting.ngram = True
     params = SamplingParams(args.output_len, temperature=temperature, seed=0)
     prompts = {name: accept.chat_prompts(llm, each) for name, each in accept.read_prompts(args.per_class).items()}
-    with loading("measuring speed") as progress:
+    with progress("measuring speed", redraw=SELDOM) as report:
         accept.pace(llm, params, accept.chat_prompts(llm, ["Why is the sky blue?"]), lambda more: None)  # warm-up
-        paces = accept.over_classes(partial(accept.pace, llm, params), prompts, progress)
+        paces = accept.over_classes(partial(accept.pace, llm, params), prompts, report)
     print(f"\none stream, temperature {temperature:g}, depth as the engine chooses\n{accept.speed_table(paces)}\n")
     return {name: each.as_dict() for name, each in paces.items()}
 
@@ -216,7 +202,7 @@ def _check_accept(args: Namespace) -> None:
     from sparkdraft.models.config import ModelConfig
     from sparkdraft.weights.checkpoint import open_checkpoint
 
-    config = EngineConfig(model=args.model, **engine_options(args))
+    config = EngineConfig(**engine_options(args))
     if find_drafter(config, ModelConfig.from_hf(open_checkpoint(args.model).config)) is None:
         raise UserError(f"{args.model} has no drafter to measure; name one with --drafter, and leave --spec on auto")
 
@@ -227,7 +213,9 @@ def _perplexity(args: Namespace) -> int:
     text = read_text(args.text or str(HELDOUT))
     results = []
     for dtype in args.dtype.split(","):
-        value, count = perplexity(load_llm(args, dtype=dtype), text)
+        llm = load_llm(args, dtype=dtype)
+        with progress(f"reading the text in {dtype}"):
+            value, count = perplexity(llm, text)
         results.append({"dtype": dtype, "perplexity": round(value, 4), "tokens": count})
         change = f"{value / results[0]['perplexity'] - 1:+.2%} of {results[0]['dtype']}" if results[1:] else ""
         print(f"{dtype:<12} perplexity {value:8.3f} over {count} tokens  {change}")

@@ -14,11 +14,11 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdraft.cli.bench_offline import make_engine, measuring, numbers
-from sparkdraft.cli.console import loading
+from sparkdraft.cli.bench_offline import make_engine, numbers
 from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
+from sparkdraft.progress import SELDOM, progress
 
 if TYPE_CHECKING:
     from sparkdraft.bench.kv import Comparison, Format, Found
@@ -59,8 +59,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--plot", default="", metavar="FILE", help="draw rise and divergence by position, speed by context, as SVG"
     )
-    add_engine_flags(parser)
-    parser.set_defaults(spec="off")
+    add_engine_flags(parser, without=("prefix_cache", "tq_centre"), spec="off")
 
 
 def run(args: Namespace) -> int:
@@ -135,8 +134,16 @@ def _plans(args: Namespace, formats: Sequence[Format], model: ModelConfig) -> di
 
     if args.dtype == "auto" and detect(EngineConfig(device=args.device)).device == "cpu":
         args.dtype = "float32"
-    name, options = args.shape or args.model, engine_options(args)
-    return {fmt.name: make_plan(EngineConfig(model=name, **(options | fmt.options)), model) for fmt in formats}
+    named = {"model": args.shape or args.model}
+    options = {fmt.name: engine_options(_flags_of(args, fmt)) | named for fmt in formats}
+    return {name: make_plan(EngineConfig(**each), model) for name, each in options.items()}
+
+
+def _flags_of(args: Namespace, fmt: Format) -> Namespace:
+    """The flags for one format's engine; those of turboquant go to no other."""
+    is_coded = fmt.options["kv"] == "turboquant"
+    kept = {name: value for name, value in vars(args).items() if is_coded or not name.startswith("tq_")}
+    return Namespace(**kept | fmt.options)
 
 
 def _loads(args: Namespace, plan: Plan, streams: Sequence[int]) -> list[Load]:
@@ -169,7 +176,7 @@ def _comparison(args: Namespace, plan: Plan, checkpoint: Checkpoint) -> Comparis
 def _ceilings(plan: Plan) -> Ceilings:
     from sparkdraft.bench.offline import Ceilings
 
-    with loading("measuring this machine"):
+    with progress("measuring this machine", redraw=SELDOM):
         return Ceilings.measure(plan.device, plan.threads)
 
 
@@ -185,25 +192,26 @@ def _measure(
     """One format, from its engine's making to its end; its line of the texts' table is printed when it is known."""
     from sparkdraft.bench.kv import DecodeBench
 
-    own = Namespace(**(vars(args) | fmt.options))
+    own = _flags_of(args, fmt)
     llm: LLM | None = None
     engine: Engine
     if args.shape:
         engine, _, _ = make_engine(own, None)
     else:
-        llm = load_llm(own, prefix_cache=False, tq_centre=fmt.is_centred)
+        llm = load_llm(own, prefix_cache=False)
         engine = llm.engine
     bench = DecodeBench(engine, model, ceilings) if ceilings else None
     if bench:
         for load in loads:
             bench.check(load)
     if comparison and llm:
-        with loading(f"{fmt.name}: reading the texts") as progress:
-            found[fmt.name].readings = comparison.read(llm, progress)
+        with progress(f"{fmt.name}: reading the texts") as report:
+            found[fmt.name].readings = comparison.read(llm, report)
         print(_text_line(fmt.name, found), flush=True)
     if bench:
         for load in loads:
-            with measuring(f"{fmt.name}: {load.streams} streams, {load.prompt_len} tokens of context") as report:
+            label = f"{fmt.name}: {load.streams} streams, {load.prompt_len} tokens of context"
+            with progress(label, redraw=SELDOM) as report:
                 found[fmt.name].speeds.append(bench.decode(load, report))
 
 

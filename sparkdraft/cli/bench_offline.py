@@ -7,19 +7,15 @@ given acceptance says so wherever it is printed.
 from __future__ import annotations
 
 import json
-import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-from sparkdraft.cli.console import errors, loading, show_fallbacks
+from sparkdraft.cli.console import show_fallbacks
 from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
+from sparkdraft.progress import SELDOM, progress
 
 if TYPE_CHECKING:
     from sparkdraft.bench.offline import Bench, Load, Row
@@ -38,7 +34,6 @@ LEGEND = (
     "is timed with nothing around it. overall: what whole requests wrote over all their time, prompts included, a new "
     "one begun where one ends"
 )
-REDRAW = 0.2  # seconds
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -54,8 +49,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--prompt-len", default="128", help="tokens of prompt, a list (default 128)")
     parser.add_argument("--output-len", type=int, default=64, help="tokens of output (default 64)")
     parser.add_argument("--profile", action="store_true", help="name the most expensive kernels and the idle gaps")
-    add_engine_flags(parser)
-    parser.set_defaults(spec="")  # off; with --drafter-shape the whole block
+    add_engine_flags(parser, without=("prefix_cache", "ngram"), spec="")  # off; with --drafter-shape the whole block
 
 
 def run(args: Namespace) -> int:
@@ -69,7 +63,7 @@ def run(args: Namespace) -> int:
     from sparkdraft.engine.devices import detect
 
     found = detect(EngineConfig(**engine_options(args)))
-    with loading("measuring this machine"):
+    with progress("measuring this machine", redraw=SELDOM):
         ceilings = Ceilings.measure(found.device, args.threads or found.cores)
     engine, model, label = make_engine(args, draft)
     plan, bench = engine.plan, Bench(engine, model, ceilings, acceptance)
@@ -147,9 +141,9 @@ def make_engine(args: Namespace, draft: DraftConfig | None) -> tuple[Engine, Mod
         return llm.engine, llm.model_config, args.model
     from sparkdraft.bench.shapes import random_engine, shape
 
-    config = EngineConfig(model=args.shape, prefix_cache=False, ngram=False, **engine_options(args))
-    with loading(f"making {args.shape}") as progress:
-        engine = random_engine(config, draft, progress)
+    config = EngineConfig(**engine_options(args) | {"model": args.shape, "prefix_cache": False, "ngram": False})
+    with progress(f"making {args.shape}") as report:
+        engine = random_engine(config, draft, report)
     show_fallbacks(engine.plan)
     return engine, shape(args.shape), f"{args.shape}{f' with {args.drafter_shape}' if draft else ''}, random weights"
 
@@ -158,7 +152,7 @@ def _measure_all(bench: Bench, loads: list[Load], profiled: bool) -> list[Row]:
     rows = []
     print(f"{HEADER}{'  (synthetic)' if bench.acceptance else ''}", flush=True)
     for load in loads:
-        with measuring(f"{load.streams} streams, {load.prompt_len} tokens of prompt") as report:
+        with progress(f"{load.streams} streams, {load.prompt_len} tokens of prompt", redraw=SELDOM) as report:
             row, profile = bench.measure(load, report, profiled)
         rows.append(row)
         print(_line(row), flush=True)
@@ -176,19 +170,3 @@ def _line(row: Row) -> str:
         f"  {row.step_ms:7.2f}   {row.draft_ms:5.2f}   {row.target_ms:6.2f}   {row.rest_ms:5.2f}"
         f"  {row.floor_ms:8.2f}  {row.share:12.0%}  {row.length:10.2f}  {overall:>13}"
     )
-
-
-@contextmanager
-def measuring(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar that draws only when it is told something: a thread that redraws would take time from what is measured."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=errors, transient=True, auto_refresh=False, disable=not errors.is_terminal) as bar:
-        task, drawn = bar.add_task(label, total=None), 0.0
-
-        def report(done: int, total: int) -> None:
-            nonlocal drawn
-            if time.monotonic() - drawn > REDRAW:
-                bar.update(task, completed=done, total=total, refresh=True)
-                drawn = time.monotonic()
-
-        yield report

@@ -9,17 +9,16 @@ import json
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.bench.speed.check import check, select
 from sparkdraft.bench.speed.lines import LINES
 from sparkdraft.bench.speed.verdict import HEADER, check_names, conclusion, read_expected, status
-from sparkdraft.cli.bench_offline import measuring
-from sparkdraft.cli.console import errors
 from sparkdraft.cli.options import add_engine_flags, load_llm
 from sparkdraft.core import UserError
+from sparkdraft.progress import SELDOM, Meter, errors, progress
 
 if TYPE_CHECKING:
     from sparkdraft.bench.speed.check import Group
@@ -69,12 +68,11 @@ def _groups(device: str) -> tuple[Group, ...]:
 
 
 @contextmanager
-def _bar(label: str) -> Iterator[Callable[[int, int], None]]:
+def _bar(label: str) -> Iterator[Meter]:
     """A bar on a terminal; elsewhere a line when a measurement begins."""
     if not errors.is_terminal:
         print(f"measuring {label} ...", file=sys.stderr, flush=True)
-    with measuring(label) as report:
-        report(0, 1)
+    with progress(f"measuring {label}", redraw=SELDOM) as report:
         yield report
 
 

@@ -1,62 +1,99 @@
-"""`sparkdraft chat`: a conversation in the terminal, streamed, with its history."""
+"""`sparkdraft chat`: a conversation in the terminal, streamed, with its history.
+
+Messages come from chat_input.py; what a line that begins with / does is in chat_commands.py. Answers go to standard
+output, all else to standard error.
+"""
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING
 
+from sparkdraft import __version__
+from sparkdraft.cli.chat_commands import Conversation, is_command, run_command, show_params
+from sparkdraft.cli.chat_input import messages
 from sparkdraft.cli.options import add_engine_flags, add_sampling_flags, load_llm, sampling_params
 from sparkdraft.core import SamplingParams, UserError
+from sparkdraft.defaults import KINDS
+from sparkdraft.progress import errors
 
 if TYPE_CHECKING:
-    from sparkdraft.llm import LLM, Message
+    pass
 
 HELP = "talk to a model in the terminal"
 EXAMPLES = """examples:
   sparkdraft chat
   sparkdraft chat --system "Answer in one sentence." --temperature 0.7
-in the chat: /new forgets the conversation, /quit or ctrl-d ends, ctrl-c stops an answer
+  sparkdraft chat < questions.txt                                              (each line is a message)
+in the chat: /help lists the commands, ctrl-c stops an answer, ctrl-d ends
 """
+DEFAULTS = SamplingParams(max_tokens=512)  # but for what the model names
 
 
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--system", default="", metavar="TEXT", help="instructions that stand before the conversation")
-    add_sampling_flags(parser, max_tokens=512, temperature=0.7)
+    add_sampling_flags(parser, DEFAULTS, from_model=KINDS)
     add_engine_flags(parser)
 
 
 def run(args: Namespace) -> int:
-    params = sampling_params(args)
+    sampling_params(args, DEFAULTS)  # refuse a bad flag before anything is loaded
     llm = load_llm(args)
-    opening: list[Message] = [{"role": "system", "content": args.system}] if args.system else []
-    history = list(opening)
-    while (line := _ask()) not in (None, "/quit"):
-        if line == "/new":
-            history = list(opening)
-        elif line:
-            history = _turn(llm, [*history, {"role": "user", "content": line}], params)
+    params = sampling_params(args, llm.default_params(max_tokens=DEFAULTS.max_tokens))
+    talk = Conversation(llm, params, args.system)
+    if sys.stdin.isatty():
+        errors.print(banner(args.model, talk), markup=False, soft_wrap=True)
+    for text in messages():
+        if is_command(text):
+            said = run_command(talk, text)
+            if said is None:
+                break
+            errors.print(said, markup=False, soft_wrap=True)
+        elif text.strip():
+            answer(talk, text)
     return 0
 
 
-def _ask() -> str | None:
-    try:
-        return input("> " if sys.stdin.isatty() else "").strip()
-    except (EOFError, KeyboardInterrupt):
-        return None
+def banner(model: str, talk: Conversation) -> str:
+    plan, block = talk.llm.plan, talk.llm.engine.drafting.block
+    drafter = f"{block.drafter.caps.name}, blocks of {block.drafter.caps.block_size}" if block else "none"
+    return (
+        f"sparkdraft {__version__}, {model}\n"
+        f"  device    {plan.describe().splitlines()[0]}\n"
+        f"  drafter   {drafter}\n"
+        f"  context   {plan.max_model_len:,} tokens\n"
+        f"  sampling  {show_params(talk.params)}\n"
+        "/help lists the commands, ctrl-c stops an answer, ctrl-d ends"
+    )
 
 
-def _turn(llm: LLM, history: list[Message], params: SamplingParams) -> list[Message]:
-    """One answer; a conversation that no longer fits is said so and keeps what it was before the question."""
-    answer = ""
+def answer(talk: Conversation, question: str) -> None:
     try:
-        for piece in llm.stream(llm.chat_ids(history), params):
-            answer += piece.text
-            print(piece.text, end="", flush=True)
-    except KeyboardInterrupt:
-        pass
+        with interruptible() as stopped:
+            talk.answer(question, stopped)
     except UserError as error:
-        print(f"{error}; /new begins again", file=sys.stderr)
-        return history[:-1]
-    print()
-    return [*history, {"role": "assistant", "content": answer}]
+        errors.print(str(error), style="yellow", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Within it ctrl-c only asks for an end, which the answer comes to between two steps, so that the engine stays
+    whole; a second ctrl-c ends the program."""
+    asked = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield asked.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -7,12 +7,15 @@ import resource
 import sys
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.cli import STARTED
 from sparkdraft.cli.options import add_engine_flags, add_sampling_flags, as_text, load_llm, read_text, sampling_params
 from sparkdraft.core import SamplingParams, UserError
+from sparkdraft.progress import waiting
 
 if TYPE_CHECKING:
     from sparkdraft.llm import LLM
@@ -23,6 +26,7 @@ EXAMPLES = """examples:
   sparkdraft generate --chat --prompt "Explain TCP in one sentence." --temperature 0.7 --seed 1
   sparkdraft generate --prompt-file story.txt --json | tail -n 1
 """
+DEFAULTS = SamplingParams(max_tokens=64)
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -33,12 +37,12 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="end with one line of JSON: text, counts, speed, memory, how it runs"
     )
-    add_sampling_flags(parser, max_tokens=64)
+    add_sampling_flags(parser, DEFAULTS)
     add_engine_flags(parser)
 
 
 def run(args: Namespace) -> int:
-    params = sampling_params(args)
+    params = sampling_params(args, DEFAULTS)
     prompt = read_prompt(args)
     llm = load_llm(args)
     ids = llm.chat_ids([{"role": "user", "content": prompt}]) if args.chat else llm.encode(prompt)
@@ -76,19 +80,24 @@ def read_prompt(args: Namespace) -> str:
     return prompt
 
 
-def write(llm: LLM, ids: list[int], params: SamplingParams) -> dict[str, Any]:
-    """Stream the text to standard output; returns what --json reports (start_ms: from the command's start to the
-    first token, loading included)."""
+def write(
+    llm: LLM, ids: list[int], params: SamplingParams, stopped: Callable[[], bool] = lambda: False
+) -> dict[str, Any]:
+    """Stream the text to standard output, to its end or until it is stopped; returns what --json reports (start_ms:
+    from the command's start to the first token, loading included)."""
     begin = time.perf_counter()
     first = last = begin
     text, num_output, finish, speculation = "", 0, None, None
-    for piece in llm.stream(ids, params):
-        last = time.perf_counter()
-        first = last if num_output == 0 else first
-        num_output += len(piece.ids)
-        text += piece.text
-        finish, speculation = piece.finish, piece.speculation
-        print(piece.text, end="", flush=True)
+    with closing(waiting(llm.stream(ids, params), f"reading {len(ids)} tokens of prompt")) as pieces:
+        for piece in pieces:
+            last = time.perf_counter()
+            first = last if num_output == 0 else first
+            num_output += len(piece.ids)
+            text += piece.text
+            finish, speculation = piece.finish, piece.speculation
+            print(piece.text, end="", flush=True)
+            if stopped():
+                break
     print()
     decode = last - first
     return {

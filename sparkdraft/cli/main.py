@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
 from sparkdraft import __version__
 from sparkdraft.cli import bench, chat, demo, generate, models, serve, train
 from sparkdraft.cli.console import fail
+from sparkdraft.cli.parser import Parser
 from sparkdraft.core import UserError
 
 VERBS = {
@@ -26,19 +26,14 @@ VERBS = {
 }
 
 
-def parser() -> ArgumentParser:
-    top = ArgumentParser(prog="sparkdraft", description="Large language models on one machine, fast and lossless.")
+def parser() -> Parser:
+    about = "Large language models on one machine, fast and lossless."
+    first = "to begin: `sparkdraft chat`; `sparkdraft VERB --help` has examples of each"
+    top = Parser(prog="sparkdraft", description=about, epilog=first)
     top.add_argument("--version", action="version", version=f"sparkdraft {__version__}")
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, module in VERBS.items():
-        sub = verbs.add_parser(
-            name,
-            help=module.HELP,
-            description=module.HELP,
-            epilog=module.EXAMPLES,
-            formatter_class=RawDescriptionHelpFormatter,
-        )
-        module.configure(sub)
+        module.configure(verbs.add_parser(name, help=module.HELP, description=module.HELP, epilog=module.EXAMPLES))
     return top
 
 

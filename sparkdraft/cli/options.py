@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace, _ArgumentGroup
+from collections.abc import Collection, Sequence
+from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparkdraft.cli.console import show_fallbacks, show_plan
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import SamplingParams, UserError
+from sparkdraft.progress import progress
 
 if TYPE_CHECKING:
     from sparkdraft.llm import LLM
 
-ENGINE_FLAGS = {
-    "device": "auto, cpu or cuda",
-    "dtype": "auto, quantised, float32 or bfloat16 (auto: quantised on a CPU, bfloat16 on a GPU)",
-    "max_model_len": "longest prompt and output together, in tokens (0: what the model was made for, or less if the "
-    "KV cache holds less)",
-    "max_seqs": "requests that run at once (0: automatic)",
-    "max_rows": "rows of a step, prompt chunks and decode rows together (0: automatic)",
-    "max_step_ms": "longest step in milliseconds while requests decode beside a prompt, whose chunks are cut to fit "
-    "(0: 200, on a GPU 50)",
-    "kv": "how keys and values are kept: exact, fp8 (half the memory) or turboquant (a quarter)",
-    "tq_mode": "of turboquant: hybrid (the last tokens exact), full_tq (all coded), capture_only (all exact, and the "
-    "errors of coding measured) or off",
-    "tq_key_bits": "of turboquant, 2 to 5",
-    "tq_value_bits": "of turboquant, 2 to 5",
-    "tq_ring_capacity": "of turboquant's hybrid: the last tokens that stay exact",
-    "tq_initial_layers": "of turboquant: first layers that get one more key bit",
-    "kv_tokens": "size of the KV cache in tokens, which one request can not exceed (0: on a GPU what fits; on a CPU "
-    "what fits into a quarter of the free memory; never more than a full context for each of max_seqs requests)",
-    "threads": "CPU threads (0: the cores this process may use)",
-    "spec": "drafts a step: auto chooses every step, off never drafts, a number is fixed",
-    "drafter": "a drafter's folder or hub id (auto: the one known for the model, none: text alone drafts)",
-}
+ENGINE_FIELDS: dict[str, Field[Any]] = {each.name: each for each in fields(EngineConfig)}
 SAMPLING_FLAGS = {
     "max_tokens": "most tokens to write",
     "temperature": "0 writes the most likely token, 1 follows the model's own chances",
@@ -46,45 +29,70 @@ SAMPLING_FLAGS = {
 }
 
 
-def add_engine_flags(parser: ArgumentParser) -> None:
+def add_engine_flags(parser: ArgumentParser, without: Sequence[str] = (), **defaults: Any) -> None:
+    """Every field of EngineConfig but those that the command decides itself. defaults: those that differ here."""
     group = parser.add_argument_group("engine")
-    group.add_argument("--model", default="smollm2", help="a known name, a folder, a .gguf file or a hub id")
     group.add_argument("--verbose", action="store_true", help="say what was settled and how it runs on this machine")
-    for name, text in ENGINE_FLAGS.items():
-        default = getattr(EngineConfig(), name)
-        group.add_argument(_flag(name), type=type(default), default=default, metavar="X", help=text)
+    for name, each in ENGINE_FIELDS.items():
+        if name not in without:
+            add_field(group, each, defaults.get(name, each.default))
 
 
-def add_sampling_flags(parser: ArgumentParser, max_tokens: int, temperature: float = 0.0) -> None:
+def add_field(group: _ArgumentGroup, each: Field[Any], shown: Any, given: Any = None) -> None:
+    """A flag for a config's field. shown: the default that its help tells; given: what the flag is when left out, where
+    that is something else."""
+    text, flag = each.metadata["help"], _flag(each.name)
+    text += f" (default {shown})" if shown != "" and "default" not in text else ""
+    default = shown if given is None else given
+    if isinstance(each.default, bool):
+        group.add_argument(flag, action=BooleanOptionalAction, default=default, help=text)
+    else:
+        group.add_argument(flag, type=type(each.default), default=default, metavar="X", help=text)
+
+
+def add_sampling_flags(parser: ArgumentParser, defaults: SamplingParams, from_model: Collection[str] = ()) -> None:
+    """Flags that were not given are None, so that a command may learn its defaults from the model.
+
+    from_model: those whose defaults the model names.
+    """
     group = parser.add_argument_group("sampling")
-    defaults = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     for name, text in SAMPLING_FLAGS.items():
-        default = getattr(defaults, name)
-        kind = int if default is None else type(default)
+        default = "the model's own" if name in from_model else getattr(defaults, name)
         shown = "" if default is None else f" (default {default})"
-        group.add_argument(_flag(name), type=kind, default=default, metavar="X", help=text + shown)
+        group.add_argument(_flag(name), type=flag_kind(name), metavar="X", help=text + shown)
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may repeat")
     group.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens whatever the model writes")
 
 
-def sampling_params(args: Namespace) -> SamplingParams:
-    values = {name: getattr(args, name) for name in SAMPLING_FLAGS}
-    return SamplingParams(**values, stop=args.stop, ignore_eos=args.ignore_eos)
+def flag_kind(name: str) -> type[int] | type[float]:
+    """Of a sampling flag's value."""
+    return float if isinstance(getattr(SamplingParams(), name), float) else int
+
+
+def sampling_params(args: Namespace, defaults: SamplingParams) -> SamplingParams:
+    given = {name: getattr(args, name) for name in SAMPLING_FLAGS if getattr(args, name) is not None}
+    return replace(defaults, **given, stop=args.stop, ignore_eos=args.ignore_eos)
 
 
 def engine_options(args: Namespace) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in ENGINE_FLAGS}
+    """The fields of EngineConfig that are flags of this command."""
+    return {name: getattr(args, name) for name in ENGINE_FIELDS if hasattr(args, name)}
 
 
 def load_llm(args: Namespace, **more: Any) -> LLM:
     """The model with a progress bar; whatever runs otherwise than asked is said. 'more': further engine options."""
-    from sparkdraft.cli.console import loading, show_fallbacks, show_plan
-    from sparkdraft.llm import LLM
-
     options = engine_options(args) | more
-    EngineConfig(model=args.model, **options)  # refuse a bad flag before torch is imported
-    with loading(f"loading {args.model}") as progress:
-        llm = LLM(args.model, progress=progress, **options)
+    EngineConfig(**options)  # refuse a bad flag before torch is imported
+    with progress(f"opening {args.model}") as meter:
+        from sparkdraft.llm import LLM
+
+        def report(done: int, total: int) -> None:
+            if done < total:
+                meter.stage(f"loading {args.model}", done, total)
+            else:
+                meter.stage(f"warming up {args.model}")
+
+        llm = LLM(progress=report, **options)
     if args.verbose:
         show_plan(llm.plan, llm.facts())
     else:

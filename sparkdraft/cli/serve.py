@@ -12,16 +12,17 @@ import logging
 import os
 import signal
 import sys
-from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
+import time
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import AsyncIterator
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from sparkdraft import __version__
-from sparkdraft.cli.options import ENGINE_FLAGS
+from sparkdraft.cli.options import add_field
 from sparkdraft.core import UserError
 from sparkdraft.defaults import describe
-from sparkdraft.server.config import FIELDS, ServerConfig, default_of, merge
+from sparkdraft.server.config import ENGINE_FIELDS, FIELDS, SERVER_FIELDS, ServerConfig, merge
 
 if TYPE_CHECKING:
     from sparkdraft.server.service import Service
@@ -38,44 +39,16 @@ Flags beat the environment (SPARKDRAFT_PORT and so on), and that beats the file.
 MODEL_PATH, DFLASH_DRAFTER, DFLASH_NUM_SPEC_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS,
 GPU_MEMORY_UTILIZATION, ENABLE_TURBOQUANT, TQ_MODE and its like, SERVED_MODEL_NAME and VLLM_API_KEY work too.
 """
-SERVER_HELP = {
-    "host": "address to listen on; beyond this machine it needs an --api-key or --allow-public",
-    "port": "port to listen on (0: any free one)",
-    "api_key": "clients must send this key; better given as SPARKDRAFT_API_KEY, which `ps` does not show",
-    "served_name": "the model's name in requests, several with commas between them (default: as --model)",
-    "allow_public": "listen beyond this machine without a key",
-    "allowed_hosts": "names, with commas between them, under which clients may reach this server beside localhost; '*' "
-    "allows all (default: localhost only while --host is this machine, else all)",
-    "max_queue": "sequences that may wait while others run; more get status 429",
-    "max_body": "most bytes of one request",
-    "sampling_defaults": "for requests that name no temperature and so on: model (its generation_config.json), openai "
-    "(temperature 1), or values such as temperature=0.7,top_p=0.9",
-    "drain_seconds": "how long running requests may finish after SIGTERM",
-}
-ENGINE_HELP = {
-    "model": "a known name, a folder, a .gguf file or a hub id",
-    **ENGINE_FLAGS,
-    "tq_centre": "of turboquant: take each layer's mean key off before coding",
-    "memory_fraction": "share of the free memory for weights and KV cache together",
-    "block_size": "tokens of a block of the KV cache, a power of two",
-    "prefix_cache": "keep what prompts have in common",
-    "graphs": "replay recorded decode steps",
-    "ngram": "draft from the request's own text too",
-}
 POLL = 0.1
+SAY_AGAIN = 5.0  # seconds after which a stage that lasts is said again
 
 
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="a TOML file with any of these names as keys")
-    for title, flags in (("server", SERVER_HELP), ("engine", ENGINE_HELP)):
+    for title, flags in (("server", SERVER_FIELDS), ("engine", ENGINE_FIELDS)):
         group = parser.add_argument_group(title)
-        for name, text in flags.items():
-            default, flag = default_of(name), "--" + name.replace("_", "-")
-            shown = f" (default {default})" if default != "" and "default" not in text else ""
-            if isinstance(default, bool):
-                group.add_argument(flag, action=BooleanOptionalAction, default=SUPPRESS, help=text + shown)
-            else:
-                group.add_argument(flag, type=type(default), default=SUPPRESS, metavar="X", help=text + shown)
+        for each in flags.values():
+            add_field(group, each, shown=each.default, given=SUPPRESS)
 
 
 def run(args: Namespace) -> int:
@@ -116,9 +89,9 @@ async def _serve(config: ServerConfig) -> None:
 
 
 async def narrate(service: Service) -> AsyncIterator[None]:
-    """Says each stage once, what was settled when it is ready, and every restart. A model that can not be served at
-    all ends the server: nobody is there yet who would wait for it."""
-    last, was_ready = "", False
+    """Says each stage, and again while it lasts, what was settled when it is ready, and every restart. A model that can
+    not be served at all ends the server: nobody is there yet who would wait for it."""
+    last, was_ready, said = "", False, 0.0
     while True:
         state = service.state
         now = service.stage if state == "starting" else state
@@ -127,12 +100,17 @@ async def narrate(service: Service) -> AsyncIterator[None]:
         if service.ready and last != "ready":
             _say_ready(service)
             was_ready, last = True, "ready"
-        elif not service.ready and now != last:
+        elif not service.ready and (now != last or (state == "starting" and time.monotonic() - said > SAY_AGAIN)):
             error = service.last_error if state in ("restarting", "failed") else None
-            say(f"{now}: {error}" if error else f"{now} ...")
-            last = now
+            say(f"{now}: {error}" if error else f"{now}{_count(service)} ...")
+            last, said = now, time.monotonic()
         yield
         await asyncio.sleep(POLL)
+
+
+def _count(service: Service) -> str:
+    done, total = service.client.progress
+    return f", {done} of {total}" if total else ""
 
 
 def _say_ready(service: Service) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdraft.cli.console import errors, loading
 from sparkdraft.cli.options import add_engine_flags, load_llm, temperature_list
 from sparkdraft.core import UserError
+from sparkdraft.progress import errors, progress
 from sparkdraft.train.settings import FitSettings
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def configure(parser: ArgumentParser) -> None:
     evaluate.add_argument("--per-class", type=int, default=0, help="prompts of each class (default 0: all)")
     evaluate.add_argument("--output-len", type=int, default=384, help="most tokens of output (default 384)")
     evaluate.add_argument("--temperature", default="0,0.7", help="a list (default 0,0.7)")
-    add_engine_flags(evaluate)
+    add_engine_flags(evaluate, without=("ngram",))
     export = verbs.add_parser("export", help="a run's drafter as a checkpoint that engines load")
     export.add_argument("run", metavar="RUN", help="the run's folder")
     export.add_argument("--out", required=True, metavar="FOLDER", help="the checkpoint")
@@ -93,7 +93,7 @@ def configure(parser: ArgumentParser) -> None:
     text = "the target, where it is no longer what `fit` called it; speculators with fewer ids reads its head"
     export.add_argument("--model", default="", help=text)
     for verb in (data, fit, evaluate, export):
-        verb.epilog, verb.formatter_class = EXAMPLES, RawDescriptionHelpFormatter
+        verb.epilog = EXAMPLES
 
 
 def run(args: Namespace) -> int:
@@ -115,12 +115,14 @@ def _fit(args: Namespace) -> int:
     from sparkdraft.train.run import Run
 
     def report(entry: dict[str, float]) -> None:
+        meter(int(entry["step"]), settings.steps)
         line = "step {step:>7} of {steps} {seconds:7.0f} s  loss {loss:6.3f}  first draft {first:5.1%}"
         line += "  length {length:5.2f}" if "length" in entry else ""
         errors.print(line.format(**entry, steps=settings.steps), markup=False, soft_wrap=True)
 
-    load = partial(loading, f"loading {args.model}")
-    reached = fit(settings, Path(args.out), args.device, args.every, report, load)
+    load = partial(progress, f"loading {args.model}")
+    with progress("training") as meter:
+        reached = fit(settings, Path(args.out), args.device, args.every, report, load)
     last = (Run(Path(args.out)).log() or [{}])[-1]
     print(json.dumps({"train": "fit", "run": args.out, **last}))
     if reached < settings.steps:
@@ -141,12 +143,12 @@ def _data(args: Namespace) -> int:
     from sparkdraft.train.target import load_target
 
     check_sources(args.prompts or None, args.synthesise, args.max_new, args.greedy, args.seats)
-    with loading(f"loading {args.model}") as progress:
-        target = load_target(args.model, args.device, progress=progress)
-    with loading("writing responses") as progress:
+    with progress(f"loading {args.model}") as report:
+        target = load_target(args.model, args.device, progress=report)
+    with progress("writing responses") as report:
         sources = (args.prompts or None, args.synthesise)
         summary = make_corpus(
-            target, args.out, *sources, args.max_new, args.greedy, seed=args.seed, seats=args.seats, progress=progress
+            target, args.out, *sources, args.max_new, args.greedy, seed=args.seed, seats=args.seats, report=report
         )
     speed, share = summary["tokens_per_second"], summary["loops"]
     print(f"{summary['documents']} documents, {summary['tokens']} tokens of responses in {summary['seconds']:.0f} s")
@@ -175,14 +177,23 @@ def _eval(args: Namespace) -> int:
 
     temperatures = temperature_list(args.temperature)
     llm = load_llm(args, ngram=False)
-    with loading("measuring acceptance") as progress:
-        report = evaluate(llm, read_prompts(args.per_class), args.output_len, temperatures, progress)
+    with progress("measuring acceptance") as meter:
+        report = evaluate(llm, read_prompts(args.per_class), args.output_len, temperatures, meter)
     print(table(report))
     print(json.dumps({"train": "eval", "model": args.model, "drafter": args.drafter, **report}))
     return 0
 
 
 def _export(args: Namespace) -> int:
+    with progress(f"exporting {args.run}"):
+        step = _write_drafter(args)
+    size = sum(file.stat().st_size for file in Path(args.out).iterdir())
+    print(f"{args.out}: step {step}, {args.layout} layout, {size / 1e6:.1f} MB")
+    return 0
+
+
+def _write_drafter(args: Namespace) -> int:
+    """Returns the step of training that was exported."""
     import torch
 
     from sparkdraft.train.corpus import Corpus
@@ -201,9 +212,7 @@ def _export(args: Namespace) -> int:
         head = _head_rows(name, ids, info.draft) if args.layout == "speculators" else None
     tensors, target = folded(state.model()), ExportTarget(name)
     export(info.draft, tensors, Path(args.out), args.layout, args.bits, target=target, vocabulary=ids, head=head)
-    size = sum(file.stat().st_size for file in Path(args.out).iterdir())
-    print(f"{args.out}: step {state.step}, {args.layout} layout, {size / 1e6:.1f} MB")
-    return 0
+    return state.step
 
 
 def _head_rows(name: str, ids: Tensor, draft: dict[str, Any]) -> Tensor:

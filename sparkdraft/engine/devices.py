@@ -20,6 +20,11 @@ class Properties(Protocol):
 
 
 def detect(config: EngineConfig) -> Hardware:
+    cores = hardware.usable_cores()
+    if config.threads > cores:
+        raise UserError(
+            f"threads is {config.threads}; the cores this process may use are {cores}: ask for no more, or 0"
+        )
     has_gpu = torch.cuda.is_available()
     if config.device == "cuda" and not has_gpu:
         raise UserError("device cuda was asked for, but torch finds no CUDA GPU; leave it on auto, or choose cpu")
@@ -27,7 +32,7 @@ def detect(config: EngineConfig) -> Hardware:
         return hardware.cpu()
     name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     free = free_gpu_memory(torch.cuda.get_device_properties(), torch.cuda.mem_get_info()[0])
-    return Hardware("cuda", name, hardware.usable_cores(), free, capability)
+    return Hardware("cuda", name, cores, free, capability)
 
 
 def free_gpu_memory(properties: Properties, driver_free: int) -> int:

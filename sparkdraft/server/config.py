@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from sparkdraft import defaults
-from sparkdraft.config import EngineConfig
+from sparkdraft.config import EngineConfig, option
 from sparkdraft.core import UserError
 
 PREFIX = "SPARKDRAFT_"
+# Variables that are no fields: read by weights/hub.py, cli/serve.py and kernels/native/build.py.
+OTHER_NAMES = ("SPARKDRAFT_CACHE", "SPARKDRAFT_CONFIG", "SPARKDRAFT_CXXFLAGS")
 # Names that containers for vLLM use already, and the field each one sets. SPARKDRAFT_* beats them.
 CONTAINER_NAMES = {
     "MODEL_PATH": "model",
@@ -43,16 +45,28 @@ TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str = field(default="", repr=False)  # "": none is asked for
-    served_name: str = ""  # names with commas between them; "": the model's own
-    allow_public: bool = False  # listen beyond this machine although there is no key
-    allowed_hosts: str = ""  # names with commas between them that requests may be addressed to; "*": all
-    max_queue: int = 256  # sequences that may wait while max_seqs run; more get 429
-    max_body: int = 8 << 20  # bytes of one request
-    sampling_defaults: str = "model"  # for fields that a request leaves out: defaults.py says what it may be
-    drain_seconds: float = 30.0  # running requests may finish for this long after SIGTERM
+    host: str = option("127.0.0.1", "address to listen on; beyond this machine it needs an --api-key or --allow-public")
+    port: int = option(8000, "port to listen on (0: any free one)")
+    api_key: str = option(
+        "", "clients must send this key; better given as SPARKDRAFT_API_KEY, which `ps` does not show", secret=True
+    )
+    served_name: str = option(
+        "", "the model's name in requests, several with commas between them (default: as --model)"
+    )
+    allow_public: bool = option(False, "listen beyond this machine without a key")
+    allowed_hosts: str = option(
+        "",
+        "names, with commas between them, under which clients may reach this server beside localhost; '*' allows all "
+        "(default: localhost only while --host is this machine, else all)",
+    )
+    max_queue: int = option(256, "sequences that may wait while others run; more get status 429")
+    max_body: int = option(8 << 20, "most bytes of one request")
+    sampling_defaults: str = option(
+        "model",
+        "for requests that name no temperature and so on: model (its generation_config.json), openai (temperature 1), or "
+        "values such as temperature=0.7,top_p=0.9",
+    )
+    drain_seconds: float = option(30.0, "how long running requests may finish after SIGTERM")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -114,10 +128,18 @@ def merge(flags: Mapping[str, Any], toml_path: str | Path | None, environ: Mappi
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """An empty variable counts as not set: containers pass on what nobody filled in."""
-    names = CONTAINER_NAMES | {PREFIX + name.upper(): name for name in FIELDS}
+    """An empty variable counts as not set: containers pass on what nobody filled in. Nor are their TQ_* read where
+    ENABLE_TURBOQUANT says that the feature is off."""
+    own = {PREFIX + name.upper(): name for name in FIELDS}
+    for key, value in environ.items():
+        if key.startswith(PREFIX) and value and key not in own and key not in OTHER_NAMES:
+            near = difflib.get_close_matches(key, [*own, *OTHER_NAMES], n=1, cutoff=0.0)[0]
+            raise UserError(f"the environment variable {key} is not known; did you mean {near}? Rename or unset it")
+    switch = environ.get(TURBOQUANT, "").lower()
+    shared = {k: name for k, name in CONTAINER_NAMES.items() if switch not in FALSE or not name.startswith("tq_")}
+    names = shared | own
     values = {name: _converted(name, environ[key], key) for key, name in names.items() if environ.get(key)}
-    if environ.get(TURBOQUANT, "").lower() in TRUE:
+    if switch in TRUE:
         values.setdefault("kv", "turboquant")
     return values
 

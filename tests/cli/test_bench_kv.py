@@ -36,6 +36,7 @@ from sparkdraft.llm import LLM
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.text.tokenizer import Tokenizer
 from sparkdraft.weights.checkpoint import open_checkpoint
+from tests.cli.said import said
 from tests.models.tiny import write_tiny
 
 TOY = ModelConfig("qwen3", 2, 32, 64, 2, 1, 32, 96, 1024, tie_embeddings=True)
@@ -228,4 +229,4 @@ def test_speed_can_be_left_out_and_float32_is_chosen(tiny: Path, capsys: pytest.
 def test_what_can_not_be_measured(args: list[str], words: str, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "kv", "--model", str(tiny), *QUICK, *args]) == 1
     printed = capsys.readouterr()
-    assert words in printed.err and printed.out == "" and len(printed.err.strip().splitlines()) == 1, printed.err
+    assert words in printed.err and printed.out == "" and len(said(printed.err)) == 1, printed.err

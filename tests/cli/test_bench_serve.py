@@ -25,6 +25,7 @@ from sparkdraft.bench.serve_client import Drafting, Sample, read_counters, read_
 from sparkdraft.bench.serve_report import markdown, summary
 from sparkdraft.cli.main import main
 from sparkdraft.core import UserError
+from tests.cli.said import said
 from tests.fakes.web import serving
 
 CLASSES = ["qa", "code", "json", "maths", "long-code", "dialogue", "prose", "random"]
@@ -224,7 +225,7 @@ def test_a_server_that_fails_every_time_is_one_sentence(
     script.breaks = lambda body: "refuse"
     assert main(["bench", "serve", "--url", url]) == 1
     out, err = capsys.readouterr()
-    assert out == "" and "the queue is full" in err and len(err.strip().splitlines()) == 1
+    assert out == "" and "the queue is full" in err and len(said(err)) == 1
 
 
 @pytest.mark.parametrize(
@@ -246,7 +247,7 @@ def test_flags_are_checked_before_anything_is_sent(
 ) -> None:
     assert main(["bench", "serve", "--url", url, *args]) == 1
     out, err = capsys.readouterr()
-    assert out == "" and words in err and len(err.strip().splitlines()) == 1 and not script.bodies
+    assert out == "" and words in err and len(said(err)) == 1 and not script.bodies
     assert "secret" not in err
 
 
@@ -255,7 +256,7 @@ def test_an_unreachable_server_is_one_sentence(capsys: pytest.CaptureFixture[str
         port = listener.getsockname()[1]
     assert main(["bench", "serve", "--url", f"http://127.0.0.1:{port}"]) == 1
     out, err = capsys.readouterr()
-    assert out == "" and "can not be reached" in err and len(err.strip().splitlines()) == 1
+    assert out == "" and "can not be reached" in err and len(said(err)) == 1
 
 
 def test_without_matplotlib_there_is_a_sentence_and_no_plot(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.said import said
 from tests.models.tiny import write_tiny
 
 
@@ -28,7 +29,7 @@ def refused(result: subprocess.CompletedProcess[bytes], words: str) -> None:
     assert result.returncode != 0, errors
     assert "Traceback" not in errors
     assert words in errors, errors
-    assert len(errors.strip().splitlines()) == 1, errors
+    assert len(said(errors)) == 1, errors
     assert result.stdout == b""
 
 
@@ -92,7 +93,7 @@ def test_a_missing_prompt_file_and_a_file_of_bytes(tmp_path: Path) -> None:
 
 
 def test_chat_answers_and_keeps_its_history(smollm2_path: Path) -> None:
-    talk = b"My name is Ada. Say hello.\n/new\n/quit\n"
+    talk = b"My name is Ada. Say hello.\n/clear\n/quit\n"
     result = sparkdraft("chat", "--max-tokens", "8", "--temperature", "0", stdin=talk)
     assert result.returncode == 0, result.stderr.decode()
     assert len(result.stdout.decode().split()) >= 3

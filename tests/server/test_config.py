@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sparkdraft.core import UserError
-from sparkdraft.server.config import CONTAINER_NAMES, FIELDS, PREFIX, ServerConfig, default_of, merge
+from sparkdraft.server.config import CONTAINER_NAMES, FIELDS, OTHER_NAMES, PREFIX, ServerConfig, default_of, merge
 
 
 @pytest.fixture
@@ -30,7 +31,8 @@ def test_every_field_has_a_variable() -> None:
         default = default_of(name)
         value = {bool: "yes", int: "4096", float: "0.5"}.get(type(default), default or "x")
         value = 5 if name.endswith("_bits") else value
-        merge({"allow_public": True}, None, {PREFIX + name.upper(): str(value)})
+        kv = {"kv": "turboquant"} if name.startswith("tq_") else {}
+        merge({"allow_public": True} | kv, None, {PREFIX + name.upper(): str(value)})
 
 
 def test_the_names_of_containers() -> None:
@@ -51,20 +53,23 @@ def test_the_names_of_containers() -> None:
         "VLLM_API_KEY": "secret",
     }
     assert environ.keys() == CONTAINER_NAMES.keys()
-    config = merge({}, None, environ)
+    config = merge({}, None, environ | {"ENABLE_TURBOQUANT": "1"})
     engine = config.engine
     assert (engine.model, engine.drafter, engine.spec) == ("/models/target", "z-lab/x", "15")
     assert (engine.max_model_len, engine.max_seqs, engine.max_rows) == (65536, 16, 32768)
     assert (engine.memory_fraction, config.names, config.api_key) == (0.5, ["qwen"], "secret")
     assert (engine.tq_mode, engine.tq_key_bits, engine.tq_value_bits) == ("full_tq", 5, 4)
-    assert (engine.tq_ring_capacity, engine.tq_initial_layers, engine.kv) == (256, 2, "exact")
-    assert merge({}, None, environ | {"ENABLE_TURBOQUANT": "1"}).engine.kv == "turboquant"
+    assert (engine.tq_ring_capacity, engine.tq_initial_layers, engine.kv) == (256, 2, "turboquant")
+    with pytest.raises(UserError, match="tq_mode is full_tq, but kv is exact"):
+        merge({}, None, environ)
+    switched_off = merge({}, None, environ | {"ENABLE_TURBOQUANT": "0"}).engine
+    assert (switched_off.kv, switched_off.tq_mode) == ("exact", "hybrid")
     captured = merge({}, None, {"ENABLE_TURBOQUANT": "1", "TQ_MODE": "capture_only"}).engine
     assert (captured.kv, captured.tq_mode) == ("turboquant", "capture_only")
     assert merge({"kv": "fp8"}, None, {"ENABLE_TURBOQUANT": "1"}).engine.kv == "fp8"
     assert merge({}, None, {"ENABLE_TURBOQUANT": "0"}).engine.kv == "exact"
     assert "secret" not in repr(config)
-    assert merge({}, None, environ | {"SPARKDRAFT_SERVED_NAME": "a, b"}).names == ["a", "b"]
+    assert merge({}, None, {"SERVED_MODEL_NAME": "qwen", "SPARKDRAFT_SERVED_NAME": "a, b"}).names == ["a", "b"]
     assert merge({}, None, {"VLLM_API_KEY": ""}).api_key == ""
 
 
@@ -113,10 +118,21 @@ def test_names(tmp_path: Path) -> None:
     assert merge({"model": str(tmp_path)}, None, {}).names == [tmp_path.name, str(tmp_path)]
 
 
-def test_every_field_is_a_flag() -> None:
-    from sparkdraft.cli.serve import ENGINE_HELP, SERVER_HELP
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("SPARKDRAFT_DVICE", "SPARKDRAFT_DEVICE"), ("SPARKDRAFT_CASHE", "SPARKDRAFT_CACHE")],
+)
+def test_an_unknown_variable_is_an_error(name: str, meant: str) -> None:
+    with pytest.raises(UserError, match=f"variable {name} is not known; did you mean {meant}"):
+        merge({}, None, {name: "x"})
+    merge({}, None, {name: ""})  # containers pass on what nobody filled in
 
-    assert {**SERVER_HELP, **ENGINE_HELP}.keys() == FIELDS.keys()
+
+def test_every_variable_that_the_package_reads_is_known() -> None:
+    package = Path(__file__).parents[2] / "sparkdraft"
+    read = {name for path in package.rglob("*.py") for name in re.findall(r"\bSPARKDRAFT_[A-Z]\w+", path.read_text())}
+    assert {"SPARKDRAFT_CACHE", "SPARKDRAFT_CXXFLAGS", "SPARKDRAFT_API_KEY"} <= read
+    assert read <= {PREFIX + name.upper() for name in FIELDS} | set(OTHER_NAMES) | {"SPARKDRAFT_PLAIN"}  # of C++
 
 
 def test_the_command_refuses_before_anything_is_loaded() -> None:

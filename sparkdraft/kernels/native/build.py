@@ -17,6 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from sparkdraft.progress import progress
 from sparkdraft.weights.hub import cache_dir
 
 SOURCES = ("matmul.cpp", "attention.cpp", "elementwise.cpp", "replay.cpp", "simd.h", "pool.h")
@@ -99,7 +100,7 @@ def _compile(compiler: list[str], flags: tuple[str, ...], target: Path) -> None:
     print("Compiling the CPU kernels, once for this machine: about ten seconds.", file=sys.stderr, flush=True)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        with progress("compiling the CPU kernels"), tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             objects = [Path(scratch) / (name + ".o") for name in SOURCES if name.endswith(".cpp")]
             _run_all(compiler, [[*flags, "-c", str(HERE / o.stem), "-o", str(o)] for o in objects])
             whole = Path(scratch) / target.name

@@ -1,0 +1,55 @@
+"""argparse with short errors: one sentence that names the nearest flag or verb, instead of a page of usage.
+
+Flags are written in full: an abbreviation is answered with the flag that it begins.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from argparse import Action, ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+MISUSED = 2  # the exit status of a command that was typed wrongly
+
+
+class Parser(ArgumentParser):
+    """The parser of the command and, because argparse makes subparsers of the same class, of every verb."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, "formatter_class": RawDescriptionHelpFormatter, **options})
+        self._has_verbs = False
+
+    def add_subparsers(self, **options: Any) -> Any:
+        self._has_verbs = True
+        return super().add_subparsers(**options)
+
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
+        """Unknown flags are refused here and first, by the parser that knows the verb's own flags."""
+        given = sys.argv[1:] if args is None else list(args)
+        if self._has_verbs and not given:
+            self.print_help()
+            self.exit(MISUSED)
+        for text in given:
+            if text == "--" or (self._has_verbs and not text.startswith("-")):
+                break  # what follows is text, or the verb's
+            name = text.split("=", 1)[0]
+            if name.startswith("--") and " " not in text and name not in self._option_string_actions:
+                self.error(f"unknown flag {name}{suggestion(name, self._option_string_actions)}")
+        return super().parse_known_args(given, namespace)
+
+    def _check_value(self, action: Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            names = list(map(str, action.choices))
+            self.error(f"there is no '{value}'{suggestion(str(value), names) or ', only ' + ', '.join(names)}")
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(MISUSED, f"{self.prog}: {message} (see `{self.prog} --help`)\n")
+
+
+def suggestion(given: str, known: Iterable[str]) -> str:
+    """The name that was probably meant, as the end of a sentence; nothing where none is near."""
+    names = list(known)
+    near = [name for name in names if name.startswith(given)] or difflib.get_close_matches(given, names, n=1)
+    return f": did you mean {near[0]}?" if near else ""

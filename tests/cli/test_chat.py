@@ -1,0 +1,246 @@
+"""The chat as people use it: typed at a terminal, pasted, piped, stopped, and told by commands what to do."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sparkdraft.cli.chat import DEFAULTS, answer
+from sparkdraft.cli.chat_commands import COMMANDS, Conversation, is_command, run_command
+from sparkdraft.core import FinishReason, SamplingParams, StepOutput, UserError
+from tests.cli.terminal import ALT_ENTER, CTRL_C, CTRL_D, ENTER, LEFT, READY, UP, Terminal, paste
+from tests.models.tiny import write_tiny
+
+ECHO = "from sparkdraft.cli.chat_input import messages\nfor text in messages(): print(repr(text), flush=True)"
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_tiny(tmp_path_factory.mktemp("tiny"), "llama")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "</s>"}))
+    return folder
+
+
+def chat(folder: Path, *flags: str) -> list[str]:
+    engine = ("--model", str(folder), "--dtype", "float32", "--device", "cpu")
+    fixed = ("--temperature", "0", "--max-tokens", "5", "--ignore-eos")
+    return [sys.executable, "-m", "sparkdraft.cli.main", "chat", *engine, *fixed, *flags]
+
+
+# ---- typing
+
+
+def test_a_line_can_be_edited_and_a_paste_is_one_message(tmp_path: Path) -> None:
+    with Terminal([sys.executable, "-c", ECHO], SPARKDRAFT_CACHE=str(tmp_path)) as terminal:
+        terminal.wait_for(READY)
+        terminal.type("helo" + LEFT + "l" + ENTER)
+        terminal.wait_for("'hello'")
+        terminal.wait_for(READY)
+        terminal.type(paste("one\ntwo\n\nthree") + ENTER)
+        terminal.wait_for(r"'one\ntwo\n\nthree'")
+        terminal.wait_for(READY)
+        terminal.type("four" + ALT_ENTER + "five" + ENTER)
+        terminal.wait_for(r"'four\nfive'")
+        terminal.wait_for(READY)
+        terminal.type("never sent" + CTRL_C)
+        terminal.wait_for("ctrl-d or /quit ends")
+        terminal.wait_for(READY)
+        terminal.type(CTRL_D)
+        assert terminal.wait_for_end() == 0
+    assert "'never" not in terminal.raw
+
+
+def test_history_outlasts_the_program(tmp_path: Path) -> None:
+    for keys in ("first" + ENTER, UP + " again" + ENTER):
+        with Terminal([sys.executable, "-c", ECHO], SPARKDRAFT_CACHE=str(tmp_path)) as terminal:
+            terminal.wait_for(READY)
+            terminal.type(keys)
+            terminal.wait_for("'first" if keys.startswith("first") else "'first again'")
+            terminal.wait_for(READY)
+            terminal.type(CTRL_D)
+            assert terminal.wait_for_end() == 0
+    assert (tmp_path / "chat_history").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_history_that_can_not_be_kept_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with Terminal([sys.executable, "-c", ECHO], SPARKDRAFT_CACHE=str(tmp_path / "file")) as terminal:
+        terminal.wait_for("what you type is not kept")
+        terminal.wait_for(READY)
+        terminal.type("works" + ENTER)
+        terminal.wait_for("'works'")
+
+
+def test_a_chat_at_a_terminal(folder: Path, tmp_path: Path) -> None:
+    with Terminal(chat(folder), SPARKDRAFT_CACHE=str(tmp_path)) as terminal:
+        shown = terminal.wait_for(READY)
+        for part in (
+            str(folder),
+            "cpu, float32 weights",
+            "drafter   none",
+            "context   512",
+            "temperature 0.0",
+            "/help",
+        ):
+            assert part in shown, shown
+        terminal.type("/help" + ENTER)
+        listed = terminal.wait_for("ctrl-d ends the chat")
+        assert all(name in listed for name in COMMANDS), listed
+        terminal.wait_for(READY)
+        terminal.type("/hlep" + ENTER)
+        terminal.wait_for("/hlep is no command: did you mean /help?")
+        terminal.wait_for(READY)
+        terminal.type("/stats" + ENTER)
+        terminal.wait_for("nothing has been answered yet")  # no command went to the model
+        terminal.wait_for(READY)
+        terminal.type(paste("a question\nof two lines") + ENTER)
+        terminal.wait_for(READY)
+        terminal.type("/stats" + ENTER)
+        # "<user>", the text, a line's end and "<assistant>" are 41 bytes, which this tokenizer takes for a token each
+        terminal.wait_for("5 tokens at")
+        terminal.wait_for("46 of 512 tokens of context")
+        terminal.wait_for(READY)
+        terminal.type(CTRL_D)
+        assert terminal.wait_for_end() == 0
+
+
+# ---- a pipe
+
+
+def test_each_line_of_a_pipe_is_a_message(folder: Path) -> None:
+    lines = b"hello\n\n/stats\n/zzzz\nmore\n/quit\nnever asked\n"
+    result = subprocess.run(chat(folder), input=lines, capture_output=True, timeout=240)
+    errors = result.stderr.decode()
+    assert result.returncode == 0, errors
+    assert errors.count("5 tokens at") == 1 and "/zzzz is no command: /help lists them" in errors
+    assert "sparkdraft " not in errors, "no banner where nobody looks"
+    alone = subprocess.run(chat(folder), input=b"hello\n", capture_output=True, timeout=240).stdout
+    assert alone and result.stdout.startswith(alone) and len(result.stdout) > len(alone)
+
+
+def test_a_pipe_that_is_no_text(folder: Path) -> None:
+    result = subprocess.run(chat(folder), input=b"caf\xe9\n", capture_output=True, timeout=240)
+    assert result.returncode == 1 and b"standard input is not valid UTF-8 at byte 3" in result.stderr
+
+
+# ---- commands
+
+
+class Scripted:
+    """An LLM that answers with given pieces and remembers what it was asked."""
+
+    def __init__(self, pieces: Sequence[str]) -> None:
+        self.pieces, self.asked, self.is_open = pieces, list[Any](), False
+        self.plan = SimpleNamespace(max_model_len=512)
+
+    def chat_ids(self, messages: Sequence[Any]) -> list[int]:
+        self.asked.append([(message["role"], message["content"]) for message in messages])
+        return [0] * sum(len(message["content"]) for message in messages)
+
+    def stream(self, ids: list[int], params: SamplingParams) -> Iterator[StepOutput]:
+        if len(ids) > 100:
+            raise UserError("the prompt is too long")
+        self.is_open = True
+        try:
+            for text in self.pieces:
+                if text == "ctrl-c":
+                    signal.raise_signal(signal.SIGINT)
+                else:
+                    is_last = text is self.pieces[-1]
+                    yield StepOutput("r", 0, [1], text, FinishReason.STOP if is_last else None)
+        finally:
+            self.is_open = False
+
+    def kv_errors(self) -> None:
+        return None
+
+
+def talk_to(*pieces: str) -> tuple[Conversation, Scripted]:
+    llm = Scripted(pieces)
+    return Conversation(llm, DEFAULTS), llm  # type: ignore[arg-type]
+
+
+def test_a_conversation_goes_on_until_it_is_cleared() -> None:
+    talk, llm = talk_to("good", " day")
+    answer(talk, "hello")
+    run_command(talk, "/system be brief\nand polite")
+    answer(talk, "again")
+    before = [("user", "hello"), ("assistant", "good day"), ("user", "again")]
+    assert llm.asked[-1] == [("system", "be brief\nand polite"), *before]
+    run_command(talk, "/clear")
+    run_command(talk, "/system")
+    answer(talk, "new")
+    assert llm.asked[-1] == [("user", "new")]
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_what_was_written(capsys: pytest.CaptureFixture[str]) -> None:
+    talk, llm = talk_to("one", " two", "ctrl-c", " three", " four")
+    handler = signal.getsignal(signal.SIGINT)
+    answer(talk, "count")
+    assert capsys.readouterr().out == "one two three\n" and not llm.is_open
+    assert talk.turns[-1] == {"role": "assistant", "content": "one two three"}
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert "stopped, so how it was drafted is not known" in str(run_command(talk, "/stats"))
+
+
+def test_a_second_ctrl_c_ends_the_program() -> None:
+    talk, llm = talk_to("one", "ctrl-c", "ctrl-c", "two")
+    with pytest.raises(KeyboardInterrupt):
+        answer(talk, "count")
+    assert not llm.is_open and talk.turns == []
+
+
+def test_a_question_that_does_not_fit_is_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
+    talk, _ = talk_to("yes")
+    answer(talk, "short")
+    answer(talk, "x" * 200)
+    assert "the prompt is too long; /clear begins a new conversation" in capsys.readouterr().err
+    assert len(talk.turns) == 2
+
+
+@pytest.mark.parametrize("text", ["/help", "/hlep", "/system be brief", "/QUIT", "/set\ttop_p 1"])
+def test_commands(text: str) -> None:
+    assert is_command(text)
+
+
+@pytest.mark.parametrize("text", ["/etc/hosts holds what?", "// a comment\nint x;", "/* c */", " /help", "help", "/"])
+def test_texts_that_only_look_like_commands(text: str) -> None:
+    assert not is_command(text)
+
+
+def test_set_changes_what_is_sampled() -> None:
+    talk, _ = talk_to()
+    assert run_command(talk, "/set temperature 0.7") == "max_tokens 512, temperature 0.7, top_p 0.9"
+    assert run_command(talk, "/set max-tokens 9") and talk.params.max_tokens == 9
+    assert run_command(talk, "/set seed 4") and talk.params.seed == 4
+    before = talk.params
+    assert "did you mean temperature?" in str(run_command(talk, "/set temprature 1"))
+    assert "top_p is 7.0; it must be above 0" in str(run_command(talk, "/set top_p 7"))
+    assert "'hot' is no value for temperature" in str(run_command(talk, "/set temperature hot"))
+    assert talk.params == before and "repetition_penalty" in str(run_command(talk, "/set"))
+
+
+def test_stats_tell_of_drafting() -> None:
+    talk, _ = talk_to("a", "b")
+    answer(talk, "hello")
+    assert "2 tokens at" in str(run_command(talk, "/stats")) and "no step drafted" in str(run_command(talk, "/stats"))
+    drafting = {"num_spec_steps": 4, "num_draft_tokens": 12, "num_accepted_draft_tokens": 6}
+    assert talk.last is not None
+    talk.last["speculative_decoding"] = drafting | {"mean_acceptance_length": 2.5}
+    assert "4 steps drafted 12 tokens, 6 were accepted: 2.50 tokens per" in str(run_command(talk, "/stats"))
+
+
+def test_the_ways_out_and_the_unknown() -> None:
+    talk, llm = talk_to("never")
+    assert all(run_command(talk, word) is None for word in ("/quit", "/exit", "/bye", "/Quit"))
+    assert run_command(talk, "/stat") == "/stat is no command: did you mean /stats?"
+    assert all(each.usage.split()[0] == name for name, each in COMMANDS.items()) and not llm.asked

@@ -1,0 +1,119 @@
+"""What is typed wrongly gets one sentence that names what was probably meant; every verb has every engine flag."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, _SubParsersAction
+from collections.abc import Iterator
+from dataclasses import fields
+
+import pytest
+
+from sparkdraft.cli.main import main, parser
+from sparkdraft.cli.options import engine_options
+from sparkdraft.config import EngineConfig
+from sparkdraft.core import UserError
+from sparkdraft.engine.devices import detect
+from sparkdraft.plan.hardware import usable_cores
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("serve --dvice cpu", "sparkdraft serve: unknown flag --dvice: did you mean --device?"),
+        ("generate --promt x", "unknown flag --promt: did you mean --prompt?"),
+        ("chat --temp 0.3", "unknown flag --temp: did you mean --temperature?"),
+        ("bench serve --concurency=4", "unknown flag --concurency: did you mean --concurrency?"),
+        ("train data --ou x", "unknown flag --ou: did you mean --out?"),
+        ("generate --prompt x --zzzzzz", "unknown flag --zzzzzz (see `sparkdraft generate --help`)"),
+        ("serv", "there is no 'serv': did you mean serve?"),
+        ("bench ofline", "there is no 'ofline': did you mean offline?"),
+        ("xyzzy", "there is no 'xyzzy', only serve, demo"),
+        ("--versoin", "unknown flag --versoin: did you mean --version?"),
+        ("serve --port x", "argument --port: invalid int value: 'x'"),
+        ("train data", "the following arguments are required: --out (see `sparkdraft train data --help`)"),
+    ],
+)
+def test_mistyped(typed: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(typed.split())
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and printed.out == ""
+    assert answer in printed.err and printed.err.count("\n") == 1, printed.err
+
+
+def test_text_that_looks_like_a_flag_is_text() -> None:
+    args = parser().parse_args(["generate", "--prompt", "--dvice is no flag here", "--stop=--dvice"])
+    assert args.prompt == "--dvice is no flag here" and args.stop == ["--dvice"]
+
+
+@pytest.mark.parametrize("typed", ["", "bench", "train"])
+def test_a_command_without_its_verb_prints_its_help(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(typed.split())
+    assert f"usage: sparkdraft {typed}".strip() in capsys.readouterr().out
+
+
+def leaves(top: ArgumentParser) -> Iterator[ArgumentParser]:
+    verbs = [action for action in top._actions if isinstance(action, _SubParsersAction)]
+    for action in verbs:
+        for sub in action.choices.values():
+            yield from leaves(sub)
+    if not verbs:
+        yield top
+
+
+DECIDED = {  # by the command itself
+    "sparkdraft bench offline": {"prefix_cache", "ngram"},
+    "sparkdraft bench kv": {"prefix_cache", "tq_centre"},
+    "sparkdraft train eval": {"ngram"},
+}
+
+
+def test_every_verb_that_builds_an_engine_has_every_engine_flag() -> None:
+    names = {each.name for each in fields(EngineConfig)}
+    found = {leaf.prog: names & {action.dest for action in leaf._actions} for leaf in leaves(parser())}
+    builders = {prog for prog, own in found.items() if "kv_tokens" in own}
+    assert builders == {
+        *("sparkdraft serve", "sparkdraft demo", "sparkdraft generate", "sparkdraft chat", "sparkdraft train eval"),
+        *(f"sparkdraft bench {kind}" for kind in ("offline", "perplexity", "accept", "kv")),
+    }
+    for prog in builders:
+        assert found[prog] == names - DECIDED.get(prog, set()), prog
+
+
+def test_every_flag_has_a_help_text_and_every_verb_an_example() -> None:
+    for leaf in leaves(parser()):
+        assert all(action.help for action in leaf._actions), leaf.prog
+        assert f"  {leaf.prog}" in (leaf.epilog or ""), leaf.prog
+
+
+def test_flags_become_the_engine_s_options() -> None:
+    typed = "generate --prompt x --memory-fraction 0.5 --no-graphs --no-ngram --no-prefix-cache --block-size 32"
+    config = EngineConfig(**engine_options(parser().parse_args(typed.split())))
+    assert config == EngineConfig(memory_fraction=0.5, graphs=False, ngram=False, prefix_cache=False, block_size=32)
+
+
+def test_more_threads_than_cores_are_refused() -> None:
+    cores = usable_cores()
+    assert detect(EngineConfig(device="cpu", threads=cores)).cores == cores
+    with pytest.raises(UserError, match=f"threads is {cores + 1}; the cores this process may use are {cores}"):
+        detect(EngineConfig(device="cpu", threads=cores + 1))
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"tq_mode": "capture_only"},
+        {"tq_key_bits": 5},
+        {"tq_value_bits": 4},
+        {"tq_ring_capacity": 64},
+        {"tq_initial_layers": 2},
+        {"tq_centre": False},
+    ],
+)
+@pytest.mark.parametrize("kv", ["exact", "fp8"])
+def test_turboquant_s_options_without_it(option: dict[str, object], kv: str) -> None:
+    (name,) = option
+    with pytest.raises(UserError, match=f"{name} is .*, but kv is {kv} and only turboquant reads it"):
+        EngineConfig(kv=kv, **option)  # type: ignore[arg-type]
+    EngineConfig(kv="turboquant", **option)  # type: ignore[arg-type]
