@@ -22,9 +22,9 @@ from tests.kernels.triton_device import (  # noqa: E402
     DEVICE,
     DTYPES,
     INTERPRET,
+    compiled,
     gpu,
     integers,
-    no_interpreter,
     poisoned_empty,
     randn,
 )
@@ -263,7 +263,7 @@ def attention_shared(kernel: object, capability: int, dtype: torch.dtype, head_d
     return compile_kernel(kernel, capability, types, constants, tile.warps, tile.stages).metadata.shared
 
 
-@no_interpreter
+@compiled
 @pytest.mark.parametrize("capability", [90, 121])
 @pytest.mark.parametrize("dtype, head_dim", [(dtype, dim) for dtype in TYPES for dim in (32, 64, 128)])
 @pytest.mark.parametrize("name", ["_forward", "_grad_block", "_grad_context"])
@@ -274,7 +274,7 @@ def test_block_attention_compiles(name: str, dtype: torch.dtype, head_dim: int, 
     assert used < LIMIT[capability]
 
 
-@no_interpreter
+@compiled
 @pytest.mark.parametrize("capability", [90, 121])
 def test_odd_blocks_compile(capability: int) -> None:
     for name in ("_forward", "_grad_block", "_grad_context"):
@@ -283,7 +283,7 @@ def test_odd_blocks_compile(capability: int) -> None:
             assert attention_shared(kernel, capability, torch.bfloat16, head_dim, width, group) < LIMIT[capability]
 
 
-@no_interpreter
+@compiled
 @pytest.mark.parametrize("capability", [90, 121])
 @pytest.mark.parametrize("soft", [False, True])
 def test_draft_loss_compiles(soft: bool, capability: int) -> None:

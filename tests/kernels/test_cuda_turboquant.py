@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -20,22 +21,22 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels import cuda  # noqa: E402
-from sparkdraft.kernels.cuda import attention, turboquant  # noqa: E402
+from sparkdraft.kernels.cuda import turboquant  # noqa: E402
 from sparkdraft.kernels.cuda.turboquant.levels import as_they_lie, in_pairs  # noqa: E402
 from sparkdraft.kernels.turboquant.codes import pack, unpack  # noqa: E402
 from sparkdraft.kernels.turboquant.layout import PLANES  # noqa: E402
 from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout  # noqa: E402
 from sparkdraft.kernels.turboquant.vectors import Encoded, VectorFormat  # noqa: E402
 from sparkdraft.kernels.view import AttentionView  # noqa: E402
-from tests.kernels import test_cuda_stepping as aot  # noqa: E402
+from tests.kernels.ahead_of_time import GPUS, LIMIT, Launch, captured_launches, check_order, compile_launch, empty  # noqa: E402
 from tests.kernels.triton_device import (  # noqa: E402
     DEVICE,
     DTYPES,
     INTERPRET,
+    compiled,
+    gluon,
     gpu,
-    gpu_only,
     integers,
-    no_interpreter,
     poisoned_empty,
     randn,
 )
@@ -281,7 +282,7 @@ BATCHES = [  # rows a sequence, keys a sequence
 SHAPES = [(9, 3, 64), (32, 8, 128), (16, 16, 64), (8, 1, 256), (64, 8, 128), (4, 1, 256)]
 
 
-@gpu_only
+@gluon
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("queries, contexts", BATCHES)
@@ -289,7 +290,7 @@ def test_attention(queries: list[int], contexts: list[int], mode: tuple[int, int
     check(*make_batch(queries, contexts, 4, 2, 64, dtype, mode=mode))
 
 
-@gpu_only
+@gluon
 @pytest.mark.parametrize("bits", FORMATS)
 @pytest.mark.parametrize("heads, kv_heads, dim", SHAPES)
 def test_attention_of_every_shape_and_format(heads: int, kv_heads: int, dim: int, bits: tuple[int, int]) -> None:
@@ -297,14 +298,14 @@ def test_attention_of_every_shape_and_format(heads: int, kv_heads: int, dim: int
     check(*make_batch([70, 16], [300, 700], heads, kv_heads, dim, DTYPES[0], bits))
 
 
-@gpu_only
+@gluon
 @pytest.mark.parametrize("window", [1, 37, 200])
 @pytest.mark.parametrize("mode", [(4, 128), (20, 32), (0, 16), (4, 0), (0, 0)])
 def test_windows_and_modes(mode: tuple[int, int], window: int) -> None:
     check(*make_batch([3, 1], [230, 20], 2, 1, 64, mode=mode), window)
 
 
-@gpu_only
+@gluon
 def test_borders_of_the_recent_keys() -> None:
     contexts = [*range(126, 131), 132, 133]
     layer, q, view = make_batch([1] * len(contexts), contexts, 2, 1, 64)
@@ -317,13 +318,13 @@ def test_borders_of_the_recent_keys() -> None:
     assert (got[:6] - want[:6]).abs().max() < 2e-3 and got[6].isnan().all()
 
 
-@gpu_only
+@gluon
 def test_chunks_that_see_no_codes_and_chunks_that_do() -> None:
     check(*make_batch([40, 20], [40, 170], 8, 2, 64))
     check(*make_batch([70], [200], 4, 1, 64, mode=(4, 16)))
 
 
-@gpu_only
+@gluon
 def test_rows_after_rejected_drafts() -> None:
     """Five drafted rows are written and looked at, then three of them again, of other tokens."""
     layer, q, view = make_batch([5], [171], 2, 1, 64, mode=(4, 16))
@@ -337,7 +338,7 @@ def test_rows_after_rejected_drafts() -> None:
     torch.testing.assert_close(pages[:, 1].float(), layer.values.rotation.forward(v), rtol=1e-3, atol=1e-5)
 
 
-@gpu_only
+@gluon
 @pytest.mark.parametrize("padded_rows", [0, 1])
 def test_padding_sequences(padded_rows: int) -> None:
     layer, q, view = make_batch([1, 3, padded_rows, padded_rows], [200, 290, 0, 0], 4, 2, 64)
@@ -351,7 +352,7 @@ MOST = 16  # rows of a drafted block
 ALIKE = [(3, 1, 64), *SHAPES]
 
 
-@gpu_only
+@gluon
 @pytest.mark.parametrize("heads, kv_heads, dim", ALIKE)
 @pytest.mark.parametrize("mode, window", [((4, 128), 0), ((0, 0), 0), ((4, 16), 50)])
 def test_a_row_of_a_block_equals_the_row_alone(
@@ -438,73 +439,59 @@ def test_the_ptx_of_levels(bits: int, dim: int) -> None:
 
 # Ahead of time compiles: no GPU, but not under the interpreter, which replaces the compiler
 
-GPUS = {90: attention.Gpu(132, True), 121: attention.Gpu(48, False)}
 ROOM = {90: 228 << 10, 121: 100 << 10}  # shared memory of an SM
 
 
-def launches(
-    monkeypatch: pytest.MonkeyPatch, capability: int, rows: int, heads: int, kv_heads: int, dim: int,
-    bits: tuple[int, int] = (4, 3), mode: tuple[int, int] = (4, 128), window: int = 0, seqs: int = 4,
-) -> list[aot.Launch]:  # fmt: skip
-    """What a layer's write and attention would launch on that GPU, on tensors without memory."""
-    found: list[aot.Launch] = []
-    monkeypatch.undo()  # tensors without memory want the real torch.empty
-    monkeypatch.setattr(turboquant, "run", lambda kernel, grid, *a, **options: found.append((kernel, a, options)))
-    monkeypatch.setattr(turboquant, "_gpu", lambda device: GPUS[capability])
-    monkeypatch.setattr(turboquant, "_is_hopper", lambda device: capability == 90)
-    for kind, name in ((torch.uint8, "u8"), (torch.float16, "fp16")):
-        monkeypatch.setitem(aot.TYPES, kind, name)
-    for kernel in ("write", "join", "turn_back"):
-        monkeypatch.setitem(aot.WEIGHTS, kernel, {"signs"})
-
-    def made(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device="meta")
-
+def layer_step(
+    rows: int, heads: int, kv_heads: int, dim: int, bits: tuple[int, int] = (4, 3), mode: tuple[int, int] = (4, 128),
+    window: int = 0, seqs: int = 4,
+) -> None:  # fmt: skip
+    """A layer's writes and its attention, on tensors without memory."""
     layout, exact = RecordLayout(SIZE, dim, *bits), mode != (0, 0)
+    ints = partial(empty, dtype=torch.int32)
     layer = CodedLayer(
-        layout, made(512, kv_heads, layout.nbytes, dtype=torch.uint8), *(VectorFormat(dim, b) for b in bits),
-        made(kv_heads, dim, dtype=torch.float32) if exact else None,
-        made(64, 2, kv_heads, SIZE, dim, dtype=torch.float16) if exact else None, made(512) if exact else None, *mode,
+        layout, empty(512, kv_heads, layout.nbytes, dtype=torch.uint8), *(VectorFormat(dim, b) for b in bits),
+        empty(kv_heads, dim, dtype=torch.float32) if exact else None,
+        empty(64, 2, kv_heads, SIZE, dim, dtype=torch.float16) if exact else None, ints(512) if exact else None, *mode,
     )  # fmt: skip
-    qkv = made(seqs * rows, heads + 2 * kv_heads, dim, dtype=torch.bfloat16)
+    qkv = empty(seqs * rows, heads + 2 * kv_heads, dim)
     q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-    slots = positions = made(seqs * rows)
+    slots = positions = ints(seqs * rows)
     turboquant.tq_write(layer, k, v, slots, q)
-    table, norm = made(4000, dim, dtype=torch.float32), made(dim, dtype=torch.bfloat16)
+    table, norm = empty(4000, dim, dtype=torch.float32), empty(dim)
     turboquant.tq_rope_write(layer, qkv.flatten(1), positions, table, heads, kv_heads, norm, norm, 1e-6, slots)
-    view = AttentionView(made(seqs + 1), made(seqs), made(seqs, 2000), rows, 32000)
+    view = AttentionView(ints(seqs + 1), ints(seqs), ints(seqs, 2000), rows, 32000)
     turboquant.tq_attention(layer, q, view, 0.1, window, MOST)
-    return found
 
 
-def check_launch(capability: int, launch: aot.Launch, layout: RecordLayout) -> None:
+def check_launch(capability: int, launch: Launch, layout: RecordLayout) -> None:
     """Fits, waits for its predecessor, and adds up as tiles of all heights do: keys and columns 16 by 16, in order."""
-    compiled, signature = aot.compile_launch(capability, launch)
-    print(f"sm_{capability} {launch[0].__name__} {compiled.metadata.shared} bytes")
-    assert compiled.metadata.launch_pdl and compiled.metadata.shared <= aot.LIMIT[capability], launch[0]
-    aot.check_order(launch[0], signature, compiled.asm["ptx"])
-    if launch[0] is turboquant.attend:
-        options = launch[2]
+    made, signature = compile_launch(capability, launch)
+    print(f"sm_{capability} {launch.kernel.__name__} {made.metadata.shared} bytes")
+    assert made.metadata.launch_pdl and made.metadata.shared <= LIMIT[capability], launch.kernel
+    check_order(launch.kernel, signature, made.asm["ptx"])
+    if launch.kernel is turboquant.attend:
+        options = launch.options
         found = turboquant._at_once(options["W"], layout, GPUS[capability])  # a program too many would wait for a turn
-        assert found * (compiled.metadata.shared + 1024) <= ROOM[capability], (found, compiled.metadata.shared)
+        assert found * (made.metadata.shared + 1024) <= ROOM[capability], (found, made.metadata.shared)
         assert found * 32 * options["W"] * options["maxnreg"] <= 64 << 10
-        reductions = re.findall(r'"tt\.reduce".*?tt\.reduce\.return', compiled.asm["ttgir"], re.S)
+        reductions = re.findall(r'"tt\.reduce".*?tt\.reduce\.return', made.asm["ttgir"], re.S)
         assert reductions
-        dots = set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.aligned\.m\d+n\d+(\S+)", compiled.asm["ptx"]))
+        dots = set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.aligned\.m\d+n\d+(\S+)", made.asm["ptx"]))
         assert dots <= {"k16.row.col.f32.f16.f16.f32", "k16.f32.f16.f16"}, dots
 
 
-@no_interpreter
+@compiled
 @pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("rows", [1, 8, 16, 100])
 def test_a_layer_compiles(rows: int, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = launches(monkeypatch, capability, rows, 32, 8, 128)
-    assert [kernel for kernel, _, _ in found][:3] == [turboquant.write, turboquant.write, turboquant.attend]
+    found = captured_launches(monkeypatch, capability, lambda: layer_step(rows, 32, 8, 128))
+    assert [launch.kernel for launch in found][:3] == [turboquant.write, turboquant.write, turboquant.attend]
     for launch in found:
         check_launch(capability, launch, RecordLayout(SIZE, 128, 4, 3))
 
 
-@no_interpreter
+@compiled
 @pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("heads, kv_heads, dim, bits, mode, window", [
     (9, 3, 64, (5, 4), (4, 128), 0),
@@ -518,7 +505,8 @@ def test_other_shapes_compile(
     capability: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     for rows in (1, 16):
-        for launch in launches(monkeypatch, capability, rows, heads, kv_heads, dim, bits, mode, window):
+        step = partial(layer_step, rows, heads, kv_heads, dim, bits, mode, window)
+        for launch in captured_launches(monkeypatch, capability, step):
             check_launch(capability, launch, RecordLayout(SIZE, dim, *bits))
 
 
