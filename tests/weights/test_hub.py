@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 import zipfile
 from pathlib import Path
 
@@ -134,10 +133,17 @@ def test_leftovers_of_a_killed_fetch_are_removed(shop: Shop) -> None:
 def test_two_at_once_fetch_once(
     shop: Shop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    waiting, say = threading.Semaphore(0), hub._say
+
+    def tell(text: str) -> None:
+        say(text)
+        waiting.release() if "waiting" in text else None
+
     def slow(model: hub.KnownModel, work: Path, path: Path) -> Path:
-        time.sleep(0.3)
+        assert all(waiting.acquire(timeout=60) for _ in range(2))
         return shop(model, work, path)
 
+    monkeypatch.setattr(hub, "_say", tell)
     monkeypatch.setattr(hub, "_download", slow)
     threads = [threading.Thread(target=hub.fetch, args=("tiny",)) for _ in range(3)]
     for thread in threads:
@@ -184,7 +190,14 @@ def test_progress_bar_on_a_terminal(
     monkeypatch.setattr(hub, "PATIENCE_S", 0.05)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     (tmp_path / "part").write_bytes(bytes(10))
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.4)"])
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+
+    def measured(folder: Path) -> int:  # the bar is up: now it may end
+        process.communicate(b"\n")
+        return size_of(folder)
+
+    size_of = hub._size_of
+    monkeypatch.setattr(hub, "_size_of", measured)
     hub._watch(process, tmp_path, hub.KNOWN["tiny"])
     assert process.returncode == 0 and "Fetching tiny" in capsys.readouterr().err
 
