@@ -300,8 +300,8 @@ BORDERS = [  # contexts whose last rows lie on either side of a tile of 32, 64 o
     [64, 129, 139, 260],
     [523, 642, 396, 650],
 ] + [[1290, 1031, 2048, 1537]] * (not INTERPRET)
-ALIKE = [(dtype, *shape) for dtype in DTYPES for shape in ((3, 1, 64), (4, 1, 128), (2, 2, 64))]
-ALIKE += [(dtype, *shape) for dtype in DTYPES for shape in SHAPES] * (not INTERPRET)
+ALIKE = [(DTYPES[0], 3, 1, 64), (DTYPES[1], 4, 1, 128)]
+ALIKE += [(dtype, *shape) for dtype in DTYPES for shape in ((2, 2, 64), *SHAPES)] * (not INTERPRET)
 
 
 def last_rows(view: AttentionView, contexts: list[int], width: int) -> AttentionView:

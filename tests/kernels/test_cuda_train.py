@@ -77,13 +77,21 @@ def check_attention(
 
 
 SHAPES = [  # width, heads, kv_heads, head_dim
-    (16, 9, 3, 64),
-    (8, 9, 3, 64),
+    (16, 6, 2, 64),
+    (8, 3, 1, 64),
     (2, 2, 2, 32),
     (7, 5, 1, 48),
     (16, 16, 1, 128),
 ]
-GPU_SHAPES = [(16, 16, 8, 128), (4, 32, 8, 128), (16, 12, 12, 80), (5, 16, 1, 16), (8, 14, 2, 64)]
+GPU_SHAPES = [
+    (16, 9, 3, 64),
+    (8, 9, 3, 64),
+    (16, 16, 8, 128),
+    (4, 32, 8, 128),
+    (16, 12, 12, 80),
+    (5, 16, 1, 16),
+    (8, 14, 2, 64),
+]
 SHAPES = [(dtype, *shape) for dtype in DTYPES for shape in SHAPES + GPU_SHAPES * (not INTERPRET)]
 
 

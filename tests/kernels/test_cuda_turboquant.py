@@ -1,4 +1,5 @@
-"""The kernels of the compressed KV cache against plain torch, on a GPU; writing alone also under TRITON_INTERPRET=1.
+"""The kernels of the compressed KV cache against plain torch, on a GPU; writing and joining also under
+TRITON_INTERPRET=1. Attention itself is written in Gluon, which has no interpreter: elsewhere it is only compiled.
 
 Writes must give what VectorFormat.encode gives; attention what float64 gives of the decoded records and the exact rows.
 Whatever must not be read is poisoned: unowned blocks, records and rows of pages that no query needs, fresh outputs. The
@@ -8,6 +9,7 @@ sm_121. Speed is left to bench/cuda_turboquant.py.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from functools import partial
@@ -22,7 +24,10 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels import cuda  # noqa: E402
 from sparkdraft.kernels.cuda import turboquant  # noqa: E402
+from sparkdraft.kernels.cuda.elementwise import run  # noqa: E402
+from sparkdraft.kernels.cuda.turboquant.join import join, turn_back  # noqa: E402
 from sparkdraft.kernels.cuda.turboquant.levels import as_they_lie, in_pairs  # noqa: E402
+from sparkdraft.kernels.cuda.turboquant.rotation import signs  # noqa: E402
 from sparkdraft.kernels.turboquant.codes import pack, unpack  # noqa: E402
 from sparkdraft.kernels.turboquant.layout import PLANES  # noqa: E402
 from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout  # noqa: E402
@@ -213,7 +218,7 @@ def test_queries_are_rotated_in_place(dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dim, rotary", [(64, 64), (128, 128), (256, 64)])
 def test_norms_and_rope_on_the_way(dim: int, rotary: int, norms: str, dtype: torch.dtype) -> None:
     """tq_rope_write is qk_norm_rope and tq_write; positions of padding rows may be any number."""
-    heads, kv_heads, slots = 6, 2, integers([5, -1, 20, 31, 7])
+    heads, kv_heads, slots = 2 if INTERPRET else 6, 2 - INTERPRET, integers([5, -1, 20, 31, 7])
     q_norm, k_norm = (randn(dim, dtype=dtype) if norms in ("both", n) else None for n in "qk")
     turn = integers([0, 49, 3, 2**30, -5]), randn(50, rotary).cos(), heads, kv_heads, q_norm, k_norm, 1e-6
     layer, other = make_layer(2, kv_heads, dim), make_layer(2, kv_heads, dim)
@@ -263,6 +268,28 @@ def test_no_rows() -> None:
     turboquant.tq_write(layer, q[:0, :2], q[:0, :2], integers([]))
     assert torch.equal(layer.records, before)
     assert turboquant.tq_attention(layer, q[:0], replace(view, query_start=integers([0, 0])), 0.1).shape == (0, 256)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shares", [1, 3])
+def test_parts_are_joined_and_turned_back(shares: int, dtype: torch.dtype) -> None:
+    """Of three rows the last is padding, and left as it is; a share without keys has no say."""
+    heads, dim, lines, start = 2, 64, 4, integers([0, 2])
+    parts, power, out = randn(3, heads, shares, dim), randn(3, heads, shares), randn(3, heads * dim, dtype=dtype)
+    power[0, 0, 1:] = float("-inf")
+    padding, sizes = out[2].clone(), {"HEADS": heads, "DIM": dim, "STEPS": 6, "LINES": lines, "num_warps": 4}
+    weights = (power * math.log(2)).softmax(-1)
+    parts[0, 0, 1:] = float("nan")
+    if shares == 1:
+        run(turn_back, (2,), parts, out, signs(dim, parts.device), start, 1, **sizes)
+    else:
+        run(join, (2,), parts, power, signs(dim, parts.device), out, start, 1, shares, SHARES=4, **sizes)
+    mixed = (parts.nan_to_num(0.0) * weights.unsqueeze(-1)).sum(2)
+    wanted = VectorFormat(dim, 4, device=parts.device).rotation.inverse(mixed).flatten(1)
+    off = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(out[:2].float(), wanted[:2], rtol=off, atol=off)
+    assert torch.equal(out[2], padding)
 
 
 # Attention
