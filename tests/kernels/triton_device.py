@@ -30,8 +30,8 @@ if INTERPRET:  # triton 3.6 takes int() of arrays of one element, which numpy 2.
 
 
 def gpu(test: Callable[..., None]) -> Callable[..., None]:
-    skip = pytest.mark.skipif(NO_GPU and not INTERPRET, reason="no GPU here, and TRITON_INTERPRET is not 1")
-    return pytest.mark.gpu(skip(test))
+    reason = "no GPU here: `make test-long` runs it in Triton's interpreter"
+    return pytest.mark.gpu(pytest.mark.skipif(NO_GPU and not INTERPRET, reason=reason)(test))
 
 
 def gpu_only(test: Callable[..., None]) -> Callable[..., None]:
