@@ -1,13 +1,17 @@
-"""What runs on every change runs both stages, and fails if one of them does."""
+"""What runs on every change runs both stages, fails if one of them does, and skips no kernel unseen."""
 
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+WHEELS = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")  # as pyproject.toml has it
 RUN = Path(__file__).parent.parent / ".ci" / "run"
 
 
@@ -28,3 +32,9 @@ def test_a_stage_that_fails_fails_the_run(tmp_path: Path, failing: str, stages: 
     assert result.returncode == (0 if failing == "none" else 7), result.stderr
     for stage in stages:
         assert f"make {stage}: exit status {7 if stage == failing else 0} after " in result.stdout
+
+
+@pytest.mark.skipif(not WHEELS, reason="Triton has no wheel for this machine")
+def test_the_gpu_kernels_are_not_skipped_for_lack_of_triton() -> None:
+    """Without it all of tests/kernels/test_cuda*.py would skip, and nobody would see it."""
+    assert find_spec("triton"), "Triton is not installed: run make dev"

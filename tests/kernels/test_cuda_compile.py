@@ -63,6 +63,7 @@ STEPS: dict[str, Callable[[], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", LIMIT)
 @pytest.mark.parametrize("step", STEPS)
 def test_every_kernel_compiles(step: str, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def no_interpreter(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def compiled(test: Callable[..., None]) -> Callable[..., None]:
-    """Compiles many shapes ahead of time, which takes seconds each; test_cuda_compile.py compiles each kernel once."""
+    """Compiles ahead of time, which takes seconds for each shape."""
     return pytest.mark.slow(no_interpreter(test))
 
 
