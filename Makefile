@@ -19,8 +19,8 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 # Two files at a time, each process on its own cores (tests/conftest.py): most tests are busy with one.
-# -rs: what was skipped is said with its reason, a line each (no GPU, no browser).
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile -rs
+# -rs: what was skipped is said with its reason, a line each (no GPU, no browser); then what took longest.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile -rs --durations 20 --durations-min 5
 
 .PHONY: setup dev serve demo test test-long lint bench clean
 
