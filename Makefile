@@ -2,22 +2,29 @@
 #
 #   make serve   the embedded model behind an OpenAI-compatible API and a chat page, on 127.0.0.1:8000
 #   make demo    the embedded model writes a few lines, on this machine, GPU or not
-#   make test    lint, types and tests
+#   make test    lint, types and tests: under ten minutes on two quiet cores
+#   make test-long  what takes longer, 25 minutes at most: GPU kernels in Triton's interpreter and compiled for sm_90 and
+#                sm_121 in every shape, drafted text against plain text over 60 prompts, endurance, fuzzing in full size
 #   make bench   decode and prefill speed of the embedded model against the memory bandwidth
 #   make check-speed [DEVICE=cuda]   ratios of speeds against sparkdraft/bench/speed/expected_ratios.json
 #
 # TORCH=torch==2.13.0       the torch to install (the pin: its CPU build pulls no CUDA packages on most machines)
+# TRITON=triton==3.6.0      the Triton with which tests compile and interpret GPU kernels, where torch brings none
 # PIP_ARGS="--index-url .." anything else pip should know, such as another index
 #   a GPU machine:  make demo TORCH=torch PIP_ARGS="--extra-index-url <an index with CUDA builds>"
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+TRITON ?= triton==3.6.0; sys_platform == 'linux' and platform_machine in 'x86_64 aarch64'
 PIP_ARGS ?=
 DEVICE ?= cpu
 VENV := .venv
 BIN := $(VENV)/bin
+# Two files at a time, each process on its own cores (tests/conftest.py): most tests are busy with one.
+# -rs: what was skipped is said with its reason, a line each (no GPU, no browser); then what took longest.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile -rs --durations 20 --durations-min 5
 
-.PHONY: setup dev serve demo test lint bench check-speed clean
+.PHONY: setup dev serve demo test test-long lint bench check-speed clean
 
 setup: $(VENV)/ready
 dev: $(VENV)/ready-dev
@@ -28,10 +35,13 @@ serve: setup
 demo: setup
 	$(BIN)/sparkdraft demo
 
-# Two files at a time, each process on its own cores (tests/conftest.py): most tests are busy with one.
-# -rs: what was skipped is said with its reason, a line each (no GPU, no browser).
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile -rs
+	$(PYTEST)
+
+# Triton's interpreter replaces its compiler for a whole process, so the tests that need it are a run of their own.
+test-long: dev
+	TRITON_INTERPRET=1 $(PYTEST) --dist load -m gpu tests/kernels
+	SPARKDRAFT_FUZZ=800 $(PYTEST) -m "slow or fuzz"
 
 lint: dev
 	$(BIN)/ruff check .
@@ -57,6 +67,8 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/ready-dev: $(VENV)/ready
+# A CUDA build of torch pins the Triton that it brings; only a CPU build, which brings none, gets ours.
+	$(BIN)/python -c "import triton" 2> /dev/null || $(BIN)/python -m pip install --quiet $(PIP_ARGS) "$(TRITON)"
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e ".[dev]"
 # z-lab's own code, the oracle of tests/spec; without what it pins to the digit (datasets, tqdm, requests), unused here.
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps dflash==0.1.0

@@ -63,8 +63,8 @@ class ServerConfig:
     max_body: int = option(8 << 20, "most bytes of one request")
     sampling_defaults: str = option(
         "model",
-        "for requests that name no temperature and so on: model (its generation_config.json), openai (temperature 1), or "
-        "values such as temperature=0.7,top_p=0.9",
+        "for requests that name no temperature and so on: model (its generation_config.json), openai (temperature 1), "
+        "or values such as temperature=0.7,top_p=0.9",
     )
     drain_seconds: float = option(30.0, "how long running requests may finish after SIGTERM")
 

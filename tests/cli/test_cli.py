@@ -110,7 +110,7 @@ def test_bench_offline_ends_in_json(tiny: Path) -> None:
     assert result.returncode == 0, result.stderr.decode()
     report = json.loads(result.stdout.splitlines()[-1])
     assert [row["streams"] for row in report["rows"]] == [1, 3]
-    assert all(0 < row["share"] < 1.5 and row["decode_tok_s"] > 0 for row in report["rows"])
+    assert all(row["share"] > 0 and row["decode_tok_s"] > 0 for row in report["rows"])
 
 
 def test_bench_refuses_nonsense() -> None:

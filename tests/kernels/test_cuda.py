@@ -24,10 +24,10 @@ from tests.kernels.triton_device import (  # noqa: E402
     DEVICE,
     DTYPES,
     INTERPRET,
+    compiled,
     gpu,
     gpu_only,
     integers,
-    no_interpreter,
     poisoned_empty,
     randn,
 )
@@ -300,8 +300,8 @@ BORDERS = [  # contexts whose last rows lie on either side of a tile of 32, 64 o
     [64, 129, 139, 260],
     [523, 642, 396, 650],
 ] + [[1290, 1031, 2048, 1537]] * (not INTERPRET)
-ALIKE = [(dtype, *shape) for dtype in DTYPES for shape in ((3, 1, 64), (4, 1, 128), (2, 2, 64))]
-ALIKE += [(dtype, *shape) for dtype in DTYPES for shape in SHAPES] * (not INTERPRET)
+ALIKE = [(DTYPES[0], 3, 1, 64), (DTYPES[1], 4, 1, 128)]
+ALIKE += [(dtype, *shape) for dtype in DTYPES for shape in ((2, 2, 64), *SHAPES)] * (not INTERPRET)
 
 
 def last_rows(view: AttentionView, contexts: list[int], width: int) -> AttentionView:
@@ -459,7 +459,7 @@ def compile_attend(
     return compile_kernel(attention._attend, capability, types, constants, tile.warps, tile.stages)
 
 
-@no_interpreter
+@compiled
 @pytest.mark.parametrize("capability", [90, 121])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", TYPES)
@@ -474,7 +474,7 @@ def test_attention_compiles_within_shared_memory(capability: int, head_dim: int,
         assert used < LIMIT[capability]
 
 
-@no_interpreter
+@compiled
 @pytest.mark.parametrize("capability", [90, 121])
 def test_attention_variants_compile(capability: int) -> None:
     for causal, window, head_dim, group in ((True, 100, 80, 3), (False, 0, 96, 1), (False, 100, 128, 8)):
@@ -507,7 +507,7 @@ def test_up_to_most_query_rows_go_through_the_keys_alike(
             assert a.tile.block_m >= rows * heads // kv_heads or a.search
 
 
-@no_interpreter
+@compiled
 @pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("heads, kv_heads, head_dim", [(32, 8, 128), (9, 3, 64), (16, 16, 64), (8, 1, 256)])
 def test_tiles_of_all_heights_add_up_alike(heads: int, kv_heads: int, head_dim: int, capability: int) -> None:
@@ -524,7 +524,7 @@ def test_tiles_of_all_heights_add_up_alike(heads: int, kv_heads: int, head_dim: 
         assert made.metadata.shared <= LIMIT[capability], (tile, made.metadata.shared)
 
 
-@no_interpreter
+@compiled
 @pytest.mark.parametrize("capability", [90, 121])
 def test_small_kernels_compile(capability: int) -> None:
     join = {

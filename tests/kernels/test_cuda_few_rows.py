@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -18,12 +19,14 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels.cuda import few_rows, pdl  # noqa: E402
-from sparkdraft.kernels.cuda.few_rows import Gpu  # noqa: E402
 from sparkdraft.kernels.norm import Norm, Normed  # noqa: E402
+from tests.kernels.ahead_of_time import FEW_ROWS_GPUS as GPUS  # noqa: E402
+from tests.kernels.ahead_of_time import Launch, captured_launches, compile_launch, empty  # noqa: E402
 from tests.kernels.triton_device import (  # noqa: E402
     DEVICE,
     DTYPES,
     INTERPRET,
+    compiled,
     gpu,
     gpu_only,
     no_interpreter,
@@ -79,8 +82,8 @@ def assert_close(got: Tensor, expected: Tensor, dtype: torch.dtype, factors: int
 
 
 ROWS = [1, 3, 8, 15, 16]
-SHAPES = [(48, 128), (500, 576), (37, 200), (130, 77)]  # out, in: even and odd, strips of 16 and of 64
-SHAPES += [(6144, 4096), (960, 576), (1000, 4100)] * (not INTERPRET)
+SHAPES = [(48, 128), (37, 200), (130, 77)]  # out, in: even and odd, strips of 16 and of 64
+SHAPES += [(500, 576), (6144, 4096), (960, 576), (1000, 4100)] * (not INTERPRET)
 CASES = [(rows, out, in_, DTYPES[(i + j) % 2]) for i, rows in enumerate(ROWS) for j, (out, in_) in enumerate(SHAPES)]
 CASES += [(rows, *SHAPES[0], dtype) for rows in (5, 16) for dtype in DTYPES]
 each_case = pytest.mark.parametrize("rows, out, in_, dtype", list(dict.fromkeys(CASES)))
@@ -251,7 +254,7 @@ KINDS = ["linear", "norm_linear", "norm_gated", "add_linear", "norm_argmax", "lo
 
 @gpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("out, in_", [(48, 192), (500, 77)])
+@pytest.mark.parametrize("out, in_", [(48, 192), (130 if INTERPRET else 500, 77)])
 def test_a_row_does_not_depend_on_its_neighbours(kind: str, out: int, in_: int) -> None:
     for dtype in DTYPES:
         check_rows_alone(kind, out, in_, dtype, [0, 11])
@@ -309,9 +312,6 @@ def test_overlapped_launches_in_a_graph_equal_launches_one_by_one(rows: int, mon
 
 # Host choices
 
-H200, SPARK = Gpu(132, 227 << 10, True), Gpu(48, 99 << 10, False)
-GPUS = {90: H200, 121: SPARK}
-
 
 @pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -357,34 +357,16 @@ def test_too_few_and_too_many_rows_are_refused(rows: int) -> None:
 BY_ROW = (few_rows._prepare, few_rows._pick)  # one program a row, and no weight
 
 
-@dataclass(frozen=True)
-class Captured:
-    kernel: object
-    grid: tuple[int]
-    arguments: tuple[object, ...]
-    options: dict[str, object]  # and constants
+def few_rows_step(kind: str, out: int, in_: int, dtype: torch.dtype, rows: int, written: bool) -> None:
+    """One function of few_rows.py, on tensors without memory."""
+    problem = Problem(
+        empty(out, in_, dtype=dtype), Norm(empty(in_, dtype=dtype), EPS), empty(in_, 64, dtype=dtype),
+        Norm(empty(out, dtype=dtype), EPS), empty(16, out, dtype=dtype),
+    )  # fmt: skip
+    problem.run(kind, empty(16, in_, dtype=dtype)[:rows], slice(rows), written)
 
 
-def captured_launches(
-    monkeypatch: pytest.MonkeyPatch,
-    capability: int, kind: str, out: int, in_: int, dtype: torch.dtype, rows: int, written: bool,
-) -> list[Captured]:  # fmt: skip
-    """What a function would launch on that GPU, on tensors without memory."""
-    found: list[Captured] = []
-    monkeypatch.undo()  # tensors without memory want the real torch.empty
-
-    def meta(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device="meta")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(few_rows, "_run", lambda kernel, grid, *a, **o: found.append(Captured(kernel, grid, a, o)))
-        patch.setattr(few_rows, "_gpu", lambda device: GPUS[capability])
-        patch.setattr(pdl, "active", lambda device: True)
-        problem = Problem(meta(out, in_), Norm(meta(in_), EPS), meta(in_, 64), Norm(meta(out), EPS), meta(16, out))
-        problem.run(kind, meta(16, in_)[:rows], slice(rows), written)
-    return found
-
-
+@no_interpreter
 @pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("written", [False, True])
@@ -396,7 +378,9 @@ def test_rows_choose_nothing_of_a_launch(
     for out, in_, dtype in cases:
         seen = []
         for rows in (1, 2, 8, 16):
-            launches = captured_launches(monkeypatch, capability, kind, out, in_, dtype, rows, written)
+            launches = captured_launches(
+                monkeypatch, capability, partial(few_rows_step, kind, out, in_, dtype, rows, written)
+            )
             assert all(launch.grid == (rows,) for launch in launches if launch.kernel in BY_ROW)
             grids = [launch.grid for launch in launches if launch.kernel not in BY_ROW]
             seen.append((grids, [(launch.kernel, launch.options) for launch in launches]))
@@ -404,32 +388,6 @@ def test_rows_choose_nothing_of_a_launch(
 
 
 # Ahead of time compiles: no GPU, but not under the interpreter, which replaces the compiler
-
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
-
-
-def compile_launch(capability: int, launch: Captured) -> object:
-    """Compile as the launch would: pointers, and integers that are, count as divisible by 16."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernel, options = launch.kernel, launch.options
-    names = kernel.arg_names
-    values = dict(zip(names, launch.arguments, strict=False)) | {n: v for n, v in options.items() if n in names}
-    fixed = {p.name for p in kernel.params if p.is_constexpr or values[p.name] is None}
-    signature, hints = {}, {}
-    for place, (name, param) in enumerate(zip(names, kernel.params, strict=True)):
-        value = values[name]
-        aligned = isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
-        if isinstance(value, Tensor):
-            signature[name] = "*" + TYPES[value.dtype]
-        else:
-            signature[name] = "constexpr" if name in fixed else "fp32" if isinstance(value, float) else "i32"
-        if aligned and name not in fixed and not param.do_not_specialize:
-            hints[(place,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, {name: values[name] for name in fixed}, hints)
-    rest = {n: v for n, v in options.items() if n not in names}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=rest)
 
 
 def check_order(kernel: object, asm: dict[str, str]) -> None:
@@ -450,17 +408,18 @@ def check_compiled(
     monkeypatch: pytest.MonkeyPatch, capability: int, kind: str, out: int, in_: int, dtype: torch.dtype
 ) -> None:
     target = GPUS[capability]
-    launches = captured_launches(monkeypatch, capability, kind, out, in_, dtype, 16, False)
-    if has_norm(kind):
-        launches += captured_launches(monkeypatch, capability, kind, out, in_, dtype, 16, True)
+    launches: list[Launch] = []
+    for written in (False, True)[: 1 + has_norm(kind)]:
+        step = partial(few_rows_step, kind, out, in_, dtype, 16, written)
+        launches += captured_launches(monkeypatch, capability, step)
     for launch in launches:
-        compiled = compile_launch(capability, launch)
-        ptx, shared = compiled.asm["ptx"], compiled.metadata.shared
+        made, _ = compile_launch(capability, launch)
+        ptx, shared = made.asm["ptx"], made.metadata.shared
         used = set(re.findall(r"wgmma\.mma_async\S+|mma\.sync\S+", ptx))
         size = {name: launch.options.get(name) for name in ("BLOCK_N", "BLOCK_K", "num_warps", "num_stages")}
-        print(f"sm_{capability} {kind} {out} x {in_} {TYPES[dtype]} {compiled.metadata.name} {size}: {shared}, {used}")
-        assert compiled.metadata.launch_pdl
-        check_order(launch.kernel, compiled.asm)
+        print(f"sm_{capability} {kind} {out} x {in_} {dtype} {made.metadata.name} {size}: {shared}, {used}")
+        assert made.metadata.launch_pdl
+        check_order(launch.kernel, made.asm)
         beside = 1 + (launch.grid[0] > target.sms)  # programs share an SM where there are more; 1 KB of each is taken
         assert beside * (shared + 1024) <= target.shared + 1024
         if launch.kernel in BY_ROW:
@@ -471,14 +430,14 @@ def check_compiled(
         assert all(name.startswith("wgmma") == wide for name in used), used
 
 
-@no_interpreter
+@compiled
 @pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("out, in_", NAMED)
 def test_named_shapes_compile(out: int, in_: int, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check_compiled(monkeypatch, capability, NAMED[out, in_], out, in_, torch.bfloat16)
 
 
-@no_interpreter
+@compiled
 @pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_shapes_and_types_compile(kind: str, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:

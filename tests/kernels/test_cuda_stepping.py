@@ -8,8 +8,6 @@ compiles what each operator of a decode step launches, for sm_90 and sm_121, and
 from __future__ import annotations
 
 import random
-import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,9 +16,20 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels import cuda, reference  # noqa: E402
-from sparkdraft.kernels.cuda import argmax, attention, elementwise, pdl, stepping  # noqa: E402
+from sparkdraft.kernels.cuda import argmax, pdl  # noqa: E402
 from sparkdraft.kernels.view import AttentionView  # noqa: E402
-from tests.kernels.triton_device import DTYPES, gpu, gpu_only, integers, no_interpreter, poisoned_empty, randn  # noqa: E402
+from tests.kernels.ahead_of_time import LIMIT, captured_launches, check_order, compile_launch  # noqa: E402
+from tests.kernels.ahead_of_time import empty as made  # noqa: E402
+from tests.kernels.triton_device import (  # noqa: E402
+    DTYPES,
+    INTERPRET,
+    compiled,
+    gpu,
+    gpu_only,
+    integers,
+    poisoned_empty,
+    randn,
+)
 
 __all__ = ["poisoned_empty"]  # a fixture that every test here takes
 
@@ -43,7 +52,8 @@ def rope_case(
     return (qkv, positions, table, heads, kv_heads, q_norm, k_norm, 1e-6), caches
 
 
-ROPE_SHAPES = [(9, 3, 64, 64), (4, 2, 80, 80), (4, 1, 96, 32), (32, 8, 128, 128), (0, 8, 128, 128), (0, 3, 96, 32)]
+ROPE_SHAPES = [(9, 3, 64, 64), (4, 2, 80, 80), (4, 1, 96, 32), (0, 3, 96, 32)]
+ROPE_SHAPES += [(3, 1, 128, 128)] if INTERPRET else [(32, 8, 128, 128), (0, 8, 128, 128)]
 
 
 @gpu
@@ -187,59 +197,10 @@ def test_overlapped_launches_in_a_graph_equal_launches_one_by_one(rows: int, mon
 
 # Ahead of time compiles: no GPU, but not under the interpreter, which replaces the compiler
 
-LIMIT = {90: 227 << 10, 121: 99 << 10}  # bytes of shared memory a block may take
-TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
-TYPES[torch.float8_e4m3fn] = "fp8e4nv"
-Launch = tuple[object, tuple[object, ...], dict[str, object]]
-
-
-def captured_launches(monkeypatch: pytest.MonkeyPatch, capability: int, step: Callable[[], object]) -> list[Launch]:
-    """What a function would launch on that GPU, on tensors without memory: kernels, arguments and options."""
-    found: list[Launch] = []
-    monkeypatch.undo()  # tensors without memory want the real torch.empty
-    with monkeypatch.context() as patch:
-        for module in (argmax, attention, elementwise, stepping):
-            patch.setattr(module, "run", lambda kernel, grid, *a, **options: found.append((kernel, a, options)))
-        sms = {90: 132, 121: 48}[capability]
-        patch.setattr(attention, "_gpu", lambda device: attention.Gpu(sms, capability == 90))
-        step()
-    return found
-
-
-def compile_launch(capability: int, launch: Launch) -> tuple[object, dict[str, str]]:
-    """Compiled as the launch would be with PDL, and the arguments' types; what is divisible by 16 counts as such."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    kernel, arguments, options = launch
-    names = kernel.arg_names
-    values = (
-        dict(zip(names, arguments, strict=False)) | {n: v for n, v in options.items() if n in names} | {"PDL": True}
-    )
-    fixed = {p.name for p in kernel.params if p.is_constexpr or values[p.name] is None}
-    signature, hints = {}, {}
-    for place, (name, param) in enumerate(zip(names, kernel.params, strict=True)):
-        value = values[name]
-        if isinstance(value, Tensor):
-            signature[name] = "*" + TYPES[value.dtype]
-        else:
-            signature[name] = "constexpr" if name in fixed else "fp32" if isinstance(value, float) else "i32"
-        aligned = isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
-        if aligned and name not in fixed and not param.do_not_specialize:
-            hints[(place,)] = [["tt.divisibility", 16]]
-    kind = GluonASTSource if kernel.is_gluon() else ASTSource
-    source = kind(kernel, signature, {name: values[name] for name in fixed}, hints)
-    rest = {n: v for n, v in options.items() if n not in names} | pdl.options(True)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=rest), signature
-
 
 def decode_step(rows: int, heads: int, kv_heads: int, dim: int, most: int) -> None:
     """Each operator of a decode step once, on tensors without memory."""
     seqs, width = 4, (heads + 2 * kv_heads) * dim
-
-    def made(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device="meta")
 
     def ints(*shape: int) -> Tensor:
         return made(*shape, dtype=torch.int32)
@@ -273,34 +234,7 @@ def decode_step(rows: int, heads: int, kv_heads: int, dim: int, most: int) -> No
     cuda.settle(drafts, ints(seqs, rows).long(), lanes[2], lanes[0], lanes[1], lanes[3], slots, lanes[2])
 
 
-WEIGHTS = {"_rms_norm": {"weight"}, "_qk_norm_rope": {"q_norm", "k_norm"}}  # what is read before the wait
-
-
-def read_early(ptx: str, names: list[str]) -> set[str]:
-    """Arguments whose memory is read before the wait; traces which of them each register is made of."""
-    origin: dict[str, set[str]] = {}
-    found: set[str] = set()
-    for line in ptx[ptx.index("{") : ptx.index("griddepcontrol.wait")].splitlines():
-        operands = re.findall(r"%[a-z]+\d+|_param_\d+", line)
-        sources = [{names[int(o[7:])]} if o.startswith("_param") else origin.get(o, set()) for o in operands]
-        if "ld.global" in line:
-            found |= sources[-1]
-        elif operands:
-            origin[operands[0]] = set().union(*sources[1:])
-    return found
-
-
-def check_order(kernel: object, signature: dict[str, str], ptx: str) -> None:
-    """All paths wait, and nothing that another kernel writes is read before, nor anything written."""
-    name = kernel.__name__
-    assert ptx.count("griddepcontrol.wait") == 1 and "griddepcontrol.launch_dependents" not in ptx, name
-    early = ptx[: ptx.index("griddepcontrol.wait")]
-    assert not re.search(r"cp\.async|st\.global|\bbra\b|\bret;", early), f"{name}: {early}"
-    passed = [n for n, kind in signature.items() if kind != "constexpr"] + ["scratch", "profile"]  # Triton's own
-    assert read_early(ptx, passed) <= WEIGHTS.get(name, set()), name
-
-
-@no_interpreter
+@compiled
 @pytest.mark.parametrize("capability", LIMIT)
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("heads, kv_heads, dim", [(32, 8, 128), (9, 3, 64)])
@@ -308,12 +242,7 @@ def test_every_kernel_of_a_decode_step_compiles_and_waits(
     rows: int, heads: int, kv_heads: int, dim: int, capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches = captured_launches(monkeypatch, capability, lambda: decode_step(rows, heads, kv_heads, dim, 16))
-    names = [kernel.__name__ for kernel, _, _ in launches]
-    assert set(names) == {
-        "_lay_out", "_rms_norm", "_qk_norm_rope", "_kv_write", "_attend", "_join", "_silu_mul", "_tap", "_settle",
-        "_best_of_part", "_best_of_row"
-    }  # fmt: skip
     for launch in launches:
-        compiled, signature = compile_launch(capability, launch)
-        assert compiled.metadata.launch_pdl and compiled.metadata.shared <= LIMIT[capability], launch[0]
-        check_order(launch[0], signature, compiled.asm["ptx"])
+        built, signature = compile_launch(capability, launch)
+        assert built.metadata.launch_pdl and built.metadata.shared <= LIMIT[capability], launch.kernel
+        check_order(launch.kernel, signature, built.asm["ptx"])

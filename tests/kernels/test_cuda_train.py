@@ -22,9 +22,9 @@ from tests.kernels.triton_device import (  # noqa: E402
     DEVICE,
     DTYPES,
     INTERPRET,
+    compiled,
     gpu,
     integers,
-    no_interpreter,
     poisoned_empty,
     randn,
 )
@@ -77,13 +77,21 @@ def check_attention(
 
 
 SHAPES = [  # width, heads, kv_heads, head_dim
-    (16, 9, 3, 64),
-    (8, 9, 3, 64),
+    (16, 6, 2, 64),
+    (8, 3, 1, 64),
     (2, 2, 2, 32),
     (7, 5, 1, 48),
     (16, 16, 1, 128),
 ]
-GPU_SHAPES = [(16, 16, 8, 128), (4, 32, 8, 128), (16, 12, 12, 80), (5, 16, 1, 16), (8, 14, 2, 64)]
+GPU_SHAPES = [
+    (16, 9, 3, 64),
+    (8, 9, 3, 64),
+    (16, 16, 8, 128),
+    (4, 32, 8, 128),
+    (16, 12, 12, 80),
+    (5, 16, 1, 16),
+    (8, 14, 2, 64),
+]
 SHAPES = [(dtype, *shape) for dtype in DTYPES for shape in SHAPES + GPU_SHAPES * (not INTERPRET)]
 
 
@@ -263,7 +271,7 @@ def attention_shared(kernel: object, capability: int, dtype: torch.dtype, head_d
     return compile_kernel(kernel, capability, types, constants, tile.warps, tile.stages).metadata.shared
 
 
-@no_interpreter
+@compiled
 @pytest.mark.parametrize("capability", [90, 121])
 @pytest.mark.parametrize("dtype, head_dim", [(dtype, dim) for dtype in TYPES for dim in (32, 64, 128)])
 @pytest.mark.parametrize("name", ["_forward", "_grad_block", "_grad_context"])
@@ -274,7 +282,7 @@ def test_block_attention_compiles(name: str, dtype: torch.dtype, head_dim: int, 
     assert used < LIMIT[capability]
 
 
-@no_interpreter
+@compiled
 @pytest.mark.parametrize("capability", [90, 121])
 def test_odd_blocks_compile(capability: int) -> None:
     for name in ("_forward", "_grad_block", "_grad_context"):
@@ -283,7 +291,7 @@ def test_odd_blocks_compile(capability: int) -> None:
             assert attention_shared(kernel, capability, torch.bfloat16, head_dim, width, group) < LIMIT[capability]
 
 
-@no_interpreter
+@compiled
 @pytest.mark.parametrize("capability", [90, 121])
 @pytest.mark.parametrize("soft", [False, True])
 def test_draft_loss_compiles(soft: bool, capability: int) -> None:

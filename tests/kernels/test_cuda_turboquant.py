@@ -1,4 +1,5 @@
-"""The kernels of the compressed KV cache against plain torch, on a GPU; writing alone also under TRITON_INTERPRET=1.
+"""The kernels of the compressed KV cache against plain torch, on a GPU; writing and joining also under
+TRITON_INTERPRET=1. Attention itself is written in Gluon, which has no interpreter: elsewhere it is only compiled.
 
 Writes must give what VectorFormat.encode gives; attention what float64 gives of the decoded records and the exact rows.
 Whatever must not be read is poisoned: unowned blocks, records and rows of pages that no query needs, fresh outputs. The
@@ -8,8 +9,10 @@ sm_121. Speed is left to bench/cuda_turboquant.py.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -20,22 +23,25 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels import cuda  # noqa: E402
-from sparkdraft.kernels.cuda import attention, turboquant  # noqa: E402
+from sparkdraft.kernels.cuda import turboquant  # noqa: E402
+from sparkdraft.kernels.cuda.elementwise import run  # noqa: E402
+from sparkdraft.kernels.cuda.turboquant.join import join, turn_back  # noqa: E402
 from sparkdraft.kernels.cuda.turboquant.levels import as_they_lie, in_pairs  # noqa: E402
+from sparkdraft.kernels.cuda.turboquant.rotation import signs  # noqa: E402
 from sparkdraft.kernels.turboquant.codes import pack, unpack  # noqa: E402
 from sparkdraft.kernels.turboquant.layout import PLANES  # noqa: E402
 from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout  # noqa: E402
 from sparkdraft.kernels.turboquant.vectors import Encoded, VectorFormat  # noqa: E402
 from sparkdraft.kernels.view import AttentionView  # noqa: E402
-from tests.kernels import test_cuda_stepping as aot  # noqa: E402
+from tests.kernels.ahead_of_time import GPUS, LIMIT, Launch, captured_launches, check_order, compile_launch, empty  # noqa: E402
 from tests.kernels.triton_device import (  # noqa: E402
     DEVICE,
     DTYPES,
     INTERPRET,
+    compiled,
+    gluon,
     gpu,
-    gpu_only,
     integers,
-    no_interpreter,
     poisoned_empty,
     randn,
 )
@@ -212,7 +218,7 @@ def test_queries_are_rotated_in_place(dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dim, rotary", [(64, 64), (128, 128), (256, 64)])
 def test_norms_and_rope_on_the_way(dim: int, rotary: int, norms: str, dtype: torch.dtype) -> None:
     """tq_rope_write is qk_norm_rope and tq_write; positions of padding rows may be any number."""
-    heads, kv_heads, slots = 6, 2, integers([5, -1, 20, 31, 7])
+    heads, kv_heads, slots = 2 if INTERPRET else 6, 2 - INTERPRET, integers([5, -1, 20, 31, 7])
     q_norm, k_norm = (randn(dim, dtype=dtype) if norms in ("both", n) else None for n in "qk")
     turn = integers([0, 49, 3, 2**30, -5]), randn(50, rotary).cos(), heads, kv_heads, q_norm, k_norm, 1e-6
     layer, other = make_layer(2, kv_heads, dim), make_layer(2, kv_heads, dim)
@@ -264,6 +270,28 @@ def test_no_rows() -> None:
     assert turboquant.tq_attention(layer, q[:0], replace(view, query_start=integers([0, 0])), 0.1).shape == (0, 256)
 
 
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shares", [1, 3])
+def test_parts_are_joined_and_turned_back(shares: int, dtype: torch.dtype) -> None:
+    """Of three rows the last is padding, and left as it is; a share without keys has no say."""
+    heads, dim, lines, start = 2, 64, 4, integers([0, 2])
+    parts, power, out = randn(3, heads, shares, dim), randn(3, heads, shares), randn(3, heads * dim, dtype=dtype)
+    power[0, 0, 1:] = float("-inf")
+    padding, sizes = out[2].clone(), {"HEADS": heads, "DIM": dim, "STEPS": 6, "LINES": lines, "num_warps": 4}
+    weights = (power * math.log(2)).softmax(-1)
+    parts[0, 0, 1:] = float("nan")
+    if shares == 1:
+        run(turn_back, (2,), parts, out, signs(dim, parts.device), start, 1, **sizes)
+    else:
+        run(join, (2,), parts, power, signs(dim, parts.device), out, start, 1, shares, SHARES=4, **sizes)
+    mixed = (parts.nan_to_num(0.0) * weights.unsqueeze(-1)).sum(2)
+    wanted = VectorFormat(dim, 4, device=parts.device).rotation.inverse(mixed).flatten(1)
+    off = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(out[:2].float(), wanted[:2], rtol=off, atol=off)
+    assert torch.equal(out[2], padding)
+
+
 # Attention
 
 BATCHES = [  # rows a sequence, keys a sequence
@@ -281,7 +309,7 @@ BATCHES = [  # rows a sequence, keys a sequence
 SHAPES = [(9, 3, 64), (32, 8, 128), (16, 16, 64), (8, 1, 256), (64, 8, 128), (4, 1, 256)]
 
 
-@gpu_only
+@gluon
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("queries, contexts", BATCHES)
@@ -289,7 +317,7 @@ def test_attention(queries: list[int], contexts: list[int], mode: tuple[int, int
     check(*make_batch(queries, contexts, 4, 2, 64, dtype, mode=mode))
 
 
-@gpu_only
+@gluon
 @pytest.mark.parametrize("bits", FORMATS)
 @pytest.mark.parametrize("heads, kv_heads, dim", SHAPES)
 def test_attention_of_every_shape_and_format(heads: int, kv_heads: int, dim: int, bits: tuple[int, int]) -> None:
@@ -297,14 +325,14 @@ def test_attention_of_every_shape_and_format(heads: int, kv_heads: int, dim: int
     check(*make_batch([70, 16], [300, 700], heads, kv_heads, dim, DTYPES[0], bits))
 
 
-@gpu_only
+@gluon
 @pytest.mark.parametrize("window", [1, 37, 200])
 @pytest.mark.parametrize("mode", [(4, 128), (20, 32), (0, 16), (4, 0), (0, 0)])
 def test_windows_and_modes(mode: tuple[int, int], window: int) -> None:
     check(*make_batch([3, 1], [230, 20], 2, 1, 64, mode=mode), window)
 
 
-@gpu_only
+@gluon
 def test_borders_of_the_recent_keys() -> None:
     contexts = [*range(126, 131), 132, 133]
     layer, q, view = make_batch([1] * len(contexts), contexts, 2, 1, 64)
@@ -317,13 +345,13 @@ def test_borders_of_the_recent_keys() -> None:
     assert (got[:6] - want[:6]).abs().max() < 2e-3 and got[6].isnan().all()
 
 
-@gpu_only
+@gluon
 def test_chunks_that_see_no_codes_and_chunks_that_do() -> None:
     check(*make_batch([40, 20], [40, 170], 8, 2, 64))
     check(*make_batch([70], [200], 4, 1, 64, mode=(4, 16)))
 
 
-@gpu_only
+@gluon
 def test_rows_after_rejected_drafts() -> None:
     """Five drafted rows are written and looked at, then three of them again, of other tokens."""
     layer, q, view = make_batch([5], [171], 2, 1, 64, mode=(4, 16))
@@ -337,7 +365,7 @@ def test_rows_after_rejected_drafts() -> None:
     torch.testing.assert_close(pages[:, 1].float(), layer.values.rotation.forward(v), rtol=1e-3, atol=1e-5)
 
 
-@gpu_only
+@gluon
 @pytest.mark.parametrize("padded_rows", [0, 1])
 def test_padding_sequences(padded_rows: int) -> None:
     layer, q, view = make_batch([1, 3, padded_rows, padded_rows], [200, 290, 0, 0], 4, 2, 64)
@@ -351,7 +379,7 @@ MOST = 16  # rows of a drafted block
 ALIKE = [(3, 1, 64), *SHAPES]
 
 
-@gpu_only
+@gluon
 @pytest.mark.parametrize("heads, kv_heads, dim", ALIKE)
 @pytest.mark.parametrize("mode, window", [((4, 128), 0), ((0, 0), 0), ((4, 16), 50)])
 def test_a_row_of_a_block_equals_the_row_alone(
@@ -438,73 +466,59 @@ def test_the_ptx_of_levels(bits: int, dim: int) -> None:
 
 # Ahead of time compiles: no GPU, but not under the interpreter, which replaces the compiler
 
-GPUS = {90: attention.Gpu(132, True), 121: attention.Gpu(48, False)}
 ROOM = {90: 228 << 10, 121: 100 << 10}  # shared memory of an SM
 
 
-def launches(
-    monkeypatch: pytest.MonkeyPatch, capability: int, rows: int, heads: int, kv_heads: int, dim: int,
-    bits: tuple[int, int] = (4, 3), mode: tuple[int, int] = (4, 128), window: int = 0, seqs: int = 4,
-) -> list[aot.Launch]:  # fmt: skip
-    """What a layer's write and attention would launch on that GPU, on tensors without memory."""
-    found: list[aot.Launch] = []
-    monkeypatch.undo()  # tensors without memory want the real torch.empty
-    monkeypatch.setattr(turboquant, "run", lambda kernel, grid, *a, **options: found.append((kernel, a, options)))
-    monkeypatch.setattr(turboquant, "_gpu", lambda device: GPUS[capability])
-    monkeypatch.setattr(turboquant, "_is_hopper", lambda device: capability == 90)
-    for kind, name in ((torch.uint8, "u8"), (torch.float16, "fp16")):
-        monkeypatch.setitem(aot.TYPES, kind, name)
-    for kernel in ("write", "join", "turn_back"):
-        monkeypatch.setitem(aot.WEIGHTS, kernel, {"signs"})
-
-    def made(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device="meta")
-
+def layer_step(
+    rows: int, heads: int, kv_heads: int, dim: int, bits: tuple[int, int] = (4, 3), mode: tuple[int, int] = (4, 128),
+    window: int = 0, seqs: int = 4,
+) -> None:  # fmt: skip
+    """A layer's writes and its attention, on tensors without memory."""
     layout, exact = RecordLayout(SIZE, dim, *bits), mode != (0, 0)
+    ints = partial(empty, dtype=torch.int32)
     layer = CodedLayer(
-        layout, made(512, kv_heads, layout.nbytes, dtype=torch.uint8), *(VectorFormat(dim, b) for b in bits),
-        made(kv_heads, dim, dtype=torch.float32) if exact else None,
-        made(64, 2, kv_heads, SIZE, dim, dtype=torch.float16) if exact else None, made(512) if exact else None, *mode,
+        layout, empty(512, kv_heads, layout.nbytes, dtype=torch.uint8), *(VectorFormat(dim, b) for b in bits),
+        empty(kv_heads, dim, dtype=torch.float32) if exact else None,
+        empty(64, 2, kv_heads, SIZE, dim, dtype=torch.float16) if exact else None, ints(512) if exact else None, *mode,
     )  # fmt: skip
-    qkv = made(seqs * rows, heads + 2 * kv_heads, dim, dtype=torch.bfloat16)
+    qkv = empty(seqs * rows, heads + 2 * kv_heads, dim)
     q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-    slots = positions = made(seqs * rows)
+    slots = positions = ints(seqs * rows)
     turboquant.tq_write(layer, k, v, slots, q)
-    table, norm = made(4000, dim, dtype=torch.float32), made(dim, dtype=torch.bfloat16)
+    table, norm = empty(4000, dim, dtype=torch.float32), empty(dim)
     turboquant.tq_rope_write(layer, qkv.flatten(1), positions, table, heads, kv_heads, norm, norm, 1e-6, slots)
-    view = AttentionView(made(seqs + 1), made(seqs), made(seqs, 2000), rows, 32000)
+    view = AttentionView(ints(seqs + 1), ints(seqs), ints(seqs, 2000), rows, 32000)
     turboquant.tq_attention(layer, q, view, 0.1, window, MOST)
-    return found
 
 
-def check_launch(capability: int, launch: aot.Launch, layout: RecordLayout) -> None:
+def check_launch(capability: int, launch: Launch, layout: RecordLayout) -> None:
     """Fits, waits for its predecessor, and adds up as tiles of all heights do: keys and columns 16 by 16, in order."""
-    compiled, signature = aot.compile_launch(capability, launch)
-    print(f"sm_{capability} {launch[0].__name__} {compiled.metadata.shared} bytes")
-    assert compiled.metadata.launch_pdl and compiled.metadata.shared <= aot.LIMIT[capability], launch[0]
-    aot.check_order(launch[0], signature, compiled.asm["ptx"])
-    if launch[0] is turboquant.attend:
-        options = launch[2]
+    made, signature = compile_launch(capability, launch)
+    print(f"sm_{capability} {launch.kernel.__name__} {made.metadata.shared} bytes")
+    assert made.metadata.launch_pdl and made.metadata.shared <= LIMIT[capability], launch.kernel
+    check_order(launch.kernel, signature, made.asm["ptx"])
+    if launch.kernel is turboquant.attend:
+        options = launch.options
         found = turboquant._at_once(options["W"], layout, GPUS[capability])  # a program too many would wait for a turn
-        assert found * (compiled.metadata.shared + 1024) <= ROOM[capability], (found, compiled.metadata.shared)
+        assert found * (made.metadata.shared + 1024) <= ROOM[capability], (found, made.metadata.shared)
         assert found * 32 * options["W"] * options["maxnreg"] <= 64 << 10
-        reductions = re.findall(r'"tt\.reduce".*?tt\.reduce\.return', compiled.asm["ttgir"], re.S)
+        reductions = re.findall(r'"tt\.reduce".*?tt\.reduce\.return', made.asm["ttgir"], re.S)
         assert reductions
-        dots = set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.aligned\.m\d+n\d+(\S+)", compiled.asm["ptx"]))
+        dots = set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.aligned\.m\d+n\d+(\S+)", made.asm["ptx"]))
         assert dots <= {"k16.row.col.f32.f16.f16.f32", "k16.f32.f16.f16"}, dots
 
 
-@no_interpreter
+@compiled
 @pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("rows", [1, 8, 16, 100])
 def test_a_layer_compiles(rows: int, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = launches(monkeypatch, capability, rows, 32, 8, 128)
-    assert [kernel for kernel, _, _ in found][:3] == [turboquant.write, turboquant.write, turboquant.attend]
+    found = captured_launches(monkeypatch, capability, lambda: layer_step(rows, 32, 8, 128))
+    assert [launch.kernel for launch in found][:3] == [turboquant.write, turboquant.write, turboquant.attend]
     for launch in found:
         check_launch(capability, launch, RecordLayout(SIZE, 128, 4, 3))
 
 
-@no_interpreter
+@compiled
 @pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("heads, kv_heads, dim, bits, mode, window", [
     (9, 3, 64, (5, 4), (4, 128), 0),
@@ -518,7 +532,8 @@ def test_other_shapes_compile(
     capability: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     for rows in (1, 16):
-        for launch in launches(monkeypatch, capability, rows, heads, kv_heads, dim, bits, mode, window):
+        step = partial(layer_step, rows, heads, kv_heads, dim, bits, mode, window)
+        for launch in captured_launches(monkeypatch, capability, step):
             check_launch(capability, launch, RecordLayout(SIZE, dim, *bits))
 
 

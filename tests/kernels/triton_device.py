@@ -16,7 +16,6 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRET else "cuda"
 DTYPES = [torch.float32, torch.float16] if INTERPRET else [torch.bfloat16, torch.float16, torch.float32]
 NO_GPU = not torch.cuda.is_available()
-no_interpreter = pytest.mark.skipif(INTERPRET, reason="the interpreter replaces the compiler")
 
 if INTERPRET:  # triton 3.6 takes int() of arrays of one element, which numpy 2.4 refuses
     from triton.runtime import interpreter
@@ -31,12 +30,26 @@ if INTERPRET:  # triton 3.6 takes int() of arrays of one element, which numpy 2.
 
 
 def gpu(test: Callable[..., None]) -> Callable[..., None]:
-    skip = pytest.mark.skipif(NO_GPU and not INTERPRET, reason="no GPU here, and TRITON_INTERPRET is not 1")
-    return pytest.mark.gpu(skip(test))
+    reason = "no GPU here: `make test-long` runs it in Triton's interpreter"
+    return pytest.mark.gpu(pytest.mark.skipif(NO_GPU and not INTERPRET, reason=reason)(test))
 
 
 def gpu_only(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.gpu(pytest.mark.skipif(NO_GPU or INTERPRET, reason="needs a GPU, not the interpreter")(test))
+
+
+def gluon(test: Callable[..., None]) -> Callable[..., None]:
+    reason = "needs a GPU: Gluon has no interpreter, so elsewhere its kernels are only compiled (test_cuda_compile.py)"
+    return pytest.mark.gpu(pytest.mark.skipif(NO_GPU or INTERPRET, reason=reason)(test))
+
+
+def no_interpreter(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.skipif(INTERPRET, reason="the interpreter replaces the compiler")(test)
+
+
+def compiled(test: Callable[..., None]) -> Callable[..., None]:
+    """Compiles ahead of time, which takes seconds for each shape."""
+    return pytest.mark.slow(no_interpreter(test))
 
 
 @pytest.fixture(autouse=True)

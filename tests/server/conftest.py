@@ -44,6 +44,8 @@ class FakeClient:
         self.restarts, self.retry_after = 0, 7
         self.seen: list[SamplingParams] = []
         self.aborted: list[str] = []
+        self.go_on = threading.Event()  # while it is cleared, nothing is said
+        self.go_on.set()
         self.stopped = False
         self.info: ModelInfo | None = ModelInfo(
             model="fake",
@@ -102,6 +104,8 @@ class FakeClient:
                 pieces = [said[i : i + self.size] for i in range(0, len(said), self.size)] or [""]
                 for i, piece in enumerate(pieces):
                     await asyncio.sleep(self.delay)
+                    while not self.go_on.is_set():
+                        await asyncio.sleep(0.01)
                     if self.stopped:
                         raise EngineError("the server is shutting down", True)
                     yield self._event(id, index, piece, params, len(prompt_ids), i == len(pieces) - 1)
@@ -153,7 +157,7 @@ class Live:
         assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
         return [json.loads(line[6:]) for line in lines[:-1]]
 
-    def wait_for(self, what: Callable[[], bool], seconds: float = 10.0) -> None:
+    def wait_for(self, what: Callable[[], bool], seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while not what():
             assert time.monotonic() < deadline, "it did not happen in time"
@@ -178,7 +182,7 @@ def live(client: Any, ready_within: float = 60.0, rehearsed: bool | None = None,
         running.http.close()
         running.openai.close()
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive(), "the server did not end"
 
 

@@ -466,7 +466,8 @@ def test_a_client_that_hangs_up_aborts(stream: bool) -> None:
 
 
 def test_a_full_queue_says_when_to_come_back() -> None:
-    client = FakeClient(lambda prompt, params: "x" * 300, delay=0.02)
+    client = FakeClient(lambda prompt, params: "x" * 300)
+    client.go_on.clear()
     with live(client, max_queue=1) as server:  # and four run
         threads = [threading.Thread(target=server.chat) for _ in range(5)]
         for thread in threads:
@@ -474,13 +475,15 @@ def test_a_full_queue_says_when_to_come_back() -> None:
         server.wait_for(lambda: server.service.gate.num_inside == 5)
         answer = server.chat()
         assert error_of(answer, 429)["code"] == "queue_full" and int(answer.headers["retry-after"]) >= 1
+        client.go_on.set()
         for thread in threads:
             thread.join()
         assert server.service.gate.num_inside == 0 and server.chat().status_code == 200
 
 
 def test_draining_refuses_and_finishes() -> None:
-    client = FakeClient(lambda prompt, params: "x" * 90, delay=0.02)
+    client = FakeClient(lambda prompt, params: "x" * 90)
+    client.go_on.clear()
     with live(client) as server:
         answers: list[httpx.Response] = []
         thread = threading.Thread(target=lambda: answers.append(server.chat()))
@@ -490,6 +493,7 @@ def test_draining_refuses_and_finishes() -> None:
         server.server.handle_exit(15, None)
         assert error_of(server.chat(), 503)["code"] == "draining"
         assert server.http.get("/health").json()["status"] == "draining"
+        client.go_on.set()
         thread.join()
         assert answers[0].json()["choices"][0]["message"]["content"] == "x" * 90
         server.wait_for(lambda: server.server.should_exit)

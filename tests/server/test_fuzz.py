@@ -1,8 +1,8 @@
 """Bodies that nobody would write, made from the server's own OpenAPI document: never a 5xx, never a hang.
 
-`make test` runs some hundred cases; `SPARKDRAFT_FUZZ=800 pytest -s tests/server/test_fuzz.py` up to 800 in each test,
-says how many of the document's bodies were different ones, and wants 2,000 of them. With a key set, every case with a
-wrong one gets 401, whatever else is wrong with it.
+`make test` runs some hundred cases. With SPARKDRAFT_FUZZ=800, as `make test-long` sets it, up to 800 run in each test,
+and 2,000 different bodies from the document are wanted; `-s` shows how many there were. With a key set, every case with
+a wrong one gets 401, whatever else is wrong with it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not i
 FULL = "SPARKDRAFT_FUZZ" in os.environ
 CASES = int(os.environ.get("SPARKDRAFT_FUZZ", "40"))  # at most in each test: a route without a body has one
 WANTED = 2000  # bodies from the document in the full run
+HANGS = 300  # seconds after which a request counts as hanging
+pytestmark = pytest.mark.fuzz
 CALM = settings(max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck), derandomize=not FULL)
 
 
@@ -63,10 +65,10 @@ def test_no_case_breaks_the_server(target: Live, path: str, method: str) -> None
     @given(case=st.one_of([operation.as_strategy(generation_mode=mode) for mode in wanted]))
     @CALM
     def run(case: Any) -> None:
-        answer = case.call(base_url=target.url, headers={"Authorization": "Bearer right"}, timeout=20)
+        answer = case.call(base_url=target.url, headers={"Authorization": "Bearer right"}, timeout=HANGS)
         if seen(answer) >= 400:
             assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
-        wrong = case.call(base_url=target.url, headers={"Authorization": "Bearer wrong"}, timeout=20)
+        wrong = case.call(base_url=target.url, headers={"Authorization": "Bearer wrong"}, timeout=HANGS)
         seen(wrong, wrong_key=True)
         SENT.add((f"{method} {path}", repr((case.body, case.query, case.path_parameters))))
 
@@ -105,7 +107,7 @@ MESSAGES = {"messages": [{"role": "user", "content": "x"}], "prompt": "x"}
 def test_right_requests_with_wrong_fields(target: Live, changes: dict[str, Any]) -> None:
     body = json.dumps(MESSAGES | changes).encode("utf-8", "surrogatepass")
     for path in ("/v1/chat/completions", "/v1/completions"):
-        answer = target.http.post(path, content=body, headers={"Content-Type": "application/json"}, timeout=20)
+        answer = target.http.post(path, content=body, headers={"Content-Type": "application/json"}, timeout=HANGS)
         seen(answer)
 
 
@@ -124,7 +126,7 @@ def test_what_is_beyond_a_limit_is_refused_in_a_sentence(target: Live, changes: 
 @CALM
 def test_bytes_that_are_no_json(target: Live, raw: bytes) -> None:
     answer: httpx.Response = target.http.post(
-        "/v1/completions", content=raw, headers={"Content-Type": "application/json"}, timeout=20
+        "/v1/completions", content=raw, headers={"Content-Type": "application/json"}, timeout=HANGS
     )
     seen(answer)
 

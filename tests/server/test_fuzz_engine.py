@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.server.conftest import Live
-from tests.server.test_fuzz import CALM, CASES, DOCUMENT, FIELDS, JSON, MESSAGES, ODD, TOO_MUCH, schemathesis
+from tests.server.test_fuzz import CALM, CASES, DOCUMENT, FIELDS, HANGS, JSON, MESSAGES, ODD, TOO_MUCH, schemathesis
 
+pytestmark = pytest.mark.fuzz
 PATHS = ("/v1/chat/completions", "/v1/completions")
 SOME = settings(CALM, max_examples=max(CASES // 2, 20))
 FEW = settings(CALM, max_examples=max(CASES // 4, 10))
@@ -35,7 +36,7 @@ def unharmed(server: Live) -> Iterator[None]:
     yield
     assert (client.pid, client.restarts) == before and server.service.ready
     assert server.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
-    server.wait_for(lambda: server.service.gate.num_inside == 0, 20)
+    server.wait_for(lambda: server.service.gate.num_inside == 0)
 
 
 ANSWERS: Counter[int] = Counter()  # statuses
@@ -49,7 +50,7 @@ def send(server: Live, path: str, body: Any) -> None:
         body = {name: value for name, value in body.items() if name != "max_completion_tokens"}
     data = json.dumps(body).encode("utf-8", "surrogatepass")
     headers = {"Content-Type": "application/json"}
-    answer: httpx.Response = server.http.post(path, content=data, headers=headers, timeout=30)
+    answer: httpx.Response = server.http.post(path, content=data, headers=headers, timeout=HANGS)
     assert answer.status_code < 500 and not any(mark in answer.text for mark in OURS), (body, answer.text)
     ANSWERS[answer.status_code] += 1
     if answer.status_code >= 400:

@@ -29,12 +29,17 @@ CHAT = (
     "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
 )
 GIVEN, OWN = 60, 40
-SLOWLY = """
-import sys, time
+WAITING = """
+import signal, sys
 from sparkdraft.cli.main import main
 from sparkdraft.train import corpus, prompts
-corpus.FLUSH_TOKENS, prompts.MESSAGE_TOKENS, add = 200, 12, corpus.CorpusWriter.add
-corpus.CorpusWriter.add = lambda *given: (time.sleep(0.02), add(*given))[1]
+corpus.FLUSH_TOKENS, prompts.MESSAGE_TOKENS, add, added = 200, 12, corpus.CorpusWriter.add, []
+def add_and_wait(*given):
+    added.append(given)
+    if len(added) == 40:
+        signal.pause()  # for the signal that the test sends
+    return add(*given)
+corpus.CorpusWriter.add = add_and_wait
 sys.exit(main(sys.argv[1:]))
 """
 Document = tuple[int, ...]
@@ -92,7 +97,7 @@ def test_killed_in_the_middle_and_run_again(
     folder: Path, tmp_path: Path, kind: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, pipe = tmp_path / "corpus", subprocess.PIPE
-    line = [sys.executable, "-c", SLOWLY, *command(folder, out)]
+    line = [sys.executable, "-c", WAITING, *command(folder, out)]
     process = subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True)
     wait_for(out, 10, process)
     seen = read(out)[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from sparkdraft.core import UserError
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.gguf import GgufCheckpoint, GgufFile
 from sparkdraft.weights.quant.group import GroupQuant
+from tests.fakes.counting import lines_run
 
 Write = Callable[..., Path]
 
@@ -35,9 +35,7 @@ def smollm2(smollm2_path: Path) -> GgufCheckpoint:
 
 
 def test_header_is_quick(smollm2_path: Path) -> None:
-    start = time.process_time()
-    GgufFile(smollm2_path)
-    assert time.process_time() - start < 0.4
+    assert lines_run(lambda: GgufFile(smollm2_path)) < 1_000_000  # it holds 98,000 strings
 
 
 def test_metadata_is_what_llama_cpp_reads(smollm2: GgufCheckpoint, smollm2_reader: GGUFReader) -> None:

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -137,10 +136,17 @@ def test_leftovers_of_a_killed_fetch_are_removed(shop: Shop) -> None:
 def test_two_at_once_fetch_once(
     shop: Shop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    waiting, say = threading.Semaphore(0), hub._say
+
+    def tell(text: str) -> None:
+        say(text)
+        waiting.release() if "waiting" in text else None
+
     def slow(model: hub.KnownModel, work: Path, path: Path) -> Path:
-        time.sleep(0.3)
+        assert all(waiting.acquire(timeout=60) for _ in range(2))
         return shop(model, work, path)
 
+    monkeypatch.setattr(hub, "_say", tell)
     monkeypatch.setattr(hub, "_download", slow)
     threads = [threading.Thread(target=hub.fetch, args=("tiny",)) for _ in range(3)]
     for thread in threads:

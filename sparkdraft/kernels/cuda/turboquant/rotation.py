@@ -13,12 +13,6 @@ from sparkdraft.kernels.turboquant.rotation import Rotation
 
 
 @triton.jit
-def halves(x, ROWS: tl.constexpr, DIM: tl.constexpr):
-    """[ROWS, DIM] -> its left and its right columns."""
-    return tl.split(tl.permute(tl.reshape(x, [ROWS, 2, DIM // 2]), (0, 2, 1)))
-
-
-@triton.jit
 def whole(left, right, ROWS: tl.constexpr, DIM: tl.constexpr):
     return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), [ROWS, DIM])
 

@@ -1,0 +1,30 @@
+"""What a call costs, without a clock: a busy machine runs as many lines of Python as a quiet one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+PACKAGE = "sparkdraft."
+
+
+def lines_run(call: Callable[[], object]) -> int:
+    """How many lines of the package's own Python a call runs, in this thread."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        if not frame.f_globals.get("__name__", "").startswith(PACKAGE):
+            return None
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count

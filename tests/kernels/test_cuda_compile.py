@@ -1,0 +1,132 @@
+"""Every kernel of kernels/cuda compiles for sm_90 and sm_121, and none is left out.
+
+STEPS launches them, each in one shape; the other files beside this one compile every tile and read what came of it.
+The kernels are found by walking the package, so that a new one without a step here fails.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import textwrap
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from sparkdraft.kernels import cuda  # noqa: E402
+from sparkdraft.kernels.cuda import block_attention, draft_loss  # noqa: E402
+from tests.kernels.ahead_of_time import LIMIT, captured_launches, compile_launch, empty  # noqa: E402
+from tests.kernels.test_cuda_few_rows import few_rows_step  # noqa: E402
+from tests.kernels.test_cuda_stepping import decode_step  # noqa: E402
+from tests.kernels.test_cuda_turboquant import layer_step  # noqa: E402
+from tests.kernels.triton_device import INTERPRET  # noqa: E402
+
+pytestmark = pytest.mark.skipif(INTERPRET, reason="the interpreter replaces the compiler")
+
+
+def training_step() -> None:
+    """Attention of drafted blocks and their loss, forward and backward."""
+    blocks, width, heads, kv_heads, dim, tokens, vocab = 6, 16, 9, 3, 64, 200, 5000
+    shapes = [(blocks * width, heads, dim)] + [(blocks * width, kv_heads, dim)] * 2 + [(tokens, kv_heads, dim)] * 2
+    inputs = [empty(*shape).requires_grad_() for shape in shapes]
+    edges = [empty(blocks, dtype=torch.int32) for _ in range(2)]
+    out = block_attention.block_attention(*inputs, *edges, width, 0.125)
+    torch.autograd.grad(out, inputs, empty(*out.shape))
+    rows = blocks * (width - 1)
+    logits, ids = empty(rows, vocab), empty(rows, dtype=torch.int64)
+    stats = draft_loss.RowStats.empty((rows,), logits.device)
+    teacher = empty(tokens, vocab), ids, empty(rows, dtype=torch.float32)
+    for targets in (draft_loss.Targets(ids, 0.0), draft_loss.Targets(ids, 0.5, *teacher)):
+        draft_loss.row_stats(logits, targets, stats)
+        draft_loss.to_gradient(logits, targets, stats, empty(rows, dtype=torch.float32))
+
+
+SHAPE = (4096, 4096, torch.bfloat16, 16)
+STEPS: dict[str, Callable[[], None]] = {
+    "decode": lambda: decode_step(16, 32, 8, 128, 16),
+    "linear": lambda: few_rows_step("linear", *SHAPE, False),
+    "norm_gated": lambda: few_rows_step("norm_gated", *SHAPE, False),
+    "norm_argmax": lambda: few_rows_step("norm_argmax", *SHAPE, False),
+    "add_linear": lambda: few_rows_step("add_linear", *SHAPE, False),
+    "coded row": lambda: layer_step(1, 32, 8, 128),
+    "coded prompts": lambda: layer_step(100, 32, 8, 128, seqs=64),
+    "training": training_step,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", LIMIT)
+@pytest.mark.parametrize("step", STEPS)
+def test_every_kernel_compiles(step: str, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = captured_launches(monkeypatch, capability, STEPS[step])
+    once = {launch.kernel: launch for launch in launches}  # the last launch of each
+    for launch in once.values():
+        made, _ = compile_launch(capability, launch)
+        assert made.asm["cubin"] and made.metadata.shared <= LIMIT[capability], launch.kernel
+
+
+# What there is to compile
+
+
+def package() -> Iterator[ModuleType]:
+    yield cuda
+    for found in pkgutil.walk_packages(cuda.__path__, cuda.__name__ + "."):
+        yield importlib.import_module(found.name)
+
+
+def kernels(module: ModuleType) -> dict[str, JITFunction]:
+    """What a module itself compiles: entries, and functions that they call."""
+    own = {name: value for name, value in vars(module).items() if isinstance(value, JITFunction)}
+    return {name: value for name, value in own.items() if value.__module__ == module.__name__}
+
+
+def named(tree: ast.AST, scope: dict[str, Any]) -> set[JITFunction]:
+    """Kernels that a piece of code names, by themselves or as an attribute of a module."""
+    found: set[JITFunction] = set()
+    for node in ast.walk(tree):
+        value = scope.get(node.id) if isinstance(node, ast.Name) else None
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            value = getattr(scope.get(node.value.id), node.attr, None)
+        found |= {value} if isinstance(value, JITFunction) else set()
+    return found
+
+
+def launched(module: ModuleType) -> set[JITFunction]:
+    """Kernels that a module's plain Python names: whatever is not inside a kernel."""
+    tree = ast.parse(inspect.getsource(module))
+    inside = kernels(module)
+    tree.body = [node for node in tree.body if getattr(node, "name", None) not in inside]
+    return named(tree, vars(module))
+
+
+def called(kernel: JITFunction) -> set[JITFunction]:
+    """What a kernel calls, and what that calls."""
+    found, todo = set[JITFunction](), [kernel]
+    while todo:
+        fn = todo.pop().fn
+        new = named(ast.parse(textwrap.dedent(inspect.getsource(fn))), fn.__globals__) - found
+        found |= new
+        todo += new
+    return found
+
+
+def test_no_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = list(package())
+    entries = set[JITFunction]().union(*map(launched, modules))
+    everything = {kernel for module in modules for kernel in kernels(module).values()}
+    assert len(entries) >= 20 and entries <= everything
+    compiled = {launch.kernel for step in STEPS.values() for launch in captured_launches(monkeypatch, 90, step)}
+    compiled &= {launch.kernel for step in STEPS.values() for launch in captured_launches(monkeypatch, 121, step)}
+    missing = {f"{kernel.__module__}.{kernel.__name__}" for kernel in entries - compiled}
+    assert not missing, f"no step of STEPS launches {sorted(missing)}"
+    unused = everything - compiled - set[JITFunction]().union(*map(called, compiled))
+    assert not unused, f"no kernel calls {sorted(kernel.__name__ for kernel in unused)}"
