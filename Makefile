@@ -41,7 +41,7 @@ test: lint
 # Triton's interpreter replaces its compiler for a whole process, so the tests that need it are a run of their own.
 test-long: dev
 	TRITON_INTERPRET=1 $(PYTEST) --dist load -m gpu tests/kernels
-	SPARKDRAFT_FUZZ=800 $(PYTEST) -m "slow or fuzz"
+	FUZZ_CASES=800 $(PYTEST) -m "slow or fuzz"
 
 lint: dev
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """Bodies that nobody would write, made from the server's own OpenAPI document: never a 5xx, never a hang.
 
-`make test` runs some hundred cases. With SPARKDRAFT_FUZZ=800, as `make test-long` sets it, up to 800 run in each test,
+`make test` runs some hundred cases. With FUZZ_CASES=800, as `make test-long` sets it, up to 800 run in each test,
 and 2,000 different bodies from the document are wanted; `-s` shows how many there were. With a key set, every case with
 a wrong one gets 401, whatever else is wrong with it.
 """
@@ -24,13 +24,13 @@ from tests.server.conftest import FakeClient, Live, live
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 
-FULL = "SPARKDRAFT_FUZZ" in os.environ
-CASES = int(os.environ.get("SPARKDRAFT_FUZZ", "40"))  # at most in each test: a route without a body has one
+FULL = "FUZZ_CASES" in os.environ
+CASES = int(os.environ.get("FUZZ_CASES", "40"))  # at most in each test: a route without a body has one
 WANTED = 2000  # bodies from the document in the full run
 HANGS = 300  # seconds after which a request counts as hanging
 pytestmark = pytest.mark.fuzz
-# The same cases in every run, so that a change is judged by its own faults; SPARKDRAFT_FUZZ_RANDOM=1 draws new ones.
-SAME = "SPARKDRAFT_FUZZ_RANDOM" not in os.environ
+# The same cases in every run, so that a change is judged by its own faults; FUZZ_RANDOM=1 draws new ones.
+SAME = "FUZZ_RANDOM" not in os.environ
 CALM = settings(max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck), derandomize=SAME)
 
 
@@ -133,7 +133,7 @@ def test_bytes_that_are_no_json(target: Live, raw: bytes) -> None:
     seen(answer)
 
 
-@pytest.mark.skipif(not FULL, reason="counts the full run: SPARKDRAFT_FUZZ=800")
+@pytest.mark.skipif(not FULL, reason="counts the full run: FUZZ_CASES=800")
 def test_enough_cases_ran() -> None:
     cases = Counter(route for route, _ in SENT)
     bodies = sum(count for route, count in cases.items() if route.startswith("post"))

@@ -1,6 +1,6 @@
 """The bodies of test_fuzz.py against the real engine: no grammar, no sampler and no prompt of one request ends it.
 
-Behind the API is a tiny random model, and for fewer cases the embedded one with its drafter. `SPARKDRAFT_FUZZ` scales
+Behind the API is a tiny random model, and for fewer cases the embedded one with its drafter. `FUZZ_CASES` scales
 both. Answers are kept short, so that the time goes into different requests.
 """
 
