@@ -76,7 +76,7 @@ def resolve(
 ) -> Plan:
     """native_problem: why the CPU kernels can not be had, or None. drafter: what drafts, counted in."""
     on_cpu = hardware.device == "cpu"
-    fallbacks: list[Fallback] = []
+    fallbacks = [_unknown_keys(model.unknown_keys)] if model.unknown_keys else []
     dtype = _dtype(config, hardware, native_problem, fallbacks)
     max_model_len = config.max_model_len or model.max_position
     if max_model_len > model.max_position:
@@ -119,6 +119,11 @@ def resolve(
         coded=coded,
         fallbacks=fallbacks,
     )
+
+
+def _unknown_keys(keys: tuple[str, ...]) -> Fallback:
+    reason = "if one of them changes what the model computes, its text is not the model's"
+    return Fallback("keys of config.json that are not known here are ignored", f"{', '.join(keys)}; {reason}")
 
 
 def _dtype(config: EngineConfig, hardware: Hardware, native_problem: str | None, fallbacks: list[Fallback]) -> str:
