@@ -96,6 +96,11 @@ def resolve(
     if kv == "turboquant":
         coded = plan_coded(config, model, hardware.device, max_seqs, max_rows, max(room, 0), MOST_AHEAD)
         scratch += capture_bytes(model, max_rows, itemsize) if coded.captured else 0
+    graphs = config.graphs and not (on_cpu and dtype == "float32")
+    if graphs and on_cpu and coded:
+        graphs = False
+        reason = "torch runs a CPU's turboquant cache, and its operators are not recorded: memory is saved, not time"
+        fallbacks.append(Fallback("decode steps are launched one operator at a time", reason))
     if drafter:
         weights += drafter_bytes(drafter, WEIGHT_ITEMSIZE[dtype])
     per_block = _token_bytes(model, kv, itemsize, coded, drafter) * config.block_size
@@ -114,7 +119,7 @@ def resolve(
         block_size=config.block_size,
         num_blocks=num_blocks,
         prefix_cache=config.prefix_cache,
-        graphs=config.graphs and not (on_cpu and dtype == "float32"),
+        graphs=graphs,
         memory=MemoryPlan(weights, num_blocks * per_block, scratch, hardware.free_bytes, pages),
         coded=coded,
         fallbacks=fallbacks,
@@ -142,11 +147,11 @@ def _dtype(config: EngineConfig, hardware: Hardware, native_problem: str | None,
 
 
 def _check_kv(kv: str, hardware: Hardware, dtype: str) -> None:
-    if kv == "exact":
+    if kv != "fp8":
         return
     if dtype == "quantised":
-        raise UserError(f"kv {kv} is not for the CPU kernels; on a CPU keep it exact, or ask for dtype float32")
-    if kv == "fp8" and hardware.device == "cuda" and hardware.capability < FP8_CAPABILITY:
+        raise UserError("kv fp8 is not for the CPU kernels; on a CPU ask for kv exact or turboquant, or dtype float32")
+    if hardware.device == "cuda" and hardware.capability < FP8_CAPABILITY:
         has, needs = (".".join(map(str, c)) for c in (hardware.capability, FP8_CAPABILITY))
         raise UserError(f"kv fp8 needs a GPU of compute capability {needs}; {hardware.name} has {has}: keep it exact")
 
