@@ -5,11 +5,14 @@
     for piece in llm.stream("Once upon a time", SamplingParams(max_tokens=64)):
         print(piece.text, end="", flush=True)
 
-There is one loop: `stream` runs the engine, and `generate` drains it.
+There is one loop: `stream` steps the engine, and `generate` drains it. Several streams may be open in one thread, and
+`generate` and `chat` may be called meanwhile: whoever steps the engine puts the pieces of other callers into their
+inboxes.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -65,6 +68,15 @@ class Result:
         return self.completions[0].text
 
 
+@dataclass(slots=True)
+class Inbox:
+    """The requests of one caller, and the pieces of them that the caller has not read yet."""
+
+    num_running: int = 0  # completions whose last piece the caller has not read
+    names: list[str] = field(default_factory=list)
+    pieces: deque[StepOutput] = field(default_factory=deque)
+
+
 class LLM:
     def __init__(self, model: str = "smollm2", progress: Progress | None = None, **options: Any) -> None:
         """options: the fields of EngineConfig."""
@@ -90,6 +102,9 @@ class LLM:
             text[: self.plan.max_model_len],
         )
         self.engine.warm_up()
+        self._inboxes: dict[str, Inbox] = {}  # by request id
+        self._stepping = False
+        self._left: list[str] = []  # requests that were left while a step ran
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -97,24 +112,18 @@ class LLM:
         """All prompts in one batch; a result for each, in order."""
         requests = _as_list(prompts)
         each = _params_for(requests, params)
-        ids = [self.encode(p) for p in requests]
-        return self._drain([self.engine.add(i, p) for i, p in zip(ids, each, strict=True)], each)
+        inbox = self._add([self.encode(p) for p in requests], each)
+        done = {name: [Completion() for _ in range(p.n)] for name, p in zip(inbox.names, each, strict=True)}
+        for piece in self._pieces(inbox):
+            done[piece.request_id][piece.index].add(piece)
+        return [Result(done[name]) for name in inbox.names]
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
         return self.generate([self.chat_ids(messages)], params)[0].completions[0]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StepOutput]:
         """Pieces of one request as they come; leaving the loop early aborts it."""
-        request_id = self.engine.add(self.encode(prompt), params or SamplingParams())
-        try:
-            left = (params or SamplingParams()).n
-            while left:
-                for piece in self.engine.step():
-                    if piece.request_id == request_id:
-                        left -= piece.finish is not None
-                        yield piece
-        finally:
-            self.engine.abort(request_id)
+        yield from self._pieces(self._add([self.encode(prompt)], [params or SamplingParams()]))
 
     def default_params(self, **changes: Any) -> SamplingParams:
         """How the model's authors want it sampled (generation_config.json), with the changes that are named. Methods
@@ -137,13 +146,56 @@ class LLM:
         model, tokenizer = self.checkpoint, self.tokenizer
         return tokenizer.encode_chat(chat.prompt_text(tokenizer.control, model.chat_template, messages, model.special))
 
-    def _drain(self, names: list[str], params: list[SamplingParams]) -> list[Result]:
-        done = {name: [Completion() for _ in range(p.n)] for name, p in zip(names, params, strict=True)}
-        while self.engine.has_work:
-            for piece in self.engine.step():
-                if piece.request_id in done:
-                    done[piece.request_id][piece.index].add(piece)
-        return [Result(done[name]) for name in names]
+    # ---- who gets which piece
+
+    def _add(self, prompts: list[list[int]], params: list[SamplingParams]) -> Inbox:
+        """Queue all of them, or none where one is refused."""
+        inbox = Inbox()
+        try:
+            for ids, each in zip(prompts, params, strict=True):
+                name = self.engine.add(ids, each)
+                self._inboxes[name] = inbox
+                inbox.names.append(name)
+                inbox.num_running += each.n
+        except BaseException:
+            self._leave(inbox)
+            raise
+        return inbox
+
+    def _pieces(self, inbox: Inbox) -> Iterator[StepOutput]:
+        """The pieces of one caller's requests; the engine is stepped only when none has come yet."""
+        try:
+            while inbox.num_running:
+                while not inbox.pieces:
+                    self._step()
+                piece = inbox.pieces.popleft()
+                inbox.num_running -= piece.finish is not None
+                yield piece
+        finally:
+            self._leave(inbox)
+
+    def _step(self) -> None:
+        """One step of the engine. Each piece goes to its caller's inbox; the pieces of those who left go nowhere."""
+        assert self.engine.has_work, "a caller waits for pieces and the engine has no work: who else has stepped it?"
+        self._stepping = True
+        try:
+            pieces = self.engine.step()
+        finally:
+            self._stepping = False
+        for piece in pieces:
+            if inbox := self._inboxes.get(piece.request_id):
+                inbox.pieces.append(piece)
+        while self._left:
+            self.engine.abort(self._left.pop())
+
+    def _leave(self, inbox: Inbox) -> None:
+        """Abort what still runs. The garbage collector may close a stream in the middle of a step: then after it."""
+        for name in inbox.names:
+            del self._inboxes[name]
+            if self._stepping:
+                self._left.append(name)
+            else:
+                self.engine.abort(name)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -74,11 +74,9 @@ def make_plan(config: EngineConfig, model: ModelConfig, drafter: DraftSource | N
 def _check_coded(name: str, head_dim: int, block_size: int) -> None:
     ops = kernels.load(name)
     try:
-        known = hasattr(ops, "tq_attention")
+        assert ops.tq_attention, f"the {name} kernels have none"
     except ImportError as error:  # of a Triton whose Gluon is another
         raise UserError(f"kv turboquant needs the Gluon of Triton 3.6 ({error}); ask for kv fp8 or exact") from error
-    if not known:
-        raise UserError(f"kv turboquant does not run on the {name} kernels yet; ask for kv fp8 or exact there")
     if head_dim not in getattr(ops, "TQ_DIMS", (head_dim,)):
         dims = ", ".join(map(str, ops.TQ_DIMS))
         raise UserError(

@@ -218,11 +218,10 @@ class Engine:
             if request.finish:
                 continue
             output = self._outputs[request].push(landed.ids)
-            num_accepted = len(output.ids) - 1
-            output.num_accepted = min(len(landed.ids) - 1, len(output.ids))
-            self.scheduler.commit(request, 1 + num_accepted)
+            output.num_accepted = _num_accepted(landed.ids, output)
+            self.scheduler.commit(request, len(output.ids))
             outputs.append(output)
-            steps.append((request, landed.num_draft, num_accepted))
+            steps.append((request, landed.num_draft, output.num_accepted))
         if steps:
             self.drafting.flown(steps, flight.step_seconds)
             self.pace.learn(0, flight.step_seconds)
@@ -283,13 +282,15 @@ class Engine:
         ids, first = sampled.ids.tolist(), 0
         num_accepted = [0] * len(batch.work)
         for i, work in enumerate(batch.work):
+            num_rows = work.num_known
             if work.samples:
                 new = committed(work.drafts, ids[first : first + work.num_sampled])
-                outputs.append(self._outputs[work.request].push(new, sampled.report(first, new)))
-                outputs[-1].num_accepted = min(len(new) - 1, len(outputs[-1].ids))  # fewer where a stop cut them
-                num_accepted[i] = len(outputs[-1].ids) - 1
+                output = self._outputs[work.request].push(new, sampled.report(first, new))
+                output.num_accepted = num_accepted[i] = _num_accepted(new, output)
+                num_rows += len(output.ids) - 1  # the last id is known, and no row counts as computed for it
+                outputs.append(output)
                 first += work.num_sampled
-            self.scheduler.commit(work.request, work.num_known + num_accepted[i])
+            self.scheduler.commit(work.request, num_rows)
         self.drafting.observe(batch, num_accepted, self.runner)
         for output, work in zip(outputs, (w for w in batch.work if w.samples), strict=True):
             self._follow_up(output, work.request)
@@ -317,6 +318,11 @@ class Engine:
     def _take_ended(self) -> list[StepOutput]:
         ended, self._ended = self._ended, []
         return ended
+
+
+def _num_accepted(new: list[int], output: StepOutput) -> int:
+    """Drafts among the ids that were taken: all of 'new' but its last, or all where a stop cut that one off."""
+    return min(len(new) - 1, len(output.ids))
 
 
 def _signed64(seed: int) -> int:

@@ -1,15 +1,17 @@
 """A model's dimensions, read from a Hugging Face config.json (GGUF metadata is translated to one first).
 
-One frozen record serves every architecture here; what an architecture does not have stays at its default. No torch.
+One frozen record serves every architecture here; what an architecture does not have stays at its default. Which keys
+may be ignored and which are refused is in keys.py. No torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sparkdraft.core import UserError
+from sparkdraft.models.keys import check_keys, rope_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
+    unknown_keys: tuple[str, ...] = ()  # of config.json: ignored, and shown to the user
 
     @property
     def num_parameters(self) -> int:
@@ -39,10 +42,15 @@ class ModelConfig:
 
     @staticmethod
     def from_hf(config: Mapping[str, Any]) -> ModelConfig:
+        """A model that is to be run. Raises UserError where its config asks for a computation that is not built."""
+        dimensions = ModelConfig.dimensions(config)
+        return replace(dimensions, unknown_keys=check_keys(config))
+
+    @staticmethod
+    def dimensions(config: Mapping[str, Any]) -> ModelConfig:
+        """The same without a look at other keys: drafters have tables of their own (spec/config.py)."""
         try:
-            heads = config["num_attention_heads"]
-            rope = config.get("rope_parameters") or {}
-            scaling = config.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
+            heads, rope = config["num_attention_heads"], rope_of(config)
             return ModelConfig(
                 model_type=config["model_type"],
                 num_layers=config["num_hidden_layers"],
@@ -54,8 +62,8 @@ class ModelConfig:
                 vocab_size=config["vocab_size"],
                 max_position=config["max_position_embeddings"],
                 rms_eps=config.get("rms_norm_eps", 1e-6),
-                rope_theta=config.get("rope_theta") or rope.get("rope_theta") or 10000.0,
-                rope_scaling=scaling,
+                rope_theta=rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
+                rope_scaling=rope if rope["rope_type"] != "default" else None,
                 tie_embeddings=bool(config.get("tie_word_embeddings", False)),
                 attention_bias=bool(config.get("attention_bias", False)),
                 mlp_bias=bool(config.get("mlp_bias", False)),

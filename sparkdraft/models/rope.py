@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig
 
 
@@ -31,22 +30,20 @@ def _stretch(frequency: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
     scaling = config.rope_scaling
     if scaling is None:
         return frequency, 1.0
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
-        return frequency, 1.0
+    kind = scaling["rope_type"]
     if kind == "linear":
         return frequency / scaling["factor"], 1.0
     if kind == "llama3":
-        return _llama3(frequency, scaling), 1.0
-    if kind == "yarn":
-        return _yarn(frequency, config, scaling)
-    raise UserError(f"rope scaling '{kind}' is not known; this engine knows linear, llama3 and yarn")
+        return _llama3(frequency, config, scaling), 1.0
+    assert kind == "yarn", f"rope scaling {kind!r}: the config was read without a check of it"
+    return _yarn(frequency, config, scaling)
 
 
-def _llama3(frequency: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+def _llama3(frequency: Tensor, config: ModelConfig, scaling: Mapping[str, Any]) -> Tensor:
     """Slow rotations are stretched, fast ones left, and those between the two wavelengths blended."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    original = scaling.get("original_max_position_embeddings") or config.max_position
+    turns = original * frequency / (2 * math.pi)
     share = ((turns - low) / (high - low)).clamp(0, 1)
     return frequency * share + frequency / scaling["factor"] * (1 - share)
 

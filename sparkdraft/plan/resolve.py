@@ -89,7 +89,7 @@ def resolve(
 ) -> Plan:
     """native_problem: why the CPU kernels can not be had, or None. drafter: what drafts, counted in."""
     on_cpu = hardware.device == "cpu"
-    fallbacks: list[Fallback] = []
+    fallbacks = [_unknown_keys(model.unknown_keys)] if model.unknown_keys else []
     dtype = _dtype(config, hardware, native_problem, fallbacks)
     max_model_len = _max_model_len(config, model)
     max_seqs = config.max_seqs or (16 if on_cpu else 64)
@@ -101,6 +101,10 @@ def resolve(
     _check_kv(kv, hardware, dtype)
     kernels = "cuda" if not on_cpu else ("native" if dtype == "quantised" else "reference")
     graphs = config.graphs and kernels != "reference"
+    if graphs and on_cpu and kv == "turboquant":
+        graphs = False
+        reason = "torch runs a CPU's turboquant cache, and its operators are not recorded: memory is saved, not time"
+        fallbacks.append(Fallback("decode steps are launched one operator at a time", reason))
     recordings = recording_bytes(kernels, drafter is not None) if graphs else 0
     weights = weight_bytes(model, WEIGHT_ITEMSIZE[dtype])
     weights += drafter_bytes(drafter, WEIGHT_ITEMSIZE[dtype]) if drafter else 0
@@ -137,6 +141,11 @@ def resolve(
     )
 
 
+def _unknown_keys(keys: tuple[str, ...]) -> Fallback:
+    reason = "if one of them changes what the model computes, its text is not the model's"
+    return Fallback("keys of config.json that are not known here are ignored", f"{', '.join(keys)}; {reason}")
+
+
 def _dtype(config: EngineConfig, hardware: Hardware, native_problem: str | None, fallbacks: list[Fallback]) -> str:
     if hardware.device == "cuda":
         if config.dtype == "quantised":
@@ -153,11 +162,11 @@ def _dtype(config: EngineConfig, hardware: Hardware, native_problem: str | None,
 
 
 def _check_kv(kv: str, hardware: Hardware, dtype: str) -> None:
-    if kv == "exact":
+    if kv != "fp8":
         return
     if dtype == "quantised":
-        raise UserError(f"kv {kv} is not for the CPU kernels; on a CPU keep it exact, or ask for dtype float32")
-    if kv == "fp8" and hardware.device == "cuda" and hardware.capability < FP8_CAPABILITY:
+        raise UserError("kv fp8 is not for the CPU kernels; on a CPU ask for kv exact or turboquant, or dtype float32")
+    if hardware.device == "cuda" and hardware.capability < FP8_CAPABILITY:
         has, needs = (".".join(map(str, c)) for c in (hardware.capability, FP8_CAPABILITY))
         raise UserError(f"kv fp8 needs a GPU of compute capability {needs}; {hardware.name} has {has}: keep it exact")
 

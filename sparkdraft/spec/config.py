@@ -102,7 +102,7 @@ def _read_zlab(config: Config) -> DraftConfig:
     inner = config.get("dflash_config") or {}
     both = {**config, **inner}  # a key may stand in either place; the inner one counts, as in z-lab's own code
     _refuse_foreign(both)
-    model = ModelConfig.from_hf(_one_rope(config))
+    model = ModelConfig.dimensions(_one_rope(config))
     target_layers = config.get("num_target_layers")
     taps = both.get("target_layer_ids")
     if taps is None:
@@ -136,7 +136,7 @@ def _read_speculators(config: Config) -> DraftConfig:
             "config.json has no 'transformer_layer_config': a speculators drafter keeps its dimensions there"
         )
     _refuse_foreign({**body, **config})
-    model = ModelConfig.from_hf(_one_rope({"model_type": "qwen3", **body}))
+    model = ModelConfig.dimensions(_one_rope({"model_type": "qwen3", **body}))
     taps = _ids(config.get("aux_hidden_state_layer_ids"), "aux_hidden_state_layer_ids")
     if 0 in taps:
         raise UserError("The drafter reads the embedding (aux_hidden_state_layer_ids has 0), which is not built yet")

@@ -8,9 +8,10 @@ the mask that plain decoding would have had in its place. Applying masks to logi
 from __future__ import annotations
 
 import json
+import random
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -33,9 +34,16 @@ JSON_OPTIONS: JsonCompileOptions = {
     "lenient": False,
     "coerce_one_of": False,
 }
-MAX_LEXER_STATES = 50_000  # each takes one or two kilobytes
-NUM_CACHED = 64
-NUM_STARTS, NUM_STEPS = 32, 4  # how widely and how far a new grammar is tried out
+# A grammar's lexer keeps every state that any of its requests has met. Two limits bound what it costs: how many it may
+# keep, and how much of it one mask may work out anew (10,000 units take about 2 ms on a slow core). A text that meets
+# a limit ends there.
+MAX_LEXER_STATES = 10_000
+STATE_BYTES = 2048  # at most
+STEP_LEXER_FUEL = 10_000
+CACHE_BYTES = 640 << 20
+NUM_CACHED = CACHE_BYTES // (MAX_LEXER_STATES * STATE_BYTES)
+MAX_LATE = 2  # compilations that took too long and still run
+NUM_WALKS, NUM_STEPS = 16, 8  # how often and how far a new grammar is tried out
 DEEP_STACK = 256 << 20  # the compiler recurses along a schema's references: 64 KB of them overflow a usual stack
 NAMES = {"json_object": "JSON", "json_schema": "the JSON schema", "regex": "the regex", "lark": "the grammar"}
 
@@ -52,11 +60,21 @@ class GrammarCompiler:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._known: LLTokenizer | None = None
         self._lock = threading.Lock()
-        self._compiled = lru_cache(NUM_CACHED)(self._compile)
+        self._compiled: OrderedDict[GrammarSpec, Grammar] = OrderedDict()  # the one used last is last
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         """Raises UserError, and nothing else, for whatever is wrong with the text."""
-        return self._compiled(spec)
+        with self._lock:
+            found = self._compiled.pop(spec, None)
+            if found and not found.spent:
+                self._compiled[spec] = found
+                return found
+        made = self._compile(spec)
+        with self._lock:
+            self._compiled[spec] = made
+            while len(self._compiled) > NUM_CACHED:
+                self._compiled.popitem(last=False)
+        return made
 
     def _compile(self, spec: GrammarSpec) -> Grammar:
         _check_text(spec)
@@ -97,19 +115,20 @@ class GrammarCompiler:
 
 class Grammar:
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
-        self._matcher = matcher  # in its first state for ever: states begin as copies of it
-        self._num_bytes = -(-vocab_size // 8)
+        self.matcher = matcher  # in its first state for ever: states begin as copies of it, and share its lexer
+        self.num_bytes = -(-vocab_size // 8)
+        self.spent = False  # a limit was met: its lexer may have no room left, so the next request gets a new one
 
     def start(self) -> GrammarState:
-        return GrammarState(self._matcher, self._num_bytes)
+        return GrammarState(self)
 
 
 class GrammarState:
     """Where one request stands in its grammar. Not thread-safe; the ids it was given are kept to come back to."""
 
-    def __init__(self, first: LLMatcher, num_bytes: int) -> None:
-        self._first, self._num_bytes = first, num_bytes
-        self._matcher = first.deep_copy()
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar = grammar
+        self._matcher = grammar.matcher.deep_copy()
         self._ids: list[int] = []
         self.failed = False  # an id that the grammar refuses, or a text past the parser's limits
 
@@ -118,7 +137,7 @@ class GrammarState:
 
         A text that is complete, or that can not go on, may only be followed by the end.
         """
-        masks = np.zeros((1 + len(drafts), self._num_bytes), np.uint8)
+        masks = np.zeros((1 + len(drafts), self._grammar.num_bytes), np.uint8)
         self._fill(masks[0])
         count = 0
         for token in drafts:
@@ -141,6 +160,7 @@ class GrammarState:
         finished = self.finished
         taken = self._matcher.try_consume_tokens(list(ids))
         self.failed |= self._matcher.is_error() or (taken < len(ids) and not finished)
+        self._grammar.spent |= self._matcher.is_error()
 
     @property
     def finished(self) -> bool:
@@ -156,7 +176,8 @@ class GrammarState:
         if not self._matcher.is_error():
             self._matcher.rollback(num_ahead)
         elif not self.failed:
-            self._matcher = self._first.deep_copy()
+            self._grammar.spent = True
+            self._matcher = self._grammar.matcher.deep_copy()
             self._matcher.try_consume_tokens(self._ids)
 
 
@@ -229,13 +250,15 @@ def _matcher(known: LLTokenizer, text: str, name: str) -> LLMatcher:
 
 
 def _try_out(matcher: LLMatcher) -> str:
-    """Walk a little way from each of the first ids: the limits that a grammar breaks are mostly broken there."""
-    for first in _allowed(matcher)[:NUM_STARTS]:
-        tried, token = matcher.deep_copy(), first
+    """Walk a little way along ids drawn from those that may come: the limits that a grammar breaks are mostly broken
+    there. The dice are the same for every grammar."""
+    dice = random.Random(0)
+    for _ in range(NUM_WALKS):
+        tried = matcher.deep_copy()
         for _ in range(NUM_STEPS):
-            if tried.is_stopped() or tried.try_consume_tokens([token]) != 1:
+            ids = _allowed(tried)
+            if tried.is_stopped() or tried.try_consume_tokens([dice.choice(ids)]) != 1:
                 break
-            token = _allowed(tried)[0]
         if tried.is_error():
             return tried.get_error()
     return matcher.get_error()
@@ -249,7 +272,7 @@ def _allowed(matcher: LLMatcher) -> list[int]:
 def _limits() -> LLParserLimits:
     from llguidance import LLParserLimits
 
-    return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+    return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, step_lexer_fuel=STEP_LEXER_FUEL, verbose_errors=False)
 
 
 def _reason(message: str) -> str:
@@ -263,7 +286,8 @@ def _reason(message: str) -> str:
 def on_a_deep_stack(work: Callable[[], Result], seconds: float) -> Result:
     """Run in a thread of its own, since a thread's stack can be chosen; only what is touched of it takes memory.
 
-    TimeoutError after so many seconds: the compiler can not be stopped, so it ends unheard.
+    TimeoutError after that many seconds: the compiler can not be stopped, so it ends unheard. While MAX_LATE such
+    threads still run, nothing new is begun: UserError.
     """
     done: list[Result] = []
     raised: list[BaseException] = []
@@ -276,6 +300,9 @@ def on_a_deep_stack(work: Callable[[], Result], seconds: float) -> Result:
 
     thread = threading.Thread(target=run, name="grammar", daemon=True)
     with _stack_lock:
+        _late[:] = [late for late in _late if late.is_alive()]
+        if len(_late) >= MAX_LATE:
+            raise UserError(f"{len(_late)} grammars that took too long still compile, the limit; send this one later")
         usual = threading.stack_size(DEEP_STACK)
         try:
             thread.start()
@@ -283,6 +310,7 @@ def on_a_deep_stack(work: Callable[[], Result], seconds: float) -> Result:
             threading.stack_size(usual)
     thread.join(seconds)
     if thread.is_alive():
+        _late.append(thread)
         raise TimeoutError
     if raised:
         raise raised[0]
@@ -290,3 +318,4 @@ def on_a_deep_stack(work: Callable[[], Result], seconds: float) -> Result:
 
 
 _stack_lock = threading.Lock()
+_late: list[threading.Thread] = []

@@ -350,6 +350,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         return value
 
     heads, hidden = need("attention.head_count"), need("embedding_length")
+    head_dim = meta.get(f"{arch}.attention.key_length", hidden // heads)
     config = {
         "model_type": arch,
         "architectures": [ARCHITECTURES[arch]],
@@ -359,11 +360,13 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         "num_hidden_layers": need("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": meta.get(f"{arch}.attention.head_count_kv", heads),
-        "head_dim": meta.get(f"{arch}.attention.key_length", hidden // heads),
+        "head_dim": head_dim,
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "rms_norm_eps": need("attention.layer_norm_rms_epsilon"),
         "rope_theta": meta.get(f"{arch}.rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(file, arch),
+        "partial_rotary_factor": meta.get(f"{arch}.rope.dimension_count", head_dim) / head_dim,
+        "sliding_window": meta.get(f"{arch}.attention.sliding_window"),
         "max_position_embeddings": need("context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,

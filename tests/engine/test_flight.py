@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.core import FinishReason, GrammarSpec, Request
+from sparkdraft.core import FinishReason, GrammarSpec, Request, StepOutput
 from sparkdraft.engine import flight as flight_module
 from sparkdraft.engine.flight import RING, Flight
 from sparkdraft.engine.lanes import StepKind
@@ -282,3 +282,19 @@ def test_accepting() -> None:
 
     assert count(drafts, samples) == [3, 1, 0, 2]
     assert count(None, samples[:, :1]) == [0, 0, 0, 0]
+
+
+def test_drafts_before_a_stop_are_counted_as_accepted_all_of_them(flying: LLM, watched: list[int]) -> None:
+    def pieces(**more: Any) -> list[StepOutput]:
+        return list(flying.stream(TEXTS[4], SamplingParams(max_tokens=48, num_draft=7, ignore_eos=True, **more)))
+
+    def is_new(index: int, whole: list[StepOutput]) -> bool:
+        before = [token for piece in whole[:index] for token in piece.ids]
+        return whole[index].num_accepted > 1 and whole[index].ids[0] not in before
+
+    whole = pieces()
+    index = next(i for i in range(len(whole)) if is_new(i, whole))
+    cut = pieces(stop_ids=[whole[index].ids[0]])  # the text ends with the first of several drafts that are right
+    assert [p.ids for p in cut] == [*(p.ids for p in whole[:index]), whole[index].ids[:1]]
+    assert watched and cut[-1].num_accepted == 1 and cut[-1].speculation is not None
+    assert cut[-1].speculation["num_accepted_draft_tokens"] == sum(p.num_accepted for p in cut)

@@ -273,3 +273,21 @@ def test_sampled_sequences_with_and_without_drafts_are_of_one_distribution(
     chi = sum((counts[0][k] - counts[1][k]) ** 2 / (counts[0][k] + counts[1][k]) for k in keys)
     freedom = len(keys) - 1
     assert chi < freedom + 4 * (2 * freedom) ** 0.5, (chi, freedom)  # four standard deviations
+
+
+@pytest.mark.parametrize("taken", range(1, 8))
+def test_drafts_before_a_stop_are_counted_as_accepted_all_of_them(taken: int) -> None:
+    """All seven drafts are right; the text ends with draft number 'taken' of the first step that drafts."""
+    plain = fake_engine(**LONG)
+    plain.add([1, 2, 3], SamplingParams(max_tokens=9), "plain")
+    ids = text(drain(plain), "plain")
+    assert len(set(ids)) == 9, "each id can be a stop of its own"
+    engine = fake_engine(FakeBlock(1.0), spec=7, **LONG)
+    engine.add([1, 2, 3], SamplingParams(max_tokens=40, stop_ids=[ids[taken]]), "a")
+    pieces = drain(engine)
+    assert text(pieces, "a") == ids[: 1 + taken]
+    report = pieces[-1].speculation
+    assert report is not None
+    assert (report["num_draft_tokens"], report["num_accepted_draft_tokens"]) == (7, taken)
+    assert sum(p.num_accepted for p in pieces) == engine.drafting.total.num_accepted_draft_tokens == taken
+    assert engine.drafting.total.acceptance_histogram == [int(n == taken) for n in range(8)]

@@ -82,5 +82,6 @@ def test_models_and_kernels_that_can_not_be_coded(mode: str) -> None:
         resolve(config, replace(MODEL, num_layers=0), H200)
     with pytest.raises(UserError, match="head dimension 72 can not be rotated"):
         resolve(config, replace(MODEL, head_dim=72), H200)
-    with pytest.raises(UserError, match="kv turboquant is not for the CPU kernels"):
-        resolve(config, MODEL, Hardware("cpu", "a laptop", 8, 60 << 30))
+    on_a_cpu = resolve(config, MODEL, Hardware("cpu", "a laptop", 8, 60 << 30))
+    assert on_a_cpu.kernels == "native" and on_a_cpu.coded and not on_a_cpu.graphs
+    assert [f.name for f in on_a_cpu.fallbacks] == ["decode steps are launched one operator at a time"]

@@ -1,15 +1,16 @@
-"""A place where the text ended as it does now, found wherever a search through the whole text finds one, and fast."""
+"""A place where the text ended as it does now, found wherever a search through the text finds one, at little cost."""
 
 from __future__ import annotations
 
 import random
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparkdraft.spec.ngram import NgramIndex
-from tests.fakes.counting import lines_run
+from sparkdraft.spec import ngram
+from sparkdraft.spec.ngram import FOLLOWED_IDS, PROMPT_IDS, NgramIndex
 
 
 def texts(alphabet: int, most: int = 64) -> st.SearchStrategy[list[int]]:
@@ -28,6 +29,19 @@ def search(ids: list[int]) -> tuple[int, int]:
             length += 1
         best = max(best, (length, end))
     return best
+
+
+def match_ends(ids: list[int], size: int) -> list[int]:
+    """After each id, where the match that is followed ended: the definition, one id after the other."""
+    ends: dict[tuple[int, ...], int] = {}
+    matches, end = [], -1
+    for position, token in enumerate(ids):
+        if position >= size - 1:
+            run = tuple(ids[position - size + 1 : position + 1])
+            end = end + 1 if end >= 0 and ids[end + 1] == token else ends.get(run, -1)
+            ends[run] = position
+        matches.append(end)
+    return matches
 
 
 def copy_on(ids: list[int], end: int, most: int) -> list[int]:
@@ -55,6 +69,17 @@ def test_agrees_with_a_search(ids: list[int], min_match: int, most: int) -> None
         assert index.matches == bool(ends) == (search(text)[0] >= min_match)
         drafts = index.propose(most)
         assert drafts in [copy_on(text, end, most) for end in ends] if ends else drafts == []
+
+
+@given(st.one_of(texts(2, 200), texts(3, 200), texts(50, 200)), st.integers(1, 8), st.booleans())
+def test_it_follows_the_match_that_the_definition_follows(ids: list[int], min_match: int, collide: bool) -> None:
+    """Asked once or after every id; also where all runs fall into one bucket."""
+    with patch.object(ngram, "FACTOR", 0 if collide else ngram.FACTOR):
+        once, each, expected = indexed(ids, min_match), NgramIndex(min_match), match_ends(ids, min_match)
+        for i, end in enumerate(expected):
+            each.extend(ids[i : i + 1])
+            assert each.propose(12) == (copy_on(ids[: i + 1], end, 12) if end >= 0 else [])
+        assert once.propose(12) == each.propose(12)
 
 
 @given(texts(3, most=200), st.integers(1, 5))
@@ -120,12 +145,40 @@ def english_like(count: int) -> list[int]:
     return ids[:count]
 
 
-@pytest.mark.parametrize("ids", [english_like(100_000), [3] * 100_000], ids=["text", "loop"])
-def test_an_id_of_a_long_prompt_costs_a_few_lines_however_long_it_is(ids: list[int]) -> None:
-    index, lines = NgramIndex(), []
-    assert lines_run(lambda: NgramIndex().extend(ids)) < 20, "extend only records"
-    for start in range(0, len(ids), 5_000):
-        index.extend(ids[start : start + 5_000])
-        lines.append(lines_run(lambda: index.propose(8)))
-    assert max(lines) < 10 * 5_000
-    assert max(lines[-5:]) < 1.1 * min(lines[1:6]), "the cost of an id grows with the text"
+@pytest.mark.parametrize("ids", [english_like(50_000), [3] * 50_000], ids=["text", "loop"])
+def test_a_long_prompt_is_indexed_in_bounded_pieces_and_little_memory(ids: list[int]) -> None:
+    index = indexed(ids, 8)
+    while index.num_waiting:
+        before, drafts = index.num_waiting, index.propose(4)
+        assert 0 < before - index.num_waiting <= PROMPT_IDS + FOLLOWED_IDS
+        assert not (drafts and index.num_waiting), "it says nothing until it knows the whole prompt"
+    assert index.nbytes <= 16 * len(ids)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_prompt_that_comes_at_once_matches_where_the_definition_does(seed: int) -> None:
+    ids = english_like(10_000 + 1000 * seed)
+    begin = random.Random(seed).randrange(len(ids) - 500)
+    prompt = ids + ids[begin : begin + 300]  # it ends with a quotation of itself
+    text = [*prompt, *ids[begin + 300 : begin + 330], 7, 7, 7, *ids[50:80]]
+    index, expected = indexed(prompt, 8), match_ends(text, 8)
+    while index.num_waiting:
+        index.propose(20)
+    for stop in range(len(prompt), len(text)):
+        drafts = index.propose(20)
+        assert index.matches == (expected[stop - 1] >= 0)
+        ends = [
+            e for e in range(7, stop - 1) if text[e] == text[stop - 1] and text[e - 7 : e] == text[stop - 8 : stop - 1]
+        ]
+        assert not drafts or drafts in [copy_on(text[:stop], e, 20) for e in ends]
+        index.extend([text[stop]])
+
+
+def test_a_table_that_grows_keeps_what_it_knows() -> None:
+    """One id at a time past several sizes of the table: matches are the definition's."""
+    ids = english_like(6_000)
+    index, expected = NgramIndex(), match_ends(ids, 8)
+    for i, token in enumerate(ids):
+        index.extend([token])
+        assert index.matches == (expected[i] >= 0), i
+        assert index.propose(4) == (copy_on(ids[: i + 1], expected[i], 4) if expected[i] >= 0 else [])

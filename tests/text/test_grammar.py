@@ -242,6 +242,59 @@ def test_compiling_has_a_limit_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert now(BYTES.compile(GrammarSpec("regex", "a long one")).start()) == {ord("a")}
 
 
+def test_compilations_that_take_too_long_are_counted_and_no_more_are_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    done, begun = threading.Event(), []
+    for thread in grammar._late:  # of other tests
+        thread.join()
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar, "MAX_SECONDS", 0.05)
+        patch.setattr(grammar, "_matcher", lambda *args: begun.append(args) or done.wait(60))
+        for i in range(grammar.MAX_LATE):
+            with pytest.raises(UserError, match=r"takes more than 0.05 s"):
+                BYTES.compile(GrammarSpec("regex", f"late {i}"))
+        with pytest.raises(UserError, match="2 grammars that took too long still compile, the limit; send this one la"):
+            BYTES.compile(GrammarSpec("regex", "one more"))
+        assert len(begun) == grammar.MAX_LATE
+    late = list(grammar._late)
+    done.set()
+    for thread in late:
+        thread.join()
+    assert now(BYTES.compile(GrammarSpec("regex", "one more")).start()) == {ord("o")}
+
+
+@pytest.mark.parametrize("pattern", ["^.*a.{900}b.*$", "(.*a.{200}b|.*c.{200}d)*"])
+def test_a_regex_whose_masks_are_costly_is_refused(pattern: str) -> None:
+    """Each step would work out thousands of states: 11 ms and more, while everybody waits."""
+    embedded = Tokenizer.of(open_checkpoint("smollm2"))
+    with pytest.raises(UserError, match=r"^the regex is too complex: .*; make it smaller$"):
+        GrammarCompiler(embedded, embedded.vocab_size).compile(GrammarSpec("regex", pattern))
+
+
+def test_the_cache_holds_a_bounded_number_of_grammars_each_of_bounded_size() -> None:
+    compiler = GrammarCompiler(letters([]), VOCAB)
+    specs = [GrammarSpec("regex", f"a{i}") for i in range(grammar.NUM_CACHED + 3)]
+    first = compiler.compile(specs[0])
+    for spec in specs[1:]:
+        compiler.compile(spec)
+        assert compiler.compile(specs[0]) is first, "the one that is used stays"
+    assert len(compiler._compiled) == grammar.NUM_CACHED and specs[1] not in compiler._compiled
+    limits = grammar._limits()
+    assert limits.max_lexer_states * grammar.STATE_BYTES * grammar.NUM_CACHED <= grammar.CACHE_BYTES
+    assert limits.step_lexer_fuel == grammar.STEP_LEXER_FUEL
+
+
+def test_a_grammar_that_met_a_limit_is_compiled_anew_for_the_next_request() -> None:
+    """All its requests share one lexer: where that is full, none of them could go on."""
+    compiler = GrammarCompiler(letters([]), VOCAB)
+    first = compiler.compile(SPECS[3])
+    state = first.start()
+    state._matcher.consume_token(7)  # a matcher that met a limit is in the same state
+    state.masks()
+    second = compiler.compile(SPECS[3])
+    assert first.spent and second is not first and not second.spent
+    assert compiler.compile(SPECS[3]) is second
+
+
 SAME = [
     ('{"enum": [[1, 2]]}', ["[1,2]", "[1, 2]", "[\n    1,\n    2\n]"], ["[1," + " " * 40 + "2]", "[1,  2]", "[1,\t2]"]),
     ('{"type": "object"}', ['{"a": 1}'], ['{"a":' + " " * 40 + "1}"]),

@@ -4,6 +4,9 @@ Names, signatures and meaning are the reference's; tensors are float32 on the CP
 whatever rows are beside it and however many threads run, so drafted and plain decoding agree exactly. The C++ beside
 this file is compiled on first use (`build.py`); where that cannot be, `unavailable_reason()` says why, and callers
 choose the reference instead.
+
+The tq_ operators, of a compressed KV cache, are the reference's own: torch runs them, so steps that hold one are not
+recorded.
 """
 
 from __future__ import annotations
@@ -18,7 +21,14 @@ from sparkdraft.kernels import reference
 from sparkdraft.kernels.native.library import c, set_threads, unavailable_reason
 from sparkdraft.kernels.native.recording import Recording, empty, keep
 from sparkdraft.kernels.norm import Normed
-from sparkdraft.kernels.reference import add_linear, lay_out, settle  # a matrix's own; a few integers a step
+from sparkdraft.kernels.reference import (
+    add_linear,  # a matrix's own
+    lay_out,  # a few integers per step
+    settle,
+    tq_attention,
+    tq_rope_write,
+    tq_write,
+)
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.quant.group import GROUP, GroupQuant
@@ -44,6 +54,9 @@ __all__ = [
     "settle",
     "silu_mul",
     "tap",
+    "tq_attention",
+    "tq_rope_write",
+    "tq_write",
     "unavailable_reason",
 ]
 NAME = "native"

@@ -1,11 +1,14 @@
 """Writing to a coded layer and attending to it, in plain torch: the definition that its kernels are tested against.
 
-Both hang on a row's own position and slot alone, not on the rows it is run with. That a block has a page as long as
-one of its keys must be read exactly, and that rejected rows are written anew before anybody reads them, is left to the
-caller. It favours clearness over speed.
+Both depend on a row's own position and slot alone, not on the rows it is run with, to the bit: attention is computed
+for tiles of TILE positions, in the same shapes whichever of their rows are there, since a matrix product's last bits
+depend on its shape. That a block has a page as long as one of its keys must be read exactly, and that rejected rows are
+written anew before anybody reads them, is left to the caller. It favours clearness over speed.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +17,8 @@ from sparkdraft.kernels.turboquant.attention import Part, attend_codes, attend_e
 from sparkdraft.kernels.turboquant.store import CodedLayer, planes
 from sparkdraft.kernels.turboquant.vectors import Encoded
 from sparkdraft.kernels.view import AttentionView
+
+TILE = 64  # positions from a multiple of it on
 
 
 def tq_write(
@@ -47,59 +52,81 @@ def tq_attention(
     view: AttentionView,
     scale: float,
     window: int = 0,  # 0: all keys up to a row's own; else those of them that are nearer than this
-    most_query: int = 0,  # batches of up to so many rows a sequence give a row the same bits; here it changes nothing
+    most_query: int = 0,  # of no use here: a row's bits never depend on the rows beside it
 ) -> Tensor:  # [rows, heads * dim]
-    num_kv_heads = layer.records.shape[1]
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     starts, contexts = view.query_start.tolist(), view.context_len.tolist()
     for s, context in enumerate(contexts):
-        rows = slice(starts[s], starts[s + 1])
-        asked = layer.keys.rotation.inverse(q[rows])  # what follows is defined by queries as they were
-        grouped = asked.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [kv_heads, group, rows, dim]
-        mixed = _attend(layer, grouped, view.block_tables[s].long(), context, scale, window)
-        out[rows] = mixed.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
+        blocks = view.block_tables[s].long()
+        begin = context - (starts[s + 1] - starts[s])  # the position of the first row
+        for tile in range(begin // TILE, -(-context // TILE)):
+            low, high = max(begin, tile * TILE), min(context, (tile + 1) * TILE)
+            rows = slice(starts[s] + low - begin, starts[s] + high - begin)
+            out[rows] = _attend_tile(layer, q[rows], blocks, low, scale, window).to(q.dtype)
     return out.flatten(1)
 
 
-def _attend(layer: CodedLayer, q: Tensor, blocks: Tensor, context: int, scale: float, window: int) -> Tensor:
-    """One sequence: q [kv_heads, group, rows, dim], its last row at position context - 1 -> the same shape."""
-    position = torch.arange(context - q.shape[2], context, device=q.device).unsqueeze(1)
-    key = torch.arange(context, device=q.device)
+def _attend_tile(layer: CodedLayer, q: Tensor, blocks: Tensor, low: int, scale: float, window: int) -> Tensor:
+    """Rows of one sequence and one tile, [rows, heads, dim], from position 'low' on -> the same shape."""
+    first, there = low // TILE * TILE, slice(low % TILE, low % TILE + len(q))
+    turned_back = layer.keys.rotation.inverse(q)  # what follows is defined by queries as they were
+    asked = turned_back.new_zeros(TILE, *q.shape[1:])
+    asked[there] = turned_back
+    grouped = asked.unflatten(1, (layer.records.shape[1], -1)).permute(1, 2, 0, 3)  # [kv_heads, group, TILE, dim]
+    position = torch.arange(first, first + TILE, device=q.device).unsqueeze(1)
+    key = torch.arange(first + TILE, device=q.device)
     seen = key <= position
     if window:
         seen &= position - key < window
+    is_there = torch.zeros(TILE, 1, dtype=torch.bool, device=q.device)
+    is_there[there] = True
     exact = is_exact(position, key, layer.first, layer.recent)
-    parts = [_attend_codes(layer, q, blocks, scale, seen & ~exact)]
+    parts = [_attend_codes(layer, grouped, _places(layer, blocks, seen & ~exact, is_there), scale)]
     if layer.first or layer.recent:
-        parts.append(_attend_pages(layer, q, blocks, scale, seen & exact))
-    return merge(parts).out
+        parts.append(_attend_pages(layer, grouped, _places(layer, blocks, seen & exact, is_there), scale))
+    return merge(parts).out.permute(2, 0, 1, 3).flatten(1, 2)[there]
 
 
-def _attend_codes(layer: CodedLayer, q: Tensor, blocks: Tensor, scale: float, seen: Tensor) -> Part:
-    key, block, offset = _places(layer, blocks, seen)
+class Places(NamedTuple):
+    """The keys that rows of a tile see, those that are there and those that are not, and where they lie."""
+
+    block: Tensor  # [keys]
+    offset: Tensor
+    seen: Tensor  # bool [TILE, keys]: by a row that is there
+    used: Tensor  # bool [keys, 1, 1]: seen by any of them; what lies elsewhere may be anything, and is read as 0
+
+
+def _places(layer: CodedLayer, blocks: Tensor, seen: Tensor, is_there: Tensor) -> Places:
+    key, size = seen.any(0).nonzero().squeeze(1), layer.layout.block_size
+    found = seen[:, key] & is_there
+    block = blocks[(key // size).clamp(max=len(blocks) - 1)]
+    return Places(block, key % size, found, found.any(0).view(-1, 1, 1))
+
+
+def _attend_codes(layer: CodedLayer, q: Tensor, places: Places, scale: float) -> Part:
+    block, offset, seen, used = places
     keys, values = (
-        Encoded(tuple(_by_head(p[block, :, offset]) for p in stored.planes), _by_head(stored.scale[block, :, offset]))
+        Encoded(
+            tuple(_by_head(p[block, :, offset]) for p in stored.planes),
+            _by_head(stored.scale[block, :, offset].where(used, 0)),
+        )
         for stored in planes(layer)
     )
-    return attend_codes(q, keys, values, layer.keys, layer.values, scale, seen[:, key])
+    return attend_codes(q, keys, values, layer.keys, layer.values, scale, seen)
 
 
-def _attend_pages(layer: CodedLayer, q: Tensor, blocks: Tensor, scale: float, seen: Tensor) -> Part:
+def _attend_pages(layer: CodedLayer, q: Tensor, places: Places, scale: float) -> Part:
     """Pages are rotated as codes are: so the query is too, and what comes of it is rotated back."""
     assert layer.pages is not None and layer.exact_of is not None, "keys to be read exactly, and no pages"
-    key, block, offset = _places(layer, blocks, seen)
+    block, offset, seen, used = places
     page = layer.exact_of[block].long()
-    assert (page >= 0).all(), f"blocks {block[page < 0].unique().tolist()} are to be read exactly and have no page"
+    lost = (page < 0) & used.flatten()
+    assert not lost.any(), f"blocks {block[lost].unique().tolist()} are to be read exactly and have no page"
     turned = layer.keys.rotate(q)
-    k, v = (_by_head(x).to(turned.dtype) for x in layer.pages[page, :, :, offset].unbind(1))
-    part = attend_exact(turned, k, v, scale, seen[:, key])
+    rows = layer.pages[page.clamp(min=0), :, :, offset].where(used.unsqueeze(1), 0)  # [keys, 2, kv_heads, dim]
+    k, v = (_by_head(x).to(turned.dtype) for x in rows.unbind(1))
+    part = attend_exact(turned, k, v, scale, seen)
     return Part(layer.values.rotation.inverse(part.out), part.lse)
-
-
-def _places(layer: CodedLayer, blocks: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The keys that a row sees, [keys], and the block and offset of each. No other is touched: it may be anything."""
-    key = seen.any(0).nonzero().squeeze(1)
-    return key, blocks[key // layer.layout.block_size], key % layer.layout.block_size
 
 
 def _by_head(x: Tensor) -> Tensor:  # [keys, kv_heads, n] -> [kv_heads, 1, keys, n], for every query of a group

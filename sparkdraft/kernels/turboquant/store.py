@@ -13,8 +13,10 @@ else by its code; a block that such a key lies in has a page, whoever calls sees
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,9 +80,9 @@ class CodedLayer:
         assert exact_of is not None or not (first or recent), "exact rows need pages, and a map to find them by"
         layout = RecordLayout(block_size, keys.dim, keys.bits, values.bits)
         device = keys.levels.device
-        records = torch.zeros(num_blocks, num_kv_heads, layout.nbytes, dtype=torch.uint8, device=device)
+        records = _zeros((num_blocks, num_kv_heads, layout.nbytes), torch.uint8, device)
         shape = (num_pages, 2, num_kv_heads, block_size, keys.dim)
-        pages = None if exact_of is None else torch.zeros(shape, dtype=page_dtype, device=device)
+        pages = None if exact_of is None else _zeros(shape, page_dtype, device)
         return cls(layout, records, keys, values, centre, pages, exact_of, first, recent)
 
 
@@ -98,3 +100,11 @@ def planes(layer: CodedLayer) -> tuple[Encoded, Encoded]:
         Encoded(tuple(codes[:split]), key_scale.view(torch.float16)),
         Encoded(tuple(codes[split:]), value_scale.view(torch.float16)),
     )
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU from the system's zero pages, which take memory when they are first written to: most never are."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from sparkdraft.core import UserError
+
 MOST_LETTERS = 48 * 1024  # of a grammar: longer ones are refused by their compiler
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -107,5 +109,7 @@ def _compiles(schema: str) -> bool:
     grammar = f"start: %json {schema}\n"
     try:
         return not on_a_deep_stack(lambda: LLMatcher.validate_grammar_with_warnings(grammar), MAX_SECONDS)[0]
+    except UserError:  # says nothing of the schema: others still compile
+        raise
     except Exception:
         return False

@@ -1,0 +1,155 @@
+"""Keys of config.json: each one is honoured, known to be harmless, refused by name, or shown to the user."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparkdraft.config import EngineConfig
+from sparkdraft.core import UserError
+from sparkdraft.llm import LLM
+from sparkdraft.models.config import ModelConfig
+from sparkdraft.plan.hardware import Hardware
+from sparkdraft.plan.resolve import resolve
+from sparkdraft.weights.checkpoint import open_checkpoint
+from tests.models.harness import Harness
+from tests.models.tiny import SHAPE, VARIANTS, oracle_logits, write_tiny
+
+PROMPT = list(range(40, 80))
+# As the hub has them, less the numbers: what old and new releases of transformers and their users leave in a file.
+SMOLLM2 = {
+    "is_llama_config": True, "rope_interleaved": False, "rope_scaling": None, "rope_theta": 100000, "use_cache": True,
+    "pretraining_tp": 1, "torch_dtype": "bfloat16", "transformers_version": "4.42.3", "hidden_act": "silu",
+    "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}, "attention_dropout": 0.0,
+}  # fmt: skip
+LLAMA31 = {
+    "attention_bias": False, "mlp_bias": False, "eos_token_id": [128001, 128008, 128009], "rope_theta": 500000.0,
+    "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3",
+                     "original_max_position_embeddings": 8192},
+    "_name_or_path": "meta-llama/Llama-3.1-8B", "temperature": 0.6, "unsloth_fixed": True,
+}  # fmt: skip
+QWEN3 = {
+    "sliding_window": None, "use_sliding_window": False, "max_window_layers": 36, "rope_theta": 1000000,
+    "rope_scaling": None, "layer_types": ["full_attention"] * 3, "_attn_implementation_autoset": True,
+}  # fmt: skip
+
+
+def config_of(model_type: str, **keys: Any) -> dict[str, Any]:
+    return {"model_type": model_type, **SHAPE, **keys}
+
+
+def rewritten(folder: Path, **keys: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+    return folder
+
+
+@pytest.mark.parametrize("variant", list(VARIANTS))
+def test_what_transformers_writes_holds_no_unknown_key(variant: str, tmp_path: Path) -> None:
+    config = open_checkpoint(str(write_tiny(tmp_path, variant))).config
+    assert ModelConfig.from_hf(config).unknown_keys == ()
+
+
+def test_all_keys_of_transformers_own_configs_are_known() -> None:
+    import transformers
+
+    for kind in (transformers.LlamaConfig, transformers.Qwen3Config):
+        assert ModelConfig.from_hf(kind().to_dict()).unknown_keys == (), kind
+
+
+@pytest.mark.parametrize(
+    "config", [config_of("llama", **SMOLLM2), config_of("llama", **LLAMA31), config_of("qwen3", **QWEN3)]
+)
+def test_published_configs_hold_no_unknown_key(config: dict[str, Any]) -> None:
+    assert ModelConfig.from_hf(config).unknown_keys == ()
+
+
+REFUSED = [
+    ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    ("llama", {"sliding_window": 64}, "sliding_window 64"),
+    ("llama", {"num_local_experts": 8}, "num_local_experts 8"),
+    ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+    ("llama", {"use_qk_norm": True}, "use_qk_norm True"),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling of the kind 'dynamic'"),
+    ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": 2.0}}, "with mscale 2.0"),
+    ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "without a positive factor"),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "with 'sliding_attention'"),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, "sliding_window 16"),
+    ("qwen3", {"num_experts": 128}, "num_experts 128"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "keys", "words"), REFUSED, ids=[words for _, _, words in REFUSED])
+def test_a_key_that_changes_the_computation_is_refused(model_type: str, keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words) as error:
+        ModelConfig.from_hf(config_of(model_type, **keys))
+    assert str(error.value).endswith(".") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes"),
+    [
+        ("llama", {"hidden_act": "gelu"}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
+    ],
+)
+def test_transformers_does_compute_something_else_there(variant: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    plain, changed = write_tiny(tmp_path / "plain", variant), write_tiny(tmp_path / "changed", variant, **changes)
+    assert not torch.allclose(oracle_logits(plain, PROMPT), oracle_logits(changed, PROMPT), atol=1e-3)
+    with pytest.raises(UserError, match="changes what the model computes"):
+        LLM(str(changed), dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes"),
+    [
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3}),
+        ("qwen3", {"attention_bias": True}),
+        ("llama", {"rope_theta": 500.0}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}}),
+        ("llama", {"hidden_act": "swish"}),
+    ],
+    ids=str,
+)
+def test_what_is_accepted_computes_what_transformers_computes(
+    variant: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = write_tiny(tmp_path, variant, **changes)
+    logits, _ = Harness(folder).run({"a": PROMPT})
+    torch.testing.assert_close(logits["a"], oracle_logits(folder, PROMPT), atol=1e-4, rtol=1e-4)
+
+
+def test_the_inner_rope_theta_counts_before_the_outer_one(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    folder = rewritten(write_tiny(tmp_path, "llama"), rope_theta=10000.0, rope_parameters=rope)
+    logits, _ = Harness(folder).run({"a": PROMPT})
+    torch.testing.assert_close(logits["a"], oracle_logits(folder, PROMPT), atol=1e-4, rtol=1e-4)
+
+
+def test_an_unknown_key_is_ignored_and_the_user_sees_it(tmp_path: Path) -> None:
+    folder = rewritten(write_tiny(tmp_path, "llama"), depth_of_thought=3, a_note=None)
+    model = ModelConfig.from_hf(open_checkpoint(str(folder)).config)
+    assert model.unknown_keys == ("depth_of_thought",)
+    plan = resolve(EngineConfig(model=str(folder)), model, Hardware("cpu", "a CPU", 4, 8 << 30), None)
+    (notice,) = plan.fallbacks
+    assert "not known here are ignored" in notice.name and "depth_of_thought" in notice.reason
+    assert "depth_of_thought" in plan.describe()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [("rope.dimension_count", 8, "partial_rotary_factor 0.5"), ("attention.sliding_window", 32, "sliding_window 32")],
+)
+def test_a_gguf_file_that_computes_something_else_is_refused(
+    key: str, value: int, words: str, tmp_path: Path, write_gguf: Callable[..., Path]
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", settings={f"llama.{key}": value})
+    with pytest.raises(UserError, match=words):
+        ModelConfig.from_hf(open_checkpoint(str(path)).config)

@@ -1,0 +1,135 @@
+"""Several callers of one LLM in one thread: each gets the pieces of its own requests, in any order of calls."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from sparkdraft.core import Batch, SamplingParams, StepOutput, UserError
+from sparkdraft.llm import LLM
+from tests.models.tiny import write_tiny
+
+PROMPTS = [[5, 6, 7], [20, 30, 40, 50], [9] * 20, [100, 101]]
+CHAT = [{"role": "user", "content": "hello"}]
+
+
+def params(count: int, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=count, ignore_eos=True, **more)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder = write_tiny(tmp_path_factory.mktemp("tiny"), "llama")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    return LLM(str(folder), dtype="float32", max_model_len=128, max_seqs=3)
+
+
+@pytest.fixture(scope="module")
+def alone(llm: LLM) -> list[list[int]]:
+    """What each prompt gives with nobody beside it: 8, 12, 16 and 20 ids."""
+    return [llm.generate([p], params(8 + 4 * i))[0].completions[0].ids for i, p in enumerate(PROMPTS)]
+
+
+def ids(pieces: Iterator[StepOutput]) -> list[int]:
+    return [token for piece in pieces for token in piece.ids]
+
+
+def nothing_is_left(llm: LLM) -> bool:
+    while llm.engine.has_work:
+        llm.engine.step()
+    return llm.engine.pool.num_free == llm.plan.num_blocks and not llm._inboxes
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_streams_read_in_any_order_give_what_each_gives_alone(llm: LLM, alone: list[list[int]], seed: int) -> None:
+    rng = random.Random(seed)
+    streams = [llm.stream(p, params(8 + 4 * i)) for i, p in enumerate(PROMPTS)]
+    got: list[list[int]] = [[] for _ in PROMPTS]
+    live = list(range(len(PROMPTS)))
+    while live:
+        i = rng.choice(live)
+        piece = next(streams[i], None)
+        if piece is None:
+            live.remove(i)
+        else:
+            got[i] += piece.ids
+    assert got == alone and nothing_is_left(llm)
+
+
+def test_two_streams_read_alternately(llm: LLM, alone: list[list[int]]) -> None:
+    first, second = llm.stream(PROMPTS[0], params(8)), llm.stream(PROMPTS[1], params(12))
+    pairs = list(itertools.zip_longest(first, second))
+    assert ids(a for a, _ in pairs if a) == alone[0]
+    assert ids(b for _, b in pairs if b) == alone[1]
+
+
+def test_generate_and_chat_while_streams_are_open(llm: LLM, alone: list[list[int]]) -> None:
+    expected = llm.chat(CHAT, params(6)).ids
+    first, second = llm.stream(PROMPTS[0], params(8)), llm.stream(PROMPTS[3], params(20))
+    begin = ids(itertools.islice(first, 3)), ids(itertools.islice(second, 1))
+    both = llm.generate(PROMPTS[1:3], [params(12), params(16)])
+    assert [r.completions[0].ids for r in both] == alone[1:3]
+    assert llm.chat(CHAT, params(6)).ids == expected
+    assert (begin[0] + ids(first), begin[1] + ids(second)) == (alone[0], alone[3])
+    assert nothing_is_left(llm)
+
+
+def test_several_completions_of_a_stream_beside_another(llm: LLM) -> None:
+    drawn = params(6, n=3, temperature=1.0, seed=4)
+    expected = [c.ids for c in llm.generate([PROMPTS[2]], drawn)[0].completions]
+    other, got = llm.stream(PROMPTS[0], params(30)), [[], [], []]
+    for piece in llm.stream(PROMPTS[2], drawn):
+        got[piece.index] += piece.ids
+        next(other)
+    assert got == expected
+    other.close()
+    assert nothing_is_left(llm)
+
+
+def test_a_stream_that_is_left_aborts_and_the_other_goes_on(llm: LLM, alone: list[list[int]]) -> None:
+    kept, left = llm.stream(PROMPTS[3], params(20)), llm.stream(PROMPTS[1], params(50))
+    begin = ids(itertools.islice(kept, 2))
+    next(left)
+    left.close()
+    assert len(llm._inboxes) == 1 and len(llm.engine.scheduler.running) == 1
+    assert begin + ids(kept) == alone[3]
+    assert nothing_is_left(llm)
+
+
+def test_a_stream_that_is_collected_in_the_middle_of_a_step(
+    llm: LLM, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = llm.engine.runner.run
+
+    def collect_and_run(batch: Batch) -> Any:
+        gc.collect()
+        return run(batch)
+
+    cycle: dict[str, Any] = {"stream": llm.stream(PROMPTS[1], params(50))}
+    cycle["self"] = cycle
+    next(cycle["stream"])
+    kept = llm.stream(PROMPTS[0], params(8))
+    del cycle  # only the garbage collector finds it now
+    monkeypatch.setattr(llm.engine.runner, "run", collect_and_run)
+    assert ids(kept) == alone[0]
+    assert nothing_is_left(llm)
+
+
+def test_where_one_prompt_is_refused_none_of_them_runs(llm: LLM) -> None:
+    with pytest.raises(UserError, match="the prompt is empty"):
+        llm.generate([[5, 6], []], params(4))
+    assert not llm._inboxes and nothing_is_left(llm)
+
+
+def test_a_caller_whose_pieces_somebody_else_took_is_told_so(llm: LLM) -> None:
+    stream = llm.stream(PROMPTS[0], params(4))
+    next(stream)
+    while llm.engine.has_work:
+        llm.engine.step()
+    with pytest.raises(AssertionError, match="who else has stepped it"):
+        list(stream)
