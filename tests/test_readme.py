@@ -25,10 +25,10 @@ OFFLINE = [c for c in COMMANDS if "Qwen/" not in c and not c.startswith(ELSEWHER
 def test_the_first_line_and_the_first_commands() -> None:
     assert README.startswith("# Sparkdraft: ")
     first = [line.split("#")[0].strip() for line in BLOCKS[0][1].strip().splitlines()]
-    assert first == ["make serve", "make demo", "make test"]
+    assert first == ["make serve", "make demo", "make test", "make test-long", "make check-speed"]
     targets = (ROOT / "Makefile").read_text()
     assert all(f"\n{command.split()[1]}:" in targets for command in first)
-    assert (ROOT / ".ci/run").read_text().rstrip().endswith("make test")
+    assert (ROOT / ".ci/run").read_text().endswith("stage test\nstage test-long\n")
 
 
 @pytest.mark.parametrize("command", OFFLINE)
