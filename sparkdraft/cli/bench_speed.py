@@ -83,7 +83,7 @@ def configure_long_prompt(parser: ArgumentParser) -> None:
     parser.add_argument("--streams", type=int, default=8, help="requests that decode meanwhile (default 8)")
     parser.add_argument("--prompt-len", type=int, default=3800, help="tokens of the prompt, about (default 3800)")
     parser.add_argument("--rounds", type=int, default=1, help="each is: alone, beside, beside, alone (default 1)")
-    add_engine_flags(parser)
+    add_engine_flags(parser, without=("prefix_cache",))
 
 
 def run_long_prompt(args: Namespace) -> int:

@@ -48,6 +48,8 @@ def run(args: Namespace) -> int:
     ids = llm.chat_ids([{"role": "user", "content": prompt}]) if args.chat else llm.encode(prompt)
     report = write(llm, ids, params)
     if args.json:
+        report["fallbacks"] = [asdict(fallback) for fallback in llm.plan.fallbacks]
+        report["facts"] = [asdict(fact) for fact in llm.facts()]
         print(json.dumps(report, ensure_ascii=False))
     else:
         print(
@@ -111,8 +113,6 @@ def write(
         "peak_rss_mb": peak_rss_mb(),
         "speculative_decoding": speculation,
         "kv_errors": llm.kv_errors(),
-        "fallbacks": [asdict(fallback) for fallback in llm.plan.fallbacks],
-        "facts": [asdict(fact) for fact in llm.facts()],
     }
 
 

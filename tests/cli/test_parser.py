@@ -65,6 +65,7 @@ def leaves(top: ArgumentParser) -> Iterator[ArgumentParser]:
 DECIDED = {  # by the command itself
     "sparkdraft bench offline": {"prefix_cache", "ngram"},
     "sparkdraft bench kv": {"prefix_cache", "tq_centre"},
+    "sparkdraft bench long-prompt": {"prefix_cache"},
     "sparkdraft train eval": {"ngram"},
 }
 
@@ -75,7 +76,7 @@ def test_every_verb_that_builds_an_engine_has_every_engine_flag() -> None:
     builders = {prog for prog, own in found.items() if "kv_tokens" in own}
     assert builders == {
         *("sparkdraft serve", "sparkdraft demo", "sparkdraft generate", "sparkdraft chat", "sparkdraft train eval"),
-        *(f"sparkdraft bench {kind}" for kind in ("offline", "perplexity", "accept", "kv")),
+        *(f"sparkdraft bench {kind}" for kind in ("offline", "perplexity", "accept", "kv", "long-prompt")),
     }
     for prog in builders:
         assert found[prog] == names - DECIDED.get(prog, set()), prog

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, UserError
+from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, TokenLogprob, UserError
 from sparkdraft.server import engine_client
 from sparkdraft.server.engine_client import FIRST_START, EngineClient, RestartPolicy, TokenStream
 from sparkdraft.server.engine_errors import EngineError, RequestRefused
@@ -91,6 +91,14 @@ def alive(pid: int) -> bool:
 # ---- an engine that lives
 
 
+def near(some: Sequence[TokenLogprob | None], others: Sequence[TokenLogprob | None]) -> bool:
+    """The same ids with the same chances; in float32 last bits depend on the rows of a step, drafts among them."""
+    pairs = [(a, b) for a, b in zip(some, others, strict=True) if a and b]
+    assert len(pairs) >= len(some) - 1
+    same = all(a.id == b.id and [i for i, _ in a.top] == [i for i, _ in b.top] for a, b in pairs)
+    return same and all(abs(a.logprob - b.logprob) < 1e-4 for a, b in pairs)
+
+
 def test_the_same_text_as_in_process(runner: asyncio.Runner, client: EngineClient, folder: Path) -> None:
     from sparkdraft.llm import LLM
 
@@ -103,8 +111,8 @@ def test_the_same_text_as_in_process(runner: asyncio.Runner, client: EngineClien
         assert [i for e in own for i in e.ids] == completion.ids
         assert "".join(e.text for e in own) == completion.text
         assert [e.finish for e in own][-1] == completion.finish and not any(e.finish for e in own[:-1])
-        assert [p for e in own for p in e.logprobs or []] == completion.logprobs
-        assert own[0].prompt_logprobs == completion.prompt_logprobs
+        assert near([p for e in own for p in e.logprobs or []], completion.logprobs or [])
+        assert near(own[0].prompt_logprobs or [], completion.prompt_logprobs or [])
         assert own[-1].num_prompt == len(PROMPT)
 
 

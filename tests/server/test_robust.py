@@ -24,6 +24,7 @@ from sparkdraft.server.limits import MAX_VALUES, Gate
 from sparkdraft.server.protocol.errors import ApiError
 from sparkdraft.server.protocol.shapes import finite
 from sparkdraft.server.service import TEXT_THREADS
+from sparkdraft.text.control import ChatText
 from sparkdraft.text.tokenizer import Tokenizer
 from tests.models.tiny import byte_tokenizer
 from tests.server.conftest import FakeClient, Live, live
@@ -65,6 +66,9 @@ class Slow:
         self.inside.release()
         assert self.go.wait(60)
         return self.right.encode(text, add_special)
+
+    def encode_chat(self, chat: ChatText) -> list[int]:
+        return self.encode(chat.text, add_special=False)
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         self.inside.release()

@@ -244,7 +244,7 @@ def test_a_corpus_of_both_sources(
     path.write_text("".join(json.dumps({"prompt": text, "class": "q&a"}) + "\n" for text in given))
     seen: list[tuple[int, int]] = []
     summary = make_corpus(
-        target, tmp_path / "made", str(path), 8, max_new=12, seats=8, progress=lambda *done: seen.append(done)
+        target, tmp_path / "made", str(path), 8, max_new=12, seats=8, report=lambda *done: seen.append(done)
     )
     corpus = Corpus(tmp_path / "made")
     own = summary["self_written"]

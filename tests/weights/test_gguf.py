@@ -71,7 +71,9 @@ def test_config(smollm2: GgufCheckpoint) -> None:
         "unk_token": "<|endoftext|>",
         "pad_token": "<|im_end|>",
     }
-    assert smollm2.generation == {"eos_token_id": [2]} and "<|im_start|>" in (smollm2.chat_template or "")
+    assert smollm2.generation == {"eos_token_id": [2], "temperature": 0.2, "top_p": 0.9} and "<|im_start|>" in (
+        smollm2.chat_template or ""
+    )
 
 
 def test_names_are_those_of_transformers(smollm2: GgufCheckpoint) -> None:
