@@ -75,6 +75,7 @@ class Inbox:
     num_running: int = 0  # completions whose last piece the caller has not read
     names: list[str] = field(default_factory=list)
     pieces: deque[StepOutput] = field(default_factory=deque)
+    failure: str = ""  # why no more pieces will come
 
 
 class LLM:
@@ -104,7 +105,7 @@ class LLM:
         self.engine.warm_up()
         self._inboxes: dict[str, Inbox] = {}  # by request id
         self._stepping = False
-        self._left: list[str] = []  # requests that were left while a step ran
+        self._to_abort: list[str] = []  # requests that were left while a step ran
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -167,6 +168,8 @@ class LLM:
         try:
             while inbox.num_running:
                 while not inbox.pieces:
+                    if inbox.failure:
+                        raise RuntimeError(inbox.failure)
                     self._step()
                 piece = inbox.pieces.popleft()
                 inbox.num_running -= piece.finish is not None
@@ -180,20 +183,30 @@ class LLM:
         self._stepping = True
         try:
             pieces = self.engine.step()
+        except BaseException as error:
+            self._fail(error)
+            raise
         finally:
             self._stepping = False
+            while self._to_abort:
+                self.engine.abort(self._to_abort.pop())
         for piece in pieces:
             if inbox := self._inboxes.get(piece.request_id):
                 inbox.pieces.append(piece)
-        while self._left:
-            self.engine.abort(self._left.pop())
+
+    def _fail(self, error: BaseException) -> None:
+        """A step was broken off, by a bug or by Ctrl-C: all that ran is lost, and whoever waits for it is told."""
+        self.engine.fail_batch()
+        for name, inbox in self._inboxes.items():
+            if not self.engine.knows(name):
+                inbox.failure = f"the engine was broken off within a step ({error!r}); send the request again"
 
     def _leave(self, inbox: Inbox) -> None:
         """Abort what still runs. The garbage collector may close a stream in the middle of a step: then after it."""
         for name in inbox.names:
             del self._inboxes[name]
             if self._stepping:
-                self._left.append(name)
+                self._to_abort.append(name)
             else:
                 self.engine.abort(name)
 

@@ -55,10 +55,12 @@ class ExactPages:
         self._pool.release([self._page_of[block]])
 
     def changes(self) -> list[tuple[int, int]]:
-        """(block, its page or -1) of each block that got or lost one since this was last asked."""
-        changed = [(block, self._page_of.get(block, -1)) for block in self._changed]
+        """(block, its page or -1) of each block that got or lost one since `sent` was last called."""
+        return [(block, self._page_of.get(block, -1)) for block in self._changed]
+
+    def sent(self) -> None:
+        """The changes have reached the device; those of a step that failed before that stay to be sent."""
         self._changed.clear()
-        return changed
 
     def _take(self, page: int) -> None:
         block = self._block_of.pop(page, None)

@@ -43,6 +43,12 @@ class ExactRows:
         self.pages.cover(block)
         self._held.setdefault(owner, {})[index] = block
 
+    def uncover(self, owner: Hashable, index: int) -> None:
+        """The owner gives its last block back, before anything was written there."""
+        held = self._held.get(owner, {})
+        if index in held:
+            self.pages.release(held.pop(index))
+
     def advance(self, owner: Hashable, computed: int) -> None:
         """So many positions are computed: no row to come reads those that fell behind."""
         held = self._held.get(owner, {})

@@ -62,7 +62,9 @@ class Engine:
         self._outputs: dict[Request, Output] = {}
         self._by_id: dict[str, list[Request]] = {}
         self._ended: list[StepOutput] = []  # aborted or landed since the last step
-        self._left: list[str] = []  # ids of requests that this step or abort took out: if it fails, their ends are lost
+        self._removed: list[
+            str
+        ] = []  # ids of requests that this step or abort took out: if it fails, their ends are lost
         self._numbers = count()
 
     def add(self, prompt_ids: list[int], params: SamplingParams, request_id: str | None = None) -> str:
@@ -87,7 +89,7 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request now, in whatever state it is; an id that has ended already is no error."""
-        self._left.clear()
+        self._removed.clear()
         if request_id in self._by_id:
             self._ended += self.land()
         for request in list(self._by_id.get(request_id, ())):
@@ -109,7 +111,7 @@ class Engine:
             self.flight.abandon()
         waiting = self.scheduler.waiting
         broken = self.scheduler.running + [r for r in waiting if r.blocks]
-        names = [*self._left, *(request.id for request in broken)] or [r.id for r in list(waiting)[:1]]
+        names = [*self._removed, *(request.id for request in broken)] or [r.id for r in list(waiting)[:1]]
         for name in names:
             for request in list(self._by_id.get(name, ())):
                 self._remove(request)
@@ -129,12 +131,12 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """One pass of the target over everything that runs."""
         begin = time.perf_counter()
-        self._left.clear()
+        self._removed.clear()
         depths = self.drafting.depths(self.scheduler.decoding())
         if self.flight and self._can_fly(self.flight, depths):
             return self._fly(self.flight, depths)
         if landed := self.land():
-            return self._take_ended() + landed  # they may change what there is to do
+            return self._take_ended() + landed  # landed ids may end requests: what to run is decided anew
         batch = self.scheduler.schedule(depths)
         if not batch.work:
             return self._take_ended()
@@ -145,12 +147,12 @@ class Engine:
         logits = self.runner.run(batch)
         sampled = self.sampler(logits, self._sample_rows(batch))
         self._score_prompts(batch)
-        outputs = self._take_ended() + self._commit(batch, sampled)
+        outputs = self._commit(batch, sampled)
         end = time.perf_counter()
         self.drafting.timed(batch, drafted - begin, end - drafted)
-        if any(work.decodes for work in batch.work):
-            self.pace.learn(batch.num_prompt_rows, end - begin)
-        return outputs
+        if num_decoding := sum(work.decodes for work in batch.work):
+            self.pace.learn(num_decoding, batch.num_prompt_rows, end - begin)
+        return self._take_ended() + outputs
 
     def warm_up(self) -> None:
         """Run the shapes that one request brings, before anybody waits for them: kernels are compiled, steps recorded,
@@ -191,12 +193,10 @@ class Engine:
         """Launch a step, then read the one before."""
         self._send_pages()
         flight.launch(self.scheduler.running, [depths.get(r, 0) for r in self.scheduler.running])
-        outputs = self._take_ended()
-        if flight.in_air == AHEAD:
-            outputs += self._land(flight)
+        outputs = self._land(flight) if flight.in_air == AHEAD else []
         if any(output.finish for output in outputs):
-            outputs += self.land()  # what is in the air carries one too many
-        return outputs
+            outputs += self.land()  # the step already launched still contains the request that ended
+        return self._take_ended() + outputs
 
     @torch.inference_mode()
     def land(self) -> list[StepOutput]:
@@ -224,7 +224,7 @@ class Engine:
             steps.append((request, landed.num_draft, output.num_accepted))
         if steps:
             self.drafting.flown(steps, flight.step_seconds)
-            self.pace.learn(0, flight.step_seconds)
+            self.pace.learn(len(steps), 0, flight.step_seconds)
         for output, (request, _, _) in zip(outputs, steps, strict=True):
             if request.finish:  # it leaves when nothing is in the air any more
                 output.speculation = self.drafting.report(request)
@@ -235,7 +235,9 @@ class Engine:
     def _send_pages(self) -> None:
         """Which blocks have exact rows beside their codes, where that has changed."""
         if self.scheduler.exact:
-            self.runner.kv.send(self.scheduler.exact.pages.changes())
+            pages = self.scheduler.exact.pages
+            self.runner.kv.send(pages.changes())
+            pages.sent()
 
     def _check(self, prompt_ids: list[int], params: SamplingParams) -> None:
         limit, vocab = self.plan.max_model_len, self.sampler.vocab_size
@@ -273,7 +275,7 @@ class Engine:
         for work in batch.work:
             top = work.request.params.prompt_logprobs
             if top is not None and not work.request.output_ids:
-                self._outputs[work.request].push_prompt(self.runner.prompt_logprobs(work, row, top))
+                self._outputs[work.request].push_prompt(work.start, self.runner.prompt_logprobs(work, row, top))
             row += work.num_scheduled
 
     def _commit(self, batch: Batch, sampled: Sampled) -> list[StepOutput]:
@@ -305,7 +307,7 @@ class Engine:
             self._remove(request)
 
     def _remove(self, request: Request) -> None:
-        self._left.append(request.id)
+        self._removed.append(request.id)
         self.scheduler.finish(request)
         self.sampler.forget(request)
         self.drafting.release(request)

@@ -28,7 +28,9 @@ def _recordings(engine: Engine) -> Fact:
     if engine.runner.graphs:
         return Fact(name, f"replayed from recordings, at most {RECORDINGS[plan.kernels].most} of each kind")
     reason = "graphs is off"
-    if plan.kernels == "reference":
+    if plan.coded and plan.device == "cpu":
+        reason = "torch runs a CPU's turboquant cache, and its operators are not recorded"
+    elif plan.kernels == "reference":
         reason = "the reference kernels can not be recorded"
     elif plan.graphs:
         reason = "the model has an operator that can not be recorded"
@@ -48,5 +50,6 @@ def _overlap(engine: Engine) -> Fact:
 def _bits(engine: Engine) -> Fact:
     name, plan = "drafts and bits", engine.plan
     if plan.decodes_exactly:
-        return Fact(name, "a row has the same bits alone and beside its drafts")
+        most = " of up to 16 rows" if plan.device == "cuda" else ""
+        return Fact(name, f"a row has the same bits alone and in a step{most} with drafts")
     return Fact(name, "a row may differ in its last bit beside its drafts", "float32 products are torch's own")

@@ -23,9 +23,10 @@ class Output:
         self._stops = StopFinder(list(request.params.stop))
         self._prompt_logprobs: list[TokenLogprob | None] = [None]  # nothing predicts the first id
 
-    def push_prompt(self, logprobs: list[TokenLogprob]) -> None:
-        """Log-probabilities of the prompt rows of one chunk, in order."""
-        self._prompt_logprobs.extend(logprobs)
+    def push_prompt(self, start: int, logprobs: list[TokenLogprob]) -> None:
+        """What the prompt rows of one chunk, from position 'start' on, say of the ids that follow them. A request that
+        was preempted runs its rows again: what they said before is replaced."""
+        self._prompt_logprobs[1 + start :] = logprobs
 
     def push(self, ids: list[int], logprobs: list[TokenLogprob] | None = None) -> StepOutput:
         """Commit new ids up to the end of the request, if it is among them."""

@@ -124,8 +124,10 @@ class Scheduler:
     # ---- the parts
 
     def _rows_of_a_step(self) -> RowsLeft:
-        limited = self.pace is not None and self.decoding()
-        return RowsLeft(self.max_rows, self.pace.most_rows() if self.pace and limited else self.max_rows)
+        num_decoding = len(self.decoding())
+        if self.pace is None or not num_decoding or not (self.waiting or num_decoding < len(self.running)):
+            return RowsLeft(self.max_rows, self.max_rows)
+        return RowsLeft(self.max_rows, self.pace.most_rows(num_decoding))
 
     def _continue(self, left: RowsLeft) -> tuple[list[Work], list[Request]]:
         """Rows for what runs: (work, requests that had to give their blocks back). Prompts share their limit."""
@@ -141,6 +143,8 @@ class Scheduler:
                 position += 1
                 continue
             while not self._grow(request, want):
+                if self._give_back_look_ahead():
+                    continue
                 preempted.append(self._preempt_youngest())
                 if preempted[-1] is request:
                     break
@@ -158,12 +162,26 @@ class Scheduler:
                 part.most_drafts = depth
                 rows_left -= depth
 
+    def _give_back_look_ahead(self) -> bool:
+        """Take the blocks back that drafts were given and nobody's next rows need. Whether there were any."""
+        found = False
+        for request in self.running:
+            needed = -(-request.num_tokens // self.block_size)
+            while len(request.blocks) > needed:
+                found = True
+                block = request.blocks.pop()
+                if self.exact:
+                    self.exact.uncover(request, len(request.blocks))
+                self.pool.release([block])
+        return found
+
     @property
     def _may_admit(self) -> bool:
-        """Whether somebody waits who might come in; a head of the queue that was refused waits for freed blocks."""
+        """Whether somebody waits who might come in. One that was refused, or had to give its blocks back, waits until
+        more are free than there were then."""
         if not self.waiting or len(self.running) == self.max_seqs:
             return False
-        if self._refused is None or self._refused[0] is not self.waiting[0]:
+        if not self.running or self._refused is None or self._refused[0] is not self.waiting[0]:
             return True
         return any(now > then for now, then in zip(self._room(), self._refused[1], strict=True))
 
@@ -172,7 +190,7 @@ class Scheduler:
 
     def _admit(self, work: list[Work], left: RowsLeft, keep: int) -> None:
         """Newcomers, in the order they came; 'keep' rows are left for drafts."""
-        while self._may_admit and left.most(2, keep):
+        while self._may_admit and left.rows > keep:
             request = self.waiting[0]
             # Prompt log-probabilities need every prompt row to run, so nothing may be skipped.
             ids = request.ids(0, request.num_tokens)
@@ -188,6 +206,9 @@ class Scheduler:
             request.num_computed = len(blocks) * self.block_size
             missing = request.num_tokens - request.num_computed
             want = self._cut(request, left.most(missing, keep))
+            if not want:  # the prompts before it have used up the limit
+                self._release(request)
+                return
             if not self._grow(request, want):
                 self._release(request)
                 self._refused = request, self._room()
@@ -221,6 +242,7 @@ class Scheduler:
         victim = self.running.pop()
         self.num_preempted += 1
         self._release(victim)
+        self._refused = victim, self._room()
         self.waiting.appendleft(victim)
         return victim
 

@@ -83,6 +83,7 @@ def test_any_interleaving_is_what_a_plain_list_does(actions: list[tuple[str, int
             changes = pages.changes()
             assert len(changes) == len(dict(changes))  # one entry a block, so that their order is nothing
             on_device.update(changes)
+            pages.sent()
             assert {b: p for b, p in on_device.items() if p >= 0} == model.pages()
             assert pages.changes() == []
         there = model.pages()

@@ -8,19 +8,17 @@ from __future__ import annotations
 import pytest
 
 from sparkdraft.core import SamplingParams
-from sparkdraft.engine.pace import LEAST_ROWS, PromptPace
+from sparkdraft.engine.pace import FRESH, LEAST_ROWS, PromptPace
 from tests.fakes import FakeRunner, fake_engine
 
 
 def steps_of(pace: PromptPace, prompt: int, decode: float, row: float, growth: float = 0.0) -> list[float]:
     """Seconds of each step that a prompt takes; rows get dearer by 'growth' seconds per row before them."""
-    for _ in range(20):
-        pace.learn(0, decode)
     seconds, done = [], 0
     while done < prompt:
-        rows = min(pace.most_rows(), prompt - done)
+        rows = min(pace.most_rows(4), prompt - done)
         seconds.append(decode + rows * (row + growth * done))
-        pace.learn(rows, seconds[-1])
+        pace.learn(4, rows, seconds[-1])
         done += rows
     return seconds
 
@@ -44,6 +42,26 @@ def test_steps_keep_to_the_target_and_the_prompt_takes_little_longer_than_alone(
     assert sum(seconds) <= 1.3 * prompt * row
 
 
+@pytest.mark.parametrize(("belief", "decode"), [(0.01, 0.15), (0.01, 0.2), (0.5, 0.005)])
+def test_what_was_measured_long_ago_or_in_another_batch_is_measured_again(belief: float, decode: float) -> None:
+    """The streams of today cost something else than those of yesterday, and prompts come in every step."""
+    pace, prompt, row = PromptPace(0.2, 512), 20_000, 0.002
+    for num_decoding in (1, 4):
+        pace.learn(num_decoding, 0, belief)
+    for _ in range(FRESH):
+        pace.learn(4, 64, belief + 64 * row)
+    seconds = steps_of(pace, prompt, decode, row)
+    assert max(seconds) <= 1.1 * max(0.2, 5 * decode)
+    assert sum(seconds) <= 1.3 * prompt * row
+
+
+def test_a_batch_of_a_new_size_is_measured_before_a_prompt_joins_it() -> None:
+    pace = PromptPace(0.2, 512)
+    assert pace.most_rows(16) == 0
+    pace.learn(16, 0, 0.03)
+    assert pace.most_rows(16) >= LEAST_ROWS and pace.most_rows(2) == 0
+
+
 def test_chunks_shrink_as_rows_get_dearer_with_the_context() -> None:
     seconds = steps_of(PromptPace(0.2, 512), 8000, 0.02, 0.002, growth=5e-7)
     assert max(seconds) <= 1.1 * 0.2
@@ -52,13 +70,13 @@ def test_chunks_shrink_as_rows_get_dearer_with_the_context() -> None:
 def test_a_late_step_does_not_stop_the_prompt() -> None:
     """A kernel that is compiled within a step makes it seconds long: later chunks come back to their size."""
     pace = PromptPace(0.05, 8192)
-    pace.learn(0, 0.005)
-    pace.learn(pace.most_rows(), 30.0)
-    assert pace.most_rows() == LEAST_ROWS
+    pace.learn(1, 0, 0.005)
+    pace.learn(1, pace.most_rows(1), 30.0)
+    assert pace.most_rows(1) == LEAST_ROWS
     for _ in range(12):
-        rows = pace.most_rows()
-        pace.learn(rows, 0.005 + rows * 30e-6)
-    assert pace.most_rows() > 1000
+        rows = pace.most_rows(1)
+        pace.learn(1, rows, 0.005 + rows * 30e-6)
+    assert pace.most_rows(1) > 1000
 
 
 def test_a_long_prompt_shares_its_steps_with_all_who_decode_and_takes_whole_steps_alone() -> None:
@@ -72,11 +90,12 @@ def test_a_long_prompt_shares_its_steps_with_all_who_decode_and_takes_whole_step
     for name in "abc":
         engine.add([ord(name)], SamplingParams(max_tokens=100, ignore_eos=True), name)
     engine.step()
+    engine.step()  # what the three cost alone is known now
     engine.add([7] * 300, SamplingParams(max_tokens=1), "long")
-    limit = engine.pace.most_rows()
+    limit = engine.pace.most_rows(3)
     engine.step()
     assert limit < 125 and runner.steps[-1] == [("a", 1), ("b", 1), ("c", 1), ("long", limit)]
-    while any(name == "long" for name, _ in runner.steps[-1]):
+    while engine.knows("long"):
         engine.step()
         assert [(name, 1) for name in "abc"] == runner.steps[-1][:3], "nobody misses a step"
     long_rows = [rows for step in runner.steps for name, rows in step if name == "long"]
@@ -92,6 +111,6 @@ def test_two_prompts_share_one_limit() -> None:
     for name in ("first", "second"):
         engine.add([ord(name[0])] * 200, SamplingParams(max_tokens=1), name)
     while engine.scheduler.waiting or not engine.scheduler.only_decoding:
-        limit = engine.pace.most_rows()
+        limit = engine.pace.most_rows(len(engine.scheduler.decoding()))
         engine.step()
         assert sum(rows for name, rows in runner.steps[-1] if name != "a") <= limit

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from sparkdraft.core import SamplingParams
+import pytest
+
+from sparkdraft.core import SamplingParams, TokenLogprob
 from tests.fakes import FakeBlock, fake_engine
 
 
@@ -20,6 +22,52 @@ def test_look_ahead_of_drafts_takes_no_block_that_another_request_needs() -> Non
     assert engine.scheduler.num_preempted == 0
 
 
+@pytest.mark.parametrize("stagger", range(4))
+@pytest.mark.parametrize("length", [9, 12, 15])
+def test_look_ahead_of_an_earlier_step_is_given_back_before_anybody_is_preempted(stagger: int, length: int) -> None:
+    """One drafts and all its drafts are refused, the other does not draft: each can still have all its own blocks."""
+    needed = 2 * -(-(4 + length) // 4)
+    engine = fake_engine(FakeBlock(0.0), num_blocks=needed, max_seqs=2, max_model_len=32)
+    engine.add([1] * 4, forever(max_tokens=length, num_draft=7), "drafts")
+    for _ in range(stagger):
+        engine.step()
+    engine.add([2] * 4, forever(max_tokens=length, num_draft=0), "plain")
+    while engine.has_work:
+        engine.step()
+    assert engine.scheduler.num_preempted == 0 and engine.pool.num_free == needed
+
+
+def test_a_prompt_that_does_not_fit_is_not_begun_again_and_again() -> None:
+    """It comes in while there is room for its first chunk only; once it had to leave, it waits for freed blocks."""
+    engine = fake_engine(num_blocks=64, max_seqs=2, max_rows=32, prefix_cache=False)
+    engine.add([1] * 100, forever(max_tokens=60), "stream")
+    engine.step()
+    engine.add([2] * 200, SamplingParams(max_tokens=1), "long")
+    while engine.has_work:
+        engine.step()
+    rows = sum(rows for step in engine.runner.steps for name, rows in step if name == "long")  # type: ignore
+    assert rows <= 2 * 200 and engine.scheduler.num_preempted <= 2
+
+
+def test_prompt_log_probabilities_of_a_preempted_request_are_there_once() -> None:
+    engine = fake_engine(num_blocks=64, max_seqs=2, max_rows=32)
+    engine.runner.prompt_logprobs = (
+        lambda work, row, top: [  # type: ignore[attr-defined]
+            TokenLogprob(i, 0.0, []) for i in work.request.prompt_ids[work.start + 1 : work.start + 1 + work.num_known]
+        ]
+    )
+    engine.add([1] * 100, forever(max_tokens=60), "stream")
+    engine.step()
+    prompt = list(range(200))
+    engine.add(prompt, SamplingParams(max_tokens=1, prompt_logprobs=0), "long")
+    pieces = []
+    while engine.has_work:
+        pieces += [piece for piece in engine.step() if piece.request_id == "long"]
+    assert engine.scheduler.num_preempted > 0
+    (scored,) = [piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs]
+    assert [each.id if each else None for each in scored] == [None, *prompt[1:]]
+
+
 def test_drafts_still_use_blocks_that_are_free() -> None:
     engine = fake_engine(FakeBlock(1.0), spec=7, num_blocks=32, max_seqs=2)
     engine.add([1] * 4, forever(max_tokens=33), "a")
@@ -32,6 +80,7 @@ def test_drafts_leave_rows_to_a_newcomer() -> None:
     engine = fake_engine(FakeBlock(1.0), spec=7, num_blocks=64, max_seqs=2, max_rows=8)
     engine.add([1] * 4, forever(max_tokens=60), "a")
     engine.step()
+    engine.step()  # what it costs alone is known now
     engine.add([2] * 6, forever(max_tokens=2), "b")
     engine.step()
     assert {name for name, _ in engine.runner.steps[-1]} == {"a", "b"}  # type: ignore[attr-defined]
