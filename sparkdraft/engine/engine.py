@@ -62,9 +62,7 @@ class Engine:
         self._outputs: dict[Request, Output] = {}
         self._by_id: dict[str, list[Request]] = {}
         self._ended: list[StepOutput] = []  # aborted or landed since the last step
-        self._removed: list[
-            str
-        ] = []  # ids of requests that this step or abort took out: if it fails, their ends are lost
+        self._removed: list[str] = []  # ids taken out by this step or abort: if it fails, their ends are lost
         self._numbers = count()
 
     def add(self, prompt_ids: list[int], params: SamplingParams, request_id: str | None = None) -> str:

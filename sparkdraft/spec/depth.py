@@ -34,6 +34,7 @@ BUDGET = 0.015  # share of time that probing may cost
 LIKELY = 1.5  # tokens expected with one draft: above, a probe that goes well is no sign that the text has changed
 FIRST_WAIT, LONG_WAIT = 16, 32  # tokens between probes: the first after parking, and where doubling ends
 MAX_PROBE = 4
+HOPED = 0.97  # chance of each draft with which drafting must pay somewhere, or a batch does not even probe
 PLAIN_FIRST = 2  # plain steps that are timed in a bucket before anything drafts there
 
 
@@ -108,6 +109,8 @@ class DepthController:
             return [0] * len(states)
         costs = self.costs.get(bucket, self.unmeasured)
         price = costs.price(num)
+        if not price.can_pay(self.depths, HOPED):
+            return self._park_all(states, bucket, num)
         rest = [s.parked is not None or not s.tried[0] for s in states]
         depths = best_depths([self._tokens(s) for s in states], rest, price, self.depths, others)
         drafting = any(depths)
@@ -172,6 +175,13 @@ class DepthController:
         return "\n".join([*lines, "~ estimated from its neighbours"])
 
     # ---- the parts
+
+    def _park_all(self, states: Sequence[DepthState], bucket: Bucket, num: int) -> list[int]:
+        """Rows are so dear in this batch that no acceptance pays for them: nobody drafts, and nobody probes."""
+        for state in states:
+            state.parked, state.probe, state.spent = bucket, 0, 0.0
+        self.mixed = (0, num, 1.0)
+        return [0] * len(states)
 
     def _knows_plain(self, bucket: Bucket) -> bool:
         return not self.costs or (bucket in self.costs and self.costs[bucket].weight[0] >= PLAIN_FIRST)

@@ -76,6 +76,17 @@ class Price:
     def step(self, depths: Sequence[int]) -> float:
         return self.plain + (self.fixed if any(depths) else 0.0) + sum(self.rows[d] for d in depths)
 
+    def can_pay(self, choice: Sequence[int], acceptance: float) -> bool:
+        """Whether some depth would beat plain steps if all drafted to it and each draft stood with this chance."""
+        tokens, reached = 1.0, 1.0
+        for depth, seconds in enumerate(self.uniform):
+            if depth:
+                reached *= acceptance
+                tokens += reached
+                if depth in choice and tokens * self.plain > seconds:
+                    return True
+        return False
+
     def probe_depth(self, probes: Sequence[int]) -> int:
         """The deepest of these that costs little more than the shallowest."""
         allowed = 1.25 * (self.fixed + self.rows[probes[0]])

@@ -276,6 +276,20 @@ def test_a_larger_batch_is_thought_to_cost_what_its_rows_do(machine: str) -> Non
     assert any(chosen) == (machine == "gpu") and depths.choose([depths.open()], [100]) != [0]
 
 
+def test_a_batch_in_which_no_acceptance_pays_is_not_probed() -> None:
+    """16 streams on two cores: a step of one draft each takes 2.3 times a plain one and brings 2 tokens at most."""
+    depths = controller(cpu, random.Random(0))
+    for _ in range(3):
+        depths.measured(0, 16, 100, 0.066)
+        depths.measured(1, 16, 100, 0.154)
+    states = [depths.open() for _ in range(16)]
+    for _ in range(2000):
+        assert depths.choose(states, [100] * 16) == [0] * 16
+        for state in states:
+            depths.observe(state, 0, 0)
+    assert depths.choose(states[:1], [100]) != [0], "the last one drafts when the others have ended"
+
+
 def test_others_in_the_step_make_rows_dearer() -> None:
     """One request of four may draft; alone it would, beside three others its rows cost more than they bring."""
     depths, state = DepthController(MAX_DEPTH), DepthState([0.0] * MAX_DEPTH, [0.0] * MAX_DEPTH)
