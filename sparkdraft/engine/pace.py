@@ -45,9 +45,8 @@ class PromptPace:
         if not seconds:
             return
         if not prompt_rows:
-            is_fresh = self._age.get(size, FRESH) < FRESH
-            self._decode_seconds[size] = _mixed(self._decode_seconds[size], seconds) if is_fresh else seconds
-            self._age[size] = 0
+            before = self._decode_seconds.get(size, 0.0) if self._age.get(size, FRESH) < FRESH else 0.0
+            self._decode_seconds[size], self._age[size] = _mixed(before, seconds), 0
             return
         self._age[size] = self._age.get(size, 0) + 1
         if prompt_rows >= LEAST_ROWS:  # fewer tell little of a row's time

@@ -62,6 +62,14 @@ def test_a_batch_of_a_new_size_is_measured_before_a_prompt_joins_it() -> None:
     assert pace.most_rows(16) >= LEAST_ROWS and pace.most_rows(2) == 0
 
 
+def test_prompts_may_be_seen_before_decode_rows_alone() -> None:
+    """As in a benchmark, which takes the pace away from the scheduler but not from the engine."""
+    pace = PromptPace(0.05, 8192)
+    pace.learn(4, 8192, 0.3)
+    pace.learn(4, 0, 0.01)
+    assert pace.most_rows(4) >= LEAST_ROWS
+
+
 def test_chunks_shrink_as_rows_get_dearer_with_the_context() -> None:
     seconds = steps_of(PromptPace(0.2, 512), 8000, 0.02, 0.002, growth=5e-7)
     assert max(seconds) <= 1.1 * 0.2
