@@ -114,7 +114,8 @@ class ControlTokens:
             pieces += [chat.text[last : token.start()], SECRET, token[0]]
             last = token.end()
         text = "".join([*pieces, chat.text[last:]])
-        return self._own_ids(self._guarded.encode(text, add_special_tokens=False))
+        # Of a batch, though it is one text: only then does the library let other threads run meanwhile.
+        return self._own_ids(self._guarded.encode_batch_fast([text], add_special_tokens=False)[0])
 
     def _by_template(self, chat: ChatText) -> Iterator[re.Match[str]]:
         match = self._pattern.search(chat.text)

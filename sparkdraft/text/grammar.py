@@ -36,11 +36,12 @@ JSON_OPTIONS: JsonCompileOptions = {
 }
 # A grammar's lexer keeps every state that any of its requests has met. Two limits bound what it costs: how many it may
 # keep, and how much of it one mask may work out anew (10,000 units take about 2 ms on a slow core). A text that meets
-# a limit ends there.
-MAX_LEXER_STATES = 10_000
+# a limit ends there. A string with a maxLength needs about five states per character, so 50,000 hold about 10,000
+# characters; most other grammars need some hundred states. llguidance does not tell how many it keeps.
+MAX_LEXER_STATES = 50_000
 STATE_BYTES = 2048  # at most
 STEP_LEXER_FUEL = 10_000
-CACHE_BYTES = 640 << 20
+CACHE_BYTES = 1 << 30
 NUM_CACHED = CACHE_BYTES // (MAX_LEXER_STATES * STATE_BYTES)
 MAX_LATE = 2  # compilations that took too long and still run
 NUM_WALKS, NUM_STEPS = 16, 8  # how often and how far a new grammar is tried out

@@ -295,6 +295,19 @@ def test_a_grammar_that_met_a_limit_is_compiled_anew_for_the_next_request() -> N
     assert compiler.compile(SPECS[3]) is second
 
 
+def test_long_strings_with_a_limit_are_written_to_their_end_by_one_request_after_the_other() -> None:
+    embedded = Tokenizer.of(open_checkpoint("smollm2"))
+    schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 4000}}, "required": ["a"]}
+    compiler, spec = GrammarCompiler(embedded, embedded.vocab_size), GrammarSpec("json_schema", json.dumps(schema))
+    for words in ("some words, and ", "other words; ütf "):
+        state = compiler.compile(spec).start()
+        text = json.dumps({"a": (words * 300)[:4000]}, ensure_ascii=False)
+        for token in embedded.encode(text, add_special=False):
+            assert token in now(state)
+            state.advance([token])
+        assert state.finished and not state.failed
+
+
 SAME = [
     ('{"enum": [[1, 2]]}', ["[1,2]", "[1, 2]", "[\n    1,\n    2\n]"], ["[1," + " " * 40 + "2]", "[1,  2]", "[1,\t2]"]),
     ('{"type": "object"}', ['{"a": 1}'], ['{"a":' + " " * 40 + "1}"]),
