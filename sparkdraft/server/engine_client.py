@@ -285,8 +285,7 @@ class EngineClient:
             case messages.Refused():
                 mailbox = self._mailboxes.get(message.id)
                 if mailbox is not None:
-                    kind = RequestFailed if message.is_bug else RequestRefused
-                    mailbox.queue.put_nowait(kind(message.sentence))
+                    mailbox.queue.put_nowait(_refusal(message))
                     self._forget(message.id)
             case messages.Status():
                 future = self._questions.get(message.id)
@@ -379,6 +378,12 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if not self.lost.done():
             self.lost.set_result(None)
+
+
+def _refusal(message: messages.Refused) -> EngineError:
+    if message.retry_after:
+        return EngineError(message.sentence, True, message.retry_after)
+    return RequestFailed(message.sentence) if message.is_bug else RequestRefused(message.sentence)
 
 
 def _environment() -> dict[str, str]:

@@ -25,7 +25,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, StepOutput, UserError
+from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, StepOutput, TryLater, UserError
 from sparkdraft.defaults import model_defaults
 from sparkdraft.server import messages
 from sparkdraft.server.messages import Message, ModelInfo, TokenEvent
@@ -190,12 +190,12 @@ class Service:
         except Exception as error:
             self._refuse(request.id, error)
 
-    def _add(self, request: messages.Submit, params: SamplingParams) -> None:
-        self.engine.add(request.prompt_ids, params, request.id)
+    def _add(self, request: messages.Submit, params: SamplingParams, grammar: Grammar | None = None) -> None:
+        self.engine.add(request.prompt_ids, params, request.id, grammar)
         self._open[request.id] = params.n
 
     def _compile(self, request: messages.Submit, params: SamplingParams, grammar: GrammarSpec) -> None:
-        work = self._compilers.submit(self.engine.grammars.compile, grammar)  # the engine will find it there
+        work = self._compilers.submit(self.engine.grammars.compile, grammar)
         self._compiling[request.id] = work, request, params
         work.add_done_callback(lambda done: self.wire.inbox.put(Compiled(request.id, done)))
 
@@ -205,15 +205,15 @@ class Service:
             return  # aborted meanwhile
         del self._compiling[done.id]
         try:
-            work.result()
-            self._add(request, params)
+            self._add(request, params, work.result())
         except Exception as error:
             self._refuse(request.id, error)
 
     def _refuse(self, name: str, error: Exception) -> None:
         """What one request brings about is answered to that request: nobody else's may end by it."""
         if isinstance(error, UserError):
-            self.wire.send(messages.Refused(name, str(error)))
+            wait = error.retry_after if isinstance(error, TryLater) else 0
+            self.wire.send(messages.Refused(name, str(error), retry_after=wait))
             return
         traceback.print_exception(error)
         with suppress(Exception):  # of a request that is in half

@@ -8,6 +8,7 @@ the mask that plain decoding would have had in its place. Applying masks to logi
 from __future__ import annotations
 
 import json
+import math
 import random
 import threading
 from collections import OrderedDict
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from sparkdraft.core import GrammarSpec, UserError
+from sparkdraft.core import GrammarSpec, TryLater, UserError
 from sparkdraft.text.tokenizer import Vocabulary
 
 if TYPE_CHECKING:
@@ -288,7 +289,7 @@ def on_a_deep_stack(work: Callable[[], Result], seconds: float) -> Result:
     """Run in a thread of its own, since a thread's stack can be chosen; only what is touched of it takes memory.
 
     TimeoutError after that many seconds: the compiler can not be stopped, so it ends unheard. While MAX_LATE such
-    threads still run, nothing new is begun: UserError.
+    threads still run, nothing new is begun: TryLater.
     """
     done: list[Result] = []
     raised: list[BaseException] = []
@@ -303,7 +304,10 @@ def on_a_deep_stack(work: Callable[[], Result], seconds: float) -> Result:
     with _stack_lock:
         _late[:] = [late for late in _late if late.is_alive()]
         if len(_late) >= MAX_LATE:
-            raise UserError(f"{len(_late)} grammars that took too long still compile, the limit; send this one later")
+            raise TryLater(
+                f"{len(_late)} grammars that took too long still compile, the limit; send this one later",
+                math.ceil(MAX_SECONDS),
+            )
         usual = threading.stack_size(DEEP_STACK)
         try:
             thread.start()

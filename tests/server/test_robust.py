@@ -157,7 +157,8 @@ def test_a_text_that_can_not_fit_is_not_tokenised() -> None:
         text.tokenizer = slow  # type: ignore[assignment]
         slow.control = None  # nor does anything look for control tokens in it  # type: ignore[attr-defined]
         longest = max(map(len, byte_tokenizer().get_vocab()))
-        half = {"role": "user", "content": [{"type": "text", "text": "<" * 256 * longest}, {"type": "text", "text": "<"}]}
+        parts = [{"type": "text", "text": text} for text in ("<" * 256 * longest, "<")]
+        half = {"role": "user", "content": parts}
         for path, body in (
             (COMPLETIONS, {"prompt": "x" * (512 * longest + 1)}),
             (CHAT, {"messages": [{"role": "user", "content": "x" * (512 * longest + 1)}]}),
