@@ -26,7 +26,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, StepOutput, TryLater, UserError
-from sparkdraft.defaults import model_defaults
+from sparkdraft.defaults import usable_defaults
 from sparkdraft.server import messages
 from sparkdraft.server.messages import Message, ModelInfo, TokenEvent
 
@@ -278,7 +278,11 @@ def load(options: dict[str, Any], wire: Wire) -> LLM:
 
 
 def model_info(llm: LLM, model: str) -> ModelInfo:
+    from sparkdraft.plan.resolve import Fallback
+
     plan, block = llm.plan, llm.engine.drafting.block
+    sampling, problems = usable_defaults(llm.checkpoint.generation)
+    plan.fallbacks.extend(Fallback(f"the model's default {name} is not used", why) for name, why in problems.items())
     facts = asdict(plan)
     del facts["fallbacks"], facts["memory"]
     facts |= {"kv_tokens": plan.num_blocks * plan.block_size, "max_draft": llm.engine.drafting.max_depth}
@@ -292,7 +296,7 @@ def model_info(llm: LLM, model: str) -> ModelInfo:
         special=llm.checkpoint.special,
         eos_ids=sorted(llm.tokenizer.eos_ids),
         chat_template=llm.checkpoint.chat_template,
-        sampling=model_defaults(llm.checkpoint.generation),
+        sampling=sampling,
         plan=plan.describe(),
         plan_facts=facts,
         fallbacks=[asdict(fallback) for fallback in plan.fallbacks],

@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 
 from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, TokenLogprob, TryLater, UserError
+from sparkdraft.llm import LLM
 from sparkdraft.server import engine_client
 from sparkdraft.server.engine_client import FIRST_START, EngineClient, Mailbox, RestartPolicy, TokenStream
 from sparkdraft.server.engine_errors import EngineError, RequestRefused
-from sparkdraft.server.engine_process import Service
+from sparkdraft.server.engine_process import Service, model_info
 from sparkdraft.server.messages import Refused, Submit, TokenEvent, pack_params
 from sparkdraft.server.service import as_api_error
 from tests.models.tiny import write_tiny
@@ -133,6 +134,15 @@ def test_info_and_status(runner: asyncio.Runner, client: EngineClient, folder: P
     assert after["prompt_tokens"] - before["prompt_tokens"] == len(PROMPT)
     assert after["kv_blocks_free"] == after["kv_blocks_total"] == 256
     assert after["uptime"] > 0 and "mean_acceptance_length" in after["drafting"]
+
+
+def test_a_default_that_can_not_be_used_is_a_fallback(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "llama", "llama")
+    (folder / "generation_config.json").write_text('{"temperature": "hot", "top_p": 0.5, "eos_token_id": 2}')
+    info = model_info(LLM(model=str(folder), **OPTIONS), "tiny")  # type: ignore[arg-type]
+    assert info.sampling == {"top_p": 0.5}
+    assert "the model's default temperature is not used" in {fallback["name"] for fallback in info.fallbacks}
+    assert "temperature 'hot'; it must be a number" in info.plan
 
 
 def test_many_at_once(runner: asyncio.Runner, client: EngineClient) -> None:
