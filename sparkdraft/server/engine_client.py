@@ -197,20 +197,19 @@ class EngineClient:
         """One engine process, from its start until it is gone and buried."""
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
-        with theirs:
-            arguments = [*self.command, str(theirs.fileno()), json.dumps(self.options)]
-            try:
+        try:
+            with theirs:
                 # A group of its own: Ctrl-C and signals to the server's group are for the server to act upon.
                 self._process = subprocess.Popen(
-                    arguments,
+                    [*self.command, str(theirs.fileno()), json.dumps(self.options)],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     env=_environment(),
                     process_group=0,
                 )
-            except OSError:
-                ours.close()
-                raise
+        except BaseException:
+            ours.close()
+            raise
         connection = Connection(self._receive)
         self._transport, _ = await loop.create_unix_connection(lambda: connection, sock=ours)
         if self._stopping.is_set():

@@ -133,8 +133,7 @@ class Service:
         self.engine.fail_batch()
         sentence = f"the engine failed in a step that this request was part of ({_told(error)}); its log says more"
         for name in [name for name in self._open if not self.engine.knows(name)]:
-            del self._open[name]
-            self._finished["error"] += 1
+            self._finished["error"] += self._open.pop(name)
             self.wire.send(messages.Refused(name, sentence, is_bug=True))
 
     def _take(self, wait: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -416,6 +417,18 @@ def test_a_command_that_does_not_exist() -> None:
         await client.stop()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("options", "program"), [({}, "a\0b"), ({"model": {1, 2}}, "python")])
+def test_a_process_that_can_not_be_started_leaves_no_socket_open(
+    options: dict[str, Any], program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs: list[tuple[socket.socket, socket.socket]] = []
+    make = socket.socketpair  # asyncio makes one of its own before
+    monkeypatch.setattr(engine_client.socket, "socketpair", lambda: pairs.append(make()) or pairs[-1])
+    with pytest.raises((ValueError, TypeError)):
+        asyncio.run(EngineClient(options, command=[program])._run_child())
+    assert [end.fileno() for end in pairs[-1]] == [-1, -1]
 
 
 # ---- the end

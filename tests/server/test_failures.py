@@ -72,7 +72,7 @@ def test_the_batch_gets_500_and_the_process_lives_on(server: Live, tmp_path: Pat
     stream = threading.Thread(target=lambda: events.extend(server.events("/v1/completions", **body)))
     stream.start()
     server.wait_for(lambda: server.http.get("/v1/status").json()["engine"]["running"] == 1)
-    error = complete(server, [10], seed=BUG)
+    error = complete(server, [10], seed=BUG, n=2)
     stream.join()
     assert error.status_code == 500 and error.json()["error"]["code"] == "internal_error"
     assert "ZeroDivisionError: the runner met a bug" in error.json()["error"]["message"]
@@ -80,7 +80,7 @@ def test_the_batch_gets_500_and_the_process_lives_on(server: Live, tmp_path: Pat
     assert complete(server, [10, 11, 12], max_tokens=5).json()["choices"][0]["text"] == right
     assert (client.pid, client.restarts) == (pid, 0) and server.service.ready
     engine = server.http.get("/v1/status").json()["engine"]
-    assert engine["kv_blocks_free"] == engine["kv_blocks_total"] and engine["finished"]["error"] == 2
+    assert engine["kv_blocks_free"] == engine["kv_blocks_total"] and engine["finished"]["error"] == 3  # texts
     log = (tmp_path / "log").read_text()
     assert log.count("Traceback") == 1 and "in broken" in log
 
