@@ -34,6 +34,14 @@ class UserError(Exception):
     """Something the user can mend. The message is one sentence: what is wrong, the limit, what to change."""
 
 
+class TryLater(UserError):
+    """Nothing has to change: the same may work in 'retry_after' seconds."""
+
+    def __init__(self, sentence: str, retry_after: int) -> None:
+        super().__init__(sentence)
+        self.retry_after = retry_after
+
+
 @dataclass(frozen=True, slots=True)
 class Fact:
     """How one part of the engine runs here. Nothing was asked for that did not come, as with a fallback."""

@@ -34,6 +34,17 @@ def model_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
     return _checked(named, "the model's generation_config.json")
 
 
+def usable_defaults(generation: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
+    """The same without the values that can not be used, and for each of these, by name, what is wrong with it."""
+    problems: dict[str, str] = {}
+    for name in KINDS:
+        try:
+            model_defaults({key: generation.get(key) for key in ("do_sample", name)})
+        except UserError as error:
+            problems[name] = str(error)
+    return model_defaults({key: value for key, value in generation.items() if key not in problems}), problems
+
+
 def resolve(setting: str, model: Mapping[str, float]) -> dict[str, float]:
     """'setting' is "model" or "openai", or values that replace single ones: "temperature=0.7,top_p=0.9"."""
     base, values = parse(setting)

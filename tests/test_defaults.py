@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sparkdraft.core import UserError
-from sparkdraft.defaults import describe, model_defaults, parse, resolve
+from sparkdraft.defaults import describe, model_defaults, parse, resolve, usable_defaults
 from sparkdraft.llm import LLM
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.gguf_sampling import sampling_of
@@ -39,6 +39,14 @@ def test_generation_config(generation: dict[str, Any], expected: dict[str, float
 def test_a_file_with_a_wrong_value_is_refused(generation: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=f"generation_config.json .*{message}"):
         model_defaults(generation)
+
+
+def test_the_server_leaves_a_wrong_value_out_and_says_so() -> None:
+    generation = {"temperature": -1, "top_p": "high", "top_k": 20, "eos_token_id": 2}
+    values, problems = usable_defaults(generation)
+    assert values == {"top_k": 20} and problems.keys() == {"temperature", "top_p"}
+    assert "top_p 'high'; it must be a number" in problems["top_p"]
+    assert usable_defaults({"do_sample": False, "top_p": "high"}) == ({"temperature": 0.0}, {})
 
 
 def test_what_a_user_sets() -> None:

@@ -13,7 +13,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from sparkdraft import __version__
 from sparkdraft.cli.chat_commands import Conversation, is_command, run_command, show_params
@@ -22,9 +21,6 @@ from sparkdraft.cli.options import add_engine_flags, add_sampling_flags, load_ll
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.defaults import KINDS
 from sparkdraft.progress import errors
-
-if TYPE_CHECKING:
-    pass
 
 HELP = "talk to a model in the terminal"
 EXAMPLES = """examples:

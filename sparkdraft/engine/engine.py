@@ -29,7 +29,7 @@ from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow
 from sparkdraft.engine.scheduler import Scheduler
 from sparkdraft.plan.resolve import MOST_AHEAD, Plan
-from sparkdraft.text.grammar import GrammarCompiler
+from sparkdraft.text.grammar import Grammar, GrammarCompiler
 from sparkdraft.text.tokenizer import Vocabulary
 
 TRIAL_STEPS = 5  # of each depth at start: one reads the prompt, one records, three are measured
@@ -65,13 +65,20 @@ class Engine:
         self._removed: list[str] = []  # ids taken out by this step or abort: if it fails, their ends are lost
         self._numbers = count()
 
-    def add(self, prompt_ids: list[int], params: SamplingParams, request_id: str | None = None) -> str:
+    def add(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        grammar: Grammar | None = None,
+    ) -> str:
         """Queue a request; it runs from the next step on. Returns the id its outputs carry.
 
-        A grammar that was not compiled before is compiled here; `grammars.compile` does it ahead, from any thread.
+        grammar: that of params, compiled by `grammars.compile` ahead and in any thread; else it is compiled here.
         """
         self._check(prompt_ids, params)
-        grammar = self.grammars.compile(params.grammar) if params.grammar else None
+        if params.grammar and grammar is None:
+            grammar = self.grammars.compile(params.grammar)
         name = request_id or f"request-{next(self._numbers)}"
         if name in self._by_id:
             raise UserError(f"request id '{name}' is already running; choose another")

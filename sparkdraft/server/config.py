@@ -78,6 +78,9 @@ class ServerConfig:
         if not 0 <= self.drain_seconds <= 3600:
             raise UserError(f"drain_seconds is {self.drain_seconds}; it must be between 0 and 3600")
         defaults.parse(self.sampling_defaults)
+        for name in (part.strip() for part in self.allowed_hosts.split(",")):
+            if "*" in name and name != "*":
+                raise UserError(f"allowed_hosts has '{name}'; it must be whole names, or '*' alone for all names")
         if not self.api_key.isascii() or self.api_key != self.api_key.strip():
             raise UserError("api_key has characters that a header can not carry; use ASCII without spaces around it")
         if not (self.is_local or self.api_key or self.allow_public):

@@ -197,20 +197,19 @@ class EngineClient:
         """One engine process, from its start until it is gone and buried."""
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
-        with theirs:
-            arguments = [*self.command, str(theirs.fileno()), json.dumps(self.options)]
-            try:
+        try:
+            with theirs:
                 # A group of its own: Ctrl-C and signals to the server's group are for the server to act upon.
                 self._process = subprocess.Popen(
-                    arguments,
+                    [*self.command, str(theirs.fileno()), json.dumps(self.options)],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     env=_environment(),
                     process_group=0,
                 )
-            except OSError:
-                ours.close()
-                raise
+        except BaseException:
+            ours.close()
+            raise
         connection = Connection(self._receive)
         self._transport, _ = await loop.create_unix_connection(lambda: connection, sock=ours)
         if self._stopping.is_set():
@@ -285,8 +284,7 @@ class EngineClient:
             case messages.Refused():
                 mailbox = self._mailboxes.get(message.id)
                 if mailbox is not None:
-                    kind = RequestFailed if message.is_bug else RequestRefused
-                    mailbox.queue.put_nowait(kind(message.sentence))
+                    mailbox.queue.put_nowait(_refusal(message))
                     self._forget(message.id)
             case messages.Status():
                 future = self._questions.get(message.id)
@@ -379,6 +377,12 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if not self.lost.done():
             self.lost.set_result(None)
+
+
+def _refusal(message: messages.Refused) -> EngineError:
+    if message.retry_after:
+        return EngineError(message.sentence, True, message.retry_after)
+    return RequestFailed(message.sentence) if message.is_bug else RequestRefused(message.sentence)
 
 
 def _environment() -> dict[str, str]:

@@ -25,8 +25,8 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, StepOutput, UserError
-from sparkdraft.defaults import model_defaults
+from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, StepOutput, TryLater, UserError
+from sparkdraft.defaults import usable_defaults
 from sparkdraft.server import messages
 from sparkdraft.server.messages import Message, ModelInfo, TokenEvent
 
@@ -133,8 +133,7 @@ class Service:
         self.engine.fail_batch()
         sentence = f"the engine failed in a step that this request was part of ({_told(error)}); its log says more"
         for name in [name for name in self._open if not self.engine.knows(name)]:
-            del self._open[name]
-            self._finished["error"] += 1
+            self._finished["error"] += self._open.pop(name)
             self.wire.send(messages.Refused(name, sentence, is_bug=True))
 
     def _take(self, wait: bool) -> None:
@@ -190,12 +189,12 @@ class Service:
         except Exception as error:
             self._refuse(request.id, error)
 
-    def _add(self, request: messages.Submit, params: SamplingParams) -> None:
-        self.engine.add(request.prompt_ids, params, request.id)
+    def _add(self, request: messages.Submit, params: SamplingParams, grammar: Grammar | None = None) -> None:
+        self.engine.add(request.prompt_ids, params, request.id, grammar)
         self._open[request.id] = params.n
 
     def _compile(self, request: messages.Submit, params: SamplingParams, grammar: GrammarSpec) -> None:
-        work = self._compilers.submit(self.engine.grammars.compile, grammar)  # the engine will find it there
+        work = self._compilers.submit(self.engine.grammars.compile, grammar)
         self._compiling[request.id] = work, request, params
         work.add_done_callback(lambda done: self.wire.inbox.put(Compiled(request.id, done)))
 
@@ -205,15 +204,15 @@ class Service:
             return  # aborted meanwhile
         del self._compiling[done.id]
         try:
-            work.result()
-            self._add(request, params)
+            self._add(request, params, work.result())
         except Exception as error:
             self._refuse(request.id, error)
 
     def _refuse(self, name: str, error: Exception) -> None:
         """What one request brings about is answered to that request: nobody else's may end by it."""
         if isinstance(error, UserError):
-            self.wire.send(messages.Refused(name, str(error)))
+            wait = error.retry_after if isinstance(error, TryLater) else 0
+            self.wire.send(messages.Refused(name, str(error), retry_after=wait))
             return
         traceback.print_exception(error)
         with suppress(Exception):  # of a request that is in half
@@ -278,7 +277,11 @@ def load(options: dict[str, Any], wire: Wire) -> LLM:
 
 
 def model_info(llm: LLM, model: str) -> ModelInfo:
+    from sparkdraft.plan.resolve import Fallback
+
     plan, block = llm.plan, llm.engine.drafting.block
+    sampling, problems = usable_defaults(llm.checkpoint.generation)
+    plan.fallbacks.extend(Fallback(f"the model's default {name} is not used", why) for name, why in problems.items())
     facts = asdict(plan)
     del facts["fallbacks"], facts["memory"]
     facts |= {"kv_tokens": plan.num_blocks * plan.block_size, "max_draft": llm.engine.drafting.max_depth}
@@ -292,7 +295,7 @@ def model_info(llm: LLM, model: str) -> ModelInfo:
         special=llm.checkpoint.special,
         eos_ids=sorted(llm.tokenizer.eos_ids),
         chat_template=llm.checkpoint.chat_template,
-        sampling=model_defaults(llm.checkpoint.generation),
+        sampling=sampling,
         plan=plan.describe(),
         plan_facts=facts,
         fallbacks=[asdict(fallback) for fallback in plan.fallbacks],

@@ -17,7 +17,7 @@ from sparkdraft.server.protocol.errors import ApiError
 
 def accepted_hosts(config: ServerConfig) -> frozenset[str] | None:
     """Names beside those of this machine itself; None: every name."""
-    given = frozenset(name.strip().lower() for name in config.allowed_hosts.split(",") if name.strip())
+    given = frozenset(host_name(entry) for entry in config.allowed_hosts.split(",") if entry.strip())
     return None if "*" in given or not (given or config.is_local) else given
 
 
@@ -34,7 +34,7 @@ class Hosts:
 
     def _check(self, header: bytes) -> None:
         """No header at all is let through: every browser sends one."""
-        name = without_port(header.decode("latin-1").lower())
+        name = host_name(header.decode("latin-1"))
         if name and not is_this_machine(name) and name not in self.accepted:
             raise ApiError(
                 403,
@@ -44,11 +44,12 @@ class Hosts:
             )
 
 
-def without_port(host: str) -> str:
-    """'localhost' of 'localhost:8000', '::1' of '[::1]:8000'."""
+def host_name(text: str) -> str:
+    """'localhost' of 'LocalHost.:8000', '::1' of '[::1]:8000' and of '::1'."""
+    host = text.strip().lower()
     if host.startswith("["):
         return host[1:].partition("]")[0]
-    return host.partition(":")[0].rstrip(".")
+    return host if host.count(":") > 1 else host.partition(":")[0].rstrip(".")
 
 
 def is_this_machine(name: str) -> bool:

@@ -22,7 +22,8 @@ MAX_SCHEMA_BYTES = 64 << 10
 MAX_TOOLS = 128  # as OpenAI
 MAX_PROMPTS = 256  # of one /v1/completions request
 MAX_PARTS = 2000  # of one message's content
-MAX_VALUES = 1 << 18  # commas and opening brackets of a body: more than any request has, and 0.1 s to parse
+VALUE_BYTES = 8  # of a body for each comma and opening bracket that it may have: lists of ids take about seven
+MIN_VALUES = 1 << 18  # commas and opening brackets that a body of any size may have; 0.1 s to parse
 BODY_SECONDS = 30.0  # that may pass without a byte of a body
 LINGER_SECONDS = 30.0  # in which what is left of a refused body is read and dropped
 
@@ -32,6 +33,7 @@ class BodyLimit:
 
     def __init__(self, app: ASGIApp, max_body: int) -> None:
         self.app, self.max_body = app, max_body
+        self.max_values = max(MIN_VALUES, max_body // VALUE_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
@@ -68,10 +70,11 @@ class BodyLimit:
             body += piece
             self._check_size(len(body))
             num_values += sum(map(piece.count, (b",", b"[", b"{")))
-            if num_values > MAX_VALUES:
+            if num_values > self.max_values:
                 raise ApiError(
                     413,
-                    f"The body has more than {MAX_VALUES:,} commas and opening brackets; send less at once.",
+                    f"The body has more than {self.max_values:,} commas and opening brackets; send less at once, or "
+                    "start the server with a larger --max-body.",
                     code="body_too_large",
                     headers=CLOSE,
                 )

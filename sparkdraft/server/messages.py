@@ -112,6 +112,7 @@ class Refused:
     id: str
     sentence: str  # what is wrong, the limit, what to change
     is_bug: bool = False  # of ours: there is nothing to change
+    retry_after: int = 0  # seconds after which the same may work; 0: it has to change
 
 
 @dataclass(frozen=True, slots=True)

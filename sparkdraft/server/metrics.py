@@ -18,8 +18,7 @@ PREFIX = "sparkdraft_"
 
 
 class Counter:
-    """A number that only grows, or a gauge; one for each value of its label. `set` is for gauges, and for what the
-    engine process counts itself."""
+    """A number that only grows, or a gauge, which may be set; one for each value of its label."""
 
     def __init__(self, name: str, text: str, label: str = "", kind: str = "counter") -> None:
         self.name, self.text, self.label, self.kind = PREFIX + name, text, label, kind
@@ -29,6 +28,7 @@ class Counter:
         self.values[label] = self.values.get(label, 0.0) + amount
 
     def set(self, value: float, label: str = "") -> None:
+        assert self.kind == "gauge", f"{self.name} only grows"
         self.values[label] = value
 
     def lines(self) -> Iterator[str]:
@@ -36,6 +36,13 @@ class Counter:
         for value, number in self.values.items():
             labels = f'{{{self.label}="{_escaped(value)}"}}' if self.label else ""
             yield f"{self.name}{labels} {_number(number)}"
+
+
+class EngineCounter(Counter):
+    """A number that the engine process counts itself: it is taken over as it stands there."""
+
+    def set(self, value: float, label: str = "") -> None:
+        self.values[label] = value
 
 
 class Histogram:
@@ -89,7 +96,7 @@ class Metrics:
             Counter(f"kv_cache_{what}_error", f"relative error by codes: {text}", "layer", "gauge")
             for what, text in (("key", "keys"), ("value", "values"), ("attention", "what attention gives, all coded"))
         )
-        self.preemptions = Counter("num_preemptions_total", "times a running sequence gave its KV blocks back")
+        self.preemptions = EngineCounter("num_preemptions_total", "times a running sequence gave its KV blocks back")
         self.ready = Counter("engine_ready", "1 when requests are taken", kind="gauge")
         self.restarts = Counter("engine_restarts", "times the engine process was started again", kind="gauge")
 

@@ -60,13 +60,17 @@ class ModelText:
         return self.tokenizer.encode_chat(rendered)
 
     def _check_length(self, text: str, param: str) -> None:
+        self._check_chars(len(text), param)
         limit = self.info.max_model_len
-        if len(text) > limit * self._longest:
-            raise _too_long(param, f"{len(text):,} characters", limit)
         opening = text[: limit * USUAL_CHARS]
         if len(opening) < len(text) and len(self.tokenizer.encode(opening)) > 2 * limit:
             # What follows may change the last tokens of the opening, but it can not halve their number.
-            raise _too_long(param, f"more than {2 * limit:,} tokens", limit)
+            raise _too_long(param, f"more than {2 * limit} tokens", limit)
+
+    def _check_chars(self, count: int, param: str) -> None:
+        """Refuses a text that has too many characters to fit, whatever they are."""
+        if count > self.info.max_model_len * self._longest:
+            raise _too_long(param, f"{count} characters", self.info.max_model_len)
 
     def check_ids(self, ids: Iterable[int], param: str) -> None:
         most = self.info.vocab_size - 1
@@ -78,7 +82,7 @@ class ModelText:
         """Before anything is done with ids that a client sent."""
         limit = self.info.max_model_len
         if len(ids) > limit:
-            raise _too_long(param, f"{len(ids):,} tokens", limit)
+            raise _too_long(param, f"{len(ids)} tokens", limit)
 
     def check_fields(self, body: SamplingFields) -> None:
         """What depends on the model; the engine would say the same, but not in the API's words."""
@@ -111,7 +115,9 @@ class ModelText:
         return chat.prompt_text(control, template, messages, special, add_generation_prompt, tools, variables)
 
     def messages(self, given: list[ChatMessage]) -> list[dict[str, Any]]:
-        """As the template wants them: text instead of parts, no role it does not know, earlier calls its way."""
+        """As the template wants them: text instead of parts, no role it does not know, earlier calls its way.
+        Raises where their text can not fit, before any work is done with it."""
+        self._check_chars(sum(map(_num_chars, given)), "messages")
         knows_developer = "developer" in (self.info.chat_template or "")
         return self.tools.history([_plain(message, i, knows_developer) for i, message in enumerate(given)])
 
@@ -215,6 +221,11 @@ def _plain(message: ChatMessage, i: int, knows_developer: bool) -> dict[str, Any
     if message.tool_calls:
         plain["tool_calls"] = [call.model_dump() for call in message.tool_calls]
     return plain
+
+
+def _num_chars(message: ChatMessage) -> int:
+    content = message.content or ""
+    return len(content) if isinstance(content, str) else sum(len(part.text or "") for part in content)
 
 
 def _text(message: ChatMessage, i: int) -> str:

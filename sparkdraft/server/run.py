@@ -93,9 +93,8 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
-        if (
-            self.force_exit
-        ):  # uvicorn then leaves the application running, which is cancelled and says so with a traceback
+        if self.force_exit:
+            # uvicorn then leaves the application running, which is cancelled and says so with a traceback.
             await self.lifespan.shutdown()
 
     def _begin_drain(self) -> None:

@@ -129,8 +129,9 @@ class Service:
             await rehearse(text)
         except Exception as error:
             log.error("a rehearsed request failed; users' requests are taken nevertheless", exc_info=error)
-        self.text = text
-        self.start_seconds = self.client.start_took()
+        if self.client.info is info and self.client.state == "ready":  # else it died meanwhile, and a new one comes
+            self.text = text
+            self.start_seconds = self.client.start_took()
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """What takes time and is no waiting (tokenising, templates), outside the event loop. Few at once, so that many

@@ -23,6 +23,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from sparkdraft.core import UserError
 from sparkdraft.text.control import ChatText, ControlTokens, clean
 
+SEARCHES = ("split", "rsplit", "startswith", "endswith", "find", "rfind", "index", "count", "replace")  # of strings
+
 
 class _Generation(jinja2.ext.Extension):
     """{% generation %} marks what the model wrote, for training: here its body is just text."""
@@ -57,13 +59,36 @@ def _tojson(
 
 @lru_cache(maxsize=16)
 def _compile(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(template)
+    return environment
+
+
+@lru_cache(maxsize=16)
+def looked_for(template: str | None) -> frozenset[str]:
+    """The constants that a template looks for in its texts: what it compares with, and where it splits. What it only
+    writes, as most templates write <|im_end|>, is not among them."""
+    try:
+        tree = _environment().parse(template or "")
+    except jinja2.TemplateError:
+        return frozenset()  # rendering says what is wrong
+    found: list[Node] = []
+    for comparison in tree.find_all(jinja2.nodes.Compare):
+        found += [comparison.expr, *(operand.expr for operand in comparison.ops)]
+    for call in tree.find_all(jinja2.nodes.Call):
+        if isinstance(call.node, jinja2.nodes.Getattr) and call.node.attr in SEARCHES:
+            found += call.args[:1]
+    return frozenset(
+        node.value for node in found if isinstance(node, jinja2.nodes.Const) and isinstance(node.value, str)
+    )
 
 
 def render(
@@ -101,9 +126,11 @@ def prompt_text(
     variables: Mapping[str, Any] | None = None,
 ) -> ChatText:
     """A chat as the model reads it. 'special' is the model's own (bos_token and its kin); messages, tools and variables
-    are the user's, and what they spell never becomes a control token."""
+    are the user's, and what they spell never becomes a control token, unless the template itself looks for that token
+    and it is none of 'special'."""
+    spared = looked_for(template) - {token for token in special.values() if isinstance(token, str)}
     try:
-        messages, tools, given = control.mark(messages), control.mark(tools), control.mark(variables or {})
+        messages, tools, given = (control.mark(value, spared) for value in (messages, tools, variables or {}))
     except RecursionError:
         raise UserError("The messages or tools are nested too deeply to be read; flatten them.") from None
     try:

@@ -6,8 +6,10 @@ where it could become part of one beside the template's own characters. `read` t
 and remembers where they stood. A control token with such a place inside it was not written by the template alone, and
 `encode` gives it the ids of ordinary text.
 
-The secret word consists of letters and digits, so templates may trim, split, join or JSON-encode what they are given.
-It is drawn anew in each process, so no request can contain it. Message text without control tokens is left as it is.
+The secret word consists of letters and digits, so templates may trim, join or JSON-encode what they are given. It is
+drawn anew in each process, so no request can contain it. Message text without control tokens is left as it is. A word
+inside a token hides it from a template that looks for it, as for </think> in an earlier answer: such tokens are spared,
+so they stay control tokens wherever a message spells them. Which ones these are is chat.py's knowledge.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import re
 import secrets
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -53,14 +55,15 @@ class ControlTokens:
 
     # ---- before and after rendering
 
-    def mark(self, value: Any) -> Any:
-        """The same value with its strings marked: messages, tools, anything made of lists and mappings."""
+    def mark(self, value: Any, spared: Collection[str] = ()) -> Any:
+        """The same value with its strings marked: messages, tools, anything made of lists and mappings. 'spared' are
+        control tokens that are not marked."""
         if isinstance(value, str):
-            return self._mark_text(value)
+            return self._mark_text(value, spared)
         if isinstance(value, Mapping):
-            return {self.mark(key): self.mark(item) for key, item in value.items()}
+            return {self.mark(key, spared): self.mark(item, spared) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self.mark(item) for item in value]
+            return [self.mark(item, spared) for item in value]
         return value
 
     def read(self, rendered: str) -> ChatText:
@@ -72,16 +75,19 @@ class ControlTokens:
             position += len(piece)
         return ChatText("".join([first, *rest]), tuple(marks))
 
-    def _mark_text(self, text: str) -> str:
-        places = sorted({*self._whole(text), *self._edges(text)})
+    def _mark_text(self, text: str, spared: Collection[str]) -> str:
+        is_spared = text.strip() in spared and text.strip() in self._ids
+        edges = () if is_spared else self._edges(text)
+        places = sorted({*self._whole(text, spared), *edges})
         borders = [0, *places, len(text)]
         return SECRET.join(text[a:b] for a, b in pairwise(borders)) if places else text
 
-    def _whole(self, text: str) -> Iterator[int]:
+    def _whole(self, text: str, spared: Collection[str]) -> Iterator[int]:
         """A place inside each control token that the text spells."""
         match = self._pattern.search(text)
         while match:
-            yield match.start() + 1
+            if match[0] not in spared:
+                yield match.start() + 1
             match = self._pattern.search(text, match.start() + 1)
 
     def _edges(self, text: str) -> Iterator[int]:
@@ -114,7 +120,8 @@ class ControlTokens:
             pieces += [chat.text[last : token.start()], SECRET, token[0]]
             last = token.end()
         text = "".join([*pieces, chat.text[last:]])
-        return self._own_ids(self._guarded.encode(text, add_special_tokens=False))
+        # Of a batch, though it is one text: only then does the library let other threads run meanwhile.
+        return self._own_ids(self._guarded.encode_batch_fast([text], add_special_tokens=False)[0])
 
     def _by_template(self, chat: ChatText) -> Iterator[re.Match[str]]:
         match = self._pattern.search(chat.text)

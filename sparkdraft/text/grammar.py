@@ -8,6 +8,7 @@ the mask that plain decoding would have had in its place. Applying masks to logi
 from __future__ import annotations
 
 import json
+import math
 import random
 import threading
 from collections import OrderedDict
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from sparkdraft.core import GrammarSpec, UserError
+from sparkdraft.core import GrammarSpec, TryLater, UserError
 from sparkdraft.text.tokenizer import Vocabulary
 
 if TYPE_CHECKING:
@@ -36,11 +37,12 @@ JSON_OPTIONS: JsonCompileOptions = {
 }
 # A grammar's lexer keeps every state that any of its requests has met. Two limits bound what it costs: how many it may
 # keep, and how much of it one mask may work out anew (10,000 units take about 2 ms on a slow core). A text that meets
-# a limit ends there.
-MAX_LEXER_STATES = 10_000
+# a limit ends there. A string with a maxLength needs about five states per character, so 50,000 hold about 10,000
+# characters; most other grammars need some hundred states. llguidance does not tell how many it keeps.
+MAX_LEXER_STATES = 50_000
 STATE_BYTES = 2048  # at most
 STEP_LEXER_FUEL = 10_000
-CACHE_BYTES = 640 << 20
+CACHE_BYTES = 1 << 30
 NUM_CACHED = CACHE_BYTES // (MAX_LEXER_STATES * STATE_BYTES)
 MAX_LATE = 2  # compilations that took too long and still run
 NUM_WALKS, NUM_STEPS = 16, 8  # how often and how far a new grammar is tried out
@@ -287,7 +289,7 @@ def on_a_deep_stack(work: Callable[[], Result], seconds: float) -> Result:
     """Run in a thread of its own, since a thread's stack can be chosen; only what is touched of it takes memory.
 
     TimeoutError after that many seconds: the compiler can not be stopped, so it ends unheard. While MAX_LATE such
-    threads still run, nothing new is begun: UserError.
+    threads still run, nothing new is begun: TryLater.
     """
     done: list[Result] = []
     raised: list[BaseException] = []
@@ -302,7 +304,10 @@ def on_a_deep_stack(work: Callable[[], Result], seconds: float) -> Result:
     with _stack_lock:
         _late[:] = [late for late in _late if late.is_alive()]
         if len(_late) >= MAX_LATE:
-            raise UserError(f"{len(_late)} grammars that took too long still compile, the limit; send this one later")
+            raise TryLater(
+                f"{len(_late)} grammars that took too long still compile, the limit; send this one later",
+                math.ceil(MAX_SECONDS),
+            )
         usual = threading.stack_size(DEEP_STACK)
         try:
             thread.start()

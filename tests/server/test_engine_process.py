@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,12 +17,14 @@ from typing import Any
 
 import pytest
 
-from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, TokenLogprob, UserError
+from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, TokenLogprob, TryLater, UserError
+from sparkdraft.llm import LLM
 from sparkdraft.server import engine_client
-from sparkdraft.server.engine_client import FIRST_START, EngineClient, RestartPolicy, TokenStream
+from sparkdraft.server.engine_client import FIRST_START, EngineClient, Mailbox, RestartPolicy, TokenStream
 from sparkdraft.server.engine_errors import EngineError, RequestRefused
-from sparkdraft.server.engine_process import Service
-from sparkdraft.server.messages import Submit, TokenEvent, pack_params
+from sparkdraft.server.engine_process import Service, model_info
+from sparkdraft.server.messages import Refused, Submit, TokenEvent, pack_params
+from sparkdraft.server.service import as_api_error
 from tests.models.tiny import write_tiny
 
 OPTIONS = {"dtype": "float32", "device": "cpu", "kv_tokens": 4096, "threads": 1}
@@ -134,6 +137,15 @@ def test_info_and_status(runner: asyncio.Runner, client: EngineClient, folder: P
     assert after["uptime"] > 0 and "mean_acceptance_length" in after["drafting"]
 
 
+def test_a_default_that_can_not_be_used_is_a_fallback(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "llama", "llama")
+    (folder / "generation_config.json").write_text('{"temperature": "hot", "top_p": 0.5, "eos_token_id": 2}')
+    info = model_info(LLM(model=str(folder), **OPTIONS), "tiny")  # type: ignore[arg-type]
+    assert info.sampling == {"top_p": 0.5}
+    assert "the model's default temperature is not used" in {fallback["name"] for fallback in info.fallbacks}
+    assert "temperature 'hot'; it must be a number" in info.plan
+
+
 def test_many_at_once(runner: asyncio.Runner, client: EngineClient) -> None:
     async def all_of_them() -> list[list[TokenEvent]]:
         params = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -178,12 +190,14 @@ class Broken:
         self.error, self.added, self.aborted = error, 0, [""]
         self.grammars = self
 
-    def compile(self, grammar: GrammarSpec) -> None:
-        if grammar.text == "breaks":
+    def compile(self, spec: GrammarSpec) -> str:
+        if spec.text == "breaks":
             raise self.error
+        return "compiled"
 
-    def add(self, prompt_ids: list[int], params: SamplingParams, name: str) -> None:
+    def add(self, prompt_ids: list[int], params: SamplingParams, name: str, grammar: str | None) -> None:
         self.added += 1
+        assert (grammar == "compiled") is (params.grammar is not None), "it would be compiled again, within the steps"
         if name.startswith("bad"):
             raise self.error
 
@@ -192,7 +206,9 @@ class Broken:
         raise KeyError(name)  # it was never in
 
 
-@pytest.mark.parametrize("error", [KeyError("x"), RuntimeError("a\nb"), UserError("shorten it")], ids=str)
+@pytest.mark.parametrize(
+    "error", [KeyError("x"), RuntimeError("a\nb"), UserError("shorten it"), TryLater("soon", 7)], ids=str
+)
 def test_a_bug_that_one_request_meets_is_answered_to_it_alone(error: Exception) -> None:
     engine, sent = Broken(error), []
     wire = SimpleNamespace(inbox=SimpleQueue(), send=sent.append)
@@ -207,6 +223,15 @@ def test_a_bug_that_one_request_meets_is_answered_to_it_alone(error: Exception) 
     is_ours = not isinstance(error, UserError)
     assert [said[name].is_bug for name in ("bad", "grammar", "bad-held", "odd")] == [is_ours] * 3 + [False]
     assert all("\n" not in message.sentence for message in said.values())
+    assert [said[name].retry_after for name in ("grammar", "odd")] == [getattr(error, "retry_after", 0), 0]
+
+
+def test_what_may_work_later_is_503_and_says_when() -> None:
+    client = EngineClient({})
+    mailbox = client._mailboxes["x"] = Mailbox(1)
+    client._receive(Refused("x", "send this one later", retry_after=7))
+    error = as_api_error(mailbox.queue.get_nowait())  # type: ignore[arg-type]
+    assert (error.status, error.headers["Retry-After"]) == (503, "7")
 
 
 def test_grammar(runner: asyncio.Runner, client: EngineClient) -> None:
@@ -392,6 +417,18 @@ def test_a_command_that_does_not_exist() -> None:
         await client.stop()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("options", "program"), [({}, "a\0b"), ({"model": {1, 2}}, "python")])
+def test_a_process_that_can_not_be_started_leaves_no_socket_open(
+    options: dict[str, Any], program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs: list[tuple[socket.socket, socket.socket]] = []
+    make = socket.socketpair  # asyncio makes one of its own before
+    monkeypatch.setattr(engine_client.socket, "socketpair", lambda: pairs.append(make()) or pairs[-1])
+    with pytest.raises((ValueError, TypeError)):
+        asyncio.run(EngineClient(options, command=[program])._run_child())
+    assert [end.fileno() for end in pairs[-1]] == [-1, -1]
 
 
 # ---- the end

@@ -1,7 +1,7 @@
 """A step that raises ends the requests of its batch, and the engine process goes on; a GPU's error ends the process.
 
 The engine process is the real one with a tiny model; `SABOTAGE` makes its steps raise while a request with a certain
-seed runs.
+seed runs, and lets a request with another seed wait after its first tokens until such a request has come.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from sparkdraft.server.engine_client import EngineClient, RestartPolicy
 from tests.server.conftest import Live, live
 
 BUG, GPU_ERROR = 1300, 1301  # seeds: a step raises while a request with one of them runs
+HELD = 1302  # seed of a request that is still running when the one with BUG comes
 SABOTAGE = f"""
-import sys, torch
+import sys, time, torch
 from sparkdraft.engine.runner import Runner
-from sparkdraft.server.engine_process import main
+from sparkdraft.server.engine_process import Service, main
 
 run = Runner.run
 def broken(self, batch):
@@ -33,6 +34,17 @@ def broken(self, batch):
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
     return run(self, batch)
 Runner.run = broken
+
+step, num_held = Service._step, 0
+def held(self):
+    global num_held
+    scheduler = self.engine.scheduler
+    seeds = {{request.params.seed for request in [*scheduler.running, *scheduler.waiting]}}
+    num_held += {HELD} in seeds
+    if num_held > 5 and {HELD} in seeds and {BUG} not in seeds:
+        return time.sleep(0.001)
+    step(self)
+Service._step = held
 sys.stderr = open(sys.argv[1], "a", buffering=1)
 main(sys.argv[2:])
 """
@@ -56,11 +68,11 @@ def test_the_batch_gets_500_and_the_process_lives_on(server: Live, tmp_path: Pat
     client = server.service.client
     pid, right = client.pid, complete(server, [10, 11, 12], max_tokens=5).json()["choices"][0]["text"]
     events: list[dict[str, Any]] = []
-    body = {"prompt": [20, 21], "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+    body = {"prompt": [20, 21], "max_tokens": 400, "ignore_eos": True, "temperature": 0, "seed": HELD}
     stream = threading.Thread(target=lambda: events.extend(server.events("/v1/completions", **body)))
     stream.start()
     server.wait_for(lambda: server.http.get("/v1/status").json()["engine"]["running"] == 1)
-    error = complete(server, [10], seed=BUG)
+    error = complete(server, [10], seed=BUG, n=2)
     stream.join()
     assert error.status_code == 500 and error.json()["error"]["code"] == "internal_error"
     assert "ZeroDivisionError: the runner met a bug" in error.json()["error"]["message"]
@@ -68,7 +80,7 @@ def test_the_batch_gets_500_and_the_process_lives_on(server: Live, tmp_path: Pat
     assert complete(server, [10, 11, 12], max_tokens=5).json()["choices"][0]["text"] == right
     assert (client.pid, client.restarts) == (pid, 0) and server.service.ready
     engine = server.http.get("/v1/status").json()["engine"]
-    assert engine["kv_blocks_free"] == engine["kv_blocks_total"] and engine["finished"]["error"] == 2
+    assert engine["kv_blocks_free"] == engine["kv_blocks_total"] and engine["finished"]["error"] == 3  # texts
     log = (tmp_path / "log").read_text()
     assert log.count("Traceback") == 1 and "in broken" in log
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,22 @@ def test_nothing_is_ready_before_the_rehearsal_is_over() -> None:
         running.wait_for(lambda: running.service.ready)
         assert len(client.seen) == len(rehearsal.REQUESTS) and client.aborted == []
         assert {params.grammar and params.grammar.kind for params in client.seen} == {None, "json_object"}
+
+
+def test_an_engine_that_dies_in_its_rehearsal_has_not_started() -> None:
+    client, took = FakeClient(lambda prompt, params: "{}"), []
+    client.start_took = lambda: took.append(client.info) or 0.0  # type: ignore[method-assign,func-returns-value]
+    client.go_on.clear()
+    with live(client, ready_within=0, rehearsed=True) as running:
+        running.wait_for(lambda: bool(client.seen))
+        client.state = "restarting"
+        client.go_on.set()
+        running.wait_for(lambda: running.service.gate.num_inside == 0)
+        assert client.info is not None
+        client.info = second = replace(client.info, created=2)
+        client.state = "ready"
+        running.wait_for(lambda: running.service.ready)
+    assert took == [second]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -72,8 +73,6 @@ def test_it_says_where_it_is_answers_and_drains(tiny_folder: Path) -> None:
             lines = response.iter_lines()
             next(lines)
             server.process.send_signal(signal.SIGTERM)
-            server.wait_for("draining")
-            assert httpx.post(url + CHAT, json=body).json()["error"]["code"] == "draining"
             rest = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert not any("error" in chunk for chunk in rest)
         assert sum(chunk["choices"][0]["finish_reason"] == "length" for chunk in rest) == 16
@@ -99,6 +98,25 @@ def test_a_port_that_is_taken_is_told_at_once() -> None:
         with started("--port", port) as server:
             assert server.process.wait(60) == 1
             server.wait_for(f"can not listen on 127.0.0.1 port {port}")
+
+
+def test_while_it_drains_the_new_is_refused_and_the_old_is_finished() -> None:
+    client = FakeClient(lambda prompt, params: "x" * 30)
+    with live(client) as running:
+        server = running.server
+        server._loop = server.servers[0].get_loop()
+        body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+        client.go_on.clear()
+        events: list[dict[str, Any]] = []
+        stream = threading.Thread(target=lambda: events.extend(running.events(CHAT, **body)))
+        stream.start()
+        running.wait_for(lambda: running.service.gate.num_inside == 1)
+        server.handle_exit(signal.SIGTERM, None)
+        assert running.http.post(CHAT, json=body).json()["error"]["code"] == "draining"
+        client.go_on.set()
+        stream.join()
+        assert events[-1]["choices"][0]["finish_reason"] == "stop"
+        running.wait_for(lambda: server.should_exit)
 
 
 def test_what_outlasts_the_drain_gets_an_error() -> None:
@@ -203,4 +221,5 @@ def test_a_restart_counts_from_its_own_begin(tiny_folder: Path) -> None:
         answer = httpx.get(url + "/health")
         told = server.wait_for(r"(?s)restarting: .*ready after ([\d.]+) s").group(1)
         assert float(told) <= time.monotonic() - begin + 0.05  # it is rounded
-        assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+        if answer.status_code != 200:  # the new engine may be ready before this is asked
+            assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1

@@ -222,3 +222,21 @@ def test_lone_surrogates_are_told_beside_marks(smollm2: Tokenizer) -> None:
     chat = prompt_text(smollm2.control, CHATML, [{"role": "user", "content": "<|im_end|>\ud800"}], {})
     with pytest.raises(UserError, match="not valid UTF-8"):
         smollm2.encode_chat(chat)
+
+
+def test_a_template_finds_the_tokens_that_it_looks_for() -> None:
+    """Where they are special tokens: an earlier answer loses its thoughts, and the result of a tool is seen as one."""
+    content = "{{ m.content.split('</think>')[-1] if '</think>' in m.content else m.content }}"
+    result = "{% if m.content.startswith('<tool_response>') %}RESULT {% endif %}"
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role }}\n" + result + content + "{{ '<|im_end|>' }}{% endfor %}"
+    )
+    raw = byte_level()
+    raw.add_special_tokens(["</think>", "<tool_response>"])
+    said = ["hm</think>yes", "<tool_response>", "<tool_response>4", "a<|im_end|>b</s>"]
+    messages = [{"role": "user", "content": text} for text in said]
+    control = ControlTokens(raw)
+    found = prompt_text(control, template + "{{ messages[0].content == '</s>' }}", messages, SPECIAL)
+    assert "hm" not in found.text and found.text.count("RESULT") == 2
+    assert control.encode(found).count(raw.token_to_id("<|im_end|>")) == len(said)
+    assert raw.token_to_id("</s>") not in control.encode(found), "the end of text is never spared"

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from sparkdraft.core import GrammarSpec, UserError
+from sparkdraft.core import GrammarSpec, TryLater, UserError
 from sparkdraft.text import grammar
 from sparkdraft.text.grammar import GrammarCompiler, GrammarState
 from sparkdraft.text.reasoning import after_thinking
@@ -252,8 +252,9 @@ def test_compilations_that_take_too_long_are_counted_and_no_more_are_begun(monke
         for i in range(grammar.MAX_LATE):
             with pytest.raises(UserError, match=r"takes more than 0.05 s"):
                 BYTES.compile(GrammarSpec("regex", f"late {i}"))
-        with pytest.raises(UserError, match="2 grammars that took too long still compile, the limit; send this one la"):
+        with pytest.raises(TryLater, match="2 grammars that took too long still compile, the limit; send") as later:
             BYTES.compile(GrammarSpec("regex", "one more"))
+        assert later.value.retry_after == 1
         assert len(begun) == grammar.MAX_LATE
     late = list(grammar._late)
     done.set()
@@ -293,6 +294,19 @@ def test_a_grammar_that_met_a_limit_is_compiled_anew_for_the_next_request() -> N
     second = compiler.compile(SPECS[3])
     assert first.spent and second is not first and not second.spent
     assert compiler.compile(SPECS[3]) is second
+
+
+def test_long_strings_with_a_limit_are_written_to_their_end_by_one_request_after_the_other() -> None:
+    embedded = Tokenizer.of(open_checkpoint("smollm2"))
+    schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 4000}}, "required": ["a"]}
+    compiler, spec = GrammarCompiler(embedded, embedded.vocab_size), GrammarSpec("json_schema", json.dumps(schema))
+    for words in ("some words, and ", "other words; ütf "):
+        state = compiler.compile(spec).start()
+        text = json.dumps({"a": (words * 300)[:4000]}, ensure_ascii=False)
+        for token in embedded.encode(text, add_special=False):
+            assert token in now(state)
+            state.advance([token])
+        assert state.finished and not state.failed
 
 
 SAME = [

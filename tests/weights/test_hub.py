@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import os
 import shutil
@@ -227,6 +228,16 @@ def test_too_little_room_is_said_before_the_download(shop: Shop, monkeypatch: py
     text = str(error.value)
     assert f"disk of {hub.cache_dir() / 'models'} is full" in text and "needs 1000000000001 MB" in text, text
     assert "network" not in text and "SPARKDRAFT_CACHE" in text and shop.sold == 0
+
+
+def test_a_disk_that_is_too_full_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("SPARKDRAFT_CACHE", str(tmp_path / "not" / "there"))
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(UserError, match=r"is full: fetching smollm2 needs \d+ MB there and \d+ MB are free"):
+        hub.fetch("smollm2")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")

@@ -35,12 +35,21 @@ INSTEAD = {
     "ebnf": NONE,
 }
 CHAT_ONLY = {"response_format": "use /v1/chat/completions"}
+SCHEMAS = ("guided_json", "json_schema")  # here {} binds: to any JSON
 
 
 def check_refused(body: Any, more: Mapping[str, str]) -> None:
-    """'body' as it came; null is the same as left out. 'more' are fields that this endpoint refuses too."""
+    """'body' as it came; a value that binds nothing is the same as left out. 'more' are fields that this endpoint
+    refuses too."""
     if not isinstance(body, Mapping):
         return
     for name, instead in (INSTEAD | dict(more)).items():
-        if body.get(name) is not None:
+        if _binds(name, body.get(name)):
             raise ApiError(400, f"{name} is not supported here, and the output would not keep to it; {instead}.", name)
+
+
+def _binds(name: str, value: Any) -> bool:
+    """Clients send values that bind nothing, as their defaults."""
+    if value == {}:
+        return name in SCHEMAS
+    return value not in (None, "", []) and (name, value) != ("response_format", {"type": "text"})
