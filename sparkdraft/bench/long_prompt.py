@@ -16,7 +16,6 @@ from sparkdraft.core import SamplingParams
 from sparkdraft.engine.engine import Engine
 from sparkdraft.llm import LLM
 
-STEP_TARGET = {"cpu": 0.2, "cuda": 0.05}  # seconds that a step may take while others decode
 SETTLE = 16  # tokens that each stream writes before its gaps count
 BEFORE = 24  # steps without the long prompt, to compare with
 QUESTION = "Which of these events came first?"

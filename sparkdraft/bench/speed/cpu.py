@@ -13,7 +13,7 @@ from functools import partial
 from itertools import pairwise
 
 from sparkdraft.bench.accept import chat_prompts, read_prompts
-from sparkdraft.bench.long_prompt import STEP_TARGET, Beside, LongPrompt
+from sparkdraft.bench.long_prompt import Beside, LongPrompt
 from sparkdraft.bench.offline_throughput import throughput
 from sparkdraft.bench.speed import processes
 from sparkdraft.bench.speed.check import Group, Names
@@ -91,11 +91,10 @@ def long_prompt(wanted: Names, progress: Progress) -> dict[str, Sample]:
 
     def beside() -> Metrics:
         seen.append(test.beside())
-        progress(len(seen), 3)
         return {"first_s": seen[-1].first}
 
     first = in_turn(alone, beside, 1, progress)["first_s"]
-    target = STEP_TARGET["cpu"]
+    target = test.engine.plan.max_step_ms / 1e3
     return {
         "long-prompt-first-token": first,
         "long-prompt-largest-gap": against(target, [each.during.largest for each in seen]),

@@ -95,9 +95,9 @@ def conclusion(judged: Sequence[Judged]) -> str:
 
 
 def status(judged: Sequence[Judged]) -> int:
-    """For the shell: 1 if a line fell, 2 if none did but not all could be told, else 0."""
+    """For the shell: 1 if a line fell, 2 if none did but not all could be told or nothing was measured, else 0."""
     verdicts = {each.verdict for each in judged}
-    return 1 if Verdict.FELL in verdicts else 2 if Verdict.UNSURE in verdicts else 0
+    return 1 if Verdict.FELL in verdicts else 2 if Verdict.UNSURE in verdicts or verdicts <= {Verdict.SKIPPED} else 0
 
 
 def check_names(lines: Sequence[Line], expected: dict[str, Expected]) -> None:
