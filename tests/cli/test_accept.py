@@ -105,7 +105,11 @@ def test_traces_add_up_to_what_the_engine_counted(depth: int | None, num_blocks:
         assert trace.ids == [i for piece in mine for i in piece.ids]
         bursts = {anchor: accepted for anchor, _, _, accepted in trace.steps}
         starts = [sum(len(p.ids) for p in mine[:i]) for i in range(len(mine))]
-        assert all(len(p.ids) == 1 + bursts.get(start - 1, 0) for start, p in zip(starts, mine, strict=True))
+        for start, piece in zip(
+            starts, mine, strict=True
+        ):  # a text that ends among its drafts has no sample after them
+            own = len(piece.ids) - bursts.get(start - 1, 0)
+            assert own == 1 or (own == 0 and piece.finish)
         trace.count(counted, before=len(trace.ids))
     total = engine.drafting.total
     assert counted.steps == total.steps and counted.num_spec_steps > (20 if depth else 0)  # or as it pays

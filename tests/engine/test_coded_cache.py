@@ -120,7 +120,8 @@ def test_the_embedded_model_reads_a_text_nearly_as_well_from_codes() -> None:
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     means = []
     for kv in ("exact", "turboquant"):
-        llm = LLM("smollm2", device="cpu", kv=kv, tq_ring_capacity=32, spec="off", max_model_len=512, max_seqs=1)
+        ring = {"tq_ring_capacity": 32} if kv == "turboquant" else {}
+        llm = LLM("smollm2", device="cpu", kv=kv, spec="off", max_model_len=512, max_seqs=1, **ring)
         (result,) = llm.generate([llm.encode(text)[:300]], params)
         scores = [token.logprob for token in result.completions[0].prompt_logprobs or [] if token]
         assert len(scores) == 299 and llm.plan.kernels == "native"
