@@ -105,9 +105,7 @@ def test_traces_add_up_to_what_the_engine_counted(depth: int | None, num_blocks:
         assert trace.ids == [i for piece in mine for i in piece.ids]
         bursts = {anchor: accepted for anchor, _, _, accepted in trace.steps}
         starts = [sum(len(p.ids) for p in mine[:i]) for i in range(len(mine))]
-        for start, piece in zip(
-            starts, mine, strict=True
-        ):  # a text that ends among its drafts has no sample after them
+        for start, piece in zip(starts, mine, strict=True):  # one that ends among its drafts has no sample after
             own = len(piece.ids) - bursts.get(start - 1, 0)
             assert own == 1 or (own == 0 and piece.finish)
         trace.count(counted, before=len(trace.ids))
