@@ -97,7 +97,7 @@ TOO_MUCH = st.fixed_dictionaries(
         "stop": st.sampled_from([["x"] * 17, ["x"] * 100_000, "x" * 257, "x" * 100_000, [""]]),
         "stop_token_ids": st.sampled_from([[1] * 65, [1] * 100_000, [2**31], [2**70], [-1]]),
         "logit_bias": st.sampled_from([{str(i): 0 for i in range(size)} for size in (1025, 50_000)])
-        | st.dictionaries(st.sampled_from(["1", "-1", str(2**70)]), ODD, min_size=1),
+        | st.dictionaries(st.sampled_from(["-1", str(2**70)]), ODD, min_size=1),
         "seed": st.sampled_from([2**63, -(2**63) - 1, 2**70]),
     },
 ).filter(bool)
