@@ -12,6 +12,7 @@ from __future__ import annotations
 
 FIRST_SHARE = 32  # before anything is measured, a chunk is one 32nd of the rows that a step may have
 LEAST_ROWS = 16  # smaller chunks cost hardly less
+AIM = 0.88  # share of the target that is aimed at: steps differ by a tenth
 MOST_OTHERS = 0.2  # share of a step's time that decode rows may take while a prompt waits
 GROWTH = 2  # a chunk is at most twice the largest so far: a much larger chunk has another time per row
 MEMORY = 0.5  # what a measurement leaves of the belief before it
@@ -35,7 +36,7 @@ class PromptPace:
             return 0
         most = GROWTH * self._largest
         if self._row_seconds:
-            step = max(self.target, decode / MOST_OTHERS)
+            step = max(AIM * self.target, decode / MOST_OTHERS)
             most = min(most, int((step - decode) / self._row_seconds))
         return min(max(most, LEAST_ROWS), self.max_rows)
 
