@@ -6,6 +6,10 @@ its draft K/V, so whoever finds it in the prefix cache can draft from there.
 
     committed rows   | observed ................ | pending |         pending never reaches across a full block
     K/V of a draft                                         | anchor, masks |   overwritten once rows are committed
+
+Observing a row costs about 2 % of what the target costs for it. In a batch so large that no draft could pay for itself
+nobody drafts, so the engine passes rows over (`pass_over`). Their blocks are marked, drafts of later steps look past
+them, and a request drafts again from the first block on that was observed from its beginning.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from torch import Tensor
 
 from sparkdraft.core import Request, Work
 from sparkdraft.engine.graphs import Graphs, Shape
-from sparkdraft.engine.inputs import Rows, StepInputs
+from sparkdraft.engine.inputs import IntArray, Rows, StepInputs
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Filters, Knobs, allowed, argmax
 from sparkdraft.kernels import Unrecordable
@@ -59,6 +63,8 @@ class BlockDraft:
         self._observing = Graphs(self._observe, ops) if plan.graphs else None
         self._ids: Tensor | None = None  # int64 [draft vocabulary], what columns of its logits stand for
         self._rows: Table = None  # the runner's taps
+        self._gaps = np.zeros(plan.num_blocks, dtype=bool)  # by block: it has rows that were passed over
+        self.may_pass_over = device.type == "cpu"  # steps that a GPU takes by itself look at all blocks
 
     def width(self, depth: int) -> int:
         """Rows of a block that drafts 'depth' ids: the trained size, halved as often as that leaves enough.
@@ -71,6 +77,7 @@ class BlockDraft:
     def observe(self, work: Work, num_accepted: int, runner: Runner, row: int) -> None:
         """The work's rows, which begin at 'row' of the batch just run; those of rejected drafts are left out."""
         count = work.num_known + num_accepted
+        self._mark(work, count, gap=False)
         if not work.decodes:
             rows, inputs = slice(row, row + count), runner.inputs
             self.drafter.observe(runner.taps[rows], inputs.positions[rows], inputs.slots[rows])
@@ -84,6 +91,16 @@ class BlockDraft:
         pending.add(self._rows, row, count)
         if pending.start // self.plan.block_size != (pending.start + pending.count) // self.plan.block_size:
             self.flush([work.request])
+
+    def pass_over(self, work: Work, num_accepted: int) -> None:
+        """The work's rows will not be shown to the drafter, and neither will those of it that wait."""
+        self._mark(work, work.num_known + num_accepted, gap=True)
+        self._pending.pop(work.request, None)  # all in the block that this work's first row is in
+
+    def is_ready(self, request: Request) -> bool:
+        """Whether it can draft: no row of the block that it is writing was passed over."""
+        position, size = request.num_computed, self.plan.block_size
+        return position % size == 0 or not self._gaps[request.blocks[position // size]]
 
     def flush(self, requests: list[Request]) -> None:
         """Let the drafter see all that waits, of all these requests in one pass."""
@@ -102,13 +119,31 @@ class BlockDraft:
         width = self.width(depth)
         mask = [self.drafter.caps.mask_id] * (width - 1)
         parts = [
-            Rows([*w.request.ids(w.start, w.start + 1), *mask], w.start, w.request.blocks, 1, depth + 1) for w in works
+            Rows(
+                [*w.request.ids(w.start, w.start + 1), *mask], w.start, w.request.blocks, 1, depth + 1, self._visible(w)
+            )
+            for w in works
         ]
         self._inputs.fill(parts)
         shape = Shape(len(works), len(works) * width, width, len(works) * depth)
         self._graphs, logits = self._replay(self._graphs, self._propose, shape)
         ids = self._pick(logits, works, depth).view(len(works), depth).tolist()
         return [row[: w.most_drafts] for row, w in zip(ids, works, strict=True)]
+
+    def _mark(self, work: Work, count: int, gap: bool) -> None:
+        """A block has a gap from the first row on that is passed over, until its rows are written anew."""
+        start, size = work.start, self.plan.block_size
+        begun = start // size if gap else -(-start // size)
+        end = -(-(start + count) // size)
+        if begun < end:
+            self._gaps[np.frombuffer(work.request.blocks, dtype=np.int32)[begun:end]] = gap
+
+    def _visible(self, work: Work) -> IntArray | None:
+        """The request's blocks without gaps, and those that the drafts are written to; None if those are all."""
+        blocks = np.frombuffer(work.request.blocks, dtype=np.int32)
+        gaps = self._gaps[blocks]
+        gaps[work.start // self.plan.block_size :] = False  # not written yet, or `is_ready` has looked at it
+        return blocks[~gaps] if gaps.any() else None
 
     def _pick(self, logits: Tensor, works: list[Work], depth: int) -> Tensor:
         """The likeliest ids; for sampled requests those that the sampler's own dice give with the drafter's logits."""

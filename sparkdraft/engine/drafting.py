@@ -56,7 +56,8 @@ class Drafting:
         self.total = SpecStats()  # of requests that have ended
         self._max_model_len = max_model_len
         self._requests: dict[Request, Speculation] = {}
-        self._num_timed = 0
+        self._num_plain = 0  # steps in which nobody drafted
+        self._plain_known = (0, 0)  # requests, and their longest context in units of 256: such plain steps were timed
         self._num_steps: Counter[tuple[int, int]] = Counter()  # by requests and rows
 
     def check(self, params: SamplingParams) -> None:
@@ -102,10 +103,12 @@ class Drafting:
         """After the step: committed rows to the drafter, acceptance to the controller and the statistics."""
         if not self.max_depth:
             return
-        row = 0
+        row, could_pay = 0, self._could_pay(batch)
         for work, accepted in zip(batch.work, num_accepted, strict=True):
-            if self.block:
+            if self.block and (could_pay or self._asked(work.request)):
                 self.block.observe(work, accepted, runner, row)
+            elif self.block:
+                self.block.pass_over(work, accepted)
             row += work.num_scheduled
             if work.decodes:
                 self.learn(work.request, work.num_draft, accepted, work.source, work.num_cut)
@@ -132,19 +135,23 @@ class Drafting:
             self.learn(request, depth, accepted, self._model if depth else "")
             if depth:
                 self._of(request).stats.add_time(0.0, seconds / num_drafting)
-        if seconds:
-            self._measured({self._model} if deepest else set(), deepest, [r.num_tokens for r, _, _ in steps], seconds)
+        num, longest = len(steps), max(r.num_tokens for r, _, _ in steps)
+        if seconds and (deepest or self._wants_plain(num, longest)):
+            self._measured({self._model} if deepest else set(), deepest, num, longest, seconds)
 
     def timed(self, batch: Batch, draft: float, verify: float) -> None:
         if not self.max_depth or not batch.decodes:
             return
         drafted = [w for w in batch.work if w.drafts]
-        shape = (len(batch.work), len(batch.work) + sum(w.num_draft for w in drafted))
+        num, longest = len(batch.work), max(w.stop for w in batch.work)
+        if not drafted and not self._wants_plain(num, longest):
+            return
+        shape = (num, num + sum(w.num_draft for w in drafted))
         self._num_steps[shape] += 1
         cut = any(w.num_cut for w in batch.work)  # drafted deeper than verified: the cost of neither depth
         if not cut and self._num_steps[shape] > UNRECORDED:
             deepest = max((w.num_draft for w in drafted), default=0)
-            self._measured({w.source for w in drafted}, deepest, [w.stop for w in batch.work], draft + verify)
+            self._measured({w.source for w in drafted}, deepest, num, longest, draft + verify)
         for work in drafted:
             kept = self._requests.get(work.request)  # none if it ended with this step
             stats = kept.stats if kept else self.total
@@ -178,14 +185,27 @@ class Drafting:
 
     # ---- the parts
 
-    def _measured(self, sources: set[str], deepest: int, contexts: list[int], seconds: float) -> None:
+    def _wants_plain(self, num: int, longest: int) -> bool:
+        """Whether a plain step is to be timed: those that are known are many and alike, so one of several will do."""
+        self._num_plain += 1
+        if self._num_plain % PLAIN_SAMPLE == 0:
+            return True
+        kind = (num, longest // 256)
+        if kind != self._plain_known and all(c.knows_plain(num, longest) for c in self.controllers.values()):
+            self._plain_known = kind
+        return kind != self._plain_known
+
+    def _measured(self, sources: set[str], deepest: int, num: int, longest: int, seconds: float) -> None:
         """Tell those whom it concerns what a step cost: a plain one all of them, one of several sources nobody."""
-        self._num_timed += 1
-        num, longest, sampled = len(contexts), max(contexts), self._num_timed % PLAIN_SAMPLE == 0
         for source, controller in self.controllers.items():
-            # Plain steps that are known are many and alike: a parked drafter should cost nothing.
-            if sources <= {source} and (deepest or sampled or not controller.knows_plain(num, longest)):
+            if sources <= {source}:
                 controller.measured(deepest, num, longest, seconds)
+
+    def _could_pay(self, batch: Batch) -> bool:
+        """Whether the drafter could be of use in a batch like this, or has to see its rows in any case."""
+        if self.block is None or not self.block.may_pass_over:
+            return True
+        return self.controllers[self._model].could_pay(len(batch.work), max(w.stop for w in batch.work))
 
     def _check(self, name: str, depth: int | None) -> None:
         if depth and depth > self.max_depth:
@@ -216,7 +236,7 @@ class Drafting:
     def _look_up(self, request: Request) -> str:
         """Who would draft. A long match in the request's own text goes first: it is free, and seldom wrong."""
         kept = self._of(request)
-        kept.source = self._model
+        kept.source = self._model if self.block and self.block.is_ready(request) else ""
         if self.ngram:
             index = kept.ngram
             index.extend(request.ids(len(index), request.num_tokens))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sparkdraft.kernels.view import AttentionView
@@ -28,6 +29,7 @@ class Copied(Protocol):
         """Wait until the copy is done and its source may be written again."""
 
 
+IntArray = npt.NDArray[np.int32]
 Copy = Callable[[torch.Tensor, torch.Tensor], Copied]  # from the host's tensor to the device's, without waiting
 
 
@@ -40,6 +42,7 @@ class Rows:
     blocks: array[int]
     read_from: int  # among its own rows
     read_to: int
+    visible: IntArray | None = None  # of its blocks those that its rows may look at, its own among them; None: all
 
     @property
     def num_read(self) -> int:
@@ -120,7 +123,8 @@ class StepInputs:
     def _fill_sequence(self, host: HostBuffer, seq: int, part: Rows, row: int, end: int) -> None:
         first, size = part.start, self.block_size
         blocks = np.frombuffer(part.blocks, dtype=np.int32)
-        host.tables[seq, : len(blocks)] = blocks
+        visible = blocks if part.visible is None else part.visible
+        host.tables[seq, : len(visible)] = visible
         host.ids[row:end] = part.ids
         if end - row == 1:
             host.positions[row] = first
@@ -130,7 +134,7 @@ class StepInputs:
             host.positions[row:end] = positions
             host.slots[row:end] = blocks[positions // size] * size + positions % size
         host.starts[seq + 1] = end
-        host.contexts[seq] = first + end - row
+        host.contexts[seq] = first + end - row - (len(blocks) - len(visible)) * size
 
 
 def _pad(host: HostBuffer, rows: slice, seqs: slice, num_read: int) -> None:

@@ -81,6 +81,7 @@ class DepthController:
         self.costs: dict[Bucket, StepCosts] = {}
         # Before anything is measured drafting costs something, so that plain steps are tried too.
         self.unmeasured = StepCosts([1.0] + [1.1 + 0.03 * depth for depth in range(1, max_depth + 1)])
+        self._pays: dict[tuple[Bucket, int], bool] = {}  # answers of `could_pay`, while no step has been timed since
         self.mixed: tuple[int, int, float] = (0, 0, 1.0)  # last choice: deepest, requests, time over a uniform step's
 
     def open(self) -> DepthState:
@@ -109,7 +110,7 @@ class DepthController:
             return [0] * len(states)
         costs = self.costs.get(bucket, self.unmeasured)
         price = costs.price(num)
-        if not price.can_pay(self.depths, HOPED):
+        if not self.could_pay(num, max(contexts)):
             return self._park_all(states, bucket, num)
         rest = [s.parked is not None or not s.tried[0] for s in states]
         depths = best_depths([self._tokens(s) for s in states], rest, price, self.depths, others)
@@ -155,6 +156,7 @@ class DepthController:
         # Where requests drafted to different depths the step was cheaper than one of that depth for all.
         uniform = seconds / share if (deepest, num) == (depth, num_seqs) else seconds
         self.costs[bucket].learn(depth, uniform)
+        self._pays.clear()
 
     def knows_plain(self, num_seqs: int, context: int) -> bool:
         """Whether plain steps were timed here. Until then nothing drafts: what drafting gains is measured against them.
@@ -162,6 +164,14 @@ class DepthController:
         Other buckets do not tell: two requests on a CPU make rows dearer, on a GPU they hardly do.
         """
         return self._knows_plain(bucket_of(num_seqs, context))
+
+    def could_pay(self, num_seqs: int, context: int) -> bool:
+        """Whether any text would gain by drafts in such a batch; where rows are dear, even certain drafts lose."""
+        key = bucket_of(num_seqs, context), num_seqs
+        if key not in self._pays:
+            costs = self.costs.get(key[0], self.unmeasured)
+            self._pays[key] = costs.price(num_seqs).can_pay(self.depths, HOPED)
+        return self._pays[key]
 
     def describe(self) -> str:
         """Learnt acceptance and milliseconds a step, by depth."""

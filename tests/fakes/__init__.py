@@ -119,6 +119,8 @@ def _ids(work: Work) -> list[int]:
 class FakeBlock:
     """Stands for a block drafter over the fake model: right with a given chance at each position, else wrong."""
 
+    may_pass_over = False
+
     def __init__(self, chance: float, block_size: int = 8, seed: int = 0) -> None:
         self.chance, self.block_size = chance, block_size
         self.drafter = SimpleNamespace(caps=SimpleNamespace(name="fake"))
@@ -134,6 +136,9 @@ class FakeBlock:
             best = int(hash_logits(ids + drafts).argmax())
             drafts.append(best if self._random.random() < self.chance else (best + 1) % 256)
         return drafts
+
+    def is_ready(self, request: Request) -> bool:
+        return True
 
     def observe(self, work: Work, num_accepted: int, *rows: object) -> None:
         seen = self.observed.get(work.request, 0)

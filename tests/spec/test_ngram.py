@@ -73,8 +73,9 @@ def test_agrees_with_a_search(ids: list[int], min_match: int, most: int) -> None
 
 @given(st.one_of(texts(2, 200), texts(3, 200), texts(50, 200)), st.integers(1, 8), st.booleans())
 def test_it_follows_the_match_that_the_definition_follows(ids: list[int], min_match: int, collide: bool) -> None:
-    """Asked once or after every id; also where all runs fall into one bucket."""
-    with patch.object(ngram, "FACTOR", 0 if collide else ngram.FACTOR):
+    """Asked once or after every id; also where all runs fall into one bucket, and each is looked at."""
+    links = len(ids) if collide else ngram.MOST_LINKS
+    with patch.multiple(ngram, FACTOR=0 if collide else ngram.FACTOR, MOST_LINKS=links):
         once, each, expected = indexed(ids, min_match), NgramIndex(min_match), match_ends(ids, min_match)
         for i, end in enumerate(expected):
             each.extend(ids[i : i + 1])
