@@ -81,7 +81,6 @@ class DepthController:
         self.costs: dict[Bucket, StepCosts] = {}
         # Before anything is measured drafting costs something, so that plain steps are tried too.
         self.unmeasured = StepCosts([1.0] + [1.1 + 0.03 * depth for depth in range(1, max_depth + 1)])
-        self._pays: dict[tuple[Bucket, int], bool] = {}  # answers of `could_pay`, while no step has been timed since
         self.mixed: tuple[int, int, float] = (0, 0, 1.0)  # last choice: deepest, requests, time over a uniform step's
 
     def open(self) -> DepthState:
@@ -156,7 +155,6 @@ class DepthController:
         # Where requests drafted to different depths the step was cheaper than one of that depth for all.
         uniform = seconds / share if (deepest, num) == (depth, num_seqs) else seconds
         self.costs[bucket].learn(depth, uniform)
-        self._pays.clear()
 
     def knows_plain(self, num_seqs: int, context: int) -> bool:
         """Whether plain steps were timed here. Until then nothing drafts: what drafting gains is measured against them.
@@ -167,11 +165,8 @@ class DepthController:
 
     def could_pay(self, num_seqs: int, context: int) -> bool:
         """Whether any text would gain by drafts in such a batch; where rows are dear, even certain drafts lose."""
-        key = bucket_of(num_seqs, context), num_seqs
-        if key not in self._pays:
-            costs = self.costs.get(key[0], self.unmeasured)
-            self._pays[key] = costs.price(num_seqs).can_pay(self.depths, HOPED)
-        return self._pays[key]
+        costs = self.costs.get(bucket_of(num_seqs, context), self.unmeasured)
+        return costs.price(num_seqs).can_pay(self.depths, HOPED)
 
     def describe(self) -> str:
         """Learnt acceptance and milliseconds a step, by depth."""

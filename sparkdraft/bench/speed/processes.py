@@ -28,7 +28,8 @@ from sparkdraft.llm import LLM
 
 COMMAND = (sys.executable, "-m", "sparkdraft.cli.main")
 CLASSES = {"code": "code", "json": "json", "questions": "qa", "prose": "prose"}  # line -> class of prompts.jsonl
-PER_CLASS, OUTPUT_LEN = 3, 128
+OUTPUT_LEN = 128
+NUM_PROMPTS = {"code": 3, "json": 3, "questions": 6, "prose": 3}  # questions differ most: 0.95 to 1.15 of plain steps
 SERVER_ROUNDS, SERVER_REQUESTS, SERVER_LEN = 2, 8, 64
 READY_SECONDS, END_SECONDS, POLL = 300.0, 60.0, 0.2
 LAST_LINES = 5  # of what a process said that failed
@@ -37,9 +38,10 @@ LAST_LINES = 5  # of what a process said that failed
 def drafted(name: str, wanted: Names, progress: Progress) -> dict[str, Sample]:
     """Each prompt of a class in four fresh processes: off, default, default, off."""
     found = []
-    for done, prompt in enumerate(read_prompts(PER_CLASS)[CLASSES[name]]):
+    count = NUM_PROMPTS[name]
+    for done, prompt in enumerate(read_prompts(count)[CLASSES[name]]):
         plain, auto = (partial(_fresh, prompt, spec) for spec in ("off", "auto"))
-        found.append(in_turn(plain, auto, 1, part(progress, done, PER_CLASS)))
+        found.append(in_turn(plain, auto, 1, part(progress, done, count)))
     metrics = {f"drafted-{name}": "tok_s", "start-with-drafter": "start_ms", "start-in-steps": "steps_ms"}
     return {line: joined(each[metric] for each in found) for line, metric in metrics.items() if line in wanted}
 
