@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace, _ArgumentGroup
 from collections.abc import Collection, Sequence
@@ -93,6 +94,7 @@ def load_llm(args: Namespace, **more: Any) -> LLM:
                 meter.stage(f"warming up {args.model}")
 
         llm = LLM(progress=report, **options)
+        gc.freeze()  # what is loaded stays: searching it for garbage would take 2 ms now and then, in a step's middle
     if args.verbose:
         show_plan(llm.plan, llm.facts())
     else:

@@ -104,7 +104,7 @@ class DepthController:
             return []
         num = len(states) + others
         bucket = bucket_of(num, max(contexts))
-        if not self._knows_plain(bucket) or all(state.rests(bucket) for state in states):
+        if (self.costs and not self._knows_plain(bucket)) or all(state.rests(bucket) for state in states):
             self.mixed = (0, num, 1.0)
             return [0] * len(states)
         costs = self.costs.get(bucket, self.unmeasured)
@@ -157,7 +157,8 @@ class DepthController:
         self.costs[bucket].learn(depth, uniform)
 
     def knows_plain(self, num_seqs: int, context: int) -> bool:
-        """Whether plain steps were timed here. Until then nothing drafts: what drafting gains is measured against them.
+        """Whether plain steps were timed here. Until then nothing drafts, because what drafting gains is measured
+        against them. (Where nothing at all was timed, it drafts.)
 
         Other buckets do not tell: two requests on a CPU make rows dearer, on a GPU they hardly do.
         """
@@ -189,7 +190,7 @@ class DepthController:
         return [0] * len(states)
 
     def _knows_plain(self, bucket: Bucket) -> bool:
-        return not self.costs or (bucket in self.costs and self.costs[bucket].weight[0] >= PLAIN_FIRST)
+        return bucket in self.costs and self.costs[bucket].weight[0] >= PLAIN_FIRST
 
     def _tokens(self, state: DepthState) -> list[float]:
         if not state.tokens:

@@ -43,7 +43,11 @@ def drafted(name: str, wanted: Names, progress: Progress) -> dict[str, Sample]:
         plain, auto = (partial(_fresh, prompt, spec) for spec in ("off", "auto"))
         found.append(in_turn(plain, auto, 1, part(progress, done, count)))
     metrics = {f"drafted-{name}": "tok_s", "start-with-drafter": "start_ms", "start-in-steps": "steps_ms"}
-    return {line: joined(each[metric] for each in found) for line, metric in metrics.items() if line in wanted}
+    return {
+        line: joined((each[metric] for each in found), differ=True)
+        for line, metric in metrics.items()
+        if line in wanted
+    }
 
 
 def _fresh(prompt: str, spec: str) -> Metrics:

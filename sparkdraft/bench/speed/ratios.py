@@ -27,10 +27,11 @@ class Sample:
 
     ratios: list[float]  # B against A
     controls: list[float]  # A against A: 1 on a quiet machine
+    differ: bool = False  # rounds of works that differ: each counts as much as the others, and no median is taken
 
     @property
     def ratio(self) -> float:
-        return statistics.median(self.ratios)
+        return statistics.geometric_mean(self.ratios) if self.differ else statistics.median(self.ratios)
 
     @property
     def noise(self) -> float:
@@ -38,10 +39,10 @@ class Sample:
         return TWO_ERRORS * statistics.median(abs(math.log(c)) for c in self.controls) / math.sqrt(len(self.ratios))
 
 
-def joined(samples: Iterable[Sample]) -> Sample:
-    """One sample of the rounds of several."""
+def joined(samples: Iterable[Sample], differ: bool = False) -> Sample:
+    """One sample of the rounds of several. differ: they are not of the same work."""
     each = list(samples)
-    return Sample([r for s in each for r in s.ratios], [c for s in each for c in s.controls])
+    return Sample([r for s in each for r in s.ratios], [c for s in each for c in s.controls], differ)
 
 
 def in_turn(a: Side, b: Side, rounds: int, progress: Progress) -> dict[str, Sample]:
