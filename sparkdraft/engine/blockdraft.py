@@ -27,7 +27,7 @@ from sparkdraft.core import Request, Work
 from sparkdraft.engine.graphs import Graphs, Shape
 from sparkdraft.engine.inputs import IntArray, Rows, StepInputs
 from sparkdraft.engine.runner import Runner
-from sparkdraft.engine.sampler import Filters, Knobs, allowed, argmax
+from sparkdraft.engine.sampler import argmax, draw
 from sparkdraft.kernels import Unrecordable
 from sparkdraft.plan.resolve import Fallback, Plan
 from sparkdraft.spec.drafter import DraftBlock, Drafter
@@ -152,14 +152,9 @@ class BlockDraft:
             self._ids = self.drafter.to_target(torch.arange(logits.shape[1], device=self.device))
         warm = [(i, w.request) for i, w in enumerate(works) if w.request.params.temperature > 0]
         if warm:
-            rows = [(i * depth + k, request, k) for i, request in warm for k in range(depth)]
-            index, seeds, positions = (
-                torch.tensor(values, device=self.device)
-                for values in zip(*((row, r.seed, r.num_tokens + k) for row, r, k in rows), strict=True)
-            )
-            params = [r.params for _, r, _ in rows]
-            scaled = allowed(logits[index], Knobs.of(params, self.device), Filters.of(params))
-            columns[index] = self.ops.draw(scaled, seeds, positions, self._ids)
+            index = torch.tensor([i * depth + k for i, _ in warm for k in range(depth)], device=self.device)
+            rows = [(request, request.num_tokens + k) for _, request in warm for k in range(depth)]
+            columns[index] = draw(self.ops, logits[index], rows, self._ids)
         return self._ids[columns]
 
     def release(self, request: Request) -> None:

@@ -128,8 +128,10 @@ class Sampler:
             self._edit(logits, index, row)
         if any(r.grammar for r in rows):
             self._constrain(logits, rows)
-        ids = argmax(logits)
         warm = [i for i, r in enumerate(rows) if r.request.params.temperature > 0]
+        if len(warm) == len(rows):
+            return Sampled(self._draw(logits, rows), logprobs)
+        ids = argmax(logits)
         if warm:
             chosen = self._column(warm)
             ids[chosen] = self._draw(logits[chosen], [rows[i] for i in warm])
@@ -216,15 +218,31 @@ class Sampler:
         return torch.tensor(values, device=self.device)
 
     def _draw(self, logits: Tensor, rows: list[SampleRow]) -> Tensor:  # int64 [rows]
-        seeds, positions = ([r.request.seed for r in rows], [r.position for r in rows])
-        params = [r.request.params for r in rows]
-        scaled = allowed(logits, Knobs.of(params, self.device), Filters.of(params))
-        drawn: Tensor = self.ops.draw(scaled, self._column(seeds), self._column(positions))
-        return drawn
+        return draw(self.ops, logits, [(r.request, r.position) for r in rows])
 
     def _raw_logprobs(self, logits: Tensor, rows: list[SampleRow]) -> dict[int, tuple[Tensor, int]]:
         wanted = {i: r.request.params.logprobs for i, r in enumerate(rows)}
         return {i: (logits[i].log_softmax(-1), top) for i, top in wanted.items() if top is not None}
+
+
+def draw(ops: ModuleType, logits: Tensor, rows: Sequence[tuple[Request, int]], ids: Tensor | None = None) -> Tensor:
+    """int64 [rows]: the column of 'logits' [rows, columns] that each row draws, all of them at a temperature above 0.
+
+    rows: whose parameters and seed they are sampled with, and at which position. ids: what the columns stand for.
+    Kernels that can do it at once are asked to (`sample`); with the others, filters are worked out first.
+    """
+    params = [request.params for request, _ in rows]
+    seeds, positions = [request.seed for request, _ in rows], [position for _, position in rows]
+    drawn: Tensor
+    if hasattr(ops, "sample"):
+        floats = [[p.temperature for p in params], [p.min_p for p in params], [p.top_p for p in params]]
+        integers = [[p.top_k for p in params], seeds, positions]
+        drawn = ops.sample(logits, np.array(floats, np.float32), np.array(integers, np.int64), ids)
+        return drawn
+    device = logits.device
+    scaled = allowed(logits, Knobs.of(params, device), Filters.of(params))
+    drawn = ops.draw(scaled, *(torch.tensor(values, device=device) for values in (seeds, positions)), ids)
+    return drawn
 
 
 def takes_likeliest(rows: Sequence[SampleRow]) -> bool:

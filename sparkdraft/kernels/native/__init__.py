@@ -14,7 +14,9 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int64
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sparkdraft.kernels import reference
@@ -50,6 +52,7 @@ __all__ = [
     "qk_norm_rope",
     "rms_norm",
     "rope_write",
+    "sample",
     "set_threads",
     "settle",
     "silu_mul",
@@ -175,10 +178,24 @@ def rope_write(
 
 def draw(scaled: Tensor, seeds: Tensor, positions: Tensor, ids: Tensor | None = None) -> Tensor:
     """kernels/dice.py, without looking at noise that cannot matter."""
-    rows, columns = scaled.shape
-    out, scaled = torch.empty(rows, dtype=torch.int64), scaled.contiguous()
-    places = [None if t is None else t.contiguous().data_ptr() for t in (seeds, positions, ids)]
-    c.sd_draw(scaled.data_ptr(), scaled.stride(0), rows, columns, *places, out.data_ptr())
+    rows = len(scaled)
+    unfiltered = np.tile(np.float32([[1], [0], [1]]), (1, rows))
+    integers = np.stack([np.zeros(rows, np.int64), seeds.numpy(), positions.numpy()])
+    return sample(scaled, unfiltered, integers, ids)
+
+
+def sample(
+    logits: Tensor,  # float32 [rows, columns]
+    floats: NDArray[np.float32],  # [3, rows]: temperature, min_p, top_p
+    integers: NDArray[np.int64],  # [3, rows]: top_k, seed, position
+    ids: Tensor | None = None,  # int64 [columns]: what the columns stand for; None: themselves
+) -> Tensor:
+    """int64 [rows]: the column each row draws. Temperature, filters and `draw` in one call."""
+    rows, columns = logits.shape
+    out = torch.empty(rows, dtype=torch.int64)
+    logits, floats, integers = logits.contiguous(), np.ascontiguousarray(floats), np.ascontiguousarray(integers)
+    places = [floats.ctypes.data, integers.ctypes.data, None if ids is None else ids.contiguous().data_ptr()]
+    c.sd_sample(logits.data_ptr(), logits.stride(0), rows, columns, *places, out.data_ptr())
     return out
 
 

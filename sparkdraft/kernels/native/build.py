@@ -20,7 +20,7 @@ from pathlib import Path
 from sparkdraft.progress import progress
 from sparkdraft.weights.hub import cache_dir
 
-SOURCES = ("matmul.cpp", "attention.cpp", "elementwise.cpp", "replay.cpp", "simd.h", "pool.h")
+SOURCES = ("matmul.cpp", "attention.cpp", "elementwise.cpp", "sampling.cpp", "replay.cpp", "simd.h", "pool.h")
 FLAGS = (
     "-std=c++17",
     "-O3",

@@ -57,37 +57,6 @@ INLINE void rotate(float* x, const float* cosines, const float* sines, int64_t h
     }
 }
 
-constexpr uint64_t SEED = uint64_t(-7046029254386353131), POSITION = uint64_t(-4417276706812531889);
-constexpr uint64_t ID = uint64_t(-2643881736870682267);
-constexpr int UNIFORM_BITS = 23;
-constexpr float LARGEST = 16.635533f, LN2 = 0.69314718f;
-
-uint32_t noise_bits(uint64_t x) {
-    x = (x ^ (x >> 30)) * uint64_t(-4658895280553007687);
-    x = (x ^ (x >> 27)) * uint64_t(-7723592293110705685);
-    return uint32_t((x ^ (x >> 31)) >> (64 - UNIFORM_BITS));
-}
-
-float noise_of(uint32_t bits) { return -std::log(-std::log((float(bits) + 0.5f) / float(1 << UNIFORM_BITS))); }
-
-int64_t draw_row(const float* x, int64_t columns, uint64_t seed, uint64_t position, const int64_t* ids) {
-    const uint64_t base = seed * SEED + position * POSITION;
-    const auto bits_at = [&](int64_t v) { return noise_bits(base + uint64_t(ids ? ids[v] : v) * ID); };
-    int64_t best = 0;
-    for (int64_t v = 1; v < columns; ++v) best = x[v] > x[best] ? v : best;
-    float total = x[best] + noise_of(bits_at(best));
-    for (int64_t v = 0; v < columns; ++v) {
-        const float needed = total - x[v];
-        if (!(needed < LARGEST)) continue;
-        const uint32_t bits = bits_at(v);
-        const int ones = __builtin_clz(~(bits << (32 - UNIFORM_BITS)));
-        if (float(ones + 1) * LN2 < needed) continue;
-        const float here = x[v] + noise_of(bits);
-        if (here > total) total = here, best = v;
-    }
-    return best;
-}
-
 }  // namespace
 
 extern "C" {
@@ -167,17 +136,6 @@ void sd_kv_write(const float* k, int64_t k_row, int64_t k_head, const float* v, 
                 std::memcpy(k_cache + at, k + r * k_row + h * k_head, bytes);
                 std::memcpy(v_cache + at, v + r * v_row + h * v_head, bytes);
             }
-        }
-    });
-}
-
-// The column of each row with the largest value + noise: kernels/dice.py, which says what noise is. Noise is never above
-// LARGEST, and below (n + 1) ln 2 where its bits begin with n ones, so hardly any logarithm is taken.
-void sd_draw(const float* scaled, int64_t stride, int64_t rows, int64_t columns, const int64_t* seeds,
-             const int64_t* positions, const int64_t* ids, int64_t* out) {
-    pool::parallel_ranges(rows, double(rows * columns) * 4, 1, [&](int64_t begin, int64_t end) {
-        for (int64_t r = begin; r < end; ++r) {
-            out[r] = draw_row(scaled + r * stride, columns, uint64_t(seeds[r]), uint64_t(positions[r]), ids);
         }
     });
 }

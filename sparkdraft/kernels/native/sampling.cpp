@@ -1,0 +1,171 @@
+// Sampling: which id a row of logits draws. Noise is that of kernels/dice.py (Gumbel noise from seed, position and id),
+// and the filters are those of engine/sampler.py. Each row is computed by itself, in one fixed order, so its draw does not
+// depend on the rows beside it.
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <vector>
+
+#include "pool.h"
+#include "simd.h"
+
+namespace {
+
+constexpr uint64_t SEED = uint64_t(-7046029254386353131), POSITION = uint64_t(-4417276706812531889);
+constexpr uint64_t ID = uint64_t(-2643881736870682267);
+constexpr int UNIFORM_BITS = 23;
+constexpr float LARGEST = 16.635533f, LN2 = 0.69314718f;
+constexpr int64_t STRIP = 16;  // columns that are looked at together
+
+uint32_t noise_bits(uint64_t x) {
+    x = (x ^ (x >> 30)) * uint64_t(-4658895280553007687);
+    x = (x ^ (x >> 27)) * uint64_t(-7723592293110705685);
+    return uint32_t((x ^ (x >> 31)) >> (64 - UNIFORM_BITS));
+}
+
+float noise_of(uint32_t bits) { return -std::log(-std::log((float(bits) + 0.5f) / float(1 << UNIFORM_BITS))); }
+
+INLINE float largest_of_4(f32x4 v) { return std::max(std::max(v[0], v[1]), std::max(v[2], v[3])); }
+
+INLINE float largest_of_strip(const float* x) {
+    return largest_of_4(max4(max4(load4(x), load4(x + 4)), max4(load4(x + 8), load4(x + 12))));
+}
+
+float largest(const float* x, int64_t n) {
+    f32x4 most[4];
+    unroll<4>(EACH(j) { most[j] = splat4(x[0]); });
+    int64_t i = 0;
+    for (; i + STRIP <= n; i += STRIP) unroll<4>(EACH(j) { most[j] = max4(most[j], load4(x + i + 4 * j)); });
+    float found = largest_of_4(max4(max4(most[0], most[1]), max4(most[2], most[3])));
+    for (; i < n; ++i) found = std::max(found, x[i]);
+    return found;
+}
+
+// One row of logits and how it is sampled. Scaled logits are (x - top) / temperature, so that the largest is 0.
+struct Row {
+    const float* x;
+    int64_t columns;
+    float temperature, min_p, top_p;
+    int64_t top_k;
+    uint64_t noise;  // of seed and position
+    const int64_t* ids;
+    float top;
+
+    float scaled(int64_t v) const { return (x[v] - top) / temperature; }
+    uint32_t bits(int64_t v) const { return noise_bits(noise + uint64_t(ids ? ids[v] : v) * ID); }
+    bool filtered() const { return top_k > 0 || min_p > 0 || top_p < 1; }
+};
+
+// Weights e^scaled, the largest of which is 1; returns their sum, added up in double precision strip by strip.
+double weigh(const Row& row, float* weights) {
+    const f32x4 top = splat4(row.top), temperature = splat4(row.temperature);
+    double total = 0;
+    int64_t i = 0;
+    for (; i + STRIP <= row.columns; i += STRIP) {
+        f32x4 e[4];
+        unroll<4>(EACH(j) { e[j] = exp4((load4(row.x + i + 4 * j) - top) / temperature); });
+        unroll<4>(EACH(j) { store4(weights + i + 4 * j, e[j]); });
+        total += sum_lanes((e[0] + e[1]) + (e[2] + e[3]));
+    }
+    for (; i < row.columns; ++i) total += weights[i] = exp4(splat4(row.scaled(i)))[0];
+    return total;
+}
+
+// Those of at least 'least', in their order. Few are, so whole strips are passed over.
+void gather(const float* weights, int64_t n, float least, std::vector<float>& found) {
+    found.clear();
+    for (int64_t i = 0; i < n; i += STRIP) {
+        const int64_t end = std::min(i + STRIP, n);
+        if (end == i + STRIP && largest_of_strip(weights + i) < least) continue;
+        for (int64_t v = i; v < end; ++v) {
+            if (weights[v] >= least) found.push_back(weights[v]);
+        }
+    }
+}
+
+float kth_largest(const float* weights, int64_t n, int64_t k, std::vector<float>& scratch) {
+    for (const float least : {0x1p-6f, 0x1p-12f, 0x1p-24f, 0.0f}) {
+        gather(weights, n, least, scratch);
+        if (int64_t(scratch.size()) >= k) break;
+    }
+    std::nth_element(scratch.begin(), scratch.begin() + (k - 1), scratch.end(), std::greater<float>());
+    return scratch[k - 1];
+}
+
+// The least weight that min_p, top_k and top_p leave. Ids below a share (1 - top_p) / n of the mass hold less than
+// 1 - top_p together, so that the others hold enough and only those are sorted.
+float least_weight(const Row& row, const float* weights, double total, std::vector<float>& scratch) {
+    const int64_t n = row.columns;
+    float least = row.min_p;
+    if (row.top_k > 0 && row.top_k < n) least = std::max(least, kth_largest(weights, n, row.top_k, scratch));
+    if (row.top_p >= 1) return least;
+    if (least > 0) {
+        gather(weights, n, least, scratch);
+        total = 0;
+        for (const float weight : scratch) total += weight;
+    }
+    gather(weights, n, std::max(least, float((1 - double(row.top_p)) * total / double(n))), scratch);
+    std::sort(scratch.begin(), scratch.end(), std::greater<float>());
+    double mass = 0;
+    for (const float weight : scratch) {
+        mass += weight;
+        least = weight;
+        if (mass >= double(row.top_p) * total) break;
+    }
+    return least;
+}
+
+// The column with the largest scaled logit + noise among those of at least the least weight. Noise is never above
+// LARGEST, and below (n + 1) ln 2 where its bits begin with n ones, so hardly any logarithm is taken.
+int64_t draw(const Row& row, const float* weights, float least) {
+    const float* x = row.x;
+    int64_t best = 0;
+    while (best + 1 < row.columns && x[best] != row.top) ++best;
+    float total = row.scaled(best) + noise_of(row.bits(best));
+    for (int64_t i = 0; i < row.columns; i += STRIP) {
+        const int64_t end = std::min(i + STRIP, row.columns);
+        // A column below this can not reach 'total'; a little less, because the product is rounded.
+        const float needed = row.top + (total - LARGEST) * row.temperature - 1e-4f * (1 + std::fabs(row.top));
+        if (end == i + STRIP && largest_of_strip(x + i) < needed) continue;
+        for (int64_t v = i; v < end; ++v) {
+            if (!(x[v] >= needed) || (weights && weights[v] < least)) continue;
+            const float scaled = row.scaled(v), lacks = total - scaled;
+            const uint32_t bits = row.bits(v);
+            const int ones = __builtin_clz(~(bits << (32 - UNIFORM_BITS)));
+            if (float(ones + 1) * LN2 < lacks) continue;
+            const float here = scaled + noise_of(bits);
+            if (here > total) total = here, best = v;
+        }
+    }
+    return best;
+}
+
+int64_t sample(const Row& row, std::vector<float>& weights, std::vector<float>& scratch) {
+    if (!row.filtered()) return draw(row, nullptr, 0);
+    weights.resize(row.columns);
+    const double total = weigh(row, weights.data());
+    return draw(row, weights.data(), least_weight(row, weights.data(), total, scratch));
+}
+
+}  // namespace
+
+extern "C" {
+
+// The column that each row draws: floats [3, rows] are temperature, min_p and top_p, integers [3, rows] top_k, seed and
+// position. ids: what columns stand for, or null for themselves.
+void sd_sample(const float* logits, int64_t stride, int64_t rows, int64_t columns, const float* floats,
+               const int64_t* integers, const int64_t* ids, int64_t* out) {
+    pool::parallel_ranges(rows, double(rows * columns) * 4, 1, [&](int64_t begin, int64_t end) {
+        std::vector<float> weights, scratch;
+        for (int64_t r = begin; r < end; ++r) {
+            const float* x = logits + r * stride;
+            const float temperature = std::max(floats[r], 1e-5f), min_p = floats[rows + r], top_p = floats[2 * rows + r];
+            const uint64_t noise = uint64_t(integers[rows + r]) * SEED + uint64_t(integers[2 * rows + r]) * POSITION;
+            const Row row{x, columns, temperature, min_p, top_p, integers[r], noise, ids, largest(x, columns)};
+            out[r] = sample(row, weights, scratch);
+        }
+    });
+}
+
+}  // extern "C"

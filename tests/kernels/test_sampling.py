@@ -1,0 +1,67 @@
+"""The CPU's sampling kernel against the definition: filters as engine/sampler.py works them out, noise as dice.py does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparkdraft.core import Request, SamplingParams
+from sparkdraft.engine.sampler import Filters, Knobs, allowed, draw
+from sparkdraft.kernels import native, reference
+
+needs_compiler = pytest.mark.skipif(native.unavailable_reason() is not None, reason="no C++ compiler here")
+PARAMS = [
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=0.2, top_p=0.9),
+    SamplingParams(temperature=1.5, top_p=0.3),
+    SamplingParams(temperature=1.0, top_k=1),
+    SamplingParams(temperature=1.0, top_k=50),
+    SamplingParams(temperature=2.0, top_k=5000),
+    SamplingParams(temperature=0.9, min_p=0.05),
+    SamplingParams(temperature=0.9, top_k=12, top_p=0.8, min_p=0.02),
+    SamplingParams(temperature=1.0, top_p=0.999),
+]
+DRAWS = 64
+
+
+def rows_of(params: SamplingParams, seed: int) -> list[tuple[Request, int]]:
+    request = Request("a", 0, [1], params, seed, 8)
+    return [(request, position) for position in range(DRAWS)]
+
+
+@needs_compiler
+@pytest.mark.parametrize("columns", [5, 64, 1003, 49152])
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+def test_it_draws_what_the_definition_draws(params: SamplingParams, columns: int) -> None:
+    logits = torch.randn(DRAWS, columns, generator=torch.Generator().manual_seed(columns)) * 3
+    logits[:, 1] = float("-inf")
+    rows = rows_of(params, columns)
+    assert draw(native, logits, rows).tolist() == draw(reference, logits, rows).tolist()
+
+
+@needs_compiler
+def test_columns_that_stand_for_other_ids_draw_their_noise() -> None:
+    logits = torch.randn(DRAWS, 300, generator=torch.Generator().manual_seed(1))
+    ids, rows = torch.randperm(1000)[:300], rows_of(SamplingParams(temperature=0.8, top_p=0.95), 3)
+    assert draw(native, logits, rows, ids).tolist() == draw(reference, logits, rows, ids).tolist()
+
+
+@needs_compiler
+def test_ties_with_the_last_survivor_survive() -> None:
+    """Ten equal ids: top_k of 3 leaves all of them, as it does in the definition."""
+    params, logits = SamplingParams(temperature=1.0, top_k=3), torch.zeros(400, 20)
+    logits[:, 10:] = -50.0
+    request = Request("a", 0, [1], params, 5, 8)
+    drawn = draw(native, logits, [(request, position) for position in range(400)])
+    assert set(drawn.tolist()) == set(range(10))
+    kept = allowed(logits[:1], Knobs.of([params], torch.device("cpu")), Filters.of([params]))
+    assert int(torch.isfinite(kept).sum()) == 10
+
+
+@needs_compiler
+def test_a_row_draws_the_same_whatever_rows_are_beside_it() -> None:
+    logits = torch.randn(DRAWS, 2048, generator=torch.Generator().manual_seed(2)) * 4
+    rows = [row for params in PARAMS for row in rows_of(params, 11)[:7]]
+    logits = logits[: len(rows)]
+    together = draw(native, logits, rows).tolist()
+    assert together == [draw(native, logits[i : i + 1], rows[i : i + 1]).tolist()[0] for i in range(len(rows))]
