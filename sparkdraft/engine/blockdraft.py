@@ -64,7 +64,7 @@ class BlockDraft:
         self._ids: Tensor | None = None  # int64 [draft vocabulary], what columns of its logits stand for
         self._rows: Table = None  # the runner's taps
         self._gaps = np.zeros(plan.num_blocks, dtype=bool)  # by block: it has rows that were passed over
-        self.may_pass_over = device.type == "cpu"  # steps that a GPU takes by itself look at all blocks
+        self.may_pass_over = True  # steps that the device takes by itself look at all blocks: flight.py says no
 
     def width(self, depth: int) -> int:
         """Rows of a block that drafts 'depth' ids: the trained size, halved as often as that leaves enough.
@@ -133,6 +133,8 @@ class BlockDraft:
     def _mark(self, work: Work, count: int, gap: bool) -> None:
         """A block has a gap from the first row on that is passed over, until its rows are written anew."""
         start, size = work.start, self.plan.block_size
+        if not gap and start % size and start % size + count <= size:
+            return  # within a block that keeps its mark: most steps
         begun = start // size if gap else -(-start // size)
         end = -(-(start + count) // size)
         if begun < end:

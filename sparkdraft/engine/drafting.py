@@ -24,6 +24,7 @@ NGRAM_DEPTH = 15  # drafts a step where the text alone drafts
 # all classes of prompts (docs/numbers/drafting.md): a request that drafts at first and learns that it should not loses
 # 1 %, one that begins parked and should draft loses up to a quarter.
 START = {True: 0.8, False: 0.69}
+LOOK_EVERY = 4  # ids after which a request's text is searched again for what it ends with, while nothing was found
 UNRECORDED = 2  # steps of a new shape that may take several times as long: launched plainly, and recorded
 PLAIN_SAMPLE = 8  # of so many plain steps one is timed
 
@@ -58,7 +59,7 @@ class Drafting:
         self._requests: dict[Request, Speculation] = {}
         self._num_plain = 0  # steps in which nobody drafted
         self._asked_for, self._pays = 0, True  # requests in a step, and what `could_pay` said of so many
-        self._plain_known = (0, 0)  # requests, and their longest context in units of 256: such plain steps were timed
+        self._plain_known = (0, 0)  # requests, and the first one's context in units of 256: such plain steps were timed
         self._num_steps: Counter[tuple[int, int]] = Counter()  # by requests and rows
 
     def check(self, params: SamplingParams) -> None:
@@ -136,17 +137,17 @@ class Drafting:
             self.learn(request, depth, accepted, self._model if depth else "")
             if depth:
                 self._of(request).stats.add_time(0.0, seconds / num_drafting)
-        num, longest = len(steps), max(r.num_tokens for r, _, _ in steps)
-        if seconds and (deepest or self._wants_plain(num, longest)):
-            self._measured({self._model} if deepest else set(), deepest, num, longest, seconds)
+        contexts = [r.num_tokens for r, _, _ in steps]
+        if seconds and (deepest or self._wants_plain(contexts)):
+            self._measured({self._model} if deepest else set(), deepest, len(steps), max(contexts), seconds)
 
     def timed(self, batch: Batch, draft: float, verify: float) -> None:
         if not self.max_depth or not batch.decodes:
             return
         drafted = [w for w in batch.work if w.drafts]
-        num, longest = len(batch.work), max(w.stop for w in batch.work)
-        if not drafted and not self._wants_plain(num, longest):
+        if not drafted and not self._wants_plain([w.stop for w in batch.work]):
             return
+        num, longest = len(batch.work), max(w.stop for w in batch.work)
         shape = (num, num + sum(w.num_draft for w in drafted))
         self._num_steps[shape] += 1
         cut = any(w.num_cut for w in batch.work)  # drafted deeper than verified: the cost of neither depth
@@ -186,15 +187,16 @@ class Drafting:
 
     # ---- the parts
 
-    def _wants_plain(self, num: int, longest: int) -> bool:
+    def _wants_plain(self, contexts: list[int]) -> bool:
         """Whether a plain step is to be timed: those that are known are many and alike, so one of several will do."""
         self._num_plain += 1
-        if self._num_plain % PLAIN_SAMPLE == 0:
+        kind = (len(contexts), contexts[0] // 256)
+        if self._num_plain % PLAIN_SAMPLE == 0 or kind != self._plain_known:
+            longest = max(contexts)
+            if all(c.knows_plain(len(contexts), longest) for c in self.controllers.values()):
+                self._plain_known = kind
             return True
-        kind = (num, longest // 256)
-        if kind != self._plain_known and all(c.knows_plain(num, longest) for c in self.controllers.values()):
-            self._plain_known = kind
-        return kind != self._plain_known
+        return False
 
     def _measured(self, sources: set[str], deepest: int, num: int, longest: int, seconds: float) -> None:
         """Tell those whom it concerns what a step cost: a plain one all of them, one of several sources nobody."""
@@ -244,10 +246,11 @@ class Drafting:
         kept = self._of(request)
         kept.source = self._model if self.block and self.block.is_ready(request) else ""
         if self.ngram:
-            index = kept.ngram
-            index.extend(request.ids(len(index), request.num_tokens))
-            if index.matches:
-                kept.source = "ngram"
+            index, known = kept.ngram, request.num_tokens
+            if known - len(index) >= LOOK_EVERY or index.matches:
+                index.extend(request.ids(len(index), known))
+                if index.matches:
+                    kept.source = "ngram"
         return kept.source
 
     def _forget_rows(self, request: Request) -> None:

@@ -64,6 +64,8 @@ class Flight:
         self._filters = Filters()
         self._draws = False
         self._landed_at = 0.0
+        if block:
+            block.may_pass_over = False  # its tables name all of a request's blocks, so no rows may be missing
         on_gpu = device.type == "cuda"
         self._steps = Graphs(self.lanes.step, runner.model.ops) if on_gpu else None
         self._catching_up = Graphs(self.lanes.catch_up, runner.model.ops) if on_gpu else None

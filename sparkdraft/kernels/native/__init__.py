@@ -179,7 +179,7 @@ def rope_write(
 def draw(scaled: Tensor, seeds: Tensor, positions: Tensor, ids: Tensor | None = None) -> Tensor:
     """kernels/dice.py, without looking at noise that cannot matter."""
     rows = len(scaled)
-    unfiltered = np.tile(np.float32([[1], [0], [1]]), (1, rows))
+    unfiltered = np.array([[1.0], [0.0], [1.0]], np.float32).repeat(rows, 1)
     integers = np.stack([np.zeros(rows, np.int64), seeds.numpy(), positions.numpy()])
     return sample(scaled, unfiltered, integers, ids)
 
