@@ -1,4 +1,4 @@
-"""The CPU's sampling kernel against the definition: filters as engine/sampler.py works them out, noise as dice.py does."""
+"""The CPU's sampling kernel against the definition: filters of engine/sampler.py, noise of kernels/dice.py."""
 
 from __future__ import annotations
 
