@@ -161,7 +161,7 @@ def test_a_repeated_prompt_restores_the_drafters_cache_too() -> None:
 
 def test_the_engine_accepts_what_a_replay_of_its_text_accepts() -> None:
     """Two ways to the same figure: the engine's own steps, and one pass over the text with the walk replayed."""
-    script = Path(__file__).parent.parent / "bench" / "replay_acceptance.py"
+    script = Path(__file__).parent.parent / "tools" / "replay_acceptance.py"
     spec = importlib.util.spec_from_file_location("replay_acceptance", script)
     assert spec and spec.loader
     replay = importlib.util.module_from_spec(spec)

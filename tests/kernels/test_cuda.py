@@ -2,7 +2,7 @@
 
 Whatever must not be read is poisoned: fresh outputs and scratch, unowned blocks, the unused end of a last
 block, and rows past the batch all hold NaN. The last part needs no GPU: it compiles each tile for sm_90 and
-sm_121 and reads the shared memory it takes and what a row's bits hang on; speed is left to bench/cuda_kernels.py.
+sm_121 and reads the shared memory it takes and what a row's bits hang on; speed is left to tools/cuda_kernels.py.
 """
 
 from __future__ import annotations

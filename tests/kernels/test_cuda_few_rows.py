@@ -3,7 +3,7 @@
 Fresh outputs and scratch are poisoned, and a row alone must equal the same row in any batch to the bit. The last part
 needs no GPU: it compiles the launches of every named shape for sm_90 and sm_121 and reads from the result the tensor
 core instruction, shared memory and the order around the wait for the predecessor; speed is left to
-bench/cuda_few_rows.py.
+tools/cuda_few_rows.py.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ TRITON_INTERPRET=1. Attention itself is written in Gluon, which has no interpret
 Writes must give what VectorFormat.encode gives; attention what float64 gives of the decoded records and the exact rows.
 Whatever must not be read is poisoned: unowned blocks, records and rows of pages that no query needs, fresh outputs. The
 last part needs no GPU: it runs the PTX that unpacks codes in a small emulator, and compiles all launches for sm_90 and
-sm_121. Speed is left to bench/cuda_turboquant.py.
+sm_121. Speed is left to tools/cuda_turboquant.py.
 """
 
 from __future__ import annotations

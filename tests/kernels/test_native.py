@@ -1,7 +1,7 @@
 """The C++ kernels against the torch reference, and against themselves: same bits in every batch and thread count.
 
 Shapes are odd on purpose: outputs that do not fill a strip, contexts that do not fill a tile, spans that begin mid-way.
-What a build does without a compiler is here too; how fast the kernels are is bench/cpu_kernels.py's.
+What a build does without a compiler is here too; how fast the kernels are is tools/cpu_kernels.py's.
 """
 
 from __future__ import annotations

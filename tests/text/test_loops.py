@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sparkdraft.text.loops import loop_start
 
-RESPONSES = Path(__file__).parent.parent.parent / "bench" / "responses.npz"
+RESPONSES = Path(__file__).parent.parent.parent / "tools" / "responses.npz"
 
 
 @pytest.mark.parametrize(

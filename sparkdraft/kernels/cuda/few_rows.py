@@ -202,7 +202,7 @@ class Launch:
 
 
 # (out, in) -> tile for 2-byte weights on GPUs with wgmma and 227 KB of shared memory a program; shapes that are not
-# listed follow `_choose`. tests/kernels/test_cuda_few_rows.py compiles every entry, bench/cuda_few_rows.py measures
+# listed follow `_choose`. tests/kernels/test_cuda_few_rows.py compiles every entry, tools/cuda_few_rows.py measures
 # and prints new ones.
 TUNED: dict[tuple[int, int], Tile] = {
     (6144, 4096): Tile(64, 128, 4, 5),  # Qwen3-8B: qkv

@@ -1,7 +1,7 @@
 """Decode speed of Sparkdraft, plain and drafted, and of llama.cpp on the same file, threads and prompt, in one run.
 
     pip install llama-cpp-python          # compiles llama.cpp; not a dependency of the project
-    python bench/peers/against_llama_cpp.py [--threads 2] [--tokens 128] [--rounds 3]
+    python tools/peers/against_llama_cpp.py [--threads 2] [--tokens 128] [--rounds 3]
 
 Rounds alternate between them, so that a busy machine is unfair to all; the best round of each counts. Greedy, one
 stream; time runs from the first token to the last. Ends in one line of JSON.

@@ -1,6 +1,6 @@
 """Drafters of the embedded model side by side: each built-in prompt is written with every one of them in turn.
 
-    python bench/compare_drafters.py auto ./another-drafter --per-class 12 --output-len 128
+    python tools/compare_drafters.py auto ./another-drafter --per-class 12 --output-len 128
 
 A machine's speed drifts by more than drafters differ, so runs one after the other do not tell them apart; here the
 drift is the same for all. One stream, greedy, depth as the engine chooses; "auto" is the drafter in the package. Each

@@ -1,7 +1,7 @@
 """Acceptance of the embedded drafter on fixed texts: the target's own greedy responses to the 152 evaluation prompts.
 
-    python bench/replay_acceptance.py            the real engine, about five minutes on two cores
-    python bench/replay_acceptance.py --replay   the second opinion, three minutes
+    python tools/replay_acceptance.py            the real engine, about five minutes on two cores
+    python tools/replay_acceptance.py --replay   the second opinion, three minutes
 
 Texts of different machines part ways at near-ties, and with them acceptance; here the texts are given (responses.npz,
 written once by the target in bfloat16, at most 384 tokens, loops kept), so that figures compare. The engine serves

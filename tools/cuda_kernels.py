@@ -5,8 +5,8 @@ that caches do not flatter it; bytes count K and V once and are shown as a share
 arithmetic as a share of a measured matmul. It checks nothing (tests/kernels/test_cuda.py does) and ends in
 one line of JSON.
 
-    python bench/cuda_kernels.py            about half a minute on an H200, most of it compiling
-    python bench/cuda_kernels.py --tune     also tries other attention tiles, another half minute
+    python tools/cuda_kernels.py            about half a minute on an H200, most of it compiling
+    python tools/cuda_kernels.py --tune     also tries other attention tiles, another half minute
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which way of training a drafter is best at equal time: losses, depths, optimizers, each trained for the same seconds.
 
     sparkdraft train data --model smollm2 --out corpus --synthesise 200000        (or any corpus of the embedded model)
-    python bench/training_choices.py --data corpus --seconds 34                   on a GPU, about a minute a choice
+    python tools/training_choices.py --data corpus --seconds 34                   on a GPU, about a minute a choice
 
 Each choice trains a fresh drafter from the same seed, its schedule fitted to the time; steps before the recording of
 the step are not timed. It is then judged on fixed texts (responses.npz, the target's greedy answers to the evaluation

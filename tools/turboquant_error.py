@@ -1,7 +1,7 @@
 """What TurboQuant loses and what it costs, by head dimension and bits: theory beside what random vectors show.
 
-    python bench/turboquant_error.py                    about 15 seconds on two small cores
-    python bench/turboquant_error.py --dims 64 96 --vectors 5000
+    python tools/turboquant_error.py                    about 15 seconds on two small cores
+    python tools/turboquant_error.py --dims 64 96 --vectors 5000
 
 Errors are |x - x'|^2 / |x|^2, averaged over vectors of normal coordinates. "theory" is the codebook's distortion, which
 the plain scale must meet; "norm" and "unbiased" are the corrected scales, whose leading terms (2 - 2 sqrt(1 - D) and

@@ -4,7 +4,7 @@ The matmuls are those of 30 layers and the head, each with weights of its own, s
 in a real step; attention is one layer's. Times are the least of several runs, which is what a quiet machine gives;
 tokens per second, and everything around the kernels, are for the engine's own benchmarks.
 
-    python bench/cpu_kernels.py [--threads N] [--rows 1,4,8,16,512]
+    python tools/cpu_kernels.py [--threads N] [--rows 1,4,8,16,512]
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ else, then beside each huge request. A row gives the answer's status and time, t
 longest pause between two pieces of the stream. The stream's pauses hold the engine's own steps too, so the row "nothing
 else" is what to compare with.
 
-    python bench/api_latency.py [--rounds 3]
+    python tools/api_latency.py [--rounds 3]
 """
 
 from __future__ import annotations

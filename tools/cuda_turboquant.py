@@ -4,7 +4,7 @@ Every figure is a replayed CUDA graph of many launches, each on blocks that the 
 is read of the cache: codes and scales, and the exact rows of the hybrid mode. It checks nothing
 (tests/kernels/test_cuda_turboquant.py does) and ends in one line of JSON.
 
-    python bench/cuda_turboquant.py        about half a minute on an H200, most of it compiling
+    python tools/cuda_turboquant.py        about half a minute on an H200, most of it compiling
 """
 
 from __future__ import annotations

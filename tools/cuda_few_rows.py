@@ -5,9 +5,9 @@ weight's, shown as a share of a measured copy. One tile must serve all numbers o
 of them, and one whose rows depend on their neighbours is thrown out; then whole layers of Qwen3-8B run with and
 without overlap (pdl.py) and as cuBLAS with the small kernels around it. It ends in one line of JSON.
 
-    python bench/cuda_few_rows.py            about a minute on an H200, a third of it compiling
-    python bench/cuda_few_rows.py --quick    the tiles of the table alone, and fewer rows: about 20 seconds
-    python bench/cuda_few_rows.py --dry      tiny shapes in Triton's interpreter: whether the script itself works
+    python tools/cuda_few_rows.py            about a minute on an H200, a third of it compiling
+    python tools/cuda_few_rows.py --quick    the tiles of the table alone, and fewer rows: about 20 seconds
+    python tools/cuda_few_rows.py --dry      tiny shapes in Triton's interpreter: whether the script itself works
 """
 
 from __future__ import annotations
