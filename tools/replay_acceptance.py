@@ -50,7 +50,7 @@ def observe_text(llm: LLM, ids: list[int]) -> Tensor:
     """Run the target over a whole text and show it to the drafter; returns what it was shown."""
     runner, everywhere = llm.engine.runner, int32(list(range(len(ids))))
     taps = torch.empty(len(ids), len(runner.tap_layers), llm.model_config.hidden_size)
-    step = Step(int32(ids), everywhere, everywhere, view(0, len(ids)), runner.kv)
+    step = Step(int32(ids), everywhere, everywhere, view(0, len(ids)), runner.kv.layers)
     runner.model.forward(step, runner.tap_layers, taps)
     drafter_of(llm).observe(taps, everywhere, everywhere)
     return taps

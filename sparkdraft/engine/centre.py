@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import KVFormat, Turn
+from sparkdraft.cache.formats import KVFormat, LayerKV, Turn
 from sparkdraft.kernels.reference import rms_norm
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.models.blocks import Decoder, Step
@@ -24,41 +24,35 @@ TEXT = Path(__file__).parent.parent / "assets" / "calibration.txt"
 SKIPPED = 16  # rows of the beginning, whose keys are like no others
 
 
-class KeyMeans:
-    """A cache that sums up what is written to it, and is otherwise the one it is given."""
+class KeyMean:
+    """One layer's cache that averages the keys written to it, and is otherwise the one it is given."""
 
-    def __init__(self, inner: KVFormat, num_layers: int) -> None:
-        self.inner, self.bytes_per_token = inner, inner.bytes_per_token
-        self.means: list[Tensor] = [torch.empty(0)] * num_layers  # [kv_heads, head_dim], before rotation
+    def __init__(self, inner: LayerKV) -> None:
+        self.inner, self.mean = inner, torch.empty(0)  # [kv_heads, head_dim], before rotation
 
-    def rotate_and_write(self, layer: int, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
+    def write(self, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
         heads, kv_heads = turn.num_heads, turn.num_kv_heads
         keys = qkv.view(qkv.shape[0], heads + 2 * kv_heads, -1)[SKIPPED:, heads : heads + kv_heads]
         normed = keys if turn.k_norm is None else rms_norm(keys, turn.k_norm, turn.eps)
-        self.means[layer] = normed.float().mean(0)
-        self.inner.rotate_and_write(layer, qkv, turn, slots)
+        self.mean = normed.float().mean(0)
+        self.inner.write(qkv, turn, slots)
 
-    def send(self, changes: list[tuple[int, int]]) -> None:
-        self.inner.send(changes)
-
-    def attend(
-        self, layer: int, q: Tensor, view: AttentionView, scale: float, causal: bool = True, window: int = 0
-    ) -> Tensor:
-        return self.inner.attend(layer, q, view, scale, causal, window)
+    def attend(self, q: Tensor, view: AttentionView, scale: float, causal: bool = True, window: int = 0) -> Tensor:
+        return self.inner.attend(q, view, scale, causal, window)
 
 
 def key_centres(
     model: Decoder, ids: Sequence[int], kv: KVFormat, block_size: int, device: torch.device
 ) -> list[Tensor]:
     """float32 [kv_heads, head_dim] of each layer; 'kv' is an exact cache for these ids, and not needed afterwards."""
-    means, rows = KeyMeans(kv, len(model.layers)), len(ids)
+    means, rows = [KeyMean(layer) for layer in kv.layers], len(ids)
     assert rows > SKIPPED, f"{rows} ids are too few to average"
     positions = torch.arange(rows, dtype=torch.int32, device=device)
     starts, context = (torch.tensor(values, dtype=torch.int32, device=device) for values in ([0, rows], [rows]))
     tables = torch.arange(-(-rows // block_size), dtype=torch.int32, device=device).unsqueeze(0)
     view = AttentionView(starts, context, tables, rows, rows)
     model.forward(Step(torch.tensor(ids, dtype=torch.int32, device=device), positions, positions, view, means))
-    return [_turned(mean, model.rope) for mean in means.means]
+    return [_turned(layer.mean, model.rope) for layer in means]
 
 
 def _turned(mean: Tensor, rope: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ class Runner:
             inputs.positions[:rows],
             inputs.slots[:rows],
             inputs.view(shape.seqs, shape.max_query, max_context),
-            self.kv,
+            self.kv.layers,
         )
         return self.model.forward(step, self.tap_layers, self.taps[:rows] if self.tap_layers else None)
 

@@ -13,7 +13,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from sparkdraft.cache.formats import KVFormat, Turn
+from sparkdraft.cache.formats import LayerKV, Turn
 from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.models.config import ModelConfig
@@ -30,14 +30,12 @@ class Step:
     positions: Tensor  # int32 [rows]
     slots: Tensor  # int32 [rows], where each row's K/V goes; negative: nowhere
     view: AttentionView
-    kv: KVFormat
+    kv: Sequence[LayerKV]  # by layer
 
 
 class Attention:
-    def __init__(
-        self, config: ModelConfig, layer: int, load: Loader, name: str, ops: ModuleType, qk_norm: bool
-    ) -> None:
-        self.layer, self.ops, self.eps = layer, ops, config.rms_eps
+    def __init__(self, config: ModelConfig, load: Loader, name: str, ops: ModuleType, qk_norm: bool) -> None:
+        self.ops, self.eps = ops, config.rms_eps
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.scale = config.head_dim**-0.5
         self.causal, self.window = True, 0
@@ -48,14 +46,14 @@ class Attention:
         self.q_norm = load.vector(f"{name}.q_norm.weight", self.head_dim) if qk_norm else None
         self.k_norm = load.vector(f"{name}.k_norm.weight", self.head_dim) if qk_norm else None
 
-    def add_to(self, normed: Normed, rope: Tensor, step: Step, then: Norm) -> Normed:
+    def add_to(self, normed: Normed, rope: Tensor, step: Step, kv: LayerKV, then: Norm) -> Normed:
         """x += attention(norm(x)), in place; 'then' is the norm that reads it next, as in all blocks."""
         qkv = self.ops.norm_linear(normed, self.qkv)
         norms = (self.q_norm, self.k_norm)
         turn = Turn(step.positions, rope, self.num_heads, self.num_kv_heads, *norms, self.eps)
-        step.kv.rotate_and_write(self.layer, qkv, turn, step.slots)
+        kv.write(qkv, turn, step.slots)
         q = qkv.view(qkv.shape[0], -1, self.head_dim)[:, : self.num_heads]
-        seen = step.kv.attend(self.layer, q, step.view, self.scale, self.causal, self.window)
+        seen = kv.attend(q, step.view, self.scale, self.causal, self.window)
         added: Normed = self.ops.add_linear(normed.x, seen, self.o, then)
         return added
 
@@ -81,8 +79,8 @@ class DecoderLayer:
         self.post_norm = load_norm(config, load, f"{name}.post_attention_layernorm")
         self.mlp = GatedMLP(config, load, f"{name}.mlp", ops)
 
-    def add_to(self, normed: Normed, rope: Tensor, step: Step, then: Norm) -> Normed:
-        return self.mlp.add_to(self.attention.add_to(normed, rope, step, self.post_norm), then)
+    def add_to(self, normed: Normed, rope: Tensor, step: Step, kv: LayerKV, then: Norm) -> Normed:
+        return self.mlp.add_to(self.attention.add_to(normed, rope, step, kv, self.post_norm), then)
 
 
 class Decoder:
@@ -120,7 +118,7 @@ class Decoder:
         """
         normed = Normed(self.ops.embed(step.token_ids, self.embedding), self.layers[0].input_norm)
         for i, (layer, then) in enumerate(following(self.layers, self.norm)):
-            normed = layer.add_to(normed, self.rope, step, then)
+            normed = layer.add_to(normed, self.rope, step, step.kv[i], then)
             if taps is not None and i in tap_layers:
                 self.ops.tap(normed.x, taps, tap_layers.index(i), step.positions)
         return normed.x  # what is prepared is left: a row's logits shall not hang on the rows it came with

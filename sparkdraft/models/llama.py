@@ -18,7 +18,7 @@ def build(config: ModelConfig, load: Loader, ops: ModuleType, context: int, qk_n
     layers = []
     for i in range(config.num_layers):
         name = f"model.layers.{i}"
-        attention = Attention(config, i, load, f"{name}.self_attn", ops, qk_norm)
+        attention = Attention(config, load, f"{name}.self_attn", ops, qk_norm)
         layers.append(DecoderLayer(config, load, name, attention, ops))
     norm = load_norm(config, load, "model.norm")
     if config.tie_embeddings:

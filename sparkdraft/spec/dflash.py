@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import Turn
+from sparkdraft.cache.formats import LayerKV, Turn
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.core import UserError
 from sparkdraft.kernels.norm import Norm, Normed
@@ -40,13 +40,13 @@ class BlockAttention(Attention):
     """A layer's attention as the drafter was trained: rows of a block may see each other, and a window may end."""
 
     def __init__(self, draft: DraftConfig, layer: int, load: Loader, name: str, ops: ModuleType) -> None:
-        super().__init__(draft.model, layer, load, name, ops, qk_norm=True)
+        super().__init__(draft.model, load, name, ops, qk_norm=True)
         self.window, self.causal = draft.layers[layer]
 
-    def keep(self, kv_part: Tensor, positions: Tensor, rope: Tensor, kv: DenseKV, slots: Tensor) -> None:
+    def keep(self, kv_part: Tensor, positions: Tensor, rope: Tensor, kv: LayerKV, slots: Tensor) -> None:
         """Write context rows: kv_part [rows, 2 * kv_heads * head_dim], the keys first; nothing is left of it."""
         turn = Turn(positions, rope, 0, self.num_kv_heads, None, self.k_norm, self.eps)
-        kv.rotate_and_write(self.layer, kv_part, turn, slots)
+        kv.write(kv_part, turn, slots)
 
 
 class DraftLayer(DecoderLayer):
@@ -93,8 +93,8 @@ class DFlash:
         features = self.fc.linear(taps.view(taps.shape[0], -1))  # [rows, hidden]
         context = self.ops.norm_linear(Normed(features, self.hidden_norm), self.context_kv)
         width = 2 * self.caps.num_kv_heads * self.caps.head_dim
-        for i, layer in enumerate(self.layers):
-            layer.attention.keep(context[:, i * width : (i + 1) * width], positions, self.rope, self.kv, slots)
+        for i, (layer, kv) in enumerate(zip(self.layers, self.kv.layers, strict=True)):
+            layer.attention.keep(context[:, i * width : (i + 1) * width], positions, self.rope, kv, slots)
 
     def propose(self, block: DraftBlock) -> Tensor:
         logits: Tensor = self.ops.norm_logits(self._through_layers(block), self.ends.head)
@@ -114,9 +114,9 @@ class DFlash:
 
     def _through_layers(self, block: DraftBlock) -> Normed:  # [draft rows, hidden]
         normed = Normed(self._embed(block.token_ids), self.layers[0].input_norm)
-        step = Step(block.token_ids, block.positions, block.slots, block.view, self.kv)
-        for layer, then in following(self.layers, self.ends.norm):
-            normed = layer.add_to(normed, self.rope, step, then)
+        step = Step(block.token_ids, block.positions, block.slots, block.view, self.kv.layers)
+        for (layer, then), kv in zip(following(self.layers, self.ends.norm), step.kv, strict=True):
+            normed = layer.add_to(normed, self.rope, step, kv, then)
         return Normed(self.ops.embed(block.draft_rows, normed.x), self.ends.norm)  # a gather
 
     # ---- what few checkpoints ask for: plain torch, so none of it may run where nothing is asked

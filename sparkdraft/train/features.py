@@ -49,5 +49,5 @@ class Features:
         slots = (first[document] * BLOCK + batch.positions).int()
         view = AttentionView(batch.bounds, lengths, tables, self.longest, self.longest)
         taps = torch.empty(rows, len(self.taps), hidden, dtype=self.target.dtype, device=lengths.device)
-        residual = self.decoder.forward(Step(batch.ids, batch.positions, slots, view, self.kv), self.taps, taps)
+        residual = self.decoder.forward(Step(batch.ids, batch.positions, slots, view, self.kv.layers), self.taps, taps)
         return taps.flatten(1), self.decoder.scores(residual) if self.teach else None

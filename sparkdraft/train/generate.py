@@ -130,7 +130,7 @@ class BulkGenerator:
         slots = torch.where(done, -1, self._seat_start + position)
         context = torch.where(done, 0, self._length)
         view = AttentionView(self._starts, context, self._tables, 1, self.max_len)
-        residual = self.decoder.forward(Step(self._last, position, slots, view, self._kv))
+        residual = self.decoder.forward(Step(self._last, position, slots, view, self._kv.layers))
         ids = self._sample(residual, self._temperature, noisy)
         column = torch.where(done, self.max_len, self._length).long()
         self._written.scatter_(1, column[:, None], ids[:, None])
@@ -229,7 +229,7 @@ class BulkGenerator:
         t_ids, t_positions, t_slots, t_starts, t_lengths, t_limits, last, seat, t_warmth = parts
         seat, temperature, longest = seat.long(), t_warmth.view(torch.float32), int(lengths.max())
         view = AttentionView(t_starts, t_lengths, self._tables[seat], longest, longest)
-        residual = self.decoder.forward(Step(t_ids, t_positions, t_slots, view, self._kv))
+        residual = self.decoder.forward(Step(t_ids, t_positions, t_slots, view, self._kv.layers))
         picked = self._sample(residual[last.long()], temperature, bool(warmth.any()))
         self._written[seat, t_lengths.long()] = picked
         self._last[seat], self._num_prompt[seat], self._limit[seat] = picked, t_lengths, t_limits

@@ -105,9 +105,9 @@ def step(kv: CaptureKV, qkv: Tensor, positions: Tensor, slots: Tensor, view: Att
     """As a layer does it; the queries, turned."""
     angle = torch.arange(256, device=qkv.device).unsqueeze(1) * 100 ** -torch.linspace(0, 1, DIM // 2).to(qkv.device)
     rope = torch.cat((angle.cos(), angle.sin()), dim=1)
-    kv.rotate_and_write(0, qkv, Turn(positions.int(), rope, HEADS, KV_HEADS, None, None, 1e-6), slots.int())
+    kv.layers[0].write(qkv, Turn(positions.int(), rope, HEADS, KV_HEADS, None, None, 1e-6), slots.int())
     q = qkv.view(len(qkv), -1, DIM)[:, :HEADS]
-    kv.attend(0, q, view, DIM**-0.5)
+    kv.layers[0].attend(q, view, DIM**-0.5)
     return q
 
 

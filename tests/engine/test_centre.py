@@ -34,5 +34,5 @@ def test_only_a_coded_cache_is_centred_and_only_if_asked(tmp_path: Path) -> None
     folder = str(write_tiny(tmp_path, "qwen3"))
     options = {"dtype": "float32", "device": "cpu", "kv": "turboquant"}
     layers = [LLM(folder, **options, tq_centre=centre).engine.runner.kv.layers for centre in (True, False)]
-    assert all(layer.centre is not None and layer.centre.abs().max() > 0 for layer in layers[0])
-    assert all(layer.centre is None for layer in layers[1])
+    assert all(layer.store.centre is not None and layer.store.centre.abs().max() > 0 for layer in layers[0])
+    assert all(layer.store.centre is None for layer in layers[1])

@@ -57,7 +57,7 @@ class Harness:
         view = AttentionView(
             self._int(starts), self._int(contexts), self._int(tables), max(map(len, chunks.values())), max(contexts)
         )
-        step = Step(self._int(ids), self._int(positions), self._int(slots), view, self.kv)
+        step = Step(self._int(ids), self._int(positions), self._int(slots), view, self.kv.layers)
         shape = (len(ids), len(tap_layers), self.model.config.hidden_size)
         taps = torch.full(shape, float("nan"), device=self.device, dtype=self.model.norm.gain.dtype)
         residual = self.model.forward(step, tap_layers, taps if tap_layers else None)

@@ -1,7 +1,8 @@
-"""The ways keys and values are kept. All write a layer's rows by slot and attend to them through a view."""
+"""The ways keys and values are kept. Each layer has its own part, which writes rows by slot and attends to them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -21,17 +22,24 @@ class Turn(NamedTuple):
     eps: float
 
 
-class KVFormat(Protocol):
-    bytes_per_token: int  # of all layers
+class LayerKV(Protocol):
+    """One layer's keys and values: all that a layer knows of the cache. Layers may keep theirs differently."""
 
-    def rotate_and_write(self, layer: int, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
-        """qkv [rows, (heads + 2 * kv_heads) * head_dim]: its queries are turned in place, the rest is kept by slot.
+    def write(self, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
+        """qkv [rows, (heads + 2 * kv_heads) * head_dim]: its queries are rotated in place, the rest is kept by slot.
 
-        slots: int32 [rows], a negative one is nowhere. Only the queries of qkv are defined afterwards.
+        slots: int32 [rows]; a row with a negative slot is not kept. Only the queries of qkv are defined afterwards.
         """
 
-    def send(self, changes: list[tuple[int, int]]) -> None: ...  # (block, its page of exact rows or -1)
+    def attend(self, q: Tensor, view: AttentionView, scale: float, causal: bool = True, window: int = 0) -> Tensor: ...
 
-    def attend(
-        self, layer: int, q: Tensor, view: AttentionView, scale: float, causal: bool = True, window: int = 0
-    ) -> Tensor: ...
+
+class KVFormat(Protocol):
+    """A whole cache: the layers' parts, and what they share."""
+
+    bytes_per_token: int  # of all layers
+
+    @property
+    def layers(self) -> Sequence[LayerKV]: ...
+
+    def send(self, changes: list[tuple[int, int]]) -> None: ...  # (block, its page of exact rows or -1)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from sparkdraft.cache.formats import Turn
-from sparkdraft.cache.formats.dense import DenseKV
-from sparkdraft.cache.formats.turboquant import TurboQuantKV
+from sparkdraft.cache.formats.dense import DenseKV, DenseLayer
+from sparkdraft.cache.formats.turboquant import CodedLayerKV, TurboQuantKV
 from sparkdraft.kernels.turboquant.store import planes
 from sparkdraft.kernels.turboquant.vectors import Encoded
 from sparkdraft.kernels.view import AttentionView
@@ -25,38 +25,65 @@ ERRORS = ("key_error", "value_error", "attention_error")
 KEYS, VALUES, ATTENTION = range(len(ERRORS))
 
 
+class CaptureLayer:
+    def __init__(self, exact: DenseLayer, coded: CodedLayerKV, sums: Tensor, rows: Tensor | None) -> None:
+        """sums: float64 [errors, 2], this layer's. rows: where rows are counted; None in all layers but the first."""
+        self.exact, self.coded, self._sums, self._rows = exact, coded, sums, rows
+        # From the write to the attention of one step: which rows are no padding, bool [rows, 1], and the queries as the
+        # coded cache left them, [rows, heads, dim].
+        self._is_row = self._queries = torch.empty(0)
+
+    def write(self, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
+        other = qkv.clone()  # each cache does to its own what it does anywhere
+        self.exact.write(qkv, turn, slots)
+        self.coded.write(other, turn, slots)
+        self._queries = other.view(len(other), turn.num_heads + 2 * turn.num_kv_heads, -1)[:, : turn.num_heads]
+        self._is_row = (slots >= 0).unsqueeze(1)
+        if self._rows is not None:
+            self._rows += self._is_row.sum()
+        self._compare(slots)
+
+    def attend(self, q: Tensor, view: AttentionView, scale: float, causal: bool = True, window: int = 0) -> Tensor:
+        out = self.exact.attend(q, view, scale, causal, window)
+        self._add(ATTENTION, self.coded.attend(self._queries, view, scale, causal, window), out)
+        return out
+
+    def _compare(self, slots: Tensor) -> None:
+        """What lies in the two caches, as their kernels wrote it. A row without a slot is compared in another's."""
+        coded, slot = self.coded.store, slots.clamp(min=0).long()
+        block, offset = slot // coded.layout.block_size, slot % coded.layout.block_size
+        k, v = (cache[block, :, offset] for cache in (self.exact.k, self.exact.v))  # [rows, kv_heads, dim]
+        keys, values = (
+            Encoded(tuple(p[block, :, offset] for p in stored.planes), stored.scale[block, :, offset])
+            for stored in planes(coded)
+        )
+        centred = k if coded.centre is None else k.float() - coded.centre
+        self._add(KEYS, coded.keys.decode(keys).flatten(1), centred.flatten(1))
+        self._add(VALUES, coded.values.decode(values).flatten(1), v.flatten(1))
+
+    def _add(self, error: int, got: Tensor, wanted: Tensor) -> None:  # [rows, n]; 'got' is used up
+        """No row is picked out by the host: one of padding, which may hold anything, counts as zero."""
+        squares = [
+            torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float32).square().where(self._is_row, 0)
+            for x in (got.float().sub_(wanted), wanted)
+        ]
+        self._sums[error].add_(torch.cat(squares, dim=1).sum(0, dtype=torch.float64))
+
+
 class CaptureKV:
     def __init__(self, exact: DenseKV, coded: TurboQuantKV) -> None:
-        self.exact, self.coded = exact, coded
+        self.exact = exact
         self.bytes_per_token = exact.bytes_per_token + coded.bytes_per_token
         # Squares of what is wrong and of what is there, at fixed places: a recorded step adds to them. In float32 a
         # day's rows would grow so large that another one adds nothing.
         shape, device = (len(coded.layers), len(ERRORS), 2), exact.k.device
         self._sums = torch.zeros(shape, dtype=torch.float64, device=device)
         self._rows = torch.zeros((), dtype=torch.int64, device=device)
-        # Of the layer at work, from its write to its attention: which rows are no padding, bool [rows, 1], and the
-        # queries as the coded cache left them, [rows, heads, dim].
-        self._is_row = self._queries = torch.empty(0)
-
-    def rotate_and_write(self, layer: int, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
-        other = qkv.clone()  # each cache does to its own what it does anywhere
-        self.exact.rotate_and_write(layer, qkv, turn, slots)
-        self.coded.rotate_and_write(layer, other, turn, slots)
-        self._queries = other.view(len(other), turn.num_heads + 2 * turn.num_kv_heads, -1)[:, : turn.num_heads]
-        self._is_row = (slots >= 0).unsqueeze(1)
-        if layer == 0:  # the others see the same rows
-            self._rows += self._is_row.sum()
-        self._compare(layer, slots)
+        parts = zip(exact.layers, coded.layers, self._sums, strict=True)
+        self.layers = [CaptureLayer(*part, self._rows if i == 0 else None) for i, part in enumerate(parts)]
 
     def send(self, changes: list[tuple[int, int]]) -> None:
         self.exact.send(changes)
-
-    def attend(
-        self, layer: int, q: Tensor, view: AttentionView, scale: float, causal: bool = True, window: int = 0
-    ) -> Tensor:
-        out = self.exact.attend(layer, q, view, scale, causal, window)
-        self._add(layer, ATTENTION, self.coded.attend(layer, self._queries, view, scale, causal, window), out)
-        return out
 
     def errors(self) -> dict[str, Any]:
         """How far off codes are, relative to what they stand for, over all rows since `forget`; waits for the device.
@@ -73,24 +100,3 @@ class CaptureKV:
     def forget(self) -> None:
         self._sums.zero_()
         self._rows.zero_()
-
-    def _compare(self, layer: int, slots: Tensor) -> None:
-        """What lies in the two caches, as their kernels wrote it. A row without a slot is compared in another's."""
-        coded, slot = self.coded.layers[layer], slots.clamp(min=0).long()
-        block, offset = slot // coded.layout.block_size, slot % coded.layout.block_size
-        k, v = (cache[block, :, offset] for cache in self.exact.layers[layer])  # [rows, kv_heads, dim]
-        keys, values = (
-            Encoded(tuple(p[block, :, offset] for p in stored.planes), stored.scale[block, :, offset])
-            for stored in planes(coded)
-        )
-        centred = k if coded.centre is None else k.float() - coded.centre
-        self._add(layer, KEYS, coded.keys.decode(keys).flatten(1), centred.flatten(1))
-        self._add(layer, VALUES, coded.values.decode(values).flatten(1), v.flatten(1))
-
-    def _add(self, layer: int, error: int, got: Tensor, wanted: Tensor) -> None:  # [rows, n]; 'got' is used up
-        """No row is picked out by the host: one of padding, which may hold anything, counts as zero."""
-        squares = [
-            torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float32).square().where(self._is_row, 0)
-            for x in (got.float().sub_(wanted), wanted)
-        ]
-        self._sums[layer, error].add_(torch.cat(squares, dim=1).sum(0, dtype=torch.float64))

@@ -6,6 +6,7 @@ row's K/V depend on that row alone, so rollback is a shorter length and a prefix
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -13,6 +14,21 @@ from torch import Tensor
 
 from sparkdraft.cache.formats import Turn
 from sparkdraft.kernels.view import AttentionView
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayer:
+    k: Tensor  # [blocks, kv_heads, block_size, head_dim]
+    v: Tensor
+    ops: ModuleType
+    most_query: int
+
+    def write(self, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
+        self.ops.rope_write(qkv, *turn, self.k, self.v, slots)
+
+    def attend(self, q: Tensor, view: AttentionView, scale: float, causal: bool = True, window: int = 0) -> Tensor:
+        out: Tensor = self.ops.paged_attention(q, self.k, self.v, view, scale, causal, window, self.most_query)
+        return out
 
 
 class DenseKV:
@@ -28,23 +44,12 @@ class DenseKV:
         ops: ModuleType,
         most_query: int = 0,
     ) -> None:
-        """most_query: batches of up to so many rows a sequence give a row the same bits, where kernels see to that."""
+        """most_query: a row has the same bits in batches of up to this many rows per sequence."""
         shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
-        self.layers = list(zip(self.k.unbind(0), self.v.unbind(0), strict=True))
-        self.ops, self.most_query = ops, most_query
+        self.layers = [DenseLayer(k, v, ops, most_query) for k, v in zip(self.k, self.v, strict=True)]
         self.bytes_per_token = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
-
-    def rotate_and_write(self, layer: int, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
-        self.ops.rope_write(qkv, *turn, *self.layers[layer], slots)
 
     def send(self, changes: list[tuple[int, int]]) -> None:
         assert not changes, "all rows are exact here"
-
-    def attend(
-        self, layer: int, q: Tensor, view: AttentionView, scale: float, causal: bool = True, window: int = 0
-    ) -> Tensor:
-        layers = self.layers[layer]
-        out: Tensor = self.ops.paged_attention(q, *layers, view, scale, causal, window, self.most_query)
-        return out

@@ -8,6 +8,7 @@ that row alone, so rollback is a shorter length and a prefix block is complete b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -17,6 +18,21 @@ from sparkdraft.cache.formats import Turn
 from sparkdraft.kernels.turboquant.store import CodedLayer
 from sparkdraft.kernels.turboquant.vectors import VectorFormat
 from sparkdraft.kernels.view import AttentionView
+
+
+@dataclass(frozen=True, slots=True)
+class CodedLayerKV:
+    store: CodedLayer
+    ops: ModuleType
+    most_query: int
+
+    def write(self, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
+        self.ops.tq_rope_write(self.store, qkv, *turn, slots)
+
+    def attend(self, q: Tensor, view: AttentionView, scale: float, causal: bool = True, window: int = 0) -> Tensor:
+        assert causal, "only drafters look ahead, and they keep an exact cache"
+        out: Tensor = self.ops.tq_attention(self.store, q, view, scale, window, self.most_query)
+        return out
 
 
 class TurboQuantKV:
@@ -39,15 +55,15 @@ class TurboQuantKV:
         formats = {bits: VectorFormat(head_dim, bits, device=device) for bits in {*key_bits, value_bits}}
         self.exact_of = torch.full((num_blocks,), -1, dtype=torch.int32, device=device) if recent else None
         page_dtype = torch.float16 if device.type == "cuda" else torch.float32
-        self.layers = [
+        stores = [
             CodedLayer.make(
                 num_blocks, num_kv_heads, block_size, formats[bits], formats[value_bits], centre,
                 num_pages=num_pages, page_dtype=page_dtype, exact_of=self.exact_of, first=first, recent=recent,
             )
             for bits, centre in zip(key_bits, taken, strict=True)
         ]  # fmt: skip
-        self.ops, self.most_query = ops, most_query
-        self.bytes_per_token = sum(num_kv_heads * layer.layout.nbytes // block_size for layer in self.layers)
+        self.layers = [CodedLayerKV(store, ops, most_query) for store in stores]
+        self.bytes_per_token = sum(num_kv_heads * store.layout.nbytes // block_size for store in stores)
 
     def send(self, changes: list[tuple[int, int]]) -> None:
         """(block, its page or -1) of blocks that got or lost one, before the step that needs to know."""
@@ -55,13 +71,3 @@ class TurboQuantKV:
         if changes:
             blocks, pages = torch.tensor(changes, dtype=torch.int32).t().to(self.exact_of.device, non_blocking=True)
             self.exact_of[blocks.long()] = pages
-
-    def rotate_and_write(self, layer: int, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
-        self.ops.tq_rope_write(self.layers[layer], qkv, *turn, slots)
-
-    def attend(
-        self, layer: int, q: Tensor, view: AttentionView, scale: float, causal: bool = True, window: int = 0
-    ) -> Tensor:
-        assert causal, "only drafters look ahead, and they keep an exact cache"
-        out: Tensor = self.ops.tq_attention(self.layers[layer], q, view, scale, window, self.most_query)
-        return out
