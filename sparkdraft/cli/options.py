@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace, _ArgumentGroup
 from collections.abc import Collection, Sequence
@@ -94,7 +93,6 @@ def load_llm(args: Namespace, **more: Any) -> LLM:
                 meter.stage(f"warming up {args.model}")
 
         llm = LLM(progress=report, **options)
-        gc.freeze()  # what is loaded stays: searching it for garbage would take 2 ms now and then, in a step's middle
     if args.verbose:
         show_plan(llm.plan, llm.facts())
     else:

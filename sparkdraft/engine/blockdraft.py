@@ -1,15 +1,16 @@
 """The tensor side of block drafting: feeds a drafter the hidden states of committed rows, and asks it for blocks.
 
 Rows of a prompt chunk are observed at once. Rows of decoding wait until the request drafts again or a block of the
-cache becomes full, and are then observed together: a parked drafter costs next to nothing, and every full block holds
-its draft K/V, so whoever finds it in the prefix cache can draft from there.
+cache becomes full, and are then observed together: a parked drafter costs about 1 % of a step, and a full block has its
+draft K/V before another request can find it in the prefix cache.
 
     committed rows   | observed ................ | pending |         pending never reaches across a full block
     K/V of a draft                                         | anchor, masks |   overwritten once rows are committed
 
-Observing a row costs about 2 % of what the target costs for it. In a batch so large that no draft could pay for itself
-nobody drafts, so the engine passes rows over (`pass_over`). Their blocks are marked, drafts of later steps look past
-them, and a request drafts again from the first block on that was observed from its beginning.
+Observing a row costs up to 2 % of what the target costs for it. In a batch so large that no draft could pay for itself,
+rows of requests that did not ask for drafts are passed over (`pass_over`). Their blocks are marked for as long as they
+live, also in the prefix cache; later drafts look past them, and a request drafts again from the first block on that was
+observed from its beginning.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class BlockDraft:
             return
         pending = self._pending.get(work.request)
         if pending is None:
-            room = torch.empty_like(runner.taps[: self.plan.block_size + self.block_size])
+            shape = (self.plan.block_size + self.block_size, *runner.taps.shape[1:])
+            room = torch.empty(shape, dtype=runner.taps.dtype, device=runner.taps.device)
             pending = self._pending[work.request] = Pending(work.start, room, _table(room))
             self._rows = _table(runner.taps)
         assert pending.start + pending.count == work.start, (pending.start, pending.count, work.start)

@@ -15,7 +15,7 @@ from typing import Any
 from sparkdraft.core import AUTO, Batch, Request, SamplingParams, UserError
 from sparkdraft.engine.blockdraft import BlockDraft
 from sparkdraft.engine.runner import Runner
-from sparkdraft.spec.depth import DepthController, DepthState, depth_choices
+from sparkdraft.spec.depth import Bucket, DepthController, DepthState, bucket_of, depth_choices
 from sparkdraft.spec.ngram import NgramIndex
 from sparkdraft.spec.stats import SpecStats
 
@@ -58,8 +58,9 @@ class Drafting:
         self._max_model_len = max_model_len
         self._requests: dict[Request, Speculation] = {}
         self._num_plain = 0  # steps in which nobody drafted
-        self._asked_for, self._pays = 0, True  # requests in a step, and what `could_pay` said of so many
-        self._plain_known = (0, 0)  # requests, and the first one's context in units of 256: such plain steps were timed
+        self._num_observed = 0  # steps
+        self._pays: dict[Bucket, bool] = {}  # what `could_pay` said of batches like these
+        self._plain_known: Bucket | None = None  # batches whose plain steps have been timed
         self._num_steps: Counter[tuple[int, int]] = Counter()  # by requests and rows
 
     def check(self, params: SamplingParams) -> None:
@@ -105,9 +106,14 @@ class Drafting:
         """After the step: committed rows to the drafter, acceptance to the controller and the statistics."""
         if not self.max_depth:
             return
-        row, could_pay = 0, self._could_pay(batch)
+        self._num_observed += 1
+        if self._num_observed % PLAIN_SAMPLE == 0:
+            self._pays.clear()  # asked again now and then: asking takes 0.2 % of a step
+        row, longest = 0, max(w.stop for w in batch.work)
+        decoding = sum(w.decodes for w in batch.work)  # as many as depths were chosen for; prompts will join them
         for work, accepted in zip(batch.work, num_accepted, strict=True):
-            if self.block and (could_pay or self._asked(work.request)):
+            pays = self._could_pay(decoding if work.decodes else len(batch.work), longest)
+            if self.block and (pays or work.drafts or self._asked(work.request)):
                 self.block.observe(work, accepted, runner, row)
             elif self.block:
                 self.block.pass_over(work, accepted)
@@ -190,11 +196,11 @@ class Drafting:
     def _wants_plain(self, contexts: list[int]) -> bool:
         """Whether a plain step is to be timed: those that are known are many and alike, so one of several will do."""
         self._num_plain += 1
-        kind = (len(contexts), contexts[0] // 256)
-        if self._num_plain % PLAIN_SAMPLE == 0 or kind != self._plain_known:
-            longest = max(contexts)
-            if all(c.knows_plain(len(contexts), longest) for c in self.controllers.values()):
-                self._plain_known = kind
+        num, longest = len(contexts), max(contexts)
+        bucket = bucket_of(num, longest)
+        if self._num_plain % PLAIN_SAMPLE == 0 or bucket != self._plain_known:
+            if all(controller.knows_plain(num, longest) for controller in self.controllers.values()):
+                self._plain_known = bucket
             return True
         return False
 
@@ -204,16 +210,14 @@ class Drafting:
             if sources <= {source}:
                 controller.measured(deepest, num, longest, seconds)
 
-    def _could_pay(self, batch: Batch) -> bool:
-        """Whether the drafter could be of use in a batch like this, or has to see its rows in any case."""
+    def _could_pay(self, num: int, longest: int) -> bool:
+        """Whether the drafter could be of use among so many requests, or has to see their rows in any case."""
         if self.block is None or not self.block.may_pass_over:
             return True
-        num, work = len(batch.work), batch.work
-        if (
-            self._asked_for != num or self._num_plain % PLAIN_SAMPLE == 0
-        ):  # not every step: it takes as long as 0.2 % of one
-            self._asked_for, self._pays = num, self.controllers[self._model].could_pay(num, max(w.stop for w in work))
-        return self._pays
+        bucket = bucket_of(num, longest)
+        if bucket not in self._pays:
+            self._pays[bucket] = self.controllers[self._model].could_pay(num, longest)
+        return self._pays[bucket]
 
     def _check(self, name: str, depth: int | None) -> None:
         if depth and depth > self.max_depth:

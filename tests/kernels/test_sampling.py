@@ -65,3 +65,14 @@ def test_a_row_draws_the_same_whatever_rows_are_beside_it() -> None:
     logits = logits[: len(rows)]
     together = draw(native, logits, rows).tolist()
     assert together == [draw(native, logits[i : i + 1], rows[i : i + 1]).tolist()[0] for i in range(len(rows))]
+
+
+@needs_compiler
+@pytest.mark.parametrize("value", [float("-inf"), float("nan")])
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+def test_a_row_without_a_number_draws_some_column(params: SamplingParams, value: float) -> None:
+    logits = torch.full((4, 100), value)
+    logits[2:] = torch.randn(2, 100)
+    logits[3, 8] = float("nan")
+    drawn = draw(native, logits, rows_of(params, 1)[:4]).tolist()
+    assert all(0 <= column < 100 for column in drawn)

@@ -135,3 +135,18 @@ def test_who_asks_for_drafts_gets_them_in_any_batch(llm: LLM, logits: list[torch
     plain = [r.completions[0].ids for r in llm.generate([LONG, SHORT], greedy(OUTPUT, 0))]
     drafted = [r.completions[0].ids for r in llm.generate([LONG, SHORT], [greedy(OUTPUT, 3), greedy(OUTPUT, 0)])]
     assert drafted == plain and logits and all(torch.isfinite(x).all() for x in logits)
+
+
+def test_rows_beside_a_prompt_are_shown_where_a_request_decodes_alone(llm: LLM, logits: list[torch.Tensor]) -> None:
+    """Depths are chosen for those that decode: one, which may draft. The newcomer is passed over: two would decode."""
+    engine, block = llm.engine, llm.engine.drafting.block
+    assert block
+    engine.add(LONG, greedy(OUTPUT), "long")
+    for _ in range(4):
+        engine.step()
+    engine.add(SHORT, greedy(1), "short")
+    engine.step()
+    own = engine._by_id["long"][0].blocks
+    assert not block._gaps[own].any() and block._gaps.any()
+    finish(engine)
+    assert all(torch.isfinite(x).all() for x in logits)

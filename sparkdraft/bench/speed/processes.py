@@ -44,7 +44,7 @@ def drafted(name: str, wanted: Names, progress: Progress) -> dict[str, Sample]:
         found.append(in_turn(plain, auto, 1, part(progress, done, count)))
     metrics = {f"drafted-{name}": "tok_s", "start-with-drafter": "start_ms", "start-in-steps": "steps_ms"}
     return {
-        line: joined((each[metric] for each in found), differ=True)
+        line: joined((each[metric] for each in found), differ=metric == "tok_s")
         for line, metric in metrics.items()
         if line in wanted
     }

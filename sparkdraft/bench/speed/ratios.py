@@ -35,7 +35,9 @@ class Sample:
 
     @property
     def noise(self) -> float:
-        """How far off the ratio may be, as a share of it."""
+        """How far off the ratio may be, as a share of it. A mean is moved by one bad round, so all of them count."""
+        if self.differ:
+            return math.sqrt(2 * statistics.fmean(math.log(c) ** 2 for c in self.controls) / len(self.ratios))
         return TWO_ERRORS * statistics.median(abs(math.log(c)) for c in self.controls) / math.sqrt(len(self.ratios))
 
 

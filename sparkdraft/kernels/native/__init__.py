@@ -1,6 +1,7 @@
 """The operators of `kernels/reference.py` for CPUs, in C++, and integer matmuls on repacked weights (`PackedLinear`).
 
-Names, signatures and meaning are the reference's; tensors are float32 on the CPU. A row's result has the same bits
+Names, signatures and meaning are the reference's, but for `sample`, which does what engine/sampler.py does in
+several steps; tensors are float32 on the CPU. A row's result has the same bits
 whatever rows are beside it and however many threads run, so drafted and plain decoding agree exactly. The C++ beside
 this file is compiled on first use (`build.py`); where that cannot be, `unavailable_reason()` says why, and callers
 choose the reference instead.
@@ -194,7 +195,8 @@ def sample(
     rows, columns = logits.shape
     out = torch.empty(rows, dtype=torch.int64)
     logits, floats, integers = logits.contiguous(), np.ascontiguousarray(floats), np.ascontiguousarray(integers)
-    places = [floats.ctypes.data, integers.ctypes.data, None if ids is None else ids.contiguous().data_ptr()]
+    ids = None if ids is None else ids.contiguous()
+    places = [floats.ctypes.data, integers.ctypes.data, None if ids is None else ids.data_ptr()]
     c.sd_sample(logits.data_ptr(), logits.stride(0), rows, columns, *places, out.data_ptr())
     return out
 

@@ -89,6 +89,7 @@ float kth_largest(const float* weights, int64_t n, int64_t k, std::vector<float>
         gather(weights, n, least, scratch);
         if (int64_t(scratch.size()) >= k) break;
     }
+    if (int64_t(scratch.size()) < k) return 0;
     std::nth_element(scratch.begin(), scratch.begin() + (k - 1), scratch.end(), std::greater<float>());
     return scratch[k - 1];
 }
@@ -142,6 +143,12 @@ int64_t draw(const Row& row, const float* weights, float least) {
 }
 
 int64_t sample(const Row& row, std::vector<float>& weights, std::vector<float>& scratch) {
+    if (!std::isfinite(row.top)) {  // no logit is a number, or one is not: there is nothing to weigh
+        for (int64_t v = 0; v < row.columns; ++v) {
+            if (row.x[v] == row.top) return v;
+        }
+        return 0;
+    }
     if (!row.filtered()) return draw(row, nullptr, 0);
     weights.resize(row.columns);
     const double total = weigh(row, weights.data());
