@@ -1,4 +1,4 @@
-"""Kernels know tensors and nothing else. Three modules hold the same functions; a plan names the one that runs."""
+"""Kernels know tensors and nothing else. Three modules hold the same operators; a plan names the one that runs."""
 
 from __future__ import annotations
 

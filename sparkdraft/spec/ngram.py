@@ -56,10 +56,7 @@ class NgramIndex:
 
     def extend(self, ids: Sequence[int]) -> None:
         """Record committed ids, in order: the prompt, then the output as it comes."""
-        if len(ids) == 1 and not self._waiting and len(self._ids) < len(self._newest):  # most steps
-            self._follow(ids[0])
-        else:
-            self._waiting.extend(ids)
+        self._waiting.extend(ids)
 
     @property
     def matches(self) -> bool:

@@ -1,10 +1,9 @@
 """The operators of `kernels/reference.py` for CPUs, in C++, and integer matmuls on repacked weights (`PackedLinear`).
 
-Names, signatures and meaning are the reference's, but for `sample`, which does what engine/sampler.py does in
-several steps; tensors are float32 on the CPU. A row's result has the same bits
-whatever rows are beside it and however many threads run, so drafted and plain decoding agree exactly. The C++ beside
-this file is compiled on first use (`build.py`); where that cannot be, `unavailable_reason()` says why, and callers
-choose the reference instead.
+Names, signatures and meaning are the reference's; `sample` alone is not there, and does at once what engine/sampler.py
+does in several steps. Tensors are float32 on the CPU. A row's result has the same bits whatever rows are beside it and
+however many threads run, so drafted and plain decoding agree exactly. The C++ beside this file is compiled on first use
+(`build.py`); where that cannot be, `unavailable_reason()` says why, and callers choose the reference instead.
 
 The tq_ operators, of a compressed KV cache, are the reference's own: torch runs them, so steps that hold one are not
 recorded.
