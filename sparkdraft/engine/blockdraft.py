@@ -28,7 +28,7 @@ from sparkdraft.core import Request, Work
 from sparkdraft.engine.graphs import Graphs, Shape
 from sparkdraft.engine.inputs import IntArray, Rows, StepInputs
 from sparkdraft.engine.runner import Runner
-from sparkdraft.engine.sampler import argmax, draw
+from sparkdraft.engine.sampler import pick
 from sparkdraft.kernels import Unrecordable
 from sparkdraft.plan.resolve import Fallback, Plan
 from sparkdraft.spec.drafter import DraftBlock, Drafter
@@ -62,9 +62,11 @@ class BlockDraft:
         self._seen = SeenRows(plan.max_seqs * (plan.block_size + self.block_size), drafter, device)
         self._graphs = Graphs(self._propose, ops) if plan.graphs else None
         self._observing = Graphs(self._observe, ops) if plan.graphs else None
-        self._ids: Tensor | None = None  # int64 [draft vocabulary], what columns of its logits stand for
+        self._targets: Tensor | None = None  # int64 [draft vocabulary], what columns of its logits stand for
+        self._target_list: list[int] = []  # the same, for the host
         self._rows: Table = None  # the runner's taps
         self._gaps = np.zeros(plan.num_blocks, dtype=bool)  # by block: it has rows that were passed over
+        self._has_gaps = False  # whether any row was ever passed over: looking at the blocks takes 0.5 % of a step
         self.may_pass_over = True  # steps that the device takes by itself look at all blocks: flight.py says no
 
     def width(self, depth: int) -> int:
@@ -96,6 +98,7 @@ class BlockDraft:
 
     def pass_over(self, work: Work, num_accepted: int) -> None:
         """The work's rows will not be shown to the drafter, and neither will those of it that wait."""
+        self._has_gaps = True
         self._mark(work, work.num_known + num_accepted, gap=True)
         self._pending.pop(work.request, None)  # all in the block that this work's first row is in
 
@@ -129,8 +132,8 @@ class BlockDraft:
         self._inputs.fill(parts)
         shape = Shape(len(works), len(works) * width, width, len(works) * depth)
         self._graphs, logits = self._replay(self._graphs, self._propose, shape)
-        ids = self._pick(logits, works, depth).view(len(works), depth).tolist()
-        return [row[: w.most_drafts] for row, w in zip(ids, works, strict=True)]
+        ids = self._pick(logits, works, depth)
+        return [ids[i * depth : i * depth + w.most_drafts] for i, w in enumerate(works)]
 
     def _mark(self, work: Work, count: int, gap: bool) -> None:
         """A block has a gap from the first row on that is passed over, until its rows are written anew."""
@@ -144,22 +147,21 @@ class BlockDraft:
 
     def _visible(self, work: Work) -> IntArray | None:
         """The request's blocks without gaps, and those that the drafts are written to; None if those are all."""
+        if not self._has_gaps:
+            return None
         blocks = np.frombuffer(work.request.blocks, dtype=np.int32)
         gaps = self._gaps[blocks]
         gaps[work.start // self.plan.block_size :] = False  # not written yet, or `is_ready` has looked at it
         return blocks[~gaps] if gaps.any() else None
 
-    def _pick(self, logits: Tensor, works: list[Work], depth: int) -> Tensor:
+    def _pick(self, logits: Tensor, works: list[Work], depth: int) -> list[int]:
         """The likeliest ids; for sampled requests those that the sampler's own dice give with the drafter's logits."""
-        columns = argmax(logits)
-        if self._ids is None:
-            self._ids = self.drafter.to_target(torch.arange(logits.shape[1], device=self.device))
-        warm = [(i, w.request) for i, w in enumerate(works) if w.request.params.temperature > 0]
-        if warm:
-            index = torch.tensor([i * depth + k for i, _ in warm for k in range(depth)], device=self.device)
-            rows = [(request, request.num_tokens + k) for _, request in warm for k in range(depth)]
-            columns[index] = draw(self.ops, logits[index], rows, self._ids)
-        return self._ids[columns]
+        rows = [(w.request, w.request.num_tokens + k) for w in works for k in range(depth)]
+        if self._targets is None:
+            self._targets = self.drafter.to_target(torch.arange(logits.shape[1], device=self.device))
+            self._target_list = self._targets.tolist()
+        targets = self._target_list
+        return [targets[column] for column in pick(self.ops, logits, rows, self._targets).tolist()]
 
     def release(self, request: Request) -> None:
         self._pending.pop(request, None)
@@ -203,12 +205,14 @@ class SeenRows:
         self._array = self._host.numpy()
         self.positions, self.slots = self._host if device.type == "cpu" else self._host.to(device)
         self.taps = torch.empty(0)  # [room, layers tapped, hidden], made when the first rows come
+        self._rows: Table = None  # the same memory
 
     def fill(self, waiting: list[tuple[Request, Pending]], block_size: int) -> int:
         """Returns the rows to be seen: up to a power of two, so that few numbers are recorded; some are nobody's."""
-        parts = [pending.taps[: pending.count] for _, pending in waiting]
         if not len(self.taps):
-            self.taps = torch.zeros(self._room, *parts[0].shape[1:], dtype=parts[0].dtype, device=self._device)
+            shape = (self._room, *waiting[0][1].taps.shape[1:])
+            self.taps = torch.zeros(shape, dtype=waiting[0][1].taps.dtype, device=self._device)
+            self._rows = _table(self.taps)
         end = 0
         for request, pending in waiting:
             span = np.arange(pending.start, pending.start + pending.count)
@@ -216,7 +220,7 @@ class SeenRows:
             begin, end = end, end + pending.count
             self._array[0, begin:end] = span
             self._array[1, begin:end] = blocks[span // block_size] * block_size + span % block_size
-        torch.cat(parts, out=self.taps[:end])
+            self._rows[begin:end] = pending.rows[: pending.count]
         begin, end = end, min(1 << (end - 1).bit_length(), self._room)
         self._array[1, begin:end] = -1
         if self._device.type != "cpu":  # waits: the host's side may be filled again before the device gets here

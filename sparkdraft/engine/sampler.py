@@ -8,6 +8,7 @@ Log-probabilities are the model's own, before any of this.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -128,14 +129,7 @@ class Sampler:
             self._edit(logits, index, row)
         if any(r.grammar for r in rows):
             self._constrain(logits, rows)
-        warm = [i for i, r in enumerate(rows) if r.request.params.temperature > 0]
-        if len(warm) == len(rows):
-            return Sampled(self._draw(logits, rows), logprobs)
-        ids = argmax(logits)
-        if warm:
-            chosen = self._column(warm)
-            ids[chosen] = self._draw(logits[chosen], [rows[i] for i in warm])
-        return Sampled(ids, logprobs)
+        return Sampled(pick(self.ops, logits, [(r.request, r.position) for r in rows]), logprobs)
 
     def forget(self, request: Request) -> None:
         self._tallies.pop(request, None)
@@ -212,32 +206,43 @@ class Sampler:
             open_mask[token // 8] &= 255 ^ (1 << token % 8)
         return open_mask if open_mask.any() else mask
 
-    # ---- drawing
+    # ---- the parts
 
     def _column(self, values: Sequence[float | int | bool]) -> Tensor:  # [rows]
         return torch.tensor(values, device=self.device)
-
-    def _draw(self, logits: Tensor, rows: list[SampleRow]) -> Tensor:  # int64 [rows]
-        return draw(self.ops, logits, [(r.request, r.position) for r in rows])
 
     def _raw_logprobs(self, logits: Tensor, rows: list[SampleRow]) -> dict[int, tuple[Tensor, int]]:
         wanted = {i: r.request.params.logprobs for i, r in enumerate(rows)}
         return {i: (logits[i].log_softmax(-1), top) for i, top in wanted.items() if top is not None}
 
 
-def draw(ops: ModuleType, logits: Tensor, rows: Sequence[tuple[Request, int]], ids: Tensor | None = None) -> Tensor:
-    """int64 [rows]: the column of 'logits' [rows, columns] that each row draws, all of them at a temperature above 0.
+def pick(ops: ModuleType, logits: Tensor, rows: Sequence[tuple[Request, int]], ids: Tensor | None = None) -> Tensor:
+    """int64 [rows]: the column of 'logits' [rows, columns] that each row takes, the largest or the one it draws.
 
-    rows: whose parameters and seed they are sampled with, and at which position. ids: what the columns stand for.
+    rows: whose parameters and seed, and at which position. ids: what the columns stand for, None for themselves.
+    """
+    warm = [i for i, (request, _) in enumerate(rows) if request.params.temperature > 0]
+    if len(warm) == len(rows):
+        return draw(ops, logits, rows, ids)
+    columns = argmax(logits)
+    if warm:
+        index = torch.tensor(warm, device=logits.device)
+        columns[index] = draw(ops, logits[index], [rows[i] for i in warm], ids)
+    return columns
+
+
+def draw(ops: ModuleType, logits: Tensor, rows: Sequence[tuple[Request, int]], ids: Tensor | None = None) -> Tensor:
+    """As `pick`, for rows that all have a temperature above 0.
+
     Kernels that can do it at once are asked to (`sample`); with the others, filters are worked out first.
     """
     params = [request.params for request, _ in rows]
     seeds, positions = [request.seed for request, _ in rows], [position for _, position in rows]
     drawn: Tensor
     if hasattr(ops, "sample"):
-        floats = [[p.temperature for p in params], [p.min_p for p in params], [p.top_p for p in params]]
-        integers = [[p.top_k for p in params], seeds, positions]
-        drawn = ops.sample(logits, np.array(floats, np.float32), np.array(integers, np.int64), ids)
+        floats = array("f", [*(p.temperature for p in params), *(p.min_p for p in params), *(p.top_p for p in params)])
+        integers = array("q", [*(p.top_k for p in params), *seeds, *positions])
+        drawn = ops.sample(logits, floats, integers, ids)
         return drawn
     device = logits.device
     scaled = allowed(logits, Knobs.of(params, device), Filters.of(params))

@@ -42,6 +42,16 @@ float largest(const float* x, int64_t n) {
     return found;
 }
 
+// The first column of the largest, which is 'top'; 0 if none is.
+int64_t first_of(const float* x, int64_t n, float top) {
+    int64_t i = 0;
+    while (i + STRIP <= n && !(largest_of_strip(x + i) >= top)) i += STRIP;
+    for (; i < n; ++i) {
+        if (x[i] == top) return i;
+    }
+    return 0;
+}
+
 // One row of logits and how it is sampled. Scaled logits are (x - top) / temperature, so that the largest is 0.
 struct Row {
     const float* x;
@@ -121,8 +131,7 @@ float least_weight(const Row& row, const float* weights, double total, std::vect
 // LARGEST, and below (n + 1) ln 2 where its bits begin with n ones, so hardly any logarithm is taken.
 int64_t draw(const Row& row, const float* weights, float least) {
     const float* x = row.x;
-    int64_t best = 0;
-    while (best + 1 < row.columns && x[best] != row.top) ++best;
+    int64_t best = first_of(x, row.columns, row.top);
     float total = row.scaled(best) + noise_of(row.bits(best));
     for (int64_t i = 0; i < row.columns; i += STRIP) {
         const int64_t end = std::min(i + STRIP, row.columns);
@@ -143,12 +152,8 @@ int64_t draw(const Row& row, const float* weights, float least) {
 }
 
 int64_t sample(const Row& row, std::vector<float>& weights, std::vector<float>& scratch) {
-    if (!std::isfinite(row.top)) {  // no logit is a number, or one is not: there is nothing to weigh
-        for (int64_t v = 0; v < row.columns; ++v) {
-            if (row.x[v] == row.top) return v;
-        }
-        return 0;
-    }
+    // If no logit is a number, or one is not, there is nothing to weigh.
+    if (!std::isfinite(row.top)) return first_of(row.x, row.columns, row.top);
     if (!row.filtered()) return draw(row, nullptr, 0);
     weights.resize(row.columns);
     const double total = weigh(row, weights.data());
