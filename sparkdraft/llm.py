@@ -23,7 +23,7 @@ from sparkdraft.defaults import OPENAI, model_defaults
 from sparkdraft.engine.build import build_engine, find_drafter, make_plan
 from sparkdraft.engine.centre import TEXT
 from sparkdraft.engine.facts import facts
-from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.registry import read_config
 from sparkdraft.text import chat
 from sparkdraft.text.tokenizer import Tokenizer
 from sparkdraft.weights.checkpoint import open_checkpoint
@@ -87,7 +87,7 @@ class LLM:
             raise UserError(f"unknown option {unknown[0]}; known are {', '.join(sorted(known))}")
         config = EngineConfig(model=model, **options)
         self.checkpoint = open_checkpoint(model)
-        self.model_config = ModelConfig.from_hf(self.checkpoint.config)
+        self.model_config = read_config(self.checkpoint.config)
         drafter = find_drafter(config, self.model_config)
         self.plan = make_plan(config, self.model_config, drafter)
         self.tokenizer = Tokenizer.of(self.checkpoint)

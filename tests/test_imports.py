@@ -17,6 +17,9 @@ NO_TORCH = [
     "cache.prefix",
     "engine.scheduler",
     "models.config",
+    "models.keys",
+    "models.layers",
+    "models.registry",  # and with it every architecture: reading a config.json needs no torch
     "cli.main",
     "spec.depth",
     "spec.stats",
@@ -50,7 +53,11 @@ FORBIDDEN = {
     ],
     "models": ["sparkdraft.engine", "sparkdraft.spec", "sparkdraft.text"],
     "spec": ["sparkdraft.engine", "sparkdraft.text", "sparkdraft.cli"],
-    "cache": ["sparkdraft.engine", "sparkdraft.text", "sparkdraft.models"],
+    "cache": [
+        "sparkdraft.engine",
+        "sparkdraft.text",
+        *(f"sparkdraft.models.{part}" for part in ("blocks", "config", "registry", "rope")),  # but not "layers"
+    ],
     "weights": ["sparkdraft.engine", "sparkdraft.models", "sparkdraft.cache"],
     "text": ["sparkdraft.engine", "sparkdraft.models", "sparkdraft.cache", "sparkdraft.kernels"],
     "server": ["sparkdraft.cli", "sparkdraft.bench", "sparkdraft.train", "sparkdraft.models", "sparkdraft.kernels"],

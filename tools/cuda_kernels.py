@@ -24,7 +24,7 @@ from sparkdraft.bench.bandwidth import memory_bandwidth
 from sparkdraft.kernels import cuda
 from sparkdraft.kernels.cuda import attention
 from sparkdraft.kernels.cuda.attention import Tile
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.view import AttentionParams, AttentionView
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 HIDDEN, INTER = 4096, 12288
@@ -85,7 +85,7 @@ class Cache:
     def attend(self, seqs: int, rows: int, context: int) -> float:
         q = randn(seqs * rows, (HEADS + 2 * KV_HEADS) * DIM)[:, : HEADS * DIM].view(-1, HEADS, DIM)
         views = self.views(seqs, rows, context)
-        return seconds([lambda v=v: cuda.paged_attention(q, self.k, self.v, v, SCALE) for v in views])
+        return seconds([lambda v=v: cuda.paged_attention(q, self.k, self.v, v, AttentionParams(SCALE)) for v in views])
 
 
 def report(results: dict[str, object], name: str, time: float, rate: float, unit: str, ceiling: float) -> None:

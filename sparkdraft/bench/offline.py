@@ -27,6 +27,7 @@ from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.engine.engine import Engine
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.plan.memory import MemoryPlan
+from sparkdraft.plan.sizes import model_sizes
 from sparkdraft.spec.dflash import DFlash
 
 WARM_STEPS = 8  # of plain decoding: kernels are compiled, the one shape is recorded
@@ -304,9 +305,7 @@ class Bench:
     def prompt_operations(self, load: Load) -> float:
         """Of all prompts: each row times the layers' weights, and its scores and sums over the keys before it."""
         model, rows = self.model, load.streams * load.prompt_len
-        weights = model.num_parameters - model.hidden_size * model.vocab_size
-        keys = load.prompt_len / 2  # on average
-        return rows * (2.0 * weights + 4 * model.num_layers * model.num_heads * model.head_dim * keys)
+        return rows * model_sizes(model).operations(keys=load.prompt_len / 2)  # on average
 
     def floor_bytes(self, load: Load, drafted: float = 0.0) -> dict[str, float]:
         """What a step must read, by what it is; of the drafter's, the share of steps that draft. Heads count as read

@@ -7,6 +7,7 @@ of quality, and a random drafter's drafts are accepted only where bench/syntheti
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,20 +18,23 @@ from sparkdraft.core import UserError
 from sparkdraft.engine.build import DraftSource, build_engine, make_plan
 from sparkdraft.engine.devices import detect
 from sparkdraft.engine.engine import Engine
-from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.config import ModelConfig, uniform_config
+from sparkdraft.models.layers import AttentionSpec, DenseSpec, LayerSpec
 from sparkdraft.spec.config import DraftConfig, LayerMask, check_fits
 from sparkdraft.train.recipe import spread_taps
 from sparkdraft.weights.loader import Progress
 
 Sizes = dict[str, tuple[int, ...]]
 
+_qwen3, _llama = partial(uniform_config, "qwen3", qk_norm=True), partial(uniform_config, "llama")
+
 SHAPES = {
-    "tiny": ModelConfig("qwen3", 8, 64, 128, 4, 2, 32, 512, 4096, 1e-6, 1e6, None, True),  # does it run at all?
-    "smollm2-135m": ModelConfig("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192, 1e-5, 1e5, None, True),
-    "qwen3-0.6b": ModelConfig("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, 40960, 1e-6, 1e6, None, True),
-    "qwen3-4b": ModelConfig("qwen3", 36, 2560, 9728, 32, 8, 128, 151936, 40960, 1e-6, 1e6, None, True),
-    "qwen3-8b": ModelConfig("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, 40960, 1e-6, 1e6, None, False),
-    "llama-3.1-8b": ModelConfig("llama", 32, 4096, 14336, 32, 8, 128, 128256, 131072, 1e-5, 5e5, None, False),
+    "tiny": _qwen3(8, 64, 128, 4, 2, 32, 512, 4096, 1e-6, 1e6, None, True, qk_norm=True),  # does it run at all?
+    "smollm2-135m": _llama(30, 576, 1536, 9, 3, 64, 49152, 8192, 1e-5, 1e5, None, True),
+    "qwen3-0.6b": _qwen3(28, 1024, 3072, 16, 8, 128, 151936, 40960, 1e-6, 1e6, None, True, qk_norm=True),
+    "qwen3-4b": _qwen3(36, 2560, 9728, 32, 8, 128, 151936, 40960, 1e-6, 1e6, None, True),
+    "qwen3-8b": _qwen3(36, 4096, 12288, 32, 8, 128, 151936, 40960, 1e-6, 1e6, None, False, qk_norm=True),
+    "llama-3.1-8b": _llama(32, 4096, 14336, 32, 8, 128, 128256, 131072, 1e-5, 5e5, None, False),
 }
 
 
@@ -57,8 +61,10 @@ def drafter_shape(name: str, target: ModelConfig) -> DraftConfig:
     if name not in DRAFTER_SHAPES:
         raise UserError(f"drafter shape '{name}' is not known; known are {', '.join(DRAFTER_SHAPES)}")
     own = DRAFTER_SHAPES[name]
+    attention, mlp = target.uniform()
+    layer = LayerSpec(replace(attention), mlp)
     draft = DraftConfig(
-        model=replace(target, model_type="qwen3", num_layers=own.num_layers, tie_embeddings=True),
+        model=replace(target, model_type="qwen3", layers=(layer,) * own.num_layers, tie_embeddings=True),
         taps=spread_taps(target.num_layers, own.num_taps),
         block_size=own.block_size,
         mask_token_id=target.vocab_size - 1,
@@ -121,23 +127,26 @@ def drafter_tensor_shapes(draft: DraftConfig) -> Sizes:
 
 
 def _layer_shapes(model: ModelConfig, prefix: str) -> Sizes:
-    hidden, inter = model.hidden_size, model.intermediate_size
-    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    layer: Sizes = {
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-        "self_attn.q_proj": (q, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, q),
-        "mlp.gate_proj": (inter, hidden),
-        "mlp.up_proj": (inter, hidden),
-        "mlp.down_proj": (hidden, inter),
-    }
-    if model.model_type == "qwen3":
-        layer |= {"self_attn.q_norm": (model.head_dim,), "self_attn.k_norm": (model.head_dim,)}
-    layers = range(model.num_layers)
-    return {f"{prefix}layers.{i}.{name}.weight": size for i in layers for name, size in layer.items()}
+    sizes: Sizes = {}
+    hidden = model.hidden_size
+    for i, layer in enumerate(model.layers):
+        attention, mlp = layer.mixer, layer.mlp
+        assert isinstance(attention, AttentionSpec) and isinstance(mlp, DenseSpec), layer
+        own: Sizes = {
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+            "self_attn.q_proj": (attention.query_width, hidden),
+            "self_attn.k_proj": (attention.kv_width, hidden),
+            "self_attn.v_proj": (attention.kv_width, hidden),
+            "self_attn.o_proj": (hidden, attention.query_width),
+            "mlp.gate_proj": (mlp.intermediate_size, hidden),
+            "mlp.up_proj": (mlp.intermediate_size, hidden),
+            "mlp.down_proj": (hidden, mlp.intermediate_size),
+        }
+        if attention.qk_norm:
+            own |= {f"self_attn.{part}_norm": (attention.head_dim,) for part in "qk"}
+        sizes |= {f"{prefix}layers.{i}.{name}.weight": size for name, size in own.items()}
+    return sizes
 
 
 class SilentTokenizer:

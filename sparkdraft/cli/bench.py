@@ -199,11 +199,11 @@ def _check_accept(args: Namespace) -> None:
     if args.plot and (plot.is_dir() or not plot.parent.is_dir()):
         raise UserError(f"--plot is {args.plot}; give a file in a folder that exists")
     from sparkdraft.engine.build import find_drafter
-    from sparkdraft.models.config import ModelConfig
+    from sparkdraft.models.registry import read_config
     from sparkdraft.weights.checkpoint import open_checkpoint
 
     config = EngineConfig(**engine_options(args))
-    if find_drafter(config, ModelConfig.from_hf(open_checkpoint(args.model).config)) is None:
+    if find_drafter(config, read_config(open_checkpoint(args.model).config)) is None:
         raise UserError(f"{args.model} has no drafter to measure; name one with --drafter, and leave --spec on auto")
 
 

@@ -66,11 +66,11 @@ def run(args: Namespace) -> int:
     formats, streams = _check(args), numbers("--concurrency", args.concurrency)
     from sparkdraft.bench import kv
     from sparkdraft.bench.shapes import shape
-    from sparkdraft.models.config import ModelConfig
+    from sparkdraft.models.registry import read_config
     from sparkdraft.weights.checkpoint import open_checkpoint
 
     checkpoint = None if args.shape else open_checkpoint(args.model)
-    model = ModelConfig.from_hf(checkpoint.config) if checkpoint else shape(args.shape)
+    model = read_config(checkpoint.config) if checkpoint else shape(args.shape)
     plans = _plans(args, formats, model)
     plan = plans[EXACT]
     loads, comparison = _loads(args, plan, streams), _comparison(args, plan, checkpoint) if checkpoint else None

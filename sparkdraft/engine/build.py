@@ -67,7 +67,8 @@ def make_plan(config: EngineConfig, model: ModelConfig, drafter: DraftSource | N
     problem = _native_problem(config, hardware)
     plan = resolve(config, model, hardware, problem, drafter.config if drafter else None)
     if plan.coded:
-        _check_coded(plan.kernels, model.head_dim, plan.block_size)
+        for spec in model.cached_attention:
+            _check_coded(plan.kernels, spec.head_dim, plan.block_size)
     return plan
 
 
@@ -100,7 +101,6 @@ def build_engine(
     calibration: Sequence[int] = (),
 ) -> Engine:
     """calibration: ids of any text, for caches that are coded; without enough of them nothing is centred."""
-    build = architecture(model_config.model_type)
     # Beside the native kernels torch runs only small operators; its threads, spinning after each, would take the cores.
     torch.set_num_threads(1 if plan.kernels == "native" else plan.threads)
     device, dtype, ops = torch.device(plan.device), TORCH_DTYPES[plan.dtype], kernels.load(plan.kernels)
@@ -110,7 +110,7 @@ def build_engine(
         pack = ops.PackedLinear.pack
     with torch.inference_mode():
         loader = Loader(source, device, dtype, pack, progress)
-        model = build(model_config, loader, ops, plan.max_model_len)
+        model = architecture(model_config.model_type).build(model_config, loader, ops, plan.max_model_len)
         block = None
         if drafter:
             own = Loader(drafter.source, device, dtype, pack)
@@ -143,11 +143,11 @@ def _target_kv(
     centres: Sequence[Tensor] | None,
 ) -> KVFormat:
     if coded := plan.coded:
-        heads, blocks = (model.num_kv_heads, model.head_dim), (plan.num_blocks, plan.block_size)
+        blocks = (plan.num_blocks, plan.block_size)
         exact = (coded.first, coded.recent, coded.pages)
         bits = (coded.key_bits, coded.value_bits)
-        codes = TurboQuantKV(*bits, *heads, *blocks, exact, centres, device, ops, most_query)
-        return CaptureKV(_kv(model, plan, dtype, device, ops, most_query), codes) if coded.captured else codes
+        codes = TurboQuantKV(*bits, model.cached_attention, *blocks, exact, centres, device, ops, most_query)
+        return CaptureKV(_kv(model, plan, dtype, device, ops, most_query), codes, device) if coded.captured else codes
     kept = torch.float8_e4m3fn if plan.kv == "fp8" else dtype
     return _kv(model, plan, kept, device, ops, most_query)
 
@@ -155,8 +155,7 @@ def _target_kv(
 def _kv(
     model: ModelConfig, plan: Plan, dtype: torch.dtype, device: torch.device, ops: ModuleType, most_query: int = 0
 ) -> DenseKV:
-    heads = (model.num_layers, model.num_kv_heads, model.head_dim)
-    return DenseKV(*heads, plan.num_blocks, plan.block_size, dtype, device, ops, most_query)
+    return DenseKV(model.attention, plan.num_blocks, plan.block_size, dtype, device, ops, most_query)
 
 
 def _native_problem(config: EngineConfig, hardware: Hardware) -> str | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparkdraft.cache.formats import KVFormat, LayerKV, Turn
 from sparkdraft.kernels.reference import rms_norm
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.view import AttentionParams, AttentionView
 from sparkdraft.models.blocks import Decoder, Step
 
 TEXT = Path(__file__).parent.parent / "assets" / "calibration.txt"
@@ -28,17 +28,19 @@ class KeyMean:
     """One layer's cache that averages the keys written to it, and is otherwise the one it is given."""
 
     def __init__(self, inner: LayerKV) -> None:
-        self.inner, self.mean = inner, torch.empty(0)  # [kv_heads, head_dim], before rotation
+        self.inner = inner
+        self.mean = torch.empty(0)  # [kv_heads, head_dim], of keys as they are before their rotation
+        self.rope = torch.empty(0)  # the layer's table
 
     def write(self, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
         heads, kv_heads = turn.num_heads, turn.num_kv_heads
         keys = qkv.view(qkv.shape[0], heads + 2 * kv_heads, -1)[SKIPPED:, heads : heads + kv_heads]
         normed = keys if turn.k_norm is None else rms_norm(keys, turn.k_norm, turn.eps)
-        self.mean = normed.float().mean(0)
+        self.mean, self.rope = normed.float().mean(0), turn.rope
         self.inner.write(qkv, turn, slots)
 
-    def attend(self, q: Tensor, view: AttentionView, scale: float, causal: bool = True, window: int = 0) -> Tensor:
-        return self.inner.attend(q, view, scale, causal, window)
+    def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
+        return self.inner.attend(q, view, params)
 
 
 def key_centres(
@@ -52,7 +54,7 @@ def key_centres(
     tables = torch.arange(-(-rows // block_size), dtype=torch.int32, device=device).unsqueeze(0)
     view = AttentionView(starts, context, tables, rows, rows)
     model.forward(Step(torch.tensor(ids, dtype=torch.int32, device=device), positions, positions, view, means))
-    return [_turned(layer.mean, model.rope) for layer in means]
+    return [_turned(layer.mean, layer.rope) for layer in means]
 
 
 def _turned(mean: Tensor, rope: Tensor) -> Tensor:

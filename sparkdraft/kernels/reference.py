@@ -15,7 +15,7 @@ from sparkdraft.kernels.dice import draw
 from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.kernels.turboquant.reference import tq_attention, tq_write
 from sparkdraft.kernels.turboquant.store import CodedLayer
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.view import AttentionParams, AttentionView
 from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.quant.group import GroupQuant
 
@@ -178,10 +178,8 @@ def paged_attention(
     k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim]
     v_cache: Tensor,
     view: AttentionView,
-    scale: float,
-    causal: bool = True,
-    window: int = 0,  # 0: all keys; else a row sees keys nearer than this
-    most_query: int = 0,  # batches of up to so many rows a sequence give a row the same bits; here it changes nothing
+    params: AttentionParams,
+    most_query: int = 0,  # batches of up to this many rows per sequence give a row the same bits; ignored here
 ) -> Tensor:  # [rows, heads * head_dim]
     rows, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
@@ -196,11 +194,11 @@ def paged_attention(
         v = v_cache[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, :context]
         position = torch.arange(context - (last - first), context, device=q.device).unsqueeze(1)
         key = torch.arange(context, device=q.device)
-        seen = key <= position if causal else torch.ones_like(key <= position)
-        if window:
-            seen &= (position - key).abs() < window
+        seen = key <= position if params.causal else torch.ones_like(key <= position)
+        if params.window:
+            seen &= (position - key).abs() < params.window
         grouped = q[first:last].reshape(last - first, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-        scores = torch.matmul(grouped.float(), k.float().unsqueeze(1).transpose(-1, -2)) * scale
+        scores = torch.matmul(grouped.float(), k.float().unsqueeze(1).transpose(-1, -2)) * params.scale
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         mixed = torch.matmul(weights, v.float().unsqueeze(1))  # [kv_heads, group, query, dim]
         out[first:last] = mixed.permute(2, 0, 1, 3).reshape(last - first, num_heads, head_dim)

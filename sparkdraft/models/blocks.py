@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Protocol
 
 from torch import Tensor
 
 from sparkdraft.cache.formats import LayerKV, Turn
 from sparkdraft.kernels.norm import Norm, Normed
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.view import AttentionParams, AttentionView
 from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.layers import AttentionSpec, DenseSpec, ExpertsSpec, RecurrentSpec
+from sparkdraft.models.rope import RopeTables
 from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.loader import Loader
 from sparkdraft.weights.quant.group import GroupQuant
@@ -34,53 +37,99 @@ class Step:
 
 
 class Attention:
-    def __init__(self, config: ModelConfig, load: Loader, name: str, ops: ModuleType, qk_norm: bool) -> None:
-        self.ops, self.eps = ops, config.rms_eps
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.scale = config.head_dim**-0.5
-        self.causal, self.window = True, 0
-        q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        rows = {f"{name}.q_proj": q_width, f"{name}.k_proj": kv_width, f"{name}.v_proj": kv_width}
-        self.qkv = load.linear(rows, config.hidden_size, config.attention_bias)
-        self.o = load.linear({f"{name}.o_proj": config.hidden_size}, q_width, config.attention_bias)
-        self.q_norm = load.vector(f"{name}.q_norm.weight", self.head_dim) if qk_norm else None
-        self.k_norm = load.vector(f"{name}.k_norm.weight", self.head_dim) if qk_norm else None
+    """x += o(attention over the paged cache); q and k are normed per head where the spec says so, and rotated."""
 
-    def add_to(self, normed: Normed, rope: Tensor, step: Step, kv: LayerKV, then: Norm) -> Normed:
+    def __init__(
+        self,
+        spec: AttentionSpec | RecurrentSpec,
+        config: ModelConfig,
+        load: Loader,
+        name: str,
+        ops: ModuleType,
+        ropes: RopeTables,
+    ) -> None:
+        assert isinstance(spec, AttentionSpec), f"{name} is {spec}"
+        self.spec, self.ops, self.eps, self.rope = spec, ops, config.rms_eps, ropes.of(spec.rope)
+        self.params = AttentionParams(spec.scale, spec.causal, spec.window)
+        rows = {f"{name}.q_proj": spec.query_width}
+        if spec.kv_from is None:
+            rows |= {f"{name}.k_proj": spec.kv_width, f"{name}.v_proj": spec.kv_width}
+        self.num_kv_heads = spec.num_kv_heads if spec.kv_from is None else 0  # of its own projection
+        self.qkv = load.linear(rows, config.hidden_size, spec.bias)
+        self.o = load.linear({f"{name}.o_proj": config.hidden_size}, spec.query_width, spec.bias)
+        self.q_norm = load.vector(f"{name}.q_norm.weight", spec.head_dim) if spec.qk_norm else None
+        has_k_norm = spec.qk_norm and spec.kv_from is None
+        self.k_norm = load.vector(f"{name}.k_norm.weight", spec.head_dim) if has_k_norm else None
+
+    @property
+    def matrices(self) -> list[Linear]:
+        return [self.qkv, self.o]
+
+    def add_to(self, normed: Normed, step: Step, kv: LayerKV, then: Norm) -> Normed:
         """x += attention(norm(x)), in place; 'then' is the norm that reads it next, as in all blocks."""
         qkv = self.ops.norm_linear(normed, self.qkv)
-        norms = (self.q_norm, self.k_norm)
-        turn = Turn(step.positions, rope, self.num_heads, self.num_kv_heads, *norms, self.eps)
-        kv.write(qkv, turn, step.slots)
-        q = qkv.view(qkv.shape[0], -1, self.head_dim)[:, : self.num_heads]
-        seen = kv.attend(q, step.view, self.scale, self.causal, self.window)
+        heads = (self.spec.num_heads, self.num_kv_heads)
+        kv.write(qkv, Turn(step.positions, self.rope, *heads, self.q_norm, self.k_norm, self.eps), step.slots)
+        q = qkv.view(qkv.shape[0], -1, self.spec.head_dim)[:, : self.spec.num_heads]
+        seen = kv.attend(q, step.view, self.params)
         added: Normed = self.ops.add_linear(normed.x, seen, self.o, then)
         return added
 
 
 class GatedMLP:
-    def __init__(self, config: ModelConfig, load: Loader, name: str, ops: ModuleType) -> None:
+    """x += down(silu(gate(x)) * up(x))."""
+
+    def __init__(
+        self, spec: DenseSpec | ExpertsSpec, config: ModelConfig, load: Loader, name: str, ops: ModuleType
+    ) -> None:
+        assert isinstance(spec, DenseSpec), f"{name} is {spec}"
         self.ops = ops
-        rows = {f"{name}.{part}": config.intermediate_size for part in ("gate_proj", "up_proj")}
-        self.gate_up = load.linear(rows, config.hidden_size, config.mlp_bias)
-        self.down = load.linear({f"{name}.down_proj": config.hidden_size}, config.intermediate_size, config.mlp_bias)
+        rows = {f"{name}.{part}": spec.intermediate_size for part in ("gate_proj", "up_proj")}
+        self.gate_up = load.linear(rows, config.hidden_size, spec.bias)
+        self.down = load.linear({f"{name}.down_proj": config.hidden_size}, spec.intermediate_size, spec.bias)
+
+    @property
+    def matrices(self) -> list[Linear]:
+        return [self.gate_up, self.down]
 
     def add_to(self, normed: Normed, then: Norm) -> Normed:
         added: Normed = self.ops.add_linear(normed.x, self.ops.norm_gated(normed, self.gate_up), self.down, then)
         return added
 
 
+class Mixer(Protocol):
+    """What lets rows see each other: attention, or a recurrence."""
+
+    @property
+    def matrices(self) -> list[Linear]: ...
+
+    def add_to(self, normed: Normed, step: Step, kv: LayerKV, then: Norm) -> Normed: ...
+
+
+class MLP(Protocol):
+    """What treats each row by itself: dense, or experts."""
+
+    @property
+    def matrices(self) -> list[Linear]: ...
+
+    def add_to(self, normed: Normed, then: Norm) -> Normed: ...
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """x += attention(norm(x)); x += mlp(norm(x))."""
+    """x += mixer(norm(x)); x += mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, load: Loader, name: str, attention: Attention, ops: ModuleType) -> None:
-        self.input_norm = load_norm(config, load, f"{name}.input_layernorm")
-        self.attention = attention
-        self.post_norm = load_norm(config, load, f"{name}.post_attention_layernorm")
-        self.mlp = GatedMLP(config, load, f"{name}.mlp", ops)
+    input_norm: Norm
+    mixer: Mixer
+    post_norm: Norm
+    mlp: MLP
 
-    def add_to(self, normed: Normed, rope: Tensor, step: Step, kv: LayerKV, then: Norm) -> Normed:
-        return self.mlp.add_to(self.attention.add_to(normed, rope, step, kv, self.post_norm), then)
+    @property
+    def matrices(self) -> list[Linear]:
+        return [*self.mixer.matrices, *self.mlp.matrices]
+
+    def add_to(self, normed: Normed, step: Step, kv: LayerKV, then: Norm) -> Normed:
+        return self.mlp.add_to(self.mixer.add_to(normed, step, kv, self.post_norm), then)
 
 
 class Decoder:
@@ -93,17 +142,16 @@ class Decoder:
         embedding: Tensor | GroupQuant,
         head: Linear,
         norm: Norm,
-        rope: Tensor,  # float32 [context, head_dim]
+        context: int,  # positions that its rope tables have
         ops: ModuleType,
     ) -> None:
-        self.config, self.layers, self.ops = config, layers, ops
-        self.embedding, self.head, self.norm, self.rope = embedding, head, norm, rope
+        self.config, self.layers, self.context, self.ops = config, layers, context, ops
+        self.embedding, self.head, self.norm = embedding, head, norm
 
     @property
     def matrices(self) -> list[Linear]:
         """All that a pass multiplies with, in order."""
-        layers = [m for x in self.layers for m in (x.attention.qkv, x.attention.o, x.mlp.gate_up, x.mlp.down)]
-        return [*layers, self.head]
+        return [*(matrix for layer in self.layers for matrix in layer.matrices), self.head]
 
     @property
     def nbytes(self) -> int:
@@ -118,7 +166,7 @@ class Decoder:
         """
         normed = Normed(self.ops.embed(step.token_ids, self.embedding), self.layers[0].input_norm)
         for i, (layer, then) in enumerate(following(self.layers, self.norm)):
-            normed = layer.add_to(normed, self.rope, step, step.kv[i], then)
+            normed = layer.add_to(normed, step, step.kv[i], then)
             if taps is not None and i in tap_layers:
                 self.ops.tap(normed.x, taps, tap_layers.index(i), step.positions)
         return normed.x  # what is prepared is left: a row's logits shall not hang on the rows it came with
@@ -139,6 +187,12 @@ class Decoder:
 
 def load_norm(config: ModelConfig, load: Loader, name: str) -> Norm:
     return Norm(load.vector(f"{name}.weight", config.hidden_size), config.rms_eps)
+
+
+def load_head(config: ModelConfig, load: Loader, embedding: Tensor | GroupQuant) -> Linear:
+    if config.tie_embeddings:
+        return load.tied_head(embedding)
+    return load.linear({"lm_head": config.vocab_size}, config.hidden_size)
 
 
 def following(layers: Sequence[DecoderLayer], last: Norm) -> Iterator[tuple[DecoderLayer, Norm]]:

@@ -1,4 +1,4 @@
-"""What each key of a Llama's or Qwen3's config.json means to this engine: read, ignored, or refused.
+"""What each key of a config.json means to this engine: read, ignored, or refused.
 
 A key that changes what the model computes is honoured, or it is refused by name unless its value switches it off; keys
 that describe training, generation or the file itself are ignored. A key that is in none of the tables may be either.
@@ -22,7 +22,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-def _only(names: str, *allowed: Any) -> Allowed:
+def only_values(names: str, *allowed: Any) -> Allowed:
     return dict.fromkeys(names.split(), allowed)
 
 
@@ -50,24 +50,20 @@ IGNORED = _names("""
 """)
 # Keys that change the computation, and the values at which they do not; null is such a value for every key.
 ONLY: Allowed = {
-    **_only("hidden_act hidden_activation", "silu", "swish"),
-    **_only("position_embedding_type", "rope", "rotary"),
-    **_only("is_causal use_rope", True),
-    **_only("partial_rotary_factor rotary_pct rotary_emb_fraction", 1),
-    **_only("logit_scale logits_scaling embedding_multiplier residual_multiplier scale_emb", 1),
-    **_only("attention_multiplier query_pre_attn_scalar scale_depth clip_qkv per_layer_config"),
-    **_only("original_max_position_embeddings q_lora_rank kv_lora_rank no_rope_layers"),
-    **_only("cross_attention_layers pruned_heads", [], {}),
-    **_only("num_experts num_local_experts n_routed_experts num_experts_per_tok moe_num_experts", 0),
-    **_only("moe_intermediate_size shared_expert_intermediate_size num_kv_shared_layers", 0),
-    **_only("attn_logit_softcapping final_logit_softcapping attn_logit_softcap logit_softcap", 0),
-    **_only("alibi use_alibi rope_interleaved rope_traditional qkv_bias use_qkv_bias attention_sinks", False),
-    **_only("parallel_attn use_parallel_residual attn_output_gate use_bidirectional_attention", False),
-    **_only("is_encoder_decoder tie_encoder_decoder add_cross_attention", False),
-}
-TYPES = {
-    "llama": ONLY | _only("qk_norm use_qk_norm", False),
-    "qwen3": ONLY | _only("qk_norm use_qk_norm", True),
+    **only_values("hidden_act hidden_activation", "silu", "swish"),
+    **only_values("position_embedding_type", "rope", "rotary"),
+    **only_values("is_causal use_rope", True),
+    **only_values("partial_rotary_factor rotary_pct rotary_emb_fraction", 1),
+    **only_values("logit_scale logits_scaling embedding_multiplier residual_multiplier scale_emb", 1),
+    **only_values("attention_multiplier query_pre_attn_scalar scale_depth clip_qkv per_layer_config"),
+    **only_values("original_max_position_embeddings q_lora_rank kv_lora_rank no_rope_layers"),
+    **only_values("cross_attention_layers pruned_heads", [], {}),
+    **only_values("num_experts num_local_experts n_routed_experts num_experts_per_tok moe_num_experts", 0),
+    **only_values("moe_intermediate_size shared_expert_intermediate_size num_kv_shared_layers", 0),
+    **only_values("attn_logit_softcapping final_logit_softcapping attn_logit_softcap logit_softcap", 0),
+    **only_values("alibi use_alibi rope_interleaved rope_traditional qkv_bias use_qkv_bias attention_sinks", False),
+    **only_values("parallel_attn use_parallel_residual attn_output_gate use_bidirectional_attention", False),
+    **only_values("is_encoder_decoder tie_encoder_decoder add_cross_attention", False),
 }
 ROPE_KINDS = {  # the numbers that each kind needs
     "default": (),
@@ -79,22 +75,19 @@ ROPE_READ = _names("""
     rope_type type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings
     beta_fast beta_slow attention_factor finetuned
 """)
-ROPE_ONLY = _only("partial_rotary_factor", 1) | _only("truncate", True)
+ROPE_ONLY = only_values("partial_rotary_factor", 1) | only_values("truncate", True)
 
 
-def check_keys(config: Config) -> tuple[str, ...]:
+def check_keys(config: Config, more: Allowed) -> tuple[str, ...]:
     """The keys that are in no table. Raises UserError for one that asks for a computation that is not built.
 
-    Model types that are not in TYPES have no tables; choosing the architecture refuses them.
+    more: what the architecture adds to ONLY, key -> values that it runs.
     """
-    only = TYPES.get(config.get("model_type", ""))
-    if only is None:
-        return ()
+    only = ONLY | more
     given = {key: value for key, value in config.items() if value is not None}
     for key in sorted(only.keys() & given.keys()):
         if given[key] not in only[key]:
-            raise _refused(key, given[key], only[key])
-    _check_windows(config)
+            raise refused(key, given[key], only[key])
     known = READ | IGNORED | only.keys()
     return tuple(sorted(key for key in given if key not in known and not key.startswith("_")))
 
@@ -105,31 +98,35 @@ def rope_of(config: Config) -> dict[str, Any]:
     rope = {key: value for key, value in (config.get(name) or {}).items() if value is not None}
     kind = rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ROPE_KINDS:
-        raise _refused(f"{name} of the kind", kind, tuple(ROPE_KINDS))
+        raise refused(f"{name} of the kind", kind, tuple(ROPE_KINDS))
     for key, value in rope.items():
         if key not in ROPE_READ and value not in ROPE_ONLY.get(key, ()):
-            raise _refused(f"{name} with {key}", value, ROPE_ONLY.get(key, ()))
+            raise refused(f"{name} with {key}", value, ROPE_ONLY.get(key, ()))
     for key in ROPE_KINDS[kind]:
         if not isinstance(rope.get(key), int | float) or not rope[key] > 0:
             raise UserError(f"config.json has {name} of the kind {kind!r} without a positive {key}: fetch it again.")
     return rope
 
 
-def _check_windows(config: Config) -> None:
-    """All layers must see the whole context. Qwen3 slides only where use_sliding_window says so."""
+def refuse_windows(config: Config, slides_by_default: bool) -> None:
+    """All layers must see the whole context.
+
+    slides_by_default: whether a sliding_window counts without use_sliding_window. Where it does not (Qwen), the first
+    max_window_layers layers see everything too.
+    """
     kinds = config.get("layer_types")
     if kinds is not None:
         if set(kinds) - {"full_attention"}:
-            raise _refused("layer_types with", sorted(set(kinds) - {"full_attention"})[0], ("full_attention",))
+            raise refused("layer_types with", sorted(set(kinds) - {"full_attention"})[0], ("full_attention",))
         return
-    window, is_qwen = config.get("sliding_window"), config["model_type"] == "qwen3"
-    first = config.get("max_window_layers") or 0
-    slides = config.get("use_sliding_window", not is_qwen) and not (is_qwen and first >= config["num_hidden_layers"])
+    window, first = config.get("sliding_window"), config.get("max_window_layers") or 0
+    slides = config.get("use_sliding_window", slides_by_default)
+    slides = slides and (slides_by_default or first < config["num_hidden_layers"])
     if window and slides and window < config["max_position_embeddings"]:
-        raise _refused("sliding_window", window, ())
+        raise refused("sliding_window", window, ())
 
 
-def _refused(key: str, value: Any, allowed: tuple[Any, ...]) -> UserError:
+def refused(key: str, value: Any, allowed: tuple[Any, ...]) -> UserError:
     runs = " or ".join(map(repr, allowed)) or "null"
     return UserError(
         f"config.json has {key} {value!r}, which changes what the model computes and is not built here; "

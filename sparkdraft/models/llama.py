@@ -1,31 +1,51 @@
 """Llama and what shares its shape (SmolLM2 among them): grouped heads, RoPE, gated MLP, one norm before each.
 
-Everything is in models/blocks.py; this file is the order in which a checkpoint's tensors are asked for.
+The blocks are in models/blocks.py. This file says what a config.json of the kind means, and in which order a
+checkpoint's tensors are asked for. Blocks are imported when a model is built: reading a config needs no torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from sparkdraft.models.blocks import Attention, Decoder, DecoderLayer, load_norm
-from sparkdraft.models.config import ModelConfig
-from sparkdraft.models.rope import rope_table
-from sparkdraft.weights.loader import Loader
+from sparkdraft.models.config import ModelConfig, dense_config
+from sparkdraft.models.keys import check_keys, only_values, refuse_windows
+
+if TYPE_CHECKING:
+    from sparkdraft.models.blocks import Decoder
+    from sparkdraft.weights.loader import Loader
 
 
-def build(config: ModelConfig, load: Loader, ops: ModuleType, context: int, qk_norm: bool = False) -> Decoder:
+def read(config: Mapping[str, Any]) -> ModelConfig:
+    """Raises UserError where the config asks for a computation that is not built."""
+    model = dense_config(config, qk_norm=False)
+    unknown = check_keys(config, only_values("qk_norm use_qk_norm", False))
+    refuse_windows(config, slides_by_default=True)
+    return replace(model, unknown_keys=unknown)
+
+
+def build(config: ModelConfig, load: Loader, ops: ModuleType, context: int) -> Decoder:
+    from sparkdraft.models.blocks import Attention, Decoder, DecoderLayer, GatedMLP, load_head, load_norm
+    from sparkdraft.models.rope import RopeTables
+
+    factors = load.optional_vector("rope_freqs", config.attention[0].head_dim // 2)
+    ropes = RopeTables(context, load.device, factors)
     embedding = load.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
     layers = []
-    for i in range(config.num_layers):
+    for i, spec in enumerate(config.layers):
         name = f"model.layers.{i}"
-        attention = Attention(config, load, f"{name}.self_attn", ops, qk_norm)
-        layers.append(DecoderLayer(config, load, name, attention, ops))
+        layers.append(
+            DecoderLayer(
+                load_norm(config, load, f"{name}.input_layernorm"),
+                Attention(spec.mixer, config, load, f"{name}.self_attn", ops, ropes),
+                load_norm(config, load, f"{name}.post_attention_layernorm"),
+                GatedMLP(spec.mlp, config, load, f"{name}.mlp", ops),
+            )
+        )
     norm = load_norm(config, load, "model.norm")
-    if config.tie_embeddings:
-        head = load.tied_head(embedding)
-    else:
-        head = load.linear({"lm_head": config.vocab_size}, config.hidden_size)
-    factors = load.optional_vector("rope_freqs", config.head_dim // 2)
-    rope = rope_table(config, context, factors).to(load.device)
+    head = load_head(config, load, embedding)
     load.finish()
-    return Decoder(config, layers, embedding, head, norm, rope, ops)
+    return Decoder(config, layers, embedding, head, norm, context, ops)

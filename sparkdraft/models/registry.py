@@ -1,22 +1,41 @@
-"""Which file builds which architecture, by the `model_type` of config.json."""
+"""Which file knows which architecture, by the `model_type` of config.json. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sparkdraft.core import UserError
 from sparkdraft.models import llama, qwen3
-from sparkdraft.models.blocks import Decoder
 from sparkdraft.models.config import ModelConfig
-from sparkdraft.weights.loader import Loader
 
-Build = Callable[[ModelConfig, Loader, ModuleType, int], Decoder]
+if TYPE_CHECKING:
+    from sparkdraft.models.blocks import Decoder
+    from sparkdraft.weights.loader import Loader
 
-ARCHITECTURES: dict[str, Build] = {"llama": llama.build, "qwen3": qwen3.build}
+
+class Architecture(Protocol):
+    """One file of this folder."""
+
+    def read(self, config: Mapping[str, Any]) -> ModelConfig:
+        """What a config.json describes. Raises UserError where it asks for a computation that is not built."""
+
+    def build(self, config: ModelConfig, load: Loader, ops: ModuleType, context: int) -> Decoder:
+        """The model, with weights. context: positions that it will be run at, at most."""
 
 
-def architecture(model_type: str) -> Build:
+ARCHITECTURES: dict[str, Architecture] = {"llama": llama, "qwen3": qwen3}
+
+
+def architecture(model_type: str) -> Architecture:
     if model_type not in ARCHITECTURES:
         raise UserError(f"architecture '{model_type}' is not supported; supported are {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[model_type]
+
+
+def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    """What a config.json describes, read by its own architecture's file. Raises UserError."""
+    if not config.get("model_type"):
+        raise UserError("config.json has no 'model_type': it does not describe a decoder this engine knows")
+    return architecture(config["model_type"]).read(config)

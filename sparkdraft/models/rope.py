@@ -1,6 +1,7 @@
-"""Rotary position tables: cosines and sines of every position, for plain RoPE and its published stretchings.
+"""Rotary position tables: cosines and sines of every position, for plain RoPE and its published ways of stretching it.
 
-The table is made once at load, in float32, as long as the context that will be served, so no kernel computes angles.
+A table is made once at load, in float32, as long as the context that will be served, so that no kernel computes angles.
+Layers whose specs are equal share one.
 """
 
 from __future__ import annotations
@@ -12,46 +13,63 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.layers import RopeSpec
 
 
-def rope_table(config: ModelConfig, length: int, freq_factors: Tensor | None = None) -> Tensor:
+class RopeTables:
+    """The tables of one model, on its device, each made when a layer asks for it first."""
+
+    def __init__(self, length: int, device: torch.device, freq_factors: Tensor | None = None) -> None:
+        """freq_factors: divisors of the frequencies, which GGUF files ship in place of llama3's stretching."""
+        self._length, self._device, self._factors = length, device, freq_factors
+        self._made: list[tuple[RopeSpec, Tensor]] = []
+
+    def of(self, spec: RopeSpec) -> Tensor:
+        for known, table in self._made:
+            if known == spec:
+                return table
+        table = rope_table(spec, self._length, self._factors).to(self._device)
+        self._made.append((spec, table))
+        return table
+
+
+def rope_table(spec: RopeSpec, length: int, freq_factors: Tensor | None = None) -> Tensor:
     """float32 [length, head_dim]: cosines in the first half, sines in the second."""
-    dim = config.head_dim
-    frequency = config.rope_theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    frequency, magnitude = _stretch(frequency, config)
-    if freq_factors is not None:  # GGUF ships llama3's stretching as a tensor of divisors
+    dim = spec.head_dim
+    frequency = spec.theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    frequency, magnitude = _stretch(frequency, spec)
+    if freq_factors is not None:
         frequency = frequency / freq_factors.double()
     angle = torch.arange(length, dtype=torch.float64).unsqueeze(1) * frequency
     return (torch.cat((angle.cos(), angle.sin()), dim=1) * magnitude).float()
 
 
-def _stretch(frequency: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
-    scaling = config.rope_scaling
+def _stretch(frequency: Tensor, spec: RopeSpec) -> tuple[Tensor, float]:
+    scaling = spec.scaling
     if scaling is None:
         return frequency, 1.0
     kind = scaling["rope_type"]
     if kind == "linear":
         return frequency / scaling["factor"], 1.0
     if kind == "llama3":
-        return _llama3(frequency, config, scaling), 1.0
+        return _llama3(frequency, spec, scaling), 1.0
     assert kind == "yarn", f"rope scaling {kind!r}: the config was read without a check of it"
-    return _yarn(frequency, config, scaling)
+    return _yarn(frequency, spec, scaling)
 
 
-def _llama3(frequency: Tensor, config: ModelConfig, scaling: Mapping[str, Any]) -> Tensor:
+def _llama3(frequency: Tensor, spec: RopeSpec, scaling: Mapping[str, Any]) -> Tensor:
     """Slow rotations are stretched, fast ones left, and those between the two wavelengths blended."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    original = scaling.get("original_max_position_embeddings") or config.max_position
+    original = scaling.get("original_max_position_embeddings") or spec.trained_context
     turns = original * frequency / (2 * math.pi)
     share = ((turns - low) / (high - low)).clamp(0, 1)
     return frequency * share + frequency / scaling["factor"] * (1 - share)
 
 
-def _yarn(frequency: Tensor, config: ModelConfig, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
+def _yarn(frequency: Tensor, spec: RopeSpec, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     factor = scaling["factor"]
-    original = scaling.get("original_max_position_embeddings") or config.max_position
-    dim, base = config.head_dim, config.rope_theta
+    original = scaling.get("original_max_position_embeddings") or spec.trained_context
+    dim, base = spec.head_dim, spec.theta
 
     def index_of(turns: float) -> float:  # the frequency index that makes this many turns over the original context
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))

@@ -9,6 +9,7 @@ from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.kernels.turboquant.layout import PLANES, block_width, token_bytes
 from sparkdraft.models.config import ModelConfig
+from sparkdraft.plan.sizes import model_sizes
 
 FIRST = 4  # positions of a context that stay exact beside the recent ones: much attention falls on them
 LEAST_SPARE = 64  # pages beyond what decoding needs, for prompts and for what may be found again
@@ -31,7 +32,8 @@ class CodedPlan:
         return self.recent > 0
 
     def bytes_per_token(self, model: ModelConfig) -> int:
-        return model.num_kv_heads * sum(token_bytes(model.head_dim, bits, self.value_bits) for bits in self.key_bits)
+        layers = zip(model.cached_attention, self.key_bits, strict=True)
+        return sum(spec.num_kv_heads * token_bytes(spec.head_dim, bits, self.value_bits) for spec, bits in layers)
 
     def describe(self) -> str:
         bits = f"K{min(self.key_bits)}/V{self.value_bits}"
@@ -48,17 +50,19 @@ def plan_coded(
     config: EngineConfig, model: ModelConfig, device: str, max_seqs: int, max_rows: int, room: int, most_ahead: int
 ) -> CodedPlan:
     """room: bytes for codes and pages together. most_ahead: rows past the committed that a request may write to."""
-    if not model.num_layers:
+    layers = model.cached_attention
+    if not layers:
         raise UserError("this model has no layers with a KV cache: TurboQuant has nothing to code, keep kv exact")
-    block_width(model.head_dim)  # refuses what can not be rotated
+    for spec in layers:
+        block_width(spec.head_dim)  # refuses what can not be rotated
     more, most = config.tq_initial_layers, max(PLANES)
-    if more > model.num_layers:
-        raise UserError(f"tq_initial_layers is {more}; this model has {model.num_layers} layers with a KV cache")
+    if more > len(layers):
+        raise UserError(f"tq_initial_layers is {more}; this model has {len(layers)} layers with a KV cache")
     if more and config.tq_key_bits == most:
         raise UserError(f"tq_initial_layers asks for {most + 1} bits a key; {most} is the most: leave it at 0")
-    bits = tuple(config.tq_key_bits + (layer < more) for layer in range(model.num_layers))
+    bits = tuple(config.tq_key_bits + (layer < more) for layer in range(len(layers)))
     size = config.block_size
-    page = 2 * model.num_layers * model.num_kv_heads * model.head_dim * size * PAGE_ITEMSIZE[device]
+    page = model_sizes(model).kv * size * PAGE_ITEMSIZE[device]
     if config.tq_mode in ("full_tq", "capture_only"):
         return CodedPlan(bits, config.tq_value_bits, 0, 0, 0, page, captured=config.tq_mode == "capture_only")
     recent = config.tq_ring_capacity

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sparkdraft.models.config import ModelConfig
+from sparkdraft.plan.sizes import model_sizes
 from sparkdraft.spec.config import DraftConfig
 
 
@@ -47,20 +48,18 @@ class MemoryPlan:
 
 def weight_bytes(model: ModelConfig, itemsize: float) -> int:
     """The matrices, in the format they are kept in; an embedding that is not the head counts by itself."""
-    count = model.num_parameters
-    if not model.tie_embeddings:
-        count += model.vocab_size * model.hidden_size
-    return int(count * itemsize)
+    return int(model_sizes(model).held * itemsize)
 
 
 def kv_bytes_per_token(model: ModelConfig, itemsize: int) -> int:
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
+    return model_sizes(model).kv * itemsize
 
 
 def capture_bytes(model: ModelConfig, max_rows: int, itemsize: int) -> int:
     """What a step needs besides, where coding is measured: what attention reads and its result a second time, and in
     float32 how far off that is, and a few times over what the codes of keys, then of values, decode to."""
-    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    queries = max(spec.query_width for spec in model.attention)
+    keys = max(spec.kv_width for spec in model.attention)
     return max_rows * ((2 * queries + 3 * keys) * itemsize + (queries + 6 * keys) * 4)
 
 
@@ -73,10 +72,11 @@ def recording_bytes(kernels: str, drafts: bool) -> int:
 
 def drafter_bytes(draft: DraftConfig, itemsize: float) -> int:
     """Its layers and what projects the target's states; embedding and head are the target's, or rows of its head."""
-    model, hidden = draft.model, draft.model.hidden_size
-    count = model.num_parameters - hidden * model.vocab_size
+    model, sizes = draft.model, model_sizes(draft.model)
+    hidden = model.hidden_size
+    count = sizes.active_in_layers
     count += hidden * len(draft.taps) * draft.target_hidden_size
-    count += hidden * 2 * model.num_layers * model.num_kv_heads * model.head_dim  # keys and values again, as one matrix
+    count += hidden * sizes.kv  # keys and values again, as one matrix
     if draft.draft_vocab_size < model.vocab_size:
         count += hidden * draft.draft_vocab_size
     return int(count * itemsize)
@@ -90,8 +90,8 @@ def scratch_bytes(
     Of a layer's activations each is counted: once they have been made, the allocator keeps the memory of all. Logits of
     drafted rows are counted twice: a step that is recorded has run once before.
     """
-    heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim  # what attention reads, and its result
-    width = 2 * model.hidden_size + heads + 3 * model.intermediate_size
+    sizes = model_sizes(model)
+    width = 2 * sizes.hidden + sizes.projected + sizes.mixed + sizes.mlp
     sampled = 4 * max_seqs  # the logits, and what filters them
     if draft:
         width += len(draft.taps) * model.hidden_size

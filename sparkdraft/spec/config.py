@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sparkdraft.core import UserError
-from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.config import ModelConfig, dense_config
 
 Config = Mapping[str, Any]
 
@@ -102,7 +102,7 @@ def _read_zlab(config: Config) -> DraftConfig:
     inner = config.get("dflash_config") or {}
     both = {**config, **inner}  # a key may stand in either place; the inner one counts, as in z-lab's own code
     _refuse_foreign(both)
-    model = ModelConfig.dimensions(_one_rope(config))
+    model = dense_config(_one_rope(config), qk_norm=True)
     target_layers = config.get("num_target_layers")
     taps = both.get("target_layer_ids")
     if taps is None:
@@ -136,7 +136,7 @@ def _read_speculators(config: Config) -> DraftConfig:
             "config.json has no 'transformer_layer_config': a speculators drafter keeps its dimensions there"
         )
     _refuse_foreign({**body, **config})
-    model = ModelConfig.dimensions(_one_rope({"model_type": "qwen3", **body}))
+    model = dense_config(_one_rope({"model_type": "qwen3", **body}), qk_norm=True)
     taps = _ids(config.get("aux_hidden_state_layer_ids"), "aux_hidden_state_layer_ids")
     if 0 in taps:
         raise UserError("The drafter reads the embedding (aux_hidden_state_layer_ids has 0), which is not built yet")

@@ -7,7 +7,7 @@ the target's unless the checkpoint has its own; when to draft, and what becomes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
@@ -17,8 +17,8 @@ from sparkdraft.cache.formats import LayerKV, Turn
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.core import UserError
 from sparkdraft.kernels.norm import Norm, Normed
-from sparkdraft.models.blocks import Attention, Decoder, DecoderLayer, Step, following, load_norm
-from sparkdraft.models.rope import rope_table
+from sparkdraft.models.blocks import Attention, Decoder, DecoderLayer, GatedMLP, Step, following, load_norm
+from sparkdraft.models.rope import RopeTables
 from sparkdraft.spec.config import DraftConfig
 from sparkdraft.spec.drafter import DraftBlock, DrafterCaps
 from sparkdraft.weights.linear import DenseLinear, Linear
@@ -32,27 +32,25 @@ UNUSED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")  # training'
 def caps_of(draft: DraftConfig) -> DrafterCaps:
     """All that the engine must know before the weights are read: above all the shape of the drafter's K/V."""
     model = draft.model
-    shape = (model.num_layers, model.num_kv_heads, model.head_dim)
+    spec, _ = model.uniform()
+    shape = (model.num_layers, spec.num_kv_heads, spec.head_dim)
     return DrafterCaps("dflash", draft.taps, draft.block_size, draft.mask_token_id, *shape, model.max_position)
 
 
 class BlockAttention(Attention):
     """A layer's attention as the drafter was trained: rows of a block may see each other, and a window may end."""
 
-    def __init__(self, draft: DraftConfig, layer: int, load: Loader, name: str, ops: ModuleType) -> None:
-        super().__init__(draft.model, load, name, ops, qk_norm=True)
-        self.window, self.causal = draft.layers[layer]
+    def __init__(
+        self, draft: DraftConfig, layer: int, load: Loader, name: str, ops: ModuleType, ropes: RopeTables
+    ) -> None:
+        window, causal = draft.layers[layer]
+        spec = replace(draft.model.attention[layer], window=window, causal=causal)
+        super().__init__(spec, draft.model, load, name, ops, ropes)
 
-    def keep(self, kv_part: Tensor, positions: Tensor, rope: Tensor, kv: LayerKV, slots: Tensor) -> None:
+    def keep(self, kv_part: Tensor, positions: Tensor, kv: LayerKV, slots: Tensor) -> None:
         """Write context rows: kv_part [rows, 2 * kv_heads * head_dim], the keys first; nothing is left of it."""
-        turn = Turn(positions, rope, 0, self.num_kv_heads, None, self.k_norm, self.eps)
+        turn = Turn(positions, self.rope, 0, self.num_kv_heads, None, self.k_norm, self.eps)
         kv.write(kv_part, turn, slots)
-
-
-class DraftLayer(DecoderLayer):
-    """Block rows pass through it as through any layer; context rows reach only its attention, and pass neither norm."""
-
-    attention: BlockAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,28 +71,28 @@ class DFlash:
         fc: Linear,  # [hidden, taps * target hidden]
         hidden_norm: Norm,
         context_kv: Linear,  # [layers * 2 * kv_heads * head_dim, hidden]: k and v of layer 0, of layer 1, ...
-        layers: list[DraftLayer],
+        layers: list[DecoderLayer],
+        attention: list[BlockAttention],  # the mixers of these layers: context rows reach them alone, and pass no norm
         ends: Ends,
-        rope: Tensor,  # float32 [positions, head_dim]
         kv: DenseKV,
         ops: ModuleType,
     ) -> None:
         self.caps, self.draft = caps_of(draft), draft
         self.fc, self.hidden_norm, self.context_kv = fc, hidden_norm, context_kv
-        self.layers, self.ends, self.rope, self.kv, self.ops = layers, ends, rope, kv, ops
+        self.layers, self.attention, self.ends, self.kv, self.ops = layers, attention, ends, kv, ops
 
     @property
     def nbytes(self) -> int:
         """Bytes of weights that one draft reads, the head included and `observe` left out."""
-        matrices = [m for x in self.layers for m in (x.attention.qkv, x.attention.o, x.mlp.gate_up, x.mlp.down)]
+        matrices = [matrix for layer in self.layers for matrix in layer.matrices]
         return sum(m.nbytes for m in [*matrices, self.ends.head])
 
     def observe(self, taps: Tensor, positions: Tensor, slots: Tensor) -> None:
         features = self.fc.linear(taps.view(taps.shape[0], -1))  # [rows, hidden]
         context = self.ops.norm_linear(Normed(features, self.hidden_norm), self.context_kv)
         width = 2 * self.caps.num_kv_heads * self.caps.head_dim
-        for i, (layer, kv) in enumerate(zip(self.layers, self.kv.layers, strict=True)):
-            layer.attention.keep(context[:, i * width : (i + 1) * width], positions, self.rope, kv, slots)
+        for i, (attention, kv) in enumerate(zip(self.attention, self.kv.layers, strict=True)):
+            attention.keep(context[:, i * width : (i + 1) * width], positions, kv, slots)
 
     def propose(self, block: DraftBlock) -> Tensor:
         logits: Tensor = self.ops.norm_logits(self._through_layers(block), self.ends.head)
@@ -116,7 +114,7 @@ class DFlash:
         normed = Normed(self._embed(block.token_ids), self.layers[0].input_norm)
         step = Step(block.token_ids, block.positions, block.slots, block.view, self.kv.layers)
         for (layer, then), kv in zip(following(self.layers, self.ends.norm), step.kv, strict=True):
-            normed = layer.add_to(normed, self.rope, step, kv, then)
+            normed = layer.add_to(normed, step, kv, then)
         return Normed(self.ops.embed(block.draft_rows, normed.x), self.ends.norm)  # a gather
 
     # ---- what few checkpoints ask for: plain torch, so none of it may run where nothing is asked
@@ -140,19 +138,21 @@ def build(draft: DraftConfig, load: Loader, ops: ModuleType, target: Decoder, co
     prefix, model = _prefix(load), draft.model
     fc = load.linear({f"{prefix}fc": model.hidden_size}, len(draft.taps) * draft.target_hidden_size)
     hidden_norm = load_norm(model, load, f"{prefix}hidden_norm")
-    layers = []
-    for i in range(model.num_layers):
-        name = f"{prefix}layers.{i}"
-        attention = BlockAttention(draft, i, load, f"{name}.self_attn", ops)
-        layers.append(DraftLayer(model, load, name, attention, ops))
-    kv_width = model.num_kv_heads * model.head_dim
-    names = [f"{prefix}layers.{i}.self_attn.{part}_proj" for i in range(model.num_layers) for part in "kv"]
-    context_kv = load.linear(dict.fromkeys(names, kv_width), model.hidden_size, model.attention_bias)
-    ends = _ends(draft, load, prefix, target)
     # A block may stick out of the context by its masks, whose rows are never used but do look up their position.
-    rope = rope_table(model, context + draft.block_size).to(load.device)
+    ropes = RopeTables(context + draft.block_size, load.device)
+    layers, attention = [], []
+    for i, layer in enumerate(model.layers):
+        name = f"{prefix}layers.{i}"
+        attention.append(BlockAttention(draft, i, load, f"{name}.self_attn", ops, ropes))
+        norms = [load_norm(model, load, f"{name}.{norm}_layernorm") for norm in ("input", "post_attention")]
+        mlp = GatedMLP(layer.mlp, model, load, f"{name}.mlp", ops)
+        layers.append(DecoderLayer(norms[0], attention[-1], norms[1], mlp))
+    spec, _ = model.uniform()
+    names = [f"{prefix}layers.{i}.self_attn.{part}_proj" for i in range(model.num_layers) for part in "kv"]
+    context_kv = load.linear(dict.fromkeys(names, spec.kv_width), model.hidden_size, spec.bias)
+    ends = _ends(draft, load, prefix, target)
     load.finish()
-    return DFlash(draft, fc, hidden_norm, context_kv, layers, ends, rope, kv, ops)
+    return DFlash(draft, fc, hidden_norm, context_kv, layers, attention, ends, kv, ops)
 
 
 def _prefix(load: Loader) -> str:

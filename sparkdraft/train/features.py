@@ -27,14 +27,16 @@ class Features:
         self.target, self.taps, self.teach, self.longest = target, taps, teach is not None, longest
         whole = target.decoder
         layers = whole.layers if teach else whole.layers[: max(taps) + 1]
-        ends = (whole.embedding, teach or whole.head, whole.norm, whole.rope, whole.ops)
+        ends = (whole.embedding, teach or whole.head, whole.norm, whole.context, whole.ops)
         self.decoder = Decoder(whole.config, layers, *ends)
         config, device = whole.config, target.device
         # Every document begins in a block of its own: at worst one more block a document, and one needs two tokens.
         self.num_blocks = context // BLOCK + context // 2 + 1
-        shape = (config.num_kv_heads, config.head_dim, self.num_blocks, BLOCK)
-        self.kv = DenseKV(1, *shape, target.dtype, device, target.ops)
-        self.kv.layers *= len(layers)  # rows are never read again once their layer is done: all share its pages
+        # Rows are not read again once their layer is done: layers of one geometry share their tensors.
+        one_each = {spec.geometry: spec for spec in config.attention[: len(layers)]}
+        shared = DenseKV(list(one_each.values()), self.num_blocks, BLOCK, target.dtype, device, target.ops)
+        by_geometry = dict(zip(one_each, shared.layers, strict=True))
+        self.kv = [by_geometry[spec.geometry] for spec in config.attention[: len(layers)]]
 
     @torch.no_grad()
     def __call__(self, batch: TrainBatch) -> tuple[Tensor, Tensor | None]:
@@ -49,5 +51,5 @@ class Features:
         slots = (first[document] * BLOCK + batch.positions).int()
         view = AttentionView(batch.bounds, lengths, tables, self.longest, self.longest)
         taps = torch.empty(rows, len(self.taps), hidden, dtype=self.target.dtype, device=lengths.device)
-        residual = self.decoder.forward(Step(batch.ids, batch.positions, slots, view, self.kv.layers), self.taps, taps)
+        residual = self.decoder.forward(Step(batch.ids, batch.positions, slots, view, self.kv), self.taps, taps)
         return taps.flatten(1), self.decoder.scores(residual) if self.teach else None

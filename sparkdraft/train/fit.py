@@ -21,7 +21,7 @@ from torch import Tensor
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.engine.devices import detect
-from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.registry import read_config
 from sparkdraft.spec.config import DraftConfig
 from sparkdraft.train.attention import WIDEST
 from sparkdraft.train.batches import Batches, TrainBatch
@@ -167,7 +167,7 @@ def prepare(settings: FitSettings, device: str, progress: Progress | None) -> tu
     """Everything a run needs; what can be refused is refused before the target's weights are read."""
     corpus = Corpus(Path(settings.data))
     checkpoint = open_checkpoint(settings.target)
-    config = ModelConfig.from_hf(checkpoint.config)
+    config = read_config(checkpoint.config)
     if corpus.info.vocab_size != config.vocab_size:
         raise UserError(
             f"{settings.data} was written by {corpus.info.target}, whose vocabulary has {corpus.info.vocab_size} ids; "

@@ -109,8 +109,7 @@ class BulkGenerator:
     def _allocate(self, stop_ids: Sequence[int]) -> None:
         config, device, seats = self.target.config, self.target.device, self.seats
         blocks = self.max_len // BLOCK
-        heads = (config.num_layers, config.num_kv_heads, config.head_dim)
-        self._kv = DenseKV(*heads, seats * blocks, BLOCK, self.target.dtype, device, self.target.ops)
+        self._kv = DenseKV(config.attention, seats * blocks, BLOCK, self.target.dtype, device, self.target.ops)
         integers = partial(torch.zeros, dtype=torch.int32, device=device)
         self._tables = torch.arange(seats * blocks, dtype=torch.int32, device=device).view(seats, blocks)
         self._starts = torch.arange(seats + 1, dtype=torch.int32, device=device)

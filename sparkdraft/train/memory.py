@@ -9,7 +9,9 @@ from dataclasses import replace
 
 from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig
-from sparkdraft.plan.memory import kv_bytes_per_token, weight_bytes
+from sparkdraft.models.layers import LayerSpec
+from sparkdraft.plan.memory import weight_bytes
+from sparkdraft.plan.sizes import ModelSizes, model_sizes
 from sparkdraft.train.settings import FitSettings
 
 CHUNK_ROWS = 15360  # rows whose logits a GPU holds at once in the loss: 1.5 GB of bf16 over 49152 ids
@@ -21,13 +23,12 @@ CPU_LOGITS = 6  # copies of all logits in the plain form of the loss: they, labe
 def parts(target: ModelConfig, settings: FitSettings, on_gpu: bool) -> dict[str, int]:
     """Bytes by what they are for."""
     itemsize = 2 if on_gpu else 4
-    hidden, inter = target.hidden_size, settings.intermediate or target.intermediate_size
-    heads = (2 * target.num_heads + 2 * target.num_kv_heads) * target.head_dim
+    hidden, drafter = target.hidden_size, _drafter_sizes(target, settings)
     taps = len(settings.taps) or min(5, target.num_layers)
-    parameters = settings.layers * hidden * (heads + 3 * inter) + taps * hidden * hidden
+    parameters = drafter.active_in_layers + taps * hidden * hidden
     vocab = settings.vocab or target.vocab_size
     copies = 3 if settings.optimizer == "muon" else 4  # weights, gradients, one or two moments; all in float32
-    context = taps * hidden * itemsize + kv_bytes_per_token(target, itemsize) // target.num_layers * 9
+    context = taps * hidden * itemsize + drafter.layers[0].kv * itemsize * 9
     step = {
         "the target's step": target_step(target, settings.context, 0, itemsize) + settings.context * context,
         "the drafter's step": _drafter_step(target, settings, itemsize),
@@ -48,17 +49,23 @@ def parts(target: ModelConfig, settings: FitSettings, on_gpu: bool) -> dict[str,
 
 def target_step(target: ModelConfig, rows: int, sampled: int, itemsize: int) -> int:
     """A layer's activations, more than the engine counts: batches here are of many shapes, and each leaves pieces."""
-    width = 4 * target.hidden_size + 3 * target.intermediate_size
-    width += (target.num_heads + 2 * target.num_kv_heads) * target.head_dim
+    sizes = model_sizes(target)
+    width = 4 * sizes.hidden + sizes.projected + sizes.mlp
     return 2 * rows * width * itemsize + 4 * sampled * target.vocab_size * 4
 
 
 def _drafter_step(target: ModelConfig, settings: FitSettings, itemsize: int) -> int:
     """What each layer keeps of a row for the way back, and once more what is alive while one goes back."""
-    hidden, inter = target.hidden_size, settings.intermediate or target.intermediate_size
-    heads = 3 * (target.num_heads + target.num_kv_heads) * target.head_dim
-    saved = 4 * hidden + heads + 3 * inter
-    return settings.block_rows * (saved * (settings.layers + 1) + 6 * hidden) * itemsize
+    sizes = _drafter_sizes(target, settings)
+    saved = 4 * sizes.hidden + 3 * (sizes.projected + sizes.mixed) // 2 + sizes.mlp
+    return settings.block_rows * (saved * (settings.layers + 1) + 6 * sizes.hidden) * itemsize
+
+
+def _drafter_sizes(target: ModelConfig, settings: FitSettings) -> ModelSizes:
+    """Of the drafter that will be made: layers like the target's, with an MLP of their own size."""
+    attention, mlp = target.uniform()
+    mlp = replace(mlp, intermediate_size=settings.intermediate or mlp.intermediate_size)
+    return model_sizes(replace(target, layers=(LayerSpec(attention, mlp),) * settings.layers))
 
 
 def _logit_rows(settings: FitSettings, on_gpu: bool) -> int:
@@ -68,7 +75,7 @@ def _logit_rows(settings: FitSettings, on_gpu: bool) -> int:
 def _dense_attention(target: ModelConfig, settings: FitSettings, itemsize: int) -> int:
     """A CPU's form of it weighs every row against every token; each layer keeps its weights, one has scores besides."""
     keys = settings.context + settings.block
-    return settings.block_rows * target.num_heads * keys * itemsize * (settings.layers + 4)
+    return settings.block_rows * target.uniform()[0].num_heads * keys * itemsize * (settings.layers + 4)
 
 
 def total_bytes(target: ModelConfig, settings: FitSettings, on_gpu: bool) -> int:

@@ -65,8 +65,9 @@ def matrix(out: int, width: int, scale: float = 0.02) -> nn.Linear:
 class DraftAttention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        q_width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        spec, _ = config.uniform()
+        self.heads, self.kv_heads, self.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        q_width, kv_width = spec.query_width, spec.kv_width
         self.q_proj, self.k_proj = matrix(q_width, config.hidden_size), matrix(kv_width, config.hidden_size)
         self.v_proj = matrix(kv_width, config.hidden_size)
         self.o_proj = matrix(config.hidden_size, q_width, 0.02 * (2 * config.num_layers) ** -0.5)
@@ -79,9 +80,9 @@ class DraftAttention(nn.Module):
 class DraftMLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = matrix(config.intermediate_size, config.hidden_size)
-        self.up_proj = matrix(config.intermediate_size, config.hidden_size)
-        self.down_proj = matrix(config.hidden_size, config.intermediate_size, 0.02 * (2 * config.num_layers) ** -0.5)
+        inter = config.uniform()[1].intermediate_size
+        self.gate_proj, self.up_proj = matrix(inter, config.hidden_size), matrix(inter, config.hidden_size)
+        self.down_proj = matrix(config.hidden_size, inter, 0.02 * (2 * config.num_layers) ** -0.5)
 
 
 class DraftLayer(nn.Module):
@@ -104,7 +105,7 @@ class DraftModel(nn.Module):
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
         # Taps differ by ten times in size between layers and channels; what is learnt from should not.
         self.register_buffer("tap_scale", torch.ones(width))
-        self.register_buffer("rope", rope_table(config, longest + draft.block_size), persistent=False)
+        self.register_buffer("rope", rope_table(config.uniform()[0].rope, longest + draft.block_size), persistent=False)
 
     def forward(self, batch: TrainBatch, taps: Tensor, block: Tensor) -> Tensor:
         """taps [N, taps * hidden] of the context, block [A * W, hidden] embedded: final-normed rows [A * W, hidden]."""
@@ -125,9 +126,9 @@ class DraftModel(nn.Module):
         features = _linear(taps, self.fc.weight * self.tap_scale)
         normed = self.fused.rms_norm(features, self.hidden_norm.weight, self.eps)
         attentions = [layer.self_attn for layer in self.layers if isinstance(layer, DraftLayer)]
-        heads = self.draft.model.num_kv_heads, self.draft.model.head_dim
+        spec, _ = self.draft.model.uniform()
         joined = _linear(normed, torch.cat([a.kv_weight() for a in attentions]))
-        pairs = joined.view(len(taps), len(attentions), 2, *heads).unbind(1)
+        pairs = joined.view(len(taps), len(attentions), 2, spec.num_kv_heads, spec.head_dim).unbind(1)
         return [
             (self.fused.norm_rope(pair[:, 0], a.k_norm.weight, rope, self.eps), pair[:, 1])
             for a, pair in zip(attentions, pairs, strict=True)

@@ -45,6 +45,7 @@ def find_mask_id(embedding: Tensor, tokenizer_size: int) -> int:
 
 def drafter_config(target: ModelConfig, settings: FitSettings, mask_id: int) -> dict[str, Any]:
     """A complete config.json."""
+    attention, mlp = target.uniform()
     taps = settings.taps or spread_taps(target.num_layers)
     beyond = [t for t in taps if not 0 <= t < target.num_layers]
     if beyond:
@@ -62,18 +63,18 @@ def drafter_config(target: ModelConfig, settings: FitSettings, mask_id: int) -> 
         "dflash_config": {"mask_token_id": mask_id, "target_layer_ids": list(taps)},
         "dtype": "bfloat16",
         "hidden_size": target.hidden_size,
-        "intermediate_size": settings.intermediate or target.intermediate_size,
+        "intermediate_size": settings.intermediate or mlp.intermediate_size,
         "num_hidden_layers": settings.layers,
-        "num_attention_heads": target.num_heads,
-        "num_key_value_heads": target.num_kv_heads,
-        "head_dim": target.head_dim,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
         "num_target_layers": target.num_layers,
         "layer_types": ["full_attention"] * settings.layers,
         "max_position_embeddings": target.max_position,
         "max_window_layers": settings.layers,
         "rms_norm_eps": target.rms_eps,
-        "rope_theta": target.rope_theta,
-        "rope_scaling": dict(target.rope_scaling) if target.rope_scaling else None,
+        "rope_theta": attention.rope.theta,
+        "rope_scaling": dict(attention.rope.scaling) if attention.rope.scaling else None,
         "sliding_window": None,
         "use_sliding_window": False,
         "tie_word_embeddings": False,
@@ -108,14 +109,14 @@ def _trainable(draft: DraftConfig, config: Mapping[str, Any], settings: FitSetti
         raise UserError(f"--init names {own}, which is not in z-lab's layout: only those can be gone on from")
     plain = all(mask == LayerMask(0, False) for mask in draft.layers)
     scaled = (draft.input_embedding_scale, draft.output_multiplier, draft.softcap) != (1.0, 1.0, None)
-    if not plain or scaled or draft.draft_vocab_size != draft.model.vocab_size or draft.model.attention_bias:
+    if not plain or scaled or draft.draft_vocab_size != draft.model.vocab_size or draft.model.uniform()[0].bias:
         raise UserError(f"--init names {own}, which has windows, causal layers, biases or a head of its own: not built")
     if settings.layers < draft.model.num_layers:
         raise UserError(
             f"--layers is {settings.layers}; {own} has {draft.model.num_layers} already: give as many or more"
         )
     asked = {"block": draft.block_size, "taps": draft.taps, "mask_id": draft.mask_token_id}
-    asked["intermediate"] = draft.model.intermediate_size
+    asked["intermediate"] = draft.model.uniform()[1].intermediate_size
     for name, held in asked.items():
         value = getattr(settings, name)
         if value not in (held, (), -1, 0):

@@ -19,7 +19,7 @@ from sparkdraft.config import EngineConfig
 from sparkdraft.engine.devices import detect
 from sparkdraft.models.blocks import Decoder
 from sparkdraft.models.config import ModelConfig
-from sparkdraft.models.registry import architecture
+from sparkdraft.models.registry import architecture, read_config
 from sparkdraft.spec.config import DraftConfig, check_fits
 from sparkdraft.text import chat
 from sparkdraft.text.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ class Target:
     @property
     def context(self) -> int:
         """Positions there are angles for: the longest document."""
-        return self.decoder.rope.shape[0]
+        return self.decoder.context
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         return chat.render(self.chat_template, messages, add_generation_prompt, **self.special)
@@ -57,22 +57,21 @@ class Target:
 def load_target(name: str, device: str = "auto", context: int = 2048, progress: Progress | None = None) -> Target:
     """context: the longest document that will be read; no more than the model was made for."""
     checkpoint = open_checkpoint(name)
-    config = ModelConfig.from_hf(checkpoint.config)
-    build = architecture(config.model_type)
+    config = read_config(checkpoint.config)
     where = torch.device(detect(EngineConfig(model=name, device=device)).device)
     on_gpu = where.type == "cuda"
     dtype, ops = torch.bfloat16 if on_gpu else torch.float32, kernels.load("cuda" if on_gpu else "reference")
     tokenizer = Tokenizer.of(checkpoint)
     with torch.no_grad():  # not inference mode: a loss must be able to reach through the head
         loader = Loader(checkpoint, where, dtype, progress=progress)
-        decoder = build(config, loader, ops, min(context, config.max_position))
+        decoder = architecture(config.model_type).build(config, loader, ops, min(context, config.max_position))
     return Target(name, decoder, config, tokenizer, checkpoint.chat_template, checkpoint.special, where, dtype, ops)
 
 
 def head_rows(name: str, ids: Tensor, draft: DraftConfig) -> Tensor:
     """Chosen rows [ids, hidden] of the head of a drafter's target, as floats; nothing else of the target is read."""
     checkpoint = open_checkpoint(name)
-    config = ModelConfig.from_hf(checkpoint.config)
+    config = read_config(checkpoint.config)
     check_fits(draft, config)
     table = checkpoint.read("model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight")
     return table.take(ids).dequantize() if isinstance(table, GroupQuant) else table[ids]

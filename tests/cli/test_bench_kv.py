@@ -33,13 +33,13 @@ from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.engine.build import make_plan
 from sparkdraft.llm import LLM
-from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.config import uniform_config
 from sparkdraft.text.tokenizer import Tokenizer
 from sparkdraft.weights.checkpoint import open_checkpoint
 from tests.cli.said import said
 from tests.models.tiny import write_tiny
 
-TOY = ModelConfig("qwen3", 2, 32, 64, 2, 1, 32, 96, 1024, tie_embeddings=True)
+TOY = uniform_config("qwen3", 2, 32, 64, 2, 1, 32, 96, 1024, tie_embeddings=True, qk_norm=True)
 QUICK = ("--device", "cpu", "--dtype", "float32", "--threads", "1")
 
 

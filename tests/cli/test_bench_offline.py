@@ -22,10 +22,10 @@ from sparkdraft.core import Request, SamplingParams, UserError
 from sparkdraft.engine.build import DraftSource, build_engine, make_plan
 from sparkdraft.engine.flight import Flight
 from sparkdraft.engine.sampler import SampleRow
-from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.config import uniform_config
 from tests.cli.said import said
 
-TOY = ModelConfig("qwen3", 6, 32, 64, 2, 1, 16, 96, 1024, tie_embeddings=True)
+TOY = uniform_config("qwen3", 6, 32, 64, 2, 1, 16, 96, 1024, tie_embeddings=True, qk_norm=True)
 SMALL = ("--shape", "toy", "--dtype", "float32", "--threads", "1", "--prompt-len", "20")
 DRAFTED = (*SMALL, "--drafter-shape", "dflash-3x", "--synthetic-acceptance", "6.5")
 
@@ -228,9 +228,9 @@ def test_depths_that_are_chosen_find_their_costs_measured_and_the_acceptance_giv
 
 def test_the_floor_counts_what_a_drafted_step_reads() -> None:
     read, model = toy_bench(None).floor_bytes(Load(2, 20, 40), drafted=1.0), TOY
-    layer = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim + 3 * model.intermediate_size
+    layer = (2 * 2 + 2 * 1) * 16 + 3 * 64
     head, layer = model.vocab_size * model.hidden_size, layer * model.hidden_size
-    kv = 2 * model.num_kv_heads * model.head_dim
+    kv = 2 * 1 * 16
     assert read["target"] == 4 * (6 * layer + head) and read["drafter"] == 4 * (3 * layer + head)
     assert read["drafter_observes"] == 4 * model.hidden_size * (5 * model.hidden_size + 3 * kv)
     assert (read["target_kv"], read["drafter_kv"]) == (4 * 2 * 40 * kv * 6, 4 * 2 * 40 * kv * 3)

@@ -22,12 +22,12 @@ from sparkdraft.bench.speed.verdict import Expected, Judged, Verdict, conclusion
 from sparkdraft.cli.main import main
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.llm import LLM
-from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.config import uniform_config
 
 SPEED, LATENCY = Line("speed", "a speed"), Line("latency", "a time", lower_is_better=True)
 EXPECTED = {"speed": Expected(1.0, 0.02, "invented"), "latency": Expected(1.0, 0.1, "invented")}
 QUIET, NOISY = [1.001, 0.999, 1.0], [1.2, 0.85, 1.1]
-TOY = ModelConfig("qwen3", 6, 32, 64, 2, 1, 16, 96, 1024, tie_embeddings=True)
+TOY = uniform_config("qwen3", 6, 32, 64, 2, 1, 16, 96, 1024, tie_embeddings=True, qk_norm=True)
 
 
 def ignore(done: int, total: int) -> None: ...

@@ -13,14 +13,14 @@ import pytest
 from sparkdraft import progress
 from sparkdraft.bench import bandwidth, shapes
 from sparkdraft.cli.main import main
-from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.config import uniform_config
 from tests.models.tiny import write_tiny
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 SMALL = ("--layers", "1", "--context", "64", "--block-rows", "32", "--longest", "64", "--block", "4", "--taps", "0,1")
 
 
-TOY = ModelConfig("qwen3", 2, 32, 64, 2, 1, 32, 96, 1024, tie_embeddings=True)
+TOY = uniform_config("qwen3", 2, 32, 64, 2, 1, 32, 96, 1024, tie_embeddings=True, qk_norm=True)
 
 
 @pytest.fixture(autouse=True)

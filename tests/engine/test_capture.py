@@ -21,8 +21,9 @@ from sparkdraft.cli.generate import coding_line
 from sparkdraft.core import SamplingParams
 from sparkdraft.kernels import reference
 from sparkdraft.kernels.turboquant.vectors import VectorFormat
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.view import AttentionParams, AttentionView
 from sparkdraft.llm import LLM
+from sparkdraft.models.layers import AttentionSpec, RopeSpec
 from sparkdraft.server.engine_process import Service
 from sparkdraft.server.metrics import Metrics
 
@@ -96,9 +97,10 @@ def test_errors_reach_the_status_the_metrics_and_the_command_line(captured: LLM)
 def cache(
     key_bits: int, value_bits: int, centre: Tensor | None, device: torch.device = CPU, ops: Any = reference
 ) -> CaptureKV:
-    shape, centres = (KV_HEADS, DIM, BLOCKS, SIZE), None if centre is None else [centre]
-    exact = DenseKV(1, *shape, torch.float32, device, ops)
-    return CaptureKV(exact, TurboQuantKV([key_bits], value_bits, *shape, (0, 0, 0), centres, device, ops))
+    layer, centres = AttentionSpec(HEADS, KV_HEADS, DIM, RopeSpec(DIM), DIM**-0.5), None if centre is None else [centre]
+    exact = DenseKV([layer], BLOCKS, SIZE, torch.float32, device, ops)
+    coded = TurboQuantKV([key_bits], value_bits, [layer], BLOCKS, SIZE, (0, 0, 0), centres, device, ops)
+    return CaptureKV(exact, coded, device)
 
 
 def step(kv: CaptureKV, qkv: Tensor, positions: Tensor, slots: Tensor, view: AttentionView) -> Tensor:
@@ -107,7 +109,7 @@ def step(kv: CaptureKV, qkv: Tensor, positions: Tensor, slots: Tensor, view: Att
     rope = torch.cat((angle.cos(), angle.sin()), dim=1)
     kv.layers[0].write(qkv, Turn(positions.int(), rope, HEADS, KV_HEADS, None, None, 1e-6), slots.int())
     q = qkv.view(len(qkv), -1, DIM)[:, :HEADS]
-    kv.layers[0].attend(q, view, DIM**-0.5)
+    kv.layers[0].attend(q, view, AttentionParams(DIM**-0.5))
     return q
 
 

@@ -21,7 +21,7 @@ def test_a_centre_is_the_mean_key_of_all_positions(tmp_path: Path, variant: str)
     """Of a text that repeats one id the keys before rotation are alike, so rotated ones average to the centre."""
     llm = LLM(str(write_tiny(tmp_path, variant)), dtype="float32", device="cpu", spec="off", max_model_len=64)
     model, config = llm.engine.runner.model, llm.model_config
-    kv = DenseKV(config.num_layers, config.num_kv_heads, config.head_dim, 4, 16, torch.float32, CPU, reference)
+    kv = DenseKV(config.attention, 4, 16, torch.float32, CPU, reference)
     centres = key_centres(model, [9] * 64, kv, 16, CPU)
     first = kv.k[0].transpose(0, 1).flatten(1, 2)  # [kv_heads, positions, head_dim]; later layers see the position too
     torch.testing.assert_close(centres[0], first.mean(1), rtol=1e-4, atol=1e-5)

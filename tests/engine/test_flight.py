@@ -256,9 +256,9 @@ def test_a_parked_drafter_catches_up(
         with torch.inference_mode():
             engine.drafting.block.flush([request])
         kv = engine.drafting.block.drafter.kv  # type: ignore[attr-defined]
-        positions = torch.arange(request.num_prompt + 45, device=kv.k.device)
-        blocks = torch.tensor(request.blocks.tolist(), device=kv.k.device)[positions // 16]
-        kept = kv.k[:, blocks, :, positions % 16].clone()
+        positions = torch.arange(request.num_prompt + 45, device=kv.k[0].device)
+        blocks = torch.tensor(request.blocks.tolist(), device=kv.k[0].device)[positions // 16]
+        kept = torch.stack([k[blocks, :, positions % 16] for k in kv.k])
         engine.abort("x")
         return request.output_ids[:50], kept
 

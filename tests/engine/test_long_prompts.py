@@ -13,7 +13,7 @@ from sparkdraft.config import EngineConfig
 from sparkdraft.core import SamplingParams
 from sparkdraft.engine.build import build_engine, make_plan
 
-MODEL = replace(shape("qwen3-8b"), num_layers=4)
+MODEL = replace(shape("qwen3-8b"), layers=shape("qwen3-8b").layers[:4])
 CHUNK, NUM_CHUNKS = 1024, 4
 SLEEP = 200_000_000  # cycles, about a tenth of a second: the device is behind the host, however fast it is
 

@@ -19,7 +19,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 from sparkdraft.kernels import cuda, reference  # noqa: E402
 from sparkdraft.kernels.cuda import attention, elementwise  # noqa: E402
 from sparkdraft.kernels.cuda.argmax import argmax as cuda_argmax  # noqa: E402
-from sparkdraft.kernels.view import AttentionView  # noqa: E402
+from sparkdraft.kernels.view import AttentionParams, AttentionView  # noqa: E402
 from tests.kernels.triton_device import (  # noqa: E402
     DEVICE,
     DTYPES,
@@ -165,8 +165,8 @@ def check_attention(
     q: Tensor, k: Tensor, v: Tensor, view: AttentionView, causal: bool = True, window: int = 0, most_query: int = 0
 ) -> Tensor:
     scale, last = q.shape[2] ** -0.5, int(view.query_start[-1])
-    got = cuda.paged_attention(q, k, v, view, scale, causal, window, most_query)
-    expected = reference.paged_attention(q.float(), k.float(), v.float(), view, scale, causal, window)
+    got = cuda.paged_attention(q, k, v, view, AttentionParams(scale, causal, window), most_query)
+    expected = reference.paged_attention(q.float(), k.float(), v.float(), view, AttentionParams(scale, causal, window))
     assert_close(got[:last], expected[:last], q.dtype)
     return got
 
@@ -262,9 +262,9 @@ def test_bounds_may_be_far_above_the_lengths(max_query: int, max_context: int) -
 def test_padding_sequences(padded_rows: int, most: int) -> None:
     queries, contexts = [1, most, padded_rows, padded_rows], [300, 290, 0, 0]
     q, k, v, view = make_batch(queries, contexts, 8, 2, 64, DTYPES[0])
-    got = cuda.paged_attention(q, k, v, view, 0.125)
+    got = cuda.paged_attention(q, k, v, view, AttentionParams(0.125))
     real = AttentionView(view.query_start[:3], view.context_len[:2], view.block_tables[:2], most, 300)
-    expected = reference.paged_attention(q.float(), k.float(), v.float(), real, 0.125)
+    expected = reference.paged_attention(q.float(), k.float(), v.float(), real, AttentionParams(0.125))
     last = 1 + most
     assert_close(got[:last], expected[:last], q.dtype)
     assert (got[last : last + 2 * padded_rows] == 0).all(), "a padding row without keys gives zeros"
@@ -286,12 +286,12 @@ def test_long_contexts_in_a_full_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_row_does_not_depend_on_its_neighbours(rows: int) -> None:
     """The same sequence in the same bucket, beside others of other lengths: every bit is the same."""
     q, k, v, view = make_batch([rows, 1, rows], [700, 300, 200], 8, 2, 64, DTYPES[0], padding=0)
-    got = cuda.paged_attention(q, k, v, view, 0.125)
+    got = cuda.paged_attention(q, k, v, view, AttentionParams(0.125))
     other = replace(view, context_len=integers([700, 5, 100]), query_start=integers([0, rows, rows + 1, rows + 1]))
-    assert torch.equal(got[:rows], cuda.paged_attention(q, k, v, other, 0.125)[:rows])
+    assert torch.equal(got[:rows], cuda.paged_attention(q, k, v, other, AttentionParams(0.125))[:rows])
     moved = AttentionView(integers([0, 0, 1, 1 + rows]), integers([0, 9, 700]), view.block_tables[[1, 1, 0]], rows, 700)
     shifted = torch.cat((q[rows : rows + 1], q[:rows], q[rows + 1 :]))
-    assert torch.equal(got[:rows], cuda.paged_attention(shifted, k, v, moved, 0.125)[1 : 1 + rows])
+    assert torch.equal(got[:rows], cuda.paged_attention(shifted, k, v, moved, AttentionParams(0.125))[1 : 1 + rows])
 
 
 MOST = 16  # rows of a drafted block
@@ -320,7 +320,9 @@ def test_a_row_of_a_block_equals_the_row_alone(
     batch, scale = len(contexts), head_dim**-0.5
     q, k, v, view = make_batch([MOST] * batch, contexts, heads, kv_heads, head_dim, dtype, padding=0)
     q = q.reshape(batch, MOST, heads, head_dim)
-    block = cuda.paged_attention(q.flatten(0, 1), k, v, last_rows(view, contexts, MOST), scale, True, window, MOST)
+    block = cuda.paged_attention(
+        q.flatten(0, 1), k, v, last_rows(view, contexts, MOST), AttentionParams(scale, window=window), MOST
+    )
     block = block.view(batch, MOST, -1)
     check_attention(q.flatten(0, 1), k, v, last_rows(view, contexts, MOST), True, window, MOST)
     for end in (16, 7, 1) if INTERPRET else range(MOST, 0, -1):
@@ -330,7 +332,9 @@ def test_a_row_of_a_block_equals_the_row_alone(
                 cache[int(view.block_tables[s, context // 16]), :, context % 16 :] = float("nan")
         for width in [w for w in (1, 5, 2, 9, 12)[: 2 if INTERPRET else 5] if w <= end]:
             rows = q[:, end - width : end].reshape(batch * width, heads, head_dim)
-            got = cuda.paged_attention(rows, k, v, last_rows(view, cut, width), scale, True, window, MOST)
+            got = cuda.paged_attention(
+                rows, k, v, last_rows(view, cut, width), AttentionParams(scale, window=window), MOST
+            )
             assert torch.equal(got.view(batch, width, -1), block[:, end - width : end]), f"{width} rows up to {end}"
 
 
@@ -341,13 +345,15 @@ def test_a_row_of_a_block_equals_the_row_alone(
 def test_a_block_does_not_depend_on_the_blocks_beside_it(width: int, causal: bool, dtype: torch.dtype) -> None:
     contexts = [390, 129, 16, 260]
     q, k, v, view = make_batch([width] * 4, contexts, 6, 2, 64, dtype, padding=0)
-    got = cuda.paged_attention(q, k, v, last_rows(view, contexts, width), 0.125, causal, 0, MOST).view(4, width, -1)
+    got = cuda.paged_attention(q, k, v, last_rows(view, contexts, width), AttentionParams(0.125, causal), MOST).view(
+        4, width, -1
+    )
     order, others = [2, 1, 3, 0], [16, 20, 260, 17]  # moved, beside others, and cut where it may be
     moved = replace(last_rows(view, contexts, width), block_tables=view.block_tables[order])
     for lengths, kept in (([contexts[s] for s in order], [0, 1, 2, 3]), (others, [0, 2])):
         rows = torch.cat([q[s * width : (s + 1) * width] for s in order])
         again = replace(moved, context_len=integers(lengths))
-        result = cuda.paged_attention(rows, k, v, again, 0.125, causal, 0, MOST).view(4, width, -1)
+        result = cuda.paged_attention(rows, k, v, again, AttentionParams(0.125, causal), MOST).view(4, width, -1)
         for place in kept:
             assert torch.equal(result[place], got[order[place]])
 
@@ -360,11 +366,11 @@ def test_graph_replay_with_changed_lengths_equals_eager(rows: int, monkeypatch: 
     q, k, v, full = make_batch([rows] * 4, [2000, 900, 1500, 120], 32, 8, 128, torch.bfloat16, padding=0)
     view = AttentionView(*(t.clone() for t in (full.query_start, full.context_len, full.block_tables)), rows, 2000)
     q = q.clone()
-    cuda.paged_attention(q, k, v, view, 0.1)  # compiles before the capture
+    cuda.paged_attention(q, k, v, view, AttentionParams(0.1))  # compiles before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = cuda.paged_attention(q, k, v, view, 0.1)
+        captured = cuda.paged_attention(q, k, v, view, AttentionParams(0.1))
     for lengths, contexts in (
         ([rows] * 4, [2000, 900, 1500, 120]),
         ([rows, rows, 1, 0], [100, 899, 1, 0]),
@@ -376,7 +382,7 @@ def test_graph_replay_with_changed_lengths_equals_eager(rows: int, monkeypatch: 
         captured.fill_(float("nan"))
         graph.replay()
         last = sum(lengths)
-        eager = cuda.paged_attention(q, k, v, view, 0.1)[:last]
+        eager = cuda.paged_attention(q, k, v, view, AttentionParams(0.1))[:last]
         assert torch.equal(captured[:last], eager)
         check_attention(q, k, v, view)
 

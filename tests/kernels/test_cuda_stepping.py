@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels import cuda, reference  # noqa: E402
 from sparkdraft.kernels.cuda import argmax, pdl  # noqa: E402
-from sparkdraft.kernels.view import AttentionView  # noqa: E402
+from sparkdraft.kernels.view import AttentionParams, AttentionView  # noqa: E402
 from tests.kernels.ahead_of_time import LIMIT, captured_launches, check_order, compile_launch  # noqa: E402
 from tests.kernels.ahead_of_time import empty as made  # noqa: E402
 from tests.kernels.triton_device import (  # noqa: E402
@@ -176,7 +176,7 @@ def test_overlapped_launches_in_a_graph_equal_launches_one_by_one(rows: int, mon
             qkv = cuda.rms_norm(qkv, gain, 1e-6)
             cuda.rope_write(qkv, positions, table, heads, kv_heads, norm, norm, 1e-6, k, v, slots)
             q = qkv[:, : heads * dim].view(-1, heads, dim)
-            out = cuda.paged_attention(q, k, v, view, 0.09, True, 0, 16)
+            out = cuda.paged_attention(q, k, v, view, AttentionParams(0.09), 16)
             gated = cuda.silu_mul(torch.cat([out, out], 1))
             qkv = torch.cat([gated, qkv[:, gated.shape[1] :]], 1)
             cuda.settle(drafts, samples, most, length, token, observed, slots)
@@ -224,8 +224,8 @@ def decode_step(rows: int, heads: int, kv_heads: int, dim: int, most: int) -> No
     q = qkv[:, : heads * dim].view(-1, heads, dim)
     view = AttentionView(ints(seqs + 1), context, tables, rows, 4096)
     for causal, window in ((True, 0), (False, 0), (False, 512)):
-        cuda.paged_attention(q, *caches, view, 0.1, causal, window, most)
-    cuda.paged_attention(q, *eight, view, 0.1, True, 0, most)
+        cuda.paged_attention(q, *caches, view, AttentionParams(0.1, causal, window), most)
+    cuda.paged_attention(q, *eight, view, AttentionParams(0.1), most)
     cuda.silu_mul(made(seqs * rows, 3072))
     argmax.argmax(made(seqs * rows, 40000, dtype=torch.float32))
     cuda.tap(made(seqs * rows, 576), made(seqs * rows, 5, 576), 2, positions)

@@ -32,7 +32,7 @@ from sparkdraft.kernels.turboquant.codes import pack, unpack  # noqa: E402
 from sparkdraft.kernels.turboquant.layout import PLANES  # noqa: E402
 from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout  # noqa: E402
 from sparkdraft.kernels.turboquant.vectors import Encoded, VectorFormat  # noqa: E402
-from sparkdraft.kernels.view import AttentionView  # noqa: E402
+from sparkdraft.kernels.view import AttentionParams, AttentionView  # noqa: E402
 from tests.kernels.ahead_of_time import GPUS, LIMIT, Launch, captured_launches, check_order, compile_launch, empty  # noqa: E402
 from tests.kernels.triton_device import (  # noqa: E402
     DEVICE,
@@ -160,7 +160,7 @@ def expected(layer: CodedLayer, q: Tensor, view: AttentionView, scale: float, wi
 
 def check(layer: CodedLayer, q: Tensor, view: AttentionView, window: int = 0, most_query: int = 0) -> Tensor:
     scale, last = q.shape[2] ** -0.5, int(view.query_start[-1])
-    got = turboquant.tq_attention(layer, q, view, scale, window, most_query)
+    got = turboquant.tq_attention(layer, q, view, AttentionParams(scale, window=window), most_query)
     want = expected(layer, q[:last], view, scale, window)
     worst, largest = (got[:last].double() - want).abs().max().item(), want.abs().max().item()
     allowed = 4e-3 if q.dtype == torch.bfloat16 else 1e-3  # bf16 rounds the result alone by 2e-3
@@ -267,7 +267,9 @@ def test_no_rows() -> None:
     before = layer.records.clone()
     turboquant.tq_write(layer, q[:0, :2], q[:0, :2], integers([]))
     assert torch.equal(layer.records, before)
-    assert turboquant.tq_attention(layer, q[:0], replace(view, query_start=integers([0, 0])), 0.1).shape == (0, 256)
+    assert turboquant.tq_attention(
+        layer, q[:0], replace(view, query_start=integers([0, 0])), AttentionParams(0.1)
+    ).shape == (0, 256)
 
 
 @gpu
@@ -339,7 +341,7 @@ def test_borders_of_the_recent_keys() -> None:
     check(layer, q, view)
     coded = layer.records.clone()
     layer.records.fill_(255)  # up to 128 keys all are recent, and of up to 132 all others are the first
-    got = turboquant.tq_attention(layer, q, view, 0.125)
+    got = turboquant.tq_attention(layer, q, view, AttentionParams(0.125))
     layer.records.copy_(coded)
     want = expected(layer, q[: len(contexts)], view, 0.125)
     assert (got[:6] - want[:6]).abs().max() < 2e-3 and got[6].isnan().all()
@@ -369,7 +371,7 @@ def test_rows_after_rejected_drafts() -> None:
 @pytest.mark.parametrize("padded_rows", [0, 1])
 def test_padding_sequences(padded_rows: int) -> None:
     layer, q, view = make_batch([1, 3, padded_rows, padded_rows], [200, 290, 0, 0], 4, 2, 64)
-    got = turboquant.tq_attention(layer, q, view, 0.125)
+    got = turboquant.tq_attention(layer, q, view, AttentionParams(0.125))
     real = AttentionView(view.query_start[:3], view.context_len[:2], view.block_tables[:2], 3, 290)
     assert (got[:4] - expected(layer, q[:4], real, 0.125)).abs().max() < 2e-3
     assert (got[4 : 4 + 2 * padded_rows] == 0).all(), "a padding row without keys gives zeros"
@@ -403,7 +405,7 @@ def test_a_row_of_a_block_equals_the_row_alone(
             rows = q[:, end - width : end].reshape(len(cut) * width, heads, dim)
             starts = integers([width * s for s in range(len(cut) + 1)])
             alone = AttentionView(starts, integers(cut), view.block_tables, width, 2048)
-            got = turboquant.tq_attention(layer, rows, alone, scale, window, MOST)
+            got = turboquant.tq_attention(layer, rows, alone, AttentionParams(scale, window=window), MOST)
             assert torch.equal(got.view(len(cut), width, -1), block[:, end - width : end]), f"{width} rows up to {end}"
 
 
@@ -488,7 +490,7 @@ def layer_step(
     table, norm = empty(4000, dim, dtype=torch.float32), empty(dim)
     turboquant.tq_rope_write(layer, qkv.flatten(1), positions, table, heads, kv_heads, norm, norm, 1e-6, slots)
     view = AttentionView(ints(seqs + 1), ints(seqs), ints(seqs, 2000), rows, 32000)
-    turboquant.tq_attention(layer, q, view, 0.1, window, MOST)
+    turboquant.tq_attention(layer, q, view, AttentionParams(0.1, window=window), MOST)
 
 
 def check_launch(capability: int, launch: Launch, layout: RecordLayout) -> None:

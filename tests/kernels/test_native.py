@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sparkdraft.kernels import Unrecordable, native, reference
 from sparkdraft.kernels.native import build, library
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.view import AttentionParams, AttentionView
 from sparkdraft.weights.quant.group import GroupQuant
 
 pytestmark = pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
@@ -182,8 +182,8 @@ def batch(heads: int, kv: int, dim: int, queries: list[int], contexts: list[int]
 def test_attention_is_the_reference(heads: int, kv: int, dim: int, causal: bool, window: int) -> None:
     q, k, v, view = batch(heads, kv, dim, [1, 0, 5, 70, 17], [130, 9, 5, 70, 1100])
     scale = 1 / math.sqrt(dim)
-    y = native.paged_attention(q, k, v, view, scale, causal, window)
-    expected = reference.paged_attention(q, k, v, view, scale, causal, window)
+    y = native.paged_attention(q, k, v, view, AttentionParams(scale, causal, window))
+    expected = reference.paged_attention(q, k, v, view, AttentionParams(scale, causal, window))
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=3e-6)
 
 
@@ -196,24 +196,26 @@ def one_row(view: AttentionView, row: int) -> AttentionView:
 @pytest.mark.parametrize("window", [0, 700])
 def test_a_row_of_attention_has_the_same_bits_in_a_chunk_and_alone(window: int) -> None:
     q, k, v, view = batch(9, 3, 64, [3, 300], [40, 2400])
-    whole = native.paged_attention(q, k, v, view, 0.125, window=window)
+    whole = native.paged_attention(q, k, v, view, AttentionParams(0.125, window=window))
     for threads in (1, 2, 3):
         native.set_threads(threads)
-        assert torch.equal(native.paged_attention(q, k, v, view, 0.125, window=window), whole)
+        assert torch.equal(native.paged_attention(q, k, v, view, AttentionParams(0.125, window=window)), whole)
         for row in (3, 4, 66, 150, 301, 302):
-            alone = native.paged_attention(q[row : row + 1], k, v, one_row(view, row), 0.125, window=window)
+            alone = native.paged_attention(
+                q[row : row + 1], k, v, one_row(view, row), AttentionParams(0.125, window=window)
+            )
             assert torch.equal(alone[0], whole[row]), (threads, row)
 
 
 @pytest.mark.parametrize("context", [9, 64, 127, 129, 300, 600])
 def test_the_rows_of_a_drafted_block_have_the_bits_that_each_has_alone(context: int) -> None:
     q, k, v, view = batch(9, 3, 64, [1, 8], [77, context])
-    whole = native.paged_attention(q, k, v, view, 0.125)
+    whole = native.paged_attention(q, k, v, view, AttentionParams(0.125))
     for threads in (1, 2, 3, 8):  # more threads than queries in a slice, too
         native.set_threads(threads)
-        assert torch.equal(native.paged_attention(q, k, v, view, 0.125), whole), threads
+        assert torch.equal(native.paged_attention(q, k, v, view, AttentionParams(0.125)), whole), threads
         for row in range(1, 9):
-            alone = native.paged_attention(q[row : row + 1], k, v, one_row(view, row), 0.125)
+            alone = native.paged_attention(q[row : row + 1], k, v, one_row(view, row), AttentionParams(0.125))
             assert torch.equal(alone[0], whole[row]), (threads, row)
 
 
@@ -221,7 +223,7 @@ def test_attention_never_reads_past_the_context() -> None:
     q, k, v, view = batch(4, 2, 64, [2], [21])
     last = int(view.block_tables[0, 1])
     k[last, :, 5:], v[last, :, 5:] = float("nan"), float("nan")
-    assert native.paged_attention(q, k, v, view, 0.125).isfinite().all()
+    assert native.paged_attention(q, k, v, view, AttentionParams(0.125)).isfinite().all()
 
 
 # ---- building -------------------------------------------------------------------------------------------------------

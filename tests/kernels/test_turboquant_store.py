@@ -18,7 +18,7 @@ from sparkdraft.kernels.turboquant.layout import PLANES, token_bytes
 from sparkdraft.kernels.turboquant.reference import tq_attention, tq_write
 from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout, planes
 from sparkdraft.kernels.turboquant.vectors import VectorFormat
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.view import AttentionParams, AttentionView
 
 SIZE, HEADS, KV_HEADS = 16, 4, 2
 FIRST, RECENT = 4, 128
@@ -115,7 +115,7 @@ class Cache:
         nobody = torch.full((1, *self.q[0].shape[1:]), torch.nan, dtype=dtype)
         q = torch.cat([*(self.q[s][a:b].to(dtype) for s, a, b in spans), nobody])
         turned = self.layer.keys.rotation.forward(q).to(dtype)
-        out = tq_attention(self.layer, turned, self.view(spans), self.scale, self.window)
+        out = tq_attention(self.layer, turned, self.view(spans), AttentionParams(self.scale, window=self.window))
         assert out.dtype == dtype and out.shape == (len(q), q[0].numel())
         return out[:-1].view_as(q[:-1])
 
@@ -264,7 +264,7 @@ def test_an_empty_lane_sees_nothing_and_gets_zeros() -> None:
     cache.write([(0, 0, 20)])
     q = torch.cat([cache.random(3, HEADS, 64), cache.q[0][19:]])
     view = AttentionView(int32([0, 3, 3, 4]), int32([0, 7, 20]), cache.tables[[0, 0, 0]], 3, 20)
-    out = tq_attention(cache.layer, cache.layer.keys.rotation.forward(q), view, cache.scale).view_as(q)
+    out = tq_attention(cache.layer, cache.layer.keys.rotation.forward(q), view, AttentionParams(cache.scale)).view_as(q)
     assert not out[:3].any()
     close(out[3:], cache.wanted([(0, 19, 20)]))
 

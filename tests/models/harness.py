@@ -11,8 +11,7 @@ from sparkdraft import kernels
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.models.blocks import Step
-from sparkdraft.models.config import ModelConfig
-from sparkdraft.models.registry import architecture
+from sparkdraft.models.registry import architecture, read_config
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.loader import Loader
 
@@ -25,13 +24,13 @@ class Harness:
     ) -> None:
         self.device, ops = torch.device(device), kernels.load(kernel)
         source = open_checkpoint(str(folder))
-        config = ModelConfig.from_hf(source.config)
+        config = read_config(source.config)
         pack = ops.PackedLinear.pack if kernel == "native" else None
         loader = Loader(source, self.device, dtype, pack)
-        self.model = architecture(config.model_type)(config, loader, ops, 256)
-        self.kv = DenseKV(config.num_layers, config.num_kv_heads, config.head_dim, 64, BLOCK, dtype, self.device, ops)
-        self.kv.k.fill_(float("nan"))  # what was never written must never be read
-        self.kv.v.fill_(float("nan"))
+        self.model = architecture(config.model_type).build(config, loader, ops, 256)
+        self.kv = DenseKV(config.attention, 64, BLOCK, dtype, self.device, ops)
+        for cache in (*self.kv.k, *self.kv.v):
+            cache.fill_(float("nan"))  # what was never written must never be read
         self.lengths: dict[str, int] = {}
         self.tables: dict[str, list[int]] = {}
         self.free = list(torch.randperm(64, generator=torch.Generator().manual_seed(1)))

@@ -13,7 +13,7 @@ import torch
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.llm import LLM
-from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.registry import read_config
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.resolve import resolve
 from sparkdraft.weights.checkpoint import open_checkpoint
@@ -52,21 +52,21 @@ def rewritten(folder: Path, **keys: Any) -> Path:
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_what_transformers_writes_holds_no_unknown_key(variant: str, tmp_path: Path) -> None:
     config = open_checkpoint(str(write_tiny(tmp_path, variant))).config
-    assert ModelConfig.from_hf(config).unknown_keys == ()
+    assert read_config(config).unknown_keys == ()
 
 
 def test_all_keys_of_transformers_own_configs_are_known() -> None:
     import transformers
 
     for kind in (transformers.LlamaConfig, transformers.Qwen3Config):
-        assert ModelConfig.from_hf(kind().to_dict()).unknown_keys == (), kind
+        assert read_config(kind().to_dict()).unknown_keys == (), kind
 
 
 @pytest.mark.parametrize(
     "config", [config_of("llama", **SMOLLM2), config_of("llama", **LLAMA31), config_of("qwen3", **QWEN3)]
 )
 def test_published_configs_hold_no_unknown_key(config: dict[str, Any]) -> None:
-    assert ModelConfig.from_hf(config).unknown_keys == ()
+    assert read_config(config).unknown_keys == ()
 
 
 REFUSED = [
@@ -89,7 +89,7 @@ REFUSED = [
 @pytest.mark.parametrize(("model_type", "keys", "words"), REFUSED, ids=[words for _, _, words in REFUSED])
 def test_a_key_that_changes_the_computation_is_refused(model_type: str, keys: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words) as error:
-        ModelConfig.from_hf(config_of(model_type, **keys))
+        read_config(config_of(model_type, **keys))
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
 
 
@@ -135,7 +135,7 @@ def test_the_inner_rope_theta_counts_before_the_outer_one(tmp_path: Path) -> Non
 
 def test_an_unknown_key_is_ignored_and_the_user_sees_it(tmp_path: Path) -> None:
     folder = rewritten(write_tiny(tmp_path, "llama"), depth_of_thought=3, a_note=None)
-    model = ModelConfig.from_hf(open_checkpoint(str(folder)).config)
+    model = read_config(open_checkpoint(str(folder)).config)
     assert model.unknown_keys == ("depth_of_thought",)
     plan = resolve(EngineConfig(model=str(folder)), model, Hardware("cpu", "a CPU", 4, 8 << 30), None)
     (notice,) = plan.fallbacks
@@ -152,4 +152,4 @@ def test_a_gguf_file_that_computes_something_else_is_refused(
 ) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", settings={f"llama.{key}": value})
     with pytest.raises(UserError, match=words):
-        ModelConfig.from_hf(open_checkpoint(str(path)).config)
+        read_config(open_checkpoint(str(path)).config)

@@ -10,6 +10,7 @@ import pytest
 from sparkdraft.bench.shapes import SHAPES
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
+from sparkdraft.models.config import uniform_config
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.resolve import Plan, resolve
 
@@ -79,9 +80,9 @@ def test_what_can_not_be_is_said_in_a_sentence(options: dict[str, Any], words: s
 def test_models_and_kernels_that_can_not_be_coded(mode: str) -> None:
     config = EngineConfig(kv="turboquant", tq_mode=mode)
     with pytest.raises(UserError, match="no layers with a KV cache"):
-        resolve(config, replace(MODEL, num_layers=0), H200)
+        resolve(config, replace(MODEL, layers=()), H200)
     with pytest.raises(UserError, match="head dimension 72 can not be rotated"):
-        resolve(config, replace(MODEL, head_dim=72), H200)
+        resolve(config, uniform_config("qwen3", 36, 4096, 12288, 32, 8, 72, 151936, 40960), H200)
     on_a_cpu = resolve(config, MODEL, Hardware("cpu", "a laptop", 8, 60 << 30))
     assert on_a_cpu.kernels == "native" and on_a_cpu.coded and not on_a_cpu.graphs
     assert [f.name for f in on_a_cpu.fallbacks] == ["decode steps are launched one operator at a time"]

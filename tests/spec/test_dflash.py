@@ -238,12 +238,13 @@ def test_observe_and_propose_are_recorded(packed: tuple[Harness, DraftHarness, P
         block.draft_rows.copy_(block.draft_rows.flip(0))
         observing.replay()
         logits = proposing.replay().clone()
-        kept = drafts.kv.k.clone(), drafts.kv.v.clone()
-        for cache in (drafts.kv.k, drafts.kv.v):
-            cache[:, slots.long() // 8, :, slots.long() % 8] = math.nan
+        caches = [*drafts.kv.k, *drafts.kv.v]
+        kept = [cache.clone() for cache in caches]
+        for cache in caches:
+            cache[slots.long() // 8, :, slots.long() % 8] = math.nan
         observe()
         assert torch.equal(drafter.propose(block), logits)
-        for cache, before in zip((drafts.kv.k, drafts.kv.v), kept, strict=True):
+        for cache, before in zip(caches, kept, strict=True):
             assert torch.equal(cache.nan_to_num(), before.nan_to_num())
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sparkdraft.core import UserError
-from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.registry import read_config
 from sparkdraft.spec import registry
 from sparkdraft.spec.config import DraftConfig, LayerMask, check_fits
 from sparkdraft.spec.dflash import caps_of
@@ -16,7 +16,7 @@ from tests.models.tiny import SHAPE
 from tests.spec.tiny_drafter import body, speculators, zlab
 
 MISSING = object()
-TARGET = ModelConfig.from_hf({"model_type": "llama", **SHAPE})
+TARGET = read_config({"model_type": "llama", **SHAPE})
 # What z-lab/Qwen3-8B-DFlash-b16 says, in the words of its config.json.
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"],
@@ -69,7 +69,7 @@ def test_newer_configs_keep_the_block_size_and_scales_inside() -> None:
     config["dflash_config"] |= {"block_size": 5, "input_embedding_scale": 2, "final_logit_softcapping": 30.0}
     draft = DraftConfig.read(config)
     assert (draft.block_size, draft.input_embedding_scale, draft.softcap) == (5, 2.0, 30.0)
-    assert draft.model.rope_theta == 77.0
+    assert draft.model.uniform()[0].rope.theta == 77.0
     assert DraftConfig.read(zlab(body(), final_logit_softcapping=9)).softcap == 9.0
 
 

@@ -37,8 +37,8 @@ def llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
             controller.measured(depth, 2, context, 1.0 + 4.0 * depth)
     monkeypatch.setattr(Drafting, "_measured", lambda *_: None)
     with torch.inference_mode():
-        drafter_kv(llm).k.fill_(float("nan"))
-        drafter_kv(llm).v.fill_(float("nan"))
+        for cache in (*drafter_kv(llm).k, *drafter_kv(llm).v):
+            cache.fill_(float("nan"))
     return llm
 
 
@@ -83,7 +83,7 @@ def test_a_batch_that_can_not_gain_shows_the_drafter_nothing(llm: LLM) -> None:
     for _ in range(20):
         engine.step()
     assert num_drafted(llm) == 0
-    assert drafter_kv(llm).k.isnan().all()
+    assert all(k.isnan().all() for k in drafter_kv(llm).k)
 
 
 def test_a_request_that_was_passed_over_drafts_from_the_next_block_on(llm: LLM, logits: list[torch.Tensor]) -> None:

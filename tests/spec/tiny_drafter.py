@@ -117,10 +117,10 @@ class DraftHarness:
         source = open_drafter(str(folder))
         draft = DraftConfig.read(source.config)
         check_fits(draft, target.config)
-        self.caps = caps = caps_of(draft)
-        self.kv = DenseKV(caps.num_layers, caps.num_kv_heads, caps.head_dim, NUM_BLOCKS, BLOCK, dtype, self.device, ops)
-        self.kv.k.fill_(float("nan"))  # what was never written must never be read
-        self.kv.v.fill_(float("nan"))
+        self.caps = caps_of(draft)
+        self.kv = DenseKV(draft.model.attention, NUM_BLOCKS, BLOCK, dtype, self.device, ops)
+        for cache in (*self.kv.k, *self.kv.v):
+            cache.fill_(float("nan"))  # what was never written must never be read
         pack = ops.PackedLinear.pack if kernel == "native" else None
         self.drafter = build(draft, Loader(source, self.device, dtype, pack), ops, target, CONTEXT, self.kv)
         self.lengths: dict[str, int] = {}
@@ -143,7 +143,7 @@ class DraftHarness:
             last = self.lengths[name] = first + taps.shape[0]
             positions += range(first, last)
             slots += self.slots(name, first, last)
-        taps = torch.cat(list(chunks.values())).to(self.device, self.kv.k.dtype)
+        taps = torch.cat(list(chunks.values())).to(self.device, self.kv.k[0].dtype)
         self.drafter.observe(taps, self.int32(positions), self.int32(slots))
 
     def block(self, anchors: Mapping[str, int], width: int, depth: int) -> DraftBlock:

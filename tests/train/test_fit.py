@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.cli.main import main
 from sparkdraft.core import UserError
-from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.config import uniform_config
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.spec.config import DraftConfig
 from sparkdraft.train import fit as fit_module
@@ -372,7 +372,7 @@ def test_settings_that_make_no_sense(values: dict[str, object], says: str) -> No
 
 
 def test_sums_of_memory() -> None:
-    smollm2 = ModelConfig("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192, tie_embeddings=True)
+    smollm2 = uniform_config("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192, tie_embeddings=True)
     asked = FitSettings(target="smollm2", data="d")
     gpu, cpu = (sum(memory.parts(smollm2, asked, on_gpu).values()) / 2**30 for on_gpu in (True, False))
     assert 8 < gpu < 24 and cpu > 100, "on a CPU all logits and all weights of attention are there at once"
@@ -385,7 +385,7 @@ def test_sums_of_memory() -> None:
 
 def test_a_run_that_does_not_fit_is_told_what_would() -> None:
     """The sums of docs/training.md, for a target of eight billion parameters."""
-    qwen = ModelConfig("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, 40960, tie_embeddings=False)
+    qwen = uniform_config("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, 40960, tie_embeddings=False, qk_norm=True)
     asked = FitSettings(target="Qwen/Qwen3-8B", data="d", layers=5)
     assert memory.total_bytes(qwen, asked, True) / 2**30 == pytest.approx(127.1, abs=0.1)
     for free, wanted in ((23, (1, 1024, 2688)), (78, (5, 7168, 21504)), (115, (5, 12288, 36864))):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.config import uniform_config
 from sparkdraft.spec.config import DraftConfig
 from sparkdraft.train.batches import Batches
 from sparkdraft.train.corpus import Corpus, CorpusInfo, CorpusWriter, Finish
@@ -139,6 +139,6 @@ def test_taps_and_mask_are_chosen_from_the_target() -> None:
 
 
 def test_a_target_without_the_tapped_block_is_refused() -> None:
-    config = ModelConfig("llama", 3, 96, 160, 6, 2, 32, 320, 512)
+    config = uniform_config("llama", 3, 96, 160, 6, 2, 32, 320, 512)
     with pytest.raises(Exception, match="has blocks 0 to 2"):
         drafter_config(config, settings(taps=(0, 3)), 300)

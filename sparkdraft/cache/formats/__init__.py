@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.view import AttentionParams, AttentionView
 
 
 class Turn(NamedTuple):
@@ -31,7 +31,8 @@ class LayerKV(Protocol):
         slots: int32 [rows]; a row with a negative slot is not kept. Only the queries of qkv are defined afterwards.
         """
 
-    def attend(self, q: Tensor, view: AttentionView, scale: float, causal: bool = True, window: int = 0) -> Tensor: ...
+    def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
+        """q [rows, heads, head_dim] -> [rows, heads * head_dim]."""
 
 
 class KVFormat(Protocol):

@@ -19,7 +19,7 @@ from sparkdraft.cache.formats.dense import DenseKV, DenseLayer
 from sparkdraft.cache.formats.turboquant import CodedLayerKV, TurboQuantKV
 from sparkdraft.kernels.turboquant.store import planes
 from sparkdraft.kernels.turboquant.vectors import Encoded
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.view import AttentionParams, AttentionView
 
 ERRORS = ("key_error", "value_error", "attention_error")
 KEYS, VALUES, ATTENTION = range(len(ERRORS))
@@ -43,9 +43,9 @@ class CaptureLayer:
             self._rows += self._is_row.sum()
         self._compare(slots)
 
-    def attend(self, q: Tensor, view: AttentionView, scale: float, causal: bool = True, window: int = 0) -> Tensor:
-        out = self.exact.attend(q, view, scale, causal, window)
-        self._add(ATTENTION, self.coded.attend(self._queries, view, scale, causal, window), out)
+    def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
+        out = self.exact.attend(q, view, params)
+        self._add(ATTENTION, self.coded.attend(self._queries, view, params), out)
         return out
 
     def _compare(self, slots: Tensor) -> None:
@@ -71,16 +71,18 @@ class CaptureLayer:
 
 
 class CaptureKV:
-    def __init__(self, exact: DenseKV, coded: TurboQuantKV) -> None:
+    def __init__(self, exact: DenseKV, coded: TurboQuantKV, device: torch.device) -> None:
         self.exact = exact
         self.bytes_per_token = exact.bytes_per_token + coded.bytes_per_token
         # Squares of what is wrong and of what is there, at fixed places: a recorded step adds to them. In float32 a
         # day's rows would grow so large that another one adds nothing.
-        shape, device = (len(coded.layers), len(ERRORS), 2), exact.k.device
+        shape, device = (len(coded.layers), len(ERRORS), 2), device
         self._sums = torch.zeros(shape, dtype=torch.float64, device=device)
         self._rows = torch.zeros((), dtype=torch.int64, device=device)
-        parts = zip(exact.layers, coded.layers, self._sums, strict=True)
-        self.layers = [CaptureLayer(*part, self._rows if i == 0 else None) for i, part in enumerate(parts)]
+        self.layers = []
+        for i, (dense, codes) in enumerate(zip(exact.layers, coded.layers, strict=True)):
+            assert isinstance(dense, DenseLayer), "a layer that borrows its keys has no codes of its own"
+            self.layers.append(CaptureLayer(dense, codes, self._sums[i], None if i else self._rows))
 
     def send(self, changes: list[tuple[int, int]]) -> None:
         self.exact.send(changes)

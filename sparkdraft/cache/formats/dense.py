@@ -1,19 +1,22 @@
-"""Keys and values kept as they are computed, or rounded to 8 bits, one tensor each a layer, in blocks of positions.
+"""Keys and values kept as they are computed, or rounded to 8 bits: two tensors per layer, in blocks of positions.
 
-Inside a block every head's rows lie together, so a kernel reads one contiguous tile a (block, head). Token-local: a
-row's K/V depend on that row alone, so rollback is a shorter length and a prefix block is complete by itself.
+Inside a block every head's rows are contiguous, so that a kernel reads one tile per (block, head). Layers may differ in
+heads and head size; one that reads another layer's keys and values has no tensors of its own. Token-local: the K/V of a
+row depend on that row alone, so rollback is a shorter length and a prefix block is complete by itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import Turn
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.cache.formats import LayerKV, Turn
+from sparkdraft.kernels.view import AttentionParams, AttentionView
+from sparkdraft.models.layers import AttentionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +29,30 @@ class DenseLayer:
     def write(self, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
         self.ops.rope_write(qkv, *turn, self.k, self.v, slots)
 
-    def attend(self, q: Tensor, view: AttentionView, scale: float, causal: bool = True, window: int = 0) -> Tensor:
-        out: Tensor = self.ops.paged_attention(q, self.k, self.v, view, scale, causal, window, self.most_query)
+    def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
+        out: Tensor = self.ops.paged_attention(q, self.k, self.v, view, params, self.most_query)
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class BorrowedLayer:
+    """A layer that attends to the keys and values of another, which ran before it in the same step."""
+
+    owner: LayerKV
+    ops: ModuleType
+
+    def write(self, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
+        """qkv holds queries alone: they are rotated, and nothing is kept."""
+        self.ops.qk_norm_rope(qkv, *turn)
+
+    def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
+        return self.owner.attend(q, view, params)
 
 
 class DenseKV:
     def __init__(
         self,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
+        layers: Sequence[AttentionSpec],
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
@@ -45,11 +61,19 @@ class DenseKV:
         most_query: int = 0,
     ) -> None:
         """most_query: a row has the same bits in batches of up to this many rows per sequence."""
-        shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
-        self.k = torch.empty(shape, dtype=dtype, device=device)
-        self.v = torch.empty(shape, dtype=dtype, device=device)
-        self.layers = [DenseLayer(k, v, ops, most_query) for k, v in zip(self.k, self.v, strict=True)]
-        self.bytes_per_token = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+        self.layers: list[LayerKV] = []
+        self.k: list[Tensor] = []  # of the layers that own keys and values
+        self.v: list[Tensor] = []
+        for spec in layers:
+            if spec.kv_from is not None:
+                self.layers.append(BorrowedLayer(self.layers[spec.kv_from], ops))
+                continue
+            shape = (num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
+            k, v = (torch.empty(shape, dtype=dtype, device=device) for _ in "kv")
+            self.k.append(k)
+            self.v.append(v)
+            self.layers.append(DenseLayer(k, v, ops, most_query))
+        self.bytes_per_token = sum(2 * spec.kv_width for spec in layers if spec.kv_from is None) * dtype.itemsize
 
     def send(self, changes: list[tuple[int, int]]) -> None:
         assert not changes, "all rows are exact here"

@@ -17,7 +17,8 @@ from torch import Tensor
 from sparkdraft.cache.formats import Turn
 from sparkdraft.kernels.turboquant.store import CodedLayer
 from sparkdraft.kernels.turboquant.vectors import VectorFormat
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.view import AttentionParams, AttentionView
+from sparkdraft.models.layers import AttentionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +30,8 @@ class CodedLayerKV:
     def write(self, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
         self.ops.tq_rope_write(self.store, qkv, *turn, slots)
 
-    def attend(self, q: Tensor, view: AttentionView, scale: float, causal: bool = True, window: int = 0) -> Tensor:
-        assert causal, "only drafters look ahead, and they keep an exact cache"
-        out: Tensor = self.ops.tq_attention(self.store, q, view, scale, window, self.most_query)
+    def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
+        out: Tensor = self.ops.tq_attention(self.store, q, view, params, self.most_query)
         return out
 
 
@@ -40,8 +40,7 @@ class TurboQuantKV:
         self,
         key_bits: Sequence[int],  # by layer
         value_bits: int,
-        num_kv_heads: int,
-        head_dim: int,
+        attention: Sequence[AttentionSpec],  # by layer
         num_blocks: int,
         block_size: int,
         exact: tuple[int, int, int],  # first and recent positions that stay exact, and pages for them
@@ -52,18 +51,24 @@ class TurboQuantKV:
     ) -> None:
         first, recent, num_pages = exact
         taken: Sequence[Tensor | None] = centres or [None] * len(key_bits)
-        formats = {bits: VectorFormat(head_dim, bits, device=device) for bits in {*key_bits, value_bits}}
+        formats = {
+            (spec.head_dim, bits): VectorFormat(spec.head_dim, bits, device=device)
+            for spec, own in zip(attention, key_bits, strict=True)
+            for bits in (own, value_bits)
+        }
         self.exact_of = torch.full((num_blocks,), -1, dtype=torch.int32, device=device) if recent else None
         page_dtype = torch.float16 if device.type == "cuda" else torch.float32
         stores = [
             CodedLayer.make(
-                num_blocks, num_kv_heads, block_size, formats[bits], formats[value_bits], centre,
+                num_blocks, spec.num_kv_heads, block_size,
+                formats[spec.head_dim, bits], formats[spec.head_dim, value_bits], centre,
                 num_pages=num_pages, page_dtype=page_dtype, exact_of=self.exact_of, first=first, recent=recent,
             )
-            for bits, centre in zip(key_bits, taken, strict=True)
+            for spec, bits, centre in zip(attention, key_bits, taken, strict=True)
         ]  # fmt: skip
         self.layers = [CodedLayerKV(store, ops, most_query) for store in stores]
-        self.bytes_per_token = sum(num_kv_heads * store.layout.nbytes // block_size for store in stores)
+        sizes = (spec.num_kv_heads * store.layout.nbytes for spec, store in zip(attention, stores, strict=True))
+        self.bytes_per_token = sum(size // block_size for size in sizes)
 
     def send(self, changes: list[tuple[int, int]]) -> None:
         """(block, its page or -1) of blocks that got or lost one, before the step that needs to know."""

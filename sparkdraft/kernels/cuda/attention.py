@@ -32,7 +32,7 @@ from torch import Tensor
 
 from sparkdraft.kernels.cuda.elementwise import run
 from sparkdraft.kernels.cuda.pdl import enter
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.view import AttentionParams, AttentionView
 
 MOST_SPLITS = 128
 LONG_SPLIT, MOST_LONG_SPLITS = 4096, 4  # keys and cuts where the batch alone fills the GPU
@@ -424,10 +424,8 @@ def paged_attention(
     k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim]
     v_cache: Tensor,
     view: AttentionView,
-    scale: float,
-    causal: bool = True,
-    window: int = 0,  # 0: all keys; else a row sees keys nearer than this
-    most_query: int = 0,  # batches of up to so many rows a sequence, in as many sequences, give a row the same bits
+    params: AttentionParams,
+    most_query: int = 0,  # batches of up to this many rows per sequence, of as many sequences, give a row the same bits
 ) -> Tensor:  # [rows, heads * head_dim]; rows past query_start[-1] are left unwritten
     assert q.stride(2) == k_cache.stride(3) == 1, (q.stride(), k_cache.stride())
     assert k_cache.stride() == v_cache.stride(), (k_cache.stride(), v_cache.stride())
@@ -437,6 +435,7 @@ def paged_attention(
     out = torch.empty((rows, heads * head_dim), dtype=q.dtype, device=device)
     if rows == 0 or seqs == 0:
         return out
+    window = params.window
     keys = min(view.max_context, window + max(view.max_query, most_query)) if window else view.max_context
     shape = (rows, seqs, heads, kv_heads, head_dim, q.element_size(), view.max_query, most_query, keys)
     launch = _launch(*shape, _gpu(device))
@@ -448,10 +447,10 @@ def paged_attention(
     run(
         _attend, (launch.tiles, kv_heads, launch.splits),
         q, k_cache, v_cache, parts, lse, view.query_start, view.context_len, view.block_tables,
-        seqs, scale * math.log2(math.e),
+        seqs, params.scale * math.log2(math.e),
         q.stride(0), q.stride(1), *k_cache.stride()[:3], view.block_tables.stride(0),
         GROUP=heads // kv_heads, HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=block_size,
-        CAUSAL=causal, WINDOW=window, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        CAUSAL=params.causal, WINDOW=window, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, RUN=launch.unit // tile.block_n if split else 1,
         SEARCH=launch.search, SPLIT=split, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

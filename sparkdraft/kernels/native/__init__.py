@@ -30,7 +30,7 @@ from sparkdraft.kernels.reference import (
     tq_rope_write,
     tq_write,
 )
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.view import AttentionParams, AttentionView
 from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.quant.group import GROUP, GroupQuant
 
@@ -216,9 +216,7 @@ def paged_attention(
     k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim]
     v_cache: Tensor,
     view: AttentionView,
-    scale: float,
-    causal: bool = True,
-    window: int = 0,
+    params: AttentionParams,
     most_query: int = 0,  # a row's bits never depend on the rows beside it
 ) -> Tensor:  # [rows, heads * head_dim]
     rows, heads, head_dim = q.shape
@@ -229,7 +227,8 @@ def paged_attention(
     call = _AttentionCall(
         *(q.data_ptr(), q_row, q_head, k_cache.data_ptr(), v_cache.data_ptr()),
         *(view.query_start.data_ptr(), view.context_len.data_ptr(), tables.data_ptr()),
-        *(*tables.shape, heads, kv_heads, head_dim, block_size, scale, causal, window, out.data_ptr()),
+        *(*tables.shape, heads, kv_heads, head_dim, block_size),
+        *(params.scale, params.causal, params.window, out.data_ptr()),
     )
     keep(call)
     c.sd_paged_attention(ctypes.addressof(call))

@@ -16,7 +16,7 @@ from torch import Tensor
 from sparkdraft.kernels.turboquant.attention import Part, attend_codes, attend_exact, is_exact, merge
 from sparkdraft.kernels.turboquant.store import CodedLayer, planes
 from sparkdraft.kernels.turboquant.vectors import Encoded
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.view import AttentionParams, AttentionView
 
 TILE = 64  # positions from a multiple of it on
 
@@ -50,10 +50,10 @@ def tq_attention(
     layer: CodedLayer,
     q: Tensor,  # [rows, heads, dim], a strided view of qkv, as tq_write has rotated it
     view: AttentionView,
-    scale: float,
-    window: int = 0,  # 0: all keys up to a row's own; else those of them that are nearer than this
-    most_query: int = 0,  # of no use here: a row's bits never depend on the rows beside it
+    params: AttentionParams,
+    most_query: int = 0,  # ignored: a row's bits never depend on the rows beside it
 ) -> Tensor:  # [rows, heads * dim]
+    assert params.causal, "only drafters look ahead, and they keep an exact cache"
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     starts, contexts = view.query_start.tolist(), view.context_len.tolist()
     for s, context in enumerate(contexts):
@@ -62,11 +62,11 @@ def tq_attention(
         for tile in range(begin // TILE, -(-context // TILE)):
             low, high = max(begin, tile * TILE), min(context, (tile + 1) * TILE)
             rows = slice(starts[s] + low - begin, starts[s] + high - begin)
-            out[rows] = _attend_tile(layer, q[rows], blocks, low, scale, window).to(q.dtype)
+            out[rows] = _attend_tile(layer, q[rows], blocks, low, params).to(q.dtype)
     return out.flatten(1)
 
 
-def _attend_tile(layer: CodedLayer, q: Tensor, blocks: Tensor, low: int, scale: float, window: int) -> Tensor:
+def _attend_tile(layer: CodedLayer, q: Tensor, blocks: Tensor, low: int, params: AttentionParams) -> Tensor:
     """Rows of one sequence and one tile, [rows, heads, dim], from position 'low' on -> the same shape."""
     first, there = low // TILE * TILE, slice(low % TILE, low % TILE + len(q))
     turned_back = layer.keys.rotation.inverse(q)  # what follows is defined by queries as they were
@@ -76,14 +76,14 @@ def _attend_tile(layer: CodedLayer, q: Tensor, blocks: Tensor, low: int, scale: 
     position = torch.arange(first, first + TILE, device=q.device).unsqueeze(1)
     key = torch.arange(first + TILE, device=q.device)
     seen = key <= position
-    if window:
-        seen &= position - key < window
+    if params.window:
+        seen &= position - key < params.window
     is_there = torch.zeros(TILE, 1, dtype=torch.bool, device=q.device)
     is_there[there] = True
     exact = is_exact(position, key, layer.first, layer.recent)
-    parts = [_attend_codes(layer, grouped, _places(layer, blocks, seen & ~exact, is_there), scale)]
+    parts = [_attend_codes(layer, grouped, _places(layer, blocks, seen & ~exact, is_there), params.scale)]
     if layer.first or layer.recent:
-        parts.append(_attend_pages(layer, grouped, _places(layer, blocks, seen & exact, is_there), scale))
+        parts.append(_attend_pages(layer, grouped, _places(layer, blocks, seen & exact, is_there), params.scale))
     return merge(parts).out.permute(2, 0, 1, 3).flatten(1, 2)[there]
 
 

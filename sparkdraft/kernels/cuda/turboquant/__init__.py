@@ -30,7 +30,7 @@ from sparkdraft.kernels.cuda.turboquant.write import write
 from sparkdraft.kernels.turboquant.codebook import codebook
 from sparkdraft.kernels.turboquant.layout import PLANES
 from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.view import AttentionParams, AttentionView
 
 TQ_DIMS = (64, 128, 256)
 TQ_BLOCK = 16  # positions of a block: what is unpacked at once, and a record beside the next
@@ -177,12 +177,12 @@ def tq_attention(
     layer: CodedLayer,
     q: Tensor,  # [rows, heads, dim], a strided view of qkv, as tq_write has rotated it
     view: AttentionView,
-    scale: float,
-    window: int = 0,  # 0: all keys; else a row sees keys nearer than this
-    most_query: int = 0,  # batches of up to so many rows a sequence, in as many sequences, give a row the same bits
+    params: AttentionParams,
+    most_query: int = 0,  # batches of up to this many rows per sequence, of as many sequences, give a row the same bits
 ) -> Tensor:  # [rows, heads * dim]; rows past query_start[-1] are left unwritten
     """Causal attention: a row takes the first and its most recent keys from exact pages, all others by their codes."""
     _check(layer)
+    assert params.causal, "only drafters look ahead, and they keep an exact cache"
     assert q.stride(2) == 1, q.stride()
     rows, heads, dim = q.shape
     layout, records, pages, device = layer.layout, layer.records, layer.pages, q.device
@@ -190,6 +190,7 @@ def tq_attention(
     out = torch.empty((rows, heads * dim), dtype=q.dtype, device=device)
     if rows == 0 or seqs == 0:
         return out
+    window = params.window
     keys = min(view.max_context, window + max(view.max_query, most_query)) if window else view.max_context
     launch = _launch(rows, seqs, heads, kv_heads, layout, view.max_query, most_query, keys, _gpu(device))
     half = q.dtype == torch.bfloat16  # rotated, float16 lies in its place
@@ -202,7 +203,7 @@ def tq_attention(
     run(
         attend, (launch.tiles, kv_heads, shares),
         q.view(torch.float16) if half else q, records, pages, layer.exact_of, mixed, lse,
-        view.query_start, view.context_len, view.block_tables, seqs, scale * math.log2(math.e),
+        view.query_start, view.context_len, view.block_tables, seqs, params.scale * math.log2(math.e),
         q.stride(0), q.stride(1), *records.stride()[:2], *((0, 0, 0) if pages is None else pages.stride()[:3]),
         view.block_tables.stride(0),
         **constants.options(dim),

@@ -1,0 +1,120 @@
+"""Sums over a model's layers: weights, multiplications, cache and activations. No other file has formulas of these.
+
+Counts are of numbers, not bytes; what a number takes is the caller's to say, because weights, caches and activations
+are kept in different types. The plan, the benchmarks and the trainer ask here. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RecurrentSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """Of one layer. Norms, biases and other vectors are left out: together they are less than 0.1 %."""
+
+    held: int  # weights of its matrices
+    active: int  # of these, those that one row is multiplied by: experts that are not chosen are left out
+    kv: int  # keys and values that one token adds to the cache
+    queries: int  # numbers of one row that are multiplied with each key it sees
+    projected: int  # numbers that the mixer's projections make of one row
+    mixed: int  # numbers of one row that the mixer gives to its last projection
+    mlp: int  # numbers of one row in the MLP: what its projections make, and their product
+    state: int = 0  # numbers that a request keeps however long it is
+
+
+def layer_sizes(spec: LayerSpec, hidden_size: int) -> LayerSizes:
+    mixer, mlp = _mixer(spec.mixer, hidden_size), _mlp(spec.mlp, hidden_size)
+    return LayerSizes(
+        held=mixer.held + mlp.held,
+        active=mixer.active + mlp.active,
+        kv=mixer.kv,
+        queries=mixer.queries,
+        projected=mixer.projected,
+        mixed=mixer.mixed,
+        mlp=mlp.mlp,
+        state=mixer.state,
+    )
+
+
+def _mixer(spec: AttentionSpec | RecurrentSpec, hidden: int) -> LayerSizes:
+    if isinstance(spec, RecurrentSpec):
+        values = spec.num_value_heads * spec.value_dim
+        made = spec.conv_channels + values + 2 * spec.num_value_heads  # q, k, v; the gate; decay and step of each head
+        weights = hidden * made + values * hidden + spec.conv_channels * spec.conv_width
+        state = spec.num_value_heads * spec.key_dim * spec.value_dim + (spec.conv_width - 1) * spec.conv_channels
+        return LayerSizes(weights, weights, 0, 0, made, values, 0, state)
+    own = 2 * spec.kv_width if spec.kv_from is None else 0
+    weights = hidden * (2 * spec.query_width + own)
+    return LayerSizes(weights, weights, own, spec.query_width, spec.query_width + own, spec.query_width, 0)
+
+
+def _mlp(spec: DenseSpec | ExpertsSpec, hidden: int) -> LayerSizes:
+    if isinstance(spec, ExpertsSpec):
+        router, expert, shared = (
+            hidden * spec.num_experts,
+            3 * hidden * spec.intermediate_size,
+            3 * hidden * spec.shared_size,
+        )
+        made = 3 * (spec.top_k * spec.intermediate_size + spec.shared_size) + spec.num_experts
+        held, active = spec.num_experts * expert + shared + router, spec.top_k * expert + shared + router
+        return LayerSizes(held, active, 0, 0, 0, 0, made)
+    weights = 3 * hidden * spec.intermediate_size
+    return LayerSizes(weights, weights, 0, 0, 0, 0, 3 * spec.intermediate_size)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    layers: tuple[LayerSizes, ...]
+    hidden: int
+    head: int  # weights of the head, which one row is multiplied by
+    embedding: int  # of an embedding that is not the head
+
+    @property
+    def held(self) -> int:
+        return sum(layer.held for layer in self.layers) + self.head + self.embedding
+
+    @property
+    def active(self) -> int:
+        """What one row is multiplied by, the head included."""
+        return self.active_in_layers + self.head
+
+    @property
+    def active_in_layers(self) -> int:
+        return sum(layer.active for layer in self.layers)
+
+    @property
+    def kv(self) -> int:
+        """Keys and values of one token."""
+        return sum(layer.kv for layer in self.layers)
+
+    @property
+    def projected(self) -> int:
+        """Of the layer that needs most, as the next two."""
+        return most(layer.projected for layer in self.layers)
+
+    @property
+    def mixed(self) -> int:
+        return most(layer.mixed for layer in self.layers)
+
+    @property
+    def mlp(self) -> int:
+        return most(layer.mlp for layer in self.layers)
+
+    def operations(self, keys: float) -> float:
+        """Multiplications and additions of one row in the layers, if it sees this many keys."""
+        return 2.0 * self.active_in_layers + 4 * sum(layer.queries for layer in self.layers) * keys
+
+
+def model_sizes(model: ModelConfig) -> ModelSizes:
+    table = model.vocab_size * model.hidden_size
+    layers = tuple(layer_sizes(spec, model.hidden_size) for spec in model.layers)
+    return ModelSizes(layers, model.hidden_size, table, 0 if model.tie_embeddings else table)
+
+
+def most(values: Iterable[int]) -> int:
+    return max(values, default=0)
