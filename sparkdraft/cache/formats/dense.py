@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import Turn
+from sparkdraft.cache.formats import KVFormat, Turn
 from sparkdraft.kernels.view import AttentionView
 
 
@@ -31,7 +31,7 @@ class DenseLayer:
         return out
 
 
-class DenseKV:
+class DenseKV(KVFormat):
     def __init__(
         self,
         num_layers: int,
@@ -48,8 +48,5 @@ class DenseKV:
         shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
-        self.layers = [DenseLayer(k, v, ops, most_query) for k, v in zip(self.k, self.v, strict=True)]
+        self.layers: list[DenseLayer] = [DenseLayer(k, v, ops, most_query) for k, v in zip(self.k, self.v, strict=True)]
         self.bytes_per_token = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
-
-    def send(self, changes: list[tuple[int, int]]) -> None:
-        assert not changes, "all rows are exact here"
