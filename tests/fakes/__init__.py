@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import random
 import zlib
+from collections.abc import Sequence
 from functools import lru_cache
 from types import SimpleNamespace
+from typing import Protocol
 
 import torch
 
@@ -78,6 +80,14 @@ class FakePages:
                 )
 
 
+class Check(Protocol):
+    """What a holding's device side does in a step, and that it finds what is the request's own."""
+
+    def run(self, work: Work, ids: list[int]) -> None: ...  # ids: all of the request's, up to the work's last row
+
+    def commit(self, work: Work, count: int) -> None: ...
+
+
 class FakeRunner:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -88,6 +98,7 @@ class FakeRunner:
         self.taps = ()
         self.rows_run: list[int] = []  # rows of each step
         self.steps: list[list[tuple[str, int]]] = []  # (request, rows) of each step
+        self.checks: list[Check] = []  # what other holdings' device side checks
         self._work: list[Work] = []  # of the last one
 
     def run(self, batch: Batch) -> torch.Tensor:
@@ -109,6 +120,8 @@ class FakeRunner:
                 slots = [self._slot(work.request, p) for p in range(work.stop)]
                 for position in range(work.start, work.stop):
                     self.pages.check(position, slots, truth)
+            for check in self.checks:
+                check.run(work, truth)
             rows += [hash_logits(past[: len(past) - back]) for back in reversed(range(work.num_sampled))]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
 
@@ -117,6 +130,8 @@ class FakeRunner:
         assert len(counts) == len(self._work)
         for work, count in zip(self._work, counts, strict=True):
             assert work.start + count == work.request.num_computed and count <= work.num_scheduled
+            for check in self.checks:
+                check.commit(work, count)
 
     def _slot(self, request: Request, position: int) -> int:
         size = self.plan.block_size
@@ -194,13 +209,17 @@ def fake_plan(
 
 
 def fake_engine(
-    block: FakeBlock | None = None, ngram: bool = False, spec: int | None = None, **changes: object
+    block: FakeBlock | None = None,
+    ngram: bool = False,
+    spec: int | None = None,
+    more_holdings: Sequence[Holding] = (),
+    **changes: object,
 ) -> Engine:
     plan = fake_plan(**changes)  # type: ignore[arg-type]
     tokenizer = ByteTokenizer()
     sampler = Sampler(VOCAB, tokenizer.eos_ids, torch.device("cpu"))
     drafting = Drafting(plan.max_model_len, block, ngram, spec)  # type: ignore[arg-type]
-    runner, holdings = FakeRunner(plan), list[Holding]()
+    runner, holdings = FakeRunner(plan), list(more_holdings)
     if (coded := plan.coded) and runner.pages:
         rows = (coded.first, coded.recent, MOST_AHEAD)
         holdings.append(UncodedRows(PagePool(coded.pages), plan.block_size, *rows, runner.pages.send))
