@@ -45,12 +45,12 @@ class EngineConfig:
     kv: str = option("exact", "how keys and values are kept: exact, fp8 (half the memory) or turboquant (a quarter)")
     tq_mode: str = option(
         "hybrid",
-        "of turboquant: hybrid (the last tokens exact), full_tq (all coded), capture_only (all exact, and the errors "
+        "of turboquant: hybrid (the last tokens uncoded), full_tq (all coded), capture_only (all exact, and the errors "
         "of coding measured) or off",
     )
     tq_key_bits: int = option(4, "of turboquant: bits per number of a key, 2 to 5")
     tq_value_bits: int = option(3, "of turboquant: bits per number of a value, 2 to 5")
-    tq_ring_capacity: int = option(128, "of turboquant's hybrid mode: the last tokens that stay exact")
+    tq_ring_capacity: int = option(128, "of turboquant's hybrid mode: the last tokens that stay uncoded")
     tq_initial_layers: int = option(0, "of turboquant: first layers that get one more bit per key")
     tq_centre: bool = option(True, "of turboquant: subtract each layer's mean key before coding")
     kv_tokens: int = option(

@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from sparkdraft.cache.turboquant.centre import TEXT
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import Fact, FinishReason, SamplingParams, StepOutput, TokenLogprob, UserError
 from sparkdraft.defaults import OPENAI, model_defaults
 from sparkdraft.engine.build import build_engine, find_drafter, make_plan
-from sparkdraft.engine.centre import TEXT
 from sparkdraft.engine.facts import facts
 from sparkdraft.models.registry import read_config
 from sparkdraft.text import chat

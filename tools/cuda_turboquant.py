@@ -38,13 +38,13 @@ def coded_layer(cache: Cache, bits: tuple[int, int], mode: tuple[int, int]) -> C
     blocks, device = len(cache.k), cache.k.device
     layout = RecordLayout(BLOCK, DIM, *bits)
     records = torch.zeros((blocks, KV_HEADS, layout.nbytes), dtype=torch.uint8, device=device)
-    pages, exact_of = None, None
+    pages, page_of = None, None
     if mode != (0, 0):
         pages = torch.zeros((blocks, 2, KV_HEADS, BLOCK, DIM), dtype=torch.float16, device=device)
-        exact_of = torch.randperm(blocks, device=device).int()
+        page_of = torch.randperm(blocks, device=device).int()
     keys, values = (VectorFormat(DIM, b, device=device) for b in bits)
     centre = torch.zeros((KV_HEADS, DIM), device=device)
-    layer = CodedLayer(layout, records, keys, values, centre, pages, exact_of, *mode)
+    layer = CodedLayer(layout, records, keys, values, centre, pages, page_of, *mode)
     for start in range(0, blocks * BLOCK, CHUNK):
         some = slice(start // BLOCK, (start + CHUNK) // BLOCK)
         k, v = (x[some].transpose(1, 2).flatten(0, 1).contiguous() for x in (cache.k, cache.v))

@@ -36,7 +36,7 @@ HELDOUT = Path(__file__).with_name("heldout")
 KINDS = ("prose", "code", "dialogue")  # of texts, as their files are named
 EXACT = "exact"
 NOTATION = (
-    "exact, fp8 or k<bits a key>v<bits a value>, 2 to 5 of each, such as k4v3; then -full, which keeps no rows exact, "
+    "exact, fp8 or k<bits a key>v<bits a value>, 2 to 5 of each, such as k4v3; then -full, which codes all rows, "
     "and -uncentred, which leaves mean keys in: k4v3-full-uncentred"
 )
 CODED = re.compile(r"k([2-5])v([2-5])(-full)?(-uncentred)?")
@@ -82,8 +82,8 @@ def _parse_format(name: str) -> Format:
 class Memory:
     bytes_per_token: int
     bits_per_value: float
-    tokens_per_gib: int  # of cache; exact pages, which do not grow with it, are not counted
-    tokens_that_fit: int  # in what a plan may use, less weights, scratch and exact pages
+    tokens_per_gib: int  # of cache; uncoded pages, which do not grow with it, are not counted
+    tokens_that_fit: int  # in what a plan may use, less weights, scratch and uncoded pages
     of_exact: float  # those over the exact cache's
 
 

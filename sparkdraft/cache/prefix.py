@@ -2,17 +2,28 @@
 
 A full block is known by (key of the block before it, its own ids); keys are serial numbers that are never reused, so a
 chain of keys stands for a whole prefix. The dictionary compares the ids themselves, not only their hash: two prefixes
-can not be taken for one another. Blocks are remembered when their rows are committed and forgotten when the pool hands
-them out again.
+cannot be taken for one another. Blocks are remembered when their rows are committed and forgotten when the pool hands
+them out again. How much of a hit can be used is decided by what else requests hold (cache/holdings.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from sparkdraft.cache.blocks import BlockPool
 
 ROOT = 0  # the key before the first block
+
+
+class Hit(NamedTuple):
+    """A remembered prefix: its blocks, and the key of the prefix that ends with each."""
+
+    blocks: list[int]
+    keys: list[int]
+
+    def first(self, count: int) -> Hit:
+        return Hit(self.blocks[:count], self.keys[:count])
 
 
 class PrefixCache:
@@ -26,28 +37,30 @@ class PrefixCache:
         self.prefers: Callable[[int, int], bool] = lambda block, other: False  # whether a twin is the better to find
         pool.on_reuse = self._forget
 
-    def lookup(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Longest remembered prefix of 'ids' in whole blocks: (blocks, keys). Changes nothing: retain what is used.
+    def lookup(self, ids: Sequence[int]) -> Hit:
+        """Longest remembered prefix of 'ids' in whole blocks. Changes nothing: retain what is used.
 
         The last id is never covered: its row must run, since its logits are wanted.
         """
-        blocks: list[int] = []
-        keys: list[int] = []
+        hit = Hit([], [])
         if not self.enabled:
-            return blocks, keys
+            return hit
         key, size = ROOT, self.block_size
         for start in range(0, (len(ids) - 1) // size * size, size):
             entry = self._entries.get((key, tuple(ids[start : start + size])))
             if entry is None:
                 break
             key, block = entry
-            blocks.append(block)
-            keys.append(key)
-        return blocks, keys
+            hit.blocks.append(block)
+            hit.keys.append(key)
+        return hit
 
     def insert(self, parent: int, ids: Sequence[int], block: int) -> int:
-        """Remember one full block of committed rows; returns its key. A twin computed at the same time keeps the first
-        block's name, and its own block stays private, unless it is preferred: then the first's does."""
+        """Remember one full block of committed rows; returns its key.
+
+        If a block with the same prefix is known already, the new one gets the same key, and lookups find whichever of
+        the two is preferred: the first, unless `prefers` says otherwise.
+        """
         name = (parent, tuple(ids))
         entry = self._entries.get(name)
         if entry is not None:

@@ -38,7 +38,7 @@ STEPS = {"cpu": 8, "cuda": 64}  # of decoding that are timed
 LEAST_TOKENS = 16
 STRETCH = 128  # positions to a point of the plot
 FORMAT_LEGEND = (
-    "kNvM: TurboQuant, N bits a key and M a value; a context's first and last tokens exact, but for -full; each "
+    "kNvM: TurboQuant, N bits a key and M a value; a context's first and last tokens uncoded, but for -full; each "
     "layer's mean key taken off first, but for -uncentred"
 )
 TEXT_LEGEND = (
@@ -227,7 +227,7 @@ def _memory_table(found: Mapping[str, Found], plan: Plan) -> str:
     share, value = round(100 * EngineConfig().memory_fraction), found[EXACT].memory.bits_per_value / 8
     lines.append(
         f"tokens that fit: in {share} % of the {plan.memory.free / 2**30:.1f} GiB that are free, less weights, a "
-        f"step's scratch and exact pages. exact keeps {value:g} bytes a value here"
+        f"step's scratch and uncoded pages. exact keeps {value:g} bytes a value here"
         f"{', twice what it does on a GPU' if value == 4 else ''}"
     )
     return "\n".join(lines)

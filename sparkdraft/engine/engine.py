@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
 import torch
 
 from sparkdraft.cache.blocks import BlockPool
-from sparkdraft.cache.exact import ExactPages
-from sparkdraft.cache.exact_rows import ExactRows
-from sparkdraft.cache.formats.capture import CaptureKV
+from sparkdraft.cache.holdings import Holding
 from sparkdraft.cache.prefix import PrefixCache
 from sparkdraft.core import Batch, FinishReason, Request, SamplingParams, StepOutput, UserError
 from sparkdraft.engine.accept import committed
@@ -28,7 +27,7 @@ from sparkdraft.engine.pace import PromptPace
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow
 from sparkdraft.engine.scheduler import Scheduler
-from sparkdraft.plan.resolve import MOST_AHEAD, Plan
+from sparkdraft.plan.resolve import Plan
 from sparkdraft.text.grammar import Grammar, GrammarCompiler
 from sparkdraft.text.tokenizer import Vocabulary
 
@@ -44,20 +43,20 @@ class Engine:
         tokenizer: Vocabulary,
         drafting: Drafting,
         flight: Flight | None = None,
+        holdings: Sequence[Holding] = (),
     ) -> None:
-        """flight: takes the steps in which all only decode; without it the host sees to every step."""
+        """flight: takes the steps in which all requests only decode; without it the host takes every step.
+
+        holdings: what requests hold beside their blocks (cache/holdings.py).
+        """
         self.plan, self.runner, self.sampler, self.tokenizer = plan, runner, sampler, tokenizer
         self.drafting, self.flight = drafting, flight
         self.grammars = GrammarCompiler(tokenizer, sampler.vocab_size)
         self.pool = BlockPool(plan.num_blocks)
         prefix = PrefixCache(self.pool, plan.block_size, plan.prefix_cache)
-        exact = None
-        if plan.coded and plan.coded.is_hybrid:
-            pages = ExactPages(plan.coded.pages)
-            exact = ExactRows(pages, plan.block_size, plan.coded.first, plan.coded.recent, MOST_AHEAD)
         self.pace = PromptPace(plan.max_step_ms / 1e3, plan.max_rows)
         self.scheduler = Scheduler(
-            self.pool, prefix, plan.max_seqs, plan.max_rows, drafting.lookahead, exact, self.pace
+            self.pool, prefix, plan.max_seqs, plan.max_rows, drafting.lookahead, holdings, self.pace
         )
         self._outputs: dict[Request, Output] = {}
         self._by_id: dict[str, list[Request]] = {}
@@ -145,7 +144,7 @@ class Engine:
         batch = self.scheduler.schedule(depths)
         if not batch.work:
             return self._take_ended()
-        self._send_pages()
+        self.scheduler.holdings.send()
         self.drafting.propose(batch)
         self._cut_drafts(batch)
         drafted = time.perf_counter()
@@ -175,12 +174,12 @@ class Engine:
     def forget_trials(self) -> None:
         """What ran so far was nobody's request: it is no part of what is counted."""
         self.drafting.forget_trials()
-        if isinstance(self.runner.kv, CaptureKV):
-            self.runner.kv.forget()
+        if self.runner.kv.meter:
+            self.runner.kv.meter.forget()
 
     def kv_errors(self) -> dict[str, Any] | None:
-        """How far codes are off (CaptureKV.errors), where they are only captured; waits for the device."""
-        return self.runner.kv.errors() if isinstance(self.runner.kv, CaptureKV) else None
+        """What the cache has measured of its own errors (cache/turboquant/capture.py); waits for the device."""
+        return self.runner.kv.meter.errors() if self.runner.kv.meter else None
 
     # ---- steps that the device takes by itself
 
@@ -196,7 +195,7 @@ class Engine:
 
     def _fly(self, flight: Flight, depths: dict[Request, int]) -> list[StepOutput]:
         """Launch a step, then read the one before."""
-        self._send_pages()
+        self.scheduler.holdings.send()
         flight.launch(self.scheduler.running, [depths.get(r, 0) for r in self.scheduler.running])
         outputs = self._land(flight) if flight.in_air == AHEAD else []
         if any(output.finish for output in outputs):
@@ -236,13 +235,6 @@ class Engine:
         return outputs
 
     # ---- the parts
-
-    def _send_pages(self) -> None:
-        """Which blocks have exact rows beside their codes, where that has changed."""
-        if self.scheduler.exact:
-            pages = self.scheduler.exact.pages
-            self.runner.kv.send(pages.changes())
-            pages.sent()
 
     def _check(self, prompt_ids: list[int], params: SamplingParams) -> None:
         limit, vocab = self.plan.max_model_len, self.sampler.vocab_size
@@ -284,8 +276,8 @@ class Engine:
             row += work.num_scheduled
 
     def _commit(self, batch: Batch, sampled: Sampled) -> list[StepOutput]:
-        """Accept, emit, and advance each request; rows of rejected drafts are simply not counted."""
-        outputs = []
+        """Accept, emit, and advance each request; the cache learns how many rows of each stand."""
+        outputs, num_committed = [], []
         ids, first = sampled.ids.tolist(), 0
         num_accepted = [0] * len(batch.work)
         for i, work in enumerate(batch.work):
@@ -298,6 +290,8 @@ class Engine:
                 outputs.append(output)
                 first += work.num_sampled
             self.scheduler.commit(work.request, num_rows)
+            num_committed.append(num_rows)
+        self.runner.commit(num_committed)
         self.drafting.observe(batch, num_accepted, self.runner)
         for output, work in zip(outputs, (w for w in batch.work if w.samples), strict=True):
             self._follow_up(output, work.request)

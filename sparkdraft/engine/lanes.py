@@ -85,6 +85,9 @@ class Lanes:
         given = self.accept(samples) if self.accept else None
         state = (t[:seqs] for t in (self.most, self.length, self.token, self.observed))
         result, kept_slots = ops.settle(drafts, samples, *state, rows.slots, given)
+        if self.runner.kv.commit:
+            alive = self.length[:seqs] > 0
+            self.runner.kv.commit((result[:, -1] + 1).where(alive, 0))
         if self.block and depth:
             assert taps is not None
             self.block.drafter.observe(taps, rows.positions, kept_slots)

@@ -52,6 +52,11 @@ class Runner:
         self._residual = self._forward(shape, max_context)
         return self._logits(shape, self._residual)
 
+    def commit(self, counts: list[int]) -> None:
+        """How many rows of each sequence of the last step stand; the cache is told where it needs to know."""
+        if self.kv.commit:
+            self.kv.commit(torch.tensor(counts, dtype=torch.int32, device=self.taps.device))
+
     def prompt_logprobs(self, work: Work, first_row: int, top: int) -> list[TokenLogprob]:
         """What the rows of one prompt chunk, just run, say of the prompt ids that follow them."""
         assert self._residual is not None

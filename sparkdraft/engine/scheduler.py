@@ -4,23 +4,24 @@ Every request is the same thing at a different distance from its end: it has num
 are in the cache, and wants the rest run. A long prompt wants many rows and gets them in chunks; a decoding request
 wants one, and may carry drafts after it. When blocks run out, the youngest request gives its own back and starts over
 later (its finished blocks may still be found in the prefix cache). While some requests decode, the prompt rows of a
-step are limited, so that no stream waits long for its next token (engine/pace.py). Where a cache keeps only some rows
-exactly, a chunk is also cut to the pages that are free for them (cache/exact_rows.py). Integers only, no tensors.
+step are limited, so that no stream waits long for its next token (engine/pace.py). What a request holds beside its
+blocks is told of everything that happens to it, and may refuse blocks, cut a chunk or shorten a prefix hit
+(cache/holdings.py). Integers only, no tensors.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sparkdraft.cache.blocks import BlockPool
-from sparkdraft.cache.exact_rows import ExactRows
-from sparkdraft.cache.prefix import ROOT, PrefixCache
+from sparkdraft.cache.holdings import Holding, Holdings
+from sparkdraft.cache.prefix import ROOT, Hit, PrefixCache
 from sparkdraft.core import Batch, Request, Work
 from sparkdraft.engine.pace import PromptPace
 
-Room = tuple[int, int]  # free blocks, and free pages where a cache has them
+Room = tuple[int, ...]  # free blocks, and what is free of each holding
 
 
 @dataclass(slots=True)
@@ -48,12 +49,13 @@ class Scheduler:
         max_seqs: int,
         max_rows: int,
         lookahead: int = 0,
-        exact: ExactRows | None = None,
+        holdings: Sequence[Holding] = (),
         pace: PromptPace | None = None,
     ) -> None:
         """lookahead: positions after its known ids that a drafting request needs slots for.
 
-        pace: limits prompt rows while others decode; without it a chunk takes all rows of a step.
+        holdings: what requests hold beside their blocks. pace: limits prompt rows while others decode; without it a
+        chunk takes all rows of a step.
         """
         assert max_rows >= max_seqs, f"max_rows {max_rows} below max_seqs {max_seqs}: decode rows would starve"
         self.pool = pool
@@ -62,11 +64,10 @@ class Scheduler:
         self.max_seqs = max_seqs
         self.max_rows = max_rows
         self.lookahead = lookahead
-        self.exact = exact
+        self.holdings = Holdings(holdings)
         self.pace = pace
         self.num_preempted = 0  # since the start
-        if exact:
-            prefix.prefers = lambda block, other: exact.pages.has(block) and not exact.pages.has(other)
+        prefix.prefers = self.holdings.prefers
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first: the order in which blocks are kept
         self._refused: tuple[Request, Room] | None = None  # the head of the queue that found too few free blocks
@@ -99,11 +100,10 @@ class Scheduler:
         return Batch(work, preempted)
 
     def commit(self, request: Request, num_rows: int) -> None:
-        """So many more of its rows are in the cache for good: advance, and remember blocks that became full."""
+        """'num_rows' more of its rows are in the cache for good: advance, and remember blocks that became full."""
         request.num_computed += num_rows
         self._remember_full_blocks(request)
-        if self.exact:
-            self.exact.advance(request, request.num_computed)
+        self.holdings.advance(request)
 
     @property
     def only_decoding(self) -> bool:
@@ -138,7 +138,7 @@ class Scheduler:
             request = self.running[position]
             later = len(self.running) - position - 1  # each is sure of one row, whatever this chunk wants
             missing = request.num_tokens - request.num_computed
-            want = self._cut(request, left.most(missing, keep=later))
+            want = self.holdings.cut(request, left.most(missing, keep=later), self.running)
             if not want:  # the prompts before it have used up the limit
                 position += 1
                 continue
@@ -167,18 +167,17 @@ class Scheduler:
         found = False
         for request in self.running:
             needed = -(-request.num_tokens // self.block_size)
-            while len(request.blocks) > needed:
+            if spare := request.blocks[needed:]:
                 found = True
-                block = request.blocks.pop()
-                if self.exact:
-                    self.exact.uncover(request, len(request.blocks))
-                self.pool.release([block])
+                self.holdings.shrink(request, len(spare))
+                del request.blocks[needed:]
+                self.pool.release(reversed(spare))
         return found
 
     @property
     def _may_admit(self) -> bool:
-        """Whether somebody waits who might come in. One that was refused, or had to give its blocks back, waits until
-        more are free than there were then."""
+        """Whether the first that waits might come in. One that was refused, or had to give its blocks back, waits until
+        more is free than there was then, of blocks or of anything else that requests hold."""
         if not self.waiting or len(self.running) == self.max_seqs:
             return False
         if not self.running or self._refused is None or self._refused[0] is not self.waiting[0]:
@@ -186,26 +185,15 @@ class Scheduler:
         return any(now > then for now, then in zip(self._room(), self._refused[1], strict=True))
 
     def _room(self) -> Room:
-        return self.pool.num_free, self.exact.pages.num_free if self.exact else 0
+        return self.pool.num_free, *self.holdings.num_free
 
     def _admit(self, work: list[Work], left: RowsLeft, keep: int) -> None:
         """Newcomers, in the order they came; 'keep' rows are left for drafts."""
         while self._may_admit and left.rows > keep:
             request = self.waiting[0]
-            # Prompt log-probabilities need every prompt row to run, so nothing may be skipped.
-            ids = request.ids(0, request.num_tokens)
-            blocks, keys = ([], []) if request.params.prompt_logprobs is not None else self.prefix.lookup(ids)
-            if self.exact:
-                usable = self.exact.usable(blocks)
-                blocks, keys = blocks[:usable], keys[:usable]
-                self.exact.adopt(request, blocks)
-            for block in blocks:
-                self.pool.retain(block)
-            request.blocks.extend(blocks)
-            request.chain.extend(keys)
-            request.num_computed = len(blocks) * self.block_size
+            self._adopt(request, self._usable_prefix(request))
             missing = request.num_tokens - request.num_computed
-            want = self._cut(request, left.most(missing, keep))
+            want = self.holdings.cut(request, left.most(missing, keep), self.running)
             if not want:  # the prompts before it have used up the limit
                 self._release(request)
                 return
@@ -220,23 +208,31 @@ class Scheduler:
             work.append(_work(request, want))
             left.take(want, missing)
 
-    def _grow(self, request: Request, rows: int) -> bool:
-        """Give the request the blocks its next rows need; all of them or none."""
-        needed = -(-(request.num_computed + rows) // self.block_size) - len(request.blocks)
-        if needed > self.pool.num_free or (self.exact and needed > self.exact.pages.num_free):
-            return False
-        for _ in range(needed):
-            request.blocks.append(self.pool.allocate())
-            if self.exact:
-                self.exact.cover(request, len(request.blocks) - 1, request.blocks[-1])
-        return True
+    def _usable_prefix(self, request: Request) -> Hit:
+        """What is known of its beginning, as far as all holdings can go on from there."""
+        if request.params.prompt_logprobs is not None:  # these need every prompt row to run
+            return Hit([], [])
+        hit = self.prefix.lookup(request.ids(0, request.num_tokens))
+        return hit.first(self.holdings.usable(hit))
 
-    def _cut(self, request: Request, rows: int) -> int:
-        """Of the rows of a chunk those for which there are pages; one at least, for which others may have to go."""
-        if not self.exact or rows <= 1:
-            return rows
-        blocks = len(request.blocks) + self.exact.room(request, self.running)
-        return max(min(rows, blocks * self.block_size - request.num_computed), 1)
+    def _adopt(self, request: Request, hit: Hit) -> None:
+        for block in hit.blocks:
+            self.pool.retain(block)
+        request.blocks.extend(hit.blocks)
+        request.chain.extend(hit.keys)
+        request.num_computed = len(hit.blocks) * self.block_size
+        self.holdings.adopt(request)
+
+    def _grow(self, request: Request, rows: int) -> bool:
+        """Give the request the blocks its next rows need, and what goes with them; all of it or nothing."""
+        needed = -(-(request.num_computed + rows) // self.block_size) - len(request.blocks)
+        if needed <= 0:
+            return True
+        if needed > self.pool.num_free or not self.holdings.can_grow(request, needed):
+            return False
+        request.blocks.extend(self.pool.allocate() for _ in range(needed))
+        self.holdings.grow(request, needed)
+        return True
 
     def _preempt_youngest(self) -> Request:
         victim = self.running.pop()
@@ -247,8 +243,7 @@ class Scheduler:
         return victim
 
     def _release(self, request: Request) -> None:
-        if self.exact:
-            self.exact.drop(request)
+        self.holdings.drop(request)
         self.pool.release(reversed(request.blocks))
         del request.blocks[:]
         request.chain.clear()
@@ -260,6 +255,8 @@ class Scheduler:
             parent = request.chain[-1] if request.chain else ROOT
             ids = request.ids(i * size, (i + 1) * size)
             request.chain.append(self.prefix.insert(parent, ids, request.blocks[i]))
+            if self.prefix.enabled:
+                self.holdings.remember(request, i)
 
 
 def _work(request: Request, rows: int) -> Work:

@@ -27,7 +27,7 @@ class MemoryPlan:
     kv: int
     scratch: int
     free: int
-    pages: int = 0  # of rows that a coded cache keeps exactly
+    pages: int = 0  # of rows that a coded cache keeps uncoded
     recordings: int = 0
 
     @property
@@ -38,7 +38,7 @@ class MemoryPlan:
         rows = (
             ("weights", self.weights),
             ("KV cache", self.kv),
-            ("exact pages", self.pages),
+            ("uncoded pages", self.pages),
             ("a step's scratch", self.scratch),
             ("recorded steps", self.recordings),
         )

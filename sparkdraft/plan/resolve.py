@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig
-from sparkdraft.plan.coded import CodedPlan, plan_coded
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.memory import (
     MemoryPlan,
@@ -22,6 +21,7 @@ from sparkdraft.plan.memory import (
     scratch_bytes,
     weight_bytes,
 )
+from sparkdraft.plan.turboquant import CodedPlan, plan_coded
 from sparkdraft.spec.config import DraftConfig
 
 CPU_KV_SHARE = 0.25  # of the free memory, for a CPU's KV cache: other programs want that memory too

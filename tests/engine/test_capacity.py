@@ -15,9 +15,7 @@ from sparkdraft.engine.engine import Engine
 
 CONTEXT, WRITTEN, BLOCK = 32000, 64, 16
 # 8 K/V heads of 128. The number of layers does not change the ratio.
-MODEL = replace(
-    shape("qwen3-0.6b"), layers=shape("qwen3-0.6b").layers[:4]
-)
+MODEL = replace(shape("qwen3-0.6b"), layers=shape("qwen3-0.6b").layers[:4])
 POOL = 4 << 30  # bytes for everything; the rest of the GPU is not to be touched
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.engine.engine import Engine
+from tests.cache.turboquant.test_holding import coded_engine
 from tests.engine.test_engine import collect, drain, greedy
-from tests.engine.test_exact_rows import coded_engine
 from tests.engine.test_flight import with_flight
 from tests.fakes import FakeBlock, fake_engine
 
@@ -100,17 +100,17 @@ def test_no_prefix_of_a_failed_step_is_found_again() -> None:
 
 
 @pytest.mark.parametrize("after", range(4))
-def test_exact_pages_are_given_back_too(after: int) -> None:
+def test_pages_are_given_back_too(after: int) -> None:
     engine = coded_engine(spare=0, recent=8)
-    pages = engine.scheduler.exact.pages  # type: ignore[union-attr]
-    blocks_and_pages = (engine.pool.num_free, pages.num_free)
+    holdings = engine.scheduler.holdings
+    blocks_and_pages = (engine.pool.num_free, holdings.num_free)
     for name, prompt in PROMPTS.items():
         engine.add(prompt, SamplingParams(max_tokens=6), name)
     mend = breaks(engine, "runner.run", after)
     step_until_it_breaks(engine)
     mend()
     engine.fail_batch()
-    assert (engine.pool.num_free, pages.num_free) == blocks_and_pages
+    assert (engine.pool.num_free, holdings.num_free) == blocks_and_pages
     for (name, _), ids in drain(engine).items():
         assert ids == greedy(PROMPTS[name], 6)
 

@@ -2,24 +2,29 @@
 
 FakeRunner keeps, for every slot of the cache, the id written there. Each step it reads a request's whole past back
 through its block table and insists that it is the request's own: any mix-up of blocks, prefixes or lengths fails here.
-Where the plan's cache is coded, it does the same with the pages of what a row would read exactly.
+Where the plan's cache is coded, it does the same with the pages of what a row would read uncoded.
 """
 
 from __future__ import annotations
 
 import random
 import zlib
+from collections.abc import Sequence
 from functools import lru_cache
 from types import SimpleNamespace
+from typing import Protocol
 
 import torch
 
+from sparkdraft.cache.holdings import Holding
+from sparkdraft.cache.turboquant.holding import UncodedRows
+from sparkdraft.cache.turboquant.pages import PagePool
 from sparkdraft.core import Batch, Request, Work
 from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.sampler import Sampler
 from sparkdraft.plan.memory import MemoryPlan
-from sparkdraft.plan.resolve import Plan
+from sparkdraft.plan.resolve import MOST_AHEAD, Plan
 
 VOCAB = 257
 EOS = 256
@@ -46,7 +51,7 @@ class ByteTokenizer:
 
 
 class FakePages:
-    """Exact rows beside a coded cache: for each page, the ids that were written while a block had it."""
+    """Uncoded rows beside a coded cache: for each page, the ids that were written while a block had it."""
 
     def __init__(self, plan: Plan) -> None:
         assert plan.coded
@@ -65,7 +70,7 @@ class FakePages:
             self.pages[page][slot % self.block_size] = token
 
     def check(self, position: int, slots: list[int], truth: list[int]) -> None:
-        """What a row at this position reads exactly is there, and is the text's."""
+        """What a row at this position reads uncoded is there, and is the text's."""
         for j in range(position + 1):
             if j < self.coded.first or position - j < self.coded.recent:
                 page = self.page_of.get(slots[j] // self.block_size, -1)
@@ -75,18 +80,29 @@ class FakePages:
                 )
 
 
+class Check(Protocol):
+    """What a holding's device side does in a step, and that it finds what is the request's own."""
+
+    def run(self, work: Work, ids: list[int]) -> None: ...  # ids: all of the request's, up to the work's last row
+
+    def commit(self, work: Work, count: int) -> None: ...
+
+
 class FakeRunner:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.kv = FakePages(plan) if plan.coded else None
+        self.kv = SimpleNamespace(meter=None)
+        self.pages = FakePages(plan) if plan.coded else None
         self.cache = [-1] * (plan.num_blocks * plan.block_size)
         self.inputs = SimpleNamespace(positions=(), slots=())
         self.taps = ()
         self.rows_run: list[int] = []  # rows of each step
         self.steps: list[list[tuple[str, int]]] = []  # (request, rows) of each step
+        self.checks: list[Check] = []  # what other holdings' device side checks
+        self._work: list[Work] = []  # of the last one
 
     def run(self, batch: Batch) -> torch.Tensor:
-        rows = []
+        rows, self._work = [], batch.work
         assert 0 < batch.num_rows <= self.plan.max_rows
         assert len({id(w.request) for w in batch.work}) == len(batch.work) <= self.plan.max_seqs
         self.rows_run.append(batch.num_rows)
@@ -94,18 +110,28 @@ class FakeRunner:
         for work in batch.work:  # all writes before any read, as in the real thing
             for p, token in enumerate(_ids(work), work.start):
                 self.cache[self._slot(work.request, p)] = token
-                if self.kv:
-                    self.kv.write(self._slot(work.request, p), token)
+                if self.pages:
+                    self.pages.write(self._slot(work.request, p), token)
         for work in batch.work:
             past = [self.cache[self._slot(work.request, p)] for p in range(work.stop)]
             truth = work.request.ids(0, work.start) + _ids(work)
             assert past == truth, f"{work.request.id}: the cache holds another text"
-            if self.kv:
+            if self.pages:
                 slots = [self._slot(work.request, p) for p in range(work.stop)]
                 for position in range(work.start, work.stop):
-                    self.kv.check(position, slots, truth)
+                    self.pages.check(position, slots, truth)
+            for check in self.checks:
+                check.run(work, truth)
             rows += [hash_logits(past[: len(past) - back]) for back in reversed(range(work.num_sampled))]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
+
+    def commit(self, counts: list[int]) -> None:
+        """Each sequence of the last step stands where the rows that were committed end."""
+        assert len(counts) == len(self._work)
+        for work, count in zip(self._work, counts, strict=True):
+            assert work.start + count == work.request.num_computed and count <= work.num_scheduled
+            for check in self.checks:
+                check.commit(work, count)
 
     def _slot(self, request: Request, position: int) -> int:
         size = self.plan.block_size
@@ -183,10 +209,18 @@ def fake_plan(
 
 
 def fake_engine(
-    block: FakeBlock | None = None, ngram: bool = False, spec: int | None = None, **changes: object
+    block: FakeBlock | None = None,
+    ngram: bool = False,
+    spec: int | None = None,
+    more_holdings: Sequence[Holding] = (),
+    **changes: object,
 ) -> Engine:
     plan = fake_plan(**changes)  # type: ignore[arg-type]
     tokenizer = ByteTokenizer()
     sampler = Sampler(VOCAB, tokenizer.eos_ids, torch.device("cpu"))
     drafting = Drafting(plan.max_model_len, block, ngram, spec)  # type: ignore[arg-type]
-    return Engine(plan, FakeRunner(plan), sampler, tokenizer, drafting)  # type: ignore[arg-type]
+    runner, holdings = FakeRunner(plan), list(more_holdings)
+    if (coded := plan.coded) and runner.pages:
+        rows = (coded.first, coded.recent, MOST_AHEAD)
+        holdings.append(UncodedRows(PagePool(coded.pages), plan.block_size, *rows, runner.pages.send))
+    return Engine(plan, runner, sampler, tokenizer, drafting, holdings=holdings)  # type: ignore[arg-type]

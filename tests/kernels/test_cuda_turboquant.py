@@ -63,8 +63,8 @@ def make_layer(
     if mode == (0, 0):
         return CodedLayer(layout, records, keys, values, None, None, None)
     pages = torch.full((blocks, 2, kv_heads, SIZE, dim), float("nan"), dtype=torch.float16, device=device)
-    exact_of = torch.full((blocks,), -1, dtype=torch.int32, device=device)
-    return CodedLayer(layout, records, keys, values, randn(kv_heads, dim), pages, exact_of, *mode)
+    page_of = torch.full((blocks,), -1, dtype=torch.int32, device=device)
+    return CodedLayer(layout, records, keys, values, randn(kv_heads, dim), pages, page_of, *mode)
 
 
 def planes(layer: CodedLayer) -> list[Tensor]:
@@ -94,11 +94,11 @@ def put(layer: CodedLayer, k: Tensor, v: Tensor, slots: Tensor, exact: Tensor) -
     for plane, rows in zip(planes(layer), written, strict=True):
         plane[block, :, offset] = rows
     if layer.pages is not None:
-        assert layer.exact_of is not None
-        layer.exact_of[block[exact]] = (len(layer.exact_of) - 1 - block[exact]).int()  # any page but its own number
+        assert layer.page_of is not None
+        layer.page_of[block[exact]] = (len(layer.page_of) - 1 - block[exact]).int()  # any page but its own number
         rotate = layer.keys.rotation.forward
         turned = torch.stack((rotate(k.float() - layer.centre), rotate(v.float())), 1)
-        layer.pages[layer.exact_of[block[exact]].long(), :, :, offset[exact]] = turned[exact].half()
+        layer.pages[layer.page_of[block[exact]].long(), :, :, offset[exact]] = turned[exact].half()
 
 
 def make_batch(
@@ -145,7 +145,7 @@ def expected(layer: CodedLayer, q: Tensor, view: AttentionView, scale: float, wi
         k, v = layer.keys.decode(key, dtype=torch.float64), layer.values.decode(value, dtype=torch.float64)
         exact_k, exact_v = k, v
         if layer.pages is not None:
-            rows = layer.pages[layer.exact_of[slots // SIZE].long(), :, :, slots % SIZE].double()
+            rows = layer.pages[layer.page_of[slots // SIZE].long(), :, :, slots % SIZE].double()
             exact_k, exact_v = layer.keys.rotation.inverse(rows).unbind(1)  # [context, kv_heads, dim]
         for row in range(starts[s], starts[s + 1]):
             p = context - starts[s + 1] + row
@@ -222,7 +222,7 @@ def test_norms_and_rope_on_the_way(dim: int, rotary: int, norms: str, dtype: tor
     q_norm, k_norm = (randn(dim, dtype=dtype) if norms in ("both", n) else None for n in "qk")
     turn = integers([0, 49, 3, 2**30, -5]), randn(50, rotary).cos(), heads, kv_heads, q_norm, k_norm, 1e-6
     layer, other = make_layer(2, kv_heads, dim), make_layer(2, kv_heads, dim)
-    layer.exact_of[:] = other.exact_of[:] = integers([1, -1])
+    layer.page_of[:] = other.page_of[:] = integers([1, -1])
     other.centre.copy_(layer.centre)
     other.records.copy_(layer.records)
     other.pages.copy_(layer.pages)
@@ -245,16 +245,16 @@ def test_norms_and_rope_on_the_way(dim: int, rotary: int, norms: str, dtype: tor
 @gpu
 def test_rows_go_to_their_slots_and_exact_pages_alone() -> None:
     layer, slots = make_layer(6, 2, 64), integers([0, 17, -1, 79, 33, -7, 96])  # the last is past the cache
-    layer.exact_of[:] = integers([3, -1, 0, 2, 5, 4])
+    layer.page_of[:] = integers([3, -1, 0, 2, 5, 4])
     k, v = randn(7, 2, 64), randn(7, 2, 64)
     k[3], v[4] = layer.centre, 0  # of a vector of length 0 nothing is left but its scale
     before, pages = layer.records.clone(), layer.pages.clone()
     turboquant.tq_write(layer, k, v, slots)
-    want = CodedLayer(layer.layout, before, layer.keys, layer.values, layer.centre, pages, layer.exact_of, 4, 128)
+    want = CodedLayer(layer.layout, before, layer.keys, layer.values, layer.centre, pages, layer.page_of, 4, 128)
     kept = integers([0, 1, 3, 4]).long()
-    expected_of = layer.exact_of.clone()
+    expected_of = layer.page_of.clone()
     put(want, k[kept], v[kept], slots[kept], torch.zeros(4, dtype=torch.bool, device=DEVICE))
-    assert torch.equal(layer.records, before) and torch.equal(layer.exact_of, expected_of)
+    assert torch.equal(layer.records, before) and torch.equal(layer.page_of, expected_of)
     for row, page, offset in ((0, 3, 0), (3, 5, 15), (4, 0, 1)):
         for part, x in ((0, k[row] - layer.centre), (1, v[row])):
             pages[page, part, :, offset] = layer.keys.rotation.forward(x).half()
@@ -363,7 +363,7 @@ def test_rows_after_rejected_drafts() -> None:
     k, v = randn(3, 1, 64), randn(3, 1, 64)
     turboquant.tq_write(layer, k, v, slots.int())
     check(layer, q, view)
-    pages = layer.pages[layer.exact_of[slots // SIZE].long(), :, :, slots % SIZE]
+    pages = layer.pages[layer.page_of[slots // SIZE].long(), :, :, slots % SIZE]
     torch.testing.assert_close(pages[:, 1].float(), layer.values.rotation.forward(v), rtol=1e-3, atol=1e-5)
 
 
@@ -400,7 +400,7 @@ def test_a_row_of_a_block_equals_the_row_alone(
             for plane in planes(layer):
                 plane[last, :, (context - 1) % SIZE + 1 :] = float("nan") if plane.dtype == torch.float16 else 255
             if layer.pages is not None:
-                layer.pages[int(layer.exact_of[last]), :, :, (context - 1) % SIZE + 1 :] = float("nan")
+                layer.pages[int(layer.page_of[last]), :, :, (context - 1) % SIZE + 1 :] = float("nan")
         for width in [w for w in (1, 5, 2, 9, 12) if w <= end]:
             rows = q[:, end - width : end].reshape(len(cut) * width, heads, dim)
             starts = integers([width * s for s in range(len(cut) + 1)])

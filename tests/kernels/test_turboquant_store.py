@@ -59,12 +59,12 @@ class Cache:
             centre=self.common.float() if centred else None,
             num_pages=num_blocks,
             page_dtype=page_dtype,
-            exact_of=torch.full((num_blocks,), -1, dtype=torch.int32),
+            page_of=torch.full((num_blocks,), -1, dtype=torch.int32),
             first=first,
             recent=recent,
         )
-        assert self.layer.pages is not None and self.layer.exact_of is not None
-        self.pages, self.exact_of = self.layer.pages, self.layer.exact_of
+        assert self.layer.pages is not None and self.layer.page_of is not None
+        self.pages, self.page_of = self.layer.pages, self.layer.page_of
         self.layer.records.fill_(0xFF)
         self.pages.fill_(torch.nan)
         self.free = torch.randperm(num_blocks, generator=self.generator).tolist()
@@ -78,8 +78,8 @@ class Cache:
         for s, start, end in spans:
             for p in range(start, end):
                 block = int(self.tables[s, p // SIZE])
-                if self.exact_of[block] < 0:
-                    self.exact_of[block] = self.free.pop()
+                if self.page_of[block] < 0:
+                    self.page_of[block] = self.free.pop()
                 slots.append(block * SIZE + p % SIZE)
         slots.append(len(self.layer.records) * SIZE)
         none = torch.full((1, *self.common.shape), torch.nan, dtype=torch.float64)
@@ -95,9 +95,9 @@ class Cache:
             for i in range(start // SIZE):
                 begin, end = i * SIZE, (i + 1) * SIZE
                 block = int(self.tables[s, i])
-                page = int(self.exact_of[block])
+                page = int(self.page_of[block])
                 if begin >= self.layer.first and start - (end - 1) >= self.layer.recent and page >= 0:
-                    self.exact_of[block] = -1
+                    self.page_of[block] = -1
                     self.pages[page] = torch.nan
                     self.free.append(page)
 
@@ -184,7 +184,7 @@ def test_the_bytes_of_a_token() -> None:
 def test_a_row_is_written_where_its_slot_says_and_nowhere_else() -> None:
     cache = Cache([40], dim=96)
     layer, k, v = cache.layer, cache.k[0], cache.v[0]
-    cache.exact_of[2] = 5
+    cache.page_of[2] = 5
     tq_write(layer, k[:4], v[:4], int32([2 * SIZE + 7, -1, 3 * SIZE, len(layer.records) * SIZE + 1]))
     centred = layer.keys.rotate(k, layer.centre)
     assert torch.equal(cache.pages[5, :, :, 7], torch.stack([centred[0], layer.values.rotate(v[0])]))
@@ -218,7 +218,7 @@ def test_other_borders_than_the_usual(first: int, recent: int) -> None:
 
 def test_without_exact_rows_there_are_no_pages_and_no_map() -> None:
     cache = Cache([40], first=0, recent=0)
-    cache.layer = replace(cache.layer, pages=None, exact_of=None)
+    cache.layer = replace(cache.layer, pages=None, page_of=None)
     cache.write([(0, 0, 40)])
     close(cache.attend([(0, 10, 40)]), cache.wanted([(0, 10, 40)]))
     with pytest.raises(AssertionError, match="exact rows need pages"):
@@ -273,7 +273,7 @@ def test_a_missing_page_is_the_callers_mistake() -> None:
     cache = Cache([170])
     cache.write([(0, 0, 170)])
     block = int(cache.tables[0, 1])  # of positions 16 .. 31
-    cache.exact_of[block] = -1
+    cache.page_of[block] = -1
     far = [(0, 31 + RECENT, 170)]
     close(cache.attend(far), cache.wanted(far))
     with pytest.raises(AssertionError, match=rf"blocks \[{block}\] are to be read exactly and have no page"):

@@ -1,9 +1,9 @@
-"""The ways keys and values are kept. Each layer has its own part, which writes rows by slot and attends to them."""
+"""How keys and values are kept. Each layer has a part of its own, which writes rows by slot and attends to them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -35,12 +35,31 @@ class LayerKV(Protocol):
         """q [rows, heads, head_dim] -> [rows, heads * head_dim]."""
 
 
-class KVFormat(Protocol):
-    """A whole cache: the layers' parts, and what they share."""
+class Meter(Protocol):
+    """What a cache measures of itself while it serves."""
 
+    def errors(self) -> dict[str, Any]: ...  # waits for the device
+
+    def forget(self) -> None:
+        """Begin anew: what ran so far was nobody's request."""
+
+
+Commit = Callable[[Tensor], None]
+
+
+class KVFormat:
+    """A whole cache: the layers' parts, and what they share. A format says what it can do by what is not None."""
+
+    layers: Sequence[LayerKV]
     bytes_per_token: int  # of all layers
 
-    @property
-    def layers(self) -> Sequence[LayerKV]: ...
-
-    def send(self, changes: list[tuple[int, int]]) -> None: ...  # (block, its page of exact rows or -1)
+    # After a step: how many of each sequence's rows stand, int32 [sequences] on the cache's device, in the order of the
+    # step's view; 0 for a sequence that is padding. Rows of rejected drafts are the last ones and do not count.
+    #
+    # None where a row's K/V depend on that row alone: there the rejected rows are behind the sequence's length, nobody
+    # reads them, and the next step writes over them. State that runs through all rows (recurrent layers) must be
+    # brought back to the last row that stands, and learns here which one that is. Every step ends with one call, before
+    # the next step is launched. Where the device takes steps by itself the call is recorded within the step
+    # (engine/lanes.py): the counts stay on the device, and it must not wait for them.
+    commit: Commit | None = None
+    meter: Meter | None = None

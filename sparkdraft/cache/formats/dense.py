@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import LayerKV, Turn
+from sparkdraft.cache.formats import KVFormat, LayerKV, Turn
 from sparkdraft.kernels.view import AttentionParams, AttentionView
 from sparkdraft.models.layers import AttentionSpec
 
@@ -49,7 +49,7 @@ class BorrowedLayer:
         return self.owner.attend(q, view, params)
 
 
-class DenseKV:
+class DenseKV(KVFormat):
     def __init__(
         self,
         layers: Sequence[AttentionSpec],
@@ -74,6 +74,3 @@ class DenseKV:
             self.v.append(v)
             self.layers.append(DenseLayer(k, v, ops, most_query))
         self.bytes_per_token = sum(2 * spec.kv_width for spec in layers if spec.kv_from is None) * dtype.itemsize
-
-    def send(self, changes: list[tuple[int, int]]) -> None:
-        assert not changes, "all rows are exact here"

@@ -40,8 +40,8 @@ def tq_write(
         stored.scale[block, :, offset] = encoded.scale
         for plane, codes in zip(stored.planes, encoded.planes, strict=True):
             plane[block, :, offset] = codes
-    if layer.pages is not None and layer.exact_of is not None:
-        page = layer.exact_of[block].long()
+    if layer.pages is not None and layer.page_of is not None:
+        page = layer.page_of[block].long()
         has = page >= 0
         layer.pages[page[has], :, :, offset[has]] = torch.stack(rotated, dim=1)[has].to(layer.pages.dtype)
 
@@ -117,9 +117,9 @@ def _attend_codes(layer: CodedLayer, q: Tensor, places: Places, scale: float) ->
 
 def _attend_pages(layer: CodedLayer, q: Tensor, places: Places, scale: float) -> Part:
     """Pages are rotated as codes are: so the query is too, and what comes of it is rotated back."""
-    assert layer.pages is not None and layer.exact_of is not None, "keys to be read exactly, and no pages"
+    assert layer.pages is not None and layer.page_of is not None, "keys to be read exactly, and no pages"
     block, offset, seen, used = places
-    page = layer.exact_of[block].long()
+    page = layer.page_of[block].long()
     lost = (page < 0) & used.flatten()
     assert not lost.any(), f"blocks {block[lost].unique().tolist()} are to be read exactly and have no page"
     turned = layer.keys.rotate(q)

@@ -1,14 +1,15 @@
-"""One layer's keys and values as codes in pages, and exact rows beside them: what kernels are handed.
+"""One layer's keys and values as codes in blocks, and uncoded rows in pages beside them: what kernels are handed.
 
     record of a (block, K/V head), T positions of dimension d, plane after plane, each read as one tile
       [K low plane T rows][K high plane, of 3 and 5 bits][V low][V high][K scales T x float16][V scales T x float16]
-    exact pages    float16 [pages, 2, kv_heads, T, d], keys then values, ROTATED as codes are, and keys less the centre:
+    pages          float16 [pages, 2, kv_heads, T, d], keys then values, ROTATED as codes are, and keys less the centre:
                    one query, one softmax and one rotation back serve both parts
-    exact_of       int32 [blocks]: the page that a block has, or -1
+    page_of        int32 [blocks]: the page that a block has, or -1
 
-A row at position p takes a key exactly if it is one of the 'first' positions or nearer than 'recent' (p - j < recent),
-else by its code; a block that such a key lies in has a page, whoever calls sees to that. Where 'recent' and 'first' are
-0 there are no pages. What a row reads hangs on its own position alone, so drafts, chunks and company change nothing.
+A row at position p reads a key uncoded if it is one of the 'first' positions or nearer than 'recent' (p - j < recent),
+else by its code. The caller makes sure that the block of such a key has a page (cache/turboquant). Where 'recent' and
+'first' are 0 there are no pages. What a row reads depends on its own position alone, so drafts, chunks and the rows
+beside it change nothing.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ class CodedLayer:
     values: VectorFormat
     centre: Tensor | None  # float32 [kv_heads, dim], taken from every key
     pages: Tensor | None  # float16 [pages, 2, kv_heads, block_size, dim]; float32 where it is a reference
-    exact_of: Tensor | None  # int32 [blocks]
+    page_of: Tensor | None  # int32 [blocks]
     first: int = 0  # positions from the beginning, and
-    recent: int = 0  # from each row back, itself included, that are read exactly
+    recent: int = 0  # from each row back, itself included, that are read uncoded
 
     @classmethod
     def make(
@@ -72,18 +73,18 @@ class CodedLayer:
         centre: Tensor | None = None,
         num_pages: int = 0,
         page_dtype: torch.dtype = torch.float16,
-        exact_of: Tensor | None = None,  # one for all layers: a block has its page in each of them
+        page_of: Tensor | None = None,  # one for all layers: a block has its page in each of them
         first: int = 0,
         recent: int = 0,
     ) -> CodedLayer:
-        """All of it zeros, on the device of the formats' tables. Without exact_of there are no pages."""
-        assert exact_of is not None or not (first or recent), "exact rows need pages, and a map to find them by"
+        """All of it zeros, on the device of the formats' tables. Without page_of there are no pages."""
+        assert page_of is not None or not (first or recent), "uncoded rows need pages, and a map to find them by"
         layout = RecordLayout(block_size, keys.dim, keys.bits, values.bits)
         device = keys.levels.device
         records = _zeros((num_blocks, num_kv_heads, layout.nbytes), torch.uint8, device)
         shape = (num_pages, 2, num_kv_heads, block_size, keys.dim)
-        pages = None if exact_of is None else _zeros(shape, page_dtype, device)
-        return cls(layout, records, keys, values, centre, pages, exact_of, first, recent)
+        pages = None if page_of is None else _zeros(shape, page_dtype, device)
+        return cls(layout, records, keys, values, centre, pages, page_of, first, recent)
 
 
 def planes(layer: CodedLayer) -> tuple[Encoded, Encoded]:

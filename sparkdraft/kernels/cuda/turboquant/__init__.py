@@ -69,7 +69,7 @@ def _check(layer: CodedLayer) -> None:
     assert layout.dim in TQ_DIMS and layout.block_size == TQ_BLOCK, f"head_dim {layout.dim}, blocks {layout.block_size}"
     assert layer.keys.correction == layer.values.correction == "unbiased", "the kernels know one scale"
     assert layer.records.stride(2) == 1 and layer.records.stride(1) % 16 == 0, layer.records.stride()
-    assert (pages is None) == (layer.exact_of is None) == (layer.first + layer.recent == 0), "pages serve exact rows"
+    assert (pages is None) == (layer.page_of is None) == (layer.first + layer.recent == 0), "pages serve exact rows"
     assert pages is None or pages.stride()[3:] == (layout.dim, 1), pages.stride()
 
 
@@ -88,7 +88,7 @@ def _write(
     most, half = (0, 1) if table is None else (table.shape[0], table.shape[1] // 2)
     run(
         write, (rows, heads + 2 * kv_heads),
-        queries, k, v, records, pages, layer.exact_of, signs(dim, k.device), layer.centre, slots,
+        queries, k, v, records, pages, layer.page_of, signs(dim, k.device), layer.centre, slots,
         len(records) * TQ_BLOCK, positions, table, q_norm, k_norm, 0 if table is None else table.stride(0), most, eps,
         queries.stride(0), queries.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         *records.stride()[:2], *((0, 0, 0) if pages is None else pages.stride()[:3]),
@@ -202,7 +202,7 @@ def tq_attention(
     constants = _constants(layout)
     run(
         attend, (launch.tiles, kv_heads, shares),
-        q.view(torch.float16) if half else q, records, pages, layer.exact_of, mixed, lse,
+        q.view(torch.float16) if half else q, records, pages, layer.page_of, mixed, lse,
         view.query_start, view.context_len, view.block_tables, seqs, params.scale * math.log2(math.e),
         q.stride(0), q.stride(1), *records.stride()[:2], *((0, 0, 0) if pages is None else pages.stride()[:3]),
         view.block_tables.stride(0),

@@ -87,7 +87,7 @@ def _exact_tiles(low, top, bottom, share, shares, FIRST: gl.constexpr, RECENT: g
 
 @gluon.jit(do_not_specialize=["query_start", "context_len", "block_tables", "stride_table", "seqs"])
 def attend(
-    q, records, pages, exact_of, out, lse, query_start, context_len, block_tables, seqs, scale,
+    q, records, pages, page_of, out, lse, query_start, context_len, block_tables, seqs, scale,
     stride_row, stride_q_head, stride_record, stride_record_head, stride_page, stride_part, stride_page_head,
     stride_table,
     KEY_LEVELS: gl.constexpr, KEY_PTX: gl.constexpr, VALUE_LEVELS: gl.constexpr, VALUE_PTX: gl.constexpr,
@@ -136,7 +136,7 @@ def attend(
     table = block_tables + seq.to(gl.int64) * stride_table
     coded = (begin, end, shares, top, bottom, stop, records + kv_head * stride_record_head, table, stride_record)
     strides = (stride_page, stride_part, stride_page_head)
-    exact = (first, num_first, recent, num_exact, shares, top, bottom, pages, exact_of, table, kv_head, strides)
+    exact = (first, num_first, recent, num_exact, shares, top, bottom, pages, page_of, table, kv_head, strides)
     if W == 1:
         acc, peak, total = one_warp.mix(
             q, row, head, valid, position, stride_row, stride_q_head, coded, exact, scale,

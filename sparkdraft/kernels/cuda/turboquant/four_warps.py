@@ -272,7 +272,7 @@ def _scan_exact(
     HOPPER: gl.constexpr,
 ):  # fmt: skip
     """As in one_warp.py."""
-    first, num_first, recent, num_exact, step, top, bottom, pages, exact_of, table, kv_head, strides = exact
+    first, num_first, recent, num_exact, step, top, bottom, pages, page_of, table, kv_head, strides = exact
     stride_page, stride_part, stride_page_head = strides
     offset = kv_head * stride_page_head
     SCORES: gl.constexpr = wide(16, HOPPER)
@@ -282,7 +282,7 @@ def _scan_exact(
     for i in range(num_exact):
         tile = gl.where(i < num_first, first + i * step, recent + (i - num_first) * step)
         start = tile * 16
-        number = gl.load(exact_of + gl.load(table + tile)).to(gl.int64)
+        number = gl.load(page_of + gl.load(table + tile)).to(gl.int64)
         page = pages + number * stride_page + offset
         k = _load_rows(page, number, start, top, bottom, FIRST, RECENT, DIM // K, DIM)
         v = _load_rows(page + stride_part, number, start, top, bottom, FIRST, RECENT, 32, DIM)

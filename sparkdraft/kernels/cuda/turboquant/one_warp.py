@@ -297,14 +297,14 @@ def _scan_exact(
     DIM: gl.constexpr,
 ):  # fmt: skip
     """The same over exact keys, tiles of 16 of them, of the first and of the recent ones, in pages that are read."""
-    first, num_first, recent, num_exact, step, top, bottom, pages, exact_of, table, kv_head, strides = exact
+    first, num_first, recent, num_exact, step, top, bottom, pages, page_of, table, kv_head, strides = exact
     stride_page, stride_part, stride_page_head = strides
     offset = kv_head * stride_page_head
     lane_key = gl.arange(0, 16, KEYS)[:, None]
     for i in range(num_exact):
         tile = gl.where(i < num_first, first + i * step, recent + (i - num_first) * step)
         start = tile * 16
-        number = gl.load(exact_of + gl.load(table + tile)).to(gl.int64)
+        number = gl.load(page_of + gl.load(table + tile)).to(gl.int64)
         page = pages + number * stride_page + offset
         scores = _score_exact(q, page, number, start, top, bottom, K, FIRST, RECENT, DIM) * scale
         scores = hide_exact(scores, start + lane_key, position[None, :], FIRST, RECENT, WINDOW)

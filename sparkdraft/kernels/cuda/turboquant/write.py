@@ -84,7 +84,7 @@ def _turn(x, head, norm, angles, eps, NORM: tl.constexpr, HALF: tl.constexpr, DI
 
 @triton.jit(do_not_specialize=["slots", "num_slots", "positions"])
 def write(
-    q, k, v, records, pages, exact_of, signs, centre, slots, num_slots,
+    q, k, v, records, pages, page_of, signs, centre, slots, num_slots,
     positions, table, q_norm, k_norm, stride_table, max_position, eps,
     stride_q_row, stride_q_head, stride_k_row, stride_k_head, stride_v_row, stride_v_head,
     stride_record, stride_record_head, stride_page, stride_part, stride_page_head,
@@ -121,7 +121,7 @@ def write(
     record = records + block * stride_record + head * stride_record_head
     has_page = False
     if EXACT:
-        page = tl.load(exact_of + block, mask=kept, other=-1).to(tl.int64)
+        page = tl.load(page_of + block, mask=kept, other=-1).to(tl.int64)
         has_page = page >= 0
         pages += page * stride_page + head * stride_page_head
     if is_key:

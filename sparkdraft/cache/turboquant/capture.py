@@ -1,10 +1,10 @@
-"""An exact cache, and codes beside it that change nothing: what coding would do to the traffic that really comes.
+"""An exact cache, and codes beside it that change nothing: they measure what coding would do to real requests.
 
-All that a model is given is the exact cache's, so its text is that of an exact cache to the bit. Every row is coded as
-well, as a TurboQuant cache without exact rows would have it, and errors are summed up on the device: of a layer's keys
-(less their centre), of its values, and of what its attention gives if all keys and values are read by their codes. The
-last is what an operator wants to know: codes are made so that the first two hardly depend on the model. A hybrid cache
-reads the first and the recent rows exactly, so it errs less than is measured here.
+Everything that a model reads is the exact cache's, so its text is that of an exact cache to the bit. Every row is coded
+as well, as in a TurboQuant cache without uncoded rows, and errors are summed up on the device: of a layer's keys (less
+their centre), of its values, and of the attention's result if all keys and values are read by their codes. The last
+error is the model's own; the first two hardly depend on the model. A hybrid cache reads the first and the recent rows
+uncoded, so its errors are smaller than those measured here.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import Turn
+from sparkdraft.cache.formats import KVFormat, Turn
 from sparkdraft.cache.formats.dense import DenseKV, DenseLayer
-from sparkdraft.cache.formats.turboquant import CodedLayerKV, TurboQuantKV
+from sparkdraft.cache.turboquant.format import CodedLayerKV, TurboQuantKV
 from sparkdraft.kernels.turboquant.store import planes
 from sparkdraft.kernels.turboquant.vectors import Encoded
 from sparkdraft.kernels.view import AttentionParams, AttentionView
@@ -70,35 +70,40 @@ class CaptureLayer:
         self._sums[error].add_(torch.cat(squares, dim=1).sum(0, dtype=torch.float64))
 
 
-class CaptureKV:
+class CaptureKV(KVFormat):
     def __init__(self, exact: DenseKV, coded: TurboQuantKV, device: torch.device) -> None:
         self.exact = exact
         self.bytes_per_token = exact.bytes_per_token + coded.bytes_per_token
-        # Squares of what is wrong and of what is there, at fixed places: a recorded step adds to them. In float32 a
-        # day's rows would grow so large that another one adds nothing.
-        shape, device = (len(coded.layers), len(ERRORS), 2), device
-        self._sums = torch.zeros(shape, dtype=torch.float64, device=device)
-        self._rows = torch.zeros((), dtype=torch.int64, device=device)
-        self.layers = []
+        self.meter: CodingErrors = CodingErrors(len(coded.layers), device)
+        self.layers: list[CaptureLayer] = []
         for i, (dense, codes) in enumerate(zip(exact.layers, coded.layers, strict=True)):
             assert isinstance(dense, DenseLayer), "a layer that borrows its keys has no codes of its own"
-            self.layers.append(CaptureLayer(dense, codes, self._sums[i], None if i else self._rows))
+            self.layers.append(CaptureLayer(dense, codes, self.meter.sums[i], None if i else self.meter.rows))
 
-    def send(self, changes: list[tuple[int, int]]) -> None:
-        self.exact.send(changes)
+
+class CodingErrors:
+    """Sums of all rows, at fixed addresses, because recorded steps add to them.
+
+    They are float64: the float32 sum of a day's rows would be so large that adding another row changes nothing.
+    """
+
+    def __init__(self, num_layers: int, device: torch.device) -> None:
+        # Squares of the error and of the exact numbers: [layers, errors, 2]
+        self.sums = torch.zeros((num_layers, len(ERRORS), 2), dtype=torch.float64, device=device)
+        self.rows = torch.zeros((), dtype=torch.int64, device=device)
 
     def errors(self) -> dict[str, Any]:
         """How far off codes are, relative to what they stand for, over all rows since `forget`; waits for the device.
 
         Each of ERRORS for every one of 'layers', and overall: the root of the layers' mean square.
         """
-        wrong, there = self._sums.cpu().unbind(-1)  # [layers, errors] each
+        wrong, there = self.sums.cpu().unbind(-1)  # [layers, errors] each
         relative = (wrong / there.where(there > 0, 1)).sqrt()
         overall = relative.square().mean(0).sqrt()
         layers = [dict(zip(ERRORS, row, strict=True)) for row in relative.tolist()]
-        return {"rows": int(self._rows), **dict(zip(ERRORS, overall.tolist(), strict=True)), "layers": layers}
+        return {"rows": int(self.rows), **dict(zip(ERRORS, overall.tolist(), strict=True)), "layers": layers}
 
     @torch.inference_mode()
     def forget(self) -> None:
-        self._sums.zero_()
-        self._rows.zero_()
+        self.sums.zero_()
+        self.rows.zero_()

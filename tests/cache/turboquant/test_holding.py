@@ -1,4 +1,4 @@
-"""The scheduler and a coded cache: every row finds what it reads exactly, whoever shares, drafts or gives way."""
+"""The scheduler and a coded cache: every row finds what it reads uncoded, whoever shares, drafts or is preempted."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from sparkdraft.cache.exact import ExactPages
-from sparkdraft.cache.exact_rows import ExactRows, pages_of_a_request
-from sparkdraft.core import SamplingParams
+from sparkdraft.cache.turboquant.holding import UncodedRows, pages_of_a_request
+from sparkdraft.cache.turboquant.pages import PagePool
+from sparkdraft.core import Request, SamplingParams
 from sparkdraft.engine.engine import Engine
-from sparkdraft.plan.coded import CodedPlan
 from sparkdraft.plan.resolve import MOST_AHEAD
+from sparkdraft.plan.turboquant import CodedPlan
 from tests.fakes import FakeBlock, fake_engine
 
 SIZE, SEQS = 4, 4
@@ -40,7 +40,7 @@ def texts(
 
 
 @pytest.mark.parametrize("recent, spare", [(5, -50), (6, -50), (16, 0), (30, 40)])
-def test_every_row_finds_its_exact_keys(recent: int, spare: int) -> None:
+def test_every_row_finds_its_uncoded_keys(recent: int, spare: int) -> None:
     rng = random.Random(recent)
     shared = [rng.randrange(256) for _ in range(70)]
     jobs = {
@@ -54,21 +54,22 @@ def test_every_row_finds_its_exact_keys(recent: int, spare: int) -> None:
     engine = coded_engine(spare, recent)
     assert texts(engine, jobs, random.Random(1)) == plain
     assert texts(engine, jobs, random.Random(2)) == plain  # and with prefixes found
-    exact = engine.scheduler.exact
-    assert exact and exact.pages.num_free == engine.plan.coded.pages and engine.pool.num_free == 120
+    assert engine.scheduler.holdings.num_free == (engine.plan.coded.pages,) and engine.pool.num_free == 120
 
 
 @pytest.mark.parametrize("first, recent", [(0, 1), (3, 5), (4, 16), (9, 7)])
 def test_pages_are_held_as_long_as_a_row_to_come_reads_them(first: int, recent: int) -> None:
-    rows = ExactRows(ExactPages(30), SIZE, first, recent, 0)
-    for index in range(20):
-        rows.cover("it", index, 100 + index)
-    for computed in range(80):
-        rows.advance("it", computed)
+    rows = UncodedRows(PagePool(30), SIZE, first, recent, 0, tell=print)
+    it = Request("it", 0, [0] * 80, SamplingParams(), 0, 1)
+    it.blocks.extend(range(100, 120))
+    rows.grow(it, 20)
+    for it.num_computed in range(80):
+        computed = it.num_computed
+        rows.advance(it)
         read = {j // SIZE for j in range(80) if j < first or computed - j < recent}
-        assert 30 - rows.pages.num_free == len(read), computed
-    rows.drop("it")
-    assert rows.pages.num_free == 30
+        assert 30 - rows.num_free == len(read), computed
+    rows.drop(it)
+    assert rows.num_free == 30
 
 
 def test_requests_that_give_way_and_come_back() -> None:

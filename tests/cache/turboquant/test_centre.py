@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from sparkdraft.cache.formats.dense import DenseKV
-from sparkdraft.engine.centre import SKIPPED, key_centres
+from sparkdraft.cache.turboquant.centre import SKIPPED, key_centres
 from sparkdraft.kernels import reference
 from sparkdraft.llm import LLM
+from sparkdraft.models.blocks import Step
 from tests.models.tiny import write_tiny
 
 CPU = torch.device("cpu")
@@ -22,12 +24,16 @@ def test_a_centre_is_the_mean_key_of_all_positions(tmp_path: Path, variant: str)
     llm = LLM(str(write_tiny(tmp_path, variant)), dtype="float32", device="cpu", spec="off", max_model_len=64)
     model, config = llm.engine.runner.model, llm.model_config
     kv = DenseKV(config.attention, 4, 16, torch.float32, CPU, reference)
-    centres = key_centres(model, [9] * 64, kv, 16, CPU)
+
+    def forward(*step: Any) -> torch.Tensor:
+        return model.forward(Step(*step))
+
+    centres = key_centres(forward, [9] * 64, kv, 16, CPU)
     first = kv.k[0].transpose(0, 1).flatten(1, 2)  # [kv_heads, positions, head_dim]; later layers see the position too
     torch.testing.assert_close(centres[0], first.mean(1), rtol=1e-4, atol=1e-5)
     assert len(centres) == config.num_layers and all(c.shape == first[:, 0].shape for c in centres)
     with pytest.raises(AssertionError, match="too few"):
-        key_centres(model, [9] * SKIPPED, kv, 16, CPU)
+        key_centres(forward, [9] * SKIPPED, kv, 16, CPU)
 
 
 def test_only_a_coded_cache_is_centred_and_only_if_asked(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def plan(**options: Any) -> Plan:
     return resolve(EngineConfig(max_seqs=64, **options), MODEL, H200)
 
 
-def test_four_times_the_tokens_with_the_exact_rows_counted_in() -> None:
+def test_four_times_the_tokens_with_the_uncoded_rows_counted_in() -> None:
     exact, hybrid, coded = plan(), plan(kv="turboquant"), plan(kv="turboquant", tq_mode="full_tq")
     tokens = [p.num_blocks * p.block_size for p in (exact, hybrid, coded)]
     assert coded.coded and coded.memory.pages == 0
@@ -31,7 +31,7 @@ def test_four_times_the_tokens_with_the_exact_rows_counted_in() -> None:
     assert hybrid.memory.pages == hybrid.coded.pages * (36 * 2 * 8 * 128 * 16 * 2)
     assert 4.2 < tokens[1] / tokens[0] < tokens[2] / tokens[0]
     assert hybrid.memory.total <= 0.85 * H200.free_bytes
-    assert "K4/V3" in hybrid.describe() and "exact pages" in hybrid.describe()
+    assert "K4/V3" in hybrid.describe() and "uncoded pages" in hybrid.describe()
 
 
 def test_the_first_layers_really_get_a_bit_more() -> None:

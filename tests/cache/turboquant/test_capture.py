@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from sparkdraft.cache.formats import Turn
-from sparkdraft.cache.formats.capture import CaptureKV
 from sparkdraft.cache.formats.dense import DenseKV
-from sparkdraft.cache.formats.turboquant import TurboQuantKV
+from sparkdraft.cache.turboquant.capture import CaptureKV
+from sparkdraft.cache.turboquant.format import TurboQuantKV
 from sparkdraft.cli.generate import coding_line
 from sparkdraft.core import SamplingParams
 from sparkdraft.kernels import reference
@@ -129,7 +129,7 @@ def measured(key_bits: int, value_bits: int, centred: bool = True) -> tuple[dict
         ends, context = (torch.tensor(n, dtype=torch.int32) for n in ([0, stop - start], [stop]))
         view = AttentionView(ends, context, blocks.int().unsqueeze(0), stop - start, stop)
         queries.append(step(kv, padded, positions, places, view)[:-3])
-    errors = kv.errors()
+    errors = kv.meter.errors()
     assert errors.pop("rows") == rows and errors.pop("layers") == [errors]
     k, v = (x[0][slots // SIZE, :, slots % SIZE].double() for x in (kv.exact.k, kv.exact.v))
     return errors, in_float64(torch.cat(queries).double(), k, v, centre, key_bits, value_bits)
@@ -176,11 +176,11 @@ def test_a_step_of_padding_alone_and_what_is_forgotten() -> None:
     qkv = torch.randn(4, (HEADS + 2 * KV_HEADS) * DIM)
     step(kv, qkv, torch.zeros(4), none, view)
     nothing = {"rows": 0, "key_error": 0, "value_error": 0, "attention_error": 0}
-    assert {name: kv.errors()[name] for name in nothing} == nothing
+    assert {name: kv.meter.errors()[name] for name in nothing} == nothing
     step(kv, qkv, torch.zeros(4), torch.arange(4), view)
-    assert kv.errors()["rows"] == 4 and kv.errors()["key_error"] > 0
-    kv.forget()
-    assert {name: kv.errors()[name] for name in nothing} == nothing
+    assert kv.meter.errors()["rows"] == 4 and kv.meter.errors()["key_error"] > 0
+    kv.meter.forget()
+    assert {name: kv.meter.errors()[name] for name in nothing} == nothing
     assert kv.bytes_per_token == KV_HEADS * DIM * 2 * 4 + KV_HEADS * (34 + 26)
 
 
@@ -200,4 +200,4 @@ def test_nothing_of_a_step_waits_for_the_device() -> None:
     view = AttentionView(slots, slots, slots, 4, 4)
     step(kv, qkv, slots, slots, view)
     with pytest.raises((NotImplementedError, RuntimeError)):
-        kv.errors()
+        kv.meter.errors()

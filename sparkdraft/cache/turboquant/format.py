@@ -1,8 +1,8 @@
-"""Keys and values as codes of a few bits, the first and the most recent rows of each context exactly beside them.
+"""Keys and values as codes of a few bits, with the first and the most recent rows of each context uncoded beside them.
 
-Codes lie in the engine's blocks, exact rows in pages of their own, of which there are few; which blocks have one the
-scheduler decides (cache/exact_rows.py) and `send` tells the device. Token-local, as DenseKV is: a row's codes depend on
-that row alone, so rollback is a shorter length and a prefix block is complete by itself.
+Codes are in the engine's blocks, uncoded rows in pages of their own, of which there are few. Which blocks have a page
+is decided in holding.py, and `send` tells the device. A row's codes depend on that row alone, as in DenseKV, so
+rollback is a shorter length and a prefix block is complete by itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import Turn
+from sparkdraft.cache.formats import KVFormat, Turn
 from sparkdraft.kernels.turboquant.store import CodedLayer
 from sparkdraft.kernels.turboquant.vectors import VectorFormat
 from sparkdraft.kernels.view import AttentionParams, AttentionView
@@ -35,7 +35,7 @@ class CodedLayerKV:
         return out
 
 
-class TurboQuantKV:
+class TurboQuantKV(KVFormat):
     def __init__(
         self,
         key_bits: Sequence[int],  # by layer
@@ -43,36 +43,36 @@ class TurboQuantKV:
         attention: Sequence[AttentionSpec],  # by layer
         num_blocks: int,
         block_size: int,
-        exact: tuple[int, int, int],  # first and recent positions that stay exact, and pages for them
+        uncoded: tuple[int, int, int],  # first and recent positions that stay uncoded, and pages for them
         centres: Sequence[Tensor] | None,  # float32 [kv_heads, head_dim] of each layer, taken off its keys
         device: torch.device,
         ops: ModuleType,
         most_query: int = 0,
     ) -> None:
-        first, recent, num_pages = exact
+        first, recent, num_pages = uncoded
         taken: Sequence[Tensor | None] = centres or [None] * len(key_bits)
         formats = {
             (spec.head_dim, bits): VectorFormat(spec.head_dim, bits, device=device)
             for spec, own in zip(attention, key_bits, strict=True)
             for bits in (own, value_bits)
         }
-        self.exact_of = torch.full((num_blocks,), -1, dtype=torch.int32, device=device) if recent else None
+        self.page_of = torch.full((num_blocks,), -1, dtype=torch.int32, device=device) if recent else None
         page_dtype = torch.float16 if device.type == "cuda" else torch.float32
         stores = [
             CodedLayer.make(
                 num_blocks, spec.num_kv_heads, block_size,
                 formats[spec.head_dim, bits], formats[spec.head_dim, value_bits], centre,
-                num_pages=num_pages, page_dtype=page_dtype, exact_of=self.exact_of, first=first, recent=recent,
+                num_pages=num_pages, page_dtype=page_dtype, page_of=self.page_of, first=first, recent=recent,
             )
             for spec, bits, centre in zip(attention, key_bits, taken, strict=True)
         ]  # fmt: skip
-        self.layers = [CodedLayerKV(store, ops, most_query) for store in stores]
+        self.layers: list[CodedLayerKV] = [CodedLayerKV(store, ops, most_query) for store in stores]
         sizes = (spec.num_kv_heads * store.layout.nbytes for spec, store in zip(attention, stores, strict=True))
         self.bytes_per_token = sum(size // block_size for size in sizes)
 
     def send(self, changes: list[tuple[int, int]]) -> None:
         """(block, its page or -1) of blocks that got or lost one, before the step that needs to know."""
-        assert self.exact_of is not None
+        assert self.page_of is not None
         if changes:
-            blocks, pages = torch.tensor(changes, dtype=torch.int32).t().to(self.exact_of.device, non_blocking=True)
-            self.exact_of[blocks.long()] = pages
+            blocks, pages = torch.tensor(changes, dtype=torch.int32).t().to(self.page_of.device, non_blocking=True)
+            self.page_of[blocks.long()] = pages

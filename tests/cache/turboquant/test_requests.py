@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from sparkdraft.cache.turboquant.centre import TEXT
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.engine import build
-from sparkdraft.engine.centre import TEXT
 from sparkdraft.llm import LLM, Completion
 
 OPTIONS = {"kv": "turboquant", "tq_ring_capacity": 24, "max_model_len": 256}
@@ -76,20 +76,20 @@ def test_text_that_repeats_is_drafted_and_stays_the_same(wide_tiny: Path, any_we
 
 def test_the_first_and_the_last_rows_have_pages_and_few_others(wide_tiny: Path, options: dict[str, Any]) -> None:
     llm = LLM(str(wide_tiny), prefix_cache=False, **options)
-    engine, exact, total = llm.engine, llm.engine.scheduler.exact, llm.engine.plan.coded.pages
-    assert exact
+    engine, total = llm.engine, llm.engine.plan.coded.pages
+    (rows,) = engine.scheduler.holdings.parts
     engine.add((prompts(1)[0] * 9)[:200], SamplingParams(max_tokens=30, ignore_eos=True))
     while engine.has_work:
         engine.step()
         for request in engine.scheduler.running:
             row = request.num_computed
-            read = {p // 16 for p in range(row) if p < exact.first or row - p < exact.recent}
-            assert all(engine.runner.kv.exact_of[request.blocks[i]] >= 0 for i in read), (row, read)
-            assert total - exact.pages.num_free <= exact.need, "pages of what fell behind are given back"
-    assert exact.pages.num_free == total
+            read = {p // 16 for p in range(row) if p < rows.first or row - p < rows.recent}
+            assert all(engine.runner.kv.page_of[request.blocks[i]] >= 0 for i in read), (row, read)
+            assert total - rows.num_free <= rows.need, "pages of what fell behind are given back"
+    assert rows.num_free == total
 
 
-def test_a_prefix_whose_exact_end_is_lost_is_used_as_far_as_it_is_there(
+def test_a_prefix_whose_uncoded_end_is_lost_is_used_as_far_as_it_is_there(
     wide_tiny: Path, options: dict[str, Any]
 ) -> None:
     llm = LLM(str(wide_tiny), max_seqs=1, **options)

@@ -1,10 +1,10 @@
-"""Which blocks of a coded cache also have a page of exact keys and values, and who still reads it.
+"""Which blocks of a coded cache also have a page of uncoded rows, and how many requests read each page.
 
-Coded positions are few bytes, so most blocks have codes alone; rows near a request's end, and its first, are read
-exactly and need pages, of which there are few. A page belongs to a block, as K/V does, so what shares blocks shares
-pages. One that nobody reads keeps its content until its turn to be handed out comes, oldest release first: a later
-request may find it there. Integers only: the tensors are the format's, the map on the device is whoever's runs steps,
-and which blocks a request must hold pages of is left to the scheduler.
+Codes take few bytes, so every block has them. A row reads only the first and the recent positions before it uncoded, so
+few blocks need a page, and there are few pages. A page belongs to a block, as K/V do: requests that share blocks share
+pages. A page without readers keeps its content until it is handed out again, oldest release first, so that a later
+request may find it. Integers only: the tensors and the map on the device are the format's (format.py), and which blocks
+a request must hold pages of is decided in holding.py.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from sparkdraft.cache.blocks import BlockPool
 
 
-class ExactPages:
+class PagePool:
     def __init__(self, num_pages: int) -> None:
-        self._pool = BlockPool(num_pages)  # of pages: they are handed out and kept just as blocks are
+        self._pool = BlockPool(num_pages)  # pages are handed out and kept just as blocks are
         self._pool.on_reuse = self._take
         self._page_of: dict[int, int] = {}
         self._block_of: dict[int, int] = {}
@@ -27,14 +27,14 @@ class ExactPages:
         return self._pool.num_free
 
     def has(self, block: int) -> bool:
-        """Whether all that is written to the block is in a page too, read by somebody or not."""
+        """Whether all rows that were written to the block are in a page too, with or without readers."""
         return block in self._page_of
 
     def cover(self, block: int) -> int:
         """A page for a block that was just handed out, with one reader. The caller has checked num_free.
 
-        What the block had in an earlier life serves again; else it is the page released longest ago, and the block that
-        loses it is among the changes.
+        If the block still has a page from before, it is that one. Otherwise it is the page released longest ago, and
+        the block that loses it is among the changes.
         """
         if block in self._page_of:
             page = self._page_of[block]
@@ -51,7 +51,7 @@ class ExactPages:
         self._pool.retain(self._page_of[block])
 
     def release(self, block: int) -> None:
-        """One reader less. Of a request that ends, last block to first: its tail is then lost before its head."""
+        """One reader less. A request that ends releases its last block first: its tail is then lost before its head."""
         self._pool.release([self._page_of[block]])
 
     def changes(self) -> list[tuple[int, int]]:
@@ -59,7 +59,7 @@ class ExactPages:
         return [(block, self._page_of.get(block, -1)) for block in self._changed]
 
     def sent(self) -> None:
-        """The changes have reached the device; those of a step that failed before that stay to be sent."""
+        """The changes have reached the device. Those of a step that failed before this are sent with the next."""
         self._changed.clear()
 
     def _take(self, page: int) -> None:
@@ -69,14 +69,14 @@ class ExactPages:
             self._changed[block] = None
 
 
-def usable_blocks(pages: ExactPages, hit: Sequence[int], block_size: int, first: int, recent: int) -> int:
-    """How many blocks of a prefix hit can be used, so that the row after them finds what it reads exactly.
+def usable_blocks(pages: PagePool, hit: Sequence[int], block_size: int, first: int, recent: int) -> int:
+    """How many blocks of a prefix hit can be used, so that the row after them finds what it reads uncoded.
 
-    These are the blocks of the first positions, and of the recent ones before that row. Less of a hit costs time and
-    changes no text.
+    These are the blocks of the first positions, and of the recent ones before that row. Using less of a hit costs time
+    and changes no text.
     """
     head, tail = -(-first // block_size), -(-recent // block_size)
-    usable = run = 0  # run: the blocks with pages, without a gap, that end here
+    usable = run = 0  # run: the number of blocks with pages, without a gap, that ends here
     for count, block in enumerate(hit, 1):
         run = run + 1 if pages.has(block) else 0
         if count <= head and run < count:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparkdraft.cache.exact import ExactPages, usable_blocks
+from sparkdraft.cache.turboquant.pages import PagePool, usable_blocks
 
 NUM_PAGES, NUM_BLOCKS = 3, 5
 
@@ -60,7 +60,7 @@ ACTIONS = st.sampled_from(["cover", "retain", "release", "hit", "changes"])
 
 @given(st.lists(st.tuples(ACTIONS, st.integers(0, NUM_BLOCKS - 1)), min_size=20, max_size=80))
 def test_any_interleaving_is_what_a_plain_list_does(actions: list[tuple[str, int]]) -> None:
-    pages, model = ExactPages(NUM_PAGES), Model()
+    pages, model = PagePool(NUM_PAGES), Model()
     on_device: dict[int, int] = {}
     for action, pick in actions:
         held = sorted(model.held)
@@ -98,7 +98,7 @@ def test_a_hit_is_used_as_far_as_the_definition_says(
 ) -> None:
     hit = [7 * i % 15 for i in range(len(present))]
     has = {block for block, there in zip(hit, present, strict=True) if there}
-    pages = ExactPages(14)
+    pages = PagePool(14)
     for block in has:
         pages.cover(block)
     assert usable_blocks(pages, hit, block_size, first, recent) == usable(has, hit, block_size, first, recent)
@@ -106,7 +106,7 @@ def test_a_hit_is_used_as_far_as_the_definition_says(
 
 def test_a_hit_at_the_usual_borders() -> None:
     """The last 128 positions are 8 blocks of 16, and the first 4 are in block 0."""
-    pages, hit = ExactPages(12), list(range(20))
+    pages, hit = PagePool(12), list(range(20))
     for block in (0, *range(9, 20)):
         pages.cover(block)
     assert usable_blocks(pages, hit, 16, 4, 128) == 20
@@ -117,7 +117,7 @@ def test_a_hit_at_the_usual_borders() -> None:
 
 
 def test_mistakes_are_caught() -> None:
-    pages = ExactPages(2)
+    pages = PagePool(2)
     pages.cover(3)
     with pytest.raises(AssertionError, match="block 3 has a page that is read"):
         pages.cover(3)

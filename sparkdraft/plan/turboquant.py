@@ -1,17 +1,17 @@
-"""How a TurboQuant cache is cut: bits by layer, rows that stay exact, pages for them, and their bytes. No torch."""
+"""How a TurboQuant cache is cut: bits by layer, rows that stay uncoded, pages for them, and their bytes. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparkdraft.cache.exact_rows import pages_of_a_request
+from sparkdraft.cache.turboquant.holding import pages_of_a_request
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.kernels.turboquant.layout import PLANES, block_width, token_bytes
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.plan.sizes import model_sizes
 
-FIRST = 4  # positions of a context that stay exact beside the recent ones: much attention falls on them
+FIRST = 4  # positions of a context that stay uncoded beside the recent ones: much attention falls on them
 LEAST_SPARE = 64  # pages beyond what decoding needs, for prompts and for what may be found again
 SPARE_SHARE = 80  # of the room, one part of so many is for such pages at most
 PAGE_ITEMSIZE = {"cuda": 2, "cpu": 4}  # float16; on a CPU float32
@@ -23,7 +23,7 @@ class CodedPlan:
     value_bits: int
     first: int
     recent: int
-    pages: int  # of exact rows; 0 where all is coded
+    pages: int  # of uncoded rows; 0 where all is coded
     page_bytes: int
     captured: bool = False  # an exact cache is read, and codes are written beside it to be measured
 
@@ -43,7 +43,7 @@ class CodedPlan:
             return f"exact, TurboQuant {bits} captured beside it"
         if not self.is_hybrid:
             return f"turboquant {bits}, all coded"
-        return f"turboquant {bits}, the first {self.first} and last {self.recent} tokens exact in {self.pages} pages"
+        return f"turboquant {bits}, the first {self.first} and last {self.recent} tokens uncoded in {self.pages} pages"
 
 
 def plan_coded(

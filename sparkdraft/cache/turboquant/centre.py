@@ -1,0 +1,66 @@
+"""The mean of each layer's keys over a fixed text, which a coded cache subtracts from every key before it codes it.
+
+A softmax does not change if all its scores change by the same number, so a centre costs nothing and leaves the bits to
+what differs between keys. It is the same for every request and fixed before the first one is read: blocks can be
+shared, and no text depends on which request came first. Keys are averaged before their rotation, and the mean is then
+rotated by the average over all positions of the context. The pairs that RoPE turns fast average to nearly zero, the
+slow ones remain, and none depends on how long the fixed text is. Running the model is left to the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sparkdraft.cache.formats import KVFormat, LayerKV, Turn
+from sparkdraft.kernels.reference import rms_norm
+from sparkdraft.kernels.view import AttentionParams, AttentionView
+
+TEXT = Path(__file__).parent.parent.parent / "assets" / "calibration.txt"
+SKIPPED = 16  # rows of the beginning, whose keys are unlike all others
+
+# Runs a model once over one sequence: its ids, positions and slots, the view, and the layers' caches.
+Forward = Callable[[Tensor, Tensor, Tensor, AttentionView, Sequence[LayerKV]], object]
+
+
+class KeyMean:
+    """One layer's cache that averages the keys written to it, and otherwise does what the given one does."""
+
+    def __init__(self, inner: LayerKV) -> None:
+        self.inner = inner
+        self.centre = torch.empty(0)  # float32 [kv_heads, head_dim]
+
+    def write(self, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
+        heads, kv_heads = turn.num_heads, turn.num_kv_heads
+        keys = qkv.view(qkv.shape[0], heads + 2 * kv_heads, -1)[SKIPPED:, heads : heads + kv_heads]
+        normed = keys if turn.k_norm is None else rms_norm(keys, turn.k_norm, turn.eps)
+        self.centre = _rotated(normed.float().mean(0), turn.rope)
+        self.inner.write(qkv, turn, slots)
+
+    def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
+        return self.inner.attend(q, view, params)
+
+
+def key_centres(
+    forward: Forward, ids: Sequence[int], kv: KVFormat, block_size: int, device: torch.device
+) -> list[Tensor]:
+    """float32 [kv_heads, head_dim] of each layer. kv: an exact cache for these ids, not needed afterwards."""
+    means, rows = [KeyMean(layer) for layer in kv.layers], len(ids)
+    assert rows > SKIPPED, f"{rows} ids are too few to average"
+    positions = torch.arange(rows, dtype=torch.int32, device=device)
+    starts, context = (torch.tensor(values, dtype=torch.int32, device=device) for values in ([0, rows], [rows]))
+    tables = torch.arange(-(-rows // block_size), dtype=torch.int32, device=device).unsqueeze(0)
+    view = AttentionView(starts, context, tables, rows, rows)
+    forward(torch.tensor(ids, dtype=torch.int32, device=device), positions, positions, view, means)
+    return [layer.centre for layer in means]
+
+
+def _rotated(mean: Tensor, rope: Tensor) -> Tensor:
+    """The average over all positions of the context of a key that is the mean before its rotation."""
+    cos, sin = rope.double().mean(0).float().chunk(2)
+    half = len(cos)
+    a, b, rest = mean[:, :half], mean[:, half : 2 * half], mean[:, 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=1)

@@ -1,0 +1,90 @@
+"""The pages of uncoded rows that each request holds: of its first positions, the recent ones, and those to be written.
+
+A row reads the first positions and the recent ones before it uncoded (kernels/turboquant/store.py), so their blocks
+must have pages (pages.py) for as long as a later row may read them. Pages fall behind as a request grows and are given
+back then. A prefix is used only as far as the pages of its end are still there. This is a `Holding`
+(cache/holdings.py). Integers only.
+
+    blocks of a request    | head | ....... codes alone ....... | recent | to be written |
+    pages held             | held |                             |  held  |     held      |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from sparkdraft.cache.prefix import Hit
+from sparkdraft.cache.turboquant.pages import PagePool, usable_blocks
+from sparkdraft.core import Request
+
+Tell = Callable[[list[tuple[int, int]]], None]  # (block, its page or -1) of each block that got or lost one
+
+
+class UncodedRows:
+    def __init__(self, pages: PagePool, block_size: int, first: int, recent: int, most_ahead: int, tell: Tell) -> None:
+        """most_ahead: rows past its computed ones that a decoding request may need blocks for. tell: the device."""
+        self.pages, self.block_size, self.first, self.recent = pages, block_size, first, recent
+        self.need = pages_of_a_request(block_size, first, recent, most_ahead)
+        self._tell = tell
+        self._held: dict[Request, dict[int, int]] = {}  # request -> index among its blocks -> block, in order
+
+    @property
+    def num_free(self) -> int:
+        return self.pages.num_free
+
+    def usable(self, hit: Hit) -> int:
+        return usable_blocks(self.pages, hit.blocks, self.block_size, self.first, self.recent)
+
+    def adopt(self, request: Request) -> None:
+        held = {i: block for i, block in enumerate(request.blocks) if self._is_read(i, request.num_computed)}
+        for block in held.values():
+            self.pages.retain(block)
+        self._held[request] = held
+
+    def cut(self, request: Request, rows: int, running: Iterable[Request]) -> int:
+        """A chunk takes no pages that other requests need to go on decoding."""
+        owed = sum(max(self.need - len(self._held.get(r, ())), 0) for r in running if r is not request)
+        blocks = len(request.blocks) + max(self.num_free - owed, 0)
+        return max(min(rows, blocks * self.block_size - request.num_computed), 1)
+
+    def can_grow(self, request: Request, num_blocks: int) -> bool:
+        return num_blocks <= self.num_free
+
+    def grow(self, request: Request, num_blocks: int) -> None:
+        held, end = self._held.setdefault(request, {}), len(request.blocks)
+        for index in range(end - num_blocks, end):
+            self.pages.cover(request.blocks[index])
+            held[index] = request.blocks[index]
+
+    def shrink(self, request: Request, num_blocks: int) -> None:
+        held, end = self._held[request], len(request.blocks)
+        for index in reversed(range(end - num_blocks, end)):
+            self.pages.release(held.pop(index))
+
+    def remember(self, request: Request, index: int) -> None:
+        """Nothing to do: a page belongs to its block, and is found with it."""
+
+    def advance(self, request: Request) -> None:
+        held = self._held[request]
+        for index in [i for i in held if not self._is_read(i, request.num_computed)]:
+            self.pages.release(held.pop(index))
+
+    def drop(self, request: Request) -> None:
+        for block in reversed(self._held.pop(request, {}).values()):
+            self.pages.release(block)
+
+    def prefers(self, block: int, other: int) -> bool:
+        return self.pages.has(block) and not self.pages.has(other)
+
+    def send(self) -> None:
+        self._tell(self.pages.changes())
+        self.pages.sent()
+
+    def _is_read(self, index: int, computed: int) -> bool:
+        """Whether a row from position 'computed' on reads the block uncoded."""
+        return index * self.block_size < self.first or (index + 1) * self.block_size > computed - self.recent + 1
+
+
+def pages_of_a_request(block_size: int, first: int, recent: int, most_ahead: int) -> int:
+    """The most that a decoding request holds: its head, the recent rows cut across blocks, and what it may write."""
+    return -(-first // block_size) + -(-(recent + most_ahead) // block_size) + 1
