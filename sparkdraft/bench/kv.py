@@ -27,8 +27,8 @@ from sparkdraft.core import SamplingParams, TokenLogprob, UserError, Work
 from sparkdraft.engine.engine import Engine
 from sparkdraft.llm import LLM
 from sparkdraft.models.config import ModelConfig
-from sparkdraft.plan.memory import kv_bytes_per_token
 from sparkdraft.plan.resolve import Plan
+from sparkdraft.plan.sizes import kv_bytes_per_token
 from sparkdraft.text.tokenizer import Tokenizer
 from sparkdraft.weights.loader import Progress
 
@@ -93,7 +93,7 @@ def memories(plans: Mapping[str, Plan], model: ModelConfig, fraction: float) -> 
     Tokens are not cut at what plans are otherwise held to (1 GiB on a CPU, so many full contexts): that would hide what
     a smaller format brings.
     """
-    exact, values = plans[EXACT].memory, kv_bytes_per_token(model, itemsize=1)
+    exact, values = plans[EXACT].memory, kv_bytes_per_token(model.attention, itemsize=1)
     room = int(exact.free * fraction) - exact.weights - exact.scratch
     sizes = {name: plan.memory.kv // (plan.num_blocks * plan.block_size) for name, plan in plans.items()}
     fit = {name: max(room - plan.memory.pages, 0) // sizes[name] for name, plan in plans.items()}

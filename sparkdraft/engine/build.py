@@ -8,23 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
 
 import torch
-from torch import Tensor
 
 from sparkdraft import kernels
-from sparkdraft.cache.formats import KVFormat
-from sparkdraft.cache.formats.dense import DenseKV
-from sparkdraft.cache.holdings import Holding
-from sparkdraft.cache.turboquant.capture import CaptureKV
 from sparkdraft.cache.turboquant.centre import SKIPPED, key_centres
-from sparkdraft.cache.turboquant.format import TurboQuantKV
-from sparkdraft.cache.turboquant.holding import UncodedRows
-from sparkdraft.cache.turboquant.pages import PagePool
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.engine.blockdraft import BlockDraft
+from sparkdraft.engine.caches import dense_cache, target_cache
 from sparkdraft.engine.devices import detect
 from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.engine import Engine
@@ -35,7 +27,7 @@ from sparkdraft.models.blocks import Step
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.registry import architecture
 from sparkdraft.plan.hardware import Hardware
-from sparkdraft.plan.resolve import FLOAT_MATRIX, MOST_AHEAD, Fallback, Plan, resolve
+from sparkdraft.plan.resolve import FLOAT_MATRIX, Fallback, Plan, resolve
 from sparkdraft.spec.config import DraftConfig, check_fits
 from sparkdraft.spec.dflash import build as build_dflash
 from sparkdraft.spec.registry import default_drafter, open_drafter
@@ -118,18 +110,18 @@ def build_engine(
         block = None
         if drafter:
             own = Loader(drafter.source, device, dtype, pack)
-            own_kv = _kv(drafter.config.model, plan, dtype, device, ops)  # exact, whatever the target's is
+            own_kv = dense_cache(drafter.config.model, plan, dtype, device, ops)  # exact, whatever the target's is
             made = build_dflash(drafter.config, own, ops, model, plan.max_model_len, own_kv)
             block = BlockDraft(made, plan, device, ops)
         drafting = Drafting(plan.max_model_len, block, config.ngram and config.spec != "off", config.num_draft)
         centres = None
         if plan.coded and config.tq_centre and len(calibration) > SKIPPED:
             blocks = -(-len(calibration) // plan.block_size)
-            scratch = _kv(model_config, replace(plan, num_blocks=blocks), dtype, device, ops)
+            scratch = dense_cache(model_config, replace(plan, num_blocks=blocks), dtype, device, ops)
             centres = key_centres(
                 lambda *step: model.forward(Step(*step)), calibration, scratch, plan.block_size, device
             )
-        kv, holdings = _target_kv(model_config, plan, dtype, device, ops, 1 + drafting.max_depth, centres)
+        kv, holdings = target_cache(model_config, plan, dtype, device, ops, 1 + drafting.max_depth, centres)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading took for a while is not the engine's
     plan.fallbacks.extend(Fallback(FLOAT_MATRIX, note) for note in loader.notes)
@@ -137,36 +129,6 @@ def build_engine(
     sampler = Sampler(model_config.vocab_size, tokenizer.eos_ids, device, ops)
     flight = Flight(runner, block, device, drafting.choices) if plan.graphs and plan.device == "cuda" else None
     return Engine(plan, runner, sampler, tokenizer, drafting, flight, holdings)
-
-
-def _target_kv(
-    model: ModelConfig,
-    plan: Plan,
-    dtype: torch.dtype,
-    device: torch.device,
-    ops: ModuleType,
-    most_query: int,
-    centres: Sequence[Tensor] | None,
-) -> tuple[KVFormat, list[Holding]]:
-    """The target's cache, and what requests hold of it beside blocks."""
-    if not (coded := plan.coded):
-        kept = torch.float8_e4m3fn if plan.kv == "fp8" else dtype
-        return _kv(model, plan, kept, device, ops, most_query), []
-    blocks = (plan.num_blocks, plan.block_size)
-    uncoded, bits = (coded.first, coded.recent, coded.pages), (coded.key_bits, coded.value_bits)
-    codes = TurboQuantKV(*bits, model.cached_attention, *blocks, uncoded, centres, device, ops, most_query)
-    if coded.captured:
-        return CaptureKV(_kv(model, plan, dtype, device, ops, most_query), codes, device), []
-    if not coded.is_hybrid:
-        return codes, []
-    pages = PagePool(coded.pages)
-    return codes, [UncodedRows(pages, plan.block_size, coded.first, coded.recent, MOST_AHEAD, codes.send)]
-
-
-def _kv(
-    model: ModelConfig, plan: Plan, dtype: torch.dtype, device: torch.device, ops: ModuleType, most_query: int = 0
-) -> DenseKV:
-    return DenseKV(model.attention, plan.num_blocks, plan.block_size, dtype, device, ops, most_query)
 
 
 def _native_problem(config: EngineConfig, hardware: Hardware) -> str | None:

@@ -74,6 +74,8 @@ class Lanes:
         seqs, depth, ops = kind.seqs, kind.depth, self.runner.model.ops
         drafts = self._draft(kind) if depth else None
         rows = self._rows(seqs, 1 + depth, drafts)
+        if self.runner.kv.begin:
+            self.runner.kv.begin(rows.slots, rows.view)
         verify = Step(rows.ids, rows.positions, rows.slots, rows.view, self.runner.kv.layers)
         # Committed rows go to the drafter at once where it drafts; those of plain steps wait in the ring.
         taps = (self.runner.taps[: seqs * (1 + depth)] if depth else self.ring[:seqs]) if self.block else None

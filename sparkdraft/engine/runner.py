@@ -92,13 +92,10 @@ class Runner:
 
     def _forward(self, shape: Shape, max_context: int) -> Tensor:
         inputs, rows = self.inputs, shape.rows
-        step = Step(
-            inputs.token_ids[:rows],
-            inputs.positions[:rows],
-            inputs.slots[:rows],
-            inputs.view(shape.seqs, shape.max_query, max_context),
-            self.kv.layers,
-        )
+        slots, view = inputs.slots[:rows], inputs.view(shape.seqs, shape.max_query, max_context)
+        if self.kv.begin:
+            self.kv.begin(slots, view)
+        step = Step(inputs.token_ids[:rows], inputs.positions[:rows], slots, view, self.kv.layers)
         return self.model.forward(step, self.tap_layers, self.taps[:rows] if self.tap_layers else None)
 
     def _logits(self, shape: Shape, residual: Tensor) -> Tensor:

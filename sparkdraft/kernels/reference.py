@@ -24,6 +24,7 @@ __all__ = [
     "add_linear",
     "draw",
     "embed",
+    "find_pages",
     "group_linear",
     "kv_write",
     "lay_out",
@@ -247,6 +248,20 @@ def lay_out(
     inside = alive.unsqueeze(1) & (block < tables.shape[1])
     slots = (numbers * block_size + positions % block_size).where(inside, -1)
     return ids.flatten(), positions.flatten(), slots.flatten(), (length - 1 + width).where(alive, 0)
+
+
+def find_pages(
+    page_of: Tensor,  # int32 [blocks]; -1: the block has none
+    slots: Tensor,  # int32 [rows]: block * block_size + offset, or negative
+    tables: Tensor,  # int32 [seqs, max_blocks]
+    block_size: int,
+    page_slots: Tensor,  # int32 [rows], written: the same places in pages, -1 where there is none
+    page_tables: Tensor,  # int32 [seqs, max_blocks], written: 0 for a block without a page, which no row may read
+) -> None:
+    """Slots and tables of blocks as slots and tables of the pages that belong to them."""
+    page = page_of[(slots.clamp(min=0) // block_size).long()]
+    page_slots.copy_((page * block_size + slots % block_size).where((slots >= 0) & (page >= 0), -1))
+    page_tables.copy_(page_of[tables.long()].clamp(min=0))
 
 
 def settle(

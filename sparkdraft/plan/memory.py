@@ -51,10 +51,6 @@ def weight_bytes(model: ModelConfig, itemsize: float) -> int:
     return int(model_sizes(model).held * itemsize)
 
 
-def kv_bytes_per_token(model: ModelConfig, itemsize: int) -> int:
-    return model_sizes(model).kv * itemsize
-
-
 def capture_bytes(model: ModelConfig, max_rows: int, itemsize: int) -> int:
     """What a step needs besides, where coding is measured: what attention reads and its result a second time, and in
     float32 how far off that is, and a few times over what the codes of keys, then of values, decode to."""

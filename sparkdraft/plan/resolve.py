@@ -6,22 +6,25 @@ name and can not run is an error that says what to change. No torch: facts about
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.layers import AttentionSpec
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.memory import (
     MemoryPlan,
     capture_bytes,
     drafter_bytes,
-    kv_bytes_per_token,
     recording_bytes,
     scratch_bytes,
     weight_bytes,
 )
+from sparkdraft.plan.sizes import kv_bytes_per_token
 from sparkdraft.plan.turboquant import CodedPlan, plan_coded
+from sparkdraft.plan.windows import WindowPlan, plan_windows, window_layers
 from sparkdraft.spec.config import DraftConfig
 
 CPU_KV_SHARE = 0.25  # of the free memory, for a CPU's KV cache: other programs want that memory too
@@ -56,6 +59,7 @@ class Plan:
     graphs: bool
     memory: MemoryPlan
     coded: CodedPlan | None = None  # of a turboquant cache
+    windows: tuple[WindowPlan, ...] = ()  # of layers that keep the K/V of their window alone
     fallbacks: list[Fallback] = field(default_factory=list)
 
     @property
@@ -77,7 +81,8 @@ class Plan:
         return "\n".join(lines + [f"fallback {f.name}: {f.reason}" for f in self.fallbacks])
 
     def _kv(self) -> str:
-        return self.coded.describe() if self.coded else self.kv
+        kept = self.coded.describe() if self.coded else self.kv
+        return kept + "".join(f"; {w.pages * self.block_size} tokens of window {w.window}" for w in self.windows)
 
 
 def resolve(
@@ -109,14 +114,20 @@ def resolve(
     weights = weight_bytes(model, WEIGHT_ITEMSIZE[dtype])
     weights += drafter_bytes(drafter, WEIGHT_ITEMSIZE[dtype]) if drafter else 0
     scratch = scratch_bytes(model, max_rows, max_seqs, itemsize, drafter)
+    slid = window_layers(model, max_model_len)  # by window
+    full = [spec for spec in model.cached_attention if spec.window not in slid]
     coded, usable = None, int(hardware.free_bytes * config.memory_fraction)
     if kv == "turboquant":
         room = max(usable - weights - scratch - recordings, 0)
-        coded = plan_coded(config, model, hardware.device, max_seqs, max_rows, room, MOST_AHEAD)
+        coded = plan_coded(config, full, hardware.device, max_seqs, max_rows, room, MOST_AHEAD)
         scratch += capture_bytes(model, max_rows, itemsize) if coded.captured else 0
     pages = coded.pages * coded.page_bytes if coded else 0
-    per_block = _token_bytes(model, kv, itemsize, coded, drafter) * config.block_size
+    per_block = _token_bytes(full, kv, itemsize, coded, drafter) * config.block_size
     room = usable - weights - scratch - recordings - pages
+    shape = (max_model_len, config.block_size, max_seqs, max_rows, MOST_AHEAD)
+    windows = plan_windows(slid, *shape, 1 if kv == "fp8" else itemsize, room, per_block)
+    pages += sum(window.nbytes for window in windows)
+    room -= sum(window.nbytes for window in windows)
     num_blocks = _num_blocks(config, hardware, room, per_block, max_model_len, max_seqs)
     context = min(max_model_len, num_blocks * config.block_size)
     if context < max_model_len and not config.kv_tokens:  # else it is what was asked for
@@ -137,6 +148,7 @@ def resolve(
         graphs=graphs,
         memory=MemoryPlan(weights, num_blocks * per_block, scratch, hardware.free_bytes, pages, recordings),
         coded=coded,
+        windows=windows,
         fallbacks=fallbacks,
     )
 
@@ -172,14 +184,14 @@ def _check_kv(kv: str, hardware: Hardware, dtype: str) -> None:
 
 
 def _token_bytes(
-    model: ModelConfig, kv: str, itemsize: int, coded: CodedPlan | None, drafter: DraftConfig | None
+    layers: Sequence[AttentionSpec], kv: str, itemsize: int, coded: CodedPlan | None, drafter: DraftConfig | None
 ) -> int:
-    """Of the KV cache: the target's, exact, coded or both, and the drafter's, which is always exact."""
-    size = kv_bytes_per_token(drafter.model, itemsize) if drafter else 0
+    """Of the KV cache of these layers, exact, coded or both, and of the drafter's, which is always exact."""
+    size = kv_bytes_per_token(drafter.model.attention, itemsize) if drafter else 0
     if coded:
-        size += coded.bytes_per_token(model)
+        size += coded.bytes_per_token(layers)
     if not coded or coded.captured:
-        size += kv_bytes_per_token(model, 1 if kv == "fp8" else itemsize)
+        size += kv_bytes_per_token(layers, 1 if kv == "fp8" else itemsize)
     return size
 
 

@@ -116,5 +116,10 @@ def model_sizes(model: ModelConfig) -> ModelSizes:
     return ModelSizes(layers, model.hidden_size, table, 0 if model.tie_embeddings else table)
 
 
+def kv_bytes_per_token(layers: Iterable[AttentionSpec], itemsize: int) -> int:
+    """Of the layers that own keys and values."""
+    return sum(_mixer(spec, 0).kv for spec in layers) * itemsize
+
+
 def most(values: Iterable[int]) -> int:
     return max(values, default=0)

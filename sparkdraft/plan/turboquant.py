@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparkdraft.cache.turboquant.holding import pages_of_a_request
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.kernels.turboquant.layout import PLANES, block_width, token_bytes
-from sparkdraft.models.config import ModelConfig
-from sparkdraft.plan.sizes import model_sizes
+from sparkdraft.models.layers import AttentionSpec
+from sparkdraft.plan.sizes import kv_bytes_per_token
 
 FIRST = 4  # positions of a context that stay uncoded beside the recent ones: much attention falls on them
 LEAST_SPARE = 64  # pages beyond what decoding needs, for prompts and for what may be found again
@@ -31,9 +32,9 @@ class CodedPlan:
     def is_hybrid(self) -> bool:
         return self.recent > 0
 
-    def bytes_per_token(self, model: ModelConfig) -> int:
-        layers = zip(model.cached_attention, self.key_bits, strict=True)
-        return sum(spec.num_kv_heads * token_bytes(spec.head_dim, bits, self.value_bits) for spec, bits in layers)
+    def bytes_per_token(self, layers: Sequence[AttentionSpec]) -> int:
+        parts = zip(layers, self.key_bits, strict=True)
+        return sum(spec.num_kv_heads * token_bytes(spec.head_dim, bits, self.value_bits) for spec, bits in parts)
 
     def describe(self) -> str:
         bits = f"K{min(self.key_bits)}/V{self.value_bits}"
@@ -47,10 +48,15 @@ class CodedPlan:
 
 
 def plan_coded(
-    config: EngineConfig, model: ModelConfig, device: str, max_seqs: int, max_rows: int, room: int, most_ahead: int
+    config: EngineConfig,
+    layers: Sequence[AttentionSpec],  # those that are coded
+    device: str,
+    max_seqs: int,
+    max_rows: int,
+    room: int,
+    most_ahead: int,
 ) -> CodedPlan:
     """room: bytes for codes and pages together. most_ahead: rows past the committed that a request may write to."""
-    layers = model.cached_attention
     if not layers:
         raise UserError("this model has no layers with a KV cache: TurboQuant has nothing to code, keep kv exact")
     for spec in layers:
@@ -62,7 +68,7 @@ def plan_coded(
         raise UserError(f"tq_initial_layers asks for {most + 1} bits a key; {most} is the most: leave it at 0")
     bits = tuple(config.tq_key_bits + (layer < more) for layer in range(len(layers)))
     size = config.block_size
-    page = model_sizes(model).kv * size * PAGE_ITEMSIZE[device]
+    page = kv_bytes_per_token(layers, PAGE_ITEMSIZE[device]) * size
     if config.tq_mode in ("full_tq", "capture_only"):
         return CodedPlan(bits, config.tq_value_bits, 0, 0, 0, page, captured=config.tq_mode == "capture_only")
     recent = config.tq_ring_capacity

@@ -28,7 +28,7 @@ from sparkdraft.core import UserError
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.models.blocks import Step
 from sparkdraft.models.config import ModelConfig
-from sparkdraft.plan.memory import kv_bytes_per_token
+from sparkdraft.plan.sizes import kv_bytes_per_token
 from sparkdraft.train.corpus import Finish
 from sparkdraft.train.memory import target_step
 from sparkdraft.train.stop import Stop
@@ -269,7 +269,7 @@ class BulkGenerator:
 def seats_that_fit(config: ModelConfig, max_len: int, max_rows: int, bytes_free: int, itemsize: int) -> int:
     """Seats of 'max_len' tokens in most of the free memory, beside what a step needs for itself."""
     scratch = target_step(config, max_rows, sampled_rows(config), itemsize)
-    each = max_len * (kv_bytes_per_token(config, itemsize) + 4)
+    each = max_len * (kv_bytes_per_token(config.attention, itemsize) + 4)
     return max(min((int(bytes_free * MEMORY_SHARE) - scratch) // each, MOST_SEATS), 0)
 
 

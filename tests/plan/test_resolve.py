@@ -10,8 +10,9 @@ from sparkdraft.bench.shapes import SHAPES, drafter_shape
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.plan.hardware import Hardware
-from sparkdraft.plan.memory import RECORDINGS, kv_bytes_per_token
+from sparkdraft.plan.memory import RECORDINGS
 from sparkdraft.plan.resolve import resolve
+from sparkdraft.plan.sizes import kv_bytes_per_token
 
 LAPTOP = Hardware("cpu", "a laptop", 8, 12 << 30)
 SPARK = Hardware("cuda", "GB10", 20, 110 << 30, (12, 1))
@@ -45,7 +46,7 @@ def test_a_gpu_gets_bfloat16_and_the_memory_that_is_left() -> None:
     used = plan.memory.weights + plan.memory.kv + plan.memory.scratch
     assert used <= 0.85 * SPARK.free_bytes
     assert 15e9 < plan.memory.weights < 17e9
-    assert plan.memory.kv == plan.num_blocks * 16 * kv_bytes_per_token(LARGE, 2)
+    assert plan.memory.kv == plan.num_blocks * 16 * kv_bytes_per_token(LARGE.attention, 2)
 
 
 def test_fp8_holds_twice_the_tokens_and_leaves_the_drafter_exact() -> None:
@@ -53,7 +54,7 @@ def test_fp8_holds_twice_the_tokens_and_leaves_the_drafter_exact() -> None:
     plans = [resolve(EngineConfig(kv=kv), LARGE, SPARK, drafter=d) for kv in ("exact", "fp8") for d in (None, draft)]
     exact, exact_drafts, fp8, fp8_drafts = (plan.num_blocks for plan in plans)
     assert fp8 == pytest.approx(2 * exact, rel=1e-3)
-    target, own = (kv_bytes_per_token(m, 1) for m in (LARGE, draft.model))
+    target, own = (kv_bytes_per_token(m.attention, 1) for m in (LARGE, draft.model))
     assert fp8_drafts / exact_drafts == pytest.approx(2 * (target + own) / (target + 2 * own), rel=1e-3)
 
 

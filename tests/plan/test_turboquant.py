@@ -37,7 +37,7 @@ def test_four_times_the_tokens_with_the_uncoded_rows_counted_in() -> None:
 def test_the_first_layers_really_get_a_bit_more() -> None:
     made = plan(kv="turboquant", tq_initial_layers=4).coded
     assert made and made.key_bits == (5,) * 4 + (4,) * 32
-    assert made.bytes_per_token(MODEL) == 8 * (36 * 116 + 4 * 16)
+    assert made.bytes_per_token(MODEL.attention) == 8 * (36 * 116 + 4 * 16)
     assert "4 layers K5" in made.describe()
 
 

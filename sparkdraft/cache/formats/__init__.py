@@ -44,6 +44,7 @@ class Meter(Protocol):
         """Begin anew: what ran so far was nobody's request."""
 
 
+Begin = Callable[[Tensor, AttentionView], None]
 Commit = Callable[[Tensor], None]
 
 
@@ -52,6 +53,10 @@ class KVFormat:
 
     layers: Sequence[LayerKV]
     bytes_per_token: int  # of all layers
+
+    # Before a step's layers run, as part of it (and of its recording): where its rows go, int32 [rows], and what they
+    # see. None where layers need no more than what they are handed.
+    begin: Begin | None = None
 
     # After a step: how many of each sequence's rows stand, int32 [sequences] on the cache's device, in the order of the
     # step's view; 0 for a sequence that is padding. Rows of rejected drafts are the last ones and do not count.

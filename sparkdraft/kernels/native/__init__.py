@@ -41,6 +41,7 @@ __all__ = [
     "add_linear",
     "draw",
     "embed",
+    "find_pages",
     "kv_write",
     "lay_out",
     "norm_argmax",
@@ -173,6 +174,18 @@ def rope_write(
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
     _, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     kv_write(k, v, k_cache, v_cache, slots)
+
+
+def find_pages(
+    page_of: Tensor,  # int32 [blocks]; -1: the block has none
+    slots: Tensor,  # int32 [rows]: block * block_size + offset, or negative
+    tables: Tensor,  # int32 [seqs, max_blocks]
+    block_size: int,
+    page_slots: Tensor,  # int32 [rows], written: the same places in pages, -1 where there is none
+    page_tables: Tensor,  # int32 [seqs, max_blocks], written: 0 for a block without a page, which no row may read
+) -> None:
+    places = (page_of.data_ptr(), slots.data_ptr(), tables.data_ptr(), page_slots.data_ptr(), page_tables.data_ptr())
+    c.sd_find_pages(*places, slots.shape[0], tables.shape[0] * tables.shape[1], block_size)
 
 
 def draw(scaled: Tensor, seeds: Tensor, positions: Tensor, ids: Tensor | None = None) -> Tensor:

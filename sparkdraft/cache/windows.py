@@ -1,0 +1,109 @@
+"""Layers with a sliding window keep their keys and values in pages of a pool of their own, as many as the window needs.
+
+A row of such a layer sees the last 'window' positions, so the K/V of earlier blocks are never read again and their
+pages can serve other requests. A page belongs to a block, exactly as a page of a TurboQuant cache does: which blocks
+have one is decided by the same holding, and the map from blocks to pages is on the device. A step begins by looking up
+the pages of its rows and tables once; after that these layers run like all others.
+
+    blocks of a request    | ........ no page any more ........ | window | to be written |
+    pages held             |                                    |  held  |     held      |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from sparkdraft.cache.formats import KVFormat, LayerKV, Turn
+from sparkdraft.cache.formats.dense import BorrowedLayer, DenseKV
+from sparkdraft.kernels.view import AttentionParams, AttentionView
+from sparkdraft.models.layers import AttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class StepRoom:
+    """The largest step: what the buffers of looked-up pages must hold."""
+
+    rows: int
+    seqs: int
+    blocks: int  # per sequence
+
+
+class WindowGroup:
+    """The layers of one window."""
+
+    def __init__(
+        self,
+        specs: Sequence[AttentionSpec],  # of the layers that own keys and values
+        num_pages: int,
+        num_blocks: int,
+        block_size: int,
+        room: StepRoom,
+        dtype: torch.dtype,
+        device: torch.device,
+        ops: ModuleType,
+        most_query: int = 0,
+    ) -> None:
+        self.ops, self.block_size = ops, block_size
+        self.kv = DenseKV(specs, num_pages, block_size, dtype, device, ops, most_query)
+        self.page_of = torch.full((num_blocks,), -1, dtype=torch.int32, device=device)  # by block; -1: it has none
+        # At fixed addresses, because recorded steps read and write them.
+        self._slots = torch.zeros(room.rows, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(room.seqs, room.blocks, dtype=torch.int32, device=device)
+        self.slots, self.view = self._slots, AttentionView(self._slots, self._slots, self._tables, 0, 0)
+
+    def begin(self, slots: Tensor, view: AttentionView) -> None:
+        """Where the rows of this step go, and what they see, in pages instead of blocks."""
+        self.slots, tables = self._slots[: slots.shape[0]], self._tables[: view.block_tables.shape[0]]
+        self.ops.find_pages(self.page_of, slots, view.block_tables, self.block_size, self.slots, tables)
+        self.view = replace(view, block_tables=tables)
+
+    def send(self, changes: list[tuple[int, int]]) -> None:
+        """(block, its page or -1) of blocks that got or lost one, before the step that needs to know."""
+        if changes:
+            blocks, pages = torch.tensor(changes, dtype=torch.int32).t().to(self.page_of.device, non_blocking=True)
+            self.page_of[blocks.long()] = pages
+
+
+@dataclass(frozen=True, slots=True)
+class WindowLayer:
+    group: WindowGroup
+    inner: LayerKV
+
+    def write(self, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
+        self.inner.write(qkv, turn, self.group.slots)
+
+    def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
+        return self.inner.attend(q, self.group.view, params)
+
+
+class WindowedKV(KVFormat):
+    """A model's cache in which every layer has its part: of the full layers' format, of a window's, or another's."""
+
+    def __init__(
+        self, specs: Sequence[AttentionSpec], full: KVFormat, windows: dict[int, WindowGroup], ops: ModuleType
+    ) -> None:
+        """windows: by window. A layer whose window is not among them is one of the full ones."""
+        self.full, self.windows = full, windows
+        parts = {window: iter(group.kv.layers) for window, group in windows.items()}
+        rest = iter(full.layers)
+        self.layers: list[LayerKV] = []
+        for spec in specs:
+            if spec.kv_from is not None:
+                self.layers.append(BorrowedLayer(self.layers[spec.kv_from], ops))
+            elif group := windows.get(spec.window):
+                self.layers.append(WindowLayer(group, next(parts[spec.window])))
+            else:
+                self.layers.append(next(rest))
+        self.bytes_per_token = full.bytes_per_token
+        self.begin, self.commit, self.meter = self._begin, full.commit, full.meter
+
+    def _begin(self, slots: Tensor, view: AttentionView) -> None:
+        if self.full.begin:
+            self.full.begin(slots, view)
+        for group in self.windows.values():
+            group.begin(slots, view)

@@ -1,0 +1,83 @@
+"""Makes the caches that a plan describes: each layer's part, and what requests hold beside their blocks.
+
+Full layers keep K/V of every position, exactly, in 8 bits or coded; layers with a sliding window keep pages. Formats
+and holdings are in cache/; which layer gets what is decided in plan/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from sparkdraft.cache.formats import KVFormat
+from sparkdraft.cache.formats.dense import DenseKV
+from sparkdraft.cache.holdings import Holding
+from sparkdraft.cache.turboquant.capture import CaptureKV
+from sparkdraft.cache.turboquant.format import TurboQuantKV
+from sparkdraft.cache.turboquant.holding import UncodedRows
+from sparkdraft.cache.turboquant.pages import PagePool
+from sparkdraft.cache.windows import StepRoom, WindowedKV, WindowGroup
+from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.layers import AttentionSpec
+from sparkdraft.plan.resolve import MOST_AHEAD, Plan
+
+
+def dense_cache(model: ModelConfig, plan: Plan, dtype: torch.dtype, device: torch.device, ops: ModuleType) -> DenseKV:
+    """All layers alike, whatever their windows: for drafters, and for a model that is run once."""
+    return DenseKV(model.attention, plan.num_blocks, plan.block_size, dtype, device, ops)
+
+
+def target_cache(
+    model: ModelConfig,
+    plan: Plan,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: ModuleType,
+    most_query: int,
+    centres: Sequence[Tensor] | None,  # by layer, for a coded cache
+) -> tuple[KVFormat, list[Holding]]:
+    windows = {window.window: window for window in plan.windows}
+    kept = torch.float8_e4m3fn if plan.kv == "fp8" else dtype
+    full = [spec for spec in model.cached_attention if spec.window not in windows]
+    if plan.coded:
+        if centres:  # of all layers that have attention, some of which are not coded
+            pairs = zip(model.attention, centres, strict=True)
+            centres = [c for spec, c in pairs if spec.kv_from is None and spec.window not in windows]
+        cache, holdings = _coded(full, plan, dtype, device, ops, most_query, centres)
+    else:
+        cache, holdings = DenseKV(full, plan.num_blocks, plan.block_size, kept, device, ops, most_query), []
+    if len(full) == len(model.attention):
+        return cache, holdings
+    room = StepRoom(plan.max_rows, plan.max_seqs, -(-plan.max_model_len // plan.block_size))
+    groups = {}
+    for size, window in windows.items():
+        own = [spec for spec in model.cached_attention if spec.window == size]
+        sizes = (window.pages, plan.num_blocks, plan.block_size, room)
+        groups[size] = WindowGroup(own, *sizes, kept, device, ops, most_query)
+        pages = PagePool(window.pages)
+        holdings.append(UncodedRows(pages, plan.block_size, 0, size, MOST_AHEAD, groups[size].send))
+    return WindowedKV(model.attention, cache, groups, ops), holdings
+
+
+def _coded(
+    layers: Sequence[AttentionSpec],
+    plan: Plan,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: ModuleType,
+    most_query: int,
+    centres: Sequence[Tensor] | None,
+) -> tuple[KVFormat, list[Holding]]:
+    coded, blocks = plan.coded, (plan.num_blocks, plan.block_size)
+    assert coded
+    uncoded, bits = (coded.first, coded.recent, coded.pages), (coded.key_bits, coded.value_bits)
+    codes = TurboQuantKV(*bits, layers, *blocks, uncoded, centres, device, ops, most_query)
+    if coded.captured:
+        return CaptureKV(DenseKV(layers, *blocks, dtype, device, ops, most_query), codes, device), []
+    if not coded.is_hybrid:
+        return codes, []
+    pages = PagePool(coded.pages)
+    return codes, [UncodedRows(pages, plan.block_size, coded.first, coded.recent, MOST_AHEAD, codes.send)]

@@ -1,0 +1,58 @@
+"""How many pages the layers of each sliding window get: enough for the requests that the full layers have room for.
+
+A request holds pages for its window and for what it is about to write, however long it is (cache/windows.py); a prompt
+chunk needs pages for all its rows at once. No torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparkdraft.cache.turboquant.holding import pages_of_a_request
+from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.layers import AttentionSpec
+
+USUAL_CONTEXT = 8192  # tokens of a request, where memory is divided between full layers and windows
+SPARE_SHARE = 4  # of the pages that requests need, one part in this many is added for prefixes to be found again
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPlan:
+    window: int
+    pages: int
+    page_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.pages * self.page_bytes
+
+
+def window_layers(model: ModelConfig, context: int) -> dict[int, list[AttentionSpec]]:
+    """The layers that keep pages instead of blocks, by window. One that spans the context is a full layer."""
+    found: dict[int, list[AttentionSpec]] = {}
+    for spec in model.cached_attention:
+        if 0 < spec.window < context:
+            found.setdefault(spec.window, []).append(spec)
+    return found
+
+
+def plan_windows(
+    layers: dict[int, list[AttentionSpec]],  # by window
+    context: int,
+    block_size: int,
+    max_seqs: int,
+    max_rows: int,
+    most_ahead: int,
+    itemsize: int,
+    room: int,  # bytes for all K/V
+    full_block_bytes: int,
+) -> tuple[WindowPlan, ...]:
+    need = {window: pages_of_a_request(block_size, 0, window, most_ahead) for window in layers}
+    page = {window: sum(2 * s.kv_width for s in specs) * block_size * itemsize for window, specs in layers.items()}
+    request = sum(need[w] * page[w] for w in layers) + -(-min(context, USUAL_CONTEXT) // block_size) * full_block_bytes
+    requests = max(min(room // max(request, 1), max_seqs), 1)
+    chunk = -(-max_rows // block_size)
+    return tuple(
+        WindowPlan(window, requests * need[window] * (SPARE_SHARE + 1) // SPARE_SHARE + chunk, page[window])
+        for window in layers
+    )
