@@ -1,7 +1,7 @@
 """Times attention over the compressed KV cache against attention over a bf16 cache, at Qwen3-8B's 32/8 heads of 128.
 
 Every figure is a replayed CUDA graph of many launches, each on blocks that the last ones did not touch; GB/s count what
-is read of the cache: codes and scales, and the exact rows of the hybrid mode. It checks nothing
+is read of the cache: codes and scales, and the uncoded rows of the hybrid mode. It checks nothing
 (tests/kernels/test_cuda_turboquant.py does) and ends in one line of JSON.
 
     python tools/cuda_turboquant.py        about half a minute on an H200, most of it compiling
@@ -27,7 +27,7 @@ from sparkdraft.kernels.view import AttentionView
 
 CASES = [(1, 1, 4000), (1, 4, 32000), (1, 8, 32000), (16, 1, 32000), (16, 4, 32000)]  # rows, seqs, context
 FORMATS = [(4, 3), (5, 4)]  # bits of keys and of values
-MODES = {"hybrid": (4, 128), "full": (0, 0)}  # exact keys: the first, the recent
+MODES = {"hybrid": (4, 128), "full": (0, 0)}  # uncoded keys: the first, the recent
 TOKENS = 10 * 32000  # of the pool that all cases share
 CHUNK = 8192  # rows written at once
 MOST_COPIES = 96  # launches in a graph
@@ -69,10 +69,10 @@ def queries(rows: int, seqs: int) -> Tensor:
 
 
 def bytes_read(layer: CodedLayer, rows: int, seqs: int, context: int) -> int:
-    exact = min(layer.first + layer.recent + rows - 1, context) if layer.pages is not None else 0
+    uncoded = min(layer.first + layer.recent + rows - 1, context) if layer.pages is not None else 0
     coded = context - layer.first - layer.recent
     layout = layer.layout
-    return seqs * KV_HEADS * (coded * token_bytes(DIM, layout.key_bits, layout.value_bits) + exact * 4 * DIM)
+    return seqs * KV_HEADS * (coded * token_bytes(DIM, layout.key_bits, layout.value_bits) + uncoded * 4 * DIM)
 
 
 def time_coded(cache: Cache, layer: CodedLayer, rows: int, seqs: int, context: int) -> float:
@@ -93,7 +93,7 @@ def time_dense(cache: Cache, rows: int, seqs: int, context: int) -> float:
 
 
 def name_of(layer: CodedLayer) -> str:
-    mode = next(name for name, exact in MODES.items() if exact == (layer.first, layer.recent))
+    mode = next(name for name, uncoded in MODES.items() if uncoded == (layer.first, layer.recent))
     return f"K{layer.layout.key_bits}V{layer.layout.value_bits} {mode}"
 
 

@@ -1,7 +1,7 @@
 """The kernels of the compressed KV cache against plain torch, on a GPU; writing and joining also under
 TRITON_INTERPRET=1. Attention itself is written in Gluon, which has no interpreter: elsewhere it is only compiled.
 
-Writes must give what VectorFormat.encode gives; attention what float64 gives of the decoded records and the exact rows.
+Writes must give what VectorFormat.encode gives; attention what float64 gives of decoded records and uncoded rows.
 Whatever must not be read is poisoned: unowned blocks, records and rows of pages that no query needs, fresh outputs. The
 last part needs no GPU: it runs the PTX that unpacks codes in a small emulator, and compiles all launches for sm_90 and
 sm_121. Speed is left to tools/cuda_turboquant.py.
@@ -50,7 +50,7 @@ __all__ = ["poisoned_empty"]  # a fixture that every test here takes
 
 SIZE = 16  # positions a block
 FORMATS = [(4, 3), (5, 4), (3, 2), (2, 5)]  # bits of keys and of values
-MODES = [(4, 128), (0, 0)]  # exact keys: the first, the recent
+MODES = [(4, 128), (0, 0)]  # uncoded keys: the first, the recent
 
 
 def make_layer(
@@ -86,8 +86,8 @@ def encoded(layer: CodedLayer, slots: Tensor) -> tuple[Encoded, Encoded]:
     return key, Encoded(tuple(found[count:-2]), found[-1].unsqueeze(-1))
 
 
-def put(layer: CodedLayer, k: Tensor, v: Tensor, slots: Tensor, exact: Tensor) -> None:
-    """tq_write in torch. exact: bool [rows], those whose page is to hold them; their blocks get one."""
+def put(layer: CodedLayer, k: Tensor, v: Tensor, slots: Tensor, uncoded: Tensor) -> None:
+    """tq_write in torch. uncoded: bool [rows], those whose page is to hold them; their blocks get one."""
     block, offset = slots.long() // SIZE, slots.long() % SIZE
     key, value = layer.keys.encode(k, layer.centre), layer.values.encode(v)
     written = [*key.planes, *value.planes, key.scale.squeeze(-1), value.scale.squeeze(-1)]
@@ -95,10 +95,10 @@ def put(layer: CodedLayer, k: Tensor, v: Tensor, slots: Tensor, exact: Tensor) -
         plane[block, :, offset] = rows
     if layer.pages is not None:
         assert layer.page_of is not None
-        layer.page_of[block[exact]] = (len(layer.page_of) - 1 - block[exact]).int()  # any page but its own number
+        layer.page_of[block[uncoded]] = (len(layer.page_of) - 1 - block[uncoded]).int()  # any page but its own number
         rotate = layer.keys.rotation.forward
         turned = torch.stack((rotate(k.float() - layer.centre), rotate(v.float())), 1)
-        layer.pages[layer.page_of[block[exact]].long(), :, :, offset[exact]] = turned[exact].half()
+        layer.pages[layer.page_of[block[uncoded]].long(), :, :, offset[uncoded]] = turned[uncoded].half()
 
 
 def make_batch(
@@ -114,9 +114,9 @@ def make_batch(
         tables[s, : owned[s]] = order[sum(owned[:s]) : sum(owned[: s + 1])]
         position = torch.arange(context, device=DEVICE)
         slots = tables[s].long()[position // SIZE] * SIZE + position % SIZE
-        exact = (position < mode[0]) | (position > context - rows - mode[1])
+        uncoded = (position < mode[0]) | (position > context - rows - mode[1])
         k, v = (randn(context, kv_heads, dim) * (0.5 + torch.rand(context, 1, 1, device=DEVICE)) for _ in range(2))
-        put(layer, k if layer.centre is None else k + layer.centre, v, slots, exact)
+        put(layer, k if layer.centre is None else k + layer.centre, v, slots, uncoded)
     rows = sum(queries)
     qkv = randn(rows + 2, (heads + 2 * kv_heads) * dim, dtype=dtype)
     qkv[rows:] = float("nan")
@@ -143,15 +143,15 @@ def expected(layer: CodedLayer, q: Tensor, view: AttentionView, scale: float, wi
         slots = view.block_tables[s].long()[position // SIZE] * SIZE + position % SIZE
         key, value = encoded(layer, slots)
         k, v = layer.keys.decode(key, dtype=torch.float64), layer.values.decode(value, dtype=torch.float64)
-        exact_k, exact_v = k, v
+        uncoded_k, uncoded_v = k, v
         if layer.pages is not None:
             rows = layer.pages[layer.page_of[slots // SIZE].long(), :, :, slots % SIZE].double()
-            exact_k, exact_v = layer.keys.rotation.inverse(rows).unbind(1)  # [context, kv_heads, dim]
+            uncoded_k, uncoded_v = layer.keys.rotation.inverse(rows).unbind(1)  # [context, kv_heads, dim]
         for row in range(starts[s], starts[s + 1]):
             p = context - starts[s + 1] + row
             seen = position[max(p - window + 1, 0) if window else 0 : p + 1]
             near = ((seen < layer.first) | (p - seen < layer.recent))[:, None, None]
-            mine_k, mine_v = torch.where(near, exact_k[seen], k[seen]), torch.where(near, exact_v[seen], v[seen])
+            mine_k, mine_v = torch.where(near, uncoded_k[seen], k[seen]), torch.where(near, uncoded_v[seen], v[seen])
             for head in range(q.shape[1]):
                 weights = (mine_k[:, head // group] @ q[row, head] * scale).softmax(0)
                 out[row, head] = weights @ mine_v[:, head // group]
@@ -243,7 +243,7 @@ def test_norms_and_rope_on_the_way(dim: int, rotary: int, norms: str, dtype: tor
 
 
 @gpu
-def test_rows_go_to_their_slots_and_exact_pages_alone() -> None:
+def test_rows_go_to_their_slots_and_pages_alone() -> None:
     layer, slots = make_layer(6, 2, 64), integers([0, 17, -1, 79, 33, -7, 96])  # the last is past the cache
     layer.page_of[:] = integers([3, -1, 0, 2, 5, 4])
     k, v = randn(7, 2, 64), randn(7, 2, 64)
@@ -476,12 +476,13 @@ def layer_step(
     window: int = 0, seqs: int = 4,
 ) -> None:  # fmt: skip
     """A layer's writes and its attention, on tensors without memory."""
-    layout, exact = RecordLayout(SIZE, dim, *bits), mode != (0, 0)
+    layout, uncoded = RecordLayout(SIZE, dim, *bits), mode != (0, 0)
     ints = partial(empty, dtype=torch.int32)
     layer = CodedLayer(
         layout, empty(512, kv_heads, layout.nbytes, dtype=torch.uint8), *(VectorFormat(dim, b) for b in bits),
-        empty(kv_heads, dim, dtype=torch.float32) if exact else None,
-        empty(64, 2, kv_heads, SIZE, dim, dtype=torch.float16) if exact else None, ints(512) if exact else None, *mode,
+        empty(kv_heads, dim, dtype=torch.float32) if uncoded else None,
+        empty(64, 2, kv_heads, SIZE, dim, dtype=torch.float16) if uncoded else None, ints(512) if uncoded else None,
+        *mode,
     )  # fmt: skip
     qkv = empty(seqs * rows, heads + 2 * kv_heads, dim)
     q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)

@@ -16,8 +16,8 @@ from sparkdraft.core import UserError
 from sparkdraft.kernels.turboquant.attention import (
     Part,
     attend_codes,
-    attend_exact,
-    is_exact,
+    attend_uncoded,
+    is_uncoded,
     merge,
 )
 from sparkdraft.kernels.turboquant.codebook import codebook
@@ -304,9 +304,9 @@ class Context:
         formats = (self.key_format, self.value_format)
         return attend_codes(self.q, self.keys, self.values, *formats, self.scale, seen)
 
-    def exact(self, seen: Tensor) -> Part:
+    def uncoded(self, seen: Tensor) -> Part:
         k = self.k if self.centre is None else self.k - self.centre
-        return attend_exact(self.q, k, self.v, self.scale, seen)
+        return attend_uncoded(self.q, k, self.v, self.scale, seen)
 
 
 def plainly(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor) -> Tensor:
@@ -331,11 +331,11 @@ def test_attending_to_codes_is_decoding_and_attending(dim: int, key_bits: int, v
 
 @pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize(("first", "recent"), [(4, 8), (0, 8), (4, 1), (4, 0), (0, 0), (4, 100)])
-def test_exact_and_coded_parts_join_to_one(first: int, recent: int, centred: bool) -> None:
+def test_uncoded_and_coded_parts_join_to_one(first: int, recent: int, centred: bool) -> None:
     c = Context(centred=centred)
-    exact = is_exact(c.position, torch.arange(40), first, recent)
-    joined = merge([c.coded(c.seen & ~exact), c.exact(c.seen & exact)])
-    mine = exact[None, None, :, :, None]  # [1, 1, rows, keys, 1]: each row mixes its own
+    uncoded = is_uncoded(c.position, torch.arange(40), first, recent)
+    joined = merge([c.coded(c.seen & ~uncoded), c.uncoded(c.seen & uncoded)])
+    mine = uncoded[None, None, :, :, None]  # [1, 1, rows, keys, 1]: each row mixes its own
     k, v = (torch.where(mine, e.unsqueeze(2), d.unsqueeze(2)) for e, d in zip((c.k, c.v), c.decoded(), strict=True))
     close(joined.out, plainly(c.q, k, v, c.scale, c.seen))
 
@@ -354,22 +354,28 @@ def test_a_part_that_a_row_sees_nothing_of_counts_for_nothing() -> None:
     c, nothing = Context(), torch.zeros(5, 40, dtype=torch.bool)
     empty = c.coded(nothing)
     assert not empty.out.any() and (empty.lse == -torch.inf).all()
-    close(merge([empty, c.exact(c.seen)]).out, c.exact(c.seen).out)
-    both = merge([empty, c.exact(nothing)])
+    close(merge([empty, c.uncoded(c.seen)]).out, c.uncoded(c.seen).out)
+    both = merge([empty, c.uncoded(nothing)])
     assert not both.out.any() and (both.lse == -torch.inf).all()
 
 
 def test_a_row_has_its_own_border() -> None:
     """Rows run one by one give what they give together: nothing depends on who else is in the step."""
     c = Context()
-    exact = is_exact(c.position, torch.arange(40), 4, 8)
-    assert exact.sum(1).tolist() == [4 + 8 + 4, 4 + 8 + 3, 4 + 8 + 2, 4 + 8 + 1, 4 + 8]  # those after it, not seen, too
-    together = merge([c.coded(c.seen & ~exact), c.exact(c.seen & exact)]).out
+    uncoded = is_uncoded(c.position, torch.arange(40), 4, 8)
+    assert uncoded.sum(1).tolist() == [
+        4 + 8 + 4,
+        4 + 8 + 3,
+        4 + 8 + 2,
+        4 + 8 + 1,
+        4 + 8,
+    ]  # those after it, not seen, too
+    together = merge([c.coded(c.seen & ~uncoded), c.uncoded(c.seen & uncoded)]).out
     for row in range(5):
-        q, seen, mine = c.q[:, :, row : row + 1], c.seen[row : row + 1], exact[row : row + 1]
+        q, seen, mine = c.q[:, :, row : row + 1], c.seen[row : row + 1], uncoded[row : row + 1]
         formats = (c.key_format, c.value_format)
         coded = attend_codes(q, c.keys, c.values, *formats, c.scale, seen & ~mine)
-        alone = merge([coded, attend_exact(q, c.k, c.v, c.scale, seen & mine)]).out
+        alone = merge([coded, attend_uncoded(q, c.k, c.v, c.scale, seen & mine)]).out
         close(alone, together[:, :, row : row + 1])
 
 

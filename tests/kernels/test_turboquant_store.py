@@ -1,7 +1,7 @@
-"""What is written to a coded layer, by any rows in any order, is read as codes or exactly, by each row's own position.
+"""What is written to a coded layer, by any rows in any order, is read coded or uncoded, by each row's own position.
 
 Checked against attention over decoded keys in float64. Whatever nobody has written is poisoned: codes of all ones, with
-scales and pages that are no numbers; and a block that no row of a batch must read exactly has lost its page by then.
+scales and pages that are no numbers; and a block that no row of a batch must read uncoded has lost its page by then.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Cache:
         tq_write(self.layer, k, v, int32(slots))
 
     def forget_pages(self, spans: list[Span]) -> None:
-        """Pages stay only where these rows, or rows after them, read a key exactly."""
+        """Pages stay only where these rows, or rows after them, read a key uncoded."""
         starts = {s: start for s, start, _ in spans}
         for s, start in starts.items():
             for i in range(start // SIZE):
@@ -135,8 +135,8 @@ class Cache:
                 hidden |= key <= position - self.window
             (dk, dv), k, v = self.decoded(s), self.k[s], self.v[s]
             dk, dv, k, v = (x[:end].repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (dk, dv, k, v))
-            coded, exact = (torch.einsum("rhd,khd->hrk", self.q[s][start:end], x) for x in (dk, k))
-            weights = (torch.where(far, coded, exact) * self.scale).masked_fill(hidden, -torch.inf).softmax(-1)
+            coded, uncoded = (torch.einsum("rhd,khd->hrk", self.q[s][start:end], x) for x in (dk, k))
+            weights = (torch.where(far, coded, uncoded) * self.scale).masked_fill(hidden, -torch.inf).softmax(-1)
             out = torch.einsum("hrk,khd->rhd", weights * far, dv) + torch.einsum("hrk,khd->rhd", weights * ~far, v)
             outs.append(out)
         return torch.cat(outs)
@@ -216,12 +216,12 @@ def test_other_borders_than_the_usual(first: int, recent: int) -> None:
     Cache([140], first=first, recent=recent, centred=False).step([(0, 0, 140)])
 
 
-def test_without_exact_rows_there_are_no_pages_and_no_map() -> None:
+def test_without_uncoded_rows_there_are_no_pages_and_no_map() -> None:
     cache = Cache([40], first=0, recent=0)
     cache.layer = replace(cache.layer, pages=None, page_of=None)
     cache.write([(0, 0, 40)])
     close(cache.attend([(0, 10, 40)]), cache.wanted([(0, 10, 40)]))
-    with pytest.raises(AssertionError, match="exact rows need pages"):
+    with pytest.raises(AssertionError, match="uncoded rows need pages"):
         CodedLayer.make(1, 1, SIZE, cache.layer.keys, cache.layer.values, recent=1)
 
 
@@ -276,7 +276,7 @@ def test_a_missing_page_is_the_callers_mistake() -> None:
     cache.page_of[block] = -1
     far = [(0, 31 + RECENT, 170)]
     close(cache.attend(far), cache.wanted(far))
-    with pytest.raises(AssertionError, match=rf"blocks \[{block}\] are to be read exactly and have no page"):
+    with pytest.raises(AssertionError, match=rf"blocks \[{block}\] are to be read uncoded and have no page"):
         cache.attend([(0, 31 + RECENT - 1, 170)])
 
 

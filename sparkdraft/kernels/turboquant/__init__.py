@@ -5,7 +5,7 @@
     rotation.py    the rotation: signs, then Hadamard
     codes.py       integers of 2 to 5 bits as planes of bytes
     vectors.py     a vector as codes and one scale, and back
-    store.py       a layer's codes in pages, and exact rows beside them
+    store.py       a layer's codes in blocks, and uncoded rows in pages beside them
     reference.py   writing to such a layer and attending to it, in plain torch
     attention.py   attention over codes without decoding them, in plain torch: what kernels are tested against
 

@@ -2,10 +2,10 @@
 
 The query is rotated once instead of every key; a key's scale multiplies its finished dot product, a value's scale its
 probability; what has been summed in rotated space is rotated back once. Parts of a context that are kept in different
-forms (codes, exact rows) are attended to apart and joined by their log-sum-exp, as if they had been one.
+forms (codes, uncoded rows) are attended to apart and joined by their log-sum-exp, as if they had been one.
 
     positions      0 .. first | ........ coded ........ | recent .. p        of a row at position p:
-                   exact                                  exact              each row has its own border
+                   uncoded                                uncoded            each row has its own border
 
 Which keys a row takes from which part depends on its own position alone, never on the rows it is run with: so drafts,
 chunks and batches change nothing.
@@ -29,8 +29,8 @@ class Part:
     lse: Tensor  # [..., rows], the logarithm of the sum of exponentials of its scores; -inf in such a row
 
 
-def is_exact(position: Tensor, key: Tensor, first: int, recent: int) -> Tensor:
-    """Whether a row takes a key exactly: one of the first positions, or of the most recent, itself included.
+def is_uncoded(position: Tensor, key: Tensor, first: int, recent: int) -> Tensor:
+    """Whether a row reads a key uncoded: one of the first positions, or of the most recent, itself included.
 
     position [rows, 1] and key [keys] -> bool [rows, keys]. Says nothing of what a row may see at all.
     """
@@ -50,7 +50,7 @@ def attend_codes(
     return Part(code_values(weights, values, value_format), lse)
 
 
-def attend_exact(
+def attend_uncoded(
     q: Tensor,  # [..., rows, dim]
     k: Tensor,  # [..., keys, dim], less the centre where the codes beside them are centred: all scores share one zero
     v: Tensor,

@@ -2,7 +2,7 @@
 
 Both depend on a row's own position and slot alone, not on the rows it is run with, to the bit: attention is computed
 for tiles of TILE positions, in the same shapes whichever of their rows are there, since a matrix product's last bits
-depend on its shape. That a block has a page as long as one of its keys must be read exactly, and that rejected rows are
+depend on its shape. That a block has a page as long as one of its keys must be read uncoded, and that rejected rows are
 written anew before anybody reads them, is left to the caller. It favours clearness over speed.
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparkdraft.kernels.turboquant.attention import Part, attend_codes, attend_exact, is_exact, merge
+from sparkdraft.kernels.turboquant.attention import Part, attend_codes, attend_uncoded, is_uncoded, merge
 from sparkdraft.kernels.turboquant.store import CodedLayer, planes
 from sparkdraft.kernels.turboquant.vectors import Encoded
 from sparkdraft.kernels.view import AttentionParams, AttentionView
@@ -80,10 +80,10 @@ def _attend_tile(layer: CodedLayer, q: Tensor, blocks: Tensor, low: int, params:
         seen &= position - key < params.window
     is_there = torch.zeros(TILE, 1, dtype=torch.bool, device=q.device)
     is_there[there] = True
-    exact = is_exact(position, key, layer.first, layer.recent)
-    parts = [_attend_codes(layer, grouped, _places(layer, blocks, seen & ~exact, is_there), params.scale)]
+    uncoded = is_uncoded(position, key, layer.first, layer.recent)
+    parts = [_attend_codes(layer, grouped, _places(layer, blocks, seen & ~uncoded, is_there), params.scale)]
     if layer.first or layer.recent:
-        parts.append(_attend_pages(layer, grouped, _places(layer, blocks, seen & exact, is_there), params.scale))
+        parts.append(_attend_pages(layer, grouped, _places(layer, blocks, seen & uncoded, is_there), params.scale))
     return merge(parts).out.permute(2, 0, 1, 3).flatten(1, 2)[there]
 
 
@@ -117,15 +117,15 @@ def _attend_codes(layer: CodedLayer, q: Tensor, places: Places, scale: float) ->
 
 def _attend_pages(layer: CodedLayer, q: Tensor, places: Places, scale: float) -> Part:
     """Pages are rotated as codes are: so the query is too, and what comes of it is rotated back."""
-    assert layer.pages is not None and layer.page_of is not None, "keys to be read exactly, and no pages"
+    assert layer.pages is not None and layer.page_of is not None, "keys to be read uncoded, and no pages"
     block, offset, seen, used = places
     page = layer.page_of[block].long()
     lost = (page < 0) & used.flatten()
-    assert not lost.any(), f"blocks {block[lost].unique().tolist()} are to be read exactly and have no page"
+    assert not lost.any(), f"blocks {block[lost].unique().tolist()} are to be read uncoded and have no page"
     turned = layer.keys.rotate(q)
     rows = layer.pages[page.clamp(min=0), :, :, offset].where(used.unsqueeze(1), 0)  # [keys, 2, kv_heads, dim]
     k, v = (_by_head(x).to(turned.dtype) for x in rows.unbind(1))
-    part = attend_exact(turned, k, v, scale, seen)
+    part = attend_uncoded(turned, k, v, scale, seen)
     return Part(layer.values.rotation.inverse(part.out), part.lse)
 
 

@@ -57,7 +57,7 @@ class VectorFormat:
         return self.encode_rotated(self.rotate(x, centre))
 
     def rotate(self, x: Tensor, centre: Tensor | None = None) -> Tensor:  # [..., dim] -> [..., dim]
-        """What is rounded to codes, in float32 or better: exact rows beside codes are kept like this too."""
+        """What is rounded to codes, in float32 or better: uncoded rows beside codes are kept like this too."""
         wide = x if x.dtype == torch.float64 else x.float()
         return self.rotation.forward(wide if centre is None else wide - centre)
 

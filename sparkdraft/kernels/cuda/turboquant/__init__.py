@@ -1,12 +1,12 @@
 """The compressed KV cache on the GPU: vectors are coded as they are written, and attended to without being decoded.
 
-Codes and exact rows both lie in rotated space (kernels/turboquant/store.py). So queries are rotated, where keys and
+Codes and uncoded rows both lie in rotated space (kernels/turboquant/store.py). So queries are rotated, where keys and
 values are written, and not the keys; a key's scale multiplies its finished score, a value's scale its weight, and the
-sum is rotated back once. Which blocks have an exact page, and what a centre is, is left to the caller.
+sum is rotated back once. Which blocks have a page, and what a centre is, is left to the caller.
 
     write.py        queries rotated in place, keys and values coded and packed, after their norms and RoPE
     levels.py       packed codes to levels, as PTX
-    attention.py    the kernel; one_warp.py and four_warps.py go through codes and exact rows, tiles.py is theirs both
+    attention.py    the kernel; one_warp.py and four_warps.py go through codes and uncoded rows, tiles.py is theirs both
     join.py         parts joined, and rotated back
 """
 
@@ -69,7 +69,7 @@ def _check(layer: CodedLayer) -> None:
     assert layout.dim in TQ_DIMS and layout.block_size == TQ_BLOCK, f"head_dim {layout.dim}, blocks {layout.block_size}"
     assert layer.keys.correction == layer.values.correction == "unbiased", "the kernels know one scale"
     assert layer.records.stride(2) == 1 and layer.records.stride(1) % 16 == 0, layer.records.stride()
-    assert (pages is None) == (layer.page_of is None) == (layer.first + layer.recent == 0), "pages serve exact rows"
+    assert (pages is None) == (layer.page_of is None) == (layer.first + layer.recent == 0), "pages serve uncoded rows"
     assert pages is None or pages.stride()[3:] == (layout.dim, 1), pages.stride()
 
 
@@ -93,7 +93,7 @@ def _write(
         queries.stride(0), queries.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         *records.stride()[:2], *((0, 0, 0) if pages is None else pages.stride()[:3]),
         **_constants(layout).options(dim), STEPS=dim.bit_length() - 1, BLOCK_SIZE=TQ_BLOCK,
-        HEADS=heads, KV_HEADS=kv_heads, EXACT=pages is not None, CENTRED=layer.centre is not None,
+        HEADS=heads, KV_HEADS=kv_heads, HAS_PAGES=pages is not None, CENTRED=layer.centre is not None,
         ROPE=table is not None, HALF=half, Q_NORM=q_norm is not None, K_NORM=k_norm is not None, num_warps=1,
     )  # fmt: skip
 
@@ -180,7 +180,7 @@ def tq_attention(
     params: AttentionParams,
     most_query: int = 0,  # batches of up to this many rows per sequence, of as many sequences, give a row the same bits
 ) -> Tensor:  # [rows, heads * dim]; rows past query_start[-1] are left unwritten
-    """Causal attention: a row takes the first and its most recent keys from exact pages, all others by their codes."""
+    """Causal attention: a row takes the first and its most recent keys from pages, all others by their codes."""
     _check(layer)
     assert params.causal, "only drafters look ahead, and they keep an exact cache"
     assert q.stride(2) == 1, q.stride()

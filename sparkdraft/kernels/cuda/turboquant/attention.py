@@ -1,11 +1,11 @@
-"""Attention over codes and exact rows: decode rows, drafted blocks and prompt chunks.
+"""Attention over codes and uncoded rows: decode rows, drafted blocks and prompt chunks.
 
 Codes come from memory a tile or two ahead of their use, and become levels in registers: a sum does not mind its order,
 so columns are taken as the bytes happen to lie, and the query follows. Programs of one warp have 8 lanes (rows x
 grouped heads), those of four 64. Written in Gluon, Triton's language with layouts.
 
     keys of a row at p     | first |............ coded ............| recent .. p |     its own border, whatever its tile
-    shares of its keys     64 coded ones are a tile, and 16 exact ones: of both, tile t goes to share t % S
+    shares of its keys     64 coded ones are a tile, and 16 uncoded ones: of both, tile t goes to share t % S
 
 Queries come rotated, and results leave so (join.py takes them back). A row's bits hang on its own query and keys alone,
 as attention.py beside this folder has it: tiles are counted from the first key, keys that a row does not see add exact
@@ -73,8 +73,8 @@ def _count(begin, end, step):
 
 
 @gluon.jit
-def _exact_tiles(low, top, bottom, share, shares, FIRST: gl.constexpr, RECENT: gl.constexpr):
-    """A share's tiles of exact keys: the first of those of the first keys and how many, the first of those from the
+def _uncoded_tiles(low, top, bottom, share, shares, FIRST: gl.constexpr, RECENT: gl.constexpr):
+    """A share's tiles of uncoded keys: the first of those of the first keys and how many, the first of those from the
     first recent key of any row on, and how many of both."""
     last = gl.maximum(bottom + 16, 0) // 16
     firsts = gl.minimum((FIRST + 15) // 16, last)
@@ -127,24 +127,24 @@ def attend(
         low = gl.maximum(top - WINDOW + 1, 0)
     stop = gl.maximum(bottom - RECENT + 1, 0)  # past the last key that any row takes by its code
     begin, end = _first_own(low // 64, share, shares), (stop + 63) // 64
-    first, num_first, recent, num_exact = _exact_tiles(low, top, bottom, share, shares, FIRST, RECENT)
+    first, num_first, recent, num_uncoded = _uncoded_tiles(low, top, bottom, share, shares, FIRST, RECENT)
     if SPLIT:  # noqa: SIM102 (one is known when it is compiled)
-        if (begin >= end) & (num_exact == 0):
+        if (begin >= end) & (num_uncoded == 0):
             gl.store(lse + line, gl.full([LANES], float("-inf"), gl.float32, LAYOUT), mask=valid)
             return
 
     table = block_tables + seq.to(gl.int64) * stride_table
     coded = (begin, end, shares, top, bottom, stop, records + kv_head * stride_record_head, table, stride_record)
     strides = (stride_page, stride_part, stride_page_head)
-    exact = (first, num_first, recent, num_exact, shares, top, bottom, pages, page_of, table, kv_head, strides)
+    uncoded = (first, num_first, recent, num_uncoded, shares, top, bottom, pages, page_of, table, kv_head, strides)
     if W == 1:
         acc, peak, total = one_warp.mix(
-            q, row, head, valid, position, stride_row, stride_q_head, coded, exact, scale,
+            q, row, head, valid, position, stride_row, stride_q_head, coded, uncoded, scale,
             KEY_LEVELS, KEY_PTX, VALUE_LEVELS, VALUE_PTX, AT, FIRST, RECENT, WINDOW, DIM,
         )  # fmt: skip
     else:
         acc, peak, total = four_warps.mix(
-            q, row, head, valid, position, stride_row, stride_q_head, coded, exact, scale,
+            q, row, head, valid, position, stride_row, stride_q_head, coded, uncoded, scale,
             KEY_LEVELS, KEY_PTX, VALUE_LEVELS, VALUE_PTX, AT, FIRST, RECENT, WINDOW, DIM, HOPPER,
         )  # fmt: skip
     sums = gl.convert_layout(_add_up(total, W), LAYOUT, True)

@@ -26,7 +26,7 @@ from sparkdraft.kernels.cuda.turboquant.tiles import (
     copy_tile,
     find_blocks,
     hide,
-    hide_exact,
+    hide_uncoded,
     in_order,
     is_held,
     key_bytes,
@@ -257,7 +257,7 @@ def _scan_codes(
 def _load_rows(
     page, number, start, top, bottom, FIRST: gl.constexpr, RECENT: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr
 ):
-    """16 exact keys, or values."""
+    """16 uncoded keys, or values."""
     LAYOUT: gl.constexpr = _rows(16, WIDTH, DIM)
     key = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))[:, None]
     place = page + key * DIM + gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))[None, :]
@@ -266,20 +266,20 @@ def _load_rows(
 
 
 @gluon.jit
-def _scan_exact(
-    acc, peak, total, q, position, exact, scale,
+def _scan_uncoded(
+    acc, peak, total, q, position, uncoded, scale,
     K: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr, DIM: gl.constexpr,
     HOPPER: gl.constexpr,
 ):  # fmt: skip
     """As in one_warp.py."""
-    first, num_first, recent, num_exact, step, top, bottom, pages, page_of, table, kv_head, strides = exact
+    first, num_first, recent, num_uncoded, step, top, bottom, pages, page_of, table, kv_head, strides = uncoded
     stride_page, stride_part, stride_page_head = strides
     offset = kv_head * stride_page_head
     SCORES: gl.constexpr = wide(16, HOPPER)
     keys = gl.allocate_shared_memory(gl.float16, [16, DIM], _in_shared(16, DIM))
     values = gl.allocate_shared_memory(gl.float16, [16, DIM], _in_shared(16, DIM))
     lane_key = gl.arange(0, 16, gl.SliceLayout(0, SCORES))[None, :]
-    for i in range(num_exact):
+    for i in range(num_uncoded):
         tile = gl.where(i < num_first, first + i * step, recent + (i - num_first) * step)
         start = tile * 16
         number = gl.load(page_of + gl.load(table + tile)).to(gl.int64)
@@ -291,7 +291,7 @@ def _scan_exact(
         fence_async_shared()
         scores = _wait(_dot(q, keys.permute((1, 0)), gl.zeros([LANES, 16], gl.float32, SCORES), HOPPER, True), HOPPER)
         where = position.load(gl.SliceLayout(1, SCORES))[:, None]
-        scores = hide_exact(scores * scale, start + lane_key, where, FIRST, RECENT, WINDOW)
+        scores = hide_uncoded(scores * scale, start + lane_key, where, FIRST, RECENT, WINDOW)
         LINES: gl.constexpr = gl.SliceLayout(1, SCORES)
         new, base, less = raise_peak(gl.convert_layout(peak, LINES, True), scores, 1)
         weights = gl.exp2(scores - base[:, None])
@@ -303,7 +303,7 @@ def _scan_exact(
 
 @gluon.jit
 def mix(
-    q, row, head, valid, position, stride_row, stride_q_head, coded, exact, scale,
+    q, row, head, valid, position, stride_row, stride_q_head, coded, uncoded, scale,
     KEY_LEVELS: gl.constexpr, KEY_PTX: gl.constexpr, VALUE_LEVELS: gl.constexpr, VALUE_PTX: gl.constexpr,
     AT: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr, DIM: gl.constexpr,
     HOPPER: gl.constexpr,
@@ -323,8 +323,8 @@ def mix(
             KEY_LEVELS, KEY_PTX, VALUE_LEVELS, VALUE_PTX, AT, FIRST, RECENT, WINDOW, DIM, HOPPER,
         )  # fmt: skip
     if FIRST + RECENT > 0:
-        acc, peak, total = _scan_exact(
-            acc, peak, total, asked, where, exact, scale, K, FIRST, RECENT, WINDOW, DIM, HOPPER
+        acc, peak, total = _scan_uncoded(
+            acc, peak, total, asked, where, uncoded, scale, K, FIRST, RECENT, WINDOW, DIM, HOPPER
         )
     return acc, peak, total
 

@@ -23,7 +23,7 @@ from sparkdraft.kernels.cuda.turboquant.tiles import (
     copy_tile,
     find_blocks,
     hide,
-    hide_exact,
+    hide_uncoded,
     in_order,
     is_held,
     key_bytes,
@@ -251,7 +251,7 @@ def _scan_codes(
 
 
 @gluon.jit
-def _score_exact(
+def _score_uncoded(
     q, page, number, start, top, bottom,
     COUNT: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
@@ -269,7 +269,7 @@ def _score_exact(
 
 
 @gluon.jit
-def _add_exact(
+def _add_uncoded(
     acc, given, page, number, start, top, bottom,
     COUNT: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
@@ -291,35 +291,35 @@ def _add_exact(
 
 
 @gluon.jit
-def _scan_exact(
-    acc, peak, total, q, position, exact, scale,
+def _scan_uncoded(
+    acc, peak, total, q, position, uncoded, scale,
     K: gl.constexpr, V: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr,
     DIM: gl.constexpr,
 ):  # fmt: skip
-    """The same over exact keys, tiles of 16 of them, of the first and of the recent ones, in pages that are read."""
-    first, num_first, recent, num_exact, step, top, bottom, pages, page_of, table, kv_head, strides = exact
+    """The same over uncoded keys, tiles of 16 of them, of the first and of the recent ones, in pages that are read."""
+    first, num_first, recent, num_uncoded, step, top, bottom, pages, page_of, table, kv_head, strides = uncoded
     stride_page, stride_part, stride_page_head = strides
     offset = kv_head * stride_page_head
     lane_key = gl.arange(0, 16, KEYS)[:, None]
-    for i in range(num_exact):
+    for i in range(num_uncoded):
         tile = gl.where(i < num_first, first + i * step, recent + (i - num_first) * step)
         start = tile * 16
         number = gl.load(page_of + gl.load(table + tile)).to(gl.int64)
         page = pages + number * stride_page + offset
-        scores = _score_exact(q, page, number, start, top, bottom, K, FIRST, RECENT, DIM) * scale
-        scores = hide_exact(scores, start + lane_key, position[None, :], FIRST, RECENT, WINDOW)
+        scores = _score_uncoded(q, page, number, start, top, bottom, K, FIRST, RECENT, DIM) * scale
+        scores = hide_uncoded(scores, start + lane_key, position[None, :], FIRST, RECENT, WINDOW)
         peak, base, decay = raise_peak(peak, scores, 0)
         weights = gl.exp2(scores - base[None, :])
         total = _grow(total, decay, _fold(weights))
         acc = _times(acc, decay, V)
         page += stride_part
-        acc = _add_exact(acc, _as_right(weights), page, number, start, top, bottom, V, FIRST, RECENT, DIM)
+        acc = _add_uncoded(acc, _as_right(weights), page, number, start, top, bottom, V, FIRST, RECENT, DIM)
     return acc, peak, total
 
 
 @gluon.jit
 def mix(
-    q, row, head, valid, position, stride_row, stride_q_head, coded, exact, scale,
+    q, row, head, valid, position, stride_row, stride_q_head, coded, uncoded, scale,
     KEY_LEVELS: gl.constexpr, KEY_PTX: gl.constexpr, VALUE_LEVELS: gl.constexpr, VALUE_PTX: gl.constexpr,
     AT: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
@@ -335,8 +335,8 @@ def mix(
             KEY_LEVELS, KEY_PTX, VALUE_LEVELS, VALUE_PTX, AT, FIRST, RECENT, WINDOW, DIM,
         )  # fmt: skip
     if FIRST + RECENT > 0:
-        acc, peak, total = _scan_exact(
-            acc, peak, total, asked, position, exact, scale, K, V, FIRST, RECENT, WINDOW, DIM
+        acc, peak, total = _scan_uncoded(
+            acc, peak, total, asked, position, uncoded, scale, K, V, FIRST, RECENT, WINDOW, DIM
         )
     return acc, peak, total
 

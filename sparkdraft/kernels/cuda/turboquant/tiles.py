@@ -181,7 +181,7 @@ def raise_peak(peak, scores, AXIS: gl.constexpr):
 
 @gluon.jit
 def hide(scores, key, position, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr):
-    """Scores of coded keys; -inf of those that a row takes exactly or does not see."""
+    """Scores of coded keys; -inf of those that a row takes uncoded or does not see."""
     seen = (key + RECENT <= position) & (key >= FIRST)
     if WINDOW > 0:
         seen = seen & (key > position - WINDOW)
@@ -189,8 +189,8 @@ def hide(scores, key, position, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDO
 
 
 @gluon.jit
-def hide_exact(scores, key, position, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr):
-    """Scores of exact keys; -inf of those that a row takes by their codes or does not see."""
+def hide_uncoded(scores, key, position, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr):
+    """Scores of uncoded keys; -inf of those that a row takes by their codes or does not see."""
     seen = (key <= position) & ((key + RECENT > position) | (key < FIRST))
     if WINDOW > 0:
         seen = seen & (key > position - WINDOW)
@@ -199,7 +199,7 @@ def hide_exact(scores, key, position, FIRST: gl.constexpr, RECENT: gl.constexpr,
 
 @gluon.jit
 def is_held(key, page, top, bottom, FIRST: gl.constexpr, RECENT: gl.constexpr):
-    """Only keys that some row takes exactly are there for sure: 0 * NaN of a stale page would poison a sum."""
+    """Only keys that some row takes uncoded are there for sure: 0 * NaN of a stale page would poison a sum."""
     return (page >= 0) & (key <= bottom) & ((key < FIRST) | (key + RECENT > top))
 
 

@@ -43,11 +43,11 @@ def _put_plane(codes, target, kept, DIM: tl.constexpr, WIDTH: tl.constexpr):
 def _put_vector(
     x, record, offset, kept, page, has_page,
     LOW: tl.constexpr, HIGH: tl.constexpr, SCALE: tl.constexpr, LEVELS: tl.constexpr,
-    DIM: tl.constexpr, STEPS: tl.constexpr, EXACT: tl.constexpr,
+    DIM: tl.constexpr, STEPS: tl.constexpr, HAS_PAGES: tl.constexpr,
 ):  # fmt: skip
-    """x: float32 [1, DIM] with its signs flipped. Into a record's planes, and where it has one into its exact page."""
+    """x: float32 [1, DIM] with its signs flipped. Into a record's planes, and where it has one into its page."""
     turned = tl.reshape(hadamard(x, 1, DIM, STEPS) * DIM**-0.5, [DIM])
-    if EXACT:
+    if HAS_PAGES:
         column = tl.arange(0, DIM)
         clamped = tl.clamp(turned, -HALF_MAX, HALF_MAX)  # float16 ends there
         tl.store(page + offset * DIM + column, clamped.to(page.dtype.element_ty), mask=has_page)
@@ -90,7 +90,7 @@ def write(
     stride_record, stride_record_head, stride_page, stride_part, stride_page_head,
     KEY_LEVELS: tl.constexpr, VALUE_LEVELS: tl.constexpr, AT: tl.constexpr,
     DIM: tl.constexpr, STEPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    EXACT: tl.constexpr, CENTRED: tl.constexpr,
+    HAS_PAGES: tl.constexpr, CENTRED: tl.constexpr,
     ROPE: tl.constexpr, HALF: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The second program index counts the heads of queries, then those of keys, then those of values."""
@@ -120,7 +120,7 @@ def write(
     block, offset = slot // BLOCK_SIZE, (slot % BLOCK_SIZE).to(tl.int32)
     record = records + block * stride_record + head * stride_record_head
     has_page = False
-    if EXACT:
+    if HAS_PAGES:
         page = tl.load(page_of + block, mask=kept, other=-1).to(tl.int64)
         has_page = page >= 0
         pages += page * stride_page + head * stride_page_head
@@ -132,9 +132,9 @@ def write(
         if CENTRED:
             x -= tl.load(centre + head * DIM + column)
         x = flip(x, sign)
-        _put_vector(x, record, offset, kept, pages, has_page, AT[0], AT[1], AT[4], KEY_LEVELS, DIM, STEPS, EXACT)
+        _put_vector(x, record, offset, kept, pages, has_page, AT[0], AT[1], AT[4], KEY_LEVELS, DIM, STEPS, HAS_PAGES)
     else:
         x = flip(tl.load(v + row * stride_v_row + head * stride_v_head + column).to(tl.float32), sign)
-        if EXACT:
+        if HAS_PAGES:
             pages += stride_part
-        _put_vector(x, record, offset, kept, pages, has_page, AT[2], AT[3], AT[5], VALUE_LEVELS, DIM, STEPS, EXACT)
+        _put_vector(x, record, offset, kept, pages, has_page, AT[2], AT[3], AT[5], VALUE_LEVELS, DIM, STEPS, HAS_PAGES)
