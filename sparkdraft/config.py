@@ -7,7 +7,7 @@ torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from sparkdraft.core import UserError
 from sparkdraft.kernels.turboquant.layout import check_bits
@@ -66,6 +66,14 @@ class EngineConfig:
     spec: str = option("auto", "drafts per step: auto chooses for every step, off never drafts, a number is fixed")
     drafter: str = option("auto", "a drafter's folder or hub id (auto: the one known for the model, none: no model)")
     ngram: bool = option(True, "also draft from the request's own text")
+
+    @classmethod
+    def of(cls, **options: Any) -> EngineConfig:
+        """A config of options by name; one that is not known is refused with the names that are."""
+        known = {each.name for each in fields(cls)}
+        if unknown := sorted(set(options) - known):
+            raise UserError(f"unknown option {unknown[0]}; known are {', '.join(sorted(known))}")
+        return cls(**options)
 
     @property
     def num_draft(self) -> int | None:

@@ -94,9 +94,9 @@ def load_llm(args: Namespace, **more: Any) -> LLM:
 
         llm = LLM(progress=report, **options)
     if args.verbose:
-        show_plan(llm.plan, llm.facts())
+        show_plan(llm.plan, llm.fallbacks(), llm.facts())
     else:
-        show_fallbacks(llm.plan)
+        show_fallbacks(llm.fallbacks())
     return llm
 
 

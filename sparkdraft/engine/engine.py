@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
@@ -28,7 +29,7 @@ from sparkdraft.engine.pace import PromptPace
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow
 from sparkdraft.engine.scheduler import Scheduler
-from sparkdraft.plan.resolve import MOST_AHEAD, Plan
+from sparkdraft.plan.resolve import MOST_AHEAD, Fallback, Plan
 from sparkdraft.text.grammar import Grammar, GrammarCompiler
 from sparkdraft.text.tokenizer import Vocabulary
 
@@ -44,10 +45,13 @@ class Engine:
         tokenizer: Vocabulary,
         drafting: Drafting,
         flight: Flight | None = None,
+        float_matrices: Sequence[str] = (),
     ) -> None:
-        """flight: takes the steps in which all only decode; without it the host sees to every step."""
+        """flight: takes the steps in which all requests only decode. Without it the host sees to every step.
+        float_matrices: for each matrix that could not be quantised as the plan says, its name and why.
+        """
         self.plan, self.runner, self.sampler, self.tokenizer = plan, runner, sampler, tokenizer
-        self.drafting, self.flight = drafting, flight
+        self.drafting, self.flight, self._float_matrices = drafting, flight, float_matrices
         self.grammars = GrammarCompiler(tokenizer, sampler.vocab_size)
         self.pool = BlockPool(plan.num_blocks)
         prefix = PrefixCache(self.pool, plan.block_size, plan.prefix_cache)
@@ -181,6 +185,26 @@ class Engine:
     def kv_errors(self) -> dict[str, Any] | None:
         """How far codes are off (CaptureKV.errors), where they are only captured; waits for the device."""
         return self.runner.kv.errors() if isinstance(self.runner.kv, CaptureKV) else None
+
+    @property
+    def fallbacks(self) -> list[Fallback]:
+        """What runs otherwise than asked: what the plan settled for, and what loading and running have shown since."""
+        slow, drafter = "are launched one operator at a time", self.drafting.block
+        return [
+            *self.plan.fallbacks,
+            *(Fallback("a float32 matrix among quantised ones", why) for why in self._float_matrices),
+            *(Fallback(f"decode steps {slow}", why) for why in self.runner.unrecorded),
+            *(Fallback(f"drafts {slow}", why) for why in (drafter.unrecorded if drafter else ())),
+        ]
+
+    @property
+    def decodes_exactly(self) -> bool:
+        """Whether the rows of one request have the same bits alone and beside its drafts.
+
+        Torch's float32 products on a CPU sum in an order that depends on the number of rows. On a GPU this is so for
+        up to 16 rows, which is one request with its drafts.
+        """
+        return self.plan.kernels != "reference" and not self._float_matrices
 
     # ---- steps that the device takes by itself
 

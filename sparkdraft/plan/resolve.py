@@ -1,15 +1,19 @@
 """From what was asked to what will run: one function fills every "auto", and says why, in words.
 
 `auto` may settle for less and leaves a `Fallback` with its reason, which every front end shows; what was asked for by
-name and can not run is an error that says what to change. No torch: facts about the machine come in as numbers.
+name and cannot run is an error that says what to change. No torch: facts about the machine come in as numbers, so a
+plan can be made for any machine. engine/machine.py makes the plan for the machine at hand. A plan never changes; what
+loading and running add is in `Engine.fallbacks`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
+from sparkdraft.kernels.turboquant.layout import KERNEL_LIMITS
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.plan.coded import CodedPlan, plan_coded
 from sparkdraft.plan.hardware import Hardware
@@ -28,7 +32,6 @@ CPU_KV_SHARE = 0.25  # of the free memory, for a CPU's KV cache: other programs 
 LEAST_CONTEXT = 64  # tokens: the requests that are tried at start need no more, and a shorter context serves nobody
 ITEMSIZE = {"quantised": 4, "float32": 4, "bfloat16": 2}  # of activations, and of keys and values as they are computed
 MOST_AHEAD = 64  # rows past the committed ones that a request may write to: drafts, and steps that are not read yet
-FLOAT_MATRIX = "a float32 matrix among quantised ones"  # the fallback for what does not divide into groups
 FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert to it and back
 WEIGHT_ITEMSIZE = {"quantised": 1.07, "float32": 4.0, "bfloat16": 2.0}  # quantised: at most 8 bits and a scale
 
@@ -56,25 +59,18 @@ class Plan:
     graphs: bool
     memory: MemoryPlan
     coded: CodedPlan | None = None  # of a turboquant cache
-    fallbacks: list[Fallback] = field(default_factory=list)
+    fallbacks: tuple[Fallback, ...] = ()
 
-    @property
-    def decodes_exactly(self) -> bool:
-        """Whether the rows of one request have the same bits alone and beside its drafts.
-
-        Torch's float32 products on a CPU sum in an order that depends on the number of rows. On a GPU this is so for
-        up to 16 rows, which is one request with its drafts.
-        """
-        return self.kernels != "reference" and all(f.name != FLOAT_MATRIX for f in self.fallbacks)
-
-    def describe(self) -> str:
+    def describe(self, fallbacks: Sequence[Fallback] | None = None) -> str:
+        """fallbacks: those of the engine that runs this plan. Without them, the plan's own are shown."""
         lines = [
             f"{self.device}, {self.dtype} weights, {self.kernels} kernels, {self.threads} threads",
             f"context {self.max_model_len} tokens, {self.max_seqs} requests at once, {self.max_rows} rows a step",
             f"KV cache {self.num_blocks * self.block_size} tokens in blocks of {self.block_size}, {self._kv()}",
             self.memory.table(),
         ]
-        return "\n".join(lines + [f"fallback {f.name}: {f.reason}" for f in self.fallbacks])
+        shown = self.fallbacks if fallbacks is None else fallbacks
+        return "\n".join(lines + [f"fallback {f.name}: {f.reason}" for f in shown])
 
     def _kv(self) -> str:
         return self.coded.describe() if self.coded else self.kv
@@ -113,6 +109,7 @@ def resolve(
     if kv == "turboquant":
         room = max(usable - weights - scratch - recordings, 0)
         coded = plan_coded(config, model, hardware.device, max_seqs, max_rows, room, MOST_AHEAD)
+        _check_coded(kernels, model.head_dim, config.block_size)
         scratch += capture_bytes(model, max_rows, itemsize) if coded.captured else 0
     pages = coded.pages * coded.page_bytes if coded else 0
     per_block = _token_bytes(model, kv, itemsize, coded, drafter) * config.block_size
@@ -137,7 +134,7 @@ def resolve(
         graphs=graphs,
         memory=MemoryPlan(weights, num_blocks * per_block, scratch, hardware.free_bytes, pages, recordings),
         coded=coded,
-        fallbacks=fallbacks,
+        fallbacks=tuple(fallbacks),
     )
 
 
@@ -169,6 +166,21 @@ def _check_kv(kv: str, hardware: Hardware, dtype: str) -> None:
     if hardware.device == "cuda" and hardware.capability < FP8_CAPABILITY:
         has, needs = (".".join(map(str, c)) for c in (hardware.capability, FP8_CAPABILITY))
         raise UserError(f"kv fp8 needs a GPU of compute capability {needs}; {hardware.name} has {has}: keep it exact")
+
+
+def _check_coded(kernels: str, head_dim: int, block_size: int) -> None:
+    limits = KERNEL_LIMITS.get(kernels)
+    if limits and head_dim not in limits.dims:
+        dims = ", ".join(map(str, limits.dims))
+        raise UserError(
+            f"kv turboquant runs at head dims {dims} on the {kernels} kernels; this model's is {head_dim}: "
+            "ask for kv fp8"
+        )
+    if limits and block_size != limits.block_size:
+        raise UserError(
+            f"block_size is {block_size}; kv turboquant on the {kernels} kernels has blocks of {limits.block_size}: "
+            "leave it"
+        )
 
 
 def _token_bytes(

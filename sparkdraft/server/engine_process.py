@@ -283,7 +283,8 @@ def model_info(llm: LLM, model: str) -> ModelInfo:
 
     plan, block = llm.plan, llm.engine.drafting.block
     sampling, problems = usable_defaults(llm.checkpoint.generation)
-    plan.fallbacks.extend(Fallback(f"the model's default {name} is not used", why) for name, why in problems.items())
+    fallbacks = llm.fallbacks()
+    fallbacks.extend(Fallback(f"the model's default {name} is not used", why) for name, why in problems.items())
     facts = asdict(plan)
     del facts["fallbacks"], facts["memory"]
     facts |= {"kv_tokens": plan.num_blocks * plan.block_size, "max_draft": llm.engine.drafting.max_depth}
@@ -298,9 +299,9 @@ def model_info(llm: LLM, model: str) -> ModelInfo:
         eos_ids=sorted(llm.tokenizer.eos_ids),
         chat_template=llm.checkpoint.chat_template,
         sampling=sampling,
-        plan=plan.describe(),
+        plan=plan.describe(fallbacks),
         plan_facts=facts,
-        fallbacks=[asdict(fallback) for fallback in plan.fallbacks],
+        fallbacks=[asdict(fallback) for fallback in fallbacks],
         drafter={"name": caps.name, "block_size": caps.block_size} if caps else None,
         created=int(time.time()),
         facts=[asdict(fact) for fact in llm.facts()],
