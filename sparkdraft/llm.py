@@ -178,9 +178,8 @@ class LLM:
 
     def _fail(self, error: BaseException) -> None:
         """A step was broken off, by a bug or by Ctrl-C: all that ran is lost, and whoever waits for it is told."""
-        self.engine.fail_batch()
-        for name, inbox in self._inboxes.items():
-            if not self.engine.knows(name):
+        for name in self.engine.fail_batch():
+            if inbox := self._inboxes.get(name):
                 inbox.failure = f"the engine was broken off within a step ({error!r}); send the request again"
 
     def _leave(self, inbox: Inbox) -> None:

@@ -106,13 +106,15 @@ class Engine:
             self._ended.append(StepOutput(request.id, request.index, [], "", request.finish))
             self._remove(request)
 
-    def fail_batch(self) -> None:
-        """After an exception within a step: drop every request whose state it may have left half changed.
+    def fail_batch(self) -> list[str]:
+        """After an exception within a step or an abort: drop every request that it may have left half changed.
+
+        Returns the ids of these; no output of them follows.
 
         Those are all that run, with their siblings. What waits stays, and runs from the next step on; where nothing
         runs, the first that waits goes, because letting it in is what failed. All blocks are free afterwards, and no
         prefix is remembered: a block may lack rows that only the end of the step would have written. This waits for
-        a GPU to run all that was launched; one that can not do so raises here, and its process must end.
+        a GPU to run all that was launched; one that cannot do so raises here, and its process must end.
         """
         if self.plan.device == "cuda":
             torch.cuda.synchronize()
@@ -127,10 +129,8 @@ class Engine:
         for request in waiting:  # one that was preempted in this step may still have rows with the drafter
             self.drafting.release(request)
         self.scheduler.prefix.clear()
-
-    def knows(self, request_id: str) -> bool:
-        """Whether a request of this id runs or waits."""
-        return request_id in self._by_id
+        self._ended = [output for output in self._ended if output.request_id not in names]
+        return list(dict.fromkeys(names))
 
     @property
     def has_work(self) -> bool:
@@ -174,11 +174,12 @@ class Engine:
                     self.step()
                 self.abort(name)
         self._ended.clear()
-        self.forget_trials()
+        self.reset_counts()
 
-    def forget_trials(self) -> None:
-        """What ran so far was nobody's request: it is no part of what is counted."""
-        self.drafting.forget_trials()
+    def reset_counts(self) -> None:
+        """Count anew: what ran so far was nobody's request."""
+        self.scheduler.num_preempted = 0
+        self.drafting.reset_counts()
         if isinstance(self.runner.kv, CaptureKV):
             self.runner.kv.forget()
 

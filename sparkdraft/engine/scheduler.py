@@ -64,7 +64,7 @@ class Scheduler:
         self.lookahead = lookahead
         self.exact = exact
         self.pace = pace
-        self.num_preempted = 0  # since the start
+        self.num_preempted = 0  # since the start, or since Engine.reset_counts
         if exact:
             prefix.prefers = lambda block, other: exact.pages.has(block) and not exact.pages.has(other)
         self.waiting: deque[Request] = deque()
