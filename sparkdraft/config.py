@@ -1,13 +1,13 @@
 """What a user may choose about the engine, in one frozen record. 0 and "auto" leave the choice to plan/resolve.py.
 
-Flags of the command line, with their help texts, and keywords of `LLM` are these fields; an unknown one is an error. No
-torch.
+The fields and their help texts are the one table of which flags, environment variables, TOML keys, keywords of `LLM`
+and the table in docs/api.md are made; a name that is not known is an error. No torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import TypeVar, cast
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, TypeVar, cast
 
 from sparkdraft.core import UserError
 from sparkdraft.kernels.turboquant.layout import check_bits
@@ -67,6 +67,13 @@ class EngineConfig:
     drafter: str = option("auto", "a drafter's folder or hub id (auto: the one known for the model, none: no model)")
     ngram: bool = option(True, "also draft from the request's own text")
 
+    @classmethod
+    def of(cls, **options: Any) -> EngineConfig:
+        """A config of options by name; one that is not known is refused with the names that are."""
+        if unknown := sorted(options.keys() - ENGINE_FIELDS.keys()):
+            raise UserError(f"unknown option {unknown[0]}; known are {', '.join(sorted(ENGINE_FIELDS))}")
+        return cls(**options)
+
     @property
     def num_draft(self) -> int | None:
         """Drafts a step for requests that name none: None chooses, 0 is off."""
@@ -102,3 +109,6 @@ class EngineConfig:
                     f"{each.name} is {value}, but kv is {self.kv} and only turboquant reads it: "
                     f"set kv to turboquant, or leave {each.name} out"
                 )
+
+
+ENGINE_FIELDS: dict[str, Field[Any]] = {each.name: each for each in fields(EngineConfig)}

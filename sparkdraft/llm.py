@@ -14,19 +14,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
-from sparkdraft.cache.turboquant.centre import TEXT
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import Fact, FinishReason, SamplingParams, StepOutput, TokenLogprob, UserError
 from sparkdraft.defaults import OPENAI, model_defaults
-from sparkdraft.engine.build import build_engine, find_drafter, make_plan
 from sparkdraft.engine.facts import facts
-from sparkdraft.models.registry import read_config
+from sparkdraft.engine.load import load
+from sparkdraft.plan.resolve import Fallback
 from sparkdraft.text import chat
-from sparkdraft.text.tokenizer import Tokenizer
-from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.loader import Progress
 
 Prompt = str | Sequence[int]
@@ -81,28 +78,9 @@ class Inbox:
 class LLM:
     def __init__(self, model: str = "smollm2", progress: Progress | None = None, **options: Any) -> None:
         """options: the fields of EngineConfig."""
-        known = {f.name for f in fields(EngineConfig)}
-        unknown = sorted(set(options) - known)
-        if unknown:
-            raise UserError(f"unknown option {unknown[0]}; known are {', '.join(sorted(known))}")
-        config = EngineConfig(model=model, **options)
-        self.checkpoint = open_checkpoint(model)
-        self.model_config = read_config(self.checkpoint.config)
-        drafter = find_drafter(config, self.model_config)
-        self.plan = make_plan(config, self.model_config, drafter)
-        self.tokenizer = Tokenizer.of(self.checkpoint)
-        text = self.tokenizer.encode(TEXT.read_text(encoding="utf-8")) if self.plan.coded else []
-        self.engine = build_engine(
-            self.plan,
-            config,
-            self.model_config,
-            self.checkpoint,
-            self.tokenizer,
-            drafter,
-            progress,
-            text[: self.plan.max_model_len],
-        )
-        self.engine.warm_up()
+        loaded = load(EngineConfig.of(model=model, **options), progress)
+        self.checkpoint, self.model_config, self.tokenizer = loaded.checkpoint, loaded.model_config, loaded.tokenizer
+        self.engine, self.plan = loaded.engine, loaded.engine.plan
         self._inboxes: dict[str, Inbox] = {}  # by request id
         self._stepping = False
         self._to_abort: list[str] = []  # requests that were left while a step ran
@@ -134,6 +112,10 @@ class LLM:
     def kv_errors(self) -> dict[str, Any] | None:
         """Under tq_mode capture_only: how far keys, values and attention's results are off by their codes."""
         return self.engine.kv_errors()
+
+    def fallbacks(self) -> list[Fallback]:
+        """What runs otherwise than asked, and why."""
+        return self.engine.fallbacks
 
     def facts(self) -> list[Fact]:
         """How it runs on this machine, and why where it could run better."""
@@ -196,9 +178,8 @@ class LLM:
 
     def _fail(self, error: BaseException) -> None:
         """A step was broken off, by a bug or by Ctrl-C: all that ran is lost, and whoever waits for it is told."""
-        self.engine.fail_batch()
-        for name, inbox in self._inboxes.items():
-            if not self.engine.knows(name):
+        for name in self.engine.fail_batch():
+            if inbox := self._inboxes.get(name):
                 inbox.failure = f"the engine was broken off within a step ({error!r}); send the request again"
 
     def _leave(self, inbox: Inbox) -> None:

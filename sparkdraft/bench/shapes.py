@@ -15,9 +15,9 @@ from torch import Tensor
 
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.engine.build import DraftSource, build_engine, make_plan
-from sparkdraft.engine.devices import detect
+from sparkdraft.engine.build import DraftSource, build_engine
 from sparkdraft.engine.engine import Engine
+from sparkdraft.engine.machine import detect, plan_here
 from sparkdraft.models.config import ModelConfig, uniform_config
 from sparkdraft.models.layers import AttentionSpec, DenseSpec, LayerSpec
 from sparkdraft.spec.config import DraftConfig, LayerMask, check_fits
@@ -81,7 +81,7 @@ def random_engine(config: EngineConfig, draft: DraftConfig | None = None, progre
     """An engine of the shape that config.model names, with random weights, and a drafter of a shape if one is given."""
     model, device = shape(config.model), detect(config).device
     source = DraftSource(draft, RandomCheckpoint(draft, device)) if draft else None
-    plan = make_plan(config, model, source)
+    plan = plan_here(config, model, draft)
     return build_engine(plan, config, model, RandomCheckpoint(model, device), SilentTokenizer(), source, progress)
 
 

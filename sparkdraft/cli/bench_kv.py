@@ -129,14 +129,13 @@ def _check(args: Namespace) -> list[Format]:
 
 def _plans(args: Namespace, formats: Sequence[Format], model: ModelConfig) -> dict[str, Plan]:
     """By format; fills in the dtype that was left open on a CPU, whose packed kernels keep an exact cache only."""
-    from sparkdraft.engine.build import make_plan
-    from sparkdraft.engine.devices import detect
+    from sparkdraft.engine.machine import detect, plan_here
 
     if args.dtype == "auto" and detect(EngineConfig(device=args.device)).device == "cpu":
         args.dtype = "float32"
     named = {"model": args.shape or args.model}
     options = {fmt.name: engine_options(_flags_of(args, fmt)) | named for fmt in formats}
-    return {name: make_plan(EngineConfig(**each), model) for name, each in options.items()}
+    return {name: plan_here(EngineConfig(**each), model) for name, each in options.items()}
 
 
 def _flags_of(args: Namespace, fmt: Format) -> Namespace:

@@ -60,7 +60,7 @@ def run(args: Namespace) -> int:
     room = max(prompts) + args.output_len + 256 + 4 * block  # the first streams write on while the last prompts run
     args.kv_tokens = args.kv_tokens or max(streams) * room
     from sparkdraft.bench.offline import Bench, Ceilings, Load
-    from sparkdraft.engine.devices import detect
+    from sparkdraft.engine.machine import detect
 
     found = detect(EngineConfig(**engine_options(args)))
     with progress("measuring this machine", redraw=SELDOM):
@@ -144,7 +144,7 @@ def make_engine(args: Namespace, draft: DraftConfig | None) -> tuple[Engine, Mod
     config = EngineConfig(**engine_options(args) | {"model": args.shape, "prefix_cache": False, "ngram": False})
     with progress(f"making {args.shape}") as report:
         engine = random_engine(config, draft, report)
-    show_fallbacks(engine.plan)
+    show_fallbacks(engine.fallbacks)
     return engine, shape(args.shape), f"{args.shape}{f' with {args.drafter_shape}' if draft else ''}, random weights"
 
 

@@ -6,10 +6,10 @@ Text that was asked for goes to standard output, all else to standard error, so 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from sparkdraft.core import Fact
-from sparkdraft.plan.resolve import Plan
+from sparkdraft.plan.resolve import Fallback, Plan
 from sparkdraft.progress import errors
 
 
@@ -17,15 +17,15 @@ def note(text: str) -> None:
     errors.print(f"note: {text}", style="yellow", markup=False, soft_wrap=True)
 
 
-def show_fallbacks(plan: Plan) -> None:
-    for fallback in plan.fallbacks:
+def show_fallbacks(fallbacks: Iterable[Fallback]) -> None:
+    for fallback in fallbacks:
         note(f"{fallback.name}: {fallback.reason}")
 
 
-def show_plan(plan: Plan, facts: Iterable[Fact]) -> None:
-    """All that was settled, fallbacks among it, and how it runs here."""
+def show_plan(plan: Plan, fallbacks: Sequence[Fallback], facts: Iterable[Fact]) -> None:
+    """What was planned, what runs otherwise than asked, and how it runs on this machine."""
     lines = [f"{fact.name}: {fact.value}" + (f" ({fact.reason})" if fact.reason else "") for fact in facts]
-    errors.print("\n".join([plan.describe(), *lines]), markup=False)
+    errors.print("\n".join([plan.describe(fallbacks), *lines]), markup=False)
 
 
 def fail(message: str) -> int:

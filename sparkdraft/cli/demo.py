@@ -43,7 +43,7 @@ def run(args: Namespace) -> int:
     print(f"{args.model}, asked: {prompt}\n\n--- plainly, one token a step\n")
     before = write(llm, ids, plain)
     print(f"\n--- again, with drafts that the model checks (to beat: {before['tok_s']} tok/s)\n")
-    return _compare(before, write(llm, ids, drafted), llm.plan.decodes_exactly)
+    return _compare(before, write(llm, ids, drafted), llm.engine.decodes_exactly)
 
 
 def _compare(before: dict[str, Any], after: dict[str, Any], exact: bool) -> int:

@@ -50,7 +50,7 @@ def run(args: Namespace) -> int:
     ids = llm.chat_ids([{"role": "user", "content": prompt}]) if args.chat else llm.encode(prompt)
     report = write(llm, ids, params)
     if args.json:
-        report["fallbacks"] = [asdict(fallback) for fallback in llm.plan.fallbacks]
+        report["fallbacks"] = [asdict(fallback) for fallback in llm.fallbacks()]
         report["facts"] = [asdict(fact) for fact in llm.facts()]
         print(json.dumps(report, ensure_ascii=False))
     else:

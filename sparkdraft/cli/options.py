@@ -5,19 +5,18 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace, _ArgumentGroup
 from collections.abc import Collection, Sequence
-from dataclasses import Field, fields, replace
+from dataclasses import Field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.cli.console import show_fallbacks, show_plan
-from sparkdraft.config import EngineConfig
+from sparkdraft.config import ENGINE_FIELDS, EngineConfig
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.progress import progress
 
 if TYPE_CHECKING:
     from sparkdraft.llm import LLM
 
-ENGINE_FIELDS: dict[str, Field[Any]] = {each.name: each for each in fields(EngineConfig)}
 SAMPLING_FLAGS = {
     "max_tokens": "most tokens to write",
     "temperature": "0 writes the most likely token, 1 follows the model's own chances",
@@ -94,9 +93,9 @@ def load_llm(args: Namespace, **more: Any) -> LLM:
 
         llm = LLM(progress=report, **options)
     if args.verbose:
-        show_plan(llm.plan, llm.facts())
+        show_plan(llm.plan, llm.fallbacks(), llm.facts())
     else:
-        show_fallbacks(llm.plan)
+        show_fallbacks(llm.fallbacks())
     return llm
 
 

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 from sparkdraft import __version__
 from sparkdraft.cli.options import add_field
+from sparkdraft.config import ENGINE_FIELDS
 from sparkdraft.core import UserError
 from sparkdraft.defaults import describe
-from sparkdraft.server.config import ENGINE_FIELDS, FIELDS, SERVER_FIELDS, ServerConfig, merge
+from sparkdraft.server.config import FIELDS, SERVER_FIELDS, ServerConfig, merge
 
 if TYPE_CHECKING:
     from sparkdraft.server.service import Service

@@ -30,7 +30,7 @@ from sparkdraft.engine.inputs import IntArray, Rows, StepInputs
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import pick
 from sparkdraft.kernels import Unrecordable
-from sparkdraft.plan.resolve import Fallback, Plan
+from sparkdraft.plan.resolve import Plan
 from sparkdraft.spec.drafter import DraftBlock, Drafter
 
 Table = Any  # a tensor, on a CPU as numpy sees it: torch takes thirty microseconds to copy a few kilobytes
@@ -62,6 +62,7 @@ class BlockDraft:
         self._seen = SeenRows(plan.max_seqs * (plan.block_size + self.block_size), drafter, device)
         self._graphs = Graphs(self._propose, ops) if plan.graphs else None
         self._observing = Graphs(self._observe, ops) if plan.graphs else None
+        self.unrecorded: list[str] = []  # why drafts are not replayed although the plan says so
         self._targets: Tensor | None = None  # int64 [draft vocabulary], what columns of its logits stand for
         self._target_list: list[int] = []  # the same, for the host
         self._rows: Table = None  # the runner's taps
@@ -175,8 +176,7 @@ class BlockDraft:
         try:
             return graphs, graphs.replay(shape)
         except Unrecordable as reason:
-            why = f"the drafter's '{reason}' is not one of the CPU kernels"
-            self.plan.fallbacks.append(Fallback("drafts are launched one operator at a time", why))
+            self.unrecorded.append(f"the drafter's '{reason}' is not one of the CPU kernels")
             return None, run(shape)
 
     def _observe(self, shape: Shape) -> Tensor:

@@ -1,7 +1,7 @@
-"""Builds an engine from a config: open the checkpoint, make the plan, load the model, size the cache.
+"""Builds an engine from a plan: the model with its weights, the drafter, the KV cache, the runner and the sampler.
 
-The one place that knows all parts; each part knows only its own. Everything that can be refused is refused before the
-first weight is read.
+This is the one place that knows all parts; each part knows only its own. The plan has refused everything that cannot
+run before the first weight is read here (engine/machine.py, plan/resolve.py); engine/load.py opens the checkpoint.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import torch
 from sparkdraft import kernels
 from sparkdraft.cache.turboquant.centre import SKIPPED, key_centres
 from sparkdraft.config import EngineConfig
-from sparkdraft.core import UserError
 from sparkdraft.engine.blockdraft import BlockDraft
 from sparkdraft.engine.caches import dense_cache, target_cache
-from sparkdraft.engine.devices import detect
 from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.flight import Flight
@@ -26,8 +24,7 @@ from sparkdraft.engine.sampler import Sampler
 from sparkdraft.models.blocks import Step
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.registry import architecture
-from sparkdraft.plan.hardware import Hardware
-from sparkdraft.plan.resolve import FLOAT_MATRIX, Fallback, Plan, resolve
+from sparkdraft.plan.resolve import Plan
 from sparkdraft.spec.config import DraftConfig, check_fits
 from sparkdraft.spec.dflash import build as build_dflash
 from sparkdraft.spec.registry import default_drafter, open_drafter
@@ -56,34 +53,6 @@ def find_drafter(config: EngineConfig, target: ModelConfig) -> DraftSource | Non
     draft = DraftConfig.read(checkpoint.config)
     check_fits(draft, target)
     return DraftSource(draft, checkpoint)
-
-
-def make_plan(config: EngineConfig, model: ModelConfig, drafter: DraftSource | None = None) -> Plan:
-    hardware = detect(config)
-    problem = _native_problem(config, hardware)
-    plan = resolve(config, model, hardware, problem, drafter.config if drafter else None)
-    if plan.coded:
-        for spec in model.cached_attention:
-            _check_coded(plan.kernels, spec.head_dim, plan.block_size)
-    return plan
-
-
-def _check_coded(name: str, head_dim: int, block_size: int) -> None:
-    ops = kernels.load(name)
-    try:
-        assert ops.tq_attention, f"the {name} kernels have none"
-    except ImportError as error:  # of a Triton whose Gluon is another
-        raise UserError(f"kv turboquant needs the Gluon of Triton 3.6 ({error}); ask for kv fp8 or exact") from error
-    if head_dim not in getattr(ops, "TQ_DIMS", (head_dim,)):
-        dims = ", ".join(map(str, ops.TQ_DIMS))
-        raise UserError(
-            f"kv turboquant runs at head dims {dims} on the {name} kernels; this model's is {head_dim}: ask for kv fp8"
-        )
-    if block_size != getattr(ops, "TQ_BLOCK", block_size):
-        size = ops.TQ_BLOCK
-        raise UserError(
-            f"block_size is {block_size}; kv turboquant on the {name} kernels has blocks of {size}: leave it"
-        )
 
 
 def build_engine(
@@ -124,16 +93,7 @@ def build_engine(
         kv, holdings = target_cache(model_config, plan, dtype, device, ops, 1 + drafting.max_depth, centres)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading took for a while is not the engine's
-    plan.fallbacks.extend(Fallback(FLOAT_MATRIX, note) for note in loader.notes)
     runner = Runner(model, kv, plan, device, drafter.config.taps if drafter else ())
     sampler = Sampler(model_config.vocab_size, tokenizer.eos_ids, device, ops)
     flight = Flight(runner, block, device, drafting.choices) if plan.graphs and plan.device == "cuda" else None
-    return Engine(plan, runner, sampler, tokenizer, drafting, flight, holdings)
-
-
-def _native_problem(config: EngineConfig, hardware: Hardware) -> str | None:
-    """Why the C++ kernels can not be had; not asked (they would be compiled) where they are not wanted."""
-    if hardware.device != "cpu" or config.dtype not in ("auto", "quantised"):
-        return None
-    reason: str | None = kernels.load("native").unavailable_reason()
-    return reason
+    return Engine(plan, runner, sampler, tokenizer, drafting, flight, holdings, loader.notes)

@@ -169,7 +169,7 @@ class Drafting:
         """Whether the text of any of these, all of which draft, is what drafts."""
         return any(self._of(r).source == "ngram" for r in requests)
 
-    def forget_trials(self) -> None:
+    def reset_counts(self) -> None:
         self.total = SpecStats()
 
     def so_far(self) -> SpecStats:

@@ -27,7 +27,7 @@ from sparkdraft.engine.pace import PromptPace
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow
 from sparkdraft.engine.scheduler import Scheduler
-from sparkdraft.plan.resolve import Plan
+from sparkdraft.plan.resolve import Fallback, Plan
 from sparkdraft.text.grammar import Grammar, GrammarCompiler
 from sparkdraft.text.tokenizer import Vocabulary
 
@@ -44,13 +44,15 @@ class Engine:
         drafting: Drafting,
         flight: Flight | None = None,
         holdings: Sequence[Holding] = (),
+        float_matrices: Sequence[str] = (),
     ) -> None:
         """flight: takes the steps in which all requests only decode; without it the host takes every step.
 
-        holdings: what requests hold beside their blocks (cache/holdings.py).
+        holdings: what requests hold beside their blocks (cache/holdings.py). float_matrices: for each matrix that could
+        not be quantised as the plan says, its name and why.
         """
         self.plan, self.runner, self.sampler, self.tokenizer = plan, runner, sampler, tokenizer
-        self.drafting, self.flight = drafting, flight
+        self.drafting, self.flight, self._float_matrices = drafting, flight, float_matrices
         self.grammars = GrammarCompiler(tokenizer, sampler.vocab_size)
         self.pool = BlockPool(plan.num_blocks)
         prefix = PrefixCache(self.pool, plan.block_size, plan.prefix_cache)
@@ -101,13 +103,15 @@ class Engine:
             self._ended.append(StepOutput(request.id, request.index, [], "", request.finish))
             self._remove(request)
 
-    def fail_batch(self) -> None:
-        """After an exception within a step: drop every request whose state it may have left half changed.
+    def fail_batch(self) -> list[str]:
+        """After an exception within a step or an abort: drop every request that it may have left half changed.
+
+        Returns the ids of these; no output of them follows.
 
         Those are all that run, with their siblings. What waits stays, and runs from the next step on; where nothing
         runs, the first that waits goes, because letting it in is what failed. All blocks are free afterwards, and no
         prefix is remembered: a block may lack rows that only the end of the step would have written. This waits for
-        a GPU to run all that was launched; one that can not do so raises here, and its process must end.
+        a GPU to run all that was launched; one that cannot do so raises here, and its process must end.
         """
         if self.plan.device == "cuda":
             torch.cuda.synchronize()
@@ -122,10 +126,8 @@ class Engine:
         for request in waiting:  # one that was preempted in this step may still have rows with the drafter
             self.drafting.release(request)
         self.scheduler.prefix.clear()
-
-    def knows(self, request_id: str) -> bool:
-        """Whether a request of this id runs or waits."""
-        return request_id in self._by_id
+        self._ended = [output for output in self._ended if output.request_id not in names]
+        return list(dict.fromkeys(names))
 
     @property
     def has_work(self) -> bool:
@@ -169,17 +171,38 @@ class Engine:
                     self.step()
                 self.abort(name)
         self._ended.clear()
-        self.forget_trials()
+        self.reset_counts()
 
-    def forget_trials(self) -> None:
-        """What ran so far was nobody's request: it is no part of what is counted."""
-        self.drafting.forget_trials()
+    def reset_counts(self) -> None:
+        """Count anew: what ran so far was nobody's request."""
+        self.scheduler.num_preempted = 0
+        self.drafting.reset_counts()
         if self.runner.kv.meter:
             self.runner.kv.meter.forget()
 
     def kv_errors(self) -> dict[str, Any] | None:
         """What the cache has measured of its own errors (cache/turboquant/capture.py); waits for the device."""
         return self.runner.kv.meter.errors() if self.runner.kv.meter else None
+
+    @property
+    def fallbacks(self) -> list[Fallback]:
+        """What runs otherwise than asked: what the plan settled for, and what loading and running have shown since."""
+        slow, drafter = "are launched one operator at a time", self.drafting.block
+        return [
+            *self.plan.fallbacks,
+            *(Fallback("a float32 matrix among quantised ones", why) for why in self._float_matrices),
+            *(Fallback(f"decode steps {slow}", why) for why in self.runner.unrecorded),
+            *(Fallback(f"drafts {slow}", why) for why in (drafter.unrecorded if drafter else ())),
+        ]
+
+    @property
+    def decodes_exactly(self) -> bool:
+        """Whether the rows of one request have the same bits alone and beside its drafts.
+
+        Torch's float32 products on a CPU sum in an order that depends on the number of rows. On a GPU this is so for
+        up to 16 rows, which is one request with its drafts.
+        """
+        return self.plan.kernels != "reference" and not self._float_matrices
 
     # ---- steps that the device takes by itself
 

@@ -49,7 +49,7 @@ def _overlap(engine: Engine) -> Fact:
 
 def _bits(engine: Engine) -> Fact:
     name, plan = "drafts and bits", engine.plan
-    if plan.decodes_exactly:
+    if engine.decodes_exactly:
         most = " of up to 16 rows" if plan.device == "cuda" else ""
         return Fact(name, f"a row has the same bits alone and in a step{most} with drafts")
     return Fact(name, "a row may differ in its last bit beside its drafts", "float32 products are torch's own")

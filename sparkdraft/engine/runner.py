@@ -19,7 +19,7 @@ from sparkdraft.engine.inputs import Rows, StepInputs
 from sparkdraft.engine.sampler import token_logprobs
 from sparkdraft.kernels import Unrecordable
 from sparkdraft.models.blocks import Decoder, Step
-from sparkdraft.plan.resolve import Fallback, Plan
+from sparkdraft.plan.resolve import Plan
 
 PROMPT_ROWS = (16, 32, 64, 128, 256, 512)  # of recorded prompts; more keep a GPU busy by themselves
 PROMPT_LOGPROB_ROWS = 128  # rows of logits alive at once while a prompt is scored
@@ -35,6 +35,7 @@ class Runner:
         shape = (plan.max_rows if tap_layers else 0, len(tap_layers), model.config.hidden_size)
         self.taps = torch.empty(shape, dtype=model.norm.gain.dtype, device=device)  # of the last step's rows
         self.graphs: Graphs | None = None
+        self.unrecorded: list[str] = []  # why steps are not replayed although the plan says so
         self._residual: Tensor | None = None  # of the last eager step, for prompt log-probabilities
         if plan.graphs:
             self._record()
@@ -118,8 +119,7 @@ class Runner:
         try:
             graphs.record(shapes)
         except Unrecordable as reason:
-            message = f"the model's '{reason}' is not one of the CPU kernels"
-            self.plan.fallbacks.append(Fallback("decode steps are launched one operator at a time", message))
+            self.unrecorded.append(f"the model's '{reason}' is not one of the CPU kernels")
         else:
             self.graphs = graphs
 

@@ -66,7 +66,7 @@ class Scheduler:
         self.lookahead = lookahead
         self.holdings = Holdings(holdings)
         self.pace = pace
-        self.num_preempted = 0  # since the start
+        self.num_preempted = 0  # since the start, or since Engine.reset_counts
         prefix.prefers = self.holdings.prefers
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first: the order in which blocks are kept

@@ -1,4 +1,4 @@
-"""What the machine has, as numbers. The engine reads a GPU's off its driver (engine/devices.py); a CPU's are read here.
+"""What the machine has, as numbers. The engine reads a GPU's off its driver (engine/machine.py); a CPU's are read here.
 
 No torch, so that plans can be made and tested for machines that are not this one.
 """

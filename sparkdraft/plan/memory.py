@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sparkdraft.models.config import ModelConfig
-from sparkdraft.plan.sizes import model_sizes
+from sparkdraft.plan.sizes import model_sizes, most
 from sparkdraft.spec.config import DraftConfig
 
 
@@ -54,8 +54,8 @@ def weight_bytes(model: ModelConfig, itemsize: float) -> int:
 def capture_bytes(model: ModelConfig, max_rows: int, itemsize: int) -> int:
     """What a step needs besides, where coding is measured: what attention reads and its result a second time, and in
     float32 how far off that is, and a few times over what the codes of keys, then of values, decode to."""
-    queries = max(spec.query_width for spec in model.attention)
-    keys = max(spec.kv_width for spec in model.attention)
+    queries = most(spec.query_width for spec in model.attention)
+    keys = most(spec.kv_width for spec in model.attention)
     return max_rows * ((2 * queries + 3 * keys) * itemsize + (queries + 6 * keys) * 4)
 
 

@@ -1,16 +1,20 @@
 """From what was asked to what will run: one function fills every "auto", and says why, in words.
 
 `auto` may settle for less and leaves a `Fallback` with its reason, which every front end shows; what was asked for by
-name and can not run is an error that says what to change. No torch: facts about the machine come in as numbers.
+name and cannot run is an error that says what to change. No torch: facts about the machine come in as numbers, so a
+plan can be made for any machine. engine/machine.py makes the plan for the machine at hand. A plan never changes; what
+loading and running add is in `Engine.fallbacks`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
+from sparkdraft.kernels.turboquant.layout import KERNEL_LIMITS
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.layers import AttentionSpec
 from sparkdraft.plan.hardware import Hardware
@@ -31,7 +35,6 @@ CPU_KV_SHARE = 0.25  # of the free memory, for a CPU's KV cache: other programs 
 LEAST_CONTEXT = 64  # tokens: the requests that are tried at start need no more, and a shorter context serves nobody
 ITEMSIZE = {"quantised": 4, "float32": 4, "bfloat16": 2}  # of activations, and of keys and values as they are computed
 MOST_AHEAD = 64  # rows past the committed ones that a request may write to: drafts, and steps that are not read yet
-FLOAT_MATRIX = "a float32 matrix among quantised ones"  # the fallback for what does not divide into groups
 FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert to it and back
 WEIGHT_ITEMSIZE = {"quantised": 1.07, "float32": 4.0, "bfloat16": 2.0}  # quantised: at most 8 bits and a scale
 
@@ -60,25 +63,18 @@ class Plan:
     memory: MemoryPlan
     coded: CodedPlan | None = None  # of a turboquant cache
     windows: tuple[WindowPlan, ...] = ()  # of layers that keep the K/V of their window alone
-    fallbacks: list[Fallback] = field(default_factory=list)
+    fallbacks: tuple[Fallback, ...] = ()
 
-    @property
-    def decodes_exactly(self) -> bool:
-        """Whether the rows of one request have the same bits alone and beside its drafts.
-
-        Torch's float32 products on a CPU sum in an order that depends on the number of rows. On a GPU this is so for
-        up to 16 rows, which is one request with its drafts.
-        """
-        return self.kernels != "reference" and all(f.name != FLOAT_MATRIX for f in self.fallbacks)
-
-    def describe(self) -> str:
+    def describe(self, fallbacks: Sequence[Fallback] | None = None) -> str:
+        """fallbacks: those of the engine that runs this plan. Without them, the plan's own are shown."""
         lines = [
             f"{self.device}, {self.dtype} weights, {self.kernels} kernels, {self.threads} threads",
             f"context {self.max_model_len} tokens, {self.max_seqs} requests at once, {self.max_rows} rows a step",
             f"KV cache {self.num_blocks * self.block_size} tokens in blocks of {self.block_size}, {self._kv()}",
             self.memory.table(),
         ]
-        return "\n".join(lines + [f"fallback {f.name}: {f.reason}" for f in self.fallbacks])
+        shown = self.fallbacks if fallbacks is None else fallbacks
+        return "\n".join(lines + [f"fallback {f.name}: {f.reason}" for f in shown])
 
     def _kv(self) -> str:
         kept = self.coded.describe() if self.coded else self.kv
@@ -114,21 +110,13 @@ def resolve(
     weights = weight_bytes(model, WEIGHT_ITEMSIZE[dtype])
     weights += drafter_bytes(drafter, WEIGHT_ITEMSIZE[dtype]) if drafter else 0
     scratch = scratch_bytes(model, max_rows, max_seqs, itemsize, drafter)
-    slid = window_layers(model, max_model_len)  # by window
-    full = [spec for spec in model.cached_attention if spec.window not in slid]
-    coded, usable = None, int(hardware.free_bytes * config.memory_fraction)
-    if kv == "turboquant":
-        room = max(usable - weights - scratch - recordings, 0)
-        coded = plan_coded(config, full, hardware.device, max_seqs, max_rows, room, MOST_AHEAD)
-        scratch += capture_bytes(model, max_rows, itemsize) if coded.captured else 0
-    pages = coded.pages * coded.page_bytes if coded else 0
-    per_block = _token_bytes(full, kv, itemsize, coded, drafter) * config.block_size
-    room = usable - weights - scratch - recordings - pages
-    shape = (max_model_len, config.block_size, max_seqs, max_rows, MOST_AHEAD)
-    windows = plan_windows(slid, *shape, 1 if kv == "fp8" else itemsize, room, per_block)
-    pages += sum(window.nbytes for window in windows)
-    room -= sum(window.nbytes for window in windows)
-    num_blocks = _num_blocks(config, hardware, room, per_block, max_model_len, max_seqs)
+    if kv == "turboquant" and config.tq_mode == "capture_only":
+        scratch += capture_bytes(model, max_rows, itemsize)
+    room = int(hardware.free_bytes * config.memory_fraction) - weights - scratch - recordings
+    step = StepSize(max_model_len, max_seqs, max_rows)
+    caches = _caches(config, model, drafter, kv, kernels, itemsize, step, room)
+    per_block, pages = caches.block_bytes, caches.page_bytes
+    num_blocks = _num_blocks(config, hardware, room - pages, per_block, max_model_len, max_seqs)
     context = min(max_model_len, num_blocks * config.block_size)
     if context < max_model_len and not config.kv_tokens:  # else it is what was asked for
         fallbacks.append(_shorter_context(context, max_model_len))
@@ -147,10 +135,49 @@ def resolve(
         prefix_cache=config.prefix_cache,
         graphs=graphs,
         memory=MemoryPlan(weights, num_blocks * per_block, scratch, hardware.free_bytes, pages, recordings),
-        coded=coded,
-        windows=windows,
-        fallbacks=fallbacks,
+        coded=caches.coded,
+        windows=caches.windows,
+        fallbacks=tuple(fallbacks),
     )
+
+
+class StepSize(NamedTuple):
+    context: int
+    max_seqs: int
+    max_rows: int
+
+
+class Caches(NamedTuple):
+    coded: CodedPlan | None
+    windows: tuple[WindowPlan, ...]
+    block_bytes: int  # of one block, in all layers that keep blocks, the drafter's included
+    page_bytes: int  # of all pages
+
+
+def _caches(
+    config: EngineConfig,
+    model: ModelConfig,
+    drafter: DraftConfig | None,
+    kv: str,
+    kernels: str,
+    itemsize: int,
+    step: StepSize,
+    room: int,  # bytes for all K/V
+) -> Caches:
+    """Which layers keep blocks and which pages, and what both take."""
+    slid = window_layers(model, step.context)  # by window
+    full = [spec for spec in model.cached_attention if spec.window not in slid]
+    coded, pages, size = None, 0, config.block_size
+    if kv == "turboquant":
+        device = "cuda" if kernels == "cuda" else "cpu"
+        coded = plan_coded(config, full, device, step.max_seqs, step.max_rows, max(room, 0), MOST_AHEAD)
+        for spec in full:
+            _check_coded(kernels, spec.head_dim, size)
+        pages = coded.pages * coded.page_bytes
+    per_block = _token_bytes(full, kv, itemsize, coded, drafter) * size
+    kept = 1 if kv == "fp8" else itemsize
+    windows = plan_windows(slid, size, *step, MOST_AHEAD, kept, room - pages, per_block)
+    return Caches(coded, windows, per_block, pages + sum(window.nbytes for window in windows))
 
 
 def _unknown_keys(keys: tuple[str, ...]) -> Fallback:
@@ -181,6 +208,21 @@ def _check_kv(kv: str, hardware: Hardware, dtype: str) -> None:
     if hardware.device == "cuda" and hardware.capability < FP8_CAPABILITY:
         has, needs = (".".join(map(str, c)) for c in (hardware.capability, FP8_CAPABILITY))
         raise UserError(f"kv fp8 needs a GPU of compute capability {needs}; {hardware.name} has {has}: keep it exact")
+
+
+def _check_coded(kernels: str, head_dim: int, block_size: int) -> None:
+    limits = KERNEL_LIMITS.get(kernels)
+    if limits and head_dim not in limits.dims:
+        dims = ", ".join(map(str, limits.dims))
+        raise UserError(
+            f"kv turboquant runs at head dims {dims} on the {kernels} kernels; this model's is {head_dim}: "
+            "ask for kv fp8"
+        )
+    if limits and block_size != limits.block_size:
+        raise UserError(
+            f"block_size is {block_size}; kv turboquant on the {kernels} kernels has blocks of {limits.block_size}: "
+            "leave it"
+        )
 
 
 def _token_bytes(

@@ -38,8 +38,8 @@ def window_layers(model: ModelConfig, context: int) -> dict[int, list[AttentionS
 
 def plan_windows(
     layers: dict[int, list[AttentionSpec]],  # by window
-    context: int,
     block_size: int,
+    context: int,
     max_seqs: int,
     max_rows: int,
     most_ahead: int,

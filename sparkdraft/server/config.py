@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkdraft import defaults
-from sparkdraft.config import EngineConfig, option
+from sparkdraft.config import ENGINE_FIELDS, EngineConfig, option
 from sparkdraft.core import UserError
 
 PREFIX = "SPARKDRAFT_"
@@ -108,9 +108,8 @@ class ServerConfig:
         return given or ([path.name, model] if path.exists() and path.name else [model])
 
 
-ENGINE_FIELDS: dict[str, Field[Any]] = {f.name: f for f in fields(EngineConfig)}
 SERVER_FIELDS: dict[str, Field[Any]] = {f.name: f for f in fields(ServerConfig) if f.name != "engine"}
-FIELDS = ENGINE_FIELDS | SERVER_FIELDS
+FIELDS = SERVER_FIELDS | ENGINE_FIELDS
 
 
 def default_of(name: str) -> Any:

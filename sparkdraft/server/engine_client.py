@@ -25,11 +25,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from sparkdraft.backend import ModelInfo
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import SamplingParams
 from sparkdraft.server import messages
 from sparkdraft.server.engine_errors import EngineError, RequestFailed, RequestRefused
-from sparkdraft.server.messages import Message, ModelInfo, TokenEvent
+from sparkdraft.server.messages import Message, TokenEvent
 
 COMMAND = (sys.executable, "-P", "-m", "sparkdraft.server.engine_process")  # -P: nothing from the current folder
 log = logging.getLogger(__name__)

@@ -1,9 +1,10 @@
-"""The engine's own process: loads the model, warms it up, then takes messages, steps, and sends what each step wrote.
+"""The engine's own process: loads a backend, then takes messages, steps it, and sends what each step wrote.
 
-A thread reads the socket, so that messages are there when a step ends and the process exits the moment its parent does,
-also while it loads or steps. Only the main thread writes, and it waits for the API only when more than a bounded amount
-is unsent; since the thread reads on meanwhile, neither side can wait for the other for ever. Grammars are compiled in
-threads before their requests reach the engine. Starting and restarting this process is engine_client.py's work.
+The backend is known by its protocol alone (sparkdraft/backend.py). A thread reads the socket, so that messages are
+there when a step ends and the process exits the moment its parent does, also while it loads or steps. Only the main
+thread writes, and it waits for the API only when more than a bounded amount is unsent. The reading thread goes on
+meanwhile, so the two sides never wait for each other. Grammars are compiled in threads before their requests reach the
+backend. Starting and restarting this process is left to engine_client.py.
 """
 
 from __future__ import annotations
@@ -24,22 +25,18 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from queue import SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+from sparkdraft.backend import Backend, LoadBackend, Report
 from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, StepOutput, TryLater, UserError
-from sparkdraft.defaults import usable_defaults
 from sparkdraft.server import messages
-from sparkdraft.server.messages import Message, ModelInfo, TokenEvent
-
-if TYPE_CHECKING:
-    from sparkdraft.llm import LLM
-    from sparkdraft.text.grammar import Grammar
+from sparkdraft.server.messages import Message, TokenEvent
 
 MOST_UNSENT = 1 << 20  # bytes the API may be behind before steps wait for it
 READ_SIZE = 1 << 18
 REPORT_EVERY = 0.1  # seconds between reports of loading
 COMPILE_THREADS = 2
-MOST_FAILURES = 8  # steps that fail in a row before the process gives up: it is not the requests' fault then
+MOST_FAILURES = 8  # steps in a row that fail before the process gives up: the requests are not at fault then
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +44,7 @@ class Compiled:
     """A thread is done with a request's grammar."""
 
     id: str
-    work: Future[Grammar]
+    work: Future[Any]
 
 
 class Wire:
@@ -94,29 +91,28 @@ class Wire:
             os._exit(0)  # nobody is left to work for: no step, no clean-up is worth waiting for
 
 
-class Service:
-    """The loop: messages, a step, its tokens."""
+class EngineLoop:
+    """The loop: messages, a step of the backend, its tokens."""
 
-    def __init__(self, llm: LLM, wire: Wire) -> None:
-        self.engine, self.wire = llm.engine, wire
+    def __init__(self, backend: Backend, wire: Wire) -> None:
+        self.backend, self.wire = backend, wire
         self._compilers = ThreadPoolExecutor(COMPILE_THREADS, "grammar")
-        self._compiling: dict[str, tuple[Future[Grammar], messages.Submit, SamplingParams]] = {}
+        self._compiling: dict[str, tuple[Future[Any], messages.Submit, SamplingParams]] = {}
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()  # by reason
         self._open: Counter[str] = Counter()  # by id: texts whose end has not been sent
         self._failures = 0  # steps in a row
-        self._num_trial_preempted = 0  # before the first user's request
         self._started = time.monotonic()
 
     def run(self) -> None:
         while True:
-            self._take(wait=not self.engine.has_work)
-            if self.engine.has_work:
+            self._take(wait=not self.backend.has_work)
+            if self.backend.has_work:
                 self._step()
 
     def _step(self) -> None:
         try:
-            outputs = self.engine.step()
+            outputs = self.backend.step()
         except Exception as error:
             self._failures += 1
             if self._failures == MOST_FAILURES:
@@ -127,14 +123,13 @@ class Service:
             self._send(outputs)
 
     def _fail_batch(self, error: Exception) -> None:
-        """What ran gets an error and what waits runs next. A broken device is left to a new process."""
-        if is_device_error(error):
-            raise error
+        """What ran gets an error and what waits runs next. A backend that cannot go on raises: a new process is left to
+        engine_client.py."""
+        lost = self.backend.fail_batch(error)
         traceback.print_exception(error)
-        self.engine.fail_batch()
         sentence = f"the engine failed in a step that this request was part of ({_told(error)}); its log says more"
-        for name in [name for name in self._open if not self.engine.knows(name)]:
-            self._finished["error"] += self._open.pop(name)
+        for name in lost:
+            self._finished["error"] += self._open.pop(name, 0)
             self.wire.send(messages.Refused(name, sentence, is_bug=True))
 
     def _take(self, wait: bool) -> None:
@@ -175,8 +170,7 @@ class Service:
             case messages.CountAnew():
                 self._counts.clear()
                 self._finished.clear()
-                self._num_trial_preempted = self.engine.scheduler.num_preempted
-                self.engine.forget_trials()
+                self.backend.reset_counts()
             case _:
                 raise AssertionError(f"{type(message).__name__} is not for the engine")
 
@@ -190,12 +184,12 @@ class Service:
         except Exception as error:
             self._refuse(request.id, error)
 
-    def _add(self, request: messages.Submit, params: SamplingParams, grammar: Grammar | None = None) -> None:
-        self.engine.add(request.prompt_ids, params, request.id, grammar)
+    def _add(self, request: messages.Submit, params: SamplingParams, grammar: Any = None) -> None:
+        self.backend.add(request.id, request.prompt_ids, params, grammar)
         self._open[request.id] = params.n
 
     def _compile(self, request: messages.Submit, params: SamplingParams, grammar: GrammarSpec) -> None:
-        work = self._compilers.submit(self.engine.grammars.compile, grammar)
+        work = self._compilers.submit(self.backend.compile_grammar, grammar)
         self._compiling[request.id] = work, request, params
         work.add_done_callback(lambda done: self.wire.inbox.put(Compiled(request.id, done)))
 
@@ -216,16 +210,16 @@ class Service:
             self.wire.send(messages.Refused(name, str(error), retry_after=wait))
             return
         traceback.print_exception(error)
-        with suppress(Exception):  # of a request that is in half
-            self.engine.abort(name)
+        with suppress(Exception):  # the request may be half added
+            self.backend.abort(name)
         self.wire.send(messages.Refused(name, f"the engine could not take the request: {_told(error)}", is_bug=True))
 
     def _abort(self, name: str) -> None:
         try:
-            self.engine.abort(name)
+            self.backend.abort(name)
         except Exception as error:  # of steps that were in the air, which an abort brings down
             self._fail_batch(error)
-            self.engine.abort(name)
+            self.backend.abort(name)
         work, _, params = self._compiling.pop(name, (None, None, None))
         if work is not None and params is not None:
             work.cancel()
@@ -233,22 +227,12 @@ class Service:
             self._send([StepOutput(name, i, [], "", FinishReason.ABORT) for i in range(params.n)])
 
     def _status(self) -> dict[str, Any]:
-        engine, counts = self.engine, self._counts
-        return {
-            "running": len(engine.scheduler.running),
-            "waiting": len(engine.scheduler.waiting),
+        """What the backend says of itself, and what this process has counted."""
+        counted = ("steps", "tokens_generated", "prompt_tokens", "cached_prompt_tokens")
+        return asdict(self.backend.status()) | {
             "compiling": len(self._compiling),
-            "kv_blocks_free": engine.pool.num_free,
-            "kv_blocks_total": engine.pool.num_blocks,
-            "block_size": engine.plan.block_size,
-            "steps": counts["steps"],
-            "tokens_generated": counts["tokens_generated"],
-            "prompt_tokens": counts["prompt_tokens"],
-            "cached_prompt_tokens": counts["cached_prompt_tokens"],
-            "preemptions": engine.scheduler.num_preempted - self._num_trial_preempted,
+            **{name: self._counts[name] for name in counted},
             "finished": dict(self._finished),
-            "drafting": engine.drafting.so_far().as_dict(),
-            "kv_errors": engine.kv_errors(),
             "uptime": time.monotonic() - self._started,
         }
 
@@ -256,55 +240,24 @@ class Service:
 # ---- loading
 
 
-def load(options: dict[str, Any], wire: Wire) -> LLM:
-    """The model, ready for real requests; the API hears how far it is."""
-    wire.send(messages.Loading("opening"))
-    from sparkdraft.llm import LLM  # brings torch, which takes a second or two
-    from sparkdraft.server.warm_up import warm_up
+def load_engine(options: dict[str, Any], report: Report) -> Backend:
+    """The project's own engine: the one place where the server names a backend."""
+    from sparkdraft.engine.backend import load_backend  # brings torch, which takes a second or two
 
-    last = 0.0
-
-    def report(done: int, total: int) -> None:
-        nonlocal last
-        if done >= total or time.monotonic() - last > REPORT_EVERY:
-            last = time.monotonic()
-            wire.send(messages.Loading("weights", done, total))
-        if done >= total:
-            wire.send(messages.Loading("warm-up"))
-
-    llm = LLM(progress=report, **options)
-    warm_up(llm.engine, lambda done, total: wire.send(messages.Loading("warm-up", done, total)))
-    gc.freeze()  # what is loaded stays: searching it for garbage would take 2 ms now and then, in the middle of a step
-    return llm
+    return load_backend(options, report)
 
 
-def model_info(llm: LLM, model: str) -> ModelInfo:
-    from sparkdraft.plan.resolve import Fallback
+class LoadReport:
+    """Tells the API how far loading is: each stage when it begins and ends, and now and then in between."""
 
-    plan, block = llm.plan, llm.engine.drafting.block
-    sampling, problems = usable_defaults(llm.checkpoint.generation)
-    plan.fallbacks.extend(Fallback(f"the model's default {name} is not used", why) for name, why in problems.items())
-    facts = asdict(plan)
-    del facts["fallbacks"], facts["memory"]
-    facts |= {"kv_tokens": plan.num_blocks * plan.block_size, "max_draft": llm.engine.drafting.max_depth}
-    caps = block.drafter.caps if block else None
-    return ModelInfo(
-        model=model,
-        model_type=llm.model_config.model_type,
-        max_model_len=plan.max_model_len,
-        vocab_size=llm.model_config.vocab_size,
-        tokenizer=llm.tokenizer.raw.to_str(),
-        special=llm.checkpoint.special,
-        eos_ids=sorted(llm.tokenizer.eos_ids),
-        chat_template=llm.checkpoint.chat_template,
-        sampling=sampling,
-        plan=plan.describe(),
-        plan_facts=facts,
-        fallbacks=[asdict(fallback) for fallback in plan.fallbacks],
-        drafter={"name": caps.name, "block_size": caps.block_size} if caps else None,
-        created=int(time.time()),
-        facts=[asdict(fact) for fact in llm.facts()],
-    )
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._said, self._at = ("", 0), 0.0  # the stage with its total, and when it was last sent
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if (stage, total) != self._said or done >= total or time.monotonic() - self._at > REPORT_EVERY:
+            self._said, self._at = (stage, total), time.monotonic()
+            self._wire.send(messages.Loading(stage, done, total))
 
 
 def die(wire: Wire, error: BaseException, final: bool) -> NoReturn:
@@ -315,38 +268,29 @@ def die(wire: Wire, error: BaseException, final: bool) -> NoReturn:
     os._exit(1)
 
 
-def is_device_error(error: BaseException) -> bool:
-    """Whether the GPU reported it: its context may be lost, and every tensor with it. Too little memory is not that.
-
-    What a library reports in its own way (Triton, cuBLAS) is found by Engine.fail_batch, which waits for the GPU.
-    """
-    import torch
-
-    return isinstance(error, torch.AcceleratorError)
-
-
 def _told(error: BaseException) -> str:
     return (f"{type(error).__name__}: {error}".splitlines() or ["an unknown error"])[0]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None, load: LoadBackend = load_engine) -> None:
     """arguments: the number of the inherited socket, and the fields of EngineConfig as JSON."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes, and the server decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends it at once, whatever was inherited
     number, text = sys.argv[1:] if arguments is None else arguments
     os.set_inheritable(int(number), False)  # a compiler that loading starts must not keep it open
     wire = Wire(socket.socket(fileno=int(number)))
-    options = json.loads(text)
     try:
-        llm = load(options, wire)
-        wire.send(messages.Ready(model_info(llm, options.get("model", "smollm2"))))
+        wire.send(messages.Loading("opening"))
+        backend = load(json.loads(text), LoadReport(wire))
+        gc.freeze()  # what is loaded stays: searching it for garbage takes 2 ms now and then, in the middle of a step
+        wire.send(messages.Ready(backend.info))
     except UserError as error:
         die(wire, error, final=True)
     except BaseException as error:
         traceback.print_exc()
         die(wire, error, final=False)
     try:
-        Service(llm, wire).run()
+        EngineLoop(backend, wire).run()
     except BaseException as error:
         traceback.print_exc()
         die(wire, error, final=False)

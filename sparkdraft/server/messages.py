@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from operator import attrgetter
 from typing import Any
 
+from sparkdraft.backend import ModelInfo
 from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, StepOutput, TokenLogprob, UserError
 
 # ---- to the engine
@@ -53,27 +54,6 @@ class Loading:
     stage: str  # "opening", "weights", "warm-up"
     done: int = 0
     total: int = 0  # 0: not known
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """All that the API has to know of the model it serves."""
-
-    model: str  # as it was asked for
-    model_type: str
-    max_model_len: int
-    vocab_size: int
-    tokenizer: str  # the text of tokenizer.json
-    special: dict[str, Any]  # bos_token and so on as text, for the chat template
-    eos_ids: list[int]
-    chat_template: str | None
-    sampling: dict[str, float]  # what the model asks for where a request names nothing (defaults.py)
-    plan: str  # in words
-    plan_facts: dict[str, Any]  # device, dtype, kernels, max_seqs, kv_tokens, ...
-    fallbacks: list[dict[str, str]]  # name and reason of each
-    drafter: dict[str, Any] | None  # name and block_size
-    created: int  # seconds since 1970
-    facts: list[dict[str, str]] = field(default_factory=list)  # how it runs: name, value and reason of each
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from sparkdraft.text.tokenizer import Tokenizer
 from sparkdraft.text.tools import ToolFormat, tool_format
 
 if TYPE_CHECKING:
-    from sparkdraft.server.messages import ModelInfo
+    from sparkdraft.backend import ModelInfo
 
 RESERVED = {"template", "messages", "tools", "add_generation_prompt"}  # the template's own variables
 USUAL_CHARS = 8  # more than a token has on average, in any language: the opening of a longer text is tried first

@@ -1,9 +1,10 @@
 """The API's half of the warm-up: real requests on the whole way of a user's, before /health says ready.
 
-The engine has run all shapes by then (warm_up.py). What only the whole way pays for the first time is the template's
-compilation, the first use of routes, checks and parsers, and the rows of the template's own opening, which are the same
-for everybody and stay in the prefix cache. The application that takes these requests is one beside the users', so that
-its counters are not theirs; what it answers is of no interest, since whoever asks next is told what is wrong.
+The engine has run all shapes by then (engine/warm_up.py). What only the whole way pays for the first time is the
+template's compilation, the first use of routes, checks and parsers, and the rows of the template's own opening, which
+are the same for everybody and stay in the prefix cache. The application that takes these requests is one beside the
+users', so that its counters are not theirs; what it answers is of no interest, since whoever asks next is told what is
+wrong.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from sparkdraft.server.prompts import ModelText
 from sparkdraft.server.protocol.errors import ApiError, as_sentence, unavailable
 
 if TYPE_CHECKING:
+    from sparkdraft.backend import ModelInfo
     from sparkdraft.server.engine_client import EngineClient
-    from sparkdraft.server.messages import ModelInfo
 
 log = logging.getLogger(__name__)
 POLL = 0.05  # seconds between looks at the engine's state

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.engine.devices import detect
+from sparkdraft.engine.machine import detect
 from sparkdraft.models.registry import read_config
 from sparkdraft.spec.config import DraftConfig
 from sparkdraft.train.attention import WIDEST

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparkdraft import kernels
 from sparkdraft.config import EngineConfig
-from sparkdraft.engine.devices import detect
+from sparkdraft.engine.machine import detect
 from sparkdraft.models.blocks import Decoder
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.registry import architecture, read_config

@@ -256,7 +256,7 @@ def run(
             name = waiting.pop(0)
             prompt, length = jobs[name]
             engine.add(prompt, SamplingParams(max_tokens=length, temperature=0.9, seed=7, ignore_eos=True), name)
-        for name in [n for n in abort if engine.knows(n) and rng.random() < 0.2]:
+        for name in [n for n in abort if n not in waiting and rng.random() < 0.2]:
             engine.abort(name)
         for piece in engine.step():
             done.ids[piece.request_id] += piece.ids

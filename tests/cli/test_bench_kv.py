@@ -31,7 +31,7 @@ from sparkdraft.bench.kv import (
 from sparkdraft.cli.main import main
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.engine.build import make_plan
+from sparkdraft.engine.machine import plan_here
 from sparkdraft.llm import LLM
 from sparkdraft.models.config import uniform_config
 from sparkdraft.text.tokenizer import Tokenizer
@@ -151,7 +151,7 @@ def test_the_notation() -> None:
 def test_memory_is_what_the_plans_say() -> None:
     formats = parse_formats("fp8,k4v3,k4v3-full")
     own: dict[str, Any] = {"device": "cpu", "dtype": "float32", "spec": "off"}
-    plans = {fmt.name: make_plan(EngineConfig(**own, **fmt.options), TOY) for fmt in formats}
+    plans = {fmt.name: plan_here(EngineConfig(**own, **fmt.options), TOY) for fmt in formats}
     found, values = memories(plans, TOY, fraction=0.5), 2 * 2 * 32
     assert [each.bytes_per_token for each in found.values()][:2] == [4 * values, values]
     assert found["exact"].of_exact == 1 and found["fp8"].of_exact == pytest.approx(4, rel=1e-4)

@@ -19,8 +19,9 @@ from sparkdraft.bench.synthetic import Acceptance, SyntheticSampler, spans
 from sparkdraft.cli.main import main
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import Request, SamplingParams, UserError
-from sparkdraft.engine.build import DraftSource, build_engine, make_plan
+from sparkdraft.engine.build import DraftSource, build_engine
 from sparkdraft.engine.flight import Flight
+from sparkdraft.engine.machine import plan_here
 from sparkdraft.engine.sampler import SampleRow
 from sparkdraft.models.config import uniform_config
 from tests.cli.said import said
@@ -55,7 +56,7 @@ def toy_bench(acceptance: Acceptance | None, flies: bool = False, spec: str = "1
     draft = shapes.drafter_shape("dflash-3x", TOY)
     source = DraftSource(draft, shapes.RandomCheckpoint(draft, "cpu"))
     target = shapes.RandomCheckpoint(TOY, "cpu")
-    plan = make_plan(config, TOY, source)
+    plan = plan_here(config, TOY, draft)
     engine = build_engine(plan, config, TOY, target, shapes.SilentTokenizer(), source)
     if flies:
         engine.flight = Flight(engine.runner, engine.drafting.block, torch.device("cpu"), engine.drafting.choices)

@@ -12,7 +12,7 @@ from sparkdraft.cli.main import main, parser
 from sparkdraft.cli.options import engine_options
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.engine.devices import detect
+from sparkdraft.engine.machine import detect
 from sparkdraft.plan.hardware import usable_cores
 
 

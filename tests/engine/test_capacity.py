@@ -10,8 +10,9 @@ import torch
 from sparkdraft.bench.shapes import RandomCheckpoint, SilentTokenizer, shape
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import SamplingParams
-from sparkdraft.engine.build import build_engine, make_plan
+from sparkdraft.engine.build import build_engine
 from sparkdraft.engine.engine import Engine
+from sparkdraft.engine.machine import plan_here
 
 CONTEXT, WRITTEN, BLOCK = 32000, 64, 16
 # 8 K/V heads of 128. The number of layers does not change the ratio.
@@ -25,7 +26,7 @@ def made(kv: str) -> Engine:
         model="qwen3-0.6b", device="cuda", kv=kv, memory_fraction=POOL / free, max_seqs=30, max_model_len=CONTEXT + 768,
         prefix_cache=False, ngram=False, spec="off",
     )  # fmt: skip
-    plan = make_plan(config, MODEL)
+    plan = plan_here(config, MODEL)
     assert plan.memory.total <= POOL
     return build_engine(plan, config, MODEL, RandomCheckpoint(MODEL, "cuda"), SilentTokenizer())
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from sparkdraft.bench.shapes import RandomCheckpoint, SilentTokenizer, shape
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import SamplingParams
-from sparkdraft.engine.build import build_engine, make_plan
+from sparkdraft.engine.build import build_engine
+from sparkdraft.engine.machine import plan_here
 
 MODEL = replace(shape("qwen3-8b"), layers=shape("qwen3-8b").layers[:4])
 CHUNK, NUM_CHUNKS = 1024, 4
@@ -24,7 +25,7 @@ def prefilled(wait: bool) -> tuple[list[int], list[Tensor]]:
     config = EngineConfig(
         model="qwen3-8b", device="cuda", max_seqs=1, max_rows=CHUNK, max_model_len=length + 64, ngram=False, spec="off"
     )
-    plan = make_plan(config, MODEL)
+    plan = plan_here(config, MODEL)
     engine = build_engine(plan, config, MODEL, RandomCheckpoint(MODEL, "cuda"), SilentTokenizer())
     ids = torch.randint(0, MODEL.vocab_size, (length,), generator=torch.Generator().manual_seed(1)).tolist()
     engine.add(ids, SamplingParams(max_tokens=8, ignore_eos=True))

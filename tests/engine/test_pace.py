@@ -103,7 +103,7 @@ def test_a_long_prompt_shares_its_steps_with_all_who_decode_and_takes_whole_step
     limit = engine.pace.most_rows(3)
     engine.step()
     assert limit < 125 and runner.steps[-1] == [("a", 1), ("b", 1), ("c", 1), ("long", limit)]
-    while engine.knows("long"):
+    while "long" in engine._by_id:
         engine.step()
         assert [(name, 1) for name in "abc"] == runner.steps[-1][:3], "nobody misses a step"
     long_rows = [rows for step in runner.steps for name, rows in step if name == "long"]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
 
 import pytest
 
+import sparkdraft
 from sparkdraft.bench.shapes import SHAPES, drafter_shape
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
@@ -16,6 +21,20 @@ from sparkdraft.plan.sizes import kv_bytes_per_token
 
 LAPTOP = Hardware("cpu", "a laptop", 8, 12 << 30)
 SPARK = Hardware("cuda", "GB10", 20, 110 << 30, (12, 1))
+SMOLLM2 = {
+    "model_type": "llama",
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
 SMALL, LARGE = SHAPES["smollm2-135m"], SHAPES["qwen3-8b"]
 
 
@@ -105,3 +124,35 @@ def test_recordings_are_counted_in_the_plan() -> None:
     drafted = resolve(EngineConfig(), LARGE, SPARK, drafter=drafter_shape("dflash-5x", LARGE)).memory
     assert drafted.recordings > resolve(EngineConfig(), LARGE, SPARK).memory.recordings > 0
     assert drafted.total <= 0.85 * SPARK.free_bytes
+
+
+def test_a_plan_never_changes() -> None:
+    plan = resolve(EngineConfig(), SMALL, LAPTOP, native_problem="no C++ compiler")
+    with pytest.raises(FrozenInstanceError):
+        plan.num_blocks = 1  # type: ignore[misc]
+    assert isinstance(hash(plan), int), "all that it holds is immutable too"
+
+
+WITHOUT_TORCH = """
+import json, sys
+from sparkdraft.config import EngineConfig
+from sparkdraft.models.registry import read_config
+from sparkdraft.plan.hardware import Hardware
+from sparkdraft.plan.resolve import resolve
+from sparkdraft.spec.config import DraftConfig
+
+model, drafter = (json.load(open(path)) for path in sys.argv[1:])
+model, spark = read_config(model), Hardware("cuda", "GB10", 20, 110 << 30, (12, 1))
+plan = resolve(EngineConfig(kv="turboquant"), model, spark, drafter=DraftConfig.read(drafter))
+print(plan.kernels, plan.num_blocks > 0, plan.coded is not None, sorted({"torch", "triton"} & set(sys.modules)))
+"""
+
+
+def test_a_plan_is_made_from_a_config_file_without_torch(tmp_path: Path) -> None:
+    drafter = Path(sparkdraft.__file__).parent / "assets/smollm2-dflash/config.json"
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(SMOLLM2))
+    made = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, config, drafter], capture_output=True, text=True, check=True
+    )
+    assert made.stdout.split(maxsplit=3) == ["cuda", "True", "True", "[]\n"]

@@ -86,3 +86,19 @@ def test_models_and_kernels_that_can_not_be_coded(mode: str) -> None:
     on_a_cpu = resolve(config, MODEL, Hardware("cpu", "a laptop", 8, 60 << 30))
     assert on_a_cpu.kernels == "native" and on_a_cpu.coded and not on_a_cpu.graphs
     assert [f.name for f in on_a_cpu.fallbacks] == ["decode steps are launched one operator at a time"]
+
+
+def test_shapes_that_a_gpus_kernels_cannot_run() -> None:
+    config = EngineConfig(kv="turboquant")
+    laptop = Hardware("cpu", "a laptop", 8, 60 << 30)
+    for model, own, words in (
+        (
+            uniform_config("qwen3", 36, 4096, 12288, 32, 8, 96, 151936, 40960),
+            config,
+            "head dims 64, 128, 256 on the cuda kernels; this model's is 96",
+        ),
+        (MODEL, replace(config, block_size=32), "block_size is 32; kv turboquant on the cuda kernels has blocks of 16"),
+    ):
+        with pytest.raises(UserError, match=words):
+            resolve(own, model, H200)
+        assert resolve(own, model, laptop).coded, "a CPU runs any shape"

@@ -19,13 +19,14 @@ import httpx
 import openai
 import pytest
 
+from sparkdraft.backend import ModelInfo
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import FinishReason, SamplingParams, TokenLogprob
 from sparkdraft.server.app import create_app
 from sparkdraft.server.config import ServerConfig
 from sparkdraft.server.engine_client import EngineClient
 from sparkdraft.server.engine_errors import EngineError
-from sparkdraft.server.messages import ModelInfo, TokenEvent
+from sparkdraft.server.messages import TokenEvent
 from sparkdraft.server.run import Server, address_of, listen
 from tests.models.tiny import byte_tokenizer, write_tiny
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from sparkdraft.cli.main import parser
+from sparkdraft.config import ENGINE_FIELDS
 from sparkdraft.core import UserError
 from sparkdraft.server.config import CONTAINER_NAMES, FIELDS, OTHER_NAMES, PREFIX, ServerConfig, default_of, merge
 
@@ -139,3 +142,19 @@ def test_the_command_refuses_before_anything_is_loaded() -> None:
     command = [sys.executable, "-m", "sparkdraft.cli.main", "serve", "--host", "0.0.0.0"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 1 and "--allow-public" in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_the_docs_have_the_flags_of_the_code() -> None:
+    root = Path(__file__).parent.parent.parent
+    table = runpy.run_path(str(root / "tools/flag_table.py"))["table"]()
+    assert table in (root / "docs/api.md").read_text(encoding="utf-8"), "run tools/flag_table.py"
+
+
+@pytest.mark.parametrize("command", ["generate --prompt x", "chat", "demo", "serve", "bench accept"])
+def test_commands_take_the_same_engine_flags(command: str) -> None:
+    given = {name: True if isinstance(each.default, bool) else each.default for name, each in ENGINE_FIELDS.items()}
+    args = command.split()
+    for name, value in given.items():
+        args += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    found = vars(parser().parse_args(args))
+    assert {name: found[name] for name in given} == given

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, TokenLogprob, TryLater, UserError
-from sparkdraft.llm import LLM
+from sparkdraft.engine.backend import load_backend
 from sparkdraft.server import engine_client
 from sparkdraft.server.engine_client import FIRST_START, EngineClient, Mailbox, RestartPolicy, TokenStream
 from sparkdraft.server.engine_errors import EngineError, RequestRefused
-from sparkdraft.server.engine_process import Service, model_info
+from sparkdraft.server.engine_process import EngineLoop
 from sparkdraft.server.messages import Refused, Submit, TokenEvent, pack_params
 from sparkdraft.server.service import as_api_error
 from tests.models.tiny import write_tiny
@@ -140,7 +140,9 @@ def test_info_and_status(runner: asyncio.Runner, client: EngineClient, folder: P
 def test_a_default_that_can_not_be_used_is_a_fallback(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "llama", "llama")
     (folder / "generation_config.json").write_text('{"temperature": "hot", "top_p": 0.5, "eos_token_id": 2}')
-    info = model_info(LLM(model=str(folder), **OPTIONS), "tiny")  # type: ignore[arg-type]
+    stages: list[str] = []
+    info = load_backend(OPTIONS | {"model": str(folder)}, lambda stage, done, total: stages.append(stage)).info
+    assert sorted(set(stages), key=stages.index) == ["weights", "warm-up"]
     assert info.sampling == {"top_p": 0.5}
     assert "the model's default temperature is not used" in {fallback["name"] for fallback in info.fallbacks}
     assert "temperature 'hot'; it must be a number" in info.plan
@@ -182,20 +184,19 @@ def test_a_nested_schema_is_refused_and_nothing_dies(runner: asyncio.Runner, cli
 
 
 class Broken:
-    """An engine that meets a bug in one request."""
+    """A backend that meets a bug in one request."""
 
     has_work = False
 
     def __init__(self, error: Exception) -> None:
         self.error, self.added, self.aborted = error, 0, [""]
-        self.grammars = self
 
-    def compile(self, spec: GrammarSpec) -> str:
+    def compile_grammar(self, spec: GrammarSpec) -> str:
         if spec.text == "breaks":
             raise self.error
         return "compiled"
 
-    def add(self, prompt_ids: list[int], params: SamplingParams, name: str, grammar: str | None) -> None:
+    def add(self, name: str, prompt_ids: list[int], params: SamplingParams, grammar: str | None) -> None:
         self.added += 1
         assert (grammar == "compiled") is (params.grammar is not None), "it would be compiled again, within the steps"
         if name.startswith("bad"):
@@ -210,16 +211,16 @@ class Broken:
     "error", [KeyError("x"), RuntimeError("a\nb"), UserError("shorten it"), TryLater("soon", 7)], ids=str
 )
 def test_a_bug_that_one_request_meets_is_answered_to_it_alone(error: Exception) -> None:
-    engine, sent = Broken(error), []
+    backend, sent = Broken(error), []
     wire = SimpleNamespace(inbox=SimpleQueue(), send=sent.append)
-    service = Service(SimpleNamespace(engine=engine), wire)  # type: ignore[arg-type]
+    loop = EngineLoop(backend, wire)  # type: ignore[arg-type]
     held = [pack_params(SamplingParams(grammar=GrammarSpec("regex", text))) for text in ("breaks", "fine")]
     for name, params in (("bad", {}), ("grammar", held[0]), ("bad-held", held[1]), ("odd", {"n": []}), ("good", {})):
-        service._handle(Submit(name, PROMPT, params))
+        loop._handle(Submit(name, PROMPT, params))
     for _ in range(2):
-        service._handle(service.wire.inbox.get(timeout=10))
+        loop._handle(loop.wire.inbox.get(timeout=10))
     said = {message.id: message for message in sent}
-    assert said.keys() == {"bad", "grammar", "bad-held", "odd"} and engine.added == 3 and not service._compiling
+    assert said.keys() == {"bad", "grammar", "bad-held", "odd"} and backend.added == 3 and not loop._compiling
     is_ours = not isinstance(error, UserError)
     assert [said[name].is_bug for name in ("bad", "grammar", "bad-held", "odd")] == [is_ours] * 3 + [False]
     assert all("\n" not in message.sentence for message in said.values())

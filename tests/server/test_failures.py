@@ -23,7 +23,7 @@ HELD = 1302  # seed of a request that is still running when the one with BUG com
 SABOTAGE = f"""
 import sys, time, torch
 from sparkdraft.engine.runner import Runner
-from sparkdraft.server.engine_process import Service, main
+from sparkdraft.server.engine_process import EngineLoop, main
 
 run = Runner.run
 def broken(self, batch):
@@ -35,16 +35,16 @@ def broken(self, batch):
     return run(self, batch)
 Runner.run = broken
 
-step, num_held = Service._step, 0
+step, num_held = EngineLoop._step, 0
 def held(self):
     global num_held
-    scheduler = self.engine.scheduler
+    scheduler = self.backend.engine.scheduler
     seeds = {{request.params.seed for request in [*scheduler.running, *scheduler.waiting]}}
     num_held += {HELD} in seeds
     if num_held > 5 and {HELD} in seeds and {BUG} not in seeds:
         return time.sleep(0.001)
     step(self)
-Service._step = held
+EngineLoop._step = held
 sys.stderr = open(sys.argv[1], "a", buffering=1)
 main(sys.argv[2:])
 """

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparkdraft.backend import ModelInfo
 from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, StepOutput, TokenLogprob, UserError
 from sparkdraft.server import messages
-from sparkdraft.server.messages import Lines, Message, ModelInfo, TokenEvent, decode, encode
+from sparkdraft.server.messages import Lines, Message, TokenEvent, decode, encode
 
 text = st.text(st.characters(), max_size=20)  # new lines and all
 number = st.integers(0, 2**31)

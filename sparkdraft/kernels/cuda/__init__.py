@@ -43,7 +43,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Those of the compressed cache are written in Gluon, which is young: only who asks for them imports it."""
-    if name in ("TQ_BLOCK", "TQ_DIMS", "tq_attention", "tq_rope_write", "tq_write"):
+    if name in ("tq_attention", "tq_rope_write", "tq_write"):
         from sparkdraft.kernels.cuda import turboquant
 
         return getattr(turboquant, name)

@@ -2,15 +2,28 @@
 
 A plane holds whole powers of two of bits, so that no code straddles a byte; a block is what one rotation and one scale
 span. The memory plan counts with these numbers before anything is allocated; codes.py and rotation.py act on them.
+Which shapes the kernels of a device can run is stated here too, for the plan that refuses and the kernels that run.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from sparkdraft.core import UserError
 
 PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1)}  # bits of each plane, that of the lowest bits first
 SMALLEST, LARGEST = 16, 512  # of a block; below, its scale would cost more than a bit a coordinate
 SCALE_BYTES = 2  # float16
+
+
+class KernelLimits(NamedTuple):
+    """The shapes of a coded cache that one set of kernels can run."""
+
+    dims: tuple[int, ...]  # head dimensions
+    block_size: int  # positions of a block: what is unpacked at once, and a record beside the next
+
+
+KERNEL_LIMITS = {"cuda": KernelLimits((64, 128, 256), 16)}  # by the kernels' name; those not named run any shape
 
 
 def check_bits(bits: int, what: str = "bits") -> None:

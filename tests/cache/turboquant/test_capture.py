@@ -19,12 +19,14 @@ from sparkdraft.cache.turboquant.capture import CaptureKV
 from sparkdraft.cache.turboquant.format import TurboQuantKV
 from sparkdraft.cli.generate import coding_line
 from sparkdraft.core import SamplingParams
+from sparkdraft.engine.backend import EngineBackend
+from sparkdraft.engine.load import Loaded
 from sparkdraft.kernels import reference
 from sparkdraft.kernels.turboquant.vectors import VectorFormat
 from sparkdraft.kernels.view import AttentionParams, AttentionView
 from sparkdraft.llm import LLM
 from sparkdraft.models.layers import AttentionSpec, RopeSpec
-from sparkdraft.server.engine_process import Service
+from sparkdraft.server.engine_process import EngineLoop
 from sparkdraft.server.metrics import Metrics
 
 CAPTURE = {"kv": "turboquant", "tq_mode": "capture_only"}
@@ -61,7 +63,7 @@ def test_the_text_is_that_of_an_exact_cache_to_the_bit(wide_tiny: Path, options:
 
 
 def test_rows_are_counted_once_and_none_of_the_warm_up(captured: LLM) -> None:
-    captured.engine.forget_trials()
+    captured.engine.reset_counts()
     assert captured.kv_errors()["rows"] == 0 and captured.kv_errors()["key_error"] == 0
     prompt = [*range(100, 150)]
     captured.generate([prompt], SamplingParams(max_tokens=8, ignore_eos=True, num_draft=0))
@@ -76,8 +78,9 @@ def test_rows_are_counted_once_and_none_of_the_warm_up(captured: LLM) -> None:
 
 def test_errors_reach_the_status_the_metrics_and_the_command_line(captured: LLM) -> None:
     captured.generate([[5, 6, 7]], SamplingParams(max_tokens=2, ignore_eos=True))
-    service = Service(captured, SimpleNamespace())  # type: ignore[arg-type]
-    errors = json.loads(json.dumps(service._status()))["kv_errors"]
+    loaded = Loaded(captured.checkpoint, captured.model_config, captured.tokenizer, captured.engine)
+    loop = EngineLoop(EngineBackend(loaded, "tiny"), SimpleNamespace())  # type: ignore[arg-type]
+    errors = json.loads(json.dumps(loop._status()))["kv_errors"]
     assert errors == captured.kv_errors()
     metrics = Metrics()
     assert 'layer="' not in metrics.render()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sparkdraft.cache.turboquant.centre import TEXT
-from sparkdraft.core import SamplingParams, UserError
-from sparkdraft.engine import build
+from sparkdraft.core import SamplingParams
 from sparkdraft.llm import LLM, Completion
 
 OPTIONS = {"kv": "turboquant", "tq_ring_capacity": 24, "max_model_len": 256}
@@ -127,21 +125,3 @@ def test_the_embedded_model_reads_a_text_nearly_as_well_from_codes() -> None:
         assert len(scores) == 299 and llm.plan.kernels == "native"
         means.append(sum(scores) / len(scores))
     assert means[0] != means[1] and abs(means[0] - means[1]) < 0.02
-
-
-def test_kernels_that_do_not_know_these_codes_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Young(ModuleType):
-        def __getattr__(self, name: str) -> Any:
-            raise ImportError("cannot import name 'mma_v2'")
-
-    some = SimpleNamespace(tq_attention=print, TQ_DIMS=(64, 128), TQ_BLOCK=16)
-    for ops, said in (
-        (Young("young"), "needs the Gluon of Triton 3.6 .cannot import name 'mma_v2'"),
-        (some, "runs at head dims 64, 128 on the x kernels; this model's is 96"),
-    ):
-        monkeypatch.setattr(build.kernels, "load", lambda name, ops=ops: ops)
-        with pytest.raises(UserError, match=said):
-            build._check_coded("x", 96, 16)
-    build._check_coded("x", 128, 16)
-    with pytest.raises(UserError, match="block_size is 32; kv turboquant on the x kernels has blocks of 16"):
-        build._check_coded("x", 128, 32)

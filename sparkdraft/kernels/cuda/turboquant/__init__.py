@@ -28,12 +28,11 @@ from sparkdraft.kernels.cuda.turboquant.levels import as_they_lie, in_pairs
 from sparkdraft.kernels.cuda.turboquant.rotation import signs
 from sparkdraft.kernels.cuda.turboquant.write import write
 from sparkdraft.kernels.turboquant.codebook import codebook
-from sparkdraft.kernels.turboquant.layout import PLANES
+from sparkdraft.kernels.turboquant.layout import KERNEL_LIMITS, PLANES
 from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout
 from sparkdraft.kernels.view import AttentionParams, AttentionView
 
-TQ_DIMS = (64, 128, 256)
-TQ_BLOCK = 16  # positions of a block: what is unpacked at once, and a record beside the next
+DIMS, BLOCK_SIZE = KERNEL_LIMITS["cuda"]
 BLOCK_N = 64  # keys of a tile
 FEW_LANES = 16  # of a sequence, up to which programs of one warp take them
 LANES = {1: 8, 4: 64}  # of a program, by its warps
@@ -66,7 +65,7 @@ def _constants(layout: RecordLayout) -> Constants:
 
 def _check(layer: CodedLayer) -> None:
     layout, pages = layer.layout, layer.pages
-    assert layout.dim in TQ_DIMS and layout.block_size == TQ_BLOCK, f"head_dim {layout.dim}, blocks {layout.block_size}"
+    assert layout.dim in DIMS and layout.block_size == BLOCK_SIZE, f"head_dim {layout.dim}, blocks {layout.block_size}"
     assert layer.keys.correction == layer.values.correction == "unbiased", "the kernels know one scale"
     assert layer.records.stride(2) == 1 and layer.records.stride(1) % 16 == 0, layer.records.stride()
     assert (pages is None) == (layer.page_of is None) == (layer.first + layer.recent == 0), "pages serve uncoded rows"
@@ -89,10 +88,10 @@ def _write(
     run(
         write, (rows, heads + 2 * kv_heads),
         queries, k, v, records, pages, layer.page_of, signs(dim, k.device), layer.centre, slots,
-        len(records) * TQ_BLOCK, positions, table, q_norm, k_norm, 0 if table is None else table.stride(0), most, eps,
+        len(records) * BLOCK_SIZE, positions, table, q_norm, k_norm, 0 if table is None else table.stride(0), most, eps,
         queries.stride(0), queries.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         *records.stride()[:2], *((0, 0, 0) if pages is None else pages.stride()[:3]),
-        **_constants(layout).options(dim), STEPS=dim.bit_length() - 1, BLOCK_SIZE=TQ_BLOCK,
+        **_constants(layout).options(dim), STEPS=dim.bit_length() - 1, BLOCK_SIZE=BLOCK_SIZE,
         HEADS=heads, KV_HEADS=kv_heads, HAS_PAGES=pages is not None, CENTRED=layer.centre is not None,
         ROPE=table is not None, HALF=half, Q_NORM=q_norm is not None, K_NORM=k_norm is not None, num_warps=1,
     )  # fmt: skip

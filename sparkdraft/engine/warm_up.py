@@ -1,6 +1,6 @@
-"""Real requests of the shapes that will come, run before the server says that it is ready.
+"""Requests of the shapes that a server will get, run before it says that it is ready.
 
-Loading has compiled the kernels and measured a single request (Engine.warm_up); here prompts of several lengths,
+Loading has compiled the kernels and measured a single request (Engine.warm_up). Here prompts of several lengths,
 batches, sampling, a grammar and drafts under each run once, so that the first user's request is as fast as the tenth.
 The most usual shapes come first, and a slow machine stops when its time is up.
 """
@@ -11,13 +11,10 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from sparkdraft.core import GrammarSpec, SamplingParams, UserError
-
-if TYPE_CHECKING:
-    from sparkdraft.engine.engine import Engine
-    from sparkdraft.plan.resolve import Plan
+from sparkdraft.engine.engine import Engine
+from sparkdraft.plan.resolve import Plan
 
 BUDGET = {"cpu": 6.0, "cuda": 30.0}  # seconds
 BATCHES = (2, 4, 8, 16)
@@ -62,7 +59,7 @@ def warm_up(engine: Engine, report: Callable[[int, int], None]) -> None:
         if time.monotonic() > deadline:
             break
         run(engine, trial, numbers)
-    engine.forget_trials()
+    engine.reset_counts()
 
 
 def run(engine: Engine, trial: Trial, numbers: random.Random) -> None:
@@ -74,7 +71,7 @@ def run(engine: Engine, trial: Trial, numbers: random.Random) -> None:
             names.append(engine.add(ids, trial.params))
         except UserError:
             assert trial.params.grammar is not None, trial
-            return  # a tokenizer that grammars can not be had with: a request that wants one is told so
+            return  # a tokenizer that grammars cannot be had with: a request that wants one is told so
     while engine.has_work and not engine.scheduler.only_decoding:
         engine.step()
     for _ in range(STEPS - 1):

@@ -1,0 +1,110 @@
+"""The project's own engine as a backend of the server: implements `Backend` (sparkdraft/backend.py) with an Engine."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from sparkdraft.backend import BackendStatus, ModelInfo, Report
+from sparkdraft.config import EngineConfig
+from sparkdraft.core import GrammarSpec, SamplingParams, StepOutput
+from sparkdraft.defaults import usable_defaults
+from sparkdraft.engine.facts import facts
+from sparkdraft.engine.load import Loaded, load
+from sparkdraft.engine.warm_up import warm_up
+from sparkdraft.plan.resolve import Fallback
+from sparkdraft.text.grammar import Grammar
+
+
+def load_backend(options: dict[str, Any], report: Report) -> EngineBackend:
+    """The model that the options name, warm and ready for real requests."""
+    config = EngineConfig.of(**options)
+
+    def weights(done: int, total: int) -> None:
+        report("weights", done, total)
+        if done >= total:
+            report("warm-up", 0, 0)
+
+    loaded = load(config, weights)
+    warm_up(loaded.engine, lambda done, total: report("warm-up", done, total))
+    return EngineBackend(loaded, config.model)
+
+
+class EngineBackend:
+    def __init__(self, loaded: Loaded, model: str) -> None:
+        """model: its name, as it was asked for."""
+        self.engine = loaded.engine
+        self.info = model_info(loaded, model)
+
+    @property
+    def has_work(self) -> bool:
+        return self.engine.has_work
+
+    def compile_grammar(self, spec: GrammarSpec) -> Grammar:
+        return self.engine.grammars.compile(spec)
+
+    def add(
+        self, request_id: str, prompt_ids: list[int], params: SamplingParams, grammar: Grammar | None = None
+    ) -> None:
+        self.engine.add(prompt_ids, params, request_id, grammar)
+
+    def abort(self, request_id: str) -> None:
+        self.engine.abort(request_id)
+
+    def step(self) -> list[StepOutput]:
+        return self.engine.step()
+
+    def fail_batch(self, error: Exception) -> list[str]:
+        """What a library reports in its own way (Triton, cuBLAS) is found by Engine.fail_batch, which waits for the
+        GPU."""
+        if isinstance(error, torch.AcceleratorError):  # the GPU's context may be lost, and every tensor with it
+            raise error
+        return self.engine.fail_batch()
+
+    def status(self) -> BackendStatus:
+        engine = self.engine
+        return BackendStatus(
+            running=len(engine.scheduler.running),
+            waiting=len(engine.scheduler.waiting),
+            kv_blocks_free=engine.pool.num_free,
+            kv_blocks_total=engine.pool.num_blocks,
+            block_size=engine.plan.block_size,
+            preemptions=engine.scheduler.num_preempted,
+            drafting=engine.drafting.so_far().as_dict(),
+            kv_errors=engine.kv_errors(),
+        )
+
+    def reset_counts(self) -> None:
+        self.engine.reset_counts()
+
+
+def model_info(loaded: Loaded, model: str) -> ModelInfo:
+    engine, checkpoint, config = loaded.engine, loaded.checkpoint, loaded.model_config
+    plan, block = engine.plan, engine.drafting.block
+    sampling, problems = usable_defaults(checkpoint.generation)
+    fallbacks = engine.fallbacks
+    fallbacks += [Fallback(f"the model's default {name} is not used", why) for name, why in problems.items()]
+    plan_facts = asdict(plan)
+    del plan_facts["fallbacks"], plan_facts["memory"]
+    plan_facts |= {"kv_tokens": plan.num_blocks * plan.block_size, "max_draft": engine.drafting.max_depth}
+    caps = block.drafter.caps if block else None
+    return ModelInfo(
+        model=model,
+        model_type=config.model_type,
+        max_model_len=plan.max_model_len,
+        vocab_size=config.vocab_size,
+        tokenizer=loaded.tokenizer.raw.to_str(),
+        special=checkpoint.special,
+        eos_ids=sorted(loaded.tokenizer.eos_ids),
+        chat_template=checkpoint.chat_template,
+        sampling=sampling,
+        plan=plan.describe(fallbacks),
+        plan_facts=plan_facts,
+        fallbacks=[asdict(fallback) for fallback in fallbacks],
+        drafter={"name": caps.name, "block_size": caps.block_size} if caps else None,
+        created=int(time.time()),
+        facts=[asdict(fact) for fact in facts(engine)],
+    )
