@@ -105,10 +105,11 @@ def _grid(x: Axis, y: Axis, percent: bool) -> str:
 
 
 def _x_axis(values: list[float]) -> Axis:
-    """From the first value to the last, with as many ticks as have room for their numbers."""
+    """From the first value to the last, with as many ticks as fit; whole values get whole ticks."""
     low, high = _apart(min(values), max(values), 1.0)
     room = int((RIGHT - LEFT) / (LETTER * (len(_number(high, [low, high])) + 2)))
-    return Axis(low, high, LEFT, RIGHT, _ticks(low, high, round_step(high - low, min(room, 15))))
+    step = max(round_step(high - low, min(room, 15)), float(all(value == int(value) for value in values)))
+    return Axis(low, high, LEFT, RIGHT, _ticks(low, high, step))
 
 
 def _doubling_axis(values: list[float]) -> Axis:

@@ -48,6 +48,11 @@ def test_the_axes_follow_the_data() -> None:
     assert 50 < high < low < 290
 
 
+def test_whole_numbers_are_counted_in_ones() -> None:
+    root = draw(Panel("by position", [Line("all", [(k, 0.5) for k in range(1, 8)])], y_percent=True))
+    assert [w for w in texts(root) if w.isdecimal()] == list("1234567")
+
+
 def test_gaps_single_points_and_nothing_at_all() -> None:
     gap = Line("gap", [(1, 2.0), (2, math.nan), (3, math.inf), (4, 2.5)])
     root = draw(Panel("a", [gap, Line("dot", [(2, 2.0)]), Line("empty", [])]), Panel("flat", [Line("f", [(0, 3.0)])]))
