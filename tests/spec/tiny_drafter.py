@@ -117,8 +117,9 @@ class DraftHarness:
         source = open_drafter(str(folder))
         draft = DraftConfig.read(source.config)
         check_fits(draft, target.config)
-        self.caps = caps = caps_of(draft)
-        self.kv = DenseKV(caps.num_layers, caps.num_kv_heads, caps.head_dim, NUM_BLOCKS, BLOCK, dtype, self.device, ops)
+        self.caps, model = caps_of(draft), draft.model
+        heads = (model.num_kv_heads, model.head_dim)
+        self.kv = DenseKV(model.num_layers, *heads, NUM_BLOCKS, BLOCK, dtype, self.device, ops)
         self.kv.k.fill_(float("nan"))  # what was never written must never be read
         self.kv.v.fill_(float("nan"))
         pack = ops.PackedLinear.pack if kernel == "native" else None

@@ -8,7 +8,7 @@ first use. Sampling and the layout of the cache belong to others.
 from typing import Any
 
 from sparkdraft.kernels.cuda.attention import paged_attention
-from sparkdraft.kernels.cuda.elementwise import kv_write, qk_norm_rope, rms_norm, rope_write, silu_mul, tap
+from sparkdraft.kernels.cuda.elementwise import rms_norm, rope_write, silu_mul, tap
 from sparkdraft.kernels.cuda.facts import facts
 from sparkdraft.kernels.cuda.matmul import add_linear, norm_argmax, norm_gated, norm_linear, norm_logits
 from sparkdraft.kernels.cuda.recording import Recording
@@ -24,14 +24,12 @@ __all__ = [
     "draw",
     "embed",
     "facts",
-    "kv_write",
     "lay_out",
     "norm_argmax",
     "norm_gated",
     "norm_linear",
     "norm_logits",
     "paged_attention",
-    "qk_norm_rope",
     "rms_norm",
     "rope_write",
     "settle",
