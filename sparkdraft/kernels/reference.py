@@ -20,28 +20,6 @@ from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.quant.group import GroupQuant
 
 NAME = "reference"
-__all__ = [
-    "add_linear",
-    "draw",
-    "embed",
-    "group_linear",
-    "kv_write",
-    "lay_out",
-    "norm_argmax",
-    "norm_gated",
-    "norm_linear",
-    "norm_logits",
-    "paged_attention",
-    "qk_norm_rope",
-    "rms_norm",
-    "rope_write",
-    "settle",
-    "silu_mul",
-    "tap",
-    "tq_attention",
-    "tq_rope_write",
-    "tq_write",
-]
 
 
 def embed(ids: Tensor, table: Tensor | GroupQuant) -> Tensor:  # int32 [rows] -> [rows, hidden]

@@ -17,26 +17,6 @@ from sparkdraft.kernels.reference import draw, embed  # torch is at the ceiling,
 
 NAME = "cuda"
 
-__all__ = [
-    "NAME",
-    "Recording",
-    "add_linear",
-    "draw",
-    "embed",
-    "facts",
-    "lay_out",
-    "norm_argmax",
-    "norm_gated",
-    "norm_linear",
-    "norm_logits",
-    "paged_attention",
-    "rms_norm",
-    "rope_write",
-    "settle",
-    "silu_mul",
-    "tap",
-]
-
 
 def __getattr__(name: str) -> Any:
     """Those of the compressed cache are written in Gluon, which is young: only who asks for them imports it."""

@@ -28,39 +28,11 @@ from sparkdraft.kernels.reference import (
     settle,
     tq_attention,
     tq_rope_write,
-    tq_write,
 )
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.quant.group import GROUP, GroupQuant
 
-__all__ = [
-    "NAME",
-    "PackedLinear",
-    "Recording",
-    "add_linear",
-    "draw",
-    "embed",
-    "kv_write",
-    "lay_out",
-    "norm_argmax",
-    "norm_gated",
-    "norm_linear",
-    "norm_logits",
-    "paged_attention",
-    "qk_norm_rope",
-    "rms_norm",
-    "rope_write",
-    "sample",
-    "set_threads",
-    "settle",
-    "silu_mul",
-    "tap",
-    "tq_attention",
-    "tq_rope_write",
-    "tq_write",
-    "unavailable_reason",
-]
 NAME = "native"
 
 
