@@ -1,8 +1,8 @@
 """Stop strings in text that arrives in pieces.
 
 Text that could still be the beginning of a stop string is held back until it is or is not one, so what was given out
-never has to be taken back and any cut of the text into pieces gives the same result. Stop ids are the engine's
-business; this knows text only.
+never has to be taken back, and the result does not depend on how the text is divided into pieces. Stop ids are left to
+the engine; this module knows text only.
 """
 
 from __future__ import annotations
