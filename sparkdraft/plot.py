@@ -1,19 +1,20 @@
-"""Line charts as SVG text: panels below each other, one line a series, ticks at round numbers.
+"""Line charts as SVG text: panels below each other, one line per series, ticks at round numbers.
 
-Enough for acceptance by position and for a training run's curves, without a plotting library. Points that are no
-numbers are left out, so a line may have gaps; what is worth drawing is for the caller to say.
+This is the repository's only way to draw: acceptance by position, a training run's curves, a server's speed over
+concurrent streams. It needs no plotting library. Points that are not finite numbers are left out. What is worth
+drawing is left to the caller.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#7f3c8d")
 WIDTH, HEIGHT = 760, 340  # of a panel
-LEFT, RIGHT, TOP, FLOOR = 60, 610, 50, 290  # the lines' part of it; names stand right of it
+LEFT, RIGHT, TOP, FLOOR = 60, 610, 50, 290  # the lines' part of it; the legend is to its right
 LETTER = 7  # pixels, about
 
 
@@ -22,6 +23,7 @@ class Line:
     name: str
     points: list[tuple[float, float]]
     thick: bool = False  # and black: the one that matters
+    dashed: bool = False  # in the colour of the line before it, and without a name: the same thing measured otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +33,24 @@ class Panel:
     x_label: str = ""
     y_label: str = ""
     y_percent: bool = False  # shares: always drawn from 0 to 100 %
+    y_from_zero: bool = False
+    x_doubling: bool = False  # each doubling is equally wide, with ticks at the values that occur, all above 0
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Values low..high onto pixels first..last."""
+    """Maps values low..high to pixels first..last, in proportion to the value or to its logarithm."""
 
     low: float
     high: float
     first: float
     last: float
     ticks: list[float]
+    scale: Callable[[float], float] = float
 
     def at(self, value: float) -> float:
-        return self.first + (self.last - self.first) * (value - self.low) / (self.high - self.low)
+        low, high = self.scale(self.low), self.scale(self.high)
+        return self.first + (self.last - self.first) * (self.scale(value) - low) / (high - low)
 
 
 def svg(panels: Sequence[Panel]) -> str:
@@ -55,7 +61,7 @@ def svg(panels: Sequence[Panel]) -> str:
 
 
 def round_step(span: float, most: int) -> float:
-    """The smallest of 1, 2 or 5 times a power of ten that cuts 'span' into at most 'most' parts."""
+    """The smallest of 1, 2 or 5 times a power of ten that divides 'span' into at most 'most' parts."""
     power = 10.0 ** math.floor(math.log10(span / most))
     return next(power * factor for factor in (1, 2, 5, 10, 20) if span / (power * factor) <= most + 1e-9)
 
@@ -64,22 +70,26 @@ def round_step(span: float, most: int) -> float:
 
 
 def _panel(panel: Panel) -> str:
-    lines = [
-        Line(line.name, [p for p in line.points if all(map(math.isfinite, p))], line.thick) for line in panel.lines
-    ]
-    points = [p for line in lines for p in line.points] or [(0.0, 0.0)]
-    x = _x_axis([p[0] for p in points])
-    y = Axis(0, 1, FLOOR, TOP, [t / 5 for t in range(6)]) if panel.y_percent else _y_axis([p[1] for p in points])
+    lines = [replace(line, points=[p for p in line.points if all(map(math.isfinite, p))]) for line in panel.lines]
+    points = [p for line in lines for p in line.points] or [(1.0, 0.0)]
+    xs, ys = [p[0] for p in points], [p[1] for p in points] + [0.0] * panel.y_from_zero
+    x = _doubling_axis(xs) if panel.x_doubling else _x_axis(xs)
+    y = Axis(0, 1, FLOOR, TOP, [t / 5 for t in range(6)]) if panel.y_percent else _y_axis(ys)
     parts = [_text(LEFT, 28, panel.title, 'font-size="14" font-weight="bold"'), _grid(x, y, panel.y_percent)]
     parts.append(_text((LEFT + RIGHT) / 2, FLOOR + 38, panel.x_label, 'text-anchor="middle"'))
     parts.append(_text(LEFT, TOP - 6, panel.y_label))
-    for i, line in enumerate(lines):
-        colour, thick = ("#000", 3) if line.thick else (COLOURS[i % len(COLOURS)], 1.5)
-        look = f'stroke="{colour}" stroke-width="{thick}" stroke-linecap="round"'
+    named = 0
+    for line in lines:
+        named += not line.dashed
+        colour, width = ("#000", 3) if line.thick else (COLOURS[(named - 1) % len(COLOURS)], 1.5)
+        look = f'stroke="{colour}" stroke-width="{width}" stroke-linecap="round"'
+        dashes = ' stroke-dasharray="4 5"' if line.dashed else ""
         places = [f"{x.at(a):.1f},{y.at(b):.1f}" for a, b in line.points]
-        parts.append(f'<polyline points="{" ".join(places[:1] + places)}" fill="none" {look}/>')  # one is a dot
-        high = TOP + 12 + 20 * i
-        parts.append(f'<path d="M{RIGHT + 20} {high}h24" {look}/>{_text(RIGHT + 52, high + 4, line.name)}')
+        places = places[:1] + places  # the first point twice: a line of a single point is drawn as a dot
+        parts.append(f'<polyline points="{" ".join(places)}" fill="none" {look}{dashes}/>')
+        if not line.dashed:
+            high = TOP - 8 + 20 * named
+            parts.append(f'<path d="M{RIGHT + 20} {high}h24" {look}/>{_text(RIGHT + 52, high + 4, line.name)}')
     return "".join(parts)
 
 
@@ -95,10 +105,16 @@ def _grid(x: Axis, y: Axis, percent: bool) -> str:
 
 
 def _x_axis(values: list[float]) -> Axis:
-    """From the first value to the last, with as many ticks as have room for their numbers."""
+    """From the first value to the last, with as many ticks as fit; whole values get whole ticks."""
     low, high = _apart(min(values), max(values), 1.0)
     room = int((RIGHT - LEFT) / (LETTER * (len(_number(high, [low, high])) + 2)))
-    return Axis(low, high, LEFT, RIGHT, _ticks(low, high, round_step(high - low, min(room, 15))))
+    step = max(round_step(high - low, min(room, 15)), float(all(value == int(value) for value in values)))
+    return Axis(low, high, LEFT, RIGHT, _ticks(low, high, step))
+
+
+def _doubling_axis(values: list[float]) -> Axis:
+    low, high = _apart(min(values), max(values), min(values))
+    return Axis(low, high, LEFT, RIGHT, sorted(set(values)), math.log2)
 
 
 def _y_axis(values: list[float]) -> Axis:

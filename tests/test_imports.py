@@ -27,7 +27,6 @@ NO_TORCH = [
     "spec.stats",
     "spec.ngram",
     "spec.config",
-    "text.loops",
     "text.events",
     "text.grammar",
     "text.reasoning",

@@ -127,15 +127,15 @@ def elementwise_cases(cache: Cache, rows: int, spread: int) -> dict[str, tuple[i
     x, gate_up = randn(spread, rows, HIDDEN), randn(spread, rows, 2 * INTER)
     qkv = randn(spread, rows, (HEADS + 2 * KV_HEADS) * DIM)
     positions = torch.arange(rows, dtype=torch.int32, device="cuda")
-    k, v = qkv.view(spread, rows, -1, DIM)[:, :, HEADS:].split(KV_HEADS, dim=2)
     return {
         "rms_norm": (4 * HIDDEN, lambda i: cuda.rms_norm(x[i], weight, 1e-6)),
-        "qk_norm_rope": (
-            4 * (HEADS + KV_HEADS) * DIM + 4 * DIM,
-            lambda i: cuda.qk_norm_rope(qkv[i], positions, table, HEADS, KV_HEADS, norm, norm, 1e-6),
+        "rope_write": (
+            4 * HEADS * DIM + 2 * TOKEN_BYTES + 4 * DIM,
+            lambda i: cuda.rope_write(
+                qkv[i], positions, table, HEADS, KV_HEADS, norm, norm, 1e-6, cache.k, cache.v, positions
+            ),
         ),
         "silu_mul": (6 * INTER, lambda i: cuda.silu_mul(gate_up[i])),
-        "kv_write": (2 * TOKEN_BYTES, lambda i: cuda.kv_write(k[i], v[i], cache.k, cache.v, positions)),
     }
 
 

@@ -116,10 +116,11 @@ def bench_attention(cache: Cache, layers: list[CodedLayer], results: dict[str, o
 def bench_write(cache: Cache, layers: list[CodedLayer], results: dict[str, object]) -> None:
     for rows in (1, 16, CHUNK):
         slots = torch.arange(rows, dtype=torch.int32, device=cache.k.device)
-        k, v = cuda_kernels.randn(rows, KV_HEADS, DIM), cuda_kernels.randn(rows, KV_HEADS, DIM)
-        times = {"bf16": cuda_kernels.seconds([partial(cuda.kv_write, k, v, cache.k, cache.v, slots)] * 32)}
+        kv, table = cuda_kernels.randn(rows, 2 * KV_HEADS * DIM), torch.randn(CHUNK, DIM, device=slots.device)
+        rope = (kv, slots, table, 0, KV_HEADS, None, None, 1e-6)
+        times = {"bf16": cuda_kernels.seconds([partial(cuda.rope_write, *rope, cache.k, cache.v, slots)] * 32)}
         for layer in layers:
-            times[name_of(layer)] = cuda_kernels.seconds([partial(turboquant.tq_write, layer, k, v, slots)] * 32)
+            times[name_of(layer)] = cuda_kernels.seconds([partial(turboquant.tq_rope_write, layer, *rope, slots)] * 32)
         print(f"write {rows} rows:", ", ".join(f"{name} {time * 1e6:.1f} us" for name, time in times.items()))
         results[f"write {rows} rows"] = {name: round(time * 1e6, 2) for name, time in times.items()}
 

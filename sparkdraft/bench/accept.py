@@ -21,13 +21,14 @@ from sparkdraft.engine.engine import Engine
 from sparkdraft.llm import LLM
 from sparkdraft.plot import Line, Panel
 from sparkdraft.spec.stats import SpecStats
-from sparkdraft.text.loops import loop_start
+from sparkdraft.text.loops import LoopRule, loop_start
 from sparkdraft.weights.loader import Progress
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 ALL = "all"
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 FEW = 5  # steps: a share of fewer is chance, and not drawn
+LOOP = LoopRule(max_period=128, min_repeated=48)
 
 
 @dataclass(slots=True)
@@ -151,7 +152,7 @@ def measure(llm: LLM, params: SamplingParams, prompts: list[list[int]], done: Do
     total = engine.drafting.total
     row.stats = SpecStats(total.num_plain_steps - before.num_plain_steps, total.steps - before.steps)
     for trace in traces.values():
-        trace.count(row.no_loops, loop_start(trace.ids))
+        trace.count(row.no_loops, loop_start(trace.ids, LOOP))
     return row
 
 

@@ -28,7 +28,7 @@ def memory_bandwidth(device: str, threads: int = 1, repeats: int = 5) -> float:
 
 
 def matmul_rate(repeats: int = 20) -> float:
-    """Operations a second of a GPU, in bfloat16: so many matmuls in a row, as a prompt brings them."""
+    """Operations per second of a GPU, in bfloat16, over 'repeats' matmuls in a row, as in a prompt."""
     a, b = (torch.randn(SIDE, SIDE, device="cuda").bfloat16() for _ in range(2))
     out = a @ b
 

@@ -90,8 +90,7 @@ class Memory:
 def memories(plans: Mapping[str, Plan], model: ModelConfig, fraction: float) -> dict[str, Memory]:
     """By name of format. fraction: of the free memory, that may be used; the exact plan's figure of it counts for all.
 
-    Tokens are not cut at what plans are otherwise held to (1 GiB on a CPU, so many full contexts): that would hide what
-    a smaller format brings.
+    The limits that a plan puts on its cache do not apply: they would hide what a smaller format brings.
     """
     exact, values = plans[EXACT].memory, kv_bytes_per_token(model.attention, itemsize=1)
     room = int(exact.free * fraction) - exact.weights - exact.scratch
@@ -157,7 +156,7 @@ def divergence(exact: Tensor, other: Tensor) -> Tensor:
 
 
 def read_texts(tokenizer: Tokenizer, tokens: int) -> dict[str, list[int]]:
-    """Kind -> ids of its text, so many or all there are."""
+    """Kind -> the first 'tokens' ids of its text, or all of them."""
     texts = {kind: (HELDOUT / f"{kind}.txt").read_text(encoding="utf-8") for kind in KINDS}
     return {kind: tokenizer.encode(text, add_special=False)[:tokens] for kind, text in texts.items()}
 

@@ -225,7 +225,7 @@ class Bench:
         return ids
 
     def _max_tokens(self, load: Load) -> int:
-        """Past what is measured: drafts are cut where an output ends, and steps shall be alike to the last."""
+        """More than is measured: drafts are dropped at the end of an output, and all measured steps must be alike."""
         return load.output_len + head_start(self.engine, load) + 4 * (self.engine.drafting.max_depth + 1)
 
     def _prompts(self, waiting: set[str]) -> float:

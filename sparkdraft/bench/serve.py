@@ -4,7 +4,7 @@ A fixed number of streams is kept busy until the prompts of a class are through:
 a person waits for, and the sum is what the machine gives. Where the server can switch drafting off per request, the
 same prompts run plainly first, so that the speedup is of one machine in one state. Every prompt is sent once before
 anything is measured: a prefix cache then holds all of them, for every row alike. serve_prompts.jsonl was written for
-this. One request is for bench/serve_client, tables and plots for bench/serve_report.
+this. One request is for bench/serve_client, tables and charts for bench/serve_report.
 """
 
 from __future__ import annotations

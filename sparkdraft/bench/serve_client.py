@@ -111,7 +111,7 @@ class Client:
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(timeout, connect=10.0),
             limits=httpx.Limits(max_connections=streams + 1, max_keepalive_connections=streams + 1),
-            trust_env=not local,  # no proxy stands between a machine and itself
+            trust_env=not local,  # there is no proxy between a machine and itself
         )
 
     async def __aenter__(self) -> Client:

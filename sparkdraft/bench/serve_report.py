@@ -1,31 +1,26 @@
-"""What `bench serve` measured, for people: a markdown table, a JSON document and plots.
+"""What `bench serve` measured, for people: a markdown table, a JSON document and a page of charts.
 
 The table is made to be pasted into an issue as it is, with what was measured and how in the lines above it. Nothing is
-worked out here; the figures are bench/serve's.
+computed here; the figures are bench/serve's.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from sparkdraft.bench.serve import Result
+from sparkdraft.plot import Line, Panel, svg
 
-NO_PLOTS = "matplotlib is not installed, so there will be no plots; `pip install matplotlib` adds them"
 DRAFTS_FROM = {
     "responses": "Acceptance is what the responses say.",
     "metrics": "Acceptance is what the server's /metrics counted meanwhile, all its clients together.",
     None: "The server tells nothing of drafts.",
 }
 Row = dict[str, Any]
-
-
-def can_plot() -> bool:
-    return find_spec("matplotlib") is not None
 
 
 def summary(result: Result) -> dict[str, Any]:
@@ -98,74 +93,54 @@ def _pair(values: dict[str, float] | None, digits: int) -> str:
 
 
 def write(report: dict[str, Any], folder: Path) -> list[Path]:
-    """serve.json, serve.md and, where matplotlib is, the plots; returns what was written."""
-    files = [folder / "serve.json", folder / "serve.md"]
-    files[0].write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    files[1].write_text(markdown(report) + "\n", encoding="utf-8")
-    return files + (_plots(report, folder) if can_plot() else [])
+    """serve.json, serve.md and serve.svg; returns what was written."""
+    texts = {
+        "serve.json": json.dumps(report, indent=1) + "\n",
+        "serve.md": markdown(report) + "\n",
+        "serve.svg": svg(panels(report["rows"])),
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in texts]
 
 
-def _plots(report: dict[str, Any], folder: Path) -> list[Path]:
-    rows = report["rows"]
-    files = [
-        _by_streams(rows, folder / "speed.png", "tokens a second, all streams together", lambda row: row["tok_s"]),
-        _by_streams(rows, folder / "ttft.png", "ms to the first token, p50", lambda row: _p50(row["ttft_ms"])),
-        _by_streams(rows, folder / "tpot.png", "ms for each token after it, p50", lambda row: _p50(row["tpot_ms"])),
+def panels(rows: list[Row]) -> list[Panel]:
+    """Speed and times over the number of streams, and acceptance by position where the server tells it."""
+    found = [
+        _by_streams(rows, "speed", "tokens per second, all streams together", lambda row: row["tok_s"]),
+        _by_streams(rows, "time to the first token", "ms, p50", lambda row: _p50(row["ttft_ms"])),
+        _by_streams(rows, "time per token after the first", "ms, p50", lambda row: _p50(row["tpot_ms"])),
     ]
-    if any(row["per_position"] for row in rows):
-        files.append(_by_position(rows, folder / "acceptance.png"))
-    return files
+    return found + ([_by_position(rows)] if any(row["per_position"] for row in rows) else [])
 
 
 def _p50(values: dict[str, float] | None) -> float | None:
     return values["p50"] if values else None
 
 
-def _by_streams(rows: list[Row], path: Path, label: str, value: Callable[[Row], float | None]) -> Path:
-    """One line a class over the number of streams, the plain run dashed in the same colour."""
-    figure, axes = _axes()
-    for i, name in enumerate(dict.fromkeys(row["class"] for row in rows)):
+def _by_streams(rows: list[Row], title: str, unit: str, value: Callable[[Row], float | None]) -> Panel:
+    """One line per class, and a dashed one for its run without drafting."""
+    lines = []
+    for name in dict.fromkeys(row["class"] for row in rows):
         mine = [row for row in rows if row["class"] == name]
-        for key, style in (("", "-"), ("plain", "--")):
-            points = [(row["streams"], value(row[key] if key else row)) for row in mine if not key or row.get(key)]
-            points = sorted((n, found) for n, found in points if found is not None)
-            if points:
-                xs, ys = zip(*points, strict=True)
-                axes.plot(xs, ys, f"o{style}", color=f"C{i}", label=name if not key else None, markersize=4)
-    streams = sorted({row["streams"] for row in rows})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(streams, [str(n) for n in streams])
-    axes.set_xlabel(
-        "streams at once" + (" (dashed: without drafting)" if any(row.get("plain") for row in rows) else "")
-    )
-    axes.set_ylim(bottom=0)
-    return _save(figure, axes, path, label)
+        lines.append(Line(name, _points((row["streams"], value(row)) for row in mine)))
+        plain = _points((row["streams"], value(row["plain"])) for row in mine if row.get("plain"))
+        lines += [Line(name, plain, dashed=True)] if plain else []
+    x_label = "streams at once" + (" (dashed: without drafting)" if any(line.dashed for line in lines) else "")
+    return Panel(title, lines, x_label, unit, y_from_zero=True, x_doubling=True)
 
 
-def _by_position(rows: list[Row], path: Path) -> Path:
-    """One line a class at the fewest streams: the share of drafting steps that accepted each position."""
-    figure, axes = _axes()
+def _points(found: Iterable[tuple[int, float | None]]) -> list[tuple[float, float]]:
+    return sorted((streams, value) for streams, value in found if value is not None)
+
+
+def _by_position(rows: list[Row]) -> Panel:
+    """One line per class at the fewest streams: the share of drafting steps that accepted each position."""
     fewest = min(row["streams"] for row in rows)
-    for row in rows:
-        if row["streams"] == fewest and row["per_position"]:
-            axes.plot(
-                range(1, len(row["per_position"]) + 1), row["per_position"], "o-", label=row["class"], markersize=4
-            )
-    axes.set_xlabel(f"position of the draft, at {fewest} {'stream' if fewest == 1 else 'streams'}")
-    axes.set_ylim(0, 1)
-    return _save(figure, axes, path, "share of the drafting steps that accepted it")
-
-
-def _axes() -> tuple[Any, Any]:
-    from matplotlib.figure import Figure  # the figure alone: no window, no global state
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    return figure, figure.add_subplot()
-
-
-def _save(figure: Any, axes: Any, path: Path, label: str) -> Path:
-    axes.set_ylabel(label)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
-    return path
+    lines = [
+        Line(row["class"], [(i + 1, share) for i, share in enumerate(row["per_position"])])
+        for row in rows
+        if row["streams"] == fewest and row["per_position"]
+    ]
+    x_label = f"position of the draft, at {fewest} {'stream' if fewest == 1 else 'streams'}"
+    return Panel("drafts accepted", lines, x_label, "share of the drafting steps", y_percent=True)

@@ -52,7 +52,7 @@ class Acceptance:
         return (low + high) / 2
 
     def steps(self, tokens: int) -> int:
-        """Steps that write at least so many tokens, on average."""
+        """Steps that write at least this many tokens, on average."""
         return -int(-tokens // self.length)
 
     def table(self, steps: int, streams: int, seed: int = 0) -> Table:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from sparkdraft.cli import bench_kv, bench_offline, bench_speed
 from sparkdraft.cli.bench_offline import numbers
-from sparkdraft.cli.console import note
 from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm, read_text, temperature_list
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import SamplingParams, UserError
@@ -77,7 +76,7 @@ def _configure_serve(serve: ArgumentParser) -> None:
     serve.add_argument("--requests", type=int, default=0, help="of each class (default: 8, or the streams if more)")
     serve.add_argument("--temperature", type=float, default=0.0, help="default 0")
     serve.add_argument("--ignore-eos", action="store_true", help="write on past the model's own end, up to the most")
-    serve.add_argument("--out", default="", metavar="FOLDER", help="write serve.json, serve.md and plots there")
+    serve.add_argument("--out", default="", metavar="FOLDER", help="write serve.json, serve.md and serve.svg there")
 
 
 def run(args: Namespace) -> int:
@@ -97,8 +96,6 @@ def _serve(args: Namespace) -> int:
     from sparkdraft.bench import serve, serve_report
 
     settings, folder = _serve_settings(args), Path(args.out) if args.out else None
-    if folder and not serve_report.can_plot():
-        note(serve_report.NO_PLOTS)
     result, status = serve.Result(settings), 0
     try:
         with progress(f"asking {settings.url}") as meter:

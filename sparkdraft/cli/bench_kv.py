@@ -285,7 +285,7 @@ def _panels(found: Mapping[str, Found]) -> list[Panel]:
             Line(name, [(s.context, s.decode_tok_s) for s in each.speeds if s.streams == streams], name == EXACT)
             for name, each in (others | {EXACT: exact}).items()
         ]
-        if len(lines[-1].points) > 1:  # one is no line
+        if len(lines[-1].points) > 1:  # a single point is not a line
             panels.append(Panel(f"decode speed, {streams} at once", lines, "tokens of context", "tokens a second"))
     return panels
 

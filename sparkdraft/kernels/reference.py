@@ -20,29 +20,6 @@ from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.quant.group import GroupQuant
 
 NAME = "reference"
-__all__ = [
-    "add_linear",
-    "draw",
-    "embed",
-    "find_pages",
-    "group_linear",
-    "kv_write",
-    "lay_out",
-    "norm_argmax",
-    "norm_gated",
-    "norm_linear",
-    "norm_logits",
-    "paged_attention",
-    "qk_norm_rope",
-    "rms_norm",
-    "rope_write",
-    "settle",
-    "silu_mul",
-    "tap",
-    "tq_attention",
-    "tq_rope_write",
-    "tq_write",
-]
 
 
 def embed(ids: Tensor, table: Tensor | GroupQuant) -> Tensor:  # int32 [rows] -> [rows, hidden]
@@ -153,6 +130,18 @@ def rope_write(
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
     _, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     kv_write(k, v, k_cache, v_cache, slots)
+
+
+def rope_queries(
+    q: Tensor,  # [rows, heads * head_dim], changed in place
+    positions: Tensor,  # int32 [rows]
+    table: Tensor,  # float32 [max_position, rotary_dim]: cosines, then sines
+    num_heads: int,
+    q_norm: Tensor | None,  # [head_dim]
+    eps: float,
+) -> None:
+    """For a layer that reads another's keys and values: norm and RoPE of its queries, and nothing is kept."""
+    qk_norm_rope(q, positions, table, num_heads, 0, q_norm, None, eps)
 
 
 def tq_rope_write(

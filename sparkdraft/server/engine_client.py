@@ -93,10 +93,6 @@ class EngineClient:
         return self._process.pid if self._process else None
 
     @property
-    def num_in_flight(self) -> int:
-        return len(self._mailboxes)
-
-    @property
     def retry_after(self) -> int:
         """Whole seconds until requests are likely to be taken: as long as the last start took, from the begin of this
         one. A start that takes longer is asked after every second."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class EngineError(Exception):
-    """The engine did not do what was asked; the sentence says why. retryable: the same may work a little later, after
-    about so many seconds."""
+    """The engine did not do what was asked; the sentence says why. retryable: the same request may work
+    later, after about 'retry_after' seconds."""
 
     def __init__(self, sentence: str, retryable: bool, retry_after: int = 1) -> None:
         super().__init__(sentence)

@@ -28,7 +28,7 @@ from sparkdraft.server.service import Service, as_api_error
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # a proxy that collects a stream is no use
+    (b"x-accel-buffering", b"no"),  # tells nginx not to buffer the stream
 ]
 DONE = b"data: [DONE]\n\n"
 

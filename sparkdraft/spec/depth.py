@@ -169,17 +169,6 @@ class DepthController:
         costs = self.costs.get(bucket_of(num_seqs, context), self.unmeasured)
         return costs.price(num_seqs).can_pay(self.depths, HOPED)
 
-    def describe(self) -> str:
-        """Learnt acceptance and milliseconds a step, by depth."""
-        shown = [d for d in (0, 1, 2, 3, 5, 7, 11, 15, 23, 31) if d <= self.max_depth]
-        accepted = "".join(f"{self.prior[d - 1]:>8.3f}" if d else f"{'':>8}" for d in shown)
-        lines = [f"{'depth':<26}" + "".join(f"{d:>8}" for d in shown), f"{'accepted, if reached':<26}" + accepted]
-        for (batch, context), costs in sorted(self.costs.items()):
-            name = f"ms, {1 << batch} x {256 << 2 * context} tokens"
-            cells = (f"{1e3 * costs.curve()[d]:.2f}" + ("" if costs.weight[d] else "~") for d in shown)
-            lines.append(f"{name:<26}" + "".join(f"{cell:>8}" for cell in cells))
-        return "\n".join([*lines, "~ estimated from its neighbours"])
-
     # ---- the parts
 
     def _park_all(self, states: Sequence[DepthState], bucket: Bucket, num: int) -> list[int]:

@@ -30,11 +30,8 @@ UNUSED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")  # training'
 
 
 def caps_of(draft: DraftConfig) -> DrafterCaps:
-    """All that the engine must know before the weights are read: above all the shape of the drafter's K/V."""
-    model = draft.model
-    spec, _ = model.uniform()
-    shape = (model.num_layers, spec.num_kv_heads, spec.head_dim)
-    return DrafterCaps("dflash", draft.taps, draft.block_size, draft.mask_token_id, *shape, model.max_position)
+    """What the engine must know of the drafter before its weights are read."""
+    return DrafterCaps("dflash", draft.taps, draft.block_size, draft.mask_token_id)
 
 
 class BlockAttention(Attention):
@@ -90,7 +87,7 @@ class DFlash:
     def observe(self, taps: Tensor, positions: Tensor, slots: Tensor) -> None:
         features = self.fc.linear(taps.view(taps.shape[0], -1))  # [rows, hidden]
         context = self.ops.norm_linear(Normed(features, self.hidden_norm), self.context_kv)
-        width = 2 * self.caps.num_kv_heads * self.caps.head_dim
+        width = context.shape[1] // len(self.layers)  # K and V of one layer
         for i, (attention, kv) in enumerate(zip(self.attention, self.kv.layers, strict=True)):
             attention.keep(context[:, i * width : (i + 1) * width], positions, kv, slots)
 
@@ -134,7 +131,7 @@ class DFlash:
 
 
 def build(draft: DraftConfig, load: Loader, ops: ModuleType, target: Decoder, context: int, kv: DenseKV) -> DFlash:
-    """The drafter of a checkpoint, its K/V in 'kv' (shaped as `caps_of` says); 'context' is the target's."""
+    """The drafter of a checkpoint, its K/V in 'kv' (layers and heads as in its config); 'context' is the target's."""
     prefix, model = _prefix(load), draft.model
     fc = load.linear({f"{prefix}fc": model.hidden_size}, len(draft.taps) * draft.target_hidden_size)
     hidden_norm = load_norm(model, load, f"{prefix}hidden_norm")

@@ -21,10 +21,6 @@ class DrafterCaps:
     taps: tuple[int, ...]  # target blocks whose residual it reads, in the order of its input
     block_size: int  # rows of its block, the anchor included: it drafts at most one less
     mask_id: int  # the id that stands for what is to be drafted
-    num_layers: int  # its K/V: layers, heads and their width
-    num_kv_heads: int
-    head_dim: int
-    trained_context: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ GPT2 = "gpt2"  # built into the library
 DIGITS = "digits"  # every digit a word of its own, then as GPT-2
 # Metadata name -> rule. llama.cpp's own rule for smollm is DIGITS, with which the model was trained; transformers
 # reads these files with GPT2, and the ids here are those of transformers. They differ where more than one blank
-# stands before a digit ("\n\n1."), and nowhere else.
+# is before a digit ("\n\n1."), and nowhere else.
 RULES = {
     "default": GPT2,
     "gpt-2": GPT2,

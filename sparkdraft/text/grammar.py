@@ -126,7 +126,7 @@ class Grammar:
 
 
 class GrammarState:
-    """Where one request stands in its grammar. Not thread-safe; the ids it was given are kept to come back to."""
+    """The state of one request in its grammar. Not thread-safe; the ids it was given are kept to come back to."""
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar

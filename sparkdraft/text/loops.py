@@ -1,27 +1,60 @@
-"""Where a text begins to repeat itself for good: small models often end in a loop, and loops are easy to draft.
+"""Texts that end in a loop: small models often repeat themselves until they are stopped, and loops are easy to draft.
 
-A loop is exact (every id equals the one a period before), lasts to the end of the text and has been seen once before it
-is called one. What is done with the rest of such a text, cut or kept, is the caller's business.
+A text ends in a loop of some period if every id of its end equals the id one period before. A `LoopRule` says how long
+periods may be and how many ids must repeat. `find_loops` is the definition; `ends_in_loop` answers yes or no for many
+texts at once on the device they are on. What is done with a loop (training cuts it, the evaluation does not count it)
+is left to the caller.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
 
 
-def loop_start(ids: Sequence[int], longest: int = 128, tail: int = 48) -> int:
-    """The first id that only repeats; len(ids) where the text does not end in a loop.
+@dataclass(frozen=True, slots=True)
+class LoopRule:
+    max_period: int  # longer periods are not looked for
+    min_repeated: int  # ids that must repeat, and never fewer than one period
 
-        0 .......... one full cycle | start ................ len(ids)      ids[i] == ids[i - period] from start on
 
-    For some period up to 'longest' the repetition must be at least 'tail' ids and one period long; of several periods
-    that fit (any multiple of one does) the smallest start counts.
+class Loop(NamedTuple):
+    start: int  # the first id that only repeats: ids[i] == ids[i - period] from here to the end
+    period: int
+
+
+def find_loops(ids: Sequence[int] | np.ndarray, rule: LoopRule) -> Iterator[Loop]:
+    """Every loop that the text ends in, shortest period first; a multiple of a period is often one too.
+
+    0 ........ one period | start ........ the end
     """
-    best = len(ids)
-    for period in range(1, longest + 1):
-        start = len(ids)
-        while start > period and ids[start - 1] == ids[start - 1 - period]:
-            start -= 1
-        if len(ids) - start >= max(tail, period):
-            best = min(best, start)
-    return best
+    ids = np.asarray(ids)
+    for period in range(1, min(rule.max_period, len(ids) - rule.min_repeated) + 1):
+        different = np.flatnonzero(ids[period:] != ids[:-period])
+        start = period + (int(different[-1]) + 1 if len(different) else 0)
+        if len(ids) - start >= max(rule.min_repeated, period):
+            yield Loop(start, period)
+
+
+def loop_start(ids: Sequence[int] | np.ndarray, rule: LoopRule) -> int:
+    """The earliest start of a loop that the text ends in; len(ids) if there is none."""
+    return min((loop.start for loop in find_loops(ids, rule)), default=len(ids))
+
+
+def ends_in_loop(recent: Tensor, num_ids: Tensor, rule: LoopRule) -> Tensor:
+    """Whether `find_loops` finds any, per text: bool [texts].
+
+    recent  [texts, max_period + min_repeated]  the last ids of each text, whatever comes before a shorter text
+    num_ids [texts]                             how long each text is
+    """
+    period, repeated = rule.max_period, rule.min_repeated
+    assert period <= repeated and recent.shape[1] == period + repeated, (rule, recent.shape)
+    end = recent[:, None, period:]
+    equal = (recent.unfold(1, repeated, 1)[:, :period] == end).all(-1)  # [texts, max_period], longest period first
+    needed = torch.arange(period + repeated, repeated, -1, device=equal.device)  # the ids that each period looks at
+    return (equal & (num_ids[:, None] >= needed)).any(1)

@@ -1,8 +1,8 @@
 """Stop strings in text that arrives in pieces.
 
 Text that could still be the beginning of a stop string is held back until it is or is not one, so what was given out
-never has to be taken back and any cut of the text into pieces gives the same result. Stop ids are the engine's
-business; this knows text only.
+never has to be taken back, and the result does not depend on how the text is divided into pieces. Stop ids are left to
+the engine; this module knows text only.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from collections.abc import Sequence
 
 class StopFinder:
     """The stop that is complete first ends the text, the longest if several end there: it is known the moment it is
-    complete, so no token is computed in vain. 'include' keeps the stop string itself in the text."""
+    complete, so no token is computed in vain."""
 
-    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+    def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in dict.fromkeys(stops) if stop]
         self._longest = max(map(len, self._stops), default=0)
-        self._include = include
         self._held = ""
         self._done = False
 
@@ -32,8 +31,7 @@ class StopFinder:
         if found is None:
             return self._give(self._safe()), False
         self._done = True
-        begin, end = found
-        out = self._held[: end if self._include else begin]
+        out = self._held[:found]
         self._held = ""
         return out, True
 
@@ -45,13 +43,10 @@ class StopFinder:
         out, self._held = self._held[:count], self._held[count:]
         return out
 
-    def _first(self) -> tuple[int, int] | None:
-        """Where the first stop begins and ends."""
+    def _first(self) -> int | None:
+        """Where the stop that ends first begins."""
         ends = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if not ends:
-            return None
-        end, begin = min(ends)
-        return begin, end
+        return min(ends)[1] if ends else None
 
     def _safe(self) -> int:
         """How much of the held text comes before the longest suffix that may begin a stop."""

@@ -70,9 +70,6 @@ class Tokenizer:
         for source in (config or {}, generation or {}):
             ends.update(_ids(source.get("eos_token_id")))
         self.eos_ids: frozenset[int] = frozenset(index for index in ends if index is not None)
-        starts = _ids((config or {}).get("bos_token_id"))
-        bos = self._id_of("bos_token")
-        self.bos_id: int | None = bos if bos is not None else next(iter(starts), None)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Tokenizer:

@@ -99,7 +99,7 @@ def make_corpus(
     target: Target,
     folder: str | Path,
     prompts_file: str | None = None,
-    synthesise: int = 0,  # self-written prompts that the corpus shall have in all
+    synthesise: int = 0,  # self-written prompts that the corpus has in the end
     max_new: int = 384,
     greedy_share: float = 0.5,
     temperatures: Temperatures = SAMPLED,
@@ -206,7 +206,7 @@ def _own_prompts(
         prompts += more
         if len(more) < LEAST_KEPT * number:
             break
-    desk.counts.held += desk.num_held(SELF)  # those that no line of the file stands for
+    desk.counts.held += desk.num_held(SELF)  # those without a line in the file
     seconds = time.perf_counter() - begin
     return prompts[:wanted], {
         "asked": asked,

@@ -89,11 +89,11 @@ def export(
         _write_shards(place, stored, shard_bytes)
 
 
-# ---- the words
+# ---- the configs
 
 
 def _zlab_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    DraftConfig.read(config)  # what we would not load, nobody shall get
+    DraftConfig.read(config)  # refuses what we could not load ourselves
     return {**{k: v for k, v in config.items() if k != "quantization_config"}, "dtype": "bfloat16"}
 
 
@@ -134,7 +134,7 @@ def speculators_config(config: Mapping[str, Any], target: ExportTarget | None) -
     }
     if DraftConfig.read(written) != replace(draft, num_target_layers=None):
         raise UserError(
-            "The speculators layout has no words for this drafter's masks or scales (causal full layers, windows that "
+            "The speculators layout cannot express this drafter's masks or scales (causal full layers, windows that "
             "differ, an embedding scale, a multiplier or a softcap): export it as zlab."
         )
     return written

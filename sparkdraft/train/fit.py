@@ -202,7 +202,7 @@ def fit(
     settings: FitSettings, folder: Path, device: str = "auto", every: int = 1000, report: Report = lambda entry: None,
     loading: Loading = nullcontext,
 ) -> int:  # fmt: skip
-    """Train to settings.steps, going on from the folder's last checkpoint, with one saved 'every' so many steps.
+    """Train to settings.steps, going on from the folder's last checkpoint, saving one every 'every' steps.
 
     Returns the steps that are done: fewer where a signal ended it.
     """

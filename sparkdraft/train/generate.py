@@ -29,6 +29,7 @@ from sparkdraft.kernels.view import AttentionView
 from sparkdraft.models.blocks import Step
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.plan.sizes import kv_bytes_per_token
+from sparkdraft.text.loops import LoopRule, ends_in_loop, find_loops
 from sparkdraft.train.corpus import Finish
 from sparkdraft.train.memory import target_step
 from sparkdraft.train.stop import Stop
@@ -36,7 +37,7 @@ from sparkdraft.train.target import Target
 
 CHECK = 16  # steps between two looks of the host
 BLOCK = 64  # positions of a cache block
-TAIL, LONGEST = 64, 64  # a loop: the last TAIL ids each equal the one a period before, of LONGEST at most
+LOOP = LoopRule(max_period=64, min_repeated=64)
 RUNNING = -1  # a seat's state; all others are those of Finish
 MOST_SEATS, CPU_SEATS = 4096, 8
 GPU_ROWS, CPU_ROWS = 16384, 512  # rows of prompts in one forward
@@ -174,12 +175,9 @@ class BulkGenerator:
 
     def _find_loops(self) -> None:
         """Seats that repeat themselves are done, unless their text has ended by itself."""
-        span = torch.arange(-TAIL - LONGEST, 0, device=self._length.device)
-        recent = self._written.gather(1, (self._length[:, None] + span).clamp_min(0))  # [seats, TAIL + LONGEST]
-        tail = recent[:, None, LONGEST:]
-        equal = (recent.unfold(1, TAIL, 1)[:, :LONGEST] == tail).all(-1)  # [seats, LONGEST]: the longest period first
-        needed = torch.arange(TAIL + LONGEST, TAIL, -1, device=equal.device)  # ids, all of the response
-        loops = (equal & ((self._length - self._num_prompt)[:, None] >= needed)).any(1)
+        span = torch.arange(-LOOP.max_period - LOOP.min_repeated, 0, device=self._length.device)
+        recent = self._written.gather(1, (self._length[:, None] + span).clamp_min(0))
+        loops = ends_in_loop(recent, self._length - self._num_prompt, LOOP)
         loops &= self._state != int(Finish.END)
         self._state.masked_fill_(loops, int(Finish.LOOP))
 
@@ -279,12 +277,9 @@ def sampled_rows(config: ModelConfig) -> int:
 
 
 def cut_loop(ids: Array) -> Array:
-    """A response that ends in a loop, cut two periods after the loop begins; any other as it is."""
-    for period in range(1, min(LONGEST, len(ids) - TAIL) + 1):
-        if np.array_equal(ids[-TAIL:], ids[-TAIL - period : -period]):
-            different = np.flatnonzero(ids[period:] != ids[:-period])
-            begin = int(different[-1]) + 1 if len(different) else 0
-            return ids[: begin + 2 * period]
+    """A response that ends in a loop, cut after the loop's second period; any other response as it is."""
+    for start, period in find_loops(ids, LOOP):
+        return ids[: start + period]
     return ids
 
 

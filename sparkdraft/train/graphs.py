@@ -16,7 +16,7 @@ import torch
 from sparkdraft.train.batches import TrainBatch
 
 EAGER = 3  # steps of a shape before it is recorded
-DOCUMENTS = 256  # batches are padded to a multiple of so many documents
+DOCUMENTS = 256  # batches are padded to a multiple of this number of documents
 
 
 @dataclass(slots=True)

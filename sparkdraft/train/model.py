@@ -153,7 +153,7 @@ class DraftModel(nn.Module):
     def scale_taps(self, taps: Tensor, keep: bool) -> None:
         """Learn from taps of unit size: 'taps' [rows, taps * hidden] show how large they are.
 
-        keep: the matrix that reads them has been trained, and shall mean what it did.
+        keep: the matrix that reads them has been trained, and is rescaled so that it computes the same as before.
         """
         self.tap_scale.copy_(taps.float().square().mean(0).clamp_min(1e-8).rsqrt())
         if keep:

@@ -27,8 +27,8 @@ class FitSettings:
     block: int = 16  # rows of the drafter's block, the anchor included
     widths: tuple[int, ...] = ()  # blocks are trained in these widths, mixed; empty: the block and half of it
     taps: tuple[int, ...] = ()  # target blocks it reads; empty: five, spread evenly
-    vocab: int = 0  # drafts only so many ids, the corpus's commonest; 0: all
-    mask_id: int = -1  # stands for what is to be drafted; -1: an id the target never learnt
+    vocab: int = 0  # the number of ids that can be drafted, the most common in the corpus; 0: all
+    mask_id: int = -1  # the id in place of what is to be drafted; -1: an id the target never learnt
     steps: int = 10000
     context: int = 16384  # tokens of text a step
     block_rows: int = 49152  # rows of all blocks of a step

@@ -1,4 +1,4 @@
-"""Ctrl-C and a polite kill, heard as a question that long work asks itself: shall I stop here? No torch."""
+"""SIGINT and SIGTERM as a flag that long work reads at places where it can stop. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Stop = Callable[[], bool]
 
 @contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """Within it neither ends the program: whoever works asks, and ends where nothing is lost."""
+    """Within it neither signal ends the program: the work asks, and stops where nothing is lost."""
     seen: list[int] = []
     kinds = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     old = {kind: signal.signal(kind, lambda number, frame: seen.append(number)) for kind in kinds}

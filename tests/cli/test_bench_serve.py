@@ -13,6 +13,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from starlette.applications import Starlette
@@ -156,10 +157,12 @@ def test_the_figures_are_those_of_the_script(
         assert row["same_text"] == count and row["plain"]["acceptance_length"] is None
     assert script.most == 2
     written = {path.name for path in out.iterdir()}
-    assert written == {"serve.json", "serve.md", "speed.png", "ttft.png", "tpot.png", "acceptance.png"}
+    assert written == {"serve.json", "serve.md", "serve.svg"}
     assert json.loads((out / "serve.json").read_text()) == report
     assert (out / "serve.md").read_text().strip() in printed and "| code | 1 |" in printed
-    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in written if name.endswith("png"))
+    drawn = ElementTree.parse(out / "serve.svg").getroot()
+    lines = [element for element in drawn.iter() if element.tag.endswith("polyline")]
+    assert sum("stroke-dasharray" in line.attrib for line in lines) == 9 and len(lines) == 3 * 6 + 3
 
 
 def test_the_same_prompts_run_plainly_and_drafted(url: str, script: Script, capsys: pytest.CaptureFixture[str]) -> None:
@@ -255,16 +258,6 @@ def test_an_unreachable_server_is_one_sentence(capsys: pytest.CaptureFixture[str
     assert main(["bench", "serve", "--url", f"http://127.0.0.1:{port}"]) == 1
     out, err = capsys.readouterr()
     assert out == "" and "can not be reached" in err and len(said(err)) == 1
-
-
-def test_without_matplotlib_there_is_a_sentence_and_no_plot(
-    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sparkdraft.bench.serve_report.find_spec", lambda name: None)
-    args = ("--concurrency", "1", "--classes", "qa", "--requests", "1", "--output-len", "8", "--out", str(tmp_path))
-    assert main(["bench", "serve", "--url", url, *args]) == 0
-    assert "matplotlib is not installed" in capsys.readouterr().err
-    assert {path.name for path in tmp_path.iterdir()} == {"serve.json", "serve.md"}
 
 
 # ---- the arithmetic, exactly

@@ -33,7 +33,6 @@ EOS = 256
 class ByteTokenizer:
     vocab_size = VOCAB
     eos_ids = frozenset({EOS})
-    bos_id = None
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         return list(text.encode())

@@ -95,7 +95,7 @@ def compile_launch(capability: int, launch: Launch) -> tuple[Any, dict[str, str]
 
 # The order of kernels that overlap (kernels/cuda/pdl.py)
 
-WEIGHTS = {"_rms_norm": {"weight"}, "_qk_norm_rope": {"q_norm", "k_norm"}}  # what may be read before the wait
+WEIGHTS = {"_rms_norm": {"weight"}, "_rope_write": {"q_norm", "k_norm"}}  # what may be read before the wait
 WEIGHTS |= {name: {"signs"} for name in ("write", "join", "turn_back")}
 
 

@@ -24,6 +24,7 @@ from tests.kernels.triton_device import (  # noqa: E402
     DEVICE,
     DTYPES,
     INTERPRET,
+    assert_close,
     compiled,
     gpu,
     gpu_only,
@@ -33,14 +34,6 @@ from tests.kernels.triton_device import (  # noqa: E402
 )
 
 __all__ = ["poisoned_empty"]  # a fixture that every test here takes
-
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-
-
-def assert_close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    worst = (got.float() - expected.float()).abs().max().item()
-    scale = max(1.0, expected.float().abs().max().item())  # bf16 keeps 8 bits: the error grows with the value
-    assert worst <= TOLERANCE[dtype] * scale, f"off by {worst}, largest value {scale}"  # NaN fails too
 
 
 # Elementwise
@@ -54,37 +47,6 @@ def assert_close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 def test_rms_norm(rows: int, dim: int, dtype: torch.dtype) -> None:
     x, weight = randn(rows, dim + 8, dtype=dtype)[:, :dim], randn(dim, dtype=dtype)  # a strided row
     assert_close(cuda.rms_norm(x, weight, 1e-5), reference.rms_norm(x.float(), weight, 1e-5), dtype)
-
-
-@gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norms", ["both", "none", "q"])
-@pytest.mark.parametrize(
-    "heads, kv_heads, head_dim, rotary_dim",
-    [(9, 3, 64, 64), (4, 2, 80, 80), (4, 1, 96, 32), (32, 8, 128, 128), (8, 1, 256, 64)],
-)
-def test_qk_norm_rope(
-    heads: int, kv_heads: int, head_dim: int, rotary_dim: int, norms: str, dtype: torch.dtype
-) -> None:
-    positions = integers([0, 3, 49, 7, 11])
-    qkv, table = randn(5, (heads + 2 * kv_heads) * head_dim, dtype=dtype), randn(50, rotary_dim).cos()
-    q_norm = None if norms == "none" else randn(head_dim, dtype=dtype)
-    k_norm = randn(head_dim, dtype=dtype) if norms == "both" else None
-    expected = qkv.clone()
-    reference.qk_norm_rope(expected, positions, table, heads, kv_heads, q_norm, k_norm, 1e-6)
-    untouched = qkv[:, (heads + kv_heads) * head_dim :].clone()
-    cuda.qk_norm_rope(qkv, positions, table, heads, kv_heads, q_norm, k_norm, 1e-6)
-    assert_close(qkv, expected, dtype)
-    assert torch.equal(qkv[:, (heads + kv_heads) * head_dim :], untouched), "V changed"
-
-
-@gpu
-def test_rope_of_padding_rows_stays_in_the_table() -> None:
-    qkv, table = randn(3, 4 * 64), randn(8, 64)
-    expected = qkv[:1].clone()
-    reference.qk_norm_rope(expected, integers([5]), table, 2, 1, None, None, 1e-6)
-    cuda.qk_norm_rope(qkv, integers([5, -1, 2**30]), table, 2, 1, None, None, 1e-6)
-    assert_close(qkv[:1], expected, torch.float32)
 
 
 @gpu
@@ -118,20 +80,6 @@ def test_taps_touch_their_own_layer_alone(shape: tuple[int, ...]) -> None:
     cuda.tap(residual, taps[:5], 1, positions)
     reference.tap(residual, expected[:5], 1, positions)
     assert torch.equal(taps, expected) and (taps != -1).sum() == 500
-
-
-@gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads, kv_heads, head_dim", [(9, 3, 64), (4, 2, 80), (32, 8, 128), (32, 32, 128)])
-def test_kv_write(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    qkv = randn(6, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
-    k, v = qkv.view(6, -1, head_dim)[:, heads:].split(kv_heads, dim=1)
-    slots = integers([0, 17, -1, 79, 33, -7])
-    caches = [randn(5, kv_heads, 16, head_dim, dtype=dtype) for _ in range(2)]
-    expected = [cache.clone() for cache in caches]
-    reference.kv_write(k, v, *expected, slots)
-    cuda.kv_write(k, v, *caches, slots)
-    assert all(torch.equal(got, want) for got, want in zip(caches, expected, strict=True))
 
 
 # Attention
@@ -235,10 +183,12 @@ def test_windows_and_full_attention(queries: list[int], contexts: list[int], win
 def test_keys_and_values_of_eight_bits(queries: list[int], contexts: list[int], dtype: torch.dtype) -> None:
     q, k, v, view = make_batch(queries, contexts, 32, 8, 128, dtype)
     check_attention(q, k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn), view)
-    rows = randn(9, 2, 64, dtype=dtype) * 100  # past what eight bits hold
+    kv = randn(9, 4 * 64, dtype=dtype) * 100  # past what eight bits hold
+    still = torch.tensor([1.0] * 32 + [0.0] * 32, device=DEVICE).view(1, 64)  # no rotation, so that all bits are told
     caches, expected = ([torch.zeros(4, 2, 16, 64, device=DEVICE).to(torch.float8_e4m3fn) for _ in "kv"] for _ in "ab")
+    slots = integers([0, 3, 17, 31, 40, -1, 63, 62, 5])
     for module, cache in ((cuda, caches), (reference, expected)):
-        module.kv_write(rows, rows + 1, *cache, integers([0, 3, 17, 31, 40, -1, 63, 62, 5]))
+        module.rope_write(kv.clone(), torch.zeros_like(slots), still, 0, 2, None, None, 1e-6, *cache, slots)
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(caches, expected, strict=True))
 
 

@@ -24,10 +24,9 @@ from sparkdraft.kernels.turboquant.codebook import codebook
 from sparkdraft.kernels.turboquant.codes import from_middle, pack, unpack
 from sparkdraft.kernels.turboquant.layout import PLANES, block_width, plane_bytes, token_bytes, vector_bytes
 from sparkdraft.kernels.turboquant.rotation import Rotation
-from sparkdraft.kernels.turboquant.vectors import Correction, Encoded, VectorFormat
+from sparkdraft.kernels.turboquant.vectors import Encoded, VectorFormat
 
 DIMS = (64, 128, 256, 512)
-CORRECTIONS: tuple[Correction, ...] = ("none", "norm", "unbiased")
 NORMAL = {  # the textbook levels of a normal, to which those of a sphere tend with its dimension
     2: (".45278 1.51042", 0.117482),
     3: (".24509 .75601 1.34391 2.15195", 0.034548),
@@ -218,32 +217,29 @@ def relative_error(fmt: VectorFormat, x: Tensor) -> float:
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_the_error_is_the_one_that_theory_gives(dim: int, bits: int) -> None:
     x = torch.randn(1_500_000 // dim, dim, generator=torch.Generator().manual_seed(3)) * 7
-    error = {c: relative_error(VectorFormat(dim, bits, c), x) for c in CORRECTIONS}
-    theory = codebook(dim, bits).distortion
-    assert error["none"] == pytest.approx(theory, rel=0.01)
-    # Corrected, a vector that is shorter by the share 1 - theory gets its length back, and the part of the error that
-    # lies along the vector goes, some 3 / dim of it.
-    for correction, most in (("norm", 2 - 2 * math.sqrt(1 - theory)), ("unbiased", theory / (1 - theory))):
-        assert 1 - 4 / dim < error[correction] / most < 1.003
+    fmt, theory = VectorFormat(dim, bits), codebook(dim, bits).distortion
+    lengths = x.norm(dim=-1, keepdim=True).half()  # the scale without a correction
+    plain = fmt.decode(Encoded(fmt.encode(x).planes, lengths)) - x
+    assert float((plain.square().sum(-1) / x.square().sum(-1)).mean()) == pytest.approx(theory, rel=0.01)
+    # The corrected scale undoes the shortening by 1 - theory and removes the part of the error that lies along the
+    # vector, some 3 / dim of it.
+    assert 1 - 4 / dim < relative_error(fmt, x) / (theory / (1 - theory)) < 1.003
 
 
-def test_what_each_correction_keeps() -> None:
+def test_the_scale_keeps_the_inner_product_of_a_vector_with_itself() -> None:
     x = torch.randn(500, 128, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    decoded = {c: (f := VectorFormat(128, 3, c)).decode(f.encode(x), dtype=torch.float64) for c in CORRECTIONS}
+    decoded = (fmt := VectorFormat(128, 3)).decode(fmt.encode(x), dtype=torch.float64)
     half = 2**-11  # the scale's own rounding
-    torch.testing.assert_close(decoded["norm"].norm(dim=-1), x.norm(dim=-1), rtol=half, atol=0)
-    torch.testing.assert_close((decoded["unbiased"] * x).sum(-1), x.square().sum(-1), rtol=half, atol=0)
+    torch.testing.assert_close((decoded * x).sum(-1), x.square().sum(-1), rtol=half, atol=0)
 
 
 def test_the_slope_of_inner_products() -> None:
-    """What q . k shrinks by is a temperature of the softmax: next to nothing at 4 bits, nothing if unbiased."""
+    """What q . k shrinks by is a temperature of the softmax: the scale leaves nothing of it."""
     generator = torch.Generator().manual_seed(5)
     k, q = (torch.randn(4000, 128, generator=generator) for _ in range(2))
     q = q + k
-    for correction, least in (("norm", 0.995), ("unbiased", 0.9995)):
-        fmt = VectorFormat(128, 4, correction)  # type: ignore[arg-type]
-        decoded = fmt.decode(fmt.encode(k))
-        assert least < float((q * decoded).sum() / (q * k).sum()) < 1.0005
+    decoded = (fmt := VectorFormat(128, 4)).decode(fmt.encode(k))
+    assert 0.9995 < float((q * decoded).sum() / (q * k).sum()) < 1.0005
 
 
 def test_vectors_that_are_zero_tiny_or_huge() -> None:

@@ -68,3 +68,12 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def integers(values: list, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+
+
+def assert_close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    worst = (got.float() - expected.float()).abs().max().item()
+    scale = max(1.0, expected.float().abs().max().item())  # bf16 keeps 8 bits: the error grows with the value
+    assert worst <= TOLERANCE[dtype] * scale, f"off by {worst}, largest value {scale}"  # NaN fails too

@@ -170,7 +170,7 @@ def test_what_the_engine_refuses(runner: asyncio.Runner, client: EngineClient) -
         assert not caught.value.retryable
     with pytest.raises(UserError):
         client.submit("refused", [10], {"temperature": -1.0})
-    assert not client.num_in_flight
+    assert not client._mailboxes
 
 
 @pytest.mark.parametrize("levels", [64, 70, 200, 5000])
@@ -284,7 +284,7 @@ def test_whoever_leaves_aborts(runner: asyncio.Runner, client: EngineClient) -> 
         runner.run(leave())
         status = runner.run(settled(client))
         assert status["finished"]["abort"] == before + 1, leave.__name__
-        assert status["kv_blocks_free"] == 256 and not client.num_in_flight
+        assert status["kv_blocks_free"] == 256 and not client._mailboxes
 
 
 def test_a_slow_reader_stalls_nobody(runner: asyncio.Runner, client: EngineClient) -> None:

@@ -366,11 +366,6 @@ def test_arithmetic() -> None:
     assert untried[0] > untried[1] > untried[2] > 0.7  # from the nearest tried position, shrunk to the prior
 
 
-def test_describe_is_a_table() -> None:
-    text = controller(cpu, random.Random(0)).describe()
-    assert "0.700" in text and "1 x 256 tokens" in text and "~" in text
-
-
 def lines_to_choose(chances: Sequence[float]) -> float:
     """Lines of Python that a choice runs: the median of 1,000 steps."""
     rng = random.Random(0)

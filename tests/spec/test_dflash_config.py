@@ -12,6 +12,7 @@ from sparkdraft.models.registry import read_config
 from sparkdraft.spec import registry
 from sparkdraft.spec.config import DraftConfig, LayerMask, check_fits
 from sparkdraft.spec.dflash import caps_of
+from sparkdraft.spec.drafter import DrafterCaps
 from tests.models.tiny import SHAPE
 from tests.spec.tiny_drafter import body, speculators, zlab
 
@@ -50,9 +51,7 @@ def test_a_published_config() -> None:
     assert draft.layers == (LayerMask(0, False),) * 5
     assert (draft.num_target_layers, draft.draft_vocab_size, draft.target_hidden_size) == (36, 151936, 4096)
     assert (draft.input_embedding_scale, draft.output_multiplier, draft.softcap) == (1.0, 1.0, None)
-    caps = caps_of(draft)
-    assert (caps.name, caps.num_layers, caps.num_kv_heads, caps.head_dim) == ("dflash", 5, 8, 128)
-    assert caps.trained_context == 40960
+    assert caps_of(draft) == DrafterCaps("dflash", draft.taps, 16, 151669)
 
 
 def test_the_dialects_mean_the_same() -> None:

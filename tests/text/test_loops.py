@@ -1,4 +1,7 @@
-"""Where a text begins to repeat itself: by hand, against the rule written out, and on the evaluation responses."""
+"""Where a text begins to repeat itself: by hand, against the rule written out, and on the evaluation responses.
+
+The finder for many texts on a device is held to the one for a single text.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparkdraft.text.loops import loop_start
+from sparkdraft.bench.accept import LOOP
+from sparkdraft.text.loops import LoopRule, ends_in_loop, find_loops, loop_start
 
 RESPONSES = Path(__file__).parent.parent.parent / "tools" / "responses.npz"
 
@@ -30,7 +35,7 @@ RESPONSES = Path(__file__).parent.parent.parent / "tools" / "responses.npz"
     ],
 )
 def test_by_hand(ids: list[int], start: int) -> None:
-    assert loop_start(ids) == start
+    assert loop_start(ids, LOOP) == start
 
 
 @given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), min_size=1, max_size=5), st.integers(0, 12))
@@ -42,7 +47,17 @@ def test_the_rule(before: list[int], cycle: list[int], times: int) -> None:
         return long_enough and start >= period and all(ids[i] == ids[i - period] for i in range(start, len(ids)))
 
     starts = [s for s in range(len(ids)) for period in range(1, longest + 1) if repeats(s, period)]
-    assert loop_start(ids, longest, tail) == min(starts, default=len(ids))
+    assert loop_start(ids, LoopRule(max_period=longest, min_repeated=tail)) == min(starts, default=len(ids))
+
+
+@given(st.lists(st.lists(st.integers(0, 1), max_size=24), min_size=1, max_size=5), st.integers(0, 2))
+def test_many_texts_at_once(texts: list[list[int]], before: int) -> None:
+    """What comes before a short text in its row, here even ids that go on like it, makes no loop."""
+    rule = LoopRule(max_period=4, min_repeated=6)
+    width = rule.max_period + rule.min_repeated
+    recent = torch.tensor([([before] * width + text)[-width:] for text in texts])
+    found = ends_in_loop(recent, torch.tensor([len(text) for text in texts]), rule)
+    assert found.tolist() == [any(find_loops(text, rule)) for text in texts]
 
 
 def test_the_evaluation_responses() -> None:
@@ -50,5 +65,5 @@ def test_the_evaluation_responses() -> None:
     ends, loops = np.cumsum(data["len"]), [0] * 7
     for end, length, prompt, kind in zip(ends, data["len"], data["plen"], data["cls"], strict=True):
         response = data["tok"][end - length + int(prompt) : end].tolist()
-        loops[kind] += loop_start(response) < len(response)
+        loops[kind] += loop_start(response, LOOP) < len(response)
     assert loops == [3, 2, 12, 3, 11, 17, 0]

@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 from sparkdraft.text.stops import StopFinder
 
 
-def whole(text: str, stops: list[str], include: bool) -> tuple[str, bool]:
+def whole(text: str, stops: list[str]) -> tuple[str, bool]:
     """The shortest beginning of the text that ends with a stop, cut before the longest stop that it ends with."""
     for end in range(1, len(text) + 1):
         lengths = [len(stop) for stop in stops if stop and text[:end].endswith(stop)]
         if lengths:
-            return text[: end if include else end - max(lengths)], True
+            return text[: end - max(lengths)], True
     return text, False
 
 
-def run(pieces: list[str], stops: list[str], include: bool) -> tuple[str, bool]:
-    finder = StopFinder(stops, include)
+def run(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
+    finder = StopFinder(stops)
     out, stopped = "", False
     for piece in pieces:
         text, stopped = finder.push(piece)
@@ -31,10 +31,9 @@ def run(pieces: list[str], stops: list[str], include: bool) -> tuple[str, bool]:
 @given(
     pieces=st.lists(st.text("abc", max_size=4), max_size=12),
     stops=st.lists(st.text("abc", max_size=4), max_size=4),
-    include=st.booleans(),
 )
-def test_any_cut_gives_the_same(pieces: list[str], stops: list[str], include: bool) -> None:
-    assert run(pieces, stops, include) == whole("".join(pieces), stops, include)
+def test_any_cut_gives_the_same(pieces: list[str], stops: list[str]) -> None:
+    assert run(pieces, stops) == whole("".join(pieces), stops)
 
 
 @given(text=st.text("ab", max_size=20), stop=st.text("ab", min_size=1, max_size=5))
@@ -65,7 +64,3 @@ def test_a_false_start_is_given_back() -> None:
 def test_no_stops_hold_nothing() -> None:
     assert StopFinder([]).push("text") == ("text", False)
     assert StopFinder([""]).push("text") == ("text", False)
-
-
-def test_include() -> None:
-    assert StopFinder(["END"], include=True).push("the END.") == ("the END", True)

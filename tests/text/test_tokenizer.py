@@ -132,10 +132,10 @@ def test_building_is_quick(smollm2_path: Path) -> None:
 
 
 def test_ends_and_special_ids(smollm2: Tokenizer) -> None:
-    assert smollm2.eos_ids == {2} and smollm2.bos_id == 1 and smollm2.vocab_size == 49152
+    assert smollm2.eos_ids == {2} and smollm2.vocab_size == 49152
     assert smollm2.special_ids == set(range(17)) and smollm2.is_special(2) and not smollm2.is_special(17)
     several = Tokenizer(smollm2.raw, {"eos_token": "<|im_end|>"}, {"eos_token_id": 0}, {"eos_token_id": [2, 5]})
-    assert several.eos_ids == {0, 2, 5} and several.bos_id is None
+    assert several.eos_ids == {0, 2, 5}
 
 
 def test_bytes_of_every_token(smollm2: Tokenizer) -> None:
@@ -174,7 +174,7 @@ def test_sentencepiece_as_transformers_reads_it(tmp_path: Path, write_gguf: Call
         assert ids == theirs.encode(text), text  # transformers leaves out the begin that the file asks for
         assert ours.encode(text) == [1, *ids]
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), text
-    assert ours.strips_space and ours.eos_ids == {2} and ours.bos_id == 1
+    assert ours.strips_space and ours.eos_ids == {2}
     assert ours.token_bytes(3 + 0xE2) == b"\xe2"
 
 

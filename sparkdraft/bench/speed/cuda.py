@@ -1,6 +1,6 @@
 """The lines of a GPU: Qwen3-8B's shape with random weights, held to the machine's own ceilings and to itself.
 
-Speeds are those of bench/offline.py, on which docs/numbers stands. Ceilings are measured in the same rounds. Nothing is
+Speeds are measured by bench/offline.py, as in docs/numbers. Ceilings are measured in the same rounds. Nothing is
 fetched: the embedded model's line is skipped where its file is not in the cache.
 """
 

@@ -43,7 +43,7 @@ class BorrowedLayer:
 
     def write(self, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
         """qkv holds queries alone: they are rotated, and nothing is kept."""
-        self.ops.qk_norm_rope(qkv, *turn)
+        self.ops.rope_queries(qkv, turn.positions, turn.rope, turn.num_heads, turn.q_norm, turn.eps)
 
     def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
         return self.owner.attend(q, view, params)

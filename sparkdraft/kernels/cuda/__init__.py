@@ -8,7 +8,7 @@ first use. Sampling and the layout of the cache belong to others.
 from typing import Any
 
 from sparkdraft.kernels.cuda.attention import paged_attention
-from sparkdraft.kernels.cuda.elementwise import kv_write, qk_norm_rope, rms_norm, rope_write, silu_mul, tap
+from sparkdraft.kernels.cuda.elementwise import rms_norm, rope_queries, rope_write, silu_mul, tap
 from sparkdraft.kernels.cuda.facts import facts
 from sparkdraft.kernels.cuda.matmul import add_linear, norm_argmax, norm_gated, norm_linear, norm_logits
 from sparkdraft.kernels.cuda.recording import Recording
@@ -16,29 +16,6 @@ from sparkdraft.kernels.cuda.stepping import lay_out, settle
 from sparkdraft.kernels.reference import draw, embed, find_pages  # torch is at the ceiling, or near enough
 
 NAME = "cuda"
-
-__all__ = [
-    "NAME",
-    "Recording",
-    "add_linear",
-    "draw",
-    "embed",
-    "facts",
-    "find_pages",
-    "kv_write",
-    "lay_out",
-    "norm_argmax",
-    "norm_gated",
-    "norm_linear",
-    "norm_logits",
-    "paged_attention",
-    "qk_norm_rope",
-    "rms_norm",
-    "rope_write",
-    "settle",
-    "silu_mul",
-    "tap",
-]
 
 
 def __getattr__(name: str) -> Any:

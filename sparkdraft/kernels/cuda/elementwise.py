@@ -71,38 +71,35 @@ def _apply_norm(value, rms, gain, normed, DTYPE: tl.constexpr):
 @triton.jit
 def _put(
     value, column, inside, head, start, k_line, v_line, kept, stride_head,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DTYPE: tl.constexpr, WRITE: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Store a range of columns: in place, or where WRITE only queries there, and keys and values into the cache."""
+    """Store a range of columns: queries in place, keys and values into the cache."""
     rounded = value.to(DTYPE)
-    if WRITE:
-        tl.store(start + column[None, :], rounded, mask=(head < HEADS)[:, None] & inside[None, :])
-        is_key = (head >= HEADS) & (head < HEADS + KV_HEADS) & kept
-        is_value = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS) & kept
-        k_target = k_line + (head - HEADS)[:, None] * stride_head + column[None, :]
-        v_target = v_line + (head - HEADS - KV_HEADS)[:, None] * stride_head + column[None, :]
-        tl.store(k_target, rounded.to(k_line.dtype.element_ty), mask=is_key[:, None] & inside[None, :])
-        tl.store(v_target, rounded.to(v_line.dtype.element_ty), mask=is_value[:, None] & inside[None, :])
-    else:
-        tl.store(start + column[None, :], rounded, mask=(head < HEADS + KV_HEADS)[:, None] & inside[None, :])
+    tl.store(start + column[None, :], rounded, mask=(head < HEADS)[:, None] & inside[None, :])
+    is_key = (head >= HEADS) & (head < HEADS + KV_HEADS) & kept
+    is_value = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS) & kept
+    k_target = k_line + (head - HEADS)[:, None] * stride_head + column[None, :]
+    v_target = v_line + (head - HEADS - KV_HEADS)[:, None] * stride_head + column[None, :]
+    tl.store(k_target, rounded.to(k_line.dtype.element_ty), mask=is_key[:, None] & inside[None, :])
+    tl.store(v_target, rounded.to(v_line.dtype.element_ty), mask=is_value[:, None] & inside[None, :])
 
 
 @triton.jit(do_not_specialize=["positions", "slots", "num_slots"])
-def _qk_norm_rope(
+def _rope_write(
     qkv, positions, table, q_norm, k_norm, k_cache, v_cache, slots,
     stride_row, stride_table, stride_block, stride_head, stride_position, max_position, num_slots, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
-    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WRITE: tl.constexpr,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # A head is three column ranges: a = [0, HALF), b = [HALF, 2 HALF), rest = [2 HALF, HEAD_DIM). The pair
     # (a, b) rotates, the rest (partial rotary) is only normed. Loading the ranges apart saves a shuffle
-    # between halves. Where WRITE, V's heads pass through unchanged beside them.
+    # between halves. V's heads pass through unchanged beside them.
     DTYPE: tl.constexpr = qkv.dtype.element_ty
     NORM: tl.constexpr = Q_NORM or K_NORM
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    is_head = head < HEADS + (1 + WRITE) * KV_HEADS
+    is_head = head < HEADS + 2 * KV_HEADS
     is_query = head < HEADS
     turns = head < HEADS + KV_HEADS
     half = tl.arange(0, BLOCK_HALF)
@@ -114,12 +111,10 @@ def _qk_norm_rope(
         gain_b = _norm_gain(q_norm, k_norm, HALF + half, in_half, is_query, Q_NORM, K_NORM)
     enter(PDL)
 
-    kept, k_line, v_line = False, k_cache, v_cache
-    if WRITE:
-        slot = tl.load(slots + row).to(tl.int64)
-        kept = (slot >= 0) & (slot < num_slots)
-        line = (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * stride_position
-        k_line, v_line = k_cache + line, v_cache + line
+    slot = tl.load(slots + row).to(tl.int64)
+    kept = (slot >= 0) & (slot < num_slots)
+    line = (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * stride_position
+    k_line, v_line = k_cache + line, v_cache + line
     position = tl.load(positions + row).to(tl.int64)
     position = tl.minimum(tl.maximum(position, 0), max_position - 1)  # a padding row may hold any number
     a = tl.load(start + half[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -128,7 +123,7 @@ def _qk_norm_rope(
     if NORM:
         normed = (is_query & Q_NORM) | ((head >= HEADS) & turns & K_NORM)
         squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
-    if BLOCK_REST > 0 and (NORM or WRITE):
+    if BLOCK_REST > 0:
         rest = 2 * HALF + tl.arange(0, BLOCK_REST)
         in_rest = rest < HEAD_DIM
         c = tl.load(start + rest[None, :], mask=is_head[:, None] & in_rest[None, :], other=0.0).to(tl.float32)
@@ -136,7 +131,7 @@ def _qk_norm_rope(
             squares += tl.sum(c * c, 1)
             gain = _norm_gain(q_norm, k_norm, rest, in_rest, is_query, Q_NORM, K_NORM)
             c = _apply_norm(c, tl.rsqrt(squares / HEAD_DIM + eps), gain, normed, DTYPE)
-        _put(c, rest, in_rest, head, start, k_line, v_line, kept, stride_head, HEADS, KV_HEADS, DTYPE, WRITE)
+        _put(c, rest, in_rest, head, start, k_line, v_line, kept, stride_head, HEADS, KV_HEADS, DTYPE)
     if NORM:
         rms = tl.rsqrt(squares / HEAD_DIM + eps)
         a = _apply_norm(a, rms, gain_a, normed, DTYPE)
@@ -147,49 +142,8 @@ def _qk_norm_rope(
     sin = tl.load(angle + HALF, mask=in_half, other=0.0).to(tl.float32)[None, :]
     new_a = tl.where(turns[:, None], a * cos - b * sin, a)
     new_b = tl.where(turns[:, None], b * cos + a * sin, b)
-    _put(new_a, half, in_half, head, start, k_line, v_line, kept, stride_head, HEADS, KV_HEADS, DTYPE, WRITE)
-    _put(new_b, HALF + half, in_half, head, start, k_line, v_line, kept, stride_head, HEADS, KV_HEADS, DTYPE, WRITE)
-
-
-def _rope(
-    qkv: Tensor, positions: Tensor, table: Tensor, num_heads: int, num_kv_heads: int,
-    q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
-    caches: tuple[Tensor, Tensor] | None, slots: Tensor | None,
-) -> None:  # fmt: skip
-    assert qkv.stride(1) == 1 and table.stride(1) == 1, (qkv.stride(), table.stride())
-    rows, heads = qkv.shape[0], num_heads + 2 * num_kv_heads
-    head_dim, half = qkv.shape[1] // heads, table.shape[1] // 2
-    if not rows:
-        return
-    block_half, rest = triton.next_power_of_2(half), head_dim - 2 * half
-    # V's heads count even where they are left alone: the tile, which orders the sum of squares, is the same for both.
-    block_h = min(triton.next_power_of_2(heads), max(TILE // (2 * block_half), 1))
-    k_cache, v_cache = caches or (None, None)
-    blocks, _, block_size, _ = (0, 0, 1, 0) if k_cache is None else k_cache.shape
-    strides = (0, 0, 0) if k_cache is None else k_cache.stride()[:3]
-    turned = heads if caches else num_heads + num_kv_heads
-    run(
-        _qk_norm_rope, (rows, triton.cdiv(turned, block_h)),
-        qkv, positions, table, q_norm, k_norm, k_cache, v_cache, slots,
-        qkv.stride(0), table.stride(0), *strides, table.shape[0], blocks * block_size, eps,
-        HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HALF=half,
-        Q_NORM=q_norm is not None, K_NORM=k_norm is not None, BLOCK_SIZE=block_size, WRITE=caches is not None,
-        BLOCK_H=block_h, BLOCK_HALF=block_half, BLOCK_REST=triton.next_power_of_2(rest) if rest else 0,
-        num_warps=4,
-    )  # fmt: skip
-
-
-def qk_norm_rope(
-    qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim], changed in place
-    positions: Tensor,  # int32 [rows]
-    table: Tensor,  # float32 [max_position, rotary_dim]: cosines, then sines
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm: Tensor | None,  # [head_dim]: RMS norm of each head before it is rotated (Qwen3)
-    k_norm: Tensor | None,
-    eps: float,
-) -> None:
-    _rope(qkv, positions, table, num_heads, num_kv_heads, q_norm, k_norm, eps, None, None)
+    _put(new_a, half, in_half, head, start, k_line, v_line, kept, stride_head, HEADS, KV_HEADS, DTYPE)
+    _put(new_b, HALF + half, in_half, head, start, k_line, v_line, kept, stride_head, HEADS, KV_HEADS, DTYPE)
 
 
 def rope_write(
@@ -205,9 +159,38 @@ def rope_write(
     v_cache: Tensor,
     slots: Tensor,  # int32 [rows]: block * block_size + offset; a negative slot is not written
 ) -> None:
-    """`qk_norm_rope`, then `kv_write` of its keys and values, in one launch and to the bit."""
+    """Norms and RoPE of queries and keys, and the write of keys and values to the cache, in one launch."""
+    assert qkv.stride(1) == 1 and table.stride(1) == 1, (qkv.stride(), table.stride())
     assert k_cache.stride(3) == 1 and k_cache.stride() == v_cache.stride(), (k_cache.stride(), v_cache.stride())
-    _rope(qkv, positions, table, num_heads, num_kv_heads, q_norm, k_norm, eps, (k_cache, v_cache), slots)
+    rows, heads = qkv.shape[0], num_heads + 2 * num_kv_heads
+    if not rows:
+        return
+    head_dim, half = qkv.shape[1] // heads, table.shape[1] // 2
+    block_half, rest = triton.next_power_of_2(half), head_dim - 2 * half
+    block_h = min(triton.next_power_of_2(heads), max(TILE // (2 * block_half), 1))
+    blocks, _, block_size, _ = k_cache.shape
+    run(
+        _rope_write, (rows, triton.cdiv(heads, block_h)),
+        qkv, positions, table, q_norm, k_norm, k_cache, v_cache, slots,
+        qkv.stride(0), table.stride(0), *k_cache.stride()[:3], table.shape[0], blocks * block_size, eps,
+        HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HALF=half,
+        Q_NORM=q_norm is not None, K_NORM=k_norm is not None, BLOCK_SIZE=block_size,
+        BLOCK_H=block_h, BLOCK_HALF=block_half, BLOCK_REST=triton.next_power_of_2(rest) if rest else 0,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def rope_queries(
+    q: Tensor,  # [rows, heads * head_dim], changed in place
+    positions: Tensor,  # int32 [rows]
+    table: Tensor,  # float32 [max_position, rotary_dim]: cosines, then sines
+    num_heads: int,
+    q_norm: Tensor | None,  # [head_dim]
+    eps: float,
+) -> None:
+    """`rope_write` without keys and values; what it is given as a cache is never written to."""
+    nowhere = q.view(q.shape[0], 1, num_heads, -1)
+    rope_write(q, positions, table, num_heads, 0, q_norm, None, eps, nowhere, nowhere, positions)
 
 
 @triton.jit
@@ -264,50 +247,3 @@ def tap(
             residual.stride(0), taps.stride(0), taps.stride(1) if ring else 0, dim,
             RING=ring, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["slots", "num_slots"])
-def _kv_write(
-    k, v, k_cache, v_cache, slots, num_slots,
-    stride_k_row, stride_k_head, stride_v_row, stride_v_head, stride_block, stride_head, stride_position,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    enter(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row).to(tl.int64)
-    if (slot < 0) | (slot >= num_slots):
-        return
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
-    dim = tl.arange(0, BLOCK_D)[None, :]
-    mask = (head < KV_HEADS) & (dim < HEAD_DIM)
-    target = (slot // BLOCK_SIZE) * stride_block + (slot % BLOCK_SIZE) * stride_position
-    target += head * stride_head + dim
-    k_value = tl.load(k + row * stride_k_row + head * stride_k_head + dim, mask=mask)
-    v_value = tl.load(v + row * stride_v_row + head * stride_v_head + dim, mask=mask)
-    tl.store(k_cache + target, k_value.to(k_cache.dtype.element_ty), mask=mask)
-    tl.store(v_cache + target, v_value.to(v_cache.dtype.element_ty), mask=mask)
-
-
-def kv_write(
-    k: Tensor,  # [rows, kv_heads, head_dim], a strided view of qkv
-    v: Tensor,
-    k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim], changed in place
-    v_cache: Tensor,
-    slots: Tensor,  # int32 [rows]: block * block_size + offset; a negative slot is not written
-) -> None:
-    assert k.stride(2) == v.stride(2) == k_cache.stride(3) == 1, (k.stride(), v.stride(), k_cache.stride())
-    assert k_cache.stride() == v_cache.stride(), (k_cache.stride(), v_cache.stride())
-    rows, kv_heads, head_dim = k.shape
-    if not rows:
-        return
-    blocks, _, block_size, _ = k_cache.shape
-    block_d = triton.next_power_of_2(head_dim)
-    block_h = min(triton.next_power_of_2(kv_heads), max(TILE // block_d, 1))
-    run(
-        _kv_write, (rows, triton.cdiv(kv_heads, block_h)),
-        k, v, k_cache, v_cache, slots, blocks * block_size,
-        k.stride(0), k.stride(1), v.stride(0), v.stride(1), *k_cache.stride()[:3],
-        KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, BLOCK_H=block_h, BLOCK_D=block_d,
-        num_warps=4,
-    )  # fmt: skip

@@ -28,40 +28,11 @@ from sparkdraft.kernels.reference import (
     settle,
     tq_attention,
     tq_rope_write,
-    tq_write,
 )
 from sparkdraft.kernels.view import AttentionParams, AttentionView
 from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.quant.group import GROUP, GroupQuant
 
-__all__ = [
-    "NAME",
-    "PackedLinear",
-    "Recording",
-    "add_linear",
-    "draw",
-    "embed",
-    "find_pages",
-    "kv_write",
-    "lay_out",
-    "norm_argmax",
-    "norm_gated",
-    "norm_linear",
-    "norm_logits",
-    "paged_attention",
-    "qk_norm_rope",
-    "rms_norm",
-    "rope_write",
-    "sample",
-    "set_threads",
-    "settle",
-    "silu_mul",
-    "tap",
-    "tq_attention",
-    "tq_rope_write",
-    "tq_write",
-    "unavailable_reason",
-]
 NAME = "native"
 
 
@@ -174,6 +145,17 @@ def rope_write(
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
     _, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     kv_write(k, v, k_cache, v_cache, slots)
+
+
+def rope_queries(
+    q: Tensor,  # [rows, heads * head_dim], changed in place
+    positions: Tensor,  # int32 [rows]
+    table: Tensor,  # float32 [max_position, rotary_dim]: cosines, then sines
+    num_heads: int,
+    q_norm: Tensor | None,  # [head_dim]
+    eps: float,
+) -> None:
+    qk_norm_rope(q, positions, table, num_heads, 0, q_norm, None, eps)
 
 
 def find_pages(

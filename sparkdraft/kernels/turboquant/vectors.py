@@ -1,9 +1,9 @@
 """A vector as codes and a float16 scale: rotated, brought to length 1, each coordinate rounded to its nearest level.
 
-The scale makes up for what rounding does to the length, at no cost to whoever reads it: 'norm' gives the decoded vector
-the length it had, 'unbiased' the inner product with the vector that the vector has with itself, so that no logit
-shrinks. Subtracting a fixed centre first spends the bits on what differs between vectors; a softmax does not see that
-it is gone from all keys. Who knows a centre, and where codes are kept, is left to the KV format.
+Rounding shortens a vector. The scale makes up for that at no cost to the reader: the decoded vector's inner product
+with the vector is the vector's with itself, so attention scores do not shrink on average. Subtracting a fixed centre
+first spends the bits on what differs between vectors; a softmax does not change when all keys lose the same vector.
+Where a centre comes from and where codes are kept is left to the KV format.
 
     x - centre  ->  rotate  ->  blocks of unit length  ->  codes [..., dim], scale [..., blocks]
     scale * levels[codes]  ->  rotate back  ->  + centre
@@ -12,7 +12,6 @@ it is gone from all keys. Who knows a centre, and where codes are kept, is left 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from sparkdraft.kernels.turboquant.codes import pack, unpack
 from sparkdraft.kernels.turboquant.layout import check_bits
 from sparkdraft.kernels.turboquant.rotation import Rotation
 
-Correction = Literal["none", "norm", "unbiased"]
 LARGEST_SCALE = torch.finfo(torch.float16).max
 
 
@@ -37,11 +35,9 @@ class Encoded:
 class VectorFormat:
     """How vectors of one width are kept. Knows no memory of its own, only the tables, on one device."""
 
-    def __init__(
-        self, dim: int, bits: int, correction: Correction = "unbiased", device: torch.device | None = None
-    ) -> None:
+    def __init__(self, dim: int, bits: int, device: torch.device | None = None) -> None:
         check_bits(bits)
-        self.dim, self.bits, self.correction = dim, bits, correction
+        self.dim, self.bits = dim, bits
         self.rotation = Rotation(dim, device)
         self.width = self.rotation.width
         self.codebook = codebook(self.width, bits)
@@ -67,7 +63,8 @@ class VectorFormat:
         unit = y / length.where(length > 0, 1)
         codes = torch.bucketize(unit, self._thresholds.to(unit.dtype))
         level = self.levels.to(unit.dtype)[codes]
-        scale = length.squeeze(-1) * self._correct(level, unit)
+        inner = (level * unit).sum(-1)  # positive, as a level has its coordinate's sign; 0 for the zero vector alone
+        scale = length.squeeze(-1) * (1 / inner.where(inner > 0, 1))
         return Encoded(pack(codes.flatten(-2), self.bits), scale.clamp(max=LARGEST_SCALE).half())
 
     def decode(self, encoded: Encoded, centre: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -80,15 +77,6 @@ class VectorFormat:
     def unit(self, encoded: Encoded, dtype: torch.dtype) -> Tensor:
         """The levels, [..., blocks, width]: rotated, and without their scale."""
         return self._blocks(self.levels.to(dtype)[unpack(encoded.planes, self.bits).int()])
-
-    def _correct(self, level: Tensor, unit: Tensor) -> Tensor:  # [..., blocks, width] -> [..., blocks]
-        """By what the levels that a unit vector was rounded to are too short."""
-        if self.correction == "none":
-            return torch.ones_like(unit[..., 0])
-        if self.correction == "norm":
-            return 1 / level.norm(dim=-1)
-        inner = (level * unit).sum(-1)  # positive: a level has its coordinate's sign. 0 of the zero vector alone
-        return 1 / inner.where(inner > 0, 1)
 
     def _blocks(self, x: Tensor) -> Tensor:  # [..., dim] -> [..., blocks, width]
         return x.unflatten(-1, (self.num_blocks, self.width))

@@ -50,7 +50,7 @@ class Function(Fields):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: bool | None = None  # shown to the model with the rest of the tool; changes nothing else
 
 
 class Tool(Fields):
@@ -75,7 +75,7 @@ class NamedChoice(Fields):
 class JsonSchema(Fields):
     name: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
+    strict: bool | None = None  # accepted as OpenAI's clients send it; answers follow the schema with and without it
 
 
 class ResponseFormat(Fields):

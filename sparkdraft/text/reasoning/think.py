@@ -6,7 +6,7 @@
 
     The answer.
 
-Only the beginning of an answer can be thoughts, so tags in later text are text. White space around them is nobody's.
+Only the beginning of an answer can be thoughts: tags in later text are text. White space around the tags is dropped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sparkdraft.text.events import Content, Parser, Reader, Reading, Reasoning
 from sparkdraft.text.reasoning.base import ReasoningFormat
 
 OPEN, CLOSE = "<think>", "</think>"
-# Qwen3.5 forgets at times to close its thoughts before a call. Nobody thinks in whole calls.
+# Qwen3.5 sometimes does not close its thoughts before a call. The beginning of a call therefore ends the thoughts.
 CALLS = ("<tool_call>\n<function=", '<tool_call>\n{"name": ')
 
 

@@ -24,7 +24,7 @@ Messages = Sequence[Mapping[str, Any]]
 class ToolFormat(ABC):
     name: ClassVar[str]
     keep_special: ClassVar[bool] = False  # the parser needs to see special tokens
-    separator: ClassVar[str] = ""  # Lark of what stands between two calls
+    separator: ClassVar[str] = ""  # Lark of what is between two calls
 
     @abstractmethod
     def parser(self, tools: Tools) -> Parser: ...

@@ -3,7 +3,7 @@
     <tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>
 
 Small models forget the tags, so a bare object with exactly a known name and arguments is a call too, where an answer
-could begin. Earlier calls and their results become plain messages, because the template has no words for them.
+could begin. Earlier calls and their results become plain messages, because the template cannot render them.
 """
 
 from __future__ import annotations

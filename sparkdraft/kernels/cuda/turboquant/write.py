@@ -65,7 +65,7 @@ def _put_vector(
 
 @triton.jit
 def _turn(x, head, norm, angles, eps, NORM: tl.constexpr, HALF: tl.constexpr, DIM: tl.constexpr):
-    """Norm and RoPE of a head of queries or keys, as `_qk_norm_rope` of elementwise.py does them."""
+    """Norm and RoPE of a head of queries or keys, as `_rope_write` of elementwise.py does them."""
     DTYPE: tl.constexpr = head.dtype.element_ty
     column = tl.arange(0, DIM)[None, :]
     turns = column < 2 * HALF
