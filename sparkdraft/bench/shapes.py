@@ -14,11 +14,12 @@ from torch import Tensor
 
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.engine.build import DraftSource, build_engine, make_plan
+from sparkdraft.engine.build import build_engine, make_plan
 from sparkdraft.engine.devices import detect
 from sparkdraft.engine.engine import Engine
 from sparkdraft.models.config import ModelConfig
-from sparkdraft.spec.config import DraftConfig, LayerMask, check_fits
+from sparkdraft.spec.dflash_config import DFlashConfig, LayerMask, check_fits
+from sparkdraft.spec.registry import DFlashKind, DraftSource
 from sparkdraft.train.recipe import spread_taps
 from sparkdraft.weights.loader import Progress
 
@@ -52,12 +53,12 @@ def shape(name: str) -> ModelConfig:
     return SHAPES[name]
 
 
-def drafter_shape(name: str, target: ModelConfig) -> DraftConfig:
+def drafter_shape(name: str, target: ModelConfig) -> DFlashConfig:
     """The drafter of this name that fits the target."""
     if name not in DRAFTER_SHAPES:
         raise UserError(f"drafter shape '{name}' is not known; known are {', '.join(DRAFTER_SHAPES)}")
     own = DRAFTER_SHAPES[name]
-    draft = DraftConfig(
+    draft = DFlashConfig(
         model=replace(target, model_type="qwen3", num_layers=own.num_layers, tie_embeddings=True),
         taps=spread_taps(target.num_layers, own.num_taps),
         block_size=own.block_size,
@@ -71,10 +72,10 @@ def drafter_shape(name: str, target: ModelConfig) -> DraftConfig:
     return draft
 
 
-def random_engine(config: EngineConfig, draft: DraftConfig | None = None, progress: Progress | None = None) -> Engine:
+def random_engine(config: EngineConfig, draft: DFlashConfig | None = None, progress: Progress | None = None) -> Engine:
     """An engine of the shape that config.model names, with random weights, and a drafter of a shape if one is given."""
     model, device = shape(config.model), detect(config).device
-    source = DraftSource(draft, RandomCheckpoint(draft, device)) if draft else None
+    source = DraftSource(DFlashKind(), draft, RandomCheckpoint(draft, device)) if draft else None
     plan = make_plan(config, model, source)
     return build_engine(plan, config, model, RandomCheckpoint(model, device), SilentTokenizer(), source, progress)
 
@@ -84,7 +85,7 @@ class RandomCheckpoint:
 
     path = Path("random weights")
 
-    def __init__(self, model: ModelConfig | DraftConfig, device: str) -> None:
+    def __init__(self, model: ModelConfig | DFlashConfig, device: str) -> None:
         self._shapes = tensor_shapes(model) if isinstance(model, ModelConfig) else drafter_tensor_shapes(model)
         self._device = device
         self._generator = torch.Generator(device).manual_seed(0)
@@ -110,7 +111,7 @@ def tensor_shapes(model: ModelConfig) -> Sizes:
     return sizes | _layer_shapes(model, "model.")
 
 
-def drafter_tensor_shapes(draft: DraftConfig) -> Sizes:
+def drafter_tensor_shapes(draft: DFlashConfig) -> Sizes:
     hidden = draft.model.hidden_size
     sizes: Sizes = {
         "fc.weight": (hidden, len(draft.taps) * draft.target_hidden_size),

@@ -7,7 +7,7 @@ first weight is read.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -20,52 +20,38 @@ from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.cache.formats.turboquant import TurboQuantKV
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.engine.blockdraft import BlockDraft
 from sparkdraft.engine.centre import SKIPPED, key_centres
 from sparkdraft.engine.devices import detect
 from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.flight import Flight
+from sparkdraft.engine.proposer import Proposer
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Sampler
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.registry import architecture
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.resolve import FLOAT_MATRIX, Fallback, Plan, resolve
-from sparkdraft.spec.config import DraftConfig, check_fits
-from sparkdraft.spec.dflash import build as build_dflash
-from sparkdraft.spec.registry import default_drafter, open_drafter
+from sparkdraft.spec import registry
+from sparkdraft.spec.registry import DraftSource
 from sparkdraft.text.tokenizer import Vocabulary
 from sparkdraft.weights.loader import Loader, Progress, WeightSource
 
 TORCH_DTYPES = {"quantised": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@dataclass(frozen=True, slots=True)
-class DraftSource:
-    """A drafter that is to be loaded: what it is, and where its weights are."""
-
-    config: DraftConfig
-    source: WeightSource
-
-
 def find_drafter(config: EngineConfig, target: ModelConfig) -> DraftSource | None:
     """The drafter a config means, if any; one that was named and does not fit is refused."""
     if config.spec == "off" or config.drafter == "none":
         return None
-    name = default_drafter(config.model) if config.drafter == "auto" else config.drafter
-    if name is None:
-        return None
-    checkpoint = open_drafter(name)
-    draft = DraftConfig.read(checkpoint.config)
-    check_fits(draft, target)
-    return DraftSource(draft, checkpoint)
+    name = registry.default_drafter(config.model) if config.drafter == "auto" else config.drafter
+    return None if name is None else registry.find_drafter(name, target)
 
 
 def make_plan(config: EngineConfig, model: ModelConfig, drafter: DraftSource | None = None) -> Plan:
     hardware = detect(config)
     problem = _native_problem(config, hardware)
-    plan = resolve(config, model, hardware, problem, drafter.config if drafter else None)
+    plan = resolve(config, model, hardware, problem, drafter.caps if drafter else None)
     if plan.coded:
         _check_coded(plan.kernels, model.head_dim, plan.block_size)
     return plan
@@ -111,13 +97,14 @@ def build_engine(
     with torch.inference_mode():
         loader = Loader(source, device, dtype, pack, progress)
         model = build(model_config, loader, ops, plan.max_model_len)
-        block = None
+        proposer = None
         if drafter:
             own = Loader(drafter.source, device, dtype, pack)
-            own_kv = _kv(drafter.config.model, plan, dtype, device, ops)  # exact, whatever the target's is
-            made = build_dflash(drafter.config, own, ops, model, plan.max_model_len, own_kv)
-            block = BlockDraft(made, plan, device, ops)
-        drafting = Drafting(plan.max_model_len, block, config.ngram and config.spec != "off", config.num_draft)
+            # Its K/V are exact, whatever the target's are.
+            own_kv = DenseKV(*drafter.caps.kv, plan.num_blocks, plan.block_size, dtype, device, ops)
+            made = drafter.build(own, ops, model, own_kv, plan.max_model_len, plan.max_seqs)
+            proposer = Proposer(made, plan, device, ops)
+        drafting = Drafting(plan.max_model_len, proposer, config.ngram and config.spec != "off", config.num_draft)
         centres = None
         if plan.coded and config.tq_centre and len(calibration) > SKIPPED:
             blocks = -(-len(calibration) // plan.block_size)
@@ -127,9 +114,9 @@ def build_engine(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading took for a while is not the engine's
     plan.fallbacks.extend(Fallback(FLOAT_MATRIX, note) for note in loader.notes)
-    runner = Runner(model, kv, plan, device, drafter.config.taps if drafter else ())
+    runner = Runner(model, kv, plan, device, drafter.caps.taps if drafter else ())
     sampler = Sampler(model_config.vocab_size, tokenizer.eos_ids, device, ops)
-    flight = Flight(runner, block, device, drafting.choices) if plan.graphs and plan.device == "cuda" else None
+    flight = Flight(runner, proposer, device, drafting.choices) if plan.graphs and plan.device == "cuda" else None
     return Engine(plan, runner, sampler, tokenizer, drafting, flight)
 
 

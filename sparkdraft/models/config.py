@@ -13,6 +13,8 @@ from typing import Any
 from sparkdraft.core import UserError
 from sparkdraft.models.keys import check_keys, rope_of
 
+FINAL = -1  # among numbers of blocks whose result is tapped: what the final norm makes of the last one's
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -48,7 +50,7 @@ class ModelConfig:
 
     @staticmethod
     def dimensions(config: Mapping[str, Any]) -> ModelConfig:
-        """The same without a look at other keys: drafters have tables of their own (spec/config.py)."""
+        """The same without a look at other keys: drafters have tables of their own (spec/dflash_config.py)."""
         try:
             heads, rope = config["num_attention_heads"], rope_of(config)
             return ModelConfig(

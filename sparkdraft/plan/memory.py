@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sparkdraft.models.config import ModelConfig
-from sparkdraft.spec.config import DraftConfig
+from sparkdraft.spec.caps import DrafterCaps
+from sparkdraft.spec.dflash_config import DFlashConfig
 
 
 class Recordings(NamedTuple):
@@ -71,7 +72,7 @@ def recording_bytes(kernels: str, drafts: bool) -> int:
     return kinds * RECORDINGS[kernels].most * RECORDINGS[kernels].bytes_each
 
 
-def drafter_bytes(draft: DraftConfig, itemsize: float) -> int:
+def drafter_bytes(draft: DFlashConfig, itemsize: float) -> int:
     """Its layers and what projects the target's states; embedding and head are the target's, or rows of its head."""
     model, hidden = draft.model, draft.model.hidden_size
     count = model.num_parameters - hidden * model.vocab_size
@@ -83,7 +84,7 @@ def drafter_bytes(draft: DraftConfig, itemsize: float) -> int:
 
 
 def scratch_bytes(
-    model: ModelConfig, max_rows: int, max_seqs: int, itemsize: int, draft: DraftConfig | None = None
+    model: ModelConfig, max_rows: int, max_seqs: int, itemsize: int, draft: DrafterCaps | None = None
 ) -> int:
     """What a step needs: a layer's activations, what a drafter reads of them, and logits of the rows that are sampled.
 
@@ -95,5 +96,5 @@ def scratch_bytes(
     sampled = 4 * max_seqs  # the logits, and what filters them
     if draft:
         width += len(draft.taps) * model.hidden_size
-        sampled += 2 * max_seqs * (draft.block_size - 1)
+        sampled += 2 * max_seqs * draft.max_depth
     return max_rows * width * itemsize + sampled * model.vocab_size * 4

@@ -16,13 +16,12 @@ from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.memory import (
     MemoryPlan,
     capture_bytes,
-    drafter_bytes,
     kv_bytes_per_token,
     recording_bytes,
     scratch_bytes,
     weight_bytes,
 )
-from sparkdraft.spec.config import DraftConfig
+from sparkdraft.spec.caps import DrafterCaps
 
 CPU_KV_SHARE = 0.25  # of the free memory, for a CPU's KV cache: other programs want that memory too
 LEAST_CONTEXT = 64  # tokens: the requests that are tried at start need no more, and a shorter context serves nobody
@@ -85,7 +84,7 @@ def resolve(
     model: ModelConfig,
     hardware: Hardware,
     native_problem: str | None = None,
-    drafter: DraftConfig | None = None,
+    drafter: DrafterCaps | None = None,
 ) -> Plan:
     """native_problem: why the CPU kernels can not be had, or None. drafter: what drafts, counted in."""
     on_cpu = hardware.device == "cpu"
@@ -107,7 +106,7 @@ def resolve(
         fallbacks.append(Fallback("decode steps are launched one operator at a time", reason))
     recordings = recording_bytes(kernels, drafter is not None) if graphs else 0
     weights = weight_bytes(model, WEIGHT_ITEMSIZE[dtype])
-    weights += drafter_bytes(drafter, WEIGHT_ITEMSIZE[dtype]) if drafter else 0
+    weights += int(drafter.num_weights * WEIGHT_ITEMSIZE[dtype]) if drafter else 0
     scratch = scratch_bytes(model, max_rows, max_seqs, itemsize, drafter)
     coded, usable = None, int(hardware.free_bytes * config.memory_fraction)
     if kv == "turboquant":
@@ -172,10 +171,10 @@ def _check_kv(kv: str, hardware: Hardware, dtype: str) -> None:
 
 
 def _token_bytes(
-    model: ModelConfig, kv: str, itemsize: int, coded: CodedPlan | None, drafter: DraftConfig | None
+    model: ModelConfig, kv: str, itemsize: int, coded: CodedPlan | None, drafter: DrafterCaps | None
 ) -> int:
     """Of the KV cache: the target's, exact, coded or both, and the drafter's, which is always exact."""
-    size = kv_bytes_per_token(drafter.model, itemsize) if drafter else 0
+    size = drafter.kv.numbers_per_token * itemsize if drafter else 0
     if coded:
         size += coded.bytes_per_token(model)
     if not coded or coded.captured:

@@ -281,13 +281,13 @@ def load(options: dict[str, Any], wire: Wire) -> LLM:
 def model_info(llm: LLM, model: str) -> ModelInfo:
     from sparkdraft.plan.resolve import Fallback
 
-    plan, block = llm.plan, llm.engine.drafting.block
+    plan, proposer = llm.plan, llm.engine.drafting.proposer
     sampling, problems = usable_defaults(llm.checkpoint.generation)
     plan.fallbacks.extend(Fallback(f"the model's default {name} is not used", why) for name, why in problems.items())
     facts = asdict(plan)
     del facts["fallbacks"], facts["memory"]
     facts |= {"kv_tokens": plan.num_blocks * plan.block_size, "max_draft": llm.engine.drafting.max_depth}
-    caps = block.drafter.caps if block else None
+    caps = proposer.drafter.caps if proposer else None
     return ModelInfo(
         model=model,
         model_type=llm.model_config.model_type,
@@ -301,7 +301,7 @@ def model_info(llm: LLM, model: str) -> ModelInfo:
         plan=plan.describe(),
         plan_facts=facts,
         fallbacks=[asdict(fallback) for fallback in plan.fallbacks],
-        drafter={"name": caps.name, "block_size": caps.block_size} if caps else None,
+        drafter={"name": caps.name, "max_depth": caps.max_depth} if caps else None,
         created=int(time.time()),
         facts=[asdict(fact) for fact in llm.facts()],
     )

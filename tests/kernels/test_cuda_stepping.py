@@ -118,8 +118,9 @@ def test_lay_out(width: int) -> None:
         tables = integers([[dice.randint(0, 10**5) for _ in range(blocks + 3)] for _ in range(seqs)])[:, :blocks]
         wide = integers([[dice.randint(0, 10**5) for _ in range(width + 2)] for _ in range(seqs)])
         drafts = [None, wide[:, : width - 1], wide[:, 2 : width + 1].long()][case % 3]  # rows apart, and 8 bytes an id
-        got = cuda.lay_out(length, tables, token, drafts, width, size, 77)
-        expected = reference.lay_out(length, tables, token, drafts, width, size, 77)
+        first = integers([dice.randint(0, 10**5) for _ in range(seqs)]) if case > 2 else None
+        got = cuda.lay_out(length, tables, token, drafts, width, size, 77, first)
+        expected = reference.lay_out(length, tables, token, drafts, width, size, 77, first)
         for mine, wanted in zip(got, expected, strict=True):
             assert mine.dtype == torch.int32 and torch.equal(mine, wanted)
 

@@ -21,7 +21,9 @@ from torch.overrides import TorchFunctionMode
 from sparkdraft.kernels import Unrecordable
 from sparkdraft.kernels.native.library import c
 
-KERNELS = ("embed", "copy_rows", "linear", "rms_norm", "qk_norm_rope", "silu_mul", "kv_write", "paged_attention")
+KERNELS = (
+    "embed", "copy_rows", "linear", "rms_norm", "qk_norm_rope", "silu_mul", "kv_write", "paged_attention", "lay_out",
+)  # fmt: skip
 MOST_INTEGERS = 14  # this and the order of KERNELS as in replay.cpp
 # What may be asked of a tensor while a recording is made: its memory and its shape. None of these computes anything.
 SHAPES = {"__get__", "dim", "size", "numel", "stride", "element_size", "data_ptr", "storage_offset", "is_contiguous"}

@@ -19,8 +19,12 @@ void sd_silu_mul(const float*, int64_t, float*, int64_t, int64_t);
 void sd_kv_write(const float*, int64_t, int64_t, const float*, int64_t, int64_t, float*, float*, const int32_t*,
                  int64_t, int64_t, int64_t, int64_t);
 void sd_paged_attention(const void*);
+void sd_lay_out(const int32_t*, const int32_t*, const int32_t*, const int32_t*, int64_t, int64_t, int64_t, int64_t,
+                int64_t, int32_t*);
 
-enum Kernel : int64_t { EMBED, COPY_ROWS, LINEAR, RMS_NORM, QK_NORM_ROPE, SILU_MUL, KV_WRITE, PAGED_ATTENTION };
+enum Kernel : int64_t {
+    EMBED, COPY_ROWS, LINEAR, RMS_NORM, QK_NORM_ROPE, SILU_MUL, KV_WRITE, PAGED_ATTENTION, LAY_OUT
+};
 
 struct Recorded {  // both mirrored in recording.py
     int64_t kernel;
@@ -59,6 +63,9 @@ void run(const Recorded& c) {
                                at<float>(a[7]), at<int32_t>(a[8]), a[9], a[10], a[11], a[12]);
         case PAGED_ATTENTION:
             return sd_paged_attention(at<void>(a[0]));
+        case LAY_OUT:
+            return sd_lay_out(at<int32_t>(a[0]), at<int32_t>(a[1]), at<int32_t>(a[2]), at<int32_t>(a[3]), a[4], a[5],
+                              a[6], a[7], a[8], at<int32_t>(a[9]));
     }
 }
 
