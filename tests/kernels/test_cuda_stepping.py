@@ -209,6 +209,7 @@ def decode_step(rows: int, heads: int, kv_heads: int, dim: int, most: int) -> No
     tables, lanes = ints(seqs, 256), [ints(seqs) for _ in range(4)]
     drafts = ints(seqs, rows - 1).long() if rows > 1 else None
     cuda.lay_out(lanes[0], tables, lanes[1], None, rows, 16, 7)
+    cuda.lay_out(lanes[0], tables, lanes[1], None, rows, 16, 7, lanes[2])
     _, positions, slots, context = cuda.lay_out(lanes[0], tables, lanes[1], drafts, rows, 16, 7)
     qkv, norm, table = made(seqs * rows, width), made(dim), made(4096, dim, dtype=torch.float32)
     caches = [made(1024, kv_heads, 16, dim) for _ in range(2)]
