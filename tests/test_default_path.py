@@ -35,9 +35,9 @@ def llm(smollm2_path: Path) -> LLM:
 def eager(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """How often the model and the drafter were launched one operator at a time."""
     calls: Counter[str] = Counter()
-    block = llm.engine.drafting.block
+    block = llm.engine.drafting.proposer
     assert block
-    for owner, name in ((llm.engine.runner, "_forward"), (block, "_propose"), (block, "_observe")):
+    for owner, name in ((llm.engine.runner, "_forward"), (block, "_run_pass"), (block, "_observe")):
         original = getattr(owner, name)
 
         def counted(*args: object, name: str = name, original: object = original) -> object:
@@ -47,7 +47,7 @@ def eager(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         monkeypatch.setattr(owner, name, counted)
     # Recordings already made keep the functions they were made with; new shapes are recorded through these.
     for graphs, owner, name in (
-        (block._graphs, block, "_propose"),
+        (block._passes, block, "_run_pass"),
         (block._observing, block, "_observe"),
     ):
         monkeypatch.setattr(graphs, "_run", getattr(owner, name))
@@ -57,7 +57,7 @@ def eager(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 def test_the_plan_holds_no_fallback(llm: LLM) -> None:
     assert llm.fallbacks() == []
     assert llm.plan.kernels == "native" and llm.plan.dtype == "quantised" and llm.plan.graphs
-    assert llm.engine.runner.graphs and llm.engine.drafting.block
+    assert llm.engine.runner.graphs and llm.engine.drafting.proposer
 
 
 @pytest.mark.parametrize(

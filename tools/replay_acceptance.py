@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow, argmax
+from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow, argmax, ids_of
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.models.blocks import Step
-from sparkdraft.spec.drafter import DraftBlock, Drafter
+from sparkdraft.spec.dflash import DFlash, DraftBlock
+from sparkdraft.spec.drafter import CommittedRows
 from sparkdraft.text.loops import loop_start
 
 CLASSES = ("code", "maths", "json", "qa", "dialogue", "prose", "summary")
@@ -52,26 +53,28 @@ def observe_text(llm: LLM, ids: list[int]) -> Tensor:
     taps = torch.empty(len(ids), len(runner.tap_layers), llm.model_config.hidden_size)
     step = Step(int32(ids), everywhere, everywhere, view(0, len(ids)), runner.kv.layers)
     runner.model.forward(step, runner.tap_layers, taps)
-    drafter_of(llm).observe(taps, everywhere, everywhere)
+    drafter_of(llm).observe(CommittedRows(taps, everywhere, everywhere))
     return taps
 
 
-def drafter_of(llm: LLM) -> Drafter:
-    assert llm.engine.drafting.block is not None
-    return llm.engine.drafting.block.drafter
+def drafter_of(llm: LLM) -> DFlash:
+    proposer = llm.engine.drafting.proposer
+    assert proposer and isinstance(proposer.drafter, DFlash)
+    return proposer.drafter
 
 
-def walk(drafter: Drafter, taps: Tensor, ids: list[int], start: int) -> Walk:
+def walk(drafter: DFlash, taps: Tensor, ids: list[int], start: int) -> Walk:
     """(anchor, accepted drafts) of each step, from the anchor at 'start' to the end of the text."""
-    width, accepted, p = drafter.caps.block_size, [], start
+    width, accepted, p = drafter.draft.block_size, [], start
     while p < len(ids) - 1:
         rows = int32(list(range(p, p + width)))
-        block = [ids[p]] + [drafter.caps.mask_id] * (width - 1)
+        block = [ids[p]] + [drafter.draft.mask_token_id] * (width - 1)
         masked = DraftBlock(int32(block), rows, rows, view(p, width), int32([*range(1, width)]))
-        drafts = drafter.to_target(argmax(drafter.propose(masked)))
+        drafts = ids_of(argmax(drafter.logits(masked)), drafter.ends.ids)
         truth = ids[p + 1 : p + width]
         count = next((i for i, (a, b) in enumerate(zip(drafts.tolist(), truth, strict=False)) if a != b), len(truth))
-        drafter.observe(taps[p : p + width], rows[: len(taps) - p], rows[: len(taps) - p])  # what the block overwrote
+        here = rows[: len(taps) - p]
+        drafter.observe(CommittedRows(taps[p : p + width], here, here))  # what the block overwrote
         accepted.append((p, count))
         p += count + 1
     return accepted
@@ -145,7 +148,7 @@ def main() -> None:
         for name in (CLASSES[kind], "all"):
             steps[name] += [count for _, count in taken]
             cut[name] += [count for anchor, count in taken if anchor < loop]
-    report(steps, cut, drafter_of(llm).caps.block_size)
+    report(steps, cut, drafter_of(llm).draft.block_size)
 
 
 def report(steps: Steps, cut: Steps, width: int) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sparkdraft.spec.config import DraftConfig
+from sparkdraft.spec.dflash_config import DFlashConfig
 from sparkdraft.text.loops import loop_start
 from sparkdraft.train.batches import TrainBatch
 from sparkdraft.train.corpus import Corpus
@@ -135,7 +135,7 @@ def main() -> None:
         if wanted and not any(part in name for part in wanted):
             continue
         settings = FitSettings("smollm2", args.data, steps=1 << 20, **changes)
-        draft = DraftConfig.read(drafter_config(target.config, settings, mask))
+        draft = DFlashConfig.read(drafter_config(target.config, settings, mask))
         with stream_of(target.device):
             trainer = Trainer(settings, target, corpus, draft)
             steps, each = train(trainer, args.seconds)

@@ -28,7 +28,6 @@ from sparkdraft.engine.engine import Engine
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.plan.memory import MemoryPlan
 from sparkdraft.plan.sizes import model_sizes
-from sparkdraft.spec.dflash import DFlash
 
 WARM_STEPS = 8  # of plain decoding: kernels are compiled, the one shape is recorded
 SHORT = 32  # steps at most of a pass that looks at where the time goes
@@ -310,16 +309,15 @@ class Bench:
     def floor_bytes(self, load: Load, drafted: float = 0.0) -> dict[str, float]:
         """What a step must read, by what it is; of the drafter's, the share of steps that draft. Heads count as read
         by both: a drafter's pass is over before the target's begins."""
-        runner, block = self.engine.runner, self.engine.drafting.block
+        runner, drafting = self.engine.runner, self.engine.drafting
         rows = load.streams * (load.prompt_len + load.output_len // 2)
         read: dict[str, float] = {"target": runner.model.nbytes}
         read["target_kv"] = rows * runner.kv.bytes_per_token
-        if block and drafted:
-            drafter = block.drafter
-            assert isinstance(drafter, DFlash), f"what does a step of {drafter.caps.name} read?"
-            read["drafter"] = drafted * drafter.nbytes
-            read["drafter_observes"] = drafted * (drafter.fc.nbytes + drafter.context_kv.nbytes)
-            read["drafter_kv"] = drafted * rows * drafter.kv.bytes_per_token
+        if drafting.proposer and drafted:
+            drafts = drafting.proposer.drafter.reads(drafting.default or 1)  # a depth that is chosen is at least 1
+            read["drafter"] = drafted * drafts.propose
+            read["drafter_observes"] = drafted * drafts.observe
+            read["drafter_kv"] = drafted * rows * drafts.kv_per_token
         return read
 
 

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.engine.build import DraftSource, build_engine
+from sparkdraft.engine.build import build_engine
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.machine import detect, plan_here
 from sparkdraft.models.config import ModelConfig, uniform_config
 from sparkdraft.models.layers import AttentionSpec, DenseSpec, LayerSpec
-from sparkdraft.spec.config import DraftConfig, LayerMask, check_fits
+from sparkdraft.spec.dflash_config import DFlashConfig, LayerMask, check_fits
+from sparkdraft.spec.registry import DFlashKind, DraftSource
 from sparkdraft.train.recipe import spread_taps
 from sparkdraft.weights.loader import Progress
 
@@ -56,14 +57,14 @@ def shape(name: str) -> ModelConfig:
     return SHAPES[name]
 
 
-def drafter_shape(name: str, target: ModelConfig) -> DraftConfig:
+def drafter_shape(name: str, target: ModelConfig) -> DFlashConfig:
     """The drafter of this name that fits the target."""
     if name not in DRAFTER_SHAPES:
         raise UserError(f"drafter shape '{name}' is not known; known are {', '.join(DRAFTER_SHAPES)}")
     own = DRAFTER_SHAPES[name]
     attention, mlp = target.uniform()
-    layer = LayerSpec(replace(attention), mlp)
-    draft = DraftConfig(
+    layer = LayerSpec(replace(attention, qk_norm=True), mlp)
+    draft = DFlashConfig(
         model=replace(target, model_type="qwen3", layers=(layer,) * own.num_layers, tie_embeddings=True),
         taps=spread_taps(target.num_layers, own.num_taps),
         block_size=own.block_size,
@@ -77,11 +78,11 @@ def drafter_shape(name: str, target: ModelConfig) -> DraftConfig:
     return draft
 
 
-def random_engine(config: EngineConfig, draft: DraftConfig | None = None, progress: Progress | None = None) -> Engine:
+def random_engine(config: EngineConfig, draft: DFlashConfig | None = None, progress: Progress | None = None) -> Engine:
     """An engine of the shape that config.model names, with random weights, and a drafter of a shape if one is given."""
     model, device = shape(config.model), detect(config).device
-    source = DraftSource(draft, RandomCheckpoint(draft, device)) if draft else None
-    plan = plan_here(config, model, draft)
+    source = DraftSource(DFlashKind(), draft, RandomCheckpoint(draft, device)) if draft else None
+    plan = plan_here(config, model, source.caps if source else None)
     return build_engine(plan, config, model, RandomCheckpoint(model, device), SilentTokenizer(), source, progress)
 
 
@@ -90,7 +91,7 @@ class RandomCheckpoint:
 
     path = Path("random weights")
 
-    def __init__(self, model: ModelConfig | DraftConfig, device: str) -> None:
+    def __init__(self, model: ModelConfig | DFlashConfig, device: str) -> None:
         self._shapes = tensor_shapes(model) if isinstance(model, ModelConfig) else drafter_tensor_shapes(model)
         self._device = device
         self._generator = torch.Generator(device).manual_seed(0)
@@ -116,7 +117,7 @@ def tensor_shapes(model: ModelConfig) -> Sizes:
     return sizes | _layer_shapes(model, "model.")
 
 
-def drafter_tensor_shapes(draft: DraftConfig) -> Sizes:
+def drafter_tensor_shapes(draft: DFlashConfig) -> Sizes:
     hidden = draft.model.hidden_size
     sizes: Sizes = {
         "fc.weight": (hidden, len(draft.taps) * draft.target_hidden_size),

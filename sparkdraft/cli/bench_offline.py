@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sparkdraft.bench.synthetic import Acceptance
     from sparkdraft.engine.engine import Engine
     from sparkdraft.models.config import ModelConfig
-    from sparkdraft.spec.config import DraftConfig
+    from sparkdraft.spec.dflash_config import DFlashConfig
 
 HEADER = (
     "streams  prompt  prefill tok/s  of matmul  decode tok/s  step ms = draft + target +  rest  floor ms  of the floor"
@@ -104,7 +104,7 @@ def numbers(flag: str, text: str, least: int = 1) -> list[int]:
 # ---- the parts
 
 
-def _check(args: Namespace) -> tuple[Acceptance | None, DraftConfig | None]:
+def _check(args: Namespace) -> tuple[Acceptance | None, DFlashConfig | None]:
     """Refuse what can not be measured before any weight is made; fills in the depth that --spec left open."""
     if args.output_len < 8:
         raise UserError(f"--output-len is {args.output_len}; fewer than 8 tokens measure nothing")
@@ -134,7 +134,7 @@ def _check(args: Namespace) -> tuple[Acceptance | None, DraftConfig | None]:
     return None if length is None else Acceptance(length, depth or most), draft
 
 
-def make_engine(args: Namespace, draft: DraftConfig | None) -> tuple[Engine, ModelConfig, str]:
+def make_engine(args: Namespace, draft: DFlashConfig | None) -> tuple[Engine, ModelConfig, str]:
     """The engine to measure, its dimensions and what to call it. The prefix cache is off: every prompt is computed."""
     if not args.shape:
         llm = load_llm(args, prefix_cache=False)

@@ -57,8 +57,9 @@ def run(args: Namespace) -> int:
 
 
 def banner(model: str, talk: Conversation) -> str:
-    plan, block = talk.llm.plan, talk.llm.engine.drafting.block
-    drafter = f"{block.drafter.caps.name}, blocks of {block.drafter.caps.block_size}" if block else "none"
+    plan, proposer = talk.llm.plan, talk.llm.engine.drafting.proposer
+    caps = proposer.drafter.caps if proposer else None
+    drafter = f"{caps.name}, up to {caps.max_depth} drafts per step" if caps else "none"
     return (
         f"sparkdraft {__version__}, {model}\n"
         f"  device    {plan.describe().splitlines()[0]}\n"

@@ -120,7 +120,7 @@ def _say_ready(service: Service) -> None:
     say(
         f"ready after {service.start_seconds:.1f} s: {info.plan.splitlines()[0]}; context {info.max_model_len:,} tokens"
     )
-    drafter = f"{info.drafter['name']}, blocks of {info.drafter['block_size']}" if info.drafter else "none"
+    drafter = f"{info.drafter['name']}, up to {info.drafter['max_depth']} drafts per step" if info.drafter else "none"
     say(f"  drafter: {drafter}")
     say(f"  sampling: {describe(service.sampling)}, where a request names nothing else (--sampling-defaults)")
     for fallback in info.fallbacks:

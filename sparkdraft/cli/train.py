@@ -216,11 +216,11 @@ def _write_drafter(args: Namespace) -> int:
 
 
 def _head_rows(name: str, ids: Tensor, draft: dict[str, Any]) -> Tensor:
-    from sparkdraft.spec.config import DraftConfig
+    from sparkdraft.spec.dflash_config import DFlashConfig
     from sparkdraft.train.target import head_rows
 
     try:
-        return head_rows(name, ids, DraftConfig.read(draft))
+        return head_rows(name, ids, DFlashConfig.read(draft))
     except UserError as error:
         raise UserError(
             f"The speculators layout keeps rows of the target's head beside a smaller vocabulary, and {name} does not "

@@ -83,14 +83,14 @@ class EngineBackend:
 
 def model_info(loaded: Loaded, model: str) -> ModelInfo:
     engine, checkpoint, config = loaded.engine, loaded.checkpoint, loaded.model_config
-    plan, block = engine.plan, engine.drafting.block
+    plan, proposer = engine.plan, engine.drafting.proposer
     sampling, problems = usable_defaults(checkpoint.generation)
     fallbacks = engine.fallbacks
     fallbacks += [Fallback(f"the model's default {name} is not used", why) for name, why in problems.items()]
     plan_facts = asdict(plan)
     del plan_facts["fallbacks"], plan_facts["memory"]
     plan_facts |= {"kv_tokens": plan.num_blocks * plan.block_size, "max_draft": engine.drafting.max_depth}
-    caps = block.drafter.caps if block else None
+    caps = proposer.drafter.caps if proposer else None
     return ModelInfo(
         model=model,
         model_type=config.model_type,
@@ -104,7 +104,7 @@ def model_info(loaded: Loaded, model: str) -> ModelInfo:
         plan=plan.describe(fallbacks),
         plan_facts=plan_facts,
         fallbacks=[asdict(fallback) for fallback in fallbacks],
-        drafter={"name": caps.name, "block_size": caps.block_size} if caps else None,
+        drafter={"name": caps.name, "max_depth": caps.max_depth} if caps else None,
         created=int(time.time()),
         facts=[asdict(fact) for fact in facts(engine)],
     )

@@ -7,52 +7,38 @@ run before the first weight is read here (engine/machine.py, plan/resolve.py); e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from sparkdraft import kernels
 from sparkdraft.cache.turboquant.centre import SKIPPED, key_centres
 from sparkdraft.config import EngineConfig
-from sparkdraft.engine.blockdraft import BlockDraft
 from sparkdraft.engine.caches import dense_cache, target_cache
 from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.flight import Flight
+from sparkdraft.engine.proposer import Proposer
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Sampler
 from sparkdraft.models.blocks import Step
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.registry import architecture
 from sparkdraft.plan.resolve import Plan
-from sparkdraft.spec.config import DraftConfig, check_fits
-from sparkdraft.spec.dflash import build as build_dflash
-from sparkdraft.spec.registry import default_drafter, open_drafter
+from sparkdraft.spec import registry
+from sparkdraft.spec.registry import DraftSource
 from sparkdraft.text.tokenizer import Vocabulary
 from sparkdraft.weights.loader import Loader, Progress, WeightSource
 
 TORCH_DTYPES = {"quantised": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@dataclass(frozen=True, slots=True)
-class DraftSource:
-    """A drafter that is to be loaded: what it is, and where its weights are."""
-
-    config: DraftConfig
-    source: WeightSource
-
-
 def find_drafter(config: EngineConfig, target: ModelConfig) -> DraftSource | None:
     """The drafter a config means, if any; one that was named and does not fit is refused."""
     if config.spec == "off" or config.drafter == "none":
         return None
-    name = default_drafter(config.model) if config.drafter == "auto" else config.drafter
-    if name is None:
-        return None
-    checkpoint = open_drafter(name)
-    draft = DraftConfig.read(checkpoint.config)
-    check_fits(draft, target)
-    return DraftSource(draft, checkpoint)
+    name = registry.default_drafter(config.model) if config.drafter == "auto" else config.drafter
+    return None if name is None else registry.find_drafter(name, target)
 
 
 def build_engine(
@@ -76,24 +62,25 @@ def build_engine(
     with torch.inference_mode():
         loader = Loader(source, device, dtype, pack, progress)
         model = architecture(model_config.model_type).build(model_config, loader, ops, plan.max_model_len)
-        block = None
+        proposer = None
         if drafter:
             own = Loader(drafter.source, device, dtype, pack)
-            own_kv = dense_cache(drafter.config.model, plan, dtype, device, ops)  # exact, whatever the target's is
-            made = build_dflash(drafter.config, own, ops, model, plan.max_model_len, own_kv)
-            block = BlockDraft(made, plan, device, ops)
-        drafting = Drafting(plan.max_model_len, block, config.ngram and config.spec != "off", config.num_draft)
+            # Its K/V are exact, whatever the target's are.
+            own_kv = dense_cache(drafter.caps.kv, plan, dtype, device, ops)
+            made = drafter.build(own, ops, model, own_kv, plan.max_model_len, plan.max_seqs)
+            proposer = Proposer(made, plan, device, ops)
+        drafting = Drafting(plan.max_model_len, proposer, config.ngram and config.spec != "off", config.num_draft)
         centres = None
         if plan.coded and config.tq_centre and len(calibration) > SKIPPED:
             blocks = -(-len(calibration) // plan.block_size)
-            scratch = dense_cache(model_config, replace(plan, num_blocks=blocks), dtype, device, ops)
+            scratch = dense_cache(model_config.attention, replace(plan, num_blocks=blocks), dtype, device, ops)
             centres = key_centres(
                 lambda *step: model.forward(Step(*step)), calibration, scratch, plan.block_size, device
             )
         kv, holdings = target_cache(model_config, plan, dtype, device, ops, 1 + drafting.max_depth, centres)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading took for a while is not the engine's
-    runner = Runner(model, kv, plan, device, drafter.config.taps if drafter else ())
+    runner = Runner(model, kv, plan, device, drafter.caps.taps if drafter else ())
     sampler = Sampler(model_config.vocab_size, tokenizer.eos_ids, device, ops)
-    flight = Flight(runner, block, device, drafting.choices) if plan.graphs and plan.device == "cuda" else None
+    flight = Flight(runner, proposer, device, drafting.choices) if plan.graphs and plan.device == "cuda" else None
     return Engine(plan, runner, sampler, tokenizer, drafting, flight, holdings, loader.notes)

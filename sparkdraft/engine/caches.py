@@ -25,9 +25,11 @@ from sparkdraft.models.layers import AttentionSpec
 from sparkdraft.plan.resolve import MOST_AHEAD, Plan
 
 
-def dense_cache(model: ModelConfig, plan: Plan, dtype: torch.dtype, device: torch.device, ops: ModuleType) -> DenseKV:
+def dense_cache(
+    layers: Sequence[AttentionSpec], plan: Plan, dtype: torch.dtype, device: torch.device, ops: ModuleType
+) -> DenseKV:
     """All layers alike, whatever their windows: for drafters, and for a model that is run once."""
-    return DenseKV(model.attention, plan.num_blocks, plan.block_size, dtype, device, ops)
+    return DenseKV(layers, plan.num_blocks, plan.block_size, dtype, device, ops)
 
 
 def target_cache(

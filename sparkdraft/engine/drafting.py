@@ -1,8 +1,8 @@
 """Who drafts, how deep, and how it went: the engine's one view of speculation.
 
 Each step it names a depth for every decoding request (fixed by the user, or chosen by spec/depth.py), fills in drafts
-(from the request's own text where a long match is found, else from the block drafter), and afterwards hands what was
-accepted to all who learn from it. Without a drafter and without n-grams it does nothing, at no cost.
+(from the request's own text where a long match is found, else from the drafter), and afterwards hands what was accepted
+to all who learn from it. Without a drafter and without n-grams it does nothing, at no cost.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparkdraft.core import AUTO, Batch, Request, SamplingParams, UserError
-from sparkdraft.engine.blockdraft import BlockDraft
+from sparkdraft.engine.proposer import Proposer
 from sparkdraft.engine.runner import Runner
 from sparkdraft.spec.depth import Bucket, DepthController, DepthState, bucket_of, depth_choices
 from sparkdraft.spec.ngram import NgramIndex
@@ -41,16 +41,16 @@ class Speculation:
 
 class Drafting:
     def __init__(
-        self, max_model_len: int, block: BlockDraft | None = None, ngram: bool = False, default: int | None = None
+        self, max_model_len: int, proposer: Proposer | None = None, ngram: bool = False, default: int | None = None
     ) -> None:
         """default: the depth of requests that name none; None chooses every step, 0 is off."""
-        self.block, self.ngram, self.default = block, ngram, default
-        self.max_depth = block.block_size - 1 if block else (NGRAM_DEPTH if ngram else 0)
+        self.proposer, self.ngram, self.default = proposer, ngram, default
+        self.max_depth = proposer.max_depth if proposer else (NGRAM_DEPTH if ngram else 0)
         self._check("spec", default)
         self.choices = depth_choices(self.max_depth, default)
         self.lookahead = self.max_depth
-        self._model = block.drafter.caps.name if block else ""
-        sources = (["ngram"] if ngram else []) + ([self._model] if block else [])
+        self._model = proposer.drafter.caps.name if proposer else ""
+        sources = (["ngram"] if ngram else []) + ([self._model] if proposer else [])
         self.controllers = {
             source: DepthController(self.max_depth, START[source == "ngram"], self.choices) for source in sources
         }
@@ -98,8 +98,8 @@ class Drafting:
             if work.source == "ngram":
                 work.drafts = self._of(work.request).ngram.propose(work.most_drafts)
         neural = [w for w in drafting if not w.drafts]
-        if self.block and neural:
-            for work, drafts in zip(neural, self.block.propose(neural), strict=True):
+        if self.proposer and neural:
+            for work, drafts in zip(neural, self.proposer.propose(neural), strict=True):
                 work.drafts = drafts
 
     def observe(self, batch: Batch, num_accepted: list[int], runner: Runner) -> None:
@@ -113,10 +113,10 @@ class Drafting:
         decoding = sum(w.decodes for w in batch.work)  # as many as depths were chosen for; prompts will join them
         for work, accepted in zip(batch.work, num_accepted, strict=True):
             pays = self._could_pay(decoding if work.decodes else len(batch.work), longest)
-            if self.block and (pays or work.drafts or self._asked(work.request)):
-                self.block.observe(work, accepted, runner, row)
-            elif self.block:
-                self.block.pass_over(work, accepted)
+            if self.proposer and (pays or work.drafts or self._asked(work.request)):
+                self.proposer.observe(work, runner, row)
+            elif self.proposer:
+                self.proposer.pass_over(work)
             row += work.num_scheduled
             if work.decodes:
                 self.learn(work.request, work.num_draft, accepted, work.source, work.num_cut)
@@ -212,7 +212,7 @@ class Drafting:
 
     def _could_pay(self, num: int, longest: int) -> bool:
         """Whether the drafter could be of use among so many requests, or has to see their rows in any case."""
-        if self.block is None or not self.block.may_pass_over:
+        if self.proposer is None or not self.proposer.may_pass_over:
             return True
         bucket = bucket_of(num, longest)
         if bucket not in self._pays:
@@ -248,7 +248,7 @@ class Drafting:
     def _look_up(self, request: Request) -> str:
         """Who would draft. A long match in the request's own text goes first: it is free, and seldom wrong."""
         kept = self._of(request)
-        kept.source = self._model if self.block and self.block.is_ready(request) else ""
+        kept.source = self._model if self.proposer and self.proposer.is_ready(request) else ""
         if self.ngram:
             index, known = kept.ngram, request.num_tokens
             if known - len(index) >= LOOK_EVERY or index.matches:
@@ -258,5 +258,5 @@ class Drafting:
         return kept.source
 
     def _forget_rows(self, request: Request) -> None:
-        if self.block:
-            self.block.release(request)
+        if self.proposer:
+            self.proposer.release(request)

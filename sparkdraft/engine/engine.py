@@ -187,12 +187,12 @@ class Engine:
     @property
     def fallbacks(self) -> list[Fallback]:
         """What runs otherwise than asked: what the plan settled for, and what loading and running have shown since."""
-        slow, drafter = "are launched one operator at a time", self.drafting.block
+        slow, proposer = "are launched one operator at a time", self.drafting.proposer
         return [
             *self.plan.fallbacks,
             *(Fallback("a float32 matrix among quantised ones", why) for why in self._float_matrices),
             *(Fallback(f"decode steps {slow}", why) for why in self.runner.unrecorded),
-            *(Fallback(f"drafts {slow}", why) for why in (drafter.unrecorded if drafter else ())),
+            *(Fallback(f"drafts {slow}", why) for why in (proposer.unrecorded if proposer else ())),
         ]
 
     @property

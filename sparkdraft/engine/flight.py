@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import Request
-from sparkdraft.engine.blockdraft import BlockDraft
 from sparkdraft.engine.graphs import Graphs, gpu_sizes
 from sparkdraft.engine.lanes import Lanes, StepKind
+from sparkdraft.engine.proposer import Proposer
 from sparkdraft.engine.runner import Runner
-from sparkdraft.engine.sampler import Filters, Knobs
+from sparkdraft.engine.sampler import Draws, Filters
 
 RING = 16  # plain steps after which the drafter sees their rows
 AHEAD = 2  # steps in the air at most: one runs, one waits for it
@@ -51,12 +51,12 @@ class Launched:
 
 
 class Flight:
-    def __init__(self, runner: Runner, block: BlockDraft | None, device: torch.device, depths: Sequence[int]) -> None:
+    def __init__(self, runner: Runner, proposer: Proposer | None, device: torch.device, depths: Sequence[int]) -> None:
         """depths: those that steps are recorded at; a step of another depth runs in the next larger one."""
-        self.lanes = Lanes(runner, block, RING, device)
+        self.lanes = Lanes(runner, proposer, RING, device)
         self.crew: list[Request] = []  # by lane
         self.step_seconds = 0.0  # of the step that landed last, 0 where it tells nothing of the next one of its kind
-        self._runner, self._block, self._device, self._depths = runner, block, device, depths
+        self._runner, self._proposer, self._device, self._depths = runner, proposer, device, depths
         self._in_air: deque[Launched] = deque()
         self._num_waiting = 0  # plain steps whose rows the drafter has not seen
         self._num_blocks: list[int] = []  # by lane, of those the device knows
@@ -64,8 +64,8 @@ class Flight:
         self._filters = Filters()
         self._draws = False
         self._landed_at = 0.0
-        if block:
-            block.may_pass_over = False  # its tables name all of a request's blocks, so no rows may be missing
+        if proposer:
+            proposer.may_pass_over = False  # its tables name all of a request's blocks, so no rows may be missing
         on_gpu = device.type == "cuda"
         self._steps = Graphs(self.lanes.step, runner.model.ops) if on_gpu else None
         self._catching_up = Graphs(self.lanes.catch_up, runner.model.ops) if on_gpu else None
@@ -88,7 +88,10 @@ class Flight:
 
     def reach(self, depth: int) -> int:
         """Positions from its anchor on that a step of this depth writes."""
-        return self._block.width(self._recorded(depth)) if self._block and depth else 1
+        if not self._proposer or not depth:
+            return 1
+        depth = self._recorded(depth)
+        return max(1 + depth, self._proposer.drafter.reach(depth))
 
     def launch(self, requests: list[Request], depths: list[int]) -> None:
         """One more step; the first one takes these requests up. Their blocks reach as far as the step may write."""
@@ -105,7 +108,7 @@ class Flight:
             self._landed_at = 0.0  # it keeps the host from reading the step before in time
         result = self._steps.replay(kind) if self._steps else self.lanes.step(kind)
         self._in_air.append(self._fetch(result, depths, usual))
-        self._num_waiting += self._block is not None and not depth
+        self._num_waiting += self._proposer is not None and not self.lanes.chain and not depth
         if self._num_waiting == RING:
             self.catch_up()
 
@@ -125,6 +128,9 @@ class Flight:
         assert not self._in_air
         if self._num_waiting:
             self.catch_up()
+        if self._proposer and self.lanes.chain:
+            for request, hidden in zip(self.crew, self.lanes.hidden, strict=False):
+                self._proposer.resume(request, hidden)
         self.crew, self._landed_at = [], 0.0
 
     def abandon(self) -> None:
@@ -155,10 +161,12 @@ class Flight:
 
     def _take_off(self, requests: list[Request]) -> None:
         self.crew, lanes, device = list(requests), self.lanes, self._device
-        if self._block:
-            self._block.flush(requests)
+        if self._proposer:
+            self._proposer.flush(requests)
+            if lanes.chain:
+                lanes.hidden[: len(requests)] = self._proposer.last_hidden(requests)
             for request in requests:
-                self._block.release(request)
+                self._proposer.release(request)
         spare = [0] * (len(lanes.length) - len(requests))
         anchors = [r.num_computed for r in requests]
         assert all(r.num_tokens == r.num_computed + 1 for r in requests)
@@ -166,13 +174,11 @@ class Flight:
         numbers = torch.tensor([last + spare, [a + 1 for a in anchors] + spare, anchors + spare], dtype=torch.int32)
         for kept, values in zip((lanes.token, lanes.length, lanes.observed), numbers, strict=True):
             kept.copy_(values)  # in place: recordings know them by their address
-        lanes.seed.copy_(torch.tensor([r.seed for r in requests] + spare, dtype=torch.int64))
-        params = [r.params for r in requests]
-        self._draws, self._filters = any(p.temperature for p in params), Filters.of(params)
-        if self._draws:
-            knobs = Knobs.of(params, device)
-            for mine, theirs in zip(lanes.knobs.columns, knobs.columns, strict=True):
-                mine[: len(params)] = theirs
+        draws = Draws.of(requests, anchors, device)
+        self._draws, self._filters = draws is not None, draws.filters if draws else Filters()
+        if draws:
+            lanes.floats[:, : len(requests)] = draws.floats.view(3, -1)
+            lanes.integers[:, : len(requests)] = draws.integers.view(3, -1)[:2]  # positions are the device's own
         self._num_blocks, self._most = [0] * len(requests), []
 
     def _send(self, depths: list[int]) -> None:

@@ -17,7 +17,7 @@ from sparkdraft.models.config import ModelConfig
 from sparkdraft.plan import hardware
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.resolve import Plan, resolve
-from sparkdraft.spec.config import DraftConfig
+from sparkdraft.spec.caps import DrafterCaps
 
 
 class Properties(Protocol):
@@ -27,7 +27,7 @@ class Properties(Protocol):
     def is_integrated(self) -> int: ...
 
 
-def plan_here(config: EngineConfig, model: ModelConfig, drafter: DraftConfig | None = None) -> Plan:
+def plan_here(config: EngineConfig, model: ModelConfig, drafter: DrafterCaps | None = None) -> Plan:
     """The plan for this machine."""
     found = detect(config)
     plan = resolve(config, model, found, native_problem(config, found), drafter)

@@ -87,26 +87,33 @@ class Filters(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Knobs:
-    """How rows are sampled: a number a row of each, on the device."""
+class Draws:
+    """How the rows of a batch are sampled, on the device; for a batch in which all rows are greedy there is none."""
 
-    temperature: Tensor  # float32 [rows], 0: greedy
-    min_p: Tensor  # float32 [rows]
-    top_k: Tensor  # int64 [rows], 0: off
-    top_p: Tensor  # float32 [rows]
+    floats: Tensor  # float32 [3 * rows]: temperature (0: greedy), min_p, top_p
+    integers: Tensor  # int64 [3 * rows]: top_k (0: off), seed, position of the id that is sampled
+    filters: Filters
+    mixed: bool  # some rows may be greedy
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Knobs:
-        floats = torch.tensor([[p.temperature for p in params], [p.min_p for p in params], [p.top_p for p in params]])
-        temperature, min_p, top_p = floats.to(device)
-        return cls(temperature, min_p, torch.tensor([p.top_k for p in params], dtype=torch.int64).to(device), top_p)
-
-    @property
-    def columns(self) -> tuple[Tensor, ...]:
-        return self.temperature, self.min_p, self.top_k, self.top_p
-
-    def at(self, rows: Tensor) -> Knobs:
-        return Knobs(*(column[rows] for column in self.columns))
+    def of(
+        cls, requests: Sequence[Request], positions: Sequence[int], device: torch.device, each: int = 1
+    ) -> Draws | None:
+        """Of 'each' rows for each request, which sample ids from its position on; None if no request draws."""
+        params = [request.params for request in requests]
+        if not any(p.temperature for p in params):
+            return None
+        numbers, rows = range(each), [p for p in params for _ in range(each)] if each > 1 else params
+        floats = array("f", [*(p.temperature for p in rows), *(p.min_p for p in rows), *(p.top_p for p in rows)])
+        integers = array("q", [p.top_k for p in rows])
+        integers.extend(request.seed for request in requests for _ in numbers)
+        integers.extend(position + k for position in positions for k in numbers)
+        mixed = not all(p.temperature for p in params)
+        # Tensors over the arrays' own memory: torch takes several times as long to read lists.
+        tensors = [torch.frombuffer(floats, dtype=torch.float32), torch.frombuffer(integers, dtype=torch.int64)]
+        if device.type != "cpu":
+            tensors = [tensor.to(device) for tensor in tensors]
+        return cls(tensors[0], tensors[1], Filters.of(params), mixed)
 
 
 class Sampler:
@@ -129,7 +136,8 @@ class Sampler:
             self._edit(logits, index, row)
         if any(r.grammar for r in rows):
             self._constrain(logits, rows)
-        return Sampled(pick(self.ops, logits, [(r.request, r.position) for r in rows]), logprobs)
+        draws = Draws.of([r.request for r in rows], [r.position for r in rows], logits.device)
+        return Sampled(pick(self.ops, logits, draws), logprobs)
 
     def forget(self, request: Request) -> None:
         self._tallies.pop(request, None)
@@ -216,38 +224,30 @@ class Sampler:
         return {i: (logits[i].log_softmax(-1), top) for i, top in wanted.items() if top is not None}
 
 
-def pick(ops: ModuleType, logits: Tensor, rows: Sequence[tuple[Request, int]], ids: Tensor | None = None) -> Tensor:
-    """int64 [rows]: the column of 'logits' [rows, columns] that each row takes, the largest or the one it draws.
+def pick(ops: ModuleType, logits: Tensor, draws: Draws | None, ids: Tensor | None = None) -> Tensor:
+    """int64 [rows]: the id that each row of 'logits' [rows, columns] takes: that of its largest column, or of the one
+    it draws.
 
-    rows: whose parameters and seed, and at which position. ids: what the columns stand for, None for themselves.
+    The one way to an id, for samples and for drafts, on the host and in steps that the device takes by itself.
+    draws: None if all rows are greedy. ids: int64 [columns], what the columns stand for; None: themselves.
     """
-    warm = [i for i, (request, _) in enumerate(rows) if request.params.temperature > 0]
-    if len(warm) == len(rows):
-        return draw(ops, logits, rows, ids)
-    columns = argmax(logits)
-    if warm:
-        index = torch.tensor(warm, device=logits.device)
-        columns[index] = draw(ops, logits[index], [rows[i] for i in warm], ids)
-    return columns
+    if draws is None:
+        columns = argmax(logits)
+    elif hasattr(ops, "sample"):  # kernels that filter and draw in one call, and take the largest of a greedy row
+        columns = ops.sample(logits, draws.floats, draws.integers, ids)
+    else:
+        _, seeds, positions = draws.integers.view(3, -1)
+        columns = ops.draw(allowed(logits, draws), seeds, positions, ids)
+        if draws.mixed:
+            columns = argmax(logits).where(draws.floats.view(3, -1)[0] == 0, columns)
+    return ids_of(columns, ids)
 
 
-def draw(ops: ModuleType, logits: Tensor, rows: Sequence[tuple[Request, int]], ids: Tensor | None = None) -> Tensor:
-    """As `pick`, for rows that all have a temperature above 0.
-
-    Kernels that can do it at once are asked to (`sample`); with the others, filters are worked out first.
-    """
-    params = [request.params for request, _ in rows]
-    seeds, positions = [request.seed for request, _ in rows], [position for _, position in rows]
-    drawn: Tensor
-    if hasattr(ops, "sample"):
-        floats = array("f", [*(p.temperature for p in params), *(p.min_p for p in params), *(p.top_p for p in params)])
-        integers = array("q", [*(p.top_k for p in params), *seeds, *positions])
-        drawn = ops.sample(logits, floats, integers, ids)
-        return drawn
-    device = logits.device
-    scaled = allowed(logits, Knobs.of(params, device), Filters.of(params))
-    drawn = ops.draw(scaled, *(torch.tensor(values, device=device) for values in (seeds, positions)), ids)
-    return drawn
+def ids_of(columns: Tensor, ids: Tensor | None) -> Tensor:
+    """What the columns stand for; None: themselves. On a CPU by numpy, which takes a fraction of torch's time."""
+    if ids is None:
+        return columns
+    return torch.from_numpy(ids.numpy()[columns.numpy()]) if ids.device.type == "cpu" else ids[columns]
 
 
 def takes_likeliest(rows: Sequence[SampleRow]) -> bool:
@@ -295,17 +295,18 @@ def token_logprobs(logprobs: Tensor, chosen: Sequence[int], top: int) -> list[To
     ]
 
 
-def allowed(logits: Tensor, knobs: Knobs, filters: Filters) -> Tensor:
+def allowed(logits: Tensor, draws: Draws) -> Tensor:
     """Logits over each row's temperature, -inf where its min_p, top_k or top_p leave nothing. [rows, vocab]"""
-    temperature = knobs.temperature.clamp(min=1e-5).unsqueeze(1)
-    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
+    temperature, min_p, top_p = draws.floats.view(3, -1)
+    top_k, filters = draws.integers.view(3, -1)[0], draws.filters
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.clamp(min=1e-5).unsqueeze(1)
     if not filters.on:
         return scaled
     probs = scaled.softmax(-1)
-    floor = knobs.min_p * probs.amax(-1)
+    floor = min_p * probs.amax(-1)
     if filters.top_k:
-        floor = floor.maximum(top_k_floor(probs, knobs.top_k, filters.top_k))
-    floor = floor.maximum(nucleus_floor(keep(probs, floor), knobs.top_p))
+        floor = floor.maximum(top_k_floor(probs, top_k, filters.top_k))
+    floor = floor.maximum(nucleus_floor(keep(probs, floor), top_p))
     return scaled.masked_fill(probs < floor.unsqueeze(1), float("-inf"))
 
 

@@ -217,25 +217,28 @@ def group_linear(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None) -> 
 def lay_out(
     length: Tensor,  # int32 [seqs]: committed ids of each lane; 0 where it is empty
     tables: Tensor,  # int32 [seqs, max_blocks]
-    token: Tensor,  # int32 [seqs]: the last committed id, which stands at position length - 1
+    token: Tensor,  # int32 [seqs]: the last committed id
     drafts: Tensor | None,  # integers [seqs, width - 1]
     width: int,
     block_size: int,
     fill: int,
+    first: Tensor | None = None,  # int32 [seqs]: the position of 'token'; None: length - 1
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # int32 [seqs * width] three times, int32 [seqs]
     """Ids, positions and slots of each lane's rows from its last id on, and the keys its last row sees.
 
     What follows the id are the drafts, or 'fill' where there are none. An empty lane's rows, and rows past the last
-    block of the tables, have slot -1; an empty lane sees no keys.
+    block of the tables, have slot -1; an empty lane sees no keys. Where the tables leave out some of a lane's blocks,
+    'length' counts the ids in those that are left, and 'first' says at which position the last of them is.
     """
     alive, count = length > 0, torch.arange(width, dtype=torch.int32, device=length.device)
     rest = token.new_full((len(token), width - 1), fill) if drafts is None else drafts.to(token.dtype)
     ids = torch.cat([token.unsqueeze(1), rest], 1)
-    positions = (length.unsqueeze(1) - 1 + count).clamp(min=0)
-    block = positions // block_size
+    places = (length.unsqueeze(1) - 1 + count).clamp(min=0)
+    positions = places if first is None else first.unsqueeze(1) + count
+    block = places // block_size
     numbers = tables.gather(1, block.clamp(max=tables.shape[1] - 1).long())
     inside = alive.unsqueeze(1) & (block < tables.shape[1])
-    slots = (numbers * block_size + positions % block_size).where(inside, -1)
+    slots = (numbers * block_size + places % block_size).where(inside, -1)
     return ids.flatten(), positions.flatten(), slots.flatten(), (length - 1 + width).where(alive, 0)
 
 

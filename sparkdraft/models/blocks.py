@@ -17,7 +17,7 @@ from torch import Tensor
 from sparkdraft.cache.formats import LayerKV, Turn
 from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.kernels.view import AttentionParams, AttentionView
-from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.config import FINAL, ModelConfig
 from sparkdraft.models.layers import AttentionSpec, DenseSpec, ExpertsSpec, RecurrentSpec
 from sparkdraft.models.rope import RopeTables
 from sparkdraft.weights.linear import Linear
@@ -162,13 +162,15 @@ class Decoder:
         """Run every row through the layers: the last residual [rows, hidden], before the final norm.
 
         The residual after block tap_layers[i] goes to taps[:, i] (taps [rows, len(tap_layers), hidden], or each row's
-        ring of such, by position).
+        ring of such, by position); of FINAL, what the final norm makes of the last residual.
         """
         normed = Normed(self.ops.embed(step.token_ids, self.embedding), self.layers[0].input_norm)
         for i, (layer, then) in enumerate(following(self.layers, self.norm)):
             normed = layer.add_to(normed, step, step.kv[i], then)
             if taps is not None and i in tap_layers:
                 self.ops.tap(normed.x, taps, tap_layers.index(i), step.positions)
+        if taps is not None and FINAL in tap_layers:
+            self.ops.tap(self.ops.rms_norm(normed.x, *self.norm), taps, tap_layers.index(FINAL), step.positions)
         return normed.x  # what is prepared is left: a row's logits shall not hang on the rows it came with
 
     def logits(self, residual: Tensor) -> Tensor:  # [rows, hidden] -> float32 [rows, vocab]

@@ -15,6 +15,8 @@ from sparkdraft.core import UserError
 from sparkdraft.models.keys import rope_of
 from sparkdraft.models.layers import AttentionSpec, DenseSpec, LayerSpec, RopeSpec
 
+FINAL = -1  # among numbers of blocks whose result is tapped: what the final norm makes of the last one's
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.plan.sizes import model_sizes, most
-from sparkdraft.spec.config import DraftConfig
+from sparkdraft.spec.caps import DrafterCaps
+from sparkdraft.spec.dflash_config import DFlashConfig
 
 
 class Recordings(NamedTuple):
@@ -66,7 +67,7 @@ def recording_bytes(kernels: str, drafts: bool) -> int:
     return kinds * RECORDINGS[kernels].most * RECORDINGS[kernels].bytes_each
 
 
-def drafter_bytes(draft: DraftConfig, itemsize: float) -> int:
+def drafter_bytes(draft: DFlashConfig, itemsize: float) -> int:
     """Its layers and what projects the target's states; embedding and head are the target's, or rows of its head."""
     model, sizes = draft.model, model_sizes(draft.model)
     hidden = model.hidden_size
@@ -79,7 +80,7 @@ def drafter_bytes(draft: DraftConfig, itemsize: float) -> int:
 
 
 def scratch_bytes(
-    model: ModelConfig, max_rows: int, max_seqs: int, itemsize: int, draft: DraftConfig | None = None
+    model: ModelConfig, max_rows: int, max_seqs: int, itemsize: int, draft: DrafterCaps | None = None
 ) -> int:
     """What a step needs: a layer's activations, what a drafter reads of them, and logits of the rows that are sampled.
 
@@ -91,5 +92,5 @@ def scratch_bytes(
     sampled = 4 * max_seqs  # the logits, and what filters them
     if draft:
         width += len(draft.taps) * model.hidden_size
-        sampled += 2 * max_seqs * (draft.block_size - 1)
+        sampled += 2 * max_seqs * draft.max_depth
     return max_rows * width * itemsize + sampled * model.vocab_size * 4

@@ -21,7 +21,6 @@ from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.memory import (
     MemoryPlan,
     capture_bytes,
-    drafter_bytes,
     recording_bytes,
     scratch_bytes,
     weight_bytes,
@@ -29,7 +28,7 @@ from sparkdraft.plan.memory import (
 from sparkdraft.plan.sizes import kv_bytes_per_token
 from sparkdraft.plan.turboquant import CodedPlan, plan_coded
 from sparkdraft.plan.windows import WindowPlan, plan_windows, window_layers
-from sparkdraft.spec.config import DraftConfig
+from sparkdraft.spec.caps import DrafterCaps
 
 CPU_KV_SHARE = 0.25  # of the free memory, for a CPU's KV cache: other programs want that memory too
 LEAST_CONTEXT = 64  # tokens: the requests that are tried at start need no more, and a shorter context serves nobody
@@ -86,7 +85,7 @@ def resolve(
     model: ModelConfig,
     hardware: Hardware,
     native_problem: str | None = None,
-    drafter: DraftConfig | None = None,
+    drafter: DrafterCaps | None = None,
 ) -> Plan:
     """native_problem: why the CPU kernels can not be had, or None. drafter: what drafts, counted in."""
     on_cpu = hardware.device == "cpu"
@@ -108,7 +107,7 @@ def resolve(
         fallbacks.append(Fallback("decode steps are launched one operator at a time", reason))
     recordings = recording_bytes(kernels, drafter is not None) if graphs else 0
     weights = weight_bytes(model, WEIGHT_ITEMSIZE[dtype])
-    weights += drafter_bytes(drafter, WEIGHT_ITEMSIZE[dtype]) if drafter else 0
+    weights += int(drafter.num_weights * WEIGHT_ITEMSIZE[dtype]) if drafter else 0
     scratch = scratch_bytes(model, max_rows, max_seqs, itemsize, drafter)
     if kv == "turboquant" and config.tq_mode == "capture_only":
         scratch += capture_bytes(model, max_rows, itemsize)
@@ -157,7 +156,7 @@ class Caches(NamedTuple):
 def _caches(
     config: EngineConfig,
     model: ModelConfig,
-    drafter: DraftConfig | None,
+    drafter: DrafterCaps | None,
     kv: str,
     kernels: str,
     itemsize: int,
@@ -226,10 +225,10 @@ def _check_coded(kernels: str, head_dim: int, block_size: int) -> None:
 
 
 def _token_bytes(
-    layers: Sequence[AttentionSpec], kv: str, itemsize: int, coded: CodedPlan | None, drafter: DraftConfig | None
+    layers: Sequence[AttentionSpec], kv: str, itemsize: int, coded: CodedPlan | None, drafter: DrafterCaps | None
 ) -> int:
     """Of the KV cache of these layers, exact, coded or both, and of the drafter's, which is always exact."""
-    size = kv_bytes_per_token(drafter.model.attention, itemsize) if drafter else 0
+    size = kv_bytes_per_token(drafter.kv, itemsize) if drafter else 0
     if coded:
         size += coded.bytes_per_token(layers)
     if not coded or coded.captured:

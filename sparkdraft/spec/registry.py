@@ -1,18 +1,90 @@
-"""Which drafter goes with which model when the user names none, and how a named one is opened.
+"""The kinds of drafters, how a named drafter is opened, and which one goes with a model when the user names none.
 
-A drafter is a checkpoint like any other, without a tokenizer: a folder or a hub id. The one for the embedded model
-travels inside the package; whether a drafter fits its target is asked of spec/config.py.
+A drafter is a checkpoint like any other, without a tokenizer: a folder or a hub id. Its config.json says of which kind
+it is. A new kind is a line of KINDS and a module of its own; the plan and the engine know drafters by their caps
+(spec/caps.py) and their calls (spec/drafter.py) alone. The drafter for the embedded model travels inside the package.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
 
+from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.core import UserError
+from sparkdraft.models.blocks import Decoder
+from sparkdraft.models.config import ModelConfig
+from sparkdraft.spec import dflash, dflash_config
+from sparkdraft.spec.caps import DrafterCaps
+from sparkdraft.spec.drafter import Drafter
 from sparkdraft.weights.checkpoint import Checkpoint, open_checkpoint
+from sparkdraft.weights.loader import Loader, WeightSource
 
 ASSETS = Path(__file__).parent.parent / "assets"
 EMBEDDED = {"smollm2": "smollm2-dflash"}  # model, as a user names it -> folder of ASSETS
+
+
+class DrafterKind(Protocol):
+    """What is known of one kind of drafters. 'config' is what its own `read` gave."""
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        """Whether a config.json is that of a drafter of this kind."""
+
+    def read(self, config: Mapping[str, Any]) -> Any:
+        """What a config.json says. Raises UserError."""
+
+    def check_fits(self, config: Any, target: ModelConfig) -> None:
+        """Raises UserError when the drafter was not made for a target of this shape."""
+
+    def caps(self, config: Any) -> DrafterCaps: ...
+
+    def build(
+        self, config: Any, load: Loader, ops: ModuleType, target: Decoder, kv: DenseKV, context: int, max_seqs: int
+    ) -> Drafter:
+        """The drafter of a checkpoint. kv: shaped as its caps say; context, max_seqs: the most that may come."""
+
+
+class DFlashKind:
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        return True  # it is asked last, and refuses by name what it does not know
+
+    read = staticmethod(dflash_config.DFlashConfig.read)
+    check_fits = staticmethod(dflash_config.check_fits)
+    caps = staticmethod(dflash.caps_of)
+    build = staticmethod(dflash.build)
+
+
+KINDS: tuple[DrafterKind, ...] = (DFlashKind(),)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSource:
+    """A drafter that is to be loaded: what it is, and where its weights are."""
+
+    kind: DrafterKind
+    config: Any  # as the kind reads it
+    source: WeightSource
+
+    @property
+    def caps(self) -> DrafterCaps:
+        return self.kind.caps(self.config)
+
+    def build(
+        self, load: Loader, ops: ModuleType, target: Decoder, kv: DenseKV, context: int, max_seqs: int
+    ) -> Drafter:
+        return self.kind.build(self.config, load, ops, target, kv, context, max_seqs)
+
+
+def find_drafter(name: str, target: ModelConfig) -> DraftSource:
+    """The drafter of this name, read and found to fit. Raises UserError."""
+    checkpoint = open_drafter(name)
+    kind = next(k for k in KINDS if k.recognises(checkpoint.config))
+    config = kind.read(checkpoint.config)
+    kind.check_fits(config, target)
+    return DraftSource(kind, config, checkpoint)
 
 
 def default_drafter(model_name: str) -> str | None:

@@ -27,7 +27,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Ready for JSON: one group a temperature, its classes and 'all' as bench/accept.py counts them."""
     drafting = llm.engine.drafting
-    if drafting.block is None:
+    if drafting.proposer is None:
         raise UserError("There is no drafter to evaluate; name one with --drafter, and leave --spec on auto")
     ids = {name: accept.chat_prompts(llm, each) for name, each in prompts.items()}
     count, groups = sum(map(len, ids.values())), []

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparkdraft.core import UserError
-from sparkdraft.spec.config import DraftConfig
+from sparkdraft.spec.dflash_config import DFlashConfig
 from sparkdraft.weights.quant.group import GROUP, GroupQuant
 from sparkdraft.weights.safetensors import INDEX, INT8_GROUPS, SCALE
 
@@ -93,7 +93,7 @@ def export(
 
 
 def _zlab_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    DraftConfig.read(config)  # refuses what we could not load ourselves
+    DFlashConfig.read(config)  # refuses what we could not load ourselves
     return {**{k: v for k, v in config.items() if k != "quantization_config"}, "dtype": "bfloat16"}
 
 
@@ -105,7 +105,7 @@ def speculators_config(config: Mapping[str, Any], target: ExportTarget | None) -
     """
     if target is None:
         raise UserError("The speculators layout names the model a drafter is for; say which")
-    draft = DraftConfig.read(config)
+    draft = DFlashConfig.read(config)
     sliding = [mask for mask in draft.layers if mask.window]
     drafts = {"proposal_type": "greedy", "speculative_tokens": draft.block_size - 1}
     body = {k: v for k, v in config.items() if k not in (*OUTER, "quantization_config")}
@@ -132,7 +132,7 @@ def speculators_config(config: Mapping[str, Any], target: ExportTarget | None) -
         "dtype": "bfloat16",
         "transformer_layer_config": body,
     }
-    if DraftConfig.read(written) != replace(draft, num_target_layers=None):
+    if DFlashConfig.read(written) != replace(draft, num_target_layers=None):
         raise UserError(
             "The speculators layout cannot express this drafter's masks or scales (causal full layers, windows that "
             "differ, an embedding scale, a multiplier or a softcap): export it as zlab."
@@ -216,7 +216,7 @@ def _check_replaceable(folder: Path) -> None:
     foreign = [name for name in held if not any(fnmatch(name, pattern) for pattern in FILES)]
     if not foreign and held:
         try:
-            DraftConfig.read(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+            DFlashConfig.read(json.loads((folder / "config.json").read_text(encoding="utf-8")))
         except (OSError, ValueError, UserError):
             foreign = held
     if foreign:

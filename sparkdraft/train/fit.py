@@ -22,7 +22,7 @@ from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.engine.machine import detect
 from sparkdraft.models.registry import read_config
-from sparkdraft.spec.config import DraftConfig
+from sparkdraft.spec.dflash_config import DFlashConfig
 from sparkdraft.train.attention import WIDEST
 from sparkdraft.train.batches import Batches, TrainBatch
 from sparkdraft.train.corpus import Corpus
@@ -51,7 +51,7 @@ Loading = Callable[[], AbstractContextManager[Progress | None]]  # entered while
 class Trainer:
     """The drafter in training: `step` is all of it."""
 
-    def __init__(self, settings: FitSettings, target: Target, corpus: Corpus, draft: DraftConfig) -> None:
+    def __init__(self, settings: FitSettings, target: Target, corpus: Corpus, draft: DFlashConfig) -> None:
         self.settings, self.target, self.draft = settings, target, draft
         longest = min(settings.longest, settings.context, target.context)  # the target has no positions beyond
         self.batches = Batches(
@@ -210,7 +210,7 @@ def fit(
     run.check(settings)
     with loading() as progress:
         info, target, corpus = prepare(settings, device, progress)
-    trainer = Trainer(settings, target, corpus, DraftConfig.read(info.draft))
+    trainer = Trainer(settings, target, corpus, DFlashConfig.read(info.draft))
     step, before = 0, 0.0
     if state := run.begin(info):
         trainer.restore(state)

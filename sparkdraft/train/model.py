@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.rope import rope_table
-from sparkdraft.spec.config import DraftConfig
+from sparkdraft.spec.dflash_config import DFlashConfig
 from sparkdraft.train.attention import block_attention
 from sparkdraft.train.batches import TrainBatch
 
@@ -96,7 +96,7 @@ class DraftModel(nn.Module):
     tap_scale: Tensor
     rope: Tensor
 
-    def __init__(self, draft: DraftConfig, longest: int, compiled: bool = False) -> None:
+    def __init__(self, draft: DFlashConfig, longest: int, compiled: bool = False) -> None:
         super().__init__()
         config, width = draft.model, len(draft.taps) * draft.target_hidden_size
         self.draft, self.eps, self.fused = draft, config.rms_eps, Fused(compiled)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig
-from sparkdraft.spec.config import DraftConfig, LayerMask, check_fits
+from sparkdraft.spec.dflash_config import DFlashConfig, LayerMask, check_fits
 from sparkdraft.spec.registry import open_drafter
 from sparkdraft.train.settings import FitSettings
 from sparkdraft.weights.quant.group import GroupQuant
@@ -94,7 +94,7 @@ def grown_config(settings: FitSettings, target: ModelConfig) -> dict[str, Any]:
     config = dict(held.config)
     if "lm_head.weight" not in held.names():
         config.pop("draft_vocab_size", None)  # which of the target's rows it drafts among is chosen at export
-    draft = DraftConfig.read(config)
+    draft = DFlashConfig.read(config)
     check_fits(draft, target)
     _trainable(draft, config, settings)
     layers = {"num_hidden_layers": settings.layers, "max_window_layers": settings.layers}
@@ -102,7 +102,7 @@ def grown_config(settings: FitSettings, target: ModelConfig) -> dict[str, Any]:
     return config | layers | {"layer_types": ["full_attention"] * settings.layers}
 
 
-def _trainable(draft: DraftConfig, config: Mapping[str, Any], settings: FitSettings) -> None:
+def _trainable(draft: DFlashConfig, config: Mapping[str, Any], settings: FitSettings) -> None:
     """Raises UserError for what the trainer would not train as the drafter means it, or as the run asks."""
     own = settings.init
     if "dflash_config" not in config:

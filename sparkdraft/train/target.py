@@ -20,7 +20,7 @@ from sparkdraft.engine.machine import detect
 from sparkdraft.models.blocks import Decoder
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.registry import architecture, read_config
-from sparkdraft.spec.config import DraftConfig, check_fits
+from sparkdraft.spec.dflash_config import DFlashConfig, check_fits
 from sparkdraft.text import chat
 from sparkdraft.text.tokenizer import Tokenizer
 from sparkdraft.weights.checkpoint import open_checkpoint
@@ -68,7 +68,7 @@ def load_target(name: str, device: str = "auto", context: int = 2048, progress: 
     return Target(name, decoder, config, tokenizer, checkpoint.chat_template, checkpoint.special, where, dtype, ops)
 
 
-def head_rows(name: str, ids: Tensor, draft: DraftConfig) -> Tensor:
+def head_rows(name: str, ids: Tensor, draft: DFlashConfig) -> Tensor:
     """Chosen rows [ids, hidden] of the head of a drafter's target, as floats; nothing else of the target is read."""
     checkpoint = open_checkpoint(name)
     config = read_config(checkpoint.config)

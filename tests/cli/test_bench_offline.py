@@ -19,11 +19,12 @@ from sparkdraft.bench.synthetic import Acceptance, SyntheticSampler, spans
 from sparkdraft.cli.main import main
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import Request, SamplingParams, UserError
-from sparkdraft.engine.build import DraftSource, build_engine
+from sparkdraft.engine.build import build_engine
 from sparkdraft.engine.flight import Flight
 from sparkdraft.engine.machine import plan_here
 from sparkdraft.engine.sampler import SampleRow
 from sparkdraft.models.config import uniform_config
+from sparkdraft.spec.registry import DFlashKind, DraftSource
 from tests.cli.said import said
 
 TOY = uniform_config("qwen3", 6, 32, 64, 2, 1, 16, 96, 1024, tie_embeddings=True, qk_norm=True)
@@ -54,12 +55,12 @@ def offline(capsys: pytest.CaptureFixture[str]) -> Run:
 def toy_bench(acceptance: Acceptance | None, flies: bool = False, spec: str = "15") -> Bench:
     config = EngineConfig(device="cpu", dtype="float32", threads=1, spec=spec, ngram=False, kv_tokens=2048, max_seqs=2)
     draft = shapes.drafter_shape("dflash-3x", TOY)
-    source = DraftSource(draft, shapes.RandomCheckpoint(draft, "cpu"))
+    source = DraftSource(DFlashKind(), draft, shapes.RandomCheckpoint(draft, "cpu"))
     target = shapes.RandomCheckpoint(TOY, "cpu")
     plan = plan_here(config, TOY, draft)
     engine = build_engine(plan, config, TOY, target, shapes.SilentTokenizer(), source)
     if flies:
-        engine.flight = Flight(engine.runner, engine.drafting.block, torch.device("cpu"), engine.drafting.choices)
+        engine.flight = Flight(engine.runner, engine.drafting.proposer, torch.device("cpu"), engine.drafting.choices)
     return Bench(engine, TOY, Ceilings(1e9, None), acceptance)
 
 

@@ -75,7 +75,7 @@ def test_what_ran_is_gone_and_what_waits_is_written_as_alone(place: str, after: 
     for name in left:
         assert written[name, 0] == written[name, 1] == greedy(PROMPTS[name], 6)
     assert engine.pool.num_free == 24 and not engine._outputs and not engine._by_id
-    assert engine.drafting.block.observed == {}  # type: ignore[union-attr]
+    assert engine.drafting.proposer.observed == {}  # type: ignore[union-attr]
 
 
 def test_a_request_that_can_not_be_let_in_does_not_block_the_queue() -> None:

@@ -32,7 +32,7 @@ TEXTS = [
 
 def with_flight(llm: LLM) -> LLM:
     drafting, device = llm.engine.drafting, torch.device(llm.engine.plan.device)
-    llm.engine.flight = Flight(llm.engine.runner, drafting.block, device, drafting.choices)
+    llm.engine.flight = Flight(llm.engine.runner, drafting.proposer, device, drafting.choices)
     return llm
 
 
@@ -252,10 +252,10 @@ def test_a_parked_drafter_catches_up(
             engine.step()
         with torch.inference_mode():
             engine.land()
-        assert engine.drafting.block
+        assert engine.drafting.proposer
         with torch.inference_mode():
-            engine.drafting.block.flush([request])
-        kv = engine.drafting.block.drafter.kv  # type: ignore[attr-defined]
+            engine.drafting.proposer.flush([request])
+        kv = engine.drafting.proposer.drafter.kv  # type: ignore[attr-defined]
         positions = torch.arange(request.num_prompt + 45, device=kv.k[0].device)
         blocks = torch.tensor(request.blocks.tolist(), device=kv.k[0].device)[positions // 16]
         kept = torch.stack([k[blocks, :, positions % 16] for k in kv.k])

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparkdraft.core import Request, SamplingParams
 from sparkdraft.engine.sampler import (
+    Draws,
     Filters,
-    Knobs,
     Sampler,
     SampleRow,
     allowed,
@@ -131,10 +131,16 @@ def test_the_filters_of_others_leave_a_row_as_it_is() -> None:
         SamplingParams(temperature=0.7, top_p=0.6),
     ]
     logits = torch.linspace(0, -150, 200).expand(len(params), -1)
-    together = allowed(logits, Knobs.of(params, CPU), Filters.of(params))
+
+    def rows(params: list[SamplingParams]) -> Draws:
+        draws = Draws.of([request(p) for p in params], [0] * len(params), CPU)
+        assert draws
+        return draws
+
+    together = allowed(logits, rows(params))
     assert not together[0].isinf().any() and not together[2].isinf().any()
     for row, own in enumerate(params):
-        assert torch.equal(together[row : row + 1], allowed(logits[:1], Knobs.of([own], CPU), Filters.of([own])))
+        assert torch.equal(together[row : row + 1], allowed(logits[:1], rows([own])))
 
 
 @pytest.mark.parametrize("nucleus_floor", [bisected_floor, sorted_floor])

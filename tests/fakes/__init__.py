@@ -147,7 +147,7 @@ class FakeBlock:
     may_pass_over = False
 
     def __init__(self, chance: float, block_size: int = 8, seed: int = 0) -> None:
-        self.chance, self.block_size = chance, block_size
+        self.chance, self.max_depth = chance, block_size - 1
         self.drafter = SimpleNamespace(caps=SimpleNamespace(name="fake"))
         self._random = random.Random(seed)
         self.observed: dict[Request, int] = {}
@@ -165,10 +165,10 @@ class FakeBlock:
     def is_ready(self, request: Request) -> bool:
         return True
 
-    def observe(self, work: Work, num_accepted: int, *rows: object) -> None:
+    def observe(self, work: Work, *rows: object) -> None:
         seen = self.observed.get(work.request, 0)
         assert work.start <= seen or seen == 0, "a gap: rows were committed that the drafter did not see"
-        self.observed[work.request] = work.start + work.num_known + num_accepted
+        self.observed[work.request] = work.request.num_computed
 
     def release(self, request: Request) -> None:
         self.observed.pop(request, None)

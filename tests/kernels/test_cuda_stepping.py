@@ -109,8 +109,9 @@ def test_lay_out(width: int) -> None:
         tables = integers([[dice.randint(0, 10**5) for _ in range(blocks + 3)] for _ in range(seqs)])[:, :blocks]
         wide = integers([[dice.randint(0, 10**5) for _ in range(width + 2)] for _ in range(seqs)])
         drafts = [None, wide[:, : width - 1], wide[:, 2 : width + 1].long()][case % 3]  # rows apart, and 8 bytes an id
-        got = cuda.lay_out(length, tables, token, drafts, width, size, 77)
-        expected = reference.lay_out(length, tables, token, drafts, width, size, 77)
+        first = integers([dice.randint(0, 10**5) for _ in range(seqs)]) if case > 2 else None
+        got = cuda.lay_out(length, tables, token, drafts, width, size, 77, first)
+        expected = reference.lay_out(length, tables, token, drafts, width, size, 77, first)
         for mine, wanted in zip(got, expected, strict=True):
             assert mine.dtype == torch.int32 and torch.equal(mine, wanted)
 
@@ -199,6 +200,7 @@ def decode_step(rows: int, heads: int, kv_heads: int, dim: int, most: int) -> No
     tables, lanes = ints(seqs, 256), [ints(seqs) for _ in range(4)]
     drafts = ints(seqs, rows - 1).long() if rows > 1 else None
     cuda.lay_out(lanes[0], tables, lanes[1], None, rows, 16, 7)
+    cuda.lay_out(lanes[0], tables, lanes[1], None, rows, 16, 7, lanes[2])
     _, positions, slots, context = cuda.lay_out(lanes[0], tables, lanes[1], drafts, rows, 16, 7)
     qkv, norm, table = made(seqs * rows, width), made(dim), made(4096, dim, dtype=torch.float32)
     caches = [made(1024, kv_heads, 16, dim) for _ in range(2)]

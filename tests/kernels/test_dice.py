@@ -37,8 +37,10 @@ def test_the_kernel_leaves_out_only_what_cannot_win(width: float) -> None:
     scaled[:, 100:200] = float("-inf")
     seeds, positions, ids = COUNT[:24] * -31, COUNT[:24] + 7, torch.randperm(5000)
     drawn = draw(scaled, seeds, positions)
-    assert torch.equal(native.draw(scaled, seeds, positions), drawn)
-    assert torch.equal(native.draw(scaled, seeds, positions, ids), draw(scaled, seeds, positions, ids))
+    unfiltered = torch.tensor([1.0, 0.0, 1.0]).repeat_interleave(24)
+    integers = torch.cat((ZERO[:24], seeds, positions))
+    assert torch.equal(native.sample(scaled, unfiltered, integers), drawn)
+    assert torch.equal(native.sample(scaled, unfiltered, integers, ids), draw(scaled, seeds, positions, ids))
     assert not ((drawn >= 100) & (drawn < 200)).any()
 
 

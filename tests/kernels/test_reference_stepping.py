@@ -6,6 +6,7 @@ And the step's fused write on a CPU: the reference's and the native one, which a
 from __future__ import annotations
 
 import random
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from sparkdraft.kernels import native, reference
 
 FILL = 99
+needs_compiler = pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
 Rows = tuple[list[int], list[int], list[int], list[int]]
 
 
@@ -22,20 +24,21 @@ def int32(values: list) -> Tensor:
 
 
 def laid_out(length: list[int], tables: list[list[int]], token: list[int], drafts: list[list[int]] | None, width: int,
-             size: int) -> Rows:  # fmt: skip
+             size: int, first: list[int] | None) -> Rows:  # fmt: skip
     ids, positions, slots, contexts = [], [], [], []
     for lane, written in enumerate(length):
         for i in range(width):
-            position = max(written - 1 + i, 0)
+            place = max(written - 1 + i, 0)
             ids.append(token[lane] if i == 0 else FILL if drafts is None else drafts[lane][i - 1])
-            positions.append(position)
-            here = written > 0 and position < len(tables[lane]) * size
-            slots.append(tables[lane][position // size] * size + position % size if here else -1)
+            positions.append(place if first is None else first[lane] + i)
+            here = written > 0 and place < len(tables[lane]) * size
+            slots.append(tables[lane][place // size] * size + place % size if here else -1)
         contexts.append(written - 1 + width if written else 0)
     return ids, positions, slots, contexts
 
 
-def test_lay_out_is_what_a_loop_does() -> None:
+@pytest.mark.parametrize("ops", [reference, pytest.param(native, marks=needs_compiler)], ids=lambda ops: ops.NAME)
+def test_lay_out_is_what_a_loop_does(ops: ModuleType) -> None:
     dice = random.Random(0)
     for case in range(200):
         seqs, width, size, blocks = (dice.randint(1, 9) for _ in range(4))
@@ -44,9 +47,11 @@ def test_lay_out_is_what_a_loop_does() -> None:
         token = [dice.randint(0, 500) for _ in range(seqs)]
         drafts = [[dice.randint(0, 500) for _ in range(width - 1)] for _ in range(seqs)] if case % 2 else None
         given = None if drafts is None else torch.tensor(drafts, dtype=(torch.int32, torch.int64)[case % 4 // 2])
-        got = reference.lay_out(int32(length), int32(tables), int32(token), given, width, size, FILL)
+        first = [dice.randint(0, 500) for _ in range(seqs)] if case % 3 else None
+        start = None if first is None else int32(first)
+        got = ops.lay_out(int32(length), int32(tables), int32(token), given, width, size, FILL, start)
         assert all(t.dtype == torch.int32 for t in got)
-        assert tuple(t.tolist() for t in got) == laid_out(length, tables, token, drafts, width, size)
+        assert tuple(t.tolist() for t in got) == laid_out(length, tables, token, drafts, width, size, first)
 
 
 def test_settle_is_what_a_loop_does() -> None:
@@ -79,7 +84,7 @@ def test_settle_is_what_a_loop_does() -> None:
             assert now == [length[lane] + count + 1 if alive else 0, samples[lane][count], seen]
 
 
-@pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
+@needs_compiler
 @pytest.mark.parametrize("heads, kv_heads", [(4, 2), (0, 3)])
 def test_the_native_rope_write_is_the_reference_and_can_be_recorded(heads: int, kv_heads: int) -> None:
     torch.manual_seed(0)
@@ -101,3 +106,15 @@ def test_the_native_rope_write_is_the_reference_and_can_be_recorded(heads: int, 
         torch.testing.assert_close(caches, wanted, rtol=1e-5, atol=1e-5)
         qkv.copy_(start)
         recording.replay()
+
+
+@needs_compiler
+def test_the_native_lay_out_can_be_recorded() -> None:
+    length, token, first = int32([5, 0, 9]), int32([11, 0, 12]), int32([21, 0, 9])
+    tables = int32([[4, 2], [0, 0], [7, 3]])
+    before = native.lay_out(length, tables, token, None, 3, 8, FILL, first)[2]
+    recording = native.Recording(lambda: native.lay_out(length, tables, token, None, 3, 8, FILL, first)[2])
+    assert recording.kernels == ["lay_out"]
+    length.add_(1)
+    expected = reference.lay_out(length, tables, token, None, 3, 8, FILL, first)[2]
+    assert torch.equal(recording.replay(), expected) and not torch.equal(before, expected)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 
 from sparkdraft.core import Request, SamplingParams
-from sparkdraft.engine.sampler import Filters, Knobs, allowed, draw
+from sparkdraft.engine.sampler import Draws, allowed, pick
 from sparkdraft.kernels import native, reference
 
 needs_compiler = pytest.mark.skipif(native.unavailable_reason() is not None, reason="no C++ compiler here")
@@ -21,12 +23,17 @@ PARAMS = [
     SamplingParams(temperature=0.9, top_k=12, top_p=0.8, min_p=0.02),
     SamplingParams(temperature=1.0, top_p=0.999),
 ]
-DRAWS = 64
+DRAWS, CPU = 64, torch.device("cpu")
+Rows = list[tuple[Request, int]]  # whose parameters and seed, and at which position
 
 
-def rows_of(params: SamplingParams, seed: int) -> list[tuple[Request, int]]:
+def rows_of(params: SamplingParams, seed: int) -> Rows:
     request = Request("a", 0, [1], params, seed, 8)
     return [(request, position) for position in range(DRAWS)]
+
+
+def draw(ops: ModuleType, logits: torch.Tensor, rows: Rows, ids: torch.Tensor | None = None) -> torch.Tensor:
+    return pick(ops, logits, Draws.of([r for r, _ in rows], [position for _, position in rows], CPU), ids)
 
 
 @needs_compiler
@@ -54,7 +61,9 @@ def test_ties_with_the_last_survivor_survive() -> None:
     request = Request("a", 0, [1], params, 5, 8)
     drawn = draw(native, logits, [(request, position) for position in range(400)])
     assert set(drawn.tolist()) == set(range(10))
-    kept = allowed(logits[:1], Knobs.of([params], torch.device("cpu")), Filters.of([params]))
+    draws = Draws.of([request], [0], CPU)
+    assert draws
+    kept = allowed(logits[:1], draws)
     assert int(torch.isfinite(kept).sum()) == 10
 
 
@@ -76,3 +85,24 @@ def test_a_row_without_a_number_draws_some_column(params: SamplingParams, value:
     logits[3, 8] = float("nan")
     drawn = draw(native, logits, rows_of(params, 1)[:4]).tolist()
     assert all(0 <= column < 100 for column in drawn)
+
+
+@needs_compiler
+def test_greedy_rows_take_their_largest_beside_rows_that_draw() -> None:
+    logits = torch.randn(DRAWS, 1003, generator=torch.Generator().manual_seed(4)).round(decimals=1)  # with many ties
+    greedy, warm = (rows_of(SamplingParams(temperature=t), 5) for t in (0.0, 1.0))
+    mixed = [(greedy, warm)[i % 2][i] for i in range(DRAWS)]
+    assert Draws.of([r for r, _ in greedy], range(DRAWS), CPU) is None
+    largest, drawn = logits.argmax(-1), draw(reference, logits, warm)
+    wanted = [int((largest, drawn)[i % 2][i]) for i in range(DRAWS)]
+    assert draw(native, logits, mixed).tolist() == draw(reference, logits, mixed).tolist() == wanted
+
+
+def test_the_rows_of_a_request_follow_each_other() -> None:
+    """`each` rows for each request are the same as rows that are named one by one."""
+    requests = [rows_of(SamplingParams(temperature=0.5 + 0.1 * i, top_k=i), i)[0][0] for i in range(3)]
+    together = Draws.of(requests, [7, 20, 3], CPU, each=4)
+    positions = [first + k for first in (7, 20, 3) for k in range(4)]
+    alone = Draws.of([r for r in requests for _ in range(4)], positions, CPU)
+    assert together and alone
+    assert torch.equal(together.floats, alone.floats) and torch.equal(together.integers, alone.integers)

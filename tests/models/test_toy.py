@@ -96,7 +96,7 @@ def test_company_drafts_and_prefixes_change_no_text(folder: Path, drafter: Path,
 def test_steps_that_the_device_takes_by_itself_find_the_pages_too(folder: Path, drafter: Path) -> None:
     plain, flying = load(folder), load(folder, spec="3", drafter=str(drafter), ngram=False)
     drafting = flying.engine.drafting
-    flying.engine.flight = Flight(flying.engine.runner, drafting.block, torch.device("cpu"), drafting.choices)
+    flying.engine.flight = Flight(flying.engine.runner, drafting.proposer, torch.device("cpu"), drafting.choices)
     assert written(flying) == written(plain) and all_is_free(flying)
 
 

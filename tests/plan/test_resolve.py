@@ -18,6 +18,7 @@ from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.memory import RECORDINGS
 from sparkdraft.plan.resolve import resolve
 from sparkdraft.plan.sizes import kv_bytes_per_token
+from sparkdraft.spec.dflash import caps_of
 
 LAPTOP = Hardware("cpu", "a laptop", 8, 12 << 30)
 SPARK = Hardware("cuda", "GB10", 20, 110 << 30, (12, 1))
@@ -70,7 +71,9 @@ def test_a_gpu_gets_bfloat16_and_the_memory_that_is_left() -> None:
 
 def test_fp8_holds_twice_the_tokens_and_leaves_the_drafter_exact() -> None:
     draft = drafter_shape("dflash-5x", LARGE)
-    plans = [resolve(EngineConfig(kv=kv), LARGE, SPARK, drafter=d) for kv in ("exact", "fp8") for d in (None, draft)]
+    plans = [
+        resolve(EngineConfig(kv=kv), LARGE, SPARK, drafter=d) for kv in ("exact", "fp8") for d in (None, caps_of(draft))
+    ]
     exact, exact_drafts, fp8, fp8_drafts = (plan.num_blocks for plan in plans)
     assert fp8 == pytest.approx(2 * exact, rel=1e-3)
     target, own = (kv_bytes_per_token(m.attention, 1) for m in (LARGE, draft.model))
@@ -121,7 +124,7 @@ def test_recordings_are_counted_in_the_plan() -> None:
     plan, none = (resolve(EngineConfig(graphs=graphs), SMALL, LAPTOP) for graphs in (True, False))
     assert plan.memory.recordings == RECORDINGS["native"].most * RECORDINGS["native"].bytes_each
     assert "recorded steps" in plan.describe() and "recorded steps" not in none.describe()
-    drafted = resolve(EngineConfig(), LARGE, SPARK, drafter=drafter_shape("dflash-5x", LARGE)).memory
+    drafted = resolve(EngineConfig(), LARGE, SPARK, drafter=caps_of(drafter_shape("dflash-5x", LARGE))).memory
     assert drafted.recordings > resolve(EngineConfig(), LARGE, SPARK).memory.recordings > 0
     assert drafted.total <= 0.85 * SPARK.free_bytes
 
@@ -139,11 +142,15 @@ from sparkdraft.config import EngineConfig
 from sparkdraft.models.registry import read_config
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.resolve import resolve
-from sparkdraft.spec.config import DraftConfig
+from sparkdraft.plan.memory import drafter_bytes
+from sparkdraft.spec.caps import DrafterCaps
+from sparkdraft.spec.dflash_config import DFlashConfig
 
 model, drafter = (json.load(open(path)) for path in sys.argv[1:])
 model, spark = read_config(model), Hardware("cuda", "GB10", 20, 110 << 30, (12, 1))
-plan = resolve(EngineConfig(kv="turboquant"), model, spark, drafter=DraftConfig.read(drafter))
+draft = DFlashConfig.read(drafter)
+caps = DrafterCaps("dflash", draft.taps, draft.block_size - 1, draft.model.attention, drafter_bytes(draft, 1))
+plan = resolve(EngineConfig(kv="turboquant"), model, spark, drafter=caps)
 print(plan.kernels, plan.num_blocks > 0, plan.coded is not None, sorted({"torch", "triton"} & set(sys.modules)))
 """
 

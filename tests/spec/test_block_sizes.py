@@ -33,7 +33,7 @@ def test_any_block_size_starts_and_writes_the_plain_text(block: int, device: str
     llm = LLM(str(target), drafter=str(folder), **options)  # type: ignore[arg-type]
     engine, drafting = llm.engine, llm.engine.drafting
     if device == "cpu":  # where overlapped steps run eagerly, by the same code
-        engine.flight = Flight(engine.runner, drafting.block, torch.device(device), drafting.choices)
+        engine.flight = Flight(engine.runner, drafting.proposer, torch.device(device), drafting.choices)
         engine.warm_up()
     texts = {}
     for depth in range(block):

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import UserError
+from sparkdraft.engine.sampler import ids_of
 from sparkdraft.kernels import native
+from sparkdraft.spec.drafter import CommittedRows
 from sparkdraft.spec.registry import default_drafter
 from sparkdraft.weights.checkpoint import open_checkpoint
 from tests.models.harness import Harness
@@ -115,7 +117,7 @@ def test_drafts_are_those_of_zlabs_package(
     folder = write_drafter(tmp_path / case, config, random_tensors(dimensions, prefix=prefix))
     target = Harness(target_folder, *place)
     drafts = DraftHarness(target.model, folder, *place)
-    tensors, size = random_tensors(equivalent), drafts.caps.block_size
+    tensors, size = random_tensors(equivalent), drafts.draft.block_size
     taps = {name: taps_of(target, ids(length, length), name) for name, length in (("a", 1), ("b", 8), ("c", 37))}
     wanted = {n: expected(equivalent, tensors, t, 7, size) for n, t in taps.items()}
 
@@ -170,9 +172,7 @@ def test_a_draft_vocabulary_is_translated(llama: Path, tmp_path: Path) -> None:
     )
     got, wanted = drafts.propose({"a": 7})["a"], plain.propose({"a": 7})["a"]
     close(got, wanted[:, kept])
-    best = got.argmax(-1).int()
-    assert torch.equal(drafts.drafter.to_target(best), kept[best.long()].int())
-    assert torch.equal(plain.drafter.to_target(best), best)
+    assert torch.equal(drafts.drafter.ends.ids, kept) and plain.drafter.ends.ids is None
 
 
 def test_a_mask_row_of_its_own(llama: Path, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_mask_row_of_its_own(llama: Path, tmp_path: Path) -> None:
         harness.observe({"a": taps})
     before = plain.propose({"a": 7})["a"]
     assert isinstance(target.model.embedding, Tensor)
-    target.model.embedding[own.caps.mask_id] = row
+    target.model.embedding[own.draft.mask_token_id] = row
     assert not torch.allclose(own.propose({"a": 7})["a"], before)
     close(own.propose({"a": 7})["a"], plain.propose({"a": 7})["a"])
 
@@ -225,11 +225,11 @@ def test_observe_and_propose_are_recorded(packed: tuple[Harness, DraftHarness, P
     slots.copy_(drafts.int32(drafts.slots("a", 20, 22) + drafts.slots("b", 20, 21)))
 
     def observe() -> Tensor:
-        drafter.observe(taps, positions, slots)
+        drafter.observe(CommittedRows(taps, positions, slots))
         return taps
 
     block = drafts.block({"a": 7, "b": 9}, 8, 7)
-    observing, proposing = native.Recording(observe), native.Recording(lambda: drafter.propose(block))
+    observing, proposing = native.Recording(observe), native.Recording(lambda: drafter.logits(block))
     for seed in range(3):
         taps.copy_(torch.randn(3, 2, 96, generator=torch.Generator().manual_seed(seed)))
         block.token_ids[::8] = torch.tensor([20 + seed, 30 + seed], dtype=torch.int32)
@@ -243,7 +243,7 @@ def test_observe_and_propose_are_recorded(packed: tuple[Harness, DraftHarness, P
         for cache in caches:
             cache[slots.long() // 8, :, slots.long() % 8] = math.nan
         observe()
-        assert torch.equal(drafter.propose(block), logits)
+        assert torch.equal(drafter.logits(block), logits)
         for cache, before in zip(caches, kept, strict=True):
             assert torch.equal(cache.nan_to_num(), before.nan_to_num())
 
@@ -300,8 +300,8 @@ def test_the_embedded_drafter_knows_its_model(smollm2_path: Path) -> None:
     for _ in range(60):
         anchor = int(logits["a"][-1].argmax())
         drafts.observe({"a": rows})
-        best = drafts.propose({"a": anchor})["a"][0].argmax()
-        guess = int(drafts.drafter.to_target(best))
+        best = drafts.propose({"a": anchor})["a"][:1].argmax(-1)
+        guess = int(ids_of(best, drafts.drafter.ends.ids))
         logits, rows = target.run({"a": [anchor]}, taps)
         hits.append(guess == int(logits["a"][-1].argmax()))
     assert sum(hits) >= 42, f"{sum(hits)} of {len(hits)}"

@@ -10,9 +10,8 @@ import pytest
 from sparkdraft.core import UserError
 from sparkdraft.models.registry import read_config
 from sparkdraft.spec import registry
-from sparkdraft.spec.config import DraftConfig, LayerMask, check_fits
 from sparkdraft.spec.dflash import caps_of
-from sparkdraft.spec.drafter import DrafterCaps
+from sparkdraft.spec.dflash_config import DFlashConfig, LayerMask, check_fits
 from tests.models.tiny import SHAPE
 from tests.spec.tiny_drafter import body, speculators, zlab
 
@@ -46,17 +45,19 @@ QWEN3_8B: dict[str, Any] = {
 
 
 def test_a_published_config() -> None:
-    draft = DraftConfig.read(QWEN3_8B)
+    draft = DFlashConfig.read(QWEN3_8B)
     assert (draft.taps, draft.block_size, draft.mask_token_id) == ((1, 9, 17, 25, 33), 16, 151669)
     assert draft.layers == (LayerMask(0, False),) * 5
     assert (draft.num_target_layers, draft.draft_vocab_size, draft.target_hidden_size) == (36, 151936, 4096)
     assert (draft.input_embedding_scale, draft.output_multiplier, draft.softcap) == (1.0, 1.0, None)
-    assert caps_of(draft) == DrafterCaps("dflash", draft.taps, 16, 151669)
+    caps = caps_of(draft)
+    assert (caps.name, caps.kv, caps.chain) == ("dflash", draft.model.attention, False)
+    assert (caps.taps, caps.max_depth) == (draft.taps, 15)
 
 
 def test_the_dialects_mean_the_same() -> None:
     """speculators counts the embedding: its 1 and 3 are z-lab's blocks 0 and 2."""
-    one, other = DraftConfig.read(zlab(body("sf", window=4))), DraftConfig.read(speculators(body("sf", window=4)))
+    one, other = DFlashConfig.read(zlab(body("sf", window=4))), DFlashConfig.read(speculators(body("sf", window=4)))
     assert one.taps == other.taps == (0, 2)
     assert one.layers == other.layers == (LayerMask(4, True), LayerMask(0, False))
     assert (one.model, one.block_size, one.mask_token_id) == (other.model, other.block_size, other.mask_token_id)
@@ -66,10 +67,10 @@ def test_newer_configs_keep_the_block_size_and_scales_inside() -> None:
     config = zlab(body(rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 77.0}))
     del config["block_size"]
     config["dflash_config"] |= {"block_size": 5, "input_embedding_scale": 2, "final_logit_softcapping": 30.0}
-    draft = DraftConfig.read(config)
+    draft = DFlashConfig.read(config)
     assert (draft.block_size, draft.input_embedding_scale, draft.softcap) == (5, 2.0, 30.0)
     assert draft.model.uniform()[0].rope.theta == 77.0
-    assert DraftConfig.read(zlab(body(), final_logit_softcapping=9)).softcap == 9.0
+    assert DFlashConfig.read(zlab(body(), final_logit_softcapping=9)).softcap == 9.0
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_newer_configs_keep_the_block_size_and_scales_inside() -> None:
 )
 def test_taps_where_the_config_is_silent(layers: int, taps: tuple[int, ...]) -> None:
     config = {**QWEN3_8B, "num_hidden_layers": layers, "layer_types": None, "dflash_config": {"mask_token_id": 1}}
-    assert DraftConfig.read(config).taps == taps
+    assert DFlashConfig.read(config).taps == taps
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_taps_where_the_config_is_silent(layers: int, taps: tuple[int, ...]) -> 
     ],
 )
 def test_windows_and_who_sees_whom(config: dict[str, Any], layers: list[tuple[int, bool]]) -> None:
-    assert DraftConfig.read(config).layers == tuple(LayerMask(*layer) for layer in layers)
+    assert DFlashConfig.read(config).layers == tuple(LayerMask(*layer) for layer in layers)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_windows_and_who_sees_whom(config: dict[str, Any], layers: list[tuple[in
 )
 def test_what_is_not_built_or_not_said_is_refused(config: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        DraftConfig.read({key: value for key, value in config.items() if value is not MISSING})
+        DFlashConfig.read({key: value for key, value in config.items() if value is not MISSING})
 
 
 @pytest.mark.parametrize(
@@ -145,19 +146,19 @@ def test_what_is_not_built_or_not_said_is_refused(config: dict[str, Any], says: 
 )
 def test_a_drafter_that_does_not_fit(config: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=f"does not fit the model: .*{says}"):
-        check_fits(DraftConfig.read(config), TARGET)
+        check_fits(DFlashConfig.read(config), TARGET)
 
 
 def test_one_that_fits() -> None:
-    check_fits(DraftConfig.read(zlab(body())), TARGET)
-    check_fits(DraftConfig.read(speculators(body(), aux_hidden_state_layer_ids=[1, 3])), TARGET)
+    check_fits(DFlashConfig.read(zlab(body())), TARGET)
+    check_fits(DFlashConfig.read(speculators(body(), aux_hidden_state_layer_ids=[1, 3])), TARGET)
 
 
 def test_the_embedded_drafter(tmp_path: Path) -> None:
     folder = registry.default_drafter("smollm2")
     assert folder is not None and registry.default_drafter("another") is None
     for name in (folder, "smollm2-dflash"):
-        draft = DraftConfig.read(registry.open_drafter(name).config)
+        draft = DFlashConfig.read(registry.open_drafter(name).config)
         assert (draft.taps, draft.block_size, draft.mask_token_id) == ((1, 8, 14, 20, 27), 16, 16)
     with pytest.raises(UserError, match="GGUF"):
         registry.open_drafter(str(tmp_path / "a.gguf"))

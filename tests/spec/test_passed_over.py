@@ -6,13 +6,13 @@ All of the drafter's cache begins as NaN: a draft that looks at a row which was 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.core import Work
-from sparkdraft.engine.blockdraft import BlockDraft
+from sparkdraft.engine import proposer
 from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.engine import Engine
 from tests.models.tiny import write_tiny
@@ -36,6 +36,7 @@ def llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
             controller.measured(depth, 1, context, 1.0 + 0.001 * depth)
             controller.measured(depth, 2, context, 1.0 + 4.0 * depth)
     monkeypatch.setattr(Drafting, "_measured", lambda *_: None)
+    llm.engine.drafting.proposer._gaps[:] = False  # type: ignore[union-attr]  # what a slow start left
     with torch.inference_mode():
         for cache in (*drafter_kv(llm).k, *drafter_kv(llm).v):
             cache.fill_(float("nan"))
@@ -46,18 +47,18 @@ def llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
 def logits(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Those of every draft, as they are made."""
     seen: list[torch.Tensor] = []
-    pick = BlockDraft._pick
+    pick = proposer.pick
 
-    def watched(self: BlockDraft, logits: torch.Tensor, works: list[Work], depth: int) -> torch.Tensor:
+    def watched(ops: Any, logits: torch.Tensor, *others: Any) -> torch.Tensor:
         seen.append(logits.clone())
-        return pick(self, logits, works, depth)
+        return pick(ops, logits, *others)
 
-    monkeypatch.setattr(BlockDraft, "_pick", watched)
+    monkeypatch.setattr(proposer, "pick", watched)
     return seen
 
 
 def drafter_kv(llm: LLM):  # type: ignore[no-untyped-def]
-    return llm.engine.drafting.block.drafter.kv  # type: ignore[union-attr]
+    return llm.engine.drafting.proposer.drafter.kv  # type: ignore[union-attr]
 
 
 def greedy(max_tokens: int, num_draft: int | None = None) -> SamplingParams:
@@ -120,7 +121,7 @@ def test_a_later_request_looks_past_blocks_that_it_found_in_the_prefix_cache(
 
 def test_a_block_is_whole_again_when_other_rows_are_written_to_it(llm: LLM, logits: list[torch.Tensor]) -> None:
     """The pool has 16 blocks, the first two requests use 8 of them, the third 15."""
-    engine, block = llm.engine, llm.engine.drafting.block
+    engine, block = llm.engine, llm.engine.drafting.proposer
     assert block
     engine.add(LONG, greedy(20))
     engine.add(SHORT, greedy(20))
@@ -139,7 +140,7 @@ def test_who_asks_for_drafts_gets_them_in_any_batch(llm: LLM, logits: list[torch
 
 def test_rows_beside_a_prompt_are_shown_where_a_request_decodes_alone(llm: LLM, logits: list[torch.Tensor]) -> None:
     """Depths are chosen for those that decode: one, which may draft. The newcomer is passed over: two would decode."""
-    engine, block = llm.engine, llm.engine.drafting.block
+    engine, block = llm.engine, llm.engine.drafting.proposer
     assert block
     engine.add(LONG, greedy(OUTPUT), "long")
     for _ in range(4):

@@ -19,9 +19,9 @@ from sparkdraft import kernels
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.models.blocks import Decoder
-from sparkdraft.spec.config import DraftConfig, check_fits
-from sparkdraft.spec.dflash import build, caps_of
-from sparkdraft.spec.drafter import DraftBlock
+from sparkdraft.spec.dflash import DFlash, DraftBlock, build, caps_of
+from sparkdraft.spec.dflash_config import DFlashConfig, check_fits
+from sparkdraft.spec.drafter import CommittedRows
 from sparkdraft.spec.registry import open_drafter
 from sparkdraft.weights.loader import Loader
 
@@ -115,14 +115,15 @@ class DraftHarness:
     ) -> None:
         self.device, ops = torch.device(device), kernels.load(kernel)
         source = open_drafter(str(folder))
-        draft = DraftConfig.read(source.config)
+        draft = DFlashConfig.read(source.config)
         check_fits(draft, target.config)
-        self.caps = caps_of(draft)
+        self.draft, self.caps = draft, caps_of(draft)
         self.kv = DenseKV(draft.model.attention, NUM_BLOCKS, BLOCK, dtype, self.device, ops)
         for cache in (*self.kv.k, *self.kv.v):
             cache.fill_(float("nan"))  # what was never written must never be read
         pack = ops.PackedLinear.pack if kernel == "native" else None
-        self.drafter = build(draft, Loader(source, self.device, dtype, pack), ops, target, CONTEXT, self.kv)
+        load = Loader(source, self.device, dtype, pack)
+        self.drafter: DFlash = build(draft, load, ops, target, self.kv, CONTEXT, max_seqs=8)
         self.lengths: dict[str, int] = {}
         self.tables: dict[str, list[int]] = {}
         self.free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(2)).tolist()
@@ -144,13 +145,13 @@ class DraftHarness:
             positions += range(first, last)
             slots += self.slots(name, first, last)
         taps = torch.cat(list(chunks.values())).to(self.device, self.kv.k[0].dtype)
-        self.drafter.observe(taps, self.int32(positions), self.int32(slots))
+        self.drafter.observe(CommittedRows(taps, self.int32(positions), self.int32(slots)))
 
     def block(self, anchors: Mapping[str, int], width: int, depth: int) -> DraftBlock:
         ids, positions, slots, contexts = [], [], [], []
         for name, anchor in anchors.items():
             first = self.lengths[name]
-            ids += [anchor, *[self.caps.mask_id] * (width - 1)]
+            ids += [anchor, *[self.draft.mask_token_id] * (width - 1)]
             positions += range(first, first + width)
             slots += self.slots(name, first, first + width)
             contexts.append(first + width)
@@ -164,10 +165,10 @@ class DraftHarness:
     @torch.inference_mode()
     def propose(self, anchors: Mapping[str, int], width: int = 0, depth: int = 0) -> dict[str, Tensor]:
         """Logits of each named sequence's draft, [depth, vocabulary]; all of the drafter's block unless told."""
-        width = width or self.caps.block_size
+        width = width or self.draft.block_size
         depth = depth or width - 1
         block = self.block(anchors, width, depth)
-        logits = self.drafter.propose(block).float().cpu()
+        logits = self.drafter.logits(block).float().cpu()
         assert self.drafter.likeliest(block).tolist() == logits.argmax(-1).tolist()
         return {name: logits[i * depth : (i + 1) * depth] for i, name in enumerate(anchors)}
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparkdraft.core import UserError
 from sparkdraft.kernels import native
-from sparkdraft.spec.config import DraftConfig
+from sparkdraft.spec.dflash_config import DFlashConfig
 from sparkdraft.spec.registry import open_drafter
 from sparkdraft.train.export import ExportTarget, export
 from sparkdraft.train.target import head_rows
@@ -82,7 +82,7 @@ def test_speculators_keeps_the_rows_itself_and_drafts_the_same(tmp_path: Path, v
     oracle.cache_clear()
     shutil.copy(whole / "tokenizer.json", target)
     ids = torch.arange(3, 259, 2)
-    head = head_rows(str(target), ids, DraftConfig.read(CONFIG))
+    head = head_rows(str(target), ids, DFlashConfig.read(CONFIG))
     one = write(tmp_path / "one", bits=bits, vocabulary=ids)
     other = write(tmp_path / "other", "speculators", bits=bits, vocabulary=ids, head=head)
     assert torch.equal(drafted(one, target), drafted(other, target))
@@ -122,7 +122,7 @@ def test_tensors_and_taps_come_back(tmp_path: Path, layout: str) -> None:
     for name, tensor in TENSORS.items():
         read = source.read(name)
         assert isinstance(read, Tensor) and torch.equal(read, tensor.to(torch.bfloat16))
-    draft, ours = DraftConfig.read(source.config), DraftConfig.read(CONFIG)
+    draft, ours = DFlashConfig.read(source.config), DFlashConfig.read(CONFIG)
     assert draft.taps == (0, 2) and (draft.model, draft.layers) == (ours.model, ours.layers)
 
 
@@ -150,7 +150,7 @@ def test_what_speculators_says(tmp_path: Path) -> None:
 )
 def test_masks_and_rotations_survive_the_other_dialect(tmp_path: Path, config: dict[str, Any]) -> None:
     source = open_drafter(str(write(tmp_path / "d", "speculators", config=config)))
-    draft, ours = DraftConfig.read(source.config), DraftConfig.read(config)
+    draft, ours = DFlashConfig.read(source.config), DFlashConfig.read(config)
     assert (draft.model, draft.layers, draft.taps) == (ours.model, ours.layers, ours.taps)
 
 

@@ -21,7 +21,7 @@ from sparkdraft.cli.main import main
 from sparkdraft.core import UserError
 from sparkdraft.models.config import uniform_config
 from sparkdraft.plan.hardware import Hardware
-from sparkdraft.spec.config import DraftConfig
+from sparkdraft.spec.dflash_config import DFlashConfig
 from sparkdraft.train import fit as fit_module
 from sparkdraft.train import memory
 from sparkdraft.train import run as run_module
@@ -236,7 +236,7 @@ def test_a_drafter_can_be_gone_on_from_and_grown(toy: Path, run: Path, tmp_path:
 def test_a_smaller_vocabulary_is_trained_among_its_own_rows(toy: Path, tmp_path: Path, soft: float) -> None:
     asked = settings(toy, 30, vocab=40, soft=soft)
     info, target, corpus = fit_module.prepare(asked, "cpu", None)
-    trainer = fit_module.Trainer(asked, target, corpus, DraftConfig.read(info.draft))
+    trainer = fit_module.Trainer(asked, target, corpus, DFlashConfig.read(info.draft))
     batch, ids = trainer.batches.take(0), corpus.most_frequent(40).tolist()
     _, teacher = trainer.features(batch)
     labels, whole = trainer.labels(batch, teacher).ids.tolist(), batch.labels.tolist()
@@ -285,7 +285,7 @@ def test_recorded_steps_are_the_steps(toy: Path, optimizer: str) -> None:
     for recorded in (False, True):
         info, target, corpus = fit_module.prepare(asked, "cuda", None)
         with fit_module.stream_of(target.device):
-            trainer = fit_module.Trainer(asked, target, corpus, DraftConfig.read(info.draft))
+            trainer = fit_module.Trainer(asked, target, corpus, DFlashConfig.read(info.draft))
             graphs = trainer.learn
             assert isinstance(graphs, StepGraphs)
             if not recorded:

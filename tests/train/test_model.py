@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparkdraft.models.config import uniform_config
-from sparkdraft.spec.config import DraftConfig
+from sparkdraft.spec.dflash_config import DFlashConfig
 from sparkdraft.train.batches import Batches
 from sparkdraft.train.corpus import Corpus, CorpusInfo, CorpusWriter, Finish
 from sparkdraft.train.features import Features
@@ -44,7 +44,7 @@ def settings(**changes: object) -> FitSettings:
 
 def trainer_of(target: Target, corpus: Corpus, **changes: object) -> Trainer:
     asked = settings(**changes)
-    return Trainer(asked, target, corpus, DraftConfig.read(drafter_config(target.config, asked, 300)))
+    return Trainer(asked, target, corpus, DFlashConfig.read(drafter_config(target.config, asked, 300)))
 
 
 def test_a_block_in_training_is_the_block_in_service(target: Target, corpus: Corpus, tmp_path: Path) -> None:

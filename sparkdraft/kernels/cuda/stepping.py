@@ -16,21 +16,25 @@ from sparkdraft.kernels.cuda.elementwise import run
 from sparkdraft.kernels.cuda.pdl import enter
 
 
-@triton.jit(do_not_specialize=["length", "token", "drafts", "stride_drafts", "fill", "num_blocks"])
+@triton.jit(do_not_specialize=["length", "token", "drafts", "first_position", "stride_drafts", "fill", "num_blocks"])
 def _lay_out(
-    length, tables, token, drafts, ids, positions, slots, context_len, stride_table, stride_drafts, fill, num_blocks,
-    WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    length, tables, token, drafts, first_position, ids, positions, slots, context_len, stride_table, stride_drafts,
+    fill, num_blocks, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, DRAFTS: tl.constexpr, FIRST: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     enter(PDL)
     lane = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     written = tl.load(length + lane)
-    position = tl.maximum(written - 1 + column, 0)
-    block = position // BLOCK_SIZE
+    place = tl.maximum(written - 1 + column, 0)
+    position = place
+    if FIRST:
+        position = tl.load(first_position + lane) + column
+    block = place // BLOCK_SIZE
     kept = inside & (written > 0) & (block < num_blocks)
     number = tl.load(tables + lane.to(tl.int64) * stride_table + block, mask=kept, other=0)
-    slot = tl.where(kept, number * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    slot = tl.where(kept, number * BLOCK_SIZE + place % BLOCK_SIZE, -1)
     first = tl.load(token + lane)
     if DRAFTS:
         rest = tl.load(drafts + lane.to(tl.int64) * stride_drafts + column - 1, mask=inside & (column > 0), other=0)
@@ -47,16 +51,18 @@ def _lay_out(
 def lay_out(
     length: Tensor,  # int32 [seqs]: committed ids of each lane; 0 where it is empty
     tables: Tensor,  # int32 [seqs, max_blocks]
-    token: Tensor,  # int32 [seqs]: the last committed id, which stands at position length - 1
+    token: Tensor,  # int32 [seqs]: the last committed id
     drafts: Tensor | None,  # integers [seqs, width - 1]
     width: int,
     block_size: int,
     fill: int,
+    first: Tensor | None = None,  # int32 [seqs]: the position of 'token'; None: length - 1
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # int32 [seqs * width] three times, int32 [seqs]
     """Ids, positions and slots of each lane's rows from its last id on, and the keys its last row sees.
 
     What follows the id are the drafts, or 'fill' where there are none. An empty lane's rows, and rows past the last
-    block of the tables, have slot -1; an empty lane sees no keys.
+    block of the tables, have slot -1; an empty lane sees no keys. Where the tables leave out some of a lane's blocks,
+    'length' counts the ids in those that are left, and 'first' says at which position the last of them is.
     """
     seqs, device = length.shape[0], length.device
     assert tables.shape[0] == token.shape[0] == seqs and tables.stride(1) == 1, (tables.shape, token.shape)
@@ -65,9 +71,9 @@ def lay_out(
     context_len = torch.empty((seqs,), dtype=torch.int32, device=device)
     if seqs:
         run(
-            _lay_out, (seqs,), length, tables, token, drafts, ids, positions, slots, context_len,
+            _lay_out, (seqs,), length, tables, token, drafts, first, ids, positions, slots, context_len,
             tables.stride(0), 0 if drafts is None else drafts.stride(0), fill, tables.shape[1],
-            WIDTH=width, BLOCK_SIZE=block_size, DRAFTS=drafts is not None and width > 1,
+            WIDTH=width, BLOCK_SIZE=block_size, DRAFTS=drafts is not None and width > 1, FIRST=first is not None,
             BLOCK=triton.next_power_of_2(width), num_warps=1,
         )  # fmt: skip
     return ids, positions, slots, context_len

@@ -12,7 +12,6 @@ recorded.
 from __future__ import annotations
 
 import ctypes
-from array import array
 from ctypes import c_float, c_int64
 
 import torch
@@ -24,7 +23,6 @@ from sparkdraft.kernels.native.recording import Recording, empty, keep
 from sparkdraft.kernels.norm import Normed
 from sparkdraft.kernels.reference import (
     add_linear,  # a matrix's own
-    lay_out,  # a few integers per step
     settle,
     tq_attention,
     tq_rope_write,
@@ -170,27 +168,44 @@ def find_pages(
     c.sd_find_pages(*places, slots.shape[0], tables.shape[0] * tables.shape[1], block_size)
 
 
-def draw(scaled: Tensor, seeds: Tensor, positions: Tensor, ids: Tensor | None = None) -> Tensor:
-    """kernels/dice.py, without looking at noise that cannot matter."""
-    rows = len(scaled)
-    unfiltered = array("f", [1.0] * rows + [0.0] * rows + [1.0] * rows)
-    integers = array("q", [*[0] * rows, *seeds.tolist(), *positions.tolist()])
-    return sample(scaled, unfiltered, integers, ids)
+def lay_out(
+    length: Tensor,  # int32 [seqs]: committed ids of each lane; 0 where it is empty
+    tables: Tensor,  # int32 [seqs, max_blocks]
+    token: Tensor,  # int32 [seqs]: the last committed id
+    drafts: Tensor | None,  # integers [seqs, width - 1]
+    width: int,
+    block_size: int,
+    fill: int,
+    first: Tensor | None = None,  # int32 [seqs]: the position of 'token'; None: length - 1
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # int32 [seqs * width] three times, int32 [seqs]
+    if drafts is not None:  # only steps that a GPU takes by itself lay out drafts; here tests do
+        return reference.lay_out(length, tables, token, drafts, width, block_size, fill, first)
+    assert tables.is_contiguous()
+    seqs, max_blocks = tables.shape
+    rows = seqs * width
+    out = empty(1, 3 * rows + seqs).view(torch.int32)[0]
+    c.sd_lay_out(
+        *(length.data_ptr(), tables.data_ptr(), token.data_ptr(), None if first is None else first.data_ptr()),
+        *(seqs, max_blocks, width, block_size, fill, out.data_ptr()),
+    )
+    return out[:rows], out[rows : 2 * rows], out[2 * rows : 3 * rows], out[3 * rows :]
 
 
 def sample(
     logits: Tensor,  # float32 [rows, columns]
-    floats: array[float],  # float32 [3 * rows]: temperature, min_p, top_p
-    integers: array[int],  # int64 [3 * rows]: top_k, seed, position
+    floats: Tensor,  # float32 [3 * rows]: temperature, min_p, top_p
+    integers: Tensor,  # int64 [3 * rows]: top_k, seed, position
     ids: Tensor | None = None,  # int64 [columns]: what the columns stand for; None: themselves
 ) -> Tensor:
-    """int64 [rows]: the column each row draws. Temperature, filters and `draw` in one call."""
+    """int64 [rows]: the column each row takes: temperature, filters and dice in one call; the largest at temperature 0.
+
+    Noise that cannot matter is not looked at.
+    """
     rows, columns = logits.shape
     out = torch.empty(rows, dtype=torch.int64)
-    assert floats.itemsize == 4 and integers.itemsize == 8 and len(floats) == len(integers) == 3 * rows
+    assert floats.numel() == integers.numel() == 3 * rows, (rows, floats.shape, integers.shape)
     logits, ids = logits.contiguous(), None if ids is None else ids.contiguous()
-    # An array says where it is in a microsecond; numpy takes ten.
-    places = [floats.buffer_info()[0], integers.buffer_info()[0], None if ids is None else ids.data_ptr()]
+    places = (floats.data_ptr(), integers.data_ptr(), None if ids is None else ids.data_ptr())
     c.sd_sample(logits.data_ptr(), logits.stride(0), rows, columns, *places, out.data_ptr())
     return out
 

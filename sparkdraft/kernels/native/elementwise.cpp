@@ -3,6 +3,7 @@
 // it; rows are shared out to threads where there are enough of them, and a single decode row stays on the caller's
 // thread. Tensors arrive as pointers with strides in elements; shapes are checked, if at all, by the Python side.
 
+#include <algorithm>
 #include <cstddef>
 
 #include "pool.h"
@@ -148,6 +149,26 @@ void sd_kv_write(const float* k, int64_t k_row, int64_t k_head, const float* v, 
             }
         }
     });
+}
+
+// Where the rows of a step are, a lane at a time: kernels/reference.py's lay_out without drafts. 'first' may be null. out
+// holds ids, positions and slots [seqs * width each], then the keys that each lane's last row sees [seqs].
+void sd_lay_out(const int32_t* length, const int32_t* tables, const int32_t* token, const int32_t* first, int64_t seqs,
+                int64_t max_blocks, int64_t width, int64_t block_size, int64_t fill, int32_t* out) {
+    const int64_t rows = seqs * width;
+    int32_t *ids = out, *positions = out + rows, *slots = out + 2 * rows, *context_len = out + 3 * rows;
+    for (int64_t s = 0; s < seqs; ++s) {
+        const bool alive = length[s] > 0;
+        for (int64_t i = 0; i < width; ++i) {
+            const int64_t row = s * width + i, place = std::max<int64_t>(length[s] - 1 + i, 0);
+            const int64_t block = place / block_size;
+            const bool inside = alive && block < max_blocks;
+            ids[row] = i ? int32_t(fill) : token[s];
+            positions[row] = int32_t(first ? first[s] + i : place);
+            slots[row] = inside ? int32_t(tables[s * max_blocks + block] * block_size + place % block_size) : -1;
+        }
+        context_len[s] = alive ? int32_t(length[s] - 1 + width) : 0;
+    }
 }
 
 }  // extern "C"

@@ -20,8 +20,12 @@ void sd_kv_write(const float*, int64_t, int64_t, const float*, int64_t, int64_t,
                  int64_t, int64_t, int64_t, int64_t);
 void sd_paged_attention(const void*);
 void sd_find_pages(const int32_t*, const int32_t*, const int32_t*, int32_t*, int32_t*, int64_t, int64_t, int64_t);
+void sd_lay_out(const int32_t*, const int32_t*, const int32_t*, const int32_t*, int64_t, int64_t, int64_t, int64_t,
+                int64_t, int32_t*);
 
-enum Kernel : int64_t { EMBED, COPY_ROWS, LINEAR, RMS_NORM, QK_NORM_ROPE, SILU_MUL, KV_WRITE, PAGED_ATTENTION, FIND_PAGES };
+enum Kernel : int64_t {
+    EMBED, COPY_ROWS, LINEAR, RMS_NORM, QK_NORM_ROPE, SILU_MUL, KV_WRITE, PAGED_ATTENTION, FIND_PAGES, LAY_OUT
+};
 
 struct Recorded {  // both mirrored in recording.py
     int64_t kernel;
@@ -63,6 +67,9 @@ void run(const Recorded& c) {
         case FIND_PAGES:
             return sd_find_pages(at<int32_t>(a[0]), at<int32_t>(a[1]), at<int32_t>(a[2]), at<int32_t>(a[3]),
                                  at<int32_t>(a[4]), a[5], a[6], a[7]);
+        case LAY_OUT:
+            return sd_lay_out(at<int32_t>(a[0]), at<int32_t>(a[1]), at<int32_t>(a[2]), at<int32_t>(a[3]), a[4], a[5],
+                              a[6], a[7], a[8], at<int32_t>(a[9]));
     }
 }
 

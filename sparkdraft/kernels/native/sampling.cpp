@@ -164,17 +164,23 @@ int64_t sample(const Row& row, std::vector<float>& weights, std::vector<float>& 
 
 extern "C" {
 
-// The column that each row draws: floats [3, rows] are temperature, min_p and top_p, integers [3, rows] top_k, seed and
-// position. ids: what columns stand for, or null for themselves.
+// The column that each row takes: the one it draws, or at temperature 0 the first of its largest. floats [3, rows] are
+// temperature, min_p and top_p, integers [3, rows] top_k, seed and position. ids: what columns stand for, or null for
+// themselves.
 void sd_sample(const float* logits, int64_t stride, int64_t rows, int64_t columns, const float* floats,
                const int64_t* integers, const int64_t* ids, int64_t* out) {
     pool::parallel_ranges(rows, double(rows * columns) * 4, 1, [&](int64_t begin, int64_t end) {
         std::vector<float> weights, scratch;
         for (int64_t r = begin; r < end; ++r) {
             const float* x = logits + r * stride;
+            const float top = largest(x, columns);
+            if (floats[r] == 0) {
+                out[r] = first_of(x, columns, top);
+                continue;
+            }
             const float temperature = std::max(floats[r], 1e-5f), min_p = floats[rows + r], top_p = floats[2 * rows + r];
             const uint64_t noise = uint64_t(integers[rows + r]) * SEED + uint64_t(integers[2 * rows + r]) * POSITION;
-            const Row row{x, columns, temperature, min_p, top_p, integers[r], noise, ids, largest(x, columns)};
+            const Row row{x, columns, temperature, min_p, top_p, integers[r], noise, ids, top};
             out[r] = sample(row, weights, scratch);
         }
     });

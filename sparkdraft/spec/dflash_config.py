@@ -44,7 +44,7 @@ class LayerMask(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class DraftConfig:
+class DFlashConfig:
     model: ModelConfig  # the drafter's own layers; vocab_size is that of the target
     taps: tuple[int, ...]  # target blocks, from 0; the residual after each is read, in this order
     block_size: int  # the anchor counts
@@ -58,7 +58,7 @@ class DraftConfig:
     softcap: float | None = None
 
     @staticmethod
-    def read(config: Config) -> DraftConfig:
+    def read(config: Config) -> DFlashConfig:
         """From a config.json in either dialect. Raises UserError."""
         dialect = _read_zlab
         if "speculators_model_type" in config or "speculators_config" in config:
@@ -69,7 +69,7 @@ class DraftConfig:
             raise UserError(f"The drafter's config.json cannot be understood ({error}): fetch it again.") from error
 
 
-def check_fits(draft: DraftConfig, target: ModelConfig) -> None:
+def check_fits(draft: DFlashConfig, target: ModelConfig) -> None:
     """Raises UserError when the drafter was not made for a target of this shape."""
     vocab, layers, beyond = target.vocab_size, target.num_layers, [t for t in draft.taps if t >= target.num_layers]
     for own in (draft.model.hidden_size, draft.target_hidden_size):
@@ -93,7 +93,7 @@ def _fits(ok: bool, reason: str) -> None:
 # ---- the two dialects
 
 
-def _read_zlab(config: Config) -> DraftConfig:
+def _read_zlab(config: Config) -> DFlashConfig:
     architectures = list(config.get("architectures") or [])
     if architectures and "DFlashDraftModel" not in architectures:
         raise _not_built(str(architectures[0]))
@@ -109,7 +109,7 @@ def _read_zlab(config: Config) -> DraftConfig:
         taps = _default_taps(target_layers, model.num_layers)
     softcap = float(both.get("final_logit_softcapping") or 0)
     return _checked(
-        DraftConfig(
+        DFlashConfig(
             model=model,
             taps=_ids(taps, "target_layer_ids"),
             block_size=int(both.get("block_size") or 16),
@@ -125,7 +125,7 @@ def _read_zlab(config: Config) -> DraftConfig:
     )
 
 
-def _read_speculators(config: Config) -> DraftConfig:
+def _read_speculators(config: Config) -> DFlashConfig:
     stated = config.get("speculators_config") or {}
     algorithm = str(config.get("speculators_model_type") or stated.get("algorithm"))
     if algorithm != "dflash":
@@ -143,7 +143,7 @@ def _read_speculators(config: Config) -> DraftConfig:
     causal = not config.get("sliding_window_non_causal", False)  # full layers always see the whole block
     layers = tuple(LayerMask(w, causal and sliding) for w, sliding in _windows(body, model.num_layers))
     return _checked(
-        DraftConfig(
+        DFlashConfig(
             model=model,
             taps=tuple(tap - 1 for tap in taps),  # there, 1 is what block 0 leaves behind
             block_size=int(config.get("block_size") or 8),
@@ -228,7 +228,7 @@ def _ids(values: Sequence[Any] | None, key: str) -> tuple[int, ...]:
     return ids
 
 
-def _checked(draft: DraftConfig) -> DraftConfig:
+def _checked(draft: DFlashConfig) -> DFlashConfig:
     if draft.block_size < 2:
         raise UserError(
             f"The drafter's block_size is {draft.block_size}; it counts the anchor, so at least 2 is needed."

@@ -1,0 +1,286 @@
+"""The host's side of drafting by a model: shows a drafter the committed rows, and asks it for drafts.
+
+Rows of a prompt chunk are observed at once. Rows of decoding wait until the request drafts again or a block of the
+cache becomes full, and are then observed together: a parked drafter costs about 1 % of a step, and a full block has its
+draft K/V before another request can find it in the prefix cache.
+
+    committed rows   | observed ................ | pending |         pending never reaches across a full block
+    K/V of a draft                                         | anchor, drafts |   overwritten once rows are committed
+
+Observing a row costs up to 2 % of what the target costs for it. In a batch so large that no draft could pay for itself,
+rows of requests that did not ask for drafts are passed over (`pass_over`). Their blocks are marked for as long as they
+live, also in the prefix cache; later drafts look past them, and a request drafts again from the first block on that was
+observed from its beginning. A chain drafter begins with the hidden state of a request's last row, so none of its rows
+are passed over.
+
+Drafts of requests that only decode are made on the device, where it takes whole steps by itself (engine/lanes.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparkdraft.core import Request, Work
+from sparkdraft.engine.graphs import Graphs
+from sparkdraft.engine.inputs import IntArray, Rows, StepInputs
+from sparkdraft.engine.runner import Runner
+from sparkdraft.engine.sampler import Draws, pick
+from sparkdraft.kernels import Unrecordable
+from sparkdraft.plan.resolve import Plan
+from sparkdraft.spec.drafter import Anchors, CommittedRows, Drafter, Score
+
+Table = Any  # a tensor, on a CPU as numpy sees it: torch takes thirty microseconds to copy a few kilobytes
+Key = TypeVar("Key")
+
+
+class PassShape(NamedTuple):
+    """What a recording of a drafter's pass is made for."""
+
+    seqs: int
+    each: int  # rows of logits per sequence
+
+
+@dataclass(slots=True)
+class Pending:
+    """Hidden states of committed rows that the drafter has not seen: positions [start, start + count)."""
+
+    start: int
+    hidden: Tensor  # [room, layers tapped, hidden]
+    rows: Table  # the same memory
+    count: int = 0
+    last: int = 0  # the row of the last committed position, which stays when all have been seen
+
+    def add(self, rows: Table, first: int, count: int) -> None:
+        end = self.count + count
+        self.rows[self.count : end] = rows[first : first + count]
+        self.count, self.last = end, end - 1
+
+
+class Proposer:
+    def __init__(self, drafter: Drafter, plan: Plan, device: torch.device, ops: ModuleType) -> None:
+        self.drafter, self.plan, self.device, self.ops = drafter, plan, device, ops
+        self.chain = drafter.caps.chain
+        self.max_depth = drafter.caps.max_depth
+        max_blocks = -(-plan.max_model_len // plan.block_size)
+        self._inputs = StepInputs(plan.max_seqs, plan.max_seqs, max_blocks, plan.block_size, device)  # the anchors
+        self._anchors: dict[int, Anchors] = {}  # by how many there are: views of the inputs
+        self._works: list[Work] = []  # whose drafts are being made
+        self._score: Score | None = None  # the pass under way
+        self._pending: dict[Request, Pending] = {}
+        self._seen: SeenRows | None = None  # made when the first rows come, as are the next two
+        self._rows: Table = None  # the runner's taps
+        self._hidden = torch.empty(0)  # [max_seqs, layers tapped, hidden]: of the rows before the anchors, for a chain
+        self._passes = Graphs(self._run_pass, ops) if plan.graphs else None
+        self._observing = Graphs(self._observe, ops) if plan.graphs else None
+        self._gaps = np.zeros(plan.num_blocks, dtype=bool)  # by block: it has rows that were passed over
+        self._has_gaps = False  # whether any row was ever passed over: looking at the blocks takes 0.5 % of a step
+        # Steps that the device takes by itself look at all blocks: flight.py says no.
+        self.unrecorded: list[str] = []  # why drafts are not replayed although the plan says so
+        self.may_pass_over = not self.chain
+
+    # ---- committed rows
+
+    def observe(self, work: Work, runner: Runner, row: int) -> None:
+        """The work's committed rows, which begin at 'row' of the batch just run; rejected drafts are left out."""
+        request, count = work.request, work.request.num_computed - work.start
+        self._mark(work, count, gap=False)
+        if self._seen is None:
+            self._attach(runner.taps)
+        if not work.decodes:
+            rows, inputs = slice(row, row + count), runner.inputs
+            following = self._ids_after(request, work.start, count) if self.chain else None
+            seen = CommittedRows(runner.taps[rows], inputs.positions[rows], inputs.slots[rows], following)
+            self.drafter.observe(seen)
+            if self.chain and work.samples:
+                self.resume(request, self._rows[row + count - 1])
+            return
+        pending = self._pending.get(request) or self._wait(request, work.start)
+        assert pending.start + pending.count == work.start, (pending.start, pending.count, work.start)
+        pending.add(self._rows, row, count)
+        if pending.start // self.plan.block_size != (pending.start + pending.count) // self.plan.block_size:
+            self.flush([request])
+
+    def pass_over(self, work: Work) -> None:
+        """The work's rows will not be shown to the drafter, and neither will those of it that wait."""
+        self._has_gaps = True
+        self._mark(work, work.request.num_computed - work.start, gap=True)
+        self._pending.pop(work.request, None)  # all in the block that this work's first row is in
+
+    def is_ready(self, request: Request) -> bool:
+        """Whether it can draft: no row of the block that it is writing was passed over."""
+        position, size = request.num_computed, self.plan.block_size
+        return position % size == 0 or not self._gaps[request.blocks[position // size]]
+
+    def flush(self, requests: list[Request]) -> None:
+        """Let the drafter see all that waits, of all these requests in one pass."""
+        waiting = [(r, self._pending[r]) for r in requests if r in self._pending and self._pending[r].count]
+        if not waiting:
+            return
+        assert self._seen
+        num_rows = self._seen.fill(waiting, self.plan.block_size)
+        self._observing = self._replay(self._observing, self._observe, num_rows)[0]
+        for _, pending in waiting:
+            pending.start, pending.count = pending.start + pending.count, 0
+
+    def release(self, request: Request) -> None:
+        self._pending.pop(request, None)
+
+    # ---- drafts
+
+    def propose(self, works: list[Work]) -> list[list[int]]:
+        """Drafts for each, as many as it has room for."""
+        self.flush([w.request for w in works])
+        self._inputs.fill(
+            [
+                Rows(w.request.ids(w.start, w.start + 1), w.start, w.request.blocks, 0, 1, self._visible(w))
+                for w in works
+            ]
+        )
+        if self.chain:
+            self._hidden[: len(works)] = self.last_hidden([w.request for w in works])
+        self._works, depth = works, max(w.most_drafts for w in works)
+        ids = self.drafter.propose(self._anchors_of(len(works)), depth, self._pick).tolist()
+        return [drafts[: work.most_drafts] for drafts, work in zip(ids, works, strict=True)]
+
+    def _pick(self, score: Score, each: int, drafted: int = 0, ids: Tensor | None = None) -> Tensor:
+        """spec.drafter.Pick: the pass is replayed where it has been recorded, and rows are sampled outside of it."""
+        works, self._score = self._works, score
+        self._passes, logits = self._replay(self._passes, self._run_pass, PassShape(len(works), each))
+        requests, positions = [w.request for w in works], [w.request.num_tokens + drafted for w in works]
+        draws = Draws.of(requests, positions, self.device, each)
+        return pick(self.ops, logits, draws, ids).view(len(works), each)
+
+    def _run_pass(self, shape: PassShape) -> Tensor:
+        assert self._score
+        return self._score(False)
+
+    def _anchors_of(self, seqs: int) -> Anchors:
+        if seqs not in self._anchors:
+            inputs, hidden = self._inputs, self._hidden[:seqs] if self.chain else None
+            state = inputs.token_ids[:seqs], inputs.context_len[:seqs], inputs.block_tables[:seqs]
+            plan, positions = self.plan, inputs.positions[:seqs]
+            self._anchors[seqs] = Anchors(*state, plan.block_size, plan.max_model_len, positions, hidden)
+        return self._anchors[seqs]
+
+    # ---- what a chain drafter begins with
+
+    def last_hidden(self, requests: list[Request]) -> Tensor:
+        """[requests, layers tapped, hidden], of the last committed row of each."""
+        kept = (self._pending[r] for r in requests)
+        return torch.stack([pending.hidden[pending.last] for pending in kept])
+
+    def resume(self, request: Request, hidden: Table) -> None:
+        """The drafter has seen all rows of the request; hidden: [layers tapped, hidden], that of the last."""
+        pending = self._pending.get(request) or self._wait(request, 0)
+        pending.start, pending.count, pending.last = request.num_computed, 0, 0
+        pending.rows[0] = hidden
+
+    # ---- the parts
+
+    def _attach(self, taps: Tensor) -> None:
+        """taps: where the runner leaves hidden states, [rows, layers tapped, hidden]."""
+        plan, self._rows = self.plan, _table(taps)
+        self._seen = SeenRows(plan.max_seqs * self._room, taps, self.chain)
+        if self.chain:
+            self._hidden = taps.new_zeros((plan.max_seqs, *taps.shape[1:]))
+
+    @property
+    def _room(self) -> int:
+        """Rows of a request that wait at most: a block's, and those of a step that reaches across its end."""
+        return self.plan.block_size + 1 + self.max_depth
+
+    def _wait(self, request: Request, start: int) -> Pending:
+        assert self._seen
+        room = torch.empty(
+            (self._room, *self._seen.hidden.shape[1:]), dtype=self._seen.hidden.dtype, device=self.device
+        )
+        pending = self._pending[request] = Pending(start, room, _table(room))
+        return pending
+
+    def _ids_after(self, request: Request, start: int, count: int) -> Tensor:
+        """int32 [count]: the id that follows each row from position 'start' on; a committed row's is known."""
+        ids = request.ids(start + 1, start + 1 + count)
+        return torch.tensor(ids, dtype=torch.int32, device=self.device)
+
+    def _mark(self, work: Work, count: int, gap: bool) -> None:
+        """A block has a gap from the first row on that is passed over, until its rows are written anew."""
+        start, size = work.start, self.plan.block_size
+        if not gap and start % size and start % size + count <= size:
+            return  # within a block that keeps its mark: most steps
+        begun = start // size if gap else -(-start // size)
+        end = -(-(start + count) // size)
+        if begun < end:
+            self._gaps[np.frombuffer(work.request.blocks, dtype=np.int32)[begun:end]] = gap
+
+    def _visible(self, work: Work) -> IntArray | None:
+        """The request's blocks without gaps, and those that the drafts are written to; None if those are all."""
+        if not self._has_gaps:
+            return None
+        blocks = np.frombuffer(work.request.blocks, dtype=np.int32)
+        gaps = self._gaps[blocks]
+        gaps[work.start // self.plan.block_size :] = False  # not written yet, or `is_ready` has looked at it
+        return blocks[~gaps] if gaps.any() else None
+
+    def _replay(
+        self, graphs: Graphs[Key] | None, run: Callable[[Key], Tensor], key: Key
+    ) -> tuple[Graphs[Key] | None, Tensor]:
+        """Replay where that is possible; a drafter with an operator that cannot be recorded is launched plainly."""
+        if graphs is None:
+            return None, run(key)
+        try:
+            return graphs, graphs.replay(key)
+        except Unrecordable as reason:
+            self.unrecorded.append(f"the drafter's '{reason}' is not one of the CPU kernels")
+            return None, run(key)
+
+    def _observe(self, num_rows: int) -> Tensor:
+        assert self._seen
+        self.drafter.observe(self._seen.first(num_rows))
+        return self._seen.hidden
+
+
+class SeenRows:
+    """Where committed rows are laid for the drafter to see: at fixed addresses, so that seeing can be recorded."""
+
+    def __init__(self, room: int, taps: Tensor, chain: bool) -> None:
+        """taps: rows of hidden states, for their shape and place."""
+        self._room, self._device = room, taps.device
+        self._host = torch.zeros(2 + chain, room, dtype=torch.int32)  # positions, slots, ids that follow
+        self._array = self._host.numpy()
+        integers = self._host if self._device.type == "cpu" else self._host.to(self._device)
+        self._integers = tuple(integers)
+        self.hidden = taps.new_zeros((room, *taps.shape[1:]))
+        self._rows = _table(self.hidden)
+
+    def first(self, count: int) -> CommittedRows:
+        return CommittedRows(self.hidden[:count], *(numbers[:count] for numbers in self._integers))
+
+    def fill(self, waiting: list[tuple[Request, Pending]], block_size: int) -> int:
+        """Returns the rows to be seen: up to a power of two, so that few numbers are recorded; some are nobody's."""
+        end = 0
+        for request, pending in waiting:
+            span = np.arange(pending.start, pending.start + pending.count)
+            blocks = np.frombuffer(request.blocks, dtype=np.int32)
+            begin, end = end, end + pending.count
+            self._array[0, begin:end] = span
+            self._array[1, begin:end] = blocks[span // block_size] * block_size + span % block_size
+            if len(self._array) > 2:
+                self._array[2, begin:end] = request.ids(pending.start + 1, pending.start + 1 + pending.count)
+            self._rows[begin:end] = pending.rows[: pending.count]
+        begin, end = end, min(1 << (end - 1).bit_length(), self._room)
+        self._array[1, begin:end] = -1
+        if self._device.type != "cpu":  # waits: the host's side may be filled again before the device gets here
+            for mine, theirs in zip(self._integers, self._host, strict=True):
+                mine[:end].copy_(theirs[:end])
+        return end
+
+
+def _table(taps: Tensor) -> Table:
+    return taps.numpy() if taps.device.type == "cpu" else taps
