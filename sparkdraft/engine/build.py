@@ -38,7 +38,7 @@ from sparkdraft.spec.registry import default_drafter, open_drafter
 from sparkdraft.text.tokenizer import Vocabulary
 from sparkdraft.weights.loader import Loader, Progress, WeightSource
 
-TORCH_DTYPES = {"quantised": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +104,14 @@ def build_engine(
     # Beside the native kernels torch runs only small operators; its threads, spinning after each, would take the cores.
     torch.set_num_threads(1 if plan.kernels == "native" else plan.threads)
     device, dtype, ops = torch.device(plan.device), TORCH_DTYPES[plan.dtype], kernels.load(plan.kernels)
-    pack = None
-    if plan.dtype == "quantised":
+    if plan.kernels == "native":
         ops.set_threads(plan.threads)
-        pack = ops.PackedLinear.pack
     with torch.inference_mode():
-        loader = Loader(source, device, dtype, pack, progress)
+        loader = Loader(source, device, dtype, ops, progress)
         model = build(model_config, loader, ops, plan.max_model_len)
         block = None
         if drafter:
-            own = Loader(drafter.source, device, dtype, pack)
+            own = Loader(drafter.source, device, dtype, ops)
             own_kv = _kv(drafter.config.model, plan, dtype, device, ops)  # exact, whatever the target's is
             made = build_dflash(drafter.config, own, ops, model, plan.max_model_len, own_kv)
             block = BlockDraft(made, plan, device, ops)

@@ -16,8 +16,9 @@ from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.kernels.turboquant.reference import tq_attention, tq_write
 from sparkdraft.kernels.turboquant.store import CodedLayer
 from sparkdraft.kernels.view import AttentionView
-from sparkdraft.weights.linear import Linear
+from sparkdraft.weights.linear import Linear, ToFloats, keep_floats
 from sparkdraft.weights.quant.group import GroupQuant
+from sparkdraft.weights.quant.stored import Stored
 
 NAME = "reference"
 __all__ = [
@@ -25,6 +26,8 @@ __all__ = [
     "draw",
     "embed",
     "group_linear",
+    "keep_matrix",
+    "keep_table",
     "kv_write",
     "lay_out",
     "norm_argmax",
@@ -42,6 +45,14 @@ __all__ = [
     "tq_rope_write",
     "tq_write",
 ]
+
+
+keep_matrix = keep_floats  # whatever the file holds
+
+
+def keep_table(part: Stored, floats: ToFloats) -> Tensor | GroupQuant:
+    """A matrix as `embed` looks rows up in it."""
+    return floats(part)
 
 
 def embed(ids: Tensor, table: Tensor | GroupQuant) -> Tensor:  # int32 [rows] -> [rows, hidden]

@@ -69,7 +69,7 @@ class ModelInfo:
     chat_template: str | None
     sampling: dict[str, float]  # what the model asks for where a request names nothing (defaults.py)
     plan: str  # in words
-    plan_facts: dict[str, Any]  # device, dtype, kernels, max_seqs, kv_tokens, ...
+    plan_facts: dict[str, Any]  # device, dtype, weights, kernels, max_seqs, kv_tokens, ...
     fallbacks: list[dict[str, str]]  # name and reason of each
     drafter: dict[str, Any] | None  # name and block_size
     created: int  # seconds since 1970

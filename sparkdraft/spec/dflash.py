@@ -21,9 +21,10 @@ from sparkdraft.models.blocks import Attention, Decoder, DecoderLayer, Step, fol
 from sparkdraft.models.rope import rope_table
 from sparkdraft.spec.config import DraftConfig
 from sparkdraft.spec.drafter import DraftBlock, DrafterCaps
-from sparkdraft.weights.linear import DenseLinear, Linear
+from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.loader import Loader
 from sparkdraft.weights.quant.group import GroupQuant
+from sparkdraft.weights.quant.stored import take_rows
 
 ENTRY = "fc.weight"  # every DFlash checkpoint has one; what stands before it stands before every name
 UNUSED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")  # training's own
@@ -192,15 +193,15 @@ def _ends(draft: DraftConfig, load: Loader, prefix: str, target: Decoder) -> End
 
 def _some_rows(load: Loader, target: Decoder, ids: Tensor) -> Linear:
     """A head over these ids alone: the target's own rows of them, so that the checkpoint need not hold any."""
-    table: Tensor | GroupQuant | None = target.embedding if target.config.tie_embeddings else None
-    if isinstance(target.head, DenseLinear):
-        table = target.head.weight
-    if table is None:
+    rows = target.head.rows(ids)
+    if rows is None and target.config.tie_embeddings:
+        rows = take_rows(target.embedding, ids)
+    if rows is None:
         raise UserError(
             f"{load.source.path} drafts among {len(ids)} ids without a head of its own; rows of this target's head can "
             "not be taken out of its format: export the drafter with lm_head.weight"
         )
-    return load.tied_head(table.take(ids) if isinstance(table, GroupQuant) else table[ids])
+    return load.tied_head(rows)
 
 
 def _offsets(draft: DraftConfig, load: Loader, name: str | None) -> Tensor | None:

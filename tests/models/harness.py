@@ -26,8 +26,7 @@ class Harness:
         self.device, ops = torch.device(device), kernels.load(kernel)
         source = open_checkpoint(str(folder))
         config = ModelConfig.from_hf(source.config)
-        pack = ops.PackedLinear.pack if kernel == "native" else None
-        loader = Loader(source, self.device, dtype, pack)
+        loader = Loader(source, self.device, dtype, ops)
         self.model = architecture(config.model_type)(config, loader, ops, 256)
         self.kv = DenseKV(config.num_layers, config.num_kv_heads, config.head_dim, 64, BLOCK, dtype, self.device, ops)
         self.kv.k.fill_(float("nan"))  # what was never written must never be read

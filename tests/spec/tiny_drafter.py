@@ -121,8 +121,7 @@ class DraftHarness:
         self.kv = DenseKV(caps.num_layers, caps.num_kv_heads, caps.head_dim, NUM_BLOCKS, BLOCK, dtype, self.device, ops)
         self.kv.k.fill_(float("nan"))  # what was never written must never be read
         self.kv.v.fill_(float("nan"))
-        pack = ops.PackedLinear.pack if kernel == "native" else None
-        self.drafter = build(draft, Loader(source, self.device, dtype, pack), ops, target, CONTEXT, self.kv)
+        self.drafter = build(draft, Loader(source, self.device, dtype, ops), ops, target, CONTEXT, self.kv)
         self.lengths: dict[str, int] = {}
         self.tables: dict[str, list[int]] = {}
         self.free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(2)).tolist()

@@ -13,7 +13,12 @@ from sparkdraft.kernels.cuda.facts import facts
 from sparkdraft.kernels.cuda.matmul import add_linear, norm_argmax, norm_gated, norm_linear, norm_logits
 from sparkdraft.kernels.cuda.recording import Recording
 from sparkdraft.kernels.cuda.stepping import lay_out, settle
-from sparkdraft.kernels.reference import draw, embed  # torch is at the ceiling, or near enough
+from sparkdraft.kernels.reference import (
+    draw,  # torch is at the ceiling, or near enough
+    embed,
+    keep_matrix,
+    keep_table,
+)
 
 NAME = "cuda"
 
@@ -24,6 +29,8 @@ __all__ = [
     "draw",
     "embed",
     "facts",
+    "keep_matrix",
+    "keep_table",
     "kv_write",
     "lay_out",
     "norm_argmax",
