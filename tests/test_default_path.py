@@ -56,7 +56,7 @@ def eager(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 def test_the_plan_holds_no_fallback(llm: LLM) -> None:
     assert llm.fallbacks() == []
-    assert llm.plan.kernels == "native" and llm.plan.dtype == "quantised" and llm.plan.graphs
+    assert llm.plan.kernels == "native" and llm.plan.weights == "quantised" and llm.plan.graphs
     assert llm.engine.runner.graphs and llm.engine.drafting.proposer
 
 

@@ -3,9 +3,11 @@
 Every figure is a replayed CUDA graph of launches over copies of the weight that exceed the L2 together; bytes are the
 weight's, shown as a share of a measured copy. One tile must serve all numbers of rows, so the best is chosen over all
 of them, and one whose rows depend on their neighbours is thrown out; then whole layers of Qwen3-8B run with and
-without overlap (pdl.py) and as cuBLAS with the small kernels around it. It ends in one line of JSON.
+without overlap (pdl.py) and as cuBLAS with the small kernels around it. The tiles found go into the user's own file
+(kernels/cuda/tuned), which later runs on this machine use, or into the one that --out names. It ends in a line of JSON.
 
     python tools/cuda_few_rows.py            about a minute on an H200, a third of it compiling
+    python tools/cuda_few_rows.py --out sparkdraft/kernels/cuda/tuned/sm_90.json    for everybody
     python tools/cuda_few_rows.py --quick    the tiles of the table alone, and fewer rows: about 20 seconds
     python tools/cuda_few_rows.py --dry      tiny shapes in Triton's interpreter: whether the script itself works
 """
@@ -22,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 DRY = "--dry" in sys.argv
 if DRY:
@@ -34,13 +37,16 @@ from torch import Tensor  # noqa: E402
 
 from sparkdraft.bench.bandwidth import memory_bandwidth  # noqa: E402
 from sparkdraft.kernels import cuda  # noqa: E402
-from sparkdraft.kernels.cuda import few_rows, pdl  # noqa: E402
+from sparkdraft.kernels.cuda import few_rows, pdl, tuned  # noqa: E402
 from sparkdraft.kernels.cuda.few_rows import Tile  # noqa: E402
+from sparkdraft.kernels.cuda.gpu import gpu_of  # noqa: E402
 from sparkdraft.kernels.norm import Norm, Normed  # noqa: E402
+from sparkdraft.weights.linear import WeightTiles  # noqa: E402
 
 DEVICE, DTYPE = ("cpu", torch.float16) if DRY else ("cuda", torch.bfloat16)
-GPU = few_rows._gpu(torch.device(DEVICE))
-TABLE = few_rows.tuned(GPU)
+GPU = gpu_of(torch.device(DEVICE))
+FORMAT = "16bit"
+TABLE = tuned.tables(GPU).setdefault((few_rows.KERNEL, FORMAT), {})  # the one that launches look into
 SHRINK = 96 if DRY else 1  # of every length
 EPS = 1e-6
 ROWS = {1: 2.0, 4: 1.0, 16: 2.0}  # how much each counts in the choice of a tile
@@ -81,7 +87,8 @@ SHAPES = [
 
 def candidates(shape: Shape, quick: bool) -> list[Tile]:
     """The tile in use first, then others of its kind."""
-    first = TABLE.get((shape.out, shape.in_)) or few_rows._choose(shape.out, shape.in_, 2, GPU.sms)
+    known = TABLE.get((shape.out, shape.in_))
+    first = Tile(*known) if known else few_rows._choose(shape.out, shape.in_, 2, GPU.sms)
     if shape.in_ < 2048:
         others = [(16, 64, 4, 10), (16, 64, 2, 10), (32, 64, 4, 10), (64, 64, 4, 6)]
         others += [(16, 128, 4, 13), (32, 128, 4, 13)] * (shape.in_ % 128 == 0)
@@ -121,7 +128,7 @@ def prepared(x: Tensor, norm: Norm) -> Normed:
     """As an add_linear leaves it: with a part of the squares for each of its programs."""
     width = x.shape[1]
     scaled, squares = few_rows.prepare(Normed(x, norm))
-    parts = few_rows._launch(width, width, DTYPE.itemsize, 1, GPU).programs
+    parts = few_rows._launch((width, width), FORMAT, DTYPE.itemsize, DTYPE.itemsize, 1, GPU).programs
     return Normed(x, norm, scaled, (squares / parts).repeat(1, parts))
 
 
@@ -133,12 +140,13 @@ class Inputs:
         self.normed, self.then = prepared(self.x, Norm(normal(in_), EPS)), Norm(normal(out), EPS)
 
 
-def ours(shape: Shape, inputs: Inputs, weight: Tensor) -> list[Tensor]:
+def ours(shape: Shape, inputs: Inputs, matrix: Tensor) -> list[Tensor]:
     """All that a launch writes."""
+    weight = WeightTiles(matrix)
     if shape.kind == "linear":
         return [few_rows.linear(inputs.x, weight)]
     if shape.kind == "add_linear":
-        left = few_rows.add_linear(inputs.residual, inputs.x, weight, None, inputs.then)
+        left = few_rows.add_linear(inputs.residual, inputs.x, weight, inputs.then)
         return [left.x, left.scaled, left.squares]
     kinds = {
         "norm_linear": few_rows.norm_linear,
@@ -157,11 +165,15 @@ def seconds(launches: list[Callable[[], object]]) -> float:
     return time.perf_counter() - begin
 
 
+def numbers(tile: Tile) -> list[int]:
+    return [tile.block_n, tile.block_k, tile.warps, tile.stages]
+
+
 @contextmanager
 def using(shape: Shape, tile: Tile) -> Iterator[None]:
     """The tile in place of the table's."""
     kept = TABLE.get(shape.key)
-    TABLE[shape.key] = tile
+    TABLE[shape.key] = numbers(tile)
     few_rows._launch.cache_clear()
     try:
         yield
@@ -262,8 +274,7 @@ def tune(shape: Shape, weights: list[Tensor], rows: list[int], quick: bool, band
     with using(shape, best), overlap(False):
         apart = seconds([lambda w=w: ours(shape, one, w) for w in weights])
     print(f"  best {best}; launched one by one, 1 row: {apart * 1e6:.1f} us", flush=True)
-    numbers = [best.block_n, best.block_k, best.warps, best.stages]
-    return {"F.linear_us": micros(library), "us": micros(found[best]), "best": numbers}
+    return {"F.linear_us": micros(library), "us": micros(found[best]), "best": numbers(best)}
 
 
 def micros(times: dict[int, float]) -> dict[str, float]:
@@ -276,23 +287,23 @@ def micros(times: dict[int, float]) -> dict[str, float]:
 @dataclass(frozen=True)
 class Layer:
     norm: Norm
-    qkv: Tensor
-    o: Tensor
-    gate_up: Tensor
-    down: Tensor
+    qkv: WeightTiles
+    o: WeightTiles
+    gate_up: WeightTiles
+    down: WeightTiles
 
     def unfused(self, normed: Normed) -> Normed:
         residual = normed.x
-        qkv = F.linear(cuda.rms_norm(residual, *normed.norm), self.qkv)
-        residual.addmm_(qkv[:, :HIDDEN], self.o.t())
-        gate_up = F.linear(cuda.rms_norm(residual, *self.norm), self.gate_up)
-        residual.addmm_(cuda.silu_mul(gate_up), self.down.t())
+        qkv = F.linear(cuda.rms_norm(residual, *normed.norm), self.qkv.codes)
+        residual.addmm_(qkv[:, :HIDDEN], self.o.codes.t())
+        gate_up = F.linear(cuda.rms_norm(residual, *self.norm), self.gate_up.codes)
+        residual.addmm_(cuda.silu_mul(gate_up), self.down.codes.t())
         return Normed(residual, self.norm)
 
     def fused(self, normed: Normed) -> Normed:
         qkv = few_rows.norm_linear(normed, self.qkv)
-        normed = few_rows.add_linear(normed.x, qkv[:, :HIDDEN], self.o, None, self.norm)
-        return few_rows.add_linear(normed.x, few_rows.norm_gated(normed, self.gate_up), self.down, None, self.norm)
+        normed = few_rows.add_linear(normed.x, qkv[:, :HIDDEN], self.o, self.norm)
+        return few_rows.add_linear(normed.x, few_rows.norm_gated(normed, self.gate_up), self.down, self.norm)
 
 
 def make_layers(count: int) -> list[Layer]:
@@ -300,7 +311,7 @@ def make_layers(count: int) -> list[Layer]:
         Layer(
             Norm(torch.ones(HIDDEN, dtype=DTYPE, device=DEVICE), EPS),
             *(
-                normal(*size).mul_(0.01)
+                WeightTiles(normal(*size).mul_(0.01))
                 for size in ((QKV, HIDDEN), (HIDDEN, HIDDEN), (2 * INTER, HIDDEN), (HIDDEN, INTER))
             ),
         )
@@ -311,7 +322,7 @@ def make_layers(count: int) -> list[Layer]:
 def chains(rows: list[int], bandwidth: float) -> dict[str, object]:
     layers = make_layers(2 if DRY else 10)
     first = layers[0]
-    nbytes = sum(w.nbytes for w in (first.qkv, first.o, first.gate_up, first.down))
+    nbytes = sum(w.codes.nbytes for w in (first.qkv, first.o, first.gate_up, first.down))
     floor = nbytes / bandwidth
     print(f"a layer of Qwen3-8B without attention, {len(layers)} in a graph; floor {floor * 1e6:.1f} us; rows {rows}")
     ways: list[tuple[str, Callable[[Layer, Normed], Normed], bool]] = [
@@ -344,7 +355,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="the table's tiles alone, rows 1 and 16")
     parser.add_argument("--dry", action="store_true", help="tiny shapes in the interpreter, to try the script")
-    quick = parser.parse_args().quick
+    parser.add_argument("--out", type=Path, default=tuned.user_file(GPU), help="the file of tiles to write to")
+    arguments = parser.parse_args()
+    quick = arguments.quick
     begin = time.perf_counter()
     bandwidth = 1e9 if DRY else memory_bandwidth("cuda")
     device = DEVICE if DRY else torch.cuda.get_device_name()
@@ -353,12 +366,11 @@ def main() -> None:
     weights = Weights()
     compile_tiles(weights, quick)
     shapes = {shape.name: tune(shape, weights.of(shape), rows, quick, bandwidth) for shape in SHAPES}
-    print("TUNED: dict[tuple[int, int], Tile] = {")
-    for shape in SHAPES:
-        if tile := shapes[shape.name]["best"]:
-            TABLE[shape.key] = Tile(*tile)
-            print(f"    ({shape.out}, {shape.in_}): Tile({', '.join(map(str, tile))}),  # {shape.name}")
-    print("}", flush=True)
+    best = {shape.key: tile for shape in SHAPES if (tile := shapes[shape.name]["best"])}
+    TABLE.update(best)
+    if not DRY:
+        tuned.save(arguments.out, {(few_rows.KERNEL, FORMAT): best})
+        print(f"{len(best)} tiles written to {arguments.out}", flush=True)
     few_rows._launch.cache_clear()
     layer = chains(rows, bandwidth)  # with the tiles just found
     spent = time.perf_counter() - begin

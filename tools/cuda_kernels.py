@@ -22,8 +22,9 @@ from torch import Tensor
 
 from sparkdraft.bench.bandwidth import memory_bandwidth
 from sparkdraft.kernels import cuda
-from sparkdraft.kernels.cuda import attention
+from sparkdraft.kernels.cuda import attention, tuned
 from sparkdraft.kernels.cuda.attention import Tile
+from sparkdraft.kernels.cuda.gpu import gpu_of
 from sparkdraft.kernels.view import AttentionParams, AttentionView
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
@@ -154,19 +155,14 @@ TUNE = [  # rows, seqs, context, tiles to try in place of the table's
 
 
 def tune(cache: Cache, results: dict[str, object]) -> None:
-    tables = (
-        attention.ROOMY_DECODE_TILES,
-        attention.DECODE_TILES,
-        attention.ROOMY_CHUNK_TILES,
-        attention.CHUNK_TILES,
-    )
-    kept = [table[2, DIM] for table in tables]
+    """Times only: a decode tile serves many numbers of rows, so which to write into a file of tiles is for a person."""
+    tables = tuned.tables(gpu_of(torch.device("cuda")))
+    decode, chunk = (tables[f"attention_{kind}", "16bit"] for kind in ("decode", "chunk"))
+    kept = decode[DIM,], chunk[DIM,]
     for rows, seqs, context, candidates in TUNE:
         for tile in candidates:
-            for table in tables[:2]:
-                table[2, DIM] = (tile,) if rows <= 16 else ()
-            for table in tables[2:]:
-                table[2, DIM] = tile
+            numbers = [tile.block_m, tile.block_n, tile.warps, tile.stages]
+            decode[DIM,], chunk[DIM,] = [numbers] if rows <= 16 else [], numbers
             attention._launch.cache_clear()
             name = f"tune {rows} rows, context {context}, {tile}"
             try:
@@ -176,8 +172,7 @@ def tune(cache: Cache, results: dict[str, object]) -> None:
                 continue
             print(f"{name}: {time * 1e6:.1f} us", flush=True)
             results[name] = {"us": round(time * 1e6, 2)}
-    for table, entry in zip(tables, kept, strict=True):
-        table[2, DIM] = entry
+    decode[DIM,], chunk[DIM,] = kept
     attention._launch.cache_clear()
 
 

@@ -148,7 +148,7 @@ def _accept(args: Namespace) -> int:
     llm = load_llm(args, ngram=args.ngram or args.speed)  # the speed is that of an engine as it comes, n-grams and all
     depth = None if args.depth == "auto" else int(args.depth or llm.engine.drafting.max_depth)
     shown = "depth chosen every step" if depth is None else f"{depth} drafts a step"
-    print(f"{args.model} on {llm.plan.device}, {llm.plan.dtype}; {shown}{', n-grams too' if args.ngram else ''}")
+    print(f"{args.model} on {llm.plan.device}, {llm.plan.weights}; {shown}{', n-grams too' if args.ngram else ''}")
     groups, panels, texts = [], [], accept.read_prompts(args.per_class)
     llm.engine.drafting.ngram = args.ngram
     for context, temperature in product(contexts, temperatures):
@@ -164,7 +164,7 @@ def _accept(args: Namespace) -> int:
         groups.append({"temperature": temperature, "context": context, "classes": classes, "all": everything})
     if args.plot:
         Path(args.plot).write_text(plot.svg(panels), encoding="utf-8")
-    summary = {"bench": "accept", "model": args.model, "device": llm.plan.device, "dtype": llm.plan.dtype}
+    summary = {"bench": "accept", "model": args.model, "device": llm.plan.device, "dtype": llm.plan.weights}
     summary |= {"depth": depth, "ngram": args.ngram, "output_len": args.output_len, "groups": groups}
     print(json.dumps(summary | ({"speed": _speed(args, llm, temperatures[0])} if args.speed else {})))
     return 0

@@ -80,7 +80,7 @@ def run(args: Namespace) -> int:
     args.max_seqs = args.max_seqs or max(streams)
     ceilings = _ceilings(plan) if loads else None
     label = f"{args.shape}, random weights" if args.shape else args.model
-    print(f"{label} on {plan.device}, {plan.dtype}\n\n{_memory_table(found, plan)}\n{FORMAT_LEGEND}\n", flush=True)
+    print(f"{label} on {plan.device}, {plan.weights}\n\n{_memory_table(found, plan)}\n{FORMAT_LEGEND}\n", flush=True)
     if comparison:
         print(_text_header(comparison), flush=True)
     for fmt in formats:
@@ -95,7 +95,7 @@ def run(args: Namespace) -> int:
 
         Path(args.plot).write_text(svg(_panels(found)), encoding="utf-8")
     summary: dict[str, Any] = {"bench": "kv", "model": label, "random_weights": bool(args.shape)}
-    summary |= {"device": plan.device, "dtype": plan.dtype, "kernels": plan.kernels}
+    summary |= {"device": plan.device, "dtype": plan.weights, "kernels": plan.kernels}
     summary["bandwidth_gb_s"] = round(ceilings.bandwidth / 1e9, 1) if ceilings else None
     rows = [{"format": name} | each.as_dict(found[EXACT]) for name, each in found.items()]
     print(json.dumps(summary | {"formats": rows}))

@@ -71,14 +71,14 @@ def run(args: Namespace) -> int:
     for load in loads:
         bench.check(load)
     matmul = f", matmul {ceilings.matmul / 1e12:.0f} TFLOP/s" if ceilings.matmul else ""
-    print(f"{label} on {plan.device}, {plan.dtype}; memory {ceilings.bandwidth / 1e9:.1f} GB/s{matmul} measured")
+    print(f"{label} on {plan.device}, {plan.weights}; memory {ceilings.bandwidth / 1e9:.1f} GB/s{matmul} measured")
     if acceptance:
         print(f"SYNTHETIC ACCEPTANCE: {acceptance.describe()}")
     rows = _measure_all(bench, loads, args.profile)
     memory = bench.memory()
     if memory:
         print(memory.text())
-    summary: dict[str, Any] = {"bench": "offline", "model": label, "device": plan.device, "dtype": plan.dtype}
+    summary: dict[str, Any] = {"bench": "offline", "model": label, "device": plan.device, "dtype": plan.weights}
     summary |= {"bandwidth_gb_s": round(ceilings.bandwidth / 1e9, 1), "output_len": args.output_len}
     summary["matmul_tflop_s"] = round(ceilings.matmul / 1e12, 1) if ceilings.matmul else None
     summary |= {"memory": memory.as_dict() if memory else None, "spec": args.spec}

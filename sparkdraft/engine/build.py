@@ -30,7 +30,7 @@ from sparkdraft.spec.registry import DraftSource
 from sparkdraft.text.tokenizer import Vocabulary
 from sparkdraft.weights.loader import Loader, Progress, WeightSource
 
-TORCH_DTYPES = {"quantised": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def find_drafter(config: EngineConfig, target: ModelConfig) -> DraftSource | None:
@@ -55,16 +55,14 @@ def build_engine(
     # Beside the native kernels torch runs only small operators; its threads, spinning after each, would take the cores.
     torch.set_num_threads(1 if plan.kernels == "native" else plan.threads)
     device, dtype, ops = torch.device(plan.device), TORCH_DTYPES[plan.dtype], kernels.load(plan.kernels)
-    pack = None
-    if plan.dtype == "quantised":
+    if plan.kernels == "native":
         ops.set_threads(plan.threads)
-        pack = ops.PackedLinear.pack
     with torch.inference_mode():
-        loader = Loader(source, device, dtype, pack, progress)
+        loader = Loader(source, device, dtype, ops, progress)
         model = architecture(model_config.model_type).build(model_config, loader, ops, plan.max_model_len)
         proposer = None
         if drafter:
-            own = Loader(drafter.source, device, dtype, pack)
+            own = Loader(drafter.source, device, dtype, ops)
             # Its K/V are exact, whatever the target's are.
             own_kv = dense_cache(drafter.caps.kv, plan, dtype, device, ops)
             made = drafter.build(own, ops, model, own_kv, plan.max_model_len, plan.max_seqs)

@@ -7,19 +7,18 @@ planned.
 
 from __future__ import annotations
 
+import torch
+
 from sparkdraft.core import Fact
 from sparkdraft.engine.engine import Engine
 from sparkdraft.plan.memory import RECORDINGS
-from sparkdraft.weights.linear import DenseLinear
 
 
 def facts(engine: Engine) -> list[Fact]:
     model, plan = engine.runner.model, engine.plan
     found = [_recordings(engine), _overlap(engine), _bits(engine)]
     if plan.device == "cuda":
-        weights = [m.weight for m in model.matrices if isinstance(m, DenseLinear)]
-        shapes = {(w.shape[0], w.shape[1]) for w in weights}
-        found += model.ops.facts(shapes, weights[0].element_size(), weights[0].device)
+        found += model.ops.facts([m.tiles for m in model.matrices if m.tiles], torch.device(plan.device))
     return found
 
 

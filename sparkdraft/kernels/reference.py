@@ -16,10 +16,19 @@ from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.kernels.turboquant.reference import tq_attention, tq_write
 from sparkdraft.kernels.turboquant.store import CodedLayer
 from sparkdraft.kernels.view import AttentionParams, AttentionView
-from sparkdraft.weights.linear import Linear
+from sparkdraft.weights.linear import Linear, ToFloats, keep_floats
 from sparkdraft.weights.quant.group import GroupQuant
+from sparkdraft.weights.quant.stored import Stored
 
 NAME = "reference"
+
+
+keep_matrix = keep_floats  # whatever the file holds
+
+
+def keep_table(part: Stored, floats: ToFloats) -> Tensor | GroupQuant:
+    """A matrix as `embed` looks rows up in it."""
+    return floats(part)
 
 
 def embed(ids: Tensor, table: Tensor | GroupQuant) -> Tensor:  # int32 [rows] -> [rows, hidden]

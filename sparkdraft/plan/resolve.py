@@ -32,7 +32,7 @@ from sparkdraft.spec.caps import DrafterCaps
 
 CPU_KV_SHARE = 0.25  # of the free memory, for a CPU's KV cache: other programs want that memory too
 LEAST_CONTEXT = 64  # tokens: the requests that are tried at start need no more, and a shorter context serves nobody
-ITEMSIZE = {"quantised": 4, "float32": 4, "bfloat16": 2}  # of activations, and of keys and values as they are computed
+ITEMSIZE = {"float32": 4, "bfloat16": 2}  # of activations, and of keys and values as they are computed
 MOST_AHEAD = 64  # rows past the committed ones that a request may write to: drafts, and steps that are not read yet
 FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert to it and back
 WEIGHT_ITEMSIZE = {"quantised": 1.07, "float32": 4.0, "bfloat16": 2.0}  # quantised: at most 8 bits and a scale
@@ -47,7 +47,8 @@ class Fallback:
 @dataclass(frozen=True, slots=True)
 class Plan:
     device: str  # "cpu" or "cuda"
-    dtype: str  # "quantised", "float32" or "bfloat16"
+    dtype: str  # of activations: "float32" or "bfloat16"
+    weights: str  # how matrices are kept: "quantised", or floats, "float32" or "bfloat16"
     kernels: str  # "native", "reference" or "cuda"
     threads: int
     max_model_len: int
@@ -67,7 +68,7 @@ class Plan:
     def describe(self, fallbacks: Sequence[Fallback] | None = None) -> str:
         """fallbacks: those of the engine that runs this plan. Without them, the plan's own are shown."""
         lines = [
-            f"{self.device}, {self.dtype} weights, {self.kernels} kernels, {self.threads} threads",
+            f"{self.device}, {self.weights} weights, {self.kernels} kernels, {self.threads} threads",
             f"context {self.max_model_len} tokens, {self.max_seqs} requests at once, {self.max_rows} rows a step",
             f"KV cache {self.num_blocks * self.block_size} tokens in blocks of {self.block_size}, {self._kv()}",
             self.memory.table(),
@@ -90,7 +91,8 @@ def resolve(
     """native_problem: why the CPU kernels can not be had, or None. drafter: what drafts, counted in."""
     on_cpu = hardware.device == "cpu"
     fallbacks = [_unknown_keys(model.unknown_keys)] if model.unknown_keys else []
-    dtype = _dtype(config, hardware, native_problem, fallbacks)
+    weights = _weights(config, hardware, native_problem, fallbacks)
+    dtype = "float32" if weights == "quantised" else weights
     max_model_len = _max_model_len(config, model)
     max_seqs = config.max_seqs or (16 if on_cpu else 64)
     max_rows = config.max_rows or (512 if on_cpu else 8192)
@@ -98,20 +100,20 @@ def resolve(
         raise UserError(f"max_rows is {max_rows}, below max_seqs ({max_seqs}); every request needs a row a step")
     itemsize = ITEMSIZE[dtype]
     kv = "exact" if config.kv == "turboquant" and config.tq_mode == "off" else config.kv
-    _check_kv(kv, hardware, dtype)
-    kernels = "cuda" if not on_cpu else ("native" if dtype == "quantised" else "reference")
+    _check_kv(kv, hardware, weights)
+    kernels = "cuda" if not on_cpu else ("native" if weights == "quantised" else "reference")
     graphs = config.graphs and kernels != "reference"
     if graphs and on_cpu and kv == "turboquant":
         graphs = False
         reason = "torch runs a CPU's turboquant cache, and its operators are not recorded: memory is saved, not time"
         fallbacks.append(Fallback("decode steps are launched one operator at a time", reason))
     recordings = recording_bytes(kernels, drafter is not None) if graphs else 0
-    weights = weight_bytes(model, WEIGHT_ITEMSIZE[dtype])
-    weights += int(drafter.num_weights * WEIGHT_ITEMSIZE[dtype]) if drafter else 0
+    held = weight_bytes(model, WEIGHT_ITEMSIZE[weights])
+    held += int(drafter.num_weights * WEIGHT_ITEMSIZE[weights]) if drafter else 0
     scratch = scratch_bytes(model, max_rows, max_seqs, itemsize, drafter)
     if kv == "turboquant" and config.tq_mode == "capture_only":
         scratch += capture_bytes(model, max_rows, itemsize)
-    room = int(hardware.free_bytes * config.memory_fraction) - weights - scratch - recordings
+    room = int(hardware.free_bytes * config.memory_fraction) - held - scratch - recordings
     step = StepSize(max_model_len, max_seqs, max_rows)
     caches = _caches(config, model, drafter, kv, kernels, itemsize, step, room)
     per_block, pages = caches.block_bytes, caches.page_bytes
@@ -122,6 +124,7 @@ def resolve(
     return Plan(
         device=hardware.device,
         dtype=dtype,
+        weights=weights,
         kernels=kernels,
         threads=config.threads or hardware.cores,
         max_model_len=context,
@@ -133,7 +136,7 @@ def resolve(
         num_blocks=num_blocks,
         prefix_cache=config.prefix_cache,
         graphs=graphs,
-        memory=MemoryPlan(weights, num_blocks * per_block, scratch, hardware.free_bytes, pages, recordings),
+        memory=MemoryPlan(held, num_blocks * per_block, scratch, hardware.free_bytes, pages, recordings),
         coded=caches.coded,
         windows=caches.windows,
         fallbacks=tuple(fallbacks),
@@ -184,7 +187,8 @@ def _unknown_keys(keys: tuple[str, ...]) -> Fallback:
     return Fallback("keys of config.json that are not known here are ignored", f"{', '.join(keys)}; {reason}")
 
 
-def _dtype(config: EngineConfig, hardware: Hardware, native_problem: str | None, fallbacks: list[Fallback]) -> str:
+def _weights(config: EngineConfig, hardware: Hardware, native_problem: str | None, fallbacks: list[Fallback]) -> str:
+    """How matrices are kept, which is what a user's dtype says; activations follow from it."""
     if hardware.device == "cuda":
         if config.dtype == "quantised":
             raise UserError("dtype quantised runs on a CPU only; on a GPU ask for bfloat16 or leave it on auto")
@@ -199,10 +203,10 @@ def _dtype(config: EngineConfig, hardware: Hardware, native_problem: str | None,
     return "quantised" if config.dtype == "auto" else config.dtype
 
 
-def _check_kv(kv: str, hardware: Hardware, dtype: str) -> None:
+def _check_kv(kv: str, hardware: Hardware, weights: str) -> None:
     if kv != "fp8":
         return
-    if dtype == "quantised":
+    if weights == "quantised":
         raise UserError("kv fp8 is not for the CPU kernels; on a CPU ask for kv exact or turboquant, or dtype float32")
     if hardware.device == "cuda" and hardware.capability < FP8_CAPABILITY:
         has, needs = (".".join(map(str, c)) for c in (hardware.capability, FP8_CAPABILITY))

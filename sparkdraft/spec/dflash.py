@@ -26,9 +26,10 @@ from sparkdraft.plan.memory import drafter_bytes
 from sparkdraft.spec.caps import DrafterCaps
 from sparkdraft.spec.dflash_config import DFlashConfig
 from sparkdraft.spec.drafter import Anchors, CommittedRows, DraftBytes, Pick
-from sparkdraft.weights.linear import DenseLinear, Linear
+from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.loader import Loader
 from sparkdraft.weights.quant.group import GroupQuant
+from sparkdraft.weights.quant.stored import take_rows
 
 ENTRY = "fc.weight"  # every DFlash checkpoint has one; what stands before it stands before every name
 UNUSED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")  # training's own
@@ -240,15 +241,15 @@ def _ends(draft: DFlashConfig, load: Loader, prefix: str, target: Decoder) -> En
 
 def _some_rows(load: Loader, target: Decoder, ids: Tensor) -> Linear:
     """A head over these ids alone: the target's own rows of them, so that the checkpoint need not hold any."""
-    table: Tensor | GroupQuant | None = target.embedding if target.config.tie_embeddings else None
-    if isinstance(target.head, DenseLinear):
-        table = target.head.weight
-    if table is None:
+    rows = target.head.rows(ids)
+    if rows is None and target.config.tie_embeddings:
+        rows = take_rows(target.embedding, ids)
+    if rows is None:
         raise UserError(
             f"{load.source.path} drafts among {len(ids)} ids without a head of its own; rows of this target's head can "
             "not be taken out of its format: export the drafter with lm_head.weight"
         )
-    return load.tied_head(table.take(ids) if isinstance(table, GroupQuant) else table[ids])
+    return load.tied_head(rows)
 
 
 def _target_ids(draft: DFlashConfig, load: Loader, name: str | None) -> Tensor | None:

@@ -25,7 +25,8 @@ from torch import Tensor
 from sparkdraft.core import UserError
 from sparkdraft.spec.dflash_config import DFlashConfig
 from sparkdraft.weights.quant.group import GROUP, GroupQuant
-from sparkdraft.weights.safetensors import INDEX, INT8_GROUPS, SCALE
+from sparkdraft.weights.quant.int8_groups import INT8_GROUPS, SCALE
+from sparkdraft.weights.safetensors import INDEX
 
 LAYOUTS = ("zlab", "speculators")
 SHARD_BYTES = 15 * 2**20  # some hosts take no larger files

@@ -130,14 +130,14 @@ def _head_of(target: Target, corpus: Corpus, vocab: int) -> tuple[Tensor, Tensor
 
     An id that is not among them has the place of no label at all, and so has 'no label' itself, which comes as -1.
     """
-    head = target.decoder.head
-    assert isinstance(head, DenseLinear)
+    head = target.decoder.head.rows()
+    assert isinstance(head, Tensor), "a target in training is kept as floats"
     if not vocab:
-        return head.weight, None
+        return head, None
     ids = torch.from_numpy(corpus.most_frequent(vocab)).to(target.device)
-    place = torch.full((len(head.weight) + 1,), -1, device=target.device)
+    place = torch.full((len(head) + 1,), -1, device=target.device)
     place[ids] = torch.arange(vocab, device=target.device)
-    return head.weight[ids], place
+    return head[ids], place
 
 
 class Meter:

@@ -17,7 +17,7 @@ from sparkdraft.models.config import ModelConfig
 from sparkdraft.spec.dflash_config import DFlashConfig, LayerMask, check_fits
 from sparkdraft.spec.registry import open_drafter
 from sparkdraft.train.settings import FitSettings
-from sparkdraft.weights.quant.group import GroupQuant
+from sparkdraft.weights.quant.stored import as_float
 
 TAPS = 5
 
@@ -126,4 +126,4 @@ def _trainable(draft: DFlashConfig, config: Mapping[str, Any], settings: FitSett
 def trained_weights(name: str) -> dict[str, Tensor]:
     source = open_drafter(name)
     parts = {tensor: source.read(tensor) for tensor in source.names() if tensor != "d2t"}
-    return {n: p.dequantize() if isinstance(p, GroupQuant) else p.float() for n, p in parts.items()}
+    return {n: as_float(p) for n, p in parts.items()}

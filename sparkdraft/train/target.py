@@ -25,7 +25,7 @@ from sparkdraft.text import chat
 from sparkdraft.text.tokenizer import Tokenizer
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.loader import Loader, Progress
-from sparkdraft.weights.quant.group import GroupQuant
+from sparkdraft.weights.quant.stored import take_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def load_target(name: str, device: str = "auto", context: int = 2048, progress: 
     dtype, ops = torch.bfloat16 if on_gpu else torch.float32, kernels.load("cuda" if on_gpu else "reference")
     tokenizer = Tokenizer.of(checkpoint)
     with torch.no_grad():  # not inference mode: a loss must be able to reach through the head
-        loader = Loader(checkpoint, where, dtype, progress=progress)
+        loader = Loader(checkpoint, where, dtype, ops, progress)
         decoder = architecture(config.model_type).build(config, loader, ops, min(context, config.max_position))
     return Target(name, decoder, config, tokenizer, checkpoint.chat_template, checkpoint.special, where, dtype, ops)
 
@@ -74,4 +74,5 @@ def head_rows(name: str, ids: Tensor, draft: DFlashConfig) -> Tensor:
     config = read_config(checkpoint.config)
     check_fits(draft, config)
     table = checkpoint.read("model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight")
-    return table.take(ids).dequantize() if isinstance(table, GroupQuant) else table[ids]
+    rows = take_rows(table, ids)
+    return rows if isinstance(rows, Tensor) else rows.dequantize()

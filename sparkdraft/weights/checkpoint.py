@@ -18,9 +18,8 @@ from sparkdraft.weights import hub
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RawTokenizer
-    from torch import Tensor
 
-    from sparkdraft.weights.quant.group import GroupQuant
+    from sparkdraft.weights.quant.stored import Stored
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Only what we read: no pickles, no tensors of other frameworks, nothing from subfolders (onnx/, original/).
@@ -36,10 +35,16 @@ class Checkpoint(Protocol):
     special: dict[str, Any]  # bos_token, eos_token, pad_token ... as text, for the chat template
 
     def names(self) -> list[str]:
-        """Tensor names as Hugging Face writes them: model.layers.0.self_attn.q_proj.weight."""
+        """Tensor names as Hugging Face writes them: model.layers.0.self_attn.q_proj.weight.
 
-    def read(self, name: str) -> Tensor | GroupQuant:
-        """One tensor, mapped from the file where its layout allows. Treat it as read-only."""
+        A matrix of a quantised format has that one name, whatever tensors of the file it is made of.
+        """
+
+    def read(self, name: str) -> Stored:
+        """One tensor, or one matrix in the format that it is stored in; mapped from the file where its layout allows.
+
+        Treat it as read-only.
+        """
 
     def tokenizer_json(self) -> RawTokenizer:
         """The tokenizer as the `tokenizers` library runs it."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from sparkdraft.core import UserError
 from sparkdraft.weights.gguf_sampling import sampling_of
 from sparkdraft.weights.quant.group import GROUP, GroupQuant
+from sparkdraft.weights.quant.stored import Stored, take_rows
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RawTokenizer
@@ -282,7 +283,7 @@ class GgufCheckpoint:
     def names(self) -> list[str]:
         return list(self._names)
 
-    def read(self, name: str) -> Tensor | GroupQuant:
+    def read(self, name: str) -> Stored:
         if name not in self._names:
             raise UserError(f"The checkpoint {self.path} has no tensor {name}: is it a whole model?")
         value = self.file.read(self._names[name])
@@ -292,10 +293,7 @@ class GgufCheckpoint:
         if heads < 1 or value.shape[0] % (2 * heads):
             self.file.broken(f"{name} has {value.shape[0]} rows for {heads} heads")
         rows = _half_split_rows(value.shape[0], heads)
-        if isinstance(value, Tensor):
-            return value[rows]
-        offset = None if value.offset is None else value.offset[rows]
-        return GroupQuant(value.bits, value.q[rows], value.scale[rows], offset)
+        return take_rows(value, rows)
 
     def _interleaved_heads(self, name: str) -> int | None:
         """llama.cpp stores Llama's q and k for rope over neighbours; Hugging Face rotates the two halves of a head."""

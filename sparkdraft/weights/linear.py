@@ -1,43 +1,93 @@
-"""The ways a weight matrix is kept: as floats, or as the integers its file holds. All answer `linear`.
+"""The ways in which a weight matrix is kept: as floats, or as the integers that its file holds. All are a `Linear`.
 
-`linear(x)` is x W^T; `add_to(residual, x)` adds that to the residual stream in place, which spares a pass over it. A
-drafter never inherits its target's format: whoever builds a model says which one it wants (weights/loader.py).
+A format is a property of one matrix, so a model may mix them, and so may one stacked matrix. Kernels never ask what a
+matrix is, only what it can do: `tiles` for kernels that read it tile by tile, `rows` for whoever wants some of its
+rows. How a matrix is kept is decided by the kernels that will read it (`keep_matrix` of a kernels' module), when it is
+loaded (weights/loader.py). A drafter never inherits its target's format.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparkdraft.weights.quant.stored import Stored
 
-class Linear(Protocol):
+
+@dataclass(frozen=True, slots=True)
+class WeightTiles:
+    """A matrix [out, in] for kernels that read it tile by tile: what they load, and by which name they decode it."""
+
+    codes: Tensor  # [out, in], contiguous: one element per weight
+    decoding: str = "plain"  # of kernels/cuda/decode.py; "plain": the activations' own floats
+    row_scale: Tensor | None = None  # float32 [out], multiplies each output
+    bias: Tensor | None = None  # [out]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def format(self) -> str:
+        """The name under which launches are tuned: what matters is how many bytes are read and how they are decoded."""
+        return f"{8 * self.codes.element_size()}bit" if self.decoding == "plain" else self.decoding
+
+
+class Linear:
+    """A matrix W [out, in]. A format must have `linear`; what it leaves out has a plain form here."""
+
+    __slots__ = ()
+
     nbytes: int
+    tiles: WeightTiles | None = None  # for kernels that read it tile by tile; None: only its own `linear` reads it
 
-    def linear(self, x: Tensor) -> Tensor: ...  # [rows, in] -> [rows, out]
+    def linear(self, x: Tensor) -> Tensor:  # [rows, in] -> [rows, out]: x W^T
+        raise NotImplementedError
 
-    def add_to(self, residual: Tensor, x: Tensor) -> None: ...  # residual [rows, out] += linear(x)
+    def linear_float32(self, x: Tensor) -> Tensor:  # [rows, in] -> float32 [rows, out], for logits
+        return self.linear(x).float()
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """residual [rows, out] += linear(x), in place, which may spare a pass over the residual."""
+        residual += self.linear(x)
+
+    def rows(self, ids: Tensor | None = None) -> Stored | None:
+        """Chosen output rows, or all, in a form that can be kept again; None: they cannot be taken out of this one."""
+        return None
 
 
-class DenseLinear:
+class DenseLinear(Linear):
+    """Floats of one type."""
+
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight  # [out, in]
         self.bias = bias
         self.nbytes = weight.nbytes
+        self.tiles = WeightTiles(weight, bias=bias)
 
     def linear(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+    def linear_float32(self, x: Tensor) -> Tensor:
+        if self.bias is None and x.is_cuda and x.dtype != torch.float32:
+            return torch.mm(x, self.weight.t(), out_dtype=torch.float32)  # not rounded on the way, not written twice
+        return self.linear(x).float()
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         residual.addmm_(x, self.weight.t())
         if self.bias is not None:
             residual += self.bias
 
+    def rows(self, ids: Tensor | None = None) -> Tensor:
+        return self.weight if ids is None else self.weight[ids]
 
-class BiasedLinear:
-    """An integer matrix with a bias, which the integer kernels do not know."""
+
+class BiasedLinear(Linear):
+    """A matrix with a bias that its own kernels do not know."""
 
     def __init__(self, inner: Linear, bias: Tensor) -> None:
         self.inner, self.bias, self.nbytes = inner, bias, inner.nbytes
@@ -50,7 +100,7 @@ class BiasedLinear:
         residual += self.bias
 
 
-class StackedLinear:
+class StackedLinear(Linear):
     """Matrices that read the same input but are kept in different formats, such as a GGUF's 4-bit q and 6-bit v."""
 
     def __init__(self, parts: list[Linear]) -> None:
@@ -59,5 +109,14 @@ class StackedLinear:
     def linear(self, x: Tensor) -> Tensor:
         return torch.cat([p.linear(x) for p in self.parts], dim=-1)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
-        residual += self.linear(x)
+
+class CannotKeep(Exception):
+    """These kernels have no form for a matrix; the message says why. The loader then keeps it as floats."""
+
+
+ToFloats = Callable[[Stored], Tensor]  # in the activations' type, on the model's device
+
+
+def keep_floats(parts: Sequence[Stored], bias: Tensor | None, floats: ToFloats) -> Linear:
+    """One matrix stacked of the parts, as floats."""
+    return DenseLinear(torch.cat([floats(p) for p in parts]), bias)

@@ -1,22 +1,25 @@
 """Hands a model its weights while it is being built, one tensor at a time, each straight into its final form.
 
 A model asks by name and shape; nothing it does not ask for may be left over, and nothing it asks for may be missing:
-either is an error that names the tensors. The loader knows the form (float of a dtype on a device, or integers packed
-for the CPU kernels), the model does not.
+either is an error that names the tensors. The form is decided matrix by matrix. How it is stored, the source finds from
+the tensors of its file (weights/quant); how it is kept, the kernels that will read it say (`keep_matrix`,
+`keep_table`), and what they have no form for is kept as floats, with a note. A model knows nothing of either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from sparkdraft.core import UserError
-from sparkdraft.weights.linear import BiasedLinear, DenseLinear, Linear, StackedLinear
-from sparkdraft.weights.quant.group import GROUP, GroupQuant
+from sparkdraft.weights.linear import CannotKeep, Linear, keep_floats
+from sparkdraft.weights.quant.group import GroupQuant
+from sparkdraft.weights.quant.stored import Stored, as_float
 
 
 class WeightSource(Protocol):
@@ -25,12 +28,12 @@ class WeightSource(Protocol):
     @property
     def path(self) -> Path: ...
 
-    def names(self) -> list[str]: ...
+    def names(self) -> list[str]:
+        """What can be read: a matrix X is X.weight, whatever tensors of the file it is made of."""
 
-    def read(self, name: str) -> Tensor | GroupQuant: ...
+    def read(self, name: str) -> Stored: ...
 
 
-Pack = Callable[[list[GroupQuant]], Linear]
 Progress = Callable[[int, int], None]  # tensors done, tensors in all
 
 
@@ -39,26 +42,23 @@ class Loader:
         self,
         source: WeightSource,
         device: torch.device,
-        dtype: torch.dtype,
-        pack: Pack | None = None,  # keeps matrices as integers; None keeps them as floats of 'dtype'
+        dtype: torch.dtype,  # of activations, and of what is kept as floats
+        ops: ModuleType,  # the kernels that will read the weights
         progress: Progress | None = None,
+        under: str = "",  # only tensors whose names begin so are this model's; the rest is somebody else's
     ) -> None:
-        self.source, self.device, self.dtype, self.pack = source, device, dtype, pack
+        self.source, self.device, self.dtype, self.ops = source, device, dtype, ops
         self.notes: list[str] = []  # what could not be had as asked, in words
-        self._names = frozenset(source.names())
+        self._names = frozenset(name for name in source.names() if name.startswith(under))
         self._left = set(self._names)
         self._total = len(self._left)
         self._progress = progress
 
     def linear(self, rows: Mapping[str, int], width: int, bias: bool = False) -> Linear:
         """One matrix [sum of rows, width], stacked of the named ones that read the same input."""
-        parts = [self._read(f"{name}.weight", (count, width)) for name, count in rows.items()]
+        parts = [self._matrix(f"{name}.weight", (count, width)) for name, count in rows.items()]
         biases = [self.vector(f"{name}.bias", count) for name, count in rows.items()] if bias else []
-        joined = torch.cat(biases) if biases else None
-        if self.pack is None:
-            return DenseLinear(torch.cat([self._float(p) for p in parts]), joined)
-        integers = self._packed(parts, next(iter(rows)))
-        return integers if joined is None else BiasedLinear(integers, joined)
+        return self._keep(parts, torch.cat(biases) if biases else None, next(iter(rows)))
 
     def vector(self, name: str, size: int) -> Tensor:
         return self._float(self._read(name, (size,)))
@@ -73,23 +73,26 @@ class Loader:
             raise UserError(f"{self.source.path}: {name} holds no integers; the file is damaged or of another model")
         return part.to(self.device)
 
+    def embedding(self, name: str, count: int, width: int) -> Tensor | GroupQuant:
+        """A table that kernels look rows up in."""
+        table: Tensor | GroupQuant = self.ops.keep_table(self._matrix(f"{name}.weight", (count, width)), self._float)
+        return table
+
+    def tied_head(self, table: Stored) -> Linear:
+        """The output head of a model whose file holds that matrix once, as its embedding."""
+        self._left.discard("lm_head.weight")
+        return self._keep([table], None, "the embedding")
+
     def ignore(self, names: Iterable[str]) -> None:
         """Tensors that are known, and known not to be needed."""
         self._left.difference_update(names)
 
-    def embedding(self, name: str, count: int, width: int) -> Tensor | GroupQuant:
-        """A table that kernels look rows up in, of integers where matrices are."""
-        part = self._read(f"{name}.weight", (count, width))
-        if self.pack is None or width % GROUP:
-            return self._float(part)
-        return part if isinstance(part, GroupQuant) else GroupQuant.from_float(part)
+    def leave(self, prefix: str) -> None:
+        """Tensors under a prefix belong to somebody else, such as a drafter that its target's file holds.
 
-    def tied_head(self, embedding: Tensor | GroupQuant) -> Linear:
-        """The output head of a model whose file holds that matrix once."""
-        self._left.discard("lm_head.weight")
-        if self.pack is None:
-            return DenseLinear(self._float(embedding))
-        return self._packed([embedding], "the embedding")
+        Whoever that is reads them by a loader of its own, with under=prefix, whose `finish` answers for all of them.
+        """
+        self.ignore([name for name in self._left if name.startswith(prefix)])
 
     def finish(self) -> None:
         """Every tensor of the file has found its place, or the file is not what its config says."""
@@ -99,7 +102,7 @@ class Loader:
 
     # ---- the parts
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor | GroupQuant:
+    def _read(self, name: str, shape: tuple[int, ...]) -> Stored:
         if name not in self._names:
             raise UserError(f"{self.source.path}: tensor {name} is missing; the file is incomplete or of another model")
         self._left.discard(name)
@@ -110,20 +113,28 @@ class Loader:
             self._progress(self._total - len(self._left), self._total)
         return part
 
-    def _float(self, part: Tensor | GroupQuant) -> Tensor:
-        if isinstance(part, GroupQuant):
-            return part.dequantize(self.dtype).to(self.device)
-        return part.to(self.device, self.dtype)
+    def _matrix(self, name: str, shape: tuple[int, int]) -> Stored:
+        part = self._read(name, shape)
+        if isinstance(part, Tensor) and (not part.is_floating_point() or part.element_size() < 2):
+            kind = str(part.dtype).removeprefix("torch.")
+            raise UserError(
+                f"{self.source.path}: {name} is stored as {kind}, and the tensors beside it make no format that is "
+                "read: use the same model in 16 bits, or a GGUF file of it"
+            )
+        return part
 
-    def _packed(self, parts: list[Tensor | GroupQuant], name: str) -> Linear:
-        assert self.pack is not None
-        if parts[0].shape[1] % GROUP:
-            self.notes.append(f"{name}: width {parts[0].shape[1]} is no multiple of {GROUP}, kept in float32")
-            return DenseLinear(torch.cat([self._float(p) for p in parts]))
-        groups = [p if isinstance(p, GroupQuant) else GroupQuant.from_float(p) for p in parts]
-        if len({g.bits for g in groups}) == 1:
-            return self.pack(groups)
-        return StackedLinear([self.pack([g]) for g in groups])
+    def _keep(self, parts: list[Stored], bias: Tensor | None, name: str) -> Linear:
+        try:
+            kept: Linear = self.ops.keep_matrix(parts, bias, self._float)
+        except CannotKeep as reason:
+            self.notes.append(f"{name}: {reason}, kept in {str(self.dtype).removeprefix('torch.')}")
+            return keep_floats(parts, bias, self._float)
+        return kept
+
+    def _float(self, part: Stored) -> Tensor:
+        if isinstance(part, Tensor):
+            return part.to(self.device, self.dtype)
+        return as_float(part, self.dtype).to(self.device)
 
 
 def _some(names: list[str], most: int = 5) -> str:

@@ -1,8 +1,8 @@
 """Checkpoints in the Hugging Face layout: config.json, safetensors (one file or shards) and tokenizer.json.
 
 The safetensors library maps a file into memory, and every tensor is a view of the mapping, in the type it was saved in.
-Of quantised checkpoints one layout is read (INT8_GROUPS, which train/export.py writes), its integers as they are; any
-other is refused by name. Pickle files are never opened; turning tensors into layers is left to models.
+A matrix that is stored in a quantised format is several tensors, which are found and read by weights/quant; it has one
+name here, X.weight. Pickle files are never opened; turning tensors into layers is left to models.
 """
 
 from __future__ import annotations
@@ -12,20 +12,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sparkdraft.core import UserError
-from sparkdraft.weights.quant.group import GROUP, GroupQuant
+from sparkdraft.weights.quant.formats import check_config, find_matrices
+from sparkdraft.weights.quant.stored import Stored
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RawTokenizer
 
 INDEX = "model.safetensors.index.json"
-SCALE = "_scale"  # X.weight_scale [out, in / GROUP] beside the integers X.weight [out, in]
-# The weights of compressed-tensors' "int-quantized" format that a GroupQuant of 8 bits holds as they are.
-INT8_GROUPS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -46,6 +43,10 @@ class SafetensorsFile:
         tensor: Tensor = self._handle.get_tensor(name)
         return tensor
 
+    def dtype(self, name: str) -> str:
+        """As safetensors spells it: BF16, F8_E4M3, I8 ..."""
+        return str(self._handle.get_slice(name).get_dtype())
+
 
 class SafetensorsCheckpoint:
     """A folder in the Hugging Face layout, as a Checkpoint."""
@@ -54,20 +55,22 @@ class SafetensorsCheckpoint:
         self.path = path
         self.config: dict[str, Any] = _json(path / "config.json")
         self.generation: dict[str, Any] = _json(path / "generation_config.json", optional=True)
-        self._grouped = _has_int8_groups(path, self.config)
+        check_config(path, self.config)
         self._files = _open_shards(path)
+        self._matrices = find_matrices(path, {name: file.dtype(name) for name, file in self._files.items()})
         tokenizer_config = _json(path / "tokenizer_config.json", optional=True)
         self.special = _special(tokenizer_config, _json(path / "special_tokens_map.json", optional=True))
         self.chat_template = _chat_template(path, tokenizer_config)
 
     def names(self) -> list[str]:
-        return [name for name in self._files if not (self._grouped and name.endswith(f".weight{SCALE}"))]
+        parts = {tensor for matrix in self._matrices.values() for tensor in matrix.tensors}
+        return [*(name for name in self._files if name not in parts), *self._matrices]
 
-    def read(self, name: str) -> Tensor | GroupQuant:
-        value = self._tensor(name)
-        if self._grouped and name.endswith(".weight") and value.dtype == torch.int8:
-            return _group_quant(f"{self.path}: {name}", value, self._tensor(name + SCALE))
-        return value
+    def read(self, name: str) -> Stored:
+        matrix = self._matrices.get(name)
+        if matrix is None:
+            return self._tensor(name)
+        return matrix.format.read(f"{self.path}: {name}", *map(self._tensor, matrix.tensors))
 
     def _tensor(self, name: str) -> Tensor:
         if name not in self._files:
@@ -84,39 +87,6 @@ class SafetensorsCheckpoint:
             return RawTokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception
             raise UserError(f"The tokenizer {file} cannot be read ({error}): fetch it again.") from error
-
-
-def _has_int8_groups(path: Path, config: dict[str, Any]) -> bool:
-    """Whether matrices are stored as INT8_GROUPS, or as floats; whatever else a config says of them is refused."""
-    stated = config.get("quantization_config") or config.get("compression_config")
-    if not stated:
-        return False
-    said = stated if isinstance(stated, dict) else {"quant_method": stated}
-    method, form, groups = (said.get(key) for key in ("quant_method", "format", "config_groups"))
-    if (method, form) == ("compressed-tensors", "int-quantized"):
-        if isinstance(groups, dict) and groups and all(map(_is_int8_group, groups.values())):
-            return True
-        form = f"{form}, of other weights than 8 bits in symmetric groups of {GROUP}"
-    raise UserError(
-        f"The checkpoint {path} is quantised ({method}{f', {form}' if form else ''}), which is not read: "
-        "use the same model unquantised, or a GGUF file of it."
-    )
-
-
-def _is_int8_group(group: Any) -> bool:
-    weights = group.get("weights") if isinstance(group, dict) else None
-    return isinstance(weights, dict) and INT8_GROUPS.items() <= weights.items() and not group.get("input_activations")
-
-
-def _group_quant(what: str, integers: Tensor, scale: Tensor) -> GroupQuant:
-    shape = (*integers.shape[:1], integers.shape[-1] // GROUP)
-    if integers.dim() != 2 or integers.shape[1] % GROUP or scale.shape != shape or scale.dtype != torch.float16:
-        kind = f"{tuple(scale.shape)} of {str(scale.dtype).removeprefix('torch.')}"
-        raise UserError(
-            f"{what} has shape {tuple(integers.shape)} and its scales {kind}; float16 scales of {shape}, one for "
-            f"{GROUP} columns, are read: export the checkpoint again."
-        )
-    return GroupQuant(8, integers.view(*shape, GROUP), scale, None)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -191,6 +191,7 @@ def fake_plan(
     values: dict[str, object] = {
         "device": "cpu",
         "dtype": "float32",
+        "weights": "float32",
         "kernels": "reference",
         "threads": 1,
         "max_model_len": num_blocks * block_size,

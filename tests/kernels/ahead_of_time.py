@@ -21,12 +21,12 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
-from sparkdraft.kernels.cuda import attention, few_rows, pdl, turboquant
+from sparkdraft.kernels.cuda import attention, block_attention, few_rows, pdl, turboquant
+from sparkdraft.kernels.cuda.gpu import Gpu
 
 LIMIT = {90: 227 << 10, 121: 99 << 10}  # bytes of shared memory that a program may take: H200, DGX Spark
 SMS = {90: 132, 121: 48}
-GPUS = {capability: attention.Gpu(sms, capability == 90) for capability, sms in SMS.items()}
-FEW_ROWS_GPUS = {capability: few_rows.Gpu(sms, LIMIT[capability], capability == 90) for capability, sms in SMS.items()}
+GPUS = {capability: Gpu(*divmod(capability, 10), sms) for capability, sms in SMS.items()}
 TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -63,10 +63,8 @@ def captured_launches(monkeypatch: pytest.MonkeyPatch, capability: int, step: Ca
     with monkeypatch.context() as patch:
         patch.setattr(JITFunction, "run", note)
         patch.setattr(pdl, "active", lambda device: True)
-        for module in (attention, turboquant):
-            patch.setattr(module, "_gpu", lambda device: GPUS[capability])
-        patch.setattr(few_rows, "_gpu", lambda device: FEW_ROWS_GPUS[capability])
-        patch.setattr(turboquant, "_is_hopper", lambda device: capability == 90)
+        for module in (attention, block_attention, few_rows, turboquant):
+            patch.setattr(module, "gpu_of", lambda device: GPUS[capability])
         step()
     return found
 

@@ -17,9 +17,11 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels import cuda, reference  # noqa: E402
-from sparkdraft.kernels.cuda import attention, elementwise  # noqa: E402
+from sparkdraft.kernels.cuda import attention, elementwise, tuned  # noqa: E402
 from sparkdraft.kernels.cuda.argmax import argmax as cuda_argmax  # noqa: E402
+from sparkdraft.kernels.cuda.gpu import Gpu  # noqa: E402
 from sparkdraft.kernels.view import AttentionParams, AttentionView  # noqa: E402
+from tests.kernels.ahead_of_time import GPUS  # noqa: E402
 from tests.kernels.triton_device import (  # noqa: E402
     DEVICE,
     DTYPES,
@@ -223,11 +225,11 @@ def test_padding_sequences(padded_rows: int, most: int) -> None:
 @gpu
 def test_long_contexts_in_a_full_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where sequences alone fill the GPU, a long one is still cut, and the short ones are left whole."""
-    monkeypatch.setattr(attention, "_gpu", lambda device: attention.Gpu(1, False))
+    monkeypatch.setattr(attention, "gpu_of", lambda device: Gpu(12, 1, 1))
     monkeypatch.setattr(attention, "LONG_SPLIT", 256)
     attention._launch.cache_clear()
     check_attention(*make_batch([1, 1, 2, 1], [700, 3, 256, 257], 8, 2, 64, DTYPES[0]))
-    assert attention._launch(7, 4, 8, 2, 64, DTYPES[0].itemsize, 2, 0, 700, attention.Gpu(1, False)).splits == 3
+    assert attention._launch(7, 4, 8, 2, 64, DTYPES[0].itemsize, 2, 0, 700, Gpu(12, 1, 1)).splits == 3
     attention._launch.cache_clear()
 
 
@@ -350,7 +352,7 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
 
 def test_a_full_gpu_splits_only_long_contexts() -> None:
     def launch(seqs: int, rows: int, keys: int) -> attention.Launch:
-        return attention._launch(rows * seqs, seqs, 32, 8, 128, 2, rows, 0, keys, attention.Gpu(132, True))
+        return attention._launch(rows * seqs, seqs, 32, 8, 128, 2, rows, 0, keys, Gpu(9, 0, 132))
 
     assert launch(64, 1, 4096).splits == 1
     assert (launch(64, 1, 32000).splits, launch(64, 1, 32000).unit) == (4, attention.LONG_SPLIT)
@@ -420,10 +422,10 @@ def compile_attend(
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_attention_compiles_within_shared_memory(capability: int, head_dim: int, dtype: torch.dtype) -> None:
-    key, roomy = (dtype.itemsize, head_dim), capability == 90
-    chunk = (attention.ROOMY_CHUNK_TILES if roomy else attention.CHUNK_TILES)[key]
-    decode = (attention.ROOMY_DECODE_TILES if roomy else attention.DECODE_TILES)[key]
-    for tile, search in [(chunk, True)] + [(tile, False) for tile in decode]:
+    known, form = tuned.tables(GPUS[capability]), f"{8 * dtype.itemsize}bit"
+    chunk, decode = (known[f"attention_{kind}", form][head_dim,] for kind in ("chunk", "decode"))
+    for numbers, search in [(chunk, True)] + [(tile, False) for tile in decode]:
+        tile = attention.Tile(*numbers)
         used = compile_attend(capability, dtype, head_dim, tile, search, split=not search).metadata.shared
         kind = "chunk" if search else "few rows"
         print(f"sm_{capability} head_dim {head_dim} {TYPES[dtype]} {kind} {tile}: {used} bytes")
@@ -435,12 +437,9 @@ def test_attention_compiles_within_shared_memory(capability: int, head_dim: int,
 def test_attention_variants_compile(capability: int) -> None:
     for causal, window, head_dim, group in ((True, 100, 80, 3), (False, 0, 96, 1), (False, 100, 128, 8)):
         for lanes, split in ((16, False), (16, True), (1000, False), (1000, True)):
-            tile, search = attention._choose_tile(lanes, 128, 2, capability == 90)
+            tile, search = attention._choose_tile(lanes, 128, 2, GPUS[capability])
             made = compile_attend(capability, torch.bfloat16, head_dim, tile, search, split, causal, window, group)
             assert made.metadata.shared < LIMIT[capability]
-
-
-GPUS = {90: attention.Gpu(132, True), 121: attention.Gpu(48, False)}
 
 
 def alike(capability: int, heads: int, kv_heads: int, dim: int, itemsize: int, seqs: int) -> list[attention.Launch]:

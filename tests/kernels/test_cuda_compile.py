@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 from sparkdraft.kernels import cuda  # noqa: E402
 from sparkdraft.kernels.cuda import block_attention, draft_loss  # noqa: E402
 from tests.kernels.ahead_of_time import LIMIT, captured_launches, compile_launch, empty  # noqa: E402
+from tests.kernels.test_cuda_decode import fp8_step  # noqa: E402
 from tests.kernels.test_cuda_few_rows import few_rows_step  # noqa: E402
 from tests.kernels.test_cuda_stepping import decode_step  # noqa: E402
 from tests.kernels.test_cuda_turboquant import layer_step  # noqa: E402
@@ -54,6 +55,7 @@ SHAPE = (4096, 4096, torch.bfloat16, 16)
 STEPS: dict[str, Callable[[], None]] = {
     "decode": lambda: decode_step(16, 32, 8, 128, 16),
     "linear": lambda: few_rows_step("linear", *SHAPE, False),
+    "fp8": lambda: fp8_step("linear", *SHAPE[:2]),
     "norm_gated": lambda: few_rows_step("norm_gated", *SHAPE, False),
     "norm_argmax": lambda: few_rows_step("norm_argmax", *SHAPE, False),
     "add_linear": lambda: few_rows_step("add_linear", *SHAPE, False),
@@ -119,14 +121,22 @@ def called(kernel: JITFunction) -> set[JITFunction]:
     return found
 
 
+def launched_by_steps(monkeypatch: pytest.MonkeyPatch, capability: int) -> tuple[set[JITFunction], set[JITFunction]]:
+    """The kernels that all steps launch, and the functions that these launches hand to them as constants."""
+    launches = [launch for step in STEPS.values() for launch in captured_launches(monkeypatch, capability, step)]
+    handed = {value for launch in launches for value in launch.options.values() if isinstance(value, JITFunction)}
+    return {launch.kernel for launch in launches}, handed
+
+
 def test_no_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = list(package())
     entries = set[JITFunction]().union(*map(launched, modules))
     everything = {kernel for module in modules for kernel in kernels(module).values()}
     assert len(entries) >= 20 and entries <= everything
-    compiled = {launch.kernel for step in STEPS.values() for launch in captured_launches(monkeypatch, 90, step)}
-    compiled &= {launch.kernel for step in STEPS.values() for launch in captured_launches(monkeypatch, 121, step)}
+    compiled, handed = launched_by_steps(monkeypatch, 90)
+    compiled &= launched_by_steps(monkeypatch, 121)[0]
+    entries -= handed
     missing = {f"{kernel.__module__}.{kernel.__name__}" for kernel in entries - compiled}
     assert not missing, f"no step of STEPS launches {sorted(missing)}"
-    unused = everything - compiled - set[JITFunction]().union(*map(called, compiled))
+    unused = everything - compiled - handed - set[JITFunction]().union(*map(called, compiled | handed))
     assert not unused, f"no kernel calls {sorted(kernel.__name__ for kernel in unused)}"

@@ -19,9 +19,10 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels.cuda import few_rows, pdl  # noqa: E402
+from sparkdraft.kernels.cuda.tuned import measured  # noqa: E402
 from sparkdraft.kernels.norm import Norm, Normed  # noqa: E402
-from tests.kernels.ahead_of_time import FEW_ROWS_GPUS as GPUS  # noqa: E402
-from tests.kernels.ahead_of_time import Launch, captured_launches, compile_launch, empty  # noqa: E402
+from sparkdraft.weights.linear import WeightTiles  # noqa: E402
+from tests.kernels.ahead_of_time import GPUS, Launch, captured_launches, compile_launch, empty  # noqa: E402
 from tests.kernels.triton_device import (  # noqa: E402
     DEVICE,
     DTYPES,
@@ -94,8 +95,8 @@ each_case = pytest.mark.parametrize("rows, out, in_, dtype", list(dict.fromkeys(
 def test_linear(rows: int, out: int, in_: int, dtype: torch.dtype) -> None:
     x, weight, bias = strided(rows, in_, dtype), randn(out, in_, dtype=dtype), randn(out, dtype=dtype)
     expected = x.double() @ weight.double().t()
-    assert_close(few_rows.linear(x, weight), expected, dtype)
-    assert_close(few_rows.linear(x, weight, bias), expected + bias.double(), dtype)
+    assert_close(few_rows.linear(x, WeightTiles(weight)), expected, dtype)
+    assert_close(few_rows.linear(x, WeightTiles(weight, bias=bias)), expected + bias.double(), dtype)
 
 
 @gpu
@@ -105,8 +106,8 @@ def test_norm_linear(rows: int, out: int, in_: int, dtype: torch.dtype) -> None:
     x *= 7
     for normed in both_ways(x, randn(in_, dtype=dtype)):
         expected = exact_norm(normed) @ weight.double().t()
-        assert_close(few_rows.norm_linear(normed, weight), expected, dtype)
-        wide = few_rows.norm_linear(normed, weight, bias, dtype=torch.float32)
+        assert_close(few_rows.norm_linear(normed, WeightTiles(weight)), expected, dtype)
+        wide = few_rows.norm_linear(normed, WeightTiles(weight, bias=bias), dtype=torch.float32)
         assert wide.dtype == torch.float32
         assert_close(wide.to(dtype), expected + bias.double(), dtype)
 
@@ -121,7 +122,7 @@ def test_norm_gated(rows: int, out: int, in_: int, dtype: torch.dtype) -> None:
     for normed in both_ways(x, gain):
         both = exact_norm(normed) @ weight.double().t()
         expected = torch.nn.functional.silu(both[:, :inter]) * both[:, inter:]
-        assert_close(few_rows.norm_gated(normed, weight), expected, dtype, factors=2)
+        assert_close(few_rows.norm_gated(normed, WeightTiles(weight)), expected, dtype, factors=2)
 
 
 def check_prepared(normed: Normed) -> None:
@@ -150,12 +151,12 @@ def test_add_linear_and_what_it_leaves_for_the_norm(rows: int, out: int, in_: in
         expected = residual[:rows].double() + x.double() @ weight.double().t()
         if added is not None:
             expected += added.double()
-        normed = few_rows.add_linear(residual[:rows], x, weight, added, then)
+        normed = few_rows.add_linear(residual[:rows], x, WeightTiles(weight, bias=added), then)
         assert_close(residual[:rows], expected, dtype)
         assert normed.x.data_ptr() == residual.data_ptr() and normed.norm is then
         assert normed.scaled is not None and normed.squares is not None, "its reader would prepare it again"
         check_prepared(normed)
-        assert_close(few_rows.norm_linear(normed, reader), exact_norm(normed) @ reader.double().t(), dtype)
+        assert_close(few_rows.norm_linear(normed, WeightTiles(reader)), exact_norm(normed) @ reader.double().t(), dtype)
     assert torch.equal(residual[rows], untouched), "wrote past the rows"
 
 
@@ -165,8 +166,8 @@ def test_norm_argmax_is_that_of_the_float32_logits(rows: int, out: int, in_: int
     x, gain, weight = strided(rows, in_, dtype), randn(in_, dtype=dtype), randn(out, in_, dtype=dtype)
     weight[out // 3 :: out // 3] = weight[0]  # ties between programs
     for normed in both_ways(x, gain):
-        logits = few_rows.norm_linear(normed, weight, dtype=torch.float32)
-        got = few_rows.norm_argmax(normed, weight)
+        logits = few_rows.norm_linear(normed, WeightTiles(weight), dtype=torch.float32)
+        got = few_rows.norm_argmax(normed, WeightTiles(weight))
         assert got.dtype == torch.int64
         assert got.tolist() == logits.cpu().numpy().argmax(1).tolist()  # numpy's takes the lowest of equals
 
@@ -183,7 +184,7 @@ def test_argmax_ties_and_nan(out: int) -> None:
     x[1] = -x[1]
     x[4] = float("nan")
     x[5] = 0  # all logits are equal
-    got = few_rows.norm_argmax(Normed(x, Norm(gain, EPS)), weight).tolist()
+    got = few_rows.norm_argmax(Normed(x, Norm(gain, EPS)), WeightTiles(weight)).tolist()
     assert (got[0], got[2]) == (7, 7)
     assert got[1] not in (3, 7, 21, 35)
     assert got[4:] == [0, 0]
@@ -191,16 +192,16 @@ def test_argmax_ties_and_nan(out: int) -> None:
 
 @dataclass(frozen=True)
 class Problem:
-    weight: Tensor  # [out, in]
+    weight: WeightTiles  # [out, in]
     norm: Norm  # of x
     writer: Tensor  # [in, 64]: of an add_linear that makes x
     then: Norm  # of the residual
     residual: Tensor  # [16, out]
 
     @classmethod
-    def of(cls, out: int, in_: int, dtype: torch.dtype) -> Problem:
+    def of(cls, out: int, in_: int, dtype: torch.dtype, weight: WeightTiles | None = None) -> Problem:
         return cls(
-            randn(out, in_, dtype=dtype) / in_**0.5,
+            weight or WeightTiles(randn(out, in_, dtype=dtype) / in_**0.5),
             Norm(randn(in_, dtype=dtype), EPS),
             randn(in_, 64, dtype=dtype) / 8,
             Norm(randn(out, dtype=dtype), EPS),
@@ -212,11 +213,11 @@ class Problem:
         if kind == "linear":
             return few_rows.linear(x, self.weight)
         if kind == "add_linear":
-            left = few_rows.add_linear(self.residual[at].clone(), x, self.weight, None, self.then)
+            left = few_rows.add_linear(self.residual[at].clone(), x, self.weight, self.then)
             return torch.cat([left.x.float(), left.scaled.float(), left.squares], 1)
         normed = Normed(x, self.norm)
         if written:
-            normed = few_rows.add_linear(x.clone(), x[:, :64], self.writer, None, self.norm)
+            normed = few_rows.add_linear(x.clone(), x[:, :64], WeightTiles(self.writer), self.norm)
         if kind == "norm_gated":
             return few_rows.norm_gated(normed, self.weight)
         if kind == "norm_argmax":
@@ -228,9 +229,11 @@ def has_norm(kind: str) -> bool:
     return kind not in ("linear", "add_linear")
 
 
-def check_rows_alone(kind: str, out: int, in_: int, dtype: torch.dtype, alone: list[int]) -> None:
+def check_rows_alone(
+    kind: str, out: int, in_: int, dtype: torch.dtype, alone: list[int], weight: WeightTiles | None = None
+) -> None:
     """Rows of a batch of 16 against the same rows alone and in batches of other sizes, with other neighbours."""
-    x, problem = randn(16, in_, dtype=dtype), Problem.of(out, in_, dtype)
+    x, problem = randn(16, in_, dtype=dtype), Problem.of(out, in_, dtype, weight)
     for written in (False, True)[: 1 + has_norm(kind)]:
         name = f"{kind}{' after add_linear' * written}"
         whole = problem.run(kind, x, slice(0, 16), written)
@@ -278,20 +281,20 @@ def test_overlapped_launches_in_a_graph_equal_launches_one_by_one(rows: int, mon
     layers = [
         (
             Norm(randn(hidden, dtype=dtype), EPS),
-            randn(hidden, hidden, dtype=dtype) / 32,
-            randn(2 * inter, hidden, dtype=dtype) / 32,
-            randn(hidden, inter, dtype=dtype) / 64,
+            WeightTiles(randn(hidden, hidden, dtype=dtype) / 32),
+            WeightTiles(randn(2 * inter, hidden, dtype=dtype) / 32),
+            WeightTiles(randn(hidden, inter, dtype=dtype) / 64),
         )
         for _ in range(12)
     ]
-    start, head = randn(rows, hidden, dtype=dtype), randn(vocabulary, hidden, dtype=dtype)
+    start, head = randn(rows, hidden, dtype=dtype), WeightTiles(randn(vocabulary, hidden, dtype=dtype))
 
     def chain() -> tuple[Tensor, Tensor]:
         residual = start.clone()
         normed = Normed(residual, layers[-1][0])
         for norm, square, gate_up, down in layers:
-            normed = few_rows.add_linear(residual, few_rows.norm_linear(normed, square), square, None, norm)
-            normed = few_rows.add_linear(residual, few_rows.norm_gated(normed, gate_up), down, None, norm)
+            normed = few_rows.add_linear(residual, few_rows.norm_linear(normed, square), square, norm)
+            normed = few_rows.add_linear(residual, few_rows.norm_gated(normed, gate_up), down, norm)
         return residual, few_rows.norm_argmax(normed, head)
 
     monkeypatch.setattr(pdl, "ENABLED", False)
@@ -320,7 +323,7 @@ def test_tiles_in_flight_fit_into_shared_memory(capability: int, itemsize: int) 
     target = GPUS[capability]
     for out, in_ in [*NAMED, (128, 64), (5000, 5000), (200, 77)]:
         for lines in (1, 2):
-            launch = few_rows._launch(out, in_, itemsize, lines, target)
+            launch = few_rows._launch((out, in_), f"{8 * itemsize}bit", itemsize, itemsize, lines, target)
             columns = launch.tile.block_n // lines
             assert (launch.programs - 1) * columns < out // lines <= launch.programs * columns
             buffer = (launch.tile.block_n + few_rows.MOST_ROWS) * launch.tile.block_k * itemsize
@@ -330,9 +333,9 @@ def test_tiles_in_flight_fit_into_shared_memory(capability: int, itemsize: int) 
 
 
 def test_choices_for_other_shapes_fill_the_gpu() -> None:
-    assert set(few_rows.TUNED) == set(NAMED)
-    for (_, in_), tile in (few_rows.TUNED | few_rows.SMALL_TUNED).items():
-        assert in_ % tile.block_k == 0, "a named shape needs no masks"
+    assert set(measured(GPUS[90])["few_rows", "16bit"]) == set(NAMED)
+    for (_, in_), (_, block_k, _, _) in measured(GPUS[90])["few_rows", "16bit"].items():
+        assert in_ % block_k == 0, "a named shape needs no masks"
     assert few_rows._choose(4096, 4096, 2, 132).block_n == 64
     assert few_rows._choose(3072, 4096, 2, 132).block_n == 32
     assert few_rows._choose(576, 576, 2, 132).block_n == 16
@@ -344,11 +347,11 @@ def test_too_few_and_too_many_rows_are_refused(rows: int) -> None:
     x, weight, norm = torch.zeros(rows, 64), torch.zeros(48, 64), Norm(torch.zeros(64), EPS)
     normed = Normed(x, norm, x, torch.zeros(rows, 1))
     for call in (
-        lambda: few_rows.linear(x, weight),
-        lambda: few_rows.norm_linear(normed, weight),
-        lambda: few_rows.norm_gated(normed, weight),
-        lambda: few_rows.norm_argmax(normed, weight),
-        lambda: few_rows.add_linear(torch.zeros(rows, 48), x, weight, None, Norm(torch.zeros(48), EPS)),
+        lambda: few_rows.linear(x, WeightTiles(weight)),
+        lambda: few_rows.norm_linear(normed, WeightTiles(weight)),
+        lambda: few_rows.norm_gated(normed, WeightTiles(weight)),
+        lambda: few_rows.norm_argmax(normed, WeightTiles(weight)),
+        lambda: few_rows.add_linear(torch.zeros(rows, 48), x, WeightTiles(weight), Norm(torch.zeros(48), EPS)),
     ):
         with pytest.raises(AssertionError, match=f"{rows} rows: these kernels take 1 to 16"):
             call()
@@ -360,7 +363,7 @@ BY_ROW = (few_rows._prepare, few_rows._pick)  # one program a row, and no weight
 def few_rows_step(kind: str, out: int, in_: int, dtype: torch.dtype, rows: int, written: bool) -> None:
     """One function of few_rows.py, on tensors without memory."""
     problem = Problem(
-        empty(out, in_, dtype=dtype), Norm(empty(in_, dtype=dtype), EPS), empty(in_, 64, dtype=dtype),
+        WeightTiles(empty(out, in_, dtype=dtype)), Norm(empty(in_, dtype=dtype), EPS), empty(in_, 64, dtype=dtype),
         Norm(empty(out, dtype=dtype), EPS), empty(16, out, dtype=dtype),
     )  # fmt: skip
     problem.run(kind, empty(16, in_, dtype=dtype)[:rows], slice(rows), written)

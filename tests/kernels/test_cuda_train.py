@@ -17,6 +17,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 from sparkdraft.kernels.cuda import block_attention, draft_loss  # noqa: E402
 from sparkdraft.train.attention import reference_attention  # noqa: E402
 from sparkdraft.train.loss import Labels, LossOptions, chunked_loss, reference_loss  # noqa: E402
+from tests.kernels.ahead_of_time import GPUS  # noqa: E402
 from tests.kernels.test_cuda import LIMIT, TYPES, assert_close, compile_kernel  # noqa: E402
 from tests.kernels.triton_device import (  # noqa: E402
     DEVICE,
@@ -251,7 +252,7 @@ def test_nothing_waits_for_the_device() -> None:
 
 
 def attention_shared(kernel: object, capability: int, dtype: torch.dtype, head_dim: int, width: int, group: int) -> int:
-    tile, names = block_attention._tiles(head_dim, dtype), kernel.arg_names
+    tile, names = block_attention._tiles(head_dim, dtype, GPUS[capability]), kernel.arg_names
     scalars = {"scale": "fp32", "scale_log2": "fp32", "tokens": "i32"}
     floats, ints = ("lse", "delta"), ("starts", "anchors", "lows", "highs")
     types = {

@@ -25,8 +25,7 @@ class Harness:
         self.device, ops = torch.device(device), kernels.load(kernel)
         source = open_checkpoint(str(folder))
         config = read_config(source.config)
-        pack = ops.PackedLinear.pack if kernel == "native" else None
-        loader = Loader(source, self.device, dtype, pack)
+        loader = Loader(source, self.device, dtype, ops)
         self.model = architecture(config.model_type).build(config, loader, ops, 256)
         self.kv = DenseKV(config.attention, 64, BLOCK, dtype, self.device, ops)
         for cache in (*self.kv.k, *self.kv.v):

@@ -41,7 +41,7 @@ SMALL, LARGE = SHAPES["smollm2-135m"], SHAPES["qwen3-8b"]
 
 def test_a_cpu_gets_quantised_weights_and_a_quarter_of_the_memory_for_its_cache() -> None:
     plan = resolve(EngineConfig(), SMALL, LAPTOP)
-    assert (plan.dtype, plan.kernels, plan.threads) == ("quantised", "native", 8)
+    assert (plan.weights, plan.dtype, plan.kernels, plan.threads) == ("quantised", "float32", "native", 8)
     assert 0.99 * (3 << 30) < plan.memory.kv <= 3 << 30 and plan.max_model_len == 8192
     assert not plan.fallbacks and plan.graphs
 
@@ -54,7 +54,7 @@ def test_a_cpus_cache_holds_full_contexts_for_all_at_most_and_one_at_least() -> 
 
 def test_without_a_compiler_auto_falls_back_and_says_why() -> None:
     plan = resolve(EngineConfig(), SMALL, LAPTOP, native_problem="no C++ compiler")
-    assert (plan.dtype, plan.kernels) == ("float32", "reference")
+    assert (plan.weights, plan.dtype, plan.kernels) == ("float32", "float32", "reference")
     assert plan.fallbacks[0].reason == "no C++ compiler" and "no C++ compiler" in plan.describe()
     with pytest.raises(UserError, match="no C\\+\\+ compiler"):
         resolve(EngineConfig(dtype="quantised"), SMALL, LAPTOP, native_problem="no C++ compiler")
@@ -62,7 +62,7 @@ def test_without_a_compiler_auto_falls_back_and_says_why() -> None:
 
 def test_a_gpu_gets_bfloat16_and_the_memory_that_is_left() -> None:
     plan = resolve(EngineConfig(), LARGE, SPARK)
-    assert (plan.dtype, plan.kernels, plan.graphs) == ("bfloat16", "cuda", True)
+    assert (plan.weights, plan.dtype, plan.kernels, plan.graphs) == ("bfloat16", "bfloat16", "cuda", True)
     used = plan.memory.weights + plan.memory.kv + plan.memory.scratch
     assert used <= 0.85 * SPARK.free_bytes
     assert 15e9 < plan.memory.weights < 17e9

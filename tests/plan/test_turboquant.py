@@ -56,7 +56,7 @@ def test_off_is_exact() -> None:
     assert made.coded is None and made.num_blocks == plan().num_blocks
     assert made.kv == "exact" and "turboquant" not in made.describe()
     laptop = Hardware("cpu", "a laptop", 8, 60 << 30)
-    assert resolve(EngineConfig(kv="turboquant", tq_mode="off"), MODEL, laptop).dtype == "quantised"
+    assert resolve(EngineConfig(kv="turboquant", tq_mode="off"), MODEL, laptop).weights == "quantised"
 
 
 @pytest.mark.parametrize(

@@ -121,8 +121,7 @@ class DraftHarness:
         self.kv = DenseKV(draft.model.attention, NUM_BLOCKS, BLOCK, dtype, self.device, ops)
         for cache in (*self.kv.k, *self.kv.v):
             cache.fill_(float("nan"))  # what was never written must never be read
-        pack = ops.PackedLinear.pack if kernel == "native" else None
-        load = Loader(source, self.device, dtype, pack)
+        load = Loader(source, self.device, dtype, ops)
         self.drafter: DFlash = build(draft, load, ops, target, self.kv, CONTEXT, max_seqs=8)
         self.lengths: dict[str, int] = {}
         self.tables: dict[str, list[int]] = {}

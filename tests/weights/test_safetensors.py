@@ -256,10 +256,16 @@ def test_int8_groups_are_read_as_they_are(tmp_path: Path) -> None:
     assert torch.equal(read.scale, values["a.weight_scale"]) and torch.equal(norm, values["norm.weight"])
 
 
-def test_without_a_quantization_config_integers_are_integers(tmp_path: Path) -> None:
-    values = {"a.weight": torch.zeros(4, 64, dtype=torch.int8), "a.weight_scale": torch.rand(4, 2).half()}
-    model = open_checkpoint(str(folder(tmp_path / "m", {"model.safetensors": values})))
-    assert sorted(model.names()) == ["a.weight", "a.weight_scale"] and isinstance(model.read("a.weight"), Tensor)
+def test_tensors_decide_how_a_matrix_is_read_whatever_the_config_says(tmp_path: Path) -> None:
+    integers = {"a.weight": torch.zeros(4, 64, dtype=torch.int8), "a.weight_scale": torch.rand(4, 2).half()}
+    others = {"b.weight": torch.rand(4, 64), "b.weight_scale": torch.rand(4, 2).half(), "ids": torch.zeros(3).char()}
+    for number, config in enumerate(({}, quantised(INT8))):
+        path = folder(tmp_path / str(number), {"model.safetensors": integers | others}, config=config)
+        model = open_checkpoint(str(path))
+        assert isinstance(model.read("a.weight"), GroupQuant)
+        assert isinstance(model.read("b.weight"), Tensor) and isinstance(model.read("ids"), Tensor)
+        left = set(model.names()) - {"a.weight", "b.weight", "ids"}
+        assert left == {"b.weight_scale"}, "scales of floats are left over, and whoever loads it says so"
 
 
 @pytest.mark.parametrize(
@@ -269,11 +275,20 @@ def test_without_a_quantization_config_integers_are_integers(tmp_path: Path) -> 
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantised \(gptq\)"),
         ({"quantization_config": "awq"}, r"quantised \(awq\)"),
         (quantised(INT8, format="pack-quantized"), "compressed-tensors, pack-quantized"),
-        (quantised(INT8 | {"group_size": 128}), "int-quantized, of other weights"),
-        (quantised(INT8 | {"symmetric": False}), "int-quantized, of other weights"),
-        (quantised({}, config_groups={"g": {"weights": INT8, "input_activations": {"num_bits": 8}}}), "other weights"),
-        (quantised({}, config_groups={}), "other weights"),
-        (quantised({}, config_groups=[1]), "other weights"),
+        (
+            quantised(INT8 | {"group_size": 128}),
+            r"int-quantized\) .* groups of 32 are: use",
+        ),
+        (
+            quantised(INT8 | {"symmetric": False}),
+            r"int-quantized\) .* groups of 32 are: use",
+        ),
+        (
+            quantised({}, config_groups={"g": {"weights": INT8, "input_activations": {"num_bits": 8}}}),
+            "not read",
+        ),
+        (quantised({}, config_groups={}), "not read"),
+        (quantised({}, config_groups=[1]), "not read"),
     ],
 )
 def test_other_quantisations_are_refused_by_name(tmp_path: Path, config: dict[str, Any], says: str) -> None:

@@ -13,7 +13,13 @@ from sparkdraft.kernels.cuda.facts import facts
 from sparkdraft.kernels.cuda.matmul import add_linear, norm_argmax, norm_gated, norm_linear, norm_logits
 from sparkdraft.kernels.cuda.recording import Recording
 from sparkdraft.kernels.cuda.stepping import lay_out, settle
-from sparkdraft.kernels.reference import draw, embed, find_pages  # torch is at the ceiling, or near enough
+from sparkdraft.kernels.reference import (  # torch is at the ceiling, or near enough
+    draw,
+    embed,
+    find_pages,
+    keep_matrix,
+    keep_table,
+)
 
 NAME = "cuda"
 

@@ -30,7 +30,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparkdraft.kernels.cuda import tuned
 from sparkdraft.kernels.cuda.elementwise import run
+from sparkdraft.kernels.cuda.gpu import Gpu, gpu_of
 from sparkdraft.kernels.cuda.pdl import enter
 from sparkdraft.kernels.view import AttentionParams, AttentionView
 
@@ -304,35 +306,6 @@ class Tile:
     stages: int
 
 
-# (bytes an element, padded head_dim) -> tile of a prompt chunk. These stay under the 99 KB of shared memory
-# that an sm_121 block may take and spill no registers; tests/kernels/test_cuda.py compiles every entry and
-# reads its size.
-CHUNK_TILES = {
-    (2, 64): Tile(128, 64, 8, 3),
-    (2, 128): Tile(128, 32, 8, 3),
-    (2, 256): Tile(64, 32, 8, 2),
-    (4, 64): Tile(64, 32, 8, 2),
-    (4, 128): Tile(64, 32, 8, 2),
-    (4, 256): Tile(32, 16, 8, 2),
-}
-# The same for few rows a sequence, in order of lanes.
-DECODE_TILES = {
-    (2, 64): (Tile(16, 128, 4, 3), Tile(32, 128, 4, 3), Tile(64, 64, 4, 4), Tile(128, 64, 8, 3)),
-    (2, 128): (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 32, 4, 4), Tile(128, 32, 8, 3)),
-    (2, 256): (Tile(16, 32, 4, 3), Tile(32, 32, 4, 3), Tile(64, 32, 8, 2)),
-    (4, 64): (Tile(16, 32, 4, 2), Tile(64, 32, 8, 2)),
-    (4, 128): (Tile(16, 32, 4, 2), Tile(64, 32, 8, 2)),
-    (4, 256): (Tile(16, 16, 4, 2), Tile(32, 16, 8, 2)),
-}
-# What GPUs with 227 KB a block run instead: more keys in flight.
-ROOMY_MAJORS = (9, 10)  # compute capability
-ROOMY_CHUNK_TILES = CHUNK_TILES | {(2, 128): Tile(128, 64, 8, 3), (2, 256): Tile(128, 32, 8, 3)}
-ROOMY_DECODE_TILES = DECODE_TILES | {
-    (2, 128): (Tile(16, 64, 4, 4), Tile(32, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
-    (2, 256): (Tile(16, 32, 4, 4), Tile(32, 32, 4, 3), Tile(64, 32, 8, 3)),
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Launch:
     tile: Tile
@@ -342,23 +315,23 @@ class Launch:
     search: bool  # a sequence may have several tiles, which must be found
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    sms: int
-    roomy: bool
-
-
 def _padded(head_dim: int) -> int:
     """Columns of a tile; the tables begin at 64, and the smaller heads of toy models are masked within it."""
     return max(triton.next_power_of_2(head_dim), 64)
 
 
-def _choose_tile(lanes: int, dim: int, itemsize: int, roomy: bool) -> tuple[Tile, bool]:
-    """The smallest decode tile that holds all lanes of a sequence, or else the chunk tile and True."""
-    decode, chunk = (ROOMY_DECODE_TILES, ROOMY_CHUNK_TILES) if roomy else (DECODE_TILES, CHUNK_TILES)
-    assert (itemsize, dim) in chunk, f"no tile for head_dim {dim} of {itemsize} bytes: have {sorted(chunk)}"
-    few = next((tile for tile in decode[itemsize, dim] if tile.block_m >= lanes), None)
-    return (few, False) if few else (chunk[itemsize, dim], True)
+def _choose_tile(lanes: int, dim: int, itemsize: int, gpu: Gpu) -> tuple[Tile, bool]:
+    """The smallest decode tile that holds all lanes of a sequence, or else the chunk tile and True.
+
+    The tables are data (tuned/): (padded head_dim) -> tile. tests/kernels/test_cuda.py compiles every entry and reads
+    its shared memory and registers.
+    """
+    known, form = tuned.tables(gpu), f"{8 * itemsize}bit"
+    chunk = known["attention_chunk", form]
+    assert (dim,) in chunk, f"no tile for head_dim {dim} of {itemsize} bytes: have {sorted(chunk)}"
+    decode = known["attention_decode", form].get((dim,), [])
+    few = next((Tile(*tile) for tile in decode if tile[0] >= lanes), None)
+    return (few, False) if few else (Tile(*chunk[dim,]), True)
 
 
 def _choose_splits(programs: int, slots: int, most: int, near: float = 0.9) -> int:
@@ -386,10 +359,10 @@ def _launch(
     another number of sequences may get others.
     """
     group, dim, alike = heads // kv_heads, _padded(head_dim), max_query <= most_query
-    tile, search = _choose_tile(max_query * group, dim, itemsize, gpu.roomy)
+    tile, search = _choose_tile(max_query * group, dim, itemsize, gpu)
     assert group <= tile.block_m, f"{group} query heads a K/V head: a tile has {tile.block_m} lanes"
     widest, cut_rows = (most_query, most_query * seqs) if alike else (max_query, rows)
-    like, like_search = _choose_tile(widest * group, dim, itemsize, gpu.roomy)
+    like, like_search = _choose_tile(widest * group, dim, itemsize, gpu)
     tiles = rows // (tile.block_m // group) + seqs if search else seqs
     like_tiles = cut_rows // (like.block_m // group) + seqs if like_search else seqs
     unit, splits = _choose_cuts(like, like_tiles * kv_heads, cut_rows * heads * head_dim, keys, like_search, alike, gpu)
@@ -408,15 +381,6 @@ def _choose_cuts(
     # Smaller, the parts, written and read, cost more than the cut saves; alike, it must suit single rows too.
     unit = max(128, (2 if alike else 4) * tile.block_m)
     return unit, _choose_splits(programs, slots, min(triton.cdiv(keys, unit), MOST_SPLITS, most))
-
-
-@lru_cache
-def _gpu(device: torch.device) -> Gpu:
-    """What shapes a launch; under Triton's interpreter (CPU tensors), a small GPU that still makes splits."""
-    if device.type != "cuda":
-        return Gpu(8, False)
-    properties = torch.cuda.get_device_properties(device)
-    return Gpu(properties.multi_processor_count, properties.major in ROOMY_MAJORS)
 
 
 def paged_attention(
@@ -438,7 +402,7 @@ def paged_attention(
     window = params.window
     keys = min(view.max_context, window + max(view.max_query, most_query)) if window else view.max_context
     shape = (rows, seqs, heads, kv_heads, head_dim, q.element_size(), view.max_query, most_query, keys)
-    launch = _launch(*shape, _gpu(device))
+    launch = _launch(*shape, gpu_of(device))
     tile, split = launch.tile, launch.splits > 1
     parts, lse = out, out  # one split writes its result directly; lse is then not touched
     if split:

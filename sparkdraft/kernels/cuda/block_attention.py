@@ -23,28 +23,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparkdraft.kernels.cuda import tuned
+from sparkdraft.kernels.cuda.gpu import Gpu, gpu_of
+
 OWN = 16  # lanes for a block's own keys: the least that a matrix instruction takes, and the widest block
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Shapes that fit 99 KB of shared memory (sm_121) for a width of head and bytes of an element."""
+    """Shapes of a launch, from the tables of tuned/."""
 
     keys: int  # keys a step
     lanes: int  # most lanes of a program that owns a block
     key_lanes: int  # lanes a step of a program that owns keys
     warps: int
     stages: int
-
-
-TILES = {  # (bytes of an element, padded head_dim); float32 is for tests and toys
-    (2, 32): Tiles(64, 64, 64, 4, 3),
-    (2, 64): Tiles(64, 64, 64, 4, 2),
-    (2, 128): Tiles(64, 64, 32, 8, 2),
-    (4, 32): Tiles(32, 32, 32, 4, 2),
-    (4, 64): Tiles(32, 32, 32, 4, 2),
-    (4, 128): Tiles(32, 32, 32, 8, 1),
-}
 
 
 @triton.jit
@@ -239,10 +232,11 @@ def _padded(head_dim: int) -> int:
     return max(triton.next_power_of_2(head_dim), 32)
 
 
-def _tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
-    key = (dtype.itemsize, _padded(head_dim))
-    assert key in TILES, f"no tile for heads of {head_dim} in {dtype}"
-    return TILES[key]
+def _tiles(head_dim: int, dtype: torch.dtype, gpu: Gpu) -> Tiles:
+    """By padded head_dim; float32 is for tests and toys."""
+    known = tuned.tables(gpu)["block_attention", f"{8 * dtype.itemsize}bit"]
+    assert (_padded(head_dim),) in known, f"no tile for heads of {head_dim} in {dtype}"
+    return Tiles(*known[_padded(head_dim),])
 
 
 def _block_lanes(width: int, group: int, most: int) -> int:
@@ -273,7 +267,7 @@ class _BlockAttention(torch.autograd.Function):
         starts: Tensor, anchors: Tensor, width: int, scale: float,
     ) -> Tensor:  # fmt: skip
         rows, heads, head_dim = q.shape
-        kv_heads, tile = block_k.shape[1], _tiles(head_dim, q.dtype)
+        kv_heads, tile = block_k.shape[1], _tiles(head_dim, q.dtype, gpu_of(q.device))
         lanes = _block_lanes(width, heads // kv_heads, tile.lanes)
         out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
         lse = torch.empty((rows, heads), dtype=torch.float32, device=q.device)  # of base 2
@@ -309,7 +303,7 @@ def _launch_grad_block(
     edges: tuple[Tensor, Tensor], width: int, scale: float,
 ) -> None:  # fmt: skip
     q, kv_heads = inputs[0], inputs[1].shape[1]
-    tile = _tiles(q.shape[2], q.dtype)
+    tile = _tiles(q.shape[2], q.dtype, gpu_of(q.device))
     _grad_block[(q.shape[0] // width * kv_heads,)](
         *inputs, out, grad, lse, delta, *results, *edges, scale, scale * math.log2(math.e),
         *_strides(*inputs, grad), **_constants(q, kv_heads, width),
@@ -323,7 +317,7 @@ def _launch_grad_context(
     edges: tuple[Tensor, Tensor], width: int, scale: float,
 ) -> None:  # fmt: skip
     q, _, _, context_k, context_v = inputs
-    (tokens, kv_heads), tile = context_k.shape[:2], _tiles(q.shape[2], q.dtype)
+    (tokens, kv_heads), tile = context_k.shape[:2], _tiles(q.shape[2], q.dtype, gpu_of(q.device))
     starts, anchors = edges
     assert q.shape[1] // kv_heads <= tile.key_lanes, (q.shape, kv_heads)
     first = torch.arange(0, tokens, tile.keys, dtype=torch.int32, device=q.device)  # of each tile

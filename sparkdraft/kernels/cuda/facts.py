@@ -2,57 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
 import torch
 
 from sparkdraft.core import Fact
-from sparkdraft.kernels.cuda import few_rows, pdl
+from sparkdraft.kernels.cuda import few_rows, pdl, tuned
+from sparkdraft.kernels.cuda.gpu import Gpu, gpu_of
+from sparkdraft.weights.linear import WeightTiles
 
-MEASURED_MAJOR = 9  # compute capability of the GPUs on which tiles were measured (Hopper)
-
-Capability = tuple[int, int]
-Shape = tuple[int, int]  # out, in
+Matrix = tuple[str, tuple[int, int]]  # format of a weight, and (out, in)
 
 
-def facts(matrices: Set[Shape], itemsize: int, device: torch.device) -> list[Fact]:
-    """matrices: each shape that the model multiplies with; itemsize: bytes of a weight."""
-    capability = torch.cuda.get_device_capability(device)
-    gpu = few_rows._gpu(device)
+def facts(matrices: Iterable[WeightTiles], device: torch.device) -> list[Fact]:
+    """matrices: all that the model multiplies with and the kernels for few rows read."""
+    gpu = gpu_of(device)
     return [
-        matrix_tiles(matrices, itemsize, gpu, capability),
-        attention_tiles(capability),
-        launches(device, capability),
+        matrix_tiles({(each.format, each.shape) for each in matrices}, gpu),
+        attention_tiles(gpu),
+        launches(device, gpu),
     ]
 
 
-def matrix_tiles(matrices: Set[Shape], itemsize: int, on: few_rows.Gpu, capability: Capability) -> Fact:
-    name, gpu = "matrix tiles", _name(capability)
-    tuned: Set[Shape] = few_rows.tuned(on).keys() if itemsize == 2 else set()
-    guessed = sorted(matrices - tuned)
+def matrix_tiles(matrices: Set[Matrix], gpu: Gpu) -> Fact:
+    name, found = "matrix tiles", tuned.measured(gpu)
+    guessed = sorted(m for m in matrices if m[1] not in found.get((few_rows.KERNEL, m[0]), {}))
     if not guessed:
-        return Fact(name, f"measured on {gpu}")
-    if not tuned:
-        return Fact(name, "chosen by rule", f"no tiles for weights of {itemsize} bytes were measured on {gpu}")
-    shapes = ", ".join(f"{out} x {in_}" for out, in_ in guessed)
-    return Fact(name, f"measured for {len(matrices & tuned)} of {len(matrices)} shapes", f"by rule: {shapes}")
+        return Fact(name, f"measured on {gpu.name}")
+    if len(guessed) == len(matrices):
+        formats = " or ".join(sorted({form for form, _ in matrices}))
+        return Fact(
+            name, "chosen by rule", f"no tiles for {formats} weights of these shapes were measured on {gpu.name}"
+        )
+    shapes = ", ".join(f"{out} x {in_} ({form})" for form, (out, in_) in guessed)
+    return Fact(name, f"measured for {len(matrices) - len(guessed)} of {len(matrices)} shapes", f"by rule: {shapes}")
 
 
-def attention_tiles(capability: Capability) -> Fact:
-    gpu = _name(capability)
-    if capability[0] == MEASURED_MAJOR:
-        return Fact("attention tiles", f"measured on {gpu}")
-    return Fact("attention tiles", "chosen to fit its shared memory", f"no tiles were measured on {gpu}")
+def attention_tiles(gpu: Gpu) -> Fact:
+    if any(kernel.startswith("attention") for kernel, _ in tuned.measured(gpu)):
+        return Fact("attention tiles", f"measured on {gpu.name}")
+    return Fact("attention tiles", "chosen to fit its shared memory", f"no tiles were measured on {gpu.name}")
 
 
-def launches(device: torch.device, capability: Capability) -> Fact:
+def launches(device: torch.device, gpu: Gpu) -> Fact:
     """Programmatic dependent launch: a kernel is set up while the one before still runs."""
     if pdl.active(device):
         return Fact("kernel launches", "overlapped")
-    return Fact(
-        "kernel launches", "one after the other", f"overlap needs sm_90 or later; this GPU is {_name(capability)}"
-    )
-
-
-def _name(capability: Capability) -> str:
-    return "sm_{}{}".format(*capability)
+    return Fact("kernel launches", "one after the other", f"overlap needs sm_90 or later; this GPU is {gpu.name}")

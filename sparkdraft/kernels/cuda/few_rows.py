@@ -2,7 +2,8 @@
 
 They are bound by reading the weight once, so a program takes a strip of the weight's rows, keeps several tiles of it
 in flight and does everything else at its end. A row's result is the same to the bit whatever rows lie beside it, as
-drafted text must equal plain text; batches of more rows, and weights that are not kept as floats, are left to others.
+drafted text must equal plain text. How a weight is stored is known to decode.py alone, which tile runs to tuned/;
+batches of more rows are left to others.
 
     weight [out, in]     | program 0: BLOCK_N lines | program 1 | ...        a tile is [BLOCK_N, BLOCK_K]
     x [rows, in]         | all rows, padded to 16 |                          a tile is [ROWS, BLOCK_K]
@@ -29,22 +30,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkdraft.kernels.cuda import pdl
-from sparkdraft.kernels.cuda.attention import ROOMY_MAJORS
+from sparkdraft.kernels.cuda import pdl, tuned
+from sparkdraft.kernels.cuda.decode import DECODINGS
+from sparkdraft.kernels.cuda.gpu import Gpu, gpu_of
 from sparkdraft.kernels.cuda.pdl import enter
 from sparkdraft.kernels.norm import Norm, Normed
+from sparkdraft.weights.linear import WeightTiles
 
 MOST_ROWS = 16
 ROWS = tl.constexpr(MOST_ROWS)
+KERNEL = "few_rows"  # in the tables of tuned tiles
 
 
 @triton.jit
 def _sweep(
-    x, weight, line, rows, stride_x,
+    x, weight, row_scale, line, rows, stride_x, DECODE: tl.constexpr,
     IN: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The weight's rows 'line' times all rows of x: float32 [BLOCK_N, ROWS]; padding rows give 0."""
+    """The weight's rows 'line' times all rows of x: float32 [BLOCK_N, ROWS]; padding rows give 0.
+
+    The one place where a weight is read: DECODE (decode.py) knows how it is stored. row_scale: float32 [out] or None.
+    """
     EVEN: tl.constexpr = IN % BLOCK_K == 0
+    TYPE: tl.constexpr = x.dtype.element_ty
     row = tl.arange(0, ROWS)
     k = tl.arange(0, BLOCK_K)
     weight_tile = weight + line.to(tl.int64)[:, None] * IN + k[None, :]  # may pass 2**31
@@ -53,13 +61,15 @@ def _sweep(
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
     for first in tl.range(0, IN, BLOCK_K):
         if EVEN:
-            w = tl.load(weight_tile + first, eviction_policy="evict_first")
+            w = DECODE(weight_tile + first, None, TYPE)
             value = tl.load(x_tile + first, mask=real, other=0.0, eviction_policy="evict_last")
         else:
             inside = (k < IN - first)[None, :]
-            w = tl.load(weight_tile + first, mask=inside, other=0.0, eviction_policy="evict_first")
+            w = DECODE(weight_tile + first, inside, TYPE)
             value = tl.load(x_tile + first, mask=real & inside, other=0.0, eviction_policy="evict_last")
         acc = tl.dot(w, tl.trans(value), acc, input_precision=PRECISION)
+    if row_scale is not None:
+        acc *= tl.load(row_scale + line)[:, None]
     return acc
 
 
@@ -80,8 +90,8 @@ def _scale(squares, eps, IN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear(
-    x, squares, weight, bias, out, gain, scaled, new_squares, rows, stride_x, stride_out, eps,
-    OUT: tl.constexpr, IN: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
+    x, squares, weight, row_scale, bias, out, gain, scaled, new_squares, rows, stride_x, stride_out, eps,
+    DECODE: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
     BIAS: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -97,7 +107,7 @@ def _linear(
         factor = tl.load(gain + line)
     if PARTS > 0:
         parts = _load_squares(squares, rows, PARTS, BLOCK_P)
-    acc = _sweep(x, weight, line, rows, stride_x, IN, PRECISION, BLOCK_N, BLOCK_K)
+    acc = _sweep(x, weight, row_scale, line, rows, stride_x, DECODE, IN, PRECISION, BLOCK_N, BLOCK_K)
     if PARTS > 0:
         acc = acc * _scale(parts, eps, IN)
     if BIAS:
@@ -116,8 +126,8 @@ def _linear(
 
 @triton.jit(do_not_specialize=["rows"])
 def _gated(
-    x, squares, weight, out, rows, stride_x, eps,
-    INTER: tl.constexpr, IN: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
+    x, squares, weight, row_scale, out, rows, stride_x, eps,
+    DECODE: tl.constexpr, INTER: tl.constexpr, IN: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # A program's lines are those of gate and up of the same columns in turn: g0 u0 g1 u1 ...
@@ -126,7 +136,8 @@ def _gated(
     lane = tl.arange(0, BLOCK_N)
     line = tl.minimum(tl.program_id(0) * COLUMNS + lane // 2, INTER - 1) + (lane % 2) * INTER
     parts = _load_squares(squares, rows, PARTS, BLOCK_P)
-    acc = _sweep(x, weight, line, rows, stride_x, IN, PRECISION, BLOCK_N, BLOCK_K) * _scale(parts, eps, IN)
+    acc = _sweep(x, weight, row_scale, line, rows, stride_x, DECODE, IN, PRECISION, BLOCK_N, BLOCK_K)
+    acc = acc * _scale(parts, eps, IN)
     gate, up = tl.split(tl.permute(tl.reshape(acc, [COLUMNS, 2, ROWS]), (0, 2, 1)))  # [COLUMNS, ROWS]
     value = gate / (1.0 + tl.exp(-gate)) * up
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -137,8 +148,8 @@ def _gated(
 
 @triton.jit(do_not_specialize=["rows"])
 def _argmax(
-    x, squares, weight, best, best_id, rows, stride_x, eps,
-    OUT: tl.constexpr, IN: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
+    x, squares, weight, row_scale, best, best_id, rows, stride_x, eps,
+    DECODE: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The largest logit of this program's columns and its column, for every row."""
@@ -146,7 +157,8 @@ def _argmax(
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     line = tl.minimum(column, OUT - 1)
     parts = _load_squares(squares, rows, PARTS, BLOCK_P)
-    logits = _sweep(x, weight, line, rows, stride_x, IN, PRECISION, BLOCK_N, BLOCK_K) * _scale(parts, eps, IN)
+    logits = _sweep(x, weight, row_scale, line, rows, stride_x, DECODE, IN, PRECISION, BLOCK_N, BLOCK_K)
+    logits = logits * _scale(parts, eps, IN)
     seen = (column < OUT)[:, None] & (logits == logits)  # NaN never wins
     peak, place = tl.max(tl.where(seen, logits, float("-inf")), 0, return_indices=True)  # the lowest wins a tie
     row = tl.arange(0, ROWS)
@@ -188,41 +200,10 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
-    sms: int
-    shared: int  # bytes of shared memory that a program may take
-    wgmma: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Launch:
     tile: Tile
     programs: int
     stages: int
-
-
-# (out, in) -> tile for 2-byte weights on GPUs with wgmma and 227 KB of shared memory a program; shapes that are not
-# listed follow `_choose`. tests/kernels/test_cuda_few_rows.py compiles every entry, tools/cuda_few_rows.py measures
-# and prints new ones.
-TUNED: dict[tuple[int, int], Tile] = {
-    (6144, 4096): Tile(64, 128, 4, 5),  # Qwen3-8B: qkv
-    (4096, 4096): Tile(64, 128, 4, 8),  # o
-    (24576, 4096): Tile(64, 128, 4, 5),  # gate_up
-    (4096, 12288): Tile(64, 128, 4, 8),  # down
-    (151936, 4096): Tile(64, 128, 4, 5),  # head
-    (4096, 20480): Tile(64, 128, 4, 8),  # its DFlash drafter: fc
-    (10240, 4096): Tile(128, 128, 8, 5),  # context_kv
-    (960, 576): Tile(16, 64, 2, 10),  # SmolLM2-135M: qkv
-    (576, 576): Tile(16, 64, 2, 10),  # o
-    (3072, 576): Tile(64, 64, 4, 6),  # gate_up
-    (576, 1536): Tile(16, 64, 4, 10),  # down
-    (49152, 576): Tile(64, 64, 4, 6),  # head
-}
-SMALL_TUNED: dict[tuple[int, int], Tile] = {}  # the same for other GPUs (sm_121), where none has been measured
-
-
-def tuned(gpu: Gpu) -> dict[tuple[int, int], Tile]:
-    return TUNED if gpu.wgmma else SMALL_TUNED
 
 
 def _choose(out: int, in_: int, itemsize: int, sms: int) -> Tile:
@@ -233,11 +214,11 @@ def _choose(out: int, in_: int, itemsize: int, sms: int) -> Tile:
     return Tile(block_n, block_k, 4, 8)
 
 
-def _stages(tile: Tile, programs: int, itemsize: int, gpu: Gpu) -> int:
+def _stages(tile: Tile, programs: int, weight_bytes: int, x_bytes: int, gpu: Gpu) -> int:
     """Stages whose buffers fit beside those of the other programs that must share an SM to run all at once."""
-    buffer = (tile.block_n + MOST_ROWS) * tile.block_k * itemsize
+    buffer = (tile.block_n * weight_bytes + MOST_ROWS * x_bytes) * tile.block_k
     # wgmma reads from shared memory, so one more tile of each is held; mma.sync reads registers.
-    held = buffer if gpu.wgmma and itemsize == 2 and tile.block_n >= 64 and tile.warps % 4 == 0 else 0
+    held = buffer if gpu.wgmma and x_bytes == 2 and tile.block_n >= 64 and tile.warps % 4 == 0 else 0
     for beside in range(min(triton.cdiv(programs, gpu.sms), 3), 0, -1):
         room = min(gpu.shared, (gpu.shared + 1024) // beside - 1024) - held
         buffers = room // buffer
@@ -247,21 +228,13 @@ def _stages(tile: Tile, programs: int, itemsize: int, gpu: Gpu) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _launch(out: int, in_: int, itemsize: int, lines: int, gpu: Gpu) -> Launch:
+def _launch(shape: tuple[int, int], format_: str, weight_bytes: int, x_bytes: int, lines: int, gpu: Gpu) -> Launch:
     """How to cut the work; 'lines' of the weight make a column of the result."""
-    tile = tuned(gpu).get((out, in_)) if itemsize == 2 else None
-    tile = tile or _choose(out, in_, itemsize, gpu.sms)
+    out, in_ = shape
+    found = tuned.tables(gpu).get((KERNEL, format_), {}).get(shape)
+    tile = Tile(*found) if found else _choose(out, in_, x_bytes, gpu.sms)
     programs = triton.cdiv(out // lines, tile.block_n // lines)
-    return Launch(tile, programs, _stages(tile, programs, itemsize, gpu))
-
-
-@lru_cache
-def _gpu(device: torch.device) -> Gpu:
-    """What shapes a launch; under Triton's interpreter (CPU tensors), a small GPU."""
-    if device.type != "cuda":
-        return Gpu(8, 99 << 10, False)
-    found = torch.cuda.get_device_properties(device)
-    return Gpu(found.multi_processor_count, (227 if found.major in ROOMY_MAJORS else 99) << 10, found.major == 9)
+    return Launch(tile, programs, _stages(tile, programs, weight_bytes, x_bytes, gpu))
 
 
 def _run(kernel, grid: tuple[int], *arguments: object, **options: object) -> None:
@@ -269,17 +242,18 @@ def _run(kernel, grid: tuple[int], *arguments: object, **options: object) -> Non
     kernel[grid](*arguments, **options)
 
 
-def _start(x: Tensor, weight: Tensor, lines: int = 1) -> tuple[Launch, dict[str, object]]:
+def _start(x: Tensor, weight: WeightTiles, lines: int = 1) -> tuple[Launch, dict[str, object]]:
     """Check what all functions have in common: the launch, and the constants and options that all kernels take."""
-    rows, in_ = x.shape
+    (rows, in_), codes, scale = x.shape, weight.codes, weight.row_scale
     assert 0 < rows <= MOST_ROWS, f"{rows} rows: these kernels take 1 to {MOST_ROWS}"
-    assert x.stride(1) == 1 and weight.is_contiguous(), (x.stride(), weight.stride())
-    assert weight.shape[1] == in_ and weight.dtype == x.dtype, (x.shape, weight.shape, x.dtype, weight.dtype)
-    assert weight.shape[0] % lines == 0, (weight.shape, lines)
-    launch = _launch(weight.shape[0], in_, x.element_size(), lines, _gpu(x.device))
+    assert x.stride(1) == 1 and codes.is_contiguous(), (x.stride(), codes.stride())
+    assert weight.shape[1] == in_ and weight.shape[0] % lines == 0, (x.shape, weight.shape, lines)
+    assert weight.decoding != "plain" or codes.dtype == x.dtype, (x.dtype, codes.dtype)
+    assert scale is None or (scale.dtype == torch.float32 and scale.is_contiguous()), scale.dtype
+    launch = _launch(weight.shape, weight.format, codes.element_size(), x.element_size(), lines, gpu_of(x.device))
     tile, on = launch.tile, pdl.active(x.device)
     return launch, {
-        "IN": in_, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "DECODE": DECODINGS[weight.decoding], "IN": in_, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
         "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "PDL": on,
         "num_warps": tile.warps, "num_stages": launch.stages, **pdl.options(on),
     }  # fmt: skip
@@ -313,36 +287,35 @@ def _parts(squares: Tensor) -> dict[str, int]:
     return {"PARTS": squares.shape[1], "BLOCK_P": triton.next_power_of_2(squares.shape[1])}
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # [rows, in] -> [rows, out]
+def linear(x: Tensor, weight: WeightTiles) -> Tensor:  # [rows, in] -> [rows, out]
     launch, options = _start(x, weight)
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     _run(
-        _linear, (launch.programs,), x, None, weight, bias, out, None, None, None,
+        _linear, (launch.programs,), x, None, weight.codes, weight.row_scale, weight.bias, out, None, None, None,
         x.shape[0], x.stride(0), out.stride(0), 0.0,
-        OUT=weight.shape[0], PARTS=0, BLOCK_P=1, BIAS=bias is not None, ADD=False, **options,
+        OUT=weight.shape[0], PARTS=0, BLOCK_P=1, BIAS=weight.bias is not None, ADD=False, **options,
     )  # fmt: skip
     return out
 
 
 def norm_linear(
     normed: Normed,  # [rows, in]
-    weight: Tensor,  # [out, in]
-    bias: Tensor | None = None,
+    weight: WeightTiles,  # [out, in]
     dtype: torch.dtype | None = None,  # of the result, for logits whose argmax is that of `norm_argmax`: float32
-) -> Tensor:  # [rows, out]: linear(rms_norm(x), weight, bias)
+) -> Tensor:  # [rows, out]: linear(rms_norm(x), weight)
     x, squares = prepare(normed)
     launch, options = _start(x, weight)
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype or x.dtype, device=x.device)
     _run(
-        _linear, (launch.programs,), x, squares, weight, bias, out, None, None, None,
+        _linear, (launch.programs,), x, squares, weight.codes, weight.row_scale, weight.bias, out, None, None, None,
         x.shape[0], x.stride(0), out.stride(0), normed.norm.eps,
-        OUT=weight.shape[0], **_parts(squares), BIAS=bias is not None, ADD=False, **options,
+        OUT=weight.shape[0], **_parts(squares), BIAS=weight.bias is not None, ADD=False, **options,
     )  # fmt: skip
     return out
 
 
-def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, then: Norm) -> Normed:
-    """residual [rows, out] += linear(x, weight, bias), in place, prepared for the norm; x must be another tensor."""
+def add_linear(residual: Tensor, x: Tensor, weight: WeightTiles, then: Norm) -> Normed:
+    """residual [rows, out] += linear(x, weight), in place, prepared for the norm; x must be another tensor."""
     rows, out = x.shape[0], weight.shape[0]
     assert residual.stride(1) == 1 and residual.shape == (rows, out), (residual.shape, residual.stride(), weight.shape)
     _check(then.gain, out, x.dtype)
@@ -350,31 +323,31 @@ def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
     scaled = torch.empty((rows, out), dtype=x.dtype, device=x.device)
     squares = torch.empty((rows, launch.programs), dtype=torch.float32, device=x.device)
     _run(
-        _linear, (launch.programs,), x, None, weight, bias, residual, then.gain, scaled, squares,
-        rows, x.stride(0), residual.stride(0), 0.0,
-        OUT=out, PARTS=0, BLOCK_P=1, BIAS=bias is not None, ADD=True, **options,
+        _linear, (launch.programs,), x, None, weight.codes, weight.row_scale, weight.bias,
+        residual, then.gain, scaled, squares, rows, x.stride(0), residual.stride(0), 0.0,
+        OUT=out, PARTS=0, BLOCK_P=1, BIAS=weight.bias is not None, ADD=True, **options,
     )  # fmt: skip
     return Normed(residual, then, scaled, squares)
 
 
 def norm_gated(
     normed: Normed,  # [rows, in]
-    weight: Tensor,  # [2 * inter, in]: gate, then up
+    weight: WeightTiles,  # [2 * inter, in]: gate, then up; without a bias
 ) -> Tensor:  # [rows, inter]: silu(gate) * up
     x, squares = prepare(normed)
     launch, options = _start(x, weight, lines=2)
     rows, inter = x.shape[0], weight.shape[0] // 2
     out = torch.empty((rows, inter), dtype=x.dtype, device=x.device)
     _run(
-        _gated, (launch.programs,), x, squares, weight, out, rows, x.stride(0), normed.norm.eps,
-        INTER=inter, **_parts(squares), **options,
+        _gated, (launch.programs,), x, squares, weight.codes, weight.row_scale, out,
+        rows, x.stride(0), normed.norm.eps, INTER=inter, **_parts(squares), **options,
     )  # fmt: skip
     return out
 
 
 def norm_argmax(
     normed: Normed,  # [rows, in]
-    weight: Tensor,  # [vocabulary, in]
+    weight: WeightTiles,  # [vocabulary, in], without a bias
 ) -> Tensor:  # int64 [rows]: the largest of the float32 logits; the lowest id wins a tie, NaN never wins
     x, squares = prepare(normed)
     launch, options = _start(x, weight)
@@ -383,8 +356,8 @@ def norm_argmax(
     best = torch.empty((rows, parts), dtype=torch.float32, device=device)
     best_id = torch.empty((rows, parts), dtype=torch.int32, device=device)
     _run(
-        _argmax, (parts,), x, squares, weight, best, best_id, rows, x.stride(0), normed.norm.eps,
-        OUT=weight.shape[0], **_parts(squares), **options,
+        _argmax, (parts,), x, squares, weight.codes, weight.row_scale, best, best_id,
+        rows, x.stride(0), normed.norm.eps, OUT=weight.shape[0], **_parts(squares), **options,
     )  # fmt: skip
     block = triton.next_power_of_2(parts)
     warps = min(max(block // 512, 1), 8)

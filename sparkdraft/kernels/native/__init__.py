@@ -1,4 +1,4 @@
-"""The operators of `kernels/reference.py` for CPUs, in C++, and integer matmuls on repacked weights (`PackedLinear`).
+"""The operators of `kernels/reference.py` for CPUs, in C++; its matmuls are of integers (packed.py).
 
 Names, signatures and meaning are the reference's; `sample` alone is not there, and does at once what engine/sampler.py
 does in several steps. Tensors are float32 on the CPU. A row's result has the same bits whatever rows are beside it and
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sparkdraft.kernels import reference
 from sparkdraft.kernels.native.library import c, set_threads, unavailable_reason
+from sparkdraft.kernels.native.packed import PackedLinear, keep_matrix, keep_table, place
 from sparkdraft.kernels.native.recording import Recording, empty, keep
 from sparkdraft.kernels.norm import Normed
 from sparkdraft.kernels.reference import (
@@ -41,7 +42,7 @@ def embed(ids: Tensor, table: Tensor | GroupQuant) -> Tensor:  # int32 [rows] ->
         return y
     rows, groups = ids.shape[0], table.q.shape[1]
     y = empty(rows, groups * GROUP)
-    places = [x for t in (table.q, table.scale, table.offset) for x in _place(t)]
+    places = [x for t in (table.q, table.scale, table.offset) for x in place(t)]
     c.sd_embed(ids.data_ptr(), rows, table.bits, *places, groups, y.data_ptr())
     return y
 
@@ -243,59 +244,3 @@ def paged_attention(
     keep(call)
     c.sd_paged_attention(ctypes.addressof(call))
     return out
-
-
-class _Matrix(ctypes.Structure):
-    """Mirrors 'Matrix' of matmul.cpp."""
-
-    _fields_ = [(name, c_int64) for name in ("data", "groups", "out_features", "bits")]
-
-
-class PackedLinear:
-    """Weights in the order in which matmul.cpp reads them. Several matrices that read the same input make one."""
-
-    __slots__ = ("_data", "_handle", "_matrix", "in_features", "nbytes", "out_features")
-
-    def __init__(self, bits: int, in_features: int, out_features: int) -> None:
-        groups, lanes = in_features // GROUP, c.sd_lanes()
-        padded = -(-out_features // lanes) * lanes
-        self.in_features, self.out_features = in_features, out_features
-        self.nbytes = padded * groups * (20 if bits == 4 else 34)
-        self._data = torch.zeros(self.nbytes, dtype=torch.uint8)
-        self._matrix = _Matrix(self._data.data_ptr(), groups, out_features, bits)
-        self._handle = ctypes.addressof(self._matrix)
-
-    @staticmethod
-    def pack(parts: list[GroupQuant]) -> PackedLinear:
-        bits, width = parts[0].bits, parts[0].shape[1]
-        assert all(p.bits == bits and p.shape[1] == width for p in parts), [(p.bits, p.shape) for p in parts]
-        packed = PackedLinear(bits, width, sum(p.shape[0] for p in parts))
-        first = 0
-        for part in parts:
-            packed._fill(first, part)
-            first += part.shape[0]
-        return packed
-
-    def _fill(self, first: int, part: GroupQuant) -> None:
-        assert part.q.stride(2) == 1, part.q.stride()
-        assert part.offset is None or part.bits == 4, "8-bit weights have no offset"
-        places = [x for t in (part.q, part.scale, part.offset) for x in _place(t)]
-        c.sd_pack(self._handle, first, part.shape[0], *places)
-
-    def linear(self, x: Tensor) -> Tensor:  # [rows, in] -> [rows, out]
-        rows, out = x.shape[0], self.out_features
-        y = empty(rows, out)
-        c.sd_linear(self._handle, x.data_ptr(), x.stride(0), rows, y.data_ptr(), out, 0)
-        return y
-
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """residual += x W^T, in place."""
-        c.sd_linear(*(self._handle, x.data_ptr(), x.stride(0), x.shape[0], residual.data_ptr(), residual.stride(0), 1))
-
-
-def _place(t: Tensor | None) -> tuple[int | None, int, int]:
-    """Address, and strides in bytes of an output and of a group."""
-    if t is None:
-        return None, 0, 0
-    size = t.element_size()
-    return t.data_ptr(), t.stride(0) * size, t.stride(1) * size

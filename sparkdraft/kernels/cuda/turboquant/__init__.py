@@ -20,8 +20,9 @@ import torch
 import triton
 from torch import Tensor
 
-from sparkdraft.kernels.cuda.attention import JOIN_ELEMENTS, MOST_SPLITS, SCRATCH_BYTES, Gpu, _choose_splits, _gpu
+from sparkdraft.kernels.cuda.attention import JOIN_ELEMENTS, MOST_SPLITS, SCRATCH_BYTES, _choose_splits
 from sparkdraft.kernels.cuda.elementwise import run
+from sparkdraft.kernels.cuda.gpu import Gpu, gpu_of
 from sparkdraft.kernels.cuda.turboquant.attention import attend
 from sparkdraft.kernels.cuda.turboquant.join import join, turn_back
 from sparkdraft.kernels.cuda.turboquant.levels import as_they_lie, in_pairs
@@ -165,12 +166,6 @@ def _launch(
     return Launch(warps, tiles, per_sequence, _choose_splits(programs, slots, most, near=0.96))
 
 
-@lru_cache
-def _is_hopper(device: torch.device) -> bool:
-    """Whether its tensor cores read shared memory by wgmma; no other GPU's do."""
-    return torch.cuda.get_device_capability(device)[0] == 9
-
-
 def tq_attention(
     layer: CodedLayer,
     q: Tensor,  # [rows, heads, dim], a strided view of qkv, as tq_write has rotated it
@@ -190,7 +185,8 @@ def tq_attention(
         return out
     window = params.window
     keys = min(view.max_context, window + max(view.max_query, most_query)) if window else view.max_context
-    launch = _launch(rows, seqs, heads, kv_heads, layout, view.max_query, most_query, keys, _gpu(device))
+    gpu = gpu_of(device)
+    launch = _launch(rows, seqs, heads, kv_heads, layout, view.max_query, most_query, keys, gpu)
     half = q.dtype == torch.bfloat16  # rotated, float16 lies in its place
     mixed = lse = out.view(torch.float16) if half else out
     shares, split = launch.splits, launch.splits > 1
@@ -208,7 +204,7 @@ def tq_attention(
         KEY_PTX=as_they_lie(constants.key_levels),
         VALUE_PTX=(in_pairs if launch.warps == 1 else as_they_lie)(constants.value_levels),
         FIRST=layer.first, RECENT=layer.recent, WINDOW=window, GROUP=heads // kv_heads,
-        W=launch.warps, TILES=launch.per_sequence, SPLIT=split, HOPPER=launch.warps == 4 and _is_hopper(device),
+        W=launch.warps, TILES=launch.per_sequence, SPLIT=split, HOPPER=launch.warps == 4 and gpu.wgmma,
         num_warps=launch.warps, enable_fp_fusion=False,
         maxnreg=MOST_REGISTERS[launch.warps][dim],
     )  # fmt: skip

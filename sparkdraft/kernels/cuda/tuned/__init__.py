@@ -1,0 +1,101 @@
+"""Which tile a kernel runs with, as data: JSON files beside this one, and the user's own in the cache folder.
+
+A file holds {kernel: {format: {shape: tile}}}, where a tile is the list of integers that the kernel's own `Tile` takes,
+and "attention_decode" has a list of tiles, in order of their rows. Files are laid over each other, the last wins:
+
+    fits_99kb.json, fits_227kb.json    chosen to fit the shared memory of a program; measured nowhere
+    sm_90.json                         measured on GPUs of that compute capability
+    <cache folder>/tuned/sm_90.json    measured on this machine, by tools/cuda_few_rows.py
+
+A shape that no file has is left to the kernel's own rule. The files are read once per process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from sparkdraft.core import UserError
+from sparkdraft.kernels.cuda.gpu import Gpu
+from sparkdraft.weights.hub import cache_dir
+
+Shape = tuple[int, ...]
+Tables = dict[tuple[str, str], dict[Shape, Any]]  # (kernel, format) -> shape -> tile
+LISTS = ("attention_decode",)  # kernels that have a list of tiles per shape
+NUMBERS = {"few_rows": 4, "attention_chunk": 4, "attention_decode": 4, "block_attention": 5}  # integers of a tile
+
+
+def user_file(gpu: Gpu) -> Path:
+    return cache_dir() / "tuned" / f"{gpu.name}.json"
+
+
+@lru_cache
+def measured(gpu: Gpu) -> Tables:
+    """Tiles that were measured on such a GPU, the user's own before the package's."""
+    return _laid_over(files(__name__) / f"{gpu.name}.json", user_file(gpu))
+
+
+@lru_cache
+def tables(gpu: Gpu) -> Tables:
+    """All tiles for a GPU, measured or not."""
+    rooms = ["fits_99kb.json", *["fits_227kb.json"] * gpu.roomy]
+    return _merged(_laid_over(*(files(__name__) / room for room in rooms)), measured(gpu))
+
+
+def save(path: Path, found: Tables) -> None:
+    """Lay new tiles over those of a file, which need not exist yet."""
+    merged = _merged(_laid_over(path), found)
+    content: dict[str, dict[str, dict[str, Any]]] = {}
+    for (kernel, form), tiles in sorted(merged.items()):
+        by_shape = {"x".join(map(str, shape)): tile for shape, tile in tiles.items()}
+        content.setdefault(kernel, {})[form] = by_shape
+    text = json.dumps(content, indent=1)
+    text = re.sub(r"\[[\s\d,]+\]", lambda tile: json.dumps(json.loads(tile[0])), text)  # a tile is one line
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _laid_over(*paths: Traversable) -> Tables:
+    return _merged(*(_read(path) for path in paths if path.is_file()))
+
+
+def _merged(*layers: Tables) -> Tables:
+    found: Tables = {}
+    for layer in layers:
+        for key, tiles in layer.items():
+            found[key] = found.get(key, {}) | tiles
+    return found
+
+
+def _read(path: Traversable) -> Tables:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return {
+            (kernel, form): {_shape(text): _tile(kernel, tile) for text, tile in tiles.items()}
+            for kernel, formats in content.items()
+            for form, tiles in formats.items()
+        }
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"{path} holds no tiles of kernels ({error}): remove it, or write it again with tools/cuda_few_rows.py"
+        ) from error
+
+
+def _shape(text: str) -> Shape:
+    return tuple(int(number) for number in text.split("x"))
+
+
+def _tile(kernel: str, tile: Any) -> Any:
+    """Checked here, so that a slip in a file is named, and not met at the first launch."""
+    if kernel not in NUMBERS:
+        raise ValueError(f"there is no kernel {kernel}")
+    for each in tile if kernel in LISTS else [tile]:
+        good = isinstance(each, list) and len(each) == NUMBERS[kernel]
+        if not good or not all(type(number) is int and number > 0 for number in each):
+            raise ValueError(f"a tile of {kernel} is {NUMBERS[kernel]} integers above 0, not {each}")
+    return tile

@@ -1,0 +1,177 @@
+"""The loader: each matrix in its own format, every tensor in its place, and parts of a file that others read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sparkdraft.core import UserError
+from sparkdraft.kernels import native, reference
+from sparkdraft.weights.checkpoint import open_checkpoint
+from sparkdraft.weights.linear import DenseLinear, StackedLinear
+from sparkdraft.weights.loader import Loader
+from sparkdraft.weights.quant import formats
+from sparkdraft.weights.quant.group import GroupQuant
+from sparkdraft.weights.quant.int8_groups import Int8Groups
+from sparkdraft.weights.quant.stored import as_float, take_rows
+
+CPU, FLOAT = torch.device("cpu"), torch.float32
+needs_native = pytest.mark.skipif(native.unavailable_reason() is not None, reason="no C++ compiler")
+
+
+@dataclass(frozen=True)
+class Nibbles:
+    """A second format, of these tests alone: two 4-bit codes per byte, one scale per row."""
+
+    codes: Tensor  # uint8 [out, in / 2]
+    scale: Tensor  # float32 [out]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], 2 * self.codes.shape[1]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        codes = torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(1).float() - 8
+        return (codes * self.scale.unsqueeze(1)).to(dtype)
+
+    def take(self, ids: Tensor) -> Nibbles:
+        return Nibbles(self.codes[ids], self.scale[ids])
+
+
+class NibbleFormat:
+    name = "nibbles"
+
+    def states(self, quantization: Mapping[str, Any]) -> bool:
+        return quantization.get("quant_method") == "nibbles"
+
+    def find(self, tensor: str, dtypes: Mapping[str, str]) -> tuple[str, tuple[str, ...]] | None:
+        if not tensor.endswith(".weight_packed") or dtypes[tensor] != "U8":
+            return None
+        stem = tensor.removesuffix("_packed")
+        return stem, (tensor, f"{stem}_scale")
+
+    def read(self, what: str, *tensors: Tensor) -> Nibbles:
+        return Nibbles(*tensors)
+
+
+@pytest.fixture
+def two_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "FORMATS", (Int8Groups(), NibbleFormat()))
+
+
+def loader(path: Path, tensors: dict[str, Tensor], ops: ModuleType = reference, config: str = "{}") -> Loader:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(config)
+    save_file(tensors, path / "model.safetensors")
+    return Loader(open_checkpoint(str(path)), CPU, FLOAT, ops)
+
+
+def int8(out: int, width: int, name: str) -> dict[str, Tensor]:
+    group = GroupQuant.from_float(torch.randn(out, width))
+    return {f"{name}.weight": group.q.flatten(1), f"{name}.weight_scale": group.scale}
+
+
+def nibbles(out: int, width: int, name: str) -> dict[str, Tensor]:
+    codes = torch.randint(0, 256, (out, width // 2), dtype=torch.uint8)
+    return {f"{name}.weight_packed": codes, f"{name}.weight_scale": torch.rand(out)}
+
+
+ROWS = {"q": 8, "k": 4, "v": 4}
+
+
+def mixed() -> dict[str, Tensor]:
+    return int8(8, 64, "q") | {"k.weight": torch.randn(4, 64, dtype=torch.bfloat16)} | nibbles(4, 64, "v")
+
+
+@pytest.mark.parametrize("ops", [reference, pytest.param(native, marks=needs_native)], ids=["reference", "native"])
+@pytest.mark.usefixtures("two_formats")
+def test_one_stacked_matrix_of_three_formats(tmp_path: Path, ops: ModuleType) -> None:
+    load = loader(tmp_path / "m", mixed(), ops, '{"quantization_config": {"quant_method": "nibbles"}}')
+    parts = [as_float(load.source.read(f"{name}.weight")) for name in ROWS]
+    x, matrix = torch.randn(3, 64), load.linear(ROWS, 64)
+    load.finish()
+    exact = ops is reference
+    torch.testing.assert_close(matrix.linear(x), x @ torch.cat(parts).t(), rtol=1e-5, atol=1e-4 if exact else 0.5)
+    assert isinstance(matrix.rows(), Tensor) == exact and (matrix.tiles is not None) == exact and not load.notes
+
+
+@needs_native
+def test_four_and_eight_bits_in_one_matrix_stay_what_they_are() -> None:
+    four = GroupQuant(4, torch.randint(0, 256, (8, 2, 16), dtype=torch.uint8), torch.rand(8, 2).half(), None)
+    eight = GroupQuant.from_float(torch.randn(4, 64))
+    kept = native.keep_matrix([four, eight], None, as_float)
+    assert isinstance(kept, StackedLinear) and [part.nbytes for part in kept.parts] != [kept.parts[0].nbytes] * 2
+    x = torch.randn(2, 64)
+    expected = [reference.group_linear(x, g.q, g.scale, g.offset) for g in (four, eight)]
+    torch.testing.assert_close(kept.linear(x), torch.cat(expected, 1), rtol=2e-5, atol=2e-5)
+
+
+@needs_native
+def test_what_kernels_have_no_form_for_is_kept_as_floats_with_a_note(tmp_path: Path) -> None:
+    weight, bias = torch.randn(8, 40), torch.randn(8)
+    load = loader(tmp_path / "m", {"a.weight": weight, "a.bias": bias}, native)
+    kept = load.linear({"a": 8}, 40, bias=True)
+    assert isinstance(kept, DenseLinear) and load.notes == ["a: width 40 is no multiple of 32, kept in float32"]
+    torch.testing.assert_close(kept.linear(torch.eye(40)), weight.t() + bias)
+
+
+@pytest.mark.usefixtures("two_formats")
+def test_a_matrix_that_is_there_twice_is_refused_by_name(tmp_path: Path) -> None:
+    tensors = nibbles(4, 64, "v") | {"v.weight": torch.randn(4, 64)}
+    with pytest.raises(UserError, match=r"holds v\.weight twice, once as v\.weight_packed"):
+        loader(tmp_path / "m", tensors)
+
+
+def test_tensors_of_a_format_that_is_not_read(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"v\.weight is missing"):
+        loader(tmp_path / "packed", nibbles(4, 64, "v")).linear({"v": 4}, 64)
+    for dtype in (torch.uint8, torch.float8_e4m3fn, torch.int32):
+        load = loader(tmp_path / "bytes", {"v.weight": torch.zeros(4, 64).to(dtype), "v.weight_scale": torch.rand(4)})
+        with pytest.raises(UserError, match=r"v\.weight is stored as \w+, and the tensors beside it make no format"):
+            load.linear({"v": 4}, 64)
+
+
+def test_tensors_that_belong_to_nobody_are_named(tmp_path: Path) -> None:
+    load = loader(tmp_path / "m", int8(8, 64, "a") | {"a.weight_zero_point": torch.zeros(8, 2, dtype=torch.int8)})
+    load.linear({"a": 8}, 64)
+    with pytest.raises(UserError, match=r"1 tensors belong to no part of the model: a\.weight_zero_point"):
+        load.finish()
+
+
+def test_a_prefix_may_belong_to_somebody_else(tmp_path: Path) -> None:
+    """A target's file may hold a drafter: each reads its own part, and together they answer for all of it."""
+    tensors = {"a.weight": torch.randn(8, 64), "mtp.fc.weight": torch.randn(8, 64), "mtp.norm.weight": torch.randn(8)}
+    target = loader(tmp_path / "m", tensors)
+    target.linear({"a": 8}, 64)
+    with pytest.raises(
+        UserError, match=r"2 tensors belong to no part of the model: mtp\.fc\.weight, mtp\.norm\.weight"
+    ):
+        target.finish()
+    target.leave("mtp.")
+    target.finish()
+    drafter = Loader(target.source, CPU, FLOAT, reference, under="mtp.")
+    drafter.linear({"mtp.fc": 8}, 64)
+    with pytest.raises(UserError, match=r"1 tensors belong to no part of the model: mtp\.norm\.weight"):
+        drafter.finish()
+    drafter.vector("mtp.norm.weight", 8)
+    drafter.finish()
+    with pytest.raises(UserError, match=r"a\.weight is missing"):
+        drafter.linear({"a": 8}, 64)
+
+
+def test_rows_of_a_matrix() -> None:
+    weight, ids = torch.randn(8, 64), torch.tensor([5, 0, 5])
+    dense = DenseLinear(weight)
+    assert dense.rows() is weight and torch.equal(dense.rows(ids), weight[ids])
+    assert StackedLinear([dense, dense]).rows(ids) is None, "no form holds rows of several formats"
+    group = GroupQuant.from_float(weight)
+    taken = take_rows(group, ids)
+    assert isinstance(taken, GroupQuant) and torch.equal(taken.dequantize(), group.dequantize()[ids])
