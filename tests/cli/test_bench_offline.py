@@ -57,7 +57,7 @@ def toy_bench(acceptance: Acceptance | None, flies: bool = False, spec: str = "1
     draft = shapes.drafter_shape("dflash-3x", TOY)
     source = DraftSource(DFlashKind(), draft, shapes.RandomCheckpoint(draft, "cpu"))
     target = shapes.RandomCheckpoint(TOY, "cpu")
-    plan = plan_here(config, TOY, draft)
+    plan = plan_here(config, TOY, source.caps)
     engine = build_engine(plan, config, TOY, target, shapes.SilentTokenizer(), source)
     if flies:
         engine.flight = Flight(engine.runner, engine.drafting.proposer, torch.device("cpu"), engine.drafting.choices)

@@ -44,8 +44,8 @@ class RunningState(KVFormat):
     def __init__(self, inner: DenseKV) -> None:
         self.first = FirstLayer(inner.layers[0])
         self.layers = [self.first, *inner.layers[1:]]
-        self.bytes_per_token, device = inner.bytes_per_token, inner.k.device
-        self.stands = torch.zeros(inner.k.shape[1] + 1, dtype=torch.int32, device=device)  # the last is for padding
+        self.bytes_per_token, device = inner.bytes_per_token, inner.k[0].device
+        self.stands = torch.zeros(inner.k[0].shape[0] + 1, dtype=torch.int32, device=device)  # the last is for padding
         self.is_broken = torch.zeros((), dtype=torch.bool, device=device)
         self.log: list[list[tuple[int, int]]] = []  # of each step on a CPU: (first block, rows that stand)
 
