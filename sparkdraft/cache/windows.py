@@ -18,7 +18,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import KVFormat, LayerKV, Turn
+from sparkdraft.cache.formats import KVFormat, LayerKV, RopeArgs
 from sparkdraft.cache.formats.dense import BorrowedLayer, DenseKV
 from sparkdraft.kernels.view import AttentionParams, AttentionView
 from sparkdraft.models.layers import AttentionSpec
@@ -74,8 +74,8 @@ class WindowLayer:
     group: WindowGroup
     inner: LayerKV
 
-    def write(self, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
-        self.inner.write(qkv, turn, self.group.slots)
+    def write(self, qkv: Tensor, rope_args: RopeArgs, slots: Tensor) -> None:
+        self.inner.write(qkv, rope_args, self.group.slots)
 
     def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
         return self.inner.attend(q, self.group.view, params)

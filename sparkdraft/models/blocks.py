@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from sparkdraft.cache.formats import LayerKV, Turn
+from sparkdraft.cache.formats import LayerKV, RopeArgs
 from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.kernels.view import AttentionParams, AttentionView
 from sparkdraft.models.config import FINAL, ModelConfig
@@ -69,7 +69,7 @@ class Attention:
         """x += attention(norm(x)), in place; 'then' is the norm that reads it next, as in all blocks."""
         qkv = self.ops.norm_linear(normed, self.qkv)
         heads = (self.spec.num_heads, self.num_kv_heads)
-        kv.write(qkv, Turn(step.positions, self.rope, *heads, self.q_norm, self.k_norm, self.eps), step.slots)
+        kv.write(qkv, RopeArgs(step.positions, self.rope, *heads, self.q_norm, self.k_norm, self.eps), step.slots)
         q = qkv.view(qkv.shape[0], -1, self.spec.head_dim)[:, : self.spec.num_heads]
         seen = kv.attend(q, step.view, self.params)
         added: Normed = self.ops.add_linear(normed.x, seen, self.o, then)

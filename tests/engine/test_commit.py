@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.cache.formats import KVFormat, LayerKV, Turn
+from sparkdraft.cache.formats import KVFormat, LayerKV, RopeArgs
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.core import Request
 from sparkdraft.kernels.view import AttentionView
@@ -25,9 +25,9 @@ class FirstLayer:
         self.inner = inner
         self.positions, self.view = torch.empty(0), AttentionView(*[torch.empty(0)] * 3, 0, 0)
 
-    def write(self, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
-        self.positions = turn.positions
-        self.inner.write(qkv, turn, slots)
+    def write(self, qkv: Tensor, rope_args: RopeArgs, slots: Tensor) -> None:
+        self.positions = rope_args.positions
+        self.inner.write(qkv, rope_args, slots)
 
     def attend(self, q: Tensor, view: AttentionView, scale: float, causal: bool = True, window: int = 0) -> Tensor:
         self.view = view

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sparkdraft.cache.formats import Turn
+from sparkdraft.cache.formats import RopeArgs
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.core import UserError
 from sparkdraft.kernels.norm import Normed
@@ -71,8 +71,8 @@ class TinyChain:
         attention = self.attention
         qkv = self.ops.norm_linear(self._join(rows.next_ids, rows.hidden), attention.qkv)
         heads, norms = (attention.spec.num_heads, attention.num_kv_heads), (attention.q_norm, attention.k_norm)
-        turn = Turn(rows.positions, attention.rope, *heads, *norms, attention.eps)
-        self.kv.layers[0].write(qkv, turn, rows.slots)
+        rope_args = RopeArgs(rows.positions, attention.rope, *heads, *norms, attention.eps)
+        self.kv.layers[0].write(qkv, rope_args, rows.slots)
 
     def propose(self, anchors: Anchors, depth: int, pick: Pick) -> Tensor:
         assert anchors.hidden is not None

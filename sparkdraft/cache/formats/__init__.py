@@ -10,8 +10,8 @@ from torch import Tensor
 from sparkdraft.kernels.view import AttentionParams, AttentionView
 
 
-class Turn(NamedTuple):
-    """What is done to a layer's queries and keys before they are compared, as the kernels take it."""
+class RopeArgs(NamedTuple):
+    """The arguments of a layer's qk-norm and RoPE, in the order in which the kernels take them."""
 
     positions: Tensor  # int32 [rows]
     rope: Tensor  # float32 [context, head_dim]
@@ -25,7 +25,7 @@ class Turn(NamedTuple):
 class LayerKV(Protocol):
     """One layer's keys and values: all that a layer knows of the cache. Layers may keep theirs differently."""
 
-    def write(self, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
+    def write(self, qkv: Tensor, rope_args: RopeArgs, slots: Tensor) -> None:
         """qkv [rows, (heads + 2 * kv_heads) * head_dim]: its queries are rotated in place, the rest is kept by slot.
 
         slots: int32 [rows]; a row with a negative slot is not kept. Only the queries of qkv are defined afterwards.

@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import KVFormat, LayerKV, Turn
+from sparkdraft.cache.formats import KVFormat, LayerKV, RopeArgs
 from sparkdraft.kernels.view import AttentionParams, AttentionView
 from sparkdraft.models.layers import AttentionSpec
 
@@ -26,8 +26,8 @@ class DenseLayer:
     ops: ModuleType
     most_query: int
 
-    def write(self, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
-        self.ops.rope_write(qkv, *turn, self.k, self.v, slots)
+    def write(self, qkv: Tensor, rope_args: RopeArgs, slots: Tensor) -> None:
+        self.ops.rope_write(qkv, *rope_args, self.k, self.v, slots)
 
     def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
         out: Tensor = self.ops.paged_attention(q, self.k, self.v, view, params, self.most_query)
@@ -41,9 +41,11 @@ class BorrowedLayer:
     owner: LayerKV
     ops: ModuleType
 
-    def write(self, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
+    def write(self, qkv: Tensor, rope_args: RopeArgs, slots: Tensor) -> None:
         """qkv holds queries alone: they are rotated, and nothing is kept."""
-        self.ops.rope_queries(qkv, turn.positions, turn.rope, turn.num_heads, turn.q_norm, turn.eps)
+        self.ops.rope_queries(
+            qkv, rope_args.positions, rope_args.rope, rope_args.num_heads, rope_args.q_norm, rope_args.eps
+        )
 
     def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
         return self.owner.attend(q, view, params)

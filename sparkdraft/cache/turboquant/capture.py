@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import KVFormat, Turn
+from sparkdraft.cache.formats import KVFormat, RopeArgs
 from sparkdraft.cache.formats.dense import DenseKV, DenseLayer
 from sparkdraft.cache.turboquant.format import CodedLayerKV, TurboQuantKV
 from sparkdraft.kernels.turboquant.store import planes
@@ -33,11 +33,13 @@ class CaptureLayer:
         # coded cache left them, [rows, heads, dim].
         self._is_row = self._queries = torch.empty(0)
 
-    def write(self, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
+    def write(self, qkv: Tensor, rope_args: RopeArgs, slots: Tensor) -> None:
         other = qkv.clone()  # each cache does to its own what it does anywhere
-        self.exact.write(qkv, turn, slots)
-        self.coded.write(other, turn, slots)
-        self._queries = other.view(len(other), turn.num_heads + 2 * turn.num_kv_heads, -1)[:, : turn.num_heads]
+        self.exact.write(qkv, rope_args, slots)
+        self.coded.write(other, rope_args, slots)
+        self._queries = other.view(len(other), rope_args.num_heads + 2 * rope_args.num_kv_heads, -1)[
+            :, : rope_args.num_heads
+        ]
         self._is_row = (slots >= 0).unsqueeze(1)
         if self._rows is not None:
             self._rows += self._is_row.sum()

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import KVFormat, LayerKV, Turn
+from sparkdraft.cache.formats import KVFormat, LayerKV, RopeArgs
 from sparkdraft.kernels.reference import rms_norm
 from sparkdraft.kernels.view import AttentionParams, AttentionView
 
@@ -33,12 +33,12 @@ class KeyMean:
         self.inner = inner
         self.centre = torch.empty(0)  # float32 [kv_heads, head_dim]
 
-    def write(self, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
-        heads, kv_heads = turn.num_heads, turn.num_kv_heads
+    def write(self, qkv: Tensor, rope_args: RopeArgs, slots: Tensor) -> None:
+        heads, kv_heads = rope_args.num_heads, rope_args.num_kv_heads
         keys = qkv.view(qkv.shape[0], heads + 2 * kv_heads, -1)[SKIPPED:, heads : heads + kv_heads]
-        normed = keys if turn.k_norm is None else rms_norm(keys, turn.k_norm, turn.eps)
-        self.centre = _rotated(normed.float().mean(0), turn.rope)
-        self.inner.write(qkv, turn, slots)
+        normed = keys if rope_args.k_norm is None else rms_norm(keys, rope_args.k_norm, rope_args.eps)
+        self.centre = _rotated(normed.float().mean(0), rope_args.rope)
+        self.inner.write(qkv, rope_args, slots)
 
     def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
         return self.inner.attend(q, view, params)

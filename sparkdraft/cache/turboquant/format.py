@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import KVFormat, Turn
+from sparkdraft.cache.formats import KVFormat, RopeArgs
 from sparkdraft.kernels.turboquant.store import CodedLayer
 from sparkdraft.kernels.turboquant.vectors import VectorFormat
 from sparkdraft.kernels.view import AttentionParams, AttentionView
@@ -27,8 +27,8 @@ class CodedLayerKV:
     ops: ModuleType
     most_query: int
 
-    def write(self, qkv: Tensor, turn: Turn, slots: Tensor) -> None:
-        self.ops.tq_rope_write(self.store, qkv, *turn, slots)
+    def write(self, qkv: Tensor, rope_args: RopeArgs, slots: Tensor) -> None:
+        self.ops.tq_rope_write(self.store, qkv, *rope_args, slots)
 
     def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
         out: Tensor = self.ops.tq_attention(self.store, q, view, params, self.most_query)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import Turn
+from sparkdraft.cache.formats import RopeArgs
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.cache.turboquant.capture import CaptureKV
 from sparkdraft.cache.turboquant.format import TurboQuantKV
@@ -110,7 +110,7 @@ def step(kv: CaptureKV, qkv: Tensor, positions: Tensor, slots: Tensor, view: Att
     """As a layer does it; the queries, turned."""
     angle = torch.arange(256, device=qkv.device).unsqueeze(1) * 100 ** -torch.linspace(0, 1, DIM // 2).to(qkv.device)
     rope = torch.cat((angle.cos(), angle.sin()), dim=1)
-    kv.layers[0].write(qkv, Turn(positions.int(), rope, HEADS, KV_HEADS, None, None, 1e-6), slots.int())
+    kv.layers[0].write(qkv, RopeArgs(positions.int(), rope, HEADS, KV_HEADS, None, None, 1e-6), slots.int())
     q = qkv.view(len(qkv), -1, DIM)[:, :HEADS]
     kv.layers[0].attend(q, view, AttentionParams(DIM**-0.5))
     return q
