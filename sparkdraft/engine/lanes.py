@@ -92,7 +92,7 @@ class Lanes:
         )
         given = self.accept(samples) if self.accept else None
         state = (t[:seqs] for t in (self.most, self.length, self.token, self.observed))
-        result, kept_slots = model.ops.settle(drafts, samples, *state, rows.slots, given)
+        result, kept_slots = model.ops.accept_drafts(drafts, samples, *state, rows.slots, given)
         if self.runner.kv.commit:
             alive = self.length[:seqs] > 0
             self.runner.kv.commit((result[:, -1] + 1).where(alive, 0))

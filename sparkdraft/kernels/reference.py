@@ -265,7 +265,7 @@ def find_pages(
     page_tables.copy_(page_of[tables.long()].clamp(min=0))
 
 
-def settle(
+def accept_drafts(
     drafts: Tensor | None,  # integers [seqs, depth]; None: depth 0
     samples: Tensor,  # integers [seqs, depth + 1], the target's own in each row
     most: Tensor,  # int32 [seqs]: drafts that a lane takes at most

@@ -18,7 +18,7 @@ from sparkdraft.core import FinishReason, GrammarSpec, Request, StepOutput
 from sparkdraft.engine import flight as flight_module
 from sparkdraft.engine.flight import RING, Flight
 from sparkdraft.engine.lanes import StepKind
-from sparkdraft.kernels.reference import settle
+from sparkdraft.kernels.reference import accept_drafts
 
 TEXTS = [
     "def merge(a, b):",
@@ -277,7 +277,7 @@ def test_accepting() -> None:
     def count(drafts: torch.Tensor | None, samples: torch.Tensor) -> list[int]:
         many = torch.full((4,), 9, dtype=torch.int32)
         slots = torch.zeros(samples.numel(), dtype=torch.int32)
-        result, _ = settle(drafts, samples, many, many.clone(), many.clone(), many.clone(), slots)
+        result, _ = accept_drafts(drafts, samples, many, many.clone(), many.clone(), many.clone(), slots)
         return result[:, -1].tolist()
 
     assert count(drafts, samples) == [3, 1, 0, 2]

@@ -91,7 +91,7 @@ def test_no_rows() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, caches, strict=True))
     empty = integers([])
     assert [len(t) for t in cuda.lay_out(empty, integers([[]]).view(0, 0), empty, None, 4, 16, 0)] == [0] * 4
-    result, kept = cuda.settle(None, empty.view(0, 1), empty, empty, empty, empty, empty)
+    result, kept = cuda.accept_drafts(None, empty.view(0, 1), empty, empty, empty, empty, empty)
     assert (result.shape, kept.shape) == ((0, 2), (0,))
 
 
@@ -118,7 +118,7 @@ def test_lay_out(width: int) -> None:
 
 @gpu
 @pytest.mark.parametrize("depth", [0, 1, 3, 7, 15])
-def test_settle(depth: int) -> None:
+def test_accept_drafts(depth: int) -> None:
     dice = random.Random(depth)
 
     def some(count: int, low: int, high: int) -> Tensor:
@@ -136,8 +136,8 @@ def test_settle(depth: int) -> None:
         lanes = [length, some(seqs + 2, 0, 9), some(seqs + 2, 0, 9)]  # more lanes than take part
         wanted = [t.clone() for t in lanes]
         given = drafts if depth or case % 3 else None
-        got = cuda.settle(given, samples, most, *(t[:seqs] for t in lanes), slots, accepted)
-        expected = reference.settle(given, samples, most, *(t[:seqs] for t in wanted), slots, accepted)
+        got = cuda.accept_drafts(given, samples, most, *(t[:seqs] for t in lanes), slots, accepted)
+        expected = reference.accept_drafts(given, samples, most, *(t[:seqs] for t in wanted), slots, accepted)
         assert all(t.dtype == torch.int32 for t in got)
         assert all(torch.equal(mine, other) for mine, other in zip([*got, *lanes], [*expected, *wanted], strict=True))
 
@@ -171,7 +171,7 @@ def test_overlapped_launches_in_a_graph_equal_launches_one_by_one(rows: int, mon
             out = cuda.paged_attention(q, k, v, view, AttentionParams(0.09), 16)
             gated = cuda.silu_mul(torch.cat([out, out], 1))
             qkv = torch.cat([gated, qkv[:, gated.shape[1] :]], 1)
-            cuda.settle(drafts, samples, most, length, token, observed, slots)
+            cuda.accept_drafts(drafts, samples, most, length, token, observed, slots)
         return out, k, v, length, token, observed
 
     monkeypatch.setattr(pdl, "ENABLED", False)
@@ -220,8 +220,8 @@ def decode_step(rows: int, heads: int, kv_heads: int, dim: int, most: int) -> No
     argmax.argmax(made(seqs * rows, 40000, dtype=torch.float32))
     cuda.tap(made(seqs * rows, 576), made(seqs * rows, 5, 576), 2, positions)
     cuda.tap(made(seqs, 576), made(seqs, 16, 5, 576), 2, positions)
-    cuda.settle(drafts, ints(seqs, rows), lanes[2], lanes[0], lanes[1], lanes[3], slots)
-    cuda.settle(drafts, ints(seqs, rows).long(), lanes[2], lanes[0], lanes[1], lanes[3], slots, lanes[2])
+    cuda.accept_drafts(drafts, ints(seqs, rows), lanes[2], lanes[0], lanes[1], lanes[3], slots)
+    cuda.accept_drafts(drafts, ints(seqs, rows).long(), lanes[2], lanes[0], lanes[1], lanes[3], slots, lanes[2])
 
 
 @compiled

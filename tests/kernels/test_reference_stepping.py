@@ -54,7 +54,7 @@ def test_lay_out_is_what_a_loop_does(ops: ModuleType) -> None:
         assert tuple(t.tolist() for t in got) == laid_out(length, tables, token, drafts, width, size, first)
 
 
-def test_settle_is_what_a_loop_does() -> None:
+def test_accept_drafts_is_what_a_loop_does() -> None:
     dice = random.Random(0)
     for case in range(300):
         seqs, depth = dice.randint(1, 9), dice.randint(0, 6)
@@ -65,7 +65,7 @@ def test_settle_is_what_a_loop_does() -> None:
         slots = [dice.randint(-1, 50) for _ in range(seqs * (depth + 1))]
         given = [dice.randint(0, depth) for _ in range(seqs)] if case % 3 == 0 else None
         kept = [int32(x) for x in (length, [-7] * seqs, [-8] * seqs)]
-        result, kept_slots = reference.settle(
+        result, kept_slots = reference.accept_drafts(
             int32(drafts) if depth else None, int32(samples), int32(most), *kept, int32(slots),
             None if given is None else torch.tensor(given),
         )  # fmt: skip

@@ -80,7 +80,7 @@ def lay_out(
 
 
 @triton.jit(do_not_specialize=["most", "length", "token", "observed", "stride_drafts", "stride_samples"])
-def _settle(
+def _accept_drafts(
     samples, drafts, accepted, most, length, token, observed, slots, result, kept_slots, stride_drafts, stride_samples,
     DEPTH: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -110,7 +110,7 @@ def _settle(
         tl.store(observed + lane, tl.where(alive, written + count, 0))
 
 
-def settle(
+def accept_drafts(
     drafts: Tensor | None,  # integers [seqs, depth]; None: depth 0
     samples: Tensor,  # integers [seqs, depth + 1], the target's own in each row
     most: Tensor,  # int32 [seqs]: drafts that a lane takes at most
@@ -134,7 +134,7 @@ def settle(
     kept_slots = torch.empty((seqs * (depth + 1),), dtype=torch.int32, device=device)
     if seqs:
         run(
-            _settle, (seqs,), samples, drafts if depth else None, accepted,
+            _accept_drafts, (seqs,), samples, drafts if depth else None, accepted,
             most, length, token, observed, slots, result, kept_slots,
             drafts.stride(0) if depth and drafts is not None else 0, samples.stride(0),
             DEPTH=depth, GIVEN=accepted is not None, BLOCK=triton.next_power_of_2(depth + 1), num_warps=1,

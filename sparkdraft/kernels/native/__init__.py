@@ -23,8 +23,8 @@ from sparkdraft.kernels.native.packed import PackedLinear, keep_matrix, keep_tab
 from sparkdraft.kernels.native.recording import Recording, empty, keep
 from sparkdraft.kernels.norm import Normed
 from sparkdraft.kernels.reference import (
+    accept_drafts,
     add_linear,  # a matrix's own
-    settle,
     tq_attention,
     tq_rope_write,
 )
