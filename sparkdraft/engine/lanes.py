@@ -128,7 +128,7 @@ class Lanes:
 
     def _rows(self, seqs: int, width: int, drafts: Tensor | None) -> LaneRows:
         state, size = (self.length[:seqs], self.tables[:seqs], self.token[:seqs]), self.plan.block_size
-        ids, positions, slots, context = self.runner.model.ops.lay_out(*state, drafts, width, size, 0)
+        ids, positions, slots, context = self.runner.model.ops.make_rows(*state, drafts, width, size, 0)
         starts = self._count(seqs + 1) * width
         view = AttentionView(starts, context, self.tables[:seqs], width, self.plan.max_model_len)
         return LaneRows(ids, positions, slots, view)

@@ -223,7 +223,7 @@ def group_linear(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None) -> 
     return y
 
 
-def lay_out(
+def make_rows(
     length: Tensor,  # int32 [seqs]: committed ids of each lane; 0 where it is empty
     tables: Tensor,  # int32 [seqs, max_blocks]
     token: Tensor,  # int32 [seqs]: the last committed id

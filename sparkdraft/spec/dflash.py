@@ -137,7 +137,7 @@ class DFlash:
 
     def block(self, anchors: Anchors, depth: int) -> DraftBlock:
         seqs, width = anchors.tables.shape[0], self.width(depth)
-        ids, positions, slots, context = self.ops.lay_out(
+        ids, positions, slots, context = self.ops.make_rows(
             *(anchors.length, anchors.tables, anchors.ids, None),
             *(width, anchors.block_size, self.draft.mask_token_id, anchors.positions),
         )

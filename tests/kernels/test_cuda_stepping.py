@@ -90,7 +90,7 @@ def test_no_rows() -> None:
     cuda.rope_write(qkv[:0], positions[:0], *rest, *caches, integers([]))
     assert all(torch.equal(a, b) for a, b in zip(before, caches, strict=True))
     empty = integers([])
-    assert [len(t) for t in cuda.lay_out(empty, integers([[]]).view(0, 0), empty, None, 4, 16, 0)] == [0] * 4
+    assert [len(t) for t in cuda.make_rows(empty, integers([[]]).view(0, 0), empty, None, 4, 16, 0)] == [0] * 4
     result, kept = cuda.accept_drafts(None, empty.view(0, 1), empty, empty, empty, empty, empty)
     assert (result.shape, kept.shape) == ((0, 2), (0,))
 
@@ -100,7 +100,7 @@ def test_no_rows() -> None:
 
 @gpu
 @pytest.mark.parametrize("width", [1, 2, 4, 7, 16])
-def test_lay_out(width: int) -> None:
+def test_make_rows(width: int) -> None:
     dice = random.Random(width)
     for case in range(6):
         seqs, blocks, size = dice.choice([1, 3, 8]), dice.randint(1, 9), dice.choice([1, 8, 16])
@@ -110,8 +110,8 @@ def test_lay_out(width: int) -> None:
         wide = integers([[dice.randint(0, 10**5) for _ in range(width + 2)] for _ in range(seqs)])
         drafts = [None, wide[:, : width - 1], wide[:, 2 : width + 1].long()][case % 3]  # rows apart, and 8 bytes an id
         first = integers([dice.randint(0, 10**5) for _ in range(seqs)]) if case > 2 else None
-        got = cuda.lay_out(length, tables, token, drafts, width, size, 77, first)
-        expected = reference.lay_out(length, tables, token, drafts, width, size, 77, first)
+        got = cuda.make_rows(length, tables, token, drafts, width, size, 77, first)
+        expected = reference.make_rows(length, tables, token, drafts, width, size, 77, first)
         for mine, wanted in zip(got, expected, strict=True):
             assert mine.dtype == torch.int32 and torch.equal(mine, wanted)
 
@@ -163,7 +163,7 @@ def test_overlapped_launches_in_a_graph_equal_launches_one_by_one(rows: int, mon
         qkv, out = start.clone(), start[:, : heads * dim].clone()
         for _ in range(12):
             drafts = samples[:, 1:].contiguous() if rows > 1 else None
-            _, positions, slots, context = cuda.lay_out(length, tables, token, drafts, rows, 16, 0)
+            _, positions, slots, context = cuda.make_rows(length, tables, token, drafts, rows, 16, 0)
             view = AttentionView(starts, context, tables, rows, 1024)
             qkv = cuda.rms_norm(qkv, gain, 1e-6)
             cuda.rope_write(qkv, positions, table, heads, kv_heads, norm, norm, 1e-6, k, v, slots)
@@ -199,9 +199,9 @@ def decode_step(rows: int, heads: int, kv_heads: int, dim: int, most: int) -> No
 
     tables, lanes = ints(seqs, 256), [ints(seqs) for _ in range(4)]
     drafts = ints(seqs, rows - 1).long() if rows > 1 else None
-    cuda.lay_out(lanes[0], tables, lanes[1], None, rows, 16, 7)
-    cuda.lay_out(lanes[0], tables, lanes[1], None, rows, 16, 7, lanes[2])
-    _, positions, slots, context = cuda.lay_out(lanes[0], tables, lanes[1], drafts, rows, 16, 7)
+    cuda.make_rows(lanes[0], tables, lanes[1], None, rows, 16, 7)
+    cuda.make_rows(lanes[0], tables, lanes[1], None, rows, 16, 7, lanes[2])
+    _, positions, slots, context = cuda.make_rows(lanes[0], tables, lanes[1], drafts, rows, 16, 7)
     qkv, norm, table = made(seqs * rows, width), made(dim), made(4096, dim, dtype=torch.float32)
     caches = [made(1024, kv_heads, 16, dim) for _ in range(2)]
     cuda.rms_norm(qkv, made(width), 1e-6)

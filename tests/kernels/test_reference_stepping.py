@@ -38,7 +38,7 @@ def laid_out(length: list[int], tables: list[list[int]], token: list[int], draft
 
 
 @pytest.mark.parametrize("ops", [reference, pytest.param(native, marks=needs_compiler)], ids=lambda ops: ops.NAME)
-def test_lay_out_is_what_a_loop_does(ops: ModuleType) -> None:
+def test_make_rows_is_what_a_loop_does(ops: ModuleType) -> None:
     dice = random.Random(0)
     for case in range(200):
         seqs, width, size, blocks = (dice.randint(1, 9) for _ in range(4))
@@ -49,7 +49,7 @@ def test_lay_out_is_what_a_loop_does(ops: ModuleType) -> None:
         given = None if drafts is None else torch.tensor(drafts, dtype=(torch.int32, torch.int64)[case % 4 // 2])
         first = [dice.randint(0, 500) for _ in range(seqs)] if case % 3 else None
         start = None if first is None else int32(first)
-        got = ops.lay_out(int32(length), int32(tables), int32(token), given, width, size, FILL, start)
+        got = ops.make_rows(int32(length), int32(tables), int32(token), given, width, size, FILL, start)
         assert all(t.dtype == torch.int32 for t in got)
         assert tuple(t.tolist() for t in got) == laid_out(length, tables, token, drafts, width, size, first)
 
@@ -109,12 +109,12 @@ def test_the_native_rope_write_is_the_reference_and_can_be_recorded(heads: int, 
 
 
 @needs_compiler
-def test_the_native_lay_out_can_be_recorded() -> None:
+def test_the_native_make_rows_can_be_recorded() -> None:
     length, token, first = int32([5, 0, 9]), int32([11, 0, 12]), int32([21, 0, 9])
     tables = int32([[4, 2], [0, 0], [7, 3]])
-    before = native.lay_out(length, tables, token, None, 3, 8, FILL, first)[2]
-    recording = native.Recording(lambda: native.lay_out(length, tables, token, None, 3, 8, FILL, first)[2])
-    assert recording.kernels == ["lay_out"]
+    before = native.make_rows(length, tables, token, None, 3, 8, FILL, first)[2]
+    recording = native.Recording(lambda: native.make_rows(length, tables, token, None, 3, 8, FILL, first)[2])
+    assert recording.kernels == ["make_rows"]
     length.add_(1)
-    expected = reference.lay_out(length, tables, token, None, 3, 8, FILL, first)[2]
+    expected = reference.make_rows(length, tables, token, None, 3, 8, FILL, first)[2]
     assert torch.equal(recording.replay(), expected) and not torch.equal(before, expected)

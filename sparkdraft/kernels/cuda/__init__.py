@@ -12,7 +12,7 @@ from sparkdraft.kernels.cuda.elementwise import rms_norm, rope_queries, rope_wri
 from sparkdraft.kernels.cuda.facts import facts
 from sparkdraft.kernels.cuda.matmul import add_linear, norm_argmax, norm_gated, norm_linear, norm_logits
 from sparkdraft.kernels.cuda.recording import Recording
-from sparkdraft.kernels.cuda.stepping import accept_drafts, lay_out
+from sparkdraft.kernels.cuda.stepping import accept_drafts, make_rows
 from sparkdraft.kernels.reference import (  # torch is at the ceiling, or near enough
     draw,
     embed,

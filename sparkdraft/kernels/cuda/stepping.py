@@ -17,7 +17,7 @@ from sparkdraft.kernels.cuda.pdl import enter
 
 
 @triton.jit(do_not_specialize=["length", "token", "drafts", "first_position", "stride_drafts", "fill", "num_blocks"])
-def _lay_out(
+def _make_rows(
     length, tables, token, drafts, first_position, ids, positions, slots, context_len, stride_table, stride_drafts,
     fill, num_blocks, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, DRAFTS: tl.constexpr, FIRST: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -48,7 +48,7 @@ def _lay_out(
     tl.store(context_len + lane, tl.where(written > 0, written - 1 + WIDTH, 0))
 
 
-def lay_out(
+def make_rows(
     length: Tensor,  # int32 [seqs]: committed ids of each lane; 0 where it is empty
     tables: Tensor,  # int32 [seqs, max_blocks]
     token: Tensor,  # int32 [seqs]: the last committed id
@@ -71,7 +71,7 @@ def lay_out(
     context_len = torch.empty((seqs,), dtype=torch.int32, device=device)
     if seqs:
         run(
-            _lay_out, (seqs,), length, tables, token, drafts, first, ids, positions, slots, context_len,
+            _make_rows, (seqs,), length, tables, token, drafts, first, ids, positions, slots, context_len,
             tables.stride(0), 0 if drafts is None else drafts.stride(0), fill, tables.shape[1],
             WIDTH=width, BLOCK_SIZE=block_size, DRAFTS=drafts is not None and width > 1, FIRST=first is not None,
             BLOCK=triton.next_power_of_2(width), num_warps=1,

@@ -169,7 +169,7 @@ def find_pages(
     c.sd_find_pages(*places, slots.shape[0], tables.shape[0] * tables.shape[1], block_size)
 
 
-def lay_out(
+def make_rows(
     length: Tensor,  # int32 [seqs]: committed ids of each lane; 0 where it is empty
     tables: Tensor,  # int32 [seqs, max_blocks]
     token: Tensor,  # int32 [seqs]: the last committed id
@@ -180,12 +180,12 @@ def lay_out(
     first: Tensor | None = None,  # int32 [seqs]: the position of 'token'; None: length - 1
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # int32 [seqs * width] three times, int32 [seqs]
     if drafts is not None:  # only steps that a GPU takes by itself lay out drafts; here tests do
-        return reference.lay_out(length, tables, token, drafts, width, block_size, fill, first)
+        return reference.make_rows(length, tables, token, drafts, width, block_size, fill, first)
     assert tables.is_contiguous()
     seqs, max_blocks = tables.shape
     rows = seqs * width
     out = empty(1, 3 * rows + seqs).view(torch.int32)[0]
-    c.sd_lay_out(
+    c.sd_make_rows(
         *(length.data_ptr(), tables.data_ptr(), token.data_ptr(), None if first is None else first.data_ptr()),
         *(seqs, max_blocks, width, block_size, fill, out.data_ptr()),
     )

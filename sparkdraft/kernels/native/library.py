@@ -33,7 +33,7 @@ _SIGNATURES = {
     ),
     "sd_find_pages": (*(c_void_p,) * 5, *(c_int64,) * 3),
     "sd_sample": (c_void_p, c_int64, c_int64, c_int64, *(c_void_p,) * 4),
-    "sd_lay_out": (*(c_void_p,) * 4, *(c_int64,) * 5, c_void_p),
+    "sd_make_rows": (*(c_void_p,) * 4, *(c_int64,) * 5, c_void_p),
     "sd_paged_attention": (c_void_p,),
     "sd_replay": (c_void_p, c_int64),
 }

@@ -20,7 +20,7 @@ void sd_kv_write(const float*, int64_t, int64_t, const float*, int64_t, int64_t,
                  int64_t, int64_t, int64_t, int64_t);
 void sd_paged_attention(const void*);
 void sd_find_pages(const int32_t*, const int32_t*, const int32_t*, int32_t*, int32_t*, int64_t, int64_t, int64_t);
-void sd_lay_out(const int32_t*, const int32_t*, const int32_t*, const int32_t*, int64_t, int64_t, int64_t, int64_t,
+void sd_make_rows(const int32_t*, const int32_t*, const int32_t*, const int32_t*, int64_t, int64_t, int64_t, int64_t,
                 int64_t, int32_t*);
 
 enum Kernel : int64_t {
@@ -68,7 +68,7 @@ void run(const Recorded& c) {
             return sd_find_pages(at<int32_t>(a[0]), at<int32_t>(a[1]), at<int32_t>(a[2]), at<int32_t>(a[3]),
                                  at<int32_t>(a[4]), a[5], a[6], a[7]);
         case LAY_OUT:
-            return sd_lay_out(at<int32_t>(a[0]), at<int32_t>(a[1]), at<int32_t>(a[2]), at<int32_t>(a[3]), a[4], a[5],
+            return sd_make_rows(at<int32_t>(a[0]), at<int32_t>(a[1]), at<int32_t>(a[2]), at<int32_t>(a[3]), a[4], a[5],
                               a[6], a[7], a[8], at<int32_t>(a[9]));
     }
 }
