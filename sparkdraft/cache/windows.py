@@ -46,10 +46,10 @@ class WindowGroup:
         dtype: torch.dtype,
         device: torch.device,
         ops: ModuleType,
-        most_query: int = 0,
+        same_bits_up_to: int = 0,
     ) -> None:
         self.ops, self.block_size = ops, block_size
-        self.kv = DenseKV(specs, num_pages, block_size, dtype, device, ops, most_query)
+        self.kv = DenseKV(specs, num_pages, block_size, dtype, device, ops, same_bits_up_to)
         self.page_of = torch.full((num_blocks,), -1, dtype=torch.int32, device=device)  # by block; -1: it has none
         # At fixed addresses, because recorded steps read and write them.
         self._slots = torch.zeros(room.rows, dtype=torch.int32, device=device)

@@ -38,7 +38,7 @@ def target_cache(
     dtype: torch.dtype,
     device: torch.device,
     ops: ModuleType,
-    most_query: int,
+    same_bits_up_to: int,
     centres: Sequence[Tensor] | None,  # by layer, for a coded cache
 ) -> tuple[KVFormat, list[Holding]]:
     windows = {window.window: window for window in plan.windows}
@@ -48,9 +48,9 @@ def target_cache(
         if centres:  # of all layers that have attention, some of which are not coded
             pairs = zip(model.attention, centres, strict=True)
             centres = [c for spec, c in pairs if spec.kv_from is None and spec.window not in windows]
-        cache, holdings = _coded(full, plan, dtype, device, ops, most_query, centres)
+        cache, holdings = _coded(full, plan, dtype, device, ops, same_bits_up_to, centres)
     else:
-        cache, holdings = DenseKV(full, plan.num_blocks, plan.block_size, kept, device, ops, most_query), []
+        cache, holdings = DenseKV(full, plan.num_blocks, plan.block_size, kept, device, ops, same_bits_up_to), []
     if len(full) == len(model.attention):
         return cache, holdings
     room = StepRoom(plan.max_rows, plan.max_seqs, -(-plan.max_model_len // plan.block_size))
@@ -58,7 +58,7 @@ def target_cache(
     for size, window in windows.items():
         own = [spec for spec in model.cached_attention if spec.window == size]
         sizes = (window.pages, plan.num_blocks, plan.block_size, room)
-        groups[size] = WindowGroup(own, *sizes, kept, device, ops, most_query)
+        groups[size] = WindowGroup(own, *sizes, kept, device, ops, same_bits_up_to)
         pages = PagePool(window.pages)
         holdings.append(UncodedRows(pages, plan.block_size, 0, size, MOST_AHEAD, groups[size].send))
     return WindowedKV(model.attention, cache, groups, ops), holdings
@@ -70,15 +70,15 @@ def _coded(
     dtype: torch.dtype,
     device: torch.device,
     ops: ModuleType,
-    most_query: int,
+    same_bits_up_to: int,
     centres: Sequence[Tensor] | None,
 ) -> tuple[KVFormat, list[Holding]]:
     coded, blocks = plan.coded, (plan.num_blocks, plan.block_size)
     assert coded
     uncoded, bits = (coded.first, coded.recent, coded.pages), (coded.key_bits, coded.value_bits)
-    codes = TurboQuantKV(*bits, layers, *blocks, uncoded, centres, device, ops, most_query)
+    codes = TurboQuantKV(*bits, layers, *blocks, uncoded, centres, device, ops, same_bits_up_to)
     if coded.captured:
-        return CaptureKV(DenseKV(layers, *blocks, dtype, device, ops, most_query), codes, device), []
+        return CaptureKV(DenseKV(layers, *blocks, dtype, device, ops, same_bits_up_to), codes, device), []
     if not coded.is_hybrid:
         return codes, []
     pages = PagePool(coded.pages)

@@ -178,7 +178,7 @@ def paged_attention(
     v_cache: Tensor,
     view: AttentionView,
     params: AttentionParams,
-    most_query: int = 0,  # batches of up to this many rows per sequence give a row the same bits; ignored here
+    same_bits_up_to: int = 0,  # batches of up to this many rows per sequence give a row the same bits; ignored here
 ) -> Tensor:  # [rows, heads * head_dim]
     rows, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape

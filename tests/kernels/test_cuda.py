@@ -112,10 +112,10 @@ def make_batch(
 
 
 def check_attention(
-    q: Tensor, k: Tensor, v: Tensor, view: AttentionView, causal: bool = True, window: int = 0, most_query: int = 0
+    q: Tensor, k: Tensor, v: Tensor, view: AttentionView, causal: bool = True, window: int = 0, same_bits_up_to: int = 0
 ) -> Tensor:
     scale, last = q.shape[2] ** -0.5, int(view.query_start[-1])
-    got = cuda.paged_attention(q, k, v, view, AttentionParams(scale, causal, window), most_query)
+    got = cuda.paged_attention(q, k, v, view, AttentionParams(scale, causal, window), same_bits_up_to)
     expected = reference.paged_attention(q.float(), k.float(), v.float(), view, AttentionParams(scale, causal, window))
     assert_close(got[:last], expected[:last], q.dtype)
     return got
@@ -451,7 +451,7 @@ def alike(capability: int, heads: int, kv_heads: int, dim: int, itemsize: int, s
 @pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("heads, kv_heads, head_dim", [*SHAPES, (16, 1, 64)])
-def test_up_to_most_query_rows_go_through_the_keys_alike(
+def test_rows_up_to_same_bits_up_to_go_through_the_keys_alike(
     heads: int, kv_heads: int, head_dim: int, itemsize: int, capability: int
 ) -> None:
     for seqs in (1, 3, 8, 64):

@@ -158,9 +158,9 @@ def expected(layer: CodedLayer, q: Tensor, view: AttentionView, scale: float, wi
     return out.flatten(1)
 
 
-def check(layer: CodedLayer, q: Tensor, view: AttentionView, window: int = 0, most_query: int = 0) -> Tensor:
+def check(layer: CodedLayer, q: Tensor, view: AttentionView, window: int = 0, same_bits_up_to: int = 0) -> Tensor:
     scale, last = q.shape[2] ** -0.5, int(view.query_start[-1])
-    got = turboquant.tq_attention(layer, q, view, AttentionParams(scale, window=window), most_query)
+    got = turboquant.tq_attention(layer, q, view, AttentionParams(scale, window=window), same_bits_up_to)
     want = expected(layer, q[:last], view, scale, window)
     worst, largest = (got[:last].double() - want).abs().max().item(), want.abs().max().item()
     allowed = 4e-3 if q.dtype == torch.bfloat16 else 1e-3  # bf16 rounds the result alone by 2e-3
@@ -543,7 +543,9 @@ def test_other_shapes_compile(
 
 @pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("heads, kv_heads, dim", [*SHAPES, (16, 1, 64)])
-def test_up_to_most_query_rows_go_through_the_keys_alike(heads: int, kv_heads: int, dim: int, capability: int) -> None:
+def test_rows_up_to_same_bits_up_to_go_through_the_keys_alike(
+    heads: int, kv_heads: int, dim: int, capability: int
+) -> None:
     for seqs, bits in product((1, 3, 8, 64), ((4, 3), (5, 5))):
         shape = (seqs, heads, kv_heads, RecordLayout(SIZE, dim, *bits))
         made = [turboquant._launch(n * seqs, *shape, n, MOST, 32000, GPUS[capability]) for n in range(1, MOST + 1)]

@@ -24,13 +24,13 @@ class DenseLayer:
     k: Tensor  # [blocks, kv_heads, block_size, head_dim]
     v: Tensor
     ops: ModuleType
-    most_query: int
+    same_bits_up_to: int
 
     def write(self, qkv: Tensor, rope_args: RopeArgs, slots: Tensor) -> None:
         self.ops.rope_write(qkv, *rope_args, self.k, self.v, slots)
 
     def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
-        out: Tensor = self.ops.paged_attention(q, self.k, self.v, view, params, self.most_query)
+        out: Tensor = self.ops.paged_attention(q, self.k, self.v, view, params, self.same_bits_up_to)
         return out
 
 
@@ -60,9 +60,9 @@ class DenseKV(KVFormat):
         dtype: torch.dtype,
         device: torch.device,
         ops: ModuleType,
-        most_query: int = 0,
+        same_bits_up_to: int = 0,
     ) -> None:
-        """most_query: a row has the same bits in batches of up to this many rows per sequence."""
+        """same_bits_up_to: a row has the same bits in batches of up to this many rows per sequence."""
         self.layers: list[LayerKV] = []
         self.k: list[Tensor] = []  # of the layers that own keys and values
         self.v: list[Tensor] = []
@@ -74,5 +74,5 @@ class DenseKV(KVFormat):
             k, v = (torch.empty(shape, dtype=dtype, device=device) for _ in "kv")
             self.k.append(k)
             self.v.append(v)
-            self.layers.append(DenseLayer(k, v, ops, most_query))
+            self.layers.append(DenseLayer(k, v, ops, same_bits_up_to))
         self.bytes_per_token = sum(2 * spec.kv_width for spec in layers if spec.kv_from is None) * dtype.itemsize

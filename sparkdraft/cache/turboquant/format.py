@@ -25,13 +25,13 @@ from sparkdraft.models.layers import AttentionSpec
 class CodedLayerKV:
     store: CodedLayer
     ops: ModuleType
-    most_query: int
+    same_bits_up_to: int
 
     def write(self, qkv: Tensor, rope_args: RopeArgs, slots: Tensor) -> None:
         self.ops.tq_rope_write(self.store, qkv, *rope_args, slots)
 
     def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
-        out: Tensor = self.ops.tq_attention(self.store, q, view, params, self.most_query)
+        out: Tensor = self.ops.tq_attention(self.store, q, view, params, self.same_bits_up_to)
         return out
 
 
@@ -47,7 +47,7 @@ class TurboQuantKV(KVFormat):
         centres: Sequence[Tensor] | None,  # float32 [kv_heads, head_dim] of each layer, taken off its keys
         device: torch.device,
         ops: ModuleType,
-        most_query: int = 0,
+        same_bits_up_to: int = 0,
     ) -> None:
         first, recent, num_pages = uncoded
         taken: Sequence[Tensor | None] = centres or [None] * len(key_bits)
@@ -66,7 +66,7 @@ class TurboQuantKV(KVFormat):
             )
             for spec, bits, centre in zip(attention, key_bits, taken, strict=True)
         ]  # fmt: skip
-        self.layers: list[CodedLayerKV] = [CodedLayerKV(store, ops, most_query) for store in stores]
+        self.layers: list[CodedLayerKV] = [CodedLayerKV(store, ops, same_bits_up_to) for store in stores]
         sizes = (spec.num_kv_heads * store.layout.nbytes for spec, store in zip(attention, stores, strict=True))
         self.bytes_per_token = sum(size // block_size for size in sizes)
 

@@ -15,8 +15,8 @@ A row's bits hang on its own q and keys, BLOCK_N, the unit and S, never on the r
 tile's height. Units are counted from a sequence's first key, so a row meets the same keys in the same order whatever
 the others see, and keys that it does not see add exact zeros. Nothing is summed across lanes but by `dot`, in the order
 of the keys whatever the layout: on Hopper mma.sync and wgmma both add 16 products at once and round alike, as the
-project MMA-Sim has measured. With `most_query` BLOCK_N, unit and S are those of a larger block, and a drafted block and
-a single row agree to the bit.
+project MMA-Sim has measured. With `same_bits_up_to` BLOCK_N, unit and S are those of a larger block, and a drafted
+block and a single row agree to the bit.
 """
 
 from __future__ import annotations
@@ -349,19 +349,19 @@ def _launch(
     head_dim: int,
     itemsize: int,
     max_query: int,
-    most_query: int,
+    same_bits_up_to: int,
     keys: int,
     gpu: Gpu,
 ) -> Launch:
     """How to cut the work, from host integers alone: tile shape, number of tiles and number of splits.
 
-    All launches with max_query <= most_query get the same block_n, unit and splits, whatever their rows; those of
+    All launches with max_query <= same_bits_up_to get the same block_n, unit and splits, whatever their rows; those of
     another number of sequences may get others.
     """
-    group, dim, alike = heads // kv_heads, _padded(head_dim), max_query <= most_query
+    group, dim, alike = heads // kv_heads, _padded(head_dim), max_query <= same_bits_up_to
     tile, search = _choose_tile(max_query * group, dim, itemsize, gpu)
     assert group <= tile.block_m, f"{group} query heads a K/V head: a tile has {tile.block_m} lanes"
-    widest, cut_rows = (most_query, most_query * seqs) if alike else (max_query, rows)
+    widest, cut_rows = (same_bits_up_to, same_bits_up_to * seqs) if alike else (max_query, rows)
     like, like_search = _choose_tile(widest * group, dim, itemsize, gpu)
     tiles = rows // (tile.block_m // group) + seqs if search else seqs
     like_tiles = cut_rows // (like.block_m // group) + seqs if like_search else seqs
@@ -389,7 +389,7 @@ def paged_attention(
     v_cache: Tensor,
     view: AttentionView,
     params: AttentionParams,
-    most_query: int = 0,  # batches of up to this many rows per sequence, of as many sequences, give a row the same bits
+    same_bits_up_to: int = 0,  # batches of up to this many rows per sequence, of as many sequences, give a row the same bits
 ) -> Tensor:  # [rows, heads * head_dim]; rows past query_start[-1] are left unwritten
     assert q.stride(2) == k_cache.stride(3) == 1, (q.stride(), k_cache.stride())
     assert k_cache.stride() == v_cache.stride(), (k_cache.stride(), v_cache.stride())
@@ -400,8 +400,8 @@ def paged_attention(
     if rows == 0 or seqs == 0:
         return out
     window = params.window
-    keys = min(view.max_context, window + max(view.max_query, most_query)) if window else view.max_context
-    shape = (rows, seqs, heads, kv_heads, head_dim, q.element_size(), view.max_query, most_query, keys)
+    keys = min(view.max_context, window + max(view.max_query, same_bits_up_to)) if window else view.max_context
+    shape = (rows, seqs, heads, kv_heads, head_dim, q.element_size(), view.max_query, same_bits_up_to, keys)
     launch = _launch(*shape, gpu_of(device))
     tile, split = launch.tile, launch.splits > 1
     parts, lse = out, out  # one split writes its result directly; lse is then not touched

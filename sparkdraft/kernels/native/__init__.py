@@ -228,7 +228,7 @@ def paged_attention(
     v_cache: Tensor,
     view: AttentionView,
     params: AttentionParams,
-    most_query: int = 0,  # a row's bits never depend on the rows beside it
+    same_bits_up_to: int = 0,  # a row's bits never depend on the rows beside it
 ) -> Tensor:  # [rows, heads * head_dim]
     rows, heads, head_dim = q.shape
     _, kv_heads, block_size, _ = k_cache.shape

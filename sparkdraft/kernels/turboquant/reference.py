@@ -51,7 +51,7 @@ def tq_attention(
     q: Tensor,  # [rows, heads, dim], a strided view of qkv, as tq_write has rotated it
     view: AttentionView,
     params: AttentionParams,
-    most_query: int = 0,  # ignored: a row's bits never depend on the rows beside it
+    same_bits_up_to: int = 0,  # ignored: a row's bits never depend on the rows beside it
 ) -> Tensor:  # [rows, heads * dim]
     assert params.causal, "only drafters look ahead, and they keep an exact cache"
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)

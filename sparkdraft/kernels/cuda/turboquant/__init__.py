@@ -146,14 +146,14 @@ def _at_once(warps: int, layout: RecordLayout, gpu: Gpu) -> int:
 @lru_cache(maxsize=4096)
 def _launch(
     rows: int, seqs: int, heads: int, kv_heads: int, layout: RecordLayout,
-    max_query: int, most_query: int, keys: int, gpu: Gpu,
+    max_query: int, same_bits_up_to: int, keys: int, gpu: Gpu,
 ) -> Launch:  # fmt: skip
     """How to cut the work, from host integers alone: into as many programs as run at once.
 
-    All with max_query <= most_query get the same splits.
+    All with max_query <= same_bits_up_to get the same splits.
     """
-    group, alike = heads // kv_heads, max_query <= most_query
-    widest = most_query if alike else max_query
+    group, alike = heads // kv_heads, max_query <= same_bits_up_to
+    widest = same_bits_up_to if alike else max_query
     warps, like_warps = (1 if rows * group <= FEW_LANES else 4 for rows in (max_query, widest))
     per_sequence = triton.cdiv(max_query * group, LANES[warps]) if max_query <= 16 else 0
     tiles = seqs * per_sequence if per_sequence else rows * group // LANES[warps] + seqs
@@ -171,7 +171,7 @@ def tq_attention(
     q: Tensor,  # [rows, heads, dim], a strided view of qkv, as tq_write has rotated it
     view: AttentionView,
     params: AttentionParams,
-    most_query: int = 0,  # batches of up to this many rows per sequence, of as many sequences, give a row the same bits
+    same_bits_up_to: int = 0,  # batches of up to this many rows per sequence, of as many sequences, give a row the same bits
 ) -> Tensor:  # [rows, heads * dim]; rows past query_start[-1] are left unwritten
     """Causal attention: a row takes the first and its most recent keys from pages, all others by their codes."""
     _check(layer)
@@ -184,9 +184,9 @@ def tq_attention(
     if rows == 0 or seqs == 0:
         return out
     window = params.window
-    keys = min(view.max_context, window + max(view.max_query, most_query)) if window else view.max_context
+    keys = min(view.max_context, window + max(view.max_query, same_bits_up_to)) if window else view.max_context
     gpu = gpu_of(device)
-    launch = _launch(rows, seqs, heads, kv_heads, layout, view.max_query, most_query, keys, gpu)
+    launch = _launch(rows, seqs, heads, kv_heads, layout, view.max_query, same_bits_up_to, keys, gpu)
     half = q.dtype == torch.bfloat16  # rotated, float16 lies in its place
     mixed = lse = out.view(torch.float16) if half else out
     shares, split = launch.splits, launch.splits > 1
