@@ -137,7 +137,7 @@ def main() -> None:
     how: Callable[[LLM, list[Text]], Iterator[Walk]] = replayed if args.replay else served
     data = np.load(Path(__file__).with_name("responses.npz"))
     llm = LLM("smollm2", device=args.device, dtype=args.dtype, drafter=args.drafter, ngram=False, max_seqs=8)
-    llm.engine.flight = None  # the device would sample by itself
+    llm.engine.overlap = None  # the device would sample by itself
     ends = np.cumsum(data["len"]).tolist()
     spans = zip(ends, data["len"].tolist(), data["plen"].tolist(), strict=True)
     texts = [(data["tok"][end - length : end].astype(int).tolist(), prompt) for end, length, prompt in spans]

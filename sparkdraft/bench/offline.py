@@ -128,7 +128,7 @@ class Bench:
         self.engine, self.model, self.ceilings, self.acceptance = engine, model, ceilings, acceptance
         engine.scheduler.pace = None  # all streams begin together, and nobody waits for a token while prompts run
         self._sampler = SyntheticSampler.install(engine) if acceptance else None
-        self._lanes = SyntheticLanes(engine.flight.lanes) if acceptance and engine.flight else None
+        self._lanes = SyntheticLanes(engine.overlap.lanes) if acceptance and engine.overlap else None
         if acceptance and engine.drafting.default is None:
             engine.warm_up()  # who chooses depths wants to know what they cost; recordings keep the acceptance they saw
 
@@ -189,9 +189,9 @@ class Bench:
     @contextmanager
     def _host_driven(self) -> Iterator[None]:
         """A step that the device takes by itself is one launch: to see its parts, the host takes them one by one."""
-        flight, self.engine.flight = self.engine.flight, None
+        overlap, self.engine.overlap = self.engine.overlap, None
         yield
-        self.engine.flight = flight
+        self.engine.overlap = overlap
 
     def _run(
         self, load: Load, steps: int, progress: Counted | None = None, around: AbstractContextManager[Any] | None = None
@@ -200,7 +200,7 @@ class Bench:
         result, names = Pass(), self._add(load)
         result.prefill = self._prompts(set(names))
         self.engine.step()  # its drafter catches up with what was written while the last prompts ran
-        self.engine.land()
+        self.engine.read_launched()
         with around or nullcontext():
             self._decode(load, steps, result, progress)
         for name in names:
@@ -239,7 +239,7 @@ class Bench:
     def _decode(self, load: Load, steps: int, result: Pass, progress: Counted | None) -> None:
         written: Counter[str] = Counter()
         enough = sys.maxsize if self.acceptance else load.output_len  # lengths that are given end after given steps
-        given = self._lanes if self.engine.flight else self._sampler
+        given = self._lanes if self.engine.overlap else self._sampler
         if given and self.acceptance:
             given.start(self.acceptance.table(self.num_steps(load), load.streams))
         drafted = self._num_drafted()
@@ -260,7 +260,7 @@ class Bench:
         result.tokens = written.total()
         result.drafted = (self._num_drafted() - drafted) / (len(result.steps) * load.streams)
         if given:
-            applied = given.num_applied  # one more may be in the air
+            applied = given.num_applied  # one more may be launched and unread
             assert 0 <= applied - len(result.steps) <= 1, f"{len(result.steps)} steps, {applied} accepted as given"
             given.stop()
 

@@ -17,7 +17,7 @@ from sparkdraft.config import EngineConfig
 from sparkdraft.engine.caches import dense_cache, target_cache
 from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.engine import Engine
-from sparkdraft.engine.flight import Flight
+from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.engine.proposer import Proposer
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Sampler
@@ -80,5 +80,7 @@ def build_engine(
         torch.cuda.empty_cache()  # what loading took for a while is not the engine's
     runner = Runner(model, kv, plan, device, drafter.caps.taps if drafter else ())
     sampler = Sampler(model_config.vocab_size, tokenizer.eos_ids, device, ops)
-    flight = Flight(runner, proposer, device, drafting.choices) if plan.graphs and plan.device == "cuda" else None
-    return Engine(plan, runner, sampler, tokenizer, drafting, flight, holdings, loader.notes)
+    overlap = (
+        OverlappedSteps(runner, proposer, device, drafting.choices) if plan.graphs and plan.device == "cuda" else None
+    )
+    return Engine(plan, runner, sampler, tokenizer, drafting, overlap, holdings, loader.notes)

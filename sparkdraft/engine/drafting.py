@@ -130,7 +130,7 @@ class Drafting:
             compared = num_draft + bool(num_cut)  # the first that was cut would have been refused
             self.controllers[source].observe(kept.depth[source], compared, accepted)
 
-    def flown(self, steps: list[tuple[Request, int, int]], seconds: float) -> None:
+    def learn_overlapped(self, steps: list[tuple[Request, int, int]], seconds: float) -> None:
         """One step that the device took by itself: (request, drafts, accepted) of each. There only the model drafts.
 
         seconds: what it took, 0 if nobody knows; drafting and verifying are one launch, and not told apart.

@@ -21,8 +21,8 @@ from sparkdraft.cache.prefix import PrefixCache
 from sparkdraft.core import Batch, FinishReason, Request, SamplingParams, StepOutput, UserError
 from sparkdraft.engine.accept import committed
 from sparkdraft.engine.drafting import Drafting
-from sparkdraft.engine.flight import AHEAD, Flight
 from sparkdraft.engine.output import Output
+from sparkdraft.engine.overlap import AHEAD, OverlappedSteps
 from sparkdraft.engine.pace import PromptPace
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow
@@ -42,17 +42,17 @@ class Engine:
         sampler: Sampler,
         tokenizer: Vocabulary,
         drafting: Drafting,
-        flight: Flight | None = None,
+        overlap: OverlappedSteps | None = None,
         holdings: Sequence[Holding] = (),
         float_matrices: Sequence[str] = (),
     ) -> None:
-        """flight: takes the steps in which all requests only decode; without it the host takes every step.
+        """overlap: takes the steps in which all requests only decode; without it the host takes every step.
 
         holdings: what requests hold beside their blocks (cache/holdings.py). float_matrices: for each matrix that could
         not be quantised as the plan says, its name and why.
         """
         self.plan, self.runner, self.sampler, self.tokenizer = plan, runner, sampler, tokenizer
-        self.drafting, self.flight, self._float_matrices = drafting, flight, float_matrices
+        self.drafting, self.overlap, self._float_matrices = drafting, overlap, float_matrices
         self.grammars = GrammarCompiler(tokenizer, sampler.vocab_size)
         self.pool = BlockPool(plan.num_blocks)
         prefix = PrefixCache(self.pool, plan.block_size, plan.prefix_cache)
@@ -62,7 +62,7 @@ class Engine:
         )
         self._outputs: dict[Request, Output] = {}
         self._by_id: dict[str, list[Request]] = {}
-        self._ended: list[StepOutput] = []  # aborted or landed since the last step
+        self._ended: list[StepOutput] = []  # aborted or read since the last step
         self._removed: list[str] = []  # ids taken out by this step or abort: if it fails, their ends are lost
         self._numbers = count()
 
@@ -97,7 +97,7 @@ class Engine:
         """End a request now, in whatever state it is; an id that has ended already is no error."""
         self._removed.clear()
         if request_id in self._by_id:
-            self._ended += self.land()
+            self._ended += self.read_launched()
         for request in list(self._by_id.get(request_id, ())):
             request.finish = FinishReason.ABORT
             self._ended.append(StepOutput(request.id, request.index, [], "", request.finish))
@@ -115,8 +115,8 @@ class Engine:
         """
         if self.plan.device == "cuda":
             torch.cuda.synchronize()
-        if self.flight:
-            self.flight.abandon()
+        if self.overlap:
+            self.overlap.abandon()
         waiting = self.scheduler.waiting
         broken = self.scheduler.running + [r for r in waiting if r.blocks]
         names = [*self._removed, *(request.id for request in broken)] or [r.id for r in list(waiting)[:1]]
@@ -139,10 +139,10 @@ class Engine:
         begin = time.perf_counter()
         self._removed.clear()
         depths = self.drafting.depths(self.scheduler.decoding())
-        if self.flight and self._can_fly(self.flight, depths):
-            return self._fly(self.flight, depths)
-        if landed := self.land():
-            return self._take_ended() + landed  # landed ids may end requests: what to run is decided anew
+        if self.overlap and self._can_overlap(self.overlap, depths):
+            return self._overlap_step(self.overlap, depths)
+        if read := self.read_launched():
+            return self._take_ended() + read  # these ids may end requests: what to run is decided anew
         batch = self.scheduler.schedule(depths)
         if not batch.work:
             return self._take_ended()
@@ -206,54 +206,54 @@ class Engine:
 
     # ---- steps that the device takes by itself
 
-    def _can_fly(self, flight: Flight, depths: dict[Request, int]) -> bool:
+    def _can_overlap(self, overlap: OverlappedSteps, depths: dict[Request, int]) -> bool:
         deepest, running = max(depths.values(), default=0), self.scheduler.running
         return (
             self.scheduler.only_decoding
-            and len(running) * flight.reach(deepest) <= self.plan.max_rows
-            and all(flight.takes(request, deepest) for request in running)
+            and len(running) * overlap.reach(deepest) <= self.plan.max_rows
+            and all(overlap.takes(request, deepest) for request in running)
             and not self.drafting.drafts_from_text(depths)
-            and self.scheduler.reserve(flight.most_unread + flight.reach(deepest))
+            and self.scheduler.reserve(overlap.max_unread_ids + overlap.reach(deepest))
         )
 
-    def _fly(self, flight: Flight, depths: dict[Request, int]) -> list[StepOutput]:
+    def _overlap_step(self, overlap: OverlappedSteps, depths: dict[Request, int]) -> list[StepOutput]:
         """Launch a step, then read the one before."""
         self.scheduler.holdings.send()
-        flight.launch(self.scheduler.running, [depths.get(r, 0) for r in self.scheduler.running])
-        outputs = self._land(flight) if flight.in_air == AHEAD else []
+        overlap.launch(self.scheduler.running, [depths.get(r, 0) for r in self.scheduler.running])
+        outputs = self._read_step(overlap) if overlap.num_unread == AHEAD else []
         if any(output.finish for output in outputs):
-            outputs += self.land()  # the step already launched still contains the request that ended
+            outputs += self.read_launched()  # the step already launched still contains the request that ended
         return self._take_ended() + outputs
 
     @torch.inference_mode()
-    def land(self) -> list[StepOutput]:
-        """Bring all that is in the air to the host, and what came of it."""
+    def read_launched(self) -> list[StepOutput]:
+        """Read every launched step and end the overlap."""
         outputs: list[StepOutput] = []
-        if self.flight and self.flight.crew:
-            while self.flight.in_air:
-                outputs += self._land(self.flight)
-            self.flight.end()
+        if self.overlap and self.overlap.requests:
+            while self.overlap.num_unread:
+                outputs += self._read_step(self.overlap)
+            self.overlap.end()
             for request in [r for r in self.scheduler.running if r.finish]:
                 self._remove(request)
         return outputs
 
-    def _land(self, flight: Flight) -> list[StepOutput]:
-        """Commit what a step brought; requests that have ended before are in it too, for nothing."""
+    def _read_step(self, overlap: OverlappedSteps) -> list[StepOutput]:
+        """Commit the results of a step; those of requests that ended in an earlier one are dropped."""
         outputs, steps = [], []
-        for landed in flight.land():
-            request = landed.request
+        for result in overlap.read():
+            request = result.request
             if request.finish:
                 continue
-            output = self._outputs[request].push(landed.ids)
-            output.num_accepted = _num_accepted(landed.ids, output)
+            output = self._outputs[request].push(result.ids)
+            output.num_accepted = _num_accepted(result.ids, output)
             self.scheduler.commit(request, len(output.ids))
             outputs.append(output)
-            steps.append((request, landed.num_draft, output.num_accepted))
+            steps.append((request, result.num_draft, output.num_accepted))
         if steps:
-            self.drafting.flown(steps, flight.step_seconds)
-            self.pace.learn(len(steps), 0, flight.step_seconds)
+            self.drafting.learn_overlapped(steps, overlap.step_seconds)
+            self.pace.learn(len(steps), 0, overlap.step_seconds)
         for output, (request, _, _) in zip(outputs, steps, strict=True):
-            if request.finish:  # it leaves when nothing is in the air any more
+            if request.finish:  # it is removed once every launched step has been read
                 output.speculation = self.drafting.report(request)
         return outputs
 

@@ -38,7 +38,7 @@ def _recordings(engine: Engine) -> Fact:
 
 def _overlap(engine: Engine) -> Fact:
     name = "overlapped steps"
-    if engine.flight:
+    if engine.overlap:
         return Fact(name, "on: the next decode step is launched before the last one is read")
     on_cpu = engine.plan.device == "cpu"
     return Fact(

@@ -1,8 +1,8 @@
 """What the device keeps of requests that decode, one lane each, and a whole step over them as one function.
 
 Drafting, verifying, sampling, accepting and observing read and change the lanes where they are: no number of a step
-passes through the host, so a step can be recorded whole and launched before the last one has been read. Who flies in
-which lane, and when, is engine/flight.py's business.
+passes through the host, so a step can be recorded whole and launched before the last one has been read. Which
+request has which lane, and when, is left to engine/overlap.py.
 
     a lane            token, the last committed id, at position length - 1: the anchor of the next step
     rows of a step    | token | draft 1 | ... | draft depth |      positions length - 1 .. length - 1 + depth

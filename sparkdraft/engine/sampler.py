@@ -70,8 +70,8 @@ class Sampled:
 class Filters(NamedTuple):
     """Which filters are worked out for a batch: none, or min_p and top_p, and top_k too where a row asks for it.
 
-    Flown steps are recorded once per value, so there are few values, whatever numbers clients send. A row whose own
-    filters are off is left as it is by those of the others.
+    Overlapped steps are recorded once per value, so there are few values, whatever numbers clients send. A row whose
+    own filters are off is left as it is by those of the others.
     """
 
     on: bool = False

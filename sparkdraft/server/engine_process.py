@@ -217,7 +217,7 @@ class EngineLoop:
     def _abort(self, name: str) -> None:
         try:
             self.backend.abort(name)
-        except Exception as error:  # of steps that were in the air, which an abort brings down
+        except Exception as error:  # of launched steps, which an abort reads
             self._fail_batch(error)
             self.backend.abort(name)
         work, _, params = self._compiling.pop(name, (None, None, None))

@@ -20,8 +20,8 @@ from sparkdraft.cli.main import main
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import Request, SamplingParams, UserError
 from sparkdraft.engine.build import build_engine
-from sparkdraft.engine.flight import Flight
 from sparkdraft.engine.machine import plan_here
+from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.engine.sampler import SampleRow
 from sparkdraft.models.config import uniform_config
 from sparkdraft.spec.registry import DFlashKind, DraftSource
@@ -52,15 +52,17 @@ def offline(capsys: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
-def toy_bench(acceptance: Acceptance | None, flies: bool = False, spec: str = "15") -> Bench:
+def toy_bench(acceptance: Acceptance | None, overlaps: bool = False, spec: str = "15") -> Bench:
     config = EngineConfig(device="cpu", dtype="float32", threads=1, spec=spec, ngram=False, kv_tokens=2048, max_seqs=2)
     draft = shapes.drafter_shape("dflash-3x", TOY)
     source = DraftSource(DFlashKind(), draft, shapes.RandomCheckpoint(draft, "cpu"))
     target = shapes.RandomCheckpoint(TOY, "cpu")
     plan = plan_here(config, TOY, source.caps)
     engine = build_engine(plan, config, TOY, target, shapes.SilentTokenizer(), source)
-    if flies:
-        engine.flight = Flight(engine.runner, engine.drafting.proposer, torch.device("cpu"), engine.drafting.choices)
+    if overlaps:
+        engine.overlap = OverlappedSteps(
+            engine.runner, engine.drafting.proposer, torch.device("cpu"), engine.drafting.choices
+        )
     return Bench(engine, TOY, Ceilings(1e9, None), acceptance)
 
 
@@ -210,17 +212,17 @@ def test_none_and_all_accepted(length: float, each: int) -> None:
 
 
 def test_steps_that_the_device_takes_accept_what_is_given_too() -> None:
-    bench = toy_bench(Acceptance(6.5, 15), flies=True)
+    bench = toy_bench(Acceptance(6.5, 15), overlaps=True)
     row, _ = bench.measure(Load(2, 20, 130), lambda done, total: None)
     assert row.steps == 20 and row.length == pytest.approx(6.5, rel=0.03)
     assert row.draft_ms + row.target_ms + row.rest_ms == pytest.approx(row.step_ms)
-    assert bench.engine.flight and not bench.engine.flight.crew and not bench.engine.has_work
+    assert bench.engine.overlap and not bench.engine.overlap.requests and not bench.engine.has_work
 
 
-@pytest.mark.parametrize("flies", [True, False])
-def test_depths_that_are_chosen_find_their_costs_measured_and_the_acceptance_given(flies: bool) -> None:
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_depths_that_are_chosen_find_their_costs_measured_and_the_acceptance_given(overlaps: bool) -> None:
     """Which depths are chosen hangs on how fast this machine is; that the table was followed, measure() sees to."""
-    bench = toy_bench(Acceptance(6.5, 15), flies, "auto")
+    bench = toy_bench(Acceptance(6.5, 15), overlaps, "auto")
     (controller,) = bench.engine.drafting.controllers.values()
     costs = controller.costs[0, 0]
     assert all(costs.weight[depth] for depth in bench.engine.drafting.choices)

@@ -13,7 +13,7 @@ from sparkdraft.cache.formats import KVFormat, LayerKV, RopeArgs
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.core import Request
 from sparkdraft.kernels.view import AttentionView
-from tests.engine.test_flight import TEXTS, with_flight
+from tests.engine.test_overlap import TEXTS, with_overlap
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
@@ -68,7 +68,7 @@ class RunningState(KVFormat):
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[LLM, LLM]]:
     """One whose steps are the host's, one whose steps are the device's where that is possible."""
     device = str(request.param)
-    host, flying = (
+    host, overlapped = (
         LLM(
             "smollm2",
             ngram=False,
@@ -81,7 +81,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[LLM, LLM]]:
         )
         for _ in range(2)
     )
-    yield host, with_flight(flying)
+    yield host, with_overlap(overlapped)
 
 
 def followed(llm: LLM) -> RunningState:
@@ -101,7 +101,7 @@ def counts_of(llm: LLM, depth: int, length: int) -> dict[str, list[int]]:
     requests = [engine._by_id[str(i)][0] for i in range(3)]
     while min(len(r.output_ids) for r in requests) < length:
         engine.step()
-    engine.land()
+    engine.read_launched()
     state.check(requests)
     name_of = {request.blocks[0]: request.id for request in requests}
     counts: dict[str, list[int]] = {request.id: [] for request in requests}
@@ -117,12 +117,12 @@ def counts_of(llm: LLM, depth: int, length: int) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("depth", [0, 7])
 def test_both_paths_commit_the_same_rows(pair: tuple[LLM, LLM], depth: int) -> None:
-    host, flying = (counts_of(llm, depth, 48) for llm in pair)
-    for name, ours in flying.items():
+    host, overlapped = (counts_of(llm, depth, 48) for llm in pair)
+    for name, ours in overlapped.items():
         steps = min(len(ours), len(host[name]))
         assert ours[:steps] == host[name][:steps]
-    if depth and any(flying.values()):  # a GPU keeps no log
-        stood = [count for counts in flying.values() for count in counts[1:]]
+    if depth and any(overlapped.values()):  # a GPU keeps no log
+        stood = [count for counts in overlapped.values() for count in counts[1:]]
         assert max(stood) > 2 and min(stood) == 1, "some drafts stand, and some do not"
 
 
@@ -138,7 +138,7 @@ def test_a_state_goes_on_where_the_last_step_left_it_whoever_comes_and_goes(pair
         if engine.has_work:
             engine.step()
         if step % 7 == 6:  # else some steps are not read yet
-            engine.land()
+            engine.read_launched()
             state.check(engine.scheduler.running)
     assert not engine.has_work and not state.is_broken
     engine.runner.kv = kv

@@ -11,7 +11,7 @@ import torch
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.cache.turboquant.holding import UncodedRows, pages_of_a_request
-from sparkdraft.engine.flight import Flight
+from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.models import registry
 from sparkdraft.plan.resolve import MOST_AHEAD
 from tests.models import toy
@@ -94,10 +94,12 @@ def test_company_drafts_and_prefixes_change_no_text(folder: Path, drafter: Path,
 
 
 def test_steps_that_the_device_takes_by_itself_find_the_pages_too(folder: Path, drafter: Path) -> None:
-    plain, flying = load(folder), load(folder, spec="3", drafter=str(drafter), ngram=False)
-    drafting = flying.engine.drafting
-    flying.engine.flight = Flight(flying.engine.runner, drafting.proposer, torch.device("cpu"), drafting.choices)
-    assert written(flying) == written(plain) and all_is_free(flying)
+    plain, overlapped = load(folder), load(folder, spec="3", drafter=str(drafter), ngram=False)
+    drafting = overlapped.engine.drafting
+    overlapped.engine.overlap = OverlappedSteps(
+        overlapped.engine.runner, drafting.proposer, torch.device("cpu"), drafting.choices
+    )
+    assert written(overlapped) == written(plain) and all_is_free(overlapped)
 
 
 def test_a_request_holds_pages_for_its_window_alone(folder: Path) -> None:

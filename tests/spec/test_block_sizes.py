@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.engine.flight import Flight
+from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.spec.depth import depth_choices
 from tests.models.tiny import write_tiny
 from tests.spec.tiny_drafter import body, random_tensors, write_drafter, zlab
@@ -33,7 +33,7 @@ def test_any_block_size_starts_and_writes_the_plain_text(block: int, device: str
     llm = LLM(str(target), drafter=str(folder), **options)  # type: ignore[arg-type]
     engine, drafting = llm.engine, llm.engine.drafting
     if device == "cpu":  # where overlapped steps run eagerly, by the same code
-        engine.flight = Flight(engine.runner, drafting.proposer, torch.device(device), drafting.choices)
+        engine.overlap = OverlappedSteps(engine.runner, drafting.proposer, torch.device(device), drafting.choices)
         engine.warm_up()
     texts = {}
     for depth in range(block):

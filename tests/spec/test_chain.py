@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.engine.flight import Flight
+from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.kernels import native
 from sparkdraft.llm import Completion
 from sparkdraft.spec import registry
@@ -44,15 +44,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, write_chain(root / "drafter", target, texts.tolist(), LENGTH - 1)
 
 
-def load(pair: tuple[Path, Path], dtype: str = "float32", flies: bool = False, **options: Any) -> LLM:
+def load(pair: tuple[Path, Path], dtype: str = "float32", overlaps: bool = False, **options: Any) -> LLM:
     if dtype == "quantised" and (reason := native.unavailable_reason()):
         pytest.skip(reason)
     target, drafter = pair
     settings = {"dtype": dtype, "ngram": False, "threads": 1, "drafter": str(drafter), "max_seqs": 4, **options}
     llm = LLM(str(target), **settings)
-    if flies:
+    if overlaps:
         engine, drafting = llm.engine, llm.engine.drafting
-        engine.flight = Flight(engine.runner, drafting.proposer, torch.device("cpu"), drafting.choices)
+        engine.overlap = OverlappedSteps(engine.runner, drafting.proposer, torch.device("cpu"), drafting.choices)
     return llm
 
 
@@ -87,11 +87,11 @@ def accepted(completion: Completion) -> list[int]:
     return histogram
 
 
-@pytest.mark.parametrize("flies", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("overlaps", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_drafted_text_is_plain_text(pair: tuple[Path, Path], dtype: str, flies: bool) -> None:
+def test_drafted_text_is_plain_text(pair: tuple[Path, Path], dtype: str, overlaps: bool) -> None:
     """One request and four at once, greedy and sampled, at every depth."""
-    plain, llm = load(pair, dtype, spec="off"), load(pair, dtype, flies)
+    plain, llm = load(pair, dtype, spec="off"), load(pair, dtype, overlaps)
     assert llm.engine.drafting.max_depth == MAX_DEPTH
     for params in (greedy(0, 1), greedy(0), sampled(0)):
         expected = texts(plain, params)
@@ -106,13 +106,13 @@ def _fields(params: SamplingParams) -> dict[str, Any]:
     return {name: getattr(params, name) for name in SamplingParams.__slots__}  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("flies", [False, True], ids=["host", "device"])
-def test_a_hidden_state_is_paired_with_the_id_that_follows_it(pair: tuple[Path, Path], flies: bool) -> None:
+@pytest.mark.parametrize("overlaps", [False, True], ids=["host", "device"])
+def test_a_hidden_state_is_paired_with_the_id_that_follows_it(pair: tuple[Path, Path], overlaps: bool) -> None:
     """Else not a single draft would be right: the drafter was fitted to those pairs, and nothing else."""
-    for completion in write(load(pair, flies=flies), greedy(1, 3)):
+    for completion in write(load(pair, overlaps=overlaps), greedy(1, 3)):
         wrong, right = accepted(completion)
         assert right > 3 * wrong, (wrong, right)
-    counts = [sum(n) for n in zip(*(accepted(c) for c in write(load(pair, flies=flies), greedy(3))), strict=True)]
+    counts = [sum(n) for n in zip(*(accepted(c) for c in write(load(pair, overlaps=overlaps), greedy(3))), strict=True)]
     assert all(counts), f"some steps accept none, some one, some two, some all: {counts}"
 
 
@@ -126,9 +126,9 @@ def test_a_pass_is_recorded_once_for_all_drafts_of_a_step(pair: tuple[Path, Path
     assert kernels.count("make_rows") == kernels.count("paged_attention") == 1
 
 
-@pytest.mark.parametrize("flies", [False, True], ids=["host", "device"])
-def test_a_found_prefix_changes_nothing(pair: tuple[Path, Path], flies: bool) -> None:
-    cold, llm = load(pair, "quantised", flies, prefix_cache=False), load(pair, "quantised", flies)
+@pytest.mark.parametrize("overlaps", [False, True], ids=["host", "device"])
+def test_a_found_prefix_changes_nothing(pair: tuple[Path, Path], overlaps: bool) -> None:
+    cold, llm = load(pair, "quantised", overlaps, prefix_cache=False), load(pair, "quantised", overlaps)
     expected = write(cold, greedy(3))
     for round_number in range(2):
         for one, other in zip(write(llm, greedy(3)), expected, strict=True):
@@ -144,10 +144,10 @@ def test_a_found_prefix_changes_nothing(pair: tuple[Path, Path], flies: bool) ->
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
-@pytest.mark.parametrize("flies", [False, True], ids=["host", "device"])
-def test_preempted_requests_write_the_same(pair: tuple[Path, Path], flies: bool, prefix_cache: bool) -> None:
+@pytest.mark.parametrize("overlaps", [False, True], ids=["host", "device"])
+def test_preempted_requests_write_the_same(pair: tuple[Path, Path], overlaps: bool, prefix_cache: bool) -> None:
     plain = load(pair, "quantised", spec="off")
-    llm = load(pair, "quantised", flies, kv_tokens=208, max_model_len=112, prefix_cache=prefix_cache)
+    llm = load(pair, "quantised", overlaps, kv_tokens=208, max_model_len=112, prefix_cache=prefix_cache)
     for params in (greedy(3), sampled(3)):
         before = llm.engine.scheduler.num_preempted
         drafted = texts(llm, params)
@@ -158,7 +158,7 @@ def test_preempted_requests_write_the_same(pair: tuple[Path, Path], flies: bool,
 
 def test_who_needs_the_host_takes_the_drafters_state_along(pair: tuple[Path, Path]) -> None:
     """A request that wants log-probabilities makes all steps the host's; when it ends, the others fly again."""
-    plain, llm = load(pair, "quantised", spec="off"), load(pair, "quantised", flies=True)
+    plain, llm = load(pair, "quantised", spec="off"), load(pair, "quantised", overlaps=True)
     params = greedy(3, 3)
     short = SamplingParams(max_tokens=9, logprobs=1, num_draft=2, ignore_eos=True)
     expected = texts(plain, [*greedy(0, 3), SamplingParams(max_tokens=9, ignore_eos=True)])
@@ -175,9 +175,9 @@ def test_who_needs_the_host_takes_the_drafters_state_along(pair: tuple[Path, Pat
     assert list(seen.values()) == expected
 
 
-@pytest.mark.parametrize("flies", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("overlaps", [False, True], ids=["host", "device"])
 def test_its_cache_depends_on_the_text_alone(
-    pair: tuple[Path, Path], flies: bool, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Path, Path], overlaps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However plain and drafted steps alternate, and whoever takes them: to the bit, on kernels that promise it."""
 
@@ -190,7 +190,7 @@ def test_its_cache_depends_on_the_text_alone(
         while len(request.output_ids) < 40:
             engine.step()
         with torch.inference_mode():
-            engine.land()
+            engine.read_launched()
             proposer.flush([request])
         positions, kv = torch.arange(LENGTH + 38), chain_of(llm).kv
         blocks = torch.tensor(request.blocks.tolist())[positions // 16]
@@ -200,7 +200,7 @@ def test_its_cache_depends_on_the_text_alone(
         return request.output_ids[:40], found
 
     text, expected = kept(load(pair, "quantised"), [0])
-    llm = load(pair, "quantised", flies)
+    llm = load(pair, "quantised", overlaps)
     for depths in ([0], [1], [MAX_DEPTH], [0, 0, 3, 1, 0]):
         found, cache = kept(llm, depths)
         assert found == text and torch.equal(cache, expected)

@@ -2,7 +2,7 @@
 
 A step has the same number of rows for each lane (engine/lanes.py), a handful of integers: one program takes one lane,
 so that what torch does in some thirty launches is one before the model and one after it. Meaning and names are those of
-kernels/reference.py; what a lane is, and who flies in it, is the engine's business.
+kernels/reference.py; what a lane is, and which request has it, is left to the engine.
 """
 
 from __future__ import annotations

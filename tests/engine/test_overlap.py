@@ -15,9 +15,9 @@ import torch
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.core import FinishReason, GrammarSpec, Request, StepOutput
-from sparkdraft.engine import flight as flight_module
-from sparkdraft.engine.flight import RING, Flight
+from sparkdraft.engine import overlap as overlap_module
 from sparkdraft.engine.lanes import StepKind
+from sparkdraft.engine.overlap import RING, OverlappedSteps
 from sparkdraft.kernels.reference import accept_drafts
 
 TEXTS = [
@@ -30,9 +30,9 @@ TEXTS = [
 ]
 
 
-def with_flight(llm: LLM) -> LLM:
+def with_overlap(llm: LLM) -> LLM:
     drafting, device = llm.engine.drafting, torch.device(llm.engine.plan.device)
-    llm.engine.flight = Flight(llm.engine.runner, drafting.proposer, device, drafting.choices)
+    llm.engine.overlap = OverlappedSteps(llm.engine.runner, drafting.proposer, device, drafting.choices)
     return llm
 
 
@@ -50,30 +50,34 @@ def make(request: pytest.FixtureRequest) -> Callable[[], LLM]:
 @pytest.fixture(scope="module")
 def host(make: Callable[[], LLM]) -> LLM:
     llm = make()
-    llm.engine.flight = None
+    llm.engine.overlap = None
     return llm
 
 
 @pytest.fixture(scope="module")
-def flying(make: Callable[[], LLM]) -> LLM:
-    return with_flight(make())
+def overlapped(make: Callable[[], LLM]) -> LLM:
+    return with_overlap(make())
 
 
 @pytest.fixture
-def watched(flying: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def watched(overlapped: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Requests of each step that was launched."""
     steps: list[int] = []
-    flight = flying.engine.flight
-    assert flight
-    launch = flight.launch
+    overlap = overlapped.engine.overlap
+    assert overlap
+    launch = overlap.launch
 
     def counted(requests: list[Request], depths: list[int]) -> None:
         steps.append(len(requests))
         launch(requests, depths)
 
-    monkeypatch.setattr(flight, "launch", counted)
+    monkeypatch.setattr(overlap, "launch", counted)
     yield steps
-    assert not flight.crew and not flight.in_air and flying.engine.pool.num_free == flying.engine.plan.num_blocks
+    assert (
+        not overlap.requests
+        and not overlap.num_unread
+        and overlapped.engine.pool.num_free == overlapped.engine.plan.num_blocks
+    )
 
 
 def written(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
@@ -84,22 +88,22 @@ def written(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
 @pytest.mark.parametrize("depth", [0, 3, 6, 15, None])
 @pytest.mark.parametrize("streams", [1, 5])
 def test_greedy_text_is_that_of_the_hosts_steps(
-    host: LLM, flying: LLM, watched: list[int], depth: int | None, streams: int
+    host: LLM, overlapped: LLM, watched: list[int], depth: int | None, streams: int
 ) -> None:
     """Requests of different lengths, so that they leave one after the other."""
     params = [SamplingParams(max_tokens=24 + 7 * i, num_draft=depth, ignore_eos=True) for i in range(streams)]
-    assert written(flying, params) == written(host, params)
+    assert written(overlapped, params) == written(host, params)
     assert watched and max(watched) == streams
 
 
 @pytest.mark.parametrize("depth", [0, 5])
-def test_sampled_text_too(host: LLM, flying: LLM, watched: list[int], depth: int) -> None:
+def test_sampled_text_too(host: LLM, overlapped: LLM, watched: list[int], depth: int) -> None:
     kinds: list[dict[str, Any]] = [{}, {"top_p": 0.8}, {"top_k": 20}, {"min_p": 0.1}, {"temperature": 0.0}]
     params = [
         SamplingParams(**({"temperature": 0.8} | kind), max_tokens=24, seed=i, num_draft=depth)
         for i, kind in enumerate(kinds)
     ]
-    assert written(flying, params) == written(host, params)
+    assert written(overlapped, params) == written(host, params)
     assert len(watched) > 3
 
 
@@ -130,36 +134,36 @@ class SlowToRecord:
 
 
 def test_recordings_do_not_multiply_with_what_clients_ask_for(
-    flying: LLM, watched: list[int], monkeypatch: pytest.MonkeyPatch
+    overlapped: LLM, watched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flight, kinds = flying.engine.flight, set[StepKind]()
-    assert flight
-    step = flight.lanes.step
-    monkeypatch.setattr(flight.lanes, "step", lambda kind: (kinds.add(kind), step(kind))[1])
-    monkeypatch.setattr(flight, "_steps", None)
+    overlap, kinds = overlapped.engine.overlap, set[StepKind]()
+    assert overlap
+    step = overlap.lanes.step
+    monkeypatch.setattr(overlap.lanes, "step", lambda kind: (kinds.add(kind), step(kind))[1])
+    monkeypatch.setattr(overlap, "_steps", None)
     for top_k, top_p, min_p in product((0, 1, 5, 20, 50), (0.5, 0.95, 1.0), (0.0, 0.05)):
         for temperature in (0.0, 0.7):
             asked = SamplingParams(
                 max_tokens=3, num_draft=0, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
             )
-            flying.generate(TEXTS[:1], asked)
+            overlapped.generate(TEXTS[:1], asked)
     assert len(kinds) == 4, "greedy, temperature alone, top_p or min_p, and those with top_k"
 
 
 def test_what_is_learnt_of_a_steps_time_is_not_that_of_its_recording(
-    flying: LLM, watched: list[int], monkeypatch: pytest.MonkeyPatch
+    overlapped: LLM, watched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is it blamed on the step before, which the host reads late for it."""
-    flight, drafting, seen = flying.engine.flight, flying.engine.drafting, []
-    assert flight
+    overlap, drafting, seen = overlapped.engine.overlap, overlapped.engine.drafting, []
+    assert overlap
     clock = Clock()
-    steps = SlowToRecord(flight.lanes.step, clock)
-    monkeypatch.setattr(flight, "_steps", steps)
-    monkeypatch.setattr(flight_module, "time", clock)
-    monkeypatch.setattr(drafting, "flown", lambda steps, seconds: seen.append((steps[0][1], seconds)))
+    steps = SlowToRecord(overlap.lanes.step, clock)
+    monkeypatch.setattr(overlap, "_steps", steps)
+    monkeypatch.setattr(overlap_module, "time", clock)
+    monkeypatch.setattr(drafting, "learn_overlapped", lambda steps, seconds: seen.append((steps[0][1], seconds)))
     depths = iter([0, 0, 0, 0, 3, 3, 3, 0, 3, 3] + [0] * 99)
     monkeypatch.setattr(drafting, "depths", lambda requests: dict.fromkeys(requests, next(depths)))
-    flying.generate(TEXTS[:1], SamplingParams(max_tokens=24, ignore_eos=True))
+    overlapped.generate(TEXTS[:1], SamplingParams(max_tokens=24, ignore_eos=True))
     assert sum(steps.visits.values()) == len(watched) and len(steps.visits) == 2
     assert max(seconds for _, seconds in seen) < 100
     assert {depth for depth, seconds in seen if seconds} == {0, 3}, "of each depth some steps are timed"
@@ -170,21 +174,21 @@ def test_what_is_learnt_of_a_steps_time_is_not_that_of_its_recording(
 def test_sixteen_streams_that_come_and_go() -> None:
     """Twenty requests for sixteen places, greedy and sampled, drafted and not, of different lengths."""
     options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "ngram": False, "kv_tokens": 16384}
-    flying, host = (LLM("smollm2", max_seqs=16, **options) for _ in range(2))
-    host.engine.flight = None
+    overlapped, host = (LLM("smollm2", max_seqs=16, **options) for _ in range(2))
+    host.engine.overlap = None
     params = [
         SamplingParams(max_tokens=20 + 9 * i, num_draft=(0, 3, 7)[i % 3], seed=i, temperature=0.8 * (i % 2))
         for i in range(20)
     ]
     asked = [TEXTS[i % len(TEXTS)] * (1 + i) for i in range(20)]
-    ours, theirs = ([r.completions[0].ids for r in llm.generate(asked, params)] for llm in (flying, host))
+    ours, theirs = ([r.completions[0].ids for r in llm.generate(asked, params)] for llm in (overlapped, host))
     assert ours == theirs
     assert [host.generate([a], p)[0].completions[0].ids for a, p in zip(asked, params, strict=True)] == ours
 
 
-def test_every_step_accepts_what_the_hosts_step_accepts(host: LLM, flying: LLM, watched: list[int]) -> None:
+def test_every_step_accepts_what_the_hosts_step_accepts(host: LLM, overlapped: LLM, watched: list[int]) -> None:
     params = [SamplingParams(max_tokens=60, num_draft=7, ignore_eos=True)] * 3
-    ours, theirs = (llm.generate(TEXTS[:3], params) for llm in (flying, host))
+    ours, theirs = (llm.generate(TEXTS[:3], params) for llm in (overlapped, host))
     for mine, other in zip(ours, theirs, strict=True):
         a, b = mine.completions[0].speculation, other.completions[0].speculation
         assert a and b
@@ -193,7 +197,9 @@ def test_every_step_accepts_what_the_hosts_step_accepts(host: LLM, flying: LLM, 
         assert a["num_accepted_draft_tokens"] > 10
 
 
-def test_who_needs_the_host_ends_the_flight_and_changes_nothing(host: LLM, flying: LLM, watched: list[int]) -> None:
+def test_who_needs_the_host_ends_the_overlap_and_changes_nothing(
+    host: LLM, overlapped: LLM, watched: list[int]
+) -> None:
     kinds: list[dict[str, Any]] = [
         {"max_tokens": 40},
         {"max_tokens": 12, "repetition_penalty": 1.3},
@@ -202,30 +208,30 @@ def test_who_needs_the_host_ends_the_flight_and_changes_nothing(host: LLM, flyin
         {"max_tokens": 40, "min_tokens": 20},
     ]
     params = [SamplingParams(**kind) for kind in kinds]
-    assert written(flying, params) == written(host, params)
+    assert written(overlapped, params) == written(host, params)
     assert watched and max(watched) < len(kinds)
 
 
-def test_requests_that_come_while_others_fly(host: LLM, flying: LLM, watched: list[int]) -> None:
+def test_requests_that_come_while_others_overlap(host: LLM, overlapped: LLM, watched: list[int]) -> None:
     params = SamplingParams(max_tokens=30, num_draft=3, ignore_eos=True)
     alone = [written(host, [params] * 6)[i] for i in range(6)]
-    engine, seen = flying.engine, {str(i): [] for i in range(6)}  # type: ignore[var-annotated]
+    engine, seen = overlapped.engine, {str(i): [] for i in range(6)}  # type: ignore[var-annotated]
     arrivals = {0: 0, 3: 1, 4: 2, 9: 3, 10: 4, 17: 5}  # step -> text
     for step in range(400):
         if step in arrivals:
-            engine.add(flying.encode(TEXTS[arrivals[step]]), params, str(arrivals[step]))
+            engine.add(overlapped.encode(TEXTS[arrivals[step]]), params, str(arrivals[step]))
         for piece in engine.step() if engine.has_work else ():
             seen[piece.request_id] += piece.ids
     assert [seen[str(i)] for i in range(6)] == alone
     assert len(watched) > 6
 
 
-def test_an_abort_in_the_air_loses_nothing(host: LLM, flying: LLM, watched: list[int]) -> None:
+def test_an_abort_before_a_launched_step_is_read_loses_nothing(host: LLM, overlapped: LLM, watched: list[int]) -> None:
     params = SamplingParams(max_tokens=40, num_draft=3, ignore_eos=True)
     alone = written(host, [params] * 3)
-    engine, seen, ends = flying.engine, {"0": [], "1": [], "2": []}, {}  # type: ignore[var-annotated]
+    engine, seen, ends = overlapped.engine, {"0": [], "1": [], "2": []}, {}  # type: ignore[var-annotated]
     for i in range(3):
-        engine.add(flying.encode(TEXTS[i]), params, str(i))
+        engine.add(overlapped.encode(TEXTS[i]), params, str(i))
     while engine.has_work:
         for piece in engine.step():
             seen[piece.request_id] += piece.ids
@@ -238,7 +244,7 @@ def test_an_abort_in_the_air_loses_nothing(host: LLM, flying: LLM, watched: list
 
 
 def test_a_parked_drafter_catches_up(
-    host: LLM, flying: LLM, watched: list[int], monkeypatch: pytest.MonkeyPatch
+    host: LLM, overlapped: LLM, watched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its cache is a function of the text alone, however plain and drafted steps alternate."""
     pattern = [0] * (RING + 3) + [5, 0, 0, 3] + [0] * 5 + [15, 15]
@@ -251,7 +257,7 @@ def test_a_parked_drafter_catches_up(
         while len(request.output_ids) < 50:
             engine.step()
         with torch.inference_mode():
-            engine.land()
+            engine.read_launched()
         assert engine.drafting.proposer
         with torch.inference_mode():
             engine.drafting.proposer.flush([request])
@@ -264,10 +270,10 @@ def test_a_parked_drafter_catches_up(
 
     text, expected = caches(host, [0] * 99)
     for depths in ([0] * 99, pattern, pattern[::-1]):
-        found, kept = caches(flying, depths)
+        found, kept = caches(overlapped, depths)
         assert found == text
         torch.testing.assert_close(kept, expected, rtol=0, atol=0 if kept.device.type == "cpu" else 1e-3)
-    flying.engine.step()
+    overlapped.engine.step()
 
 
 def test_accepting() -> None:
@@ -284,9 +290,9 @@ def test_accepting() -> None:
     assert count(None, samples[:, :1]) == [0, 0, 0, 0]
 
 
-def test_drafts_before_a_stop_are_counted_as_accepted_all_of_them(flying: LLM, watched: list[int]) -> None:
+def test_drafts_before_a_stop_are_counted_as_accepted_all_of_them(overlapped: LLM, watched: list[int]) -> None:
     def pieces(**more: Any) -> list[StepOutput]:
-        return list(flying.stream(TEXTS[4], SamplingParams(max_tokens=48, num_draft=7, ignore_eos=True, **more)))
+        return list(overlapped.stream(TEXTS[4], SamplingParams(max_tokens=48, num_draft=7, ignore_eos=True, **more)))
 
     def is_new(index: int, whole: list[StepOutput]) -> bool:
         before = [token for piece in whole[:index] for token in piece.ids]

@@ -1,9 +1,9 @@
-"""Steps in the air: while the same requests only decode, the next step is launched before the last one is read.
+"""Overlapped steps: while the same requests only decode, the next step is launched before the last one is read.
 
-The device keeps what a step needs (engine/lanes.py), so the host is one step behind and never waited for: it launches,
-then reads what the step before wrote, streams it, and drops what a request that ended there overshot. Whoever joins,
-leaves or needs the host within a step (a grammar, penalties, drafts from its own text) ends the flight; the next one
-takes off when all only decode again.
+The device keeps what a step needs (engine/lanes.py), so it never waits for the host. The host is one step behind:
+it launches a step, reads the result of the step before and streams it. Ids past the end of a request are dropped. A
+request that joins, leaves or needs the host within a step (a grammar, penalties, drafts from its own text) ends the
+overlap; it starts again when all requests only decode. vLLM calls this async scheduling, SGLang the overlap scheduler.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Draws, Filters
 
 RING = 16  # plain steps after which the drafter sees their rows
-AHEAD = 2  # steps in the air at most: one runs, one waits for it
+AHEAD = 2  # launched and unread steps at most: one runs, one waits for it
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
+class StepResult:
     """What one step did to one request."""
 
     request: Request
@@ -50,20 +50,20 @@ class Launched:
         return rows
 
 
-class Flight:
+class OverlappedSteps:
     def __init__(self, runner: Runner, proposer: Proposer | None, device: torch.device, depths: Sequence[int]) -> None:
         """depths: those that steps are recorded at; a step of another depth runs in the next larger one."""
         self.lanes = Lanes(runner, proposer, RING, device)
-        self.crew: list[Request] = []  # by lane
-        self.step_seconds = 0.0  # of the step that landed last, 0 where it tells nothing of the next one of its kind
+        self.requests: list[Request] = []  # by lane
+        self.step_seconds = 0.0  # of the step read last, 0 where it tells nothing of the next one of its kind
         self._runner, self._proposer, self._device, self._depths = runner, proposer, device, depths
-        self._in_air: deque[Launched] = deque()
+        self._unread: deque[Launched] = deque()
         self._num_waiting = 0  # plain steps whose rows the drafter has not seen
         self._num_blocks: list[int] = []  # by lane, of those the device knows
         self._most: list[int] = []
         self._filters = Filters()
         self._draws = False
-        self._landed_at = 0.0
+        self._read_at = 0.0
         if proposer:
             proposer.may_pass_over = False  # its tables name all of a request's blocks, so no rows may be missing
         on_gpu = device.type == "cuda"
@@ -71,19 +71,19 @@ class Flight:
         self._catching_up = Graphs(self.lanes.catch_up, runner.model.ops) if on_gpu else None
 
     @property
-    def in_air(self) -> int:
-        return len(self._in_air)
+    def num_unread(self) -> int:
+        return len(self._unread)
 
     @property
-    def most_unread(self) -> int:
+    def max_unread_ids(self) -> int:
         """Ids that a request may have beyond those that the host knows."""
-        return sum(1 + max(launched.depths) for launched in self._in_air)
+        return sum(1 + max(launched.depths) for launched in self._unread)
 
     def takes(self, request: Request, depth: int) -> bool:
-        """Whether no step of it needs the host, and all that may be in the air fits into its context."""
+        """Whether no step of it needs the host, and all that launched steps may write fits into its context."""
         params, plan = request.params, self._runner.plan
         plain = not (params.has_penalties or params.logit_bias or params.grammar) and params.logprobs is None
-        room = request.num_tokens + self.most_unread + self.reach(depth) <= plan.max_model_len
+        room = request.num_tokens + self.max_unread_ids + self.reach(depth) <= plan.max_model_len
         return plain and room and len(request.output_ids) >= params.min_tokens
 
     def reach(self, depth: int) -> int:
@@ -94,10 +94,10 @@ class Flight:
         return max(1 + depth, self._proposer.drafter.reach(depth))
 
     def launch(self, requests: list[Request], depths: list[int]) -> None:
-        """One more step; the first one takes these requests up. Their blocks reach as far as the step may write."""
-        if not self.crew:
-            self._take_off(requests)
-        assert self.crew == requests and self.in_air < AHEAD
+        """One more step; the first one gives these requests their lanes. Their blocks reach as far as it may write."""
+        if not self.requests:
+            self._start(requests)
+        assert self.requests == requests and self.num_unread < AHEAD
         depth = max(depths)
         if depth and self._num_waiting:
             self.catch_up()
@@ -105,45 +105,45 @@ class Flight:
         kind = StepKind(self._size(), self._recorded(depth), self._draws, self._filters)
         usual = self._steps is None or kind in self._steps
         if not usual:
-            self._landed_at = 0.0  # it keeps the host from reading the step before in time
+            self._read_at = 0.0  # it keeps the host from reading the step before in time
         result = self._steps.replay(kind) if self._steps else self.lanes.step(kind)
-        self._in_air.append(self._fetch(result, depths, usual))
+        self._unread.append(self._fetch(result, depths, usual))
         self._num_waiting += self._proposer is not None and not self.lanes.chain and not depth
         if self._num_waiting == RING:
             self.catch_up()
 
-    def land(self) -> list[Landed]:
-        """What the oldest step in the air did; waits for it."""
-        launched = self._in_air.popleft()
+    def read(self) -> list[StepResult]:
+        """The results of the oldest unread step; waits for it."""
+        launched = self._unread.popleft()
         rows, now = launched.rows(), time.perf_counter()
-        self.step_seconds = now - self._landed_at if self._landed_at and launched.usual else 0.0
-        self._landed_at = now
+        self.step_seconds = now - self._read_at if self._read_at and launched.usual else 0.0
+        self._read_at = now
         return [
-            Landed(request, row[: row[-1] + 1], drafts)
-            for request, row, drafts in zip(self.crew, rows, launched.depths, strict=False)
+            StepResult(request, row[: row[-1] + 1], drafts)
+            for request, row, drafts in zip(self.requests, rows, launched.depths, strict=False)
         ]
 
     def end(self) -> None:
-        """Nothing is in the air any more: leave everything as the host expects it."""
-        assert not self._in_air
+        """Every step has been read: leave everything as the host expects it."""
+        assert not self._unread
         if self._num_waiting:
             self.catch_up()
         if self._proposer and self.lanes.chain:
-            for request, hidden in zip(self.crew, self.lanes.hidden, strict=False):
+            for request, hidden in zip(self.requests, self.lanes.hidden, strict=False):
                 self._proposer.resume(request, hidden)
-        self.crew, self._landed_at = [], 0.0
+        self.requests, self._read_at = [], 0.0
 
     def abandon(self) -> None:
-        """Forget what is in the air, unread: the caller ends all who fly."""
-        self._in_air.clear()
+        """Forget launched steps unread: the caller ends all their requests."""
+        self._unread.clear()
         self._num_waiting = 0
-        self.crew, self._landed_at = [], 0.0
+        self.requests, self._read_at = [], 0.0
 
     def catch_up(self) -> None:
         seqs, self._num_waiting = self._size(), 0
         if self._catching_up:
             if seqs not in self._catching_up:
-                self._landed_at = 0.0
+                self._read_at = 0.0
             self._catching_up.replay(seqs)
         else:
             self.lanes.catch_up(seqs)
@@ -156,11 +156,11 @@ class Flight:
     def _size(self) -> int:
         """Lanes of a step: on a GPU one of few sizes, of which recordings are made; the spare lanes are empty."""
         if not self._steps:
-            return len(self.crew)
-        return next(s for s in gpu_sizes(self._runner.plan.max_seqs) if s >= len(self.crew))
+            return len(self.requests)
+        return next(s for s in gpu_sizes(self._runner.plan.max_seqs) if s >= len(self.requests))
 
-    def _take_off(self, requests: list[Request]) -> None:
-        self.crew, lanes, device = list(requests), self.lanes, self._device
+    def _start(self, requests: list[Request]) -> None:
+        self.requests, lanes, device = list(requests), self.lanes, self._device
         if self._proposer:
             self._proposer.flush(requests)
             if lanes.chain:
@@ -190,7 +190,7 @@ class Flight:
         width = lanes.tables.shape[1]
         places: list[int] = []
         blocks: list[int] = []
-        for lane, request in enumerate(self.crew):
+        for lane, request in enumerate(self.requests):
             known, now = self._num_blocks[lane], len(request.blocks)
             places += range(lane * width + known, lane * width + now)
             blocks += request.blocks[known:now].tolist()
