@@ -215,7 +215,7 @@ class Work:
     most_drafts: int = 0  # drafts there is room for
     drafts: list[int] = field(default_factory=list)  # filled by engine/drafting
     source: str = ""  # who drafted, filled with the drafts
-    num_cut: int = 0  # drafts that a grammar refused before they were run, filled by the engine
+    num_refused: int = 0  # drafts that a grammar refused before they were run, filled by the engine
 
     @property
     def num_draft(self) -> int:

@@ -119,15 +119,15 @@ class Drafting:
                 self.proposer.pass_over(work)
             row += work.num_scheduled
             if work.decodes:
-                self.learn(work.request, work.num_draft, accepted, work.source, work.num_cut)
+                self.learn(work.request, work.num_draft, accepted, work.source, work.num_refused)
 
-    def learn(self, request: Request, num_draft: int, accepted: int, source: str, num_cut: int = 0) -> None:
+    def learn(self, request: Request, num_draft: int, accepted: int, source: str, num_refused: int = 0) -> None:
         """What one step did to a request: drafts that were run, and cut before that, and how many of them stood."""
         kept = self._of(request)
-        kept.stats.record(num_draft + num_cut, accepted, source)
+        kept.stats.record(num_draft + num_refused, accepted, source)
         source = source or kept.source
         if source in self.controllers and self._asked(request) is None:
-            compared = num_draft + bool(num_cut)  # the first that was cut would have been refused
+            compared = num_draft + bool(num_refused)  # the first that was cut would have been refused
             self.controllers[source].observe(kept.depth[source], compared, accepted)
 
     def learn_overlapped(self, steps: list[tuple[Request, int, int]], seconds: float) -> None:
@@ -156,7 +156,7 @@ class Drafting:
         num, longest = len(batch.work), max(w.stop for w in batch.work)
         shape = (num, num + sum(w.num_draft for w in drafted))
         self._num_steps[shape] += 1
-        cut = any(w.num_cut for w in batch.work)  # drafted deeper than verified: the cost of neither depth
+        cut = any(w.num_refused for w in batch.work)  # drafted deeper than verified: the cost of neither depth
         if not cut and self._num_steps[shape] > UNRECORDED:
             deepest = max((w.num_draft for w in drafted), default=0)
             self._measured({w.source for w in drafted}, deepest, num, longest, draft + verify)

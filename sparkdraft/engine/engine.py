@@ -148,7 +148,7 @@ class Engine:
             return self._take_ended()
         self.scheduler.holdings.send()
         self.drafting.propose(batch)
-        self._cut_drafts(batch)
+        self._drop_refused_drafts(batch)
         drafted = time.perf_counter()
         logits = self.runner.run(batch)
         sampled = self.sampler(logits, self._sample_rows(batch))
@@ -273,13 +273,13 @@ class Engine:
                 raise UserError(f"{name} holds the token id {wrong}; ids go from 0 to {vocab - 1}")
         self.drafting.check(params)
 
-    def _cut_drafts(self, batch: Batch) -> None:
+    def _drop_refused_drafts(self, batch: Batch) -> None:
         """Drafts from the first on that breaks the request's grammar have no chance: they are not run."""
         for work in batch.work:
             grammar = self._outputs[work.request].grammar
             if grammar and work.drafts:
                 valid = grammar.num_valid(work.drafts)
-                work.num_cut = work.num_draft - valid
+                work.num_refused = work.num_draft - valid
                 work.drafts = work.drafts[:valid]
 
     def _sample_rows(self, batch: Batch) -> list[SampleRow]:

@@ -93,7 +93,7 @@ def test_drafted_text_is_plain_text_beside_others(
     texts = {name: ids_of(expected, name) for name in params}
     drafted = engine_of(Guesser(chance, texts), ngram=True, spec=spec)
     if not cuts:  # rows behind a draft that breaks the grammar are run, and must do no harm
-        monkeypatch.setattr(drafted, "_cut_drafts", lambda batch: None)
+        monkeypatch.setattr(drafted, "_drop_refused_drafts", lambda batch: None)
     for name, p in params.items():
         drafted.add([1, 2, 3, len(name)], p, name)
     got = drain(drafted)
@@ -119,7 +119,7 @@ def test_a_draft_that_breaks_the_grammar_is_never_run_nor_committed() -> None:
             state = GRAMMARS.compile(LIST).start()
             state.advance(work.request.output_ids)
             assert state.num_valid(work.drafts) == work.num_draft
-            cut += work.num_cut
+            cut += work.num_refused
         return run(batch)
 
     engine.runner.run = checked  # type: ignore[method-assign]
