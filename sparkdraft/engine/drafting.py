@@ -128,7 +128,7 @@ class Drafting:
         source = source or kept.source
         if source in self.controllers and self._asked(request) is None:
             compared = num_draft + bool(num_refused)  # the first that was cut would have been refused
-            self.controllers[source].observe(kept.depth[source], compared, accepted)
+            self.controllers[source].record(kept.depth[source], compared, accepted)
 
     def learn_overlapped(self, steps: list[tuple[Request, int, int]], seconds: float) -> None:
         """One step that the device took by itself: (request, drafts, accepted) of each. There only the model drafts.

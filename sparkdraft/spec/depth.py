@@ -125,7 +125,7 @@ class DepthController:
         self.mixed = (max(depths), num, price.step(depths) / costs.curve()[max(depths)])
         return depths
 
-    def observe(self, state: DepthState, drafted: int, accepted: int) -> None:
+    def record(self, state: DepthState, drafted: int, accepted: int) -> None:
         """After a step. Nothing is known of drafts behind the first refused: they are neither taken nor refused."""
         if drafted == 0:
             state.waited += 1

@@ -87,7 +87,7 @@ def simulate(cost: Cost, text: Callable[[int], Sequence[float]], num_tokens: int
         accepted, seconds = accept(rng, text(written), depth), cost(depth) * rng.gauss(1, 0.03)
         steps.append(Step(written, depth, accepted, state.parked is not None, seconds))
         depths.measured(depth, 1, 100, seconds)
-        depths.observe(state, depth, accepted)
+        depths.record(state, depth, accepted)
         written += 1 + accepted
     return steps
 
@@ -174,19 +174,19 @@ def test_a_ceiling_never_seen_is_reached() -> None:
     rng = random.Random(0)
     depths, state = controller(gpu, rng), DepthState([0.0] * MAX_DEPTH, [0.0] * MAX_DEPTH)
     for _ in range(5):
-        depths.observe(state, 1, 1)
+        depths.record(state, 1, 1)
     for _ in range(10):
         (depth,) = depths.choose([state], [100])
-        depths.observe(state, depth, depth)
+        depths.record(state, depth, depth)
     assert depth == MAX_DEPTH
 
 
 def test_what_stands_behind_a_refusal_is_unknown() -> None:
     depths = DepthController(4)
     state = depths.open()
-    depths.observe(state, 4, 2)
+    depths.record(state, 4, 2)
     assert (state.taken, state.tried) == ([1, 1, 0, 0], [1, 1, 1, 0])
-    depths.observe(state, 2, 2)
+    depths.record(state, 2, 2)
     assert state.tried[2] < 1 and state.tried[3] == 0
 
 
@@ -208,7 +208,7 @@ def test_an_easy_and_a_hard_request_each_get_their_own_depth(machine: str) -> No
         chosen = depths.choose(states, [100, 200])
         depths.measured(max(chosen), 2, 200, step(chosen))
         for i, depth in enumerate(chosen):
-            depths.observe(states[i], depth, accept(rng, chances[i], depth))
+            depths.record(states[i], depth, accept(rng, chances[i], depth))
             drafted[i].append(depth)
     easy, hard = (mean(d[100:]) for d in drafted)
     assert easy > (2.5 if machine == "cpu" else 13) and hard < (0.1 if machine == "cpu" else 1.5)
@@ -224,7 +224,7 @@ def test_parked_requests_probe_together_within_the_budget() -> None:
         seconds.append(gpu(max(chosen)))
         depths.measured(max(chosen), num, 100, seconds[-1] * rng.gauss(1, 0.03))
         for state, depth in zip(states, chosen, strict=True):
-            depths.observe(state, depth, accept(rng, flat(0.02), depth))
+            depths.record(state, depth, accept(rng, flat(0.02), depth))
     assert sum(seconds[100:]) < 1.02 * 900 * gpu(0)
 
 
@@ -257,7 +257,7 @@ def test_a_batch_that_makes_drafts_dear_is_found_out() -> None:
             accepted = [accept(rng, flat(0.75), d) for d in chosen]
             depths.measured(max(chosen), num, 100, seconds * rng.gauss(1, 0.03))
             for state, depth, count in zip(states, chosen, accepted, strict=True):
-                depths.observe(state, depth, count)
+                depths.record(state, depth, count)
             spent.append(seconds)
             tokens.append(num + sum(accepted))
         for state in states:
@@ -286,7 +286,7 @@ def test_a_batch_in_which_no_acceptance_pays_is_not_probed() -> None:
     for _ in range(2000):
         assert depths.choose(states, [100] * 16) == [0] * 16
         for state in states:
-            depths.observe(state, 0, 0)
+            depths.record(state, 0, 0)
     assert depths.choose(states[:1], [100]) != [0], "the last one drafts when the others have ended"
 
 
@@ -306,7 +306,7 @@ def test_a_new_request_begins_where_the_others_ended() -> None:
     for _ in range(5):
         state = depths.open()
         for _ in range(20):
-            depths.observe(state, 3, accept(rng, flat(0.1), 3))
+            depths.record(state, 3, accept(rng, flat(0.1), 3))
         depths.close(state)
     assert depths.prior[0] < 0.3 and depths.choose([depths.open()], [100]) == [0]
     before = depths.prior
@@ -328,7 +328,7 @@ def test_unmeasured_machines_try_both() -> None:
     for _ in range(300):
         (depth,) = depths.choose([state], [100])
         depths.measured(depth, 1, 100, cpu(depth))
-        depths.observe(state, depth, accept(rng, flat(0.05), depth))
+        depths.record(state, depth, accept(rng, flat(0.05), depth))
         chosen.append(depth)
     assert chosen[0] > 0 and mean(chosen[50:]) < 0.1
 
@@ -376,7 +376,7 @@ def lines_to_choose(chances: Sequence[float]) -> float:
         taken.append(lines_run(lambda to=chosen: to.extend(depths.choose([state], [100]))))
         (depth,) = chosen
         depths.measured(depth, 1, 100, gpu(depth))
-        depths.observe(state, depth, accept(rng, chances, depth))
+        depths.record(state, depth, accept(rng, chances, depth))
     return median(taken)
 
 
