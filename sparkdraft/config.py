@@ -55,7 +55,7 @@ class EngineConfig:
     tq_centre: bool = option(True, "of turboquant: subtract each layer's mean key before coding")
     kv_tokens: int = option(
         0,
-        "size of the KV cache in tokens, which one request can not exceed (0: on a GPU what fits; on a CPU what fits "
+        "size of the KV cache in tokens, which one request cannot exceed (0: on a GPU what fits; on a CPU what fits "
         "into a quarter of the free memory; never more than a full context for each of max_seqs requests)",
     )
     memory_fraction: float = option(0.85, "share of the free memory for weights and KV cache together")

@@ -35,7 +35,7 @@ def model_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
 
 
 def usable_defaults(generation: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
-    """The same without the values that can not be used, and for each of these, by name, what is wrong with it."""
+    """The same without the values that cannot be used, and for each of these, by name, what is wrong with it."""
     problems: dict[str, str] = {}
     for name in KINDS:
         try:

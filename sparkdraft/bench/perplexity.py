@@ -1,4 +1,4 @@
-"""How well a model predicts a text it can not have seen: the check that cheaper weights are still the same model.
+"""How well a model predicts a text it cannot have seen: the check that cheaper weights are still the same model.
 
 heldout.txt was written for this project. The text is scored in windows by the engine itself, prompt rows only, so the
 figure covers the very path that serves requests.

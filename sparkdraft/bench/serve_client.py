@@ -121,7 +121,7 @@ class Client:
         await self.http.aclose()
 
     async def open(self) -> Sample:
-        """Settle the model and the dialect; returns the probe's answer in it. What can not work is one sentence."""
+        """Settle the model and the dialect; returns the probe's answer in it. What cannot work is one sentence."""
         self.model = await self._find_model()
         for self.extras in DIALECTS:
             sample = await self.chat(PROBE, PROBE_TOKENS)
@@ -173,7 +173,7 @@ class Client:
             response = await self.http.get(f"{self.root}/v1/models")
         except httpx.HTTPError as error:
             why = str(error) or type(error).__name__
-            raise UserError(f"{self.root} can not be reached ({why}); start the server or correct --url") from None
+            raise UserError(f"{self.root} cannot be reached ({why}); start the server or correct --url") from None
         if response.status_code == 401:
             raise UserError(f"{self.root} wants a key; give the right one with --api-key")
         try:

@@ -113,7 +113,7 @@ def _serve(args: Namespace) -> int:
 
 
 def _serve_settings(args: Namespace) -> Settings:
-    """Refuse what can not be measured before anything is sent."""
+    """Refuse what cannot be measured before anything is sent."""
     from sparkdraft.bench.serve import Settings, read_prompts
     from sparkdraft.bench.serve_client import server_root
 
@@ -185,7 +185,7 @@ def _speed(args: Namespace, llm: LLM, temperature: float) -> dict[str, dict[str,
 
 
 def _check_accept(args: Namespace) -> None:
-    """Refuse what can not be measured before any weight is read."""
+    """Refuse what cannot be measured before any weight is read."""
     if args.per_class < 0:
         raise UserError(f"--per-class is {args.per_class}; it must be 0 (all) or positive")
     if args.output_len < 8:

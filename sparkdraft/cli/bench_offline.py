@@ -105,7 +105,7 @@ def numbers(flag: str, text: str, least: int = 1) -> list[int]:
 
 
 def _check(args: Namespace) -> tuple[Acceptance | None, DFlashConfig | None]:
-    """Refuse what can not be measured before any weight is made; fills in the depth that --spec left open."""
+    """Refuse what cannot be measured before any weight is made; fills in the depth that --spec left open."""
     if args.output_len < 8:
         raise UserError(f"--output-len is {args.output_len}; fewer than 8 tokens measure nothing")
     if args.synthetic_acceptance is not None and not args.drafter_shape:

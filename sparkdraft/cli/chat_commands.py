@@ -97,7 +97,7 @@ def _set(talk: Conversation, rest: str) -> str:
     name, _, value = rest.partition(" ")
     name = name.replace("-", "_")
     if name and name not in SAMPLING_FLAGS:
-        raise UserError(f"{name} can not be set{suggestion(name, SAMPLING_FLAGS) or ''} (/set alone lists what can be)")
+        raise UserError(f"{name} cannot be set{suggestion(name, SAMPLING_FLAGS) or ''} (/set alone lists what can be)")
     if not name:
         return "\n".join(
             f"  {each:<18} {getattr(talk.params, each)!s:<6} {text}" for each, text in SAMPLING_FLAGS.items()

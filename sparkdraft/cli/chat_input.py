@@ -81,6 +81,6 @@ def _history(path: Path) -> History:
         path.touch(mode=0o600)
         path.open("a").close()
     except OSError as error:
-        note(f"what you type is not kept for the next chat: {path} can not be written ({error.strerror})")
+        note(f"what you type is not kept for the next chat: {path} cannot be written ({error.strerror})")
         return InMemoryHistory()
     return FileHistory(path)

@@ -111,7 +111,7 @@ def read_text(path: str) -> str:
     try:
         raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except OSError as error:
-        raise UserError(f"the file {path} can not be read: {error.strerror}") from None
+        raise UserError(f"the file {path} cannot be read: {error.strerror}") from None
     return as_text(raw, path)
 
 

@@ -30,9 +30,9 @@ def _recordings(engine: Engine) -> Fact:
     if plan.coded and plan.device == "cpu":
         reason = "torch runs a CPU's turboquant cache, and its operators are not recorded"
     elif plan.kernels == "reference":
-        reason = "the reference kernels can not be recorded"
+        reason = "the reference kernels cannot be recorded"
     elif plan.graphs:
-        reason = "the model has an operator that can not be recorded"
+        reason = "the model has an operator that cannot be recorded"
     return Fact(name, "launched one operator at a time", reason)
 
 

@@ -88,7 +88,7 @@ def resolve(
     native_problem: str | None = None,
     drafter: DrafterCaps | None = None,
 ) -> Plan:
-    """native_problem: why the CPU kernels can not be had, or None. drafter: what drafts, counted in."""
+    """native_problem: why the CPU kernels cannot be had, or None. drafter: what drafts, counted in."""
     on_cpu = hardware.device == "cpu"
     fallbacks = [_unknown_keys(model.unknown_keys)] if model.unknown_keys else []
     weights = _weights(config, hardware, native_problem, fallbacks)

@@ -60,7 +60,7 @@ def plan_coded(
     if not layers:
         raise UserError("this model has no layers with a KV cache: TurboQuant has nothing to code, keep kv exact")
     for spec in layers:
-        block_width(spec.head_dim)  # refuses what can not be rotated
+        block_width(spec.head_dim)  # refuses what cannot be rotated
     more, most = config.tq_initial_layers, max(PLANES)
     if more > len(layers):
         raise UserError(f"tq_initial_layers is {more}; this model has {len(layers)} layers with a KV cache")

@@ -82,7 +82,7 @@ class ServerConfig:
             if "*" in name and name != "*":
                 raise UserError(f"allowed_hosts has '{name}'; it must be whole names, or '*' alone for all names")
         if not self.api_key.isascii() or self.api_key != self.api_key.strip():
-            raise UserError("api_key has characters that a header can not carry; use ASCII without spaces around it")
+            raise UserError("api_key has characters that a header cannot carry; use ASCII without spaces around it")
         if not (self.is_local or self.api_key or self.allow_public):
             raise UserError(
                 f"host {self.host} is reachable from other machines and there is no api_key; "
@@ -150,7 +150,7 @@ def _from_toml(path: str | Path) -> dict[str, Any]:
     try:
         found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"the file {path} can not be read: {error.strerror}") from None
+        raise UserError(f"the file {path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"the file {path} is not valid TOML: {error}") from None
     for key in found:

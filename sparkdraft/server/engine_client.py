@@ -56,7 +56,7 @@ class Mailbox:
 
 
 class EngineClient:
-    """state: "starting", "ready", "restarting", "draining" or "failed" (a configuration that can not run)."""
+    """state: "starting", "ready", "restarting", "draining" or "failed" (a configuration that cannot run)."""
 
     def __init__(
         self,
@@ -258,7 +258,7 @@ class EngineClient:
 
     def _not_ready(self) -> EngineError:
         if self.state == "failed":
-            return EngineError(self.last_error or "the engine can not run", False)
+            return EngineError(self.last_error or "the engine cannot run", False)
         if self.state == "draining":
             sentence = "the server is shutting down; send the request to another, or later"
             return EngineError(sentence, True, self.retry_after)

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sparkdraft.server.protocol.errors import ApiError
 
-CLOSE = {"Connection": "close"}  # a header of answers after which the connection can not be used again
+CLOSE = {"Connection": "close"}  # a header of answers after which the connection cannot be used again
 MAX_MESSAGES = 2000
 MAX_SCHEMA_BYTES = 64 << 10
 MAX_TOOLS = 128  # as OpenAI

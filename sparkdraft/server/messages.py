@@ -106,7 +106,7 @@ class Dying:
     """The last message of an engine that can still speak."""
 
     sentence: str
-    final: bool = False  # it would die of the same again: a configuration that can not run
+    final: bool = False  # it would die of the same again: a configuration that cannot run
 
 
 Message = Submit | Abort | AskStatus | CountAnew | Shutdown | Loading | Ready | Tokens | Refused | Status | Dying
@@ -169,7 +169,7 @@ def unpack_params(values: Mapping[str, Any]) -> SamplingParams:
             known["grammar"] = GrammarSpec(**known["grammar"])
         return SamplingParams(**known)
     except (TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"the sampling parameters can not be read ({error}); check their names and types") from None
+        raise UserError(f"the sampling parameters cannot be read ({error}); check their names and types") from None
 
 
 # ---- the parts

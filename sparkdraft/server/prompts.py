@@ -51,7 +51,7 @@ class ModelText:
     # ---- ids
 
     def encode(self, text: str, add_special: bool = True, param: str = "prompt") -> list[int]:
-        """Refuses what can not fit with as little work as possible; call it in a thread, as encode_chat."""
+        """Refuses what cannot fit with as little work as possible; call it in a thread, as encode_chat."""
         self._check_length(text, param)
         return self.tokenizer.encode(text, add_special)
 
@@ -64,7 +64,7 @@ class ModelText:
         limit = self.info.max_model_len
         opening = text[: limit * USUAL_CHARS]
         if len(opening) < len(text) and len(self.tokenizer.encode(opening)) > 2 * limit:
-            # What follows may change the last tokens of the opening, but it can not halve their number.
+            # What follows may change the last tokens of the opening, but it cannot halve their number.
             raise _too_long(param, f"more than {2 * limit} tokens", limit)
 
     def _check_chars(self, count: int, param: str) -> None:
@@ -116,7 +116,7 @@ class ModelText:
 
     def messages(self, given: list[ChatMessage]) -> list[dict[str, Any]]:
         """As the template wants them: text instead of parts, no role it does not know, earlier calls its way.
-        Raises where their text can not fit, before any work is done with it."""
+        Raises where their text cannot fit, before any work is done with it."""
         self._check_chars(sum(map(_num_chars, given)), "messages")
         knows_developer = "developer" in (self.info.chat_template or "")
         return self.tools.history([_plain(message, i, knows_developer) for i, message in enumerate(given)])

@@ -37,7 +37,7 @@ def listen(config: ServerConfig) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         raise UserError(
-            f"can not listen on {config.host} port {config.port} ({error.strerror}); choose another with --port"
+            f"cannot listen on {config.host} port {config.port} ({error.strerror}); choose another with --port"
         ) from None
     listener.listen(BACKLOG)
     listener.setblocking(False)

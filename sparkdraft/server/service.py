@@ -81,7 +81,7 @@ class Service:
             shutting = "The server is shutting down; send the request elsewhere, or later."
             raise unavailable(shutting, "draining", self.client.retry_after)
         if self.state == "failed":
-            raise unavailable(f"The engine can not run: {self.last_error}.", "engine_failed", 60)
+            raise unavailable(f"The engine cannot run: {self.last_error}.", "engine_failed", 60)
         done, total = self.client.progress
         stage = f"{self.stage}, {done} of {total}" if total else self.stage
         wait = self.client.retry_after
@@ -121,8 +121,8 @@ class Service:
         try:
             text = await self.in_thread(lambda: ModelText(info, self.sampling))
         except Exception as error:  # the engine reads tokenizers too, but not all of them by the same way
-            log.error("the tokenizer or the chat template of the model can not be used", exc_info=error)
-            self.refusal = f"the tokenizer or the chat template can not be used: {error or type(error).__name__}"
+            log.error("the tokenizer or the chat template of the model cannot be used", exc_info=error)
+            self.refusal = f"the tokenizer or the chat template cannot be used: {error or type(error).__name__}"
             return
         self.gate.max_seqs = int(info.plan_facts.get("max_seqs") or 1)
         try:

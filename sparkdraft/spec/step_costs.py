@@ -1,6 +1,6 @@
 """What a step costs, by how deep it drafts: learnt from steps that ran, drawn between the depths that were never tried.
 
-A curve never falls: a step of more drafts can not be cheaper. spec/depth.py keeps one for each bucket of batch and
+A curve never falls: a step of more drafts cannot be cheaper. spec/depth.py keeps one for each bucket of batch and
 context, and asks it for prices. No torch.
 """
 

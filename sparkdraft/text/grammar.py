@@ -95,7 +95,7 @@ class GrammarCompiler:
         except UserError:
             raise
         except BaseException as error:  # a panic of the compiler is no Exception
-            raise UserError(f"{name} can not be used: {_reason(str(error))}; change that part of it") from error
+            raise UserError(f"{name} cannot be used: {_reason(str(error))}; change that part of it") from error
 
     def _vocabulary(self) -> LLTokenizer:
         from llguidance import LLTokenizer
@@ -137,7 +137,7 @@ class GrammarState:
     def masks(self, drafts: Sequence[int] = ()) -> Mask:  # [1 + k, bytes], id i is bit i % 8 of byte i // 8
         """What may follow the text, and the text with each of the k drafts that the grammar accepts one by one.
 
-        A text that is complete, or that can not go on, may only be followed by the end.
+        A text that is complete, or that cannot go on, may only be followed by the end.
         """
         masks = np.zeros((1 + len(drafts), self._grammar.num_bytes), np.uint8)
         self._fill(masks[0])
@@ -244,7 +244,7 @@ def _matcher(known: LLTokenizer, text: str, name: str) -> LLMatcher:
     limits = _limits()
     matcher = LLMatcher(known, text, log_level=0, limits=limits)
     if matcher.is_error():
-        raise UserError(f"{name} can not be used: {_reason(matcher.get_error())}; change that part of it")
+        raise UserError(f"{name} cannot be used: {_reason(matcher.get_error())}; change that part of it")
     problem = _try_out(matcher.deep_copy())
     if problem:
         raise UserError(f"{name} is too complex: {_reason(problem)}; make it smaller")
@@ -288,7 +288,7 @@ def _reason(message: str) -> str:
 def on_a_deep_stack(work: Callable[[], Result], seconds: float) -> Result:
     """Run in a thread of its own, since a thread's stack can be chosen; only what is touched of it takes memory.
 
-    TimeoutError after that many seconds: the compiler can not be stopped, so it ends unheard. While MAX_LATE such
+    TimeoutError after that many seconds: the compiler cannot be stopped, so it ends unheard. While MAX_LATE such
     threads still run, nothing new is begun: TryLater.
     """
     done: list[Result] = []

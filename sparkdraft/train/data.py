@@ -114,7 +114,7 @@ def make_corpus(
     """
     questions = check_sources(prompts_file, synthesise, max_new, greedy_share, seats)
     if not target.chat_template:
-        raise UserError(f"{target.name} has no chat template, so it can not be asked anything: take a chat model")
+        raise UserError(f"{target.name} has no chat template, so it cannot be asked anything: take a chat model")
     kinds = tuple(dict.fromkeys([question.kind for question in questions] + [SELF] * bool(synthesise)))
     info = CorpusInfo(target.name, target.config.vocab_size, kinds)
     leave_out = {normalised(text) for text in (evaluation_prompts() if exclude is None else exclude)}

@@ -257,7 +257,7 @@ def test_an_unreachable_server_is_one_sentence(capsys: pytest.CaptureFixture[str
         port = listener.getsockname()[1]
     assert main(["bench", "serve", "--url", f"http://127.0.0.1:{port}"]) == 1
     out, err = capsys.readouterr()
-    assert out == "" and "can not be reached" in err and len(said(err)) == 1
+    assert out == "" and "cannot be reached" in err and len(said(err)) == 1
 
 
 # ---- the arithmetic, exactly

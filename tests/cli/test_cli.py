@@ -87,7 +87,7 @@ def test_a_truncated_gguf(tmp_path: Path, smollm2_path: Path) -> None:
 
 
 def test_a_missing_prompt_file_and_a_file_of_bytes(tmp_path: Path) -> None:
-    refused(sparkdraft("generate", "--prompt-file", str(tmp_path / "none.txt")), "none.txt can not be read")
+    refused(sparkdraft("generate", "--prompt-file", str(tmp_path / "none.txt")), "none.txt cannot be read")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     refused(sparkdraft("generate", "--prompt-file", str(tmp_path / "bytes")), "not valid UTF-8 at byte 0")
 

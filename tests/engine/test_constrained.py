@@ -200,7 +200,7 @@ def test_siblings_each_have_a_state_and_a_bad_grammar_leaves_nothing_behind() ->
     pieces = drain(engine)
     texts = ["".join(p.text for p in pieces if p.index == i) for i in range(3)]
     assert len(set(texts)) == 3 and all(re.fullmatch(LIST.text, t) for t in texts)
-    with pytest.raises(UserError, match="the regex can not be used: unclosed group"):
+    with pytest.raises(UserError, match="the regex cannot be used: unclosed group"):
         engine.add([1], SamplingParams(grammar=GrammarSpec("regex", "(")), "b")
     assert not engine._by_id and not engine._outputs and not engine.has_work
     with pytest.raises(UserError, match=r"a tokenizer\.json"):

@@ -22,7 +22,7 @@ def facts(tiny: Path, **options: object) -> dict[str, Fact]:
 
 def test_steps_that_are_not_recorded_say_why(tiny: Path) -> None:
     found = facts(tiny, dtype="float32")
-    assert found["decode steps"].reason == "the reference kernels can not be recorded"
+    assert found["decode steps"].reason == "the reference kernels cannot be recorded"
     assert found["drafts and bits"].reason == "float32 products are torch's own"
     assert found["overlapped steps"].value == "off"
 

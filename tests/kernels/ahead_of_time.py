@@ -1,7 +1,7 @@
 """Kernels compiled for GPUs that are not here: what a step would launch is captured, and compiled as launched.
 
 A step runs on tensors without memory (device "meta"), and each launch of a kernel is noted instead of made. Compiling
-needs Triton and the assembler in its wheel, no GPU; it can not be done under TRITON_INTERPRET=1, where kernels are
+needs Triton and the assembler in its wheel, no GPU; it cannot be done under TRITON_INTERPRET=1, where kernels are
 not compiled at all.
 """
 

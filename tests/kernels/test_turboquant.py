@@ -165,7 +165,7 @@ def test_other_dims_are_rotated_in_blocks(dim: int, width: int) -> None:
 
 @pytest.mark.parametrize("dim", [0, 1, 8, 72, 100, 120])
 def test_a_dim_that_can_not_be_rotated_is_refused(dim: int) -> None:
-    with pytest.raises(UserError, match=f"head dimension {dim} can not be rotated: TurboQuant needs a multiple of 16"):
+    with pytest.raises(UserError, match=f"head dimension {dim} cannot be rotated: TurboQuant needs a multiple of 16"):
         VectorFormat(dim, 4)
 
 

@@ -81,7 +81,7 @@ def test_models_and_kernels_that_can_not_be_coded(mode: str) -> None:
     config = EngineConfig(kv="turboquant", tq_mode=mode)
     with pytest.raises(UserError, match="no layers with a KV cache"):
         resolve(config, replace(MODEL, layers=()), H200)
-    with pytest.raises(UserError, match="head dimension 72 can not be rotated"):
+    with pytest.raises(UserError, match="head dimension 72 cannot be rotated"):
         resolve(config, uniform_config("qwen3", 36, 4096, 12288, 32, 8, 72, 151936, 40960), H200)
     on_a_cpu = resolve(config, MODEL, Hardware("cpu", "a laptop", 8, 60 << 30))
     assert on_a_cpu.kernels == "native" and on_a_cpu.coded and not on_a_cpu.graphs

@@ -97,7 +97,7 @@ def test_a_wrong_file_is_told_so(tmp_path: Path, text: str, words: str) -> None:
 
 
 def test_a_missing_file_and_a_wrong_variable() -> None:
-    with pytest.raises(UserError, match="can not be read"):
+    with pytest.raises(UserError, match="cannot be read"):
         merge({}, "no/such.toml", {})
     with pytest.raises(UserError, match="SPARKDRAFT_PORT is 'x'; it must be a whole number"):
         merge({}, None, {"SPARKDRAFT_PORT": "x"})

@@ -27,7 +27,7 @@ def sent(server: Live, raw: bytes) -> httpx.Response:
     return server.http.post(CHAT, content=raw, headers={"Content-Type": "application/json"})
 
 
-# ---- bodies that can not be read
+# ---- bodies that cannot be read
 
 
 @pytest.mark.parametrize(

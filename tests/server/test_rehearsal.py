@@ -104,7 +104,7 @@ def test_an_engine_that_dies_in_its_rehearsal_has_not_started() -> None:
 @pytest.mark.parametrize(
     "client",
     [
-        FakeClient(lambda prompt, params: EngineError("it can not", True)),
+        FakeClient(lambda prompt, params: EngineError("it cannot", True)),
         FakeClient(lambda prompt, params: "ok", template=None),
         FakeClient(lambda prompt, params: "ok" * 100, delay=0.5),
     ],

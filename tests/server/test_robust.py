@@ -146,7 +146,7 @@ def test_encoding_lets_other_threads_run(is_chat: bool) -> None:
         thread.join()
 
 
-# ---- texts that can not fit
+# ---- texts that cannot fit
 
 
 def test_a_text_that_can_not_fit_is_not_tokenised() -> None:
@@ -383,7 +383,7 @@ def test_log_probabilities_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
             assert answer.status_code == 200 and json.loads(answer.text, parse_constant=strict)
 
 
-# ---- a server that can not start says so
+# ---- a server that cannot start says so
 
 
 def test_a_refused_tokenizer_is_told() -> None:

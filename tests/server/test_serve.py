@@ -97,7 +97,7 @@ def test_a_port_that_is_taken_is_told_at_once() -> None:
         port = str(running.http.base_url.port)
         with started("--port", port) as server:
             assert server.process.wait(60) == 1
-            server.wait_for(f"can not listen on 127.0.0.1 port {port}")
+            server.wait_for(f"cannot listen on 127.0.0.1 port {port}")
 
 
 def test_while_it_drains_the_new_is_refused_and_the_old_is_finished() -> None:

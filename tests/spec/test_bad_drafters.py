@@ -1,4 +1,4 @@
-"""Drafters that can not be used, named on the command line: one sentence, a non-zero status and no traceback."""
+"""Drafters that cannot be used, named on the command line: one sentence, a non-zero status and no traceback."""
 
 from __future__ import annotations
 

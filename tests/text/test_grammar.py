@@ -162,7 +162,7 @@ def test_blanks_between_pieces_of_json_are_few() -> None:
     [
         ("json_schema", "{", "the JSON schema is not JSON"),
         ("json_schema", "[1]", "the JSON schema is not a JSON object; send one"),
-        ("json_schema", '{"type": "strin"}', "the JSON schema can not be used: Invalid type: strin; change that part"),
+        ("json_schema", '{"type": "strin"}', "the JSON schema cannot be used: Invalid type: strin; change that part"),
         ("json_schema", '{"type": "string", "pattern": "("}', "unclosed group"),
         ("json_schema", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
         ("json_schema", '{"minimum": 5, "maximum": 3, "type": "integer"}', "minimum .5. is greater than maximum"),
@@ -173,12 +173,12 @@ def test_blanks_between_pieces_of_json_are_few() -> None:
         ),
         ("json_schema", '{"$ref": "https://example.com/x"}', "not present"),
         ("json_schema", '{"items":' * 120 + "{}" + "}" * 120 + "x", "not JSON"),
-        ("json_schema", '{"x": NaN, "y": "\\ud800"}', "the JSON schema can not be used"),
+        ("json_schema", '{"x": NaN, "y": "\\ud800"}', "the JSON schema cannot be used"),
         ("json_schema", " " * 70_000 + "{}", "has 70,002 bytes and 65,536 are allowed; shorten it"),
         ("json_schema", json.dumps({"properties": {f"p{i}": {"type": "null"} for i in range(1500)}}), "too complex"),
-        ("regex", "a(", "the regex can not be used: unclosed group"),
+        ("regex", "a(", "the regex cannot be used: unclosed group"),
         ("regex", "a\ud800", "not valid Unicode"),
-        ("lark", "start: x", "the grammar can not be used: .*unknown name"),
+        ("lark", "start: x", "the grammar cannot be used: .*unknown name"),
         ("lark", "start: <|nope|>", "unknown special token"),
         ("yaml", "", "grammar kind is 'yaml'; it must be one of json_object, "),
     ],
@@ -226,7 +226,7 @@ def test_whatever_the_compiler_raises_is_the_users_to_read(
         raise error
 
     monkeypatch.setattr(grammar, "_matcher", broken)
-    with pytest.raises(UserError, match=r"the regex can not be used: .*; change that part of it") as caught:
+    with pytest.raises(UserError, match=r"the regex cannot be used: .*; change that part of it") as caught:
         BYTES.compile(GrammarSpec("regex", "never seen before"))
     assert "\n" not in str(caught.value)
 
@@ -335,7 +335,7 @@ def test_no_schema_can_ask_to_be_held_less(key: str) -> None:
     own = {"lenient": True, "coerce_one_of": True}
     spec = GrammarSpec("json_schema", json.dumps({key: LENIENT[key], "x-guidance": own}))
     for form in (None, Think()):
-        with pytest.raises(UserError, match=f"can not be used: .*({key}|Unimplemented keys)"):
+        with pytest.raises(UserError, match=f"cannot be used: .*({key}|Unimplemented keys)"):
             BYTES.compile(after_thinking(spec, form, "<think>\n"))
 
 

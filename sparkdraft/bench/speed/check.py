@@ -18,7 +18,7 @@ Bar = Callable[[str], AbstractContextManager[Progress]]
 
 
 class Skipped(Exception):
-    """These lines can not be measured here; the message is the reason."""
+    """These lines cannot be measured here; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)

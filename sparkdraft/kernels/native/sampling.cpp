@@ -135,7 +135,7 @@ int64_t draw(const Row& row, const float* weights, float least) {
     float total = row.scaled(best) + noise_of(row.bits(best));
     for (int64_t i = 0; i < row.columns; i += STRIP) {
         const int64_t end = std::min(i + STRIP, row.columns);
-        // A column below this can not reach 'total'; a little less, because the product is rounded.
+        // A column below this cannot reach 'total'; a little less, because the product is rounded.
         const float needed = row.top + (total - LARGEST) * row.temperature - 1e-4f * (1 + std::fabs(row.top));
         if (end == i + STRIP && largest_of_strip(x + i) < needed) continue;
         for (int64_t v = i; v < end; ++v) {

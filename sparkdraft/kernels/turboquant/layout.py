@@ -36,7 +36,7 @@ def block_width(dim: int) -> int:
     width = min(dim & -dim, LARGEST)
     if width < SMALLEST:
         raise UserError(
-            f"head dimension {dim} can not be rotated: TurboQuant needs a multiple of {SMALLEST}; "
+            f"head dimension {dim} cannot be rotated: TurboQuant needs a multiple of {SMALLEST}; "
             "keep this model's KV cache exact"
         )
     return width

@@ -15,7 +15,7 @@ from sparkdraft.core import TokenLogprob
 from sparkdraft.server.messages import TokenEvent
 
 Json = dict[str, Any]
-LOWEST = -9999.0  # as OpenAI writes the log-probability of what can not happen
+LOWEST = -9999.0  # as OpenAI writes the log-probability of what cannot happen
 
 
 class TokenBytes(Protocol):
@@ -139,5 +139,5 @@ def token_name(token: int, tokenizer: TokenBytes) -> str:
 
 
 def finite(logprob: float) -> float:
-    """JSON has no infinities and no NaN: what can not happen, and what is no number, has OpenAI's lowest value."""
+    """JSON has no infinities and no NaN: what cannot happen, and what is no number, has OpenAI's lowest value."""
     return min(logprob, 0.0) if logprob > LOWEST else LOWEST

@@ -76,7 +76,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
 
 def broken_json(mistake: str, position: int, text: str) -> ApiError:
     """'mistake' is the standard library's message, 'text' the body."""
-    what = next((ours for start, ours in JSON_MISTAKES.items() if mistake.startswith(start)), "it can not be read")
+    what = next((ours for start, ours in JSON_MISTAKES.items() if mistake.startswith(start)), "it cannot be read")
     line = text.count("\n", 0, position) + 1
     column = position - text.rfind("\n", 0, position)
     rest = text[position : position + MAX_SHOWN // 2]
@@ -94,7 +94,7 @@ def unreadable(cause: BaseException | None) -> ApiError:
     elif isinstance(cause, ValueError):
         sentence = f"The body has a number of more than {sys.get_int_max_str_digits()} digits; send a shorter one."
     else:
-        sentence = "The body can not be read as JSON; check what the client sends."
+        sentence = "The body cannot be read as JSON; check what the client sends."
     return ApiError(400, sentence, code="invalid_json")
 
 
