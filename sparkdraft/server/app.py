@@ -34,9 +34,9 @@ from sparkdraft.server.prompts import ModelText
 from sparkdraft.server.protocol.errors import ApiError, as_sentence
 from sparkdraft.server.protocol.shapes import dumps
 from sparkdraft.server.protocol.validation import from_validation, unreadable
-from sparkdraft.server.rehearsal import rehearse
 from sparkdraft.server.routes import ROUTERS
 from sparkdraft.server.service import Service, as_api_error
+from sparkdraft.server.warm_up_requests import send_warm_up_requests
 
 if TYPE_CHECKING:
     from sparkdraft.server.engine_client import EngineClient
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def create_app(config: ServerConfig, client: EngineClient, rehearsed: bool = True) -> FastAPI:
-    """The application owns the client: it is started and stopped with it. rehearsed: requests of its own go first."""
+def create_app(config: ServerConfig, client: EngineClient, warms_up: bool = True) -> FastAPI:
+    """The application owns the client: it is started and stopped with it. warms_up: requests of its own go first."""
     service = Service(config, client)
     guards = [Middleware(Linger), Middleware(Errors, metrics=service.metrics)]
     if (accepted := accepted_hosts(config)) is not None:
@@ -62,7 +62,7 @@ def create_app(config: ServerConfig, client: EngineClient, rehearsed: bool = Tru
         lifespan=_lifespan,
         responses={"4XX": {"description": "OpenAI's error object"}, "503": {"description": "Not ready, or draining"}},
     )
-    app.state.service, app.state.rehearsed = service, rehearsed
+    app.state.service, app.state.warms_up = service, warms_up
     for router in ROUTERS:
         app.include_router(router)
     for kind in (RequestValidationError, HTTPException, UserError, EngineError):
@@ -74,16 +74,16 @@ def create_app(config: ServerConfig, client: EngineClient, rehearsed: bool = Tru
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     service: Service = app.state.service
 
-    async def rehearsal(text: ModelText) -> None:
-        if app.state.rehearsed:
+    async def warm_up(text: ModelText) -> None:
+        if app.state.warms_up:
             beside = create_app(service.config, service.client)
             beside.state.service.text = text
-            await rehearse(beside, service.config.api_key)
+            await send_warm_up_requests(beside, service.config.api_key)
             beside.state.service.close()
             service.client.count_anew()
 
     await service.client.start()
-    following = asyncio.create_task(service.follow(rehearsal))
+    following = asyncio.create_task(service.follow(warm_up))
     try:
         yield
     finally:

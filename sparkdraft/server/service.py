@@ -1,6 +1,6 @@
 """What the routes share: the configuration, the engine's client, the counters, and the model's tokenizer and template.
 
-The tokenizer is made as soon as the engine has said what it serves, in a thread, and then a few requests are rehearsed,
+The tokenizer is made as soon as the engine has said what it serves, in a thread, and then a few warm-up requests run,
 both before /health says ready, so that the first user does not pay for it. What a route does with these is its own
 matter.
 """
@@ -101,22 +101,22 @@ class Service:
 
     @property
     def stage(self) -> str:
-        """Of loading; the rehearsal comes after all that the engine does by itself."""
-        return "rehearsal" if self.client.state == "ready" and not self._has_text else self.client.stage
+        """Of loading; warm-up requests come after all that the engine does by itself."""
+        return "warm-up requests" if self.client.state == "ready" and not self._has_text else self.client.stage
 
     # ---- the engine's facts
 
-    async def follow(self, rehearse: Callable[[ModelText], Awaitable[None]]) -> None:
+    async def follow(self, warm_up: Callable[[ModelText], Awaitable[None]]) -> None:
         """Forever: make the tokenizer of whatever the engine serves, and run first requests with it."""
         info: ModelInfo | None = None
         while True:
             if self.client.info is not info:
                 info = self.client.info
                 if info is not None:
-                    await self._prepare(info, rehearse)
+                    await self._prepare(info, warm_up)
             await asyncio.sleep(POLL)
 
-    async def _prepare(self, info: ModelInfo, rehearse: Callable[[ModelText], Awaitable[None]]) -> None:
+    async def _prepare(self, info: ModelInfo, warm_up: Callable[[ModelText], Awaitable[None]]) -> None:
         self.refusal = None
         try:
             text = await self.in_thread(lambda: ModelText(info, self.sampling))
@@ -126,9 +126,9 @@ class Service:
             return
         self.gate.max_seqs = int(info.plan_facts.get("max_seqs") or 1)
         try:
-            await rehearse(text)
+            await warm_up(text)
         except Exception as error:
-            log.error("a rehearsed request failed; users' requests are taken nevertheless", exc_info=error)
+            log.error("a warm-up request failed; users' requests are taken nevertheless", exc_info=error)
         if self.client.info is info and self.client.state == "ready":  # else it died meanwhile, and a new one comes
             self.text = text
             self.start_seconds = self.client.start_took()

@@ -166,12 +166,12 @@ class Live:
 
 
 @contextmanager
-def live(client: Any, ready_within: float = 60.0, rehearsed: bool | None = None, **options: Any) -> Iterator[Live]:
+def live(client: Any, ready_within: float = 60.0, warms_up: bool | None = None, **options: Any) -> Iterator[Live]:
     config = ServerConfig(port=0, **options)
     listener = listen(config)
-    if rehearsed is None:
-        rehearsed = not isinstance(client, FakeClient)  # which shall see what a test sends, and nothing else
-    server = Server(create_app(config, client, rehearsed), config)
+    if warms_up is None:
+        warms_up = not isinstance(client, FakeClient)  # which shall see what a test sends, and nothing else
+    server = Server(create_app(config, client, warms_up), config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()
     running = Live(address_of(listener), server, config)

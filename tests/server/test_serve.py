@@ -195,7 +195,7 @@ def test_a_signal_at_any_step_before_loading_ends_it_quietly(
         ("process", 1),
         ("opening", 2),
         ("weights|warm-up", 1),
-        ("rehearsal|ready after", 2),
+        ("warm-up requests|ready after", 2),
     ],  # some may be too short to see
 )
 def test_a_signal_while_it_loads_ends_it_quietly(tiny_folder: Path, stage: str, times: int) -> None:

@@ -25,7 +25,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-async def rehearse(app: ASGIApp, api_key: str | None) -> None:
+async def send_warm_up_requests(app: ASGIApp, api_key: str | None) -> None:
     """'app' must be ready for requests."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)

@@ -11,7 +11,7 @@ import httpx
 import jinja2
 import pytest
 
-from sparkdraft.server import rehearsal
+from sparkdraft.server import warm_up_requests
 from sparkdraft.server.engine_errors import EngineError
 from tests.models.tiny import write_tiny
 from tests.server.conftest import TEMPLATE, FakeClient, live
@@ -51,10 +51,8 @@ def test_the_first_request_finds_the_templates_opening_computed_and_nothing_coun
     assert "sparkdraft_generation_tokens_total 24\n" in metrics
 
 
-@pytest.mark.parametrize(("rehearsed", "compiled"), [(True, 0), (False, 1)])
-def test_the_first_request_compiles_no_template(
-    rehearsed: bool, compiled: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("warms_up", "compiled"), [(True, 0), (False, 1)])
+def test_the_first_request_compiles_no_template(warms_up: bool, compiled: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """How much time that saves is left to `make check-speed`."""
     sources: list[object] = []
     compile_template = jinja2.Environment.compile
@@ -64,32 +62,32 @@ def test_the_first_request_compiles_no_template(
         return compile_template(self, source, *given, **options)
 
     monkeypatch.setattr(jinja2.Environment, "compile", counted)
-    own = TEMPLATE + f"{{# rehearsed: {rehearsed} #}}"  # a template that no other test has compiled
-    with live(FakeClient(lambda prompt, params: "{}", template=own), rehearsed=rehearsed) as running:
+    own = TEMPLATE + f"{{# warms_up: {warms_up} #}}"  # a template that no other test has compiled
+    with live(FakeClient(lambda prompt, params: "{}", template=own), warms_up=warms_up) as running:
         sources.clear()
         assert running.chat().status_code == 200
         assert len(sources) == compiled
 
 
-def test_nothing_is_ready_before_the_rehearsal_is_over() -> None:
+def test_nothing_is_ready_before_the_warm_up_requests_are_over() -> None:
     client = FakeClient(lambda prompt, params: "{}")
     client.go_on.clear()
-    with live(client, ready_within=0, rehearsed=True, api_key="right") as running:
+    with live(client, ready_within=0, warms_up=True, api_key="right") as running:
         running.wait_for(lambda: bool(client.seen))
         health = running.http.get("/health")
-        assert health.status_code == 503 and health.json()["stage"] == "rehearsal"
+        assert health.status_code == 503 and health.json()["stage"] == "warm-up requests"
         assert running.chat().json()["error"]["code"] == "not_ready"
         client.go_on.set()
         running.wait_for(lambda: running.service.ready)
-        assert len(client.seen) == len(rehearsal.REQUESTS) and client.aborted == []
+        assert len(client.seen) == len(warm_up_requests.REQUESTS) and client.aborted == []
         assert {params.grammar and params.grammar.kind for params in client.seen} == {None, "json_object"}
 
 
-def test_an_engine_that_dies_in_its_rehearsal_has_not_started() -> None:
+def test_an_engine_that_dies_in_its_warm_up_requests_has_not_started() -> None:
     client, took = FakeClient(lambda prompt, params: "{}"), []
     client.start_took = lambda: took.append(client.info) or 0.0  # type: ignore[method-assign,func-returns-value]
     client.go_on.clear()
-    with live(client, ready_within=0, rehearsed=True) as running:
+    with live(client, ready_within=0, warms_up=True) as running:
         running.wait_for(lambda: bool(client.seen))
         client.state = "restarting"
         client.go_on.set()
@@ -110,8 +108,8 @@ def test_an_engine_that_dies_in_its_rehearsal_has_not_started() -> None:
     ],
     ids=["errors", "no template", "slow"],
 )
-def test_a_rehearsal_that_goes_wrong_stops_nobody(client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsal, "BUDGET", 0.5)
-    with live(client, rehearsed=True) as running:
+def test_warm_up_requests_that_go_wrong_stop_nobody(client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_up_requests, "BUDGET", 0.5)
+    with live(client, warms_up=True) as running:
         assert running.http.get("/health").status_code == 200
         running.wait_for(lambda: running.service.gate.num_inside == 0)
