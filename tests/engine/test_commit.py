@@ -12,7 +12,7 @@ from sparkdraft import LLM, SamplingParams
 from sparkdraft.cache.formats import KVFormat, LayerKV, RopeArgs
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.core import Request
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.view import AttentionParams, AttentionView
 from tests.engine.test_overlap import TEXTS, with_overlap
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
@@ -29,9 +29,9 @@ class FirstLayer:
         self.positions = rope_args.positions
         self.inner.write(qkv, rope_args, slots)
 
-    def attend(self, q: Tensor, view: AttentionView, scale: float, causal: bool = True, window: int = 0) -> Tensor:
+    def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
         self.view = view
-        return self.inner.attend(q, view, scale, causal, window)
+        return self.inner.attend(q, view, params)
 
 
 class RunningState(KVFormat):
@@ -127,7 +127,7 @@ def test_both_paths_commit_the_same_rows(pair: tuple[LLM, LLM], depth: int) -> N
 
 
 def test_a_state_goes_on_where_the_last_step_left_it_whoever_comes_and_goes(pair: tuple[LLM, LLM]) -> None:
-    """Requests join and leave while others fly, so that host and device take steps of the same requests in turn."""
+    """Requests join and leave while others run ahead, so that host and device take steps of the same requests in turn."""
     _, llm = pair
     engine, kv = llm.engine, llm.engine.runner.kv
     state, params = followed(llm), SamplingParams(max_tokens=30, num_draft=3, ignore_eos=True)

@@ -51,7 +51,7 @@ def test_what_it_says_of_itself_reaches_status_and_metrics(server: Live) -> None
     assert (status["model_type"], status["plan"], status["plan_facts"]) == ("echo", "an echo", {"max_seqs": 4})
     engine = status["engine"]
     assert (engine["kv_blocks_free"], engine["kv_blocks_total"], engine["preemptions"]) == (7, 8, 3)
-    assert status["speculative_decoding"]["num_spec_steps"] == engine["steps"], "neither counts the rehearsal"
+    assert status["speculative_decoding"]["num_spec_steps"] == engine["steps"], "neither counts warm-up requests"
     assert "sparkdraft_kv_cache_usage_perc 0.125" in server.http.get("/metrics").text.splitlines()
 
 

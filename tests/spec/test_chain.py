@@ -157,7 +157,7 @@ def test_preempted_requests_write_the_same(pair: tuple[Path, Path], overlaps: bo
 
 
 def test_who_needs_the_host_takes_the_drafters_state_along(pair: tuple[Path, Path]) -> None:
-    """A request that wants log-probabilities makes all steps the host's; when it ends, the others fly again."""
+    """A request that wants log-probabilities makes all steps the host's; when it ends, the others run ahead again."""
     plain, llm = load(pair, "quantised", spec="off"), load(pair, "quantised", overlaps=True)
     params = greedy(3, 3)
     short = SamplingParams(max_tokens=9, logprobs=1, num_draft=2, ignore_eos=True)

@@ -389,7 +389,7 @@ def paged_attention(
     v_cache: Tensor,
     view: AttentionView,
     params: AttentionParams,
-    same_bits_up_to: int = 0,  # batches of up to this many rows per sequence, of as many sequences, give a row the same bits
+    same_bits_up_to: int = 0,  # batches of up to this many rows per sequence give a row the same bits
 ) -> Tensor:  # [rows, heads * head_dim]; rows past query_start[-1] are left unwritten
     assert q.stride(2) == k_cache.stride(3) == 1, (q.stride(), k_cache.stride())
     assert k_cache.stride() == v_cache.stride(), (k_cache.stride(), v_cache.stride())

@@ -171,7 +171,7 @@ def tq_attention(
     q: Tensor,  # [rows, heads, dim], a strided view of qkv, as tq_write has rotated it
     view: AttentionView,
     params: AttentionParams,
-    same_bits_up_to: int = 0,  # batches of up to this many rows per sequence, of as many sequences, give a row the same bits
+    same_bits_up_to: int = 0,  # batches of up to this many rows per sequence give a row the same bits
 ) -> Tensor:  # [rows, heads * dim]; rows past query_start[-1] are left unwritten
     """Causal attention: a row takes the first and its most recent keys from pages, all others by their codes."""
     _check(layer)
