@@ -1,10 +1,9 @@
 """What a request holds beside its K/V blocks, as one interface that the scheduler knows nothing more of.
 
-A cache may need more than blocks: pages of uncoded rows (cache/turboquant/holding.py), later the state of recurrent
-layers, or blocks of layers with a sliding window in a pool of their own. Each such resource is scarce, belongs to a
-request or to a prefix, and limits what can be scheduled. A `Holding` keeps its books; the scheduler tells it what
-happens to requests and asks it what is possible. `Holdings` is all of them together. Integers only: the tensors are the
-format's, and `send` tells the device.
+A cache may need more than blocks: pages of uncoded rows or of sliding windows (cache/recent_rows.py), later the state
+of recurrent layers. Each such resource is scarce, belongs to a request or to a prefix, and limits what can be
+scheduled. A `Holding` keeps its books; the scheduler tells it what happens to requests and asks it what is possible.
+`Holdings` is all of them together. Integers only: the tensors are the format's, and `send` tells the device.
 
 The life of a request, as a holding sees it (its blocks, chain and num_computed are up to date in every call):
 

@@ -50,6 +50,8 @@ class WindowGroup:
     ) -> None:
         self.ops, self.block_size = ops, block_size
         self.kv = DenseKV(specs, num_pages, block_size, dtype, device, ops, same_bits_up_to)
+        for tensor in (*self.kv.k, *self.kv.v):
+            tensor.zero_()  # a tile may reach out of the window into page 0: what is masked there must be a number
         self.page_of = torch.full((num_blocks,), -1, dtype=torch.int32, device=device)  # by block; -1: it has none
         # At fixed addresses, because recorded steps read and write them.
         self._slots = torch.zeros(room.rows, dtype=torch.int32, device=device)

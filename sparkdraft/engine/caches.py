@@ -15,10 +15,10 @@ from torch import Tensor
 from sparkdraft.cache.formats import KVFormat
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.cache.holdings import Holding
+from sparkdraft.cache.pages import PagePool
+from sparkdraft.cache.recent_rows import RecentRows
 from sparkdraft.cache.turboquant.capture import CaptureKV
 from sparkdraft.cache.turboquant.format import TurboQuantKV
-from sparkdraft.cache.turboquant.holding import UncodedRows
-from sparkdraft.cache.turboquant.pages import PagePool
 from sparkdraft.cache.windows import StepRoom, WindowedKV, WindowGroup
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.layers import AttentionSpec
@@ -60,7 +60,7 @@ def target_cache(
         sizes = (window.pages, plan.num_blocks, plan.block_size, room)
         groups[size] = WindowGroup(own, *sizes, kept, device, ops, same_bits_up_to)
         pages = PagePool(window.pages)
-        holdings.append(UncodedRows(pages, plan.block_size, 0, size, MOST_AHEAD, groups[size].send))
+        holdings.append(RecentRows(pages, plan.block_size, 0, size, MOST_AHEAD, groups[size].send))
     return WindowedKV(model.attention, cache, groups, ops), holdings
 
 
@@ -82,4 +82,4 @@ def _coded(
     if not coded.is_hybrid:
         return codes, []
     pages = PagePool(coded.pages)
-    return codes, [UncodedRows(pages, plan.block_size, coded.first, coded.recent, MOST_AHEAD, codes.send)]
+    return codes, [RecentRows(pages, plan.block_size, coded.first, coded.recent, MOST_AHEAD, codes.send)]

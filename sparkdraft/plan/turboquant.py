@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparkdraft.cache.turboquant.holding import pages_of_a_request
+from sparkdraft.cache.recent_rows import pages_of_a_request
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.kernels.turboquant.layout import PLANES, block_width, token_bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparkdraft.cache.turboquant.holding import pages_of_a_request
+from sparkdraft.cache.recent_rows import pages_of_a_request
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.layers import AttentionSpec
 

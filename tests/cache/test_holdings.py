@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from sparkdraft.cache.blocks import BlockPool
 from sparkdraft.cache.holdings import Holding, Holdings
 from sparkdraft.cache.prefix import Hit
-from sparkdraft.cache.turboquant.holding import pages_of_a_request
+from sparkdraft.cache.recent_rows import pages_of_a_request
 from sparkdraft.core import Request, SamplingParams, Work
 from sparkdraft.engine.engine import Engine
 from sparkdraft.plan.resolve import MOST_AHEAD

@@ -127,7 +127,7 @@ def test_both_paths_commit_the_same_rows(pair: tuple[LLM, LLM], depth: int) -> N
 
 
 def test_a_state_goes_on_where_the_last_step_left_it_whoever_comes_and_goes(pair: tuple[LLM, LLM]) -> None:
-    """Requests join and leave while others run ahead, so that host and device take steps of the same requests in turn."""
+    """Requests join and leave while others run ahead: host and device take steps of the same requests in turn."""
     _, llm = pair
     engine, kv = llm.engine, llm.engine.runner.kv
     state, params = followed(llm), SamplingParams(max_tokens=30, num_draft=3, ignore_eos=True)

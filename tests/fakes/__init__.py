@@ -17,8 +17,8 @@ from typing import Protocol
 import torch
 
 from sparkdraft.cache.holdings import Holding
-from sparkdraft.cache.turboquant.holding import UncodedRows
-from sparkdraft.cache.turboquant.pages import PagePool
+from sparkdraft.cache.pages import PagePool
+from sparkdraft.cache.recent_rows import RecentRows
 from sparkdraft.core import Batch, Request, Work
 from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.engine import Engine
@@ -222,5 +222,5 @@ def fake_engine(
     runner, holdings = FakeRunner(plan), list(more_holdings)
     if (coded := plan.coded) and runner.pages:
         rows = (coded.first, coded.recent, MOST_AHEAD)
-        holdings.append(UncodedRows(PagePool(coded.pages), plan.block_size, *rows, runner.pages.send))
+        holdings.append(RecentRows(PagePool(coded.pages), plan.block_size, *rows, runner.pages.send))
     return Engine(plan, runner, sampler, tokenizer, drafting, holdings=holdings)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.cache.turboquant.holding import UncodedRows, pages_of_a_request
+from sparkdraft.cache.recent_rows import RecentRows, pages_of_a_request
 from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.models import registry
 from sparkdraft.plan.resolve import MOST_AHEAD
@@ -54,9 +54,9 @@ def alone(llm: LLM) -> list[list[int]]:
     return [written(llm, [p], [s])[0] for p, s in zip(PROMPTS, PARAMS, strict=True)]
 
 
-def holding(llm: LLM) -> UncodedRows:
+def holding(llm: LLM) -> RecentRows:
     (found,) = llm.engine.scheduler.holdings.parts
-    assert isinstance(found, UncodedRows)
+    assert isinstance(found, RecentRows)
     return found
 
 

@@ -1,26 +1,26 @@
-"""The pages of uncoded rows that each request holds: of its first positions, the recent ones, and those to be written.
+"""The pages that each request holds: of its first positions, the recent ones, and those to be written.
 
-A row reads the first positions and the recent ones before it uncoded (kernels/turboquant/store.py), so their blocks
-must have pages (pages.py) for as long as a later row may read them. Pages fall behind as a request grows and are given
-back then. A prefix is used only as far as the pages of its end are still there. This is a `Holding`
-(cache/holdings.py). Integers only.
+Two caches keep only such rows in pages (pages.py): a TurboQuant cache, which reads them uncoded, and layers with a
+sliding window, which read no others. Their blocks must have pages for as long as a later row may read them. Pages fall
+behind as a request grows and are given back then. A prefix is used only as far as the pages of its end are still there.
+This is a `Holding` (cache/holdings.py). Integers only.
 
-    blocks of a request    | head | ....... codes alone ....... | recent | to be written |
-    pages held             | held |                             |  held  |     held      |
+    blocks of a request    | first | ........ no page ........ | recent | to be written |
+    pages held             | held  |                           |  held  |     held      |
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from sparkdraft.cache.pages import PagePool, usable_blocks
 from sparkdraft.cache.prefix import Hit
-from sparkdraft.cache.turboquant.pages import PagePool, usable_blocks
 from sparkdraft.core import Request
 
 Tell = Callable[[list[tuple[int, int]]], None]  # (block, its page or -1) of each block that got or lost one
 
 
-class UncodedRows:
+class RecentRows:
     def __init__(self, pages: PagePool, block_size: int, first: int, recent: int, most_ahead: int, tell: Tell) -> None:
         """most_ahead: rows past its computed ones that a decoding request may need blocks for. tell: the device."""
         self.pages, self.block_size, self.first, self.recent = pages, block_size, first, recent
@@ -81,7 +81,7 @@ class UncodedRows:
         self.pages.sent()
 
     def _is_read(self, index: int, computed: int) -> bool:
-        """Whether a row from position 'computed' on reads the block uncoded."""
+        """Whether a row from position 'computed' on reads the block's page."""
         return index * self.block_size < self.first or (index + 1) * self.block_size > computed - self.recent + 1
 
 

@@ -1,10 +1,10 @@
-"""Which blocks of a coded cache also have a page of uncoded rows, and how many requests read each page.
+"""Which blocks have a page, and how many requests read each page.
 
-Codes take few bytes, so every block has them. A row reads only the first and the recent positions before it uncoded, so
-few blocks need a page, and there are few pages. A page belongs to a block, as K/V do: requests that share blocks share
-pages. A page without readers keeps its content until it is handed out again, oldest release first, so that a later
-request may find it. Integers only: the tensors and the map on the device are the format's (format.py), and which blocks
-a request must hold pages of is decided in holding.py.
+A page holds rows of a block that only rows near them read: uncoded rows of a TurboQuant cache, or the keys and values
+of layers with a sliding window. Few blocks need one at a time, so there are few pages. A page belongs to a block, as
+K/V do: requests that share blocks share pages. A page without readers keeps its content until it is handed out again,
+oldest release first, so that a later request may find it. Integers only: the tensors and the map on the device are the
+format's, and which blocks a request must hold pages of is decided in recent_rows.py.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PagePool:
 
 
 def usable_blocks(pages: PagePool, hit: Sequence[int], block_size: int, first: int, recent: int) -> int:
-    """How many blocks of a prefix hit can be used, so that the row after them finds what it reads uncoded.
+    """How many blocks of a prefix hit can be used, so that the row after them finds the pages that it reads.
 
     These are the blocks of the first positions, and of the recent ones before that row. Using less of a hit costs time
     and changes no text.

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparkdraft.cache.turboquant.pages import PagePool, usable_blocks
+from sparkdraft.cache.pages import PagePool, usable_blocks
 
 NUM_PAGES, NUM_BLOCKS = 3, 5
 

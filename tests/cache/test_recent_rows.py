@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from sparkdraft.cache.turboquant.holding import UncodedRows, pages_of_a_request
-from sparkdraft.cache.turboquant.pages import PagePool
+from sparkdraft.cache.pages import PagePool
+from sparkdraft.cache.recent_rows import RecentRows, pages_of_a_request
 from sparkdraft.core import Request, SamplingParams
 from sparkdraft.engine.engine import Engine
 from sparkdraft.plan.resolve import MOST_AHEAD
@@ -59,7 +59,7 @@ def test_every_row_finds_its_uncoded_keys(recent: int, spare: int) -> None:
 
 @pytest.mark.parametrize("first, recent", [(0, 1), (3, 5), (4, 16), (9, 7)])
 def test_pages_are_held_as_long_as_a_row_to_come_reads_them(first: int, recent: int) -> None:
-    rows = UncodedRows(PagePool(30), SIZE, first, recent, 0, tell=print)
+    rows = RecentRows(PagePool(30), SIZE, first, recent, 0, tell=print)
     it = Request("it", 0, [0] * 80, SamplingParams(), 0, 1)
     it.blocks.extend(range(100, 120))
     rows.grow(it, 20)
