@@ -30,7 +30,7 @@ class ModelInfo:
     plan: str  # in words
     plan_facts: dict[str, Any]  # device, dtype, kernels, max_seqs, kv_tokens, ...
     fallbacks: list[dict[str, str]]  # name and reason of each
-    drafter: dict[str, Any] | None  # name and block_size
+    drafter: dict[str, Any] | None  # name and max_depth
     created: int  # seconds since 1970
     facts: list[dict[str, str]] = field(default_factory=list)  # how it runs: name, value and reason of each
 

@@ -49,9 +49,12 @@ class WindowGroup:
         same_bits_up_to: int = 0,
     ) -> None:
         self.ops, self.block_size = ops, block_size
-        self.kv = DenseKV(specs, num_pages, block_size, dtype, device, ops, same_bits_up_to)
+        # One more, of zeros, is in the place of pages that are missing: a tile may reach out of the window, and what is
+        # masked there must be a number, and no other request's.
+        self.missing = num_pages
+        self.kv = DenseKV(specs, num_pages + 1, block_size, dtype, device, ops, same_bits_up_to)
         for tensor in (*self.kv.k, *self.kv.v):
-            tensor.zero_()  # a tile may reach out of the window into page 0: what is masked there must be a number
+            tensor[self.missing].zero_()
         self.page_of = torch.full((num_blocks,), -1, dtype=torch.int32, device=device)  # by block; -1: it has none
         # At fixed addresses, because recorded steps read and write them.
         self._slots = torch.zeros(room.rows, dtype=torch.int32, device=device)
@@ -61,7 +64,7 @@ class WindowGroup:
     def begin(self, slots: Tensor, view: AttentionView) -> None:
         """Where the rows of this step go, and what they see, in pages instead of blocks."""
         self.slots, tables = self._slots[: slots.shape[0]], self._tables[: view.block_tables.shape[0]]
-        self.ops.find_pages(self.page_of, slots, view.block_tables, self.block_size, self.slots, tables)
+        self.ops.find_pages(self.page_of, slots, view.block_tables, self.block_size, self.slots, tables, self.missing)
         self.view = replace(view, block_tables=tables)
 
     def send(self, changes: list[tuple[int, int]]) -> None:
@@ -96,6 +99,8 @@ class WindowedKV(KVFormat):
         self.layers: list[LayerKV] = []
         for spec in specs:
             if spec.kv_from is not None:
+                owner = specs[spec.kv_from]
+                assert owner.window not in windows or 0 < spec.window <= owner.window, "it reads what is not kept"
                 self.layers.append(BorrowedLayer(self.layers[spec.kv_from], ops))
             elif group := windows.get(spec.window):
                 self.layers.append(WindowLayer(group, next(parts[spec.window])))

@@ -41,6 +41,7 @@ def target_cache(
     same_bits_up_to: int,
     centres: Sequence[Tensor] | None,  # by layer, for a coded cache
 ) -> tuple[KVFormat, list[Holding]]:
+    assert len(model.attention) == model.num_layers, "a layer without attention needs a cache that is not built"
     windows = {window.window: window for window in plan.windows}
     kept = torch.float8_e4m3fn if plan.kv == "fp8" else dtype
     full = [spec for spec in model.cached_attention if spec.window not in windows]

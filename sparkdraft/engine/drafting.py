@@ -122,12 +122,12 @@ class Drafting:
                 self.learn(work.request, work.num_draft, accepted, work.source, work.num_refused)
 
     def learn(self, request: Request, num_draft: int, accepted: int, source: str, num_refused: int = 0) -> None:
-        """What one step did to a request: drafts that were run, and cut before that, and how many of them stood."""
+        """What one step did to a request: drafts that ran, drafts that a grammar refused before, and how many stood."""
         kept = self._of(request)
         kept.stats.record(num_draft + num_refused, accepted, source)
         source = source or kept.source
         if source in self.controllers and self._asked(request) is None:
-            compared = num_draft + bool(num_refused)  # the first that was cut would have been refused
+            compared = num_draft + bool(num_refused)  # the first that a grammar refused was compared too
             self.controllers[source].record(kept.depth[source], compared, accepted)
 
     def learn_overlapped(self, steps: list[tuple[Request, int, int]], seconds: float) -> None:
@@ -156,8 +156,8 @@ class Drafting:
         num, longest = len(batch.work), max(w.stop for w in batch.work)
         shape = (num, num + sum(w.num_draft for w in drafted))
         self._num_steps[shape] += 1
-        cut = any(w.num_refused for w in batch.work)  # drafted deeper than verified: the cost of neither depth
-        if not cut and self._num_steps[shape] > UNRECORDED:
+        refused = any(w.num_refused for w in batch.work)  # drafted deeper than verified: the cost of neither depth
+        if not refused and self._num_steps[shape] > UNRECORDED:
             deepest = max((w.num_draft for w in drafted), default=0)
             self._measured({w.source for w in drafted}, deepest, num, longest, draft + verify)
         for work in drafted:

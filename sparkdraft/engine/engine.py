@@ -210,7 +210,7 @@ class Engine:
         deepest, running = max(depths.values(), default=0), self.scheduler.running
         return (
             self.scheduler.only_decoding
-            and len(running) * overlap.reach(deepest) <= self.plan.max_rows
+            and overlap.num_rows(len(running), deepest) <= self.plan.max_rows
             and all(overlap.takes(request, deepest) for request in running)
             and not self.drafting.drafts_from_text(depths)
             and self.scheduler.reserve(overlap.max_unread_ids + overlap.reach(deepest))

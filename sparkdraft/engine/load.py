@@ -31,7 +31,7 @@ class Loaded:
 
 
 def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
-    """progress: called with the bytes of weights that are read, and all of them."""
+    """progress: called with the number of tensors that are read, and of all of them."""
     checkpoint = open_checkpoint(config.model)
     model = read_config(checkpoint.config)
     drafter = find_drafter(config, model)

@@ -93,6 +93,10 @@ class OverlappedSteps:
         depth = self._recorded(depth)
         return max(1 + depth, self._proposer.drafter.reach(depth))
 
+    def num_rows(self, num_requests: int, depth: int) -> int:
+        """Rows of a step of this depth, those of spare lanes included."""
+        return self._size(num_requests) * self.reach(depth)
+
     def launch(self, requests: list[Request], depths: list[int]) -> None:
         """One more step; the first one gives these requests their lanes. Their blocks reach as far as it may write."""
         if not self.requests:
@@ -102,7 +106,7 @@ class OverlappedSteps:
         if depth and self._num_waiting:
             self.catch_up()
         self._send(depths)
-        kind = StepKind(self._size(), self._recorded(depth), self._draws, self._filters)
+        kind = StepKind(self._size(len(self.requests)), self._recorded(depth), self._draws, self._filters)
         usual = self._steps is None or kind in self._steps
         if not usual:
             self._read_at = 0.0  # it keeps the host from reading the step before in time
@@ -140,7 +144,7 @@ class OverlappedSteps:
         self.requests, self._read_at = [], 0.0
 
     def catch_up(self) -> None:
-        seqs, self._num_waiting = self._size(), 0
+        seqs, self._num_waiting = self._size(len(self.requests)), 0
         if self._catching_up:
             if seqs not in self._catching_up:
                 self._read_at = 0.0
@@ -153,11 +157,11 @@ class OverlappedSteps:
     def _recorded(self, depth: int) -> int:
         return next(d for d in self._depths if d >= depth)
 
-    def _size(self) -> int:
+    def _size(self, num_requests: int) -> int:
         """Lanes of a step: on a GPU one of few sizes, of which recordings are made; the spare lanes are empty."""
         if not self._steps:
-            return len(self.requests)
-        return next(s for s in gpu_sizes(self._runner.plan.max_seqs) if s >= len(self.requests))
+            return num_requests
+        return next(s for s in gpu_sizes(self._runner.plan.max_seqs) if s >= num_requests)
 
     def _start(self, requests: list[Request]) -> None:
         self.requests, lanes, device = list(requests), self.lanes, self._device

@@ -257,12 +257,14 @@ def find_pages(
     tables: Tensor,  # int32 [seqs, max_blocks]
     block_size: int,
     page_slots: Tensor,  # int32 [rows], written: the same places in pages, -1 where there is none
-    page_tables: Tensor,  # int32 [seqs, max_blocks], written: 0 for a block without a page, which no row may read
+    page_tables: Tensor,  # int32 [seqs, max_blocks], written
+    missing: int,  # stands in the tables for a block without a page, whose rows may be read but count for nothing
 ) -> None:
     """Slots and tables of blocks as slots and tables of the pages that belong to them."""
     page = page_of[(slots.clamp(min=0) // block_size).long()]
     page_slots.copy_((page * block_size + slots % block_size).where((slots >= 0) & (page >= 0), -1))
-    page_tables.copy_(page_of[tables.long()].clamp(min=0))
+    page = page_of[tables.long()]
+    page_tables.copy_(page.where(page >= 0, missing))
 
 
 def accept_drafts(

@@ -82,7 +82,7 @@ class GatedMLP:
     def __init__(
         self, spec: DenseSpec | ExpertsSpec, config: ModelConfig, load: Loader, name: str, ops: ModuleType
     ) -> None:
-        assert isinstance(spec, DenseSpec), f"{name} is {spec}"
+        assert isinstance(spec, DenseSpec) and spec.activation == "silu", f"{name} is {spec}"
         self.ops = ops
         rows = {f"{name}.{part}": spec.intermediate_size for part in ("gate_proj", "up_proj")}
         self.gate_up = load.linear(rows, config.hidden_size, spec.bias)

@@ -25,7 +25,7 @@ class Experts:
     def __init__(
         self, spec: DenseSpec | ExpertsSpec, config: ModelConfig, load: Loader, name: str, ops: ModuleType
     ) -> None:
-        assert isinstance(spec, ExpertsSpec) and not spec.shared_size, f"{name} is {spec}"
+        assert isinstance(spec, ExpertsSpec) and not spec.shared_size and spec.activation == "silu", f"{name} is {spec}"
         self.spec, self.ops, hidden, inter = spec, ops, config.hidden_size, spec.intermediate_size
         self.router = load.linear({f"{name}.gate": spec.num_experts}, hidden)
         names = [f"{name}.experts.{e}" for e in range(spec.num_experts)]

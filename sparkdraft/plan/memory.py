@@ -39,7 +39,7 @@ class MemoryPlan:
         rows = (
             ("weights", self.weights),
             ("KV cache", self.kv),
-            ("uncoded pages", self.pages),
+            ("pages", self.pages),
             ("a step's scratch", self.scratch),
             ("recorded steps", self.recordings),
         )

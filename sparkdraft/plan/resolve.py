@@ -116,7 +116,7 @@ def resolve(
     room = int(hardware.free_bytes * config.memory_fraction) - held - scratch - recordings
     step = StepSize(max_model_len, max_seqs, max_rows)
     caches = _caches(config, model, drafter, kv, kernels, itemsize, step, room)
-    per_block, pages = caches.block_bytes, caches.page_bytes
+    per_block, pages = max(caches.block_bytes, 1), caches.page_bytes  # no layer keeps blocks where all slide
     num_blocks = _num_blocks(config, hardware, room - pages, per_block, max_model_len, max_seqs)
     context = min(max_model_len, num_blocks * config.block_size)
     if context < max_model_len and not config.kv_tokens:  # else it is what was asked for
@@ -173,12 +173,14 @@ def _caches(
     if kv == "turboquant":
         device = "cuda" if kernels == "cuda" else "cpu"
         coded = plan_coded(config, full, device, step.max_seqs, step.max_rows, max(room, 0), MOST_AHEAD)
+        _check_borrowed(model, full)
         for spec in full:
             _check_coded(kernels, spec.head_dim, size)
         pages = coded.pages * coded.page_bytes
     per_block = _token_bytes(full, kv, itemsize, coded, drafter) * size
     kept = 1 if kv == "fp8" else itemsize
-    windows = plan_windows(slid, size, *step, MOST_AHEAD, kept, room - pages, per_block)
+    wanted = config.kv_tokens or step.max_seqs * step.context
+    windows = plan_windows(slid, size, *step, MOST_AHEAD, kept, room - pages, per_block, -(-wanted // size))
     return Caches(coded, windows, per_block, pages + sum(window.nbytes for window in windows))
 
 
@@ -211,6 +213,13 @@ def _check_kv(kv: str, hardware: Hardware, weights: str) -> None:
     if hardware.device == "cuda" and hardware.capability < FP8_CAPABILITY:
         has, needs = (".".join(map(str, c)) for c in (hardware.capability, FP8_CAPABILITY))
         raise UserError(f"kv fp8 needs a GPU of compute capability {needs}; {hardware.name} has {has}: keep it exact")
+
+
+def _check_borrowed(model: ModelConfig, coded: Sequence[AttentionSpec]) -> None:
+    """Queries are compared with codes in their rotated form, which only the layer that writes the codes gives them."""
+    owners = [model.layers[spec.kv_from].mixer for spec in model.attention if spec.kv_from is not None]
+    if any(owner in coded for owner in owners):
+        raise UserError("kv turboquant is not built for layers that read another layer's K/V: ask for kv fp8 or exact")
 
 
 def _check_coded(kernels: str, head_dim: int, block_size: int) -> None:
@@ -266,7 +275,7 @@ def _num_blocks(
     if fits * size < min(LEAST_CONTEXT, max_model_len):
         taken = int(hardware.free_bytes * config.memory_fraction) - room
         raise UserError(
-            f"the model does not fit: weights and scratch take {taken / 2**30:.1f} GiB, "
+            f"the model does not fit: weights, scratch and pages take {taken / 2**30:.1f} GiB, "
             f"{hardware.free_bytes / 2**30:.1f} GiB are free and {config.memory_fraction:.0%} of that may be used"
         )
     if wanted > fits:

@@ -58,7 +58,9 @@ def plan_coded(
 ) -> CodedPlan:
     """room: bytes for codes and pages together. most_ahead: rows past the committed that a request may write to."""
     if not layers:
-        raise UserError("this model has no layers with a KV cache: TurboQuant has nothing to code, keep kv exact")
+        raise UserError(
+            "this model has no layers whose K/V grow with the context: TurboQuant has nothing to code, keep kv exact"
+        )
     for spec in layers:
         block_width(spec.head_dim)  # refuses what cannot be rotated
     more, most = config.tq_initial_layers, max(PLANES)

@@ -14,6 +14,7 @@ from sparkdraft.models.layers import AttentionSpec
 
 USUAL_CONTEXT = 8192  # tokens of a request, where memory is divided between full layers and windows
 SPARE_SHARE = 4  # of the pages that requests need, one part in this many is added for prefixes to be found again
+CHUNK_ROWS = 2048  # of a prompt that pages are reserved for beside those of requests; longer chunks are cut to fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class WindowPlan:
 
     @property
     def nbytes(self) -> int:
-        return self.pages * self.page_bytes
+        return (self.pages + 1) * self.page_bytes  # and one of zeros, in the place of those that are missing
 
 
 def window_layers(model: ModelConfig, context: int) -> dict[int, list[AttentionSpec]]:
@@ -46,13 +47,19 @@ def plan_windows(
     itemsize: int,
     room: int,  # bytes for all K/V
     full_block_bytes: int,
+    most_blocks: int,  # that there may be: each has one page at most
 ) -> tuple[WindowPlan, ...]:
     need = {window: pages_of_a_request(block_size, 0, window, most_ahead) for window in layers}
     page = {window: sum(2 * s.kv_width for s in specs) * block_size * itemsize for window, specs in layers.items()}
-    request = sum(need[w] * page[w] for w in layers) + -(-min(context, USUAL_CONTEXT) // block_size) * full_block_bytes
-    requests = max(min(room // max(request, 1), max_seqs), 1)
-    chunk = -(-max_rows // block_size)
+    chunk = -(-min(max_rows, CHUNK_ROWS) // block_size)
+    spare = 1 + 1 / SPARE_SHARE
+    request = sum(spare * need[w] * page[w] for w in layers)
+    request += -(-min(context, USUAL_CONTEXT) // block_size) * full_block_bytes
+    left = room - chunk * sum(page.values())
+    if left < request:  # little memory: one request at a time, whose prompt comes in smaller chunks
+        chunk, left = min(chunk, min(need.values(), default=0)), 0
+    requests = max(min(int(left // max(request, 1)), max_seqs), 1)
     return tuple(
-        WindowPlan(window, requests * need[window] * (SPARE_SHARE + 1) // SPARE_SHARE + chunk, page[window])
+        WindowPlan(window, min(int(requests * spare * need[window]) + chunk, most_blocks), page[window])
         for window in layers
     )

@@ -142,6 +142,7 @@ class EngineLoop:
             self._handle(inbox.get())
 
     def _send(self, outputs: list[StepOutput]) -> None:
+        outputs = [output for output in outputs if output.request_id in self._open]  # others were refused half added
         if not outputs:
             return
         self._counts["steps"] += 1

@@ -9,7 +9,7 @@ import pytest
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.engine.engine import Engine
-from tests.cache.turboquant.test_holding import coded_engine
+from tests.cache.test_recent_rows import coded_engine
 from tests.engine.test_engine import collect, drain, greedy
 from tests.engine.test_overlap import with_overlap
 from tests.fakes import FakeBlock, fake_engine

@@ -11,6 +11,7 @@ import torch
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.cache.recent_rows import RecentRows, pages_of_a_request
+from sparkdraft.cache.windows import WindowedKV
 from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.models import registry
 from sparkdraft.plan.resolve import MOST_AHEAD
@@ -131,6 +132,19 @@ def test_a_prefix_is_used_as_far_as_its_window_is_still_there(folder: Path) -> N
     pages._pool.release(taken)
     last = llm.generate(*follow_up)[0].completions[0]
     assert last.ids == first.ids and last.num_cached == 0
+
+
+def test_what_is_masked_is_no_other_requests(folder: Path) -> None:
+    """A tile reaches out of the window; pages that are missing there are read as zeros, whatever other pages hold."""
+    llm = load(folder, prefix_cache=False)
+    expected = alone(llm)
+    kv = llm.engine.runner.kv
+    assert isinstance(kv, WindowedKV)
+    with torch.inference_mode():
+        for group in kv.windows.values():
+            for tensor in (*group.kv.k, *group.kv.v):
+                tensor[: group.missing] = float("nan")
+    assert alone(llm) == expected
 
 
 def test_requests_that_give_their_blocks_back_write_the_same(folder: Path) -> None:

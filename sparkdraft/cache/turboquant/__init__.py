@@ -1,11 +1,10 @@
 """A TurboQuant cache: codes of a few bits in the engine's blocks, and uncoded rows of some blocks in pages beside them.
 
-    pages.py      which blocks have a page of uncoded rows; integers only
-    holding.py    the pages that each request holds (a `Holding`, cache/holdings.py); integers only
     format.py     the tensors: codes, pages, and the map from blocks to pages
     capture.py    an exact cache is read, and codes are written beside it to measure their errors
     centre.py     the mean key of each layer, which is subtracted before keys are coded
 
 The arithmetic of codes is in kernels/turboquant, the Triton kernels are in kernels/cuda/turboquant, and bits and bytes
-are planned in plan/turboquant.py. Nothing is imported here: pages.py and holding.py load without torch.
+are planned in plan/turboquant.py. Which blocks have a page, and which pages a request holds, is decided as for sliding
+windows: cache/pages.py, cache/recent_rows.py.
 """

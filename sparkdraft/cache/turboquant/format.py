@@ -1,8 +1,8 @@
 """Keys and values as codes of a few bits, with the first and the most recent rows of each context uncoded beside them.
 
 Codes are in the engine's blocks, uncoded rows in pages of their own, of which there are few. Which blocks have a page
-is decided in holding.py, and `send` tells the device. A row's codes depend on that row alone, as in DenseKV, so
-rollback is a shorter length and a prefix block is complete by itself.
+is decided in cache/recent_rows.py, and `send` tells the device. A row's codes depend on that row alone, as in DenseKV,
+so rollback is a shorter length and a prefix block is complete by itself.
 """
 
 from __future__ import annotations

@@ -163,10 +163,11 @@ def find_pages(
     tables: Tensor,  # int32 [seqs, max_blocks]
     block_size: int,
     page_slots: Tensor,  # int32 [rows], written: the same places in pages, -1 where there is none
-    page_tables: Tensor,  # int32 [seqs, max_blocks], written: 0 for a block without a page, which no row may read
+    page_tables: Tensor,  # int32 [seqs, max_blocks], written
+    missing: int,  # stands in the tables for a block without a page, whose rows may be read but count for nothing
 ) -> None:
     places = (page_of.data_ptr(), slots.data_ptr(), tables.data_ptr(), page_slots.data_ptr(), page_tables.data_ptr())
-    c.sd_find_pages(*places, slots.shape[0], tables.shape[0] * tables.shape[1], block_size)
+    c.sd_find_pages(*places, slots.shape[0], tables.shape[0] * tables.shape[1], block_size, missing)
 
 
 def make_rows(

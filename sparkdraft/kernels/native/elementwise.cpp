@@ -87,14 +87,17 @@ void sd_copy_rows(const float* x, int64_t x_stride, float* y, int64_t y_stride, 
     }
 }
 
-// Slots and tables of blocks as those of the pages that belong to them: a slot without a page is -1, a table entry 0.
+// Slots and tables of blocks as those of the pages that belong to them: a slot without a page is -1, a table entry 'missing'.
 void sd_find_pages(const int32_t* page_of, const int32_t* slots, const int32_t* tables, int32_t* page_slots,
-                   int32_t* page_tables, int64_t rows, int64_t entries, int64_t block_size) {
+                   int32_t* page_tables, int64_t rows, int64_t entries, int64_t block_size, int64_t missing) {
     for (int64_t r = 0; r < rows; ++r) {
         const int32_t page = slots[r] < 0 ? -1 : page_of[slots[r] / block_size];
         page_slots[r] = page < 0 ? -1 : int32_t(page * block_size + slots[r] % block_size);
     }
-    for (int64_t i = 0; i < entries; ++i) page_tables[i] = page_of[tables[i]] < 0 ? 0 : page_of[tables[i]];
+    for (int64_t i = 0; i < entries; ++i) {
+        const int32_t page = page_of[tables[i]];
+        page_tables[i] = page < 0 ? int32_t(missing) : page;
+    }
 }
 
 void sd_rms_norm(const float* x, int64_t x_stride, const float* weight, float* y, int64_t rows, int64_t dim,

@@ -31,7 +31,7 @@ _SIGNATURES = {
         *(c_void_p, c_int64, c_int64) * 2,
         *(c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64),
     ),
-    "sd_find_pages": (*(c_void_p,) * 5, *(c_int64,) * 3),
+    "sd_find_pages": (*(c_void_p,) * 5, *(c_int64,) * 4),
     "sd_sample": (c_void_p, c_int64, c_int64, c_int64, *(c_void_p,) * 4),
     "sd_make_rows": (*(c_void_p,) * 4, *(c_int64,) * 5, c_void_p),
     "sd_paged_attention": (c_void_p,),

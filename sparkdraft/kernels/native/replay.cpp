@@ -19,12 +19,13 @@ void sd_silu_mul(const float*, int64_t, float*, int64_t, int64_t);
 void sd_kv_write(const float*, int64_t, int64_t, const float*, int64_t, int64_t, float*, float*, const int32_t*,
                  int64_t, int64_t, int64_t, int64_t);
 void sd_paged_attention(const void*);
-void sd_find_pages(const int32_t*, const int32_t*, const int32_t*, int32_t*, int32_t*, int64_t, int64_t, int64_t);
+void sd_find_pages(const int32_t*, const int32_t*, const int32_t*, int32_t*, int32_t*, int64_t, int64_t, int64_t,
+                   int64_t);
 void sd_make_rows(const int32_t*, const int32_t*, const int32_t*, const int32_t*, int64_t, int64_t, int64_t, int64_t,
                 int64_t, int32_t*);
 
 enum Kernel : int64_t {
-    EMBED, COPY_ROWS, LINEAR, RMS_NORM, QK_NORM_ROPE, SILU_MUL, KV_WRITE, PAGED_ATTENTION, FIND_PAGES, LAY_OUT
+    EMBED, COPY_ROWS, LINEAR, RMS_NORM, QK_NORM_ROPE, SILU_MUL, KV_WRITE, PAGED_ATTENTION, FIND_PAGES, MAKE_ROWS
 };
 
 struct Recorded {  // both mirrored in recording.py
@@ -66,8 +67,8 @@ void run(const Recorded& c) {
             return sd_paged_attention(at<void>(a[0]));
         case FIND_PAGES:
             return sd_find_pages(at<int32_t>(a[0]), at<int32_t>(a[1]), at<int32_t>(a[2]), at<int32_t>(a[3]),
-                                 at<int32_t>(a[4]), a[5], a[6], a[7]);
-        case LAY_OUT:
+                                 at<int32_t>(a[4]), a[5], a[6], a[7], a[8]);
+        case MAKE_ROWS:
             return sd_make_rows(at<int32_t>(a[0]), at<int32_t>(a[1]), at<int32_t>(a[2]), at<int32_t>(a[3]), a[4], a[5],
                               a[6], a[7], a[8], at<int32_t>(a[9]));
     }
