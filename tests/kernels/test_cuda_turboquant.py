@@ -192,9 +192,12 @@ def test_writes_are_the_encoding(dim: int, bits: tuple[int, int], dtype: torch.d
     found_k, found_v = encoded(layer, slots)
     for x, found, fmt, centre in ((k, found_k, layer.keys, layer.centre), (v, found_v, layer.values, None)):
         wanted = fmt.encode(x, centre)
-        torch.testing.assert_close(found.scale, wanted.scale, rtol=1e-3, atol=0)
         off = unpack(found.planes, fmt.bits) != unpack(wanted.planes, fmt.bits)
         assert off.float().mean() <= 1e-3 and (closest(x, fmt, centre)[off] < 1e-6).all(), off.sum()
+        # A number half way between two levels may get either, and the scale of its row follows from the codes.
+        same = ~off.any(-1)
+        torch.testing.assert_close(found.scale[same], wanted.scale[same], rtol=1e-3, atol=0)
+        torch.testing.assert_close(found.scale, wanted.scale, rtol=1e-2, atol=0)
 
 
 @gpu
