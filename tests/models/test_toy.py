@@ -83,7 +83,7 @@ def test_it_computes_what_the_oracle_computes(folder: Path) -> None:
     assert scores[len(prompt) - 1 : -1].argmax(-1).tolist() == ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "auto"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "auto"])
 def test_company_drafts_and_prefixes_change_no_text(folder: Path, drafter: Path, dtype: str) -> None:
     plain = load(folder, dtype=dtype, prefix_cache=False)
     expected = alone(plain)

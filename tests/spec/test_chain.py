@@ -22,7 +22,7 @@ from tests.spec.tiny_chain import MAX_DEPTH, TinyChain, TinyChainKind, write_cha
 
 LENGTH, OUTPUT = 40, 48
 PROMPTS = torch.randint(3, 259, (4, LENGTH), generator=torch.Generator().manual_seed(8)).tolist()
-DTYPES = ["float32", "quantised"]
+DTYPES = [pytest.param("float32", marks=pytest.mark.slow), "quantised"]
 Params = list[SamplingParams]
 
 
