@@ -81,8 +81,8 @@ class Proposer:
         self._observing = Graphs(self._observe, ops) if plan.graphs else None
         self._gaps = np.zeros(plan.num_blocks, dtype=bool)  # by block: it has rows that were passed over
         self._has_gaps = False  # whether any row was ever passed over: looking at the blocks takes 0.5 % of a step
-        # Steps that the device takes by itself look at all blocks: overlap.py says no.
         self.unrecorded: list[str] = []  # why drafts are not replayed although the plan says so
+        # Steps that the device takes by itself look at all blocks: overlap.py sets this to False.
         self.may_pass_over = not self.chain
 
     # ---- committed rows

@@ -500,7 +500,3 @@ def test_small_kernels_compile(capability: int) -> None:
     sizes = {"BLOCK": 1024, "PDL": False}
     assert compile_kernel(elementwise._silu_mul, capability, silu, sizes, 4).metadata.shared < LIMIT[121]
     # rope_write, and the bookkeeping of a step: test_cuda_stepping.py
-    write = dict.fromkeys(("k", "v", "k_cache", "v_cache"), "*bf16") | {"slots": "*i32", "num_slots": "i32"}
-    write |= {name: "i32" for name in elementwise._kv_write.arg_names if name.startswith("stride_")}
-    sizes = {"KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "BLOCK_H": 8, "BLOCK_D": 128, "PDL": False}
-    assert compile_kernel(elementwise._kv_write, capability, write, sizes, 4).metadata.shared < LIMIT[121]

@@ -7,6 +7,7 @@ row depend on that row alone, so rollback is a shorter length and a prefix block
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -17,6 +18,9 @@ from torch import Tensor
 from sparkdraft.cache.formats import KVFormat, LayerKV, RopeArgs
 from sparkdraft.kernels.view import AttentionParams, AttentionView
 from sparkdraft.models.layers import AttentionSpec
+
+HUGE_PAGE = 1 << 21  # bytes
+ALIGNED = 64  # a tensor inside another begins at a multiple of this many elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +67,33 @@ class DenseKV(KVFormat):
         same_bits_up_to: int = 0,
     ) -> None:
         """same_bits_up_to: a row has the same bits in batches of up to this many rows per sequence."""
+        owners = [spec for spec in layers if spec.kv_from is None]
+        shapes = [(num_blocks, spec.num_kv_heads, block_size, spec.head_dim) for spec in owners]
+        tensors = _tensors(shapes + shapes, dtype, device)
+        self.k, self.v = tensors[: len(owners)], tensors[len(owners) :]  # of the layers that own keys and values
         self.layers: list[LayerKV] = []
-        self.k: list[Tensor] = []  # of the layers that own keys and values
-        self.v: list[Tensor] = []
+        own = zip(self.k, self.v, strict=True)
         for spec in layers:
-            if spec.kv_from is not None:
+            if spec.kv_from is None:
+                self.layers.append(DenseLayer(*next(own), ops, same_bits_up_to))
+            else:
                 self.layers.append(BorrowedLayer(self.layers[spec.kv_from], ops))
-                continue
-            shape = (num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
-            k, v = (torch.empty(shape, dtype=dtype, device=device) for _ in "kv")
-            self.k.append(k)
-            self.v.append(v)
-            self.layers.append(DenseLayer(k, v, ops, same_bits_up_to))
-        self.bytes_per_token = sum(2 * spec.kv_width for spec in layers if spec.kv_from is None) * dtype.itemsize
+        self.bytes_per_token = sum(2 * spec.kv_width for spec in owners) * dtype.itemsize
+
+
+def _tensors(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """One tensor per shape. On a CPU they are parts of one allocation, each at a different offset within its page.
+
+    The system clears memory when it is first written, up to HUGE_PAGE at a time, and all layers write the same block
+    in the same step. With equal offsets they would all reach a new page in one step, which would take twice its time.
+    """
+    if device.type != "cpu":
+        return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+    page = HUGE_PAGE // dtype.itemsize
+    begins, end = [], 0
+    for i, shape in enumerate(shapes):
+        apart = i * page // len(shapes) // ALIGNED * ALIGNED
+        begins.append(end + (apart - end) % page)
+        end = begins[-1] + math.prod(shape)
+    whole = torch.empty(end, dtype=dtype, device=device)
+    return [whole[begin : begin + math.prod(shape)].view(shape) for begin, shape in zip(begins, shapes, strict=True)]
