@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.kernels import native
+from sparkdraft.kernels.activation import SILU
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.weights.quant.group import GroupQuant
 
@@ -103,7 +104,7 @@ def small_us(seconds: float) -> dict[str, float]:
     runs: dict[str, Callable[[], Tensor | None]] = {
         "rms_norm": lambda: native.rms_norm(x, weight, 1e-5),
         "qk_norm_rope": lambda: native.qk_norm_rope(qkv, positions, table, HEADS, KV_HEADS, None, None, 1e-5),
-        "silu_mul": lambda: native.silu_mul(gate_up),
+        "gated": lambda: native.gated(gate_up, SILU),
         "kv_write": lambda: native.kv_write(k, v, cache, cache, slots),
     }
     return {name: least_ms(seconds / 4, repeat, 100, run) * 10 for name, run in runs.items()}

@@ -37,6 +37,7 @@ from torch import Tensor  # noqa: E402
 
 from sparkdraft.bench.bandwidth import memory_bandwidth  # noqa: E402
 from sparkdraft.kernels import cuda  # noqa: E402
+from sparkdraft.kernels.activation import SILU  # noqa: E402
 from sparkdraft.kernels.cuda import few_rows, pdl, tuned  # noqa: E402
 from sparkdraft.kernels.cuda.few_rows import Tile  # noqa: E402
 from sparkdraft.kernels.cuda.gpu import gpu_of  # noqa: E402
@@ -297,7 +298,7 @@ class Layer:
         qkv = F.linear(cuda.rms_norm(residual, *normed.norm), self.qkv.codes)
         residual.addmm_(qkv[:, :HIDDEN], self.o.codes.t())
         gate_up = F.linear(cuda.rms_norm(residual, *self.norm), self.gate_up.codes)
-        residual.addmm_(cuda.silu_mul(gate_up), self.down.codes.t())
+        residual.addmm_(cuda.gated(gate_up, SILU), self.down.codes.t())
         return Normed(residual, self.norm)
 
     def fused(self, normed: Normed) -> Normed:

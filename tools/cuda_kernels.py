@@ -22,10 +22,11 @@ from torch import Tensor
 
 from sparkdraft.bench.bandwidth import memory_bandwidth
 from sparkdraft.kernels import cuda
+from sparkdraft.kernels.activation import SILU
 from sparkdraft.kernels.cuda import attention, tuned
 from sparkdraft.kernels.cuda.attention import Tile
 from sparkdraft.kernels.cuda.gpu import gpu_of
-from sparkdraft.kernels.view import AttentionParams, AttentionView
+from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 HIDDEN, INTER = 4096, 12288
@@ -128,15 +129,14 @@ def elementwise_cases(cache: Cache, rows: int, spread: int) -> dict[str, tuple[i
     x, gate_up = randn(spread, rows, HIDDEN), randn(spread, rows, 2 * INTER)
     qkv = randn(spread, rows, (HEADS + 2 * KV_HEADS) * DIM)
     positions = torch.arange(rows, dtype=torch.int32, device="cuda")
+    rope = RopeArgs(positions, table, HEADS, KV_HEADS, norm, norm, 1e-6)
     return {
         "rms_norm": (4 * HIDDEN, lambda i: cuda.rms_norm(x[i], weight, 1e-6)),
         "rope_write": (
             4 * HEADS * DIM + 2 * TOKEN_BYTES + 4 * DIM,
-            lambda i: cuda.rope_write(
-                qkv[i], positions, table, HEADS, KV_HEADS, norm, norm, 1e-6, cache.k, cache.v, positions
-            ),
+            lambda i: cuda.rope_write(qkv[i], rope, cache.k, cache.v, positions),
         ),
-        "silu_mul": (6 * INTER, lambda i: cuda.silu_mul(gate_up[i])),
+        "gated": (6 * INTER, lambda i: cuda.gated(gate_up[i], SILU)),
     }
 
 

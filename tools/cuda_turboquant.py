@@ -23,7 +23,7 @@ from sparkdraft.kernels.cuda import turboquant
 from sparkdraft.kernels.turboquant.layout import token_bytes
 from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout
 from sparkdraft.kernels.turboquant.vectors import VectorFormat
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.view import AttentionView, RopeArgs
 
 CASES = [(1, 1, 4000), (1, 4, 32000), (1, 8, 32000), (16, 1, 32000), (16, 4, 32000)]  # rows, seqs, context
 FORMATS = [(4, 3), (5, 4)]  # bits of keys and of values
@@ -117,7 +117,7 @@ def bench_write(cache: Cache, layers: list[CodedLayer], results: dict[str, objec
     for rows in (1, 16, CHUNK):
         slots = torch.arange(rows, dtype=torch.int32, device=cache.k.device)
         kv, table = cuda_kernels.randn(rows, 2 * KV_HEADS * DIM), torch.randn(CHUNK, DIM, device=slots.device)
-        rope = (kv, slots, table, 0, KV_HEADS, None, None, 1e-6)
+        rope = (kv, RopeArgs(slots, table, 0, KV_HEADS, None, None, 1e-6))
         times = {"bf16": cuda_kernels.seconds([partial(cuda.rope_write, *rope, cache.k, cache.v, slots)] * 32)}
         for layer in layers:
             times[name_of(layer)] = cuda_kernels.seconds([partial(turboquant.tq_rope_write, layer, *rope, slots)] * 32)

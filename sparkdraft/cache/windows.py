@@ -18,9 +18,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import KVFormat, LayerKV, RopeArgs
+from sparkdraft.cache.formats import KVFormat, LayerKV
 from sparkdraft.cache.formats.dense import BorrowedLayer, DenseKV
-from sparkdraft.kernels.view import AttentionParams, AttentionView
+from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 from sparkdraft.models.layers import AttentionSpec
 
 

@@ -12,13 +12,16 @@ import torch
 from sparkdraft.core import Fact
 from sparkdraft.engine.engine import Engine
 from sparkdraft.plan.memory import RECORDINGS
+from sparkdraft.weights.linear import Linear
 
 
 def facts(engine: Engine) -> list[Fact]:
     model, plan = engine.runner.model, engine.plan
     found = [_recordings(engine), _overlap(engine), _bits(engine)]
     if plan.device == "cuda":
-        found += model.ops.facts([m.tiles for m in model.matrices if m.tiles], torch.device(plan.device))
+        found += model.ops.facts(
+            [m.tiles for m in model.matrices if isinstance(m, Linear) and m.tiles], torch.device(plan.device)
+        )
     return found
 
 

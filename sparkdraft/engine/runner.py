@@ -33,7 +33,7 @@ class Runner:
         max_blocks = -(-plan.max_model_len // plan.block_size)
         self.inputs = StepInputs(plan.max_rows, plan.max_seqs, max_blocks, plan.block_size, device)
         shape = (plan.max_rows if tap_layers else 0, len(tap_layers), model.config.hidden_size)
-        self.taps = torch.empty(shape, dtype=model.norm.gain.dtype, device=device)  # of the last step's rows
+        self.taps = torch.empty(shape, dtype=model.dtype, device=device)  # of the last step's rows
         self.graphs: Graphs | None = None
         self.unrecorded: list[str] = []  # why steps are not replayed although the plan says so
         self._residual: Tensor | None = None  # of the last eager step, for prompt log-probabilities

@@ -11,11 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparkdraft.kernels.activation import CLAMPED_SLOPE, Activation
 from sparkdraft.kernels.dice import draw
 from sparkdraft.kernels.norm import Norm, Normed
+from sparkdraft.kernels.routing import Routing
 from sparkdraft.kernels.turboquant.reference import tq_attention, tq_write
 from sparkdraft.kernels.turboquant.store import CodedLayer
-from sparkdraft.kernels.view import AttentionParams, AttentionView
+from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
+from sparkdraft.weights.experts import ExpertLinear, keep_float_experts
 from sparkdraft.weights.linear import Linear, ToFloats, keep_floats
 from sparkdraft.weights.quant.group import GroupQuant
 from sparkdraft.weights.quant.stored import Stored
@@ -23,7 +26,7 @@ from sparkdraft.weights.quant.stored import Stored
 NAME = "reference"
 
 
-keep_matrix = keep_floats  # whatever the file holds
+keep_matrix, keep_experts = keep_floats, keep_float_experts  # whatever the file holds
 
 
 def keep_table(part: Stored, floats: ToFloats) -> Tensor | GroupQuant:
@@ -31,11 +34,10 @@ def keep_table(part: Stored, floats: ToFloats) -> Tensor | GroupQuant:
     return floats(part)
 
 
-def embed(ids: Tensor, table: Tensor | GroupQuant) -> Tensor:  # int32 [rows] -> [rows, hidden]
-    """Rows by id; a gather, where the table is of floats. Integer rows stay integers until they are looked up."""
-    if isinstance(table, Tensor):
-        return table[ids.long()]
-    return table.take(ids).dequantize()
+def embed(ids: Tensor, table: Tensor | GroupQuant, scale: float = 1.0) -> Tensor:  # int32 [rows] -> [rows, hidden]
+    """Rows by id, times 'scale'. Rows of integers stay integers until they are looked up."""
+    rows = table[ids.long()] if isinstance(table, Tensor) else table.take(ids).dequantize()
+    return rows if scale == 1 else rows * scale
 
 
 def tap(residual: Tensor, taps: Tensor, index: int, positions: Tensor) -> None:
@@ -56,53 +58,107 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [rows, dim] ->
 
 
 def qk_norm_rope(
-    qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim], changed in place
-    positions: Tensor,  # int32 [rows]
-    table: Tensor,  # float32 [max_position, rotary_dim]: cosines, then sines
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm: Tensor | None,  # [head_dim]: RMS norm of each head before it is rotated (Qwen3)
-    k_norm: Tensor | None,
-    eps: float,
+    qkv: Tensor,  # [rows, projected heads * head_dim], changed in place
+    args: RopeArgs,
 ) -> None:
-    rows = qkv.shape[0]
-    head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
-    heads = qkv.view(rows, -1, head_dim)
-    half = table.shape[1] // 2
-    cos, sin = table[positions.long()].unsqueeze(1).split(half, dim=-1)  # [rows, 1, half]
-    for part, norm in (
-        (heads[:, :num_heads], q_norm),
-        (heads[:, num_heads : num_heads + num_kv_heads], k_norm),
-    ):
-        x = part.float() if norm is None else rms_norm(part, norm, eps).float()
+    """Queries and keys are normed, where they have norms, and rotated; what else is in qkv stays as it is."""
+    heads = qkv.view(qkv.shape[0], args.projected_heads, -1)
+    half, keys = args.table.shape[1] // 2, args.num_heads + args.num_kv_heads
+    cos, sin = args.table[args.positions.long()].unsqueeze(1).split(half, dim=-1)  # [rows, 1, half]
+    for part, norm in ((heads[:, : args.num_heads], args.q_norm), (heads[:, args.num_heads : keys], args.k_norm)):
+        x = part.float() if norm is None else rms_norm(part, norm, args.eps).float()
         a, b = x[..., :half], x[..., half : 2 * half]
         part.copy_(torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]), dim=-1))
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:  # [rows, 2 * inter] -> [rows, inter]
-    gate, up = gate_up.chunk(2, dim=-1)
-    return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
+def unit_rms(x: Tensor, eps: float) -> Tensor:  # [..., dim]
+    """An RMS norm without a gain."""
+    x32 = x.float()
+    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def gated(gate_up: Tensor, activation: Activation) -> Tensor:  # [rows, 2 * inter] -> [rows, inter]
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    if activation.kind == "silu":
+        out = F.silu(gate) * up
+    elif activation.kind == "gelu_tanh":
+        out = F.gelu(gate, approximate="tanh") * up
+    else:
+        assert activation.kind == "clamped_swiglu", activation
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        out = (up + 1) * gate * torch.sigmoid(CLAMPED_SLOPE * gate)
+    return out.to(gate_up.dtype)
 
 
 def norm_linear(normed: Normed, matrix: Linear) -> Tensor:  # [rows, in] -> [rows, out]
     return matrix.linear(rms_norm(normed.x, *normed.norm))
 
 
-def norm_gated(normed: Normed, gate_up: Linear) -> Tensor:  # [rows, in] -> [rows, inter]
-    return silu_mul(norm_linear(normed, gate_up))
+def norm_gated(normed: Normed, gate_up: Linear, activation: Activation) -> Tensor:  # [rows, in] -> [rows, inter]
+    return gated(norm_linear(normed, gate_up), activation)
 
 
-def norm_logits(normed: Normed, head: Linear) -> Tensor:  # float32 [rows, vocabulary]
-    return norm_linear(normed, head).float()
+def norm_logits(normed: Normed, head: Linear, softcap: float = 0.0) -> Tensor:  # float32 [rows, vocabulary]
+    """softcap: no logit is larger than this, by a tanh that keeps their order; 0: as they are."""
+    logits = head.linear_float32(rms_norm(normed.x, *normed.norm))
+    return torch.tanh(logits / softcap) * softcap if softcap else logits
 
 
 def norm_argmax(normed: Normed, head: Linear) -> Tensor:  # int64 [rows]; the lowest wins a tie
     return norm_logits(normed, head).argmax(-1)
 
 
+def norm_route(normed: Normed, router: Linear, top_k: int, renormalise: bool, scale: Tensor | None = None) -> Routing:
+    """Send each row to the 'top_k' experts with the largest logits, which the router makes in float32.
+
+    renormalise: weights are shares among the chosen, else among all. scale: float32 [experts], multiplies an expert's
+    weight after that. torch.topk promises no order of equal logits, so a stable sort stands here.
+    """
+    logits = norm_logits(normed, router)
+    order = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = logits.gather(1, order).softmax(-1) if renormalise else logits.softmax(-1).gather(1, order)
+    return Routing(order.int(), weights if scale is None else weights * scale[order])
+
+
+def norm_experts(
+    normed: Normed,  # [rows, hidden]
+    routing: Routing,
+    gate_up: ExpertLinear,  # [2 * inter, hidden] each
+    down: ExpertLinear,  # [hidden, inter] each
+    activation: Activation,
+) -> Tensor:  # [rows, hidden]: the weighted sum of the chosen experts' results
+    """A row's sum is made in float32 and in the order of its own choice, so it depends on that row alone."""
+    x = rms_norm(normed.x, *normed.norm)
+    parts = torch.zeros(*routing.ids.shape, x.shape[1], dtype=torch.float32, device=x.device)
+    for number in routing.ids.unique().tolist():
+        row, rank = (routing.ids == number).nonzero(as_tuple=True)
+        inside = gated(gate_up.expert(number).linear(x[row]), activation)
+        parts[row, rank] = down.expert(number).linear(inside).float()
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for rank in range(parts.shape[1]):
+        total += routing.weights[:, rank : rank + 1] * parts[:, rank]
+    return total.to(x.dtype)
+
+
+def add_experts(
+    normed: Normed, routing: Routing, gate_up: ExpertLinear, down: ExpertLinear, activation: Activation, then: Norm
+) -> Normed:
+    """x += `norm_experts`, in place; gives it as the norm that reads it next wants it."""
+    normed.x.add_(norm_experts(normed, routing, gate_up, down, activation))
+    return Normed(normed.x, then)
+
+
 def add_linear(residual: Tensor, x: Tensor, matrix: Linear, then: Norm) -> Normed:
     """residual [rows, out] += x W^T, in place; gives it as the norm that reads it next wants it."""
     matrix.add_to(residual, x)
+    return Normed(residual, then)
+
+
+def add_normed(residual: Tensor, y: Tensor, norm: Norm, then: Norm, scale: float = 1.0) -> Normed:
+    """residual [rows, dim] = (residual + norm(y)) * scale, in place; then as in `add_linear`."""
+    residual += rms_norm(y, *norm)
+    if scale != 1:
+        residual *= scale
     return Normed(residual, then)
 
 
@@ -122,53 +178,44 @@ def kv_write(
 
 
 def rope_write(
-    qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim]; only its queries are defined afterwards
-    positions: Tensor,  # int32 [rows]
-    table: Tensor,  # float32 [max_position, rotary_dim]: cosines, then sines
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm: Tensor | None,  # [head_dim]
-    k_norm: Tensor | None,
-    eps: float,
+    qkv: Tensor,  # [rows, projected heads * head_dim]; only its queries are defined afterwards
+    args: RopeArgs,
     k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim], changed in place
     v_cache: Tensor,
     slots: Tensor,  # int32 [rows]: block * block_size + offset; a negative slot is not written
 ) -> None:
     """All that stands between a layer's qkv and its attention: `qk_norm_rope`, then `kv_write` of its K and V."""
-    qk_norm_rope(qkv, positions, table, num_heads, num_kv_heads, q_norm, k_norm, eps)
-    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
-    _, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    _, k, v = make_qkv(qkv, args)
     kv_write(k, v, k_cache, v_cache, slots)
+
+
+def make_qkv(qkv: Tensor, args: RopeArgs) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [rows, heads, head_dim] of a projection, which is changed in place."""
+    heads = qkv.view(qkv.shape[0], args.projected_heads, -1)
+    q, k = heads[:, : args.num_heads], heads[:, args.num_heads : args.num_heads + args.num_kv_heads]
+    v = k if args.values == "keys" else heads[:, args.num_heads + args.num_kv_heads :]
+    if args.values != "given":
+        v = unit_rms(v, args.eps)  # before the keys are normed and rotated
+    qk_norm_rope(qkv, args)
+    return q, k, v
 
 
 def rope_queries(
     q: Tensor,  # [rows, heads * head_dim], changed in place
-    positions: Tensor,  # int32 [rows]
-    table: Tensor,  # float32 [max_position, rotary_dim]: cosines, then sines
-    num_heads: int,
-    q_norm: Tensor | None,  # [head_dim]
-    eps: float,
+    args: RopeArgs,  # with 0 key and value heads
 ) -> None:
     """For a layer that reads another's keys and values: norm and RoPE of its queries, and nothing is kept."""
-    qk_norm_rope(q, positions, table, num_heads, 0, q_norm, None, eps)
+    qk_norm_rope(q, args)
 
 
 def tq_rope_write(
     layer: CodedLayer,  # changed in place
-    qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim]; only its queries are defined afterwards
-    positions: Tensor,  # int32 [rows]
-    table: Tensor,  # float32 [max_position, rotary_dim]: cosines, then sines
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm: Tensor | None,  # [head_dim]
-    k_norm: Tensor | None,
-    eps: float,
+    qkv: Tensor,  # [rows, projected heads * head_dim]; only its queries are defined afterwards
+    args: RopeArgs,
     slots: Tensor,  # int32 [rows]: block * block_size + offset; a negative slot is not written
 ) -> None:
     """The same for a compressed cache: `qk_norm_rope`, then `tq_write`, which rotates the queries too."""
-    qk_norm_rope(qkv, positions, table, num_heads, num_kv_heads, q_norm, k_norm, eps)
-    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
-    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    q, k, v = make_qkv(qkv, args)
     tq_write(layer, k, v, slots, q)
 
 
@@ -198,7 +245,12 @@ def paged_attention(
             seen &= (position - key).abs() < params.window
         grouped = q[first:last].reshape(last - first, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         scores = torch.matmul(grouped.float(), k.float().unsqueeze(1).transpose(-1, -2)) * params.scale
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if params.sinks is not None:  # a key that every row sees and that has no value
+            sink = params.sinks.float().view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
         mixed = torch.matmul(weights, v.float().unsqueeze(1))  # [kv_heads, group, query, dim]
         out[first:last] = mixed.permute(2, 0, 1, 3).reshape(last - first, num_heads, head_dim)
     return out.flatten(1)

@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import LayerKV, RopeArgs
+from sparkdraft.cache.formats import LayerKV
 from sparkdraft.kernels.norm import Norm, Normed
-from sparkdraft.kernels.view import AttentionParams, AttentionView
+from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 from sparkdraft.models.config import FINAL, ModelConfig
 from sparkdraft.models.layers import AttentionSpec, DenseSpec, ExpertsSpec, RecurrentSpec
 from sparkdraft.models.rope import RopeTables
+from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.loader import Loader
 from sparkdraft.weights.quant.group import GroupQuant
@@ -50,40 +52,50 @@ class Attention:
     ) -> None:
         assert isinstance(spec, AttentionSpec), f"{name} is {spec}"
         self.spec, self.ops, self.eps, self.rope = spec, ops, config.rms_eps, ropes.of(spec.rope)
-        self.params = AttentionParams(spec.scale, spec.causal, spec.window)
-        rows = {f"{name}.q_proj": spec.query_width}
-        if spec.kv_from is None:
-            rows |= {f"{name}.k_proj": spec.kv_width, f"{name}.v_proj": spec.kv_width}
-        self.num_kv_heads = spec.num_kv_heads if spec.kv_from is None else 0  # of its own projection
-        self.qkv = load.linear(rows, config.hidden_size, spec.bias)
-        self.o = load.linear({f"{name}.o_proj": config.hidden_size}, spec.query_width, spec.bias)
-        self.q_norm = load.vector(f"{name}.q_norm.weight", spec.head_dim) if spec.qk_norm else None
-        has_k_norm = spec.qk_norm and spec.kv_from is None
-        self.k_norm = load.vector(f"{name}.k_norm.weight", spec.head_dim) if has_k_norm else None
+        sinks = load.vector(f"{name}.sinks", spec.num_heads, torch.float32) if spec.sinks else None
+        self.params = AttentionParams(spec.scale, spec.causal, spec.window, sinks)
+        parts = {"q": spec.query_width, "k": spec.kv_width, "v": spec.kv_width}
+        if spec.values == "keys":
+            del parts["v"]
+        if spec.kv_from is not None:
+            parts = {"q": spec.query_width}
+        self.num_kv_heads = spec.num_kv_heads if "k" in parts else 0  # of its own projection
+        self.qkv = load.linear({f"{name}.{p}_proj": n for p, n in parts.items()}, config.hidden_size, spec.bias)
+        self.o = load.linear({f"{name}.o_proj": config.hidden_size}, spec.query_width, spec.output_bias)
+        norms = [p for p in "qk" if p in parts] if spec.qk_norm else []
+        gains = {p: load_gain(load, f"{name}.{p}_norm", spec.head_dim, config.norm_plus_one) for p in norms}
+        self.q_norm, self.k_norm = gains.get("q"), gains.get("k")
 
     @property
     def matrices(self) -> list[Linear]:
         return [self.qkv, self.o]
 
+    def rope_args(self, positions: Tensor, num_heads: int) -> RopeArgs:
+        q_norm = self.q_norm if num_heads else None
+        values = self.spec.values
+        return RopeArgs(positions, self.rope, num_heads, self.num_kv_heads, q_norm, self.k_norm, self.eps, values)
+
+    def result(self, normed: Normed, step: Step, kv: LayerKV) -> tuple[Tensor, Linear]:
+        """What the rows see of the cache, and the matrix that leads it back to the stream."""
+        qkv = self.ops.norm_linear(normed, self.qkv)
+        kv.write(qkv, self.rope_args(step.positions, self.spec.num_heads), step.slots)
+        q = qkv.view(qkv.shape[0], -1, self.spec.head_dim)[:, : self.spec.num_heads]
+        return kv.attend(q, step.view, self.params), self.o
+
     def add_to(self, normed: Normed, step: Step, kv: LayerKV, then: Norm) -> Normed:
         """x += attention(norm(x)), in place; 'then' is the norm that reads it next, as in all blocks."""
-        qkv = self.ops.norm_linear(normed, self.qkv)
-        heads = (self.spec.num_heads, self.num_kv_heads)
-        kv.write(qkv, RopeArgs(step.positions, self.rope, *heads, self.q_norm, self.k_norm, self.eps), step.slots)
-        q = qkv.view(qkv.shape[0], -1, self.spec.head_dim)[:, : self.spec.num_heads]
-        seen = kv.attend(q, step.view, self.params)
-        added: Normed = self.ops.add_linear(normed.x, seen, self.o, then)
+        added: Normed = self.ops.add_linear(normed.x, *self.result(normed, step, kv), then)
         return added
 
 
 class GatedMLP:
-    """x += down(silu(gate(x)) * up(x))."""
+    """x += down(activation(gate(norm(x)), up(norm(x))))."""
 
     def __init__(
         self, spec: DenseSpec | ExpertsSpec, config: ModelConfig, load: Loader, name: str, ops: ModuleType
     ) -> None:
-        assert isinstance(spec, DenseSpec) and spec.activation == "silu", f"{name} is {spec}"
-        self.ops = ops
+        assert isinstance(spec, DenseSpec), f"{name} is {spec}"
+        self.ops, self.activation = ops, spec.activation
         rows = {f"{name}.{part}": spec.intermediate_size for part in ("gate_proj", "up_proj")}
         self.gate_up = load.linear(rows, config.hidden_size, spec.bias)
         self.down = load.linear({f"{name}.down_proj": config.hidden_size}, spec.intermediate_size, spec.bias)
@@ -92,8 +104,12 @@ class GatedMLP:
     def matrices(self) -> list[Linear]:
         return [self.gate_up, self.down]
 
+    def result(self, normed: Normed) -> tuple[Tensor, Linear]:
+        """The gated rows, and the matrix that leads them back to the stream."""
+        return self.ops.norm_gated(normed, self.gate_up, self.activation), self.down
+
     def add_to(self, normed: Normed, then: Norm) -> Normed:
-        added: Normed = self.ops.add_linear(normed.x, self.ops.norm_gated(normed, self.gate_up), self.down, then)
+        added: Normed = self.ops.add_linear(normed.x, *self.result(normed), then)
         return added
 
 
@@ -110,7 +126,7 @@ class MLP(Protocol):
     """What treats each row by itself: dense, or experts."""
 
     @property
-    def matrices(self) -> list[Linear]: ...
+    def matrices(self) -> Sequence[Linear | ExpertLinear]: ...
 
     def add_to(self, normed: Normed, then: Norm) -> Normed: ...
 
@@ -125,11 +141,23 @@ class DecoderLayer:
     mlp: MLP
 
     @property
-    def matrices(self) -> list[Linear]:
+    def matrices(self) -> list[Linear | ExpertLinear]:
         return [*self.mixer.matrices, *self.mlp.matrices]
 
     def add_to(self, normed: Normed, step: Step, kv: LayerKV, then: Norm) -> Normed:
         return self.mlp.add_to(self.mixer.add_to(normed, step, kv, self.post_norm), then)
+
+
+class Layer(Protocol):
+    """One layer of a decoder. Another order of norms and sums than `DecoderLayer`'s is another class."""
+
+    @property
+    def input_norm(self) -> Norm: ...
+
+    @property
+    def matrices(self) -> Sequence[Linear | ExpertLinear]: ...
+
+    def add_to(self, normed: Normed, step: Step, kv: LayerKV, then: Norm) -> Normed: ...
 
 
 class Decoder:
@@ -138,18 +166,19 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
-        layers: Sequence[DecoderLayer],
+        layers: Sequence[Layer],
         embedding: Tensor | GroupQuant,
         head: Linear,
         norm: Norm,
         context: int,  # positions that its rope tables have
         ops: ModuleType,
+        dtype: torch.dtype,  # of the residual stream
     ) -> None:
-        self.config, self.layers, self.context, self.ops = config, layers, context, ops
+        self.config, self.layers, self.context, self.ops, self.dtype = config, layers, context, ops, dtype
         self.embedding, self.head, self.norm = embedding, head, norm
 
     @property
-    def matrices(self) -> list[Linear]:
+    def matrices(self) -> list[Linear | ExpertLinear]:
         """All that a pass multiplies with, in order."""
         return [*(matrix for layer in self.layers for matrix in layer.matrices), self.head]
 
@@ -164,7 +193,7 @@ class Decoder:
         The residual after block tap_layers[i] goes to taps[:, i] (taps [rows, len(tap_layers), hidden], or each row's
         ring of such, by position); of FINAL, what the final norm makes of the last residual.
         """
-        normed = Normed(self.ops.embed(step.token_ids, self.embedding), self.layers[0].input_norm)
+        normed = Normed(self.embed(step.token_ids), self.layers[0].input_norm)
         for i, (layer, then) in enumerate(following(self.layers, self.norm)):
             normed = layer.add_to(normed, step, step.kv[i], then)
             if taps is not None and i in tap_layers:
@@ -173,14 +202,19 @@ class Decoder:
             self.ops.tap(self.ops.rms_norm(normed.x, *self.norm), taps, tap_layers.index(FINAL), step.positions)
         return normed.x  # what is prepared is left: a row's logits shall not hang on the rows it came with
 
+    def embed(self, ids: Tensor) -> Tensor:  # int32 [rows] -> [rows, hidden]
+        """What the first layer reads."""
+        rows: Tensor = self.ops.embed(ids, self.embedding, self.config.embedding_scale)
+        return rows
+
     def logits(self, residual: Tensor) -> Tensor:  # [rows, hidden] -> float32 [rows, vocab]
-        out: Tensor = self.ops.norm_logits(Normed(residual, self.norm), self.head)
+        out: Tensor = self.ops.norm_logits(Normed(residual, self.norm), self.head, self.config.softcap)
         return out
 
     def scores(self, residual: Tensor) -> Tensor:
         """The logits in the weights' own type: of thousands of rows float32 would take twice the memory."""
         out: Tensor = self.ops.norm_linear(Normed(residual, self.norm), self.head)
-        return out
+        return torch.tanh(out / self.config.softcap) * self.config.softcap if self.config.softcap else out
 
     def likeliest(self, residual: Tensor) -> Tensor:  # [rows, hidden] -> int64 [rows], the logits' argmax
         out: Tensor = self.ops.norm_argmax(Normed(residual, self.norm), self.head)
@@ -188,7 +222,12 @@ class Decoder:
 
 
 def load_norm(config: ModelConfig, load: Loader, name: str) -> Norm:
-    return Norm(load.vector(f"{name}.weight", config.hidden_size), config.rms_eps)
+    return Norm(load_gain(load, name, config.hidden_size, config.norm_plus_one), config.rms_eps)
+
+
+def load_gain(load: Loader, name: str, size: int, plus_one: bool) -> Tensor:
+    """plus_one: the file holds the gain less 1, which is too near 0 for a sum of 16 bits: it is kept in float32."""
+    return load.vector(f"{name}.weight", size, torch.float32) + 1 if plus_one else load.vector(f"{name}.weight", size)
 
 
 def load_head(config: ModelConfig, load: Loader, embedding: Tensor | GroupQuant) -> Linear:
@@ -197,6 +236,6 @@ def load_head(config: ModelConfig, load: Loader, embedding: Tensor | GroupQuant)
     return load.linear({"lm_head": config.vocab_size}, config.hidden_size)
 
 
-def following(layers: Sequence[DecoderLayer], last: Norm) -> Iterator[tuple[DecoderLayer, Norm]]:
+def following(layers: Sequence[Layer], last: Norm) -> Iterator[tuple[Layer, Norm]]:
     """Each layer with the norm that reads its result."""
     return zip(layers, [*(layer.input_norm for layer in layers[1:]), last], strict=True)

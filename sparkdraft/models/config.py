@@ -27,6 +27,9 @@ class ModelConfig:
     layers: tuple[LayerSpec, ...]
     rms_eps: float = 1e-6
     tie_embeddings: bool = False
+    norm_plus_one: bool = False  # files hold the gains of RMS norms less 1
+    embedding_scale: float = 1.0  # of the rows that the first layer reads
+    softcap: float = 0.0  # logits are bent to stay within it, by a tanh; 0: as they are
     unknown_keys: tuple[str, ...] = ()  # of config.json: ignored, and shown to the user
 
     @property
@@ -105,6 +108,7 @@ def uniform_config(
         scale=head_dim**-0.5,
         qk_norm=qk_norm,
         bias=attention_bias,
+        output_bias=attention_bias,
     )
     layer = LayerSpec(attention, DenseSpec(intermediate_size, bias=mlp_bias))
     return ModelConfig(

@@ -1,20 +1,20 @@
-"""A mixture of experts by its definition: a router weighs the experts for each row, and the chosen ones are added up.
+"""A mixture of experts: a router sends each row to a few gated MLPs, and their weighted results are added up.
 
-This is the form that every faster one is tested against: each expert is a list of its own matrices, every expert runs
-on every row, and those that a row did not choose count with weight 0. Nothing depends on the data but numbers, so a
-step can be recorded. A row's sum runs over the experts in their order, so it depends on that row alone.
+A checkpoint holds experts one by one, or all of a layer in one tensor; both are kept as one `ExpertLinear` per
+projection. The computation, and the order of its sums, is `norm_experts` of kernels/reference.py.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from sparkdraft.kernels.norm import Norm, Normed
+from sparkdraft.kernels.routing import Routing
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.layers import DenseSpec, ExpertsSpec
+from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.loader import Loader
 
@@ -23,35 +23,46 @@ class Experts:
     """x += sum of weight * expert(norm(x)) over the chosen experts."""
 
     def __init__(
-        self, spec: DenseSpec | ExpertsSpec, config: ModelConfig, load: Loader, name: str, ops: ModuleType
+        self,
+        spec: DenseSpec | ExpertsSpec,
+        router: Linear,
+        gate_up: ExpertLinear,
+        down: ExpertLinear,
+        ops: ModuleType,
+        scale: Tensor | None = None,  # float32 [experts]: multiplies an expert's weight
     ) -> None:
-        assert isinstance(spec, ExpertsSpec) and not spec.shared_size and spec.activation == "silu", f"{name} is {spec}"
-        self.spec, self.ops, hidden, inter = spec, ops, config.hidden_size, spec.intermediate_size
-        self.router = load.linear({f"{name}.gate": spec.num_experts}, hidden)
-        names = [f"{name}.experts.{e}" for e in range(spec.num_experts)]
-        self.gate_up = [load.linear({f"{n}.gate_proj": inter, f"{n}.up_proj": inter}, hidden) for n in names]
-        self.down = [load.linear({f"{n}.down_proj": hidden}, inter) for n in names]
+        assert isinstance(spec, ExpertsSpec) and not spec.shared_size, spec
+        self.spec, self.ops, self.router, self.gate_up, self.down, self.scale = spec, ops, router, gate_up, down, scale
 
     @property
-    def matrices(self) -> list[Linear]:
-        return [self.router, *self.gate_up, *self.down]
+    def matrices(self) -> list[Linear | ExpertLinear]:
+        return [self.router, self.gate_up, self.down]
+
+    def route(self, normed: Normed) -> Routing:
+        routing: Routing = self.ops.norm_route(
+            normed, self.router, self.spec.top_k, self.spec.renormalise, self.scale
+        )  # fmt: skip
+        return routing
 
     def add_to(self, normed: Normed, then: Norm) -> Normed:
-        h = self.ops.rms_norm(normed.x, *normed.norm)
-        weights = route(self.router.linear(h), self.spec.top_k)
-        total = torch.zeros_like(h, dtype=torch.float32)
-        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            total += weights[:, expert : expert + 1] * down.linear(self.ops.silu_mul(gate_up.linear(h))).float()
-        normed.x.add_(total.to(normed.x.dtype))
-        return Normed(normed.x, then)
+        routing = self.route(normed)
+        added: Normed = self.ops.add_experts(normed, routing, self.gate_up, self.down, self.spec.activation, then)
+        return added
+
+    def result(self, normed: Normed, routing: Routing) -> Tensor:  # [rows, hidden]
+        """What is not added to the stream yet."""
+        out: Tensor = self.ops.norm_experts(normed, routing, self.gate_up, self.down, self.spec.activation)
+        return out
 
 
-def route(logits: Tensor, top_k: int) -> Tensor:  # [rows, experts] -> float32 [rows, experts]
-    """The weight of each expert for each row: its share among the row's 'top_k' likeliest, 0 for all others.
-
-    Of equal logits the expert with the lower number is taken first: torch.topk promises no order.
-    """
-    chances = logits.float().softmax(-1)
-    order = chances.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-    kept = torch.zeros_like(chances).scatter(1, order, chances.gather(1, order))
-    return kept / kept.sum(-1, keepdim=True)
+def load_experts(
+    spec: DenseSpec | ExpertsSpec, config: ModelConfig, load: Loader, name: str, ops: ModuleType
+) -> Experts:
+    """The names of Qwen: 'name'.gate is the router, the experts are under 'name'.experts, singly or in one tensor."""
+    assert isinstance(spec, ExpertsSpec), f"{name} is {spec}"
+    hidden, inter = config.hidden_size, spec.intermediate_size
+    router = load.float_linear(f"{name}.gate", spec.num_experts, hidden)
+    place = f"{name}.experts"
+    gate_up = load.experts(place, {"gate_proj": inter, "up_proj": inter}, hidden, spec.num_experts, "gate_up_proj")
+    down = load.experts(place, {"down_proj": hidden}, inter, spec.num_experts, "down_proj")
+    return Experts(spec, router, gate_up, down, ops)

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sparkdraft.kernels.activation import SILU, Activation
+
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
@@ -32,8 +34,11 @@ class AttentionSpec:
     window: int = 0  # keys that a row sees, itself included; 0: all
     causal: bool = True  # False: rows of one step see each other in both directions, as in a DFlash block
     qk_norm: bool = False  # an RMS norm per head of q and of k, before rope
-    bias: bool = False  # of all four projections
+    bias: bool = False  # of the projections to queries, keys and values
+    output_bias: bool = False  # of the projection after attention
     kv_from: int | None = None  # the layer whose keys and values it reads; None: its own
+    values: str = "given"  # how values are made: kernels/view.py, RopeArgs
+    sinks: bool = False  # a learnt logit per head that takes part in the softmax and has no value
 
     @property
     def query_width(self) -> int:
@@ -67,10 +72,10 @@ class RecurrentSpec:
 
 @dataclass(frozen=True, slots=True)
 class DenseSpec:
-    """down(activation(gate(x)) * up(x))."""
+    """down(activation(gate(x), up(x)))."""
 
     intermediate_size: int
-    activation: str = "silu"
+    activation: Activation = SILU
     bias: bool = False
 
 
@@ -82,7 +87,9 @@ class ExpertsSpec:
     top_k: int
     intermediate_size: int  # of each expert
     shared_size: int = 0  # of the expert that every row passes through; 0: there is none
-    activation: str = "silu"
+    activation: Activation = SILU
+    bias: bool = False  # of the router and of all experts
+    renormalise: bool = True  # the weights of a row's chosen experts sum to 1; False: each is its share among all
 
 
 @dataclass(frozen=True, slots=True)

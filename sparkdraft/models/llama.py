@@ -48,4 +48,4 @@ def build(config: ModelConfig, load: Loader, ops: ModuleType, context: int) -> D
     norm = load_norm(config, load, "model.norm")
     head = load_head(config, load, embedding)
     load.finish()
-    return Decoder(config, layers, embedding, head, norm, context, ops)
+    return Decoder(config, layers, embedding, head, norm, context, ops, load.dtype)

@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import LayerKV, RopeArgs
+from sparkdraft.cache.formats import LayerKV
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.core import UserError
 from sparkdraft.kernels.norm import Norm, Normed
@@ -63,8 +63,7 @@ class BlockAttention(Attention):
 
     def keep(self, kv_part: Tensor, positions: Tensor, kv: LayerKV, slots: Tensor) -> None:
         """Write context rows: kv_part [rows, 2 * kv_heads * head_dim], the keys first; nothing is left of it."""
-        rope_args = RopeArgs(positions, self.rope, 0, self.num_kv_heads, None, self.k_norm, self.eps)
-        kv.write(kv_part, rope_args, slots)
+        kv.write(kv_part, self.rope_args(positions, num_heads=0), slots)
 
 
 @dataclass(frozen=True, slots=True)

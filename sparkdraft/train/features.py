@@ -27,7 +27,7 @@ class Features:
         self.target, self.taps, self.teach, self.longest = target, taps, teach is not None, longest
         whole = target.decoder
         layers = whole.layers if teach else whole.layers[: max(taps) + 1]
-        ends = (whole.embedding, teach or whole.head, whole.norm, whole.context, whole.ops)
+        ends = (whole.embedding, teach or whole.head, whole.norm, whole.context, whole.ops, whole.dtype)
         self.decoder = Decoder(whole.config, layers, *ends)
         config, device = whole.config, target.device
         # Every document begins in a block of its own: at worst one more block a document, and one needs two tokens.

@@ -8,7 +8,7 @@ the tensors of its file (weights/quant); how it is kept, the kernels that will r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import UserError
+from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.linear import CannotKeep, Linear, keep_floats
 from sparkdraft.weights.quant.group import GroupQuant
 from sparkdraft.weights.quant.stored import Stored, as_float
@@ -60,8 +61,48 @@ class Loader:
         biases = [self.vector(f"{name}.bias", count) for name, count in rows.items()] if bias else []
         return self._keep(parts, torch.cat(biases) if biases else None, next(iter(rows)))
 
-    def vector(self, name: str, size: int) -> Tensor:
-        return self._float(self._read(name, (size,)))
+    def float_linear(self, name: str, rows: int, width: int, bias: bool = False) -> Linear:
+        """A matrix that is kept as floats whatever form the kernels prefer: a router's, whose choices are discrete."""
+        part = self._matrix(f"{name}.weight", (rows, width))
+        return keep_floats([part], self.vector(f"{name}.bias", rows) if bias else None, self._float)
+
+    def experts(
+        self, name: str, rows: Mapping[str, int], width: int, count: int, fused: str, bias: bool = False
+    ) -> ExpertLinear:
+        """One matrix [sum of rows, width] per expert.
+
+        A file holds them singly, as 'name'.7.gate_proj, or all of them in one tensor 'name'.gate_up_proj ('fused').
+        """
+        assert not bias, "experts with a bias are read by their architecture's file"
+        total = sum(rows.values())
+        for whole in (f"{name}.{fused}", f"{name}.{fused}.weight"):
+            if whole in self._names:
+                stacked = self.stored(whole, (count, total, width))
+                return self.keep_experts([[stacked[e]] for e in range(count)], None)
+        return self.keep_experts(
+            [[self._matrix(f"{name}.{e}.{part}.weight", (n, width)) for part, n in rows.items()] for e in range(count)],
+            None,
+        )
+
+    def keep_experts(self, experts: Sequence[Sequence[Stored]], bias: Tensor | None) -> ExpertLinear:
+        """experts: for each, the parts that its matrix is stacked of; in the form that the kernels want."""
+        kept: ExpertLinear = self.ops.keep_experts(experts, bias, self._float)
+        return kept
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor as the file holds it, for an architecture whose own order of rows must be undone first."""
+        part = self._read(name, shape)
+        if not isinstance(part, Tensor):
+            raise UserError(f"{self.source.path}: {name} is quantised, in a layout that is not read")
+        return part
+
+    def has(self, name: str) -> bool:
+        return name in self._names
+
+    def vector(self, name: str, size: int, dtype: torch.dtype | None = None) -> Tensor:
+        """dtype: None for the activations' own."""
+        part = self._float(self._read(name, (size,))) if dtype is None else as_float(self._read(name, (size,)), dtype)
+        return part.to(self.device)
 
     def optional_vector(self, name: str, size: int) -> Tensor | None:
         return self.vector(name, size) if name in self._names else None

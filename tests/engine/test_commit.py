@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.cache.formats import KVFormat, LayerKV, RopeArgs
+from sparkdraft.cache.formats import KVFormat, LayerKV
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.core import Request
-from sparkdraft.kernels.view import AttentionParams, AttentionView
+from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 from tests.engine.test_overlap import TEXTS, with_overlap
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")

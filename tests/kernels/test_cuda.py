@@ -17,10 +17,11 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels import cuda, reference  # noqa: E402
+from sparkdraft.kernels.activation import SILU  # noqa: E402
 from sparkdraft.kernels.cuda import attention, elementwise, tuned  # noqa: E402
 from sparkdraft.kernels.cuda.argmax import argmax as cuda_argmax  # noqa: E402
 from sparkdraft.kernels.cuda.gpu import Gpu  # noqa: E402
-from sparkdraft.kernels.view import AttentionParams, AttentionView  # noqa: E402
+from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs  # noqa: E402
 from tests.kernels.ahead_of_time import GPUS  # noqa: E402
 from tests.kernels.triton_device import (  # noqa: E402
     DEVICE,
@@ -57,7 +58,7 @@ def test_rms_norm(rows: int, dim: int, dtype: torch.dtype) -> None:
 def test_silu_mul(rows: int, inter: int, dtype: torch.dtype) -> None:
     gate_up = randn(rows, 2 * inter, dtype=dtype)
     gate_up[0, 0] = -100.0  # exp(100) overflows float32 on its way to zero
-    assert_close(cuda.silu_mul(gate_up), reference.silu_mul(gate_up.float()), dtype)
+    assert_close(cuda.gated(gate_up, SILU), reference.gated(gate_up.float(), SILU), dtype)
 
 
 @gpu
@@ -190,7 +191,7 @@ def test_keys_and_values_of_eight_bits(queries: list[int], contexts: list[int], 
     caches, expected = ([torch.zeros(4, 2, 16, 64, device=DEVICE).to(torch.float8_e4m3fn) for _ in "kv"] for _ in "ab")
     slots = integers([0, 3, 17, 31, 40, -1, 63, 62, 5])
     for module, cache in ((cuda, caches), (reference, expected)):
-        module.rope_write(kv.clone(), torch.zeros_like(slots), still, 0, 2, None, None, 1e-6, *cache, slots)
+        module.rope_write(kv.clone(), RopeArgs(torch.zeros_like(slots), still, 0, 2, None, None, 1e-6), *cache, slots)
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(caches, expected, strict=True))
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels import cuda, reference  # noqa: E402
+from sparkdraft.kernels.activation import SILU  # noqa: E402
 from sparkdraft.kernels.cuda import argmax, pdl  # noqa: E402
-from sparkdraft.kernels.view import AttentionParams, AttentionView  # noqa: E402
+from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs  # noqa: E402
 from tests.kernels.ahead_of_time import LIMIT, captured_launches, check_order, compile_launch  # noqa: E402
 from tests.kernels.ahead_of_time import empty as made  # noqa: E402
 from tests.kernels.triton_device import (  # noqa: E402
@@ -42,15 +43,15 @@ SLOTS = [0, 17, -1, 79, 33, -7, 80, 62]  # one is past the cache, as a padding r
 
 def rope_case(
     heads: int, kv_heads: int, head_dim: int, rotary_dim: int, norms: str, dtype: torch.dtype, cached: torch.dtype
-) -> tuple[tuple, list[Tensor]]:
-    """Arguments of rope_write up to its caches, the rows apart in memory, and two caches."""
+) -> tuple[Tensor, RopeArgs, list[Tensor]]:
+    """Arguments of rope_write up to its slots: the rows apart in memory, and two caches."""
     width = (heads + 2 * kv_heads) * head_dim
     qkv = randn(len(SLOTS), width + 16, dtype=dtype)[:, :width]
     positions, table = integers([0, 3, 49, 7, 11, 12, -1, 2**30]), randn(50, rotary_dim).cos()
     q_norm = randn(head_dim, dtype=dtype) if norms in ("both", "q") else None
     k_norm = randn(head_dim, dtype=dtype) if norms in ("both", "k") else None
     caches = [randn(5, kv_heads, 16, head_dim, dtype=cached) for _ in range(2)]
-    return (qkv, positions, table, heads, kv_heads, q_norm, k_norm, 1e-6), caches
+    return qkv, RopeArgs(positions, table, heads, kv_heads, q_norm, k_norm, 1e-6), caches
 
 
 ROPE_SHAPES = [(9, 3, 64, 64), (4, 2, 80, 80), (4, 1, 96, 32), (0, 3, 96, 32)]
@@ -66,12 +67,12 @@ def test_rope_write_is_the_reference(
 ) -> None:
     """Norms and RoPE within rounding, values to the bit, and nothing changes but queries and the slots' rows."""
     for cached in {dtype, torch.float16}:
-        (qkv, positions, *rest), caches = rope_case(heads, kv_heads, head_dim, rotary_dim, norms, dtype, cached)
+        qkv, args, caches = rope_case(heads, kv_heads, head_dim, rotary_dim, norms, dtype, cached)
         before, expected, wanted = qkv.clone(), qkv.clone(), [cache.clone() for cache in caches]
         slots = integers(SLOTS)
-        table_rows = positions.clamp(0, 49)  # padding rows may hold any number, which only the kernel allows
-        reference.rope_write(expected, table_rows, *rest, *wanted, slots.where(slots < 80, -1))
-        cuda.rope_write(qkv, positions, *rest, *caches, slots)
+        inside = args.positions.clamp(0, 49)  # padding rows may hold any number, which only the kernel allows
+        reference.rope_write(expected, args._replace(positions=inside), *wanted, slots.where(slots < 80, -1))
+        cuda.rope_write(qkv, args, *caches, slots)
         queries = heads * head_dim
         coarsest = cached if dtype == torch.float32 else dtype
         for got, want in ((qkv[:, :queries], expected[:, :queries]), (caches[0], wanted[0])):
@@ -85,9 +86,9 @@ def test_rope_write_is_the_reference(
 
 @gpu
 def test_no_rows() -> None:
-    (qkv, positions, *rest), caches = rope_case(4, 2, 64, 64, "both", *[torch.float32] * 2)
+    qkv, args, caches = rope_case(4, 2, 64, 64, "both", *[torch.float32] * 2)
     before = [cache.clone() for cache in caches]
-    cuda.rope_write(qkv[:0], positions[:0], *rest, *caches, integers([]))
+    cuda.rope_write(qkv[:0], args._replace(positions=args.positions[:0]), *caches, integers([]))
     assert all(torch.equal(a, b) for a, b in zip(before, caches, strict=True))
     empty = integers([])
     assert [len(t) for t in cuda.make_rows(empty, integers([[]]).view(0, 0), empty, None, 4, 16, 0)] == [0] * 4
@@ -166,10 +167,10 @@ def test_overlapped_launches_in_a_graph_equal_launches_one_by_one(rows: int, mon
             _, positions, slots, context = cuda.make_rows(length, tables, token, drafts, rows, 16, 0)
             view = AttentionView(starts, context, tables, rows, 1024)
             qkv = cuda.rms_norm(qkv, gain, 1e-6)
-            cuda.rope_write(qkv, positions, table, heads, kv_heads, norm, norm, 1e-6, k, v, slots)
+            cuda.rope_write(qkv, RopeArgs(positions, table, heads, kv_heads, norm, norm, 1e-6), k, v, slots)
             q = qkv[:, : heads * dim].view(-1, heads, dim)
             out = cuda.paged_attention(q, k, v, view, AttentionParams(0.09), 16)
-            gated = cuda.silu_mul(torch.cat([out, out], 1))
+            gated = cuda.gated(torch.cat([out, out], 1), SILU)
             qkv = torch.cat([gated, qkv[:, gated.shape[1] :]], 1)
             cuda.accept_drafts(drafts, samples, most, length, token, observed, slots)
         return out, k, v, length, token, observed
@@ -205,18 +206,20 @@ def decode_step(rows: int, heads: int, kv_heads: int, dim: int, most: int) -> No
     qkv, norm, table = made(seqs * rows, width), made(dim), made(4096, dim, dtype=torch.float32)
     caches = [made(1024, kv_heads, 16, dim) for _ in range(2)]
     cuda.rms_norm(qkv, made(width), 1e-6)
-    cuda.rope_write(qkv, positions, table, heads, kv_heads, norm, norm, 1e-6, *caches, slots)
+    args = RopeArgs(positions, table, heads, kv_heads, norm, norm, 1e-6)
+    cuda.rope_write(qkv, args, *caches, slots)
     for norms in ((None, None), (norm, norm)):  # partial rotary
-        cuda.rope_write(qkv, positions, table[:, : dim // 2], heads, kv_heads, *norms, 1e-6, *caches, slots)
-    cuda.rope_write(qkv[:, heads * dim :], positions, table, 0, kv_heads, None, norm, 1e-6, *caches, slots)
+        partial = args._replace(table=table[:, : dim // 2], q_norm=norms[0], k_norm=norms[1])
+        cuda.rope_write(qkv, partial, *caches, slots)
+    cuda.rope_write(qkv[:, heads * dim :], args._replace(num_heads=0, q_norm=None), *caches, slots)
     eight = [cache.to(torch.float8_e4m3fn) for cache in caches]
-    cuda.rope_write(qkv, positions, table, heads, kv_heads, norm, norm, 1e-6, *eight, slots)
+    cuda.rope_write(qkv, args, *eight, slots)
     q = qkv[:, : heads * dim].view(-1, heads, dim)
     view = AttentionView(ints(seqs + 1), context, tables, rows, 4096)
     for causal, window in ((True, 0), (False, 0), (False, 512)):
         cuda.paged_attention(q, *caches, view, AttentionParams(0.1, causal, window), most)
     cuda.paged_attention(q, *eight, view, AttentionParams(0.1), most)
-    cuda.silu_mul(made(seqs * rows, 3072))
+    cuda.gated(made(seqs * rows, 3072), SILU)
     argmax.argmax(made(seqs * rows, 40000, dtype=torch.float32))
     cuda.tap(made(seqs * rows, 576), made(seqs * rows, 5, 576), 2, positions)
     cuda.tap(made(seqs, 576), made(seqs, 16, 5, 576), 2, positions)

@@ -32,7 +32,7 @@ from sparkdraft.kernels.turboquant.codes import pack, unpack  # noqa: E402
 from sparkdraft.kernels.turboquant.layout import PLANES  # noqa: E402
 from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout  # noqa: E402
 from sparkdraft.kernels.turboquant.vectors import Encoded, VectorFormat  # noqa: E402
-from sparkdraft.kernels.view import AttentionParams, AttentionView  # noqa: E402
+from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs  # noqa: E402
 from tests.kernels.ahead_of_time import GPUS, LIMIT, Launch, captured_launches, check_order, compile_launch, empty  # noqa: E402
 from tests.kernels.triton_device import (  # noqa: E402
     DEVICE,
@@ -223,7 +223,8 @@ def test_norms_and_rope_on_the_way(dim: int, rotary: int, norms: str, dtype: tor
     """tq_rope_write is qk_norm_rope and tq_write; positions of padding rows may be any number."""
     heads, kv_heads, slots = 2 if INTERPRET else 6, 2 - INTERPRET, integers([5, -1, 20, 31, 7])
     q_norm, k_norm = (randn(dim, dtype=dtype) if norms in ("both", n) else None for n in "qk")
-    turn = integers([0, 49, 3, 2**30, -5]), randn(50, rotary).cos(), heads, kv_heads, q_norm, k_norm, 1e-6
+    positions = integers([0, 49, 3, 2**30, -5])
+    args = RopeArgs(positions, randn(50, rotary).cos(), heads, kv_heads, q_norm, k_norm, 1e-6)
     layer, other = make_layer(2, kv_heads, dim), make_layer(2, kv_heads, dim)
     layer.page_of[:] = other.page_of[:] = integers([1, -1])
     other.centre.copy_(layer.centre)
@@ -231,9 +232,8 @@ def test_norms_and_rope_on_the_way(dim: int, rotary: int, norms: str, dtype: tor
     other.pages.copy_(layer.pages)
     qkv = randn(5, (heads + 2 * kv_heads) * dim + 16, dtype=dtype)[:, : (heads + 2 * kv_heads) * dim]
     before, twice = qkv.clone(), qkv.clone()
-    turboquant.tq_rope_write(layer, qkv, *turn, slots)
-    positions, *rest = turn
-    reference.qk_norm_rope(twice, positions.clamp(0, 49), *rest)
+    turboquant.tq_rope_write(layer, qkv, args, slots)
+    reference.qk_norm_rope(twice, args._replace(positions=positions.clamp(0, 49)))
     q, k, v = twice.view(5, -1, dim).split((heads, kv_heads, kv_heads), dim=1)
     turboquant.tq_write(other, k, v, slots, q)
     half = dtype == torch.bfloat16
@@ -493,7 +493,8 @@ def layer_step(
     slots = positions = ints(seqs * rows)
     turboquant.tq_write(layer, k, v, slots, q)
     table, norm = empty(4000, dim, dtype=torch.float32), empty(dim)
-    turboquant.tq_rope_write(layer, qkv.flatten(1), positions, table, heads, kv_heads, norm, norm, 1e-6, slots)
+    args = RopeArgs(positions, table, heads, kv_heads, norm, norm, 1e-6)
+    turboquant.tq_rope_write(layer, qkv.flatten(1), args, slots)
     view = AttentionView(ints(seqs + 1), ints(seqs), ints(seqs, 2000), rows, 32000)
     turboquant.tq_attention(layer, q, view, AttentionParams(0.1, window=window), MOST)
 

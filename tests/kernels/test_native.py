@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.kernels import Unrecordable, native, reference
+from sparkdraft.kernels.activation import SILU
 from sparkdraft.kernels.native import build, library
 from sparkdraft.kernels.view import AttentionParams, AttentionView
 from sparkdraft.weights.quant.group import GroupQuant
@@ -139,14 +140,14 @@ def test_qk_norm_rope(normed: bool, heads: int, kv: int, dim: int, rotary: int) 
 @pytest.mark.parametrize("rows", ROWS)
 def test_silu_mul(rows: int) -> None:
     gate_up = torch.randn(rows, 2 * 1531) * 20
-    y = native.silu_mul(gate_up)
-    torch.testing.assert_close(y, reference.silu_mul(gate_up), rtol=1e-6, atol=1e-30)
-    assert torch.equal(native.silu_mul(gate_up[-1:]), y[-1:])
+    y = native.gated(gate_up, SILU)
+    torch.testing.assert_close(y, reference.gated(gate_up, SILU), rtol=1e-6, atol=1e-30)
+    assert torch.equal(native.gated(gate_up[-1:], SILU), y[-1:])
 
 
 def test_silu_mul_at_the_ends() -> None:
     gate = torch.tensor([0.0, -87.5, 87.5, -1e4, 1e4, 1e-20, -86.9])
-    y = native.silu_mul(torch.cat((gate, torch.ones(7))).unsqueeze(0))
+    y = native.gated(torch.cat((gate, torch.ones(7))).unsqueeze(0), SILU)
     torch.testing.assert_close(y, torch.nn.functional.silu(gate).unsqueeze(0), rtol=1e-6, atol=1e-30)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.kernels import native, reference
+from sparkdraft.kernels.view import RopeArgs
 
 FILL = 99
 needs_compiler = pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
@@ -93,10 +94,11 @@ def test_the_native_rope_write_is_the_reference_and_can_be_recorded(heads: int, 
     qkv, q_norm = whole[:, :-8], norm if heads else None
     expected, wanted = qkv.clone(), torch.randn(2, 4, kv_heads, 16, dim)
     caches, start = wanted.clone(), qkv.clone()
-    reference.rope_write(expected, positions, table, heads, kv_heads, q_norm, norm, 1e-6, *wanted, slots)
+    args = RopeArgs(positions, table, heads, kv_heads, q_norm, norm, 1e-6)
+    reference.rope_write(expected, args, *wanted, slots)
 
     def step() -> Tensor:
-        native.rope_write(qkv, positions, table, heads, kv_heads, q_norm, norm, 1e-6, *layers, slots)
+        native.rope_write(qkv, args, *layers, slots)
         return qkv
 
     layers = list(caches)

@@ -57,7 +57,7 @@ class Harness:
         )
         step = Step(self._int(ids), self._int(positions), self._int(slots), view, self.kv.layers)
         shape = (len(ids), len(tap_layers), self.model.config.hidden_size)
-        taps = torch.full(shape, float("nan"), device=self.device, dtype=self.model.norm.gain.dtype)
+        taps = torch.full(shape, float("nan"), device=self.device, dtype=self.model.dtype)
         residual = self.model.forward(step, tap_layers, taps if tap_layers else None)
         logits = self.model.logits(residual).float().cpu()
         return {name: logits[starts[i] : starts[i + 1]] for i, name in enumerate(chunks)}, taps.float().cpu()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sparkdraft.models.blocks import Attention, Decoder, DecoderLayer, GatedMLP, load_head, load_norm
 from sparkdraft.models.config import ModelConfig
-from sparkdraft.models.experts import Experts
+from sparkdraft.models.experts import load_experts
 from sparkdraft.models.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RopeSpec
 from sparkdraft.models.rope import RopeTables
 from sparkdraft.weights.loader import Loader
@@ -67,7 +67,7 @@ def build(config: ModelConfig, load: Loader, ops: ModuleType, context: int) -> D
     layers = []
     for i, spec in enumerate(config.layers):
         name = f"model.layers.{i}"
-        mlp = Experts if isinstance(spec.mlp, ExpertsSpec) else GatedMLP
+        mlp = load_experts if isinstance(spec.mlp, ExpertsSpec) else GatedMLP
         layers.append(
             DecoderLayer(
                 load_norm(config, load, f"{name}.input_layernorm"),
@@ -78,7 +78,7 @@ def build(config: ModelConfig, load: Loader, ops: ModuleType, context: int) -> D
         )
     norm, head = load_norm(config, load, "model.norm"), load_head(config, load, embedding)
     load.finish()
-    return Decoder(config, layers, embedding, head, norm, context, ops)
+    return Decoder(config, layers, embedding, head, norm, context, ops, load.dtype)
 
 
 # ---- a checkpoint of it

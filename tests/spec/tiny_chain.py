@@ -23,7 +23,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sparkdraft.cache.formats import RopeArgs
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.core import UserError
 from sparkdraft.kernels.norm import Normed
@@ -63,15 +62,14 @@ class TinyChain:
         device = load.device
         # What a pass reads and leaves for the next, always in the same place, so that a pass can be recorded.
         self.ids, self.length = (torch.zeros(seqs, dtype=torch.int32, device=device) for _ in range(2))
-        self.hidden = torch.zeros(seqs, 1, size, dtype=self.norm.gain.dtype, device=device)
+        self.hidden = torch.zeros(seqs, 1, size, dtype=load.dtype, device=device)
         self.starts = torch.arange(seqs + 1, dtype=torch.int32, device=device)
 
     def observe(self, rows: CommittedRows) -> None:
         assert rows.next_ids is not None
         attention = self.attention
         qkv = self.ops.norm_linear(self._join(rows.next_ids, rows.hidden), attention.qkv)
-        heads, norms = (attention.spec.num_heads, attention.num_kv_heads), (attention.q_norm, attention.k_norm)
-        rope_args = RopeArgs(rows.positions, attention.rope, *heads, *norms, attention.eps)
+        rope_args = attention.rope_args(rows.positions, attention.spec.num_heads)
         self.kv.layers[0].write(qkv, rope_args, rows.slots)
 
     def propose(self, anchors: Anchors, depth: int, pick: Pick) -> Tensor:

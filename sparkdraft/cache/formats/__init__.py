@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from sparkdraft.kernels.view import AttentionParams, AttentionView
-
-
-class RopeArgs(NamedTuple):
-    """The arguments of a layer's qk-norm and RoPE, in the order in which the kernels take them."""
-
-    positions: Tensor  # int32 [rows]
-    rope: Tensor  # float32 [context, head_dim]
-    num_heads: int
-    num_kv_heads: int
-    q_norm: Tensor | None  # [head_dim]
-    k_norm: Tensor | None
-    eps: float
+from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 
 
 class LayerKV(Protocol):
     """One layer's keys and values: all that a layer knows of the cache. Layers may keep theirs differently."""
 
     def write(self, qkv: Tensor, rope_args: RopeArgs, slots: Tensor) -> None:
-        """qkv [rows, (heads + 2 * kv_heads) * head_dim]: its queries are rotated in place, the rest is kept by slot.
+        """qkv [rows, projected heads * head_dim]: its queries are rotated in place, the rest is kept by slot.
 
         slots: int32 [rows]; a row with a negative slot is not kept. Only the queries of qkv are defined afterwards.
         """

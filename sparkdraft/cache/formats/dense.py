@@ -15,8 +15,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import KVFormat, LayerKV, RopeArgs
-from sparkdraft.kernels.view import AttentionParams, AttentionView
+from sparkdraft.cache.formats import KVFormat, LayerKV
+from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 from sparkdraft.models.layers import AttentionSpec
 
 HUGE_PAGE = 1 << 21  # bytes
@@ -31,7 +31,7 @@ class DenseLayer:
     same_bits_up_to: int
 
     def write(self, qkv: Tensor, rope_args: RopeArgs, slots: Tensor) -> None:
-        self.ops.rope_write(qkv, *rope_args, self.k, self.v, slots)
+        self.ops.rope_write(qkv, rope_args, self.k, self.v, slots)
 
     def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
         out: Tensor = self.ops.paged_attention(q, self.k, self.v, view, params, self.same_bits_up_to)
@@ -47,9 +47,7 @@ class BorrowedLayer:
 
     def write(self, qkv: Tensor, rope_args: RopeArgs, slots: Tensor) -> None:
         """qkv holds queries alone: they are rotated, and nothing is kept."""
-        self.ops.rope_queries(
-            qkv, rope_args.positions, rope_args.rope, rope_args.num_heads, rope_args.q_norm, rope_args.eps
-        )
+        self.ops.rope_queries(qkv, rope_args)
 
     def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
         return self.owner.attend(q, view, params)

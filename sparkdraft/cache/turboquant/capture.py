@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import KVFormat, RopeArgs
+from sparkdraft.cache.formats import KVFormat
 from sparkdraft.cache.formats.dense import DenseKV, DenseLayer
 from sparkdraft.cache.turboquant.format import CodedLayerKV, TurboQuantKV
 from sparkdraft.kernels.turboquant.store import planes
 from sparkdraft.kernels.turboquant.vectors import Encoded
-from sparkdraft.kernels.view import AttentionParams, AttentionView
+from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 
 ERRORS = ("key_error", "value_error", "attention_error")
 KEYS, VALUES, ATTENTION = range(len(ERRORS))
@@ -37,9 +37,7 @@ class CaptureLayer:
         other = qkv.clone()  # each cache does to its own what it does anywhere
         self.exact.write(qkv, rope_args, slots)
         self.coded.write(other, rope_args, slots)
-        self._queries = other.view(len(other), rope_args.num_heads + 2 * rope_args.num_kv_heads, -1)[
-            :, : rope_args.num_heads
-        ]
+        self._queries = other.view(len(other), rope_args.projected_heads, -1)[:, : rope_args.num_heads]
         self._is_row = (slots >= 0).unsqueeze(1)
         if self._rows is not None:
             self._rows += self._is_row.sum()

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import KVFormat, LayerKV, RopeArgs
+from sparkdraft.cache.formats import KVFormat, LayerKV
 from sparkdraft.kernels.reference import rms_norm
-from sparkdraft.kernels.view import AttentionParams, AttentionView
+from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 
 TEXT = Path(__file__).parent.parent.parent / "assets" / "calibration.txt"
 SKIPPED = 16  # rows of the beginning, whose keys are unlike all others
@@ -35,9 +35,9 @@ class KeyMean:
 
     def write(self, qkv: Tensor, rope_args: RopeArgs, slots: Tensor) -> None:
         heads, kv_heads = rope_args.num_heads, rope_args.num_kv_heads
-        keys = qkv.view(qkv.shape[0], heads + 2 * kv_heads, -1)[SKIPPED:, heads : heads + kv_heads]
+        keys = qkv.view(qkv.shape[0], rope_args.projected_heads, -1)[SKIPPED:, heads : heads + kv_heads]
         normed = keys if rope_args.k_norm is None else rms_norm(keys, rope_args.k_norm, rope_args.eps)
-        self.centre = _rotated(normed.float().mean(0), rope_args.rope)
+        self.centre = _rotated(normed.float().mean(0), rope_args.table)
         self.inner.write(qkv, rope_args, slots)
 
     def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:

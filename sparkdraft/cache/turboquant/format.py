@@ -14,10 +14,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import KVFormat, RopeArgs
+from sparkdraft.cache.formats import KVFormat
 from sparkdraft.kernels.turboquant.store import CodedLayer
 from sparkdraft.kernels.turboquant.vectors import VectorFormat
-from sparkdraft.kernels.view import AttentionParams, AttentionView
+from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 from sparkdraft.models.layers import AttentionSpec
 
 
@@ -28,7 +28,7 @@ class CodedLayerKV:
     same_bits_up_to: int
 
     def write(self, qkv: Tensor, rope_args: RopeArgs, slots: Tensor) -> None:
-        self.ops.tq_rope_write(self.store, qkv, *rope_args, slots)
+        self.ops.tq_rope_write(self.store, qkv, rope_args, slots)
 
     def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
         out: Tensor = self.ops.tq_attention(self.store, q, view, params, self.same_bits_up_to)

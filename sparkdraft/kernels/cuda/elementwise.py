@@ -13,8 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparkdraft.kernels import reference
+from sparkdraft.kernels.activation import Activation
 from sparkdraft.kernels.cuda import pdl
 from sparkdraft.kernels.cuda.pdl import enter
+from sparkdraft.kernels.view import RopeArgs
 
 TILE = 2048  # elements a program holds when it takes several heads, or a slice of a row
 
@@ -147,19 +150,15 @@ def _rope_write(
 
 
 def rope_write(
-    qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim]; the queries are changed in place, the rest is left alone
-    positions: Tensor,  # int32 [rows]
-    table: Tensor,  # float32 [max_position, rotary_dim]: cosines, then sines
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm: Tensor | None,  # [head_dim]
-    k_norm: Tensor | None,
-    eps: float,
+    qkv: Tensor,  # [rows, projected heads * head_dim]; the queries are changed in place, the rest is left alone
+    args: RopeArgs,
     k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim], changed in place
     v_cache: Tensor,
     slots: Tensor,  # int32 [rows]: block * block_size + offset; a negative slot is not written
 ) -> None:
     """Norms and RoPE of queries and keys, and the write of keys and values to the cache, in one launch."""
+    positions, table, num_heads, num_kv_heads, q_norm, k_norm, eps, values = args
+    assert values == "given", values
     assert qkv.stride(1) == 1 and table.stride(1) == 1, (qkv.stride(), table.stride())
     assert k_cache.stride(3) == 1 and k_cache.stride() == v_cache.stride(), (k_cache.stride(), v_cache.stride())
     rows, heads = qkv.shape[0], num_heads + 2 * num_kv_heads
@@ -182,15 +181,11 @@ def rope_write(
 
 def rope_queries(
     q: Tensor,  # [rows, heads * head_dim], changed in place
-    positions: Tensor,  # int32 [rows]
-    table: Tensor,  # float32 [max_position, rotary_dim]: cosines, then sines
-    num_heads: int,
-    q_norm: Tensor | None,  # [head_dim]
-    eps: float,
+    args: RopeArgs,  # with 0 key and value heads
 ) -> None:
     """`rope_write` without keys and values; what it is given as a cache is never written to."""
-    nowhere = q.view(q.shape[0], 1, num_heads, -1)
-    rope_write(q, positions, table, num_heads, 0, q_norm, None, eps, nowhere, nowhere, positions)
+    nowhere = q.view(q.shape[0], 1, args.num_heads, -1)
+    rope_write(q, args, nowhere, nowhere, args.positions)
 
 
 @triton.jit
@@ -205,7 +200,9 @@ def _silu_mul(gate_up, out, stride_row, inter, BLOCK: tl.constexpr, PDL: tl.cons
     tl.store(out + row * inter + column, value.to(out.dtype.element_ty), mask=inside)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:  # [rows, 2 * inter] -> [rows, inter]
+def gated(gate_up: Tensor, activation: Activation) -> Tensor:  # [rows, 2 * inter] -> [rows, inter]
+    if activation.kind != "silu":
+        return reference.gated(gate_up, activation)
     assert gate_up.stride(1) == 1, gate_up.stride()
     rows, inter = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, inter), dtype=gate_up.dtype, device=gate_up.device)

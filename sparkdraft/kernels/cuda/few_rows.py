@@ -260,7 +260,8 @@ def _start(x: Tensor, weight: WeightTiles, lines: int = 1) -> tuple[Launch, dict
 
 
 def _check(gain: Tensor, dim: int, dtype: torch.dtype) -> None:
-    assert gain.shape == (dim,) and gain.dtype == dtype and gain.is_contiguous(), (gain.shape, gain.dtype, dim, dtype)
+    assert gain.shape == (dim,) and gain.is_contiguous(), (gain.shape, gain.stride(), dim)
+    assert gain.dtype in (dtype, torch.float32), (gain.dtype, dtype)
 
 
 def prepare(normed: Normed) -> tuple[Tensor, Tensor]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparkdraft.kernels.activation import Activation
 from sparkdraft.kernels.cuda import few_rows
 from sparkdraft.kernels.cuda.argmax import argmax
-from sparkdraft.kernels.cuda.elementwise import rms_norm, silu_mul
+from sparkdraft.kernels.cuda.elementwise import gated, rms_norm
 from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.weights.linear import Linear, WeightTiles
 
@@ -29,16 +30,19 @@ def norm_linear(normed: Normed, matrix: Linear) -> Tensor:  # [rows, in] -> [row
     return matrix.linear(rms_norm(normed.x, *normed.norm))
 
 
-def norm_gated(normed: Normed, gate_up: Linear) -> Tensor:  # [rows, in] -> [rows, inter]
-    if tiles := _few(normed.x, gate_up, bias=False):
+def norm_gated(normed: Normed, gate_up: Linear, activation: Activation) -> Tensor:  # [rows, in] -> [rows, inter]
+    tiles = _few(normed.x, gate_up, bias=False)
+    if tiles and activation.kind == "silu":
         return few_rows.norm_gated(normed, tiles)
-    return silu_mul(norm_linear(normed, gate_up))
+    return gated(norm_linear(normed, gate_up), activation)
 
 
-def norm_logits(normed: Normed, head: Linear) -> Tensor:  # float32 [rows, vocabulary]
+def norm_logits(normed: Normed, head: Linear, softcap: float = 0.0) -> Tensor:  # float32 [rows, vocabulary]
     if tiles := _few(normed.x, head):
-        return few_rows.norm_linear(normed, tiles, torch.float32)
-    return head.linear_float32(rms_norm(normed.x, *normed.norm))
+        logits = few_rows.norm_linear(normed, tiles, torch.float32)
+    else:
+        logits = head.linear_float32(rms_norm(normed.x, *normed.norm))
+    return torch.tanh(logits / softcap) * softcap if softcap else logits
 
 
 def norm_argmax(normed: Normed, head: Linear) -> Tensor:  # int64 [rows]

@@ -18,24 +18,32 @@ import torch
 from torch import Tensor
 
 from sparkdraft.kernels import reference
+from sparkdraft.kernels.activation import Activation
 from sparkdraft.kernels.native.library import c, set_threads, unavailable_reason
 from sparkdraft.kernels.native.packed import PackedLinear, keep_matrix, keep_table, place
 from sparkdraft.kernels.native.recording import Recording, empty, keep
 from sparkdraft.kernels.norm import Normed
 from sparkdraft.kernels.reference import (
     accept_drafts,
+    add_experts,
     add_linear,  # a matrix's own
+    add_normed,
+    keep_experts,
+    norm_experts,
+    norm_route,
     tq_attention,
     tq_rope_write,
 )
-from sparkdraft.kernels.view import AttentionParams, AttentionView
+from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.quant.group import GROUP, GroupQuant
 
 NAME = "native"
 
 
-def embed(ids: Tensor, table: Tensor | GroupQuant) -> Tensor:  # int32 [rows] -> [rows, hidden]
+def embed(ids: Tensor, table: Tensor | GroupQuant, scale: float = 1.0) -> Tensor:  # int32 [rows] -> [rows, hidden]
+    if scale != 1:
+        return reference.embed(ids, table, scale)
     if isinstance(table, Tensor):
         y = empty(ids.shape[0], table.shape[1])
         _copy_rows(table, ids, y)
@@ -69,26 +77,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [rows, dim] ->
 
 
 def qk_norm_rope(
-    qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim], changed in place
-    positions: Tensor,  # int32 [rows]
-    table: Tensor,  # float32 [max_position, rotary_dim]: cosines, then sines
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
+    qkv: Tensor,  # [rows, projected heads * head_dim], changed in place
+    args: RopeArgs,
 ) -> None:
     rows, width = qkv.shape
     c.sd_qk_norm_rope(
-        *(qkv.data_ptr(), qkv.stride(0), positions.data_ptr(), table.data_ptr(), table.shape[1]),
-        *(rows, num_heads, num_kv_heads, width // (num_heads + 2 * num_kv_heads)),
-        None if q_norm is None else q_norm.data_ptr(),
-        None if k_norm is None else k_norm.data_ptr(),
-        eps,
+        *(qkv.data_ptr(), qkv.stride(0), args.positions.data_ptr(), args.table.data_ptr(), args.table.shape[1]),
+        *(rows, args.num_heads, args.num_kv_heads, width // args.projected_heads),
+        None if args.q_norm is None else args.q_norm.data_ptr(),
+        None if args.k_norm is None else args.k_norm.data_ptr(),
+        args.eps,
     )
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:  # [rows, 2 * inter] -> [rows, inter]
+def gated(gate_up: Tensor, activation: Activation) -> Tensor:  # [rows, 2 * inter] -> [rows, inter]
+    if activation.kind != "silu":
+        return reference.gated(gate_up, activation)
     rows, width = gate_up.shape
     y = empty(rows, width // 2)
     c.sd_silu_mul(gate_up.data_ptr(), gate_up.stride(0), y.data_ptr(), rows, width // 2)
@@ -99,12 +103,13 @@ def norm_linear(normed: Normed, matrix: Linear) -> Tensor:  # [rows, in] -> [row
     return matrix.linear(rms_norm(normed.x, *normed.norm))
 
 
-def norm_gated(normed: Normed, gate_up: Linear) -> Tensor:  # [rows, in] -> [rows, inter]
-    return silu_mul(norm_linear(normed, gate_up))
+def norm_gated(normed: Normed, gate_up: Linear, activation: Activation) -> Tensor:  # [rows, in] -> [rows, inter]
+    return gated(norm_linear(normed, gate_up), activation)
 
 
-def norm_logits(normed: Normed, head: Linear) -> Tensor:  # float32 [rows, vocabulary]
-    return norm_linear(normed, head)
+def norm_logits(normed: Normed, head: Linear, softcap: float = 0.0) -> Tensor:  # float32 [rows, vocabulary]
+    logits = norm_linear(normed, head)
+    return torch.tanh(logits / softcap) * softcap if softcap else logits
 
 
 def norm_argmax(normed: Normed, head: Linear) -> Tensor:  # int64 [rows]; the lowest wins a tie
@@ -128,33 +133,25 @@ def kv_write(
 
 
 def rope_write(
-    qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim], changed in place
-    positions: Tensor,  # int32 [rows]
-    table: Tensor,  # float32 [max_position, rotary_dim]: cosines, then sines
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
+    qkv: Tensor,  # [rows, projected heads * head_dim], changed in place
+    args: RopeArgs,
     k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim], changed in place
     v_cache: Tensor,
     slots: Tensor,  # int32 [rows]: block * block_size + offset; a negative slot is not written
 ) -> None:
-    qk_norm_rope(qkv, positions, table, num_heads, num_kv_heads, q_norm, k_norm, eps)
-    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
-    _, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    if args.values != "given":
+        return reference.rope_write(qkv, args, k_cache, v_cache, slots)
+    qk_norm_rope(qkv, args)
+    heads = qkv.view(qkv.shape[0], args.projected_heads, -1)
+    _, k, v = heads.split((args.num_heads, args.num_kv_heads, args.num_kv_heads), dim=1)
     kv_write(k, v, k_cache, v_cache, slots)
 
 
 def rope_queries(
     q: Tensor,  # [rows, heads * head_dim], changed in place
-    positions: Tensor,  # int32 [rows]
-    table: Tensor,  # float32 [max_position, rotary_dim]: cosines, then sines
-    num_heads: int,
-    q_norm: Tensor | None,  # [head_dim]
-    eps: float,
+    args: RopeArgs,  # with 0 key and value heads
 ) -> None:
-    qk_norm_rope(q, positions, table, num_heads, 0, q_norm, None, eps)
+    qk_norm_rope(q, args)
 
 
 def find_pages(
@@ -231,6 +228,8 @@ def paged_attention(
     params: AttentionParams,
     same_bits_up_to: int = 0,  # a row's bits never depend on the rows beside it
 ) -> Tensor:  # [rows, heads * head_dim]
+    if params.sinks is not None:
+        return reference.paged_attention(q, k_cache, v_cache, view, params)
     rows, heads, head_dim = q.shape
     _, kv_heads, block_size, _ = k_cache.shape
     q_row, q_head, _ = q.stride()

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import RopeArgs
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.cache.turboquant.capture import CaptureKV
 from sparkdraft.cache.turboquant.format import TurboQuantKV
@@ -23,7 +22,7 @@ from sparkdraft.engine.backend import EngineBackend
 from sparkdraft.engine.load import Loaded
 from sparkdraft.kernels import reference
 from sparkdraft.kernels.turboquant.vectors import VectorFormat
-from sparkdraft.kernels.view import AttentionParams, AttentionView
+from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 from sparkdraft.llm import LLM
 from sparkdraft.models.layers import AttentionSpec, RopeSpec
 from sparkdraft.server.engine_process import EngineLoop

@@ -31,7 +31,7 @@ from sparkdraft.kernels.cuda.turboquant.write import write
 from sparkdraft.kernels.turboquant.codebook import codebook
 from sparkdraft.kernels.turboquant.layout import KERNEL_LIMITS, PLANES
 from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout
-from sparkdraft.kernels.view import AttentionParams, AttentionView
+from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 
 DIMS, BLOCK_SIZE = KERNEL_LIMITS["cuda"]
 BLOCK_N = 64  # keys of a tile
@@ -109,16 +109,12 @@ def tq_write(
 
 def tq_rope_write(
     layer: CodedLayer,
-    qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * dim]; the queries are changed in place, the rest is left alone
-    positions: Tensor,  # int32 [rows]
-    table: Tensor,  # float32 [max_position, rotary_dim]: cosines, then sines
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm: Tensor | None,  # [dim]
-    k_norm: Tensor | None,
-    eps: float,
+    qkv: Tensor,  # [rows, projected heads * dim]; the queries are changed in place, the rest is left alone
+    args: RopeArgs,
     slots: Tensor,
 ) -> None:
+    positions, table, num_heads, num_kv_heads, q_norm, k_norm, eps, values = args
+    assert values == "given", values
     assert qkv.stride(1) == 1 and table.stride(1) == 1, (qkv.stride(), table.stride())
     heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)

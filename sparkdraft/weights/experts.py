@@ -1,0 +1,48 @@
+"""The matrices of a layer's experts, one per expert. Every way to keep them is an `ExpertLinear`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparkdraft.weights.linear import DenseLinear, Linear, ToFloats
+from sparkdraft.weights.quant.stored import Stored
+
+
+class ExpertLinear:
+    """A matrix W [out, in] per expert. Kernels ask what it can do, never what it is."""
+
+    count: int
+    nbytes: int  # of all experts together
+    floats: Tensor | None = None  # [experts, out, in], contiguous, where they are kept as floats
+    bias: Tensor | None = None  # [experts, out]
+
+    def expert(self, number: int) -> Linear:
+        """The matrix of one expert."""
+        raise NotImplementedError
+
+
+class DenseExperts(ExpertLinear):
+    """Floats of one type."""
+
+    def __init__(self, floats: Tensor, bias: Tensor | None = None) -> None:
+        self.floats, self.bias, self.count = floats, bias, len(floats)
+        self.nbytes = floats.nbytes + (0 if bias is None else bias.nbytes)
+
+    def expert(self, number: int) -> Linear:
+        assert self.floats is not None
+        return DenseLinear(self.floats[number], None if self.bias is None else self.bias[number])
+
+
+def keep_float_experts(experts: Sequence[Sequence[Stored]], bias: Tensor | None, floats: ToFloats) -> ExpertLinear:
+    """experts: for each, the parts that its matrix is stacked of. One expert at a time is turned into floats."""
+    kept: Tensor | None = None
+    for number, parts in enumerate(experts):
+        matrix = torch.cat([floats(part) for part in parts])
+        if kept is None:
+            kept = matrix.new_empty(len(experts), *matrix.shape)
+        kept[number] = matrix
+    assert kept is not None, "a layer of no experts"
+    return DenseExperts(kept, bias)
