@@ -122,3 +122,18 @@ def test_two_prompts_share_one_limit() -> None:
         limit = engine.pace.most_rows(len(engine.scheduler.decoding()))
         engine.step()
         assert sum(rows for name, rows in runner.steps[-1] if name != "a") <= limit
+
+
+def test_one_late_step_does_not_make_the_next_steps_longer() -> None:
+    """Decode rows are measured anew every FRESH steps. Were one measurement enough, a late one would count for all."""
+    pace = PromptPace(0.2, 512)
+    for _ in range(4):
+        pace.learn(8, 0, 0.018)
+    for _ in range(FRESH):
+        pace.learn(8, 48, 0.018 + 48 * 0.003)
+    usual = pace._decode_seconds.copy()
+    assert pace.most_rows(8) == 0, "out of date"
+    pace.learn(8, 0, 0.060)
+    assert pace.most_rows(8) == 0, "one measurement is not believed"
+    pace.learn(8, 0, 0.018)
+    assert pace._decode_seconds == usual and 0.018 + pace.most_rows(8) * 0.003 <= 0.2

@@ -18,6 +18,7 @@ namespace {
 constexpr int64_t SPAN = 128, ROWS = 16;
 constexpr int64_t TILE = 64;   // so many keys stay in the nearest cache while all queries go over them
 constexpr int64_t AHEAD = 16;  // and so many keys ahead they are asked for
+constexpr double EVEN = 8;     // units are split where one has more than an 8th of a thread's share of the work
 constexpr int QUERIES = 4, KEYS = 4;
 constexpr float LOG2E = 1.44269504f;
 
@@ -299,9 +300,16 @@ void find_units(const Call& c, std::vector<Unit>& units) {
     std::reverse(units.begin(), units.end());  // the last rows of a prompt have the most keys: begin with these
 }
 
-double work_of(const Call& c, const std::vector<Unit>& units) {
-    double work = 0;
-    for (const Unit& u : units) work += double((u.end - u.begin) * u.count * c.group() * c.head_dim);
+struct Work {
+    double all = 0, largest = 0;  // of all units, and of one
+};
+
+Work work_of(const Call& c, const std::vector<Unit>& units) {
+    Work work;
+    for (const Unit& u : units) {
+        const double one = double((u.end - u.begin) * u.count * c.group() * c.head_dim);
+        work.all += one, work.largest = std::max(work.largest, one);
+    }
     return work;
 }
 
@@ -321,7 +329,7 @@ int64_t find_parts(const Call& c, std::vector<Unit>& units, std::vector<Part>& p
     return size;
 }
 
-// Few units: every span by itself, and the last ones, too few for all threads, in slices of their queries. Whoever does
+// Few units, or some much larger than others (a prompt's rows beside decode rows): every span by itself, and the last ones, too few for all threads, in slices of their queries. Whoever does
 // the last task of a unit merges its spans, in their order.
 void attend_split(const Call& c, std::vector<Unit>& units) {
     thread_local std::vector<float> scratch;
@@ -354,9 +362,10 @@ extern "C" void sd_paged_attention(const Call* c) {
     thread_local std::vector<Unit> kept;
     std::vector<Unit>& units = kept;  // the caller's for all threads
     find_units(*c, units);
-    if (work_of(*c, units) < 20000) {
+    const Work work = work_of(*c, units);
+    if (work.all < 20000) {
         for (const Unit& u : units) attend_all_spans(*c, u);
-    } else if (int64_t(units.size()) < 4 * pool::wanted_threads) {
+    } else if (work.largest * EVEN * double(pool::wanted_threads) > work.all) {
         attend_split(*c, units);
     } else {
         pool::parallel_for(int64_t(units.size()), [&](int64_t i) { attend_all_spans(*c, units[size_t(i)]); });
