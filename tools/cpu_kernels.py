@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sparkdraft.kernels import native
 from sparkdraft.kernels.activation import SILU
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.view import AttentionView, RopeArgs
 from sparkdraft.weights.quant.group import GroupQuant
 
 LAYERS, HIDDEN, INTER, VOCAB = 30, 576, 1536, 49152
@@ -103,7 +103,7 @@ def small_us(seconds: float) -> dict[str, float]:
     table = torch.rand(16, HEAD_DIM)
     runs: dict[str, Callable[[], Tensor | None]] = {
         "rms_norm": lambda: native.rms_norm(x, weight, 1e-5),
-        "qk_norm_rope": lambda: native.qk_norm_rope(qkv, positions, table, HEADS, KV_HEADS, None, None, 1e-5),
+        "qk_norm_rope": lambda: native.qk_norm_rope(qkv, RopeArgs(positions, table, HEADS, KV_HEADS, None, None, 1e-5)),
         "gated": lambda: native.gated(gate_up, SILU),
         "kv_write": lambda: native.kv_write(k, v, cache, cache, slots),
     }

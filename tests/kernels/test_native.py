@@ -20,7 +20,7 @@ from torch import Tensor
 from sparkdraft.kernels import Unrecordable, native, reference
 from sparkdraft.kernels.activation import SILU
 from sparkdraft.kernels.native import build, library
-from sparkdraft.kernels.view import AttentionParams, AttentionView
+from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 from sparkdraft.weights.quant.group import GroupQuant
 
 pytestmark = pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
@@ -130,9 +130,10 @@ def test_qk_norm_rope(normed: bool, heads: int, kv: int, dim: int, rotary: int) 
     positions = torch.randint(0, 1000, (300,), dtype=torch.int32)
     norms = (torch.randn(dim), torch.randn(dim)) if normed else (None, None)
     expected, one = qkv.clone(), qkv[123:124].clone()
-    reference.qk_norm_rope(expected, positions, table, heads, kv, *norms, 1e-6)
-    native.qk_norm_rope(qkv, positions, table, heads, kv, *norms, 1e-6)
-    native.qk_norm_rope(one, positions[123:124], table, heads, kv, *norms, 1e-6)
+    args = RopeArgs(positions, table, heads, kv, *norms, 1e-6)
+    reference.qk_norm_rope(expected, args)
+    native.qk_norm_rope(qkv, args)
+    native.qk_norm_rope(one, args._replace(positions=positions[123:124]))
     torch.testing.assert_close(qkv, expected, rtol=1e-5, atol=2e-6)
     assert torch.equal(one, qkv[123:124])
 
