@@ -20,7 +20,7 @@ from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.machine import detect, plan_here
 from sparkdraft.models.config import ModelConfig, uniform_config
 from sparkdraft.models.layers import AttentionSpec, DenseSpec, LayerSpec
-from sparkdraft.spec.dflash_config import DFlashConfig, LayerMask, check_fits
+from sparkdraft.spec.dflash_config import DFlashConfig, check_fits
 from sparkdraft.spec.registry import DFlashKind, DraftSource
 from sparkdraft.train.recipe import spread_taps
 from sparkdraft.weights.loader import Progress
@@ -63,13 +63,12 @@ def drafter_shape(name: str, target: ModelConfig) -> DFlashConfig:
         raise UserError(f"drafter shape '{name}' is not known; known are {', '.join(DRAFTER_SHAPES)}")
     own = DRAFTER_SHAPES[name]
     attention, mlp = target.uniform()
-    layer = LayerSpec(replace(attention, qk_norm=True), mlp)
+    layer = LayerSpec(replace(attention, qk_norm=True, causal=False), mlp)
     draft = DFlashConfig(
         model=replace(target, model_type="qwen3", layers=(layer,) * own.num_layers, tie_embeddings=True),
         taps=spread_taps(target.num_layers, own.num_taps),
         block_size=own.block_size,
         mask_token_id=target.vocab_size - 1,
-        layers=(LayerMask(window=0, causal=False),) * own.num_layers,
         draft_vocab_size=target.vocab_size,
         target_hidden_size=target.hidden_size,
         num_target_layers=target.num_layers,

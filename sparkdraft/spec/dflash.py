@@ -9,7 +9,7 @@ the target's unless the checkpoint has its own; when to draft, and what becomes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -52,14 +52,7 @@ class DraftBlock:
 
 
 class BlockAttention(Attention):
-    """A layer's attention as the drafter was trained: rows of a block may see each other, and a window may end."""
-
-    def __init__(
-        self, draft: DFlashConfig, layer: int, load: Loader, name: str, ops: ModuleType, ropes: RopeTables
-    ) -> None:
-        window, causal = draft.layers[layer]
-        spec = replace(draft.model.attention[layer], window=window, causal=causal)
-        super().__init__(spec, draft.model, load, name, ops, ropes)
+    """A layer's attention, which also takes context rows that are keys and values alone."""
 
     def keep(self, kv_part: Tensor, positions: Tensor, kv: LayerKV, slots: Tensor) -> None:
         """Write context rows: kv_part [rows, 2 * kv_heads * head_dim], the keys first; nothing is left of it."""
@@ -191,11 +184,11 @@ def build(
     layers, attention = [], []
     for i, layer in enumerate(model.layers):
         name = f"{prefix}layers.{i}"
-        attention.append(BlockAttention(draft, i, load, f"{name}.self_attn", ops, ropes))
+        attention.append(BlockAttention(layer.mixer, model, load, f"{name}.self_attn", ops, ropes))
         norms = [load_norm(model, load, f"{name}.{norm}_layernorm") for norm in ("input", "post_attention")]
         mlp = GatedMLP(layer.mlp, model, load, f"{name}.mlp", ops)
         layers.append(DecoderLayer(norms[0], attention[-1], norms[1], mlp))
-    spec, _ = model.uniform()
+    spec = model.attention[0]  # layers differ in their windows alone
     names = [f"{prefix}layers.{i}.self_attn.{part}_proj" for i in range(model.num_layers) for part in "kv"]
     context_kv = load.linear(dict.fromkeys(names, spec.kv_width), model.hidden_size, spec.bias)
     ends = _ends(draft, load, prefix, target)

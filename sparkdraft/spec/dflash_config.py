@@ -7,14 +7,17 @@ computation and is not built here is refused by name; reading tensors is dflash.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig, dense_config
+from sparkdraft.models.layers import LayerSpec
 
 Config = Mapping[str, Any]
+Mask = tuple[int, bool]  # of a layer: window (0: none), and whether a row is blind to the rows after it
 
 # Keys that name another algorithm or a computation we do not have, and what it is called.
 FOREIGN = {
@@ -38,18 +41,12 @@ ONLY = {
 }
 
 
-class LayerMask(NamedTuple):
-    window: int  # a row sees keys nearer than this; 0: all
-    causal: bool  # whether a row of the block is blind to the rows after it
-
-
 @dataclass(frozen=True, slots=True)
 class DFlashConfig:
-    model: ModelConfig  # the drafter's own layers; vocab_size is that of the target
+    model: ModelConfig  # the drafter's own layers, windows and causality included; vocab_size is that of the target
     taps: tuple[int, ...]  # target blocks, from 0; the residual after each is read, in this order
     block_size: int  # the anchor counts
     mask_token_id: int
-    layers: tuple[LayerMask, ...]
     draft_vocab_size: int  # of an output head of its own, where the checkpoint has one
     target_hidden_size: int
     num_target_layers: int | None = None  # where the config says
@@ -102,7 +99,7 @@ def _read_zlab(config: Config) -> DFlashConfig:
     inner = config.get("dflash_config") or {}
     both = {**config, **inner}  # a key may stand in either place; the inner one counts, as in z-lab's own code
     _refuse_foreign(both)
-    model = dense_config(_one_rope(config), qk_norm=True)
+    model = _masked(dense_config(_one_rope(config), qk_norm=True), partial(_zlab_masks, config, inner))
     target_layers = config.get("num_target_layers")
     taps = both.get("target_layer_ids")
     if taps is None:
@@ -114,7 +111,6 @@ def _read_zlab(config: Config) -> DFlashConfig:
             taps=_ids(taps, "target_layer_ids"),
             block_size=int(both.get("block_size") or 16),
             mask_token_id=_required(both, "mask_token_id"),
-            layers=_zlab_layers(config, inner, model.num_layers),
             draft_vocab_size=int(both.get("draft_vocab_size") or model.vocab_size),
             target_hidden_size=int(both.get("target_hidden_size") or model.hidden_size),
             num_target_layers=target_layers,
@@ -136,34 +132,44 @@ def _read_speculators(config: Config) -> DFlashConfig:
             "config.json has no 'transformer_layer_config': a speculators drafter keeps its dimensions there"
         )
     _refuse_foreign({**body, **config})
-    model = dense_config(_one_rope({"model_type": "qwen3", **body}), qk_norm=True)
+    causal = not config.get("sliding_window_non_causal", False)  # full layers always see the whole block
+
+    def masks(num_layers: int) -> list[Mask]:
+        return [(window, causal and slides) for window, slides in _windows(body, num_layers)]
+
+    model = _masked(dense_config(_one_rope({"model_type": "qwen3", **body}), qk_norm=True), masks)
     taps = _ids(config.get("aux_hidden_state_layer_ids"), "aux_hidden_state_layer_ids")
     if 0 in taps:
         raise UserError("The drafter reads the embedding (aux_hidden_state_layer_ids has 0), which is not built yet")
-    causal = not config.get("sliding_window_non_causal", False)  # full layers always see the whole block
-    layers = tuple(LayerMask(w, causal and sliding) for w, sliding in _windows(body, model.num_layers))
     return _checked(
         DFlashConfig(
             model=model,
             taps=tuple(tap - 1 for tap in taps),  # there, 1 is what block 0 leaves behind
             block_size=int(config.get("block_size") or 8),
             mask_token_id=_required(config, "mask_token_id"),
-            layers=layers,
             draft_vocab_size=int(config.get("draft_vocab_size") or model.vocab_size),
             target_hidden_size=int(config.get("target_hidden_size") or model.hidden_size),
         )
     )
 
 
-def _zlab_layers(config: Config, inner: Config, num_layers: int) -> tuple[LayerMask, ...]:
+def _masked(model: ModelConfig, masks: Callable[[int], list[Mask]]) -> ModelConfig:
+    """The model with each layer's window, and with layers whose rows may see the rows of their block after them."""
+    specs = [
+        replace(spec, window=window, causal=causal)
+        for spec, (window, causal) in zip(model.attention, masks(model.num_layers), strict=True)
+    ]
+    return replace(model, layers=tuple(LayerSpec(s, layer.mlp) for s, layer in zip(specs, model.layers, strict=True)))
+
+
+def _zlab_masks(config: Config, inner: Config, num_layers: int) -> list[Mask]:
     """Who says whether a block is causal: the config, else dflash_config, else whether the layer slides."""
     said = config.get("is_causal")
     if said is None:
         said = inner.get("causal")
     if inner.get("use_swa"):
-        return (LayerMask(_required(inner, "swa_window_size"), bool(said)),) * num_layers
-    windows = _windows(config, num_layers)
-    return tuple(LayerMask(w, sliding if said is None else bool(said)) for w, sliding in windows)
+        return [(_required(inner, "swa_window_size"), bool(said))] * num_layers
+    return [(window, slides if said is None else bool(said)) for window, slides in _windows(config, num_layers)]
 
 
 def _windows(config: Config, num_layers: int) -> list[tuple[int, bool]]:

@@ -107,11 +107,11 @@ def speculators_config(config: Mapping[str, Any], target: ExportTarget | None) -
     if target is None:
         raise UserError("The speculators layout names the model a drafter is for; say which")
     draft = DFlashConfig.read(config)
-    sliding = [mask for mask in draft.layers if mask.window]
+    windows = [spec.window for spec in draft.model.attention]
     drafts = {"proposal_type": "greedy", "speculative_tokens": draft.block_size - 1}
     body = {k: v for k, v in config.items() if k not in (*OUTER, "quantization_config")}
-    body |= {"layer_types": ["sliding_attention" if mask.window else "full_attention" for mask in draft.layers]}
-    body |= {"sliding_window": sliding[0].window if sliding else None, "use_sliding_window": bool(sliding)}
+    body |= {"layer_types": ["sliding_attention" if window else "full_attention" for window in windows]}
+    body |= {"sliding_window": max(windows) or None, "use_sliding_window": any(windows)}
     written = {
         "architectures": ["DFlashSpeculator"],
         "speculators_model_type": "dflash",
@@ -128,7 +128,7 @@ def speculators_config(config: Mapping[str, Any], target: ExportTarget | None) -
         "mask_token_id": draft.mask_token_id,
         "target_hidden_size": draft.target_hidden_size,
         "sample_from_anchor": False,
-        "sliding_window_non_causal": not any(mask.causal for mask in sliding),
+        "sliding_window_non_causal": not any(spec.causal for spec in draft.model.attention if spec.window),
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
         "transformer_layer_config": body,

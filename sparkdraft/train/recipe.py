@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig
-from sparkdraft.spec.dflash_config import DFlashConfig, LayerMask, check_fits
+from sparkdraft.spec.dflash_config import DFlashConfig, check_fits
 from sparkdraft.spec.registry import open_drafter
 from sparkdraft.train.settings import FitSettings
 from sparkdraft.weights.quant.stored import as_float
@@ -107,7 +107,7 @@ def _trainable(draft: DFlashConfig, config: Mapping[str, Any], settings: FitSett
     own = settings.init
     if "dflash_config" not in config:
         raise UserError(f"--init names {own}, which is not in z-lab's layout: only those can be gone on from")
-    plain = all(mask == LayerMask(0, False) for mask in draft.layers)
+    plain = not any(spec.window or spec.causal for spec in draft.model.attention)
     scaled = (draft.input_embedding_scale, draft.output_multiplier, draft.softcap) != (1.0, 1.0, None)
     if not plain or scaled or draft.draft_vocab_size != draft.model.vocab_size or draft.model.uniform()[0].bias:
         raise UserError(f"--init names {own}, which has windows, causal layers, biases or a head of its own: not built")

@@ -123,7 +123,7 @@ def test_the_sampler_is_overruled_only_after_its_work() -> None:
 def test_drafter_shapes_are_those_of_the_published_drafters() -> None:
     draft = shapes.drafter_shape("dflash-5x", shapes.SHAPES["qwen3-8b"])
     assert draft.taps == (1, 9, 17, 25, 33) and draft.block_size == 16 and draft.model.num_layers == 5
-    assert draft.layers == ((0, False),) * 5
+    assert [(spec.window, spec.causal) for spec in draft.model.attention] == [(0, False)] * 5
     own = sum(int(np.prod(size)) for size in shapes.drafter_tensor_shapes(draft).values())
     assert 2 * own / 1e9 == pytest.approx(2.10, abs=0.02)  # gigabytes of z-lab's Qwen3-8B-DFlash in bfloat16
 
