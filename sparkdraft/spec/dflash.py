@@ -64,6 +64,7 @@ class Ends:
     """Where a block enters and leaves the layers."""
 
     embedding: Tensor | GroupQuant
+    scale: float  # of the embedding's rows
     mask_row: Tensor | None  # [hidden], stands in for the mask id's row of the embedding
     norm: Norm
     head: Linear
@@ -138,8 +139,12 @@ class DFlash:
         return DraftBlock(ids, positions, slots, view, wanted)
 
     def logits(self, block: DraftBlock) -> Tensor:  # float32 [seqs * depth, draft vocabulary]
-        logits: Tensor = self.ops.norm_logits(self._through_layers(block), self.ends.head)
-        return self._scaled(logits)
+        multiplier, softcap = self.draft.output_multiplier, self.draft.softcap or 0.0
+        if multiplier == 1:
+            capped: Tensor = self.ops.norm_logits(self._through_layers(block), self.ends.head, softcap)
+            return capped
+        logits: Tensor = self.ops.norm_logits(self._through_layers(block), self.ends.head) * multiplier
+        return torch.tanh(logits / softcap) * softcap if softcap else logits
 
     def likeliest(self, block: DraftBlock) -> Tensor:  # int64 [seqs * depth]: the logits' argmax
         if self.draft.output_multiplier <= 0:  # a softcap keeps the order, and so does a multiplier above 0
@@ -156,20 +161,11 @@ class DFlash:
             normed = layer.add_to(normed, step, kv, then)
         return Normed(self.ops.embed(block.draft_rows, normed.x), self.ends.norm)  # a gather
 
-    # ---- what few checkpoints ask for: plain torch, so none of it may run where nothing is asked
-
     def _embed(self, ids: Tensor) -> Tensor:  # int32 [rows] -> [rows, hidden]
-        x: Tensor = self.ops.embed(ids, self.ends.embedding)
+        x: Tensor = self.ops.embed(ids, self.ends.embedding, self.ends.scale)
         if self.ends.mask_row is not None:
-            x = torch.where((ids == self.draft.mask_token_id).unsqueeze(1), self.ends.mask_row, x)
-        scale = self.draft.input_embedding_scale
-        return x if scale == 1 else x * scale
-
-    def _scaled(self, logits: Tensor) -> Tensor:
-        multiplier, softcap = self.draft.output_multiplier, self.draft.softcap
-        if multiplier != 1:
-            logits = logits * multiplier
-        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+            x = torch.where((ids == self.draft.mask_token_id).unsqueeze(1), self.ends.mask_row * self.ends.scale, x)
+        return x
 
 
 def build(
@@ -227,8 +223,9 @@ def _ends(draft: DFlashConfig, load: Loader, prefix: str, target: Decoder) -> En
             "under the name 'mask_embedding'."
         )
     mask_row = load.vector(mask, model.hidden_size) if mask else None
+    scale = target.config.embedding_scale if draft.input_embedding_scale is None else draft.input_embedding_scale
     load.ignore(n for x in (*UNUSED, "d2t") for n in (prefix + x, x))
-    return Ends(embedding, mask_row, load_norm(model, load, f"{prefix}norm"), head, ids)
+    return Ends(embedding, scale, mask_row, load_norm(model, load, f"{prefix}norm"), head, ids)
 
 
 def _some_rows(load: Loader, target: Decoder, ids: Tensor) -> Linear:

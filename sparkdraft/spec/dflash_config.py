@@ -50,7 +50,7 @@ class DFlashConfig:
     draft_vocab_size: int  # of an output head of its own, where the checkpoint has one
     target_hidden_size: int
     num_target_layers: int | None = None  # where the config says
-    input_embedding_scale: float = 1.0
+    input_embedding_scale: float | None = 1.0  # None: the target's own, for rows that its first layer reads scaled
     output_multiplier: float = 1.0
     softcap: float | None = None
 
@@ -104,7 +104,7 @@ def _read_zlab(config: Config) -> DFlashConfig:
     taps = both.get("target_layer_ids")
     if taps is None:
         taps = _default_taps(target_layers, model.num_layers)
-    softcap = float(both.get("final_logit_softcapping") or 0)
+    softcap, scale = float(both.get("final_logit_softcapping") or 0), both.get("input_embedding_scale")
     return _checked(
         DFlashConfig(
             model=model,
@@ -114,7 +114,7 @@ def _read_zlab(config: Config) -> DFlashConfig:
             draft_vocab_size=int(both.get("draft_vocab_size") or model.vocab_size),
             target_hidden_size=int(both.get("target_hidden_size") or model.hidden_size),
             num_target_layers=target_layers,
-            input_embedding_scale=float(both.get("input_embedding_scale", 1.0)),
+            input_embedding_scale=None if scale is None else float(scale),
             output_multiplier=float(both.get("output_multiplier", 1.0)),
             softcap=softcap if softcap > 0 else None,
         )

@@ -108,7 +108,7 @@ def _trainable(draft: DFlashConfig, config: Mapping[str, Any], settings: FitSett
     if "dflash_config" not in config:
         raise UserError(f"--init names {own}, which is not in z-lab's layout: only those can be gone on from")
     plain = not any(spec.window or spec.causal for spec in draft.model.attention)
-    scaled = (draft.input_embedding_scale, draft.output_multiplier, draft.softcap) != (1.0, 1.0, None)
+    scaled = (draft.input_embedding_scale or 1.0, draft.output_multiplier, draft.softcap) != (1.0, 1.0, None)
     if not plain or scaled or draft.draft_vocab_size != draft.model.vocab_size or draft.model.uniform()[0].bias:
         raise UserError(f"--init names {own}, which has windows, causal layers, biases or a head of its own: not built")
     if settings.layers < draft.model.num_layers:

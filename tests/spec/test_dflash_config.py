@@ -53,7 +53,7 @@ def test_a_published_config() -> None:
     assert (draft.taps, draft.block_size, draft.mask_token_id) == ((1, 9, 17, 25, 33), 16, 151669)
     assert masks(draft) == [(0, False)] * 5
     assert (draft.num_target_layers, draft.draft_vocab_size, draft.target_hidden_size) == (36, 151936, 4096)
-    assert (draft.input_embedding_scale, draft.output_multiplier, draft.softcap) == (1.0, 1.0, None)
+    assert (draft.input_embedding_scale, draft.output_multiplier, draft.softcap) == (None, 1.0, None)
     caps = caps_of(draft)
     assert (caps.name, caps.kv, caps.chain) == ("dflash", draft.model.attention, False)
     assert (caps.taps, caps.max_depth) == (draft.taps, 15)
