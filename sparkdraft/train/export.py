@@ -133,7 +133,8 @@ def speculators_config(config: Mapping[str, Any], target: ExportTarget | None) -
         "dtype": "bfloat16",
         "transformer_layer_config": body,
     }
-    if DFlashConfig.read(written) != replace(draft, num_target_layers=None):
+    scale = draft.input_embedding_scale or 1.0  # targets that the trainer takes do not scale their embedding
+    if DFlashConfig.read(written) != replace(draft, num_target_layers=None, input_embedding_scale=scale):
         raise UserError(
             "The speculators layout cannot express this drafter's masks or scales (causal full layers, windows that "
             "differ, an embedding scale, a multiplier or a softcap): export it as zlab."
