@@ -168,7 +168,7 @@ def test_a_draft_vocabulary_is_translated(llama: Path, tmp_path: Path) -> None:
         harness.observe({"a": taps})
     full = torch.zeros(320, 96).index_copy(0, kept, tensors["lm_head.weight"])
     plain.drafter.ends = type(plain.drafter.ends)(
-        tensors["embed_tokens.weight"], None, plain.drafter.ends.norm, type(target.model.head)(full), None
+        tensors["embed_tokens.weight"], 1.0, None, plain.drafter.ends.norm, type(target.model.head)(full), None
     )
     got, wanted = drafts.propose({"a": 7})["a"], plain.propose({"a": 7})["a"]
     close(got, wanted[:, kept])
