@@ -172,8 +172,10 @@ def test_attention(
 @gpu
 @pytest.mark.parametrize(
     "heads, kv_heads, head_dim",
-    [(4, 2, 16), (16, 16, 64), (32, 8, 128), (64, 8, 128), (4, 1, 256), (6, 1, 256), (16, 1, 256), (2, 1, 256)]
-    + [(8, 1, 512), (3, 1, 512), (2, 2, 512), (16, 1, 512)],
+    [
+        *((4, 2, 16), (16, 16, 64), (32, 8, 128), (64, 8, 128), (4, 1, 256), (6, 1, 256), (16, 1, 256), (2, 1, 256)),
+        *((8, 1, 512), (3, 1, 512), (2, 2, 512), (16, 1, 512)),
+    ],
 )
 def test_attention_of_every_head_shape(heads: int, kv_heads: int, head_dim: int) -> None:
     check_attention(*make_batch([3, 1], [3, 150], heads, kv_heads, head_dim, DTYPES[0]))
@@ -480,7 +482,9 @@ def test_rows_up_to_same_bits_up_to_go_through_the_keys_alike(
 
 @compiled
 @pytest.mark.parametrize("capability", GPUS)
-@pytest.mark.parametrize("heads, kv_heads, head_dim", [(32, 8, 128), (9, 3, 64), (16, 16, 64), (8, 1, 256), (6, 1, 256), (8, 1, 512)])
+@pytest.mark.parametrize(
+    "heads, kv_heads, head_dim", [(32, 8, 128), (9, 3, 64), (16, 16, 64), (8, 1, 256), (6, 1, 256), (8, 1, 512)]
+)
 def test_tiles_of_all_heights_add_up_alike(heads: int, kv_heads: int, head_dim: int, capability: int) -> None:
     """No reduction sums across lanes, in an order that would hang on the tile: all sums are dots of 16 keys."""
     tiles = {(a.tile, a.search): None for a in alike(capability, heads, kv_heads, head_dim, 2, 1)}

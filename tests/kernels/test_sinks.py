@@ -66,7 +66,9 @@ def test_a_sink_adds_to_the_denominator_alone(ops: ModuleType, window: int) -> N
 @pytest.mark.parametrize(
     ("heads", "kv", "dim"), [(8, 1, 64), (9, 3, 64), (4, 4, 128), (12, 2, 256), (16, 1, 256), (8, 1, 512), (4, 2, 512)]
 )
-@pytest.mark.parametrize(("causal", "window"), [(True, 0), (False, 0), (True, 37), (False, 50), (True, 1), (True, 4000)])
+@pytest.mark.parametrize(
+    ("causal", "window"), [(True, 0), (False, 0), (True, 37), (False, 50), (True, 1), (True, 4000)]
+)
 def test_native_attention_with_sinks_is_the_reference(heads: int, kv: int, dim: int, causal: bool, window: int) -> None:
     q, k, v, view = batch(heads, kv, dim, [1, 0, 5, 70, 17], [130, 9, 5, 70, 1100])
     params = AttentionParams(dim**-0.5, causal, window, torch.randn(heads) * 3)
