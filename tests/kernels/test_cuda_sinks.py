@@ -26,7 +26,7 @@ from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout  # noqa
 from sparkdraft.kernels.turboquant.vectors import VectorFormat  # noqa: E402
 from sparkdraft.kernels.view import AttentionParams, AttentionView  # noqa: E402
 from tests.kernels import test_cuda_turboquant as coded  # noqa: E402
-from tests.kernels.ahead_of_time import LIMIT, captured_launches, compile_launch, empty  # noqa: E402
+from tests.kernels.ahead_of_time import LIMIT, captured_launches  # noqa: E402
 from tests.kernels.test_cuda import MOST, check_attention, last_rows, make_batch  # noqa: E402
 from tests.kernels.triton_device import (  # noqa: E402
     DEVICE,
@@ -252,19 +252,16 @@ def test_a_centred_layer_takes_no_sinks() -> None:
 
 @compiled
 @pytest.mark.parametrize("capability", LIMIT)
-@pytest.mark.parametrize("rows, context", [(1, 32000), (16, 32000), (1, 64), (100, 64)])
-def test_codes_with_sinks_compile(rows: int, context: int, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout, ints = RecordLayout(16, 64, 4, 3), partial(empty, dtype=torch.int32)
-    layer = CodedLayer(
-        layout, empty(512, 8, layout.nbytes, dtype=torch.uint8), VectorFormat(64, 4), VectorFormat(64, 3), None,
-        empty(64, 2, 8, 16, 64, dtype=torch.float16), ints(512), 4, 128,
-    )  # fmt: skip
-    seqs = 4 if rows < 100 else 64
-    view = AttentionView(ints(seqs + 1), ints(seqs), ints(seqs, 2000), rows, context)
-    params = AttentionParams(0.1, sinks=empty(64, dtype=torch.float32))
-    step = partial(turboquant.tq_attention, layer, empty(seqs * rows, 64, 64), view, params)
-    launches = captured_launches(monkeypatch, capability, step)
-    assert all(launch.options.get("SINKS", True) for launch in launches)
+@pytest.mark.parametrize("rows, seqs, context", [(1, 4, 32000), (16, 4, 32000), (1, 4, 64), (100, 64, 32000)])
+def test_codes_with_sinks_compile(
+    rows: int, seqs: int, context: int, capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = partial(coded.layer_step, rows, 64, 8, 64, seqs=seqs, sinks=True, context=context)
+    launches = [each for each in captured_launches(monkeypatch, capability, step) if "SINKS" in each.options]
+    split = launches[0].options["SPLIT"]
+    assert [each.kernel for each in launches] == [turboquant.attend] + [join] * split and split == (
+        seqs * context == 128000
+    )
     for launch in launches:
-        made, _ = compile_launch(capability, launch)
-        assert made.metadata.shared <= LIMIT[capability], launch.kernel
+        assert launch.options["SINKS"]
+        coded.check_launch(capability, launch, RecordLayout(16, 64, 4, 3))

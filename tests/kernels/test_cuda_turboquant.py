@@ -516,14 +516,14 @@ ROOM = {90: 228 << 10, 121: 100 << 10}  # shared memory of an SM
 
 def layer_step(
     rows: int, heads: int, kv_heads: int, dim: int, bits: tuple[int, int] = (4, 3), mode: tuple[int, int] = (4, 128),
-    window: int = 0, seqs: int = 4,
+    window: int = 0, seqs: int = 4, sinks: bool = False, context: int = 32000,
 ) -> None:  # fmt: skip
     """A layer's writes and its attention, on tensors without memory."""
     layout, uncoded = RecordLayout(SIZE, dim, *bits), mode != (0, 0)
     ints = partial(empty, dtype=torch.int32)
     layer = CodedLayer(
         layout, empty(512, kv_heads, layout.nbytes, dtype=torch.uint8), *(VectorFormat(dim, b) for b in bits),
-        empty(kv_heads, dim, dtype=torch.float32) if uncoded else None,
+        empty(kv_heads, dim, dtype=torch.float32) if uncoded and not sinks else None,
         empty(64, 2, kv_heads, SIZE, dim, dtype=torch.float16) if uncoded else None, ints(512) if uncoded else None,
         *mode,
     )  # fmt: skip
@@ -534,8 +534,12 @@ def layer_step(
     table, norm = empty(4000, dim, dtype=torch.float32), empty(dim)
     args = RopeArgs(positions, table, heads, kv_heads, norm, norm, 1e-6)
     turboquant.tq_rope_write(layer, qkv.flatten(1), args, slots)
-    view = AttentionView(ints(seqs + 1), ints(seqs), ints(seqs, 2000), rows, 32000)
-    turboquant.tq_attention(layer, q, view, AttentionParams(0.1, window=window), MOST)
+    keys_only = qkv.flatten(1)[:, : (heads + kv_heads) * dim]
+    for values, projected in (("normed", qkv.flatten(1)), ("keys", keys_only)):
+        turboquant.tq_rope_write(layer, projected, args._replace(values=values), slots)
+    view = AttentionView(ints(seqs + 1), ints(seqs), ints(seqs, 2000), rows, context)
+    params = AttentionParams(0.1, window=window, sinks=empty(heads, dtype=torch.float32) if sinks else None)
+    turboquant.tq_attention(layer, q, view, params, MOST)
 
 
 def check_launch(capability: int, launch: Launch, layout: RecordLayout) -> None:
@@ -560,7 +564,7 @@ def check_launch(capability: int, launch: Launch, layout: RecordLayout) -> None:
 @pytest.mark.parametrize("rows", [1, 8, 16, 100])
 def test_a_layer_compiles(rows: int, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = captured_launches(monkeypatch, capability, lambda: layer_step(rows, 32, 8, 128))
-    assert [launch.kernel for launch in found][:3] == [turboquant.write, turboquant.write, turboquant.attend]
+    assert [launch.kernel for launch in found][:5] == [turboquant.write] * 4 + [turboquant.attend]
     for launch in found:
         check_launch(capability, launch, RecordLayout(SIZE, 128, 4, 3))
 
