@@ -1,4 +1,5 @@
-"""Times the Triton kernels in the geometry of Qwen3-8B (32/8 heads of 128) against what the GPU can do.
+"""Times the Triton kernels in the geometry of Qwen3-8B (32/8 heads of 128) against what the GPU can do, and attention
+in those of other models.
 
 Every figure is a replayed CUDA graph of many launches, each on blocks that the last ones did not touch, so
 that caches do not flatter it; bytes count K and V once and are shown as a share of a measured copy,
@@ -7,6 +8,7 @@ one line of JSON.
 
     python tools/cuda_kernels.py            about half a minute on an H200, most of it compiling
     python tools/cuda_kernels.py --tune     also tries other attention tiles, another half minute
+    python tools/cuda_kernels.py --heads    only attention in all geometries, with tiles tried for heads of 512
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -33,6 +36,31 @@ HIDDEN, INTER = 4096, 12288
 TOKEN_BYTES = 2 * KV_HEADS * DIM * 2  # K and V of one token in one layer, bf16
 COLD_BYTES = 256 << 20  # a graph touches this much at least, five times the L2 of an H200
 SCALE = DIM**-0.5
+
+
+@dataclass(frozen=True)
+class Geometry:
+    heads: int
+    kv_heads: int
+    dim: int
+    window: int = 0
+    sinks: bool = False
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.kv_heads * self.dim * 2
+
+
+QWEN3 = Geometry(HEADS, KV_HEADS, DIM)
+GEOMETRIES = {
+    "Qwen3-8B": QWEN3,
+    "Qwen3.5-27B": Geometry(24, 4, 256),
+    "Qwen3.5-122B": Geometry(32, 2, 256),
+    "Gemma-4-31B, window": Geometry(32, 16, 256, 1024),
+    "Gemma-4-31B, full": Geometry(32, 4, 512),
+    "gpt-oss, window": Geometry(64, 8, 64, 128, True),
+    "gpt-oss, full": Geometry(64, 8, 64, 0, True),
+}
 
 
 def randn(*shape: int) -> Tensor:
@@ -72,22 +100,31 @@ def copies_for(used: int, most: int = 128) -> int:
 class Cache:
     """One pool of K and V that all cases share; views lie side by side, so launches do not overlap."""
 
-    def __init__(self, tokens: int) -> None:
-        self.k = randn(tokens // BLOCK, KV_HEADS, BLOCK, DIM)
-        self.v = randn(tokens // BLOCK, KV_HEADS, BLOCK, DIM)
+    def __init__(self, tokens: int, geometry: Geometry = QWEN3) -> None:
+        self.geometry = geometry
+        self.k = randn(tokens // BLOCK, geometry.kv_heads, BLOCK, geometry.dim)
+        self.v = randn(tokens // BLOCK, geometry.kv_heads, BLOCK, geometry.dim)
         self.order = torch.randperm(tokens // BLOCK, device="cuda").to(torch.int32)
 
     def views(self, seqs: int, rows: int, context: int) -> list[AttentionView]:
         blocks = -(-context // BLOCK)
-        count = min(copies_for(seqs * context * TOKEN_BYTES), len(self.order) // (seqs * blocks))
+        read = seqs * self.seen(rows, context) * self.geometry.token_bytes
+        count = min(copies_for(read), len(self.order) // (seqs * blocks))
         starts, contexts = int32([rows * s for s in range(seqs + 1)]), int32([context] * seqs)
         tables = self.order[: count * seqs * blocks].view(count, seqs, blocks)
         return [AttentionView(starts, contexts, table, rows, context) for table in tables]
 
+    def seen(self, rows: int, context: int) -> int:
+        """Keys that any row sees."""
+        return min(self.geometry.window + rows - 1, context) if self.geometry.window else context
+
     def attend(self, seqs: int, rows: int, context: int) -> float:
-        q = randn(seqs * rows, (HEADS + 2 * KV_HEADS) * DIM)[:, : HEADS * DIM].view(-1, HEADS, DIM)
+        g = self.geometry
+        q = randn(seqs * rows, (g.heads + 2 * g.kv_heads) * g.dim)[:, : g.heads * g.dim].view(-1, g.heads, g.dim)
+        sinks = torch.zeros(g.heads, device="cuda") if g.sinks else None
+        params = AttentionParams(g.dim**-0.5, window=g.window, sinks=sinks)
         views = self.views(seqs, rows, context)
-        return seconds([lambda v=v: cuda.paged_attention(q, self.k, self.v, v, AttentionParams(SCALE)) for v in views])
+        return seconds([lambda v=v: cuda.paged_attention(q, self.k, self.v, v, params) for v in views])
 
 
 def report(results: dict[str, object], name: str, time: float, rate: float, unit: str, ceiling: float) -> None:
@@ -147,6 +184,34 @@ def bench_elementwise(cache: Cache, results: dict[str, object], bandwidth: float
             report(results, f"{name}, {rows} rows", time, rows * row_bytes / time / 1e9, "GB/s", bandwidth)
 
 
+def bench_geometries(results: dict[str, object], bandwidth: float, matmul: float) -> None:
+    for name, geometry in GEOMETRIES.items():
+        cache = Cache(16 * 32000, geometry)
+        for rows in (1, 16):
+            for seqs, context in ((1, 4096), (1, 32000), (16, 4096), (16, 32000)):
+                time = cache.attend(seqs, rows, context)
+                rate = seqs * cache.seen(rows, context) * geometry.token_bytes / time / 1e9
+                report(results, f"{name}: {rows} rows, {seqs} seqs x {context}", time, rate, "GB/s", bandwidth)
+        time, rows = cache.attend(1, 2048, 8192), 2048
+        keys = geometry.window or 8192 - (rows - 1) / 2
+        rate = 4 * geometry.heads * geometry.dim * rows * keys / time / 1e12
+        report(results, f"{name}: chunk of {rows} rows, context 8192", time, rate, "TFLOP/s", matmul)
+        if geometry.dim == 512:
+            tune(cache, results, TUNE_512)
+
+
+TUNE_512 = [
+    (1, 1, 32000, [Tile(16, 32, 8, 2), Tile(16, 32, 4, 2), Tile(16, 32, 4, 3), Tile(16, 16, 4, 3), Tile(16, 32, 8, 3)]),
+    (1, 16, 32000, [Tile(16, 32, 8, 2), Tile(16, 32, 4, 2), Tile(16, 32, 4, 3), Tile(16, 16, 4, 3)]),
+    (4, 1, 32000, [Tile(32, 32, 8, 2), Tile(32, 16, 8, 3), Tile(32, 32, 4, 2), Tile(64, 32, 8, 2)]),
+    (8, 1, 32000, [Tile(64, 32, 8, 2), Tile(64, 16, 8, 3), Tile(64, 64, 8, 1), Tile(64, 32, 4, 2)]),
+    (
+        2048,
+        1,
+        8192,
+        [Tile(64, 32, 8, 2), Tile(64, 16, 8, 3), Tile(64, 64, 8, 1), Tile(32, 32, 8, 2), Tile(32, 32, 4, 2)],
+    ),
+]
 TUNE = [  # rows, seqs, context, tiles to try in place of the table's
     (1, 1, 32000, [Tile(16, 64, 4, 3), Tile(16, 32, 4, 5), Tile(16, 128, 4, 3), Tile(16, 64, 2, 4)]),
     (16, 1, 32000, [Tile(64, 32, 4, 4), Tile(64, 64, 8, 3), Tile(64, 128, 8, 2)]),
@@ -154,17 +219,18 @@ TUNE = [  # rows, seqs, context, tiles to try in place of the table's
 ]
 
 
-def tune(cache: Cache, results: dict[str, object]) -> None:
+def tune(cache: Cache, results: dict[str, object], cases: list[tuple[int, int, int, list[Tile]]]) -> None:
     """Times only: a decode tile serves many numbers of rows, so which to write into a file of tiles is for a person."""
     tables = tuned.tables(gpu_of(torch.device("cuda")))
     decode, chunk = (tables[f"attention_{kind}", "16bit"] for kind in ("decode", "chunk"))
-    kept = decode[DIM,], chunk[DIM,]
-    for rows, seqs, context, candidates in TUNE:
+    dim = cache.geometry.dim
+    kept = decode[dim,], chunk[dim,]
+    for rows, seqs, context, candidates in cases:
         for tile in candidates:
             numbers = [tile.block_m, tile.block_n, tile.warps, tile.stages]
-            decode[DIM,], chunk[DIM,] = [numbers] if rows <= 16 else [], numbers
+            decode[dim,], chunk[dim,] = [numbers] if rows <= 16 else [], numbers
             attention._launch.cache_clear()
-            name = f"tune {rows} rows, context {context}, {tile}"
+            name = f"tune {dim}: {rows} rows, {seqs} seqs x {context}, {tile}"
             try:
                 time = cache.attend(seqs, rows, context)
             except Exception as error:  # a tile too large for this GPU is a result as well
@@ -172,13 +238,14 @@ def tune(cache: Cache, results: dict[str, object]) -> None:
                 continue
             print(f"{name}: {time * 1e6:.1f} us", flush=True)
             results[name] = {"us": round(time * 1e6, 2)}
-    decode[DIM,], chunk[DIM,] = kept
+    decode[dim,], chunk[dim,] = kept
     attention._launch.cache_clear()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tune", action="store_true", help="also try other attention tiles")
+    parser.add_argument("--heads", action="store_true", help="only attention, in the geometries of several models")
     arguments = parser.parse_args()
     bandwidth, matmul = ceilings()
     device = torch.cuda.get_device_name()
@@ -188,13 +255,17 @@ def main() -> None:
         "copy_GB/s": round(bandwidth),
         "matmul_TFLOP/s": round(matmul),
     }
+    if arguments.heads:
+        bench_geometries(results, bandwidth, matmul)
+        print(json.dumps(results))
+        return
     free = torch.cuda.mem_get_info()[0]
     tokens = min(64 * 32000, int(free * 0.6) // TOKEN_BYTES) // BLOCK * BLOCK
     cache = Cache(tokens)
     bench_attention(cache, results, bandwidth, matmul)
     bench_elementwise(cache, results, bandwidth)
     if arguments.tune:
-        tune(cache, results)
+        tune(cache, results, TUNE)
     print(json.dumps(results))
 
 

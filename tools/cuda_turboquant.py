@@ -23,7 +23,7 @@ from sparkdraft.kernels.cuda import turboquant
 from sparkdraft.kernels.turboquant.layout import token_bytes
 from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout
 from sparkdraft.kernels.turboquant.vectors import VectorFormat
-from sparkdraft.kernels.view import AttentionView, RopeArgs
+from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 
 CASES = [(1, 1, 4000), (1, 4, 32000), (1, 8, 32000), (16, 1, 32000), (16, 4, 32000)]  # rows, seqs, context
 FORMATS = [(4, 3), (5, 4)]  # bits of keys and of values
@@ -78,7 +78,8 @@ def bytes_read(layer: CodedLayer, rows: int, seqs: int, context: int) -> int:
 def time_coded(cache: Cache, layer: CodedLayer, rows: int, seqs: int, context: int) -> float:
     q, used = queries(rows, seqs), bytes_read(layer, rows, seqs, context)
     launches = [
-        partial(turboquant.tq_attention, layer, q, view, SCALE) for view in views(cache, rows, seqs, context, used)
+        partial(turboquant.tq_attention, layer, q, view, AttentionParams(SCALE))
+        for view in views(cache, rows, seqs, context, used)
     ]
     return cuda_kernels.seconds(launches)
 
@@ -86,7 +87,7 @@ def time_coded(cache: Cache, layer: CodedLayer, rows: int, seqs: int, context: i
 def time_dense(cache: Cache, rows: int, seqs: int, context: int) -> float:
     q, used = queries(rows, seqs), seqs * context * TOKEN_BYTES
     launches = [
-        partial(cuda.paged_attention, q, cache.k, cache.v, view, SCALE)
+        partial(cuda.paged_attention, q, cache.k, cache.v, view, AttentionParams(SCALE))
         for view in views(cache, rows, seqs, context, used)
     ]
     return cuda_kernels.seconds(launches)

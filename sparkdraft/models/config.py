@@ -58,7 +58,9 @@ class ModelConfig:
 def dense_config(config: Mapping[str, Any], qk_norm: bool) -> ModelConfig:
     """A config.json of Llama's kind. Which of its other keys may be ignored is for the caller to check."""
     try:
-        heads, hidden, rope = config["num_attention_heads"], config["hidden_size"], rope_of(config)
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        head_dim = config.get("head_dim") or hidden // heads
+        rope = rope_spec(config, head_dim)
         return uniform_config(
             model_type=config["model_type"],
             num_layers=config["num_hidden_layers"],
@@ -66,12 +68,12 @@ def dense_config(config: Mapping[str, Any], qk_norm: bool) -> ModelConfig:
             intermediate_size=config["intermediate_size"],
             num_heads=heads,
             num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or hidden // heads,
+            head_dim=head_dim,
             vocab_size=config["vocab_size"],
             max_position=config["max_position_embeddings"],
             rms_eps=config.get("rms_norm_eps", 1e-6),
-            rope_theta=rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
-            rope_scaling=rope if rope["rope_type"] != "default" else None,
+            rope_theta=rope.theta,
+            rope_scaling=rope.scaling,
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=bool(config.get("attention_bias", False)),
             mlp_bias=bool(config.get("mlp_bias", False)),
@@ -79,6 +81,26 @@ def dense_config(config: Mapping[str, Any], qk_norm: bool) -> ModelConfig:
         )
     except KeyError as missing:
         raise UserError(f"config.json has no {missing}: it does not describe a decoder this engine knows") from None
+
+
+def rope_spec(config: Mapping[str, Any], head_dim: int, layer_type: str = "", reads: str = "") -> RopeSpec:
+    """The rope of a config.json; layer_type and reads as in `rope_of`.
+
+    An architecture that rotates a part of each head reads "partial_rotary_factor", which may be beside the dict too.
+    """
+    rope = rope_of(config, layer_type, reads)
+    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    scaling = rope if rope["rope_type"] != "default" else None
+    part = 0
+    if "partial_rotary_factor" in reads.split() and rope["rope_type"] != "proportional":
+        factor = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+        part = int(head_dim * factor)
+        if not 0 < part <= head_dim or part % 2:
+            raise UserError(
+                f"config.json has partial_rotary_factor {factor}, which rotates {part} of {head_dim} lanes; "
+                "they must be pairs of lanes of a head: use another checkpoint."
+            )
+    return RopeSpec(head_dim, theta, scaling, config["max_position_embeddings"], part if part < head_dim else 0)
 
 
 def uniform_config(

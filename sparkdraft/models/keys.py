@@ -70,12 +70,13 @@ ROPE_KINDS = {  # the numbers that each kind needs
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
+    "proportional": (),
 }
 ROPE_READ = _names("""
     rope_type type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings
-    beta_fast beta_slow attention_factor finetuned
+    beta_fast beta_slow attention_factor finetuned truncate
 """)
-ROPE_ONLY = only_values("partial_rotary_factor", 1) | only_values("truncate", True)
+ROPE_ONLY = only_values("partial_rotary_factor", 1)
 
 
 def check_keys(config: Config, more: Allowed) -> tuple[str, ...]:
@@ -92,15 +93,25 @@ def check_keys(config: Config, more: Allowed) -> tuple[str, ...]:
     return tuple(sorted(key for key in given if key not in known and not key.startswith("_")))
 
 
-def rope_of(config: Config) -> dict[str, Any]:
-    """How positions are turned, checked: rope_scaling counts before rope_parameters, as in transformers."""
+def rope_of(config: Config, layer_type: str = "", reads: str = "") -> dict[str, Any]:
+    """How positions are turned, checked: rope_scaling counts before rope_parameters, as in transformers.
+
+    layer_type: of a config that may have one dict per type of layer; a flat one is for all types. reads: further keys
+    that the architecture honours, or that change nothing in a text.
+    """
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    rope = {key: value for key, value in (config.get(name) or {}).items() if value is not None}
+    given = config.get(name) or {}
+    if layer_type and any(isinstance(value, Mapping) for value in given.values()):
+        if not isinstance(given.get(layer_type), Mapping):
+            raise UserError(f"config.json has {name} without those of {layer_type!r} layers: fetch it again.")
+        given = given[layer_type]
+    rope = {key: value for key, value in given.items() if value is not None}
     kind = rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ROPE_KINDS:
         raise refused(f"{name} of the kind", kind, tuple(ROPE_KINDS))
+    known = ROPE_READ | _names(reads) | ({"partial_rotary_factor"} if kind == "proportional" else set())
     for key, value in rope.items():
-        if key not in ROPE_READ and value not in ROPE_ONLY.get(key, ()):
+        if key not in known and value not in ROPE_ONLY.get(key, ()):
             raise refused(f"{name} with {key}", value, ROPE_ONLY.get(key, ()))
     for key in ROPE_KINDS[kind]:
         if not isinstance(rope.get(key), int | float) or not rope[key] > 0:

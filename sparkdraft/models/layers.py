@@ -22,6 +22,12 @@ class RopeSpec:
     theta: float = 10000.0
     scaling: Mapping[str, Any] | None = None  # config.json's rope_scaling, if it asks for a kind other than "default"
     trained_context: int = 0  # max_position_embeddings, which some kinds of scaling start from
+    rotary_dim: int = 0  # only so many of a head's first lanes turn, and the table is as wide as these; 0: all
+
+    @property
+    def width(self) -> int:
+        """Of the table, and of what frequencies are spread over."""
+        return self.rotary_dim or self.head_dim
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,8 @@ class RopeTables:
 
 
 def rope_table(spec: RopeSpec, length: int, freq_factors: Tensor | None = None) -> Tensor:
-    """float32 [length, head_dim]: cosines in the first half, sines in the second."""
-    dim = spec.head_dim
+    """float32 [length, spec.width]: cosines in the first half, sines in the second."""
+    dim = spec.width
     frequency = spec.theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     frequency, magnitude = _stretch(frequency, spec)
     if freq_factors is not None:
@@ -53,8 +53,17 @@ def _stretch(frequency: Tensor, spec: RopeSpec) -> tuple[Tensor, float]:
         return frequency / scaling["factor"], 1.0
     if kind == "llama3":
         return _llama3(frequency, spec, scaling), 1.0
+    if kind == "proportional":
+        return _proportional(frequency, spec, scaling), 1.0
     assert kind == "yarn", f"rope scaling {kind!r}: the config was read without a check of it"
     return _yarn(frequency, spec, scaling)
+
+
+def _proportional(frequency: Tensor, spec: RopeSpec, scaling: Mapping[str, Any]) -> Tensor:
+    """Of all pairs of a head only the first share turns, as fast as if all did; the others stand still."""
+    turning = int(scaling.get("partial_rotary_factor", 1.0) * spec.head_dim // 2)
+    still = torch.zeros(len(frequency) - turning, dtype=frequency.dtype)
+    return torch.cat((frequency[:turning] / scaling.get("factor", 1.0), still))
 
 
 def _llama3(frequency: Tensor, spec: RopeSpec, scaling: Mapping[str, Any]) -> Tensor:
@@ -69,13 +78,15 @@ def _llama3(frequency: Tensor, spec: RopeSpec, scaling: Mapping[str, Any]) -> Te
 def _yarn(frequency: Tensor, spec: RopeSpec, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     factor = scaling["factor"]
     original = scaling.get("original_max_position_embeddings") or spec.trained_context
-    dim, base = spec.head_dim, spec.theta
+    dim, base = spec.width, spec.theta
 
     def index_of(turns: float) -> float:  # the frequency index that makes this many turns over the original context
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low = max(math.floor(index_of(scaling.get("beta_fast") or 32)), 0)
-    high = min(math.ceil(index_of(scaling.get("beta_slow") or 1)), dim - 1)
+    low, high = index_of(scaling.get("beta_fast") or 32), index_of(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
     magnitude = scaling.get("attention_factor")
     if magnitude is None:

@@ -113,11 +113,12 @@ def make_batch(
 
 
 def check_attention(
-    q: Tensor, k: Tensor, v: Tensor, view: AttentionView, causal: bool = True, window: int = 0, same_bits_up_to: int = 0
-) -> Tensor:
-    scale, last = q.shape[2] ** -0.5, int(view.query_start[-1])
-    got = cuda.paged_attention(q, k, v, view, AttentionParams(scale, causal, window), same_bits_up_to)
-    expected = reference.paged_attention(q.float(), k.float(), v.float(), view, AttentionParams(scale, causal, window))
+    q: Tensor, k: Tensor, v: Tensor, view: AttentionView, causal: bool = True, window: int = 0,
+    same_bits_up_to: int = 0, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    params, last = AttentionParams(q.shape[2] ** -0.5, causal, window, sinks), int(view.query_start[-1])
+    got = cuda.paged_attention(q, k, v, view, params, same_bits_up_to)
+    expected = reference.paged_attention(q.float(), k.float(), v.float(), view, params)
     assert_close(got[:last], expected[:last], q.dtype)
     return got
 
@@ -147,6 +148,13 @@ SHAPES = [
     (8, 2, 80),
     (8, 8, 96),
     (4, 1, 256),
+    (12, 2, 256),
+    (32, 2, 256),
+    (4, 2, 256),
+    (64, 8, 64),
+    (16, 2, 512),
+    (16, 1, 512),
+    (2, 2, 512),
 ]
 CASES = [(DTYPES[0], *shape) for shape in (SHAPES if not INTERPRET else [(9, 3, 64), (8, 1, 80)])]
 CASES += [(dtype, 9, 3, 64) for dtype in DTYPES[1:]] + [(dtype, 8, 2, 128) for dtype in DTYPES[2:]]
@@ -163,7 +171,11 @@ def test_attention(
 
 @gpu
 @pytest.mark.parametrize(
-    "heads, kv_heads, head_dim", [(4, 2, 16), (16, 16, 64), (32, 8, 128), (64, 8, 128), (4, 1, 256)]
+    "heads, kv_heads, head_dim",
+    [
+        *((4, 2, 16), (16, 16, 64), (32, 8, 128), (64, 8, 128), (4, 1, 256), (6, 1, 256), (16, 1, 256), (2, 1, 256)),
+        *((8, 1, 512), (3, 1, 512), (2, 2, 512), (16, 1, 512)),
+    ],
 )
 def test_attention_of_every_head_shape(heads: int, kv_heads: int, head_dim: int) -> None:
     check_attention(*make_batch([3, 1], [3, 150], heads, kv_heads, head_dim, DTYPES[0]))
@@ -253,7 +265,7 @@ BORDERS = [  # contexts whose last rows lie on either side of a tile of 32, 64 o
     [64, 129, 139, 260],
     [523, 642, 396, 650],
 ] + [[1290, 1031, 2048, 1537]] * (not INTERPRET)
-ALIKE = [(DTYPES[0], 3, 1, 64), (DTYPES[1], 4, 1, 128)]
+ALIKE = [(DTYPES[0], 3, 1, 64), (DTYPES[1], 4, 1, 128), (DTYPES[1], 6, 1, 256)]
 ALIKE += [(dtype, *shape) for dtype in DTYPES for shape in ((2, 2, 64), *SHAPES)] * (not INTERPRET)
 
 
@@ -402,25 +414,25 @@ def compile_kernel(
 
 def compile_attend(
     capability: int, dtype: torch.dtype, head_dim: int, tile: attention.Tile, search: bool, split: bool,
-    causal: bool = True, window: int = 0, group: int = 4,
+    causal: bool = True, window: int = 0, group: int = 4, sinks: bool = False,
 ) -> object:  # fmt: skip
     pointer, ints = "*" + TYPES[dtype], ("query_start", "context_len", "block_tables")
     types = dict.fromkeys(("q", "k_cache", "v_cache"), pointer) | dict.fromkeys(ints, "*i32")
     types |= dict.fromkeys(("out", "lse"), "*fp32" if split else pointer) | {"scale": "fp32"}
     types |= {name: "i32" for name in attention._attend.arg_names if name.startswith("stride_")}
-    types |= {"seqs": "i32"}
-    constants = {
+    types |= {"seqs": "i32"} | ({"sinks": "*fp32"} if sinks else {})
+    constants = ({} if sinks else {"sinks": None}) | {
         "GROUP": group, "HEAD_DIM": head_dim, "DIM": triton.next_power_of_2(head_dim), "BLOCK_SIZE": 16,
         "CAUSAL": causal, "WINDOW": window, "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "RUN": 512 // tile.block_n, "SEARCH": search, "SPLIT": split,
-        "PDL": True,
+        "SINKS": sinks, "PDL": True,
     }  # fmt: skip
     return compile_kernel(attention._attend, capability, types, constants, tile.warps, tile.stages)
 
 
 @compiled
 @pytest.mark.parametrize("capability", [90, 121])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_attention_compiles_within_shared_memory(capability: int, head_dim: int, dtype: torch.dtype) -> None:
     known, form = tuned.tables(GPUS[capability]), f"{8 * dtype.itemsize}bit"
@@ -436,10 +448,15 @@ def test_attention_compiles_within_shared_memory(capability: int, head_dim: int,
 @compiled
 @pytest.mark.parametrize("capability", [90, 121])
 def test_attention_variants_compile(capability: int) -> None:
-    for causal, window, head_dim, group in ((True, 100, 80, 3), (False, 0, 96, 1), (False, 100, 128, 8)):
+    for causal, window, head_dim, group, sinks in (
+        *((True, 100, 80, 3, False), (False, 0, 96, 1, False), (False, 100, 128, 8, False)),
+        *((True, 128, 64, 8, True), (True, 0, 64, 8, True), (True, 0, 512, 8, True), (True, 0, 256, 6, True)),
+    ):
         for lanes, split in ((16, False), (16, True), (1000, False), (1000, True)):
-            tile, search = attention._choose_tile(lanes, 128, 2, GPUS[capability])
-            made = compile_attend(capability, torch.bfloat16, head_dim, tile, search, split, causal, window, group)
+            tile, search = attention._choose_tile(lanes, attention._padded(head_dim), 2, GPUS[capability])
+            made = compile_attend(
+                capability, torch.bfloat16, head_dim, tile, search, split, causal, window, group, sinks
+            )
             assert made.metadata.shared < LIMIT[capability]
 
 
@@ -465,7 +482,9 @@ def test_rows_up_to_same_bits_up_to_go_through_the_keys_alike(
 
 @compiled
 @pytest.mark.parametrize("capability", GPUS)
-@pytest.mark.parametrize("heads, kv_heads, head_dim", [(32, 8, 128), (9, 3, 64), (16, 16, 64), (8, 1, 256)])
+@pytest.mark.parametrize(
+    "heads, kv_heads, head_dim", [(32, 8, 128), (9, 3, 64), (16, 16, 64), (8, 1, 256), (6, 1, 256), (8, 1, 512)]
+)
 def test_tiles_of_all_heights_add_up_alike(heads: int, kv_heads: int, head_dim: int, capability: int) -> None:
     """No reduction sums across lanes, in an order that would hang on the tile: all sums are dots of 16 keys."""
     tiles = {(a.tile, a.search): None for a in alike(capability, heads, kv_heads, head_dim, 2, 1)}
@@ -490,10 +509,13 @@ def test_small_kernels_compile(capability: int) -> None:
         "query_start": "*i32",
         "seqs": "i32",
         "splits": "i32",
+        "sinks": "*fp32",
     }
-    for splits, lines in ((2, 8), (attention.MOST_SPLITS, 1)):
-        sizes = {"HEADS": 32, "HEAD_DIM": 256, "DIM": 256, "SPLITS": splits, "LINES": lines, "PDL": False}
-        assert compile_kernel(attention._join, capability, join, sizes, 4).metadata.shared < LIMIT[121]
+    for splits, lines, dim, warps in ((2, 8, 256, 4), (128, 1, 256, 4), (2, 4, 512, 8), (128, 1, 512, 8)):
+        assert splits <= attention.MOST_SPLITS
+        sizes = {"HEADS": 32, "HEAD_DIM": dim, "DIM": dim, "SPLITS": splits, "LINES": lines, "PDL": False}
+        sizes |= {"SINKS": True}
+        assert compile_kernel(attention._join, capability, join, sizes, warps).metadata.shared < LIMIT[121]
     norm = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "stride_x": "i32", "dim": "i32", "eps": "fp32"}
     sizes = {"BLOCK": 16384, "PDL": False}
     assert compile_kernel(elementwise._rms_norm, capability, norm, sizes, 16).metadata.shared < LIMIT[121]

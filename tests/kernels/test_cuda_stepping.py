@@ -42,16 +42,17 @@ SLOTS = [0, 17, -1, 79, 33, -7, 80, 62]  # one is past the cache, as a padding r
 
 
 def rope_case(
-    heads: int, kv_heads: int, head_dim: int, rotary_dim: int, norms: str, dtype: torch.dtype, cached: torch.dtype
-) -> tuple[Tensor, RopeArgs, list[Tensor]]:
+    heads: int, kv_heads: int, head_dim: int, rotary_dim: int, norms: str, dtype: torch.dtype, cached: torch.dtype,
+    values: str = "given",
+) -> tuple[Tensor, RopeArgs, list[Tensor]]:  # fmt: skip
     """Arguments of rope_write up to its slots: the rows apart in memory, and two caches."""
-    width = (heads + 2 * kv_heads) * head_dim
+    width = (heads + kv_heads * (1 if values == "keys" else 2)) * head_dim
     qkv = randn(len(SLOTS), width + 16, dtype=dtype)[:, :width]
     positions, table = integers([0, 3, 49, 7, 11, 12, -1, 2**30]), randn(50, rotary_dim).cos()
     q_norm = randn(head_dim, dtype=dtype) if norms in ("both", "q") else None
     k_norm = randn(head_dim, dtype=dtype) if norms in ("both", "k") else None
     caches = [randn(5, kv_heads, 16, head_dim, dtype=cached) for _ in range(2)]
-    return qkv, RopeArgs(positions, table, heads, kv_heads, q_norm, k_norm, 1e-6), caches
+    return qkv, RopeArgs(positions, table, heads, kv_heads, q_norm, k_norm, 1e-6, values), caches
 
 
 ROPE_SHAPES = [(9, 3, 64, 64), (4, 2, 80, 80), (4, 1, 96, 32), (0, 3, 96, 32)]
@@ -82,6 +83,48 @@ def test_rope_write_is_the_reference(
                 assert_close(got, want, coarsest)
         assert torch.equal(caches[1], wanted[1]), "values are copied"
         assert torch.equal(qkv[:, queries:], before[:, queries:]), "keys and values stay as they were"
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("values", ["normed", "keys"])
+@pytest.mark.parametrize("norms", ["both", "none", "q"])
+@pytest.mark.parametrize(
+    "heads, kv_heads, head_dim, rotary_dim", [(4, 2, 80, 80), (5, 2, 96, 32), (0, 3, 64, 64), (2, 1, 512, 512)]
+)
+def test_values_are_normed_or_made_of_the_keys_projection(
+    heads: int, kv_heads: int, head_dim: int, rotary_dim: int, norms: str, values: str, dtype: torch.dtype
+) -> None:
+    """In one launch, that leaves what it reads of keys and values as it was."""
+    for cached in {dtype, torch.float16} | (set() if INTERPRET else {torch.float8_e4m3fn}):
+        qkv, args, caches = rope_case(heads, kv_heads, head_dim, rotary_dim, norms, dtype, dtype, values)
+        caches = [cache.to(cached) for cache in caches]
+        before, expected, wanted = qkv.clone(), qkv.clone(), [cache.clone() for cache in caches]
+        slots, queries = integers(SLOTS), heads * head_dim
+        inside = args.positions.clamp(0, 49)
+        reference.rope_write(expected, args._replace(positions=inside), *wanted, slots.where(slots < 80, -1))
+        cuda.rope_write(qkv, args, *caches, slots)
+        eight = cached == torch.float8_e4m3fn
+        for got, want in ((qkv[:, :queries], expected[:, :queries]), *zip(caches, wanted, strict=True)):
+            if eight:  # a number on the border between two goes to either: 2 ** -3 of it away
+                torch.testing.assert_close(got.float(), want.float(), rtol=0.13, atol=0.02)
+            elif got.numel():
+                assert_close(got, want, torch.float16 if cached == torch.float16 != dtype else dtype)
+        assert torch.equal(qkv[:, queries:], before[:, queries:]), "keys and values stay as they were"
+        rms = caches[1][0, :, 0].float().square().mean(-1).sqrt()  # slot 0 is the first row's
+        torch.testing.assert_close(rms, torch.ones_like(rms), rtol=0.02, atol=0.02)
+
+
+@gpu
+@pytest.mark.parametrize("values", ["given", "normed", "keys"])
+def test_queries_alone_have_no_values(values: str) -> None:
+    qkv, args, _ = rope_case(4, 2, 64, 32, "both", *[torch.float32] * 2)
+    q = qkv[:, : 4 * 64].contiguous()
+    args = args._replace(num_kv_heads=0, k_norm=None, values=values, positions=args.positions.clamp(0, 49))
+    expected = q.clone()
+    cuda.rope_queries(q, args)
+    reference.rope_queries(expected, args)
+    torch.testing.assert_close(q, expected, rtol=1e-5, atol=1e-5)
 
 
 @gpu
@@ -214,11 +257,17 @@ def decode_step(rows: int, heads: int, kv_heads: int, dim: int, most: int) -> No
     cuda.rope_write(qkv[:, heads * dim :], args._replace(num_heads=0, q_norm=None), *caches, slots)
     eight = [cache.to(torch.float8_e4m3fn) for cache in caches]
     cuda.rope_write(qkv, args, *eight, slots)
+    for values, end in (("normed", width), ("keys", width - kv_heads * dim)):
+        for kept in (caches, eight):
+            cuda.rope_write(qkv[:, :end], args._replace(values=values), *kept, slots)
     q = qkv[:, : heads * dim].view(-1, heads, dim)
     view = AttentionView(ints(seqs + 1), context, tables, rows, 4096)
     for causal, window in ((True, 0), (False, 0), (False, 512)):
         cuda.paged_attention(q, *caches, view, AttentionParams(0.1, causal, window), most)
     cuda.paged_attention(q, *eight, view, AttentionParams(0.1), most)
+    sinks = made(heads, dtype=torch.float32)
+    for kept, window in ((caches, 0), (caches, 128), (eight, 0)):
+        cuda.paged_attention(q, *kept, view, AttentionParams(0.1, True, window, sinks), most)
     cuda.gated(made(seqs * rows, 3072), SILU)
     argmax.argmax(made(seqs * rows, 40000, dtype=torch.float32))
     cuda.tap(made(seqs * rows, 576), made(seqs * rows, 5, 576), 2, positions)
@@ -230,7 +279,7 @@ def decode_step(rows: int, heads: int, kv_heads: int, dim: int, most: int) -> No
 @compiled
 @pytest.mark.parametrize("capability", LIMIT)
 @pytest.mark.parametrize("rows", [1, 16])
-@pytest.mark.parametrize("heads, kv_heads, dim", [(32, 8, 128), (9, 3, 64)])
+@pytest.mark.parametrize("heads, kv_heads, dim", [(32, 8, 128), (9, 3, 64), (12, 2, 256), (16, 2, 512)])
 def test_every_kernel_of_a_decode_step_compiles_and_waits(
     rows: int, heads: int, kv_heads: int, dim: int, capability: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -247,6 +247,31 @@ def test_norms_and_rope_on_the_way(dim: int, rotary: int, norms: str, dtype: tor
 
 
 @gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("values", ["normed", "keys"])
+def test_values_are_normed_or_made_of_the_keys_projection(values: str, dtype: torch.dtype) -> None:
+    """As if they had been made first: codes and uncoded rows; and the projection's keys stay as they are."""
+    heads, kv_heads, dim, slots = 2, 1 if INTERPRET else 2, 64, integers([5, -1, 20, 31, 7])
+    norm, positions = randn(dim, dtype=dtype), integers([0, 49, 3, 17, 2])
+    args = RopeArgs(positions, randn(50, dim).cos(), heads, kv_heads, norm, norm, 1e-6, values)
+    layer, other = make_layer(2, kv_heads, dim), make_layer(2, kv_heads, dim)
+    layer.page_of[:] = other.page_of[:] = integers([1, -1])
+    for mine, its in ((layer.centre, other.centre), (layer.records, other.records), (layer.pages, other.pages)):
+        its.copy_(mine)
+    qkv = randn(5, args.projected_heads * dim, dtype=dtype) * 3
+    before, twice = qkv.clone(), qkv.clone()
+    turboquant.tq_rope_write(layer, qkv, args, slots)
+    q, k, v = reference.make_qkv(twice, args)
+    turboquant.tq_write(other, k, v, slots, q)
+    assert torch.equal(qkv[:, heads * dim :], before[:, heads * dim :]), "keys and values stay as they were"
+    torch.testing.assert_close(layer.pages, other.pages, rtol=5e-3, atol=5e-3, equal_nan=True)
+    differ = [(a != b).float().mean() for a, b in zip(planes(layer)[:-2], planes(other)[:-2], strict=True)]
+    assert max(differ) < 0.02, differ
+    length = encoded(layer, slots[:1])[1].scale.float()  # a value of RMS 1 is about as long as a unit vector, times 8
+    torch.testing.assert_close(length, torch.full_like(length, dim**0.5), rtol=0.1, atol=0)
+
+
+@gpu
 def test_rows_go_to_their_slots_and_pages_alone() -> None:
     layer, slots = make_layer(6, 2, 64), integers([0, 17, -1, 79, 33, -7, 96])  # the last is past the cache
     layer.page_of[:] = integers([3, -1, 0, 2, 5, 4])
@@ -290,7 +315,21 @@ def test_parts_are_joined_and_turned_back(shares: int, dtype: torch.dtype) -> No
     if shares == 1:
         run(turn_back, (2,), parts, out, signs(dim, parts.device), start, 1, **sizes)
     else:
-        run(join, (2,), parts, power, signs(dim, parts.device), out, start, 1, shares, SHARES=4, **sizes)
+        run(
+            join,
+            (2,),
+            parts,
+            power,
+            signs(dim, parts.device),
+            None,
+            out,
+            start,
+            1,
+            shares,
+            SHARES=4,
+            SINKS=False,
+            **sizes,
+        )
     mixed = (parts.nan_to_num(0.0) * weights.unsqueeze(-1)).sum(2)
     wanted = VectorFormat(dim, 4, device=parts.device).rotation.inverse(mixed).flatten(1)
     off = 1e-5 if dtype == torch.float32 else 1e-2
@@ -477,14 +516,14 @@ ROOM = {90: 228 << 10, 121: 100 << 10}  # shared memory of an SM
 
 def layer_step(
     rows: int, heads: int, kv_heads: int, dim: int, bits: tuple[int, int] = (4, 3), mode: tuple[int, int] = (4, 128),
-    window: int = 0, seqs: int = 4,
+    window: int = 0, seqs: int = 4, sinks: bool = False, context: int = 32000,
 ) -> None:  # fmt: skip
     """A layer's writes and its attention, on tensors without memory."""
     layout, uncoded = RecordLayout(SIZE, dim, *bits), mode != (0, 0)
     ints = partial(empty, dtype=torch.int32)
     layer = CodedLayer(
         layout, empty(512, kv_heads, layout.nbytes, dtype=torch.uint8), *(VectorFormat(dim, b) for b in bits),
-        empty(kv_heads, dim, dtype=torch.float32) if uncoded else None,
+        empty(kv_heads, dim, dtype=torch.float32) if uncoded and not sinks else None,
         empty(64, 2, kv_heads, SIZE, dim, dtype=torch.float16) if uncoded else None, ints(512) if uncoded else None,
         *mode,
     )  # fmt: skip
@@ -495,8 +534,12 @@ def layer_step(
     table, norm = empty(4000, dim, dtype=torch.float32), empty(dim)
     args = RopeArgs(positions, table, heads, kv_heads, norm, norm, 1e-6)
     turboquant.tq_rope_write(layer, qkv.flatten(1), args, slots)
-    view = AttentionView(ints(seqs + 1), ints(seqs), ints(seqs, 2000), rows, 32000)
-    turboquant.tq_attention(layer, q, view, AttentionParams(0.1, window=window), MOST)
+    keys_only = qkv.flatten(1)[:, : (heads + kv_heads) * dim]
+    for values, projected in (("normed", qkv.flatten(1)), ("keys", keys_only)):
+        turboquant.tq_rope_write(layer, projected, args._replace(values=values), slots)
+    view = AttentionView(ints(seqs + 1), ints(seqs), ints(seqs, 2000), rows, context)
+    params = AttentionParams(0.1, window=window, sinks=empty(heads, dtype=torch.float32) if sinks else None)
+    turboquant.tq_attention(layer, q, view, params, MOST)
 
 
 def check_launch(capability: int, launch: Launch, layout: RecordLayout) -> None:
@@ -521,7 +564,7 @@ def check_launch(capability: int, launch: Launch, layout: RecordLayout) -> None:
 @pytest.mark.parametrize("rows", [1, 8, 16, 100])
 def test_a_layer_compiles(rows: int, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = captured_launches(monkeypatch, capability, lambda: layer_step(rows, 32, 8, 128))
-    assert [launch.kernel for launch in found][:3] == [turboquant.write, turboquant.write, turboquant.attend]
+    assert [launch.kernel for launch in found][:5] == [turboquant.write] * 4 + [turboquant.attend]
     for launch in found:
         check_launch(capability, launch, RecordLayout(SIZE, 128, 4, 3))
 

@@ -86,15 +86,20 @@ def test_accept_drafts_is_what_a_loop_does() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("heads, kv_heads", [(4, 2), (0, 3)])
-def test_the_native_rope_write_is_the_reference_and_can_be_recorded(heads: int, kv_heads: int) -> None:
+@pytest.mark.parametrize("values", ["given", "normed", "keys"])
+@pytest.mark.parametrize(
+    "heads, kv_heads, dim, rotary", [(4, 2, 32, 32), (0, 3, 32, 32), (3, 1, 512, 512), (6, 1, 64, 16)]
+)
+def test_the_native_rope_write_is_the_reference_and_can_be_recorded(
+    heads: int, kv_heads: int, dim: int, rotary: int, values: str
+) -> None:
     torch.manual_seed(0)
-    dim, slots, positions = 32, int32([3, -1, 40, 17]), int32([5, 0, 9, 2])
-    whole, table, norm = torch.randn(4, (heads + 2 * kv_heads) * dim + 8), torch.randn(16, dim), torch.randn(dim)
+    slots, positions, width = int32([3, -1, 40, 17]), int32([5, 0, 9, 2]), heads + kv_heads * (1 + (values != "keys"))
+    whole, table, norm = torch.randn(4, width * dim + 8), torch.randn(16, rotary), torch.randn(dim)
     qkv, q_norm = whole[:, :-8], norm if heads else None
     expected, wanted = qkv.clone(), torch.randn(2, 4, kv_heads, 16, dim)
-    caches, start = wanted.clone(), qkv.clone()
-    args = RopeArgs(positions, table, heads, kv_heads, q_norm, norm, 1e-6)
+    caches, start, untouched = wanted.clone(), qkv.clone(), wanted.clone()
+    args = RopeArgs(positions, table, heads, kv_heads, q_norm, norm, 1e-6, values)
     reference.rope_write(expected, args, *wanted, slots)
 
     def step() -> Tensor:
@@ -103,10 +108,12 @@ def test_the_native_rope_write_is_the_reference_and_can_be_recorded(heads: int, 
 
     layers = list(caches)
     recording = native.Recording(step)
+    assert recording.kernels == ["unit_rms"] * (values != "given") + ["qk_norm_rope", "kv_write"]
     for _ in range(2):
         torch.testing.assert_close(qkv[:, : heads * dim], expected[:, : heads * dim], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(caches, wanted, rtol=1e-5, atol=1e-5)
         qkv.copy_(start)
+        caches.copy_(untouched)
         recording.replay()
 
 

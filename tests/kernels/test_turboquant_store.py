@@ -115,9 +115,16 @@ class Cache:
         nobody = torch.full((1, *self.q[0].shape[1:]), torch.nan, dtype=dtype)
         q = torch.cat([*(self.q[s][a:b].to(dtype) for s, a, b in spans), nobody])
         turned = self.layer.keys.rotation.forward(q).to(dtype)
-        out = tq_attention(self.layer, turned, self.view(spans), AttentionParams(self.scale, window=self.window))
+        out = tq_attention(self.layer, turned, self.view(spans), self.params)
         assert out.dtype == dtype and out.shape == (len(q), q[0].numel())
         return out[:-1].view_as(q[:-1])
+
+    @property
+    def params(self) -> AttentionParams:
+        return AttentionParams(self.scale, window=self.window)
+
+    def weights(self, scores: Tensor) -> Tensor:  # [heads, rows, keys], -inf where a key is not seen
+        return scores.softmax(-1)
 
     def decoded(self, s: int) -> tuple[Tensor, Tensor]:
         keys, values, centre = self.layer.keys, self.layer.values, self.layer.centre
@@ -136,7 +143,8 @@ class Cache:
             (dk, dv), k, v = self.decoded(s), self.k[s], self.v[s]
             dk, dv, k, v = (x[:end].repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (dk, dv, k, v))
             coded, uncoded = (torch.einsum("rhd,khd->hrk", self.q[s][start:end], x) for x in (dk, k))
-            weights = (torch.where(far, coded, uncoded) * self.scale).masked_fill(hidden, -torch.inf).softmax(-1)
+            scores = torch.where(far, coded, uncoded) * self.scale
+            weights = self.weights(scores.masked_fill(hidden, -torch.inf))
             out = torch.einsum("hrk,khd->rhd", weights * far, dv) + torch.einsum("hrk,khd->rhd", weights * ~far, v)
             outs.append(out)
         return torch.cat(outs)

@@ -51,6 +51,8 @@ class TurboQuantKV(KVFormat):
     ) -> None:
         first, recent, num_pages = uncoded
         taken: Sequence[Tensor | None] = centres or [None] * len(key_bits)
+        # A centre shifts all scores of a row alike, which a softmax does not see; but a sink is no key, and would stay.
+        taken = [None if spec.sinks else centre for spec, centre in zip(attention, taken, strict=True)]
         formats = {
             (spec.head_dim, bits): VectorFormat(spec.head_dim, bits, device=device)
             for spec, own in zip(attention, key_bits, strict=True)

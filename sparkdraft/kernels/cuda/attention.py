@@ -40,6 +40,8 @@ MOST_SPLITS = 128
 LONG_SPLIT, MOST_LONG_SPLITS = 4096, 4  # keys and cuts where the batch alone fills the GPU
 SCRATCH_BYTES = 64 << 20  # most that the parts of a split launch may take
 JOIN_ELEMENTS = 4096  # that a program of the second kernel holds
+WIDE = 512  # columns from which that program has more warps: of 128 parts it has so many registers
+LOG2E = tl.constexpr(math.log2(math.e))
 SUM_LANES = tl.constexpr(8)  # columns of a dot that adds up weights: the fewest that tensor cores take
 
 
@@ -212,14 +214,14 @@ def _find_tile(query_start, seqs, QUERIES: tl.constexpr, SEARCH: tl.constexpr):
     return seq, row_start, query_first
 
 
-@triton.jit(do_not_specialize=["query_start", "context_len", "block_tables", "stride_table", "seqs"])
+@triton.jit(do_not_specialize=["sinks", "query_start", "context_len", "block_tables", "stride_table", "seqs"])
 def _attend(
-    q, k_cache, v_cache, out, lse, query_start, context_len, block_tables, seqs, scale,
+    q, k_cache, v_cache, sinks, out, lse, query_start, context_len, block_tables, seqs, scale,
     stride_row, stride_q_head, stride_block, stride_head, stride_position, stride_table,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RUN: tl.constexpr, SEARCH: tl.constexpr, SPLIT: tl.constexpr,
-    PDL: tl.constexpr,
+    SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     enter(PDL)
     QUERIES: tl.constexpr = BLOCK_M // GROUP
@@ -268,19 +270,28 @@ def _attend(
     )  # fmt: skip
 
     sums = tl.max(total, 1)
+    if SINKS and not SPLIT:  # of a split row they join at the end, once
+        sink = tl.load(sinks + head, mask=valid, other=0.0) * LOG2E
+        highest = tl.maximum(peak, sink)
+        decay = tl.exp2(peak - highest)
+        acc = acc * decay[:, None]
+        sums = sums * decay + tl.exp2(sink - highest)
     result = acc / tl.where(sums == 0.0, 1.0, sums)[:, None]  # a row without keys (padding) gives zeros
     tl.store(out + line[:, None] * HEAD_DIM + dim, result.to(out.dtype.element_ty), mask=mask)
     if SPLIT:
         tl.store(lse + line, peak + tl.log2(sums), mask=valid)
 
 
-@triton.jit(do_not_specialize=["query_start", "seqs", "splits"])
+@triton.jit(do_not_specialize=["sinks", "query_start", "seqs", "splits"])
 def _join(
-    parts, lse, out, query_start, seqs, splits,
+    parts, lse, sinks, out, query_start, seqs, splits,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    SPLITS: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, LINES: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some lines (row, head): the mean of a line's parts weighted by 2 ** lse. Where lse = -inf none was written."""
+    """Some lines (row, head): the mean of a line's parts weighted by 2 ** lse. Where lse = -inf none was written.
+
+    A head's sink is one more part, of zeros.
+    """
     enter(PDL)
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
     real = line < tl.load(query_start + seqs).to(tl.int64) * HEADS
@@ -288,8 +299,13 @@ def _join(
     exists = real[:, None] & (tl.arange(0, SPLITS) < splits)[None, :]
     power = tl.load(lse + place, mask=exists, other=float("-inf"))  # [LINES, SPLITS]
     peak = tl.max(power, 1)
+    if SINKS:
+        sink = tl.load(sinks + line % HEADS) * LOG2E
+        peak = tl.maximum(peak, sink)
     weight = tl.exp2(power - tl.where(peak == float("-inf"), 0.0, peak)[:, None])
     total = tl.sum(weight, 1)
+    if SINKS:
+        total += tl.exp2(sink - peak)
     dim = tl.arange(0, DIM)
     mask = (power > float("-inf"))[:, :, None] & (dim < HEAD_DIM)[None, None, :]
     part = tl.load(parts + place[:, :, None] * HEAD_DIM + dim[None, None, :], mask=mask, other=0.0)
@@ -410,19 +426,21 @@ def paged_attention(
         lse = torch.empty((rows, heads, launch.splits), dtype=torch.float32, device=device)
     run(
         _attend, (launch.tiles, kv_heads, launch.splits),
-        q, k_cache, v_cache, parts, lse, view.query_start, view.context_len, view.block_tables,
+        q, k_cache, v_cache, params.sinks, parts, lse, view.query_start, view.context_len, view.block_tables,
         seqs, params.scale * math.log2(math.e),
         q.stride(0), q.stride(1), *k_cache.stride()[:3], view.block_tables.stride(0),
         GROUP=heads // kv_heads, HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=block_size,
         CAUSAL=params.causal, WINDOW=window, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, RUN=launch.unit // tile.block_n if split else 1,
-        SEARCH=launch.search, SPLIT=split, num_warps=tile.warps, num_stages=tile.stages,
+        SEARCH=launch.search, SPLIT=split, SINKS=params.sinks is not None, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if split:
         splits = triton.next_power_of_2(launch.splits)
         lines = max(JOIN_ELEMENTS // (splits * dim), 1)
         run(
-            _join, (triton.cdiv(rows * heads, lines),), parts, lse, out, view.query_start, seqs, launch.splits,
-            HEADS=heads, HEAD_DIM=head_dim, DIM=dim, SPLITS=splits, LINES=lines, num_warps=4,
+            _join, (triton.cdiv(rows * heads, lines),),
+            parts, lse, params.sinks, out, view.query_start, seqs, launch.splits,
+            HEADS=heads, HEAD_DIM=head_dim, DIM=dim, SPLITS=splits, LINES=lines, SINKS=params.sinks is not None,
+            num_warps=4 if dim < WIDE else 8,
         )  # fmt: skip
     return out

@@ -53,15 +53,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [rows, dim] ->
 
 
 @triton.jit
-def _norm_gain(q_norm, k_norm, column, inside, is_query, Q_NORM: tl.constexpr, K_NORM: tl.constexpr):
-    """The gain of each (head, column): queries and keys lie in one tile and differ in their weights."""
+def _norm_gain(
+    q_norm, k_norm, column, inside, is_query, is_value,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, V_NORM: tl.constexpr,
+):  # fmt: skip
+    """The gain of each (head, column): queries, keys and values lie in one tile; values have none."""
     q_gain = tl.full(column.shape, 1.0, tl.float32)
     k_gain = tl.full(column.shape, 1.0, tl.float32)
     if Q_NORM:
         q_gain = tl.load(q_norm + column, mask=inside, other=0.0).to(tl.float32)
     if K_NORM:
         k_gain = tl.load(k_norm + column, mask=inside, other=0.0).to(tl.float32)
-    return tl.where(is_query[:, None], q_gain[None, :], k_gain[None, :])
+    gain = tl.where(is_query[:, None], q_gain[None, :], k_gain[None, :])
+    if V_NORM:
+        gain = tl.where(is_value[:, None], 1.0, gain)
+    return gain
 
 
 @triton.jit
@@ -92,26 +98,31 @@ def _rope_write(
     qkv, positions, table, q_norm, k_norm, k_cache, v_cache, slots,
     stride_row, stride_table, stride_block, stride_head, stride_position, max_position, num_slots, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
-    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, V_NORM: tl.constexpr, V_FROM_K: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # A head is three column ranges: a = [0, HALF), b = [HALF, 2 HALF), rest = [2 HALF, HEAD_DIM). The pair
     # (a, b) rotates, the rest (partial rotary) is only normed. Loading the ranges apart saves a shuffle
-    # between halves. V's heads pass through unchanged beside them.
+    # between halves. V's heads are beside them and do not turn; where they are made of the keys' projection, which
+    # nobody writes to, they read it.
     DTYPE: tl.constexpr = qkv.dtype.element_ty
-    NORM: tl.constexpr = Q_NORM or K_NORM
+    NORM: tl.constexpr = Q_NORM or K_NORM or V_NORM
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     is_head = head < HEADS + 2 * KV_HEADS
     is_query = head < HEADS
     turns = head < HEADS + KV_HEADS
+    source = head
+    if V_FROM_K:
+        source = tl.where(turns, head, head - KV_HEADS)
     half = tl.arange(0, BLOCK_HALF)
     in_half = half < HALF
-    start = qkv + row * stride_row + head[:, None] * HEAD_DIM
+    start = qkv + row * stride_row + source[:, None] * HEAD_DIM
     mask = is_head[:, None] & in_half[None, :]
     if NORM:
-        gain_a = _norm_gain(q_norm, k_norm, half, in_half, is_query, Q_NORM, K_NORM)
-        gain_b = _norm_gain(q_norm, k_norm, HALF + half, in_half, is_query, Q_NORM, K_NORM)
+        gain_a = _norm_gain(q_norm, k_norm, half, in_half, is_query, ~turns, Q_NORM, K_NORM, V_NORM)
+        gain_b = _norm_gain(q_norm, k_norm, HALF + half, in_half, is_query, ~turns, Q_NORM, K_NORM, V_NORM)
     enter(PDL)
 
     slot = tl.load(slots + row).to(tl.int64)
@@ -124,7 +135,7 @@ def _rope_write(
     b = tl.load(start + HALF + half[None, :], mask=mask, other=0.0).to(tl.float32)
 
     if NORM:
-        normed = (is_query & Q_NORM) | ((head >= HEADS) & turns & K_NORM)
+        normed = (is_query & Q_NORM) | ((head >= HEADS) & turns & K_NORM) | (~turns & V_NORM)
         squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
     if BLOCK_REST > 0:
         rest = 2 * HALF + tl.arange(0, BLOCK_REST)
@@ -132,7 +143,7 @@ def _rope_write(
         c = tl.load(start + rest[None, :], mask=is_head[:, None] & in_rest[None, :], other=0.0).to(tl.float32)
         if NORM:
             squares += tl.sum(c * c, 1)
-            gain = _norm_gain(q_norm, k_norm, rest, in_rest, is_query, Q_NORM, K_NORM)
+            gain = _norm_gain(q_norm, k_norm, rest, in_rest, is_query, ~turns, Q_NORM, K_NORM, V_NORM)
             c = _apply_norm(c, tl.rsqrt(squares / HEAD_DIM + eps), gain, normed, DTYPE)
         _put(c, rest, in_rest, head, start, k_line, v_line, kept, stride_head, HEADS, KV_HEADS, DTYPE)
     if NORM:
@@ -156,15 +167,14 @@ def rope_write(
     v_cache: Tensor,
     slots: Tensor,  # int32 [rows]: block * block_size + offset; a negative slot is not written
 ) -> None:
-    """Norms and RoPE of queries and keys, and the write of keys and values to the cache, in one launch."""
+    """Norms and RoPE of queries and keys, norms of values, and the write of both to the cache, in one launch."""
     positions, table, num_heads, num_kv_heads, q_norm, k_norm, eps, values = args
-    assert values == "given", values
     assert qkv.stride(1) == 1 and table.stride(1) == 1, (qkv.stride(), table.stride())
     assert k_cache.stride(3) == 1 and k_cache.stride() == v_cache.stride(), (k_cache.stride(), v_cache.stride())
     rows, heads = qkv.shape[0], num_heads + 2 * num_kv_heads
     if not rows:
         return
-    head_dim, half = qkv.shape[1] // heads, table.shape[1] // 2
+    head_dim, half = qkv.shape[1] // args.projected_heads, table.shape[1] // 2
     block_half, rest = triton.next_power_of_2(half), head_dim - 2 * half
     block_h = min(triton.next_power_of_2(heads), max(TILE // (2 * block_half), 1))
     blocks, _, block_size, _ = k_cache.shape
@@ -173,7 +183,8 @@ def rope_write(
         qkv, positions, table, q_norm, k_norm, k_cache, v_cache, slots,
         qkv.stride(0), table.stride(0), *k_cache.stride()[:3], table.shape[0], blocks * block_size, eps,
         HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HALF=half,
-        Q_NORM=q_norm is not None, K_NORM=k_norm is not None, BLOCK_SIZE=block_size,
+        Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
+        V_NORM=values != "given", V_FROM_K=values == "keys", BLOCK_SIZE=block_size,
         BLOCK_H=block_h, BLOCK_HALF=block_half, BLOCK_REST=triton.next_power_of_2(rest) if rest else 0,
         num_warps=4,
     )  # fmt: skip

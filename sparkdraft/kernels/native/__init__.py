@@ -90,6 +90,13 @@ def qk_norm_rope(
     )
 
 
+def unit_rms(x: Tensor, eps: float) -> Tensor:  # [rows, heads, head_dim], a strided view of qkv
+    rows, heads, head_dim = x.shape
+    y = empty(rows, heads * head_dim)
+    c.sd_unit_rms(x.data_ptr(), x.stride(0), x.stride(1), y.data_ptr(), rows, heads, head_dim, eps)
+    return y.view(rows, heads, head_dim)
+
+
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:  # [rows, 2 * inter] -> [rows, inter]
     if activation.kind != "silu":
         return reference.gated(gate_up, activation)
@@ -139,11 +146,13 @@ def rope_write(
     v_cache: Tensor,
     slots: Tensor,  # int32 [rows]: block * block_size + offset; a negative slot is not written
 ) -> None:
-    if args.values != "given":
-        return reference.rope_write(qkv, args, k_cache, v_cache, slots)
-    qk_norm_rope(qkv, args)
     heads = qkv.view(qkv.shape[0], args.projected_heads, -1)
-    _, k, v = heads.split((args.num_heads, args.num_kv_heads, args.num_kv_heads), dim=1)
+    keys = args.num_heads + args.num_kv_heads
+    k = heads[:, args.num_heads : keys]
+    v = k if args.values == "keys" else heads[:, keys:]
+    if args.values != "given":
+        v = unit_rms(v, args.eps)  # before the keys are normed and rotated
+    qk_norm_rope(qkv, args)
     kv_write(k, v, k_cache, v_cache, slots)
 
 
@@ -210,13 +219,14 @@ def sample(
 
 
 class _AttentionCall(ctypes.Structure):
-    """Mirrors 'Call' of attention.cpp; one struct is cheaper to hand over than eighteen arguments."""
+    """Mirrors 'Call' of attention.cpp; one struct is cheaper to hand over than nineteen arguments."""
 
     _fields_ = [
         *((name, c_int64) for name in ("q", "q_row", "q_head", "k_cache", "v_cache")),
         *((name, c_int64) for name in ("query_start", "context_len", "block_tables", "seqs", "max_blocks")),
         *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size")),
-        *(("scale", c_float), ("causal", ctypes.c_bool), ("window", c_int64), ("out", c_int64)),
+        *(("scale", c_float), ("causal", ctypes.c_bool), ("window", c_int64)),
+        *((name, c_int64) for name in ("out", "sinks")),
     ]
 
 
@@ -228,8 +238,6 @@ def paged_attention(
     params: AttentionParams,
     same_bits_up_to: int = 0,  # a row's bits never depend on the rows beside it
 ) -> Tensor:  # [rows, heads * head_dim]
-    if params.sinks is not None:
-        return reference.paged_attention(q, k_cache, v_cache, view, params)
     rows, heads, head_dim = q.shape
     _, kv_heads, block_size, _ = k_cache.shape
     q_row, q_head, _ = q.stride()
@@ -240,6 +248,7 @@ def paged_attention(
         *(view.query_start.data_ptr(), view.context_len.data_ptr(), tables.data_ptr()),
         *(*tables.shape, heads, kv_heads, head_dim, block_size),
         *(params.scale, params.causal, params.window, out.data_ptr()),
+        0 if params.sinks is None else params.sinks.data_ptr(),
     )
     keep(call)
     c.sd_paged_attention(ctypes.addressof(call))

@@ -31,7 +31,8 @@ struct Call {  // strides in elements
     float scale;
     bool causal;
     int64_t window;
-    float* out;  // [rows, heads * head_dim]
+    float* out;          // [rows, heads * head_dim]
+    const float* sinks;  // [heads]: a logit in each head's softmax that has no value; null where there are none
 
     int64_t group() const { return heads / kv_heads; }
     int64_t state() const { return head_dim + 2; }  // floats of a query's state: weighted values, maximum, total
@@ -262,12 +263,19 @@ void attend_span(const Call& c, const Unit& u, int64_t number, Range queries, fl
     }
 }
 
+// What the weighted values are multiplied by where a sink joins their weights: once, after all spans are merged.
+float with_sink(float sink, const float* maximum_and_total) {
+    const float scaled = sink * LOG2E, highest = std::max(scaled, maximum_and_total[0]);
+    const f32x4 powers = power_of_2(f32x4{maximum_and_total[0], scaled, 0, 0} - splat4(highest));
+    return powers[0] / multiply_add(maximum_and_total[1], powers[0], powers[1]);
+}
+
 void write_result(const Call& c, const Unit& u, const float* states) {
     for (int64_t n = 0; n < u.count * c.group(); ++n, states += c.state()) {
         const int64_t row = u.first + n / c.group(), head = u.kv_head * c.group() + n % c.group();
         float* to = c.out + (row * c.heads + head) * c.head_dim;
-        const float inverse = 1.0f / states[c.head_dim + 1];
-        for (int64_t d = 0; d < c.head_dim; ++d) to[d] = states[d] * inverse;
+        const float factor = c.sinks ? with_sink(c.sinks[head], states + c.head_dim) : 1.0f / states[c.head_dim + 1];
+        for (int64_t d = 0; d < c.head_dim; ++d) to[d] = states[d] * factor;
     }
 }
 
@@ -294,6 +302,10 @@ void find_units(const Call& c, std::vector<Unit>& units) {
             const int64_t count = std::min(ROWS, stop - first), position = context - (stop - first);
             const int64_t begin = keys_seen(c, position, context).begin;
             const int64_t end = keys_seen(c, position + count - 1, context).end;
+            if (end <= begin) {  // padding: without keys a row is zeros
+                std::fill_n(c.out + first * c.heads * c.head_dim, count * c.heads * c.head_dim, 0.0f);
+                continue;
+            }
             for (int64_t h = 0; h < c.kv_heads; ++h) units.push_back({s, first, count, position, h, begin, end, 0, 0});
         }
     }

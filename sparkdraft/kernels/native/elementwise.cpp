@@ -1,4 +1,4 @@
-// The operators around the matmuls: embedding, RMS norm, rotary positions, SiLU, writing K and V into the cache.
+// The operators around the matmuls: embedding, RMS norms, rotary positions, SiLU, writing K and V into the cache.
 // Each row (or head of a row) is computed by itself in one fixed order, so its bits do not depend on the batch around
 // it; rows are shared out to threads where there are enough of them, and a single decode row stays on the caller's
 // thread. Tensors arrive as pointers with strides in elements; shapes are checked, if at all, by the Python side.
@@ -104,6 +104,21 @@ void sd_rms_norm(const float* x, int64_t x_stride, const float* weight, float* y
                  float eps) {
     pool::parallel_ranges(rows, double(rows * dim), 2, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) norm_row(x + r * x_stride, weight, y + r * dim, dim, eps);
+    });
+}
+
+// Each head of each row divided by its RMS. y is [rows, heads, head_dim], dense.
+void sd_unit_rms(const float* x, int64_t x_row, int64_t x_head, float* y, int64_t rows, int64_t heads, int64_t head_dim,
+                 float eps) {
+    pool::parallel_ranges(rows, double(rows * heads * head_dim), 2, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) {
+            for (int64_t h = 0; h < heads; ++h) {
+                const float* from = x + r * x_row + h * x_head;
+                float* to = y + (r * heads + h) * head_dim;
+                const float scale = 1.0f / std::sqrt(sum_of_squares(from, head_dim) / float(head_dim) + eps);
+                for (int64_t i = 0; i < head_dim; ++i) to[i] = from[i] * scale;
+            }
+        }
     });
 }
 

@@ -23,7 +23,7 @@ from sparkdraft.kernels.native.library import c
 
 KERNELS = (
     *("embed", "copy_rows", "linear", "rms_norm", "qk_norm_rope", "silu_mul"),
-    *("kv_write", "paged_attention", "find_pages", "make_rows"),
+    *("kv_write", "paged_attention", "find_pages", "make_rows", "unit_rms"),
 )
 MOST_INTEGERS = 14  # this and the order of KERNELS as in replay.cpp
 # What may be asked of a tensor while a recording is made: its memory and its shape. None of these computes anything.

@@ -23,9 +23,11 @@ void sd_find_pages(const int32_t*, const int32_t*, const int32_t*, int32_t*, int
                    int64_t);
 void sd_make_rows(const int32_t*, const int32_t*, const int32_t*, const int32_t*, int64_t, int64_t, int64_t, int64_t,
                 int64_t, int32_t*);
+void sd_unit_rms(const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t, float);
 
 enum Kernel : int64_t {
-    EMBED, COPY_ROWS, LINEAR, RMS_NORM, QK_NORM_ROPE, SILU_MUL, KV_WRITE, PAGED_ATTENTION, FIND_PAGES, MAKE_ROWS
+    EMBED, COPY_ROWS, LINEAR, RMS_NORM, QK_NORM_ROPE, SILU_MUL, KV_WRITE, PAGED_ATTENTION, FIND_PAGES, MAKE_ROWS,
+    UNIT_RMS
 };
 
 struct Recorded {  // both mirrored in recording.py
@@ -71,6 +73,8 @@ void run(const Recorded& c) {
         case MAKE_ROWS:
             return sd_make_rows(at<int32_t>(a[0]), at<int32_t>(a[1]), at<int32_t>(a[2]), at<int32_t>(a[3]), a[4], a[5],
                               a[6], a[7], a[8], at<int32_t>(a[9]));
+        case UNIT_RMS:
+            return sd_unit_rms(at<float>(a[0]), a[1], a[2], at<float>(a[3]), a[4], a[5], a[6], float(c.real));
     }
 }
 

@@ -54,6 +54,7 @@ def tq_attention(
     same_bits_up_to: int = 0,  # ignored: a row's bits never depend on the rows beside it
 ) -> Tensor:  # [rows, heads * dim]
     assert params.causal, "only drafters look ahead, and they keep an exact cache"
+    assert params.sinks is None or layer.centre is None, "a centre shifts all scores, and would have to shift sinks"
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     starts, contexts = view.query_start.tolist(), view.context_len.tolist()
     for s, context in enumerate(contexts):
@@ -84,6 +85,9 @@ def _attend_tile(layer: CodedLayer, q: Tensor, blocks: Tensor, low: int, params:
     parts = [_attend_codes(layer, grouped, _places(layer, blocks, seen & ~uncoded, is_there), params.scale)]
     if layer.first or layer.recent:
         parts.append(_attend_pages(layer, grouped, _places(layer, blocks, seen & uncoded, is_there), params.scale))
+    if params.sinks is not None:  # a part of the softmax that has no values
+        lse = params.sinks.to(parts[0].lse.dtype).view(*grouped.shape[:2], 1).expand(grouped.shape[:3])
+        parts.append(Part(torch.zeros_like(parts[0].out), lse))
     return merge(parts).out.permute(2, 0, 1, 3).flatten(1, 2)[there]
 
 

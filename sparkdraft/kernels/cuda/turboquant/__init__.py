@@ -74,7 +74,8 @@ def _check(layer: CodedLayer) -> None:
 
 def _write(
     layer: CodedLayer, k: Tensor, v: Tensor, slots: Tensor, q: Tensor | None,
-    positions: Tensor | None, table: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+    positions: Tensor | None = None, table: Tensor | None = None, q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None, eps: float = 0.0, v_norm: bool = False,
 ) -> None:  # fmt: skip
     _check(layer)
     assert k.stride(2) == v.stride(2) == 1, (k.stride(), v.stride())
@@ -93,7 +94,8 @@ def _write(
         *records.stride()[:2], *((0, 0, 0) if pages is None else pages.stride()[:3]),
         **_constants(layout).options(dim), STEPS=dim.bit_length() - 1, BLOCK_SIZE=BLOCK_SIZE,
         HEADS=heads, KV_HEADS=kv_heads, HAS_PAGES=pages is not None, CENTRED=layer.centre is not None,
-        ROPE=table is not None, HALF=half, Q_NORM=q_norm is not None, K_NORM=k_norm is not None, num_warps=1,
+        ROPE=table is not None, HALF=half, Q_NORM=q_norm is not None, K_NORM=k_norm is not None, V_NORM=v_norm,
+        num_warps=1,
     )  # fmt: skip
 
 
@@ -104,7 +106,7 @@ def tq_write(
     slots: Tensor,  # int32 [rows]: block * block_size + offset; a negative slot is not written
     q: Tensor | None = None,  # [rows, heads, dim]: rotated in place, in float16 where it is of bfloat16
 ) -> None:
-    _write(layer, k, v, slots, q, None, None, None, None, 0.0)
+    _write(layer, k, v, slots, q)
 
 
 def tq_rope_write(
@@ -114,11 +116,11 @@ def tq_rope_write(
     slots: Tensor,
 ) -> None:
     positions, table, num_heads, num_kv_heads, q_norm, k_norm, eps, values = args
-    assert values == "given", values
     assert qkv.stride(1) == 1 and table.stride(1) == 1, (qkv.stride(), table.stride())
-    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
-    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    _write(layer, k, v, slots, q, positions, table, q_norm, k_norm, eps)
+    heads = qkv.view(qkv.shape[0], args.projected_heads, -1)
+    q, k = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
+    v = k if values == "keys" else heads[:, num_heads + num_kv_heads :]
+    _write(layer, k, v, slots, q, positions, table, q_norm, k_norm, eps, values != "given")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,7 @@ def tq_attention(
     """Causal attention: a row takes the first and its most recent keys from pages, all others by their codes."""
     _check(layer)
     assert params.causal, "only drafters look ahead, and they keep an exact cache"
+    assert params.sinks is None or layer.centre is None, "a centre shifts all scores, and would have to shift sinks"
     assert q.stride(2) == 1, q.stride()
     rows, heads, dim = q.shape
     layout, records, pages, device = layer.layout, layer.records, layer.pages, q.device
@@ -192,7 +195,7 @@ def tq_attention(
     constants = _constants(layout)
     run(
         attend, (launch.tiles, kv_heads, shares),
-        q.view(torch.float16) if half else q, records, pages, layer.page_of, mixed, lse,
+        q.view(torch.float16) if half else q, records, pages, layer.page_of, params.sinks, mixed, lse,
         view.query_start, view.context_len, view.block_tables, seqs, params.scale * math.log2(math.e),
         q.stride(0), q.stride(1), *records.stride()[:2], *((0, 0, 0) if pages is None else pages.stride()[:3]),
         view.block_tables.stride(0),
@@ -201,6 +204,7 @@ def tq_attention(
         VALUE_PTX=(in_pairs if launch.warps == 1 else as_they_lie)(constants.value_levels),
         FIRST=layer.first, RECENT=layer.recent, WINDOW=window, GROUP=heads // kv_heads,
         W=launch.warps, TILES=launch.per_sequence, SPLIT=split, HOPPER=launch.warps == 4 and gpu.wgmma,
+        SINKS=params.sinks is not None,
         num_warps=launch.warps, enable_fp_fusion=False,
         maxnreg=MOST_REGISTERS[launch.warps][dim],
     )  # fmt: skip
@@ -208,8 +212,9 @@ def tq_attention(
         padded = triton.next_power_of_2(shares)
         lines = max(JOIN_ELEMENTS // (padded * dim), 1)
         run(
-            join, (triton.cdiv(rows * heads, lines),), mixed, lse, signs(dim, device), out, view.query_start, seqs,
-            shares, HEADS=heads, DIM=dim, STEPS=steps, SHARES=padded, LINES=lines, num_warps=4,
+            join, (triton.cdiv(rows * heads, lines),),
+            mixed, lse, signs(dim, device), params.sinks, out, view.query_start, seqs, shares,
+            HEADS=heads, DIM=dim, STEPS=steps, SHARES=padded, LINES=lines, SINKS=params.sinks is not None, num_warps=4,
         )  # fmt: skip
     else:
         lines = JOIN_ELEMENTS // dim

@@ -20,6 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
+from sparkdraft.kernels.cuda.attention import LOG2E
 from sparkdraft.kernels.cuda.turboquant import four_warps, one_warp
 from sparkdraft.kernels.cuda.turboquant.levels import num_stretches
 
@@ -85,15 +86,15 @@ def _uncoded_tiles(low, top, bottom, share, shares, FIRST: gl.constexpr, RECENT:
     return first, num_first, recent, num_first + num_recent
 
 
-@gluon.jit(do_not_specialize=["query_start", "context_len", "block_tables", "stride_table", "seqs"])
+@gluon.jit(do_not_specialize=["sinks", "query_start", "context_len", "block_tables", "stride_table", "seqs"])
 def attend(
-    q, records, pages, page_of, out, lse, query_start, context_len, block_tables, seqs, scale,
+    q, records, pages, page_of, sinks, out, lse, query_start, context_len, block_tables, seqs, scale,
     stride_row, stride_q_head, stride_record, stride_record_head, stride_page, stride_part, stride_page_head,
     stride_table,
     KEY_LEVELS: gl.constexpr, KEY_PTX: gl.constexpr, VALUE_LEVELS: gl.constexpr, VALUE_PTX: gl.constexpr,
     AT: gl.constexpr, FIRST: gl.constexpr, RECENT: gl.constexpr, WINDOW: gl.constexpr, GROUP: gl.constexpr,
     DIM: gl.constexpr, W: gl.constexpr, TILES: gl.constexpr, SPLIT: gl.constexpr, HOPPER: gl.constexpr,
-    PDL: gl.constexpr,
+    SINKS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Writes rotated means of the values, and where SPLIT, for each share, the log2 of its weights' sum.
 
@@ -148,7 +149,13 @@ def attend(
             KEY_LEVELS, KEY_PTX, VALUE_LEVELS, VALUE_PTX, AT, FIRST, RECENT, WINDOW, DIM, HOPPER,
         )  # fmt: skip
     sums = gl.convert_layout(_add_up(total, W), LAYOUT, True)
-    factor = 1.0 / gl.where(sums == 0.0, 1.0, sums)  # a row without keys (padding) gives zeros
+    if SINKS and not SPLIT:  # of a split row they join at the end, once
+        sink = gl.load(sinks + head, mask=valid, other=0.0) * LOG2E
+        highest = gl.maximum(peak, sink)
+        decay = gl.exp2(peak - highest)
+        factor = decay / (sums * decay + gl.exp2(sink - highest))
+    else:
+        factor = 1.0 / gl.where(sums == 0.0, 1.0, sums)  # a row without keys (padding) gives zeros
     if W == 1:
         one_warp.write_result(acc, factor, out, line, valid, num_stretches(VALUE_LEVELS), DIM)
     else:

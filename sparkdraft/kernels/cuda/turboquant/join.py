@@ -5,15 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sparkdraft.kernels.cuda.attention import LOG2E
 from sparkdraft.kernels.cuda.pdl import enter
 from sparkdraft.kernels.cuda.turboquant.rotation import flip, hadamard
 
 
-@triton.jit(do_not_specialize=["query_start", "seqs", "shares"])
+@triton.jit(do_not_specialize=["sinks", "query_start", "seqs", "shares"])
 def join(
-    parts, lse, signs, out, query_start, seqs, shares,
+    parts, lse, signs, sinks, out, query_start, seqs, shares,
     HEADS: tl.constexpr, DIM: tl.constexpr, STEPS: tl.constexpr,
-    SHARES: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+    SHARES: tl.constexpr, LINES: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `_join` in attention.py, and rotated back: the mean of a line's parts weighted by 2 ** lse."""
     dim = tl.arange(0, DIM)
@@ -25,8 +26,13 @@ def join(
     exists = real[:, None] & (tl.arange(0, SHARES) < shares)[None, :]
     power = tl.load(lse + place, mask=exists, other=float("-inf"))  # [LINES, SHARES]
     peak = tl.max(power, 1)
+    if SINKS:
+        sink = tl.load(sinks + line % HEADS) * LOG2E
+        peak = tl.maximum(peak, sink)
     weight = tl.exp2(power - tl.where(peak == float("-inf"), 0.0, peak)[:, None])
     total = tl.sum(weight, 1)
+    if SINKS:
+        total += tl.exp2(sink - peak)
     mask = (power > float("-inf"))[:, :, None]
     part = tl.load(parts + place[:, :, None] * DIM + dim[None, None, :], mask=mask, other=0.0)
     mixed = tl.sum(part * weight[:, :, None], 1) / tl.where(total == 0.0, 1.0, total)[:, None]

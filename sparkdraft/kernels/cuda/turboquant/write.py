@@ -91,7 +91,8 @@ def write(
     KEY_LEVELS: tl.constexpr, VALUE_LEVELS: tl.constexpr, AT: tl.constexpr,
     DIM: tl.constexpr, STEPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     HAS_PAGES: tl.constexpr, CENTRED: tl.constexpr,
-    ROPE: tl.constexpr, HALF: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, PDL: tl.constexpr,
+    ROPE: tl.constexpr, HALF: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, V_NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The second program index counts the heads of queries, then those of keys, then those of values."""
     column = tl.arange(0, DIM)[None, :]
@@ -134,7 +135,10 @@ def write(
         x = flip(x, sign)
         _put_vector(x, record, offset, kept, pages, has_page, AT[0], AT[1], AT[4], KEY_LEVELS, DIM, STEPS, HAS_PAGES)
     else:
-        x = flip(tl.load(v + row * stride_v_row + head * stride_v_head + column).to(tl.float32), sign)
+        x = tl.load(v + row * stride_v_row + head * stride_v_head + column).to(tl.float32)
+        if V_NORM:
+            x = (x * tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]).to(v.dtype.element_ty).to(tl.float32)
+        x = flip(x, sign)
         if HAS_PAGES:
             pages += stride_part
         _put_vector(x, record, offset, kept, pages, has_page, AT[2], AT[3], AT[5], VALUE_LEVELS, DIM, STEPS, HAS_PAGES)
