@@ -70,12 +70,12 @@ ROPE_KINDS = {  # the numbers that each kind needs
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
+    "proportional": (),
 }
 ROPE_READ = _names("""
     rope_type type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings
-    beta_fast beta_slow attention_factor finetuned
+    beta_fast beta_slow attention_factor finetuned truncate partial_rotary_factor
 """)
-ROPE_ONLY = only_values("partial_rotary_factor", 1) | only_values("truncate", True)
 
 
 def check_keys(config: Config, more: Allowed) -> tuple[str, ...]:
@@ -92,16 +92,24 @@ def check_keys(config: Config, more: Allowed) -> tuple[str, ...]:
     return tuple(sorted(key for key in given if key not in known and not key.startswith("_")))
 
 
-def rope_of(config: Config) -> dict[str, Any]:
-    """How positions are turned, checked: rope_scaling counts before rope_parameters, as in transformers."""
+def rope_of(config: Config, layer_type: str | None = None) -> dict[str, Any]:
+    """How positions are turned, checked: rope_scaling counts before rope_parameters, as in transformers.
+
+    layer_type: where the config has one such dict per type of layers, the one that is wanted.
+    """
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    rope = {key: value for key, value in (config.get(name) or {}).items() if value is not None}
+    given = config.get(name) or {}
+    if given and all(isinstance(value, Mapping) for value in given.values()):
+        if layer_type not in given:
+            raise UserError(f"config.json has {name} for {', '.join(given)}, and none for {layer_type}: fetch it again.")
+        name, given = f"{name} of {layer_type}", given[layer_type]
+    rope = {key: value for key, value in given.items() if value is not None}
     kind = rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ROPE_KINDS:
         raise refused(f"{name} of the kind", kind, tuple(ROPE_KINDS))
     for key, value in rope.items():
-        if key not in ROPE_READ and value not in ROPE_ONLY.get(key, ()):
-            raise refused(f"{name} with {key}", value, ROPE_ONLY.get(key, ()))
+        if key not in ROPE_READ:
+            raise refused(f"{name} with {key}", value, ())
     for key in ROPE_KINDS[kind]:
         if not isinstance(rope.get(key), int | float) or not rope[key] > 0:
             raise UserError(f"config.json has {name} of the kind {kind!r} without a positive {key}: fetch it again.")

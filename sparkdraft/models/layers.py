@@ -22,6 +22,7 @@ class RopeSpec:
     theta: float = 10000.0
     scaling: Mapping[str, Any] | None = None  # config.json's rope_scaling, if it asks for a kind other than "default"
     trained_context: int = 0  # max_position_embeddings, which some kinds of scaling start from
+    partial: float = 1.0  # of a head's lanes, the share that is rotated: the first ones
 
 
 @dataclass(frozen=True, slots=True)

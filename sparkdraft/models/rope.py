@@ -34,9 +34,15 @@ class RopeTables:
 
 
 def rope_table(spec: RopeSpec, length: int, freq_factors: Tensor | None = None) -> Tensor:
-    """float32 [length, head_dim]: cosines in the first half, sines in the second."""
-    dim = spec.head_dim
+    """float32 [length, rotated lanes]: cosines in the first half, sines in the second.
+
+    "proportional" rotates pairs of the whole head, of which only the first share turns: the others have angle 0.
+    """
+    proportional = spec.scaling is not None and spec.scaling["rope_type"] == "proportional"
+    dim = spec.head_dim if proportional else int(spec.head_dim * spec.partial)
     frequency = spec.theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    if proportional:
+        frequency[int(spec.head_dim * spec.partial) // 2 :] = 0
     frequency, magnitude = _stretch(frequency, spec)
     if freq_factors is not None:
         frequency = frequency / freq_factors.double()
@@ -49,6 +55,8 @@ def _stretch(frequency: Tensor, spec: RopeSpec) -> tuple[Tensor, float]:
     if scaling is None:
         return frequency, 1.0
     kind = scaling["rope_type"]
+    if kind == "proportional":
+        return frequency / scaling.get("factor", 1.0), 1.0
     if kind == "linear":
         return frequency / scaling["factor"], 1.0
     if kind == "llama3":
@@ -69,13 +77,15 @@ def _llama3(frequency: Tensor, spec: RopeSpec, scaling: Mapping[str, Any]) -> Te
 def _yarn(frequency: Tensor, spec: RopeSpec, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
     factor = scaling["factor"]
     original = scaling.get("original_max_position_embeddings") or spec.trained_context
-    dim, base = spec.head_dim, spec.theta
+    dim, base = 2 * len(frequency), spec.theta
 
     def index_of(turns: float) -> float:  # the frequency index that makes this many turns over the original context
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low = max(math.floor(index_of(scaling.get("beta_fast") or 32)), 0)
-    high = min(math.ceil(index_of(scaling.get("beta_slow") or 1)), dim - 1)
+    low, high = index_of(scaling.get("beta_fast") or 32), index_of(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
     magnitude = scaling.get("attention_factor")
     if magnitude is None:
