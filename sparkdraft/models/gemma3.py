@@ -23,22 +23,32 @@ if TYPE_CHECKING:
 
 READ = "query_pre_attn_scalar final_logit_softcapping rope_local_base_freq sliding_window_pattern"
 
+DEFAULTS = {  # of transformers, which published files leave out
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "query_pre_attn_scalar": 256,
+    "tie_word_embeddings": True,
+}
+
 
 def read(config: Mapping[str, Any]) -> ModelConfig:
     """Raises UserError where the config asks for a computation that is not built."""
     text, outer = text_config(config)
+    text = DEFAULTS | text
     only = only_values("hidden_act hidden_activation", "gelu_pytorch_tanh") | only_values("mlp_bias", False)
     unknown = check_keys(text, only, READ)
     pattern = text.get("sliding_window_pattern") or text.get("_sliding_window_pattern") or 6
     types = types_of(text, every_nth_full(layer_count(text), pattern))
     text["rope_parameters"], text["rope_scaling"] = _ropes(text), None
     mlp = DenseSpec(need(text, "intermediate_size"), GELU_TANH)
-    scale = (text.get("query_pre_attn_scalar") or 256) ** -0.5
+    scale = need(text, "query_pre_attn_scalar") ** -0.5
     layers = [
         LayerSpec(replace(attention_of(text, each), window=window, qk_norm=True, scale=scale), mlp)
         for each, window in zip(types, windows_of(types, window_of(text)), strict=True)
     ]
-    text.setdefault("tie_word_embeddings", True)
     return replace(
         decoder_config(text, layers),
         norm_plus_one=True,

@@ -16,7 +16,7 @@ from sparkdraft.models.blocks import Attention, Decoder, GatedMLP, Step, load_he
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.experts import Experts
 from sparkdraft.models.layers import LayerSpec
-from sparkdraft.models.nested import leave_towers, text_prefix
+from sparkdraft.models.nested import leave_others, text_prefix
 from sparkdraft.models.rope import RopeTables
 from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.linear import Linear
@@ -123,7 +123,7 @@ def build_sandwich(
             )
         )
     norm, head = load_norm(config, load, f"{prefix}norm"), load_head(config, load, embedding)
-    leave_towers(load)
+    leave_others(load)
     load.finish()
     return Decoder(_round_scale(config, load.dtype), layers, embedding, head, norm, context, ops, load.dtype)
 

@@ -25,8 +25,8 @@ class Harness:
         self.device, ops = torch.device(device), kernels.load(kernel)
         source = open_checkpoint(str(folder))
         config = read_config(source.config)
-        loader = Loader(source, self.device, dtype, ops)
-        self.model = architecture(config.model_type).build(config, loader, ops, 256)
+        self.loader = Loader(source, self.device, dtype, ops)
+        self.model = architecture(config.model_type).build(config, self.loader, ops, 256)
         self.kv = DenseKV(config.attention, 64, BLOCK, dtype, self.device, ops)
         for cache in (*self.kv.k, *self.kv.v):
             cache.fill_(float("nan"))  # what was never written must never be read

@@ -77,5 +77,5 @@ def check_config(path: Path, config: Mapping[str, Any]) -> None:
     method, form = said.get("quant_method"), said.get("format")
     raise UserError(
         f"The checkpoint {path} is quantised ({method}{f', {form}' if form else ''}) in a way that is not read; "
-        f"{', '.join(each.name for each in FORMATS)} are: use the same model unquantised, or a GGUF file of it."
+        f"{' and '.join(each.name for each in FORMATS)} are: use the same model unquantised, or a GGUF file of it."
     )
