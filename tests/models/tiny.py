@@ -94,7 +94,10 @@ VARIANTS |= {
         {**SMALL, **WINDOW, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
     ),
     "qwen3_moe": ("Qwen3Moe", {**SMALL, **QWEN3_MOE}),
-    "qwen3_moe-shares": ("Qwen3Moe", {**SMALL, **QWEN3_MOE, "norm_topk_prob": False, "decoder_sparse_step": 2}),
+    "qwen3_moe-shares": (
+        "Qwen3Moe",
+        {**SMALL, **QWEN3_MOE, "norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": []},
+    ),
     "gpt_oss": ("GptOss", {**SMALL, **GPT_OSS}),
     "gemma3": ("Gemma3Text", {**SMALL, **GEMMA3}),
     "gemma3-nested": ("Gemma3", {**SMALL, **GEMMA3}),
