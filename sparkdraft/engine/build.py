@@ -28,7 +28,7 @@ from sparkdraft.plan.resolve import Plan
 from sparkdraft.spec import registry
 from sparkdraft.spec.registry import DraftSource
 from sparkdraft.text.tokenizer import Vocabulary
-from sparkdraft.weights.loader import Loader, Progress, WeightSource
+from sparkdraft.weights.loader import Loader, Note, Progress, WeightSource
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -60,13 +60,14 @@ def build_engine(
     with torch.inference_mode():
         loader = Loader(source, device, dtype, ops, progress)
         model = architecture(model_config.model_type).build(model_config, loader, ops, plan.max_model_len)
-        proposer = None
+        proposer, notes = None, loader.notes
         if drafter:
             own = Loader(drafter.source, device, dtype, ops)
             # Its K/V are exact, whatever the target's are.
             own_kv = dense_cache(drafter.caps.kv, plan, dtype, device, ops)
             made = drafter.build(own, ops, model, own_kv, plan.max_model_len, plan.max_seqs)
             proposer = Proposer(made, plan, device, ops)
+            notes = [*notes, *(Note(f"in the drafter, {note.name}", note.reason) for note in own.notes)]
         drafting = Drafting(plan.max_model_len, proposer, config.ngram and config.spec != "off", config.num_draft)
         centres = None
         if plan.coded and config.tq_centre and len(calibration) > SKIPPED:
@@ -83,4 +84,4 @@ def build_engine(
     overlap = (
         OverlappedSteps(runner, proposer, device, drafting.choices) if plan.graphs and plan.device == "cuda" else None
     )
-    return Engine(plan, runner, sampler, tokenizer, drafting, overlap, holdings, loader.notes)
+    return Engine(plan, runner, sampler, tokenizer, drafting, overlap, holdings, notes)

@@ -30,6 +30,9 @@ from sparkdraft.engine.scheduler import Scheduler
 from sparkdraft.plan.resolve import Fallback, Plan
 from sparkdraft.text.grammar import Grammar, GrammarCompiler
 from sparkdraft.text.tokenizer import Vocabulary
+from sparkdraft.weights.experts import ExpertLinear
+from sparkdraft.weights.linear import DenseLinear, Linear
+from sparkdraft.weights.loader import Note
 
 TRIAL_STEPS = 5  # of each depth at start: one reads the prompt, one records, three are measured
 
@@ -44,15 +47,14 @@ class Engine:
         drafting: Drafting,
         overlap: OverlappedSteps | None = None,
         holdings: Sequence[Holding] = (),
-        float_matrices: Sequence[str] = (),
+        notes: Sequence[Note] = (),
     ) -> None:
         """overlap: takes the steps in which all requests only decode; without it the host takes every step.
 
-        holdings: what requests hold beside their blocks (cache/holdings.py). float_matrices: for each matrix that could
-        not be quantised as the plan says, its name and why.
+        holdings: what requests hold beside their blocks (cache/holdings.py). notes: what loading settled for.
         """
         self.plan, self.runner, self.sampler, self.tokenizer = plan, runner, sampler, tokenizer
-        self.drafting, self.overlap, self._float_matrices = drafting, overlap, float_matrices
+        self.drafting, self.overlap, self._notes = drafting, overlap, notes
         self.grammars = GrammarCompiler(tokenizer, sampler.vocab_size)
         self.pool = BlockPool(plan.num_blocks)
         prefix = PrefixCache(self.pool, plan.block_size, plan.prefix_cache)
@@ -190,7 +192,7 @@ class Engine:
         slow, proposer = "are launched one operator at a time", self.drafting.proposer
         return [
             *self.plan.fallbacks,
-            *(Fallback("a float32 matrix among quantised ones", why) for why in self._float_matrices),
+            *(Fallback(*note) for note in self._notes),
             *(Fallback(f"decode steps {slow}", why) for why in self.runner.unrecorded),
             *(Fallback(f"drafts {slow}", why) for why in (proposer.unrecorded if proposer else ())),
         ]
@@ -202,7 +204,8 @@ class Engine:
         Torch's float32 products on a CPU sum in an order that depends on the number of rows. On a GPU this is so for
         up to 16 rows, which is one request with its drafts.
         """
-        return self.plan.kernels != "reference" and not self._float_matrices
+        on_cpu = self.plan.device == "cpu"
+        return self.plan.kernels != "reference" and not (on_cpu and any(map(_is_float, self.runner.model.matrices)))
 
     # ---- steps that the device takes by itself
 
@@ -347,6 +350,10 @@ class Engine:
 def _num_accepted(new: list[int], output: StepOutput) -> int:
     """Drafts among the ids that were taken: all of 'new' but its last, or all where a stop cut that one off."""
     return min(len(new) - 1, len(output.ids))
+
+
+def _is_float(matrix: Linear | ExpertLinear) -> bool:
+    return matrix.floats is not None if isinstance(matrix, ExpertLinear) else isinstance(matrix, DenseLinear)
 
 
 def _signed64(seed: int) -> int:

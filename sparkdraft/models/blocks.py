@@ -60,7 +60,8 @@ class Attention:
         if spec.kv_from is not None:
             parts = {"q": spec.query_width}
         self.num_kv_heads = spec.num_kv_heads if "k" in parts else 0  # of its own projection
-        self.qkv = load.linear({f"{name}.{p}_proj": n for p, n in parts.items()}, config.hidden_size, spec.bias)
+        rows = {f"{name}.{p}_proj": n for p, n in parts.items()}
+        self.qkv = load.linear(rows, config.hidden_size, spec.bias, fused=f"{name}.qkv_proj")
         self.o = load.linear({f"{name}.o_proj": config.hidden_size}, spec.query_width, spec.output_bias)
         norms = [p for p in "qk" if p in parts] if spec.qk_norm else []
         gains = {p: load_gain(load, f"{name}.{p}_norm", spec.head_dim, config.norm_plus_one) for p in norms}
@@ -97,7 +98,7 @@ class GatedMLP:
         assert isinstance(spec, DenseSpec), f"{name} is {spec}"
         self.ops, self.activation = ops, spec.activation
         rows = {f"{name}.{part}": spec.intermediate_size for part in ("gate_proj", "up_proj")}
-        self.gate_up = load.linear(rows, config.hidden_size, spec.bias)
+        self.gate_up = load.linear(rows, config.hidden_size, spec.bias, fused=f"{name}.gate_up_proj")
         self.down = load.linear({f"{name}.down_proj": config.hidden_size}, spec.intermediate_size, spec.bias)
 
     @property

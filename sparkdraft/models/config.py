@@ -7,8 +7,8 @@ Llama's kind, and DFlash drafters. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sparkdraft.core import UserError
@@ -55,32 +55,76 @@ class ModelConfig:
         return first.mixer, first.mlp
 
 
-def dense_config(config: Mapping[str, Any], qk_norm: bool) -> ModelConfig:
-    """A config.json of Llama's kind. Which of its other keys may be ignored is for the caller to check."""
-    try:
-        heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        head_dim = config.get("head_dim") or hidden // heads
-        rope = rope_spec(config, head_dim)
-        return uniform_config(
-            model_type=config["model_type"],
-            num_layers=config["num_hidden_layers"],
-            hidden_size=hidden,
-            intermediate_size=config["intermediate_size"],
-            num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=head_dim,
-            vocab_size=config["vocab_size"],
-            max_position=config["max_position_embeddings"],
-            rms_eps=config.get("rms_norm_eps", 1e-6),
-            rope_theta=rope.theta,
-            rope_scaling=rope.scaling,
-            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=bool(config.get("attention_bias", False)),
-            mlp_bias=bool(config.get("mlp_bias", False)),
-            qk_norm=qk_norm,
+def dense_config(
+    config: Mapping[str, Any], qk_norm: bool, windows: Sequence[int] = (), partial: bool = False
+) -> ModelConfig:
+    """A config.json of Llama's kind. Which of its other keys may be ignored is for the caller to check.
+
+    windows: of each layer, 0 where it sees everything; none where all do. partial: whether a part of each head's lanes
+    may be left as it is.
+    """
+    attention = replace(attention_of(config, partial=partial), qk_norm=qk_norm)
+    mlp = DenseSpec(need(config, "intermediate_size"), bias=bool(config.get("mlp_bias", False)))
+    layers = [LayerSpec(replace(attention, window=window), mlp) for window in windows or (0,) * layer_count(config)]
+    return decoder_config(config, layers)
+
+
+def need(config: Mapping[str, Any], key: str) -> Any:
+    """A number that has no default. Raises UserError."""
+    value = config.get(key)
+    if value is None:
+        raise UserError(f"config.json has no '{key}': it does not describe a decoder this engine knows")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"config.json has {key} {value!r}, which must be a whole number of 1 or more: fetch it again.")
+    return value
+
+
+def layer_count(config: Mapping[str, Any]) -> int:
+    return int(need(config, "num_hidden_layers"))
+
+
+def experts_of(config: Mapping[str, Any], counts: str, chosen: str) -> tuple[int, int]:
+    """How many experts there are, and how many a row is sent to. Where a file has several names for one, they agree."""
+    found = []
+    for names in (counts.split(), chosen.split()):
+        given = {name: need(config, name) for name in names if config.get(name) is not None}
+        if len(set(given.values())) > 1:
+            said = " and ".join(f"{name} {value}" for name, value in given.items())
+            raise UserError(f"config.json has {said}, which are the same number elsewhere: fetch it again.")
+        found.append(next(iter(given.values()), None) or need(config, names[0]))
+    if found[1] > found[0]:
+        raise UserError(f"config.json sends a row to {found[1]} of {found[0]} experts: fetch it again.")
+    return found[0], found[1]
+
+
+def attention_of(config: Mapping[str, Any], layer_type: str = "", partial: bool = False) -> AttentionSpec:
+    """Heads, scale and rotation in the keys that most files have; what is special is for the caller to replace.
+
+    partial: whether a part of each head's lanes may be left as it is.
+    """
+    heads, bias = need(config, "num_attention_heads"), bool(config.get("attention_bias", False))
+    head_dim = config.get("head_dim") or need(config, "hidden_size") // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise UserError(
+            f"config.json has num_attention_heads {heads} and num_key_value_heads {kv_heads}, which does not divide "
+            "it: fetch it again."
         )
-    except KeyError as missing:
-        raise UserError(f"config.json has no {missing}: it does not describe a decoder this engine knows") from None
+    rope = rope_spec(config, head_dim, layer_type, "partial_rotary_factor" if partial else "")
+    return AttentionSpec(heads, kv_heads, head_dim, rope, scale=head_dim**-0.5, bias=bias, output_bias=bias)
+
+
+def decoder_config(config: Mapping[str, Any], layers: Sequence[LayerSpec]) -> ModelConfig:
+    """The ends of a model in the keys that most files have, around its layers."""
+    return ModelConfig(
+        model_type=config["model_type"],
+        hidden_size=need(config, "hidden_size"),
+        vocab_size=need(config, "vocab_size"),
+        max_position=need(config, "max_position_embeddings"),
+        layers=tuple(layers),
+        rms_eps=config.get("rms_norm_eps") or 1e-6,
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+    )
 
 
 def rope_spec(config: Mapping[str, Any], head_dim: int, layer_type: str = "", reads: str = "") -> RopeSpec:
@@ -100,7 +144,7 @@ def rope_spec(config: Mapping[str, Any], head_dim: int, layer_type: str = "", re
                 f"config.json has partial_rotary_factor {factor}, which rotates {part} of {head_dim} lanes; "
                 "they must be pairs of lanes of a head: use another checkpoint."
             )
-    return RopeSpec(head_dim, theta, scaling, config["max_position_embeddings"], part if part < head_dim else 0)
+    return RopeSpec(head_dim, theta, scaling, need(config, "max_position_embeddings"), part if part < head_dim else 0)
 
 
 def uniform_config(

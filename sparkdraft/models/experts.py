@@ -6,6 +6,7 @@ projection. The computation, and the order of its sums, is `norm_experts` of ker
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 from torch import Tensor
@@ -55,14 +56,21 @@ class Experts:
         return out
 
 
+LoadExperts = Callable[[DenseSpec | ExpertsSpec, ModelConfig, Loader, str, ModuleType], Experts]
+
+
 def load_experts(
     spec: DenseSpec | ExpertsSpec, config: ModelConfig, load: Loader, name: str, ops: ModuleType
 ) -> Experts:
     """The names of Qwen: 'name'.gate is the router, the experts are under 'name'.experts, singly or in one tensor."""
     assert isinstance(spec, ExpertsSpec), f"{name} is {spec}"
-    hidden, inter = config.hidden_size, spec.intermediate_size
-    router = load.float_linear(f"{name}.gate", spec.num_experts, hidden)
-    place = f"{name}.experts"
-    gate_up = load.experts(place, {"gate_proj": inter, "up_proj": inter}, hidden, spec.num_experts, "gate_up_proj")
-    down = load.experts(place, {"down_proj": hidden}, inter, spec.num_experts, "down_proj")
-    return Experts(spec, router, gate_up, down, ops)
+    router = load.float_linear(f"{name}.gate", spec.num_experts, config.hidden_size)
+    return Experts(spec, router, *load_expert_matrices(spec, config.hidden_size, load, f"{name}.experts"), ops)
+
+
+def load_expert_matrices(
+    spec: ExpertsSpec, hidden: int, load: Loader, name: str
+) -> tuple[ExpertLinear, ExpertLinear]:  # gate and up, down
+    inter, count = spec.intermediate_size, spec.num_experts
+    gate_up = load.experts(name, {"gate_proj": inter, "up_proj": inter}, hidden, count, "gate_up_proj")
+    return gate_up, load.experts(name, {"down_proj": hidden}, inter, count, "down_proj")

@@ -46,7 +46,7 @@ IGNORED = _names("""
     diversity_penalty temperature top_k top_p min_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate
     forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
-    begin_suppress_tokens
+    begin_suppress_tokens output_router_logits router_aux_loss_coef
 """)
 # Keys that change the computation, and the values at which they do not; null is such a value for every key.
 ONLY: Allowed = {
@@ -79,17 +79,18 @@ ROPE_READ = _names("""
 ROPE_ONLY = only_values("partial_rotary_factor", 1)
 
 
-def check_keys(config: Config, more: Allowed) -> tuple[str, ...]:
+def check_keys(config: Config, more: Allowed, read: str = "") -> tuple[str, ...]:
     """The keys that are in no table. Raises UserError for one that asks for a computation that is not built.
 
-    more: what the architecture adds to ONLY, key -> values that it runs.
+    more: what the architecture adds to ONLY, key -> values that it runs. read: further keys that it honours.
     """
-    only = ONLY | more
+    honoured = READ | _names(read)
+    only = {key: values for key, values in (ONLY | more).items() if key in more or key not in honoured}
     given = {key: value for key, value in config.items() if value is not None}
     for key in sorted(only.keys() & given.keys()):
         if given[key] not in only[key]:
             raise refused(key, given[key], only[key])
-    known = READ | IGNORED | only.keys()
+    known = honoured | IGNORED | only.keys()
     return tuple(sorted(key for key in given if key not in known and not key.startswith("_")))
 
 
@@ -117,24 +118,6 @@ def rope_of(config: Config, layer_type: str = "", reads: str = "") -> dict[str, 
         if not isinstance(rope.get(key), int | float) or not rope[key] > 0:
             raise UserError(f"config.json has {name} of the kind {kind!r} without a positive {key}: fetch it again.")
     return rope
-
-
-def refuse_windows(config: Config, slides_by_default: bool) -> None:
-    """All layers must see the whole context.
-
-    slides_by_default: whether a sliding_window counts without use_sliding_window. Where it does not (Qwen), the first
-    max_window_layers layers see everything too.
-    """
-    kinds = config.get("layer_types")
-    if kinds is not None:
-        if set(kinds) - {"full_attention"}:
-            raise refused("layer_types with", sorted(set(kinds) - {"full_attention"})[0], ("full_attention",))
-        return
-    window, first = config.get("sliding_window"), config.get("max_window_layers") or 0
-    slides = config.get("use_sliding_window", slides_by_default)
-    slides = slides and (slides_by_default or first < config["num_hidden_layers"])
-    if window and slides and window < config["max_position_embeddings"]:
-        raise refused("sliding_window", window, ())
 
 
 def refused(key: str, value: Any, allowed: tuple[Any, ...]) -> UserError:

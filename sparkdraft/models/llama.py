@@ -12,10 +12,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.models.config import ModelConfig, dense_config
-from sparkdraft.models.keys import check_keys, only_values, refuse_windows
+from sparkdraft.models.keys import check_keys, only_values
+from sparkdraft.models.layers import ExpertsSpec
+from sparkdraft.models.windows import refuse_windows
 
 if TYPE_CHECKING:
     from sparkdraft.models.blocks import Decoder
+    from sparkdraft.models.experts import LoadExperts
     from sparkdraft.weights.loader import Loader
 
 
@@ -27,8 +30,12 @@ def read(config: Mapping[str, Any]) -> ModelConfig:
     return replace(model, unknown_keys=unknown)
 
 
-def build(config: ModelConfig, load: Loader, ops: ModuleType, context: int) -> Decoder:
+def build(
+    config: ModelConfig, load: Loader, ops: ModuleType, context: int, experts: LoadExperts | None = None
+) -> Decoder:
+    """experts: how those of a layer are found, where it is not as Qwen names them."""
     from sparkdraft.models.blocks import Attention, Decoder, DecoderLayer, GatedMLP, load_head, load_norm
+    from sparkdraft.models.experts import load_experts
     from sparkdraft.models.rope import RopeTables
 
     factors = load.optional_vector("rope_freqs", config.attention[0].head_dim // 2)
@@ -37,12 +44,13 @@ def build(config: ModelConfig, load: Loader, ops: ModuleType, context: int) -> D
     layers = []
     for i, spec in enumerate(config.layers):
         name = f"model.layers.{i}"
+        mlp = (experts or load_experts) if isinstance(spec.mlp, ExpertsSpec) else GatedMLP
         layers.append(
             DecoderLayer(
                 load_norm(config, load, f"{name}.input_layernorm"),
                 Attention(spec.mixer, config, load, f"{name}.self_attn", ops, ropes),
                 load_norm(config, load, f"{name}.post_attention_layernorm"),
-                GatedMLP(spec.mlp, config, load, f"{name}.mlp", ops),
+                mlp(spec.mlp, config, load, f"{name}.mlp", ops),
             )
         )
     norm = load_norm(config, load, "model.norm")

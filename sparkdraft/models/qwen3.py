@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from sparkdraft.models import llama
-from sparkdraft.models.config import ModelConfig, dense_config
-from sparkdraft.models.keys import check_keys, only_values, refuse_windows
+from sparkdraft.models.config import ModelConfig, dense_config, layer_count
+from sparkdraft.models.keys import check_keys, only_values
+from sparkdraft.models.windows import qwen_windows
 
-build = llama.build  # the norms are in the layers' specs
+build = llama.build  # norms and windows are in the layers' specs
 
 
 def read(config: Mapping[str, Any]) -> ModelConfig:
     """Raises UserError where the config asks for a computation that is not built."""
-    model = dense_config(config, qk_norm=True)
     unknown = check_keys(config, only_values("qk_norm use_qk_norm", True))
-    refuse_windows(config, slides_by_default=False)
+    model = dense_config(config, qk_norm=True, windows=qwen_windows(config, layer_count(config)))
     return replace(model, unknown_keys=unknown)

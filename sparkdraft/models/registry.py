@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sparkdraft.core import UserError
-from sparkdraft.models import llama, qwen3
+from sparkdraft.models import gemma3, gemma4, gpt_oss, llama, mistral, phi3, qwen2, qwen3, qwen3_moe
 from sparkdraft.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -25,7 +25,19 @@ class Architecture(Protocol):
         """The model, with weights. context: positions that it will be run at, at most."""
 
 
-ARCHITECTURES: dict[str, Architecture] = {"llama": llama, "qwen3": qwen3}
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": llama,
+    "mistral": mistral,
+    "phi3": phi3,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+    "gemma3": gemma3,
+    "gemma3_text": gemma3,
+    "gemma4": gemma4,
+    "gemma4_text": gemma4,
+    "gpt_oss": gpt_oss,
+}
 
 
 def architecture(model_type: str) -> Architecture:

@@ -67,8 +67,9 @@ class Tokenizer:
         added = raw.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         ends = {self._id_of("eos_token")} if "eos_token" in self.special else set()
-        for source in (config or {}, generation or {}):
-            ends.update(_ids(source.get("eos_token_id")))
+        inner = (config or {}).get("text_config")  # of a model that is more than text
+        for source in (config, inner, generation):
+            ends.update(_ids((source or {}).get("eos_token_id")))
         self.eos_ids: frozenset[int] = frozenset(index for index in ends if index is not None)
 
     @classmethod

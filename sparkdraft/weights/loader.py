@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from sparkdraft.core import UserError
 from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.linear import CannotKeep, Linear, keep_floats
 from sparkdraft.weights.quant.group import GroupQuant
-from sparkdraft.weights.quant.stored import Stored, as_float
+from sparkdraft.weights.quant.stored import QuantisedExperts, Stored, as_float
 
 
 class WeightSource(Protocol):
@@ -33,6 +33,13 @@ class WeightSource(Protocol):
         """What can be read: a matrix X is X.weight, whatever tensors of the file it is made of."""
 
     def read(self, name: str) -> Stored: ...
+
+
+class Note(NamedTuple):
+    """What a user gets less of than a file has or a plan says, in words, and why."""
+
+    name: str
+    reason: str
 
 
 Progress = Callable[[int, int], None]  # tensors done, tensors in all
@@ -49,14 +56,19 @@ class Loader:
         under: str = "",  # only tensors whose names begin so are this model's; the rest is somebody else's
     ) -> None:
         self.source, self.device, self.dtype, self.ops = source, device, dtype, ops
-        self.notes: list[str] = []  # what could not be had as asked, in words
+        self.notes: list[Note] = []  # what could not be had as asked
         self._names = frozenset(name for name in source.names() if name.startswith(under))
         self._left = set(self._names)
         self._total = len(self._left)
         self._progress = progress
 
-    def linear(self, rows: Mapping[str, int], width: int, bias: bool = False) -> Linear:
-        """One matrix [sum of rows, width], stacked of the named ones that read the same input."""
+    def linear(self, rows: Mapping[str, int], width: int, bias: bool = False, fused: str = "") -> Linear:
+        """One matrix [sum of rows, width], stacked of the named ones that read the same input.
+
+        fused: the name under which some files hold it already stacked.
+        """
+        if fused and f"{fused}.weight" in self._names:
+            rows = {fused: sum(rows.values())}
         parts = [self._matrix(f"{name}.weight", (count, width)) for name, count in rows.items()]
         biases = [self.vector(f"{name}.bias", count) for name, count in rows.items()] if bias else []
         return self._keep(parts, torch.cat(biases) if biases else None, next(iter(rows)))
@@ -77,8 +89,9 @@ class Loader:
         total = sum(rows.values())
         for whole in (f"{name}.{fused}", f"{name}.{fused}.weight"):
             if whole in self._names:
-                stacked = self.stored(whole, (count, total, width))
-                return self.keep_experts([[stacked[e]] for e in range(count)], None)
+                return self.keep_experts(
+                    [[matrix] for matrix in self.expert_matrices(whole, count, total, width)], None
+                )
         return self.keep_experts(
             [[self._matrix(f"{name}.{e}.{part}.weight", (n, width)) for part, n in rows.items()] for e in range(count)],
             None,
@@ -89,12 +102,20 @@ class Loader:
         kept: ExpertLinear = self.ops.keep_experts(experts, bias, self._float)
         return kept
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor as the file holds it, for an architecture whose own order of rows must be undone first."""
-        part = self._read(name, shape)
-        if not isinstance(part, Tensor):
-            raise UserError(f"{self.source.path}: {name} is quantised, in a layout that is not read")
-        return part
+    def expert_matrices(self, name: str, count: int, rows: int, width: int, turned: bool = False) -> list[Stored]:
+        """The matrices [rows, width] that one tensor holds, by expert; turned: floats are stored as [width, rows]."""
+        part = self._take(name)
+        if isinstance(part, Tensor):
+            self._check(name, part.shape, (count, width, rows) if turned else (count, rows, width))
+            self._check_floats(name, part)
+            return [each.t() if turned else each for each in part]
+        self._check(name, part.shape, (count, rows, width))
+        assert isinstance(part, QuantisedExperts)  # nothing else has three dimensions
+        return list(part.experts)
+
+    def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor that is no matrix, of any shape, in the activations' type."""
+        return self._float(self._read(name, shape))
 
     def has(self, name: str) -> bool:
         return name in self._names
@@ -128,12 +149,18 @@ class Loader:
         """Tensors that are known, and known not to be needed."""
         self._left.difference_update(names)
 
-    def leave(self, prefix: str) -> None:
-        """Tensors under a prefix belong to somebody else, such as a drafter that its target's file holds.
+    def leave(self, prefix: str) -> int:
+        """Tensors under a prefix belong to somebody else, such as a drafter that its target's file holds. How many?
 
         Whoever that is reads them by a loader of its own, with under=prefix, whose `finish` answers for all of them.
         """
-        self.ignore([name for name in self._left if name.startswith(prefix)])
+        names = [name for name in self._left if name.startswith(prefix)]
+        self.ignore(names)
+        return len(names)
+
+    def note(self, name: str, reason: str) -> None:
+        """Something that the user shall know."""
+        self.notes.append(Note(name, reason))
 
     def finish(self) -> None:
         """Every tensor of the file has found its place, or the file is not what its config says."""
@@ -144,31 +171,42 @@ class Loader:
     # ---- the parts
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Stored:
+        part = self._take(name)
+        self._check(name, part.shape, shape)
+        return part
+
+    def _take(self, name: str) -> Stored:
         if name not in self._names:
             raise UserError(f"{self.source.path}: tensor {name} is missing; the file is incomplete or of another model")
         self._left.discard(name)
-        part = self.source.read(name)
-        if tuple(part.shape) != shape:
-            raise UserError(f"{self.source.path}: {name} has shape {tuple(part.shape)}, the config says {shape}")
         if self._progress:
             self._progress(self._total - len(self._left), self._total)
-        return part
+        return self.source.read(name)
+
+    def _check(self, name: str, has: Sequence[int], shape: tuple[int, ...]) -> None:
+        if tuple(has) != shape:
+            raise UserError(f"{self.source.path}: {name} has shape {tuple(has)}, the config says {shape}")
 
     def _matrix(self, name: str, shape: tuple[int, int]) -> Stored:
         part = self._read(name, shape)
-        if isinstance(part, Tensor) and (not part.is_floating_point() or part.element_size() < 2):
+        if isinstance(part, Tensor):
+            self._check_floats(name, part)
+        return part
+
+    def _check_floats(self, name: str, part: Tensor) -> None:
+        if not part.is_floating_point() or part.element_size() < 2:
             kind = str(part.dtype).removeprefix("torch.")
             raise UserError(
                 f"{self.source.path}: {name} is stored as {kind}, and the tensors beside it make no format that is "
                 "read: use the same model in 16 bits, or a GGUF file of it"
             )
-        return part
 
     def _keep(self, parts: list[Stored], bias: Tensor | None, name: str) -> Linear:
         try:
             kept: Linear = self.ops.keep_matrix(parts, bias, self._float)
         except CannotKeep as reason:
-            self.notes.append(f"{name}: {reason}, kept in {str(self.dtype).removeprefix('torch.')}")
+            kind = str(self.dtype).removeprefix("torch.")
+            self.note(f"a {kind} matrix among quantised ones", f"{name}: {reason}, kept in {kind}")
             return keep_floats(parts, bias, self._float)
         return kept
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from sparkdraft import kernels
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.models.blocks import Step
+from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.registry import architecture, read_config
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.loader import Loader
@@ -20,13 +22,18 @@ BLOCK = 8
 
 class Harness:
     def __init__(
-        self, folder: Path, kernel: str = "reference", device: str = "cpu", dtype: torch.dtype = torch.float32
+        self,
+        folder: Path,
+        kernel: str = "reference",
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        change: Callable[[ModelConfig], ModelConfig] = lambda config: config,  # before it is built
     ) -> None:
         self.device, ops = torch.device(device), kernels.load(kernel)
         source = open_checkpoint(str(folder))
-        config = read_config(source.config)
-        loader = Loader(source, self.device, dtype, ops)
-        self.model = architecture(config.model_type).build(config, loader, ops, 256)
+        config = change(read_config(source.config))
+        self.loader = Loader(source, self.device, dtype, ops)
+        self.model = architecture(config.model_type).build(config, self.loader, ops, 256)
         self.kv = DenseKV(config.attention, 64, BLOCK, dtype, self.device, ops)
         for cache in (*self.kv.k, *self.kv.v):
             cache.fill_(float("nan"))  # what was never written must never be read

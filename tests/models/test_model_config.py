@@ -37,10 +37,58 @@ QWEN3 = {
     "sliding_window": None, "use_sliding_window": False, "max_window_layers": 36, "rope_theta": 1000000,
     "rope_scaling": None, "layer_types": ["full_attention"] * 3, "_attn_implementation_autoset": True,
 }  # fmt: skip
+QWEN3_30B = {
+    "decoder_sparse_step": 1, "head_dim": 128, "max_window_layers": 48, "mlp_only_layers": [], "norm_topk_prob": True,
+    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "output_router_logits": False,
+    "router_aux_loss_coef": 0.001, "sliding_window": None, "use_sliding_window": False, "rope_scaling": None,
+}  # fmt: skip
+GPT_OSS_20B = {
+    "attention_bias": True, "experts_per_token": 4, "num_experts_per_tok": 4, "num_local_experts": 32,
+    "initial_context_length": 4096, "output_router_logits": False, "router_aux_loss_coef": 0.9, "swiglu_limit": 7.0,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 128,
+    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+                     "rope_type": "yarn", "truncate": False}, "rope_theta": 150000,
+    "quantization_config": {"modules_to_not_convert": ["model.layers.*.self_attn"], "quant_method": "mxfp4"},
+}  # fmt: skip
+PHI4 = {
+    "embd_pdrop": 0.0, "resid_pdrop": 0.0, "original_max_position_embeddings": 16384, "rope_scaling": None,
+    "rope_theta": 250000, "sliding_window": None, "attention_bias": False,
+}  # fmt: skip
+GEMMA4_31B = {
+    "attention_k_eq_v": True, "enable_moe_block": False, "final_logit_softcapping": 30.0, "global_head_dim": 512,
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size_per_layer_input": 0, "moe_intermediate_size": None,
+    "num_experts": None, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0, "sliding_window": 1024,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "top_k_experts": None,
+    "use_bidirectional_attention": "vision", "use_double_wide_mlp": False, "vocab_size_per_layer_input": 262144,
+    "rope_parameters": {"full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6,
+                                           "rope_type": "proportional"},
+                        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"}},
+}  # fmt: skip
+GEMMA4_OUTER = {
+    "architectures": ["Gemma4ForConditionalGeneration"], "audio_config": None, "audio_token_id": 258881,
+    "boa_token_id": 256000, "boi_token_id": 255999, "eoa_token_index": 258883, "eoi_token_id": 258882,
+    "eos_token_id": [1, 106], "image_token_id": 258880, "vision_config": {"hidden_size": 1152}, "dtype": "bfloat16",
+    "vision_soft_tokens_per_image": 280, "video_token_id": 258884, "tie_word_embeddings": True,
+}  # fmt: skip
+GEMMA3_4B = {
+    "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+}  # fmt: skip
+GEMMA3_OUTER = {
+    "boi_token_index": 255999, "eoi_token_index": 256000, "eos_token_id": [1, 106], "image_token_index": 262144,
+    "mm_tokens_per_image": 256, "vision_config": {"hidden_size": 1152}, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+NEEDED: dict[str, dict[str, Any]] = {  # beyond what all have
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 8},
+    "gemma3_text": {"sliding_window": 8},
+    "gemma4_text": {"sliding_window": 8},
+}
 
 
 def config_of(model_type: str, **keys: Any) -> dict[str, Any]:
-    return {"model_type": model_type, **SHAPE, **keys}
+    return {"model_type": model_type, **SHAPE, **NEEDED.get(model_type, {}), **keys}
 
 
 def rewritten(folder: Path, **keys: Any) -> Path:
@@ -58,12 +106,25 @@ def test_what_transformers_writes_holds_no_unknown_key(variant: str, tmp_path: P
 def test_all_keys_of_transformers_own_configs_are_known() -> None:
     import transformers
 
-    for kind in (transformers.LlamaConfig, transformers.Qwen3Config):
-        assert read_config(kind().to_dict()).unknown_keys == (), kind
+    for name in ("Llama", "Mistral", "Phi3", "Qwen2", "Qwen3", "Qwen3Moe", "GptOss", "Gemma3Text", "Gemma3", "Gemma4"):
+        kind = getattr(transformers, f"{name}Config")
+        plain = {"text_config": {"hidden_size_per_layer_input": 0}} if name == "Gemma4" else {}
+        assert read_config(kind(**plain).to_dict()).unknown_keys == (), kind
 
 
 @pytest.mark.parametrize(
-    "config", [config_of("llama", **SMOLLM2), config_of("llama", **LLAMA31), config_of("qwen3", **QWEN3)]
+    "config",
+    [
+        config_of("llama", **SMOLLM2),
+        config_of("llama", **LLAMA31),
+        config_of("qwen3", **QWEN3),
+        config_of("qwen3_moe", **QWEN3_30B),
+        config_of("gpt_oss", **GPT_OSS_20B),
+        config_of("phi3", **PHI4),
+        {"model_type": "gemma4", "text_config": config_of("gemma4_text", **GEMMA4_31B), **GEMMA4_OUTER},
+        {"model_type": "gemma3", "text_config": GEMMA3_4B, **GEMMA3_OUTER},
+    ],
+    ids=lambda config: config["model_type"],
 )
 def test_published_configs_hold_no_unknown_key(config: dict[str, Any]) -> None:
     assert read_config(config).unknown_keys == ()
@@ -80,9 +141,25 @@ REFUSED = [
     ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
     ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": 2.0}}, "with mscale 2.0"),
     ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "without a positive factor"),
-    ("qwen3", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "with 'sliding_attention'"),
-    ("qwen3", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, "sliding_window 16"),
+    ("llama", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "with 'sliding_attention'"),
+    ("qwen3", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "with 'chunked_attention'"),
     ("qwen3", {"num_experts": 128}, "num_experts 128"),
+    ("qwen3", {"rope_parameters": {"rope_type": "mrope"}}, "of the kind 'mrope'"),
+    ("qwen2", {"use_mrope": True}, "use_mrope True"),
+    ("mistral", {"attention_bias": True}, "attention_bias True"),
+    ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "kind 'longrope'"),
+    ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "kind 'yarn'"),  # by which early files mean longrope
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 16}, "sliding_window 16"),
+    ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size 64"),
+    ("qwen3_moe", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+    ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
+    ("gemma4_text", {"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input 256"),
+    ("gemma4_text", {"num_kv_shared_layers": 10}, "num_kv_shared_layers 10"),
+    ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all'"),
+    ("gemma4_text", {"per_layer_config": {"1": {"sliding_window": 4}}}, "sliding_window in per_layer_config"),
 ]
 
 
@@ -97,7 +174,9 @@ def test_a_key_that_changes_the_computation_is_refused(model_type: str, keys: di
     ("variant", "changes"),
     [
         ("llama", {"hidden_act": "gelu"}),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 16}),
+        ("gemma4", {"num_kv_shared_layers": 3}),
+        ("gemma4", {"hidden_size_per_layer_input": 16}),
     ],
 )
 def test_transformers_does_compute_something_else_there(variant: str, changes: dict[str, Any], tmp_path: Path) -> None:

@@ -119,7 +119,8 @@ def test_what_kernels_have_no_form_for_is_kept_as_floats_with_a_note(tmp_path: P
     weight, bias = torch.randn(8, 40), torch.randn(8)
     load = loader(tmp_path / "m", {"a.weight": weight, "a.bias": bias}, native)
     kept = load.linear({"a": 8}, 40, bias=True)
-    assert isinstance(kept, DenseLinear) and load.notes == ["a: width 40 is no multiple of 32, kept in float32"]
+    reason = "a: width 40 is no multiple of 32, kept in float32"
+    assert isinstance(kept, DenseLinear) and load.notes == [("a float32 matrix among quantised ones", reason)]
     torch.testing.assert_close(kept.linear(torch.eye(40)), weight.t() + bias)
 
 

@@ -277,11 +277,11 @@ def test_tensors_decide_how_a_matrix_is_read_whatever_the_config_says(tmp_path: 
         (quantised(INT8, format="pack-quantized"), "compressed-tensors, pack-quantized"),
         (
             quantised(INT8 | {"group_size": 128}),
-            r"int-quantized\) .* groups of 32 are: use",
+            r"int-quantized\) .* groups of 32 and MXFP4 .* are: use",
         ),
         (
             quantised(INT8 | {"symmetric": False}),
-            r"int-quantized\) .* groups of 32 are: use",
+            r"int-quantized\) .* groups of 32 and MXFP4 .* are: use",
         ),
         (
             quantised({}, config_groups={"g": {"weights": INT8, "input_activations": {"num_bits": 8}}}),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sparkdraft.core import UserError
 from sparkdraft.weights.quant.int8_groups import Int8Groups
+from sparkdraft.weights.quant.mxfp4 import Mxfp4Experts
 from sparkdraft.weights.quant.stored import Quantised
 
 
@@ -27,6 +28,7 @@ class WeightFormat(Protocol):
 
     def find(self, tensor: str, dtypes: Mapping[str, str]) -> tuple[str, tuple[str, ...]] | None:
         """If a matrix of this format begins at the tensor: its name, X.weight, and all tensors that it is made of.
+        Matrices of experts that are stored together have the one name X.
 
         dtypes: the type of every tensor of the file, as safetensors spells it. What is made of a tensor that is missing
         is an error when it is read.
@@ -36,7 +38,7 @@ class WeightFormat(Protocol):
         """The matrix, from those tensors; what: file and name, for errors."""
 
 
-FORMATS: tuple[WeightFormat, ...] = (Int8Groups(),)
+FORMATS: tuple[WeightFormat, ...] = (Int8Groups(), Mxfp4Experts())
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,5 +77,5 @@ def check_config(path: Path, config: Mapping[str, Any]) -> None:
     method, form = said.get("quant_method"), said.get("format")
     raise UserError(
         f"The checkpoint {path} is quantised ({method}{f', {form}' if form else ''}) in a way that is not read; "
-        f"{', '.join(each.name for each in FORMATS)} are: use the same model unquantised, or a GGUF file of it."
+        f"{' and '.join(each.name for each in FORMATS)} are: use the same model unquantised, or a GGUF file of it."
     )

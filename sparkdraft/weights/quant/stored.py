@@ -6,6 +6,8 @@ matrix in its format look for the class they know (`keep_matrix` of a kernels' m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 class Quantised(Protocol):
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
         """[out, in] of the matrix that is meant, however it is packed."""
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -25,6 +27,24 @@ class Quantised(Protocol):
 
 
 Stored = Tensor | Quantised
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedExperts:
+    """The matrices of a layer's experts, which a file holds together, as one `Quantised` [experts, out, in]."""
+
+    experts: Sequence[Quantised]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.experts), *self.experts[0].shape
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.stack([each.dequantize(dtype) for each in self.experts])
+
+    def take(self, ids: Tensor) -> QuantisedExperts:
+        """Chosen output rows of every expert."""
+        return QuantisedExperts([each.take(ids) for each in self.experts])
 
 
 def as_float(part: Stored, dtype: torch.dtype = torch.float32) -> Tensor:

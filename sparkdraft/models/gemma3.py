@@ -1,0 +1,78 @@
+"""Gemma 3's text models: norms around each sublayer, five layers with a window to one without, a rotation for each.
+
+Files hold the gains of norms less 1. The pictures of the larger ones are not read (models/nested.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from sparkdraft.kernels.activation import GELU_TANH
+from sparkdraft.models.config import ModelConfig, attention_of, decoder_config, layer_count, need
+from sparkdraft.models.keys import check_keys, only_values
+from sparkdraft.models.layers import DenseSpec, LayerSpec
+from sparkdraft.models.nested import text_config
+from sparkdraft.models.windows import FULL, SLIDING, every_nth_full, types_of, window_of, windows_of
+
+if TYPE_CHECKING:
+    from sparkdraft.models.blocks import Decoder
+    from sparkdraft.weights.loader import Loader
+
+READ = "query_pre_attn_scalar final_logit_softcapping rope_local_base_freq sliding_window_pattern"
+
+DEFAULTS = {  # of transformers, which published files leave out
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "query_pre_attn_scalar": 256,
+    "tie_word_embeddings": True,
+}
+
+
+def read(config: Mapping[str, Any]) -> ModelConfig:
+    """Raises UserError where the config asks for a computation that is not built."""
+    text, outer = text_config(config)
+    text = DEFAULTS | text
+    only = only_values("hidden_act hidden_activation", "gelu_pytorch_tanh") | only_values("mlp_bias", False)
+    unknown = check_keys(text, only, READ)
+    pattern = text.get("sliding_window_pattern") or text.get("_sliding_window_pattern") or 6
+    types = types_of(text, every_nth_full(layer_count(text), pattern))
+    text["rope_parameters"], text["rope_scaling"] = _ropes(text), None
+    mlp = DenseSpec(need(text, "intermediate_size"), GELU_TANH)
+    scale = need(text, "query_pre_attn_scalar") ** -0.5
+    layers = [
+        LayerSpec(replace(attention_of(text, each), window=window, qk_norm=True, scale=scale), mlp)
+        for each, window in zip(types, windows_of(types, window_of(text)), strict=True)
+    ]
+    return replace(
+        decoder_config(text, layers),
+        norm_plus_one=True,
+        embedding_scale=text["hidden_size"] ** 0.5,
+        softcap=float(text.get("final_logit_softcapping") or 0),
+        unknown_keys=(*outer, *unknown),
+    )
+
+
+def _ropes(text: Mapping[str, Any]) -> dict[str, Any]:
+    """By type of layer, as new files have it. Old ones have a rope_theta for each, and stretch full layers alone."""
+    given = text.get("rope_parameters") or {}
+    if FULL in given or SLIDING in given:
+        return {each: {"rope_theta": theta, **(given.get(each) or {})} for each, theta in _thetas(text).items()}
+    thetas = _thetas(text)
+    stretched = {**given, **(text.get("rope_scaling") or {})}
+    return {FULL: {"rope_theta": thetas[FULL], **stretched}, SLIDING: {"rope_theta": thetas[SLIDING]}}
+
+
+def _thetas(text: Mapping[str, Any]) -> dict[str, float]:
+    return {FULL: text.get("rope_theta") or 1e6, SLIDING: text.get("rope_local_base_freq") or 1e4}
+
+
+def build(config: ModelConfig, load: Loader, ops: ModuleType, context: int) -> Decoder:
+    from sparkdraft.models.sandwich import build_sandwich, load_dense
+
+    return build_sandwich(config, load, ops, context, load_dense, scaled=False)

@@ -1,0 +1,28 @@
+"""Phi-3 and Phi-4: Llama's shape in files that hold q, k and v as one matrix, and gate and up as another.
+
+A part of each head's lanes may be left as it is. Files that stretch their positions (longrope) are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from sparkdraft.models import llama
+from sparkdraft.models.config import ModelConfig, dense_config, layer_count
+from sparkdraft.models.keys import check_keys, only_values, refused, rope_of
+from sparkdraft.models.windows import window_of
+
+build = llama.build  # blocks find a fused matrix by its name
+
+
+def read(config: Mapping[str, Any]) -> ModelConfig:
+    """Raises UserError where the config asks for a computation that is not built."""
+    only = only_values("qk_norm use_qk_norm attention_bias mlp_bias", False)
+    unknown = check_keys(config, only, "partial_rotary_factor original_max_position_embeddings")
+    kind = rope_of(config, reads="partial_rotary_factor")["rope_type"]
+    if kind != "default":  # early files say "su" or "yarn", and mean longrope
+        raise refused("rope_scaling of the kind", kind, ("default",))
+    model = dense_config(config, False, [window_of(config)] * layer_count(config), partial=True)
+    return replace(model, unknown_keys=unknown)

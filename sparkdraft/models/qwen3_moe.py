@@ -1,0 +1,38 @@
+"""Qwen3 with experts (Qwen3-30B-A3B and its kin): Qwen3's attention; most layers have experts in place of their MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from sparkdraft.models import llama
+from sparkdraft.models.config import ModelConfig, attention_of, decoder_config, experts_of, layer_count, need
+from sparkdraft.models.keys import check_keys, only_values
+from sparkdraft.models.layers import DenseSpec, ExpertsSpec, LayerSpec
+from sparkdraft.models.windows import refuse_windows
+
+build = llama.build  # norms and experts are in the layers' specs
+READ = """
+    num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step
+    mlp_only_layers
+"""
+
+
+def read(config: Mapping[str, Any]) -> ModelConfig:
+    """Raises UserError where the config asks for a computation that is not built."""
+    unknown = check_keys(config, only_values("mlp_bias shared_expert_intermediate_size", False), READ)
+    attention = replace(attention_of(config), qk_norm=True)
+    refuse_windows(config, slides_by_default=False)
+    experts = ExpertsSpec(
+        *experts_of(config, "num_experts num_local_experts", "num_experts_per_tok"),
+        intermediate_size=need(config, "moe_intermediate_size"),
+        renormalise=bool(config.get("norm_topk_prob", False)),
+    )
+    mlp = DenseSpec(need(config, "intermediate_size"))
+    step, dense = config.get("decoder_sparse_step", 1) or 1, set(config.get("mlp_only_layers") or ())
+    layers = [
+        LayerSpec(attention, experts if i not in dense and (i + 1) % step == 0 else mlp)
+        for i in range(layer_count(config))
+    ]
+    return replace(decoder_config(config, layers), unknown_keys=unknown)

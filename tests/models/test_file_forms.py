@@ -1,0 +1,192 @@
+"""One model in the forms that files have: experts singly or fused, nested or text only, packed, older keys."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sparkdraft import LLM
+from sparkdraft.models.registry import read_config
+from sparkdraft.text.tokenizer import Tokenizer
+from sparkdraft.weights.checkpoint import open_checkpoint
+from sparkdraft.weights.quant.mxfp4 import Mxfp4
+from tests.models.harness import Harness
+from tests.models.tiny import byte_tokenizer, oracle_logits, write_tiny
+from tests.spec.tiny_drafter import body, random_tensors, write_drafter, zlab
+
+PROMPT = list(range(40, 70))
+Tensors = dict[str, Tensor]
+
+
+def tensors_of(folder: Path) -> Tensors:
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as handle:
+            found |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+    return found
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return found
+
+
+def write(folder: Path, tensors: Tensors, config: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def logits(folder: Path) -> Tensor:
+    return Harness(folder).run({"a": PROMPT})[0]["a"]
+
+
+def renamed(tensors: Tensors, old: str, new: str) -> Tensors:
+    return {new + name.removeprefix(old) if name.startswith(old) else name: t for name, t in tensors.items()}
+
+
+def fused(tensors: Tensors) -> Tensors:
+    """The experts of each layer in one tensor, gate before up."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for place in sorted({name.split(".experts.")[0] for name in tensors.keys() - found.keys()}):
+        each = f"{place}.experts."
+        parts = {
+            part: torch.stack([tensors[f"{each}{e}.{part}_proj.weight"] for e in range(8)])
+            for part in ("gate", "up", "down")
+        }
+        found[f"{each}gate_up_proj"] = torch.cat((parts["gate"], parts["up"]), 1)
+        found[f"{each}down_proj"] = parts["down"]
+    return found
+
+
+def single(tensors: Tensors) -> Tensors:
+    """The other way round."""
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".experts.gate_up_proj"):
+            for e, matrix in enumerate(tensor):
+                for part, half in zip(("gate", "up"), matrix.chunk(2), strict=True):
+                    found[f"{name.removesuffix('gate_up_proj')}{e}.{part}_proj.weight"] = half
+        elif name.endswith(".experts.down_proj"):
+            for e, matrix in enumerate(tensor):
+                found[f"{name.removesuffix('down_proj')}{e}.down_proj.weight"] = matrix
+        else:
+            found[name] = tensor
+    return found
+
+
+@pytest.mark.parametrize(("variant", "form"), [("qwen3_moe", fused), ("gemma4-experts", single)])
+def test_fused_and_single_experts_are_the_same(
+    variant: str, form: Callable[[Tensors], Tensors], tmp_path: Path
+) -> None:
+    folder = write_tiny(tmp_path / "a", variant)
+    other = form(tensors_of(folder))
+    assert other.keys() != tensors_of(folder).keys()
+    assert torch.equal(logits(write(tmp_path / "b", other, config_of(folder))), logits(folder))
+
+
+@pytest.mark.parametrize("variant", ["gemma3-nested", "gemma4", "gemma4-experts"])
+@pytest.mark.parametrize("prefix", ["model.", "language_model.model.", "model.language_model."])
+def test_a_text_only_file_is_the_same(variant: str, prefix: str, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "a", variant)
+    (long,) = (name.removesuffix("embed_tokens.weight") for name in tensors_of(folder) if "embed_tokens" in name)
+    text = renamed({name: t for name, t in tensors_of(folder).items() if name.startswith(long)}, long, prefix)
+    alone = write(tmp_path / "b", text, config_of(folder)["text_config"])
+    assert torch.equal(logits(alone), logits(folder))
+    assert not Harness(alone).loader.notes and len(Harness(folder).loader.notes) == 1
+
+
+def test_the_number_of_experts_has_two_names(tmp_path: Path) -> None:
+    config = config_of(write_tiny(tmp_path, "qwen3_moe"))
+    old = {"num_experts": config["num_local_experts"], **config}
+    del old["num_local_experts"]
+    assert read_config(old) == read_config(config)
+
+
+def test_gemma_4s_larger_heads_have_two_places(tmp_path: Path) -> None:
+    config = config_of(write_tiny(tmp_path, "gemma4"))
+    text = {k: v for k, v in config["text_config"].items() if k != "per_layer_config"}
+    published = {**config, "text_config": {**text, "global_head_dim": 64, "num_global_key_value_heads": 1}}
+    assert read_config(published) == read_config(config)
+
+
+def test_old_keys_of_rotations_mean_the_same(tmp_path: Path) -> None:
+    """gpt-oss's published file has rope_scaling; a reader of rope_parameters alone would lose YaRN without a word."""
+    config = config_of(write_tiny(tmp_path / "a", "gpt_oss"))
+    new = config.pop("rope_parameters")
+    theta = new.pop("rope_theta")
+    rope = read_config({**config, "rope_scaling": new, "rope_theta": theta}).attention[0].rope
+    assert rope.theta == 150000.0 and rope.scaling is not None and rope.scaling["truncate"] is False
+    text = config_of(write_tiny(tmp_path / "b", "gemma3"))
+    ropes = text.pop("rope_parameters")
+    old = {"rope_theta": ropes["full_attention"]["rope_theta"], "rope_local_base_freq": 1e4}
+    scaling = {"factor": 8.0, "rope_type": "linear"}
+    again = read_config({**text, **old, "rope_scaling": scaling})
+    for a, b in zip(again.attention, read_config({**text, "rope_parameters": ropes}).attention, strict=True):
+        assert a.rope.theta == b.rope.theta and a.window == b.window
+        assert (a.rope.scaling or {}).get("factor") == (b.rope.scaling or {}).get("factor")
+
+
+def packed(
+    matrix: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # of this shape: what a file holds, and means
+    experts, out, width = matrix.shape
+    scales = torch.randint(121, 126, (experts, out, width // 32), dtype=torch.uint8)
+    blocks = torch.randint(0, 256, (experts, out, width // 32, 16), dtype=torch.uint8)
+    values = torch.stack([Mxfp4(*each).dequantize() for each in zip(blocks, scales, strict=True)])
+    return blocks, scales, values
+
+
+def test_mxfp4_experts_are_the_floats_that_they_mean(tmp_path: Path) -> None:
+    """transformers reads the floats: rows of gate and up alternate in both, and the packed ones lie the other way."""
+    torch.manual_seed(5)
+    folder = write_tiny(tmp_path / "a", "gpt_oss")
+    tensors, config = tensors_of(folder), config_of(folder)
+    as_floats, as_codes = dict(tensors), dict(tensors)
+    for name in [n for n in tensors if n.endswith(("gate_up_proj", "experts.down_proj"))]:
+        blocks, scales, values = packed(tensors[name].transpose(1, 2))
+        del as_codes[name]
+        as_codes |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        as_floats[name] = values.transpose(1, 2)
+    said = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    codes = write(tmp_path / "codes", as_codes, config | said)
+    floats = write(tmp_path / "floats", as_floats, config)
+    assert torch.equal(logits(codes), logits(floats))
+    torch.testing.assert_close(logits(codes), oracle_logits(floats, PROMPT), atol=1e-4, rtol=1e-4)
+
+
+def test_what_is_not_loaded_is_said_once(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, "gemma4")
+    seen = sum("vision" in name for name in tensors_of(folder))
+    llm = LLM(str(folder), device="cpu", dtype="float32")
+    said = [f for f in llm.fallbacks() if "not loaded" in f.name]
+    assert [(f.name, f.reason) for f in said] == [
+        (f"{seen} tensors of the vision tower are not loaded", "only text is read")
+    ]
+    assert seen and "vision tower" in llm.plan.describe(llm.fallbacks())
+
+
+def test_a_drafters_matrix_that_could_not_be_quantised_is_said(tmp_path: Path) -> None:
+    target = write_tiny(tmp_path / "target", "qwen3")
+    shape = body("ff", hidden_size=96, num_attention_heads=6, num_key_value_heads=2, head_dim=32, intermediate_size=48)
+    config = zlab(shape, num_target_layers=3, inner={"target_layer_ids": [0, 1]})
+    drafter = write_drafter(tmp_path / "drafter", config, random_tensors(shape))
+    llm = LLM(str(target), device="cpu", dtype="quantised", spec="3", drafter=str(drafter))
+    said = [f for f in llm.fallbacks() if f.name.startswith("in the drafter, a float32 matrix")]
+    assert said and all("width 48 is no multiple of 32" in f.reason for f in said)
+
+
+def test_ends_of_text_are_found_in_a_text_config(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(write_tiny(tmp_path, "gemma4")))
+    assert "eos_token_id" not in checkpoint.config and checkpoint.config["text_config"]["eos_token_id"] == 2
+    assert Tokenizer.of(checkpoint).eos_ids >= {2}

@@ -1,0 +1,120 @@
+"""The architectures with experts, windows, sinks and norms on both sides, through the whole engine.
+
+What transformers computes, tests/models/test_parity.py holds them to; here it must be the same alone and in company,
+drafted and plain, with and without prefixes, and in every cache.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparkdraft import LLM, SamplingParams
+from sparkdraft.core import UserError
+from sparkdraft.kernels import native
+from tests.models.tiny import oracle_logits, write_tiny
+
+VARIANTS = ["qwen3_moe", "gpt_oss", "gemma4", "gemma4-experts"]
+SEEDS = range(16)
+# Texts that repeat themselves, so that n-grams have something to draft.
+PROMPTS = [([(31 * k + 7 * i * i) % 250 + 3 for i in range(5 + k % 4)] * 6)[: 9 + 3 * k] for k in SEEDS]
+PARAMS = [SamplingParams(12 + k % 5, temperature=0.8 * (k % 3 == 2), seed=k, ignore_eos=True) for k in SEEDS]
+needs_native = pytest.mark.skipif(native.unavailable_reason() is not None, reason="no C++ compiler")
+DTYPES = ["float32", pytest.param("quantised", marks=needs_native)]
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("tiny"), request.param)
+
+
+def load(folder: Path, **options: Any) -> LLM:
+    defaults = {"device": "cpu", "dtype": "float32", "spec": "off", "kv_tokens": 2048, "ngram": False}
+    return LLM(str(folder), **(defaults | options))
+
+
+def written(llm: LLM, which: range = SEEDS) -> list[list[int]]:
+    results = llm.generate([PROMPTS[k] for k in which], [PARAMS[k] for k in which])
+    return [completion.ids for result in results for completion in result.completions]
+
+
+def alone(llm: LLM) -> list[list[int]]:
+    return [written(llm, range(k, k + 1))[0] for k in SEEDS]
+
+
+def all_is_free(llm: LLM) -> bool:
+    pages = [part.pages.num_free for part in llm.engine.scheduler.holdings.parts]  # type: ignore[attr-defined]
+    return llm.engine.pool.num_free == llm.engine.plan.num_blocks and pages == [w.pages for w in llm.plan.windows]
+
+
+def test_it_writes_what_the_oracle_would(folder: Path) -> None:
+    """Prompts in chunks, across the window's edge, and what is written after them."""
+    llm = load(folder, max_rows=20, max_seqs=4)
+    for prompt in (PROMPTS[0], PROMPTS[15]):
+        llm.engine.add(prompt, SamplingParams(20, prompt_logprobs=0, ignore_eos=True))
+        ids, reported = list(prompt), []
+        while llm.engine.has_work:
+            for output in llm.engine.step():
+                ids += output.ids
+                reported += output.prompt_logprobs or []
+        scores = oracle_logits(folder, ids).log_softmax(-1)
+        expected = scores[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
+        found = torch.tensor([each.logprob for each in reported if each])
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-4)
+        assert scores[len(prompt) - 1 : -1].argmax(-1).tolist() == ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sixteen_requests_write_what_each_writes_alone(folder: Path, dtype: str) -> None:
+    """Alone without a prefix cache; together with one, once cold and once warm."""
+    expected = alone(load(folder, dtype=dtype, prefix_cache=False))
+    assert len({tuple(ids) for ids in expected}) > 8 and len({i for ids in expected for i in ids}) > 16
+    together = load(folder, dtype=dtype)
+    assert written(together) == expected and written(together) == expected
+    assert all_is_free(together)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_drafts_change_no_text(folder: Path, dtype: str) -> None:
+    plain, drafted = load(folder, dtype=dtype), load(folder, dtype=dtype, spec="4", ngram=True)
+    assert written(drafted) == written(plain)
+    assert drafted.engine.drafting.so_far().num_spec_steps > 0 and all_is_free(drafted)
+
+
+def test_requests_that_give_their_blocks_back_write_the_same(folder: Path) -> None:
+    tight = load(folder, kv_tokens=128, max_model_len=128)
+    assert written(tight) == written(load(folder))
+    assert tight.engine.scheduler.num_preempted and all_is_free(tight)
+
+
+@pytest.mark.parametrize("kv", ["fp8", "turboquant"])
+def test_other_caches_run_and_are_near(folder: Path, kv: str) -> None:
+    """Rounded keys and values give another text; what they make of a prompt is near."""
+    exact, rounded = load(folder), load(folder, kv=kv)
+    prompt, params = PROMPTS[15], SamplingParams(4, prompt_logprobs=0, ignore_eos=True)
+    near, scores = [], []
+    for llm in (exact, rounded):
+        (result,) = llm.generate([prompt], [params])
+        scores.append(torch.tensor([each.logprob for each in result.prompt_logprobs or [] if each]))
+        near.append(written(llm))
+    assert scores[0].shape == scores[1].shape and len(scores[0]) == len(prompt) - 1
+    off = (scores[0] - scores[1]).abs()
+    assert 0 < off.mean() < 0.2, off
+    assert [len(ids) for ids in near[0]] == [len(ids) for ids in near[1]] and all_is_free(rounded)
+
+
+def test_the_plan_counts_the_experts(folder: Path) -> None:
+    llm = load(folder)
+    held = sum(matrix.nbytes for matrix in llm.engine.runner.model.matrices)
+    table = llm.engine.runner.model.embedding
+    assert isinstance(table, torch.Tensor)
+    tied = llm.engine.runner.model.config.tie_embeddings
+    assert llm.plan.memory.weights == pytest.approx(held + (0 if tied else table.nbytes), rel=0.1)
+
+
+def test_a_kind_of_cache_that_the_kernels_lack_is_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match="kv fp8 is not for the CPU kernels"):
+        load(folder, dtype="quantised", kv="fp8")
