@@ -119,8 +119,29 @@ def test_what_kernels_have_no_form_for_is_kept_as_floats_with_a_note(tmp_path: P
     weight, bias = torch.randn(8, 40), torch.randn(8)
     load = loader(tmp_path / "m", {"a.weight": weight, "a.bias": bias}, native)
     kept = load.linear({"a": 8}, 40, bias=True)
-    assert isinstance(kept, DenseLinear) and load.notes == ["a: width 40 is no multiple of 32, kept in float32"]
+    assert isinstance(kept, native.FloatLinear) and load.notes == ["a: width 40 is no multiple of 32, kept in float32"]
     torch.testing.assert_close(kept.linear(torch.eye(40)), weight.t() + bias)
+    assert kept.rows() is kept.weight and torch.equal(kept.rows(torch.tensor([3, 1])), weight[[3, 1]])
+
+
+@needs_native
+def test_experts_that_kernels_have_no_form_for_are_kept_as_floats_with_a_note(tmp_path: Path) -> None:
+    weights = torch.randn(2, 8, 40)
+    single = {f"mlp.experts.{e}.up_proj.weight": weights[e].clone() for e in range(2)}
+    for tensors, name in ((single, "mlp.experts"), ({"mlp.experts.up_proj": weights}, "mlp.experts.up_proj")):
+        load = loader(tmp_path / name, tensors, native)
+        kept = load.experts("mlp.experts", {"up_proj": 8}, 40, 2, "up_proj")
+        assert load.notes == [f"{name}: width 40 is no multiple of 32, kept in float32"]
+        assert kept.count == 2 and kept.nbytes == weights.nbytes
+        torch.testing.assert_close(kept.expert(1).linear(torch.eye(40)), weights[1].t())
+
+
+@needs_native
+def test_a_router_stays_as_precise_as_its_file(tmp_path: Path) -> None:
+    weight, x = torch.randn(8, 64), torch.randn(5, 64)
+    load = loader(tmp_path / "m", {"gate.weight": weight}, native)
+    torch.testing.assert_close(load.float_linear("gate", 8, 64).linear(x), x @ weight.t(), rtol=1e-5, atol=1e-5)
+    assert not load.notes
 
 
 @pytest.mark.usefixtures("two_formats")
