@@ -138,6 +138,18 @@ def test_a_row_may_choose_one_expert_twice() -> None:
 # ---- bits
 
 
+def test_a_row_sums_its_experts_in_the_order_of_its_choice() -> None:
+    """Weights are powers of 2, so that products are exact and the order of the sums is all that is left."""
+    ours, _ = quantised(8, True)
+    normed, (ids, _) = rows(20), random_routing(20)
+    weights = 2.0 ** torch.randint(-3, 3, (20, TOP))
+    ones, total = torch.ones(20, 1), torch.zeros(20, HIDDEN)
+    for rank in range(TOP):
+        part = native.norm_experts(normed, Routing(ids[:, rank : rank + 1].contiguous(), ones), *ours, SILU)
+        total += weights[:, rank : rank + 1] * part
+    assert torch.equal(native.norm_experts(normed, Routing(ids, weights), *ours, SILU), total)
+
+
 @pytest.mark.parametrize("form", ["4 bits", "8 bits", "floats"])
 def test_a_row_has_the_same_bits_in_every_company_and_thread_count(form: str) -> None:
     """Large enough that threads share the work; more rows than are gathered at once."""

@@ -84,6 +84,7 @@ def write_experts(
     add: bool,  # to what y holds
 ) -> None:
     assert isinstance(gate_up, NativeExperts) and isinstance(down, NativeExperts), "they are kept by `keep_experts`"
+    assert ids.is_contiguous() and weights.is_contiguous() and ids.shape == weights.shape, (ids.shape, ids.stride())
     call = _ExpertsCall(
         *(x.data_ptr(), x.stride(0), x.shape[0], ids.data_ptr(), weights.data_ptr(), ids.shape[1], down.count),
         *(gate_up.handle, down.handle, ACTIVATIONS.index(activation.kind), activation.limit),
