@@ -202,7 +202,7 @@ class Engine:
         Torch's float32 products on a CPU sum in an order that depends on the number of rows. On a GPU this is so for
         up to 16 rows, which is one request with its drafts.
         """
-        return self.plan.kernels != "reference" and not self._float_matrices
+        return self.plan.kernels != "reference"
 
     # ---- steps that the device takes by itself
 

@@ -94,6 +94,7 @@ def mixed() -> dict[str, Tensor]:
 @pytest.mark.parametrize("ops", [reference, pytest.param(native, marks=needs_native)], ids=["reference", "native"])
 @pytest.mark.usefixtures("two_formats")
 def test_one_stacked_matrix_of_three_formats(tmp_path: Path, ops: ModuleType) -> None:
+    torch.manual_seed(0)  # how far rounding goes is a matter of luck
     load = loader(tmp_path / "m", mixed(), ops, '{"quantization_config": {"quant_method": "nibbles"}}')
     parts = [as_float(load.source.read(f"{name}.weight")) for name in ROWS]
     x, matrix = torch.randn(3, 64), load.linear(ROWS, 64)
