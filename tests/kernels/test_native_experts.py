@@ -113,6 +113,14 @@ def test_parts_of_one_expert_that_differ_in_bits_are_rounded_to_eight() -> None:
     torch.testing.assert_close(kept.expert(0).linear(x), expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
 
 
+def test_floats_may_lie_the_other_way_round() -> None:
+    turned = torch.randn(COUNT, 64, 40)
+    kept = native.keep_experts([[each.t()] for each in turned], None, as_float)
+    x = torch.randn(5, 64)
+    plain = native.keep_experts([[each.t().contiguous()] for each in turned], None, as_float)
+    assert torch.equal(kept.expert(2).linear(x), plain.expert(2).linear(x))
+
+
 def test_bytes_are_those_of_all_experts_and_their_biases() -> None:
     (gate_up, _), _ = quantised(8, True)
     assert gate_up.count == COUNT and gate_up.nbytes == COUNT * (2 * INTER * HIDDEN // 32 * 34 + 4 * 2 * INTER)
