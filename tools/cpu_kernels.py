@@ -1,8 +1,9 @@
 """How long the C++ kernels take for one step of SmolLM2-135M on this CPU, with torch's float32 matmul beside them.
 
 The matmuls are those of 30 layers and the head, each with weights of its own, so that they come from memory as they do
-in a real step; attention is one layer's. Times are the least of several runs, which is what a quiet machine gives;
-tokens per second, and everything around the kernels, are for the engine's own benchmarks.
+in a real step; attention is one layer's. Experts are one layer of Qwen3-30B-A3B, whose rows choose at random, and what
+as many bytes take in one matrix is beside them. Times are the least of several runs, which is what a quiet machine
+gives; tokens per second, and everything around the kernels, are for the engine's own benchmarks.
 
     python tools/cpu_kernels.py [--threads N] [--rows 1,4,8,16,512]
 """
@@ -11,22 +12,27 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from sparkdraft.kernels import native
-from sparkdraft.kernels.activation import SILU
-from sparkdraft.kernels.view import AttentionView, RopeArgs
+from sparkdraft.kernels.activation import GELU_TANH, SILU, Activation
+from sparkdraft.kernels.norm import Norm, Normed
+from sparkdraft.kernels.routing import Routing
+from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
+from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.quant.group import GroupQuant
 
 LAYERS, HIDDEN, INTER, VOCAB = 30, 576, 1536, 49152
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 9, 3, 64, 16
 SHAPES = ((HIDDEN, 960), (HIDDEN, HIDDEN), (HIDDEN, 2 * INTER), (INTER, HIDDEN))  # (in, out) of a layer
+EXPERTS, TOP_K, EXPERT_HIDDEN, EXPERT_INTER = 128, 8, 2048, 768
 WEIGHTS = LAYERS * sum(i * o for i, o in SHAPES) + HIDDEN * VOCAB
 
 
@@ -83,7 +89,46 @@ def attention_ms(rows: int, context: int, seconds: float) -> float:
     k, v = (torch.randn(blocks, KV_HEADS, BLOCK, HEAD_DIM) for _ in range(2))
     tables = torch.randperm(blocks).int().unsqueeze(0)
     view = AttentionView(torch.tensor([0, rows]).int(), torch.tensor([context]).int(), tables, rows, context)
-    return least_ms(seconds, native.paged_attention, q, k, v, view, 0.125)
+    return least_ms(seconds, native.paged_attention, q, k, v, view, AttentionParams(0.125))
+
+
+def random_experts(out: int, width: int, bits: int) -> ExpertLinear:
+    return native.keep_experts([[random_quant(out, width, bits)] for _ in range(EXPERTS)], None, torch.Tensor.float)
+
+
+def experts(seconds: float, counts: list[int]) -> dict[str, dict[int, float]]:
+    """ms of a layer by rows; 'as one matrix' is what as many bytes take that lie in one piece and meet as many rows."""
+    norm = Norm(torch.ones(EXPERT_HIDDEN), 1e-6)
+    router = native.FloatLinear(torch.randn(EXPERTS, EXPERT_HIDDEN))
+    table: dict[str, dict[int, float]] = {}
+    for bits in (4, 8):
+        gate_up = random_experts(2 * EXPERT_INTER, EXPERT_HIDDEN, bits)
+        down = random_experts(EXPERT_HIDDEN, EXPERT_INTER, bits)
+        whole = native.PackedLinear.pack([random_quant(EXPERTS * EXPERT_INTER, EXPERT_HIDDEN, bits)])
+        for rows in counts:
+            normed = Normed(torch.randn(rows, EXPERT_HIDDEN), norm)
+            routings = [random_routing(rows) for _ in range(32)]  # others every time, so that weights come from memory
+            turns = itertools.cycle(routings)
+            ms = least_ms(seconds, through_experts, normed, turns, gate_up, down)
+            distinct = sum(len(r.ids.unique()) for r in routings) / len(routings)
+            each = max(1, round(rows * TOP_K / distinct))
+            share = 3 * distinct / EXPERTS  # gate, up and down of as many; the matrix is one of the three of all
+            dense = least_ms(seconds, whole.linear, torch.randn(each, EXPERT_HIDDEN)) * share
+            table.setdefault(f"experts, {bits} bits", {})[rows] = ms
+            table.setdefault(f"as one matrix, {bits} bits", {})[rows] = dense
+    for rows in counts:
+        normed = Normed(torch.randn(rows, EXPERT_HIDDEN), norm)
+        table.setdefault("route", {})[rows] = least_ms(seconds, native.norm_route, normed, router, TOP_K, True)
+    return table
+
+
+def through_experts(normed: Normed, turns: Iterator[Routing], gate_up: ExpertLinear, down: ExpertLinear) -> None:
+    native.norm_experts(normed, next(turns), gate_up, down, SILU)
+
+
+def random_routing(rows: int) -> Routing:
+    ids = torch.rand(rows, EXPERTS).argsort(-1)[:, :TOP_K].int().contiguous()
+    return Routing(ids, torch.rand(rows, TOP_K))
 
 
 def small_us(seconds: float) -> dict[str, float]:
@@ -100,14 +145,20 @@ def small_us(seconds: float) -> dict[str, float]:
         torch.zeros(1).int(),
         torch.zeros(1).int(),
     )
-    table = torch.rand(16, HEAD_DIM)
+    table, gain, logits = torch.rand(16, HEAD_DIM), Norm(weight, 1e-5), torch.randn(1, EXPERTS)
+    clamped, scores = Activation("clamped_swiglu", 7.0), torch.randn(1, VOCAB) * 30
     runs: dict[str, Callable[[], Tensor | None]] = {
         "rms_norm": lambda: native.rms_norm(x, weight, 1e-5),
         "qk_norm_rope": lambda: native.qk_norm_rope(qkv, RopeArgs(positions, table, HEADS, KV_HEADS, None, None, 1e-5)),
-        "gated": lambda: native.gated(gate_up, SILU),
+        "silu": lambda: native.gated(gate_up, SILU),
+        "gelu_tanh": lambda: native.gated(gate_up, GELU_TANH),
+        "clamped_swiglu": lambda: native.gated(gate_up, clamped),
+        "add_normed": lambda: native.add_normed(x, x, gain, gain, 0.5).x,
+        f"top {TOP_K} of {EXPERTS}": lambda: native.choose_experts(logits, TOP_K, True, None)[0],
+        f"softcap of {VOCAB}": lambda: native.c.sd_softcap(scores.data_ptr(), VOCAB, 30.0),
         "kv_write": lambda: native.kv_write(k, v, cache, cache, slots),
     }
-    return {name: least_ms(seconds / 4, repeat, 100, run) * 10 for name, run in runs.items()}
+    return {name: least_ms(seconds / 8, repeat, 100, run) * 10 for name, run in runs.items()}
 
 
 def main() -> None:
@@ -129,9 +180,13 @@ def main() -> None:
     print(f"{'step, G multiply-adds/s':<26}" + "".join(f"{WEIGHTS * n / table['step'][n] / 1e6:9.0f}" for n in counts))
     attention = {f"{r}x{c}": attention_ms(r, c, options.seconds) for c in (512, 4096, 8192) for r in (1, 8, 512)}
     print("\nattention of a layer, ms   " + "   ".join(f"{name}: {ms:.3f}" for name, ms in attention.items()))
+    mixture = experts(options.seconds, counts)
+    print(f"\n{'experts of a layer, ms':<26}" + "".join(f"{n:>9}" for n in counts) + "   rows")
+    for name, times in mixture.items():
+        print(f"{name:<26}" + "".join(f"{times[n]:9.2f}" for n in counts))
     small = small_us(options.seconds)
-    print("one row, us                " + "   ".join(f"{name}: {us:.1f}" for name, us in small.items()))
-    print(json.dumps({"matmul_ms": table, "attention_ms": attention, "small_us": small}))
+    print("\none row, us                " + "   ".join(f"{name}: {us:.1f}" for name, us in small.items()))
+    print(json.dumps({"matmul_ms": table, "attention_ms": attention, "experts_ms": mixture, "small_us": small}))
 
 
 if __name__ == "__main__":

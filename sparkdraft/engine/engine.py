@@ -30,8 +30,6 @@ from sparkdraft.engine.scheduler import Scheduler
 from sparkdraft.plan.resolve import Fallback, Plan
 from sparkdraft.text.grammar import Grammar, GrammarCompiler
 from sparkdraft.text.tokenizer import Vocabulary
-from sparkdraft.weights.experts import ExpertLinear
-from sparkdraft.weights.linear import DenseLinear, Linear
 from sparkdraft.weights.loader import Note
 
 TRIAL_STEPS = 5  # of each depth at start: one reads the prompt, one records, three are measured
@@ -204,8 +202,7 @@ class Engine:
         Torch's float32 products on a CPU sum in an order that depends on the number of rows. On a GPU this is so for
         up to 16 rows, which is one request with its drafts.
         """
-        on_cpu = self.plan.device == "cpu"
-        return self.plan.kernels != "reference" and not (on_cpu and any(map(_is_float, self.runner.model.matrices)))
+        return self.plan.kernels != "reference"
 
     # ---- steps that the device takes by itself
 
@@ -350,10 +347,6 @@ class Engine:
 def _num_accepted(new: list[int], output: StepOutput) -> int:
     """Drafts among the ids that were taken: all of 'new' but its last, or all where a stop cut that one off."""
     return min(len(new) - 1, len(output.ids))
-
-
-def _is_float(matrix: Linear | ExpertLinear) -> bool:
-    return matrix.floats is not None if isinstance(matrix, ExpertLinear) else isinstance(matrix, DenseLinear)
 
 
 def _signed64(seed: int) -> int:

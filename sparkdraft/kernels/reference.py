@@ -27,6 +27,7 @@ NAME = "reference"
 
 
 keep_matrix, keep_experts = keep_floats, keep_float_experts  # whatever the file holds
+keep_float_matrix = keep_floats  # where floats are asked for, or `keep_matrix` had no form
 
 
 def keep_table(part: Stored, floats: ToFloats) -> Tensor | GroupQuant:

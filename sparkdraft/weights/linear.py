@@ -86,20 +86,6 @@ class DenseLinear(Linear):
         return self.weight if ids is None else self.weight[ids]
 
 
-class BiasedLinear(Linear):
-    """A matrix with a bias that its own kernels do not know."""
-
-    def __init__(self, inner: Linear, bias: Tensor) -> None:
-        self.inner, self.bias, self.nbytes = inner, bias, inner.nbytes
-
-    def linear(self, x: Tensor) -> Tensor:
-        return self.inner.linear(x).add_(self.bias)
-
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
-        self.inner.add_to(residual, x)
-        residual += self.bias
-
-
 class StackedLinear(Linear):
     """Matrices that read the same input but are kept in different formats, such as a GGUF's 4-bit q and 6-bit v."""
 

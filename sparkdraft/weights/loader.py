@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparkdraft.core import UserError
 from sparkdraft.weights.experts import ExpertLinear
-from sparkdraft.weights.linear import CannotKeep, Linear, keep_floats
+from sparkdraft.weights.linear import CannotKeep, Linear
 from sparkdraft.weights.quant.group import GroupQuant
 from sparkdraft.weights.quant.stored import QuantisedExperts, Stored, as_float
 
@@ -76,7 +76,9 @@ class Loader:
     def float_linear(self, name: str, rows: int, width: int, bias: bool = False) -> Linear:
         """A matrix that is kept as floats whatever form the kernels prefer: a router's, whose choices are discrete."""
         part = self._matrix(f"{name}.weight", (rows, width))
-        return keep_floats([part], self.vector(f"{name}.bias", rows) if bias else None, self._float)
+        own = self.vector(f"{name}.bias", rows) if bias else None
+        kept: Linear = self.ops.keep_float_matrix([part], own, self._float)
+        return kept
 
     def experts(
         self, name: str, rows: Mapping[str, int], width: int, count: int, fused: str, bias: bool = False
@@ -90,16 +92,26 @@ class Loader:
         for whole in (f"{name}.{fused}", f"{name}.{fused}.weight"):
             if whole in self._names:
                 return self.keep_experts(
-                    [[matrix] for matrix in self.expert_matrices(whole, count, total, width)], None
+                    [[matrix] for matrix in self.expert_matrices(whole, count, total, width)], None, whole
                 )
         return self.keep_experts(
             [[self._matrix(f"{name}.{e}.{part}.weight", (n, width)) for part, n in rows.items()] for e in range(count)],
             None,
+            name,
         )
 
-    def keep_experts(self, experts: Sequence[Sequence[Stored]], bias: Tensor | None) -> ExpertLinear:
-        """experts: for each, the parts that its matrix is stacked of; in the form that the kernels want."""
-        kept: ExpertLinear = self.ops.keep_experts(experts, bias, self._float)
+    def keep_experts(
+        self, experts: Sequence[Sequence[Stored]], bias: Tensor | None, name: str = "experts"
+    ) -> ExpertLinear:
+        """experts: for each, the parts that its matrix is stacked of; in the form that the kernels want.
+
+        name: for the note, where they have no form.
+        """
+        try:
+            kept: ExpertLinear = self.ops.keep_experts(experts, bias, self._float)
+        except CannotKeep as reason:
+            self._note_floats(name, reason)
+            kept = self.ops.keep_float_experts(experts, bias, self._float)
         return kept
 
     def expert_matrices(self, name: str, count: int, rows: int, width: int, turned: bool = False) -> list[Stored]:
@@ -205,10 +217,13 @@ class Loader:
         try:
             kept: Linear = self.ops.keep_matrix(parts, bias, self._float)
         except CannotKeep as reason:
-            kind = str(self.dtype).removeprefix("torch.")
-            self.note(f"a {kind} matrix among quantised ones", f"{name}: {reason}, kept in {kind}")
-            return keep_floats(parts, bias, self._float)
+            self._note_floats(name, reason)
+            kept = self.ops.keep_float_matrix(parts, bias, self._float)
         return kept
+
+    def _note_floats(self, name: str, reason: CannotKeep) -> None:
+        kind = str(self.dtype).removeprefix("torch.")
+        self.note(f"a {kind} matrix among quantised ones", f"{name}: {reason}, kept in {kind}")
 
     def _float(self, part: Stored) -> Tensor:
         if isinstance(part, Tensor):

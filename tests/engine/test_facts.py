@@ -8,6 +8,7 @@ import pytest
 
 from sparkdraft import LLM
 from sparkdraft.core import Fact
+from sparkdraft.kernels import native, reference
 from tests.models.tiny import write_tiny
 
 
@@ -36,16 +37,31 @@ def test_the_embedded_model_replays_its_steps() -> None:
     assert Fact("decode steps", "launched one operator at a time", "graphs is off") in off.facts()
 
 
-def test_what_loading_and_running_settle_for_is_said_and_the_plan_stays_as_it_was(tmp_path: Path) -> None:
-    """48 columns do not divide into groups of 32: the matrix stays float32, and steps with it are not recorded."""
+def test_what_loading_settles_for_is_said_and_the_plan_stays_as_it_was(tmp_path: Path) -> None:
+    """48 columns do not divide into groups of 32: the matrix stays float32, and its steps are recorded all the same."""
     odd = write_tiny(tmp_path / "odd", "llama", intermediate_size=48)
     llm = LLM(str(odd), device="cpu", dtype="quantised")
-    assert llm.plan.fallbacks == () and llm.plan.graphs and not llm.engine.decodes_exactly
+    assert llm.plan.fallbacks == () and llm.engine.decodes_exactly
+    assert llm.engine.runner.graphs and llm.engine.runner.unrecorded == []
     said = {fallback.name: fallback.reason for fallback in llm.fallbacks()}
-    assert list(said) == ["a float32 matrix among quantised ones", "decode steps are launched one operator at a time"]
+    assert list(said) == ["a float32 matrix among quantised ones"]
     assert "width 48 is no multiple of 32" in said["a float32 matrix among quantised ones"]
-    assert "is not one of the CPU kernels" in said["decode steps are launched one operator at a time"]
     shown = llm.plan.describe(llm.fallbacks())
     assert all(f"fallback {name}: {reason}" in shown for name, reason in said.items())
     (fact,) = (fact for fact in llm.facts() if fact.name == "drafts and bits")
-    assert fact.reason == "float32 products are torch's own"
+    assert not fact.reason
+
+
+def test_an_operator_that_is_left_to_torch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "gated", reference.gated)
+    llm = LLM(str(write_tiny(tmp_path / "tiny", "llama")), device="cpu", dtype="quantised")
+    assert llm.plan.fallbacks == () and llm.plan.graphs and not llm.engine.runner.graphs
+    said = {fallback.name: fallback.reason for fallback in llm.fallbacks()}
+    assert said == {
+        "decode steps are launched one operator at a time": "the model's 'float' is not one of the CPU kernels"
+    }
+
+
+def test_a_model_with_biases_is_replayed(tmp_path: Path) -> None:
+    llm = LLM(str(write_tiny(tmp_path / "biased", "llama-tied-biased")), device="cpu", dtype="quantised")
+    assert llm.fallbacks() == [] and llm.engine.runner.graphs

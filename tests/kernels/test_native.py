@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from sparkdraft.kernels import Unrecordable, native, reference
-from sparkdraft.kernels.activation import SILU
+from sparkdraft.kernels.activation import GELU_TANH, SILU, Activation
 from sparkdraft.kernels.native import build, library
+from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 from sparkdraft.weights.quant.group import GroupQuant
+from sparkdraft.weights.quant.stored import as_float
 
 pytestmark = pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
 
@@ -111,6 +113,26 @@ def test_a_row_of_a_matmul_has_the_same_bits_in_every_batch(out: int, width: int
             assert torch.equal(packed.linear(x[300 - rows :]), whole[300 - rows :]), (threads, rows)
 
 
+def mixed_parts() -> list[GroupQuant]:
+    """Parts of 4, 8 and 4 bits, of which none fills a strip."""
+    return [random_quant(33, 96, 4), random_quant(10, 96, 8), random_quant(7, 96, 4)]
+
+
+@pytest.mark.parametrize("form", ["4 bits", "8 bits", "mixed"])
+@pytest.mark.parametrize("rows", [1, 5, 70])
+def test_a_bias_is_added_to_each_row(form: str, rows: int) -> None:
+    bias, x, residual = torch.randn(50), torch.randn(rows, 96), torch.randn(rows, 50)
+    parts = mixed_parts() if form == "mixed" else [random_quant(50, 96, int(form[0]))]
+    biased, plain = native.keep_matrix(parts, bias, as_float), native.keep_matrix(parts, None, as_float)
+    y = biased.linear(x)
+    torch.testing.assert_close(y, torch.cat([expected_linear(x, p) for p in parts], 1) + bias, rtol=2e-5, atol=2e-5)
+    assert torch.equal(y, plain.linear(x) + bias), "the bias is added to the finished sum"
+    expected = residual + y
+    biased.add_to(residual, x)
+    assert torch.equal(residual, expected)
+    assert torch.equal(biased.linear(x[-1:]), y[-1:])
+
+
 # ---- between the matmuls --------------------------------------------------------------------------------------------
 
 
@@ -138,18 +160,64 @@ def test_qk_norm_rope(normed: bool, heads: int, kv: int, dim: int, rotary: int) 
     assert torch.equal(one, qkv[123:124])
 
 
+CLAMPED = Activation("clamped_swiglu", 7.0)
+
+
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH, CLAMPED], ids=lambda a: a.kind)
 @pytest.mark.parametrize("rows", ROWS)
-def test_silu_mul(rows: int) -> None:
-    gate_up = torch.randn(rows, 2 * 1531) * 20
-    y = native.gated(gate_up, SILU)
-    torch.testing.assert_close(y, reference.gated(gate_up, SILU), rtol=1e-6, atol=1e-30)
-    assert torch.equal(native.gated(gate_up[-1:], SILU), y[-1:])
+def test_gated(rows: int, activation: Activation) -> None:
+    gate_up = torch.randn(rows, 2 * 1531) * torch.tensor([0.1, 1, 20]).repeat(1021)[: 2 * 1531]
+    y = native.gated(gate_up, activation)
+    expected = reference.gated(gate_up, activation)
+    # torch's GELU loses what is small beside 1: 1 + tanh(x) of a large negative x
+    torch.testing.assert_close(y, expected, rtol=2e-6, atol=3e-5 if activation == GELU_TANH else 1e-30)
+    assert torch.equal(native.gated(gate_up[-1:], activation), y[-1:])
 
 
-def test_silu_mul_at_the_ends() -> None:
-    gate = torch.tensor([0.0, -87.5, 87.5, -1e4, 1e4, 1e-20, -86.9])
-    y = native.gated(torch.cat((gate, torch.ones(7))).unsqueeze(0), SILU)
-    torch.testing.assert_close(y, torch.nn.functional.silu(gate).unsqueeze(0), rtol=1e-6, atol=1e-30)
+def test_gelu_is_that_of_doubles() -> None:
+    gate = torch.linspace(-13, 13, 4001)
+    y = native.gated(torch.cat((gate, torch.ones(4001))).unsqueeze(0), GELU_TANH)
+    expected = torch.nn.functional.gelu(gate.double(), approximate="tanh")
+    far = gate.abs() < 5  # beyond, doubles lose it too
+    torch.testing.assert_close(y[0].double()[far], expected[far], rtol=3e-6, atol=1e-12)
+    torch.testing.assert_close(y[0].double(), expected, rtol=3e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH, CLAMPED], ids=lambda a: a.kind)
+def test_activations_at_the_ends(activation: Activation) -> None:
+    gate = torch.tensor([0.0, -87.5, 87.5, -1e4, 1e4, 1e-20, -86.9, 7.0, 7.1, -1e15, 1e15])
+    for up in (1.0, -8.0, 9.0):
+        gate_up = torch.cat((gate, torch.full((11,), up))).unsqueeze(0)
+        torch.testing.assert_close(
+            native.gated(gate_up, activation), reference.gated(gate_up, activation), rtol=2e-6, atol=1e-22
+        )
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("scale", [1.0, 0.7, 3])
+def test_add_normed(rows: int, scale: float) -> None:
+    wide, y = torch.randn(rows, 120), torch.randn(rows, 104)[:, :100]
+    residual, norm, then = wide[:, :100], Norm(torch.randn(100), 1e-5), Norm(torch.ones(100), 1e-6)
+    expected, rest = residual.clone(), wide[:, 100:].clone()
+    last = residual[-1:].clone()
+    reference.add_normed(expected, y, norm, then, scale)
+    added = native.add_normed(residual, y, norm, then, scale)
+    assert added.x is residual and added.norm is then and torch.equal(wide[:, 100:], rest)
+    torch.testing.assert_close(residual, expected, rtol=2e-6, atol=2e-6)
+    assert torch.equal(native.add_normed(last, y[-1:], norm, then, scale).x, residual[-1:])
+
+
+@pytest.mark.parametrize("cap", [30.0, 5])
+def test_softcap(cap: float) -> None:
+    """The head hands its rows through: from nothing to far beyond the cap."""
+    size = torch.cat((torch.zeros(1), torch.logspace(-12, 3, 700)))
+    x = torch.cat((size, -size)).unsqueeze(1).contiguous()
+    normed, head = Normed(x, Norm(torch.ones(1), 1e30)), native.FloatLinear(torch.full((1, 1), 1e15))
+    found = native.norm_logits(normed, head, cap)
+    expected = torch.tanh(native.norm_logits(normed, head).double() / cap) * cap
+    torch.testing.assert_close(found.double(), expected, rtol=5e-7, atol=0)
+    assert found.abs().max() <= cap and (found[:701].diff(dim=0) >= -2e-6 * cap).all()
+    assert torch.equal(native.norm_logits(Normed(x[9:12], normed.norm), head, cap), found[9:12])
 
 
 def test_kv_write_skips_negative_slots() -> None:
@@ -289,6 +357,25 @@ def test_a_recording_follows_its_inputs() -> None:
         assert torch.equal(recording.replay(), step())
 
 
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH, CLAMPED], ids=lambda a: a.kind)
+def test_all_that_a_layer_may_ask_for_is_recorded(activation: Activation) -> None:
+    """Two floating-point arguments, a scaled table of floats and of integers, parts of several bits, biases, a cap."""
+    gate_up = native.keep_matrix(mixed_parts(), torch.randn(50), as_float)
+    head = native.FloatLinear(torch.randn(11, 25), torch.randn(11))
+    ids, integers, floats = torch.arange(4, dtype=torch.int32), random_quant(20, 96, 4), torch.randn(20, 25)
+    norm, wide = Norm(torch.rand(25), 1e-5), Norm(torch.rand(96), 1e-6)
+
+    def step() -> Tensor:
+        y = native.norm_gated(Normed(native.embed(ids, integers, 3.5), wide), gate_up, activation)
+        added = native.add_normed(native.embed(ids, floats, 1.25), y, norm, norm, 0.5)
+        return native.norm_logits(added, head, 4)
+
+    recording = native.Recording(step)
+    for seed in range(3):
+        ids.copy_(torch.randint(0, 20, (4,), generator=torch.Generator().manual_seed(seed)))
+        assert torch.equal(recording.replay(), step())
+
+
 def test_an_operator_that_a_recording_would_miss_is_named() -> None:
     x, ones, first = torch.randn(2, 64), torch.ones(64), torch.tensor([0])
     for name, step in {
@@ -305,6 +392,10 @@ def test_an_operator_that_a_recording_would_miss_is_named() -> None:
 def test_embed_is_the_reference(bits: int) -> None:
     table, ids = random_quant(50, 96, bits), torch.randint(0, 50, (7,), dtype=torch.int32)
     torch.testing.assert_close(native.embed(ids, table), reference.embed(ids, table), rtol=1e-6, atol=1e-7)
+    for form in (table, table.dequantize()):
+        found = native.embed(ids, form, 7.5)
+        torch.testing.assert_close(found, reference.embed(ids, table, 7.5), rtol=1e-6, atol=1e-6)
+        assert torch.equal(found, native.embed(ids, form) * 7.5)
 
 
 def test_gathers_and_taps_copy_rows() -> None:

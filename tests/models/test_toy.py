@@ -94,6 +94,22 @@ def test_company_drafts_and_prefixes_change_no_text(folder: Path, drafter: Path,
     assert drafted.engine.drafting.so_far().num_spec_steps > 50 and all_is_free(drafted)
 
 
+@pytest.mark.parametrize("drafts", ["off", "3"])
+def test_every_decode_step_is_replayed_on_a_cpu(
+    folder: Path, drafter: Path, drafts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts, GELU, biases, norms after a sublayer, a scaled embedding and capped logits: no operator is torch's."""
+    llm = load(folder, spec=drafts, **({} if drafts == "off" else {"drafter": str(drafter)}))
+    assert llm.plan.kernels == "native" and llm.engine.runner.unrecorded == [] and llm.engine.runner.graphs
+    assert not [each for each in llm.fallbacks() if each.name.startswith("decode")], llm.fallbacks()
+    prompts, params = [PROMPTS[1]], [SamplingParams(40, ignore_eos=True)]
+    first, eager = written(llm, prompts, params), []
+    forward = llm.engine.runner._forward
+    monkeypatch.setattr(llm.engine.runner, "_forward", lambda *args: eager.append(args) or forward(*args))
+    assert written(llm, prompts, params) == first
+    assert len(eager) <= 1, "the prompt's rows, and nothing else"
+
+
 def test_steps_that_the_device_takes_by_itself_find_the_pages_too(folder: Path, drafter: Path) -> None:
     plain, overlapped = load(folder), load(folder, spec="3", drafter=str(drafter), ngram=False)
     drafting = overlapped.engine.drafting

@@ -1,15 +1,18 @@
 """A toy architecture whose layers all differ: the file that docs/adding-a-model.md walks through, and its oracle.
 
-layer 0    attention over everything, 4 heads of 32 (2 K/V heads)      dense MLP
-layer 1    a window of 24, 4 heads of 16 (4 K/V heads)                 4 experts, 2 per row
-layer 2    the same window, over the keys and values of layer 1        dense MLP
-layer 3    attention over everything, as layer 0                       4 experts, 2 per row
+layer 0    attention over everything, 4 heads of 32 (2 K/V heads), biases    dense MLP of GELU, with biases
+layer 1    a window of 24, 4 heads of 16 (4 K/V heads)                       4 experts, 2 per row
+layer 2    the same window, over the keys and values of layer 1              dense MLP; both results are normed
+layer 3    attention over everything, as layer 0                             4 experts, 2 per row
+
+The embedding is scaled, and the logits are capped.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,11 +22,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sparkdraft.models.blocks import Attention, Decoder, DecoderLayer, GatedMLP, load_head, load_norm
+from sparkdraft.cache.formats import LayerKV
+from sparkdraft.kernels.activation import GELU_TANH
+from sparkdraft.kernels.norm import Norm, Normed
+from sparkdraft.models.blocks import Attention, Decoder, DecoderLayer, GatedMLP, Layer, Step, load_head, load_norm
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.experts import load_experts
 from sparkdraft.models.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RopeSpec
 from sparkdraft.models.rope import RopeTables
+from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.loader import Loader
 from tests.models.tiny import byte_tokenizer
 
@@ -38,6 +45,8 @@ CONFIG: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "sliding_window": 24,
     "layer_types": ["full", "sliding", "shared", "full"],
+    "embedding_scale": 1.5,
+    "final_logit_softcapping": 8.0,
     "tie_word_embeddings": False,
     "eos_token_id": 2,
 }
@@ -48,7 +57,8 @@ CONFIG: dict[str, Any] = {
 def read(config: Mapping[str, Any]) -> ModelConfig:
     dense = DenseSpec(config["intermediate_size"])
     experts = ExpertsSpec(config["num_experts"], config["num_experts_per_tok"], config["moe_intermediate_size"])
-    full = AttentionSpec(4, 2, 32, RopeSpec(32, theta=1e5), scale=32**-0.5)
+    biased = DenseSpec(config["intermediate_size"], GELU_TANH, bias=True)
+    full = AttentionSpec(4, 2, 32, RopeSpec(32, theta=1e5), scale=32**-0.5, bias=True, output_bias=True)
     slides = AttentionSpec(4, 4, 16, RopeSpec(16), scale=0.3, window=config["sliding_window"], qk_norm=True)
     layers = []
     for i, kind in enumerate(config["layer_types"]):
@@ -56,29 +66,60 @@ def read(config: Mapping[str, Any]) -> ModelConfig:
             borrowed = AttentionSpec(4, 4, 16, RopeSpec(16), 0.3, slides.window, qk_norm=True, kv_from=i - 1)
             layers.append(LayerSpec(borrowed, dense))
         else:
-            layers.append(LayerSpec(full if kind == "full" else slides, experts if i % 2 else dense))
+            layers.append(LayerSpec(full if kind == "full" else slides, experts if i % 2 else biased))
     ends = (config["hidden_size"], config["vocab_size"], config["max_position_embeddings"])
-    return ModelConfig("toy", *ends, tuple(layers), tie_embeddings=config["tie_word_embeddings"])
+    scale, cap, tied = (config[key] for key in ("embedding_scale", "final_logit_softcapping", "tie_word_embeddings"))
+    return ModelConfig("toy", *ends, tuple(layers), tie_embeddings=tied, embedding_scale=scale, softcap=cap)
 
 
 def build(config: ModelConfig, load: Loader, ops: ModuleType, context: int) -> Decoder:
     ropes = RopeTables(context, load.device)
     embedding = load.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
-    layers = []
+    layers: list[Layer] = []
     for i, spec in enumerate(config.layers):
         name = f"model.layers.{i}"
         mlp = load_experts if isinstance(spec.mlp, ExpertsSpec) else GatedMLP
-        layers.append(
-            DecoderLayer(
-                load_norm(config, load, f"{name}.input_layernorm"),
-                Attention(spec.mixer, config, load, f"{name}.self_attn", ops, ropes),
-                load_norm(config, load, f"{name}.post_attention_layernorm"),
-                mlp(spec.mlp, config, load, f"{name}.mlp", ops),
-            )
+        layer = DecoderLayer(
+            load_norm(config, load, f"{name}.input_layernorm"),
+            Attention(spec.mixer, config, load, f"{name}.self_attn", ops, ropes),
+            load_norm(config, load, f"{name}.post_attention_layernorm"),
+            mlp(spec.mlp, config, load, f"{name}.mlp", ops),
         )
+        after = [load_norm(config, load, f"{name}.{part}") for part in AFTER if load.has(f"{name}.{part}.weight")]
+        layers.append(NormedAfter(layer, *after, ops) if after else layer)
     norm, head = load_norm(config, load, "model.norm"), load_head(config, load, embedding)
     load.finish()
     return Decoder(config, layers, embedding, head, norm, context, ops, load.dtype)
+
+
+AFTER, SCALE = ("after_attention_layernorm", "after_mlp_layernorm"), 0.75  # of layer 2
+
+
+@dataclass(frozen=True)
+class NormedAfter:
+    """x += norm(mixer(norm(x))); x = (x + norm(mlp(norm(x)))) * SCALE."""
+
+    inner: DecoderLayer
+    after_mixer: Norm
+    after_mlp: Norm
+    ops: ModuleType
+
+    @property
+    def input_norm(self) -> Norm:
+        return self.inner.input_norm
+
+    @property
+    def matrices(self) -> list[Linear]:
+        return self.inner.matrices  # type: ignore[return-value]
+
+    def add_to(self, normed: Normed, step: Step, kv: LayerKV, then: Norm) -> Normed:
+        inner = self.inner
+        assert isinstance(inner.mixer, Attention) and isinstance(inner.mlp, GatedMLP)
+        seen, matrix = inner.mixer.result(normed, step, kv)
+        normed = self.ops.add_normed(normed.x, matrix.linear(seen), self.after_mixer, inner.post_norm)
+        inside, matrix = inner.mlp.result(normed)
+        added: Normed = self.ops.add_normed(normed.x, matrix.linear(inside), self.after_mlp, then, SCALE)
+        return added
 
 
 # ---- a checkpoint of it
@@ -115,7 +156,11 @@ def _shapes() -> dict[str, tuple[int, ...]]:
         shapes[f"{name}self_attn.o_proj.weight"] = (hidden, attention.query_width)
         if attention.qk_norm:
             shapes |= {f"{name}self_attn.{part}_norm.weight": (attention.head_dim,) for part in "qk" if part in own}
+        if attention.bias:
+            shapes |= {f"{name}self_attn.{part}_proj.bias": (rows,) for part, rows in (own | {"o": hidden}).items()}
         shapes |= {f"{name}{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
+        if attention.kv_from is not None:
+            shapes |= {f"{name}{norm}.weight": (hidden,) for norm in AFTER}
         places, inter = [f"{name}mlp"], mlp.intermediate_size
         if isinstance(mlp, ExpertsSpec):
             shapes[f"{name}mlp.gate.weight"] = (mlp.num_experts, hidden)
@@ -123,6 +168,9 @@ def _shapes() -> dict[str, tuple[int, ...]]:
         for place in places:
             shapes |= {f"{place}.{part}_proj.weight": (inter, hidden) for part in ("gate", "up")}
             shapes[f"{place}.down_proj.weight"] = (hidden, inter)
+        if mlp.bias:
+            rows = {"gate": inter, "up": inter, "down": hidden}
+            shapes |= {f"{name}mlp.{part}_proj.bias": (count,) for part, count in rows.items()}
     return shapes
 
 
@@ -132,7 +180,7 @@ def _shapes() -> dict[str, tuple[int, ...]]:
 @torch.inference_mode()
 def toy_logits(folder: Path, ids: list[int]) -> Tensor:  # [rows, vocab]
     w, model = load_file(folder / "model.safetensors"), read(CONFIG)
-    x, kept = w["model.embed_tokens.weight"][ids], dict[int, tuple[Tensor, Tensor]]()
+    x, kept = w["model.embed_tokens.weight"][ids] * CONFIG["embedding_scale"], dict[int, tuple[Tensor, Tensor]]()
     position = torch.arange(len(ids))
     distance = position.unsqueeze(1) - position
     for i, layer in enumerate(model.layers):
@@ -141,16 +189,26 @@ def toy_logits(folder: Path, ids: list[int]) -> Tensor:  # [rows, vocab]
         h = _norm(x, w[f"{name}input_layernorm.weight"])
         q = _heads(h, w, f"{name}self_attn.q", spec)
         if spec.kv_from is None:
-            v = (h @ w[f"{name}self_attn.v_proj.weight"].t()).view(len(ids), -1, spec.head_dim)
+            v = _linear(h, w, f"{name}self_attn.v_proj").view(len(ids), -1, spec.head_dim)
             kept[i] = _heads(h, w, f"{name}self_attn.k", spec), v
         k, v = (t.repeat_interleave(spec.num_heads // spec.num_kv_heads, 1) for t in kept[spec.kv_from or i])
         scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
         seen = (distance >= 0) & (distance < (spec.window or len(ids)))
         mixed = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
-        x = x + mixed.flatten(1) @ w[f"{name}self_attn.o_proj.weight"].t()
+        x = x + _after(_linear(mixed.flatten(1), w, f"{name}self_attn.o_proj"), w, f"{name}{AFTER[0]}")
         h = _norm(x, w[f"{name}post_attention_layernorm.weight"])
-        x = x + _mlp(h, w, f"{name}mlp", layer.mlp)
-    return _norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].t()
+        x = x + _after(_mlp(h, w, f"{name}mlp", layer.mlp), w, f"{name}{AFTER[1]}")
+        x = x if spec.kv_from is None else x * SCALE
+    cap = CONFIG["final_logit_softcapping"]
+    return torch.tanh(_norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].t() / cap) * cap
+
+
+def _linear(x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
+    return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
+
+
+def _after(x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
+    return _norm(x, w[f"{name}.weight"]) if f"{name}.weight" in w else x
 
 
 def _norm(x: Tensor, gain: Tensor) -> Tensor:
@@ -158,7 +216,7 @@ def _norm(x: Tensor, gain: Tensor) -> Tensor:
 
 
 def _heads(h: Tensor, w: dict[str, Tensor], name: str, spec: AttentionSpec) -> Tensor:
-    x = (h @ w[f"{name}_proj.weight"].t()).view(len(h), -1, spec.head_dim)
+    x = _linear(h, w, f"{name}_proj").view(len(h), -1, spec.head_dim)
     if spec.qk_norm:
         x = _norm(x, w[f"{name}_norm.weight"])
     half = spec.head_dim // 2
@@ -170,8 +228,9 @@ def _heads(h: Tensor, w: dict[str, Tensor], name: str, spec: AttentionSpec) -> T
 
 def _mlp(h: Tensor, w: dict[str, Tensor], name: str, spec: DenseSpec | ExpertsSpec) -> Tensor:
     def gated(place: str, rows: Tensor) -> Tensor:
-        gate, up = (rows @ w[f"{place}.{part}_proj.weight"].t() for part in ("gate", "up"))
-        return (F.silu(gate) * up) @ w[f"{place}.down_proj.weight"].t()
+        gate, up = (_linear(rows, w, f"{place}.{part}_proj") for part in ("gate", "up"))
+        turned = F.gelu(gate, approximate="tanh") if spec.activation == GELU_TANH else F.silu(gate)
+        return _linear(turned * up, w, f"{place}.down_proj")
 
     if isinstance(spec, DenseSpec):
         return gated(name, h)

@@ -94,6 +94,7 @@ def mixed() -> dict[str, Tensor]:
 @pytest.mark.parametrize("ops", [reference, pytest.param(native, marks=needs_native)], ids=["reference", "native"])
 @pytest.mark.usefixtures("two_formats")
 def test_one_stacked_matrix_of_three_formats(tmp_path: Path, ops: ModuleType) -> None:
+    torch.manual_seed(0)  # how far rounding goes is a matter of luck
     load = loader(tmp_path / "m", mixed(), ops, '{"quantization_config": {"quant_method": "nibbles"}}')
     parts = [as_float(load.source.read(f"{name}.weight")) for name in ROWS]
     x, matrix = torch.randn(3, 64), load.linear(ROWS, 64)
@@ -120,8 +121,30 @@ def test_what_kernels_have_no_form_for_is_kept_as_floats_with_a_note(tmp_path: P
     load = loader(tmp_path / "m", {"a.weight": weight, "a.bias": bias}, native)
     kept = load.linear({"a": 8}, 40, bias=True)
     reason = "a: width 40 is no multiple of 32, kept in float32"
-    assert isinstance(kept, DenseLinear) and load.notes == [("a float32 matrix among quantised ones", reason)]
+    assert isinstance(kept, native.FloatLinear) and load.notes == [("a float32 matrix among quantised ones", reason)]
     torch.testing.assert_close(kept.linear(torch.eye(40)), weight.t() + bias)
+    assert kept.rows() is kept.weight and torch.equal(kept.rows(torch.tensor([3, 1])), weight[[3, 1]])
+
+
+@needs_native
+def test_experts_that_kernels_have_no_form_for_are_kept_as_floats_with_a_note(tmp_path: Path) -> None:
+    weights = torch.randn(2, 8, 40)
+    single = {f"mlp.experts.{e}.up_proj.weight": weights[e].clone() for e in range(2)}
+    for tensors, name in ((single, "mlp.experts"), ({"mlp.experts.up_proj": weights}, "mlp.experts.up_proj")):
+        load = loader(tmp_path / name, tensors, native)
+        kept = load.experts("mlp.experts", {"up_proj": 8}, 40, 2, "up_proj")
+        reason = f"{name}: width 40 is no multiple of 32, kept in float32"
+        assert load.notes == [("a float32 matrix among quantised ones", reason)]
+        assert kept.count == 2 and kept.nbytes == weights.nbytes
+        torch.testing.assert_close(kept.expert(1).linear(torch.eye(40)), weights[1].t())
+
+
+@needs_native
+def test_a_router_stays_as_precise_as_its_file(tmp_path: Path) -> None:
+    weight, x = torch.randn(8, 64), torch.randn(5, 64)
+    load = loader(tmp_path / "m", {"gate.weight": weight}, native)
+    torch.testing.assert_close(load.float_linear("gate", 8, 64).linear(x), x @ weight.t(), rtol=1e-5, atol=1e-5)
+    assert not load.notes
 
 
 @pytest.mark.usefixtures("two_formats")

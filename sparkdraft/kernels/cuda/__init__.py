@@ -20,6 +20,8 @@ from sparkdraft.kernels.reference import (  # torch is at the ceiling, or near e
     embed,
     find_pages,
     keep_experts,
+    keep_float_experts,
+    keep_float_matrix,
     keep_matrix,
     keep_table,
     norm_experts,

@@ -19,22 +19,33 @@ from torch import Tensor
 
 from sparkdraft.kernels import reference
 from sparkdraft.kernels.activation import Activation
+from sparkdraft.kernels.native.experts import (
+    ACTIVATIONS,
+    choose_experts,
+    keep_experts,
+    keep_float_experts,
+    write_experts,
+)
 from sparkdraft.kernels.native.library import c, set_threads, unavailable_reason
-from sparkdraft.kernels.native.packed import PackedLinear, keep_matrix, keep_table, place
+from sparkdraft.kernels.native.packed import (
+    FloatLinear,
+    PackedLinear,
+    keep_float_matrix,
+    keep_matrix,
+    keep_table,
+    place,
+)
 from sparkdraft.kernels.native.recording import Recording, empty, keep
-from sparkdraft.kernels.norm import Normed
+from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.kernels.reference import (
     accept_drafts,
-    add_experts,
     add_linear,  # a matrix's own
-    add_normed,
-    keep_experts,
-    norm_experts,
-    norm_route,
     tq_attention,
     tq_rope_write,
 )
+from sparkdraft.kernels.routing import Routing
 from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
+from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.quant.group import GROUP, GroupQuant
 
@@ -42,16 +53,14 @@ NAME = "native"
 
 
 def embed(ids: Tensor, table: Tensor | GroupQuant, scale: float = 1.0) -> Tensor:  # int32 [rows] -> [rows, hidden]
-    if scale != 1:
-        return reference.embed(ids, table, scale)
     if isinstance(table, Tensor):
         y = empty(ids.shape[0], table.shape[1])
-        _copy_rows(table, ids, y)
+        _copy_rows(table, ids, y, scale)
         return y
     rows, groups = ids.shape[0], table.q.shape[1]
     y = empty(rows, groups * GROUP)
     places = [x for t in (table.q, table.scale, table.offset) for x in place(t)]
-    c.sd_embed(ids.data_ptr(), rows, table.bits, *places, groups, y.data_ptr())
+    c.sd_embed(ids.data_ptr(), rows, table.bits, *places, groups, y.data_ptr(), float(scale))
     return y
 
 
@@ -62,11 +71,11 @@ def tap(residual: Tensor, taps: Tensor, index: int, positions: Tensor) -> None:
         _copy_rows(residual, None, taps[:, index])
 
 
-def _copy_rows(source: Tensor, ids: Tensor | None, target: Tensor) -> None:
-    """Row i of the target is row ids[i] of the source, or row i where there are no ids."""
+def _copy_rows(source: Tensor, ids: Tensor | None, target: Tensor, scale: float = 1.0) -> None:
+    """Row i of the target is row ids[i] of the source, or row i where there are no ids, times 'scale'."""
     rows, width = target.shape
     places = (source.data_ptr(), source.stride(0), target.data_ptr(), target.stride(0))
-    c.sd_copy_rows(*places, None if ids is None else ids.data_ptr(), rows, width)
+    c.sd_copy_rows(*places, None if ids is None else ids.data_ptr(), rows, width, float(scale))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [rows, dim] -> [rows, dim]
@@ -98,11 +107,10 @@ def unit_rms(x: Tensor, eps: float) -> Tensor:  # [rows, heads, head_dim], a str
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:  # [rows, 2 * inter] -> [rows, inter]
-    if activation.kind != "silu":
-        return reference.gated(gate_up, activation)
     rows, width = gate_up.shape
     y = empty(rows, width // 2)
-    c.sd_silu_mul(gate_up.data_ptr(), gate_up.stride(0), y.data_ptr(), rows, width // 2)
+    kind, limit = ACTIVATIONS.index(activation.kind), float(activation.limit)
+    c.sd_gated(gate_up.data_ptr(), gate_up.stride(0), y.data_ptr(), rows, width // 2, kind, limit)
     return y
 
 
@@ -116,12 +124,45 @@ def norm_gated(normed: Normed, gate_up: Linear, activation: Activation) -> Tenso
 
 def norm_logits(normed: Normed, head: Linear, softcap: float = 0.0) -> Tensor:  # float32 [rows, vocabulary]
     logits = norm_linear(normed, head)
-    return torch.tanh(logits / softcap) * softcap if softcap else logits
+    if softcap:
+        c.sd_softcap(logits.data_ptr(), logits.shape[0] * logits.shape[1], float(softcap))
+    return logits
 
 
 def norm_argmax(normed: Normed, head: Linear) -> Tensor:  # int64 [rows]; the lowest wins a tie
     """By numpy, which takes a tenth of torch's time; not to be recorded."""
     return torch.from_numpy(norm_logits(normed, head).numpy().argmax(-1))
+
+
+def add_normed(residual: Tensor, y: Tensor, norm: Norm, then: Norm, scale: float = 1.0) -> Normed:
+    rows, dim = residual.shape
+    places = (residual.data_ptr(), residual.stride(0), y.data_ptr(), y.stride(0), norm.gain.data_ptr())
+    c.sd_add_normed(*places, rows, dim, norm.eps, float(scale))
+    return Normed(residual, then)
+
+
+def norm_route(normed: Normed, router: Linear, top_k: int, renormalise: bool, scale: Tensor | None = None) -> Routing:
+    return Routing(*choose_experts(norm_linear(normed, router), top_k, renormalise, scale))
+
+
+def norm_experts(
+    normed: Normed,  # [rows, hidden]
+    routing: Routing,
+    gate_up: ExpertLinear,  # [2 * inter, hidden] each
+    down: ExpertLinear,  # [hidden, inter] each
+    activation: Activation,
+) -> Tensor:  # [rows, hidden]: the weighted sum of the chosen experts' results
+    y = empty(*normed.x.shape)
+    write_experts(y, rms_norm(normed.x, *normed.norm), *routing, gate_up, down, activation, add=False)
+    return y
+
+
+def add_experts(
+    normed: Normed, routing: Routing, gate_up: ExpertLinear, down: ExpertLinear, activation: Activation, then: Norm
+) -> Normed:
+    x = rms_norm(normed.x, *normed.norm)
+    write_experts(normed.x, x, *routing, gate_up, down, activation, add=True)
+    return Normed(normed.x, then)
 
 
 def kv_write(

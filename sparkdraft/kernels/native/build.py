@@ -20,7 +20,10 @@ from pathlib import Path
 from sparkdraft.progress import progress
 from sparkdraft.weights.hub import cache_dir
 
-SOURCES = ("matmul.cpp", "attention.cpp", "elementwise.cpp", "sampling.cpp", "replay.cpp", "simd.h", "pool.h")
+SOURCES = (
+    *("matmul.cpp", "experts.cpp", "attention.cpp", "elementwise.cpp", "sampling.cpp", "replay.cpp"),
+    *("activation.h", "matmul.h", "simd.h", "pool.h"),
+)
 FLAGS = (
     "-std=c++17",
     "-O3",

@@ -1,4 +1,4 @@
-// The operators around the matmuls: embedding, RMS norms, rotary positions, SiLU, writing K and V into the cache.
+// The operators around the matmuls: embedding, RMS norm, rotary positions, activations, writing K and V into the cache.
 // Each row (or head of a row) is computed by itself in one fixed order, so its bits do not depend on the batch around
 // it; rows are shared out to threads where there are enough of them, and a single decode row stays on the caller's
 // thread. Tensors arrive as pointers with strides in elements; shapes are checked, if at all, by the Python side.
@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "activation.h"
 #include "pool.h"
 #include "simd.h"
 
@@ -31,16 +32,22 @@ inline void norm_row(const float* x, const float* weight, float* y, int64_t n, f
     for (int64_t i = 0; i < n; ++i) y[i] = x[i] * scale * weight[i];
 }
 
-INLINE f32x4 silu_mul4(f32x4 gate, f32x4 up) { return gate / (splat4(1.0f) + exp4(-gate)) * up; }
+inline void add_normed_row(float* residual, const float* y, const float* weight, int64_t n, float eps, float factor) {
+    const float scale = 1.0f / std::sqrt(sum_of_squares(y, n) / float(n) + eps);
+    for (int64_t i = 0; i < n; ++i) residual[i] = (residual[i] + y[i] * scale * weight[i]) * factor;
+}
 
-inline void silu_mul_row(const float* gate, const float* up, float* y, int64_t n) {
-    int64_t i = 0;
-    for (; i + 16 <= n; i += 16) {  // four at a time: each is a long chain of dependent steps
-        f32x4 v[4];
-        unroll<4>(EACH(j) { v[j] = silu_mul4(load4(gate + i + 4 * j), load4(up + i + 4 * j)); });
-        unroll<4>(EACH(j) { store4(y + i + 4 * j, v[j]); });
-    }
-    for (; i < n; ++i) y[i] = silu_mul4(splat4(gate[i]), splat4(up[i]))[0];
+// By its series near 0, where 1 - e^-2x would lose what counts.
+INLINE f32x4 tanh4(f32x4 x) {
+    const f32x4 size = x < splat4(0.0f) ? -x : x, square = x * x;
+    const f32x4 e = exp4(size * splat4(-2.0f)), far = (splat4(1.0f) - e) / (splat4(1.0f) + e);
+    f32x4 p = splat4(-8.8632356e-3f);
+    p = multiply_add(p, square, splat4(2.1869488e-2f));
+    p = multiply_add(p, square, splat4(-5.3968254e-2f));
+    p = multiply_add(p, square, splat4(1.3333334e-1f));
+    p = multiply_add(p, square, splat4(-3.3333334e-1f));
+    const f32x4 near = multiply_add(p * square, x, x);
+    return size < splat4(0.3f) ? near : x < splat4(0.0f) ? -far : far;
 }
 
 INLINE float half_at(const uint8_t* p) {
@@ -62,10 +69,10 @@ INLINE void rotate(float* x, const float* cosines, const float* sines, int64_t h
 
 extern "C" {
 
-// Rows of a table of 4- or 8-bit groups (group.py), by id. Strides in bytes, of a row and of a group.
+// Rows of a table of 4- or 8-bit groups (group.py), by id, times 'factor'. Strides in bytes, of a row and of a group.
 void sd_embed(const int32_t* ids, int64_t rows, int64_t bits, const uint8_t* q, int64_t q_row, int64_t q_group,
               const uint8_t* scale, int64_t s_row, int64_t s_group, const uint8_t* offset, int64_t o_row,
-              int64_t o_group, int64_t groups, float* y) {
+              int64_t o_group, int64_t groups, float* y, float factor) {
     for (int64_t r = 0; r < rows; ++r) {
         for (int64_t g = 0; g < groups; ++g, y += GROUP) {
             const uint8_t* from = q + ids[r] * q_row + g * q_group;
@@ -73,17 +80,22 @@ void sd_embed(const int32_t* ids, int64_t rows, int64_t bits, const uint8_t* q, 
             const float base = offset ? half_at(offset + ids[r] * o_row + g * o_group) : 0.0f;
             for (int64_t k = 0; k < GROUP; ++k) {
                 const int value = bits == 8 ? int8_t(from[k]) : (k < 16 ? from[k] & 15 : from[k - 16] >> 4);
-                y[k] = float(value) * step + base;
+                y[k] = (float(value) * step + base) * factor;
             }
         }
     }
 }
 
-// Row r of 'y' is row ids[r] of 'x', or row r without ids.
+// Row r of 'y' is row ids[r] of 'x', or row r without ids, times 'factor'.
 void sd_copy_rows(const float* x, int64_t x_stride, float* y, int64_t y_stride, const int32_t* ids, int64_t rows,
-                  int64_t width) {
-    for (int64_t r = 0; r < rows; ++r) {
-        std::memcpy(y + r * y_stride, x + (ids ? ids[r] : r) * x_stride, size_t(width) * sizeof(float));
+                  int64_t width, float factor) {
+    for (int64_t r = 0; r < rows; ++r, y += y_stride) {
+        const float* from = x + (ids ? ids[r] : r) * x_stride;
+        if (factor == 1) {
+            std::memcpy(y, from, size_t(width) * sizeof(float));
+        } else {
+            for (int64_t i = 0; i < width; ++i) y[i] = from[i] * factor;
+        }
     }
 }
 
@@ -139,14 +151,15 @@ void sd_qk_norm_rope(float* qkv, int64_t stride, const int32_t* positions, const
     });
 }
 
-void sd_silu_mul(const float* gate_up, int64_t stride, float* y, int64_t rows, int64_t inter) {
+void sd_gated(const float* gate_up, int64_t stride, float* y, int64_t rows, int64_t inter, int64_t activation,
+              float limit) {
     const int64_t piece = 512, pieces = (inter + piece - 1) / piece;  // a wide single row is shared out too
     pool::parallel_ranges(rows * pieces, double(rows * inter) * 8, 2, [&](int64_t begin, int64_t end) {
         for (int64_t p = begin; p < end; ++p) {
             const int64_t r = p / pieces, first = p % pieces * piece;
             const int64_t n = inter - first < piece ? inter - first : piece;
             const float* gate = gate_up + r * stride + first;
-            silu_mul_row(gate, gate + inter, y + r * inter + first, n);
+            gated_row(activation, gate, gate + inter, y + r * inter + first, n, limit);
         }
     });
 }
@@ -187,6 +200,31 @@ void sd_make_rows(const int32_t* length, const int32_t* tables, const int32_t* t
         }
         context_len[s] = alive ? int32_t(length[s] - 1 + width) : 0;
     }
+}
+
+// residual = (residual + norm(y)) * factor.
+void sd_add_normed(float* residual, int64_t stride, const float* y, int64_t y_stride, const float* weight, int64_t rows,
+                   int64_t dim, float eps, float factor) {
+    pool::parallel_ranges(rows, double(rows * dim), 2, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) {
+            add_normed_row(residual + r * stride, y + r * y_stride, weight, dim, eps, factor);
+        }
+    });
+}
+
+// x = tanh(x / cap) * cap, of 'count' numbers.
+void sd_softcap(float* x, int64_t count, float cap) {
+    const int64_t piece = 1024, pieces = (count + piece - 1) / piece;
+    pool::parallel_ranges(pieces, double(count) * 8, 2, [&](int64_t begin, int64_t end) {
+        const int64_t last = std::min(end * piece, count);
+        int64_t i = begin * piece;
+        for (; i + 16 <= last; i += 16) {
+            f32x4 v[4];
+            unroll<4>(EACH(j) { v[j] = tanh4(load4(x + i + 4 * j) / splat4(cap)) * splat4(cap); });
+            unroll<4>(EACH(j) { store4(x + i + 4 * j, v[j]); });
+        }
+        for (; i < last; ++i) x[i] = (tanh4(splat4(x[i]) / splat4(cap)) * splat4(cap))[0];
+    });
 }
 
 }  // extern "C"

@@ -18,15 +18,15 @@ _SIGNATURES = {
     "sd_set_threads": (c_int,),
     "sd_lanes": (),
     "sd_pack": (c_void_p, *(c_int64,) * 2, *(c_void_p, c_int64, c_int64) * 3),
-    "sd_embed": (c_void_p, c_int64, c_int64, *(c_void_p, c_int64, c_int64) * 3, c_int64, c_void_p),
-    "sd_copy_rows": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64),
+    "sd_embed": (c_void_p, c_int64, c_int64, *(c_void_p, c_int64, c_int64) * 3, c_int64, c_void_p, c_float),
+    "sd_copy_rows": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_float),
     "sd_linear": (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int),
     "sd_rms_norm": (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_float),
     "sd_qk_norm_rope": (
         *(c_void_p, c_int64, c_void_p, c_void_p, c_int64),
         *(c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_float),
     ),
-    "sd_silu_mul": (c_void_p, c_int64, c_void_p, c_int64, c_int64),
+    "sd_gated": (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_float),
     "sd_kv_write": (
         *(c_void_p, c_int64, c_int64) * 2,
         *(c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64),
@@ -37,6 +37,10 @@ _SIGNATURES = {
     "sd_unit_rms": (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64, c_float),
     "sd_paged_attention": (c_void_p,),
     "sd_replay": (c_void_p, c_int64),
+    "sd_add_normed": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_float, c_float),
+    "sd_softcap": (c_void_p, c_int64, c_float),
+    "sd_route": (c_void_p, *(c_int64,) * 4, *(c_void_p,) * 3),
+    "sd_experts": (c_void_p,),
 }
 
 c = SimpleNamespace()  # the C functions by name, once loaded; while a recording is made, their recorders

@@ -1,8 +1,9 @@
-// y = x W^T, for weights of 4 or 8 bits in groups of 32 and float activations that each row rounds to int8 by itself.
+// y = x W^T + bias, for weights of 4 or 8 bits in groups of 32 and float activations that each row rounds to int8 by
+// itself, and for the few matrices that stay floats (at the end of this file).
 // Outputs are interleaved LANES at a time into 'strips', so that one vector instruction yields a lane for each output;
 // a strip meets up to 8 rows at once, so that its weights are loaded and unpacked once for all of them. Each output of
 // each row is summed over the groups in their order with the same operations in every tiling, so its bits depend on
-// nothing but its row and its weights; who stores the weights, and what they mean, is __init__.py's and group.py's.
+// nothing but its row and its weights; who stores the weights, and what they mean, is packed.py's and group.py's.
 //
 //   strip, 4 bits:  groups x { half scale[LANES], half offset[LANES] },  groups x { uint8 nibbles[16 * LANES] }
 //   strip, 8 bits:  groups x { half scale[LANES] },                      groups x { int8 weights[32 * LANES] }
@@ -11,6 +12,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "matmul.h"
 #include "pool.h"
 #include "simd.h"
 
@@ -18,16 +20,6 @@ namespace {
 
 constexpr int64_t BLOCK = 192 << 10;  // bytes of rounded rows that stay in the second-level cache while strips pass by
 constexpr int TILE = 8;               // rows that share a strip's weights while these are in registers
-
-struct Matrix {  // mirrored in __init__.py
-    const uint8_t* data;
-    int64_t groups, out_features, bits;
-
-    int64_t head_bytes() const { return groups * LANES * (bits == 4 ? 4 : 2); }
-    int64_t body_bytes() const { return groups * LANES * (bits == 4 ? 16 : 32); }
-    int64_t strip_bytes() const { return head_bytes() + body_bytes(); }
-    int64_t strips() const { return (out_features + LANES - 1) / LANES; }
-};
 
 // ---- Rows to int8 -------------------------------------------------------------------------------------------------
 
@@ -168,7 +160,7 @@ struct Unpacked {  // a 4-bit strip unpacked to memory beforehand: cheaper once 
 
     static void fill(const Matrix& m, const uint8_t* strip, uint8_t* to) {
         const Nibbles packed(m, strip);
-        for (int64_t g = 0; g < m.groups; ++g, to += BYTES) {
+        for (int64_t g = 0; g < m.groups(); ++g, to += BYTES) {
             float* floats = reinterpret_cast<float*>(to + 32 * LANES);
             unroll<8>(EACH(j) { store_bytes(to + 4 * LANES * j, packed.weight<j>(g)); });
             const vfloat scale = packed.scale(g);
@@ -177,17 +169,18 @@ struct Unpacked {  // a 4-bit strip unpacked to memory beforehand: cheaper once 
     }
 };
 
-struct Output {
-    float* y;
-    int64_t stride;
-    bool add;  // to what is there, else replace it
-};
-
-INLINE void store_lanes(vfloat v, float* y, int64_t lanes, bool add) {
-    if (lanes == LANES) return vstore(y, add ? vadd(vload(y), v) : v);
+// 'bias' is null, or that of these lanes.
+INLINE void store_lanes(vfloat v, const float* bias, float* y, int64_t lanes, bool add) {
+    if (lanes == LANES) {
+        if (bias) v = vadd(v, vload(bias));
+        return vstore(y, add ? vadd(vload(y), v) : v);
+    }
     float values[LANES];
     vstore(values, v);
-    for (int64_t i = 0; i < lanes; ++i) y[i] = add ? y[i] + values[i] : values[i];
+    for (int64_t i = 0; i < lanes; ++i) {
+        const float value = bias ? values[i] + bias[i] : values[i];
+        y[i] = add ? y[i] + value : value;
+    }
 }
 
 // GROUPS groups of a strip from 'g' on, added to the sums of each row.
@@ -217,20 +210,22 @@ INLINE void add_groups(const Strip& strip, int64_t g, const uint8_t* tile, vfloa
 }
 
 template <class Strip, int ROWS>
-void multiply_tile(const Matrix& m, const uint8_t* data, const uint8_t* tile, Output out, int64_t lanes) {
+void multiply_tile(const Matrix& m, const uint8_t* data, const uint8_t* tile, const float* bias, Output out,
+                   int64_t lanes) {
     constexpr int AT_ONCE = ROWS <= PAIR_ROWS ? 2 : 1;
+    const int64_t groups = m.groups();
     const Strip strip(m, data);
     vfloat sums[ROWS];
     unroll<ROWS>(EACH(r) { sums[r] = vzero(); });
     int64_t g = 0;
-    for (; g + AT_ONCE <= m.groups; g += AT_ONCE, tile += AT_ONCE * group_bytes(ROWS)) {
+    for (; g + AT_ONCE <= groups; g += AT_ONCE, tile += AT_ONCE * group_bytes(ROWS)) {
         add_groups<Strip, ROWS, AT_ONCE>(strip, g, tile, sums);
     }
-    if (g < m.groups) add_groups<Strip, ROWS, 1>(strip, g, tile, sums);
-    unroll<ROWS>(EACH(r) { store_lanes(sums[r], out.y + r * out.stride, lanes, out.add); });
+    if (g < groups) add_groups<Strip, ROWS, 1>(strip, g, tile, sums);
+    unroll<ROWS>(EACH(r) { store_lanes(sums[r], bias, out.y + r * out.stride, lanes, out.add); });
 }
 
-using Multiply = void (*)(const Matrix&, const uint8_t*, const uint8_t*, Output, int64_t);
+using Multiply = void (*)(const Matrix&, const uint8_t*, const uint8_t*, const float*, Output, int64_t);
 
 template <class Strip>
 Multiply multiply_for(int rows) {
@@ -259,7 +254,8 @@ void multiply_strips(const Matrix& m, const uint8_t* data, int64_t strip_bytes, 
     float* y = out.y + tile * TILE * out.stride;
     for (int64_t s = begin; s < end; ++s, data += strip_bytes) {
         const int64_t lanes = std::min<int64_t>(LANES, m.out_features - s * LANES);
-        multiply(m, data, x, Output{y + s * LANES, out.stride, out.add}, lanes);
+        const float* bias = m.bias ? m.bias + s * LANES : nullptr;
+        multiply(m, data, x, bias, Output{y + s * LANES, out.stride, out.add}, lanes);
     }
 }
 
@@ -273,7 +269,7 @@ void multiply_all(const Matrix& m, const Rows& rows, Output out, int64_t begin, 
     }
     thread_local std::vector<uint8_t> scratch;
     const int64_t few = 4, block = std::max<int64_t>(2, BLOCK / rows.tile_bytes);
-    const int64_t unpacked_bytes = m.groups * Unpacked::BYTES;
+    const int64_t unpacked_bytes = m.groups() * Unpacked::BYTES;
     if (m.bits == 4) scratch.resize(size_t(few * unpacked_bytes));
     for (int64_t first = 0; first < rows.tiles(); first += block) {
         const int64_t last = std::min(first + block, rows.tiles());
@@ -305,7 +301,7 @@ void pack_output(const Matrix& m, int64_t o, const uint8_t* q, int64_t q_step, c
     const int64_t lane = o % LANES, quads = m.bits == 4 ? 4 : 8, halves = m.bits == 4 ? 2 : 1;
     uint8_t* head = strip + 2 * lane;
     uint8_t* body = strip + m.head_bytes() + 4 * lane;
-    for (int64_t g = 0; g < m.groups; ++g) {
+    for (int64_t g = 0; g < m.groups(); ++g) {
         for (int64_t j = 0; j < quads; ++j, body += 4 * LANES) std::memcpy(body, q + g * q_step + 4 * j, 4);
         std::memcpy(head, scale + g * scale_step, 2);
         if (offset) std::memcpy(head + 2 * LANES, offset + g * offset_step, 2);
@@ -313,7 +309,88 @@ void pack_output(const Matrix& m, int64_t o, const uint8_t* q, int64_t q_step, c
     }
 }
 
+// ---- Floats ---------------------------------------------------------------------------------------------------------
+
+// ROWS rows times OUTS outputs, whose weights follow each other. Each sum is made of eight interleaved ones and what is
+// left over, in the same order in every tile.
+template <int ROWS, int OUTS>
+void multiply_floats(const float* w, int64_t width, const float* x, const float* bias, Output out) {
+    f32x4 sums[ROWS][OUTS][2] = {};
+    int64_t k = 0;
+    for (; k + 8 <= width; k += 8) {
+        f32x4 a[OUTS][2];
+        unroll<OUTS>(EACH(o) { unroll<2>(EACH(j) { a[o][j] = load4(w + o * width + k + 4 * j); }); });
+        unroll<ROWS>(EACH(r) {
+            unroll<2>(EACH(j) {
+                const f32x4 b = load4(x + r * width + k + 4 * j);
+                unroll<OUTS>(EACH(o) { sums[r][o][j] = multiply_add(a[o][j], b, sums[r][o][j]); });
+            });
+        });
+    }
+    for (int r = 0; r < ROWS; ++r) {
+        for (int o = 0; o < OUTS; ++o) {
+            float total = sum_lanes(sums[r][o][0] + sums[r][o][1]);
+            for (int64_t i = k; i < width; ++i) total = multiply_add(w[o * width + i], x[r * width + i], total);
+            if (bias) total += bias[o];
+            float* y = out.y + r * out.stride + o;
+            *y = out.add ? *y + total : total;
+        }
+    }
+}
+
+// Outputs 'begin' to 'end' times all rows, a block of which stays in the second-level cache meanwhile.
+void multiply_all_floats(const Matrix& m, const float* x, int64_t count, Output out, int64_t begin, int64_t end) {
+    const auto* w = reinterpret_cast<const float*>(m.data);
+    const int64_t width = m.width, block = std::max<int64_t>(2, BLOCK / int64_t(width * sizeof(float)));
+    const auto tile = [&](int64_t r, int64_t o, auto rows, auto outs) {
+        const Output to{out.y + r * out.stride + o, out.stride, out.add};
+        multiply_floats<rows, outs>(w + o * width, width, x + r * width, m.bias ? m.bias + o : nullptr, to);
+    };
+    const std::integral_constant<int, 1> one;
+    const std::integral_constant<int, 2> two;
+    const std::integral_constant<int, 4> four;
+    for (int64_t first = 0; first < count; first += block) {
+        const int64_t last = std::min(first + block, count);
+        int64_t o = begin;
+        for (; o + 4 <= end; o += 4) {
+            int64_t r = first;
+            for (; r + 2 <= last; r += 2) tile(r, o, two, two), tile(r, o + 2, two, two);
+            if (r < last) tile(r, o, one, four);
+        }
+        for (; o < end; ++o) {
+            for (int64_t r = first; r < last; ++r) tile(r, o, one, one);
+        }
+    }
+}
+
+Rows layout(const Matrix& m, const uint8_t* data, int64_t count) {
+    return Rows{data, count, m.groups() * group_bytes(int(std::min<int64_t>(count, TILE)))};
+}
+
 }  // namespace
+
+int64_t prepared_bytes(const Matrix& m, int64_t count) {
+    if (m.bits == 32) return count * m.width * int64_t(sizeof(float));
+    const Rows rows = layout(m, nullptr, count);
+    return rows.tiles() * rows.tile_bytes;
+}
+
+void prepare_row(const Matrix& m, const float* x, int64_t row, int64_t count, uint8_t* prepared) {
+    const size_t bytes = size_t(m.width) * sizeof(float);
+    if (m.bits == 32) {
+        std::memcpy(prepared + size_t(row) * bytes, x, bytes);
+        return;
+    }
+    const Rows rows = layout(m, prepared, count);
+    const int64_t tile = row / TILE;
+    round_row(x, m.groups(), row % TILE, rows.rows_of(tile), prepared + tile * rows.tile_bytes);
+}
+
+void multiply(const Matrix& m, const uint8_t* prepared, int64_t count, Output out, int64_t begin, int64_t end) {
+    if (m.bits != 32) return multiply_all(m, layout(m, prepared, count), out, begin, end);
+    const int64_t last = std::min(end * LANES, m.out_features);
+    multiply_all_floats(m, reinterpret_cast<const float*>(prepared), count, out, begin * LANES, last);
+}
 
 extern "C" {
 
@@ -325,7 +402,7 @@ int sd_lanes() { return LANES; }
 void sd_pack(const Matrix* m, int64_t first, int64_t count, const uint8_t* q, int64_t q_out, int64_t q_group,
              const uint8_t* scale, int64_t scale_out, int64_t scale_group, const uint8_t* offset, int64_t offset_out,
              int64_t offset_group) {
-    pool::parallel_ranges(count, double(count * m->groups * GROUP), 4, [&](int64_t begin, int64_t end) {
+    pool::parallel_ranges(count, double(count * m->width), 4, [&](int64_t begin, int64_t end) {
         for (int64_t o = begin; o < end; ++o) {
             pack_output(*m, first + o, q + o * q_out, q_group, scale + o * scale_out, scale_group,
                         offset ? offset + o * offset_out : nullptr, offset_group);
@@ -335,22 +412,16 @@ void sd_pack(const Matrix* m, int64_t first, int64_t count, const uint8_t* q, in
 
 void sd_linear(const Matrix* m, const float* x, int64_t x_stride, int64_t count, float* y, int64_t y_stride, int add) {
     thread_local std::vector<uint8_t> buffer;  // of the caller; workers get its address
-    const int64_t width = m->groups * GROUP;
-    const int widest = int(std::min<int64_t>(count, TILE));
-    Rows rows{nullptr, count, m->groups * group_bytes(widest)};
-    if (buffer.size() < size_t(rows.tiles() * rows.tile_bytes)) buffer.resize(size_t(rows.tiles() * rows.tile_bytes));
-    uint8_t* data = buffer.data();
-    rows.data = data;
-    const double elements = double(count * width);
+    const auto bytes = size_t(prepared_bytes(*m, count));
+    if (buffer.size() < bytes) buffer.resize(bytes);
+    uint8_t* prepared = buffer.data();
+    const double elements = double(count * m->width);
     pool::parallel_ranges(count, 4 * elements, 2, [&](int64_t begin, int64_t end) {
-        for (int64_t r = begin; r < end; ++r) {
-            const int64_t tile = r / TILE;
-            round_row(x + r * x_stride, m->groups, r % TILE, rows.rows_of(tile), data + tile * rows.tile_bytes);
-        }
+        for (int64_t r = begin; r < end; ++r) prepare_row(*m, x + r * x_stride, r, count, prepared);
     });
     const Output out{y, y_stride, add != 0};
     pool::parallel_ranges(m->strips(), elements * double(m->out_features) / 8, 2, [&](int64_t begin, int64_t end) {
-        multiply_all(*m, rows, out, begin, end);
+        multiply(*m, prepared, count, out, begin, end);
     });
 }
 

@@ -1,66 +1,111 @@
-"""Weights as the C++ matmuls read them: integers in groups of 32, repacked, those of the file or rounded to 8 bits."""
+"""Weights as the C++ matmuls read them: integers in groups of 32, repacked, those of the file or rounded to 8 bits; or
+floats, for a router and for widths that have no such groups."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_int64
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from sparkdraft.kernels.native.library import c
 from sparkdraft.kernels.native.recording import empty
-from sparkdraft.weights.linear import BiasedLinear, CannotKeep, Linear, StackedLinear, ToFloats
+from sparkdraft.weights.linear import CannotKeep, Linear, StackedLinear, ToFloats
 from sparkdraft.weights.quant.group import GROUP, GroupQuant
 from sparkdraft.weights.quant.stored import Stored, as_float
 
 
 def keep_matrix(parts: Sequence[Stored], bias: Tensor | None, floats: ToFloats) -> Linear:
     """One matrix stacked of the parts, as integers."""
-    width = parts[0].shape[1]
-    if width % GROUP:
-        raise CannotKeep(f"width {width} is no multiple of {GROUP}")
-    groups = [_grouped(part) for part in parts]
-    alike = len({group.bits for group in groups}) == 1
-    kept = PackedLinear.pack(groups) if alike else StackedLinear([PackedLinear.pack([group]) for group in groups])
-    return kept if bias is None else BiasedLinear(kept, bias)
+    groups = grouped(parts)
+    if len({group.bits for group in groups}) == 1:
+        return PackedLinear.pack(groups, bias)
+    biases = [None] * len(groups) if bias is None else bias.split([group.shape[0] for group in groups])
+    return PackedParts([PackedLinear.pack([group], part) for group, part in zip(groups, biases, strict=True)])
+
+
+def keep_float_matrix(parts: Sequence[Stored], bias: Tensor | None, floats: ToFloats) -> Linear:
+    return FloatLinear(torch.cat([floats(part) for part in parts]), bias)
 
 
 def keep_table(part: Stored, floats: ToFloats) -> Tensor | GroupQuant:
     """A table that `embed` looks rows up in."""
-    return floats(part) if part.shape[1] % GROUP else _grouped(part)
+    return floats(part) if part.shape[1] % GROUP else grouped([part])[0]
 
 
-def _grouped(part: Stored) -> GroupQuant:
-    return part if isinstance(part, GroupQuant) else GroupQuant.from_float(as_float(part))
+def grouped(parts: Sequence[Stored]) -> list[GroupQuant]:
+    """The parts as integers: those of the file, or floats rounded to 8 bits. Raises CannotKeep."""
+    width = parts[0].shape[1]
+    if width % GROUP:
+        raise CannotKeep(f"width {width} is no multiple of {GROUP}")
+    return [part if isinstance(part, GroupQuant) else GroupQuant.from_float(as_float(part)) for part in parts]
 
 
-class _Matrix(ctypes.Structure):
-    """Mirrors 'Matrix' of matmul.cpp."""
+class Matrix(ctypes.Structure):
+    """Mirrors 'Matrix' of matmul.h."""
 
-    _fields_ = [(name, c_int64) for name in ("data", "groups", "out_features", "bits")]
+    _fields_ = [(name, c_int64) for name in ("data", "width", "out_features", "bits", "bias")]
 
 
-class PackedLinear(Linear):
-    """Weights in the order in which matmul.cpp reads them. Several matrices that read the same input make one."""
+class NativeLinear(Linear):
+    """A matrix that matmul.cpp reads."""
 
-    __slots__ = ("_data", "_handle", "_matrix", "in_features", "nbytes", "out_features")
+    __slots__ = ("_handle", "_kept", "in_features", "matrix", "nbytes", "out_features")
 
-    def __init__(self, bits: int, in_features: int, out_features: int) -> None:
-        groups, lanes = in_features // GROUP, c.sd_lanes()
-        padded = -(-out_features // lanes) * lanes
-        self.in_features, self.out_features = in_features, out_features
-        self.nbytes = padded * groups * (20 if bits == 4 else 34)
-        self._data = torch.zeros(self.nbytes, dtype=torch.uint8)
-        self._matrix = _Matrix(self._data.data_ptr(), groups, out_features, bits)
-        self._handle = ctypes.addressof(self._matrix)
+    def __init__(self, data: Tensor, bits: int, shape: tuple[int, int], bias: Tensor | None) -> None:
+        self.out_features, self.in_features = shape
+        bias = None if bias is None else bias.float().contiguous()
+        assert bias is None or bias.shape == shape[:1], (bias.shape, shape)
+        self._kept = data, bias
+        self.nbytes = data.nbytes + (0 if bias is None else bias.nbytes)
+        places = [0 if t is None else t.data_ptr() for t in self._kept]
+        self.matrix = Matrix(places[0], self.in_features, self.out_features, bits, places[1])
+        self._handle = ctypes.addressof(self.matrix)
+
+    def linear(self, x: Tensor) -> Tensor:  # [rows, in] -> [rows, out]
+        y = empty(x.shape[0], self.out_features)
+        self.write(y, x)
+        return y
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """residual += linear(x), in place."""
+        self.write(residual, x, add=True)
+
+    def write(self, y: Tensor, x: Tensor, add: bool = False) -> None:
+        """Into rows that may be columns of a wider tensor."""
+        places = (x.data_ptr(), x.stride(0), x.shape[0], y.data_ptr(), y.stride(0))
+        c.sd_linear(self._handle, *places, int(add))
+
+
+class FloatLinear(NativeLinear):
+    """float32, as they are."""
+
+    __slots__ = ("weight",)
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight = weight.float().contiguous()  # [out, in]
+        super().__init__(self.weight, 32, (weight.shape[0], weight.shape[1]), bias)
+
+    def rows(self, ids: Tensor | None = None) -> Tensor:
+        return self.weight if ids is None else self.weight[ids]
+
+
+class PackedLinear(NativeLinear):
+    """Integers in the order in which matmul.cpp reads them. Several matrices that read the same input make one."""
+
+    __slots__ = ()
 
     @staticmethod
-    def pack(parts: list[GroupQuant]) -> PackedLinear:
-        bits, width = parts[0].bits, parts[0].shape[1]
+    def pack(parts: Sequence[GroupQuant], bias: Tensor | None = None) -> PackedLinear:
+        bits, width, lanes = parts[0].bits, parts[0].shape[1], c.sd_lanes()
         assert all(p.bits == bits and p.shape[1] == width for p in parts), [(p.bits, p.shape) for p in parts]
-        packed = PackedLinear(bits, width, sum(p.shape[0] for p in parts))
+        out = sum(p.shape[0] for p in parts)
+        padded = -(-out // lanes) * lanes
+        data = torch.zeros(padded * (width // GROUP) * (20 if bits == 4 else 34), dtype=torch.uint8)
+        packed = PackedLinear(data, bits, (out, width), bias)
         first = 0
         for part in parts:
             packed._fill(first, part)
@@ -73,15 +118,25 @@ class PackedLinear(Linear):
         places = [x for t in (part.q, part.scale, part.offset) for x in place(t)]
         c.sd_pack(self._handle, first, part.shape[0], *places)
 
-    def linear(self, x: Tensor) -> Tensor:  # [rows, in] -> [rows, out]
-        rows, out = x.shape[0], self.out_features
-        y = empty(rows, out)
-        c.sd_linear(self._handle, x.data_ptr(), x.stride(0), rows, y.data_ptr(), out, 0)
+
+class PackedParts(StackedLinear):
+    """Matrices of different bits that read the same input: each writes its own columns."""
+
+    def __init__(self, parts: Sequence[PackedLinear]) -> None:
+        super().__init__(list(parts))
+        ends = [sum(p.out_features for p in parts[:i]) for i in range(len(parts) + 1)]
+        self._columns = [(part, slice(*span)) for part, span in zip(parts, pairwise(ends), strict=True)]
+        self._width = ends[-1]
+
+    def linear(self, x: Tensor) -> Tensor:
+        y = empty(x.shape[0], self._width)
+        for part, columns in self._columns:
+            part.write(y[:, columns], x)
         return y
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """residual += x W^T, in place."""
-        c.sd_linear(*(self._handle, x.data_ptr(), x.stride(0), x.shape[0], residual.data_ptr(), residual.stride(0), 1))
+        for part, columns in self._columns:
+            part.write(residual[:, columns], x, add=True)
 
 
 def place(t: Tensor | None) -> tuple[int | None, int, int]:

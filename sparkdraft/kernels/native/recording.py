@@ -22,10 +22,11 @@ from sparkdraft.kernels import Unrecordable
 from sparkdraft.kernels.native.library import c
 
 KERNELS = (
-    *("embed", "copy_rows", "linear", "rms_norm", "qk_norm_rope", "silu_mul"),
+    *("embed", "copy_rows", "linear", "rms_norm", "qk_norm_rope", "gated"),
     *("kv_write", "paged_attention", "find_pages", "make_rows", "unit_rms"),
+    *("add_normed", "softcap", "route", "experts"),
 )
-MOST_INTEGERS = 14  # this and the order of KERNELS as in replay.cpp
+MOST_INTEGERS, MOST_REALS = 14, 2  # these and the order of KERNELS as in replay.cpp
 # What may be asked of a tensor while a recording is made: its memory and its shape. None of these computes anything.
 SHAPES = {"__get__", "dim", "size", "numel", "stride", "element_size", "data_ptr", "storage_offset", "is_contiguous"}
 HARMLESS = {"empty", "view", "split", "__getitem__", "__len__"} | SHAPES
@@ -62,7 +63,7 @@ class _Call(ctypes.Structure):
     _fields_ = (
         ("kernel", ctypes.c_int64),
         ("integers", ctypes.c_int64 * MOST_INTEGERS),
-        ("real", ctypes.c_double),
+        ("reals", ctypes.c_double * MOST_REALS),
     )
 
 
@@ -126,7 +127,8 @@ class Recording:
             function(*arguments)
             integers = [a or 0 for a in arguments if not isinstance(a, float)]
             reals = [a for a in arguments if isinstance(a, float)]
-            calls.append(_Call(number, (ctypes.c_int64 * MOST_INTEGERS)(*integers), *reals))
+            lists = (ctypes.c_int64 * MOST_INTEGERS)(*integers), (ctypes.c_double * MOST_REALS)(*reals)
+            calls.append(_Call(number, *lists))
 
         return record
 
