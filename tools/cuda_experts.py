@@ -51,6 +51,7 @@ if DRY:
 DEVICE, DTYPE = ("cpu", torch.float16) if DRY else ("cuda", torch.bfloat16)
 GPU = gpu_of(torch.device(DEVICE))
 FORMAT, EPS = "16bit", 1e-6
+ROUTER = few_rows.KERNEL  # a router is a matrix like others, but smaller than any
 LAYERS = 2 if DRY else 8
 CHECKED = (1, 3) if DRY else (1, 2, 4, 7, 16, 17, 64, 200)
 BEGIN = time.perf_counter()
@@ -264,6 +265,17 @@ class Case:
         sets = list(zip(self.layers, self.routings, self.normed, made, strict=True))
         return seconds([lambda s=s: launch(*s) for s in sets])
 
+    def logits(self) -> float:
+        return self.each(lambda layer, routing, normed: cuda.norm_logits(normed, layer.router))
+
+    def time(self, kernel: str) -> float:
+        return {ROUTER: self.logits, GATE_UP: self.gate_up}.get(kernel, self.down)()
+
+    def nbytes(self, kernel: str) -> float:
+        if kernel == ROUTER:
+            return self.layers[0].router.nbytes
+        return self.distinct * self.model.expert_bytes * (2 / 3 if kernel == GATE_UP else 1 / 3)
+
     def cutting(self) -> float:
         if self.blocks(self.routings[0]) is None:
             return 0.0
@@ -283,10 +295,11 @@ def bench(layers: list[Layer], rows: int, bandwidth: float, results: dict[str, o
     model, case = layers[0].model, Case(layers, rows)
     nbytes = case.distinct * model.expert_bytes
     parts = {
+        "logits": (case.logits(), 0.0),
         "route": (case.each(lambda layer, routing, normed: layer.route(normed)), 0.0),
         "cut": (case.cutting(), 0.0),
-        "gate_up": (case.gate_up(), nbytes * 2 / 3),
-        "down": (case.down(), nbytes / 3),
+        "gate_up": (case.gate_up(), case.nbytes(GATE_UP)),
+        "down": (case.down(), case.nbytes(DOWN)),
         "block": (case.routed(), nbytes),
     }
     flops = 6 * rows * model.top_k * model.hidden * model.inter
@@ -312,7 +325,7 @@ def using(kernel: str, key: tuple[int, ...], tile: list[int]) -> Iterator[None]:
     """The tile in place of the table's."""
     kept = table(kernel).get(key)
     table(kernel)[key] = tile
-    experts._launch.cache_clear()
+    forget()
     try:
         yield
     finally:
@@ -320,16 +333,25 @@ def using(kernel: str, key: tuple[int, ...], tile: list[int]) -> Iterator[None]:
             del table(kernel)[key]
         else:
             table(kernel)[key] = kept
-        experts._launch.cache_clear()
+        forget()
+
+
+def forget() -> None:
+    experts._launch.cache_clear()
+    few_rows._launch.cache_clear()
 
 
 def candidates(kernel: str, model: Model, size: int) -> list[list[int]]:
     """size: pairs in a block, or choices of a row."""
+    if kernel == ROUTER:  # so small that all of it may be in flight at once
+        return [[16, 128, 4, 8], [16, 64, 4, 16], [16, 128, 4, 16], [16, 256, 4, 9], [16, 256, 2, 9], [16, 512, 4, 6]]
     in_ = model.hidden if kernel == GATE_UP else model.inter
     if kernel == ROW_DOWN:
         strips = [max(n // size, 8) for n in (64, 128, 256)]
         deep = [128, 256] if in_ % 128 == 0 else [64, 128]
-        found = [[n, k, 4, 10] for n in strips for k in deep] + [[strips[1], deep[1], 8, 10]]
+        found = [[n, k, 4, s] for n in strips[:2] for k in deep for s in (4, 10)]
+        found += [[strips[2], deep[0], 4, 10], [strips[2], deep[0], 8, 10], [strips[1], deep[0], 8, 10]]
+        found += [[strips[1], 64, 4, 6], [strips[0], 64, 4, 6]]
     elif size == 16:
         deep = [128, 256] if in_ % 128 == 0 else [64, 128]
         found = [[n, k, w, s] for n, w in ((64, 4), (128, 4)) for k in deep for s in (4, 8)]
@@ -337,7 +359,7 @@ def candidates(kernel: str, model: Model, size: int) -> list[list[int]]:
     elif size == 32:
         found = [[64, 128, 4, 4], [64, 64, 4, 5], [128, 64, 4, 5], [128, 128, 8, 4], [128, 64, 8, 5]]
     else:
-        found = [[128, 64, 8, 4], [128, 64, 4, 4], [128, 128, 8, 3], [256, 64, 8, 3]]
+        found = [[128, 64, 8, 4], [128, 64, 4, 4], [256, 64, 8, 3], [256, 64, 8, 4], [128, 64, 8, 5], [128, 32, 4, 6]]
     first = experts._choose(kernel, 0, in_, size, DTYPE.itemsize)
     tiles = [[first.block_n, first.block_k, first.warps, first.stages], *found]
     return [list(tile) for tile in dict.fromkeys(map(tuple, tiles))][: 2 if DRY else None]
@@ -348,6 +370,7 @@ def jobs(model: Model) -> list[tuple[str, tuple[int, ...], list[int]]]:
     wide, narrow = model.gate_up[1:], model.down[1:]
     if DRY:
         return [(GATE_UP, (*wide, 16), [1, 3]), (ROW_DOWN, (*narrow, 2), [1]), (DOWN, (*narrow, 16), [3])]
+    found: list[tuple[str, tuple[int, ...], list[int]]] = [(ROUTER, (model.experts, model.hidden), [1, 16])]
     few = [n for n in (1, 4) if experts.one_by_one(n, model.top_k, model.experts)]
     found = [
         (GATE_UP, (*wide, 16), [1, 8, 16]),
@@ -356,7 +379,7 @@ def jobs(model: Model) -> list[tuple[str, tuple[int, ...], list[int]]]:
     ]
     for rows in (256, 1024, 2048):
         size = experts.block_size(rows, model.top_k, model.experts)
-        if size > 16 and size not in [key[2] for _, key, _ in found]:
+        if size > 16 and (GATE_UP, (*wide, size)) not in [job[:2] for job in found]:
             found += [(GATE_UP, (*wide, size), [rows]), (DOWN, (*narrow, size), [rows])]
     return found
 
@@ -374,6 +397,7 @@ def compiling(what: str) -> Iterator[None]:
 
         with (
             patch.object(experts, "_run", warm),
+            patch.object(few_rows, "_run", warm),
             ThreadPoolExecutor(os.cpu_count()) as pool,
             AsyncCompileMode(pool, ignore_errors=True),
         ):
@@ -387,7 +411,9 @@ def compiling(what: str) -> Iterator[None]:
 def launch_once(kernel: str, case: Case) -> None:
     layer, routing, normed = case.layers[0], case.routings[0], case.normed[0]
     blocks, few = case.blocks(routing), case.rows <= few_rows.MOST_ROWS
-    if kernel == GATE_UP:
+    if kernel == ROUTER:
+        cuda.norm_logits(normed, layer.router)
+    elif kernel == GATE_UP:
         experts.run_gate_up(normed, routing, layer.gate_up, blocks, case.model.activation)
     elif kernel == ROW_DOWN:
         experts.run_row_down(case.inside, routing, layer.down, normed.x, layer.norm)
@@ -400,7 +426,7 @@ def tune_kernel(
 ) -> list[int] | None:
     """The tile that is the best over these rows."""
     model, cases = layers[0].model, {n: Case(layers, n) for n in rows}
-    tiles = candidates(kernel, model, key[2])
+    tiles = candidates(kernel, model, key[-1])
     with compiling(f"{len(tiles)} tiles of {kernel} {key}"):
         for tile in tiles:
             with using(kernel, key, tile):
@@ -414,14 +440,13 @@ def tune_kernel(
             break
         try:
             with using(kernel, key, tile):
-                times = [case.gate_up() if kernel == GATE_UP else case.down() for case in cases.values()]
+                times = [case.time(kernel) for case in cases.values()]
         except Exception as error:  # a tile too large for this GPU is a result as well
             print(f"  {tile} failed: {str(error).splitlines()[0][:120]}", flush=True)
             continue
         found[tuple(tile)] = times
-        part = 2 / 3 if kernel == GATE_UP else 1 / 3
         shares = [
-            f"{n} rows {t * 1e6:7.1f} us ({case.distinct * model.expert_bytes * part / t / bandwidth:4.0%})"
+            f"{n} rows {t * 1e6:7.1f} us ({case.nbytes(kernel) / t / bandwidth:4.0%})"
             for (n, case), t in zip(cases.items(), times, strict=True)
         ]
         print(f"  {tile!s:20s} {'  '.join(shares)}", flush=True)
@@ -455,9 +480,11 @@ def compare_ways(layers: list[Layer], results: dict[str, object], limit: float) 
         results[f"{model.name} {rows} ways"] = {str(size): round(t * 1e6, 1) for size, t in times.items()}
 
 
-def tune(model: Model, layers: list[Layer], bandwidth: float, limit: float) -> tuned.Tables:
+def tune(model: Model, layers: list[Layer], kernels: list[str], bandwidth: float, limit: float) -> tuned.Tables:
     found: tuned.Tables = {}
     for kernel, key, rows in jobs(model):
+        if kernel not in kernels:
+            continue
         if time.perf_counter() - BEGIN > limit:
             break
         print(f"{model.name} {kernel} {key}, rows {rows}", flush=True)
@@ -465,7 +492,7 @@ def tune(model: Model, layers: list[Layer], bandwidth: float, limit: float) -> t
         if best:
             found.setdefault((kernel, FORMAT), {})[key] = best
             table(kernel)[key] = best  # what follows is measured with it
-            experts._launch.cache_clear()
+            forget()
     return found
 
 
@@ -474,6 +501,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=[m.name for m in MODELS], choices=[m.name for m in MODELS])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 256, 2048])
     parser.add_argument("--tune", action="store_true", help="try tiles, and all ways for each number of rows")
+    kernels = [ROUTER, GATE_UP, ROW_DOWN, DOWN]
+    parser.add_argument("--kernels", nargs="+", default=kernels, choices=kernels, help="whose tiles to try")
     parser.add_argument("--limit", type=float, default=200, help="seconds after which nothing more is tried")
     parser.add_argument("--dry", action="store_true", help="tiny shapes in the interpreter, to try the script")
     arguments = parser.parse_args()
@@ -490,9 +519,10 @@ def main() -> None:
         run_checks(model, layers[0], results)
         if arguments.tune:
             limit = arguments.limit * place / len(models)
-            for name, found in tune(model, layers, bandwidth, limit).items():
+            for name, found in tune(model, layers, arguments.kernels, bandwidth, limit).items():
                 tiles.setdefault(name, {}).update(found)
-            compare_ways(layers, results, limit + 10)
+            if arguments.kernels == kernels:
+                compare_ways(layers, results, limit + 10)
         for count in rows:
             try:
                 bench(layers, count, bandwidth, results)

@@ -123,6 +123,23 @@ def _down(
 
 
 @triton.jit
+def _in_order(
+    share, part, total, FIRST: tl.constexpr, TOP_K: tl.constexpr, COUNT: tl.constexpr, STRIP: tl.constexpr
+):  # fmt: skip
+    """total [STRIP] + share * part, [STRIP, COUNT] both, one after the other: choices from FIRST on, below TOP_K."""
+    if COUNT == 1:
+        if FIRST < TOP_K:
+            total = tl.fma(tl.reshape(share, [STRIP]), tl.reshape(part, [STRIP]), total)
+    else:
+        HALF: tl.constexpr = COUNT // 2
+        share_a, share_b = tl.split(tl.permute(tl.reshape(share, [STRIP, 2, HALF]), (0, 2, 1)))
+        part_a, part_b = tl.split(tl.permute(tl.reshape(part, [STRIP, 2, HALF]), (0, 2, 1)))
+        total = _in_order(share_a, part_a, total, FIRST, TOP_K, HALF, STRIP)
+        total = _in_order(share_b, part_b, total, FIRST + HALF, TOP_K, HALF, STRIP)
+    return total
+
+
+@triton.jit
 def _tree(value, COUNT: tl.constexpr, WIDTH: tl.constexpr):
     """Sums [COUNT] of [COUNT, WIDTH] as neighbours' sums of neighbours' sums, in whichever layout the numbers are."""
     if WIDTH > 1:
@@ -180,12 +197,9 @@ def _row_down(
     result = tl.sum(tl.where(choice[:, None] == own[None, :], acc, 0.0), 1)  # exact: one number, and zeros
     if bias is not None:
         result += extra.to(tl.float32)
-    result, share = tl.reshape(result, [BLOCK_C, STRIP]), tl.reshape(share, [BLOCK_C, STRIP])
-    place = tl.arange(0, BLOCK_C)[:, None]
-    total = tl.zeros([STRIP], tl.float32)
-    for number in tl.static_range(TOP_K):
-        part = tl.sum(tl.where(place == number, result, 0.0), 0)
-        total = tl.fma(tl.sum(tl.where(place == number, share, 0.0), 0), part, total)
+    result = tl.trans(tl.reshape(result, [BLOCK_C, STRIP]))
+    share = tl.trans(tl.reshape(share, [BLOCK_C, STRIP]))
+    total = _in_order(share, result, tl.zeros([STRIP], tl.float32), 0, TOP_K, BLOCK_C, STRIP)
     strip = tl.program_id(1) + tl.arange(0, 1)
     _finish(total, before, factor, out, scaled, squares, row, column, strip, stride_out, OUT, STRIPS, 1, STRIP)
 
@@ -243,7 +257,7 @@ def _choose(kernel: str, out: int, in_: int, size: int, itemsize: int) -> Tile:
     if kernel == ROW_DOWN:
         return Tile(max(128 // size, 8), block_k, 4, 8)
     if size <= 32:
-        return Tile(64, block_k, 4, 6)
+        return Tile(64, block_k, 4, 4)
     return Tile(128, 64, 8, 4)
 
 

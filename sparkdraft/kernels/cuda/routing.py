@@ -21,18 +21,16 @@ from sparkdraft.kernels.routing import Routing
 from sparkdraft.weights.linear import Linear
 
 MOST_EXPERTS, MOST_CHOICES = 512, 16
-CHUNK = 1024  # pairs that a program looks at in one go
-_TAKEN = tl.constexpr(-(2**63))  # below every key
+CHUNK = 4096  # pairs that a program looks at in one go, at most
+_NAN = tl.constexpr(2**31 - 1)  # the key of NaN, which is the largest, as in torch's sort; it is NaN's bits too
+_TAKEN = tl.constexpr(-(2**31))  # below every key
 FIELDS = tl.constexpr(3)  # of a block: its expert, and its first and last place in `Blocks.order`; the last is not in
 
 
 @triton.jit
-def _order_key(value, index, COUNT: tl.constexpr):
-    """int64 in the order of float32 values, NaN the largest as in torch's sort; the lower index wins a tie."""
-    value = value + 0.0  # -0 becomes 0, which it equals
-    bits = value.to(tl.int32, bitcast=True)
-    bits = tl.where(value == value, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
-    return (bits.to(tl.int64) << 32) + (COUNT - 1 - index).to(tl.int64)
+def _flip(bits):
+    """From the bits of a float32 to an int32 in the same order, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -46,18 +44,20 @@ def _route(
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_E)
     value = tl.load(logits + row * stride_logits + expert, mask=expert < EXPERTS, other=float("-inf"))
-    key = _order_key(value, expert, BLOCK_E)
+    key = _flip((value + 0.0).to(tl.int32, bitcast=True))  # -0 + 0 = 0, which it equals
+    key = tl.where(value == value, key, _NAN)
+    key = tl.where(expert < EXPERTS, key, _TAKEN)
     choice = tl.arange(0, BLOCK_C)
-    best = tl.zeros([BLOCK_C], tl.int64)
+    chosen = tl.zeros([BLOCK_C], tl.int32)
+    best = tl.zeros([BLOCK_C], tl.int32)
     for number in tl.static_range(TOP_K):
         top = tl.max(key, 0)
+        first = tl.min(tl.where(key == top, expert, BLOCK_E), 0)
+        chosen = tl.where(choice == number, first, chosen)
         best = tl.where(choice == number, top, best)
-        key = tl.where(key == top, _TAKEN, key)
+        key = tl.where(expert == first, _TAKEN, key)
     mask = choice < TOP_K
-    chosen = (BLOCK_E - 1 - (best & 0xFFFF)).to(tl.int32)
-    bits = (best >> 32).to(tl.int32)
-    picked = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    picked = tl.where(mask, picked, float("-inf"))
+    picked = tl.where(mask, _flip(best).to(tl.float32, bitcast=True), float("-inf"))
     peak = tl.max(picked, 0)
     share = tl.exp(picked - peak)
     share /= tl.sum(share, 0) if RENORMALISE else tl.sum(tl.exp(value - peak), 0)
@@ -143,8 +143,10 @@ def cut(routing: Routing, experts: int, size: int) -> Blocks:
     device = routing.ids.device
     order = torch.empty((pairs,), dtype=torch.int32, device=device)
     table = torch.empty((most, FIELDS.value), dtype=torch.int32, device=device)
+    chunk = min(max(triton.next_power_of_2(pairs), 128), CHUNK)
     run(
         _cut, (experts,), routing.ids, order, table, pairs, most,
-        SIZE=size, BLOCK_E=triton.next_power_of_2(experts), BLOCK_P=CHUNK, BLOCK_T=32, num_warps=4,
+        SIZE=size, BLOCK_E=triton.next_power_of_2(experts), BLOCK_P=chunk, BLOCK_T=32,
+        num_warps=min(max(chunk // 256, 1), 16),
     )  # fmt: skip
     return Blocks(order, table, size)
