@@ -85,7 +85,7 @@ def test_add_normed(rows: int, dim: int, dtype: torch.dtype) -> None:
         assert torch.equal(residual[rows], untouched), "wrote past the rows"
         assert (left.scaled is None) == (left.squares is None) == (rows > few_rows.MOST_ROWS)
         if left.scaled is not None:
-            assert torch.equal(left.scaled, (left.x.double() * then.gain.double()).to(dtype))
+            assert torch.equal(left.scaled, (left.x.float() * then.gain.float()).to(dtype))
             torch.testing.assert_close(left.squares.double().sum(1), left.x.double().square().sum(1), rtol=1e-5, atol=0)
 
 
