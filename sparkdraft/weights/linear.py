@@ -73,8 +73,9 @@ class DenseLinear(Linear):
         return F.linear(x, self.weight, self.bias)
 
     def linear_float32(self, x: Tensor) -> Tensor:
-        if self.bias is None and x.is_cuda and x.dtype != torch.float32:
-            return torch.mm(x, self.weight.t(), out_dtype=torch.float32)  # not rounded on the way, not written twice
+        if x.is_cuda and x.dtype != torch.float32:
+            y = torch.mm(x, self.weight.t(), out_dtype=torch.float32)  # not rounded on the way, not written twice
+            return y if self.bias is None else y.add_(self.bias)
         return self.linear(x).float()
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
-from sparkdraft.kernels.cuda import attention, block_attention, few_rows, pdl, turboquant
+from sparkdraft.kernels.cuda import attention, block_attention, experts, few_rows, pdl, turboquant
 from sparkdraft.kernels.cuda.gpu import Gpu
 
 LIMIT = {90: 227 << 10, 121: 99 << 10}  # bytes of shared memory that a program may take: H200, DGX Spark
@@ -63,7 +63,7 @@ def captured_launches(monkeypatch: pytest.MonkeyPatch, capability: int, step: Ca
     with monkeypatch.context() as patch:
         patch.setattr(JITFunction, "run", note)
         patch.setattr(pdl, "active", lambda device: True)
-        for module in (attention, block_attention, few_rows, turboquant):
+        for module in (attention, block_attention, experts, few_rows, turboquant):
             patch.setattr(module, "gpu_of", lambda device: GPUS[capability])
         step()
     return found
@@ -93,7 +93,11 @@ def compile_launch(capability: int, launch: Launch) -> tuple[Any, dict[str, str]
 
 # The order of kernels that overlap (kernels/cuda/pdl.py)
 
-WEIGHTS = {"_rms_norm": {"weight"}, "_rope_write": {"q_norm", "k_norm"}}  # what may be read before the wait
+WEIGHTS = {  # what may be read before the wait
+    "_rms_norm": {"weight"},
+    "_rope_write": {"q_norm", "k_norm"},
+    "_add_normed": {"weight", "gain"},
+}
 WEIGHTS |= {name: {"signs"} for name in ("write", "join", "turn_back")}
 
 

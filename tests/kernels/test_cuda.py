@@ -17,10 +17,11 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels import cuda, reference  # noqa: E402
-from sparkdraft.kernels.activation import SILU  # noqa: E402
-from sparkdraft.kernels.cuda import attention, elementwise, tuned  # noqa: E402
+from sparkdraft.kernels.activation import GELU_TANH, SILU, Activation  # noqa: E402
+from sparkdraft.kernels.cuda import attention, elementwise, few_rows, tuned  # noqa: E402
 from sparkdraft.kernels.cuda.argmax import argmax as cuda_argmax  # noqa: E402
 from sparkdraft.kernels.cuda.gpu import Gpu  # noqa: E402
+from sparkdraft.kernels.norm import Norm  # noqa: E402
 from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs  # noqa: E402
 from tests.kernels.ahead_of_time import GPUS  # noqa: E402
 from tests.kernels.triton_device import (  # noqa: E402
@@ -52,13 +53,40 @@ def test_rms_norm(rows: int, dim: int, dtype: torch.dtype) -> None:
     assert_close(cuda.rms_norm(x, weight, 1e-5), reference.rms_norm(x.float(), weight, 1e-5), dtype)
 
 
+ACTIVATIONS = [SILU, GELU_TANH, Activation("clamped_swiglu", 1.5)]
+
+
 @gpu
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.kind)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows, inter", [(1, 64), (3, 1536), (5, 3000)] + [(300, 12288)] * (not INTERPRET))
-def test_silu_mul(rows: int, inter: int, dtype: torch.dtype) -> None:
+def test_gated(rows: int, inter: int, dtype: torch.dtype, activation: Activation) -> None:
     gate_up = randn(rows, 2 * inter, dtype=dtype)
     gate_up[0, 0] = -100.0  # exp(100) overflows float32 on its way to zero
-    assert_close(cuda.gated(gate_up, SILU), reference.gated(gate_up.float(), SILU), dtype)
+    gate_up[0, 1:3], gate_up[0, inter + 1 : inter + 3] = 30.0, torch.tensor([-30.0, 30.0])
+    assert_close(cuda.gated(gate_up, activation), reference.gated(gate_up.float(), activation), dtype)
+    gate_up[0, 5], gate_up[0, inter + 6] = float("nan"), float("nan")
+    assert cuda.gated(gate_up, activation)[0].isnan().nonzero().flatten().tolist() == [5, 6]
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows, dim", [(1, 64), (3, 576), (16, 100), (17, 1000)] + [(300, 2816)] * (not INTERPRET))
+def test_add_normed(rows: int, dim: int, dtype: torch.dtype) -> None:
+    """Gains may be float32; few rows are prepared for the next norm."""
+    residual, y = randn(rows + 1, dim + 8, dtype=dtype)[:, :dim], randn(rows, dim + 8, dtype=dtype)[:, :dim]
+    for kind, scale in ((dtype, 1.0), (torch.float32, 0.7)):
+        norm, then = Norm(randn(dim).to(kind), 1e-5), Norm(randn(dim).to(kind), 1e-6)
+        before, untouched = residual[:rows].clone(), residual[rows].clone()
+        left = cuda.add_normed(residual[:rows], y, norm, then, scale)
+        expected = (before.float() + reference.rms_norm(y.float(), *norm)) * scale
+        assert left.x.data_ptr() == residual.data_ptr() and left.norm is then
+        assert_close(left.x, expected, dtype)
+        assert torch.equal(residual[rows], untouched), "wrote past the rows"
+        assert (left.scaled is None) == (left.squares is None) == (rows > few_rows.MOST_ROWS)
+        if left.scaled is not None:
+            assert torch.equal(left.scaled, (left.x.float() * then.gain.float()).to(dtype))
+            torch.testing.assert_close(left.squares.double().sum(1), left.x.double().square().sum(1), rtol=1e-5, atol=0)
 
 
 @gpu
@@ -519,7 +547,7 @@ def test_small_kernels_compile(capability: int) -> None:
     norm = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "stride_x": "i32", "dim": "i32", "eps": "fp32"}
     sizes = {"BLOCK": 16384, "PDL": False}
     assert compile_kernel(elementwise._rms_norm, capability, norm, sizes, 16).metadata.shared < LIMIT[121]
-    silu = {"gate_up": "*bf16", "out": "*bf16", "stride_row": "i32", "inter": "i32"}
-    sizes = {"BLOCK": 1024, "PDL": False}
-    assert compile_kernel(elementwise._silu_mul, capability, silu, sizes, 4).metadata.shared < LIMIT[121]
+    gate = {"gate_up": "*bf16", "out": "*bf16", "stride_row": "i32", "inter": "i32"}
+    sizes = {"ACT": "silu", "LIMIT": 0.0, "BLOCK": 1024, "PDL": False}
+    assert compile_kernel(elementwise._gated, capability, gate, sizes, 4).metadata.shared < LIMIT[121]
     # rope_write, and the bookkeeping of a step: test_cuda_stepping.py

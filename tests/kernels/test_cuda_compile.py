@@ -23,9 +23,12 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from sparkdraft.kernels import cuda  # noqa: E402
+from sparkdraft.kernels.activation import GELU_TANH  # noqa: E402
 from sparkdraft.kernels.cuda import block_attention, draft_loss  # noqa: E402
+from sparkdraft.kernels.norm import Norm  # noqa: E402
 from tests.kernels.ahead_of_time import LIMIT, captured_launches, compile_launch, empty  # noqa: E402
 from tests.kernels.test_cuda_decode import fp8_step  # noqa: E402
+from tests.kernels.test_cuda_experts import experts_step  # noqa: E402
 from tests.kernels.test_cuda_few_rows import few_rows_step  # noqa: E402
 from tests.kernels.test_cuda_stepping import decode_step  # noqa: E402
 from tests.kernels.test_cuda_turboquant import layer_step  # noqa: E402
@@ -51,6 +54,13 @@ def training_step() -> None:
         draft_loss.to_gradient(logits, targets, stats, empty(rows, dtype=torch.float32))
 
 
+def normed_step() -> None:
+    """What blocks with a norm after each sublayer add: a norm before the sum, and their gate by itself."""
+    rows, norm = empty(16, 2816), Norm(empty(2816, dtype=torch.float32), 1e-6)
+    cuda.add_normed(rows, empty(16, 2816), norm, norm, 0.7)
+    cuda.gated(empty(16, 4224), GELU_TANH)
+
+
 SHAPE = (4096, 4096, torch.bfloat16, 16)
 STEPS: dict[str, Callable[[], None]] = {
     "decode": lambda: decode_step(16, 32, 8, 128, 16),
@@ -59,6 +69,9 @@ STEPS: dict[str, Callable[[], None]] = {
     "norm_gated": lambda: few_rows_step("norm_gated", *SHAPE, False),
     "norm_argmax": lambda: few_rows_step("norm_argmax", *SHAPE, False),
     "add_linear": lambda: few_rows_step("add_linear", *SHAPE, False),
+    "experts of a row": lambda: experts_step("qwen3-30b-a3b", 1),
+    "experts of rows": lambda: experts_step("gpt-oss-20b", 16),
+    "norms after": normed_step,
     "coded row": lambda: layer_step(1, 32, 8, 128),
     "coded prompts": lambda: layer_step(100, 32, 8, 128, seqs=64),
     "training": training_step,

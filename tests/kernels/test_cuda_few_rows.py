@@ -18,6 +18,8 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
+from sparkdraft.kernels import reference  # noqa: E402
+from sparkdraft.kernels.activation import GELU_TANH, Activation  # noqa: E402
 from sparkdraft.kernels.cuda import few_rows, pdl  # noqa: E402
 from sparkdraft.kernels.cuda.tuned import measured  # noqa: E402
 from sparkdraft.kernels.norm import Norm, Normed  # noqa: E402
@@ -123,6 +125,21 @@ def test_norm_gated(rows: int, out: int, in_: int, dtype: torch.dtype) -> None:
         both = exact_norm(normed) @ weight.double().t()
         expected = torch.nn.functional.silu(both[:, :inter]) * both[:, inter:]
         assert_close(few_rows.norm_gated(normed, WeightTiles(weight)), expected, dtype, factors=2)
+
+
+@gpu
+@pytest.mark.parametrize("activation", [GELU_TANH, Activation("clamped_swiglu", 1.5)], ids=lambda a: a.kind)
+def test_other_gates_and_gains_of_another_type(activation: Activation) -> None:
+    """A gain may be float32 beside 16 bit rows, as one is that its file stores less one."""
+    for dtype in DTYPES:
+        x, gain, weight = strided(5, 200, dtype), randn(200), randn(74, 200, dtype=dtype) / 14
+        for normed in (
+            Normed(x, Norm(gain, EPS)),
+            Normed(x, Norm(gain, EPS), (x * gain).to(dtype), x.float().square()),
+        ):
+            both = exact_norm(normed) @ weight.double().t()
+            expected = reference.gated(both.float(), activation).double()
+            assert_close(few_rows.norm_gated(normed, WeightTiles(weight), activation), expected, dtype, factors=2)
 
 
 def check_prepared(normed: Normed) -> None:

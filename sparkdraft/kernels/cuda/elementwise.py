@@ -1,4 +1,4 @@
-"""The small operators around the matmuls: RMS norm, rotary embedding, SiLU gate, taps and the write into the cache.
+"""The small operators around the matmuls: norms, rotary embedding, gates, taps and the write into the cache.
 
 Each reads its rows once, works in float32 and writes once: they are bound by launches and bytes, never by
 arithmetic, so each begins while its predecessor still runs (pdl.py), and norm, rotation and write are one launch
@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkdraft.kernels import reference
 from sparkdraft.kernels.activation import Activation
-from sparkdraft.kernels.cuda import pdl
+from sparkdraft.kernels.cuda import few_rows, pdl
+from sparkdraft.kernels.cuda.activation import activate
 from sparkdraft.kernels.cuda.pdl import enter
+from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.kernels.view import RopeArgs
 
 TILE = 2048  # elements a program holds when it takes several heads, or a slice of a row
@@ -200,28 +201,76 @@ def rope_queries(
 
 
 @triton.jit
-def _silu_mul(gate_up, out, stride_row, inter, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gated(
+    gate_up, out, stride_row, inter,
+    ACT: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inter
     gate = tl.load(gate_up + row * stride_row + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride_row + inter + column, mask=inside, other=0.0).to(tl.float32)
-    value = gate / (1.0 + tl.exp(-gate)) * up
+    value = activate(gate, up, ACT, LIMIT)
     tl.store(out + row * inter + column, value.to(out.dtype.element_ty), mask=inside)
 
 
 def gated(gate_up: Tensor, activation: Activation) -> Tensor:  # [rows, 2 * inter] -> [rows, inter]
-    if activation.kind != "silu":
-        return reference.gated(gate_up, activation)
     assert gate_up.stride(1) == 1, gate_up.stride()
     rows, inter = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, inter), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         block = min(triton.next_power_of_2(inter), TILE // 2)
-        grid = (rows, triton.cdiv(inter, block))
-        run(_silu_mul, grid, gate_up, out, gate_up.stride(0), inter, BLOCK=block, num_warps=4)
+        run(
+            _gated, (rows, triton.cdiv(inter, block)), gate_up, out, gate_up.stride(0), inter,
+            ACT=activation.kind, LIMIT=activation.limit, BLOCK=block, num_warps=4,
+        )  # fmt: skip
     return out
+
+
+@triton.jit
+def _add_normed(
+    residual, y, weight, gain, scaled, squares, stride_residual, stride_y, eps, scale,
+    DIM: tl.constexpr, PREPARE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row. PREPARE: for the norm that reads it next, as few_rows.py leaves it."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < DIM
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if PREPARE:
+        next_factor = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
+    enter(PDL)
+    value = tl.load(y + row * stride_y + column, mask=inside, other=0.0).to(tl.float32)
+    before = tl.load(residual + row * stride_residual + column, mask=inside, other=0.0).to(tl.float32)
+    normed = value * tl.rsqrt(tl.sum(value * value, 0) / DIM + eps) * factor
+    after = ((before + normed) * scale).to(residual.dtype.element_ty)
+    tl.store(residual + row * stride_residual + column, after, mask=inside)
+    if PREPARE:
+        wide = after.to(tl.float32)
+        tl.store(scaled + row * DIM + column, (wide * next_factor).to(scaled.dtype.element_ty), mask=inside)
+        tl.store(squares + row, tl.sum(wide * wide, 0))
+
+
+def add_normed(residual: Tensor, y: Tensor, norm: Norm, then: Norm, scale: float = 1.0) -> Normed:
+    """residual [rows, dim] = (residual + norm(y)) * scale, in place, rounded once; few rows are prepared for 'then'."""
+    rows, dim = residual.shape
+    assert residual.stride(1) == y.stride(1) == 1 and y.shape == residual.shape, (residual.stride(), y.stride())
+    for gain in (norm.gain, then.gain):
+        assert gain.shape == (dim,) and gain.is_contiguous(), (gain.shape, gain.stride(), dim)
+    if not rows:
+        return Normed(residual, then)
+    scaled = squares = None
+    if rows <= few_rows.MOST_ROWS:
+        scaled = torch.empty((rows, dim), dtype=residual.dtype, device=residual.device)
+        squares = torch.empty((rows, 1), dtype=torch.float32, device=residual.device)
+    block = triton.next_power_of_2(dim)
+    run(
+        _add_normed, (rows,), residual, y, norm.gain, then.gain, scaled, squares,
+        residual.stride(0), y.stride(0), norm.eps, float(scale),
+        DIM=dim, PREPARE=scaled is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+    )  # fmt: skip
+    return Normed(residual, then, scaled, squares)
 
 
 @triton.jit

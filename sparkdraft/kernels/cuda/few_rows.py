@@ -30,7 +30,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparkdraft.kernels.activation import SILU, Activation
 from sparkdraft.kernels.cuda import pdl, tuned
+from sparkdraft.kernels.cuda.activation import activate
 from sparkdraft.kernels.cuda.decode import DECODINGS
 from sparkdraft.kernels.cuda.gpu import Gpu, gpu_of
 from sparkdraft.kernels.cuda.pdl import enter
@@ -43,31 +45,42 @@ KERNEL = "few_rows"  # in the tables of tuned tiles
 
 
 @triton.jit
+def sweep(
+    x_rows, real, lines, good,
+    DECODE: tl.constexpr, IN: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Lines of a weight times rows of x, both given by where they begin: float32 [lines, rows], 0 where not 'real'.
+
+    The one place where a weight is read: DECODE (decode.py) knows how it is stored. good: which lines are read; None:
+    all. 'in' is gone through in order, so a number depends on its own line and row alone.
+    """
+    EVEN: tl.constexpr = IN % BLOCK_K == 0
+    TYPE: tl.constexpr = x_rows.dtype.element_ty
+    k = tl.arange(0, BLOCK_K)
+    weight_tile = lines[:, None] + k[None, :]
+    x_tile = x_rows[:, None] + k[None, :]
+    acc = tl.zeros([lines.shape[0], x_rows.shape[0]], tl.float32)
+    for first in tl.range(0, IN, BLOCK_K):
+        if EVEN:
+            w = DECODE(weight_tile + first, None if good is None else good[:, None], TYPE)
+            value = tl.load(x_tile + first, mask=real[:, None], other=0.0, eviction_policy="evict_last")
+        else:
+            inside = (k < IN - first)[None, :]
+            w = DECODE(weight_tile + first, inside if good is None else good[:, None] & inside, TYPE)
+            value = tl.load(x_tile + first, mask=real[:, None] & inside, other=0.0, eviction_policy="evict_last")
+        acc = tl.dot(w, tl.trans(value), acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
 def _sweep(
     x, weight, row_scale, line, rows, stride_x, DECODE: tl.constexpr,
     IN: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The weight's rows 'line' times all rows of x: float32 [BLOCK_N, ROWS]; padding rows give 0.
-
-    The one place where a weight is read: DECODE (decode.py) knows how it is stored. row_scale: float32 [out] or None.
-    """
-    EVEN: tl.constexpr = IN % BLOCK_K == 0
-    TYPE: tl.constexpr = x.dtype.element_ty
+    """The weight's rows 'line' times all rows of x: float32 [BLOCK_N, ROWS]. row_scale: float32 [out] or None."""
     row = tl.arange(0, ROWS)
-    k = tl.arange(0, BLOCK_K)
-    weight_tile = weight + line.to(tl.int64)[:, None] * IN + k[None, :]  # may pass 2**31
-    x_tile = x + row.to(tl.int64)[:, None] * stride_x + k[None, :]
-    real = (row < rows)[:, None]
-    acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    for first in tl.range(0, IN, BLOCK_K):
-        if EVEN:
-            w = DECODE(weight_tile + first, None, TYPE)
-            value = tl.load(x_tile + first, mask=real, other=0.0, eviction_policy="evict_last")
-        else:
-            inside = (k < IN - first)[None, :]
-            w = DECODE(weight_tile + first, inside, TYPE)
-            value = tl.load(x_tile + first, mask=real & inside, other=0.0, eviction_policy="evict_last")
-        acc = tl.dot(w, tl.trans(value), acc, input_precision=PRECISION)
+    lines = weight + line.to(tl.int64) * IN  # may pass 2**31
+    acc = sweep(x + row.to(tl.int64) * stride_x, row < rows, lines, None, DECODE, IN, PRECISION, BLOCK_K)
     if row_scale is not None:
         acc *= tl.load(row_scale + line)[:, None]
     return acc
@@ -127,8 +140,9 @@ def _linear(
 @triton.jit(do_not_specialize=["rows"])
 def _gated(
     x, squares, weight, row_scale, out, rows, stride_x, eps,
-    DECODE: tl.constexpr, INTER: tl.constexpr, IN: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    DECODE: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr, INTER: tl.constexpr, IN: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # A program's lines are those of gate and up of the same columns in turn: g0 u0 g1 u1 ...
     enter(PDL)
@@ -139,7 +153,7 @@ def _gated(
     acc = _sweep(x, weight, row_scale, line, rows, stride_x, DECODE, IN, PRECISION, BLOCK_N, BLOCK_K)
     acc = acc * _scale(parts, eps, IN)
     gate, up = tl.split(tl.permute(tl.reshape(acc, [COLUMNS, 2, ROWS]), (0, 2, 1)))  # [COLUMNS, ROWS]
-    value = gate / (1.0 + tl.exp(-gate)) * up
+    value = activate(gate, up, ACT, LIMIT)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
     target = out + row.to(tl.int64)[None, :] * INTER + column[:, None]
@@ -214,9 +228,9 @@ def _choose(out: int, in_: int, itemsize: int, sms: int) -> Tile:
     return Tile(block_n, block_k, 4, 8)
 
 
-def _stages(tile: Tile, programs: int, weight_bytes: int, x_bytes: int, gpu: Gpu) -> int:
+def fit_stages(tile: Tile, programs: int, weight_bytes: int, x_bytes: int, gpu: Gpu, rows: int = MOST_ROWS) -> int:
     """Stages whose buffers fit beside those of the other programs that must share an SM to run all at once."""
-    buffer = (tile.block_n * weight_bytes + MOST_ROWS * x_bytes) * tile.block_k
+    buffer = (tile.block_n * weight_bytes + rows * x_bytes) * tile.block_k
     # wgmma reads from shared memory, so one more tile of each is held; mma.sync reads registers.
     held = buffer if gpu.wgmma and x_bytes == 2 and tile.block_n >= 64 and tile.warps % 4 == 0 else 0
     for beside in range(min(triton.cdiv(programs, gpu.sms), 3), 0, -1):
@@ -234,7 +248,7 @@ def _launch(shape: tuple[int, int], format_: str, weight_bytes: int, x_bytes: in
     found = tuned.tables(gpu).get((KERNEL, format_), {}).get(shape)
     tile = Tile(*found) if found else _choose(out, in_, x_bytes, gpu.sms)
     programs = triton.cdiv(out // lines, tile.block_n // lines)
-    return Launch(tile, programs, _stages(tile, programs, weight_bytes, x_bytes, gpu))
+    return Launch(tile, programs, fit_stages(tile, programs, weight_bytes, x_bytes, gpu))
 
 
 def _run(kernel, grid: tuple[int], *arguments: object, **options: object) -> None:
@@ -259,7 +273,7 @@ def _start(x: Tensor, weight: WeightTiles, lines: int = 1) -> tuple[Launch, dict
     }  # fmt: skip
 
 
-def _check(gain: Tensor, dim: int, dtype: torch.dtype) -> None:
+def check_gain(gain: Tensor, dim: int, dtype: torch.dtype) -> None:
     assert gain.shape == (dim,) and gain.is_contiguous(), (gain.shape, gain.stride(), dim)
     assert gain.dtype in (dtype, torch.float32), (gain.dtype, dtype)
 
@@ -272,7 +286,7 @@ def prepare(normed: Normed) -> tuple[Tensor, Tensor]:
         return scaled, squares
     rows, dim = x.shape
     assert x.stride(1) == 1, x.stride()
-    _check(gain, dim, x.dtype)
+    check_gain(gain, dim, x.dtype)
     scaled = torch.empty((rows, dim), dtype=x.dtype, device=x.device)
     squares = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     block, on = triton.next_power_of_2(dim), pdl.active(x.device)
@@ -284,7 +298,7 @@ def prepare(normed: Normed) -> tuple[Tensor, Tensor]:
     return scaled, squares
 
 
-def _parts(squares: Tensor) -> dict[str, int]:
+def parts_of(squares: Tensor) -> dict[str, int]:
     return {"PARTS": squares.shape[1], "BLOCK_P": triton.next_power_of_2(squares.shape[1])}
 
 
@@ -310,7 +324,7 @@ def norm_linear(
     _run(
         _linear, (launch.programs,), x, squares, weight.codes, weight.row_scale, weight.bias, out, None, None, None,
         x.shape[0], x.stride(0), out.stride(0), normed.norm.eps,
-        OUT=weight.shape[0], **_parts(squares), BIAS=weight.bias is not None, ADD=False, **options,
+        OUT=weight.shape[0], **parts_of(squares), BIAS=weight.bias is not None, ADD=False, **options,
     )  # fmt: skip
     return out
 
@@ -319,7 +333,7 @@ def add_linear(residual: Tensor, x: Tensor, weight: WeightTiles, then: Norm) -> 
     """residual [rows, out] += linear(x, weight), in place, prepared for the norm; x must be another tensor."""
     rows, out = x.shape[0], weight.shape[0]
     assert residual.stride(1) == 1 and residual.shape == (rows, out), (residual.shape, residual.stride(), weight.shape)
-    _check(then.gain, out, x.dtype)
+    check_gain(then.gain, out, x.dtype)
     launch, options = _start(x, weight)
     scaled = torch.empty((rows, out), dtype=x.dtype, device=x.device)
     squares = torch.empty((rows, launch.programs), dtype=torch.float32, device=x.device)
@@ -334,14 +348,16 @@ def add_linear(residual: Tensor, x: Tensor, weight: WeightTiles, then: Norm) -> 
 def norm_gated(
     normed: Normed,  # [rows, in]
     weight: WeightTiles,  # [2 * inter, in]: gate, then up; without a bias
-) -> Tensor:  # [rows, inter]: silu(gate) * up
+    activation: Activation = SILU,
+) -> Tensor:  # [rows, inter]
     x, squares = prepare(normed)
     launch, options = _start(x, weight, lines=2)
     rows, inter = x.shape[0], weight.shape[0] // 2
     out = torch.empty((rows, inter), dtype=x.dtype, device=x.device)
     _run(
         _gated, (launch.programs,), x, squares, weight.codes, weight.row_scale, out,
-        rows, x.stride(0), normed.norm.eps, INTER=inter, **_parts(squares), **options,
+        rows, x.stride(0), normed.norm.eps,
+        ACT=activation.kind, LIMIT=activation.limit, INTER=inter, **parts_of(squares), **options,
     )  # fmt: skip
     return out
 
@@ -358,7 +374,7 @@ def norm_argmax(
     best_id = torch.empty((rows, parts), dtype=torch.int32, device=device)
     _run(
         _argmax, (parts,), x, squares, weight.codes, weight.row_scale, best, best_id,
-        rows, x.stride(0), normed.norm.eps, OUT=weight.shape[0], **_parts(squares), **options,
+        rows, x.stride(0), normed.norm.eps, OUT=weight.shape[0], **parts_of(squares), **options,
     )  # fmt: skip
     block = triton.next_power_of_2(parts)
     warps = min(max(block // 512, 1), 8)

@@ -31,9 +31,8 @@ def norm_linear(normed: Normed, matrix: Linear) -> Tensor:  # [rows, in] -> [row
 
 
 def norm_gated(normed: Normed, gate_up: Linear, activation: Activation) -> Tensor:  # [rows, in] -> [rows, inter]
-    tiles = _few(normed.x, gate_up, bias=False)
-    if tiles and activation.kind == "silu":
-        return few_rows.norm_gated(normed, tiles)
+    if tiles := _few(normed.x, gate_up, bias=False):
+        return few_rows.norm_gated(normed, tiles, activation)
     return gated(norm_linear(normed, gate_up), activation)
 
 

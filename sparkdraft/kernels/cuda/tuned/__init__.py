@@ -28,6 +28,7 @@ Shape = tuple[int, ...]
 Tables = dict[tuple[str, str], dict[Shape, Any]]  # (kernel, format) -> shape -> tile
 LISTS = ("attention_decode",)  # kernels that have a list of tiles per shape
 NUMBERS = {"few_rows": 4, "attention_chunk": 4, "attention_decode": 4, "block_attention": 5}  # integers of a tile
+NUMBERS |= {"experts_gate_up": 4, "experts_down": 4, "experts_row_down": 4}
 
 
 def user_file(gpu: Gpu) -> Path:
