@@ -32,6 +32,8 @@ from sparkdraft.spec.dflash_config import DFlashConfig, LayerMask, check_fits
 from sparkdraft.spec.registry import DFlashKind, DraftSource
 from sparkdraft.train.recipe import spread_taps
 from sparkdraft.weights.loader import Progress
+from sparkdraft.weights.quant.formats import find_matrices
+from sparkdraft.weights.quant.stored import Stored
 
 _qwen3, _llama = partial(uniform_config, "qwen3", qk_norm=True), partial(uniform_config, "llama")
 
@@ -46,6 +48,9 @@ SHAPES = {
 _FILES = json.loads(Path(__file__).with_name("shapes.json").read_text(encoding="utf-8"))
 TARGET_FILES: dict[str, dict[str, Any]] = _FILES["targets"]  # as in config.json
 DRAFTER_FILES: dict[str, dict[str, Any]] = _FILES["drafters"]  # in z-lab's dialect; RoPE's theta is not always known
+
+
+BYTES = ("_blocks", "_scales")  # ends of names of tensors that hold bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +128,23 @@ class RandomCheckpoint:
             self._shapes = drafter_tensor_shapes(model)
         else:
             self._shapes = tensor_shapes(model) if isinstance(model, ModelConfig) else file_tensor_shapes(model)
+        self._matrices = find_matrices(self.path, {name: _dtype(name) for name in self._shapes})
         self._device = device
         self._generator = torch.Generator(device).manual_seed(0)
 
     def names(self) -> list[str]:
-        return list(self._shapes)
+        parts = {tensor for matrix in self._matrices.values() for tensor in matrix.tensors}
+        return [*(name for name in self._shapes if name not in parts), *self._matrices]
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str) -> Stored:
+        matrix = self._matrices.get(name)
+        return matrix.format.read(name, *map(self._tensor, matrix.tensors)) if matrix else self._tensor(name)
+
+    def _tensor(self, name: str) -> Tensor:
         size = self._shapes[name]
-        if name.endswith("_blocks"):  # MXFP4, two weights per byte
+        if name.endswith(BYTES[0]):  # MXFP4, two weights per byte
             return torch.randint(256, size, generator=self._generator, device=self._device, dtype=torch.uint8)
-        if name.endswith("_scales"):  # its groups' exponents, 127 for 1
+        if name.endswith(BYTES[1]):  # its groups' exponents, 127 for 1
             return torch.full(size, 120, dtype=torch.uint8, device=self._device)
         if name.endswith(("bias", "sinks")):
             return torch.zeros(size, device=self._device)
@@ -141,6 +152,11 @@ class RandomCheckpoint:
             return torch.ones(size, device=self._device)
         dtype = torch.float32 if self._device == "cpu" else torch.bfloat16
         return torch.randn(size, generator=self._generator, device=self._device, dtype=dtype).mul_(0.02)
+
+
+def _dtype(name: str) -> str:
+    """As safetensors spells it."""
+    return "U8" if name.endswith(BYTES) else "BF16"
 
 
 class SilentTokenizer:

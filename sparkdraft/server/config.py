@@ -87,7 +87,7 @@ class ServerConfig:
         parsers = {"reasoning_parser": (*REASONING_PARSERS, NONE), "tool_parser": TOOL_PARSERS}
         for name, known in parsers.items():
             if getattr(self, name) not in (AUTO, *known):
-                raise UserError(f"{name} is '{getattr(self, name)}'; it must be auto, {', '.join(known)}")
+                raise UserError(f"{name} is '{getattr(self, name)}'; it must be one of auto, {', '.join(known)}")
         for name in (part.strip() for part in self.allowed_hosts.split(",")):
             if "*" in name and name != "*":
                 raise UserError(f"allowed_hosts has '{name}'; it must be whole names, or '*' alone for all names")
