@@ -24,6 +24,7 @@ from sparkdraft.engine.facts import facts
 from sparkdraft.engine.load import load
 from sparkdraft.plan.resolve import Fallback
 from sparkdraft.text import chat
+from sparkdraft.text.style import chat_style
 from sparkdraft.weights.loader import Progress
 
 Prompt = str | Sequence[int]
@@ -81,6 +82,7 @@ class LLM:
         loaded = load(EngineConfig.of(model=model, **options), progress)
         self.checkpoint, self.model_config, self.tokenizer = loaded.checkpoint, loaded.model_config, loaded.tokenizer
         self.engine, self.plan = loaded.engine, loaded.engine.plan
+        self.style = chat_style(self.model_config.model_type, self.checkpoint.chat_template)
         self._inboxes: dict[str, Inbox] = {}  # by request id
         self._stepping = False
         self._to_abort: list[str] = []  # requests that were left while a step ran
@@ -119,15 +121,16 @@ class LLM:
 
     def facts(self) -> list[Fact]:
         """How it runs on this machine, and why where it could run better."""
-        return facts(self.engine)
+        return [*facts(self.engine), *self.style.facts]
 
     def encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def chat_ids(self, messages: Sequence[Message]) -> list[int]:
         """A conversation as the model's own template writes it, up to the assistant's turn."""
-        model, tokenizer = self.checkpoint, self.tokenizer
-        return tokenizer.encode_chat(chat.prompt_text(tokenizer.control, model.chat_template, messages, model.special))
+        model, tokenizer, usual = self.checkpoint, self.tokenizer, self.style.thinking.variables(None)
+        text = chat.prompt_text(tokenizer.control, model.chat_template, messages, model.special, variables=usual)
+        return tokenizer.encode_chat(text)
 
     # ---- who gets which piece
 

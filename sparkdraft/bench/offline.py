@@ -1,9 +1,10 @@
 """Decode and prefill speed through the real engine, against the machine's measured memory bandwidth.
 
 A decode step must read every weight and the K/V of every sequence once, the drafter's too where it drafts, so bytes
-over bandwidth is a floor that no engine passes; speed is reported as a share of it. Prompts are random ids, so nothing
-repeats and no prefix is found. What a random drafter's drafts are worth synthetic.py says, where time goes profile.py,
-and what whole requests come to offline_throughput.py.
+over bandwidth is a floor that no engine passes; speed is reported as a share of it. Of a mixture of experts it reads
+those that its rows are sent to: that many are counted as rows reach that choose independently, as rows of random ids
+do. Prompts are random ids, so nothing repeats and no prefix is found. What a random drafter's drafts are worth
+synthetic.py says, where time goes profile.py, and what whole requests come to offline_throughput.py.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from sparkdraft.bench.synthetic import Acceptance, SyntheticLanes, SyntheticSamp
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.engine.engine import Engine
 from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.layers import ExpertsSpec
 from sparkdraft.plan.memory import MemoryPlan
 from sparkdraft.plan.sizes import model_sizes
 
@@ -63,6 +65,7 @@ class Pass:
     steps: list[float] = field(default_factory=list)  # seconds
     tokens: int = 0  # committed in those steps
     drafted: float = 0.0  # share of the streams' steps that drafted
+    drafts: float = 0.0  # ids that a stream drafted per step, on average
 
     @property
     def step(self) -> float:
@@ -90,6 +93,7 @@ class Row:
     floor_ms: float  # bytes read over measured bandwidth
     share: float  # floor over measured
     length: float  # ids that a stream committed a step
+    rows: float  # that the target ran per step: one of each stream, and its drafts
     steps: int
     step_median_ms: float
     step_mean_ms: float
@@ -169,6 +173,11 @@ class Bench:
         """Decode steps at most: with a given acceptance those that write output_len ids on average."""
         return self.acceptance.steps(load.output_len) if self.acceptance else load.output_len
 
+    @property
+    def counts_experts(self) -> bool:
+        """Whether the floor stands on how many experts the rows reach."""
+        return any(isinstance(layer.mlp, ExpertsSpec) for layer in self.model.layers)
+
     def check(self, load: Load) -> None:
         """Raises UserError for a load that this engine has no room for."""
         plan, context = self.engine.plan, load.prompt_len + self._max_tokens(load)
@@ -242,7 +251,7 @@ class Bench:
         given = self._lanes if self.engine.overlap else self._sampler
         if given and self.acceptance:
             given.start(self.acceptance.table(self.num_steps(load), load.streams))
-        drafted = self._num_drafted()
+        before = self._num_drafted()
         wait(self.engine.plan.device)
         last = time.perf_counter()
         while len(result.steps) < steps and max(written.values(), default=0) < enough:
@@ -258,16 +267,17 @@ class Bench:
                 last = time.perf_counter()
         assert len(written) == load.streams, f"{len(written)} of {load.streams} streams decoded"
         result.tokens = written.total()
-        result.drafted = (self._num_drafted() - drafted) / (len(result.steps) * load.streams)
+        counts = zip(self._num_drafted(), before, strict=True)
+        result.drafted, result.drafts = ((now - then) / (len(result.steps) * load.streams) for now, then in counts)
         if given:
             applied = given.num_applied  # one more may be launched and unread
             assert 0 <= applied - len(result.steps) <= 1, f"{len(result.steps)} steps, {applied} accepted as given"
             given.stop()
 
-    def _num_drafted(self) -> int:
-        """Steps that drafted so far, of each stream."""
-        reports = map(self.engine.drafting.report, self.engine.scheduler.running)
-        return sum(report["num_spec_steps"] for report in reports if report)
+    def _num_drafted(self) -> tuple[int, int]:
+        """Steps that drafted so far, of each stream, and ids that they drafted."""
+        reports = [r for r in map(self.engine.drafting.report, self.engine.scheduler.running) if r]
+        return sum(r["num_spec_steps"] for r in reports), sum(r["num_draft_tokens"] for r in reports)
 
     # ---- what it comes to
 
@@ -277,7 +287,7 @@ class Bench:
         median, mean = statistics.median(measured.steps), statistics.fmean(measured.steps)
         step, timed_total = measured.step, sum(timed.steps)
         draft, target = parts.draft / timed_total * step, parts.target / timed_total * step
-        read, matmul = self.floor_bytes(load, measured.drafted), self.ceilings.matmul
+        read, matmul = self.floor_bytes(load, measured.drafted, measured.drafts), self.ceilings.matmul
         floor = sum(read.values()) / self.ceilings.bandwidth
         return Row(
             load.streams,
@@ -292,6 +302,7 @@ class Bench:
             floor_ms=floor * 1e3,
             share=floor / step,
             length=measured.tokens / len(measured.steps) / load.streams,
+            rows=load.streams * (1 + measured.drafts),
             steps=len(measured.steps),
             step_median_ms=median * 1e3,
             step_mean_ms=mean * 1e3,
@@ -306,18 +317,18 @@ class Bench:
         model, rows = self.model, load.streams * load.prompt_len
         return rows * model_sizes(model).operations(keys=load.prompt_len / 2)  # on average
 
-    def floor_bytes(self, load: Load, drafted: float = 0.0) -> dict[str, float]:
+    def floor_bytes(self, load: Load, drafted: float = 0.0, drafts: float = 0.0) -> dict[str, float]:
         """What a step must read, by what it is; of the drafter's, the share of steps that draft. Heads count as read
-        by both: a drafter's pass is over before the target's begins."""
+        by both: a drafter's pass is over before the target's begins. drafts: ids that a stream drafts per step."""
         runner, drafting = self.engine.runner, self.engine.drafting
-        rows = load.streams * (load.prompt_len + load.output_len // 2)
-        read: dict[str, float] = {"target": runner.model.nbytes}
-        read["target_kv"] = rows * runner.kv.bytes_per_token
+        context = load.prompt_len + load.output_len // 2
+        read = {"target": runner.model.nbytes(load.streams * (1 + drafts))}
+        read["target_kv"] = load.streams * runner.kv.bytes_read(context)
         if drafting.proposer and drafted:
-            drafts = drafting.proposer.drafter.reads(drafting.default or 1)  # a depth that is chosen is at least 1
-            read["drafter"] = drafted * drafts.propose
-            read["drafter_observes"] = drafted * drafts.observe
-            read["drafter_kv"] = drafted * rows * drafts.kv_per_token
+            reads = drafting.proposer.drafter.reads(drafting.default or 1)  # a depth that is chosen is at least 1
+            read["drafter"] = drafted * reads.propose
+            read["drafter_observes"] = drafted * reads.observe
+            read["drafter_kv"] = drafted * load.streams * context * reads.kv_per_token
         return read
 
 

@@ -2,17 +2,24 @@
 
 Whatever is measured on these says that the weights are random. Random weights write nonsense, so nothing here speaks
 of quality, and a random drafter's drafts are accepted only where bench/synthetic.py says so.
+
+Models of equal layers are a line of SHAPES. For the others, and for the drafters published for them, shapes.json has
+their config.json, which their own architecture's file reads.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparkdraft.bench.tensors import drafter_tensor_shapes, file_tensor_shapes, tensor_shapes
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.engine.build import build_engine
@@ -20,12 +27,13 @@ from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.machine import detect, plan_here
 from sparkdraft.models.config import ModelConfig, uniform_config
 from sparkdraft.models.layers import AttentionSpec, DenseSpec, LayerSpec
+from sparkdraft.models.registry import read_config
 from sparkdraft.spec.dflash_config import DFlashConfig, check_fits
 from sparkdraft.spec.registry import DFlashKind, DraftSource
 from sparkdraft.train.recipe import spread_taps
 from sparkdraft.weights.loader import Progress
-
-Sizes = dict[str, tuple[int, ...]]
+from sparkdraft.weights.quant.formats import find_matrices
+from sparkdraft.weights.quant.stored import Stored
 
 _qwen3, _llama = partial(uniform_config, "qwen3", qk_norm=True), partial(uniform_config, "llama")
 
@@ -37,6 +45,12 @@ SHAPES = {
     "qwen3-8b": _qwen3(36, 4096, 12288, 32, 8, 128, 151936, 40960, 1e-6, 1e6, None, False, qk_norm=True),
     "llama-3.1-8b": _llama(32, 4096, 14336, 32, 8, 128, 128256, 131072, 1e-5, 5e5, None, False),
 }
+_FILES = json.loads(Path(__file__).with_name("shapes.json").read_text(encoding="utf-8"))
+TARGET_FILES: dict[str, dict[str, Any]] = _FILES["targets"]  # as in config.json
+DRAFTER_FILES: dict[str, dict[str, Any]] = _FILES["drafters"]  # in z-lab's dialect; RoPE's theta is not always known
+
+
+BYTES = ("_blocks", "_scales")  # ends of names of tensors that hold bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +66,37 @@ DRAFTER_SHAPES = {"dflash-5x": DrafterShape(5), "dflash-3x": DrafterShape(3)}
 
 
 def shape(name: str) -> ModelConfig:
+    if name in TARGET_FILES:
+        return read_config(TARGET_FILES[name])
     if name not in SHAPES:
-        raise UserError(f"shape '{name}' is not known; known are {', '.join(SHAPES)}")
+        raise UserError(f"shape '{name}' is not known; known are {', '.join([*SHAPES, *TARGET_FILES])}")
     return SHAPES[name]
 
 
 def drafter_shape(name: str, target: ModelConfig) -> DFlashConfig:
-    """The drafter of this name that fits the target."""
-    if name not in DRAFTER_SHAPES:
-        raise UserError(f"drafter shape '{name}' is not known; known are {', '.join(DRAFTER_SHAPES)}")
-    own = DRAFTER_SHAPES[name]
-    attention, mlp = target.uniform()
+    """The drafter of this name, if it fits the target."""
+    if name in DRAFTER_FILES:
+        draft = DFlashConfig.read(DRAFTER_FILES[name])
+    elif name in DRAFTER_SHAPES:
+        draft = _like(target, DRAFTER_SHAPES[name], name)
+    else:
+        known = ", ".join([*DRAFTER_SHAPES, *DRAFTER_FILES])
+        raise UserError(f"drafter shape '{name}' is not known; known are {known}")
+    check_fits(draft, target)
+    return draft
+
+
+def _like(target: ModelConfig, own: DrafterShape, name: str) -> DFlashConfig:
+    layer = target.layers[0]
+    attention, mlp = layer.mixer, layer.mlp
+    is_alike = all(each == layer for each in target.layers)
+    if not (is_alike and isinstance(attention, AttentionSpec) and isinstance(mlp, DenseSpec)):
+        raise UserError(
+            f"drafter shape '{name}' copies the target's layers, which must be dense and all alike; this "
+            f"{target.model_type} model's are not: use one of {', '.join(DRAFTER_FILES)}"
+        )
     layer = LayerSpec(replace(attention, qk_norm=True, causal=False), mlp)
-    draft = DFlashConfig(
+    return DFlashConfig(
         model=replace(target, model_type="qwen3", layers=(layer,) * own.num_layers, tie_embeddings=True),
         taps=spread_taps(target.num_layers, own.num_taps),
         block_size=own.block_size,
@@ -73,8 +105,6 @@ def drafter_shape(name: str, target: ModelConfig) -> DFlashConfig:
         target_hidden_size=target.hidden_size,
         num_target_layers=target.num_layers,
     )
-    check_fits(draft, target)
-    return draft
 
 
 def random_engine(config: EngineConfig, draft: DFlashConfig | None = None, progress: Progress | None = None) -> Engine:
@@ -82,7 +112,8 @@ def random_engine(config: EngineConfig, draft: DFlashConfig | None = None, progr
     model, device = shape(config.model), detect(config).device
     source = DraftSource(DFlashKind(), draft, RandomCheckpoint(draft, device)) if draft else None
     plan = plan_here(config, model, source.caps if source else None)
-    return build_engine(plan, config, model, RandomCheckpoint(model, device), SilentTokenizer(), source, progress)
+    weights = RandomCheckpoint(TARGET_FILES.get(config.model, model), device)
+    return build_engine(plan, config, model, weights, SilentTokenizer(), source, progress)
 
 
 class RandomCheckpoint:
@@ -90,63 +121,41 @@ class RandomCheckpoint:
 
     path = Path("random weights")
 
-    def __init__(self, model: ModelConfig | DFlashConfig, device: str) -> None:
-        self._shapes = tensor_shapes(model) if isinstance(model, ModelConfig) else drafter_tensor_shapes(model)
+    def __init__(self, model: ModelConfig | DFlashConfig | Mapping[str, Any], device: str) -> None:
+        """model: specs of equal layers, or a config.json."""
+        if isinstance(model, DFlashConfig):
+            self._shapes = drafter_tensor_shapes(model)
+        else:
+            self._shapes = tensor_shapes(model) if isinstance(model, ModelConfig) else file_tensor_shapes(model)
+        self._matrices = find_matrices(self.path, {name: _dtype(name) for name in self._shapes})
         self._device = device
         self._generator = torch.Generator(device).manual_seed(0)
 
     def names(self) -> list[str]:
-        return list(self._shapes)
+        parts = {tensor for matrix in self._matrices.values() for tensor in matrix.tensors}
+        return [*(name for name in self._shapes if name not in parts), *self._matrices]
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str) -> Stored:
+        matrix = self._matrices.get(name)
+        return matrix.format.read(name, *map(self._tensor, matrix.tensors)) if matrix else self._tensor(name)
+
+    def _tensor(self, name: str) -> Tensor:
         size = self._shapes[name]
+        if name.endswith(BYTES[0]):  # MXFP4, two weights per byte
+            return torch.randint(256, size, generator=self._generator, device=self._device, dtype=torch.uint8)
+        if name.endswith(BYTES[1]):  # its groups' exponents, 127 for 1
+            return torch.full(size, 120, dtype=torch.uint8, device=self._device)
+        if name.endswith(("bias", "sinks")):
+            return torch.zeros(size, device=self._device)
         if len(size) == 1:
             return torch.ones(size, device=self._device)
         dtype = torch.float32 if self._device == "cpu" else torch.bfloat16
         return torch.randn(size, generator=self._generator, device=self._device, dtype=dtype).mul_(0.02)
 
 
-def tensor_shapes(model: ModelConfig) -> Sizes:
-    sizes: Sizes = {
-        "model.embed_tokens.weight": (model.vocab_size, model.hidden_size),
-        "model.norm.weight": (model.hidden_size,),
-    }
-    if not model.tie_embeddings:
-        sizes["lm_head.weight"] = (model.vocab_size, model.hidden_size)
-    return sizes | _layer_shapes(model, "model.")
-
-
-def drafter_tensor_shapes(draft: DFlashConfig) -> Sizes:
-    hidden = draft.model.hidden_size
-    sizes: Sizes = {
-        "fc.weight": (hidden, len(draft.taps) * draft.target_hidden_size),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
-    }
-    return sizes | _layer_shapes(draft.model, "")
-
-
-def _layer_shapes(model: ModelConfig, prefix: str) -> Sizes:
-    sizes: Sizes = {}
-    hidden = model.hidden_size
-    for i, layer in enumerate(model.layers):
-        attention, mlp = layer.mixer, layer.mlp
-        assert isinstance(attention, AttentionSpec) and isinstance(mlp, DenseSpec), layer
-        own: Sizes = {
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-            "self_attn.q_proj": (attention.query_width, hidden),
-            "self_attn.k_proj": (attention.kv_width, hidden),
-            "self_attn.v_proj": (attention.kv_width, hidden),
-            "self_attn.o_proj": (hidden, attention.query_width),
-            "mlp.gate_proj": (mlp.intermediate_size, hidden),
-            "mlp.up_proj": (mlp.intermediate_size, hidden),
-            "mlp.down_proj": (hidden, mlp.intermediate_size),
-        }
-        if attention.qk_norm:
-            own |= {f"self_attn.{part}_norm": (attention.head_dim,) for part in "qk"}
-        sizes |= {f"{prefix}layers.{i}.{name}.weight": size for name, size in own.items()}
-    return sizes
+def _dtype(name: str) -> str:
+    """As safetensors spells it."""
+    return "U8" if name.endswith(BYTES) else "BF16"
 
 
 class SilentTokenizer:

@@ -109,6 +109,10 @@ class WindowedKV(KVFormat):
         self.bytes_per_token = full.bytes_per_token
         self.begin, self.commit, self.meter = self._begin, full.commit, full.meter
 
+    def bytes_read(self, context: int) -> int:
+        slid = (min(size, context) * group.kv.bytes_per_token for size, group in self.windows.items())
+        return self.full.bytes_read(context) + sum(slid)
+
     def _begin(self, slots: Tensor, view: AttentionView) -> None:
         if self.full.begin:
             self.full.begin(slots, view)

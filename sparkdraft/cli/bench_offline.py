@@ -35,10 +35,19 @@ LEGEND = (
     "one begun where one ends"
 )
 
+EXPERTS = (
+    "floor: of each layer's experts those are counted that rows reach which choose independently of each other, "
+    "E (1 - (1 - k / E)^rows) of E, k per row; rows of one text agree more often and read less"
+)
+
 
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--shape", default="", help="random weights of a named shape instead of a model")
-    parser.add_argument("--drafter-shape", default="", help="with --shape, a drafter with random weights: dflash-5x")
+    parser.add_argument(
+        "--drafter-shape",
+        default="",
+        help="with --shape, a drafter with random weights: dflash-5x, or gpt-oss-20b-dflash and its like",
+    )
     parser.add_argument(
         "--synthetic-acceptance",
         type=float,
@@ -86,6 +95,8 @@ def run(args: Namespace) -> int:
     if acceptance:
         summary["acceptance"] = {"length": acceptance.length, "p": round(acceptance.p, 6), "depth": acceptance.depth}
         summary["acceptance"]["process"] = acceptance.describe()
+    if bench.counts_experts:
+        summary["floor"] = EXPERTS
     print(json.dumps(summary | {"split": LEGEND, "rows": [row.as_dict() for row in rows]}))
     return 0
 
@@ -159,6 +170,8 @@ def _measure_all(bench: Bench, loads: list[Load], profiled: bool) -> list[Row]:
         if profile:
             print(profile.text(), flush=True)
     print(LEGEND)
+    if bench.counts_experts:
+        print(EXPERTS)
     return rows
 
 

@@ -123,6 +123,8 @@ def _say_ready(service: Service) -> None:
     drafter = f"{info.drafter['name']}, up to {info.drafter['max_depth']} drafts per step" if info.drafter else "none"
     say(f"  drafter: {drafter}")
     say(f"  sampling: {describe(service.sampling)}, where a request names nothing else (--sampling-defaults)")
+    for fact in service.text.style.facts if service.text else ():
+        say(f"  {fact.name}: {fact.value}" + (f" ({fact.reason})" if fact.reason else ""))
     for fallback in info.fallbacks:
         say(f"  note: {fallback['name']}: {fallback['reason']}")
 

@@ -25,6 +25,7 @@ from sparkdraft.models.blocks import Step
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.registry import architecture
 from sparkdraft.plan.resolve import Plan
+from sparkdraft.plan.sizes import model_sizes
 from sparkdraft.spec import registry
 from sparkdraft.spec.registry import DraftSource
 from sparkdraft.text.tokenizer import Vocabulary
@@ -68,7 +69,8 @@ def build_engine(
             made = drafter.build(own, ops, model, own_kv, plan.max_model_len, plan.max_seqs)
             proposer = Proposer(made, plan, device, ops)
             notes = [*notes, *(Note(f"in the drafter, {note.name}", note.reason) for note in own.notes)]
-        drafting = Drafting(plan.max_model_len, proposer, config.ngram and config.spec != "off", config.num_draft)
+        ngram, reads = config.ngram and config.spec != "off", model_sizes(model_config).read
+        drafting = Drafting(plan.max_model_len, proposer, ngram, config.num_draft, reads)
         centres = None
         if plan.coded and config.tq_centre and len(calibration) > SKIPPED:
             blocks = -(-len(calibration) // plan.block_size)

@@ -18,6 +18,7 @@ from sparkdraft.engine.runner import Runner
 from sparkdraft.spec.depth import Bucket, DepthController, DepthState, bucket_of, depth_choices
 from sparkdraft.spec.ngram import NgramIndex
 from sparkdraft.spec.stats import SpecStats
+from sparkdraft.spec.step_costs import Reads
 
 NGRAM_DEPTH = 15  # drafts a step where the text alone drafts
 # Acceptance to begin with, of the text's own drafts and of a model's. The latter is the embedded drafter's mean over
@@ -41,9 +42,15 @@ class Speculation:
 
 class Drafting:
     def __init__(
-        self, max_model_len: int, proposer: Proposer | None = None, ngram: bool = False, default: int | None = None
+        self,
+        max_model_len: int,
+        proposer: Proposer | None = None,
+        ngram: bool = False,
+        default: int | None = None,
+        reads: Reads = lambda rows: 1.0,
     ) -> None:
-        """default: the depth of requests that name none; None chooses every step, 0 is off."""
+        """default: the depth of requests that name none; None chooses every step, 0 is off. reads: what a step reads of
+        the target's weights, in any unit."""
         self.proposer, self.ngram, self.default = proposer, ngram, default
         self.max_depth = proposer.max_depth if proposer else (NGRAM_DEPTH if ngram else 0)
         self._check("spec", default)
@@ -52,7 +59,7 @@ class Drafting:
         self._model = proposer.drafter.caps.name if proposer else ""
         sources = (["ngram"] if ngram else []) + ([self._model] if proposer else [])
         self.controllers = {
-            source: DepthController(self.max_depth, START[source == "ngram"], self.choices) for source in sources
+            source: DepthController(self.max_depth, START[source == "ngram"], self.choices, reads) for source in sources
         }
         self.total = SpecStats()  # of requests that have ended
         self._max_model_len = max_model_len

@@ -183,10 +183,14 @@ class Decoder:
         """All that a pass multiplies with, in order."""
         return [*(matrix for layer in self.layers for matrix in layer.matrices), self.head]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of weights that one pass reads; of the embedding it reads only a few rows."""
-        return sum(m.nbytes for m in self.matrices)
+    def nbytes(self, rows: float) -> float:
+        """Bytes of weights that one pass over so many rows reads: of the embedding only a few rows, which are left out,
+        and of a layer's experts those that the rows reach (ExpertsSpec.reached)."""
+        total: float = self.head.nbytes
+        for spec, layer in zip(self.config.layers, self.layers, strict=True):
+            share = spec.mlp.reached(rows) / spec.mlp.num_experts if isinstance(spec.mlp, ExpertsSpec) else 1
+            total += sum(m.nbytes * share if isinstance(m, ExpertLinear) else m.nbytes for m in layer.matrices)
+        return total
 
     def forward(self, step: Step, tap_layers: Sequence[int] = (), taps: Tensor | None = None) -> Tensor:
         """Run every row through the layers: the last residual [rows, hidden], before the final norm.

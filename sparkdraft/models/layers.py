@@ -97,6 +97,12 @@ class ExpertsSpec:
     bias: bool = False  # of the router and of all experts
     renormalise: bool = True  # the weights of a row's chosen experts sum to 1; False: each is its share among all
 
+    def reached(self, rows: float) -> float:
+        """Experts that one or more of so many rows are sent to, on average, if each row chooses by itself and no expert
+        is liked better than others."""
+        missed: float = (1 - self.top_k / self.num_experts) ** rows
+        return self.num_experts * (1 - missed)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:

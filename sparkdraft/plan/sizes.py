@@ -25,6 +25,12 @@ class LayerSizes:
     mixed: int  # numbers of one row that the mixer gives to its last projection
     mlp: int  # numbers of one row in the MLP: what its projections make, and their product
     state: int = 0  # numbers that a request keeps however long it is
+    expert: int = 0  # of the weights held, those of one expert
+    spec: ExpertsSpec | None = None  # who is sent to which
+
+    def read(self, rows: float) -> float:
+        """Weights that a step over so many rows reads: of the experts, those that a row is sent to."""
+        return self.held - (self.spec.num_experts - self.spec.reached(rows)) * self.expert if self.spec else self.held
 
 
 def layer_sizes(spec: LayerSpec, hidden_size: int) -> LayerSizes:
@@ -38,6 +44,8 @@ def layer_sizes(spec: LayerSpec, hidden_size: int) -> LayerSizes:
         mixed=mixer.mixed,
         mlp=mlp.mlp,
         state=mixer.state,
+        expert=mlp.expert,
+        spec=mlp.spec,
     )
 
 
@@ -49,8 +57,9 @@ def _mixer(spec: AttentionSpec | RecurrentSpec, hidden: int) -> LayerSizes:
         state = spec.num_value_heads * spec.key_dim * spec.value_dim + (spec.conv_width - 1) * spec.conv_channels
         return LayerSizes(weights, weights, 0, 0, made, values, 0, state)
     own = 2 * spec.kv_width if spec.kv_from is None else 0
-    weights = hidden * (2 * spec.query_width + own)
-    return LayerSizes(weights, weights, own, spec.query_width, spec.query_width + own, spec.query_width, 0)
+    made = own // 2 if spec.values == "keys" else own  # values that are made of the keys have no projection
+    weights = hidden * (2 * spec.query_width + made)
+    return LayerSizes(weights, weights, own, spec.query_width, spec.query_width + made, spec.query_width, 0)
 
 
 def _mlp(spec: DenseSpec | ExpertsSpec, hidden: int) -> LayerSizes:
@@ -62,7 +71,7 @@ def _mlp(spec: DenseSpec | ExpertsSpec, hidden: int) -> LayerSizes:
         )
         made = 3 * (spec.top_k * spec.intermediate_size + spec.shared_size) + spec.num_experts
         held, active = spec.num_experts * expert + shared + router, spec.top_k * expert + shared + router
-        return LayerSizes(held, active, 0, 0, 0, 0, made)
+        return LayerSizes(held, active, 0, 0, 0, 0, made, expert=expert, spec=spec)
     weights = 3 * hidden * spec.intermediate_size
     return LayerSizes(weights, weights, 0, 0, 0, 0, 3 * spec.intermediate_size)
 
@@ -86,6 +95,11 @@ class ModelSizes:
     @property
     def active_in_layers(self) -> int:
         return sum(layer.active for layer in self.layers)
+
+    def read(self, rows: float) -> float:
+        """What a step over so many rows reads, the head included. Rows are taken to choose their experts independently,
+        as those of different requests do; rows of one text agree more often, and read less."""
+        return sum(layer.read(rows) for layer in self.layers) + self.head
 
     @property
     def kv(self) -> int:

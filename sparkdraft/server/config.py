@@ -17,6 +17,7 @@ from typing import Any
 from sparkdraft import defaults
 from sparkdraft.config import ENGINE_FIELDS, EngineConfig, option
 from sparkdraft.core import UserError
+from sparkdraft.text.families import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 
 PREFIX = "SPARKDRAFT_"
 # Variables that are no fields: read by weights/hub.py, cli/serve.py and kernels/native/build.py.
@@ -66,6 +67,11 @@ class ServerConfig:
         "for requests that name no temperature and so on: model (its generation_config.json), openai (temperature 1), "
         "or values such as temperature=0.7,top_p=0.9",
     )
+    reasoning_parser: str = option(
+        AUTO,
+        f"how thoughts are told from answers: auto (by the model), {', '.join(REASONING_PARSERS)} or none (not at all)",
+    )
+    tool_parser: str = option(AUTO, f"how tool calls are read: auto (by the model), {', '.join(TOOL_PARSERS)}")
     drain_seconds: float = option(30.0, "how long running requests may finish after SIGTERM")
 
     def __post_init__(self) -> None:
@@ -78,6 +84,10 @@ class ServerConfig:
         if not 0 <= self.drain_seconds <= 3600:
             raise UserError(f"drain_seconds is {self.drain_seconds}; it must be between 0 and 3600")
         defaults.parse(self.sampling_defaults)
+        parsers = {"reasoning_parser": (*REASONING_PARSERS, NONE), "tool_parser": TOOL_PARSERS}
+        for name, known in parsers.items():
+            if getattr(self, name) not in (AUTO, *known):
+                raise UserError(f"{name} is '{getattr(self, name)}'; it must be one of auto, {', '.join(known)}")
         for name in (part.strip() for part in self.allowed_hosts.split(",")):
             if "*" in name and name != "*":
                 raise UserError(f"allowed_hosts has '{name}'; it must be whole names, or '*' alone for all names")

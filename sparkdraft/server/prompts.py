@@ -20,9 +20,11 @@ from sparkdraft.server.protocol.sampling import SamplingFields
 from sparkdraft.text import chat
 from sparkdraft.text.control import ChatText
 from sparkdraft.text.events import Parser, chain
-from sparkdraft.text.reasoning import ReasoningFormat, after_thinking, reasoning_format
+from sparkdraft.text.families import AUTO
+from sparkdraft.text.reasoning import ReasoningFormat, after_thinking
+from sparkdraft.text.style import EFFORT, chat_style
 from sparkdraft.text.tokenizer import Tokenizer
-from sparkdraft.text.tools import ToolFormat, tool_format
+from sparkdraft.text.tools import ToolFormat
 
 if TYPE_CHECKING:
     from sparkdraft.backend import ModelInfo
@@ -39,14 +41,17 @@ class ChatPrompt:
 
 
 class ModelText:
-    def __init__(self, info: ModelInfo, sampling: Mapping[str, float]) -> None:
-        """sampling: what a request gets for the fields that it leaves out."""
+    def __init__(
+        self, info: ModelInfo, sampling: Mapping[str, float], reasoning_parser: str = AUTO, tool_parser: str = AUTO
+    ) -> None:
+        """sampling: what a request gets for the fields that it leaves out. The parsers are chosen by the model unless
+        they are named."""
         self.info, self.sampling = info, sampling
         self.tokenizer = Tokenizer(RawTokenizer.from_str(info.tokenizer), info.special)
         self._longest = max(map(len, self.tokenizer.raw.get_vocab()))  # characters that one token can stand for
         self.eos_ids = frozenset(info.eos_ids)
-        self.tools = tool_format(info.model_type, info.chat_template)
-        self.reasoning = reasoning_format(info.model_type, info.chat_template)
+        self.style = chat_style(info.model_type, info.chat_template, reasoning_parser, tool_parser)
+        self.tools, self.reasoning = self.style.tools, self.style.reasoning
 
     # ---- ids
 
@@ -119,16 +124,28 @@ class ModelText:
         Raises where their text cannot fit, before any work is done with it."""
         self._check_chars(sum(map(_num_chars, given)), "messages")
         knows_developer = "developer" in (self.info.chat_template or "")
-        return self.tools.history([_plain(message, i, knows_developer) for i, message in enumerate(given)])
+        return self.tools.history([_plain(message, knows_developer) for message in given])
+
+    def variables(self, given: Mapping[str, Any] | None = None, effort: str | None = None) -> dict[str, Any]:
+        """What else the template looks at: the model's own defaults, what an effort means to it, and over both what
+        the request sets by name."""
+        wrong = next((name for name in given or () if name in RESERVED), None)
+        if wrong:
+            raise ApiError(400, f"chat_template_kwargs may not set '{wrong}'; remove it.", "chat_template_kwargs")
+        try:
+            return self.style.thinking.variables(effort) | dict(given or {})
+        except UserError as error:
+            raise ApiError(400, as_sentence(str(error)), EFFORT) from None
 
     def prompt(self, body: ChatRequest) -> ChatPrompt:
         self.check_fields(body)
         tools = Tools(self.tools, body) if body.choice != "none" else None
+        variables = self.variables(body.chat_template_kwargs, body.reasoning_effort)
         messages = self.messages(body.messages)
         if tools and tools.instructions is not None:
-            rendered = self._with_instructions(messages, tools.instructions, _variables(body))
+            rendered = self._with_instructions(messages, tools.instructions, variables)
         else:
-            rendered = self.render(messages, tools.dicts if tools else None, _variables(body))
+            rendered = self.render(messages, tools.dicts if tools else None, variables)
         ids, text = self.encode_chat(rendered), rendered.text
         room = self.check_length(ids, "messages")
         params = body.sampling(
@@ -212,9 +229,9 @@ def before_first_user(messages: list[dict[str, Any]], text: str) -> list[dict[st
     return [*messages[:i], first | {"content": f"{text}\n\n{first['content']}"}, *messages[i + 1 :]]
 
 
-def _plain(message: ChatMessage, i: int, knows_developer: bool) -> dict[str, Any]:
+def _plain(message: ChatMessage, knows_developer: bool) -> dict[str, Any]:
     role = "system" if message.role == "developer" and not knows_developer else message.role
-    plain: dict[str, Any] = {"role": role, "content": _text(message, i)}
+    plain: dict[str, Any] = {"role": role, "content": _text(message)}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if getattr(message, name) is not None:
             plain[name] = getattr(message, name)
@@ -228,24 +245,7 @@ def _num_chars(message: ChatMessage) -> int:
     return len(content) if isinstance(content, str) else sum(len(part.text or "") for part in content)
 
 
-def _text(message: ChatMessage, i: int) -> str:
+def _text(message: ChatMessage) -> str:
     if message.content is None or isinstance(message.content, str):
         return message.content or ""
-    for j, part in enumerate(message.content):
-        if part.type not in ("text", "refusal") or (part.type == "text" and part.text is None):
-            raise ApiError(
-                400,
-                f"A content part has the type '{part.type}'; only text is read here, send parts of type text.",
-                f"messages[{i}].content[{j}]",
-            )
     return "".join(part.text or "" for part in message.content)
-
-
-def _variables(body: ChatRequest) -> dict[str, Any]:
-    given = dict(body.chat_template_kwargs or {})
-    wrong = next((name for name in given if name in RESERVED), None)
-    if wrong:
-        raise ApiError(400, f"chat_template_kwargs may not set '{wrong}'; remove it.", "chat_template_kwargs")
-    if body.reasoning_effort is not None:
-        given.setdefault("reasoning_effort", body.reasoning_effort)
-    return given

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
@@ -56,6 +57,12 @@ class Service:
     def sampling(self) -> dict[str, float]:
         """What a request gets for the fields that it leaves out."""
         return resolve(self.config.sampling_defaults, self.client.info.sampling if self.client.info else {})
+
+    @property
+    def facts(self) -> list[dict[str, str]]:
+        """How the engine runs, and how the model's text is read: name, value and reason of each."""
+        own = [asdict(fact) for fact in self.text.style.facts] if self.text else []
+        return [*(self.client.info.facts if self.client.info else []), *own]
 
     @property
     def ready(self) -> bool:
@@ -119,7 +126,8 @@ class Service:
     async def _prepare(self, info: ModelInfo, warm_up: Callable[[ModelText], Awaitable[None]]) -> None:
         self.refusal = None
         try:
-            text = await self.in_thread(lambda: ModelText(info, self.sampling))
+            parsers = self.config.reasoning_parser, self.config.tool_parser
+            text = await self.in_thread(lambda: ModelText(info, self.sampling, *parsers))
         except Exception as error:  # the engine reads tokenizers too, but not all of them by the same way
             log.error("the tokenizer or the chat template of the model cannot be used", exc_info=error)
             self.refusal = f"the tokenizer or the chat template cannot be used: {error or type(error).__name__}"

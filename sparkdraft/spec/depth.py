@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sparkdraft.spec.step_costs import Price, StepCosts, for_batch
+from sparkdraft.spec.step_costs import Price, Reads, StepCosts, for_batch, start_curve
 
 Tokens = Sequence[Sequence[float]]  # expected of a step, by request and depth
 Bucket = tuple[int, int]  # log2 of the batch, log4 of the context in units of 256 tokens
@@ -68,8 +68,11 @@ class DepthState:
 
 
 class DepthController:
-    def __init__(self, max_depth: int, acceptance: float = 0.7, depths: Sequence[int] = ()) -> None:
-        """depths: those to choose from, 0 among them; all up to max_depth if none are named."""
+    def __init__(
+        self, max_depth: int, acceptance: float = 0.7, depths: Sequence[int] = (), reads: Reads = lambda rows: 1.0
+    ) -> None:
+        """depths: those to choose from, 0 among them; all up to max_depth if none are named. reads: what steps read of
+        the target's weights, in any unit; costs begin with it."""
         assert max_depth >= 1 and 0 < acceptance < 1, f"max_depth {max_depth}, acceptance {acceptance}"
         self.max_depth = max_depth
         self.depths = list(depths) or list(range(max_depth + 1))
@@ -79,8 +82,8 @@ class DepthController:
         self.taken = [0.0] * max_depth  # over closed requests, decayed
         self.tried = [0.0] * max_depth
         self.costs: dict[Bucket, StepCosts] = {}
-        # Before anything is measured drafting costs something, so that plain steps are tried too.
-        self.unmeasured = StepCosts([1.0] + [1.1 + 0.03 * depth for depth in range(1, max_depth + 1)])
+        self._reads = reads
+        self._unmeasured: dict[int, StepCosts] = {}  # by log2 of the batch
         self.mixed: tuple[int, int, float] = (0, 0, 1.0)  # last choice: deepest, requests, time over a uniform step's
 
     def open(self) -> DepthState:
@@ -107,7 +110,7 @@ class DepthController:
         if (self.costs and not self._knows_plain(bucket)) or all(state.rests(bucket) for state in states):
             self.mixed = (0, num, 1.0)
             return [0] * len(states)
-        costs = self.costs.get(bucket, self.unmeasured)
+        costs = self._costs(bucket)
         price = costs.price(num)
         if not self.could_pay(num, max(contexts)):
             return self._park_all(states, bucket, num)
@@ -166,7 +169,7 @@ class DepthController:
 
     def could_pay(self, num_seqs: int, context: int) -> bool:
         """Whether any text would gain by drafts in such a batch; where rows are dear, even certain drafts lose."""
-        costs = self.costs.get(bucket_of(num_seqs, context), self.unmeasured)
+        costs = self._costs(bucket_of(num_seqs, context))
         return costs.price(num_seqs).can_pay(self.depths, HOPED)
 
     # ---- the parts
@@ -181,6 +184,15 @@ class DepthController:
     def _knows_plain(self, bucket: Bucket) -> bool:
         return bucket in self.costs and self.costs[bucket].weight[0] >= PLAIN_FIRST
 
+    def _costs(self, bucket: Bucket) -> StepCosts:
+        """Before anything is measured drafting costs something, so that plain steps are tried too."""
+        if bucket in self.costs:
+            return self.costs[bucket]
+        size = bucket[0]
+        if size not in self._unmeasured:
+            self._unmeasured[size] = StepCosts(start_curve(self.max_depth, 1 << size, self._reads))
+        return self._unmeasured[size]
+
     def _tokens(self, state: DepthState) -> list[float]:
         if not state.tokens:
             chances = conditional_acceptance(state.taken, state.tried, self.prior, state.trust)
@@ -190,7 +202,7 @@ class DepthController:
     def _borrowed(self, bucket: Bucket) -> list[float]:
         """A bucket never measured looks like the nearest that was: only the ratios within a bucket matter."""
         if not self.costs:
-            return self.unmeasured.shape
+            return self._costs(bucket).shape
         # The batch bends the curve more than the context; of two as near, the larger makes drafting dearer. Its rows
         # are dear on a CPU, next to free on a GPU, as many rows of one request are.
         nearest = min(self.costs, key=lambda b: (2 * abs(b[0] - bucket[0]) + abs(b[1] - bucket[1]), -b[0], -b[1]))

@@ -6,11 +6,15 @@ context, and asks it for prices. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 REDRAW = 8  # a mean of this many steps moves little with each: the curve is redrawn after as many more
 LATE = 1.5  # a step slower than this times the belief counts as this slow: something else ran
+# Rows of one text share experts: n of them reach as many as n ** 0.7 rows that have nothing to do with each other.
+OWN_ROWS = 0.7
+
+Reads = Callable[[float], float]  # of so many rows that choose experts independently: weights that a step reads
 
 
 class StepCosts:
@@ -91,6 +95,15 @@ class Price:
         """The deepest of these that costs little more than the shallowest."""
         allowed = 1.25 * (self.fixed + self.rows[probes[0]])
         return max(d for d in probes if d == probes[0] or self.fixed + self.rows[d] <= allowed)
+
+
+def start_curve(max_depth: int, num: int, reads: Reads) -> list[float]:
+    """By depth, what steps of so many requests are taken to cost before anything is measured, in plain steps: a little
+    for drafting at all and for each row, and as much as more weights are read. A dense model reads all of them in any
+    case; of a mixture of experts drafts read more."""
+    plain = reads(num)
+    own = (num * (1 + depth) ** OWN_ROWS for depth in range(1, max_depth + 1))
+    return [1.0] + [1.1 + 0.03 * depth + (reads(rows) / plain - 1) for depth, rows in enumerate(own, 1)]
 
 
 def for_batch(curve: list[float], times: int) -> list[float]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -89,6 +90,15 @@ def looked_for(template: str | None) -> frozenset[str]:
     return frozenset(
         node.value for node in found if isinstance(node, jinja2.nodes.Const) and isinstance(node.value, str)
     )
+
+
+@lru_cache(maxsize=16)
+def variables_of(template: str | None) -> frozenset[str]:
+    """The variables that a template looks at: messages, tools, enable_thinking and the like."""
+    try:
+        return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(template or "")))
+    except jinja2.TemplateError:
+        return frozenset()  # rendering says what is wrong
 
 
 def render(

@@ -8,12 +8,13 @@ detokenize.py's work, and making the ids of a chat is chat.py's.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sparkdraft.core import UserError
 from sparkdraft.text.control import ChatText, ControlTokens
+from sparkdraft.text.families import stop_ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RawTokenizer
@@ -66,19 +67,11 @@ class Tokenizer:
         self.vocab_size = raw.get_vocab_size(with_added_tokens=True)
         added = raw.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
-        ends = {self._id_of("eos_token")} if "eos_token" in self.special else set()
-        inner = (config or {}).get("text_config")  # of a model that is more than text
-        for source in (config, inner, generation):
-            ends.update(_ids((source or {}).get("eos_token_id")))
-        self.eos_ids: frozenset[int] = frozenset(index for index in ends if index is not None)
+        self.eos_ids = stop_ids(generation or {}, config or {}, self.special.get("eos_token"), raw.token_to_id)
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Tokenizer:
         return cls(checkpoint.tokenizer_json(), checkpoint.special, checkpoint.config, checkpoint.generation)
-
-    def _id_of(self, key: str) -> int | None:
-        token = self.special.get(key)
-        return None if token is None else self.raw.token_to_id(token)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """'add_special' puts the begin of text where the model wants one. Control tokens that the text spells become
@@ -150,12 +143,6 @@ def _sentencepiece_bytes(token: str) -> bytes:
         except ValueError:
             pass
     return token.replace(SPACE, " ").encode("utf-8", "replace")
-
-
-def _ids(value: int | Iterable[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return [value] if isinstance(value, int) else [int(index) for index in value]
 
 
 def _decoder_kind(raw: RawTokenizer) -> tuple[str, bool]:

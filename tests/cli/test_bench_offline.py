@@ -16,6 +16,7 @@ from sparkdraft.bench import bandwidth, shapes
 from sparkdraft.bench.offline import Bench, Ceilings, Load
 from sparkdraft.bench.profile import MOST, Parts, Span, find_gaps, most_expensive, recorder, summary, timed_parts
 from sparkdraft.bench.synthetic import Acceptance, SyntheticSampler, spans
+from sparkdraft.bench.tensors import drafter_tensor_shapes
 from sparkdraft.cli.main import main
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import Request, SamplingParams, UserError
@@ -124,7 +125,7 @@ def test_drafter_shapes_are_those_of_the_published_drafters() -> None:
     draft = shapes.drafter_shape("dflash-5x", shapes.SHAPES["qwen3-8b"])
     assert draft.taps == (1, 9, 17, 25, 33) and draft.block_size == 16 and draft.model.num_layers == 5
     assert [(spec.window, spec.causal) for spec in draft.model.attention] == [(0, False)] * 5
-    own = sum(int(np.prod(size)) for size in shapes.drafter_tensor_shapes(draft).values())
+    own = sum(int(np.prod(size)) for size in drafter_tensor_shapes(draft).values())
     assert 2 * own / 1e9 == pytest.approx(2.10, abs=0.02)  # gigabytes of z-lab's Qwen3-8B-DFlash in bfloat16
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ import pytest
 import torch
 
 from sparkdraft import LLM, SamplingParams
+from sparkdraft.bench.offline import Bench, Ceilings, Load
 from sparkdraft.cache.recent_rows import RecentRows, pages_of_a_request
 from sparkdraft.cache.windows import WindowedKV
+from sparkdraft.cli.main import main
 from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.models import registry
 from sparkdraft.plan.resolve import MOST_AHEAD
+from sparkdraft.plan.sizes import model_sizes
 from tests.models import toy
 from tests.spec.tiny_drafter import body, random_tensors, write_drafter, zlab
 
@@ -176,3 +180,25 @@ def test_the_plan_counts_windows_apart(folder: Path) -> None:
     assert plan.memory.pages == window.nbytes
     assert plan.memory.kv == plan.num_blocks * BLOCK * 2 * (2 * 2 * 32) * 4  # two layers over everything
     assert f"of window {WINDOW}" in plan.describe()
+
+
+def test_a_floor_counts_the_experts_and_the_window_that_rows_reach(folder: Path) -> None:
+    llm = load(folder, dtype="float32")
+    model, sizes = llm.engine.runner.model, model_sizes(llm.model_config)
+    for rows in (1, 3, 40):
+        assert model.nbytes(rows) == pytest.approx(4 * sizes.read(rows))
+    expert = 4 * 3 * 64 * 32
+    assert model.nbytes(1e6) - model.nbytes(1) == pytest.approx(2 * 2 * expert)  # two of four, in two layers
+    bench = Bench(llm.engine, llm.model_config, Ceilings(1e9, None))
+    plain, drafted = bench.floor_bytes(Load(2, 60, 40)), bench.floor_bytes(Load(2, 60, 40), drafts=3.0)
+    assert plain["target"] == model.nbytes(2) and drafted["target"] == model.nbytes(8)
+    full, slides = 2 * 2 * 2 * 32, 2 * 4 * 16  # two layers over everything, one that keeps a window
+    assert plain["target_kv"] == 4 * 2 * (80 * full + WINDOW * slides)
+
+
+def test_the_bench_says_how_experts_are_counted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--dtype", "float32", "--threads", "1", "--prompt-len", "20", "--output-len", "8", "--concurrency", "2")
+    assert main(["bench", "offline", "--model", str(folder), *flags]) == 0
+    out = capsys.readouterr().out
+    report = json.loads(out.splitlines()[-1])
+    assert "choose independently" in out and report["floor"] in out and report["rows"][0]["rows"] == 2

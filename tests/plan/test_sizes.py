@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from math import prod
 
-from sparkdraft.bench.shapes import SHAPES, tensor_shapes
+import pytest
+
+from sparkdraft.bench.shapes import DRAFTER_FILES, SHAPES, TARGET_FILES, drafter_shape, shape
+from sparkdraft.bench.tensors import drafter_tensor_shapes, file_tensor_shapes, tensor_shapes
+from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig
-from sparkdraft.models.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RecurrentSpec, RopeSpec
+from sparkdraft.models.layers import DenseSpec, ExpertsSpec, LayerSpec, RecurrentSpec
+from sparkdraft.models.registry import ARCHITECTURES
 from sparkdraft.plan.sizes import layer_sizes, model_sizes
+from tests.plan.described import DESCRIBED, attention
+
+PUBLISHED = {  # billions of parameters
+    "qwen3-30b-a3b": 30.53, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83, "gemma4-31b": 30.70, "gemma4-26b-a4b": 25.23,
+}  # fmt: skip
+DRAFTERS = {  # GiB of the published files, in bfloat16
+    "qwen3-30b-a3b-dflash": 0.88, "gpt-oss-20b-dflash": 1.46, "gpt-oss-120b-dflash": 1.46, "gemma4-31b-dflash": 2.86,
+    "gemma4-26b-a4b-dflash": 0.80,
+}  # fmt: skip
 
 
-def attention(heads: int, kv_heads: int, dim: int, window: int = 0, kv_from: int | None = None) -> AttentionSpec:
-    return AttentionSpec(heads, kv_heads, dim, RopeSpec(dim), dim**-0.5, window, kv_from=kv_from)
+def numbers(name: str, size: tuple[int, ...]) -> int:
+    """Weights that a tensor of a file stands for: a byte of MXFP4 is two, and their scales are none."""
+    return prod(size) * (2 if name.endswith("_blocks") else 0 if name.endswith("_scales") else 1)
 
 
 def test_matrices_are_counted_as_a_checkpoint_holds_them() -> None:
@@ -20,9 +37,72 @@ def test_matrices_are_counted_as_a_checkpoint_holds_them() -> None:
         assert model_sizes(model).held == sum(rows * width for rows, width in matrices)
 
 
+@pytest.mark.parametrize("name", TARGET_FILES)
+def test_published_shapes_have_as_many_weights_as_published(name: str) -> None:
+    tensors = file_tensor_shapes(TARGET_FILES[name])
+    assert sum(numbers(*each) for each in tensors.items()) / 1e9 == pytest.approx(PUBLISHED[name], abs=0.005)
+    is_matrix = {k: len(v) > 1 and not k.endswith("_bias") for k, v in tensors.items()}
+    assert model_sizes(DESCRIBED[name]).held == sum(numbers(k, v) for k, v in tensors.items() if is_matrix[k])
+
+
+@pytest.mark.parametrize("name", TARGET_FILES)
+def test_published_shapes_are_read_by_their_own_architecture(name: str) -> None:
+    if TARGET_FILES[name]["model_type"] not in ARCHITECTURES:
+        with pytest.raises(UserError, match="is not supported"):
+            shape(name)
+        return
+    read, described = shape(name), DESCRIBED[name]
+    for rows in (1, 7, 300):
+        assert model_sizes(read).read(rows) == pytest.approx(model_sizes(described).read(rows))
+    assert model_sizes(read).kv == model_sizes(described).kv and read.max_position == described.max_position
+    assert [spec.geometry for spec in read.attention] == [spec.geometry for spec in described.attention]
+    assert not read.unknown_keys
+
+
+@pytest.mark.parametrize("name", DRAFTER_FILES)
+def test_published_drafters_fit_their_targets_and_weigh_what_is_published(name: str) -> None:
+    draft = drafter_shape(name, DESCRIBED[name.removesuffix("-dflash")])
+    size = 2 * sum(prod(size) for size in drafter_tensor_shapes(draft).values())
+    assert size / 2**30 == pytest.approx(DRAFTERS[name], abs=0.01)
+    with pytest.raises(UserError, match="does not fit"):
+        drafter_shape(name, SHAPES["qwen3-8b"])
+
+
+def test_a_drafter_of_the_targets_own_layers_needs_dense_ones() -> None:
+    for name in ("qwen3-30b-a3b", "gemma4-31b"):
+        with pytest.raises(UserError, match="dense and all alike"):
+            drafter_shape("dflash-5x", DESCRIBED[name])
+
+
+def test_experts_that_rows_reach_are_counted_as_drawn() -> None:
+    """Against rows that do choose at random."""
+    spec, rng = ExpertsSpec(128, 8, 768), random.Random(1)
+    for rows in (1, 4, 16, 64):
+        drawn = [len({e for _ in range(rows) for e in rng.sample(range(128), 8)}) for _ in range(300)]
+        assert spec.reached(rows) == pytest.approx(sum(drawn) / len(drawn), rel=0.02)
+    assert spec.reached(1) == pytest.approx(8) and spec.reached(1e6) == 128
+
+
+def test_a_step_reads_the_experts_that_its_rows_reach() -> None:
+    """Gigabytes in bfloat16 at 1, 4, 8, 16 and 64 rows, summed by hand: 2.5 GB in any case, 9.4 MB per expert."""
+    sizes = model_sizes(DESCRIBED["qwen3-30b-a3b"])
+    read = [2 * sizes.read(rows) / 1e9 for rows in (1, 4, 8, 16, 64)]
+    assert read == pytest.approx([6.1, 15.7, 25.8, 39.8, 59.5], abs=0.1)
+    assert sizes.read(1) == pytest.approx(sizes.active) and sizes.read(1e6) == sizes.held - sizes.embedding
+    dense = model_sizes(SHAPES["qwen3-8b"])
+    assert dense.read(1) == dense.read(500) == dense.active
+    shared = layer_sizes(LayerSpec(attention(8, 2, 64), ExpertsSpec(16, 2, 512, shared_size=256)), 1024)
+    assert shared.read(1) == pytest.approx(shared.active)
+
+
+def test_values_that_are_made_of_keys_have_no_weights_and_are_kept() -> None:
+    specs = [LayerSpec(attention(8, 2, 64, values=values), DenseSpec(512)) for values in ("given", "keys")]
+    given, made = (layer_sizes(spec, 256) for spec in specs)
+    assert given.held - made.held == 256 * 2 * 64 and given.kv == made.kv
+
+
 def test_qwen3_30b_a3b_has_30_billion_weights_and_uses_3() -> None:
-    layer = LayerSpec(attention(32, 4, 128), ExpertsSpec(128, 8, 768))
-    sizes = model_sizes(ModelConfig("qwen3_moe", 2048, 151936, 40960, (layer,) * 48))
+    sizes = model_sizes(DESCRIBED["qwen3-30b-a3b"])
     assert round(sizes.held / 1e9, 2) == 30.53  # what a published folder holds, without its vectors
     assert 2.9e9 < sizes.active < 3.4e9
 

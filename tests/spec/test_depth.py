@@ -14,9 +14,12 @@ from statistics import mean, median
 
 import pytest
 
+from sparkdraft.bench.shapes import SHAPES
+from sparkdraft.plan.sizes import model_sizes
 from sparkdraft.spec.depth import DepthController, DepthState, bucket_of, conditional_acceptance, expected_tokens
-from sparkdraft.spec.step_costs import StepCosts, for_batch, interpolate, never_falling
+from sparkdraft.spec.step_costs import StepCosts, for_batch, interpolate, never_falling, start_curve
 from tests.fakes.counting import lines_run
+from tests.plan.described import DESCRIBED
 
 MAX_DEPTH = 15
 DEPTHS = [0, 1, 3, 7, 15]  # those that the engine chooses from
@@ -319,6 +322,43 @@ def test_a_new_request_begins_where_the_others_ended() -> None:
 
 def test_nothing_to_decide_costs_nothing() -> None:
     assert DepthController(MAX_DEPTH).choose([], []) == []
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
+@pytest.mark.parametrize("depths", [DEPTHS, list(range(MAX_DEPTH + 1))])
+def test_a_mixture_of_experts_begins_with_few_drafts(name: str, depths: list[int]) -> None:
+    """At the acceptance that engines begin with; where more is accepted, a little deeper."""
+    usual, better = (
+        DepthController(MAX_DEPTH, chance, depths, model_sizes(DESCRIBED[name]).read) for chance in (0.69, 0.8)
+    )
+    first = usual.choose([usual.open()], [100])[0]
+    assert 2 <= first <= 6 and first <= better.choose([better.open()], [100])[0] <= 7
+
+
+@pytest.mark.parametrize("num", [1, 4, 16])
+def test_a_dense_model_begins_as_if_rows_cost_little(num: int) -> None:
+    """The curve of dense models is this one exactly, and with it all that follows."""
+    read = model_sizes(SHAPES["qwen3-8b"]).read
+    assert start_curve(MAX_DEPTH, num, read) == [1.0] + [1.1 + 0.03 * depth for depth in range(1, MAX_DEPTH + 1)]
+    dense, plain = (DepthController(MAX_DEPTH, 0.69, DEPTHS, *reads) for reads in ((read,), ()))
+    chosen = [made.choose([made.open() for _ in range(num)], [100] * num) for made in (dense, plain)]
+    assert chosen[0] == chosen[1] and chosen[0][0] >= 7
+
+
+def test_experts_are_dear_where_few_rows_reach_few_of_them() -> None:
+    """Drafts of one stream read more experts; those of 64 streams read what is read in any case."""
+    read = model_sizes(DESCRIBED["qwen3-30b-a3b"]).read
+    one, many, dense = (start_curve(MAX_DEPTH, *each) for each in ((1, read), (64, read), (1, lambda rows: 1.0)))
+    assert one[3] / dense[3] > 1.5 and many[3] / dense[3] < 1.05
+    assert never_falling(one, [1.0] * len(one)) == one
+    assert one[15] - 1 > 0.8 * (read(16**0.7) / read(1) - 1)
+
+
+def test_measured_costs_take_over_from_the_start_of_a_mixture_of_experts() -> None:
+    made, rng = DepthController(MAX_DEPTH, 0.9, DEPTHS, model_sizes(DESCRIBED["qwen3-30b-a3b"]).read), random.Random(4)
+    for depth in DEPTHS * 3:
+        made.measured(depth, 1, 100, gpu(depth) * rng.gauss(1, 0.01))  # rows cost nothing here, whatever was described
+    assert made.choose([made.open()], [100]) == [15]
 
 
 def test_unmeasured_machines_try_both() -> None:

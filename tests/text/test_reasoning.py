@@ -13,11 +13,12 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from sparkdraft.core import GrammarSpec
 from sparkdraft.text.events import Content, Event, Parser, Reasoning, ToolArguments, ToolCall, chain, joined
-from sparkdraft.text.reasoning import after_thinking, reasoning_format
+from sparkdraft.text.reasoning import after_thinking
 from sparkdraft.text.reasoning.base import ReasoningFormat
 from sparkdraft.text.reasoning.gemma4 import Gemma4Thoughts
 from sparkdraft.text.reasoning.harmony import HarmonyAnalysis
 from sparkdraft.text.reasoning.think import Think
+from sparkdraft.text.style import chat_style
 from sparkdraft.text.tools.hermes import Hermes
 from sparkdraft.text.tools.qwen3_xml import Qwen3Xml
 
@@ -93,7 +94,7 @@ def test_thoughts_stream() -> None:
     ],
 )
 def test_the_template_chooses(model_type: str, template: str | None, name: str | None) -> None:
-    form = reasoning_format(model_type, template)
+    form = chat_style(model_type, template).reasoning
     assert (form.name if form else None) == name
 
 

@@ -135,7 +135,7 @@ def test_ends_and_special_ids(smollm2: Tokenizer) -> None:
     assert smollm2.eos_ids == {2} and smollm2.vocab_size == 49152
     assert smollm2.special_ids == set(range(17)) and smollm2.is_special(2) and not smollm2.is_special(17)
     several = Tokenizer(smollm2.raw, {"eos_token": "<|im_end|>"}, {"eos_token_id": 0}, {"eos_token_id": [2, 5]})
-    assert several.eos_ids == {0, 2, 5}
+    assert several.eos_ids == {2, 5}
 
 
 def test_bytes_of_every_token(smollm2: Tokenizer) -> None:

@@ -15,8 +15,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as RawTokenizer
 
 from sparkdraft.text.events import Content, Event, Parser, Reasoning, ToolArguments, ToolCall, chain, joined
-from sparkdraft.text.reasoning import reasoning_format
-from sparkdraft.text.tools import tool_format
+from sparkdraft.text.style import chat_style
 from sparkdraft.text.tools.base import ToolFormat
 from sparkdraft.text.tools.gemma4 import Gemma4
 from sparkdraft.text.tools.generic import Generic
@@ -391,7 +390,7 @@ def test_the_scanner_says_done_only_of_json(text: str) -> None:
     ],
 )  # fmt: skip
 def test_the_template_chooses(model_type: str, template: str | None, name: str) -> None:
-    assert tool_format(model_type, template).name == name
+    assert chat_style(model_type, template).tools.name == name
 
 
 SPECIAL = ["<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>", "<|channel|>", "<|message|>",
@@ -479,7 +478,7 @@ THOUGHTS = {
 @pytest.mark.parametrize("name", THOUGHTS)
 def test_thoughts_may_come_before_forced_calls(name: str, judge: Judge) -> None:
     model_type, template, thought = THOUGHTS[name]
-    form, reasoning, call = FORMATS[name], reasoning_format(model_type, template), split(name)[0]
+    form, reasoning, call = FORMATS[name], chat_style(model_type, template).reasoning, split(name)[0]
     assert reasoning
     spec = form.constraint(TOOLS, "required", True, reasoning.grammar("user: hi"))
     assert spec and judge.accepts(spec.text, thought + call) and judge.accepts(spec.text, call)

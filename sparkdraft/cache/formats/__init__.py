@@ -40,7 +40,7 @@ class KVFormat:
     """A whole cache: the layers' parts, and what they share. A format says what it can do by what is not None."""
 
     layers: Sequence[LayerKV]
-    bytes_per_token: int  # of all layers
+    bytes_per_token: int  # of the layers that keep every position
 
     # Before a step's layers run, as part of it (and of its recording): where its rows go, int32 [rows], and what they
     # see. None where layers need no more than what they are handed.
@@ -56,3 +56,7 @@ class KVFormat:
     # (engine/lanes.py): the counts stay on the device, and it must not wait for them.
     commit: Commit | None = None
     meter: Meter | None = None
+
+    def bytes_read(self, context: int) -> int:
+        """What a row that sees so many positions reads of it."""
+        return context * self.bytes_per_token

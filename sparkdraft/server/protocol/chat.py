@@ -8,7 +8,7 @@ messages is prompts.py's work.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
@@ -17,7 +17,10 @@ from sparkdraft.core import MAX_COUNT
 from sparkdraft.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_SCHEMA_BYTES, MAX_TOOLS
 from sparkdraft.server.protocol.errors import ApiError
 from sparkdraft.server.protocol.sampling import Fields, SamplingFields
+from sparkdraft.server.protocol.validation import shown
 
+TEXT_PARTS = ("text", "refusal")
+NOUNS = {"image": "an image", "audio": "audio", "video": "a video", "file": "a file"}  # by a word of the part's type
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 
 
@@ -94,7 +97,7 @@ class ChatRequest(SamplingFields):
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = Field(None, description="handed to the chat template")
+    reasoning_effort: str | None = Field(None, description="how much the model thinks, as far as it has a choice")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="what else the chat template may look at")
 
     @property
@@ -117,6 +120,7 @@ class ChatRequest(SamplingFields):
         return [tool.model_dump(exclude_none=True) for tool in self.tools or []]
 
     def check(self) -> None:
+        check_parts(self.messages)
         self.check_sampling(logprobs=self.wanted_logprobs)
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs; set logprobs to true.", param="top_logprobs")
@@ -148,6 +152,23 @@ class ChatRequest(SamplingFields):
                 raise ApiError(
                     400, f"A schema has {size:,} bytes and {MAX_SCHEMA_BYTES:,} is the limit; shorten it.", param=param
                 )
+
+
+def check_parts(messages: Sequence[ChatMessage]) -> None:
+    """Raises ApiError for a part that is no text: images, audio and video are not read, whatever the model could do."""
+    for i, message in enumerate(messages):
+        for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            place = f"messages[{i}].content[{j}]"
+            if part.type not in TEXT_PARTS:
+                kind = next((noun for word, noun in NOUNS.items() if word in part.type), "no text")
+                raise ApiError(
+                    400,
+                    f"{place} is {kind} (type {shown(part.type)}); only text is supported by this model here: "
+                    "send parts of type text.",
+                    place,
+                )
+            if part.type == "text" and part.text is None:
+                raise ApiError(400, f"{place} is of type text and has no text; send one.", place)
 
 
 def as_json(value: Any, param: str | None = None) -> str:

@@ -61,7 +61,7 @@ async def status(request: Request) -> dict[str, Any]:
         "plan": info.plan if info else None,
         "plan_facts": info.plan_facts if info else {},
         "fallbacks": info.fallbacks if info else [],
-        "facts": info.facts if info else [],
+        "facts": service.facts,
         "drafter": info.drafter if info else None,
         "sampling_defaults": service.sampling if info else None,
         "queue": {"inside": service.gate.num_inside, "capacity": service.gate.capacity},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from sparkdraft.server.prompts import ModelText
+from sparkdraft.server.protocol.chat import check_parts
 from sparkdraft.server.protocol.completions import DetokenizeRequest, TokenizeRequest
 from sparkdraft.server.protocol.errors import ApiError
 from sparkdraft.server.protocol.shapes import Json, dumps, token_name
@@ -18,6 +19,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """The ids of a prompt, or of messages in the chat template."""
     service = service_of(request)
     service.check_model(body.model)
+    check_parts(body.messages or ())
     text = service.require_ready()
     with service.gate.enter(1):
         return await service.in_thread(lambda: _tokenized(text, body))
@@ -36,7 +38,7 @@ def _ids(text: ModelText, body: TokenizeRequest) -> list[int]:
         return text.encode(body.prompt or "", body.add_special_tokens is not False)
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] or None
     opens = body.add_generation_prompt is not False
-    return text.encode_chat(text.render(text.messages(body.messages), tools, add_generation_prompt=opens))
+    return text.encode_chat(text.render(text.messages(body.messages), tools, text.variables(), opens))
 
 
 @router.post("/detokenize", response_model=None)

@@ -1,4 +1,4 @@
-"""Which part of a model's text is thinking, in each family's own marks, and which marks a model uses.
+"""Which part of a model's text is thinking, in each family's own marks, and which marks a chat template has.
 
 A format makes the parser for one answer, knowing from the prompt whether the template has opened the thoughts already.
 Where the answer is held to a grammar, thinking must stay free before it, and the format says how.
@@ -16,17 +16,24 @@ from sparkdraft.text.reasoning.gemma4 import Gemma4Thoughts
 from sparkdraft.text.reasoning.harmony import HarmonyAnalysis
 from sparkdraft.text.reasoning.think import Think
 
-__all__ = ["ReasoningFormat", "after_thinking", "chain", "reasoning_format"]
+__all__ = ["FORMATS", "ReasoningFormat", "after_thinking", "by_marks", "chain"]
+
+FORMATS: dict[str, type[ReasoningFormat]] = {form.name: form for form in (Think, Gemma4Thoughts, HarmonyAnalysis)}
+# What the template must contain, the most telling first.
+MARKS: list[tuple[type[ReasoningFormat], tuple[str, ...]]] = [
+    (HarmonyAnalysis, ("<|channel|>", "<|message|>")),
+    (Gemma4Thoughts, ("<|channel>",)),
+    (Think, ("<think>",)),
+    (Think, ("</think>",)),
+]
 
 
-def reasoning_format(model_type: str, chat_template: str | None) -> ReasoningFormat | None:
-    """None for a model that does not think."""
-    template = chat_template or ""
-    if model_type == "gpt_oss" or ("<|channel|>" in template and "<|message|>" in template):
-        return HarmonyAnalysis(template)
-    if "<|channel>" in template:
-        return Gemma4Thoughts(template)
-    return Think(template) if "</think>" in template or "<think>" in template else None
+def by_marks(template: str) -> tuple[ReasoningFormat | None, str]:
+    """The format whose marks a template has, None where it has none, and why."""
+    for form, marks in MARKS:
+        if all(mark in template for mark in marks):
+            return form(template), f"the chat template has {' and '.join(marks)}"
+    return None, "the chat template has no marks of thoughts"
 
 
 def after_thinking(spec: GrammarSpec, form: ReasoningFormat | None, prompt: str) -> GrammarSpec:

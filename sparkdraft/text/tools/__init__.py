@@ -1,4 +1,4 @@
-"""Tool calls in each family's own syntax, and which of them a model speaks.
+"""Tool calls in each family's own syntax, and which of them a chat template shows.
 
 The chat template decides: it shows the model its tools, so the marks in its text are the marks the model was taught. A
 template without tools, or with marks that no file here reads, gets the generic format, so every model can call tools.
@@ -13,24 +13,24 @@ from sparkdraft.text.tools.harmony import Harmony
 from sparkdraft.text.tools.hermes import Hermes
 from sparkdraft.text.tools.qwen3_xml import Qwen3Xml
 
-__all__ = ["ToolFormat", "tool_format"]
+__all__ = ["FORMATS", "ToolFormat", "by_marks"]
 
+FORMATS: dict[str, ToolFormat] = {form.name: form for form in (Hermes(), Qwen3Xml(), Gemma4(), Harmony(), Generic())}
 OTHERS = ("<arg_key>", "<tool_sep>")  # GLM's and Hunyuan's: a tag with hermes' name and something else in it
 # What the template must contain, the most telling first.
-MARKS: list[tuple[ToolFormat, tuple[str, ...]]] = [
-    (Harmony(), ("<|channel|>", "<|message|>", "tools")),
-    (Gemma4(), ("<|tool_call>", "<tool_call|>")),
-    (Qwen3Xml(), ("<function=", "<parameter=", "tools")),
-    (Hermes(), ("<tool_call>", "arguments", "tools")),
+MARKS: list[tuple[str, tuple[str, ...]]] = [
+    (Harmony.name, ("<|channel|>", "<|message|>", "tools")),
+    (Gemma4.name, ("<|tool_call>", "<tool_call|>")),
+    (Qwen3Xml.name, ("<function=", "<parameter=", "tools")),
+    (Hermes.name, ("<tool_call>", "arguments", "tools")),
 ]
 
 
-def tool_format(model_type: str, chat_template: str | None) -> ToolFormat:
-    template = chat_template or ""
-    known = not any(mark in template for mark in OTHERS)
-    for form, marks in MARKS:
-        if known and all(mark in template for mark in marks):
-            return form
-    if model_type == "gpt_oss":
-        return Harmony()  # it speaks harmony whatever the template
-    return Generic()
+def by_marks(template: str) -> tuple[ToolFormat, str]:
+    """The format whose marks a template has, and why it is this one."""
+    if other := next((mark for mark in OTHERS if mark in template), None):
+        return FORMATS[Generic.name], f"calls as the chat template shows them, with {other}, are not read"
+    for name, marks in MARKS:
+        if all(mark in template for mark in marks):
+            return FORMATS[name], f"the chat template has {' and '.join(marks)}"
+    return FORMATS[Generic.name], "the chat template shows no calls that are read"

@@ -1,0 +1,59 @@
+"""Published shapes with random weights, made small, through their own architecture, a drafter and the whole bench."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from sparkdraft.bench import bandwidth, shapes
+from sparkdraft.cli.main import main
+from sparkdraft.models.registry import ARCHITECTURES
+from sparkdraft.plan.sizes import model_sizes
+
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 96, "vocab_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_global_key_value_heads": 1, "head_dim": 32, "global_head_dim": 64, "num_experts": 8, "num_local_experts": 8,
+    "moe_intermediate_size": 32, "sliding_window": 16, "num_target_layers": 6, "max_position_embeddings": 1024,
+}  # fmt: skip
+LAYERS = 6
+
+
+def small(config: dict[str, Any]) -> dict[str, Any]:
+    """The same config.json with fewer and narrower layers; keys that it does not have stay away."""
+    own = {key: SMALL.get(key, value) for key, value in config.items()}
+    if "text_config" in config:
+        return own | {"text_config": small(config["text_config"])}
+    if own.get("moe_intermediate_size") is None and "num_local_experts" in own:
+        own["intermediate_size"] = 64  # MXFP4 has groups of 32 in both directions
+    count = min(LAYERS, config["num_hidden_layers"])
+    if "layer_types" in own:
+        own["layer_types"] = own["layer_types"][-count:]  # the last one is over everything
+    if "dflash_config" in own:
+        own["dflash_config"] = {"mask_token_id": 4, "target_layer_ids": [1, 3, 4]}
+    return own | {"num_hidden_layers": count}
+
+
+@pytest.fixture
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
+    for files in (shapes.TARGET_FILES, shapes.DRAFTER_FILES):
+        for name, config in files.items():
+            monkeypatch.setitem(files, name, small(config))
+    monkeypatch.setitem(bandwidth.SIZE, "cpu", 1 << 20)
+
+
+@pytest.mark.usefixtures("little")
+@pytest.mark.parametrize("name", list(shapes.TARGET_FILES))
+def test_a_published_shape_runs_with_its_drafter(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if shapes.TARGET_FILES[name]["model_type"] not in ARCHITECTURES:
+        pytest.skip("its architecture is not read yet")
+    flags = ["--shape", name, "--drafter-shape", f"{name}-dflash", "--dtype", "float32", "--threads", "1"]
+    flags += ["--synthetic-acceptance", "2.5", "--spec", "3", "--prompt-len", "20", "--concurrency", "2"]
+    assert main(["bench", "offline", *flags, "--output-len", "20"]) == 0, capsys.readouterr().err
+    out = capsys.readouterr().out
+    (row,) = json.loads(out.splitlines()[-1])["rows"]
+    assert row["length"] == pytest.approx(2.5, rel=0.1) and row["rows"] == 8
+    model = shapes.shape(name)
+    assert row["floor_gb"]["target"] == pytest.approx(4 * model_sizes(model).read(8) / 1e9, abs=1e-4)
+    assert ("choose independently" in out) == (name != "gemma4-31b")
