@@ -1,6 +1,6 @@
 """Makes the caches that a plan describes: each layer's part, and the holdings that requests have beside their blocks.
 
-Layers over the whole context keep the K/V of every position: exactly, in 8 bits or coded. Layers with a sliding window
+Layers over the whole context keep the K/V of every position: exact, in 8 bits, or coded. Layers with a sliding window
 keep pages. Formats and holdings are in cache/; plan/ decides which layer gets which.
 """
 

@@ -1,8 +1,8 @@
-"""What a DFlash checkpoint says of itself, in one record for both ways of writing it down.
+"""The config of a DFlash checkpoint, in one record for the two formats in which it is published.
 
 z-lab keeps the drafter's dimensions at the top of config.json and the rest in `dflash_config`; speculators keeps the
-dimensions in `transformer_layer_config` and counts taps from the embedding, one higher. Whatever would change the
-computation and is not built here is refused by name; reading tensors is dflash.py's work.
+dimensions in `transformer_layer_config` and counts taps from the embedding, so one higher. Whatever would change the
+computation and is not implemented here is refused by name. dflash.py reads the tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sparkdraft.models.config import ModelConfig, dense_config
 
 Config = Mapping[str, Any]
 
-# Keys that name another algorithm or a computation we do not have, and what it is called.
+# Keys that stand for another algorithm or a computation that we do not have, and its name.
 FOREIGN = {
     "conv_kernel_size": "dflash2",
     "selector_rank": "dflash2",
@@ -28,7 +28,7 @@ FOREIGN = {
     "pure_draft_prefix_len": "dflash with a pure draft prefix",
     "shift_label": "dflash with shifted labels",
 }
-# Keys that must have one of the values named, where they are given at all.
+# Keys that must have one of the given values if they are present.
 ONLY = {
     "projector_type": (None, "", "dflash"),
     "attention_value_scale": (None, 1, 1.0),
@@ -40,37 +40,37 @@ ONLY = {
 
 class LayerMask(NamedTuple):
     window: int  # a row sees keys nearer than this; 0: all
-    causal: bool  # whether a row of the block is blind to the rows after it
+    causal: bool  # whether a row of the block cannot see the rows after it
 
 
 @dataclass(frozen=True, slots=True)
 class DFlashConfig:
-    model: ModelConfig  # the drafter's own layers; vocab_size is that of the target
-    taps: tuple[int, ...]  # target blocks, from 0; the residual after each is read, in this order
-    block_size: int  # the anchor counts
+    model: ModelConfig  # the drafter's own layers; vocab_size is the target's
+    taps: tuple[int, ...]  # target layers, from 0; the residual after each is read, in this order
+    block_size: int  # rows of a draft block, including the anchor
     mask_token_id: int
     layers: tuple[LayerMask, ...]
-    draft_vocab_size: int  # of an output head of its own, where the checkpoint has one
+    draft_vocab_size: int  # of the checkpoint's own output head, if it has one
     target_hidden_size: int
-    num_target_layers: int | None = None  # where the config says
+    num_target_layers: int | None = None  # if the config names it
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     softcap: float | None = None
 
     @staticmethod
     def read(config: Config) -> DFlashConfig:
-        """From a config.json in either dialect. Raises UserError."""
+        """Read a config.json in either format. Raises UserError."""
         dialect = _read_zlab
         if "speculators_model_type" in config or "speculators_config" in config:
             dialect = _read_speculators
         try:
             return dialect(config)
-        except (TypeError, ValueError, AttributeError) as error:  # a value of another kind than its key promises
+        except (TypeError, ValueError, AttributeError) as error:  # a value has another type than its key requires
             raise UserError(f"The drafter's config.json cannot be understood ({error}): fetch it again.") from error
 
 
 def check_fits(draft: DFlashConfig, target: ModelConfig) -> None:
-    """Raises UserError when the drafter was not made for a target of this shape."""
+    """Raises UserError if the drafter was not made for a target of this shape."""
     vocab, layers, beyond = target.vocab_size, target.num_layers, [t for t in draft.taps if t >= target.num_layers]
     for own in (draft.model.hidden_size, draft.target_hidden_size):
         _fits(own == target.hidden_size, f"it has hidden size {own}, the model {target.hidden_size}")
@@ -90,7 +90,7 @@ def _fits(ok: bool, reason: str) -> None:
         )
 
 
-# ---- the two dialects
+# ---- the two formats
 
 
 def _read_zlab(config: Config) -> DFlashConfig:
@@ -100,7 +100,7 @@ def _read_zlab(config: Config) -> DFlashConfig:
     if "dflash_config" not in config and not architectures:
         raise _not_built(str(config.get("model_type", "unknown")))
     inner = config.get("dflash_config") or {}
-    both = {**config, **inner}  # a key may stand in either place; the inner one counts, as in z-lab's own code
+    both = {**config, **inner}  # a key may be in either place; the inner one wins, as in z-lab's own code
     _refuse_foreign(both)
     model = dense_config(_one_rope(config), qk_norm=True)
     target_layers = config.get("num_target_layers")
@@ -139,13 +139,13 @@ def _read_speculators(config: Config) -> DFlashConfig:
     model = dense_config(_one_rope({"model_type": "qwen3", **body}), qk_norm=True)
     taps = _ids(config.get("aux_hidden_state_layer_ids"), "aux_hidden_state_layer_ids")
     if 0 in taps:
-        raise UserError("The drafter reads the embedding (aux_hidden_state_layer_ids has 0), which is not built yet")
+        raise UserError("The drafter reads the embedding (aux_hidden_state_layer_ids has 0): that is not supported yet")
     causal = not config.get("sliding_window_non_causal", False)  # full layers always see the whole block
     layers = tuple(LayerMask(w, causal and sliding) for w, sliding in _windows(body, model.num_layers))
     return _checked(
         DFlashConfig(
             model=model,
-            taps=tuple(tap - 1 for tap in taps),  # there, 1 is what block 0 leaves behind
+            taps=tuple(tap - 1 for tap in taps),  # in this format, 1 is the output of layer 0
             block_size=int(config.get("block_size") or 8),
             mask_token_id=_required(config, "mask_token_id"),
             layers=layers,
@@ -156,7 +156,7 @@ def _read_speculators(config: Config) -> DFlashConfig:
 
 
 def _zlab_layers(config: Config, inner: Config, num_layers: int) -> tuple[LayerMask, ...]:
-    """Who says whether a block is causal: the config, else dflash_config, else whether the layer slides."""
+    """Whether a block is causal: as the config says, else as dflash_config says, else causal where the layer slides."""
     said = config.get("is_causal")
     if said is None:
         said = inner.get("causal")
@@ -184,7 +184,7 @@ def _windows(config: Config, num_layers: int) -> list[tuple[int, bool]]:
 
 
 def _default_taps(target_layers: int | None, draft_layers: int) -> list[int]:
-    """z-lab's choice where a config is silent: evenly from block 1 to the third from the end."""
+    """z-lab's default taps: spaced evenly from layer 1 to the third from the end."""
     if not target_layers:
         raise UserError(
             "The drafter's config names neither target_layer_ids nor num_target_layers; one of them is needed"
@@ -195,7 +195,7 @@ def _default_taps(target_layers: int | None, draft_layers: int) -> list[int]:
 
 
 def _one_rope(config: Config) -> Config:
-    """Where rotations are given for each kind of layer: speculators then turns all layers like the sliding ones."""
+    """If rotations are given per kind of layer, take those of the sliding layers for all, as speculators does."""
     rope = config.get("rope_parameters") or {}
     return {**config, "rope_parameters": rope["sliding_attention"]} if "sliding_attention" in rope else config
 
@@ -212,7 +212,7 @@ def _refuse_foreign(config: Config) -> None:
 
 
 def _not_built(kind: str) -> UserError:
-    return UserError(f"Drafters of the kind '{kind}' are not built yet: use a DFlash drafter, of z-lab or speculators.")
+    return UserError(f"Drafters of the kind '{kind}' are not supported yet: use DFlash, of z-lab or of speculators.")
 
 
 def _required(config: Config, key: str) -> int:

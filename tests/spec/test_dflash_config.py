@@ -103,11 +103,11 @@ def test_windows_and_who_sees_whom(config: dict[str, Any], layers: list[tuple[in
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "'LlamaForCausalLM' are not built yet"),
-        ({"model_type": "llama"}, "'llama' are not built yet"),
-        ({**QWEN3_8B, "architectures": ["DFlash2DraftModel"]}, "'DFlash2DraftModel' are not built yet"),
-        (speculators(body(), speculators_model_type="dspark"), "'dspark' are not built yet"),
-        (speculators(body(), speculators_model_type="eagle3"), "'eagle3' are not built yet"),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "'LlamaForCausalLM' are not supported yet"),
+        ({"model_type": "llama"}, "'llama' are not supported yet"),
+        ({**QWEN3_8B, "architectures": ["DFlash2DraftModel"]}, "'DFlash2DraftModel' are not supported yet"),
+        (speculators(body(), speculators_model_type="dspark"), "'dspark' are not supported yet"),
+        (speculators(body(), speculators_model_type="eagle3"), "'eagle3' are not supported yet"),
         (speculators(body(), sample_from_anchor=True), "dspark"),
         (zlab(body(), inner={"conv_kernel_size": 2}), "dflash2"),
         (zlab(body(), inner={"projector_type": "domino"}), "projector_type domino"),
