@@ -15,7 +15,7 @@ from sparkdraft.models.layers import AttentionSpec
 @dataclass(frozen=True, slots=True)
 class DrafterCaps:
     name: str  # its name in statistics: "dflash"
-    # Target layers whose residual it reads, in the order of its input; FINAL (models/config.py): the final norm's output.
+    # Target layers whose residual it reads, in the order of its input; FINAL (models/config.py) is the final norm.
     taps: tuple[int, ...]
     max_depth: int  # most ids that it drafts per step
     kv: tuple[AttentionSpec, ...]  # layers whose K/V it keeps in the engine's blocks, beside the target's; always exact
