@@ -1,7 +1,8 @@
-"""Tool calls in each family's own syntax, and which of them a model speaks.
+"""Tool calls in each family's own syntax, and which syntax a model uses.
 
-The chat template decides: it shows the model its tools, so the marks in its text are the marks the model was taught. A
-template without tools, or with marks that no file here reads, gets the generic format, so every model can call tools.
+The chat template decides: it shows the model its tools, so the marks in its text are the marks that the model was
+taught. A template without tools, or with marks that no file here reads, gets the generic format, so every model can
+call tools.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from sparkdraft.text.tools.qwen3_xml import Qwen3Xml
 
 __all__ = ["ToolFormat", "tool_format"]
 
-OTHERS = ("<arg_key>", "<tool_sep>")  # GLM's and Hunyuan's: a tag with hermes' name and something else in it
-# What the template must contain, the most telling first.
+OTHERS = ("<arg_key>", "<tool_sep>")  # of GLM and Hunyuan: they use hermes' tag with other contents
+# What the template must contain, the most specific first.
 MARKS: list[tuple[ToolFormat, tuple[str, ...]]] = [
     (Harmony(), ("<|channel|>", "<|message|>", "tools")),
     (Gemma4(), ("<|tool_call>", "<tool_call|>")),
@@ -32,5 +33,5 @@ def tool_format(model_type: str, chat_template: str | None) -> ToolFormat:
         if known and all(mark in template for mark in marks):
             return form
     if model_type == "gpt_oss":
-        return Harmony()  # it speaks harmony whatever the template
+        return Harmony()  # it uses harmony whatever the template
     return Generic()
