@@ -76,9 +76,9 @@ def check_fits(draft: DFlashConfig, target: ModelConfig) -> None:
         _fits(own == target.hidden_size, f"it has hidden size {own}, the model {target.hidden_size}")
     _fits(draft.model.vocab_size == vocab, f"it has a vocabulary of {draft.model.vocab_size}, the model one of {vocab}")
     _fits(draft.draft_vocab_size <= vocab, f"it drafts among {draft.draft_vocab_size} ids, the model has {vocab}")
-    _fits(not beyond, f"it reads block {max(beyond, default=0)}, the model has {layers}, counted from 0")
+    _fits(not beyond, f"it reads layer {max(beyond, default=0)}, the model has {layers} layers, counted from 0")
     made_for = draft.num_target_layers
-    _fits(made_for in (None, layers), f"it was made for a model of {made_for} blocks, this one has {layers}")
+    _fits(made_for in (None, layers), f"it was made for a model of {made_for} layers, this one has {layers}")
     mask = draft.mask_token_id
     _fits(0 <= mask < vocab, f"its mask id {mask} is outside the model's vocabulary of {vocab}")
 
@@ -224,7 +224,7 @@ def _required(config: Config, key: str) -> int:
 def _ids(values: Sequence[Any] | None, key: str) -> tuple[int, ...]:
     ids = tuple(values or ())
     if not ids or any(type(v) is not int or v < 0 for v in ids) or len(set(ids)) < len(ids):
-        raise UserError(f"The drafter's {key} is {values}; it must list distinct block numbers: check its config.json.")
+        raise UserError(f"The drafter's {key} is {values}; it must list distinct layer numbers: check its config.json.")
     return ids
 
 

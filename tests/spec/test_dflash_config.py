@@ -138,9 +138,9 @@ def test_what_is_not_built_or_not_said_is_refused(config: dict[str, Any], says: 
         (speculators(body(), target_hidden_size=128), "hidden size 128, the model 96"),
         (zlab(body(vocab_size=400)), "vocabulary of 400, the model one of 320"),
         (speculators(body(), draft_vocab_size=400), "400 ids, the model has 320"),
-        (zlab(body(), inner={"target_layer_ids": [0, 3]}), "reads block 3, the model has 3"),
-        (speculators(body(), aux_hidden_state_layer_ids=[1, 4]), "reads block 3, the model has 3"),
-        (zlab(body(), num_target_layers=4), "model of 4 blocks, this one has 3"),
+        (zlab(body(), inner={"target_layer_ids": [0, 3]}), "reads layer 3, the model has 3"),
+        (speculators(body(), aux_hidden_state_layer_ids=[1, 4]), "reads layer 3, the model has 3"),
+        (zlab(body(), num_target_layers=4), "model of 4 layers, this one has 3"),
         (zlab(body(), inner={"mask_token_id": 320}), "mask id 320"),
     ],
 )
