@@ -1,4 +1,4 @@
-"""Both dialects of config.json, what each leaves unsaid, and every reason for which a drafter is refused."""
+"""Both formats of config.json, their defaults, and every reason for which a drafter is refused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_published_config() -> None:
 
 
 def test_the_dialects_mean_the_same() -> None:
-    """speculators counts the embedding: its 1 and 3 are z-lab's blocks 0 and 2."""
+    """speculators counts the embedding: its 1 and 3 are z-lab's layers 0 and 2."""
     one, other = DFlashConfig.read(zlab(body("sf", window=4))), DFlashConfig.read(speculators(body("sf", window=4)))
     assert one.taps == other.taps == (0, 2)
     assert one.layers == other.layers == (LayerMask(4, True), LayerMask(0, False))
