@@ -35,7 +35,7 @@ HELDOUT = Path(__file__).with_name("heldout")
 KINDS = ("prose", "code", "dialogue")  # kinds of texts, which are the names of their files
 EXACT = "exact"
 NOTATION = (
-    "exact, fp8 or k<bits a key>v<bits a value>, 2 to 5 of each, such as k4v3; then -full, which codes all rows, "
+    "exact, fp8 or k<key bits>v<value bits>, 2 to 5 of each, such as k4v3; then -full, which codes all rows, "
     "and -uncentred, which leaves mean keys in: k4v3-full-uncentred"
 )
 CODED = re.compile(r"k([2-5])v([2-5])(-full)?(-uncentred)?")

@@ -126,7 +126,7 @@ def _fit(args: Namespace) -> int:
     last = (Run(Path(args.out)).log() or [{}])[-1]
     print(json.dumps({"train": "fit", "run": args.out, **last}))
     if reached < settings.steps:
-        errors.print(f"stopped after step {reached}: the same command goes on from there", markup=False)
+        errors.print(f"stopped after step {reached}: the same command continues from there", markup=False)
         return STOPPED
     return 0
 
@@ -161,7 +161,7 @@ def _said_of_data(folder: str, summary: dict[str, Any]) -> int:
     """Print what may be unexpected, in a sentence; returns the exit status."""
     if summary["stopped"]:
         kept = f"{summary['all_documents']} documents of {folder} are kept"
-        errors.print(f"stopped: {kept}; the same command goes on from there", markup=False, soft_wrap=True)
+        errors.print(f"stopped: {kept}; the same command continues from there", markup=False, soft_wrap=True)
         return STOPPED
     if missing := summary.get("self_written", {}).get("missing"):
         note = f"note: {missing} self-written prompts are missing, too few were worth asking: try another --seed"

@@ -74,7 +74,7 @@ class Metrics:
         self.cached_tokens = Counter("prompt_tokens_cached_total", "prompt tokens that the prefix cache supplied")
         self.success = Counter("request_success_total", "sequences that ended, by reason", "finished_reason")
         self.aborted = Counter("request_aborted_total", "requests whose client went away")
-        self.failed = Counter("request_failed_total", "requests that ended with an error after they were let in")
+        self.failed = Counter("request_failed_total", "requests that ended with an error after they were admitted")
         self.first_token = Histogram("time_to_first_token_seconds", "from the request to its first token", SECONDS)
         self.per_token = Histogram(
             "request_time_per_output_token_seconds", "time per token after the first, per request", TOKEN_SECONDS

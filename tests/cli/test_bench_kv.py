@@ -144,7 +144,7 @@ def test_the_notation() -> None:
         "kv": "turboquant", "tq_key_bits": 5, "tq_value_bits": 2, "tq_mode": "full_tq", "tq_centre": False,
     }  # fmt: skip
     for wrong in ("k6v3", "k4", "fp16", "", "k4v3-uncentred-full"):
-        with pytest.raises(UserError, match="a format is exact, fp8 or k<bits a key>v<bits a value>"):
+        with pytest.raises(UserError, match="a format is exact, fp8 or k<key bits>v<value bits>"):
             parse_formats(wrong)
 
 

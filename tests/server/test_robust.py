@@ -338,7 +338,7 @@ def test_a_pattern_of_names_is_refused_at_the_start() -> None:
 
 
 def test_the_gate_counts_what_is_right(small: Live) -> None:
-    """Four fit. A wrong n is never admitted; a request larger than what is free is refused, unless no other is inside."""
+    """Four fit. A wrong n is never admitted; one larger than what is free is refused, unless it is alone."""
     gate = small.service.gate
     for n in (-1, 0, 65, 10**9, 2**70):
         for path, body in ((CHAT, {"messages": [{"role": "user", "content": "x"}]}), (COMPLETIONS, {"prompt": "x"})):

@@ -181,7 +181,7 @@ def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint(
     command, before = command_line(toy, tmp_path / "run", "--steps", "60"), signal.getsignal(kind)
     assert main(command) == 130
     output = capsys.readouterr()
-    assert f"stopped after step {last}: the same command goes on" in output.err
+    assert f"stopped after step {last}: the same command continues" in output.err
     assert json.loads(output.out.splitlines()[-1])["step"] == last
     saved = Run(tmp_path / "run").load()
     assert saved is not None and saved.step == last and signal.getsignal(kind) is before

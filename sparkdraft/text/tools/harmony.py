@@ -3,7 +3,7 @@
     <|channel|>analysis<|message|>The user wants ...<|end|><|start|>assistant
     <|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
 
-The prompt ends with "<|start|>assistant", so the first header goes on from there. The recipient is what makes a call:
+The prompt ends with "<|start|>assistant", so the first header continues from there. The recipient is what makes a call:
 it may come before or after the channel, and in the analysis channel too. Analysis is reasoning, all else is content.
 """
 
