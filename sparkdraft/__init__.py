@@ -14,7 +14,7 @@ __all__ = ["LLM", "SamplingParams", "UserError", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":  # imported when asked for: it brings torch with it
+    if name == "LLM":  # imported on first use, because it imports torch
         from sparkdraft.llm import LLM
 
         return LLM

@@ -1,6 +1,6 @@
-"""What the server asks of an inference backend: the `Backend` protocol, and the plain records that it returns.
+"""The interface between the server and an inference backend: the `Backend` protocol, and the records that it returns.
 
-The server's engine process (server/engine_process.py) runs one backend and knows it by this protocol alone. The
+The server's engine process (server/engine_process.py) runs one backend and knows it only by this protocol. The
 project's own engine is the first implementation (engine/backend.py). Another one has to provide what is written here
 and nothing else. No torch.
 """
@@ -16,9 +16,9 @@ from sparkdraft.core import GrammarSpec, SamplingParams, StepOutput
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """All that the API has to know of the model it serves."""
+    """All that the API must know about the model it serves."""
 
-    model: str  # as it was asked for
+    model: str  # as the user named it
     model_type: str
     max_model_len: int
     vocab_size: int
@@ -26,7 +26,7 @@ class ModelInfo:
     special: dict[str, Any]  # bos_token and so on as text, for the chat template
     eos_ids: list[int]
     chat_template: str | None
-    sampling: dict[str, float]  # what the model asks for where a request names nothing (defaults.py)
+    sampling: dict[str, float]  # the model's own values for what a request leaves out (defaults.py)
     plan: str  # in words
     plan_facts: dict[str, Any]  # device, dtype, kernels, max_seqs, kv_tokens, ...
     fallbacks: list[dict[str, str]]  # name and reason of each
@@ -46,11 +46,11 @@ class BackendStatus:
     block_size: int  # tokens
     preemptions: int  # since the last reset_counts
     drafting: dict[str, Any]  # SpecStats.as_dict (spec/stats.py), since the last reset_counts
-    kv_errors: dict[str, Any] | None = None  # of a coded KV cache that is only measured
+    kv_errors: dict[str, Any] | None = None  # of a coded KV cache in the mode capture_only
 
 
 class Backend(Protocol):
-    """A loaded model that runs requests. One thread calls it; compile_grammar alone is called from any thread."""
+    """A loaded model that runs requests. One thread calls it; only compile_grammar may be called from any thread."""
 
     @property
     def info(self) -> ModelInfo: ...
@@ -60,28 +60,28 @@ class Backend(Protocol):
         """Whether step() has something to do or to return."""
 
     def compile_grammar(self, spec: GrammarSpec) -> Any:
-        """Do ahead what takes long about a grammar; add() gets the result. Raises UserError for a bad grammar."""
+        """Do the slow part of a grammar in advance; add() gets the result. Raises UserError for a bad grammar."""
 
     def add(self, request_id: str, prompt_ids: list[int], params: SamplingParams, grammar: Any = None) -> None:
-        """Queue a request; it runs from the next step on. grammar: what compile_grammar made of params.grammar, if
-        there is one. Raises UserError for a request that cannot run."""
+        """Queue a request; it runs from the next step on. grammar: the result of compile_grammar for params.grammar, if
+        it has one. Raises UserError for a request that cannot run."""
 
     def abort(self, request_id: str) -> None:
         """End a request: a later step returns its end with FinishReason.ABORT. An ended request is no error."""
 
     def step(self) -> list[StepOutput]:
-        """Run everything that runs by one step, and return what came of it. Each of a request's n texts ends with one
-        output that has a finish reason."""
+        """Run one step of everything that is scheduled, and return its outputs. Each of a request's n texts ends with
+        one output that has a finish reason."""
 
     def fail_batch(self, error: Exception) -> list[str]:
         """After step() or abort() raised: drop the requests that may be damaged, and return their ids. No output of
-        them follows; all others go on. Raises where the backend cannot go on, and its process has to end."""
+        them follows; all others continue. Raises if the backend cannot continue; then its process must end."""
 
     def status(self) -> BackendStatus: ...
 
     def reset_counts(self) -> None:
-        """Count anew: what ran so far was nobody's request."""
+        """Start counting anew: the requests so far were not a user's."""
 
 
-Report = Callable[[str, int, int], None]  # stage ("weights", "warm-up"), how much is done, of how much (0: not known)
+Report = Callable[[str, int, int], None]  # stage ("weights", "warm-up"), done, total (0: not known)
 LoadBackend = Callable[[dict[str, Any], Report], Backend]  # options: the fields of EngineConfig. Raises UserError.

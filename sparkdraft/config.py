@@ -1,7 +1,7 @@
 """What a user may choose about the engine, in one frozen record. 0 and "auto" leave the choice to plan/resolve.py.
 
-The fields and their help texts are the one table of which flags, environment variables, TOML keys, keywords of `LLM`
-and the table in docs/api.md are made; a name that is not known is an error. No torch.
+The flags, environment variables, TOML keys, keywords of `LLM` and the table in docs/api.md are all made from these
+fields and their help texts. An unknown name is an error. No torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def option(default: T, text: str, secret: bool = False) -> T:
-    """A field of a config: its default, and the help text of its flag. A secret one is left out of what is printed."""
+    """A field of a config: its default, and the help text of its flag. A secret is left out of what is printed."""
     return cast(T, field(default=default, repr=not secret, metadata={"help": text}))
 
 
@@ -45,14 +45,14 @@ class EngineConfig:
     kv: str = option("exact", "how keys and values are kept: exact, fp8 (half the memory) or turboquant (a quarter)")
     tq_mode: str = option(
         "hybrid",
-        "of turboquant: hybrid (the last tokens uncoded), full_tq (all coded), capture_only (all exact, and the errors "
+        "turboquant: hybrid (the last tokens uncoded), full_tq (all coded), capture_only (all exact, and the errors "
         "of coding measured) or off",
     )
-    tq_key_bits: int = option(4, "of turboquant: bits per number of a key, 2 to 5")
-    tq_value_bits: int = option(3, "of turboquant: bits per number of a value, 2 to 5")
-    tq_ring_capacity: int = option(128, "of turboquant's hybrid mode: the last tokens that stay uncoded")
-    tq_initial_layers: int = option(0, "of turboquant: first layers that get one more bit per key")
-    tq_centre: bool = option(True, "of turboquant: subtract each layer's mean key before coding")
+    tq_key_bits: int = option(4, "turboquant: bits per number of a key, 2 to 5")
+    tq_value_bits: int = option(3, "turboquant: bits per number of a value, 2 to 5")
+    tq_ring_capacity: int = option(128, "turboquant, hybrid mode: number of last tokens that stay uncoded")
+    tq_initial_layers: int = option(0, "turboquant: number of first layers that get one more bit per number of a key")
+    tq_centre: bool = option(True, "turboquant: subtract each layer's mean key before coding")
     kv_tokens: int = option(
         0,
         "size of the KV cache in tokens, which one request cannot exceed (0: on a GPU what fits; on a CPU what fits "
@@ -60,23 +60,23 @@ class EngineConfig:
     )
     memory_fraction: float = option(0.85, "share of the free memory for weights and KV cache together")
     block_size: int = option(16, "tokens per block of the KV cache, a power of two")
-    prefix_cache: bool = option(True, "keep the keys and values of prompts, for later prompts that begin alike")
+    prefix_cache: bool = option(True, "keep the keys and values of prompts, for later prompts with the same beginning")
     graphs: bool = option(True, "replay recorded decode steps")
     threads: int = option(0, "CPU threads (0: the cores this process may use)")
     spec: str = option("auto", "drafts per step: auto chooses for every step, off never drafts, a number is fixed")
-    drafter: str = option("auto", "a drafter's folder or hub id (auto: the one known for the model, none: no model)")
+    drafter: str = option("auto", "a drafter's folder or hub id (auto: the one known for the model; none: no drafter)")
     ngram: bool = option(True, "also draft from the request's own text")
 
     @classmethod
     def of(cls, **options: Any) -> EngineConfig:
-        """A config of options by name; one that is not known is refused with the names that are."""
+        """A config from options by name; an unknown name is refused with the list of known names."""
         if unknown := sorted(options.keys() - ENGINE_FIELDS.keys()):
             raise UserError(f"unknown option {unknown[0]}; known are {', '.join(sorted(ENGINE_FIELDS))}")
         return cls(**options)
 
     @property
     def num_draft(self) -> int | None:
-        """Drafts a step for requests that name none: None chooses, 0 is off."""
+        """Drafts per step for requests that name none. None: chosen every step; 0: off."""
         return {"auto": None, "off": 0}[self.spec] if self.spec in ("auto", "off") else int(self.spec)
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
-"""The data that travels through the engine: what a user asks for, what a request is, what a step does, what comes out.
+"""The data that travels through the engine: sampling parameters, requests, the work of a step, and its outputs.
 
-Data only, known by everybody and knowing nobody. A field that is not set at construction says who fills it. Lengths
-form one small algebra, used with these names everywhere:
+Data only: every part imports this file, and it imports none of them. A field that is not set at construction says which
+part fills it. Lengths have the same names everywhere:
 
     0 ........ num_prompt ........ num_tokens                 ids that are known: the prompt, then the committed output
     0 ... num_computed | num_known | num_draft |              rows in the cache | this step's: known ids, then drafts
@@ -20,9 +20,9 @@ from typing import Any
 MAX_LOGPROBS = 20
 AUTO = -1  # a depth that is chosen every step
 MAX_N = 64
-MAX_COUNT = 2**31 - 1  # of tokens and ids: what a 32-bit number holds
+MAX_COUNT = 2**31 - 1  # limit of token counts and ids: what a 32-bit number holds
 MAX_TEMPERATURE = 100.0
-PENALTIES = (0.01, 100.0)  # least and most of repetition_penalty: logits stay finite
+PENALTIES = (0.01, 100.0)  # range of repetition_penalty: logits stay finite
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 64
@@ -31,11 +31,11 @@ GRAMMARS = ("json_object", "json_schema", "regex", "lark")
 
 
 class UserError(Exception):
-    """Something the user can mend. The message is one sentence: what is wrong, the limit, what to change."""
+    """An error that the user can fix. The message is one sentence: what is wrong, the limit, what to change."""
 
 
 class TryLater(UserError):
-    """Nothing has to change: the same may work in 'retry_after' seconds."""
+    """Nothing has to change: the same request may work in 'retry_after' seconds."""
 
     def __init__(self, sentence: str, retry_after: int) -> None:
         super().__init__(sentence)
@@ -44,11 +44,11 @@ class TryLater(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """How one part of the engine runs here. Nothing was asked for that did not come, as with a fallback."""
+    """How one part of the engine runs on this machine. Unlike a fallback, it is not less than what was asked for."""
 
     name: str
     value: str
-    reason: str = ""  # why it is so, where it could be better
+    reason: str = ""  # why, if it could be better
 
 
 class FinishReason(StrEnum):
@@ -64,10 +64,10 @@ def _require(ok: bool, message: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """What the output must look like; text/grammar.py compiles it and says what is wrong with it."""
+    """What the output must look like. text/grammar.py compiles it and reports what is wrong with it."""
 
     kind: str  # one of GRAMMARS
-    text: str = ""  # the schema as JSON, the regex, or the grammar in llguidance's Lark; nothing for "json_object"
+    text: str = ""  # the schema as JSON, the regex, or the grammar in llguidance's Lark; empty for "json_object"
 
     def __post_init__(self) -> None:
         _require(self.kind in GRAMMARS, f"grammar kind is '{self.kind}'; it must be one of {', '.join(GRAMMARS)}")
@@ -75,8 +75,8 @@ class GrammarSpec:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request is sampled. Checked here, so that nothing later has to: every comparison is written so that NaN
-    fails it. A seed may have any size: the engine keeps its lowest 64 bits."""
+    """How one request is sampled. All values are checked here, so that later code need not: every comparison is written
+    so that NaN fails it. A seed may have any size: the engine keeps its lowest 64 bits."""
 
     max_tokens: int = 256
     min_tokens: int = 0
@@ -95,9 +95,9 @@ class SamplingParams:
     logprobs: int | None = None  # alternatives reported beside each sampled token
     prompt_logprobs: int | None = None
     n: int = 1
-    num_draft: int | None = None  # tokens drafted a step: AUTO chooses every step, 0 is off, None is the engine's way
+    num_draft: int | None = None  # drafts per step: AUTO chooses every step, 0 is off, None is the engine's default
     grammar: GrammarSpec | None = None
-    keep_special: bool = False  # special tokens appear in the text, but for the one that ends it
+    keep_special: bool = False  # special tokens appear in the text, except the one that ends it
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -176,14 +176,14 @@ class Request:
     """One sequence in the engine. A user's request with n > 1 is n of these, which share their id."""
 
     id: str
-    index: int  # which of the n
+    index: int  # its number among the n
     prompt_ids: list[int]
     params: SamplingParams
-    seed: int  # never None: the engine draws one where the user gave none
-    max_output: int  # max_tokens, or less where the context ends first
+    seed: int  # never None: the engine draws one if the user gave none
+    max_output: int  # max_tokens, or less if the context ends first
     output_ids: list[int] = field(default_factory=list)  # appended by engine/output
     num_computed: int = 0  # advanced by the scheduler, back to 0 when preempted
-    num_cached: int = 0  # prompt rows that the prefix cache supplied, set by the scheduler
+    num_cached: int = 0  # prompt rows supplied by the prefix cache, set by the scheduler
     blocks: array[int] = field(default_factory=lambda: array("i"))  # owned by the scheduler
     chain: list[int] = field(default_factory=list)  # the prefix cache's keys of the full blocks
     finish: FinishReason | None = None  # set by engine/output or by abort
@@ -197,7 +197,7 @@ class Request:
         return len(self.prompt_ids) + len(self.output_ids)
 
     def ids(self, start: int, stop: int) -> list[int]:
-        """Known ids of positions [start, stop), across the border between prompt and output."""
+        """Known ids at positions [start, stop), which may span prompt and output."""
         border = len(self.prompt_ids)
         if stop <= border:
             return self.prompt_ids[start:stop]
@@ -211,11 +211,11 @@ class Work:
     request: Request
     start: int  # num_computed when the step was scheduled
     num_known: int  # rows of known ids; the rest are drafts
-    samples: bool  # the row of the last known id is among them: it and the drafts predict what is not known yet
-    most_drafts: int = 0  # drafts there is room for
+    samples: bool  # whether the row of the last known id is among them: this row and the drafts predict new ids
+    most_drafts: int = 0  # most drafts that fit
     drafts: list[int] = field(default_factory=list)  # filled by engine/drafting
-    source: str = ""  # who drafted, filled with the drafts
-    num_refused: int = 0  # drafts that a grammar refused before they were run, filled by the engine
+    source: str = ""  # the source of the drafts, filled with them
+    num_refused: int = 0  # drafts that a grammar refused before they ran, filled by the engine
 
     @property
     def num_draft(self) -> int:
@@ -235,7 +235,7 @@ class Work:
 
     @property
     def decodes(self) -> bool:
-        """One known row and perhaps drafts: not a prompt."""
+        """Whether it is one known row, perhaps with drafts, and not a prompt."""
         return self.samples and self.num_known == 1
 
 
@@ -275,9 +275,9 @@ class StepOutput:
     ids: list[int]
     text: str  # complete characters only, never part of a stop string
     finish: FinishReason | None
-    logprobs: list[TokenLogprob] | None = None  # one for each id, where asked for
+    logprobs: list[TokenLogprob] | None = None  # one per id, if requested
     prompt_logprobs: list[TokenLogprob | None] | None = None  # once, with the first output
     num_prompt: int = 0
     num_cached: int = 0
-    num_accepted: int = 0  # of its ids, from the front: those that were accepted drafts
+    num_accepted: int = 0  # how many of its ids, from the front, were accepted drafts
     speculation: dict[str, Any] | None = None  # with the finish reason: how drafting went (spec/stats.py)

@@ -1,6 +1,6 @@
-"""How a request is sampled where it names nothing: the model's own choice, or what the user sets instead.
+"""How a request is sampled where it names nothing: the model's own values, or what the user sets instead.
 
-Hugging Face models bring `generation_config.json`, and weights/gguf_sampling.py gives GGUF files the same keys. The
+Hugging Face models have a `generation_config.json`, and weights/gguf_sampling.py gives GGUF files the same keys. The
 server uses these values for every field that a request leaves out; `LLM.default_params` gives them to Python programs.
 No torch.
 """
@@ -24,8 +24,8 @@ BASES = ("model", "openai")
 
 
 def model_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
-    """What generation_config.json asks for; empty where it names nothing. As in Hugging Face, do_sample = false is
-    greedy decoding, whatever temperature stands beside it."""
+    """The values of generation_config.json; empty if it names none. As in Hugging Face, do_sample = false is greedy
+    decoding, whatever the temperature."""
     named = {name: generation[name] for name in KINDS if generation.get(name) is not None}
     if named.get("top_k") == -1:
         named["top_k"] = 0
@@ -35,7 +35,7 @@ def model_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
 
 
 def usable_defaults(generation: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
-    """The same without the values that cannot be used, and for each of these, by name, what is wrong with it."""
+    """The values that can be used, and for each of the others, by name, what is wrong with it."""
     problems: dict[str, str] = {}
     for name in KINDS:
         try:
@@ -46,7 +46,8 @@ def usable_defaults(generation: Mapping[str, Any]) -> tuple[dict[str, float], di
 
 
 def resolve(setting: str, model: Mapping[str, float]) -> dict[str, float]:
-    """'setting' is "model" or "openai", or values that replace single ones: "temperature=0.7,top_p=0.9"."""
+    """The values in effect. setting: "model" or "openai", or single values over the model's:
+    "temperature=0.7,top_p=0.9"."""
     base, values = parse(setting)
     return OPENAI | (dict(model) if base == "model" else {}) | values
 

@@ -6,8 +6,8 @@
         print(piece.text, end="", flush=True)
 
 There is one loop: `stream` steps the engine, and `generate` drains it. Several streams may be open in one thread, and
-`generate` and `chat` may be called meanwhile: whoever steps the engine puts the pieces of other callers into their
-inboxes.
+`generate` and `chat` may be called meanwhile: the caller that steps the engine puts the pieces of other callers into
+their inboxes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one prompt gave: its n completions, in order."""
+    """The completions of one prompt: n of them, in order."""
 
     completions: list[Completion]
 
@@ -68,7 +68,7 @@ class Result:
 
 @dataclass(slots=True)
 class Inbox:
-    """The requests of one caller, and the pieces of them that the caller has not read yet."""
+    """The requests of one caller, and their pieces that the caller has not read yet."""
 
     num_running: int = 0  # completions whose last piece the caller has not read
     names: list[str] = field(default_factory=list)
@@ -90,7 +90,7 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Result]:
-        """All prompts in one batch; a result for each, in order."""
+        """Run all prompts in one batch; returns one result per prompt, in order."""
         requests = _as_list(prompts)
         each = _params_for(requests, params)
         inbox = self._add([self.encode(p) for p in requests], each)
@@ -103,20 +103,20 @@ class LLM:
         return self.generate([self.chat_ids(messages)], params)[0].completions[0]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StepOutput]:
-        """Pieces of one request as they come; leaving the loop early aborts it."""
+        """The pieces of one request as they come; leaving the loop early aborts the request."""
         yield from self._pieces(self._add([self.encode(prompt)], [params or SamplingParams()]))
 
     def default_params(self, **changes: Any) -> SamplingParams:
-        """How the model's authors want it sampled (generation_config.json), with the changes that are named. Methods
-        of this class do not use it by themselves: SamplingParams() is greedy."""
+        """The sampling parameters that the model's authors recommend (generation_config.json), with the given changes.
+        Methods of this class do not use them by themselves: SamplingParams() is greedy."""
         return SamplingParams(**(OPENAI | model_defaults(self.checkpoint.generation) | changes))
 
     def kv_errors(self) -> dict[str, Any] | None:
-        """Under tq_mode capture_only: how far keys, values and attention's results are off by their codes."""
+        """In tq_mode capture_only: the relative errors of keys, values and attention's results through coding."""
         return self.engine.kv_errors()
 
     def fallbacks(self) -> list[Fallback]:
-        """What runs otherwise than asked, and why."""
+        """What runs differently from what was asked, and why."""
         return self.engine.fallbacks
 
     def facts(self) -> list[Fact]:
@@ -132,10 +132,10 @@ class LLM:
         text = chat.prompt_text(tokenizer.control, model.chat_template, messages, model.special, variables=usual)
         return tokenizer.encode_chat(text)
 
-    # ---- who gets which piece
+    # ---- the pieces of each caller
 
     def _add(self, prompts: list[list[int]], params: list[SamplingParams]) -> Inbox:
-        """Queue all of them, or none where one is refused."""
+        """Queue all prompts, or none if one is refused."""
         inbox = Inbox()
         try:
             for ids, each in zip(prompts, params, strict=True):
@@ -149,7 +149,7 @@ class LLM:
         return inbox
 
     def _pieces(self, inbox: Inbox) -> Iterator[StepOutput]:
-        """The pieces of one caller's requests; the engine is stepped only when none has come yet."""
+        """The pieces of one caller's requests; the engine is stepped only when none is waiting."""
         try:
             while inbox.num_running:
                 while not inbox.pieces:
@@ -163,8 +163,8 @@ class LLM:
             self._leave(inbox)
 
     def _step(self) -> None:
-        """One step of the engine. Each piece goes to its caller's inbox; the pieces of those who left go nowhere."""
-        assert self.engine.has_work, "a caller waits for pieces and the engine has no work: who else has stepped it?"
+        """Run one step of the engine. Each piece goes to its caller's inbox; pieces of callers who left are dropped."""
+        assert self.engine.has_work, "a caller waits for pieces, but the engine has no work: was it stepped elsewhere?"
         self._stepping = True
         try:
             pieces = self.engine.step()
@@ -180,13 +180,15 @@ class LLM:
                 inbox.pieces.append(piece)
 
     def _fail(self, error: BaseException) -> None:
-        """A step was broken off, by a bug or by Ctrl-C: all that ran is lost, and whoever waits for it is told."""
+        """A step was interrupted, by a bug or by Ctrl-C: everything that ran is lost, and the callers that wait are
+        told."""
         for name in self.engine.fail_batch():
             if inbox := self._inboxes.get(name):
-                inbox.failure = f"the engine was broken off within a step ({error!r}); send the request again"
+                inbox.failure = f"the engine was interrupted within a step ({error!r}); send the request again"
 
     def _leave(self, inbox: Inbox) -> None:
-        """Abort what still runs. The garbage collector may close a stream in the middle of a step: then after it."""
+        """Abort what still runs. The garbage collector may close a stream in the middle of a step; then it is aborted
+        after it."""
         for name in inbox.names:
             del self._inboxes[name]
             if self._stepping:

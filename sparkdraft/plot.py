@@ -1,8 +1,7 @@
 """Line charts as SVG text: panels below each other, one line per series, ticks at round numbers.
 
-This is the repository's only way to draw: acceptance by position, a training run's curves, a server's speed over
-concurrent streams. It needs no plotting library. Points that are not finite numbers are left out. What is worth
-drawing is left to the caller.
+Everything in the repository is drawn with this: acceptance by position, a training run's curves, a server's speed over
+concurrent streams. It needs no plotting library. Points that are not finite numbers are left out.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ LETTER = 7  # pixels, about
 class Line:
     name: str
     points: list[tuple[float, float]]
-    thick: bool = False  # and black: the one that matters
-    dashed: bool = False  # in the colour of the line before it, and without a name: the same thing measured otherwise
+    thick: bool = False  # thick and black: the line that matters
+    # in the colour of the line before it, without a name: the same quantity measured in another way
+    dashed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,10 @@ class Panel:
     lines: list[Line]
     x_label: str = ""
     y_label: str = ""
-    y_percent: bool = False  # shares: always drawn from 0 to 100 %
+    y_percent: bool = False  # shares, always drawn from 0 to 100 %
     y_from_zero: bool = False
-    x_doubling: bool = False  # each doubling is equally wide, with ticks at the values that occur, all above 0
+    # each doubling has the same width, with ticks at the values that occur; all values are above 0
+    x_doubling: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ def _panel(panel: Panel) -> str:
         look = f'stroke="{colour}" stroke-width="{width}" stroke-linecap="round"'
         dashes = ' stroke-dasharray="4 5"' if line.dashed else ""
         places = [f"{x.at(a):.1f},{y.at(b):.1f}" for a, b in line.points]
-        places = places[:1] + places  # the first point twice: a line of a single point is drawn as a dot
+        places = places[:1] + places  # the first point twice, so that a line of a single point is drawn as a dot
         parts.append(f'<polyline points="{" ".join(places)}" fill="none" {look}{dashes}/>')
         if not line.dashed:
             high = TOP - 8 + 20 * named

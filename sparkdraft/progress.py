@@ -1,13 +1,13 @@
-"""How far something is, on standard error: a bar where that is a terminal, else a line from time to time.
+"""Progress on standard error: a bar if that is a terminal, else a line from time to time.
 
     with progress("loading smollm2") as report:
         for i, part in enumerate(parts):
             load(part)
             report(i + 1, len(parts))
 
-What ends within two seconds shows nothing. A thread of its own does the showing, so that something moves even while the
-work reports nothing. Where one stage runs inside another (a model is fetched while it is being loaded), the inner one
-is shown. Standard output is never touched.
+Work that ends within two seconds shows nothing. A separate thread draws, so that something moves even while the work
+reports nothing. Where one stage runs inside another (a model is fetched while it is being loaded), the inner one is
+shown. Standard output is never touched.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-PATIENCE = 2.0  # seconds a person waits without wanting to be told
+PATIENCE = 2.0  # seconds before anything is shown
 REDRAW = 0.2  # seconds between two drawings of a bar
-SELDOM = 2.0  # the same while speed is measured: a drawing takes about a millisecond
+SELDOM = 2.0  # the same while speed is measured: drawing takes about a millisecond
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0  # seconds between two lines of a log: each pause is twice the one before
 errors = Console(stderr=True, highlight=False)
 
@@ -45,7 +45,7 @@ class Meter:
         self.done, self.total = done, total
 
     def stage(self, label: str, done: int = 0, total: int = 0) -> None:
-        """Something else is being done now."""
+        """Switch to another stage."""
         self.label, self.done, self.total = label, done, total
 
     def state(self) -> str:
@@ -53,12 +53,12 @@ class Meter:
         return f"{count}{time.monotonic() - self._begin:.0f} s"
 
 
-_open: list[Meter] = []  # the innermost is the last
+_open: list[Meter] = []  # the innermost is last
 
 
 @contextmanager
 def progress(label: str, unit: str = "", redraw: float = REDRAW, is_drawn: bool = True) -> Iterator[Meter]:
-    """is_drawn: False where something else draws a bar for it on a terminal."""
+    """is_drawn: False if something else draws a bar for it on a terminal."""
     meter, ended, shower = Meter(label, unit, is_drawn), threading.Event(), None
     _open.append(meter)
     if len(_open) == 1:
@@ -77,7 +77,7 @@ T = TypeVar("T")
 
 
 def waiting(pieces: Iterator[T], label: str) -> Generator[T, None, None]:
-    """The pieces as they come, with progress until the first: from then on they show themselves."""
+    """The pieces as they come, with progress until the first one."""
     with progress(label):
         first = list(islice(pieces, 1))
     yield from first
@@ -104,7 +104,7 @@ def _draw(ended: threading.Event, redraw: float) -> None:
     while not ended.is_set():
         meter = _open[-1]
         if meter.is_drawn:
-            live.start()  # does nothing where it has been started
+            live.start()  # does nothing if it has been started
             live.update(_bar(meter, spinner), refresh=True)
         else:
             live.stop()
@@ -114,6 +114,6 @@ def _draw(ended: threading.Event, redraw: float) -> None:
 
 def _bar(meter: Meter, spinner: Spinner) -> Table:
     line = Table.grid(padding=(0, 1))
-    bar = ProgressBar(total=meter.total or None, completed=meter.done, width=24)  # moves to and fro without a total
+    bar = ProgressBar(total=meter.total or None, completed=meter.done, width=24)  # without a total it moves to and fro
     line.add_row(spinner, Text(meter.label), bar, Text(meter.state()))
     return line

@@ -1,4 +1,4 @@
-"""What runs on every change runs both stages, fails if one of them does, and skips no kernel unseen."""
+"""The CI script runs both stages, fails if one of them does, and does not silently skip kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RUN = Path(__file__).parent.parent / ".ci" / "run"
     ("failing", "stages"), [("none", ["test", "test-long"]), ("test", ["test"]), ("test-long", ["test", "test-long"])]
 )
 def test_a_stage_that_fails_fails_the_run(tmp_path: Path, failing: str, stages: list[str]) -> None:
-    """A make that only notes its target stands in for the real one, and a chromedriver that nothing calls."""
+    """The real make is replaced by one that only notes its target, and chromedriver by one that is never called."""
     for name, script in (
         ("make", f'echo "$1" >> {tmp_path}/ran; [ "$1" != {failing} ] || exit 7'),
         ("chromedriver", ""),
@@ -36,5 +36,5 @@ def test_a_stage_that_fails_fails_the_run(tmp_path: Path, failing: str, stages: 
 
 @pytest.mark.skipif(not WHEELS, reason="Triton has no wheel for this machine")
 def test_the_gpu_kernels_are_not_skipped_for_lack_of_triton() -> None:
-    """Without it all of tests/kernels/test_cuda*.py would skip, and nobody would see it."""
+    """Without it all of tests/kernels/test_cuda*.py would be skipped unnoticed."""
     assert find_spec("triton"), "Triton is not installed: run make dev"

@@ -1,4 +1,4 @@
-"""Who may know whom: the borders of the house, read off the import statements themselves."""
+"""What may import what: the boundaries between parts, checked against the import statements."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 @pytest.fixture(scope="module")
 def alone(llm: LLM) -> list[list[int]]:
-    """What each prompt gives with nobody beside it: 8, 12, 16 and 20 ids."""
+    """What each prompt gives alone: 8, 12, 16 and 20 ids."""
     return [llm.generate([p], params(8 + 4 * i))[0].completions[0].ids for i, p in enumerate(PROMPTS)]
 
 
@@ -131,21 +131,21 @@ def test_a_caller_whose_pieces_somebody_else_took_is_told_so(llm: LLM) -> None:
     next(stream)
     while llm.engine.has_work:
         llm.engine.step()
-    with pytest.raises(AssertionError, match="who else has stepped it"):
+    with pytest.raises(AssertionError, match="was it stepped elsewhere"):
         list(stream)
 
 
 def test_a_step_that_is_broken_off_is_told_to_every_stream(
     llm: LLM, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What ran is lost, for each of its callers; nobody gets a text with a hole, and the engine goes on."""
+    """What ran is lost for each of its callers; no caller gets a text with a gap, and the engine continues."""
     first, second = llm.stream(PROMPTS[0], params(8)), llm.stream(PROMPTS[1], params(12))
     next(first), next(second)
     monkeypatch.setattr(llm.engine.scheduler, "commit", lambda *args: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         list(first)
     monkeypatch.undo()
-    with pytest.raises(RuntimeError, match="broken off within a step"):
+    with pytest.raises(RuntimeError, match="interrupted within a step"):
         list(second)
     assert llm.generate([PROMPTS[2]], params(16))[0].completions[0].ids == alone[2]
     assert nothing_is_left(llm)

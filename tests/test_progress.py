@@ -42,7 +42,7 @@ class Stream(io.StringIO):
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    """A standard error that is no terminal, and people without patience."""
+    """A standard error that is not a terminal, and no time before progress is shown."""
     stream = Stream()
     monkeypatch.setattr(module, "errors", Console(file=stream))
     for name in ("PATIENCE", "FIRST_PAUSE", "LONGEST_PAUSE"):

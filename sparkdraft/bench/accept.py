@@ -1,9 +1,9 @@
-"""How many drafts the target accepts, by class of prompt, temperature and context, and what that is worth in speed.
+"""Measures how many drafts the target accepts, by class of prompt, temperature and context, and the speed it brings.
 
 Every class runs as one batch, and rows are the engine's own counts of its steps: 'all' is their sum, never a mean of
-means. Position k is scored where every draft before it was accepted; what was drafted after a rejected id says nothing.
-"No loops" counts only the steps before a response begins to repeat itself (text/loops.py). prompts.jsonl was written
-for this project and is never trained on. Loading and printing belong to cli/bench.py.
+means. Position k is scored where every draft before it was accepted; drafts after a rejected one say nothing. "No
+loops" counts only the steps before a response begins to repeat itself (text/loops.py). prompts.jsonl was written for
+this project and is never trained on. cli/bench.py loads models and prints.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from sparkdraft.weights.loader import Progress
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 ALL = "all"
 EIGHTHS = " ▏▎▍▌▋▊▉█"
-FEW = 5  # steps: a share of fewer is chance, and not drawn
+FEW = 5  # steps: a share of fewer is chance, and is not drawn
 LOOP = LoopRule(max_period=128, min_repeated=48)
 
 
 @dataclass(slots=True)
 class Row:
-    """What one class counted, or all of them together."""
+    """The counts of one class, or of all classes together."""
 
     prompts: int = 0
     prompt_tokens: int = 0
-    tokens: int = 0  # written
+    tokens: int = 0  # tokens written
     stats: SpecStats = field(default_factory=SpecStats)
-    no_loops: SpecStats = field(default_factory=SpecStats)  # of those steps that began before a loop
+    no_loops: SpecStats = field(default_factory=SpecStats)  # of the steps that began before a loop
 
     def as_dict(self) -> dict[str, object]:
         """Times are left out: in a batch each request is charged with the whole step."""
@@ -60,10 +60,11 @@ class Trace:
 
     ids: list[int] = field(default_factory=list)
     steps: list[tuple[int, str, int, int]] = field(default_factory=list)  # (anchor, source, drafted, accepted)
-    counted: dict[str, list[int]] = field(default_factory=dict)  # source -> [drafted, accepted], up to now
+    counted: dict[str, list[int]] = field(default_factory=dict)  # source -> [drafted, accepted], so far
 
     def add(self, piece: StepOutput, counted: dict[str, list[int]]) -> None:
-        """A step drafted, if the request's own counts grew in it; its anchor is the last id written before."""
+        """Add a piece. Its step drafted if the request's own counts grew; the step's anchor is the last id written
+        before."""
         for source, (drafted, accepted) in counted.items():
             was_drafted, was_accepted = self.counted.get(source, (0, 0))
             if drafted > was_drafted:
@@ -72,7 +73,7 @@ class Trace:
         self.ids += piece.ids
 
     def count(self, stats: SpecStats, before: int) -> None:
-        """Record the steps whose anchor lies before an index of the response."""
+        """Record the steps whose anchor is before an index of the response."""
         for anchor, source, drafted, accepted in self.steps:
             if anchor < before:
                 stats.record(drafted, accepted, source)
@@ -83,7 +84,7 @@ class Pace:
     """The same prompts plainly and then with drafts, one stream: tokens after the first, and their seconds."""
 
     prompts: int = 0
-    same_text: int = 0  # prompts that gave the same both times
+    same_text: int = 0  # prompts with the same text both times
     plain_tokens: int = 0
     plain_seconds: float = 0.0
     auto_tokens: int = 0
@@ -96,12 +97,12 @@ class Pace:
 
 
 Part = TypeVar("Part", Row, Pace)
-Done = Callable[[int], None]  # told how many prompts have ended since it was last called
-Work = Callable[[list[list[int]], Done], Part]  # over the prompts of one class
+Done = Callable[[int], None]  # called with the number of prompts that have ended since the last call
+Work = Callable[[list[list[int]], Done], Part]  # runs the prompts of one class
 
 
 def read_prompts(per_class: int) -> dict[str, list[str]]:
-    """Class -> its first prompts, 0 for all of them."""
+    """Class -> its first prompts; 0: all of them."""
     classes: dict[str, list[str]] = {}
     for entry in map(json.loads, PROMPTS.read_text(encoding="utf-8").splitlines()):
         classes.setdefault(entry["class"], []).append(entry["prompt"])
@@ -118,7 +119,7 @@ def chat_prompts(llm: LLM, prompts: Sequence[str], context: int = 0) -> list[lis
 
 
 def over_classes(work: Work[Part], classes: dict[str, list[list[int]]], progress: Progress) -> dict[str, Part]:
-    """What 'work' counts for each class, then 'all', their sum."""
+    """The results of 'work' per class, then 'all', their sum."""
     ended, total = 0, sum(map(len, classes.values()))
 
     def done(more: int) -> None:
@@ -140,7 +141,7 @@ def add_to(total: Part, part: Part) -> None:
 
 
 def measure(llm: LLM, params: SamplingParams, prompts: list[list[int]], done: Done) -> Row:
-    """All prompts in one batch. Counts are what the engine's own totals grew by."""
+    """Run all prompts in one batch. Counts are the growth of the engine's own totals."""
     engine, before = llm.engine, SpecStats()
     before.merge(engine.drafting.total)
     row = Row(len(prompts), sum(map(len, prompts)))
@@ -157,8 +158,9 @@ def measure(llm: LLM, params: SamplingParams, prompts: list[list[int]], done: Do
 
 
 def traced_step(engine: Engine, traces: dict[str, Trace]) -> list[StepOutput]:
-    """One step, and what it was for each request: told by how the request's own statistics changed."""
-    running = {request.id: request for request in engine.scheduler.running}  # one that is admitted now drafts later
+    """Run one step, and add it to the trace of each request, as its own statistics changed."""
+    # a request that is admitted now drafts later
+    running = {request.id: request for request in engine.scheduler.running}
     pieces = engine.step()
     for piece in pieces:
         request = running.get(piece.request_id)
@@ -168,7 +170,7 @@ def traced_step(engine: Engine, traces: dict[str, Trace]) -> list[StepOutput]:
 
 
 def pace(llm: LLM, params: SamplingParams, prompts: list[list[int]], done: Done) -> Pace:
-    """Each prompt plainly, then with drafts, so that a machine that slows down slows both."""
+    """Run each prompt plainly, then with drafts, so that a machine that slows down slows both."""
     result = Pace(len(prompts))
     for ids in prompts:
         (plain, seconds), (auto, auto_seconds) = (decode(llm, ids, replace(params, num_draft=n)) for n in (0, AUTO))
@@ -182,7 +184,7 @@ def pace(llm: LLM, params: SamplingParams, prompts: list[list[int]], done: Done)
 
 
 def decode(llm: LLM, ids: list[int], params: SamplingParams) -> tuple[list[int], float]:
-    """What one stream wrote, and the seconds from its first token to its last."""
+    """The ids that one stream wrote, and the seconds from its first token to its last."""
     written, times = [], []
     for piece in llm.stream(ids, params):
         times.append(time.perf_counter())
@@ -219,7 +221,7 @@ def bars(stats: SpecStats, width: int = 40) -> str:
 
 
 def panel(title: str, rows: dict[str, Row]) -> Panel:
-    """Acceptance by position, one line a class."""
+    """Acceptance by position, one line per class."""
     note = f"position of the draft (share accepted where reached; points of fewer than {FEW} steps left out)"
     return Panel(title, [_line(name, row.stats) for name, row in rows.items()], note, y_percent=True)
 

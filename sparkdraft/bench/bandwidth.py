@@ -1,6 +1,6 @@
 """Measures this machine's ceilings: how fast its memory can be read, and how fast a GPU multiplies matrices.
 
-Every decode speed is reported against the first, and the speed at which prompts are read against the second.
+Decode speed is reported against the first, and prefill speed against the second.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable
 import torch
 
 SIZE = {"cpu": 512 << 20, "cuda": 4 << 30}  # bytes: far past any cache
-SIDE = 8192  # of the matrices
+SIDE = 8192  # rows and columns of the matrices
 
 
 def memory_bandwidth(device: str, threads: int = 1, repeats: int = 5) -> float:
-    """Bytes a second: the better of a copy (read and written bytes both count) and a sum (read only)."""
+    """Bytes per second: the better of a copy (read and written bytes both count) and a sum (read only)."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -23,7 +23,7 @@ def memory_bandwidth(device: str, threads: int = 1, repeats: int = 5) -> float:
     finally:
         torch.set_num_threads(before)
         if device == "cuda":
-            torch.cuda.empty_cache()  # what is planned and measured after this finds the memory as it was
+            torch.cuda.empty_cache()  # so that later plans and measurements find the memory as it was
             torch.cuda.reset_peak_memory_stats()
 
 

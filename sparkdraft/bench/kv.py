@@ -1,10 +1,9 @@
-"""What a way of keeping keys and values costs and brings: memory, nearness to the exact cache, decode speed.
+"""Measures what a KV format costs and brings: memory, distance from the exact cache, decode speed.
 
 Held-out texts of several kinds (heldout/, written for this project) are each read by the engine as one context, prompt
-rows only: what a row takes from history it takes by its position, as decoding does. Whole distributions are compared,
-row by row. Of the exact cache the last residuals are kept, a few megabytes a text, and the head makes logits of them
-again beside each format's own: to keep the logits themselves would take hundreds. Loading and printing belong to
-cli/bench_kv.py.
+rows only: a row reads earlier rows by its position, as in decoding. Whole distributions are compared row by row. Of the
+exact cache the last residuals are kept, a few megabytes per text, and the head computes their logits again beside each
+format's own; the logits themselves would take hundreds of megabytes. cli/bench_kv.py loads models and prints.
 """
 
 from __future__ import annotations
@@ -33,15 +32,16 @@ from sparkdraft.text.tokenizer import Tokenizer
 from sparkdraft.weights.loader import Progress
 
 HELDOUT = Path(__file__).with_name("heldout")
-KINDS = ("prose", "code", "dialogue")  # of texts, as their files are named
+KINDS = ("prose", "code", "dialogue")  # kinds of texts, which are the names of their files
 EXACT = "exact"
 NOTATION = (
-    "exact, fp8 or k<bits a key>v<bits a value>, 2 to 5 of each, such as k4v3; then -full, which codes all rows, "
+    "exact, fp8 or k<key bits>v<value bits>, 2 to 5 of each, such as k4v3; then -full, which codes all rows, "
     "and -uncentred, which leaves mean keys in: k4v3-full-uncentred"
 )
 CODED = re.compile(r"k([2-5])v([2-5])(-full)?(-uncentred)?")
 
-See = Callable[[Tensor, Tensor], None]  # prompt rows' last residuals [rows, hidden] and their logits [rows, vocab]
+# gets the prompt rows' last residuals [rows, hidden] and their logits [rows, vocab]
+See = Callable[[Tensor, Tensor], None]
 
 
 # ---- formats
@@ -58,7 +58,7 @@ class Format:
 
 
 def parse_formats(text: str) -> list[Format]:
-    """From a list with commas. The exact cache comes first, asked for or not: all others are held against it."""
+    """Parse a comma-separated list. The exact cache comes first, asked for or not: all others are compared with it."""
     names = dict.fromkeys([EXACT, *(part.strip() for part in text.split(","))])
     return [_parse_format(name) for name in names]
 
@@ -82,13 +82,14 @@ def _parse_format(name: str) -> Format:
 class Memory:
     bytes_per_token: int
     bits_per_value: float
-    tokens_per_gib: int  # of cache; uncoded pages, which do not grow with it, are not counted
+    tokens_per_gib: int  # of cache, without uncoded pages, which do not grow with it
     tokens_that_fit: int  # in what a plan may use, less weights, scratch and uncoded pages
-    of_exact: float  # those over the exact cache's
+    of_exact: float  # ratio to the exact cache's tokens
 
 
 def memories(plans: Mapping[str, Plan], model: ModelConfig, fraction: float) -> dict[str, Memory]:
-    """By name of format. fraction: of the free memory, that may be used; the exact plan's figure of it counts for all.
+    """Memory by name of format. fraction: share of the free memory that may be used; the exact plan's free memory is
+    used for all.
 
     The limits that a plan puts on its cache do not apply: they would hide what a smaller format brings.
     """
@@ -102,12 +103,12 @@ def memories(plans: Mapping[str, Plan], model: ModelConfig, fraction: float) -> 
     }
 
 
-# ---- nearness to the exact cache
+# ---- distance from the exact cache
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one cache made of one text, by position."""
+    """How one cache read one text, by position."""
 
     logprobs: Tensor  # float64 [rows], of the ids that follow
     kl: Tensor  # float64 [rows], nats
@@ -121,12 +122,12 @@ class Reading:
         return float(self.kl.mean())
 
     def rise(self, exact: Reading) -> float:
-        """Of the perplexity, as a share."""
+        """The rise of the perplexity over the exact cache's, as a share."""
         return mean_rise([(self, exact)])
 
 
 def mean_rise(pairs: Iterable[tuple[Reading, Reading]]) -> float:
-    """Of the perplexities of (a reading, the exact cache's): the geometric mean of their ratios, less 1."""
+    """The geometric mean of the perplexity ratios of (a reading, the exact cache's), less 1."""
     return math.expm1(statistics.fmean(float(exact.logprobs.mean() - own.logprobs.mean()) for own, exact in pairs))
 
 
@@ -150,9 +151,9 @@ def kl_by_position(readings: Iterable[Reading], width: int) -> list[tuple[float,
 
 
 def divergence(exact: Tensor, other: Tensor) -> Tensor:
-    """Kullback and Leibler's, nats, of each row of logits [rows, vocab]: what taking 'other' for 'exact' loses."""
+    """The KL divergence of 'other' from 'exact' in nats, per row of logits [rows, vocab]."""
     log_p, log_q = exact.log_softmax(-1), other.log_softmax(-1)
-    return (log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0)  # below it is rounding
+    return (log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0)  # negative values are rounding
 
 
 def read_texts(tokenizer: Tokenizer, tokens: int) -> dict[str, list[int]]:
@@ -162,14 +163,14 @@ def read_texts(tokenizer: Tokenizer, tokens: int) -> dict[str, list[int]]:
 
 
 class Comparison:
-    """Texts read through one cache after the other; the first is the exact one, which the others are held against."""
+    """Reads texts through one cache after the other. The first is the exact one, with which the others are compared."""
 
     def __init__(self, texts: dict[str, list[int]]) -> None:
         self.texts = texts
-        self._exact: dict[str, Tensor] = {}  # [rows, hidden] of each text
+        self._exact: dict[str, Tensor] = {}  # [rows, hidden] per text
 
     def read(self, llm: LLM, progress: Progress) -> dict[str, Reading]:
-        """By kind of text."""
+        """Readings by kind of text."""
         done, total = 0, sum(len(ids) - 1 for ids in self.texts.values())
 
         def count(rows: int) -> None:
@@ -205,7 +206,7 @@ class Comparison:
 
 @contextmanager
 def prompt_rows_shown(engine: Engine, see: See) -> Iterator[None]:
-    """While it lasts, 'see' is shown the prompt rows that the engine scores, in their order, as it scores them."""
+    """Within it, 'see' gets the prompt rows that the engine scores, in order, as it scores them."""
     runner, model = engine.runner, engine.runner.model
     score, logits = runner.prompt_logprobs, model.logits
 
@@ -219,7 +220,7 @@ def prompt_rows_shown(engine: Engine, see: See) -> Iterator[None]:
         try:
             return score(work, first_row, top)
         finally:
-            del model.logits  # the class's own shows again
+            del model.logits  # back to the class's own method
 
     setattr(runner, "prompt_logprobs", scored)  # noqa: B010
     try:
@@ -237,7 +238,7 @@ class Speed:
     context: int
     decode_tok_s: float  # all streams together
     step_ms: float  # median
-    floor_ms: float  # bytes that a step reads, the format's own K/V among them, over measured bandwidth
+    floor_ms: float  # bytes that a step reads, including the format's own K/V, over measured bandwidth
     share: float  # floor over measured
     prefill_tok_s: float
 
@@ -246,7 +247,7 @@ class Speed:
 
 
 class DecodeBench(Bench):
-    """Decode speed alone: of the passes that bench offline takes, the two that this needs."""
+    """Measures decode speed alone: only the two passes of bench offline that this needs."""
 
     def decode(self, load: Load, report: Report) -> Speed:
         warm = min(load.output_len, WARM_STEPS)
@@ -265,10 +266,10 @@ class DecodeBench(Bench):
 
 @dataclass(slots=True)
 class Found:
-    """All that was measured of one format."""
+    """Everything measured about one format."""
 
     memory: Memory
-    readings: dict[str, Reading] = field(default_factory=dict)  # by kind of text; none of random weights
+    readings: dict[str, Reading] = field(default_factory=dict)  # by kind of text; empty for random weights
     speeds: list[Speed] = field(default_factory=list)
 
     def rise(self, exact: Found) -> float:
@@ -276,7 +277,7 @@ class Found:
 
     @property
     def kl(self) -> float:
-        """Each text counts alike."""
+        """The mean over the texts, which all count the same."""
         return statistics.fmean(reading.mean_kl for reading in self.readings.values())
 
     def as_dict(self, exact: Found) -> dict[str, Any]:
@@ -295,7 +296,7 @@ class Found:
 
 
 def release(device: str) -> None:
-    """Give back what an engine that nobody holds any more took: the next one plans with the memory that is free."""
+    """Free the memory of an engine that is no longer used, so that the next one plans with all free memory."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

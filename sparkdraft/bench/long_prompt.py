@@ -1,7 +1,8 @@
-"""A long prompt that arrives while others decode: the gaps in their text meanwhile, and what company costs the prompt.
+"""A long prompt that arrives while others decode: the gaps in their text meanwhile, and how much longer the prompt
+takes.
 
-Through the engine, without a server: a gap is the time between two steps that gave a stream something. Prompts are read
-anew each time, so the prefix cache of the engine must be off.
+It runs through the engine, without a server: a gap is the time between two steps that gave a stream something. Prompts
+are read anew each time, so the prefix cache of the engine must be off.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from sparkdraft.engine.engine import Engine
 from sparkdraft.llm import LLM
 
 SETTLE = 16  # tokens that each stream writes before its gaps count
-BEFORE = 24  # steps without the long prompt, to compare with
+BEFORE = 24  # steps without the long prompt, for comparison
 QUESTION = "Which of these events came first?"
 
 
@@ -50,7 +51,7 @@ class Beside:
 
 class LongPrompt:
     def __init__(self, llm: LLM, streams: int = 8, prompt_len: int = 3800) -> None:
-        """prompt_len: tokens of ordinary text in the prompt; the template and a question come on top."""
+        """prompt_len: tokens of ordinary text in the prompt; the template and a question are added to them."""
         assert not llm.plan.prefix_cache, "the prompt would be found, not read"
         self.engine = llm.engine
         self.prompt = chat_prompts(llm, [QUESTION], prompt_len)[0]
@@ -89,7 +90,7 @@ class LongPrompt:
     def _end(self, names: list[str]) -> None:
         for name in names:
             self.engine.abort(name)
-        self.engine.step()  # says that they have ended
+        self.engine.step()  # returns their ends
 
 
 class _Watch:
@@ -119,7 +120,7 @@ class _Watch:
 
 
 def summary(alone: list[float], beside: list[Beside], target: float, prompt_tokens: int) -> dict[str, Any]:
-    """The figures of one benchmark: medians over its runs, the largest gap over all of them."""
+    """The figures of one benchmark: medians over its runs, and the largest gap of all runs."""
     before, during = (Gaps([gap for each in kind for gap in each.seconds]) for kind in _both(beside))
     first_alone, first_beside = statistics.median(alone), statistics.median(each.first for each in beside)
     return {

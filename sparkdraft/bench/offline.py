@@ -31,10 +31,10 @@ from sparkdraft.models.layers import ExpertsSpec
 from sparkdraft.plan.memory import MemoryPlan
 from sparkdraft.plan.sizes import model_sizes
 
-WARM_STEPS = 8  # of plain decoding: kernels are compiled, the one shape is recorded
-SHORT = 32  # steps at most of a pass that looks at where the time goes
-ROUNDS = 2  # requests a stream of the pass over whole requests
-Report = Callable[[int, int], None]  # passes' steps done, and in all; never called while speed is measured
+WARM_STEPS = 8  # plain decode steps: they compile kernels and record the one shape
+SHORT = 32  # most steps of a pass that looks at where the time goes
+ROUNDS = 2  # requests per stream in the pass over whole requests
+Report = Callable[[int, int], None]  # (steps done, steps in all); never called while speed is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What this machine was measured to do."""
+    """The measured limits of this machine."""
 
-    bandwidth: float  # bytes of memory read a second
-    matmul: float | None  # operations a second, of a GPU
+    bandwidth: float  # bytes of memory read per second
+    matmul: float | None  # operations per second, of a GPU
 
     @staticmethod
     def measure(device: str, threads: int) -> Ceilings:
@@ -69,7 +69,7 @@ class Pass:
 
     @property
     def step(self) -> float:
-        """Seconds. Plain steps are alike: their median. Drafted ones are not: their mean."""
+        """Seconds per step. Plain steps are alike: their median. Drafted steps are not: their mean."""
         return statistics.fmean(self.steps) if self.drafted else statistics.median(self.steps)
 
     @property
@@ -84,10 +84,10 @@ class Row:
     streams: int
     prompt_len: int
     prefill_tok_s: float
-    prefill_share: float | None  # of the rate of a matmul, on a GPU: operations of layers and attention
-    decode_tok_s: float  # committed, all streams together
+    prefill_share: float | None  # share of a matmul's rate, on a GPU: operations of layers and attention
+    decode_tok_s: float  # committed ids, all streams together
     step_ms: float  # Pass.step
-    draft_ms: float  # the three parts of a step, in the shares that a pass with a wait at each border found
+    draft_ms: float  # the three parts of a step, in the shares of a pass that waits after each part
     target_ms: float
     rest_ms: float
     floor_ms: float  # bytes read over measured bandwidth
@@ -97,9 +97,9 @@ class Row:
     steps: int
     step_median_ms: float
     step_mean_ms: float
-    timed_step_ms: float  # mean, in the pass that found the shares: how much waiting disturbed it
-    floor_gb: dict[str, float]  # what the floor is made of
-    overall_tok_s: float | None  # whole requests, prompts included; None where lengths of drafts are given
+    timed_step_ms: float  # mean, in the pass that measured the shares: shows how much the waits disturbed it
+    floor_gb: dict[str, float]  # bytes of the floor, by what they are
+    overall_tok_s: float | None  # whole requests, including prompts; None with a synthetic acceptance
     profile: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -110,8 +110,8 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class Memory:
     plan: MemoryPlan
-    used: int  # bytes in tensors, at the most
-    taken: int  # bytes taken from the device for them, what lay idle between them counted in
+    used: int  # most bytes in tensors
+    taken: int  # bytes taken from the device for them, including what was idle in between
 
     def as_dict(self) -> dict[str, Any]:
         planned = {f"planned_{name}": getattr(self.plan, name) for name in ("weights", "kv", "scratch", "total")}
@@ -123,25 +123,26 @@ class Memory:
 
 
 class Bench:
-    """An engine under one load after the other."""
+    """Measures an engine under one load after the other."""
 
     def __init__(
         self, engine: Engine, model: ModelConfig, ceilings: Ceilings, acceptance: Acceptance | None = None
     ) -> None:
-        """acceptance: of drafts, instead of what the target says of them."""
+        """acceptance: of drafts, in place of the target's own decision."""
         self.engine, self.model, self.ceilings, self.acceptance = engine, model, ceilings, acceptance
-        engine.scheduler.pace = None  # all streams begin together, and nobody waits for a token while prompts run
+        engine.scheduler.pace = None  # all streams begin together, and none waits for a token while prompts run
         self._sampler = SyntheticSampler.install(engine) if acceptance else None
         self._lanes = SyntheticLanes(engine.overlap.lanes) if acceptance and engine.overlap else None
         if acceptance and engine.drafting.default is None:
-            engine.warm_up()  # who chooses depths wants to know what they cost; recordings keep the acceptance they saw
+            # depth controllers need the costs of depths; recordings keep the acceptance that they were made with
+            engine.warm_up()
 
     def measure(self, load: Load, report: Report, profiled: bool = False) -> tuple[Row, Profile | None]:
-        """Warm up, measure, then look at where the time goes: three or four passes over the same prompts, and one over
+        """Warm up, measure, then see where the time goes: three or four passes over the same prompts, and one over
         whole requests.
 
-        Drafted steps observe as many rows as were committed, each a shape of its own to be recorded; so that the
-        measured pass finds all of them recorded, the warm-up is the same run, to the last accepted draft.
+        Drafted steps observe as many rows as were committed, and each number of rows is a shape to be recorded. The
+        warm-up is the same run, to the last accepted draft, so that the measured pass finds all of them recorded.
         """
         steps, device = self.num_steps(load), self.engine.plan.device
         short, warm = min(steps, SHORT), steps if self.engine.drafting.max_depth else min(steps, WARM_STEPS)
@@ -160,17 +161,18 @@ class Bench:
         return self._row(load, measured, timed, parts, overall, found), found
 
     def run(self, load: Load) -> Pass:
-        """One pass and nothing else. The first one of a load is its warm-up."""
+        """Run one pass and nothing else. The first pass of a load is its warm-up."""
         return self._run(load, self.num_steps(load))
 
     def memory(self) -> Memory | None:
-        """Of a GPU, what was planned and what was taken so far; a CPU's is shared with everything else."""
+        """The planned memory of a GPU and what was taken so far; None on a CPU, whose memory is shared with everything
+        else."""
         if self.engine.plan.device != "cuda":
             return None
         return Memory(self.engine.plan.memory, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
 
     def num_steps(self, load: Load) -> int:
-        """Decode steps at most: with a given acceptance those that write output_len ids on average."""
+        """Decode steps at most; with a synthetic acceptance, those that write output_len ids on average."""
         return self.acceptance.steps(load.output_len) if self.acceptance else load.output_len
 
     @property
@@ -197,7 +199,7 @@ class Bench:
 
     @contextmanager
     def _host_driven(self) -> Iterator[None]:
-        """A step that the device takes by itself is one launch: to see its parts, the host takes them one by one."""
+        """Overlapped steps are one launch each. To time their parts, the host runs steps within this."""
         overlap, self.engine.overlap = self.engine.overlap, None
         yield
         self.engine.overlap = overlap
@@ -205,16 +207,16 @@ class Bench:
     def _run(
         self, load: Load, steps: int, progress: Counted | None = None, around: AbstractContextManager[Any] | None = None
     ) -> Pass:
-        """All streams from empty until 'steps' steps of decoding are done; 'around' is entered for those alone."""
+        """Run all streams from empty until 'steps' decode steps are done; 'around' is entered for those steps alone."""
         result, names = Pass(), self._add(load)
         result.prefill = self._prompts(set(names))
-        self.engine.step()  # its drafter catches up with what was written while the last prompts ran
+        self.engine.step()  # its drafter observes what was written while the last prompts ran
         self.engine.read_launched()
         with around or nullcontext():
             self._decode(load, steps, result, progress)
         for name in names:
             self.engine.abort(name)
-        self.engine.step()  # says that they have ended
+        self.engine.step()  # returns their ends
         return result
 
     def _add(self, load: Load) -> list[str]:
@@ -237,7 +239,7 @@ class Bench:
         return load.output_len + head_start(self.engine, load) + 4 * (self.engine.drafting.max_depth + 1)
 
     def _prompts(self, waiting: set[str]) -> float:
-        """Seconds until each stream has its first id. None of them drafts meanwhile: prompts are what is timed."""
+        """Seconds until each stream has its first id. No stream drafts meanwhile, because prompts are timed."""
         drafting, begin = self.engine.drafting, time.perf_counter()
         depth, drafting.default = drafting.default, 0
         while waiting:
@@ -247,7 +249,8 @@ class Bench:
 
     def _decode(self, load: Load, steps: int, result: Pass, progress: Counted | None) -> None:
         written: Counter[str] = Counter()
-        enough = sys.maxsize if self.acceptance else load.output_len  # lengths that are given end after given steps
+        # with a synthetic acceptance the number of steps is given
+        enough = sys.maxsize if self.acceptance else load.output_len
         given = self._lanes if self.engine.overlap else self._sampler
         if given and self.acceptance:
             given.start(self.acceptance.table(self.num_steps(load), load.streams))
@@ -259,7 +262,7 @@ class Bench:
             now = time.perf_counter()
             for output in outputs:
                 written[output.request_id] += len(output.ids)
-            if outputs:  # the first step that the device takes by itself is read by the second call
+            if outputs:  # the first overlapped step is read by the second call
                 result.steps.append(now - last)
             last = now
             if progress:
@@ -279,7 +282,7 @@ class Bench:
         reports = [r for r in map(self.engine.drafting.report, self.engine.scheduler.running) if r]
         return sum(r["num_spec_steps"] for r in reports), sum(r["num_draft_tokens"] for r in reports)
 
-    # ---- what it comes to
+    # ---- results
 
     def _row(
         self, load: Load, measured: Pass, timed: Pass, parts: Parts, overall: float | None, found: Profile | None
@@ -313,9 +316,9 @@ class Bench:
         )
 
     def prompt_operations(self, load: Load) -> float:
-        """Of all prompts: each row times the layers' weights, and its scores and sums over the keys before it."""
+        """Operations of all prompts: each row times the layers' weights, and its attention over the keys before it."""
         model, rows = self.model, load.streams * load.prompt_len
-        return rows * model_sizes(model).operations(keys=load.prompt_len / 2)  # on average
+        return rows * model_sizes(model).operations(keys=load.prompt_len / 2)  # keys: their average number
 
     def floor_bytes(self, load: Load, drafted: float = 0.0, drafts: float = 0.0) -> dict[str, float]:
         """What a step must read, by what it is; of the drafter's, the share of steps that draft. Heads count as read

@@ -1,7 +1,8 @@
-"""Tokens a second of whole requests: what they wrote over all the time they took, prompts included.
+"""Tokens per second of whole requests: the tokens written over all the time they took, prompts included.
 
-So many requests run at once; where one ends the next begins, until all have ended. This is how a server is loaded, and
-how `vllm bench throughput` counts: the figure to hold against a server's. What a step costs is offline.py's.
+A fixed number of requests runs at once; when one ends the next begins, until all have ended. A server is loaded in this
+way, and `vllm bench throughput` counts so too: compare this figure with a server's. offline.py measures the cost of a
+step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from sparkdraft.engine.engine import Engine
 @dataclass(frozen=True, slots=True)
 class Throughput:
     requests: int
-    tokens: int  # written
+    tokens: int  # tokens written
     seconds: float
     first: list[float]  # seconds from each request's beginning to its first token
 
@@ -28,7 +29,8 @@ class Throughput:
 
 
 def throughput(engine: Engine, requests: Iterable[tuple[list[int], SamplingParams]], streams: int) -> Throughput:
-    """Of these requests, 'streams' at once, in an engine that does nothing else. They are asked for as they begin."""
+    """Run these requests, 'streams' at once, in an engine that does nothing else. The iterable is read as they
+    begin."""
     coming, running, tokens = iter(requests), set[str](), 0
     began, first = dict[str, float](), dict[str, float]()
     begin = time.perf_counter()

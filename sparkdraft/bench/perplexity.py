@@ -1,7 +1,7 @@
 """How well a model predicts a text it cannot have seen: the check that cheaper weights are still the same model.
 
-heldout.txt was written for this project. The text is scored in windows by the engine itself, prompt rows only, so the
-figure covers the very path that serves requests.
+heldout.txt was written for this project. The engine itself scores the text in windows, as prompt rows, so the figure
+covers the same path that serves requests.
 """
 
 from __future__ import annotations

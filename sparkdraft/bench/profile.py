@@ -1,8 +1,8 @@
-"""Where a decode step's time goes: its parts, its most expensive kernels, and the gaps in which the device had none.
+"""Where a decode step's time goes: its parts, its most expensive kernels, and the gaps in which the device was idle.
 
-Parts are timed from outside, by stand-ins for the engine's methods that wait for the device at every border; kernels
-and gaps are torch.profiler's. Both disturb what they look at, so they run in passes of their own: the speed of record
-is offline.py's, which has nothing of this around it.
+Parts are timed from outside, by replacing methods of the engine with ones that wait for the device after each part.
+Kernels and gaps come from torch.profiler. Both disturb what they measure, so they run in separate passes; the reported
+speed is offline.py's, which is measured without any of this.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from sparkdraft.core import Batch
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow
 
-MOST = 10  # rows of each table
-WIDTH = 56  # of a kernel's name: some are longer than a screen
+MOST = 10  # rows per table
+WIDTH = 56  # characters of a kernel's name: some are longer than a screen
 ACTIVITY = {"cuda": ProfilerActivity.CUDA, "cpu": ProfilerActivity.CPU}
 UNSEEN = {
-    "native": "the native kernels are no torch operators and count as idle here; --dtype float32 runs operators",
+    "native": "the native kernels are not torch operators and count as idle here; --dtype float32 runs operators",
     "cuda": "torch.profiler saw no kernel on this GPU: its driver may allow tracing to administrators only",
     "reference": "torch.profiler saw no operator",
 }
@@ -38,7 +38,7 @@ UNSEEN = {
 
 @dataclass(slots=True)
 class Parts:
-    """Seconds of the steps so far; what is neither is the rest: scheduling, committing, observing at block borders."""
+    """Seconds of the steps so far. All else is the rest: scheduling, committing, observing at block borders."""
 
     draft: float = 0.0  # proposing drafts
     target: float = 0.0  # running the target and sampling, until the ids can be read
@@ -63,7 +63,7 @@ class TimedSampler:
 
 @contextmanager
 def timed_parts(engine: Engine, parts: Parts) -> Iterator[None]:
-    """While it lasts, the engine's steps are counted into 'parts'."""
+    """Within it, the engine's steps are timed into 'parts'."""
     device, sampler = engine.plan.device, engine.sampler
     timed = TimedSampler(sampler, device, parts)
     propose, run = engine.drafting.propose, engine.runner.run
@@ -88,7 +88,7 @@ def timed_parts(engine: Engine, parts: Parts) -> Iterator[None]:
     finally:
         engine.sampler = sampler
         for part, name in replaced:
-            delattr(part, name)  # the class's own shows again
+            delattr(part, name)  # back to the class's own method
 
 
 # ---- kernels and gaps
@@ -96,12 +96,12 @@ def timed_parts(engine: Engine, parts: Parts) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One run of a kernel; on a CPU of an operator, which may hold others."""
+    """One run of a kernel; on a CPU of an operator, which may contain others."""
 
     name: str
     start: float  # microseconds
     end: float
-    own: float  # without what it holds
+    own: float  # without what it contains
 
 
 @dataclass(slots=True)
@@ -121,9 +121,9 @@ class Cost:
 class Profile:
     steps: int
     wall: float  # microseconds of those steps, by the host's clock
-    busy: float = 0.0  # in which at least one kernel ran
+    busy: float = 0.0  # time in which at least one kernel ran
     kernels: list[Cost] = field(default_factory=list)  # the most expensive
-    gaps: list[Cost] = field(default_factory=list)  # that took most together
+    gaps: list[Cost] = field(default_factory=list)  # the largest in sum
     note: str = ""  # what could not be seen, and why
 
     def as_dict(self) -> dict[str, Any]:
@@ -140,11 +140,11 @@ class Profile:
     def text(self) -> str:
         scale = 1e-3 / self.steps
         lines = [
-            f"profile of {self.steps} decode steps: {self.wall * scale:.2f} ms a step under the profiler, "
+            f"profile of {self.steps} decode steps: {self.wall * scale:.2f} ms per step under the profiler, "
             f"busy {self.busy * scale:.2f} ms, idle {(self.wall - self.busy) * scale:.2f} ms"
         ]
         for title, costs in (("most expensive", self.kernels), ("idle between", self.gaps)):
-            lines.append(f"  {title:<{WIDTH}}  a step  us each  longest us  ms a step  of the step")
+            lines.append(f"  {title:<{WIDTH}}  n/step  us each  longest us    ms/step  of the step")
             lines += [self._line(cost) for cost in costs]
         return "\n".join(lines + ([f"  note: {self.note}"] if self.note else []))
 
@@ -156,12 +156,12 @@ class Profile:
 
 def recorder(device: str) -> profile:
     """Kernels only on a GPU, operators only on a CPU: each further activity slows the host down."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it says on standard error that it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it prints on standard error that it starts and stops
     return profile(activities=[ACTIVITY[device]], acc_events=True)
 
 
 def summary(profiler: profile, kernels: str, seconds: list[float]) -> Profile:
-    """Of recorded steps that took so long each; kernels: which module they were of, as a plan names it."""
+    """The profile of recorded steps, given the seconds of each. kernels: their module, as a plan names it."""
     spans = list(_spans(profiler, DeviceType.CUDA if kernels == "cuda" else DeviceType.CPU))
     found = Profile(len(seconds), sum(seconds) * 1e6, note="" if spans and kernels != "native" else UNSEEN[kernels])
     found.kernels = most_expensive(spans)
@@ -185,7 +185,7 @@ def most_expensive(spans: Iterable[Span]) -> list[Cost]:
 
 
 def find_gaps(spans: Iterable[Span]) -> tuple[float, list[Cost]]:
-    """(microseconds in which at least one ran, the idle times that took most, summed by the two on their sides)."""
+    """(microseconds in which at least one ran, the largest idle times, summed per pair of kernels around them)."""
     busy, gaps, last = 0.0, dict[tuple[str, str], Cost](), None
     for span in sorted(spans, key=lambda s: (s.start, -s.end)):
         reached = last.end if last else span.start

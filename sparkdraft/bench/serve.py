@@ -1,10 +1,10 @@
 """Speed, latency and acceptance of any OpenAI-compatible server, by class of prompt and number of streams.
 
-A fixed number of streams is kept busy until the prompts of a class are through: what one stream waits for is then what
-a person waits for, and the sum is what the machine gives. Where the server can switch drafting off per request, the
-same prompts run plainly first, so that the speedup is of one machine in one state. Every prompt is sent once before
-anything is measured: a prefix cache then holds all of them, for every row alike. serve_prompts.jsonl was written for
-this. One request is for bench/serve_client, tables and charts for bench/serve_report.
+A fixed number of streams is kept busy until the prompts of a class are done: what one stream waits for is what a person
+would wait for, and the sum is what the machine gives. If the server can switch drafting off per request, the same
+prompts run plainly first, so that the speedup is of one machine in one state. Every prompt is sent once before anything
+is measured, so that a prefix cache holds all of them, for every row alike. serve_prompts.jsonl was written for this.
+bench/serve_client sends one request; bench/serve_report makes tables and charts.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from sparkdraft.core import UserError
 
 PROMPTS = Path(__file__).with_name("serve_prompts.jsonl")
 ALL = "all"
-FEWEST = 8  # requests of a class, unless told otherwise
+FEWEST = 8  # requests per class, unless told otherwise
 WARM_TOKENS = 8
 OFF = {"speculation": "off"}
-Report = Callable[[str, int, int], None]  # told (what runs now, requests done, requests in all)
+Report = Callable[[str, int, int], None]  # (what runs now, requests done, requests in all)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     url: str
     api_key: str = field(default="", repr=False)
-    model: str = ""  # the first that is served
+    model: str = ""  # empty: the first that is served
     streams: tuple[int, ...] = (1, 4, 8, 16)
-    classes: tuple[str, ...] = ()  # all
+    classes: tuple[str, ...] = ()  # empty: all
     output_len: int = 256
-    requests: int = 0  # of each class; 0: FEWEST, or as many as there are streams
+    requests: int = 0  # per class; 0: FEWEST, or as many as there are streams
     temperature: float = 0.0
     ignore_eos: bool = False
 
@@ -58,7 +58,7 @@ class Load:
 
     samples: list[Sample] = field(default_factory=list)
     seconds: float = 0.0
-    drafting: Drafting | None = None  # None: nobody said
+    drafting: Drafting | None = None  # None: not known
 
     def merge(self, other: Load) -> None:
         self.samples += other.samples
@@ -112,17 +112,17 @@ class Cell:
 
 @dataclass(slots=True)
 class Result:
-    """What was found out of the server, and the cells measured up to now."""
+    """What was found out about the server, and the cells measured so far."""
 
     settings: Settings
     model: str = ""
-    counted: bool = False  # tokens are counted by pieces of the stream
-    source: str | None = None  # who tells of drafts: "responses", "metrics" or nobody
+    counted: bool = False  # whether tokens are counted as pieces of the stream
+    source: str | None = None  # where acceptance comes from: "responses", "metrics" or nowhere
     can_switch: bool = False
     cells: list[Cell] = field(default_factory=list)
 
     def with_totals(self) -> list[Cell]:
-        """The cells, and 'all' for each number of streams under which more than one class was measured."""
+        """The cells, and 'all' for each number of streams at which more than one class was measured."""
         return self.cells + [self._total(n) for n in self.settings.streams if self._count(n) > 1]
 
     def _count(self, streams: int) -> int:
@@ -139,7 +139,7 @@ class Result:
 
 
 async def measure(settings: Settings, result: Result, report: Report) -> None:
-    """Fill 'result', a cell at a time, so that what was measured stays if the rest is broken off."""
+    """Fill 'result' one cell at a time, so that what was measured stays if the rest is interrupted."""
     prompts = read_prompts(settings.classes)
     async with Client(settings.url, settings.api_key, settings.model, max(settings.streams)) as client:
         report("asking what the server understands", 0, 1)
@@ -158,7 +158,7 @@ async def measure(settings: Settings, result: Result, report: Report) -> None:
 
 
 class _Bench:
-    """Sends the requests, and says how far it is."""
+    """Sends the requests and reports progress."""
 
     def __init__(self, settings: Settings, client: Client, result: Result, report: Report) -> None:
         self.settings, self.client, self.result, self.report = settings, client, result, report
@@ -166,7 +166,7 @@ class _Bench:
         self.done, self.total, self.label = 0, 0, ""
 
     async def warm_up(self, prompts: dict[str, list[Messages]]) -> None:
-        """Every prompt that will be used, once, short, in each mode."""
+        """Send every prompt that will be used once, with a short answer, in each mode."""
         most = max(map(self.settings.num_requests, self.settings.streams))
         used = [prompt for each in prompts.values() for prompt in islice(each, most)]
         measured = len(prompts) * sum(map(self.settings.num_requests, self.settings.streams))
@@ -178,7 +178,7 @@ class _Bench:
                 raise UserError(f"no request of the warm-up was answered; the first said: {load.samples[0].error}")
 
     async def cell(self, name: str, prompts: Sequence[Messages], streams: int) -> Cell:
-        """Plain first, then as the server does it by itself."""
+        """Measure plain first, then the server's default."""
         count = self.settings.num_requests(streams)
         work = [prompts[i % len(prompts)] for i in range(count)]
         self.label = f"{name}, {streams} {'stream' if streams == 1 else 'streams'}"
@@ -242,14 +242,14 @@ def read_prompts(names: Sequence[str] = ()) -> dict[str, list[Messages]]:
 
 
 def per_token(sample: Sample) -> float | None:
-    """Seconds for each token after the first."""
+    """Seconds per token after the first."""
     if sample.first is None or sample.last is None or sample.tokens < 2:
         return None
     return (sample.last - sample.first) / (sample.tokens - 1)
 
 
 def percentiles(values: Sequence[float], scale: float = 1e3) -> dict[str, float] | None:
-    """p50 and p95, of seconds in milliseconds."""
+    """p50 and p95; seconds become milliseconds."""
     if not values:
         return None
     return {f"p{q}": float(np.percentile(values, q)) * scale for q in (50, 95)}

@@ -1,8 +1,8 @@
 """One streamed request to an OpenAI-compatible server, and what its client saw of it.
 
-Times are taken here, where the bytes arrive, so they hold whatever the server says of itself. What a server understands
-beyond the plain request (usage, the statistics of drafts, a switch for drafting) is found out once, by asking. Which
-requests are sent, and what their figures come to, is for bench/serve.
+Times are taken here, where the bytes arrive, so they do not depend on what the server reports. What a server
+understands beyond the plain request (usage, statistics of drafts, a switch for drafting) is found out once, by asking.
+bench/serve decides which requests are sent, and sums up.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from sparkdraft.core import UserError
 Messages = list[dict[str, str]]
 USAGE = {"stream_options": {"include_usage": True}}
 SPECULATION = {"return_speculation": True}
-DIALECTS: tuple[dict[str, Any], ...] = (USAGE | SPECULATION, USAGE, {})  # from the most that a server may understand
-PROBE: Messages = [{"role": "user", "content": "Count from 1 to 40, separated by commas."}]  # drafts itself
+# tried in this order: the most that a server may understand first
+DIALECTS: tuple[dict[str, Any], ...] = (USAGE | SPECULATION, USAGE, {})
+PROBE: Messages = [{"role": "user", "content": "Count from 1 to 40, separated by commas."}]  # easy to draft
 PROBE_TOKENS = 64
 COUNTERS = {  # vLLM's names, after "vllm:" or our own prefix
     "spec_decode_num_drafts": "steps",
@@ -36,9 +37,9 @@ PREFIXES = ("vllm:", "sparkdraft_")
 
 @dataclass(slots=True)
 class Drafting:
-    """Steps that drafted, the drafts they made and those accepted; by_position[i]: steps that accepted draft i.
+    """Steps that drafted, their drafts and the accepted ones; by_position[i]: steps that accepted draft i.
 
-    drafted_by_position[i]: steps that drafted so far; where nobody says, all of them, as with a fixed depth.
+    drafted_by_position[i]: steps that drafted this far; if the server does not say, all of them, as with a fixed depth.
     """
 
     steps: int = 0
@@ -56,12 +57,12 @@ class Drafting:
 
     @property
     def length(self) -> float | None:
-        """Tokens that a drafting step gave: its accepted drafts and the one that the target added."""
+        """Tokens per drafting step: its accepted drafts and the one that the target adds."""
         return 1 + self.accepted / self.steps if self.steps else None
 
     @property
     def shares(self) -> list[float]:
-        """How many of the steps that drafted a position accepted it."""
+        """Per position, the share of the steps that drafted it and accepted it."""
         drafted = self.drafted_by_position or [self.steps] * len(self.by_position)
         return [count / tries for count, tries in zip(self.by_position, drafted, strict=False) if tries]
 
@@ -72,18 +73,18 @@ class Sample:
 
     began: float = 0.0
     first: float | None = None  # the first piece of text
-    last: float | None = None  # the last one
-    tokens: int = 0  # from usage; otherwise one for each piece
+    last: float | None = None  # the last piece
+    tokens: int = 0  # from usage; otherwise one per piece
     pieces: int = 0
-    counted: bool = True  # tokens were counted by their pieces, for want of usage
+    counted: bool = True  # whether tokens were counted as pieces, for lack of usage
     text: str = ""
-    drafting: Drafting | None = None  # None: the response said nothing of drafts
+    drafting: Drafting | None = None  # None: the response said nothing about drafts
     error: str = ""
     status: int = 200
-    ended: bool = False  # the server said why it stopped
+    ended: bool = False  # whether the server said why it stopped
 
     def take(self, chunk: dict[str, Any], now: float) -> None:
-        """One event of the stream."""
+        """Take one event of the stream."""
         if (tokens := (chunk.get("usage") or {}).get("completion_tokens")) is not None:
             self.tokens, self.counted = int(tokens), False
         if facts := (chunk.get("metrics") or {}).get("speculative_decoding"):
@@ -111,7 +112,7 @@ class Client:
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(timeout, connect=10.0),
             limits=httpx.Limits(max_connections=streams + 1, max_keepalive_connections=streams + 1),
-            trust_env=not local,  # there is no proxy between a machine and itself
+            trust_env=not local,  # no proxy between a machine and itself
         )
 
     async def __aenter__(self) -> Client:
@@ -121,7 +122,7 @@ class Client:
         await self.http.aclose()
 
     async def open(self) -> Sample:
-        """Settle the model and the dialect; returns the probe's answer in it. What cannot work is one sentence."""
+        """Find the model and the dialect; returns the probe's answer in it. Raises UserError if that cannot work."""
         self.model = await self._find_model()
         for self.extras in DIALECTS:
             sample = await self.chat(PROBE, PROBE_TOKENS)
@@ -132,14 +133,14 @@ class Client:
         return sample
 
     async def can_switch(self, drafted: Sample) -> bool:
-        """Whether `speculation: "off"` is honoured: the same request that drafted drafts nothing."""
+        """Whether `speculation: "off"` is honoured: the request that drafted now drafts nothing."""
         if drafted.drafting is None or not drafted.drafting.drafted:
             return False
         plain = await self.chat(PROBE, PROBE_TOKENS, {"speculation": "off"})
         return not plain.error and (plain.drafting is None or not plain.drafting.drafted)
 
     async def chat(self, messages: Messages, max_tokens: int, more: dict[str, Any] | None = None) -> Sample:
-        """Ask, and read the answer to its end; a failure is in the sample, never raised."""
+        """Send a chat request and read the answer to its end; a failure is recorded in the sample, never raised."""
         body = {"model": self.model, "messages": messages, "max_tokens": max_tokens, "temperature": 0, "stream": True}
         body |= self.extras | (more or {})
         sample = Sample(began=time.perf_counter())
@@ -160,7 +161,7 @@ class Client:
         return sample
 
     async def counters(self) -> Drafting | None:
-        """The server's own counts up to now, from /metrics, if it has that."""
+        """The server's own counts so far, from /metrics; None if it has none."""
         try:
             response = await self.http.get(f"{self.root}/metrics")
         except httpx.HTTPError:
@@ -184,7 +185,7 @@ class Client:
 
 
 def server_root(url: str) -> str:
-    """The address without a trailing /v1, which people have at hand."""
+    """The address without a trailing /v1, which users often include."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError(f"--url is '{url}'; give an address such as http://127.0.0.1:8000")
@@ -194,7 +195,7 @@ def server_root(url: str) -> str:
 
 
 def read_speculation(facts: dict[str, Any]) -> Drafting:
-    """`metrics.speculative_decoding` of a response. The histogram counts steps by how many drafts they accepted."""
+    """Read `metrics.speculative_decoding` of a response. The histogram counts steps by number of accepted drafts."""
     histogram = [int(count) for count in facts.get("acceptance_histogram") or ()]
     steps, accepted = int(facts.get("num_spec_steps") or 0), int(facts.get("num_accepted_draft_tokens") or 0)
     by_position = [sum(histogram[reach:]) for reach in range(1, len(histogram))]
@@ -203,7 +204,7 @@ def read_speculation(facts: dict[str, Any]) -> Drafting:
 
 
 def read_counters(text: str) -> Drafting | None:
-    """Its counters of drafts in Prometheus' text, summed over engines and models. None where there are none."""
+    """Read counters of drafts from Prometheus' text, summed over engines and models. None if there are none."""
     sums, positions, found = {"steps": 0, "drafted": 0, "accepted": 0}, dict[int, int](), False
     for line in text.splitlines():
         name, _, rest = line.partition("{") if "{" in line else line.partition(" ")

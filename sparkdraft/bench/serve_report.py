@@ -1,7 +1,7 @@
-"""What `bench serve` measured, for people: a markdown table, a JSON document and a page of charts.
+"""The results of `bench serve` for people: a markdown table, a JSON document and a page of charts.
 
-The table is made to be pasted into an issue as it is, with what was measured and how in the lines above it. Nothing is
-computed here; the figures are bench/serve's.
+The table can be pasted into an issue as it is; the lines above it say what was measured and how. Nothing is computed
+here; the figures come from bench/serve.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from sparkdraft.bench.serve import Result
 from sparkdraft.plot import Line, Panel, svg
 
 DRAFTS_FROM = {
-    "responses": "Acceptance is what the responses say.",
-    "metrics": "Acceptance is what the server's /metrics counted meanwhile, all its clients together.",
-    None: "The server tells nothing of drafts.",
+    "responses": "Acceptance is taken from the responses.",
+    "metrics": "Acceptance is taken from the server's /metrics, which counts all its clients together.",
+    None: "The server says nothing about drafts.",
 }
 Row = dict[str, Any]
 
@@ -42,7 +42,7 @@ def summary(result: Result) -> dict[str, Any]:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The table, under what was measured and how."""
+    """The table, below a description of what was measured and how."""
     switched = report["can_switch"]
     heads = ["class", "streams", "tok/s", *(["plain tok/s", "speedup"] if switched else [])]
     heads += ["each, p50", "TTFT ms p50 / p95", "TPOT ms p50 / p95"]
@@ -55,7 +55,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 def _how(report: dict[str, Any]) -> str:
     end = ", past the model's own end" if report["ignore_eos"] else ""
-    tokens = f"Up to {report['output_len']} tokens an answer{end}, temperature {report['temperature']:g}; "
+    tokens = f"Up to {report['output_len']} tokens per answer{end}, temperature {report['temperature']:g}; "
     tokens += (
         "counted by the server" if report["tokens_from"] == "usage" else "counted by pieces of the stream, for want"
     )
@@ -105,7 +105,7 @@ def write(report: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def panels(rows: list[Row]) -> list[Panel]:
-    """Speed and times over the number of streams, and acceptance by position where the server tells it."""
+    """Speed and times over the number of streams, and acceptance by position if the server reports it."""
     found = [
         _by_streams(rows, "speed", "tokens per second, all streams together", lambda row: row["tok_s"]),
         _by_streams(rows, "time to the first token", "ms, p50", lambda row: _p50(row["ttft_ms"])),

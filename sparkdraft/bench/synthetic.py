@@ -1,8 +1,8 @@
-"""An acceptance of drafts that is given instead of earned: random weights agree with nobody, and speed needs a figure.
+"""A given acceptance of drafts: a drafter with random weights agrees with no target, but drafted speed needs a figure.
 
-Each draft is accepted with one probability where the drafts before it were (a truncated geometric), found so that the
-mean length is the one asked for; how many of each step's drafts stand is drawn once, as a table of steps and streams.
-Whoever applies the table pays for everything real first: the sampler here does its work and is then overruled.
+Each draft is accepted with one probability if the drafts before it were (a truncated geometric distribution), chosen so
+that the mean length is the one asked for. How many drafts of each step are accepted is drawn once, as a table of steps
+and streams. All real work is still done: the sampler samples, and then its result is replaced.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from sparkdraft.engine.lanes import Lanes
 from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow
 
 Table = NDArray[np.int32]
-TABLE_ROWS = 4096  # steps of one pass at most, where the device reads the table
-HALVINGS = 60  # of [0, 1]: past float64's resolution
+TABLE_ROWS = 4096  # most steps of one pass, where the device reads the table
+HALVINGS = 60  # of [0, 1]: beyond float64's resolution
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """The process; a length counts the accepted drafts and the id that the target adds."""
+    """The random process. A length counts the accepted drafts and the id that the target adds."""
 
     length: float
-    depth: int  # drafts a step
+    depth: int  # drafts per step
 
     def __post_init__(self) -> None:
         if not 1 <= self.length <= self.depth + 1:
             raise UserError(
-                f"--synthetic-acceptance is {self.length:g}; with {self.depth} drafts a step it must be from 1 to "
-                f"{self.depth + 1}, the target's own id counted in"
+                f"--synthetic-acceptance is {self.length:g}; with {self.depth} drafts per step it must be from 1 to "
+                f"{self.depth + 1}, including the target's own id"
             )
 
     @property
     def p(self) -> float:
-        """The chance of a draft that is reached. The mean length is 1 + p + p^2 + ... + p^depth."""
+        """The probability that a draft is accepted where it is reached. The mean length is 1 + p + p^2 + ... +
+        p^depth."""
         low, high = 0.0, 1.0
         for _ in range(HALVINGS):
             middle = (low + high) / 2
@@ -56,18 +57,18 @@ class Acceptance:
         return -int(-tokens // self.length)
 
     def table(self, steps: int, streams: int, seed: int = 0) -> Table:
-        """Accepted drafts, int32 [steps, streams], whose mean is nearly the asked one however few they are.
+        """Accepted drafts, int32 [steps, streams], whose mean is close to the one asked for, however few they are.
 
-        Forty free draws of a length of 6.5 are off by 12 % in one run of three. So each of steps * streams equal slices
-        of the distribution is drawn from once, and each stream has one slice of every 'streams' neighbours: its sum
-        is never off by more than 'depth'.
+        Forty independent draws of a length of 6.5 are off by 12 % in one run of three. So each of steps * streams equal
+        slices of the distribution is drawn from once, and each stream has one slice of every 'streams' neighbours: its
+        sum is never off by more than 'depth'.
         """
         dice = np.random.default_rng(seed)
         coarse = dice.permuted(np.tile(np.arange(steps), (streams, 1)), axis=1)  # [streams, steps]
         fine = dice.permuted(np.tile(np.arange(streams), (steps, 1)), axis=1)  # [slices, streams]
         fine_of = np.take_along_axis(fine.T, coarse, axis=1)  # [streams, steps]
         chance = (coarse + (fine_of + dice.random(coarse.shape)) / streams).T / steps  # [steps, streams], in [0, 1)
-        at_least = self.p ** np.arange(1, self.depth + 1)  # the chance of 1, 2, ... accepted
+        at_least = self.p ** np.arange(1, self.depth + 1)  # the probability of 1, 2, ... accepted
         return cast(Table, (chance[:, :, None] < at_least).sum(2, dtype=np.int32))
 
     def describe(self) -> str:
@@ -78,9 +79,9 @@ class Acceptance:
 
 
 class SyntheticSampler(Sampler):
-    """Samples in earnest, then says of each request's drafts what the table says; without one none is accepted.
+    """Samples normally, then accepts of each request's drafts as many as the table says; without a table, none.
 
-    Rows of a request stand together, and the last holds all of its drafts:
+    The rows of a request are consecutive, and the last one has all of its drafts:
 
         row    first          first + 1          ...  first + accepted      first + accepted + 1  ...
         says   drafts[0]      drafts[1]          ...  the target's own id   (never looked at)
@@ -88,14 +89,14 @@ class SyntheticSampler(Sampler):
 
     @staticmethod
     def install(engine: Engine) -> SyntheticSampler:
-        """Put one in the place of the engine's sampler."""
+        """Replace the engine's sampler by one."""
         old = engine.sampler
         new = engine.sampler = SyntheticSampler(old.vocab_size, old.eos_ids, old.device, old.ops)
         new.stop()
         return new
 
     def start(self, table: Table) -> None:
-        """From the next step on; each step takes a row of the table."""
+        """Use a table from the next step on; each step takes one row."""
         self._rows, self.num_applied = iter(table.tolist()), 0
 
     def stop(self) -> None:
@@ -111,7 +112,7 @@ class SyntheticSampler(Sampler):
 
 
 class SyntheticLanes:
-    """The same table for steps that the device takes by itself: how many stand is read there, step by step."""
+    """The same table for overlapped steps: the device reads how many drafts are accepted, step by step."""
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes, self._step = lanes, torch.zeros(1, dtype=torch.int64, device=lanes.device)
@@ -139,10 +140,10 @@ class SyntheticLanes:
 
 @dataclass(frozen=True, slots=True)
 class Overruled:
-    """Stands where the sampled ids stood. Reading it waits for the device as reading them does, and no longer."""
+    """Replaces the sampled ids. Reading it waits for the device exactly as reading them does."""
 
     ids: Tensor  # int64 [rows], on the device
-    given: list[tuple[int, Sequence[int], int]]  # (first row, drafts, how many of them stand) of each request
+    given: list[tuple[int, Sequence[int], int]]  # (first row, drafts, number of accepted drafts) of each request
     vocab_size: int
 
     def tolist(self) -> list[int]:
@@ -155,6 +156,6 @@ class Overruled:
 
 
 def spans(rows: Sequence[SampleRow]) -> list[tuple[int, int]]:
-    """(first row, the one after the last) of each request; of a prompt's chunk that is not its last, none."""
+    """(first row, row after the last) of each request; none for a prompt chunk that is not its last."""
     firsts = [i for i, row in enumerate(rows) if not row.ahead]
     return list(pairwise([*firsts, len(rows)]))

@@ -1,7 +1,7 @@
 """The paged cache's bookkeeping: which physical blocks are free, and how many sequences read each of the others.
 
-A block that nobody reads may still hold K/V worth finding again (cache/prefix.py); it stays findable until its turn to
-be handed out comes, oldest release first. Integers only: the tensors are in cache/formats.
+A block without readers may still hold K/V worth finding again (cache/prefix.py). It stays findable until it is handed
+out again, oldest release first. Integers only: the tensors are in cache/formats.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._readers = [0] * num_blocks
-        self.on_reuse: Callable[[int], None] = lambda block: None  # set by the prefix cache, which then forgets
+        # set by the prefix cache, which then forgets the block
+        self.on_reuse: Callable[[int], None] = lambda block: None
 
     @property
     def num_free(self) -> int:
@@ -25,20 +26,21 @@ class BlockPool:
         return self._readers[block]
 
     def allocate(self) -> int:
-        """Hand out the block released longest ago. The caller has checked num_free."""
+        """Hand out the block that was released longest ago. The caller has checked num_free."""
         block, _ = self._free.popitem(last=False)
         self.on_reuse(block)
         self._readers[block] = 1
         return block
 
     def retain(self, block: int) -> None:
-        """One more reader of a block that is in use, or free and still remembered."""
+        """Add a reader to a block that is in use, or free and still remembered."""
         if self._readers[block] == 0:
             del self._free[block]
         self._readers[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One reader less of each. Give a sequence's blocks last to first: its tail is then reused before its head."""
+        """Remove one reader from each block. Pass a sequence's blocks last to first, so that its tail is reused before
+        its head."""
         for block in blocks:
             assert self._readers[block] > 0, f"block {block} released twice"
             self._readers[block] -= 1

@@ -1,18 +1,19 @@
-"""What a request holds beside its K/V blocks, as one interface that the scheduler knows nothing more of.
+"""Resources that a request holds beside its K/V blocks, behind one interface for the scheduler.
 
 A cache may need more than blocks: pages of uncoded rows or of sliding windows (cache/recent_rows.py), later the state
 of recurrent layers. Each such resource is scarce, belongs to a request or to a prefix, and limits what can be
-scheduled. A `Holding` keeps its books; the scheduler tells it what happens to requests and asks it what is possible.
-`Holdings` is all of them together. Integers only: the tensors are the format's, and `send` tells the device.
+scheduled. A `Holding` does its bookkeeping; the scheduler tells it what happens to requests and asks it what is
+possible. `Holdings` combines all of them. Integers only: the tensors belong to the KV format, and `send` updates the
+device.
 
 The life of a request, as a holding sees it (its blocks, chain and num_computed are up to date in every call):
 
-    usable -> adopt             it is let in, with the part of a prefix hit that all holdings can go on from
+    usable -> adopt             it is admitted, with the part of a prefix hit that all holdings can continue from
     cut -> can_grow -> grow     before every step: how many rows it runs, and the blocks that they need
     send                        before every step, once: what the device must know
     remember, advance           after every step: blocks that became full, rows that are committed
     shrink                      blocks that were reserved for drafts are given back
-    drop                        it has ended, or is preempted and will be let in anew
+    drop                        it has ended, or is preempted and will be admitted again
 """
 
 from __future__ import annotations
@@ -25,55 +26,58 @@ from sparkdraft.core import Request
 
 
 class Holding(Protocol):
-    """One resource beside the blocks. One request alone must always be able to run: else nothing ever could."""
+    """One resource beside the blocks. A single request must always be able to run alone, or the engine would stop."""
 
     @property
     def num_free(self) -> int:
-        """Units that could be handed out. A request that was refused waits until this, or another number, has grown."""
+        """Units that can be handed out. A request that was refused waits until this or another number has grown."""
 
     def usable(self, hit: Hit) -> int:
-        """The largest number of the hit's blocks after which a request could go on; 0 is always possible."""
+        """The largest number of the hit's blocks after which a request could continue; 0 is always possible."""
 
     def adopt(self, request: Request) -> None:
-        """The request is let in with a usable hit, perhaps an empty one: hold what its next row reads of that."""
+        """Admit a request with a usable hit, which may be empty: hold what its next row reads of the hit."""
 
     def cut(self, request: Request, rows: int, running: Iterable[Request]) -> int:
-        """Of the next rows, those that it may run in one step: at least 1, at most 'rows', which is at least 2.
+        """How many of the next 'rows' rows it may run in one step: at least 1, at most 'rows', which is at least 2.
 
-        A holding cuts a prompt chunk so that the others keep what they need, or so that it ends where a state is saved.
+        A holding shortens a prompt chunk so that other requests keep what they need, or so that the chunk ends where a
+        state is saved.
         """
 
     def can_grow(self, request: Request, num_blocks: int) -> bool:
-        """Whether it could get what goes with this many more blocks, which is at least 1."""
+        """Whether the request could get what goes with this many more blocks (at least 1)."""
 
     def grow(self, request: Request, num_blocks: int) -> None:
-        """It has this many new blocks, the last ones; what belonged to them in an earlier life is not theirs now."""
+        """The request has this many new blocks, its last ones. Whatever belonged to these blocks before is no longer
+        valid."""
 
     def shrink(self, request: Request, num_blocks: int) -> None:
-        """It is about to give its last blocks back; no row of them counts as computed."""
+        """The request is about to give its last blocks back; none of their rows counts as computed."""
 
     def remember(self, request: Request, index: int) -> None:
-        """A block is full of computed rows and in the prefix cache as chain[index]; its end is a place to go on from.
+        """A block is full of computed rows and is in the prefix cache as chain[index]; requests may continue from its
+        end.
 
         Rows after it may be computed already. What is kept for a prefix belongs to its key, which is never reused: if
-        another request computed the same prefix at the same time, the key is the same and the block is another.
+        another request computed the same prefix at the same time, the key is the same but the block differs.
         """
 
     def advance(self, request: Request) -> None:
-        """Rows were committed: what no later row reads can be let go."""
+        """Rows were committed: release what no later row reads."""
 
     def drop(self, request: Request) -> None:
-        """Let all go that it holds, if it holds anything. What was remembered stays, until it is handed out."""
+        """Release everything the request holds, if anything. What was remembered stays until it is handed out again."""
 
     def prefers(self, block: int, other: int) -> bool:
-        """Whether of two blocks with the same rows the first is better to be found by others."""
+        """Whether the first of two blocks with the same rows is the better one for others to find."""
 
     def send(self) -> None:
-        """Tell the device what has changed. What could not be told because this raised is told by the next call."""
+        """Send changes to the device. Changes that were not sent because a call raised are sent by the next call."""
 
 
 class Holdings:
-    """All holdings of an engine: what is possible is what is possible for each."""
+    """All holdings of an engine together: a thing is possible if every holding allows it."""
 
     def __init__(self, parts: Sequence[Holding] = ()) -> None:
         self.parts = tuple(parts)
@@ -86,7 +90,7 @@ class Holdings:
         return self._agreed(len(hit.blocks), lambda part, count: part.usable(hit.first(count)))
 
     def cut(self, request: Request, rows: int, running: Iterable[Request]) -> int:
-        if rows <= 1:  # the one row that it is sure of, or none
+        if rows <= 1:  # the one row that every request gets, or none
             return rows
         return self._agreed(rows, lambda part, count: part.cut(request, count, running))
 
@@ -94,7 +98,7 @@ class Holdings:
         return all(part.can_grow(request, num_blocks) for part in self.parts)
 
     def prefers(self, block: int, other: int) -> bool:
-        """Where holdings disagree, the block that was first stays."""
+        """Where holdings disagree, the earlier block stays."""
         better = any(part.prefers(block, other) for part in self.parts)
         return better and not any(part.prefers(other, block) for part in self.parts)
 
@@ -127,11 +131,10 @@ class Holdings:
             part.send()
 
     def _agreed(self, most: int, answer: Callable[[Holding, int], int]) -> int:
-        """The largest number up to 'most' that is possible for each.
+        """The largest number up to 'most' that every holding allows.
 
-        A holding answers a number with the largest one up to it that is possible for itself. One that is possible for
-        all is never skipped by that, but what one cuts to may not be possible for another: all are asked again until
-        none cuts.
+        A holding answers a number with the largest one up to it that it allows itself. This never skips a number that
+        all allow, but the answer of one may not be allowed by another, so all are asked again until none lowers it.
         """
         while (least := min((answer(part, most) for part in self.parts), default=most)) < most:
             most = least

@@ -1,9 +1,9 @@
 """The prefix cache: finds the blocks that already hold the K/V of a prompt's beginning.
 
-A full block is known by (key of the block before it, its own ids); keys are serial numbers that are never reused, so a
-chain of keys stands for a whole prefix. The dictionary compares the ids themselves, not only their hash: two prefixes
-cannot be taken for one another. Blocks are remembered when their rows are committed and forgotten when the pool hands
-them out again. How much of a hit can be used is decided by what else requests hold (cache/holdings.py).
+A full block is identified by (key of the block before it, its own ids). Keys are serial numbers that are never reused,
+so the key of a block stands for the whole prefix that ends with it. The dictionary compares the ids themselves, not
+only their hash, so two prefixes cannot be confused. Blocks are remembered when their rows are committed and forgotten
+when the pool hands them out again. The holdings decide how much of a hit can be used (cache/holdings.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ROOT = 0  # the key before the first block
 
 
 class Hit(NamedTuple):
-    """A remembered prefix: its blocks, and the key of the prefix that ends with each."""
+    """A remembered prefix: its blocks, and for each block the key of the prefix that ends with it."""
 
     blocks: list[int]
     keys: list[int]
@@ -34,13 +34,14 @@ class PrefixCache:
         self._entries: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # -> (key, block)
         self._name_of: dict[int, tuple[int, tuple[int, ...]]] = {}  # block -> its name in _entries
         self._next_key = ROOT + 1
-        self.prefers: Callable[[int, int], bool] = lambda block, other: False  # whether a twin is the better to find
+        # whether a block is better to find than another with the same rows
+        self.prefers: Callable[[int, int], bool] = lambda block, other: False
         pool.on_reuse = self._forget
 
     def lookup(self, ids: Sequence[int]) -> Hit:
-        """Longest remembered prefix of 'ids' in whole blocks. Changes nothing: retain what is used.
+        """The longest remembered prefix of 'ids' in whole blocks. Changes nothing: the caller retains what it uses.
 
-        The last id is never covered: its row must run, since its logits are wanted.
+        The last id is never covered: its row must run, because its logits are needed.
         """
         hit = Hit([], [])
         if not self.enabled:
@@ -58,8 +59,8 @@ class PrefixCache:
     def insert(self, parent: int, ids: Sequence[int], block: int) -> int:
         """Remember one full block of committed rows; returns its key.
 
-        If a block with the same prefix is known already, the new one gets the same key, and lookups find whichever of
-        the two is preferred: the first, unless `prefers` says otherwise.
+        If a block with the same prefix is known already, the new one gets the same key, and lookups find the first of
+        the two, unless `prefers` chooses the new one.
         """
         name = (parent, tuple(ids))
         entry = self._entries.get(name)

@@ -1,9 +1,9 @@
-"""The pages that each request holds: of its first positions, the recent ones, and those to be written.
+"""The pages that each request holds: of its first positions, of the recent ones, and of those to be written.
 
-Two caches keep only such rows in pages (pages.py): a TurboQuant cache, which reads them uncoded, and layers with a
-sliding window, which read no others. Their blocks must have pages for as long as a later row may read them. Pages fall
-behind as a request grows and are given back then. A prefix is used only as far as the pages of its end are still there.
-This is a `Holding` (cache/holdings.py). Integers only.
+Two caches keep such rows in pages (pages.py): a TurboQuant cache, which reads them uncoded, and layers with a sliding
+window, which read no others. A block must have its page for as long as a later row may read it. As a request grows,
+pages fall behind and are given back. A prefix is used only as far as the pages at its end still exist. This is a
+`Holding` (cache/holdings.py). Integers only.
 
     blocks of a request    | first | ........ no page ........ | recent | to be written |
     pages held             | held  |                           |  held  |     held      |
@@ -17,12 +17,13 @@ from sparkdraft.cache.pages import PagePool, usable_blocks
 from sparkdraft.cache.prefix import Hit
 from sparkdraft.core import Request
 
-Tell = Callable[[list[tuple[int, int]]], None]  # (block, its page or -1) of each block that got or lost one
+Tell = Callable[[list[tuple[int, int]]], None]  # (block, its page or -1) of each block that got or lost a page
 
 
 class RecentRows:
     def __init__(self, pages: PagePool, block_size: int, first: int, recent: int, most_ahead: int, tell: Tell) -> None:
-        """most_ahead: rows past its computed ones that a decoding request may need blocks for. tell: the device."""
+        """most_ahead: rows past its computed ones for which a decoding request may need blocks. tell: updates the
+        device."""
         self.pages, self.block_size, self.first, self.recent = pages, block_size, first, recent
         self.need = pages_of_a_request(block_size, first, recent, most_ahead)
         self._tell = tell
@@ -42,7 +43,7 @@ class RecentRows:
         self._held[request] = held
 
     def cut(self, request: Request, rows: int, running: Iterable[Request]) -> int:
-        """A chunk takes no pages that other requests need to go on decoding."""
+        """A chunk takes no pages that other requests need to continue decoding."""
         owed = sum(max(self.need - len(self._held.get(r, ())), 0) for r in running if r is not request)
         blocks = len(request.blocks) + max(self.num_free - owed, 0)
         return max(min(rows, blocks * self.block_size - request.num_computed), 1)
@@ -62,7 +63,7 @@ class RecentRows:
             self.pages.release(held.pop(index))
 
     def remember(self, request: Request, index: int) -> None:
-        """Nothing to do: a page belongs to its block, and is found with it."""
+        """Does nothing: a page belongs to its block, and is found with it."""
 
     def advance(self, request: Request) -> None:
         held = self._held[request]
@@ -81,10 +82,11 @@ class RecentRows:
         self.pages.sent()
 
     def _is_read(self, index: int, computed: int) -> bool:
-        """Whether a row from position 'computed' on reads the block's page."""
+        """Whether a row at position 'computed' or later reads the block's page."""
         return index * self.block_size < self.first or (index + 1) * self.block_size > computed - self.recent + 1
 
 
 def pages_of_a_request(block_size: int, first: int, recent: int, most_ahead: int) -> int:
-    """The most that a decoding request holds: its head, the recent rows cut across blocks, and what it may write."""
+    """Pages of a decoding request at most: for its first rows, for the recent rows, which may start within a block, and
+    for what it may write."""
     return -(-first // block_size) + -(-(recent + most_ahead) // block_size) + 1

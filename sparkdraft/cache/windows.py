@@ -1,9 +1,9 @@
-"""Layers with a sliding window keep their keys and values in pages of a pool of their own, as many as the window needs.
+"""Layers with a sliding window: their keys and values are in pages of a pool of their own, as many as the window needs.
 
 A row of such a layer sees the last 'window' positions, so the K/V of earlier blocks are never read again and their
-pages can serve other requests. A page belongs to a block, exactly as a page of a TurboQuant cache does: which blocks
-have one is decided by the same holding, and the map from blocks to pages is on the device. A step begins by looking up
-the pages of its rows and tables once; after that these layers run like all others.
+pages can serve other requests. A page belongs to a block, as in a TurboQuant cache: the same holding decides which
+blocks have one, and the map from blocks to pages is on the device. A step begins by looking up the pages of its rows
+and tables once; after that these layers run like all others.
 
     blocks of a request    | ........ no page any more ........ | window | to be written |
     pages held             |                                    |  held  |     held      |
@@ -26,7 +26,7 @@ from sparkdraft.models.layers import AttentionSpec
 
 @dataclass(frozen=True, slots=True)
 class StepRoom:
-    """The largest step: what the buffers of looked-up pages must hold."""
+    """The largest step, which sizes the buffers of looked-up pages."""
 
     rows: int
     seqs: int
@@ -34,7 +34,7 @@ class StepRoom:
 
 
 class WindowGroup:
-    """The layers of one window."""
+    """The layers with one and the same window."""
 
     def __init__(
         self,
@@ -49,26 +49,26 @@ class WindowGroup:
         same_bits_up_to: int = 0,
     ) -> None:
         self.ops, self.block_size = ops, block_size
-        # One more, of zeros, is in the place of pages that are missing: a tile may reach out of the window, and what is
-        # masked there must be a number, and no other request's.
+        # One extra page of zeros takes the place of missing pages: a tile may reach beyond the window, and the masked
+        # values there must be finite and must not be another request's.
         self.missing = num_pages
         self.kv = DenseKV(specs, num_pages + 1, block_size, dtype, device, ops, same_bits_up_to)
         for tensor in (*self.kv.k, *self.kv.v):
             tensor[self.missing].zero_()
-        self.page_of = torch.full((num_blocks,), -1, dtype=torch.int32, device=device)  # by block; -1: it has none
+        self.page_of = torch.full((num_blocks,), -1, dtype=torch.int32, device=device)  # per block; -1: it has no page
         # At fixed addresses, because recorded steps read and write them.
         self._slots = torch.zeros(room.rows, dtype=torch.int32, device=device)
         self._tables = torch.zeros(room.seqs, room.blocks, dtype=torch.int32, device=device)
         self.slots, self.view = self._slots, AttentionView(self._slots, self._slots, self._tables, 0, 0)
 
     def begin(self, slots: Tensor, view: AttentionView) -> None:
-        """Where the rows of this step go, and what they see, in pages instead of blocks."""
+        """Translate the slots of this step's rows, and the blocks they see, to pages."""
         self.slots, tables = self._slots[: slots.shape[0]], self._tables[: view.block_tables.shape[0]]
         self.ops.find_pages(self.page_of, slots, view.block_tables, self.block_size, self.slots, tables, self.missing)
         self.view = replace(view, block_tables=tables)
 
     def send(self, changes: list[tuple[int, int]]) -> None:
-        """(block, its page or -1) of blocks that got or lost one, before the step that needs to know."""
+        """Update the device's map: (block, its page or -1) of blocks that got or lost a page, before the next step."""
         if changes:
             blocks, pages = torch.tensor(changes, dtype=torch.int32).t().to(self.page_of.device, non_blocking=True)
             self.page_of[blocks.long()] = pages
@@ -87,12 +87,12 @@ class WindowLayer:
 
 
 class WindowedKV(KVFormat):
-    """A model's cache in which every layer has its part: of the full layers' format, of a window's, or another's."""
+    """A model's cache in which each layer's part is in the full layers' format, in a window's pages, or borrowed."""
 
     def __init__(
         self, specs: Sequence[AttentionSpec], full: KVFormat, windows: dict[int, WindowGroup], ops: ModuleType
     ) -> None:
-        """windows: by window. A layer whose window is not among them is one of the full ones."""
+        """windows: the groups, per window. A layer whose window is not among them is a full layer."""
         self.full, self.windows = full, windows
         parts = {window: iter(group.kv.layers) for window, group in windows.items()}
         rest = iter(full.layers)

@@ -1,4 +1,4 @@
-"""The command line: one file a verb, and nothing heavy imported before it is needed."""
+"""The command line: one file per verb; nothing heavy is imported before it is needed."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""`sparkdraft bench`: what this machine reaches, against what it could."""
+"""`sparkdraft bench`: measures what this machine reaches, against what it could reach."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def configure(parser: ArgumentParser) -> None:
     accept = kinds.add_parser("accept", help="how many drafts are accepted, by class of prompt")
     accept.add_argument("--per-class", type=int, default=4, help="prompts of each class (default 4; 0: all)")
     accept.add_argument("--output-len", type=int, default=128, help="most tokens of output (default 128)")
-    accept.add_argument("--depth", default="", help="drafts a step: auto or a number (default: the drafter's largest)")
+    accept.add_argument("--depth", default="", help="drafts per step: auto or a number (default: the drafter's most)")
     accept.add_argument("--temperature", default="0", help="a list (default 0)")
     accept.add_argument("--context", default="0", help="tokens of other text before each prompt, a list (default 0)")
     accept.add_argument("--plot", default="", metavar="FILE", help="draw acceptance by position, as SVG")
@@ -72,10 +72,10 @@ def _configure_serve(serve: ArgumentParser) -> None:
     serve.add_argument("--model", default="", help="a model that it serves (default: the first)")
     serve.add_argument("--concurrency", default="1,4,8,16", help="streams at once, a list (default 1,4,8,16)")
     serve.add_argument("--classes", default="", help="classes of prompts, a list (default: all)")
-    serve.add_argument("--output-len", type=int, default=256, help="most tokens of an answer (default 256)")
-    serve.add_argument("--requests", type=int, default=0, help="of each class (default: 8, or the streams if more)")
+    serve.add_argument("--output-len", type=int, default=256, help="most tokens per answer (default 256)")
+    serve.add_argument("--requests", type=int, default=0, help="requests per class (default: 8, or the streams)")
     serve.add_argument("--temperature", type=float, default=0.0, help="default 0")
-    serve.add_argument("--ignore-eos", action="store_true", help="write on past the model's own end, up to the most")
+    serve.add_argument("--ignore-eos", action="store_true", help="write up to --output-len, past the model's own end")
     serve.add_argument("--out", default="", metavar="FOLDER", help="write serve.json, serve.md and serve.svg there")
 
 
@@ -103,7 +103,7 @@ def _serve(args: Namespace) -> int:
     except KeyboardInterrupt:
         if not result.cells:
             raise
-        status = 130  # what was measured up to now is still worth having
+        status = 130  # what was measured so far is still worth having
     found = serve_report.summary(result)
     print(serve_report.markdown(found) + "\n")
     for path in serve_report.write(found, folder) if folder else ():
@@ -113,7 +113,7 @@ def _serve(args: Namespace) -> int:
 
 
 def _serve_settings(args: Namespace) -> Settings:
-    """Refuse what cannot be measured before anything is sent."""
+    """Refuse what cannot be measured, before anything is sent."""
     from sparkdraft.bench.serve import Settings, read_prompts
     from sparkdraft.bench.serve_client import server_root
 
@@ -145,9 +145,9 @@ def _accept(args: Namespace) -> int:
     from sparkdraft import plot
     from sparkdraft.bench import accept
 
-    llm = load_llm(args, ngram=args.ngram or args.speed)  # the speed is that of an engine as it comes, n-grams and all
+    llm = load_llm(args, ngram=args.ngram or args.speed)  # the speed is that of the default engine, so with n-grams
     depth = None if args.depth == "auto" else int(args.depth or llm.engine.drafting.max_depth)
-    shown = "depth chosen every step" if depth is None else f"{depth} drafts a step"
+    shown = "depth chosen every step" if depth is None else f"{depth} drafts per step"
     print(f"{args.model} on {llm.plan.device}, {llm.plan.weights}; {shown}{', n-grams too' if args.ngram else ''}")
     groups, panels, texts = [], [], accept.read_prompts(args.per_class)
     llm.engine.drafting.ngram = args.ngram
@@ -171,7 +171,7 @@ def _accept(args: Namespace) -> int:
 
 
 def _speed(args: Namespace, llm: LLM, temperature: float) -> dict[str, dict[str, float]]:
-    """Plain against drafted, one stream: nothing drafted may be slower than plain."""
+    """Measure plain against drafted, one stream: drafting must not be slower than plain."""
     from sparkdraft.bench import accept
 
     llm.engine.drafting.ngram = True
@@ -185,7 +185,7 @@ def _speed(args: Namespace, llm: LLM, temperature: float) -> dict[str, dict[str,
 
 
 def _check_accept(args: Namespace) -> None:
-    """Refuse what cannot be measured before any weight is read."""
+    """Refuse what cannot be measured, before any weight is read."""
     if args.per_class < 0:
         raise UserError(f"--per-class is {args.per_class}; it must be 0 (all) or positive")
     if args.output_len < 8:

@@ -1,8 +1,8 @@
-"""`sparkdraft bench kv`: KV formats beside each other, by memory, perplexity, KL divergence and decode speed.
+"""`sparkdraft bench kv`: compares KV formats by memory, perplexity, KL divergence and decode speed.
 
-Flags in; tables, a plot and one line of JSON out. What is measured and how is bench/kv.py's. An engine is made for each
-format, read with, timed, and given back before the next. Random weights (--shape) have no perplexity: of them memory
-and speed are told.
+It reads flags and prints tables, a plot and one line of JSON; bench/kv.py measures. An engine is made for each format,
+used for reading and timing, and released before the next. Random weights (--shape) have no perplexity, so only memory
+and speed are reported for them.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
 EXACT = "exact"
 FORMATS = "exact,fp8,k4v3,k5v4,k4v3-full"
 UNCENTRED = "k4v3-uncentred,k4v3-full-uncentred"  # to show what centring brings
-CONTEXTS = {"cpu": "256", "cuda": "4000,16000,32000"}  # those of them that the model has room for
-STEPS = {"cpu": 8, "cuda": 64}  # of decoding that are timed
+CONTEXTS = {"cpu": "256", "cuda": "4000,16000,32000"}  # as far as the model's context allows
+STEPS = {"cpu": 8, "cuda": 64}  # timed decode steps
 LEAST_TOKENS = 16
-STRETCH = 128  # positions to a point of the plot
+STRETCH = 128  # positions per point of the plot
 FORMAT_LEGEND = (
-    "kNvM: TurboQuant, N bits a key and M a value; a context's first and last tokens uncoded, but for -full; each "
-    "layer's mean key taken off first, but for -uncentred"
+    "kNvM: TurboQuant, N bits per number of a key and M of a value; first and last tokens uncoded, except -full; each "
+    "layer's mean key subtracted first, except -uncentred"
 )
 TEXT_LEGEND = (
-    "rise: of the perplexity, against exact; all: the geometric mean over the texts. KL: divergence of the next "
-    "token's distribution from the exact cache's, nats, mean over positions"
+    "rise: increase of the perplexity over exact; all: geometric mean over the texts. KL: divergence of the next "
+    "token's distribution from the exact cache's, in nats, mean over positions"
 )
 
 
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--shape", default="", help="random weights of a named shape instead of a model: no perplexity")
     parser.add_argument("--formats", default="", help=f"a list (default {FORMATS},{UNCENTRED})")
-    parser.add_argument("--tokens", type=int, default=2048, help="of each text, read as one context (default 2048)")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens per text, read as one context (default 2048)")
     parser.add_argument(
         "--context", help=f"tokens of context to time, a list (default {CONTEXTS['cuda']}; on a CPU {CONTEXTS['cpu']})"
     )
@@ -85,7 +85,7 @@ def run(args: Namespace) -> int:
         print(_text_header(comparison), flush=True)
     for fmt in formats:
         _measure(args, fmt, model, found, comparison, loads, ceilings)
-        kv.release(plan.device)  # the next engine finds the memory that this one found
+        kv.release(plan.device)  # the next engine then finds the same free memory
     if comparison:
         print(f"{TEXT_LEGEND}\n")
     if loads:
@@ -102,7 +102,7 @@ def run(args: Namespace) -> int:
     return 0
 
 
-# ---- what can be refused before any weight is read
+# ---- checks before any weight is read
 
 
 def _check(args: Namespace) -> list[Format]:
@@ -128,7 +128,8 @@ def _check(args: Namespace) -> list[Format]:
 
 
 def _plans(args: Namespace, formats: Sequence[Format], model: ModelConfig) -> dict[str, Plan]:
-    """By format; fills in the dtype that was left open on a CPU, whose packed kernels keep an exact cache only."""
+    """The plan of each format. Fills in the dtype if it was left open on a CPU, whose packed kernels keep only an exact
+    cache."""
     from sparkdraft.engine.machine import detect, plan_here
 
     if args.dtype == "auto" and detect(EngineConfig(device=args.device)).device == "cpu":
@@ -139,7 +140,7 @@ def _plans(args: Namespace, formats: Sequence[Format], model: ModelConfig) -> di
 
 
 def _flags_of(args: Namespace, fmt: Format) -> Namespace:
-    """The flags for one format's engine; those of turboquant go to no other."""
+    """The flags for one format's engine; turboquant's flags go to no other format."""
     is_coded = fmt.options["kv"] == "turboquant"
     kept = {name: value for name, value in vars(args).items() if is_coded or not name.startswith("tq_")}
     return Namespace(**kept | fmt.options)
@@ -188,7 +189,7 @@ def _measure(
     loads: Sequence[Load],
     ceilings: Ceilings | None,
 ) -> None:
-    """One format, from its engine's making to its end; its line of the texts' table is printed when it is known."""
+    """Measure one format, from the making of its engine to its end, and print its line of the texts' table."""
     from sparkdraft.bench.kv import DecodeBench
 
     own = _flags_of(args, fmt)
@@ -218,15 +219,15 @@ def _measure(
 
 
 def _memory_table(found: Mapping[str, Found], plan: Plan) -> str:
-    lines = [f"{'format':<20} bytes a token  bits a value  tokens a GiB  tokens that fit  of exact"]
+    lines = [f"{'format':<20} bytes/token    bits/value    tokens/GiB  tokens that fit  of exact"]
     for name, each in found.items():
         memory = each.memory
         sizes = f"{memory.bytes_per_token:13}  {memory.bits_per_value:12.2f}  {memory.tokens_per_gib:12}"
         lines.append(f"{name:<20} {sizes}  {memory.tokens_that_fit:15}  {memory.of_exact:8.2f}")
     share, value = round(100 * EngineConfig().memory_fraction), found[EXACT].memory.bits_per_value / 8
     lines.append(
-        f"tokens that fit: in {share} % of the {plan.memory.free / 2**30:.1f} GiB that are free, less weights, a "
-        f"step's scratch and uncoded pages. exact keeps {value:g} bytes a value here"
+        f"tokens that fit: in {share} % of the {plan.memory.free / 2**30:.1f} free GiB, less weights, a "
+        f"step's scratch and uncoded pages. exact keeps {value:g} bytes per value here"
         f"{', twice what it does on a GPU' if value == 4 else ''}"
     )
     return "\n".join(lines)
@@ -260,14 +261,14 @@ def _speed_table(found: Mapping[str, Found], plan: Plan) -> str:
         pairs = zip(each.speeds, exact, strict=True)
         cells = [f"{f'{own.decode_tok_s:.1f} ({own.decode_tok_s / base.decode_tok_s:.2f})':>18}" for own, base in pairs]
         lines.append(f"{name:<20}{''.join(cells)}")
-    lines.append("streams x tokens of context; tokens a second of all streams together (of exact)")
+    lines.append("streams x tokens of context; tokens per second of all streams together (ratio to exact)")
     if plan.kernels == "reference":
-        lines.append("these are the reference kernels, which are made to be read: a GPU's say what a format brings")
+        lines.append("these are the reference kernels, which are not made for speed: judge a format's speed on a GPU")
     return "\n".join(lines)
 
 
 def _panels(found: Mapping[str, Found]) -> list[Panel]:
-    """The exact cache stands last, and only where it is not the zero: so each format keeps its colour."""
+    """The exact cache comes last, and only where it is not the zero line, so that each format keeps its colour."""
     from sparkdraft.bench.kv import kl_by_position, rise_by_position
     from sparkdraft.plot import Line, Panel
 
@@ -286,10 +287,10 @@ def _panels(found: Mapping[str, Found]) -> list[Panel]:
             for name, each in (others | {EXACT: exact}).items()
         ]
         if len(lines[-1].points) > 1:  # a single point is not a line
-            panels.append(Panel(f"decode speed, {streams} at once", lines, "tokens of context", "tokens a second"))
+            panels.append(Panel(f"decode speed, {streams} at once", lines, "tokens of context", "tokens per second"))
     return panels
 
 
 def _short(name: str) -> str:
-    """As much as a plot has room for."""
+    """A name that fits into the plot."""
     return name.replace("uncentred", "unc.")

@@ -1,7 +1,7 @@
 """`sparkdraft bench offline`: decode and prefill speed of a model, or of a shape with random weights and a drafter.
 
-Flags in, one table and one line of JSON out. What is measured and how is bench/offline.py's; a figure that stands on a
-given acceptance says so wherever it is printed.
+It reads flags and prints one table and one line of JSON; bench/offline.py measures. A figure that depends on a given
+acceptance says so wherever it is printed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 HEADER = (
     "streams  prompt  prefill tok/s  of matmul  decode tok/s  step ms = draft + target +  rest  floor ms  of the floor"
-    "  ids a step  overall tok/s"
+    "    ids/step  overall tok/s"
 )
 LEGEND = (
     "draft: proposing; target: running and sampling, until ids are on the host; rest: all else, with what the drafter "
-    "observes at block borders. Shares of a pass that waits for the device at each border, applied to the step, which "
-    "is timed with nothing around it. overall: what whole requests wrote over all their time, prompts included, a new "
-    "one begun where one ends"
+    "observes at block borders. The shares come from a pass that waits for the device after each part; the step itself "
+    "is timed without such waits. overall: tokens of whole requests over all their time, prompts included, a new "
+    "request starting when one ends"
 )
 
 EXPERTS = (
@@ -52,7 +52,7 @@ def configure(parser: ArgumentParser) -> None:
         "--synthetic-acceptance",
         type=float,
         metavar="LENGTH",
-        help="ids a step that drafts shall bring on average, the target's own counted in: given, not earned",
+        help="ids per step that drafting is assumed to commit on average, including the target's own",
     )
     parser.add_argument("--concurrency", "--batch", default="1,4", help="streams at once, a list (default 1,4)")
     parser.add_argument("--prompt-len", default="128", help="tokens of prompt, a list (default 128)")
@@ -116,7 +116,7 @@ def numbers(flag: str, text: str, least: int = 1) -> list[int]:
 
 
 def _check(args: Namespace) -> tuple[Acceptance | None, DFlashConfig | None]:
-    """Refuse what cannot be measured before any weight is made; fills in the depth that --spec left open."""
+    """Refuse what cannot be measured, before any weight is made; fills in the depth that --spec left open."""
     if args.output_len < 8:
         raise UserError(f"--output-len is {args.output_len}; fewer than 8 tokens measure nothing")
     if args.synthetic_acceptance is not None and not args.drafter_shape:
@@ -136,17 +136,17 @@ def _check(args: Namespace) -> tuple[Acceptance | None, DFlashConfig | None]:
     args.spec = args.spec or str(most)
     depth = EngineConfig(spec=args.spec).num_draft
     if args.spec == "off":
-        return None, None  # asked to measure the same target without its drafter
+        return None, None  # measure the same target without its drafter
     if depth == 0:
-        return None, draft  # parked: it is there, sees what is written, and drafts nothing
+        return None, draft  # parked: the drafter observes what is written, and drafts nothing
     if depth is not None and depth > most:
-        raise UserError(f"--spec is {depth}; {args.drafter_shape} drafts at most {most} a step: ask for no more")
+        raise UserError(f"--spec is {depth}; {args.drafter_shape} drafts at most {most} per step: ask for no more")
     length = args.synthetic_acceptance
     return None if length is None else Acceptance(length, depth or most), draft
 
 
 def make_engine(args: Namespace, draft: DFlashConfig | None) -> tuple[Engine, ModelConfig, str]:
-    """The engine to measure, its dimensions and what to call it. The prefix cache is off: every prompt is computed."""
+    """The engine to measure, its dimensions and its label. The prefix cache is off: every prompt is computed."""
     if not args.shape:
         llm = load_llm(args, prefix_cache=False)
         return llm.engine, llm.model_config, args.model

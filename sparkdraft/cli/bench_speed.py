@@ -1,6 +1,7 @@
-"""`sparkdraft bench check-speed` and `bench long-prompt`: ratios held to what is expected, and a prompt beside streams.
+"""`sparkdraft bench check-speed` and `bench long-prompt`: ratios compared with expected ones, and a long prompt beside
+streams.
 
-What is measured and how is bench/speed's and bench/long_prompt.py's; flags, tables and JSON are made here.
+bench/speed and bench/long_prompt.py measure; flags, tables and JSON are here.
 """
 
 from __future__ import annotations
@@ -26,10 +27,8 @@ if TYPE_CHECKING:
 
 def configure_check(parser: ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", choices=list(LINES), help="whose lines to measure (default cpu)")
-    parser.add_argument(
-        "--only", default="", metavar="LINE", help="these lines, with commas between them (default: all)"
-    )
-    parser.add_argument("--list", action="store_true", help="say what each line compares, and measure nothing")
+    parser.add_argument("--only", default="", metavar="LINE", help="comma-separated names of lines (default: all)")
+    parser.add_argument("--list", action="store_true", help="print what each line compares, without measuring")
 
 
 def run_check(args: Namespace) -> int:

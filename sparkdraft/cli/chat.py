@@ -1,7 +1,7 @@
 """`sparkdraft chat`: a conversation in the terminal, streamed, with its history.
 
-Messages come from chat_input.py; what a line that begins with / does is in chat_commands.py. Answers go to standard
-output, all else to standard error.
+Messages come from chat_input.py, and commands that begin with / are in chat_commands.py. Answers go to standard output,
+everything else to standard error.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ EXAMPLES = """examples:
   sparkdraft chat < questions.txt                                              (each line is a message)
 in the chat: /help lists the commands, ctrl-c stops an answer, ctrl-d ends
 """
-DEFAULTS = SamplingParams(max_tokens=512)  # but for what the model names
+DEFAULTS = SamplingParams(max_tokens=512)  # except for what the model names
 
 
 def configure(parser: ArgumentParser) -> None:
-    parser.add_argument("--system", default="", metavar="TEXT", help="instructions that stand before the conversation")
+    parser.add_argument("--system", default="", metavar="TEXT", help="instructions before the conversation")
     add_sampling_flags(parser, DEFAULTS, from_model=KINDS)
     add_engine_flags(parser)
 
@@ -80,8 +80,8 @@ def answer(talk: Conversation, question: str) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Within it ctrl-c only asks for an end, which the answer comes to between two steps, so that the engine stays
-    whole; a second ctrl-c ends the program."""
+    """Within it ctrl-c only asks the answer to end, which it does between two steps, so that the engine stays intact; a
+    second ctrl-c ends the program."""
     asked = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:

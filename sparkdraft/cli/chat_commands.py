@@ -15,7 +15,7 @@ from sparkdraft.core import SamplingParams, UserError
 if TYPE_CHECKING:
     from sparkdraft.llm import LLM, Message
 
-COMMAND = re.compile(r"/[a-zA-Z]+(?=\s|$)")  # no path such as /etc/hosts and no comment in a pasted program
+COMMAND = re.compile(r"/[a-zA-Z]+(?=\s|$)")  # no path such as /etc/hosts, and no comment in a pasted program
 
 
 @dataclass(slots=True)
@@ -24,11 +24,11 @@ class Conversation:
     params: SamplingParams
     system: str = ""
     turns: list[Message] = field(default_factory=list)
-    last: dict[str, Any] | None = None  # what `write` reported of the last answer
+    last: dict[str, Any] | None = None  # what `write` reported about the last answer
 
     def answer(self, question: str, stopped: Callable[[], bool]) -> None:
-        """Streams the answer to standard output. What was written before a stop is part of the conversation; a question
-        that has no answer, because it does not fit or was stopped at once, is not."""
+        """Stream the answer to standard output. What was written before a stop is part of the conversation. A question
+        without an answer, because it does not fit or was stopped at once, is not."""
         asked: list[Message] = [*self.turns, {"role": "user", "content": question}]
         opening: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         try:
@@ -43,17 +43,17 @@ class Conversation:
 class Command:
     usage: str
     meaning: str
-    run: Callable[[Conversation, str], str | None]  # with what follows the command; what to say, None to end
+    run: Callable[[Conversation, str], str | None]  # gets what follows the command; returns what to print, None to end
 
 
 def run_command(talk: Conversation, text: str) -> str | None:
-    """What to say to a text that begins with a command; None where the chat ends."""
+    """The reply to a text that begins with a command; None if the chat ends."""
     found = COMMAND.match(text)
     assert found, "ask is_command first"
     typed, rest = found.group().lower(), text[found.end() :]
     name = OTHER_WORDS.get(typed, typed)
     if name not in COMMANDS:
-        return f"{name} is no command{suggestion(name, COMMANDS) or ': /help lists them'}"
+        return f"{name} is not a command{suggestion(name, COMMANDS) or ': /help lists them'}"
     try:
         return COMMANDS[name].run(talk, rest.strip())
     except UserError as error:
@@ -65,7 +65,7 @@ def is_command(text: str) -> bool:
 
 
 def show_params(params: SamplingParams) -> str:
-    """Those that are not off."""
+    """The parameters that are not off."""
     off = SamplingParams()
     values = {name: getattr(params, name) for name in SAMPLING_FLAGS}
     shown = [
@@ -85,7 +85,7 @@ def _help(talk: Conversation, rest: str) -> str:
 
 def _clear(talk: Conversation, rest: str) -> str:
     talk.turns = []
-    return "the conversation begins anew"
+    return "a new conversation begins"
 
 
 def _system(talk: Conversation, rest: str) -> str:
@@ -107,7 +107,7 @@ def _set(talk: Conversation, rest: str) -> str:
         given: dict[str, Any] = {name: kind(value)}
     except ValueError:
         example = "0.7" if kind is float else "100"
-        raise UserError(f"'{value}' is no value for {name}: write a number, such as /set {name} {example}") from None
+        raise UserError(f"'{value}' is not a value for {name}: write a number, such as /set {name} {example}") from None
     talk.params = replace(talk.params, **given)
     return show_params(talk.params)
 
@@ -139,9 +139,10 @@ def _quit(talk: Conversation, rest: str) -> None:
 COMMANDS = {
     "/help": Command("/help", "this list", _help),
     "/clear": Command("/clear", "forget the conversation and begin a new one", _clear),
-    "/system": Command("/system TEXT", "instructions that stand before the conversation; without TEXT none", _system),
+    "/system": Command("/system TEXT", "instructions before the conversation; without TEXT none", _system),
     "/set": Command("/set NAME VALUE", "such as /set temperature 0.7; /set alone lists all", _set),
     "/stats": Command("/stats", "speed and drafting of the last answer", _stats),
     "/quit": Command("/quit", "end the chat", _quit),
 }
-OTHER_WORDS = {"/exit": "/quit", "/bye": "/quit", "/new": "/clear", "/reset": "/clear"}  # as other chats call them
+# the names in other chat programs
+OTHER_WORDS = {"/exit": "/quit", "/bye": "/quit", "/new": "/clear", "/reset": "/clear"}

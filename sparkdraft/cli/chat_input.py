@@ -1,7 +1,7 @@
 """Where the messages of a chat come from: a person at a terminal, or the lines of a file or pipe.
 
-At a terminal prompt_toolkit gives line editing, a history that outlasts the program (arrow keys, ctrl-r) and a paste
-that stays one message, however many lines it has.
+At a terminal prompt_toolkit provides line editing, a history that outlasts the program (arrow keys, ctrl-r), and keeps
+a paste of several lines one message.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROMPT, CONTINUED = "> ", "  "
 
 
 def messages() -> Iterator[str]:
-    """What the user says, one message after the other, until there is no more."""
+    """The user's messages, one after the other, until there are no more."""
     return _typed(cache_dir() / "chat_history") if sys.stdin.isatty() else _piped()
 
 
@@ -44,7 +44,7 @@ def _typed(history: Path) -> Iterator[str]:
         prompt_continuation=CONTINUED,
         key_bindings=_keys(),
         history=_history(history),
-        output=create_output(always_prefer_tty=True),  # answers may be piped on while the prompt stays in sight
+        output=create_output(always_prefer_tty=True),  # answers may be piped on while the prompt stays visible
     )
     while True:
         try:
@@ -73,7 +73,7 @@ def _keys() -> KeyBindings:
 
 
 def _history(path: Path) -> History:
-    """Kept in a file that only its owner may read, or for this chat alone where no file can be written."""
+    """A history in a file that only its owner may read, or for this chat alone if no file can be written."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     try:

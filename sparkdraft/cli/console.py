@@ -1,6 +1,6 @@
-"""How the commands speak to a person: notes about what runs otherwise than asked, and what went wrong.
+"""How the commands speak to a person: notes about what runs differently from what was asked, and errors.
 
-Text that was asked for goes to standard output, all else to standard error, so that output can be piped.
+Requested text goes to standard output, everything else to standard error, so that output can be piped.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def show_fallbacks(fallbacks: Iterable[Fallback]) -> None:
 
 
 def show_plan(plan: Plan, fallbacks: Sequence[Fallback], facts: Iterable[Fact]) -> None:
-    """What was planned, what runs otherwise than asked, and how it runs on this machine."""
+    """Print the plan, what runs differently from what was asked, and how it runs on this machine."""
     lines = [f"{fact.name}: {fact.value}" + (f" ({fact.reason})" if fact.reason else "") for fact in facts]
     errors.print("\n".join([plan.describe(fallbacks), *lines]), markup=False)
 
 
 def fail(message: str) -> int:
-    """One sentence on standard error; the exit status to return."""
+    """Print one sentence on standard error; returns the exit status."""
     print(f"sparkdraft: {message}", file=sys.stderr)
     return 1

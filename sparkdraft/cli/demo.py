@@ -1,8 +1,8 @@
-"""`sparkdraft demo`: one answer written twice, plainly and with drafts, so that the eye sees what drafting is worth.
+"""`sparkdraft demo`: one answer written twice, plainly and with drafts, to show what drafting is worth.
 
 The model is loaded once, and the two texts must be the same to the letter: that is the promise of drafting, and a
-difference is an error. Only where a row's last bit depends on the rows beside it (float32 on a CPU) may two ids that
-are equally likely change places, and it is said so. Careful figures are for `sparkdraft bench accept`.
+difference is an error. Only where a row's last bit depends on the rows beside it (float32 on a CPU) may two equally
+likely ids change places; then a message says so. `sparkdraft bench accept` measures carefully.
 """
 
 from __future__ import annotations
@@ -39,25 +39,26 @@ def run(args: Namespace) -> int:
         raise UserError(f"--spec is {args.spec}, and the demo shows drafting; leave it on auto or give a number")
     llm = load_llm(args)
     ids = llm.chat_ids([{"role": "user", "content": prompt}])
-    llm.generate([ids], SamplingParams(max_tokens=8))  # neither run is the first
-    print(f"{args.model}, asked: {prompt}\n\n--- plainly, one token a step\n")
+    llm.generate([ids], SamplingParams(max_tokens=8))  # so that neither run is the first
+    print(f"{args.model}, asked: {prompt}\n\n--- plainly, one token per step\n")
     before = write(llm, ids, plain)
     print(f"\n--- again, with drafts that the model checks (to beat: {before['tok_s']} tok/s)\n")
     return _compare(before, write(llm, ids, drafted), llm.engine.decodes_exactly)
 
 
 def _compare(before: dict[str, Any], after: dict[str, Any], exact: bool) -> int:
-    """Both speeds and whether the texts are one; the exit status. exact: drafts change no bit of a row."""
+    """Print both speeds and whether the texts are equal; returns the exit status. exact: drafts change no bit of a
+    row."""
     stats = after["speculative_decoding"] or {}
     length = stats.get("mean_acceptance_length")
     ratio = after["tok_s"] / before["tok_s"] if before["tok_s"] else 0.0
-    drafts = f"{length:.2f} tokens a drafting step" if length else "no step found a draft worth its cost"
+    drafts = f"{length:.2f} tokens per drafting step" if length else "no step found a draft worth its cost"
     print(f"\nplainly      {before['tok_s']:7.1f} tok/s")
     print(f"with drafts  {after['tok_s']:7.1f} tok/s, {ratio:.2f} times as fast; acceptance length: {drafts}")
     if before["text"] == after["text"]:
         print(f"The two texts are the same, all {after['num_output']} tokens.")
     elif exact:
-        return fail("the two texts differ, which must never be; please report this with the prompt")
+        return fail("the two texts differ, which is a bug; please report it with the prompt")
     else:
         print("The two texts differ: in float32 on a CPU, a row's last bit depends on the number of rows in a step,")
         print("and where two tokens were equally likely, the other one was taken. Leave --dtype on auto to avoid it.")

@@ -1,4 +1,4 @@
-"""`sparkdraft generate`: one prompt, its text as it is written, and what it cost."""
+"""`sparkdraft generate`: streams the text that follows one prompt, and prints what it cost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sparkdraft.progress import waiting
 if TYPE_CHECKING:
     from sparkdraft.llm import LLM
 
-HELP = "write on from a prompt"
+HELP = "continue a prompt"
 EXAMPLES = """examples:
   sparkdraft generate --prompt "The sea is" --max-tokens 32
   sparkdraft generate --chat --prompt "Explain TCP in one sentence." --temperature 0.7 --seed 1
@@ -32,7 +32,7 @@ DEFAULTS = SamplingParams(max_tokens=64)
 
 def configure(parser: ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", help="the text to go on from")
+    source.add_argument("--prompt", help="the text to continue")
     source.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file ('-': standard input)")
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message, in the chat template")
     parser.add_argument(
@@ -46,7 +46,7 @@ def run(args: Namespace) -> int:
     params = sampling_params(args, DEFAULTS)
     prompt = read_prompt(args)
     llm = load_llm(args)
-    gc.freeze()  # the model stays: searching it for garbage would take 2 ms now and then, in the middle of a step
+    gc.freeze()  # the model stays; the garbage collector would take 2 ms to search it, in the middle of a step
     ids = llm.chat_ids([{"role": "user", "content": prompt}]) if args.chat else llm.encode(prompt)
     report = write(llm, ids, params)
     if args.json:
@@ -65,16 +65,16 @@ def run(args: Namespace) -> int:
 
 
 def coding_line(errors: dict[str, Any]) -> str:
-    """What `LLM.kv_errors` found."""
+    """The result of `LLM.kv_errors` in words."""
     worst, layer = max((found["attention_error"], layer) for layer, found in enumerate(errors["layers"]))
     return (
-        f"coded, keys would be off by {errors['key_error']:.1%}, values by {errors['value_error']:.1%}, "
+        f"with coding, keys would be off by {errors['key_error']:.1%}, values by {errors['value_error']:.1%}, "
         f"attention by {errors['attention_error']:.1%} (most in layer {layer}: {worst:.1%}), over {errors['rows']} rows"
     )
 
 
 def read_prompt(args: Namespace) -> str:
-    """The prompt, checked before a model is loaded for it."""
+    """Read and check the prompt before a model is loaded for it."""
     if args.prompt_file is None:
         prompt = as_text(args.prompt.encode("utf-8", "surrogateescape"), "the prompt")
     else:
@@ -87,8 +87,8 @@ def read_prompt(args: Namespace) -> str:
 def write(
     llm: LLM, ids: list[int], params: SamplingParams, stopped: Callable[[], bool] = lambda: False
 ) -> dict[str, Any]:
-    """Stream the text to standard output, to its end or until it is stopped; returns what --json reports (start_ms:
-    from the command's start to the first token, loading included)."""
+    """Stream the text to standard output, to its end or until it is stopped. Returns what --json reports (start_ms:
+    from the command's start to the first token, including loading)."""
     begin = time.perf_counter()
     first = last = begin
     text, num_output, finish, speculation = "", 0, None, None

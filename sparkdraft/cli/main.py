@@ -1,4 +1,4 @@
-"""The `sparkdraft` command: one verb a module, each with HELP, EXAMPLES, configure(parser) and run(args) -> status.
+"""The `sparkdraft` command: one module per verb, each with HELP, EXAMPLES, configure(parser) and run(args) -> status.
 
 A UserError becomes one sentence and status 1; any other exception is our bug and keeps its traceback.
 """
@@ -28,7 +28,7 @@ VERBS = {
 
 def parser() -> Parser:
     about = "Large language models on one machine, fast and lossless."
-    first = "to begin: `sparkdraft chat`; `sparkdraft VERB --help` has examples of each"
+    first = "to begin: `sparkdraft chat`; `sparkdraft VERB --help` has examples"
     top = Parser(prog="sparkdraft", description=about, epilog=first)
     top.add_argument("--version", action="version", version=f"sparkdraft {__version__}")
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(str(error))
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output has gone: nothing is left to say
+    except BrokenPipeError:  # the reader of our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

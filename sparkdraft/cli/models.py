@@ -1,4 +1,4 @@
-"""`sparkdraft models`: the short names that are known, and which of them are on this machine."""
+"""`sparkdraft models`: the known short names, and which of them are on this machine."""
 
 from __future__ import annotations
 

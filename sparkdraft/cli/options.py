@@ -19,26 +19,27 @@ if TYPE_CHECKING:
 
 SAMPLING_FLAGS = {
     "max_tokens": "most tokens to write",
-    "temperature": "0 writes the most likely token, 1 follows the model's own chances",
-    "top_p": "keep the likeliest tokens that hold this share of the chance",
+    "temperature": "0 writes the most likely token, 1 follows the model's own probabilities",
+    "top_p": "keep the likeliest tokens that hold this share of the probability",
     "top_k": "keep this many of the likeliest tokens (0: all)",
-    "min_p": "keep tokens with at least this share of the likeliest one's chance",
+    "min_p": "keep tokens with at least this share of the likeliest one's probability",
     "repetition_penalty": "above 1 avoids tokens that were already used",
     "seed": "the same seed writes the same text",
 }
 
 
 def add_engine_flags(parser: ArgumentParser, without: Sequence[str] = (), **defaults: Any) -> None:
-    """Every field of EngineConfig but those that the command decides itself. defaults: those that differ here."""
+    """Add a flag per field of EngineConfig, except those that the command decides itself. defaults: those that differ
+    here."""
     group = parser.add_argument_group("engine")
-    group.add_argument("--verbose", action="store_true", help="say what was settled and how it runs on this machine")
+    group.add_argument("--verbose", action="store_true", help="print the plan and how it runs on this machine")
     for name, each in ENGINE_FIELDS.items():
         if name not in without:
             add_field(group, each, defaults.get(name, each.default))
 
 
 def add_field(group: _ArgumentGroup, each: Field[Any], shown: Any, given: Any = None) -> None:
-    """A flag for a config's field. shown: the default that its help tells; given: what the flag is when left out, where
+    """Add a flag for a config's field. shown: the default in its help. given: the flag's value when it is left out, if
     that is something else."""
     text, flag = each.metadata["help"], _flag(each.name)
     text += f" (default {shown})" if shown != "" and "default" not in text else ""
@@ -50,9 +51,9 @@ def add_field(group: _ArgumentGroup, each: Field[Any], shown: Any, given: Any = 
 
 
 def add_sampling_flags(parser: ArgumentParser, defaults: SamplingParams, from_model: Collection[str] = ()) -> None:
-    """Flags that were not given are None, so that a command may learn its defaults from the model.
+    """Flags that were not given are None, so that a command may take its defaults from the model.
 
-    from_model: those whose defaults the model names.
+    from_model: the flags whose defaults the model names.
     """
     group = parser.add_argument_group("sampling")
     for name, text in SAMPLING_FLAGS.items():
@@ -60,11 +61,11 @@ def add_sampling_flags(parser: ArgumentParser, defaults: SamplingParams, from_mo
         shown = "" if default is None else f" (default {default})"
         group.add_argument(_flag(name), type=flag_kind(name), metavar="X", help=text + shown)
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may repeat")
-    group.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens whatever the model writes")
+    group.add_argument("--ignore-eos", action="store_true", help="write up to --max-tokens, past the model's own end")
 
 
 def flag_kind(name: str) -> type[int] | type[float]:
-    """Of a sampling flag's value."""
+    """The type of a sampling flag's value."""
     return float if isinstance(getattr(SamplingParams(), name), float) else int
 
 
@@ -79,7 +80,8 @@ def engine_options(args: Namespace) -> dict[str, Any]:
 
 
 def load_llm(args: Namespace, **more: Any) -> LLM:
-    """The model with a progress bar; whatever runs otherwise than asked is said. 'more': further engine options."""
+    """Load the model with a progress bar, and print what runs differently from what was asked. more: further engine
+    options."""
     options = engine_options(args) | more
     EngineConfig(**options)  # refuse a bad flag before torch is imported
     with progress(f"opening {args.model}") as meter:
@@ -103,11 +105,11 @@ def temperature_list(text: str) -> list[float]:
     try:
         return [SamplingParams(temperature=float(part)).temperature for part in text.split(",")]
     except ValueError:
-        raise UserError(f"--temperature is '{text}'; give numbers with commas between them, such as 0,0.7") from None
+        raise UserError(f"--temperature is '{text}'; give comma-separated numbers, such as 0,0.7") from None
 
 
 def read_text(path: str) -> str:
-    """A file's text, or standard input's where the path is '-'."""
+    """A file's text, or that of standard input if the path is '-'."""
     try:
         raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except OSError as error:

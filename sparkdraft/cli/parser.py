@@ -1,6 +1,6 @@
 """argparse with short errors: one sentence that names the nearest flag or verb, instead of a page of usage.
 
-Flags are written in full: an abbreviation is answered with the flag that it begins.
+Flags are written in full: an abbreviation gets an error that names the full flag.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from argparse import Action, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-MISUSED = 2  # the exit status of a command that was typed wrongly
+MISUSED = 2  # the exit status of a wrong command line
 
 
 class Parser(ArgumentParser):
@@ -26,14 +26,14 @@ class Parser(ArgumentParser):
         return super().add_subparsers(**options)
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
-        """Unknown flags are refused here and first, by the parser that knows the verb's own flags."""
+        """Refuse unknown flags first, in the parser that knows the verb's own flags."""
         given = sys.argv[1:] if args is None else list(args)
         if self._has_verbs and not given:
             self.print_help()
             self.exit(MISUSED)
         for text in given:
             if text == "--" or (self._has_verbs and not text.startswith("-")):
-                break  # what follows is text, or the verb's
+                break  # the rest is text, or belongs to the verb
             name = text.split("=", 1)[0]
             if name.startswith("--") and " " not in text and name not in self._option_string_actions:
                 self.error(f"unknown flag {name}{suggestion(name, self._option_string_actions)}")
@@ -49,7 +49,7 @@ class Parser(ArgumentParser):
 
 
 def suggestion(given: str, known: Iterable[str]) -> str:
-    """The name that was probably meant, as the end of a sentence; nothing where none is near."""
+    """The name that was probably meant, as the end of a sentence; empty if none is near."""
     names = list(known)
     near = [name for name in names if name.startswith(given)] or difflib.get_close_matches(given, names, n=1)
     return f": did you mean {near[0]}?" if near else ""

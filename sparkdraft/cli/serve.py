@@ -1,8 +1,8 @@
 """`sparkdraft serve`: the OpenAI-compatible server and its chat page.
 
-Every field of ServerConfig is a flag, a SPARKDRAFT_ variable and a key of the TOML file, by the same name. This file
-reads the flags and says what goes on; the server itself is sparkdraft/server, and the model runs in a process of its
-own, so nothing here imports torch.
+Every field of ServerConfig is a flag, a SPARKDRAFT_ variable and a key of the TOML file, with the same name. This file
+reads the flags and prints what happens. The server itself is sparkdraft/server, and the model runs in its own process,
+so nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ EXAMPLES = """examples:
   sparkdraft serve --config server.toml --spec off
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
-Flags beat the environment (SPARKDRAFT_PORT and so on), and that beats the file. Of the names that containers use,
+Flags beat the environment (SPARKDRAFT_PORT and so on), which beats the file. Of the names that containers use,
 MODEL_PATH, DFLASH_DRAFTER, DFLASH_NUM_SPEC_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS,
 GPU_MEMORY_UTILIZATION, ENABLE_TURBOQUANT, TQ_MODE and its like, SERVED_MODEL_NAME and VLLM_API_KEY work too.
 """
 POLL = 0.1
-SAY_AGAIN = 5.0  # seconds after which a stage that lasts is said again
+SAY_AGAIN = 5.0  # seconds after which a stage that lasts is printed again
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Until a signal. The file may be named by SPARKDRAFT_CONFIG too."""
+    """Serve until a signal. The file may also be named by SPARKDRAFT_CONFIG."""
     end_at_signals()
     flags = {name: value for name, value in vars(args).items() if name in FIELDS}
     config = merge(flags, args.config or os.environ.get("SPARKDRAFT_CONFIG"), os.environ)
@@ -63,11 +63,11 @@ def run(args: Namespace) -> int:
 
 
 def end_at_signals() -> None:
-    """Until the server takes signals over, and after it: nothing has to be drained, and an engine process that was
-    started ends with its parent."""
+    """Exit at a signal, before the server handles signals and after it: nothing has to be drained, and an engine
+    process that was started ends with its parent."""
 
     def end(sig: int, frame: FrameType | None) -> NoReturn:
-        os._exit(0)  # an exception would be thrown into whatever is imported just now
+        os._exit(0)  # an exception would be raised in whatever is being imported
 
     for sig in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sig, end)
@@ -90,8 +90,8 @@ async def _serve(config: ServerConfig) -> None:
 
 
 async def narrate(service: Service) -> AsyncIterator[None]:
-    """Says each stage, and again while it lasts, what was settled when it is ready, and every restart. A model that can
-    not be served at all ends the server: nobody is there yet who would wait for it."""
+    """Print each stage, again while it lasts, the plan when it is ready, and every restart. A model that cannot be
+    served at all ends the server: no client waits for it yet."""
     last, was_ready, said = "", False, 0.0
     while True:
         state = service.state

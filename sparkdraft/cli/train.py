@@ -1,4 +1,4 @@
-"""`sparkdraft train`: data, fit, eval, export; a drafter for one's own target, from nothing but the target."""
+"""`sparkdraft train`: data, fit, eval, export: makes a drafter for one's own target, from nothing but the target."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparkdraft.train.settings import FitSettings
 if TYPE_CHECKING:
     from torch import Tensor
 
-STOPPED = 130  # status of what Ctrl-C ended, so that `fit && export` exports no half of a run
+STOPPED = 130  # the status after Ctrl-C, so that `fit && export` does not export half a run
 HELP = "train a drafter for a model"
 EXAMPLES = """a drafter for one's own model, in four commands:
   sparkdraft train data   --model ./my-model --out corpus --synthesise 200000
@@ -25,49 +25,49 @@ EXAMPLES = """a drafter for one's own model, in four commands:
   sparkdraft train export run --out my-drafter
   sparkdraft train eval   --model ./my-model --drafter my-drafter
 
-  sparkdraft train data --model smollm2 --out corpus --prompts prompts.jsonl    (your own; the same command goes on)
-  sparkdraft train fit  --model smollm2 --data corpus --out run --soft 0.5      (the same command again goes on)
-  sparkdraft train fit  --model ./my-finetune --data corpus --out run --init ./drafter-of-its-base   (follow a drift)
+  sparkdraft train data --model smollm2 --out corpus --prompts prompts.jsonl    (your own prompts)
+  sparkdraft train fit  --model smollm2 --data corpus --out run --soft 0.5      (repeat it to continue the run)
+  sparkdraft train fit  --model ./my-finetune --data corpus --out run --init ./drafter-of-its-base   (after fine-tuning)
   sparkdraft train export run --out my-drafter --layout speculators             (for vLLM)
 """
 FIT_FLAGS = {
-    "init": "a drafter to go on from, a folder or hub id in z-lab's layout; further --layers are added to it",
+    "init": "a drafter to start from, a folder or hub id in z-lab's layout; further --layers are added to it",
     "layers": "layers of the drafter",
     "intermediate": "width of its MLP (0: the target's)",
-    "block": "rows of a block, the anchor included: it drafts one less",
+    "block": "rows of a draft block, including the anchor: it drafts one less",
     "widths": "block widths that are mixed in training, a list (default: the block and half of it)",
-    "taps": "target blocks it reads, a list counted from 0 (default: five, spread evenly)",
-    "vocab": "draft only the N ids that stand most often in the corpus: a cheaper head (0: all)",
-    "mask_id": "token that stands for what is to be drafted (-1: one the target never learnt)",
-    "steps": "steps of training; a finished run goes on when this is raised",
-    "context": "tokens of text a step",
-    "block_rows": "rows of all blocks of a step",
+    "taps": "target layers it reads, a list counted from 0 (default: five, spread evenly)",
+    "vocab": "draft only the N most frequent ids of the corpus: a cheaper head (0: all)",
+    "mask_id": "the mask token (-1: one the target never learnt)",
+    "steps": "training steps; a finished run continues when this is raised",
+    "context": "tokens of text per step",
+    "block_rows": "rows of all draft blocks of a step",
     "longest": "longest document, in tokens; the rest of a longer one is left out",
-    "optimizer": "of the matrices: muon or adamw",
+    "optimizer": "optimizer of the matrices: muon or adamw",
     "lr": "its learning rate (0: its default)",
     "vector_lr": "learning rate of the norms",
     "warmup": "steps over which the rates rise",
-    "flat": "share of the steps before they fall",
-    "weights": "of positions in the loss: dpace or decay",
+    "flat": "share of the steps before the rates fall",
+    "weights": "weights of positions in the loss: dpace or decay",
     "decay": "positions after which decay's weight has fallen to a third",
     "alpha": "smoothing of dpace",
     "soft": "share of the target's own distribution in the labels of sampled text (0: the text alone)",
-    "seed": "of order, anchors and first weights",
+    "seed": "seed of order, anchors and first weights",
 }
 
 
 def configure(parser: ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="step", required=True, metavar="STEP")
-    data = verbs.add_parser("data", help="the target writes its own training texts; the same command again goes on")
+    data = verbs.add_parser("data", help="the target writes its own training texts; the same command continues")
     _target_flags(data)
-    data.add_argument("--out", required=True, metavar="FOLDER", help="where the texts go; what it holds already counts")
+    data.add_argument("--out", required=True, metavar="FOLDER", help="where the texts go; those already there count")
     data.add_argument("--prompts", default="", metavar="FILE", help=".jsonl with 'prompt' or 'messages', or .txt")
-    data.add_argument("--synthesise", type=int, default=0, metavar="N", help="prompts it writes itself, in all")
+    data.add_argument("--synthesise", type=int, default=0, metavar="N", help="prompts that the target writes, in all")
     data.add_argument("--max-new", type=int, default=384, help="longest response, in tokens (default 384)")
     data.add_argument("--greedy", type=float, default=0.5, help="share of greedy responses (default 0.5)")
     data.add_argument("--seats", type=int, default=0, help="texts written at once (0: what fits)")
-    data.add_argument("--seed", type=int, default=0, help="of what is sampled")
-    fit = verbs.add_parser("fit", help="train a drafter on them; the same command again goes on")
+    data.add_argument("--seed", type=int, default=0, help="seed of what is sampled")
+    fit = verbs.add_parser("fit", help="train a drafter on them; the same command continues")
     _target_flags(fit)
     fit.add_argument("--data", required=True, metavar="FOLDER", help="a corpus, made by `train data`")
     fit.add_argument("--out", required=True, metavar="FOLDER", help="the run: its settings, checkpoint, log and plot")
@@ -88,9 +88,9 @@ def configure(parser: ArgumentParser) -> None:
     export.add_argument("--out", required=True, metavar="FOLDER", help="the checkpoint")
     export.add_argument("--layout", default="zlab", help="zlab or speculators (default zlab)")
     export.add_argument("--bits", type=int, default=16, help="16, or 8: integers in groups of 32 (default 16)")
-    text = "draft only the N ids that stand most often in the corpus (0: all; default: as it was trained)"
+    text = "draft only the N most frequent ids of the corpus (0: all; default: as it was trained)"
     export.add_argument("--vocab", type=int, default=None, metavar="N", help=text)
-    text = "the target, where it is no longer what `fit` called it; speculators with fewer ids reads its head"
+    text = "the target, if it is no longer where `fit` found it; speculators with fewer ids reads its head"
     export.add_argument("--model", default="", help=text)
     for verb in (data, fit, evaluate, export):
         verb.epilog = EXAMPLES
@@ -126,7 +126,7 @@ def _fit(args: Namespace) -> int:
     last = (Run(Path(args.out)).log() or [{}])[-1]
     print(json.dumps({"train": "fit", "run": args.out, **last}))
     if reached < settings.steps:
-        errors.print(f"stopped after step {reached}: the same command goes on from there", markup=False)
+        errors.print(f"stopped after step {reached}: the same command continues from there", markup=False)
         return STOPPED
     return 0
 
@@ -135,7 +135,7 @@ def _ids(flag: str, value: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in value.split(",") if part.strip())
     except ValueError:
-        raise UserError(f"{flag} is '{value}'; give numbers with commas between, such as 16,8") from None
+        raise UserError(f"{flag} is '{value}'; give comma-separated numbers, such as 16,8") from None
 
 
 def _data(args: Namespace) -> int:
@@ -152,16 +152,16 @@ def _data(args: Namespace) -> int:
         )
     speed, share = summary["tokens_per_second"], summary["loops"]
     print(f"{summary['documents']} documents, {summary['tokens']} tokens of responses in {summary['seconds']:.0f} s")
-    print(f"{speed:,.0f} tokens a second; {share:.0%} ran into a loop and were cut; {summary['excluded']} left out")
+    print(f"{speed:,.0f} tokens per second; {share:.0%} ran into a loop and were cut; {summary['excluded']} left out")
     print(json.dumps({"train": "data", "model": args.model, **summary}))
     return _said_of_data(args.out, summary)
 
 
 def _said_of_data(folder: str, summary: dict[str, Any]) -> int:
-    """What is not as one might expect, in a sentence; the status to end with."""
+    """Print what may be unexpected, in a sentence; returns the exit status."""
     if summary["stopped"]:
         kept = f"{summary['all_documents']} documents of {folder} are kept"
-        errors.print(f"stopped: {kept}; the same command goes on from there", markup=False, soft_wrap=True)
+        errors.print(f"stopped: {kept}; the same command continues from there", markup=False, soft_wrap=True)
         return STOPPED
     if missing := summary.get("self_written", {}).get("missing"):
         note = f"note: {missing} self-written prompts are missing, too few were worth asking: try another --seed"

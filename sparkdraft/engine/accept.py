@@ -1,7 +1,8 @@
-"""Which drafts stand: a draft is accepted while it equals what the target itself sampled in its place.
+"""Decides which drafts are accepted: a draft is accepted if it equals the target's own sample in its row, and so do all
+drafts before it.
 
-Nothing but the target's own samples is ever committed, each drawn with the request's real parameters from logits that
-follow committed text, so the output is what the target alone would have written, whatever was drafted.
+Only the target's own samples are committed. Each is drawn with the request's real parameters from logits that follow
+committed text, so the output is what the target alone would have written, whatever was drafted.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 
 
 def committed(drafts: Sequence[int], samples: Sequence[int]) -> list[int]:
-    """samples[i] was drawn after drafts[:i]: the accepted ones, and the sample after the last of them."""
+    """The accepted drafts, then the target's sample after the last of them. samples[i] was drawn after drafts[:i]."""
     assert len(samples) == len(drafts) + 1, (len(samples), len(drafts))
     accepted = 0
     for draft, sample in zip(drafts, samples, strict=False):

@@ -20,7 +20,7 @@ from sparkdraft.text.grammar import Grammar
 
 
 def load_backend(options: dict[str, Any], report: Report) -> EngineBackend:
-    """The model that the options name, warm and ready for real requests."""
+    """Load the model that the options name, warm it up and return it ready for requests."""
     config = EngineConfig.of(**options)
 
     def weights(done: int, total: int) -> None:
@@ -35,7 +35,7 @@ def load_backend(options: dict[str, Any], report: Report) -> EngineBackend:
 
 class EngineBackend:
     def __init__(self, loaded: Loaded, model: str) -> None:
-        """model: its name, as it was asked for."""
+        """model: its name, as the user gave it."""
         self.engine = loaded.engine
         self.info = model_info(loaded, model)
 
@@ -58,9 +58,9 @@ class EngineBackend:
         return self.engine.step()
 
     def fail_batch(self, error: Exception) -> list[str]:
-        """What a library reports in its own way (Triton, cuBLAS) is found by Engine.fail_batch, which waits for the
-        GPU."""
-        if isinstance(error, torch.AcceleratorError):  # the GPU's context may be lost, and every tensor with it
+        """Errors that libraries raise as their own types (Triton, cuBLAS) are found by Engine.fail_batch, which waits
+        for the GPU."""
+        if isinstance(error, torch.AcceleratorError):  # the GPU's context may be lost, and with it every tensor
             raise error
         return self.engine.fail_batch()
 

@@ -35,7 +35,7 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def find_drafter(config: EngineConfig, target: ModelConfig) -> DraftSource | None:
-    """The drafter a config means, if any; one that was named and does not fit is refused."""
+    """The drafter that a config means, or None. A drafter that was named and does not fit is refused."""
     if config.spec == "off" or config.drafter == "none":
         return None
     name = registry.default_drafter(config.model) if config.drafter == "auto" else config.drafter
@@ -52,8 +52,10 @@ def build_engine(
     progress: Progress | None = None,
     calibration: Sequence[int] = (),
 ) -> Engine:
-    """calibration: ids of any text, for caches that are coded; without enough of them nothing is centred."""
-    # Beside the native kernels torch runs only small operators; its threads, spinning after each, would take the cores.
+    """calibration: ids of any text, from which a coded cache learns its mean keys; with too few ids nothing is
+    centred."""
+    # The native kernels have their own threads. Torch runs only small operators beside them, and its threads, which
+    # spin after each operator, would take the cores.
     torch.set_num_threads(1 if plan.kernels == "native" else plan.threads)
     device, dtype, ops = torch.device(plan.device), TORCH_DTYPES[plan.dtype], kernels.load(plan.kernels)
     if plan.kernels == "native":
@@ -64,7 +66,7 @@ def build_engine(
         proposer, notes = None, loader.notes
         if drafter:
             own = Loader(drafter.source, device, dtype, ops)
-            # Its K/V are exact, whatever the target's are.
+            # The drafter's K/V are exact, whatever the target's format is.
             own_kv = dense_cache(drafter.caps.kv, plan, dtype, device, ops)
             made = drafter.build(own, ops, model, own_kv, plan.max_model_len, plan.max_seqs)
             proposer = Proposer(made, plan, device, ops)
@@ -80,7 +82,7 @@ def build_engine(
             )
         kv, holdings = target_cache(model_config, plan, dtype, device, ops, 1 + drafting.max_depth, centres)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading took for a while is not the engine's
+        torch.cuda.empty_cache()  # give back the memory that only loading needed
     runner = Runner(model, kv, plan, device, drafter.caps.taps if drafter else ())
     sampler = Sampler(model_config.vocab_size, tokenizer.eos_ids, device, ops)
     overlap = (

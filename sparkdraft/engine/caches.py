@@ -1,7 +1,7 @@
-"""Makes the caches that a plan describes: each layer's part, and what requests hold beside their blocks.
+"""Makes the caches that a plan describes: each layer's part, and the holdings that requests have beside their blocks.
 
-Full layers keep K/V of every position, exactly, in 8 bits or coded; layers with a sliding window keep pages. Formats
-and holdings are in cache/; which layer gets what is decided in plan/.
+Layers over the whole context keep the K/V of every position: exact, in 8 bits, or coded. Layers with a sliding window
+keep pages. Formats and holdings are in cache/; plan/ decides which layer gets which.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sparkdraft.plan.resolve import MOST_AHEAD, Plan
 def dense_cache(
     layers: Sequence[AttentionSpec], plan: Plan, dtype: torch.dtype, device: torch.device, ops: ModuleType
 ) -> DenseKV:
-    """All layers alike, whatever their windows: for drafters, and for a model that is run once."""
+    """A cache that treats all layers alike, whatever their windows: for drafters, and for a model that is run once."""
     return DenseKV(layers, plan.num_blocks, plan.block_size, dtype, device, ops)
 
 
@@ -39,14 +39,14 @@ def target_cache(
     device: torch.device,
     ops: ModuleType,
     same_bits_up_to: int,
-    centres: Sequence[Tensor] | None,  # by layer, for a coded cache
+    centres: Sequence[Tensor] | None,  # per layer, for a coded cache
 ) -> tuple[KVFormat, list[Holding]]:
-    assert len(model.attention) == model.num_layers, "a layer without attention needs a cache that is not built"
+    assert len(model.attention) == model.num_layers, "a layer without attention needs a cache that does not exist yet"
     windows = {window.window: window for window in plan.windows}
     kept = torch.float8_e4m3fn if plan.kv == "fp8" else dtype
     full = [spec for spec in model.cached_attention if spec.window not in windows]
     if plan.coded:
-        if centres:  # of all layers that have attention, some of which are not coded
+        if centres:  # centres has all layers with attention; some of these layers are not coded
             pairs = zip(model.attention, centres, strict=True)
             centres = [c for spec, c in pairs if spec.kv_from is None and spec.window not in windows]
         cache, holdings = _coded(full, plan, dtype, device, ops, same_bits_up_to, centres)

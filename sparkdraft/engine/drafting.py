@@ -1,8 +1,8 @@
-"""Who drafts, how deep, and how it went: the engine's one view of speculation.
+"""Decides which source drafts and how deep, and records how it went: the engine's one view of speculation.
 
-Each step it names a depth for every decoding request (fixed by the user, or chosen by spec/depth.py), fills in drafts
-(from the request's own text where a long match is found, else from the drafter), and afterwards hands what was accepted
-to all who learn from it. Without a drafter and without n-grams it does nothing, at no cost.
+In each step it names a depth for every decoding request (fixed by the user, or chosen by spec/depth.py) and fills in
+drafts: from the request's own text where a long match is found, else from the drafter. After the step it passes on what
+was accepted to the controllers and the statistics. Without a drafter and without n-grams it does nothing, at no cost.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from sparkdraft.spec.ngram import NgramIndex
 from sparkdraft.spec.stats import SpecStats
 from sparkdraft.spec.step_costs import Reads
 
-NGRAM_DEPTH = 15  # drafts a step where the text alone drafts
-# Acceptance to begin with, of the text's own drafts and of a model's. The latter is the embedded drafter's mean over
-# all classes of prompts (docs/numbers/drafting.md): a request that drafts at first and learns that it should not loses
-# 1 %, one that begins parked and should draft loses up to a quarter.
+NGRAM_DEPTH = 15  # drafts per step where only the request's own text drafts
+# The acceptance that a request starts with: for n-gram drafts (True) and for a model's (False). The latter is the
+# embedded drafter's mean over all classes of prompts (docs/numbers/drafting.md). A request that starts by drafting and
+# learns that it should not loses 1 %; one that starts parked and should draft loses up to a quarter.
 START = {True: 0.8, False: 0.69}
-LOOK_EVERY = 4  # ids after which a request's text is searched again for what it ends with, while nothing was found
-UNRECORDED = 2  # steps of a new shape that may take several times as long: launched plainly, and recorded
-PLAIN_SAMPLE = 8  # of so many plain steps one is timed
+LOOK_EVERY = 4  # while no match is found, a request's text is searched again after this many new ids
+UNRECORDED = 2  # the first steps of a new shape are launched plainly or recorded, and may take several times as long
+PLAIN_SAMPLE = 8  # one of this many plain steps is timed
 
 
 @dataclass(slots=True)
 class Speculation:
     """What is kept for one request."""
 
-    depth: dict[str, DepthState]  # by who drafts: text and model differ in what they cost and in what they get right
+    depth: dict[str, DepthState]  # per source: n-grams and the model differ in cost and in acceptance
     ngram: NgramIndex = field(default_factory=NgramIndex)
     stats: SpecStats = field(default_factory=SpecStats)
-    source: str = ""  # who would draft in the coming step
+    source: str = ""  # the source that would draft in the coming step
 
 
 class Drafting:
@@ -64,21 +64,21 @@ class Drafting:
         self.total = SpecStats()  # of requests that have ended
         self._max_model_len = max_model_len
         self._requests: dict[Request, Speculation] = {}
-        self._num_plain = 0  # steps in which nobody drafted
-        self._num_observed = 0  # steps
-        self._pays: dict[Bucket, bool] = {}  # what `could_pay` said of batches like these
-        self._plain_known: Bucket | None = None  # batches whose plain steps have been timed
-        self._num_steps: Counter[tuple[int, int]] = Counter()  # by requests and rows
+        self._num_plain = 0  # steps without drafts
+        self._num_observed = 0  # number of calls of `observe`
+        self._pays: dict[Bucket, bool] = {}  # the answers of `could_pay`, per kind of batch
+        self._plain_known: Bucket | None = None  # the kind of batch whose plain steps have been timed
+        self._num_steps: Counter[tuple[int, int]] = Counter()  # per (requests, rows)
 
     def check(self, params: SamplingParams) -> None:
         self._check("num_draft", params.num_draft)
 
     def depths(self, requests: list[Request]) -> dict[Request, int]:
-        """Drafts wanted from each request that may draft in the coming step."""
+        """The number of drafts wanted for each request that may draft in the coming step."""
         if not self.max_depth:
             return {}
         depths: dict[Request, int] = {}
-        free: dict[str, list[Request]] = {}  # those that name no depth, by who would draft
+        free: dict[str, list[Request]] = {}  # requests that name no depth, per source
         for request in requests:
             asked = self._asked(request)
             if asked != 0 and (source := self._look_up(request)):
@@ -110,14 +110,16 @@ class Drafting:
                 work.drafts = drafts
 
     def observe(self, batch: Batch, num_accepted: list[int], runner: Runner) -> None:
-        """After the step: committed rows to the drafter, acceptance to the controller and the statistics."""
+        """After the step: show the drafter the committed rows; tell the controller and the statistics what was
+        accepted."""
         if not self.max_depth:
             return
         self._num_observed += 1
         if self._num_observed % PLAIN_SAMPLE == 0:
-            self._pays.clear()  # asked again now and then: asking takes 0.2 % of a step
+            self._pays.clear()  # asked again from time to time: asking takes 0.2 % of a step
         row, longest = 0, max(w.stop for w in batch.work)
-        decoding = sum(w.decodes for w in batch.work)  # as many as depths were chosen for; prompts will join them
+        # depths were chosen for this many requests; prompts will join them
+        decoding = sum(w.decodes for w in batch.work)
         for work, accepted in zip(batch.work, num_accepted, strict=True):
             pays = self._could_pay(decoding if work.decodes else len(batch.work), longest)
             if self.proposer and (pays or work.drafts or self._asked(work.request)):
@@ -129,18 +131,21 @@ class Drafting:
                 self.learn(work.request, work.num_draft, accepted, work.source, work.num_refused)
 
     def learn(self, request: Request, num_draft: int, accepted: int, source: str, num_refused: int = 0) -> None:
-        """What one step did to a request: drafts that ran, drafts that a grammar refused before, and how many stood."""
+        """Record what one step did to a request: drafts that ran, drafts that a grammar refused before, accepted
+        drafts."""
         kept = self._of(request)
         kept.stats.record(num_draft + num_refused, accepted, source)
         source = source or kept.source
         if source in self.controllers and self._asked(request) is None:
-            compared = num_draft + bool(num_refused)  # the first that a grammar refused was compared too
+            compared = num_draft + bool(num_refused)  # the first draft that a grammar refused counts as compared
             self.controllers[source].record(kept.depth[source], compared, accepted)
 
     def learn_overlapped(self, steps: list[tuple[Request, int, int]], seconds: float) -> None:
-        """One step that the device took by itself: (request, drafts, accepted) of each. There only the model drafts.
+        """Record one overlapped step: (request, drafts, accepted) of each request. In these steps only the model
+        drafts.
 
-        seconds: what it took, 0 if nobody knows; drafting and verifying are one launch, and not told apart.
+        seconds: the time of the step, 0 if it is not known. Drafting and verifying are one launch and are not timed
+        apart.
         """
         if not self.max_depth:
             return
@@ -163,24 +168,26 @@ class Drafting:
         num, longest = len(batch.work), max(w.stop for w in batch.work)
         shape = (num, num + sum(w.num_draft for w in drafted))
         self._num_steps[shape] += 1
-        refused = any(w.num_refused for w in batch.work)  # drafted deeper than verified: the cost of neither depth
+        # such a step drafted deeper than it verified, so its time is the cost of neither depth
+        refused = any(w.num_refused for w in batch.work)
         if not refused and self._num_steps[shape] > UNRECORDED:
             deepest = max((w.num_draft for w in drafted), default=0)
             self._measured({w.source for w in drafted}, deepest, num, longest, draft + verify)
         for work in drafted:
-            kept = self._requests.get(work.request)  # none if it ended with this step
+            kept = self._requests.get(work.request)  # None if the request ended with this step
             stats = kept.stats if kept else self.total
-            stats.add_time(draft / len(drafted), verify / len(drafted))  # sums over requests are time that passed
+            # shared out, so that the sum over requests is the time that passed
+            stats.add_time(draft / len(drafted), verify / len(drafted))
 
     def drafts_from_text(self, requests: Iterable[Request]) -> bool:
-        """Whether the text of any of these, all of which draft, is what drafts."""
+        """Whether any of these requests, all of which draft, drafts from its own text."""
         return any(self._of(r).source == "ngram" for r in requests)
 
     def reset_counts(self) -> None:
         self.total = SpecStats()
 
     def so_far(self) -> SpecStats:
-        """Of all requests, those that still run among them."""
+        """Statistics of all requests, including those that still run."""
         found = SpecStats()
         for stats in (self.total, *(kept.stats for kept in self._requests.values())):
             found.merge(stats)
@@ -201,7 +208,7 @@ class Drafting:
     # ---- the parts
 
     def _wants_plain(self, contexts: list[int]) -> bool:
-        """Whether a plain step is to be timed: those that are known are many and alike, so one of several will do."""
+        """Whether to time this plain step. Plain steps of a known kind are many and alike, so only some are timed."""
         self._num_plain += 1
         num, longest = len(contexts), max(contexts)
         bucket = bucket_of(num, longest)
@@ -212,13 +219,14 @@ class Drafting:
         return False
 
     def _measured(self, sources: set[str], deepest: int, num: int, longest: int, seconds: float) -> None:
-        """Tell those whom it concerns what a step cost: a plain one all of them, one of several sources nobody."""
+        """Tell the controllers the time of a step. A plain step goes to all of them; a step with several sources goes
+        to none."""
         for source, controller in self.controllers.items():
             if sources <= {source}:
                 controller.measured(deepest, num, longest, seconds)
 
     def _could_pay(self, num: int, longest: int) -> bool:
-        """Whether the drafter could be of use among so many requests, or has to see their rows in any case."""
+        """Whether drafts could pay in a batch of this many requests, or the drafter must see all rows in any case."""
         if self.proposer is None or not self.proposer.may_pass_over:
             return True
         bucket = bucket_of(num, longest)
@@ -232,12 +240,13 @@ class Drafting:
             raise UserError(f"{name} is {depth}; {limit}: ask for no more, or leave it out")
 
     def _asked(self, request: Request) -> int | None:
-        """The depth that is fixed for it; None where it is chosen every step."""
+        """The depth that is fixed for a request; None if it is chosen every step."""
         asked = request.params.num_draft
         return self.default if asked is None else None if asked == AUTO else asked
 
     def _limited(self, request: Request, depth: int) -> int:
-        """No drafts past the last token wanted, and none where a block would reach past the context's end."""
+        """Limit a depth: no drafts past the last token wanted, none where a draft block would reach past the context's
+        end."""
         if request.num_tokens + self.lookahead > self._max_model_len:
             return 0
         most = request.max_output - len(request.output_ids) - 1
@@ -253,7 +262,8 @@ class Drafting:
         return kept
 
     def _look_up(self, request: Request) -> str:
-        """Who would draft. A long match in the request's own text goes first: it is free, and seldom wrong."""
+        """The source that would draft. A long match in the request's own text is preferred: it is free and seldom
+        wrong."""
         kept = self._of(request)
         kept.source = self._model if self.proposer and self.proposer.is_ready(request) else ""
         if self.ngram:

@@ -1,8 +1,8 @@
-"""The engine: requests in, steps, outputs out. `Engine.step` is the whole journey of a token.
+"""The engine: it takes requests, runs steps and returns outputs. `Engine.step` is the whole journey of a token.
 
-It owns no policy and no tensors of its own: the scheduler decides, drafts are proposed, the runner runs, the sampler
-samples, each request's `Output` speaks. Not thread-safe: one caller adds, steps and aborts (the server keeps it in a
-process of its own).
+It has no policy and no tensors of its own: the scheduler decides, the drafter proposes, the runner runs the model, the
+sampler samples, and each request's `Output` makes text. It is not thread-safe: one caller adds, steps and aborts (the
+server runs it in a process of its own).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sparkdraft.text.grammar import Grammar, GrammarCompiler
 from sparkdraft.text.tokenizer import Vocabulary
 from sparkdraft.weights.loader import Note
 
-TRIAL_STEPS = 5  # of each depth at start: one reads the prompt, one records, three are measured
+TRIAL_STEPS = 5  # steps per depth at start: the first reads the prompt, the second is recorded, three are measured
 
 
 class Engine:
@@ -47,7 +47,7 @@ class Engine:
         holdings: Sequence[Holding] = (),
         notes: Sequence[Note] = (),
     ) -> None:
-        """overlap: takes the steps in which all requests only decode; without it the host takes every step.
+        """overlap: runs the steps in which all requests only decode; without it the host runs every step.
 
         holdings: what requests hold beside their blocks (cache/holdings.py). notes: what loading settled for.
         """
@@ -62,8 +62,8 @@ class Engine:
         )
         self._outputs: dict[Request, Output] = {}
         self._by_id: dict[str, list[Request]] = {}
-        self._ended: list[StepOutput] = []  # aborted or read since the last step
-        self._removed: list[str] = []  # ids taken out by this step or abort: if it fails, their ends are lost
+        self._ended: list[StepOutput] = []  # outputs of requests that were aborted or read since the last step
+        self._removed: list[str] = []  # ids removed by this step or abort; if it fails, their last outputs are lost
         self._numbers = count()
 
     def add(
@@ -73,9 +73,10 @@ class Engine:
         request_id: str | None = None,
         grammar: Grammar | None = None,
     ) -> str:
-        """Queue a request; it runs from the next step on. Returns the id its outputs carry.
+        """Queue a request; it runs from the next step on. Returns the id that its outputs carry.
 
-        grammar: that of params, compiled by `grammars.compile` ahead and in any thread; else it is compiled here.
+        grammar: the grammar of params, compiled in advance by `grammars.compile` (in any thread); None: it is compiled
+        here.
         """
         self._check(prompt_ids, params)
         if params.grammar and grammar is None:
@@ -94,7 +95,7 @@ class Engine:
         return name
 
     def abort(self, request_id: str) -> None:
-        """End a request now, in whatever state it is; an id that has ended already is no error."""
+        """End a request now, in whatever state it is. An id that has ended already is no error."""
         self._removed.clear()
         if request_id in self._by_id:
             self._ended += self.read_launched()
@@ -104,14 +105,14 @@ class Engine:
             self._remove(request)
 
     def fail_batch(self) -> list[str]:
-        """After an exception within a step or an abort: drop every request that it may have left half changed.
+        """After an exception in a step or an abort: drop every request that may be left half changed. Returns their
+        ids.
 
-        Returns the ids of these; no output of them follows.
-
-        Those are all that run, with their siblings. What waits stays, and runs from the next step on; where nothing
-        runs, the first that waits goes, because letting it in is what failed. All blocks are free afterwards, and no
-        prefix is remembered: a block may lack rows that only the end of the step would have written. This waits for
-        a GPU to run all that was launched; one that cannot do so raises here, and its process must end.
+        No further output of these requests follows. They are all running requests and their siblings. Waiting requests
+        stay and run from the next step on. If nothing runs, the first waiting request is dropped, because admitting it
+        is what failed. Afterwards all blocks are free and the prefix cache is empty: a block may lack rows that the end
+        of the step would have written. On a GPU this waits for everything that was launched; a GPU that cannot finish
+        raises here, and its process must end.
         """
         if self.plan.device == "cuda":
             torch.cuda.synchronize()
@@ -123,7 +124,7 @@ class Engine:
         for name in names:
             for request in list(self._by_id.get(name, ())):
                 self._remove(request)
-        for request in waiting:  # one that was preempted in this step may still have rows with the drafter
+        for request in waiting:  # the drafter may still have rows of a request that was preempted in this step
             self.drafting.release(request)
         self.scheduler.prefix.clear()
         self._ended = [output for output in self._ended if output.request_id not in names]
@@ -135,14 +136,14 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        """One pass of the target over everything that runs."""
+        """Run one pass of the target over everything that is scheduled."""
         begin = time.perf_counter()
         self._removed.clear()
         depths = self.drafting.depths(self.scheduler.decoding())
         if self.overlap and self._can_overlap(self.overlap, depths):
             return self._overlap_step(self.overlap, depths)
         if read := self.read_launched():
-            return self._take_ended() + read  # these ids may end requests: what to run is decided anew
+            return self._take_ended() + read  # these ids may end requests, so the next step is decided anew
         batch = self.scheduler.schedule(depths)
         if not batch.work:
             return self._take_ended()
@@ -161,9 +162,9 @@ class Engine:
         return self._take_ended() + outputs
 
     def warm_up(self) -> None:
-        """Run the shapes that one request brings, before anybody waits for them: kernels are compiled, steps recorded,
-        and what a step costs at each depth is known to whoever chooses depths."""
-        for ids, bias in (([*range(16)], {}), ([5] * 16, {5: 100.0})):  # drafted by the model, and by its own text
+        """Run the shapes that a single request brings, before anyone waits for them. This compiles kernels, records
+        steps, and measures the cost of a step at each depth for the depth controllers."""
+        for ids, bias in (([*range(16)], {}), ([5] * 16, {5: 100.0})):  # drafts by the model, then n-gram drafts
             for depth in self.drafting.choices:
                 params = SamplingParams(max_tokens=8 * depth + 8, num_draft=depth, logit_bias=bias, ignore_eos=True)
                 name = self.add(ids, params)
@@ -174,19 +175,20 @@ class Engine:
         self.reset_counts()
 
     def reset_counts(self) -> None:
-        """Count anew: what ran so far was nobody's request."""
+        """Start counting anew: the requests so far were not a user's."""
         self.scheduler.num_preempted = 0
         self.drafting.reset_counts()
         if self.runner.kv.meter:
             self.runner.kv.meter.forget()
 
     def kv_errors(self) -> dict[str, Any] | None:
-        """What the cache has measured of its own errors (cache/turboquant/capture.py); waits for the device."""
+        """The errors that the cache has measured of itself (cache/turboquant/capture.py). Waits for the device."""
         return self.runner.kv.meter.errors() if self.runner.kv.meter else None
 
     @property
     def fallbacks(self) -> list[Fallback]:
-        """What runs otherwise than asked: what the plan settled for, and what loading and running have shown since."""
+        """What runs differently from what was asked: the plan's fallbacks, and those that loading and running showed
+        since."""
         slow, proposer = "are launched one operator at a time", self.drafting.proposer
         return [
             *self.plan.fallbacks,
@@ -199,12 +201,12 @@ class Engine:
     def decodes_exactly(self) -> bool:
         """Whether the rows of one request have the same bits alone and beside its drafts.
 
-        Torch's float32 products on a CPU sum in an order that depends on the number of rows. On a GPU this is so for
-        up to 16 rows, which is one request with its drafts.
+        Torch's float32 products on a CPU sum in an order that depends on the number of rows. On a GPU the bits are the
+        same for up to 16 rows, which is one request with its drafts.
         """
         return self.plan.kernels != "reference"
 
-    # ---- steps that the device takes by itself
+    # ---- overlapped steps
 
     def _can_overlap(self, overlap: OverlappedSteps, depths: dict[Request, int]) -> bool:
         deepest, running = max(depths.values(), default=0), self.scheduler.running
@@ -217,7 +219,7 @@ class Engine:
         )
 
     def _overlap_step(self, overlap: OverlappedSteps, depths: dict[Request, int]) -> list[StepOutput]:
-        """Launch a step, then read the one before."""
+        """Launch a step, then read the one before it."""
         self.scheduler.holdings.send()
         overlap.launch(self.scheduler.running, [depths.get(r, 0) for r in self.scheduler.running])
         outputs = self._read_step(overlap) if overlap.num_unread == AHEAD else []
@@ -238,7 +240,7 @@ class Engine:
         return outputs
 
     def _read_step(self, overlap: OverlappedSteps) -> list[StepOutput]:
-        """Commit the results of a step; those of requests that ended in an earlier one are dropped."""
+        """Commit the results of a step. Results of requests that ended in an earlier step are dropped."""
         outputs, steps = [], []
         for result in overlap.read():
             request = result.request
@@ -262,7 +264,7 @@ class Engine:
     def _check(self, prompt_ids: list[int], params: SamplingParams) -> None:
         limit, vocab = self.plan.max_model_len, self.sampler.vocab_size
         if not prompt_ids:
-            raise UserError("the prompt is empty; give at least one token")
+            raise UserError("the prompt is empty: give at least one token")
         if len(prompt_ids) >= limit:
             raise UserError(
                 f"the prompt has {len(prompt_ids)} tokens and the context holds {limit} with the output; shorten it"
@@ -274,7 +276,7 @@ class Engine:
         self.drafting.check(params)
 
     def _drop_refused_drafts(self, batch: Batch) -> None:
-        """Drafts from the first on that breaks the request's grammar have no chance: they are not run."""
+        """Drop the drafts from the first one on that breaks the request's grammar: they cannot be accepted."""
         for work in batch.work:
             grammar = self._outputs[work.request].grammar
             if grammar and work.drafts:
@@ -283,7 +285,7 @@ class Engine:
                 work.drafts = work.drafts[:valid]
 
     def _sample_rows(self, batch: Batch) -> list[SampleRow]:
-        """A row for each id that may be committed: after the known ones, then after each draft."""
+        """One row per id that may be committed: after the known ids, then after each draft."""
         return [
             SampleRow(w.request, w.drafts[:i], self._outputs[w.request].grammar)
             for w in batch.work
@@ -299,7 +301,7 @@ class Engine:
             row += work.num_scheduled
 
     def _commit(self, batch: Batch, sampled: Sampled) -> list[StepOutput]:
-        """Accept, emit, and advance each request; the cache learns how many rows of each stand."""
+        """Accept drafts, make outputs and advance each request; tell the cache how many rows of each were committed."""
         outputs, num_committed = [], []
         ids, first = sampled.ids.tolist(), 0
         num_accepted = [0] * len(batch.work)
@@ -309,7 +311,7 @@ class Engine:
                 new = committed(work.drafts, ids[first : first + work.num_sampled])
                 output = self._outputs[work.request].push(new, sampled.report(first, new))
                 output.num_accepted = num_accepted[i] = _num_accepted(new, output)
-                num_rows += len(output.ids) - 1  # the last id is known, and no row counts as computed for it
+                num_rows += len(output.ids) - 1  # the last id is known, but its row is not computed yet
                 outputs.append(output)
                 first += work.num_sampled
             self.scheduler.commit(work.request, num_rows)
@@ -321,7 +323,7 @@ class Engine:
         return outputs
 
     def _follow_up(self, output: StepOutput, request: Request) -> None:
-        if request.index == 0 and len(request.output_ids) == len(output.ids):  # its first
+        if request.index == 0 and len(request.output_ids) == len(output.ids):  # these ids are its first output
             for sibling in self._by_id[request.id][1:]:
                 self.scheduler.add(sibling)
         if request.finish:
@@ -345,7 +347,8 @@ class Engine:
 
 
 def _num_accepted(new: list[int], output: StepOutput) -> int:
-    """Drafts among the ids that were taken: all of 'new' but its last, or all where a stop cut that one off."""
+    """The number of drafts among the ids that were taken: all of 'new' but its last, or all if a stop cut that one
+    off."""
     return min(len(new) - 1, len(output.ids))
 
 

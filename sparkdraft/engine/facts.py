@@ -1,8 +1,8 @@
-"""How an engine runs on this machine, in words: what a user would otherwise have to guess from its speed.
+"""How an engine runs on this machine, in words, so that users need not guess it from the speed.
 
-A fallback is less than what was wanted, and every command prints it; a fact is how things are, and is there for whoever
-asks: `generate --verbose` and `--json`, `LLM.facts()`, /v1/status. Read from the parts as they are, not from what was
-planned.
+A fallback is less than what was wanted, and every command prints it. A fact is how things are, and is shown on request:
+`generate --verbose` and `--json`, `LLM.facts()`, /v1/status. Facts are read from the parts as they run, not from the
+plan.
 """
 
 from __future__ import annotations

@@ -1,11 +1,15 @@
 """Decode steps recorded once per shape and replayed by one call: a CUDA graph on a GPU, a list of calls on a CPU.
 
-Launching a step operator by operator costs as much host time as the operators themselves take, on a GPU and on a CPU
-alike. Recordings read the step's fixed input buffers, lengths included, so one serves any context. On a GPU those of
-plain decoding are made at start for a few sizes, and a batch runs in the next larger one, padded with rows that write
-nowhere; all others are made when a shape comes up, on a GPU for the second time. So are short prompts on a GPU; longer
-ones keep it busy while the next operators are launched, and run eagerly. Recordings made at start stay; of the others a
-limited number is held, and the one replayed longest ago is let go. How to record is the kernels'.
+Launching a step operator by operator costs as much host time as the operators themselves take, on a GPU and on a CPU. A
+recording reads the step's fixed input buffers, lengths included, so it serves any context length.
+
+On a GPU, recordings of plain decoding are made at start for a few batch sizes; a batch runs in the next larger one,
+padded with rows that write nowhere. Short prompts are recorded too. Longer prompts run eagerly, because they keep the
+GPU busy while the next operators are launched. All other recordings are made when a shape comes up: on a CPU at once,
+on a GPU the second time.
+
+Recordings made at start stay. Of the others a limited number is kept, and the least recently replayed one is dropped.
+The kernel modules say how to record.
 """
 
 from __future__ import annotations
@@ -26,21 +30,21 @@ class Shape(NamedTuple):
 
     seqs: int
     rows: int
-    max_query: int  # rows of a sequence at most
+    max_query: int  # rows per sequence at most
     num_read: int  # rows whose logits are computed: all, or those that the inputs name
 
 
-Key = TypeVar("Key")  # what recordings differ in: a Shape, or another such tuple or number
+Key = TypeVar("Key")  # what distinguishes recordings: a Shape, or another tuple or number
 
 
 class Graphs(Generic[Key]):
     def __init__(self, run: Callable[[Key], Tensor], ops: ModuleType) -> None:
-        """run(shape) computes from the fixed input buffers."""
+        """run(shape) computes one step from the fixed input buffers."""
         self._run, self._ops = run, ops
-        self._most = RECORDINGS[ops.NAME].most  # beside those made at start
-        self._kept: dict[Key, Any] = {}  # made at start
-        self._recent: OrderedDict[Key, Any] = OrderedDict()  # made since then, the last replayed at the end
-        self._seen: OrderedDict[Key, None] = OrderedDict()  # run once, and not recorded yet
+        self._most = RECORDINGS[ops.NAME].most  # recordings kept beside those made at start
+        self._kept: dict[Key, Any] = {}  # recordings made at start
+        self._recent: OrderedDict[Key, Any] = OrderedDict()  # recordings made later, the last replayed at the end
+        self._seen: OrderedDict[Key, None] = OrderedDict()  # shapes that ran once and are not recorded yet
 
     def __contains__(self, shape: Key) -> bool:
         return shape in self._kept or shape in self._recent
@@ -50,21 +54,21 @@ class Graphs(Generic[Key]):
         return len(self._kept) + len(self._recent)
 
     def recording(self, shape: Key) -> Any:
-        """The recording of a shape, which must have been made."""
+        """The recording of a shape, which must exist."""
         return self._kept[shape] if shape in self._kept else self._recent[shape]
 
     def record(self, shapes: list[Key]) -> None:
-        """Make recordings that stay. Largest first: on a GPU the smaller ones then fit into its memory."""
+        """Make recordings that stay. The largest is made first: on a GPU the smaller ones then fit into its memory."""
         for shape in sorted(shapes, reverse=True):  # type: ignore[type-var]
             if not self._ops.Recording.RUNS:
-                self._run(shape)  # the kernels are compiled
+                self._run(shape)  # this compiles the kernels
             self._kept[shape] = self._make(shape)
 
     def replay(self, shape: Key) -> Tensor:
-        """The step of this shape, once; a new one is recorded as soon as that costs no step of its own.
+        """Run one step of this shape, and record a new shape where that does not cost an extra step.
 
-        On a CPU it is recorded while it runs. A GPU runs it plainly first: recording takes as long as ten launches, and
-        many shapes come but once.
+        On a CPU a shape is recorded while it runs. A GPU runs it plainly the first time: recording takes as long as ten
+        launches, and many shapes come only once.
         """
         recording = self._kept.get(shape, self._recent.get(shape))
         if recording is None:
@@ -74,8 +78,8 @@ class Graphs(Generic[Key]):
                 return self._run(shape)
             self._seen.pop(shape, None)
             recording = self._make(shape)
-            # After the new one is made, not before: making it has waited for all that ran on the device, so the one
-            # that is let go is in use no more.
+            # The oldest recording is dropped after the new one is made, not before: making it has waited for everything
+            # that ran on the device, so the dropped one is no longer in use.
             self._remember(self._recent, shape, recording)
             if runs:
                 first: Tensor = recording.output

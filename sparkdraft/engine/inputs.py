@@ -1,11 +1,12 @@
-"""Lays a step's rows out as the integers that kernels read: ids, positions, slots, lengths, block tables.
+"""Writes the integers of a step that kernels read: ids, positions, slots, lengths, block tables.
 
-They live at fixed offsets of a host buffer and of one device buffer of the same shape, so a step costs a single copy to
-the device (none on a CPU, where both are the same memory) and CUDA graphs find them where they were at capture.
+They have fixed offsets in a host buffer and in one device buffer of the same shape. So a step costs a single copy to
+the device (none on a CPU, where both are the same memory), and CUDA graphs find the integers where they were at
+capture.
 
-The copy is asynchronous: it waits in the device's queue behind the kernels of the steps before. A step that samples
-nothing (a chunk of a long prompt) never makes the host wait, so the host may come back to fill the next step while the
-copy of this one has not run. Two host buffers take turns, and each is refilled only after its own copy is done.
+The copy is asynchronous: it waits in the device's queue behind the kernels of earlier steps. A step that samples
+nothing (a chunk of a long prompt) never makes the host wait, so the host may fill the next step before the copy of this
+one has run. Therefore two host buffers take turns, and each is refilled only after its own copy is done.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 
 from sparkdraft.kernels.view import AttentionView
 
-NUM_HOST_BUFFERS = 2  # the host can lay out one step while the copy of the step before it waits
+NUM_HOST_BUFFERS = 2  # the host can fill one step while the copy of the step before waits
 
 
 class Copied(Protocol):
@@ -30,19 +31,19 @@ class Copied(Protocol):
 
 
 IntArray = npt.NDArray[np.int32]
-Copy = Callable[[torch.Tensor, torch.Tensor], Copied]  # from the host's tensor to the device's, without waiting
+Copy = Callable[[torch.Tensor, torch.Tensor], Copied]  # copies the host's tensor to the device's, without waiting
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What one sequence brings to a step: ids from position 'start' on, and of which of them the logits are read."""
+    """The rows of one sequence in a step: ids from position 'start' on, and from which row on logits are read."""
 
     ids: list[int]
     start: int
     blocks: array[int]
-    read_from: int  # among its own rows
+    read_from: int  # index among its own rows
     read_to: int
-    visible: IntArray | None = None  # of its blocks those that its rows may look at, its own among them; None: all
+    visible: IntArray | None = None  # the blocks that its rows may read, including those they write; None: all
 
     @property
     def num_read(self) -> int:
@@ -57,10 +58,10 @@ class HostBuffer:
         arrays = [part.numpy() for part in self.tensor.split(list(sizes))]
         self.ids, self.positions, self.slots, self.starts, self.contexts, self.logit_rows = arrays[:6]
         self.tables = arrays[6].reshape(max_seqs, -1)
-        self.copied: Copied | None = None  # of the copy that was started last
+        self.copied: Copied | None = None  # the copy that was started last
 
     def wait(self) -> None:
-        """Until the copy started last has read this buffer."""
+        """Wait until the copy started last has read this buffer."""
         if self.copied:
             self.copied.synchronize()
 
@@ -75,7 +76,7 @@ class StepInputs:
         device: torch.device,
         copy: Copy | None = None,
     ) -> None:
-        """copy: how integers reach the device; by default CUDA's asynchronous copy, and none on a CPU."""
+        """copy: how integers reach the device. By default CUDA's asynchronous copy, and no copy on a CPU."""
         self.block_size, self.max_blocks, self.max_seqs = block_size, max_blocks, max_seqs
         sizes = (max_rows, max_rows, max_rows, max_seqs + 1, max_seqs, max_rows, max_seqs * max_blocks)
         on_gpu = device.type == "cuda"
@@ -90,9 +91,10 @@ class StepInputs:
         self.block_tables = tensors[6].view(max_seqs, max_blocks)
 
     def fill(self, parts: Sequence[Rows], seqs: int = 0, rows: int = 0) -> int:
-        """Write the parts one after the other and send them to the device; returns of how many rows logits are read.
+        """Write the parts one after the other and send them to the device. Returns the number of rows whose logits are
+        read.
 
-        The step is padded to 'seqs' sequences and 'rows' rows: padding sequences have no rows, padding rows belong to
+        The step is padded to 'seqs' sequences and 'rows' rows. Padding sequences have no rows. Padding rows belong to
         no sequence and have slot -1, so they write nowhere.
         """
         self._turn = (self._turn + 1) % len(self._hosts)
@@ -143,7 +145,7 @@ def _pad(host: HostBuffer, rows: slice, seqs: slice, num_read: int) -> None:
     host.slots[rows] = -1
     host.contexts[seqs] = 0
     host.starts[seqs.start + 1 : seqs.stop + 1] = rows.start
-    host.logit_rows[num_read : seqs.stop] = 0  # padding logits are those of row 0, which always exists
+    host.logit_rows[num_read : seqs.stop] = 0  # padding logits are read from row 0, which always exists
 
 
 def _copy_to_gpu(source: torch.Tensor, target: torch.Tensor) -> Copied:

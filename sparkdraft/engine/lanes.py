@@ -1,8 +1,8 @@
-"""What the device keeps of requests that decode, one lane each, and a whole step over them as one function.
+"""The state of decoding requests on the device, one lane per request, and a whole step over all lanes as one function.
 
-Drafting, verifying, sampling, accepting and observing read and change the lanes where they are: no number of a step
-passes through the host, so a step can be recorded whole and launched before the last one has been read. Which
-request has which lane, and when, is left to engine/overlap.py.
+Drafting, verifying, sampling, accepting and observing read and change the lanes in place. No number of a step passes
+through the host, so a step can be recorded as a whole and launched before the last one has been read. engine/overlap.py
+decides which request has which lane, and when.
 
     a lane            token, the last committed id, at position length - 1: the anchor of the next step
     rows of a step    | token | draft 1 | ... | draft depth |      positions length - 1 .. length - 1 + depth
@@ -26,7 +26,7 @@ from sparkdraft.kernels.view import AttentionView
 from sparkdraft.models.blocks import Step
 from sparkdraft.spec.drafter import Anchors, CommittedRows, Score
 
-Accept = Callable[[Tensor], Tensor]  # samples int32 [seqs, 1 + depth] -> how many drafts stand, int32 [seqs]
+Accept = Callable[[Tensor], Tensor]  # samples int32 [seqs, 1 + depth] -> number of accepted drafts, int32 [seqs]
 
 
 class StepKind(NamedTuple):
@@ -34,15 +34,15 @@ class StepKind(NamedTuple):
 
     seqs: int
     depth: int
-    draws: bool  # some lane samples, with these filters on the way
+    draws: bool  # whether any lane samples; 'filters' says with which filters
     filters: Filters
 
 
 @dataclass(frozen=True, slots=True)
 class LaneRows:
-    """The same number of rows for each lane, from its anchor on."""
+    """Rows of all lanes, the same number per lane, from the anchor on."""
 
-    ids: Tensor  # int32 [seqs * width], as are the next two
+    ids: Tensor  # int32 [seqs * width], as are positions and slots
     positions: Tensor
     slots: Tensor  # -1 in an empty lane
     view: AttentionView
@@ -50,12 +50,12 @@ class LaneRows:
 
 class Lanes:
     def __init__(self, runner: Runner, proposer: Proposer | None, ring: int, device: torch.device) -> None:
-        """ring: plain steps whose hidden states are kept for a drafter that is not shown them at once, at most."""
+        """ring: the number of plain steps whose hidden states are kept for a drafter that does not see them at once."""
         plan = runner.plan
         self.runner, self.plan, self.device = runner, plan, device
         self.drafter = proposer.drafter if proposer else None
         self.chain = proposer is not None and proposer.chain
-        self.accept: Accept | None = None  # says how many stand, whatever was sampled: for benchmarks
+        self.accept: Accept | None = None  # for benchmarks: sets how many drafts are accepted, whatever was sampled
         lanes, max_blocks = plan.max_seqs, -(-plan.max_model_len // plan.block_size)
 
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -63,26 +63,26 @@ class Lanes:
 
         self.token, self.length, self.observed, self.most = (integers(lanes) for _ in range(4))
         self.tables = integers(lanes, max_blocks)
-        # How each lane is sampled, as in sampler.Draws: temperature, min_p, top_p; top_k, seed.
+        # The sampling parameters of each lane, as in sampler.Draws: temperature, min_p, top_p; top_k, seed.
         self.floats, self.integers = torch.zeros(3, lanes, device=device), integers(2, lanes, dtype=torch.int64)
         tapped = runner.taps.shape[1:]
         kept = (lanes, ring, *tapped) if self.drafter and not self.chain else (0,)
-        self.ring = torch.zeros(kept, dtype=runner.taps.dtype, device=device)  # by position modulo its size
-        # Of each lane's last committed row, for a chain drafter.
+        self.ring = torch.zeros(kept, dtype=runner.taps.dtype, device=device)  # indexed by position modulo its size
+        # The hidden state of each lane's last committed row, for a chain drafter.
         self.hidden = torch.zeros((lanes if self.chain else 0, *tapped), dtype=runner.taps.dtype, device=device)
         deepest = 1 + proposer.max_depth if proposer else 1
         self._numbers = torch.arange(max(lanes + 1, deepest, ring), dtype=torch.int32, device=device)
 
     def step(self, kind: StepKind) -> Tensor:
-        """int32 [seqs, depth + 2]: what was sampled in each row, then how many drafts were accepted."""
+        """One step. Returns int32 [seqs, depth + 2]: the sample of each row, then the number of accepted drafts."""
         seqs, depth, model, taps = kind.seqs, kind.depth, self.runner.model, None
         drafts = self._draft(kind) if depth else None
         rows = self._rows(seqs, 1 + depth, drafts)
         if self.runner.kv.begin:
             self.runner.kv.begin(rows.slots, rows.view)
         verify = Step(rows.ids, rows.positions, rows.slots, rows.view, self.runner.kv.layers)
-        # Committed rows go to the drafter at once where it drafts; those of plain steps wait in the ring. A chain
-        # drafter, whose share of a step is small, is shown all of them at once.
+        # Where the drafter drafts, it observes committed rows at once; rows of plain steps wait in the ring. A chain
+        # drafter, which is cheap to run, observes all of them at once.
         at_once = depth > 0 or self.chain
         if self.drafter:
             taps = self.runner.taps[: seqs * (1 + depth)] if at_once else self.ring[:seqs]
@@ -98,16 +98,16 @@ class Lanes:
             self.runner.kv.commit((result[:, -1] + 1).where(alive, 0))
         if self.drafter and at_once:
             assert taps is not None
-            following = samples.flatten() if self.chain else None  # a row that is committed is followed by its sample
+            following = samples.flatten() if self.chain else None  # the id after a committed row is that row's sample
             self.drafter.observe(CommittedRows(taps, rows.positions, kept_slots, following))
             if self.chain:
-                accepted = self._count(seqs) * (1 + depth) + result[:, -1]  # the row of the last draft that stands
+                accepted = self._count(seqs) * (1 + depth) + result[:, -1]  # the row of the last accepted draft
                 self.hidden[:seqs] = taps[accepted.long()]
         out: Tensor = result
         return out
 
     def catch_up(self, seqs: int) -> Tensor:
-        """Let the drafter see the plain rows that wait in the ring, of all lanes in one pass."""
+        """Let the drafter observe the plain rows that wait in the ring, of all lanes in one pass."""
         assert self.drafter and not self.chain
         size = self.ring.shape[1]
         last = self.length[:seqs].unsqueeze(1) - 1
@@ -148,7 +148,7 @@ class Lanes:
         return self.drafter.propose(anchors, kind.depth, partial(self._pick, kind))
 
     def _pick(self, kind: StepKind, score: Score, each: int, drafted: int = 0, ids: Tensor | None = None) -> Tensor:
-        """int32 [seqs, each]; spec.drafter.Pick within a step, for the target's own samples too."""
+        """int32 [seqs, each]. spec.drafter.Pick within a step; it picks the target's own samples too."""
         if not kind.draws:
             return ids_of(score(True), ids).view(kind.seqs, each).int()
         lane = torch.arange(kind.seqs * each, device=self.device) // each

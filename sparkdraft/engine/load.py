@@ -1,7 +1,7 @@
-"""From what a user asked for to a model that is ready to run: checkpoint, drafter, plan, tokenizer, engine.
+"""Turns a user's configuration into a model that is ready to run: checkpoint, drafter, plan, tokenizer, engine.
 
-The Python API (llm.py) and the server's backend (engine/backend.py) both begin here. How the engine is put together is
-left to engine/build.py.
+The Python API (llm.py) and the server's backend (engine/backend.py) both begin here. engine/build.py puts the engine
+together.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Loaded:
 
 
 def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
-    """progress: called with the number of tensors that are read, and of all of them."""
+    """progress: called with the number of tensors read so far and the number of all tensors."""
     checkpoint = open_checkpoint(config.model)
     model = read_config(checkpoint.config)
     drafter = find_drafter(config, model)

@@ -1,7 +1,7 @@
 """The machine at hand: its hardware, the kernels that can run on it, and the plan for it.
 
-The plan itself is made by plan/resolve.py, for any machine and without torch. This file asks torch, the C++ compiler
-and Triton what plan/resolve.py has to be told.
+plan/resolve.py makes the plan, for any machine and without torch. This file asks torch, the C++ compiler and Triton for
+the facts that plan/resolve.py needs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sparkdraft.spec.caps import DrafterCaps
 
 
 class Properties(Protocol):
-    """What is read of torch's properties of a GPU."""
+    """The fields that are read from torch's properties of a GPU."""
 
     @property
     def is_integrated(self) -> int: ...
@@ -37,7 +37,7 @@ def plan_here(config: EngineConfig, model: ModelConfig, drafter: DrafterCaps | N
 
 
 def detect(config: EngineConfig) -> Hardware:
-    """The hardware that a config means: the device it names, or the best one there is."""
+    """The hardware that a config means: the device that it names, or the best one available."""
     cores = hardware.usable_cores()
     if config.threads > cores:
         raise UserError(
@@ -54,11 +54,11 @@ def detect(config: EngineConfig) -> Hardware:
 
 
 def free_gpu_memory(properties: Properties, driver_free: int) -> int:
-    """driver_free: what the driver calls free.
+    """The free memory of a GPU in bytes. driver_free: what the driver reports as free.
 
-    Where GPU and CPU share one memory, the driver leaves out what the page cache holds, which is most of the memory
-    after a large file has been read. There the machine's own count is taken. No control group limits what the driver
-    takes.
+    Where GPU and CPU share one memory, the driver does not count the page cache, which is most of the memory after a
+    large file has been read. There the operating system's number is used. Limits of a control group do not apply to
+    memory that the driver takes.
     """
     if properties.is_integrated:
         return hardware.available_memory() or driver_free
@@ -66,8 +66,7 @@ def free_gpu_memory(properties: Properties, driver_free: int) -> int:
 
 
 def native_problem(config: EngineConfig, found: Hardware) -> str | None:
-    """Why the C++ kernels cannot run here, or None. Asking compiles them, so it is not asked where they are not
-    wanted."""
+    """Why the C++ kernels cannot run here, or None. Asking compiles them, so it is asked only where they are wanted."""
     if found.device != "cpu" or config.dtype not in ("auto", "quantised"):
         return None
     reason: str | None = kernels.load("native").unavailable_reason()
@@ -75,8 +74,8 @@ def native_problem(config: EngineConfig, found: Hardware) -> str | None:
 
 
 def check_coded_kernels(name: str) -> None:
-    """Refuse a coded cache where its kernels cannot be imported: the GPU's are written in Gluon, which changes between
-    versions of Triton."""
+    """Refuse a coded cache if its kernels cannot be imported: the GPU's kernels are written in Gluon, which changes
+    between versions of Triton."""
     try:
         assert kernels.load(name).tq_attention
     except ImportError as error:

@@ -1,8 +1,8 @@
-"""From committed ids to what the user reads: text, stop strings, finish reasons, log-probabilities.
+"""Turns committed ids into what the user reads: text, stop strings, finish reasons, log-probabilities.
 
-One `Output` follows one request. It takes ids as they come, one or a burst, and gives them back one by one to the same
-three questions: is this the end, which characters are complete, does a stop string begin. It walks the request's
-grammar along, whose end is an end too, and owns no tensors.
+There is one `Output` per request. It takes one id or several at a time and asks three questions of each: does it end
+the request, which characters are complete, does a stop string begin. It also advances the request's grammar; a grammar
+that is complete ends the request. It has no tensors.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from sparkdraft.text.tokenizer import Vocabulary
 class Output:
     def __init__(self, request: Request, tokenizer: Vocabulary, grammar: GrammarState | None = None) -> None:
         self.request, self.grammar = request, grammar
-        # Under a grammar the end is sampled against the request's wish only where nothing else is possible.
+        # Under a grammar an end-of-text id is possible only where nothing else is, so it ends the text even with
+        # ignore_eos.
         self.eos_ids = frozenset() if request.params.ignore_eos and not grammar else tokenizer.eos_ids
         self._text = Detokenizer(tokenizer, skip_special=not request.params.keep_special)
         self._stops = StopFinder(list(request.params.stop))
-        self._prompt_logprobs: list[TokenLogprob | None] = [None]  # nothing predicts the first id
+        self._prompt_logprobs: list[TokenLogprob | None] = [None]  # no row predicts the first id
 
     def push_prompt(self, start: int, logprobs: list[TokenLogprob]) -> None:
-        """What the prompt rows of one chunk, from position 'start' on, say of the ids that follow them. A request that
-        was preempted runs its rows again: what they said before is replaced."""
+        """Store the log-probabilities from the prompt rows of one chunk, which begins at position 'start'. A request
+        that was preempted runs its rows again, and the new values replace the old."""
         self._prompt_logprobs[1 + start :] = logprobs
 
     def push(self, ids: list[int], logprobs: list[TokenLogprob] | None = None) -> StepOutput:
-        """Commit new ids up to the end of the request, if it is among them."""
+        """Commit new ids, up to the end of the request if it is among them."""
         request, taken, text = self.request, [], ""
         for token in ids:
             request.output_ids.append(token)
@@ -66,14 +67,14 @@ class Output:
         return FinishReason.LENGTH if len(request.output_ids) >= request.max_output else None
 
     def _follow(self, grammar: GrammarState, token: int) -> FinishReason | None:
-        """A complete text needs no end-of-text id; one that the grammar's limits cut short is no complete text."""
+        """A text that is complete needs no end-of-text id; a text cut short by the grammar's limits is not complete."""
         grammar.advance([token])
         if grammar.failed:
             return FinishReason.LENGTH
         return FinishReason.STOP if grammar.finished else self.request.finish
 
     def _flush(self) -> str:
-        """The held-back end of the text; a stop string may still complete in it."""
+        """The end of the text that was held back; a stop string may still be completed in it."""
         piece, stopped = self._stops.push(self._text.finish())
         if stopped:
             self.request.finish = FinishReason.STOP

@@ -23,8 +23,8 @@ from sparkdraft.engine.proposer import Proposer
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Draws, Filters
 
-RING = 16  # plain steps after which the drafter sees their rows
-AHEAD = 2  # launched and unread steps at most: one runs, one waits for it
+RING = 16  # plain steps after which the drafter observes their rows
+AHEAD = 2  # launched steps that are unread, at most: one runs, one waits for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,11 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    depths: list[int]  # by lane
-    result: Tensor  # int32 [seqs, depth + 2] on the host, whole once 'done'
+    depths: list[int]  # per lane
+    result: Tensor  # int32 [seqs, depth + 2] on the host, complete once 'done'
     done: torch.cuda.Event | None
-    usual: bool  # a replay; others are launched plainly or recorded first, and take the host many times as long
+    # whether it was replayed; a step that is launched plainly or recorded takes the host many times as long
+    usual: bool
 
     def rows(self) -> list[list[int]]:
         if self.done:
@@ -52,20 +53,21 @@ class Launched:
 
 class OverlappedSteps:
     def __init__(self, runner: Runner, proposer: Proposer | None, device: torch.device, depths: Sequence[int]) -> None:
-        """depths: those that steps are recorded at; a step of another depth runs in the next larger one."""
+        """depths: the depths at which steps are recorded. A step of another depth runs at the next larger one."""
         self.lanes = Lanes(runner, proposer, RING, device)
-        self.requests: list[Request] = []  # by lane
-        self.step_seconds = 0.0  # of the step read last, 0 where it tells nothing of the next one of its kind
+        self.requests: list[Request] = []  # per lane
+        self.step_seconds = 0.0  # time of the step read last; 0 if it says nothing about the next step of its kind
         self._runner, self._proposer, self._device, self._depths = runner, proposer, device, depths
         self._unread: deque[Launched] = deque()
-        self._num_waiting = 0  # plain steps whose rows the drafter has not seen
-        self._num_blocks: list[int] = []  # by lane, of those the device knows
+        self._num_waiting = 0  # plain steps whose rows the drafter has not observed
+        self._num_blocks: list[int] = []  # per lane, the number of blocks that the device knows
         self._most: list[int] = []
         self._filters = Filters()
         self._draws = False
         self._read_at = 0.0
         if proposer:
-            proposer.may_pass_over = False  # its tables name all of a request's blocks, so no rows may be missing
+            # the device's tables name all blocks of a request, so no rows may be missing
+            proposer.may_pass_over = False
         on_gpu = device.type == "cuda"
         self._steps = Graphs(self.lanes.step, runner.model.ops) if on_gpu else None
         self._catching_up = Graphs(self.lanes.catch_up, runner.model.ops) if on_gpu else None
@@ -80,25 +82,27 @@ class OverlappedSteps:
         return sum(1 + max(launched.depths) for launched in self._unread)
 
     def takes(self, request: Request, depth: int) -> bool:
-        """Whether no step of it needs the host, and all that launched steps may write fits into its context."""
+        """Whether its steps do not need the host, and everything that launched steps may write fits into its
+        context."""
         params, plan = request.params, self._runner.plan
         plain = not (params.has_penalties or params.logit_bias or params.grammar) and params.logprobs is None
         room = request.num_tokens + self.max_unread_ids + self.reach(depth) <= plan.max_model_len
         return plain and room and len(request.output_ids) >= params.min_tokens
 
     def reach(self, depth: int) -> int:
-        """Positions from its anchor on that a step of this depth writes."""
+        """Positions, from the anchor on, that a step of this depth writes."""
         if not self._proposer or not depth:
             return 1
         depth = self._recorded(depth)
         return max(1 + depth, self._proposer.drafter.reach(depth))
 
     def num_rows(self, num_requests: int, depth: int) -> int:
-        """Rows of a step of this depth, those of spare lanes included."""
+        """Rows of a step of this depth, including those of spare lanes."""
         return self._size(num_requests) * self.reach(depth)
 
     def launch(self, requests: list[Request], depths: list[int]) -> None:
-        """One more step; the first one gives these requests their lanes. Their blocks reach as far as it may write."""
+        """Launch one more step. The first one gives these requests their lanes. Their blocks must cover all that it may
+        write."""
         if not self.requests:
             self._start(requests)
         assert self.requests == requests and self.num_unread < AHEAD
@@ -117,7 +121,7 @@ class OverlappedSteps:
             self.catch_up()
 
     def read(self) -> list[StepResult]:
-        """The results of the oldest unread step; waits for it."""
+        """Wait for the oldest unread step and return its results."""
         launched = self._unread.popleft()
         rows, now = launched.rows(), time.perf_counter()
         self.step_seconds = now - self._read_at if self._read_at and launched.usual else 0.0
@@ -128,7 +132,7 @@ class OverlappedSteps:
         ]
 
     def end(self) -> None:
-        """Every step has been read: leave everything as the host expects it."""
+        """Leave everything as the host expects it, once every step has been read."""
         assert not self._unread
         if self._num_waiting:
             self.catch_up()
@@ -138,7 +142,7 @@ class OverlappedSteps:
         self.requests, self._read_at = [], 0.0
 
     def abandon(self) -> None:
-        """Forget launched steps unread: the caller ends all their requests."""
+        """Drop launched steps without reading them: the caller ends all their requests."""
         self._unread.clear()
         self._num_waiting = 0
         self.requests, self._read_at = [], 0.0
@@ -158,7 +162,8 @@ class OverlappedSteps:
         return next(d for d in self._depths if d >= depth)
 
     def _size(self, num_requests: int) -> int:
-        """Lanes of a step: on a GPU one of few sizes, of which recordings are made; the spare lanes are empty."""
+        """The number of lanes of a step. On a GPU it is one of a few sizes that are recorded; the spare lanes are
+        empty."""
         if not self._steps:
             return num_requests
         return next(s for s in gpu_sizes(self._runner.plan.max_seqs) if s >= num_requests)
@@ -177,16 +182,17 @@ class OverlappedSteps:
         last = [r.ids(a, a + 1)[0] for r, a in zip(requests, anchors, strict=True)]
         numbers = torch.tensor([last + spare, [a + 1 for a in anchors] + spare, anchors + spare], dtype=torch.int32)
         for kept, values in zip((lanes.token, lanes.length, lanes.observed), numbers, strict=True):
-            kept.copy_(values)  # in place: recordings know them by their address
+            kept.copy_(values)  # in place, because recordings know them by their address
         draws = Draws.of(requests, anchors, device)
         self._draws, self._filters = draws is not None, draws.filters if draws else Filters()
         if draws:
             lanes.floats[:, : len(requests)] = draws.floats.view(3, -1)
-            lanes.integers[:, : len(requests)] = draws.integers.view(3, -1)[:2]  # positions are the device's own
+            # without positions, which the device keeps itself
+            lanes.integers[:, : len(requests)] = draws.integers.view(3, -1)[:2]
         self._num_blocks, self._most = [0] * len(requests), []
 
     def _send(self, depths: list[int]) -> None:
-        """What the host decides of a step, where it has changed: how deep each lane drafts, and its new blocks."""
+        """Send what the host decides about a step, where it has changed: the depth of each lane, and its new blocks."""
         lanes = self.lanes
         if depths != self._most:
             lanes.most[: len(depths)].copy_(self._staged(depths), non_blocking=True)
@@ -204,12 +210,12 @@ class OverlappedSteps:
             lanes.tables.view(-1)[both[: len(places)].long()] = both[len(places) :]
 
     def _staged(self, values: list[int]) -> Tensor:
-        """Pinned memory is not given to others while a copy from it is under way: torch's allocator sees to that."""
+        """A copy in pinned memory. Torch's allocator does not reuse it while a copy from it is under way."""
         on_gpu = self._device.type == "cuda"
         return torch.tensor(values, dtype=torch.int32, pin_memory=on_gpu)
 
     def _fetch(self, result: Tensor, depths: list[int], usual: bool) -> Launched:
-        """Begin to bring a step's result to the host; the next replay writes over it, but only after this copy."""
+        """Start copying a step's result to the host. The next replay overwrites it, but only after this copy."""
         if self._device.type == "cpu":
             return Launched(depths, result.clone(), None, usual)
         host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)

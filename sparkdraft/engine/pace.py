@@ -1,37 +1,38 @@
-"""How many prompt rows a step may take while other requests wait for their next token.
+"""Limits the prompt rows of a step while other requests wait for their next token.
 
-A long prompt run in large chunks makes every stream beside it stand still for the time of a chunk. So the time of a
-step is kept under a target: it is what the decode rows cost plus a time per prompt row. Both are measured. What decode
-rows cost is known from steps without prompts, by the number of requests that decode; where it is not known the prompt
-waits for one step, and where it was measured many steps ago, for two. Where decode rows alone take a large part of the
-target, steps may be longer: a prompt must not take much longer than it takes alone. Numbers only: the scheduler asks,
-the engine tells.
+A long prompt run in large chunks would stop every stream beside it for the time of a chunk. So the time of a step is
+kept under a target. It is estimated as the cost of the decode rows plus a time per prompt row, both measured. The cost
+of decode rows is measured in steps without prompts, per size of the decoding batch. Where it is unknown, the prompt
+waits for one step; where it was measured many steps ago, for two. Where decode rows alone take a large part of the
+target, steps may be longer: a prompt must not take much longer than it takes alone. This file has numbers only: the
+scheduler asks, and the engine reports times.
 """
 
 from __future__ import annotations
 
 FIRST_SHARE = 32  # before anything is measured, a chunk is one 32nd of the rows that a step may have
 LEAST_ROWS = 16  # smaller chunks cost hardly less
-AIM = 0.92  # share of the target that is aimed at: steps differ by a tenth
-MOST_OTHERS = 0.2  # share of a step's time that decode rows may take while a prompt waits
-GROWTH = 2  # a chunk is at most twice the largest so far: a much larger chunk has another time per row
-MEMORY = 0.5  # what a measurement leaves of the belief before it
+AIM = 0.92  # aim at this share of the target: steps differ by a tenth
+MOST_OTHERS = 0.2  # largest share of a step's time for decode rows while a prompt waits
+GROWTH = 2  # a chunk is at most twice the largest so far: the time per row of a much larger chunk is different
+MEMORY = 0.5  # weight of the earlier estimate when a new measurement comes
 LATE = 1.5  # a step that took more than 1.5 times the expected time counts as 1.5 times
 FRESH = 32  # steps with prompts after which the cost of decode rows is measured again
 
 
 class PromptPace:
     def __init__(self, target: float, max_rows: int) -> None:
-        """target: seconds per step while other requests decode. max_rows: rows that a step can have."""
+        """target: seconds per step while other requests decode. max_rows: rows per step at most."""
         self.target, self.max_rows = target, max_rows
-        self._largest = max_rows // FIRST_SHARE // GROWTH  # chunk so far
-        self._decode_seconds: dict[int, float] = {}  # of a step without prompts, by size of the batch
-        self._age: dict[int, int] = {}  # steps with prompts since then
+        self._largest = max_rows // FIRST_SHARE // GROWTH  # the largest chunk so far
+        self._decode_seconds: dict[int, float] = {}  # time of a step without prompts, per size of the batch
+        self._age: dict[int, int] = {}  # steps with prompts since that measurement
         self._again: dict[int, float] = {}  # the first of two new measurements, while the old one is out of date
-        self._row_seconds = 0.0  # per prompt row, beside those; 0 before the first measurement
+        self._row_seconds = 0.0  # seconds per prompt row, on top of the decode rows; 0 before the first measurement
 
     def most_rows(self, num_decoding: int) -> int:
-        """Prompt rows of a step in which this many requests decode; 0 where their own cost must be measured first."""
+        """Prompt rows of a step in which this many requests decode; 0 if the cost of decoding must be measured
+        first."""
         decode = self._decode_seconds.get(_size(num_decoding))
         if decode is None or self._age[_size(num_decoding)] >= FRESH:
             return 0
@@ -42,7 +43,8 @@ class PromptPace:
         return min(max(most, LEAST_ROWS), self.max_rows)
 
     def learn(self, num_decoding: int, prompt_rows: int, seconds: float) -> None:
-        """What a step took in which this many requests decoded beside these prompt rows; 0 seconds: not known."""
+        """Report the time of a step in which this many requests decoded beside these prompt rows; 0 seconds: not
+        known."""
         size = _size(num_decoding)
         if not seconds:
             return
@@ -50,7 +52,7 @@ class PromptPace:
             self._learn_decode(size, seconds)
             return
         self._age[size] = self._age.get(size, 0) + 1
-        if prompt_rows >= LEAST_ROWS:  # fewer tell little of a row's time
+        if prompt_rows >= LEAST_ROWS:  # fewer rows say little about the time per row
             beside = max(seconds - self._decode_seconds.get(size, 0.0), 0.1 * seconds)
             self._row_seconds = _mixed(self._row_seconds, beside / prompt_rows)
             self._largest = max(self._largest, prompt_rows)
@@ -67,7 +69,7 @@ class PromptPace:
 
 
 def _size(num_decoding: int) -> int:
-    """Batches of 1, 2, 3 to 4, 5 to 8 ... requests cost about the same."""
+    """The size class of a batch: 1, 2, 3 to 4, 5 to 8 ... requests, which cost about the same within a class."""
     return (num_decoding - 1).bit_length()
 
 

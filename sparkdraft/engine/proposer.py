@@ -1,19 +1,19 @@
-"""The host's side of drafting by a model: shows a drafter the committed rows, and asks it for drafts.
+"""The host's side of drafting by a model: shows the drafter committed rows, and asks it for drafts.
 
 Rows of a prompt chunk are observed at once. Rows of decoding wait until the request drafts again or a block of the
-cache becomes full, and are then observed together: a parked drafter costs about 1 % of a step, and a full block has its
-draft K/V before another request can find it in the prefix cache.
+cache becomes full, and are then observed together. So a parked drafter costs about 1 % of a step, and a full block has
+its draft K/V before another request can find it in the prefix cache.
 
     committed rows   | observed ................ | pending |         pending never reaches across a full block
     K/V of a draft                                         | anchor, drafts |   overwritten once rows are committed
 
-Observing a row costs up to 2 % of what the target costs for it. In a batch so large that no draft could pay for itself,
-rows of requests that did not ask for drafts are passed over (`pass_over`). Their blocks are marked for as long as they
-live, also in the prefix cache; later drafts look past them, and a request drafts again from the first block on that was
-observed from its beginning. A chain drafter begins with the hidden state of a request's last row, so none of its rows
-are passed over.
+Observing a row costs up to 2 % of what the target costs for it. In a batch so large that no draft could pay, rows of
+requests that did not ask for drafts are passed over (`pass_over`). Their blocks are marked for as long as they live,
+also in the prefix cache. Later drafts do not read marked blocks, and a request drafts again from the first block on
+that was observed from its beginning. A chain drafter begins with the hidden state of a request's last row, so its rows
+are never passed over.
 
-Drafts of requests that only decode are made on the device, where it takes whole steps by itself (engine/lanes.py).
+In overlapped steps, drafts are made on the device (engine/lanes.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sparkdraft.kernels import Unrecordable
 from sparkdraft.plan.resolve import Plan
 from sparkdraft.spec.drafter import Anchors, CommittedRows, Drafter, Score
 
-Table = Any  # a tensor, on a CPU as numpy sees it: torch takes thirty microseconds to copy a few kilobytes
+Table = Any  # a tensor; on a CPU its numpy view, because torch takes thirty microseconds to copy a few kilobytes
 Key = TypeVar("Key")
 
 
@@ -49,13 +49,13 @@ class PassShape(NamedTuple):
 
 @dataclass(slots=True)
 class Pending:
-    """Hidden states of committed rows that the drafter has not seen: positions [start, start + count)."""
+    """Hidden states of committed rows that the drafter has not observed: positions [start, start + count)."""
 
     start: int
     hidden: Tensor  # [room, layers tapped, hidden]
-    rows: Table  # the same memory
+    rows: Table  # the same memory as 'hidden'
     count: int = 0
-    last: int = 0  # the row of the last committed position, which stays when all have been seen
+    last: int = 0  # the row of the last committed position; it stays after all rows were observed
 
     def add(self, rows: Table, first: int, count: int) -> None:
         end = self.count + count
@@ -70,25 +70,27 @@ class Proposer:
         self.max_depth = drafter.caps.max_depth
         max_blocks = -(-plan.max_model_len // plan.block_size)
         self._inputs = StepInputs(plan.max_seqs, plan.max_seqs, max_blocks, plan.block_size, device)  # the anchors
-        self._anchors: dict[int, Anchors] = {}  # by how many there are: views of the inputs
-        self._works: list[Work] = []  # whose drafts are being made
-        self._score: Score | None = None  # the pass under way
+        self._anchors: dict[int, Anchors] = {}  # per number of anchors: views of the inputs
+        self._works: list[Work] = []  # the work whose drafts are being made
+        self._score: Score | None = None  # the pass that is running
         self._pending: dict[Request, Pending] = {}
-        self._seen: SeenRows | None = None  # made when the first rows come, as are the next two
+        self._seen: SeenRows | None = None  # created with the first rows, as are the next two
         self._rows: Table = None  # the runner's taps
-        self._hidden = torch.empty(0)  # [max_seqs, layers tapped, hidden]: of the rows before the anchors, for a chain
+        # [max_seqs, layers tapped, hidden]: the rows before the anchors, for a chain drafter
+        self._hidden = torch.empty(0)
         self._passes = Graphs(self._run_pass, ops) if plan.graphs else None
         self._observing = Graphs(self._observe, ops) if plan.graphs else None
-        self._gaps = np.zeros(plan.num_blocks, dtype=bool)  # by block: it has rows that were passed over
-        self._has_gaps = False  # whether any row was ever passed over: looking at the blocks takes 0.5 % of a step
+        self._gaps = np.zeros(plan.num_blocks, dtype=bool)  # per block: whether it has rows that were passed over
+        self._has_gaps = False  # whether any row was ever passed over: checking the blocks takes 0.5 % of a step
         self.unrecorded: list[str] = []  # why drafts are not replayed although the plan says so
-        # Steps that the device takes by itself look at all blocks: overlap.py sets this to False.
+        # Overlapped steps read all blocks: overlap.py sets this to False.
         self.may_pass_over = not self.chain
 
     # ---- committed rows
 
     def observe(self, work: Work, runner: Runner, row: int) -> None:
-        """The work's committed rows, which begin at 'row' of the batch just run; rejected drafts are left out."""
+        """Take the work's committed rows, which begin at 'row' of the last batch; rows of rejected drafts are left
+        out."""
         request, count = work.request, work.request.num_computed - work.start
         self._mark(work, count, gap=False)
         if self._seen is None:
@@ -108,18 +110,18 @@ class Proposer:
             self.flush([request])
 
     def pass_over(self, work: Work) -> None:
-        """The work's rows will not be shown to the drafter, and neither will those of it that wait."""
+        """Do not show the work's rows to the drafter, nor those of the request that are pending."""
         self._has_gaps = True
         self._mark(work, work.request.num_computed - work.start, gap=True)
-        self._pending.pop(work.request, None)  # all in the block that this work's first row is in
+        self._pending.pop(work.request, None)  # pending rows are all in the block of this work's first row
 
     def is_ready(self, request: Request) -> bool:
-        """Whether it can draft: no row of the block that it is writing was passed over."""
+        """Whether the request can draft: no row of the block that it is writing was passed over."""
         position, size = request.num_computed, self.plan.block_size
         return position % size == 0 or not self._gaps[request.blocks[position // size]]
 
     def flush(self, requests: list[Request]) -> None:
-        """Let the drafter see all that waits, of all these requests in one pass."""
+        """Let the drafter observe all pending rows of these requests in one pass."""
         waiting = [(r, self._pending[r]) for r in requests if r in self._pending and self._pending[r].count]
         if not waiting:
             return
@@ -135,7 +137,7 @@ class Proposer:
     # ---- drafts
 
     def propose(self, works: list[Work]) -> list[list[int]]:
-        """Drafts for each, as many as it has room for."""
+        """Drafts for each work, as many as it has room for."""
         self.flush([w.request for w in works])
         self._inputs.fill(
             [
@@ -150,7 +152,7 @@ class Proposer:
         return [drafts[: work.most_drafts] for drafts, work in zip(ids, works, strict=True)]
 
     def _pick(self, score: Score, each: int, drafted: int = 0, ids: Tensor | None = None) -> Tensor:
-        """spec.drafter.Pick: the pass is replayed where it has been recorded, and rows are sampled outside of it."""
+        """spec.drafter.Pick: replays the pass if it has been recorded; rows are sampled outside of the recording."""
         works, self._score = self._works, score
         self._passes, logits = self._replay(self._passes, self._run_pass, PassShape(len(works), each))
         requests, positions = [w.request for w in works], [w.request.num_tokens + drafted for w in works]
@@ -169,15 +171,16 @@ class Proposer:
             self._anchors[seqs] = Anchors(*state, plan.block_size, plan.max_model_len, positions, hidden)
         return self._anchors[seqs]
 
-    # ---- what a chain drafter begins with
+    # ---- the hidden states that a chain drafter begins with
 
     def last_hidden(self, requests: list[Request]) -> Tensor:
-        """[requests, layers tapped, hidden], of the last committed row of each."""
+        """The hidden state of the last committed row of each request: [requests, layers tapped, hidden]."""
         kept = (self._pending[r] for r in requests)
         return torch.stack([pending.hidden[pending.last] for pending in kept])
 
     def resume(self, request: Request, hidden: Table) -> None:
-        """The drafter has seen all rows of the request; hidden: [layers tapped, hidden], that of the last."""
+        """Continue after overlapped steps: the drafter has observed all rows of the request. hidden: [layers tapped,
+        hidden], of its last row."""
         pending = self._pending.get(request) or self._wait(request, 0)
         pending.start, pending.count, pending.last = request.num_computed, 0, 0
         pending.rows[0] = hidden
@@ -193,7 +196,7 @@ class Proposer:
 
     @property
     def _room(self) -> int:
-        """Rows of a request that wait at most: a block's, and those of a step that reaches across its end."""
+        """Pending rows of a request at most: those of one block, and those of a step that reaches across its end."""
         return self.plan.block_size + 1 + self.max_depth
 
     def _wait(self, request: Request, start: int) -> Pending:
@@ -205,33 +208,34 @@ class Proposer:
         return pending
 
     def _ids_after(self, request: Request, start: int, count: int) -> Tensor:
-        """int32 [count]: the id that follows each row from position 'start' on; a committed row's is known."""
+        """int32 [count]: the id that follows each row from position 'start' on. It is known for a committed row."""
         ids = request.ids(start + 1, start + 1 + count)
         return torch.tensor(ids, dtype=torch.int32, device=self.device)
 
     def _mark(self, work: Work, count: int, gap: bool) -> None:
-        """A block has a gap from the first row on that is passed over, until its rows are written anew."""
+        """Mark blocks: a block has a gap once one of its rows is passed over, until its rows are written again."""
         start, size = work.start, self.plan.block_size
         if not gap and start % size and start % size + count <= size:
-            return  # within a block that keeps its mark: most steps
+            return  # the step stays within a block, which keeps its mark: true for most steps
         begun = start // size if gap else -(-start // size)
         end = -(-(start + count) // size)
         if begun < end:
             self._gaps[np.frombuffer(work.request.blocks, dtype=np.int32)[begun:end]] = gap
 
     def _visible(self, work: Work) -> IntArray | None:
-        """The request's blocks without gaps, and those that the drafts are written to; None if those are all."""
+        """The request's blocks without gaps, and those that drafts are written to; None if these are all its blocks."""
         if not self._has_gaps:
             return None
         blocks = np.frombuffer(work.request.blocks, dtype=np.int32)
         gaps = self._gaps[blocks]
-        gaps[work.start // self.plan.block_size :] = False  # not written yet, or `is_ready` has looked at it
+        gaps[work.start // self.plan.block_size :] = False  # not written yet, or checked by `is_ready`
         return blocks[~gaps] if gaps.any() else None
 
     def _replay(
         self, graphs: Graphs[Key] | None, run: Callable[[Key], Tensor], key: Key
     ) -> tuple[Graphs[Key] | None, Tensor]:
-        """Replay where that is possible; a drafter with an operator that cannot be recorded is launched plainly."""
+        """Replay a pass where that is possible. A drafter with an operator that cannot be recorded is launched
+        plainly."""
         if graphs is None:
             return None, run(key)
         try:
@@ -247,10 +251,11 @@ class Proposer:
 
 
 class SeenRows:
-    """Where committed rows are laid for the drafter to see: at fixed addresses, so that seeing can be recorded."""
+    """The buffers from which the drafter observes rows. Their addresses are fixed, so that observing can be
+    recorded."""
 
     def __init__(self, room: int, taps: Tensor, chain: bool) -> None:
-        """taps: rows of hidden states, for their shape and place."""
+        """taps: rows of hidden states, for their shape and device."""
         self._room, self._device = room, taps.device
         self._host = torch.zeros(2 + chain, room, dtype=torch.int32)  # positions, slots, ids that follow
         self._array = self._host.numpy()
@@ -263,7 +268,7 @@ class SeenRows:
         return CommittedRows(self.hidden[:count], *(numbers[:count] for numbers in self._integers))
 
     def fill(self, waiting: list[tuple[Request, Pending]], block_size: int) -> int:
-        """Returns the rows to be seen: up to a power of two, so that few numbers are recorded; some are nobody's."""
+        """Returns the number of rows to observe, padded to a power of two so that few numbers are recorded."""
         end = 0
         for request, pending in waiting:
             span = np.arange(pending.start, pending.start + pending.count)
@@ -276,7 +281,8 @@ class SeenRows:
             self._rows[begin:end] = pending.rows[: pending.count]
         begin, end = end, min(1 << (end - 1).bit_length(), self._room)
         self._array[1, begin:end] = -1
-        if self._device.type != "cpu":  # waits: the host's side may be filled again before the device gets here
+        # this copy waits, because the host may refill its side before the device has read it
+        if self._device.type != "cpu":
             for mine, theirs in zip(self._integers, self._host, strict=True):
                 mine[:end].copy_(theirs[:end])
         return end

@@ -1,8 +1,8 @@
-"""Runs the target model once over a batch: prompt chunks, single rows, drafts to verify, all in one ragged pass.
+"""Runs the target model once over a batch: prompt chunks, decode rows and drafts to verify, in one ragged pass.
 
-It lays the rows out (engine/inputs.py), calls the model or replays its recording (engine/graphs.py), and returns the
-logits of the rows that are to be sampled; what a drafter asked to see of the hidden states is left in `taps`. What is
-run is the scheduler's business, what is sampled the sampler's.
+It lays out the rows (engine/inputs.py), calls the model or replays its recording (engine/graphs.py), and returns the
+logits of the rows to be sampled. The hidden states that a drafter reads are left in `taps`. The scheduler decides what
+is run, and the sampler what is sampled.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from sparkdraft.kernels import Unrecordable
 from sparkdraft.models.blocks import Decoder, Step
 from sparkdraft.plan.resolve import Plan
 
-PROMPT_ROWS = (16, 32, 64, 128, 256, 512)  # of recorded prompts; more keep a GPU busy by themselves
-PROMPT_LOGPROB_ROWS = 128  # rows of logits alive at once while a prompt is scored
+# row counts of recorded prompts; longer prompts keep a GPU busy without a recording
+PROMPT_ROWS = (16, 32, 64, 128, 256, 512)
+PROMPT_LOGPROB_ROWS = 128  # rows of logits in memory at once while a prompt is scored
 
 
 class Runner:
@@ -33,7 +34,7 @@ class Runner:
         max_blocks = -(-plan.max_model_len // plan.block_size)
         self.inputs = StepInputs(plan.max_rows, plan.max_seqs, max_blocks, plan.block_size, device)
         shape = (plan.max_rows if tap_layers else 0, len(tap_layers), model.config.hidden_size)
-        self.taps = torch.empty(shape, dtype=model.dtype, device=device)  # of the last step's rows
+        self.taps = torch.empty(shape, dtype=model.dtype, device=device)  # hidden states of the last step's rows
         self.graphs: Graphs | None = None
         self.unrecorded: list[str] = []  # why steps are not replayed although the plan says so
         self._residual: Tensor | None = None  # of the last eager step, for prompt log-probabilities
@@ -41,7 +42,7 @@ class Runner:
             self._record()
 
     def run(self, batch: Batch) -> Tensor:
-        """float32 logits [sampled rows, vocab], in the order of the batch."""
+        """Run a batch. Returns float32 logits [sampled rows, vocab], in the order of the batch."""
         parts = [_rows(w) for w in batch.work]
         shape = self._recordable(batch)
         if self.graphs and shape:
@@ -54,12 +55,12 @@ class Runner:
         return self._logits(shape, self._residual)
 
     def commit(self, counts: list[int]) -> None:
-        """How many rows of each sequence of the last step stand; the cache is told where it needs to know."""
+        """Tell the cache, where it needs to know, how many rows of each sequence of the last step were committed."""
         if self.kv.commit:
             self.kv.commit(torch.tensor(counts, dtype=torch.int32, device=self.taps.device))
 
     def prompt_logprobs(self, work: Work, first_row: int, top: int) -> list[TokenLogprob]:
-        """What the rows of one prompt chunk, just run, say of the prompt ids that follow them."""
+        """The log-probabilities of the prompt ids that follow the rows of one prompt chunk, which has just run."""
         assert self._residual is not None
         request, start = work.request, work.start
         stop = min(start + work.num_known, request.num_prompt - 1)
@@ -72,10 +73,11 @@ class Runner:
         return out
 
     def _recordable(self, batch: Batch) -> Shape | None:
-        """The shape a batch can be replayed in: decode rows with or without drafts; on a GPU padded to one of few, and
-        short prompts as well, whatever is beside them but drafts."""
+        """The recorded shape that a batch can run in, or None. Steps of decode rows are recorded, with or without
+        drafts. On a GPU they are padded to one of a few sizes, and short prompts are recorded too, unless a request in
+        the batch drafts or wants prompt log-probabilities."""
         seqs, rows = len(batch.work), batch.num_rows
-        if self.plan.device == "cpu":  # whose kernels do not ask how rows are shared out
+        if self.plan.device == "cpu":  # CPU kernels do not need to know the rows per sequence
             return Shape(seqs, rows, 0, rows) if batch.decodes else None
         size = next(s for s in gpu_sizes(self.plan.max_seqs) if s >= seqs)
         if batch.decodes and rows == seqs:
@@ -109,8 +111,8 @@ class Runner:
 
     @torch.inference_mode()
     def _record(self) -> None:
-        """On a GPU all sizes, and prompts of one request: a first request should be as fast as the tenth. On a CPU one,
-        to see that it works."""
+        """Record steps at start. On a GPU all sizes and the prompts of one request, so that the first request is as
+        fast as the tenth; on a CPU one size, to see whether recording works."""
         shapes = [Shape(1, 1, 0, 1)]
         if self.plan.device == "cuda":
             shapes = [Shape(s, s, 1, s) for s in gpu_sizes(self.plan.max_seqs)]

@@ -1,9 +1,9 @@
-"""Turns logits into ids: every row with its own request's parameters, whatever else is in the batch.
+"""Turns logits into ids: each row with its own request's parameters, whatever else is in the batch.
 
-Whatever the parameters leave is drawn by dice that depend on (seed, position, id) alone (kernels/dice.py), so a seeded
-request writes the same text in any batch, after a preemption, and with or without drafts. top_k, top_p and min_p are
-each a smallest probability that survives: one comparison applies all three, and nobody sorts the whole vocabulary.
-Log-probabilities are the model's own, before any of this.
+Ids are drawn with noise that depends on (seed, position, id) alone (kernels/dice.py), so a seeded request writes the
+same text in any batch, after a preemption, and with or without drafts. top_k, top_p and min_p each give a smallest
+probability that survives: one comparison applies all three, and the whole vocabulary is never sorted. Log-probabilities
+are the model's own, before any of this.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from sparkdraft.core import Request, SamplingParams, TokenLogprob
 from sparkdraft.kernels import reference
 from sparkdraft.text.grammar import GrammarState, Mask
 
-# By byte of a mask: the most that each of its eight ids may have. A minimum takes a quarter of an indexed assignment.
+# Per byte of a mask: the upper bounds of its eight ids. Taking a minimum needs a quarter of the time of an indexed
+# assignment.
 BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], 1, bitorder="little")
 BOUNDS = np.where(BITS, np.float32(np.inf), np.float32(-np.inf))  # [256, 8]
-TOP_K_SIZES, WHOLE_VOCABULARY = (0, 64, 1024), 1 << 62  # how many of the likeliest ids are looked at for top_k
-BISECTIONS = 24  # halvings of [0, 1] to find top_p's smallest probability: below float32's resolution of the sum
+TOP_K_SIZES, WHOLE_VOCABULARY = (0, 64, 1024), 1 << 62  # how many of the likeliest ids are examined for top_k
+BISECTIONS = 24  # halvings of [0, 1] to find top_p's smallest probability: beyond float32's resolution of the sum
 
 
 class SampleRow(NamedTuple):
-    """One row of logits: a request, and the drafts that are taken for its next ids when this row is sampled."""
+    """One row of logits: a request, and the drafts that precede the id sampled in this row."""
 
     request: Request
     ahead: Sequence[int] = ()
-    grammar: GrammarState | None = None  # where the committed text stands, without the drafts
+    grammar: GrammarState | None = None  # its state after the committed text, without the drafts
 
     @property
     def num_output(self) -> int:
@@ -47,20 +48,21 @@ class SampleRow(NamedTuple):
 
 @dataclass(slots=True)
 class Tallies:
-    """What penalties look at, on the device; kept only for requests that have penalties."""
+    """What penalties need, on the device; kept only for requests with penalties."""
 
-    prompt: Tensor  # bool [vocab]: ids that stand in the prompt
+    prompt: Tensor  # bool [vocab]: ids that occur in the prompt
     output: Tensor  # int32 [vocab]: how often each id was committed
     num_output: int = 0  # output ids counted so far
 
 
 @dataclass(slots=True)
 class Sampled:
-    ids: Tensor  # int64 [rows], on the device: reading it is the step's one wait
-    logprobs: dict[int, tuple[Tensor, int]]  # row -> (log-probabilities [vocab], alternatives), where asked for
+    ids: Tensor  # int64 [rows], on the device; reading it is the only wait of the step
+    # row -> (log-probabilities [vocab], number of alternatives), where requested
+    logprobs: dict[int, tuple[Tensor, int]]
 
     def report(self, first: int, chosen: list[int]) -> list[TokenLogprob] | None:
-        """Of consecutive rows of one request, from row 'first' on."""
+        """Log-probabilities of consecutive rows of one request, from row 'first' on."""
         if first not in self.logprobs:
             return None
         rows = torch.stack([self.logprobs[first + i][0] for i in range(len(chosen))])
@@ -68,18 +70,18 @@ class Sampled:
 
 
 class Filters(NamedTuple):
-    """Which filters are worked out for a batch: none, or min_p and top_p, and top_k too where a row asks for it.
+    """The filters that are computed for a batch: none, or min_p and top_p, and also top_k if a row asks for it.
 
     Overlapped steps are recorded once per value, so there are few values, whatever numbers clients send. A row whose
-    own filters are off is left as it is by those of the others.
+    own filters are off is not changed by those of the others.
     """
 
     on: bool = False
-    top_k: int = 0  # a row's k is at most this: one of TOP_K_SIZES, or WHOLE_VOCABULARY
+    top_k: int = 0  # upper limit of the rows' k: one of TOP_K_SIZES, or WHOLE_VOCABULARY
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> Filters:
-        """Of the rows that draw; a greedy request's filters change nothing."""
+        """The filters of the requests that draw; a greedy request's filters change nothing."""
         drawn = [p for p in params if p.temperature]
         largest = max((p.top_k for p in drawn), default=0)
         size = next((size for size in TOP_K_SIZES if largest <= size), WHOLE_VOCABULARY)
@@ -88,18 +90,18 @@ class Filters(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How the rows of a batch are sampled, on the device; for a batch in which all rows are greedy there is none."""
+    """Sampling parameters of the rows of a batch, on the device; None for a batch in which all rows are greedy."""
 
     floats: Tensor  # float32 [3 * rows]: temperature (0: greedy), min_p, top_p
-    integers: Tensor  # int64 [3 * rows]: top_k (0: off), seed, position of the id that is sampled
+    integers: Tensor  # int64 [3 * rows]: top_k (0: off), seed, position of the sampled id
     filters: Filters
-    mixed: bool  # some rows may be greedy
+    mixed: bool  # whether some rows may be greedy
 
     @classmethod
     def of(
         cls, requests: Sequence[Request], positions: Sequence[int], device: torch.device, each: int = 1
     ) -> Draws | None:
-        """Of 'each' rows for each request, which sample ids from its position on; None if no request draws."""
+        """Parameters of 'each' rows per request, which sample ids from its position on; None if no request draws."""
         params = [request.params for request in requests]
         if not any(p.temperature for p in params):
             return None
@@ -128,7 +130,7 @@ class Sampler:
         self._biases: dict[Request, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
-        """Sample an id from each row of 'logits' (float32 [rows, vocab], edited in place)."""
+        """Sample an id from each row of 'logits' (float32 [rows, vocab], which is edited in place)."""
         if takes_likeliest(rows):
             return Sampled(argmax(logits), {})
         logprobs = self._raw_logprobs(logits, rows)
@@ -143,7 +145,7 @@ class Sampler:
         self._tallies.pop(request, None)
         self._biases.pop(request, None)
 
-    # ---- what a request's own parameters do to its row
+    # ---- penalties and biases
 
     def _edit(self, logits: Tensor, index: int, row: SampleRow) -> None:
         params = row.request.params
@@ -174,7 +176,7 @@ class Sampler:
         return self._biases[request]
 
     def _tally(self, request: Request) -> Tallies:
-        """The request's counts, brought up to its committed output."""
+        """The request's counts, updated with its committed output."""
         tallies = self._tallies.get(request)
         if tallies is None:
             prompt = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
@@ -191,20 +193,22 @@ class Sampler:
     # ---- grammars
 
     def _constrain(self, logits: Tensor, rows: list[SampleRow]) -> None:
-        """Leave each row what the grammar allows after its drafts; rows behind a draft that breaks it stay as they are.
+        """Mask each row by what the grammar allows after its drafts. Rows behind a draft that breaks the grammar stay
+        as they are.
 
-        Such a draft is not allowed in its own row, so those behind it are never looked at.
+        Such a draft is masked in its own row, so it is never accepted, and the rows behind it are never used.
         """
         masks: dict[int, Mask] = {}
         for first, row in enumerate(rows):
-            if row.grammar and not row.ahead:  # the first of its request's rows, which stand together
+            if row.grammar and not row.ahead:  # the first row of its request; the rows of a request are consecutive
                 last = next((i for i in range(first + 1, len(rows)) if not rows[i].ahead), len(rows)) - 1
                 for index, mask in enumerate(row.grammar.masks(rows[last].ahead), first):
                     masks[index] = self._keep_open(mask, rows[index])
         forbid(logits, list(masks), np.stack([*masks.values()]))
 
     def _keep_open(self, mask: Mask, row: SampleRow) -> Mask:
-        """A text that shall go on (min_tokens, ignore_eos) ends only where the grammar leaves nothing else."""
+        """Remove the end of the text from a mask where the text must go on (min_tokens, ignore_eos), unless nothing
+        else is allowed."""
         params = row.request.params
         short = row.num_output < params.min_tokens
         if not short and not params.ignore_eos:
@@ -225,11 +229,10 @@ class Sampler:
 
 
 def pick(ops: ModuleType, logits: Tensor, draws: Draws | None, ids: Tensor | None = None) -> Tensor:
-    """int64 [rows]: the id that each row of 'logits' [rows, columns] takes: that of its largest column, or of the one
-    it draws.
+    """int64 [rows]: the id that each row of 'logits' [rows, columns] takes, which is its likeliest or the one it draws.
 
-    The one way to an id, for samples and for drafts, on the host and in steps that the device takes by itself.
-    draws: None if all rows are greedy. ids: int64 [columns], what the columns stand for; None: themselves.
+    Samples and drafts are picked by this one function, on the host and in overlapped steps. draws: None if all rows are
+    greedy. ids: int64 [columns], the id of each column; None if a column's number is its id.
     """
     if draws is None:
         columns = argmax(logits)
@@ -244,17 +247,18 @@ def pick(ops: ModuleType, logits: Tensor, draws: Draws | None, ids: Tensor | Non
 
 
 def ids_of(columns: Tensor, ids: Tensor | None) -> Tensor:
-    """What the columns stand for; None: themselves. On a CPU by numpy, which takes a fraction of torch's time."""
+    """The ids of columns; with ids None a column's number is its id. Uses numpy on a CPU, at a fraction of torch's
+    time."""
     if ids is None:
         return columns
     return torch.from_numpy(ids.numpy()[columns.numpy()]) if ids.device.type == "cpu" else ids[columns]
 
 
 def takes_likeliest(rows: Sequence[SampleRow]) -> bool:
-    """Whether no row asks for more than its likeliest id, as in most steps."""
+    """Whether every row takes its likeliest id and needs nothing else, as in most steps."""
     known: Request | None = None
     for row in rows:
-        if row.request is not known:  # a request's rows stand together
+        if row.request is not known:  # the rows of a request are consecutive
             known, params = row.request, row.request.params
             if params.temperature or params.logprobs is not None or params.min_tokens or params.logit_bias:
                 return False
@@ -264,14 +268,15 @@ def takes_likeliest(rows: Sequence[SampleRow]) -> bool:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """int64 [rows]. On a CPU by numpy, which takes a tenth of torch's time."""
+    """int64 [rows]. Uses numpy on a CPU, which takes a tenth of torch's time."""
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.argmax(-1)
 
 
 def forbid(logits: Tensor, rows: list[int], masks: Mask) -> None:
-    """-inf in these rows for every id whose bit is 0. masks: uint8 [rows, bytes], the lowest bit is the first id."""
+    """Set -inf in these rows for every id whose bit is 0. masks: uint8 [rows, bytes], the lowest bit is the first
+    id."""
     vocab = logits.shape[1]
     if logits.device.type == "cpu":
         table = logits.numpy()
@@ -284,8 +289,8 @@ def forbid(logits: Tensor, rows: list[int], masks: Mask) -> None:
 
 
 def token_logprobs(logprobs: Tensor, chosen: Sequence[int], top: int) -> list[TokenLogprob]:
-    """Reports of positions from their rows of log-probabilities [rows, vocab]: one choice of the best for all of them,
-    and one transfer, as float64, which holds ids and float32 exactly."""
+    """Log-probability reports from rows of log-probabilities [rows, vocab]. All rows share one top-k and one transfer,
+    as float64, which represents ids and float32 exactly."""
     best = torch.topk(logprobs, top)
     own = logprobs.gather(1, torch.tensor(chosen, device=logprobs.device).unsqueeze(1))
     table = torch.cat([own.double(), best.values.double(), best.indices.double()], 1).tolist()
@@ -296,7 +301,7 @@ def token_logprobs(logprobs: Tensor, chosen: Sequence[int], top: int) -> list[To
 
 
 def allowed(logits: Tensor, draws: Draws) -> Tensor:
-    """Logits over each row's temperature, -inf where its min_p, top_k or top_p leave nothing. [rows, vocab]"""
+    """Logits divided by each row's temperature, -inf where min_p, top_k or top_p exclude an id. [rows, vocab]"""
     temperature, min_p, top_p = draws.floats.view(3, -1)
     top_k, filters = draws.integers.view(3, -1)[0], draws.filters
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperature.clamp(min=1e-5).unsqueeze(1)
@@ -311,39 +316,39 @@ def allowed(logits: Tensor, draws: Draws) -> Tensor:
 
 
 def keep(probs: Tensor, floor: Tensor) -> Tensor:
-    """Zero what lies below each row's floor; ties with the last survivor survive. Not renormalised."""
+    """Set to zero what is below each row's floor. Ties with the last survivor survive; nothing is renormalised."""
     return probs.where(probs >= floor.unsqueeze(1), 0.0)
 
 
 def top_k_floor(probs: Tensor, top_k: Tensor, most: int) -> Tensor:
-    """The k-th largest probability of each row, 0 where k is 0 (off); no k is above 'most'. [rows]"""
-    best = torch.topk(probs, min(most, probs.shape[-1])).values  # best first
+    """The k-th largest probability of each row, 0 where k is 0 (off). 'most' is at least every k. [rows]"""
+    best = torch.topk(probs, min(most, probs.shape[-1])).values  # largest first
     last = top_k.clamp(max=best.shape[1]) - 1
     return torch.where(last >= 0, best.gather(1, last.clamp(min=0).unsqueeze(1)).squeeze(1), 0.0)
 
 
 def nucleus_floor(probs: Tensor, top_p: Tensor) -> Tensor:
-    """Largest probability t for which the ids with at least t hold a share top_p of each row's mass; 0 where top_p is 1
-    (off): there the sum's rounding would leave out the least likely ids. [rows]"""
+    """The largest probability t for which the ids with at least t hold a share top_p of each row's mass. 0 where top_p
+    is 1 (off): there the sum's rounding would leave out the least likely ids. [rows]"""
     return sorted_floor(probs, top_p) if probs.device.type == "cpu" else bisected_floor(probs, top_p)
 
 
 def bisected_floor(probs: Tensor, top_p: Tensor) -> Tensor:
-    """For a GPU, which sorts slowly and must not wait for the host."""
+    """The floor of top_p by bisection: for a GPU, which sorts slowly and must not wait for the host."""
     goal = top_p * probs.sum(-1)
     low, high = torch.zeros_like(goal), probs.amax(-1)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         enough = probs.where(probs >= middle.unsqueeze(1), 0.0).sum(-1) >= goal
         low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
-    # 'low' holds enough mass, 'high' may not: the smallest probability not below 'low' is the floor itself.
+    # 'low' holds enough mass, 'high' may not: the smallest probability that is at least 'low' is the floor.
     return probs.where(probs >= low.unsqueeze(1), float("inf")).amin(-1).where(top_p < 1, 0.0)
 
 
 def sorted_floor(probs: Tensor, top_p: Tensor) -> Tensor:
-    """For a CPU, which has few rows, and of each few ids that are likely enough to be sorted.
+    """The floor of top_p by sorting: for a CPU, which has few rows with few likely ids each.
 
-    Those below a share (1 - top_p) / vocab of the mass hold less than 1 - top_p together, so the others hold enough.
+    Ids below a share (1 - top_p) / vocab of the mass hold less than 1 - top_p together, so the others hold enough.
     """
     floors = np.zeros(len(probs), dtype=np.float32)
     for index, (row, share) in enumerate(zip(probs.numpy(), top_p.tolist(), strict=True)):

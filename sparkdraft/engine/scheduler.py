@@ -1,12 +1,11 @@
 """Decides what each step runs: which requests, how many rows of each, in which blocks.
 
-Every request is the same thing at a different distance from its end: it has num_tokens known ids of which num_computed
-are in the cache, and wants the rest run. A long prompt wants many rows and gets them in chunks; a decoding request
-wants one, and may carry drafts after it. When blocks run out, the youngest request gives its own back and starts over
-later (its finished blocks may still be found in the prefix cache). While some requests decode, the prompt rows of a
-step are limited, so that no stream waits long for its next token (engine/pace.py). What a request holds beside its
-blocks is told of everything that happens to it, and may refuse blocks, cut a chunk or shorten a prefix hit
-(cache/holdings.py). Integers only, no tensors.
+A request has num_tokens known ids, and the rows of num_computed of them are in the cache; it wants the rest computed. A
+long prompt wants many rows and gets them in chunks. A decoding request wants one row, which drafts may follow. When
+blocks run out, the youngest request gives its blocks back and starts over later (its full blocks may still be found in
+the prefix cache). While some requests decode, the prompt rows of a step are limited, so that no stream waits long for
+its next token (engine/pace.py). Holdings (cache/holdings.py) are told of everything that happens to a request, and may
+refuse blocks, shorten a chunk or shorten a prefix hit. Integers only, no tensors.
 """
 
 from __future__ import annotations
@@ -21,18 +20,19 @@ from sparkdraft.cache.prefix import ROOT, Hit, PrefixCache
 from sparkdraft.core import Batch, Request, Work
 from sparkdraft.engine.pace import PromptPace
 
-Room = tuple[int, ...]  # free blocks, and what is free of each holding
+Room = tuple[int, ...]  # free blocks, and the free units of each holding
 
 
 @dataclass(slots=True)
 class RowsLeft:
-    """What a step can still run. A request that misses more than one row is a prompt, or starts over like one."""
+    """The rows that a step can still run. A request that misses more than one row counts as a prompt, as does one that
+    starts over."""
 
     rows: int
-    prompt_rows: int  # of these, those that prompts may have
+    prompt_rows: int  # rows that prompts may have, a part of 'rows'
 
     def most(self, missing: int, keep: int) -> int:
-        """Rows for a request that misses this many, if 'keep' rows must be left for others."""
+        """The number of rows for a request that misses this many, if 'keep' rows must be left for others."""
         room = self.rows - keep
         return max(min(missing, room if missing == 1 else min(room, self.prompt_rows)), 0)
 
@@ -52,7 +52,7 @@ class Scheduler:
         holdings: Sequence[Holding] = (),
         pace: PromptPace | None = None,
     ) -> None:
-        """lookahead: positions after its known ids that a drafting request needs slots for.
+        """lookahead: positions after its known ids for which a drafting request needs slots.
 
         holdings: what requests hold beside their blocks. pace: limits prompt rows while others decode; without it a
         chunk takes all rows of a step.
@@ -69,8 +69,8 @@ class Scheduler:
         self.num_preempted = 0  # since the start, or since Engine.reset_counts
         prefix.prefers = self.holdings.prefers
         self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # oldest first: the order in which blocks are kept
-        self._refused: tuple[Request, Room] | None = None  # the head of the queue that found too few free blocks
+        self.running: list[Request] = []  # oldest first: the order in which requests keep their blocks
+        self._refused: tuple[Request, Room] | None = None  # the head of the queue that was refused for lack of blocks
 
     @property
     def has_work(self) -> bool:
@@ -80,19 +80,19 @@ class Scheduler:
         self.waiting.append(request)
 
     def decoding(self) -> list[Request]:
-        """Running requests that want one row: those that may draft."""
+        """Running requests that want one row. Only these may draft."""
         return [r for r in self.running if r.num_tokens - r.num_computed == 1]
 
     def schedule(self, depths: Mapping[Request, int] | None = None) -> Batch:
-        """Rows for everything running, oldest first; then for as many newcomers as fit; then drafts.
+        """Schedule rows for everything running, oldest first; then for as many waiting requests as fit; then drafts.
 
-        depths: drafts wanted after a decoding request's row. They get only what nobody needs: spare rows, free blocks.
+        depths: drafts wanted after a decoding request's row. Drafts get only spare rows and free blocks.
         """
         depths = depths or {}
         left = self._rows_of_a_step()
         work, preempted = self._continue(left)
         if not preempted:
-            # Drafts give their rows up where a newcomer would otherwise get none.
+            # Drafts give up their rows if a waiting request would otherwise get none.
             wanted = sum(depths.values())
             self._admit(work, left, keep=wanted if wanted < left.rows else 0)
         self._add_drafts(work, depths, left.rows)
@@ -100,22 +100,22 @@ class Scheduler:
         return Batch(work, preempted)
 
     def commit(self, request: Request, num_rows: int) -> None:
-        """'num_rows' more of its rows are in the cache for good: advance, and remember blocks that became full."""
+        """Advance a request by 'num_rows' committed rows, and add blocks that became full to the prefix cache."""
         request.num_computed += num_rows
         self._remember_full_blocks(request)
         self.holdings.advance(request)
 
     @property
     def only_decoding(self) -> bool:
-        """All that runs wants one row, and nobody waits who could come in."""
+        """Whether every running request wants one row and no waiting request can be admitted."""
         return bool(self.running) and not self._may_admit and len(self.decoding()) == len(self.running)
 
     def reserve(self, rows: int) -> bool:
-        """Blocks for this many rows of everything that runs, where nobody must give any back for it."""
+        """Reserve blocks for this many rows of every running request, if no request must be preempted for it."""
         return all(self._grow(request, rows) for request in self.running)
 
     def finish(self, request: Request) -> None:
-        """Take a request out, wherever it stands, and give its blocks back; the caller has set its finish reason."""
+        """Remove a request, whether it runs or waits, and release its blocks; the caller has set its finish reason."""
         for queue in (self.running, self.waiting):
             if request in queue:
                 queue.remove(request)
@@ -130,16 +130,16 @@ class Scheduler:
         return RowsLeft(self.max_rows, self.pace.most_rows(num_decoding))
 
     def _continue(self, left: RowsLeft) -> tuple[list[Work], list[Request]]:
-        """Rows for what runs: (work, requests that had to give their blocks back). Prompts share their limit."""
+        """Rows for running requests: (work, preempted requests). Prompts share their limit."""
         work: list[Work] = []
         preempted: list[Request] = []
         position = 0
         while position < len(self.running):
             request = self.running[position]
-            later = len(self.running) - position - 1  # each is sure of one row, whatever this chunk wants
+            later = len(self.running) - position - 1  # each of these is sure of one row, whatever this chunk wants
             missing = request.num_tokens - request.num_computed
             want = self.holdings.cut(request, left.most(missing, keep=later), self.running)
-            if not want:  # the prompts before it have used up the limit
+            if not want:  # earlier prompts have used up the limit
                 position += 1
                 continue
             while not self._grow(request, want):
@@ -155,7 +155,7 @@ class Scheduler:
         return work, preempted
 
     def _add_drafts(self, work: list[Work], depths: Mapping[Request, int], rows_left: int) -> None:
-        """Last of all, from what is left: drafts never cost another request its blocks."""
+        """Add drafts from what is left: they never cost another request its blocks."""
         for part in work:
             depth = min(depths.get(part.request, 0), rows_left)
             if depth and self._grow(part.request, part.num_known + self.lookahead):
@@ -163,7 +163,8 @@ class Scheduler:
                 rows_left -= depth
 
     def _give_back_look_ahead(self) -> bool:
-        """Take the blocks back that drafts were given and nobody's next rows need. Whether there were any."""
+        """Release the blocks that drafts were given and that no request's next rows need. Returns whether there were
+        any."""
         found = False
         for request in self.running:
             needed = -(-request.num_tokens // self.block_size)
@@ -176,8 +177,8 @@ class Scheduler:
 
     @property
     def _may_admit(self) -> bool:
-        """Whether the first that waits might come in. One that was refused, or had to give its blocks back, waits until
-        more is free than there was then, of blocks or of anything else that requests hold."""
+        """Whether the first waiting request might be admitted. One that was refused or preempted waits until more is
+        free than there was then, of blocks or of a holding."""
         if not self.waiting or len(self.running) == self.max_seqs:
             return False
         if not self.running or self._refused is None or self._refused[0] is not self.waiting[0]:
@@ -188,13 +189,13 @@ class Scheduler:
         return self.pool.num_free, *self.holdings.num_free
 
     def _admit(self, work: list[Work], left: RowsLeft, keep: int) -> None:
-        """Newcomers, in the order they came; 'keep' rows are left for drafts."""
+        """Admit waiting requests in order of arrival; 'keep' rows are left for drafts."""
         while self._may_admit and left.rows > keep:
             request = self.waiting[0]
             self._adopt(request, self._usable_prefix(request))
             missing = request.num_tokens - request.num_computed
             want = self.holdings.cut(request, left.most(missing, keep), self.running)
-            if not want:  # the prompts before it have used up the limit
+            if not want:  # earlier prompts have used up the limit
                 self._release(request)
                 return
             if not self._grow(request, want):
@@ -209,7 +210,7 @@ class Scheduler:
             left.take(want, missing)
 
     def _usable_prefix(self, request: Request) -> Hit:
-        """What is known of its beginning, as far as all holdings can go on from there."""
+        """The cached prefix of a request, as far as all holdings can continue from it."""
         if request.params.prompt_logprobs is not None:  # these need every prompt row to run
             return Hit([], [])
         hit = self.prefix.lookup(request.ids(0, request.num_tokens))
@@ -224,7 +225,7 @@ class Scheduler:
         self.holdings.adopt(request)
 
     def _grow(self, request: Request, rows: int) -> bool:
-        """Give the request the blocks its next rows need, and what goes with them; all of it or nothing."""
+        """Give a request the blocks and holdings that its next rows need: all of them or none."""
         needed = -(-(request.num_computed + rows) // self.block_size) - len(request.blocks)
         if needed <= 0:
             return True

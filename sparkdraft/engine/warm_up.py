@@ -1,8 +1,8 @@
-"""Requests of the shapes that a server will get, run before it says that it is ready.
+"""Runs requests of the shapes that a server will get, before the server reports that it is ready.
 
 Loading has compiled the kernels and measured a single request (Engine.warm_up). Here prompts of several lengths,
-batches, sampling, a grammar and drafts under each run once, so that the first user's request is as fast as the tenth.
-The most usual shapes come first, and a slow machine stops when its time is up.
+batches, sampling, a grammar, and drafts with each of them run once, so that the first user's request is as fast as the
+tenth. The most usual shapes come first, and a slow machine stops when its time is up.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from sparkdraft.plan.resolve import Plan
 
 BUDGET = {"cpu": 6.0, "cuda": 30.0}  # seconds
 BATCHES = (2, 4, 8, 16)
-SHALLOW = (1, 3)  # drafts that pay in a batch; one request's have all been tried (Engine.warm_up)
-SHORT = 40  # tokens of a prompt
-STEPS = 4  # of a trial: the prompt, a shape's first time, its recording, and one to see what it costs
+SHALLOW = (1, 3)  # depths that pay in a batch; Engine.warm_up has tried all depths with one request
+SHORT = 40  # tokens per prompt
+STEPS = 4  # per trial: the prompt, a shape's first run, its recording, and one to measure it
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Some requests at once."""
+    """Requests that run together."""
 
     num_prompt: int
     params: SamplingParams
@@ -33,7 +33,7 @@ class Trial:
 
 
 def trials(plan: Plan, max_depth: int) -> list[Trial]:
-    """By how likely they are to be somebody's first request."""
+    """The trials, ordered by how likely each is to be a user's first request."""
     most = STEPS * (1 + max_depth) + 1
     room = plan.max_model_len - most
     plain = SamplingParams(max_tokens=most, num_draft=0, ignore_eos=True)
@@ -63,7 +63,7 @@ def warm_up(engine: Engine, report: Callable[[int, int], None]) -> None:
 
 
 def run(engine: Engine, trial: Trial, numbers: random.Random) -> None:
-    """The prompts and a few steps more; what random text says is of no interest."""
+    """Run the prompts and a few more steps. The text is random and is thrown away."""
     names = []
     for _ in range(trial.seqs):
         ids = [numbers.randrange(engine.sampler.vocab_size) for _ in range(trial.num_prompt)]
@@ -71,7 +71,7 @@ def run(engine: Engine, trial: Trial, numbers: random.Random) -> None:
             names.append(engine.add(ids, trial.params))
         except UserError:
             assert trial.params.grammar is not None, trial
-            return  # a tokenizer that grammars cannot be had with: a request that wants one is told so
+            return  # this tokenizer does not support grammars; a request that wants one is told so
     while engine.has_work and not engine.scheduler.only_decoding:
         engine.step()
     for _ in range(STEPS - 1):

@@ -1,6 +1,6 @@
-"""What the machine has, as numbers. The engine reads a GPU's off its driver (engine/machine.py); a CPU's are read here.
+"""The machine as numbers. A GPU's are read from its driver in engine/machine.py; a CPU's are read here.
 
-No torch, so that plans can be made and tested for machines that are not this one.
+No torch, so that plans can be made and tested for other machines than this one.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 class Hardware:
     device: str  # "cpu" or "cuda"
     name: str
-    cores: int  # CPU cores this process may use
-    free_bytes: int  # of the memory that weights and KV will live in
+    cores: int  # CPU cores that this process may use
+    free_bytes: int  # of the memory that weights and KV cache will use
     capability: tuple[int, int] = (0, 0)  # of a GPU
 
 
@@ -25,12 +25,12 @@ def usable_cores() -> int:
 
 
 def available_memory() -> int | None:
-    """Bytes that the machine can give away without swapping, what it would drop of the page cache among them."""
+    """Bytes that the machine can give without swapping, including what it would drop from the page cache."""
     return _meminfo("MemAvailable")
 
 
 def free_memory() -> int:
-    """Bytes a process may still take, without swapping and within its control group."""
+    """Bytes that this process may still take, without swapping and within its control group."""
     available = available_memory() or 8 << 30
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())

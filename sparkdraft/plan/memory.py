@@ -1,6 +1,6 @@
-"""Sums of memory, made before anything is loaded: weights, KV cache, and what a step needs besides.
+"""Sums of memory, made before anything is loaded: weights, KV cache, and the scratch memory of a step.
 
-Integers in, integers and a table out; what does not fit is refused here, with the sums. No torch.
+Integers in, integers and a table out. What does not fit is refused here, with the sums. No torch.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from sparkdraft.spec.dflash_config import DFlashConfig
 
 
 class Recordings(NamedTuple):
-    most: int  # that each kind of step holds (engine/graphs.py), beside the few made at start
-    bytes_each: int  # an estimate: the launches and their arguments; what they compute with is a step's scratch
+    most: int  # kept per kind of step (engine/graphs.py), beside the few made at start
+    bytes_each: int  # an estimate: the launches and their arguments, without the buffers, which are a step's scratch
 
 
-RECORDINGS = {"native": Recordings(256, 150_000), "cuda": Recordings(64, 1 << 20)}  # by the kernels' name
+RECORDINGS = {"native": Recordings(256, 150_000), "cuda": Recordings(64, 1 << 20)}  # per kernels' name
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class MemoryPlan:
     kv: int
     scratch: int
     free: int
-    pages: int = 0  # of rows that a coded cache keeps uncoded
+    pages: int = 0  # bytes of the pages, for uncoded rows and for windows
     recordings: int = 0
 
     @property
@@ -48,32 +48,34 @@ class MemoryPlan:
 
 
 def weight_bytes(model: ModelConfig, itemsize: float) -> int:
-    """The matrices, in the format they are kept in; an embedding that is not the head counts by itself."""
+    """Bytes of the matrices in the format in which they are kept. An embedding that is not the head counts
+    separately."""
     return int(model_sizes(model).held * itemsize)
 
 
 def capture_bytes(model: ModelConfig, max_rows: int, itemsize: int) -> int:
-    """What a step needs besides, where coding is measured: what attention reads and its result a second time, and in
-    float32 how far off that is, and a few times over what the codes of keys, then of values, decode to."""
+    """Extra bytes of a step where coding errors are measured (capture_only): a second copy of what attention reads and
+    returns, its error in float32, and several float32 copies of the decoded keys and values."""
     queries = most(spec.query_width for spec in model.attention)
     keys = most(spec.kv_width for spec in model.attention)
     return max_rows * ((2 * queries + 3 * keys) * itemsize + (queries + 6 * keys) * 4)
 
 
 def recording_bytes(kernels: str, drafts: bool) -> int:
-    """What recorded steps take if each kind holds as many as it may: steps of the target, on a GPU also those that are
-    launched ahead, and of a drafter its blocks and what it is shown."""
+    """Bytes of recorded steps if each kind holds as many as it may: the target's steps, on a GPU also overlapped steps,
+    and a drafter's passes that propose and that observe."""
     kinds = 1 + (kernels == "cuda") + 2 * drafts
     return kinds * RECORDINGS[kernels].most * RECORDINGS[kernels].bytes_each
 
 
 def drafter_bytes(draft: DFlashConfig, itemsize: float) -> int:
-    """Its layers and what projects the target's states; embedding and head are the target's, or rows of its head."""
+    """Bytes of a drafter's layers and of its projection of the target's states. Embedding and head are the target's, or
+    rows of its head."""
     model, sizes = draft.model, model_sizes(draft.model)
     hidden = model.hidden_size
     count = sizes.active_in_layers
     count += hidden * len(draft.taps) * draft.target_hidden_size
-    count += hidden * sizes.kv  # keys and values again, as one matrix
+    count += hidden * sizes.kv  # keys and values a second time, as one matrix
     if draft.draft_vocab_size < model.vocab_size:
         count += hidden * draft.draft_vocab_size
     return int(count * itemsize)
@@ -82,14 +84,14 @@ def drafter_bytes(draft: DFlashConfig, itemsize: float) -> int:
 def scratch_bytes(
     model: ModelConfig, max_rows: int, max_seqs: int, itemsize: int, draft: DrafterCaps | None = None
 ) -> int:
-    """What a step needs: a layer's activations, what a drafter reads of them, and logits of the rows that are sampled.
+    """Bytes of a step's scratch: a layer's activations, what a drafter reads of them, and the logits of sampled rows.
 
-    Of a layer's activations each is counted: once they have been made, the allocator keeps the memory of all. Logits of
-    drafted rows are counted twice: a step that is recorded has run once before.
+    All activations of a layer are counted: once they have been allocated, the allocator keeps their memory. Logits of
+    drafted rows are counted twice, because a step runs once before it is recorded.
     """
     sizes = model_sizes(model)
     width = 2 * sizes.hidden + sizes.projected + sizes.mixed + sizes.mlp
-    sampled = 4 * max_seqs  # the logits, and what filters them
+    sampled = 4 * max_seqs  # the logits, and what the filters need
     if draft:
         width += len(draft.taps) * model.hidden_size
         sampled += 2 * max_seqs * draft.max_depth

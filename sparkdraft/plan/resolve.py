@@ -1,7 +1,7 @@
-"""From what was asked to what will run: one function fills every "auto", and says why, in words.
+"""Turns what was asked into what will run: one function fills in every "auto", with reasons in words.
 
-`auto` may settle for less and leaves a `Fallback` with its reason, which every front end shows; what was asked for by
-name and cannot run is an error that says what to change. No torch: facts about the machine come in as numbers, so a
+`auto` may settle for less; it then leaves a `Fallback` with its reason, which every front end shows. What was asked for
+by name and cannot run is an error that says what to change. No torch: facts about the machine come in as numbers, so a
 plan can be made for any machine. engine/machine.py makes the plan for the machine at hand. A plan never changes; what
 loading and running add is in `Engine.fallbacks`.
 """
@@ -30,11 +30,12 @@ from sparkdraft.plan.turboquant import CodedPlan, plan_coded
 from sparkdraft.plan.windows import WindowPlan, plan_windows, window_layers
 from sparkdraft.spec.caps import DrafterCaps
 
-CPU_KV_SHARE = 0.25  # of the free memory, for a CPU's KV cache: other programs want that memory too
-LEAST_CONTEXT = 64  # tokens: the requests that are tried at start need no more, and a shorter context serves nobody
-ITEMSIZE = {"float32": 4, "bfloat16": 2}  # of activations, and of keys and values as they are computed
-MOST_AHEAD = 64  # rows past the committed ones that a request may write to: drafts, and steps that are not read yet
-FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert to it and back
+CPU_KV_SHARE = 0.25  # share of the free memory for a CPU's KV cache: other programs want that memory too
+LEAST_CONTEXT = 64  # tokens: the warm-up requests need no more, and a shorter context is of no use
+ITEMSIZE = {"float32": 4, "bfloat16": 2}  # of activations, and of exact keys and values
+# rows past the committed ones that a request may write to: drafts, and launched steps that are not read yet
+MOST_AHEAD = 64
+FP8_CAPABILITY = (8, 9)  # the first GPUs that convert to fp8 and back
 WEIGHT_ITEMSIZE = {"quantised": 1.07, "float32": 4.0, "bfloat16": 2.0}  # quantised: at most 8 bits and a scale
 
 
@@ -54,22 +55,22 @@ class Plan:
     max_model_len: int
     max_seqs: int
     max_rows: int
-    max_step_ms: int  # of a step in which requests decode beside a prompt
+    max_step_ms: int  # time limit of a step in which requests decode beside a prompt
     kv: str  # "exact", "fp8" or "turboquant"
     block_size: int
     num_blocks: int
     prefix_cache: bool
     graphs: bool
     memory: MemoryPlan
-    coded: CodedPlan | None = None  # of a turboquant cache
-    windows: tuple[WindowPlan, ...] = ()  # of layers that keep the K/V of their window alone
+    coded: CodedPlan | None = None  # for a turboquant cache
+    windows: tuple[WindowPlan, ...] = ()  # for layers that keep the K/V of their window alone
     fallbacks: tuple[Fallback, ...] = ()
 
     def describe(self, fallbacks: Sequence[Fallback] | None = None) -> str:
         """fallbacks: those of the engine that runs this plan. Without them, the plan's own are shown."""
         lines = [
             f"{self.device}, {self.weights} weights, {self.kernels} kernels, {self.threads} threads",
-            f"context {self.max_model_len} tokens, {self.max_seqs} requests at once, {self.max_rows} rows a step",
+            f"context {self.max_model_len} tokens, {self.max_seqs} requests at once, {self.max_rows} rows per step",
             f"KV cache {self.num_blocks * self.block_size} tokens in blocks of {self.block_size}, {self._kv()}",
             self.memory.table(),
         ]
@@ -88,7 +89,7 @@ def resolve(
     native_problem: str | None = None,
     drafter: DrafterCaps | None = None,
 ) -> Plan:
-    """native_problem: why the CPU kernels cannot be had, or None. drafter: what drafts, counted in."""
+    """native_problem: why the CPU kernels are not available, or None. drafter: its memory is part of the plan."""
     on_cpu = hardware.device == "cpu"
     fallbacks = [_unknown_keys(model.unknown_keys)] if model.unknown_keys else []
     weights = _weights(config, hardware, native_problem, fallbacks)
@@ -97,7 +98,7 @@ def resolve(
     max_seqs = config.max_seqs or (16 if on_cpu else 64)
     max_rows = config.max_rows or (512 if on_cpu else 8192)
     if max_rows < max_seqs:
-        raise UserError(f"max_rows is {max_rows}, below max_seqs ({max_seqs}); every request needs a row a step")
+        raise UserError(f"max_rows is {max_rows}, below max_seqs ({max_seqs}); every request needs one row per step")
     itemsize = ITEMSIZE[dtype]
     kv = "exact" if config.kv == "turboquant" and config.tq_mode == "off" else config.kv
     _check_kv(kv, hardware, weights)
@@ -116,10 +117,10 @@ def resolve(
     room = int(hardware.free_bytes * config.memory_fraction) - held - scratch - recordings
     step = StepSize(max_model_len, max_seqs, max_rows)
     caches = _caches(config, model, drafter, kv, kernels, itemsize, step, room)
-    per_block, pages = max(caches.block_bytes, 1), caches.page_bytes  # no layer keeps blocks where all slide
+    per_block, pages = max(caches.block_bytes, 1), caches.page_bytes  # there are no blocks if all layers slide
     num_blocks = _num_blocks(config, hardware, room - pages, per_block, max_model_len, max_seqs)
     context = min(max_model_len, num_blocks * config.block_size)
-    if context < max_model_len and not config.kv_tokens:  # else it is what was asked for
+    if context < max_model_len and not config.kv_tokens:  # a context that follows from kv_tokens was asked for
         fallbacks.append(_shorter_context(context, max_model_len))
     return Plan(
         device=hardware.device,
@@ -152,8 +153,8 @@ class StepSize(NamedTuple):
 class Caches(NamedTuple):
     coded: CodedPlan | None
     windows: tuple[WindowPlan, ...]
-    block_bytes: int  # of one block, in all layers that keep blocks, the drafter's included
-    page_bytes: int  # of all pages
+    block_bytes: int  # one block in all layers that keep blocks, including the drafter's
+    page_bytes: int  # all pages together
 
 
 def _caches(
@@ -166,8 +167,8 @@ def _caches(
     step: StepSize,
     room: int,  # bytes for all K/V
 ) -> Caches:
-    """Which layers keep blocks and which pages, and what both take."""
-    slid = window_layers(model, step.context)  # by window
+    """Decide which layers keep blocks and which keep pages, and how many bytes both take."""
+    slid = window_layers(model, step.context)  # per window
     full = [spec for spec in model.cached_attention if spec.window not in slid]
     coded, pages, size = None, 0, config.block_size
     if kv == "turboquant":
@@ -190,7 +191,7 @@ def _unknown_keys(keys: tuple[str, ...]) -> Fallback:
 
 
 def _weights(config: EngineConfig, hardware: Hardware, native_problem: str | None, fallbacks: list[Fallback]) -> str:
-    """How matrices are kept, which is what a user's dtype says; activations follow from it."""
+    """How matrices are kept, which the user's dtype says; the type of activations follows from it."""
     if hardware.device == "cuda":
         if config.dtype == "quantised":
             raise UserError("dtype quantised runs on a CPU only; on a GPU ask for bfloat16 or leave it on auto")
@@ -198,7 +199,7 @@ def _weights(config: EngineConfig, hardware: Hardware, native_problem: str | Non
     if config.dtype == "bfloat16":
         raise UserError("dtype bfloat16 needs a GPU; on a CPU ask for quantised or float32, or leave it on auto")
     if config.dtype == "quantised" and native_problem:
-        raise UserError(f"dtype quantised needs the CPU kernels, and there are none: {native_problem}")
+        raise UserError(f"dtype quantised needs the CPU kernels, which are not available: {native_problem}")
     if config.dtype == "auto" and native_problem:
         fallbacks.append(Fallback("float32 instead of quantised weights", native_problem))
         return "float32"
@@ -209,17 +210,18 @@ def _check_kv(kv: str, hardware: Hardware, weights: str) -> None:
     if kv != "fp8":
         return
     if weights == "quantised":
-        raise UserError("kv fp8 is not for the CPU kernels; on a CPU ask for kv exact or turboquant, or dtype float32")
+        raise UserError("kv fp8 does not run on the CPU kernels: ask for kv exact or turboquant, or for dtype float32")
     if hardware.device == "cuda" and hardware.capability < FP8_CAPABILITY:
         has, needs = (".".join(map(str, c)) for c in (hardware.capability, FP8_CAPABILITY))
         raise UserError(f"kv fp8 needs a GPU of compute capability {needs}; {hardware.name} has {has}: keep it exact")
 
 
 def _check_borrowed(model: ModelConfig, coded: Sequence[AttentionSpec]) -> None:
-    """Queries are compared with codes in their rotated form, which only the layer that writes the codes gives them."""
+    """Refuse borrowed layers of a coded cache: queries must be rotated as the codes are, which only the layer that
+    writes the codes does."""
     owners = [model.layers[spec.kv_from].mixer for spec in model.attention if spec.kv_from is not None]
     if any(owner in coded for owner in owners):
-        raise UserError("kv turboquant is not built for layers that read another layer's K/V: ask for kv fp8 or exact")
+        raise UserError("kv turboquant does not support layers that read another layer's K/V: ask for kv fp8 or exact")
 
 
 def _check_coded(kernels: str, head_dim: int, block_size: int) -> None:
@@ -240,7 +242,8 @@ def _check_coded(kernels: str, head_dim: int, block_size: int) -> None:
 def _token_bytes(
     layers: Sequence[AttentionSpec], kv: str, itemsize: int, coded: CodedPlan | None, drafter: DrafterCaps | None
 ) -> int:
-    """Of the KV cache of these layers, exact, coded or both, and of the drafter's, which is always exact."""
+    """Bytes per token of the KV cache of these layers (exact, coded or both) and of the drafter's, which is always
+    exact."""
     size = kv_bytes_per_token(drafter.kv, itemsize) if drafter else 0
     if coded:
         size += coded.bytes_per_token(layers)
@@ -268,9 +271,9 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 def _num_blocks(
     config: EngineConfig, hardware: Hardware, room: int, per_block: int, max_model_len: int, max_seqs: int
 ) -> int:
-    """Blocks of KV cache. room: bytes that may be used and that nothing else takes."""
+    """Blocks of the KV cache. room: bytes that may be used and that nothing else takes."""
     size, fits = config.block_size, max(room // per_block, 0)
-    context = -(-max_model_len // size)  # blocks
+    context = -(-max_model_len // size)  # in blocks
     wanted = -(-config.kv_tokens // size)
     if fits * size < min(LEAST_CONTEXT, max_model_len):
         taken = int(hardware.free_bytes * config.memory_fraction) - room

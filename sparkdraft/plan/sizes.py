@@ -1,7 +1,7 @@
-"""Sums over a model's layers: weights, multiplications, cache and activations. No other file has formulas of these.
+"""Sums over a model's layers: weights, multiplications, cache and activations. Only this file has such formulas.
 
-Counts are of numbers, not bytes; what a number takes is the caller's to say, because weights, caches and activations
-are kept in different types. The plan, the benchmarks and the trainer ask here. No torch.
+Counts are numbers, not bytes; the caller multiplies by the item size, because weights, caches and activations have
+different types. The plan, the benchmarks and the trainer use this. No torch.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from sparkdraft.models.layers import AttentionSpec, DenseSpec, ExpertsSpec, Laye
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """Of one layer. Norms, biases and other vectors are left out: together they are less than 0.1 %."""
+    """Counts for one layer. Norms, biases and other vectors are left out: together they are less than 0.1 %."""
 
     held: int  # weights of its matrices
-    active: int  # of these, those that one row is multiplied by: experts that are not chosen are left out
+    active: int  # weights that one row is multiplied by, so without the experts that are not chosen
     kv: int  # keys and values that one token adds to the cache
     queries: int  # numbers of one row that are multiplied with each key it sees
     projected: int  # numbers that the mixer's projections make of one row
@@ -80,8 +80,8 @@ def _mlp(spec: DenseSpec | ExpertsSpec, hidden: int) -> LayerSizes:
 class ModelSizes:
     layers: tuple[LayerSizes, ...]
     hidden: int
-    head: int  # weights of the head, which one row is multiplied by
-    embedding: int  # of an embedding that is not the head
+    head: int  # weights of the head, which every sampled row is multiplied by
+    embedding: int  # weights of an embedding that is not the head
 
     @property
     def held(self) -> int:
@@ -89,7 +89,7 @@ class ModelSizes:
 
     @property
     def active(self) -> int:
-        """What one row is multiplied by, the head included."""
+        """Weights that one row is multiplied by, including the head."""
         return self.active_in_layers + self.head
 
     @property
@@ -103,12 +103,12 @@ class ModelSizes:
 
     @property
     def kv(self) -> int:
-        """Keys and values of one token."""
+        """Keys and values per token."""
         return sum(layer.kv for layer in self.layers)
 
     @property
     def projected(self) -> int:
-        """Of the layer that needs most, as the next two."""
+        """The maximum over layers, as in the next two."""
         return most(layer.projected for layer in self.layers)
 
     @property
@@ -120,7 +120,7 @@ class ModelSizes:
         return most(layer.mlp for layer in self.layers)
 
     def operations(self, keys: float) -> float:
-        """Multiplications and additions of one row in the layers, if it sees this many keys."""
+        """Multiplications and additions per row in the layers, if the row sees this many keys."""
         return 2.0 * self.active_in_layers + 4 * sum(layer.queries for layer in self.layers) * keys
 
 
@@ -131,7 +131,7 @@ def model_sizes(model: ModelConfig) -> ModelSizes:
 
 
 def kv_bytes_per_token(layers: Iterable[AttentionSpec], itemsize: int) -> int:
-    """Of the layers that own keys and values."""
+    """Bytes per token, over the layers that own keys and values."""
     return sum(_mixer(spec, 0).kv for spec in layers) * itemsize
 
 

@@ -1,4 +1,5 @@
-"""How a TurboQuant cache is cut: bits by layer, rows that stay uncoded, pages for them, and their bytes. No torch."""
+"""The layout of a TurboQuant cache: bits per layer, rows that stay uncoded, pages for them, and their bytes. No
+torch."""
 
 from __future__ import annotations
 
@@ -12,21 +13,21 @@ from sparkdraft.kernels.turboquant.layout import PLANES, block_width, token_byte
 from sparkdraft.models.layers import AttentionSpec
 from sparkdraft.plan.sizes import kv_bytes_per_token
 
-FIRST = 4  # positions of a context that stay uncoded beside the recent ones: much attention falls on them
-LEAST_SPARE = 64  # pages beyond what decoding needs, for prompts and for what may be found again
-SPARE_SHARE = 80  # of the room, one part of so many is for such pages at most
+FIRST = 4  # first positions of a context that stay uncoded beside the recent ones: they get much of the attention
+LEAST_SPARE = 64  # pages beyond what decoding needs, for prompts and for prefixes to be found again
+SPARE_SHARE = 80  # such pages take at most one part in this many of the room
 PAGE_ITEMSIZE = {"cuda": 2, "cpu": 4}  # float16; on a CPU float32
 
 
 @dataclass(frozen=True, slots=True)
 class CodedPlan:
-    key_bits: tuple[int, ...]  # by layer
+    key_bits: tuple[int, ...]  # per layer
     value_bits: int
     first: int
     recent: int
-    pages: int  # of uncoded rows; 0 where all is coded
+    pages: int  # of uncoded rows; 0 if everything is coded
     page_bytes: int
-    captured: bool = False  # an exact cache is read, and codes are written beside it to be measured
+    captured: bool = False  # whether an exact cache is read, with codes beside it to be measured
 
     @property
     def is_hybrid(self) -> bool:
@@ -49,25 +50,26 @@ class CodedPlan:
 
 def plan_coded(
     config: EngineConfig,
-    layers: Sequence[AttentionSpec],  # those that are coded
+    layers: Sequence[AttentionSpec],  # the layers that are coded
     device: str,
     max_seqs: int,
     max_rows: int,
     room: int,
     most_ahead: int,
 ) -> CodedPlan:
-    """room: bytes for codes and pages together. most_ahead: rows past the committed that a request may write to."""
+    """room: bytes for codes and pages together. most_ahead: rows past the committed ones that a request may write
+    to."""
     if not layers:
         raise UserError(
             "this model has no layers whose K/V grow with the context: TurboQuant has nothing to code, keep kv exact"
         )
     for spec in layers:
-        block_width(spec.head_dim)  # refuses what cannot be rotated
+        block_width(spec.head_dim)  # refuses head sizes that cannot be rotated
     more, most = config.tq_initial_layers, max(PLANES)
     if more > len(layers):
-        raise UserError(f"tq_initial_layers is {more}; this model has {len(layers)} layers with a KV cache")
+        raise UserError(f"tq_initial_layers is {more}; {len(layers)} layers have a KV cache: ask for no more")
     if more and config.tq_key_bits == most:
-        raise UserError(f"tq_initial_layers asks for {most + 1} bits a key; {most} is the most: leave it at 0")
+        raise UserError(f"tq_initial_layers asks for {most + 1} bits per key number; {most} is the most: leave it at 0")
     bits = tuple(config.tq_key_bits + (layer < more) for layer in range(len(layers)))
     size = config.block_size
     page = kv_bytes_per_token(layers, PAGE_ITEMSIZE[device]) * size

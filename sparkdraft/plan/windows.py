@@ -1,6 +1,7 @@
-"""How many pages the layers of each sliding window get: enough for the requests that the full layers have room for.
+"""The number of pages for the layers of each sliding window: enough for the requests that the full layers have room
+for.
 
-A request holds pages for its window and for what it is about to write, however long it is (cache/windows.py); a prompt
+A request holds pages for its window and for what it is about to write, whatever its length (cache/windows.py); a prompt
 chunk needs pages for all its rows at once. No torch.
 """
 
@@ -12,9 +13,10 @@ from sparkdraft.cache.recent_rows import pages_of_a_request
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.layers import AttentionSpec
 
-USUAL_CONTEXT = 8192  # tokens of a request, where memory is divided between full layers and windows
-SPARE_SHARE = 4  # of the pages that requests need, one part in this many is added for prefixes to be found again
-CHUNK_ROWS = 2048  # of a prompt that pages are reserved for beside those of requests; longer chunks are cut to fit
+USUAL_CONTEXT = 8192  # assumed tokens per request when memory is divided between full layers and windows
+SPARE_SHARE = 4  # one part in this many is added to the pages that requests need, for prefixes to be found again
+# rows of a prompt chunk for which pages are reserved beside those of requests; longer chunks are cut to fit
+CHUNK_ROWS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +27,11 @@ class WindowPlan:
 
     @property
     def nbytes(self) -> int:
-        return (self.pages + 1) * self.page_bytes  # and one of zeros, in the place of those that are missing
+        return (self.pages + 1) * self.page_bytes  # with one page of zeros, which takes the place of missing pages
 
 
 def window_layers(model: ModelConfig, context: int) -> dict[int, list[AttentionSpec]]:
-    """The layers that keep pages instead of blocks, by window. One that spans the context is a full layer."""
+    """The layers that keep pages instead of blocks, per window. A window that spans the context makes a full layer."""
     found: dict[int, list[AttentionSpec]] = {}
     for spec in model.cached_attention:
         if 0 < spec.window < context:
@@ -38,7 +40,7 @@ def window_layers(model: ModelConfig, context: int) -> dict[int, list[AttentionS
 
 
 def plan_windows(
-    layers: dict[int, list[AttentionSpec]],  # by window
+    layers: dict[int, list[AttentionSpec]],  # per window
     block_size: int,
     context: int,
     max_seqs: int,
@@ -47,7 +49,7 @@ def plan_windows(
     itemsize: int,
     room: int,  # bytes for all K/V
     full_block_bytes: int,
-    most_blocks: int,  # that there may be: each has one page at most
+    most_blocks: int,  # upper limit: each block has at most one page
 ) -> tuple[WindowPlan, ...]:
     need = {window: pages_of_a_request(block_size, 0, window, most_ahead) for window in layers}
     page = {window: sum(2 * s.kv_width for s in specs) * block_size * itemsize for window, specs in layers.items()}

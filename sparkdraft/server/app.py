@@ -1,9 +1,9 @@
-"""The API as one ASGI application: routes, the guards before them, and one way for everything to go wrong.
+"""The API as one ASGI application: routes, the middleware before them, and one place that turns errors into answers.
 
     Linger -> Errors -> Hosts -> Auth -> BodyLimit -> a route
 
-Whatever a guard or a route raises becomes OpenAI's error body in `Errors`. The engine is reached through its client
-only, so nothing here imports torch; starting a server around this is run.py's work.
+Whatever the middleware or a route raises becomes OpenAI's error body in `Errors`. The engine is reached only through
+its client, so nothing here imports torch. run.py starts a server around this.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 def create_app(config: ServerConfig, client: EngineClient, warms_up: bool = True) -> FastAPI:
-    """The application owns the client: it is started and stopped with it. warms_up: requests of its own go first."""
+    """The application owns the client: both start and stop together. warms_up: run warm-up requests first."""
     service = Service(config, client)
     guards = [Middleware(Linger), Middleware(Errors, metrics=service.metrics)]
     if (accepted := accepted_hosts(config)) is not None:
@@ -56,7 +56,7 @@ def create_app(config: ServerConfig, client: EngineClient, warms_up: bool = True
     app = FastAPI(
         title="Sparkdraft",
         version=__version__,
-        docs_url=None,  # both load their scripts from elsewhere
+        docs_url=None,  # both pages load their scripts from elsewhere
         redoc_url=None,
         middleware=guards,
         lifespan=_lifespan,
@@ -94,7 +94,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 async def _reraise(request: Request, error: Exception) -> Response:
-    """FastAPI has answers of its own to some exceptions; ours are made in one place, further out."""
+    """Pass an exception on: FastAPI would answer some of them itself, but answers to errors are made in `Errors`."""
     raise as_error(error) from None
 
 
@@ -108,7 +108,7 @@ def as_error(error: Exception) -> ApiError:
     if isinstance(error, UserError):
         return ApiError(400, as_sentence(str(error)))
     if isinstance(error, HTTPException):
-        if error.status_code == 400:  # FastAPI's only one: it could not read the body
+        if error.status_code == 400:  # FastAPI raises it only for a body that it could not read
             return unreadable(error.__cause__)
         detail = {404: "There is no such route; see /openapi.json.", 405: "This route does not take that method."}
         return ApiError(error.status_code, detail.get(error.status_code, str(error.detail)), headers=error.headers)
@@ -117,7 +117,7 @@ def as_error(error: Exception) -> ApiError:
 
 
 class Errors:
-    """Middleware around all others that answer: an exception becomes an answer, and every answer is counted."""
+    """Outermost answering middleware: it turns an exception into an answer, and counts every answer."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app, self.metrics = app, metrics

@@ -1,8 +1,7 @@
-"""The bearer key: who has none, or a wrong one, gets 401.
+"""The bearer key: a request without it, or with a wrong one, gets 401.
 
-The comparison takes the same time whatever the guess, over digests, so that not even the key's length shows. The page
-and /health may be read without a key, because a browser and a load balancer have none to send; a wrong key is refused
-there too.
+Digests are compared in constant time, so that neither the key nor its length shows in the timing. The page and /health
+may be read without a key, because a browser and a load balancer have none to send; a wrong key is refused there too.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ OPEN_PATHS = ("/", "/health")
 
 
 class Auth:
-    """Middleware: lets a request through whose Authorization header is 'Bearer' and the key."""
+    """Middleware: lets a request through if its Authorization header is 'Bearer' and the key."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self.app = app

@@ -1,7 +1,7 @@
 """What a user may choose about the server, in one frozen record around the engine's own.
 
-Flags, the environment and a TOML file say the same names and meet in one function, `merge`: flags beat the environment,
-that beats the file, and that beats the defaults. What the engine's values mean is for sparkdraft/config.py to check.
+Flags, the environment and a TOML file use the same names and meet in one function, `merge`: flags beat the environment,
+the environment beats the file, and the file beats the defaults. sparkdraft/config.py checks the engine's values.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from sparkdraft.core import UserError
 from sparkdraft.text.families import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 
 PREFIX = "SPARKDRAFT_"
-# Variables that are no fields: read by weights/hub.py, cli/serve.py and kernels/native/build.py.
+# Variables that are not fields: read by weights/hub.py, cli/serve.py and kernels/native/build.py.
 OTHER_NAMES = ("SPARKDRAFT_CACHE", "SPARKDRAFT_CONFIG", "SPARKDRAFT_CXXFLAGS")
-# Names that containers for vLLM use already, and the field each one sets. SPARKDRAFT_* beats them.
+# Names that existing vLLM containers use, and the field that each one sets. SPARKDRAFT_* beats them.
 CONTAINER_NAMES = {
     "MODEL_PATH": "model",
     "DFLASH_DRAFTER": "drafter",
@@ -39,7 +39,7 @@ CONTAINER_NAMES = {
     "SERVED_MODEL_NAME": "served_name",
     "VLLM_API_KEY": "api_key",
 }
-TURBOQUANT = "ENABLE_TURBOQUANT"  # as those containers switch it on
+TURBOQUANT = "ENABLE_TURBOQUANT"  # how those containers switch it on
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -51,21 +51,19 @@ class ServerConfig:
     api_key: str = option(
         "", "clients must send this key; better given as SPARKDRAFT_API_KEY, which `ps` does not show", secret=True
     )
-    served_name: str = option(
-        "", "the model's name in requests, several with commas between them (default: as --model)"
-    )
+    served_name: str = option("", "the model's name in requests, or several, separated by commas (default: as --model)")
     allow_public: bool = option(False, "listen beyond this machine without a key")
     allowed_hosts: str = option(
         "",
-        "names, with commas between them, under which clients may reach this server beside localhost; '*' allows all "
+        "comma-separated names under which clients may reach this server beside localhost; '*' allows all "
         "(default: localhost only while --host is this machine, else all)",
     )
     max_queue: int = option(256, "sequences that may wait while others run; more get status 429")
-    max_body: int = option(8 << 20, "most bytes of one request")
+    max_body: int = option(8 << 20, "largest request body in bytes")
     sampling_defaults: str = option(
         "model",
-        "for requests that name no temperature and so on: model (its generation_config.json), openai (temperature 1), "
-        "or values such as temperature=0.7,top_p=0.9",
+        "values for fields that a request leaves out: model (its generation_config.json), openai (temperature 1), or "
+        "single values such as temperature=0.7,top_p=0.9",
     )
     reasoning_parser: str = option(
         AUTO,
@@ -78,7 +76,7 @@ class ServerConfig:
         if not 0 <= self.port <= 65535:
             raise UserError(f"port is {self.port}; it must be between 0 (any free one) and 65535")
         if self.max_queue < 0:
-            raise UserError(f"max_queue is {self.max_queue}; it must be 0 (nobody waits) or positive")
+            raise UserError(f"max_queue is {self.max_queue}; it must be 0 (no request waits) or positive")
         if self.max_body < 1024:
             raise UserError(f"max_body is {self.max_body}; it must be at least 1024 bytes")
         if not 0 <= self.drain_seconds <= 3600:
@@ -111,7 +109,7 @@ class ServerConfig:
 
     @property
     def names(self) -> list[str]:
-        """What the model is called in requests; the first is the one that answers carry."""
+        """The model's names in requests; answers carry the first."""
         given = [name.strip() for name in self.served_name.split(",") if name.strip()]
         model = self.engine.model
         path = Path(model)
@@ -129,7 +127,7 @@ def default_of(name: str) -> Any:
 
 
 def merge(flags: Mapping[str, Any], toml_path: str | Path | None, environ: Mapping[str, str]) -> ServerConfig:
-    """One config of three sources; a flag that was not given is None or missing."""
+    """One config from the three sources; a flag that was not given is None or missing."""
     values = _from_toml(toml_path) if toml_path else {}
     values |= _from_environment(environ)
     values |= {name: value for name, value in flags.items() if value is not None}
@@ -140,8 +138,8 @@ def merge(flags: Mapping[str, Any], toml_path: str | Path | None, environ: Mappi
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """An empty variable counts as not set: containers pass on what nobody filled in. Nor are their TQ_* read where
-    ENABLE_TURBOQUANT says that the feature is off."""
+    """An empty variable counts as not set, because containers pass on variables that were never filled in. TQ_*
+    variables of containers are not read if ENABLE_TURBOQUANT says that the feature is off."""
     own = {PREFIX + name.upper(): name for name in FIELDS}
     for key, value in environ.items():
         if key.startswith(PREFIX) and value and key not in own and key not in OTHER_NAMES:
@@ -171,7 +169,7 @@ def _from_toml(path: str | Path) -> dict[str, Any]:
 
 
 def _converted(name: str, value: Any, source: str) -> Any:
-    """A value of the field's own type, from TOML's types or an environment variable's text."""
+    """Convert a value from TOML's types, or from an environment variable's text, to the field's own type."""
     kind = type(default_of(name))
     if kind is bool:
         if isinstance(value, str) and value.lower() in TRUE + FALSE:

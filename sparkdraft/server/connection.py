@@ -1,7 +1,7 @@
-"""One client's connection: uvicorn's own, with a time-out for headers, of which uvicorn has none.
+"""One client's connection: uvicorn's own, with a time-out for headers, which uvicorn does not have.
 
-Without it, whoever opens connections and never ends a header holds each for ever, at no cost of its own. Time-outs of
-bodies are limits.py's matter, and uvicorn closes connections that are idle between two requests.
+Without it, a client that opens connections and never ends a header would hold each of them forever, at no cost to
+itself. limits.py has the time-outs for bodies, and uvicorn closes connections that are idle between two requests.
 """
 
 from __future__ import annotations

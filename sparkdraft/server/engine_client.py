@@ -1,9 +1,9 @@
 """The API's side of the process boundary: starts the engine process, talks to it, and starts it again when it dies.
 
-The two share a socket pair, so each sees the other's end at once, however it came: the child exits when its parent is
-gone, and the parent fails what was in flight and starts a new child. One asyncio protocol hands each event to the queue
-of its request and never waits for a reader of it. What requests mean, and how they are answered, is for the routes.
-No torch.
+The two share a socket pair, so each sees at once when the other is gone, for whatever reason: the child exits when its
+parent is gone, and the parent fails what was in flight and starts a new child. One asyncio protocol hands each event to
+the queue of its request and never waits for a reader. The routes know what requests mean and how they are answered. No
+torch.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from sparkdraft.server import messages
 from sparkdraft.server.engine_errors import EngineError, RequestFailed, RequestRefused
 from sparkdraft.server.messages import Message, TokenEvent
 
-COMMAND = (sys.executable, "-P", "-m", "sparkdraft.server.engine_process")  # -P: nothing from the current folder
+COMMAND = (sys.executable, "-P", "-m", "sparkdraft.server.engine_process")  # -P: import nothing from the current folder
 log = logging.getLogger(__name__)
 GRACE = 1.0  # seconds a child has to exit after its socket closed or after Shutdown, before it is killed
 POLL = 0.01
-FIRST_START = 10  # seconds that a start is expected to take before one was measured
+FIRST_START = 10  # assumed seconds of a start before one was measured
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    first: float = 1.0  # seconds before the first new start; each failure in a row doubles them
+    first: float = 1.0  # seconds before the first restart; each failure in a row doubles them
     most: float = 30.0
     calm: float = 60.0  # an engine that was ready for this long died of something new: begin with 'first' again
 
 
 @dataclass(eq=False, slots=True)
 class Mailbox:
-    """Where one request's events wait for whoever reads them. The client knows the mailbox, not the reader: a reader
-    that is dropped can then be noticed."""
+    """The events of one request that wait for their reader. The client knows the mailbox and not the reader, so that a
+    reader that is dropped can be noticed."""
 
-    left: int  # of its n texts, those whose end has not come from the engine
+    left: int  # those of its n texts whose end has not come from the engine
     queue: asyncio.Queue[TokenEvent | EngineError] = field(default_factory=asyncio.Queue)
 
 
@@ -67,12 +67,13 @@ class EngineClient:
         self.options = asdict(engine) if isinstance(engine, EngineConfig) else dict(engine)
         self.restart, self.command = restart or RestartPolicy(), command
         self.state = "starting"
-        self.stage, self.progress = "process", (0, 0)  # of loading: its name, how much is done of how much
+        self.stage, self.progress = "process", (0, 0)  # stage of loading, and (done, total)
         self.last_error: str | None = None
         self.restarts = 0
         self.info: ModelInfo | None = None  # kept while a new engine starts
-        self.start_began = time.monotonic()  # of the start that runs or was last: when the engine before it was lost
-        self.start_seconds = float(FIRST_START)  # that the last start took, until requests were taken
+        # when the start that runs, or the last one, began: when the engine before it was lost
+        self.start_began = time.monotonic()
+        self.start_seconds = float(FIRST_START)  # how long the last start took until requests were accepted
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -81,12 +82,12 @@ class EngineClient:
         self._ready_at = 0.0
         self._mailboxes: dict[str, Mailbox] = {}
         self._questions: dict[str, asyncio.Future[dict[str, Any]]] = {}
-        self._idle = asyncio.Event()  # nothing is in flight
+        self._idle = asyncio.Event()  # set while nothing is in flight
         self._idle.set()
         self._stopping = asyncio.Event()
         self._numbers = count()
 
-    # ---- what the routes use
+    # ---- calls of the routes
 
     @property
     def pid(self) -> int | None:
@@ -94,12 +95,12 @@ class EngineClient:
 
     @property
     def retry_after(self) -> int:
-        """Whole seconds until requests are likely to be taken: as long as the last start took, from the begin of this
-        one. A start that takes longer is asked after every second."""
+        """Whole seconds until requests will probably be accepted: as long as the last start took, from the beginning of
+        this one. If this start takes longer, 1."""
         return max(1, math.ceil(self.start_began + self.start_seconds - time.monotonic()))
 
     def start_took(self) -> float:
-        """The engine takes requests now: remember and return how long its start took."""
+        """The engine accepts requests now: remember and return how long its start took."""
         self.start_seconds = time.monotonic() - self.start_began
         return self.start_seconds
 
@@ -111,8 +112,8 @@ class EngineClient:
         self._supervisor = asyncio.create_task(self._supervise())
 
     def submit(self, id: str, prompt_ids: Sequence[int], params: SamplingParams | Mapping[str, Any]) -> TokenStream:
-        """Send a request off under an id never used before; its events come from the iterator. Raises where no engine
-        is ready. Must be called in the event loop's thread."""
+        """Send a request under an id never used before; its events come from the iterator. Raises if no engine is
+        ready. Must be called in the event loop's thread."""
         if self.state != "ready":
             raise self._not_ready()
         assert id not in self._mailboxes, f"request id {id} is in flight already"
@@ -123,12 +124,12 @@ class EngineClient:
         return TokenStream(self, id, mailbox)
 
     async def abort(self, id: str) -> None:
-        """End a request now; its iterator yields a last event with finish "abort". An ended one is no error."""
+        """End a request now; its iterator yields a last event with finish "abort". An ended request is no error."""
         if id in self._mailboxes:
             self._send(messages.Abort(id))
 
     async def status(self, timeout: float = 5.0) -> dict[str, Any]:
-        """Live numbers of the engine; it answers between steps."""
+        """Live numbers of the engine, which answers between steps."""
         if self._transport is None or not self._ready_at:
             raise self._not_ready()
         name = str(next(self._numbers))
@@ -142,11 +143,11 @@ class EngineClient:
             self._questions.pop(name, None)
 
     def count_anew(self) -> None:
-        """The engine forgets what it has counted, of requests that were no user's."""
+        """Let the engine reset its counts, after requests that were not a user's."""
         self._send(messages.CountAnew())
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
-        """Refuse what is new, let what runs finish for so long, then end the engine process."""
+        """Refuse new requests, let running ones finish for up to this long, then end the engine process."""
         self.state = "draining"
         try:
             await asyncio.wait_for(self._idle.wait(), drain_seconds)
@@ -170,10 +171,10 @@ class EngineClient:
             try:
                 await self._run_child()
                 reason = self._dying.sentence if self._dying else self._death()
-            except OSError as error:  # no process to be had just now
+            except OSError as error:  # the system cannot create a process just now
                 self._child_lost()
                 reason = f"the engine process could not be started ({error.strerror})"
-            except Exception as error:  # it would be the same again, as with options that no command line can hold
+            except Exception as error:  # it would fail again, as with options that do not fit a command line
                 log.error("the engine process could not be started", exc_info=error)
                 self._dying = messages.Dying(f"the engine process could not be started ({error})", final=True)
                 self._child_lost()
@@ -191,12 +192,12 @@ class EngineClient:
             self.restarts += 1
 
     async def _run_child(self) -> None:
-        """One engine process, from its start until it is gone and buried."""
+        """Run one engine process, from its start until it has exited and been waited for."""
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                # A group of its own: Ctrl-C and signals to the server's group are for the server to act upon.
+                # A process group of its own: the server acts on Ctrl-C and on signals to its group.
                 self._process = subprocess.Popen(
                     [*self.command, str(theirs.fileno()), json.dumps(self.options)],
                     pass_fds=[theirs.fileno()],
@@ -227,7 +228,7 @@ class EngineClient:
             await asyncio.wait_for(self._stopping.wait(), seconds)
 
     async def _bury(self) -> None:
-        """The socket is closed, so the process ends by itself; one that does not is killed."""
+        """Wait for the process, which exits because the socket is closed; kill it if it does not."""
         assert self._process is not None
         deadline = time.monotonic() + GRACE
         while self._process.poll() is None:
@@ -270,7 +271,7 @@ class EngineClient:
     # ---- messages
 
     def _send(self, message: Message) -> None:
-        if self._transport is not None:  # without one everything in flight is about to be failed
+        if self._transport is not None:  # without one, everything in flight is about to be failed
             self._transport.write(messages.encode(message))
 
     def _receive(self, message: Message) -> None:
@@ -301,7 +302,7 @@ class EngineClient:
 
     def _deliver(self, event: TokenEvent) -> None:
         mailbox = self._mailboxes.get(event.id)
-        if mailbox is None:  # whoever asked has left
+        if mailbox is None:  # the client that asked has left
             return
         mailbox.queue.put_nowait(event)
         mailbox.left -= event.finish is not None
@@ -314,20 +315,20 @@ class EngineClient:
             self._idle.set()
 
     def leave_later(self, id: str, mailbox: Mailbox) -> None:
-        """The same from any thread: a reader may be dropped by a collection in another."""
+        """`leave` from any thread: the garbage collector may drop a reader in another thread."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.leave, id, mailbox)
 
     def leave(self, id: str, mailbox: Mailbox) -> None:
-        """Nobody reads this request any more."""
+        """No one reads this request any more: abort it."""
         if self._mailboxes.get(id) is mailbox:
             self._forget(id)
             self._send(messages.Abort(id))
 
 
 class TokenStream(AsyncIterator[TokenEvent]):
-    """The events of one request, to its end. Whoever stops earlier (by aclose, by cancellation while it waits, or by
-    dropping this) aborts the request."""
+    """The events of one request, to its end. A reader that stops earlier (by aclose, by cancellation while it waits, or
+    by dropping this) aborts the request."""
 
     def __init__(self, client: EngineClient, id: str, mailbox: Mailbox) -> None:
         self.id = id
@@ -361,7 +362,7 @@ class TokenStream(AsyncIterator[TokenEvent]):
 
 
 class Connection(asyncio.Protocol):
-    """Bytes to messages. 'lost' is done once the other end is closed, for whatever reason."""
+    """Turns bytes into messages. 'lost' is done once the other end is closed, for whatever reason."""
 
     def __init__(self, receive: Callable[[Message], None]) -> None:
         self._receive, self._lines = receive, messages.Lines()
@@ -383,7 +384,8 @@ def _refusal(message: messages.Refused) -> EngineError:
 
 
 def _environment() -> dict[str, str]:
-    """The child's: with -P it finds this package also where it runs from a checkout that is not installed."""
+    """The child's environment: with -P it must still find this package where it runs from a checkout that is not
+    installed."""
     root = Path(__file__).parents[2]
     if root.name in ("site-packages", "dist-packages"):
         return dict(os.environ)

@@ -1,11 +1,12 @@
-"""What can go wrong between the API and the engine: the engine is away, refuses a request, or fails at one."""
+"""What can go wrong between the API and the engine: the engine is not there, refuses a request, or fails while running
+it."""
 
 from __future__ import annotations
 
 
 class EngineError(Exception):
-    """The engine did not do what was asked; the sentence says why. retryable: the same request may work
-    later, after about 'retry_after' seconds."""
+    """The engine did not do what was asked; the sentence says why. retryable: the same request may work later, after
+    about 'retry_after' seconds."""
 
     def __init__(self, sentence: str, retryable: bool, retry_after: int = 1) -> None:
         super().__init__(sentence)
@@ -13,14 +14,14 @@ class EngineError(Exception):
 
 
 class RequestRefused(EngineError):
-    """The engine is well and will not run this request: what the caller sent has to change."""
+    """The engine runs and will not take this request: the client must change it."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(sentence, retryable=False)
 
 
 class RequestFailed(EngineError):
-    """The engine is well and this request met a bug: its log says more."""
+    """The engine runs and this request met a bug; the log has the traceback."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(sentence, retryable=False)

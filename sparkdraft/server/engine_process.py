@@ -1,10 +1,10 @@
 """The engine's own process: loads a backend, then takes messages, steps it, and sends what each step wrote.
 
-The backend is known by its protocol alone (sparkdraft/backend.py). A thread reads the socket, so that messages are
-there when a step ends and the process exits the moment its parent does, also while it loads or steps. Only the main
-thread writes, and it waits for the API only when more than a bounded amount is unsent. The reading thread goes on
-meanwhile, so the two sides never wait for each other. Grammars are compiled in threads before their requests reach the
-backend. Starting and restarting this process is left to engine_client.py.
+The backend is known only by its protocol (sparkdraft/backend.py). A thread reads the socket, so that messages are there
+when a step ends, and the process exits as soon as its parent does, even while it loads or steps. Only the main thread
+writes, and it waits for the API only when more than a bounded amount is unsent. The reading thread continues meanwhile,
+so the two sides never wait for each other. Grammars are compiled in threads before their requests reach the backend.
+engine_client.py starts and restarts this process.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, StepOutpu
 from sparkdraft.server import messages
 from sparkdraft.server.messages import Message, TokenEvent
 
-MOST_UNSENT = 1 << 20  # bytes the API may be behind before steps wait for it
+MOST_UNSENT = 1 << 20  # bytes that the API may be behind before steps wait for it
 READ_SIZE = 1 << 18
 REPORT_EVERY = 0.1  # seconds between reports of loading
 COMPILE_THREADS = 2
-MOST_FAILURES = 8  # steps in a row that fail before the process gives up: the requests are not at fault then
+MOST_FAILURES = 8  # failed steps in a row after which the process gives up: then the requests are not at fault
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A thread is done with a request's grammar."""
+    """A thread has finished a request's grammar."""
 
     id: str
     work: Future[Any]
 
 
 class Wire:
-    """The socket to the API: what came in waits in 'inbox'; what goes out is sent as far as the socket takes it."""
+    """The socket to the API: received messages wait in 'inbox'; messages are sent as far as the socket takes them."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -57,7 +57,7 @@ class Wire:
         Thread(target=self._read, name="wire", daemon=True).start()
 
     def send(self, message: Message) -> None:
-        """Drops nothing: past MOST_UNSENT it waits."""
+        """Send a message. Nothing is dropped: with more than MOST_UNSENT bytes unsent it waits."""
         self._unsent += messages.encode(message)
         self._push(MOST_UNSENT)
 
@@ -88,20 +88,20 @@ class Wire:
         except Exception:
             traceback.print_exc()
         finally:
-            os._exit(0)  # nobody is left to work for: no step, no clean-up is worth waiting for
+            os._exit(0)  # the API is gone, so no step and no clean-up is worth waiting for
 
 
 class EngineLoop:
-    """The loop: messages, a step of the backend, its tokens."""
+    """The loop: take messages, step the backend, send its tokens."""
 
     def __init__(self, backend: Backend, wire: Wire) -> None:
         self.backend, self.wire = backend, wire
         self._compilers = ThreadPoolExecutor(COMPILE_THREADS, "grammar")
         self._compiling: dict[str, tuple[Future[Any], messages.Submit, SamplingParams]] = {}
         self._counts: Counter[str] = Counter()
-        self._finished: Counter[str] = Counter()  # by reason
-        self._open: Counter[str] = Counter()  # by id: texts whose end has not been sent
-        self._failures = 0  # steps in a row
+        self._finished: Counter[str] = Counter()  # per reason
+        self._open: Counter[str] = Counter()  # per id: texts whose end has not been sent
+        self._failures = 0  # failed steps in a row
         self._started = time.monotonic()
 
     def run(self) -> None:
@@ -123,8 +123,8 @@ class EngineLoop:
             self._send(outputs)
 
     def _fail_batch(self, error: Exception) -> None:
-        """What ran gets an error and what waits runs next. A backend that cannot go on raises: a new process is left to
-        engine_client.py."""
+        """Running requests get an error, and waiting ones run next. A backend that cannot continue raises; then
+        engine_client.py starts a new process."""
         lost = self.backend.fail_batch(error)
         traceback.print_exception(error)
         sentence = f"the engine failed in a step that this request was part of ({_told(error)}); its log says more"
@@ -133,12 +133,12 @@ class EngineLoop:
             self.wire.send(messages.Refused(name, sentence, is_bug=True))
 
     def _take(self, wait: bool) -> None:
-        """All messages there are; where there is nothing else to do, wait for one."""
+        """Handle all messages that are there; if there is nothing else to do, wait for one."""
         inbox = self.wire.inbox
         if wait:
             self.wire.flush()
             self._handle(inbox.get())
-        for _ in range(inbox.qsize()):  # those that come meanwhile wait for the next step: none can stall it
+        for _ in range(inbox.qsize()):  # later messages wait for the next step, so that they cannot delay this one
             self._handle(inbox.get())
 
     def _send(self, outputs: list[StepOutput]) -> None:
@@ -153,7 +153,7 @@ class EngineLoop:
                 self._open[output.request_id] -= 1
                 if not self._open[output.request_id]:
                     del self._open[output.request_id]
-                if output.index == 0:  # its siblings' prompts are the same one
+                if output.index == 0:  # its siblings have the same prompt
                     self._counts["prompt_tokens"] += output.num_prompt
                     self._counts["cached_prompt_tokens"] += output.num_cached
         self.wire.send(messages.Tokens([TokenEvent.of(output) for output in outputs]))
@@ -205,7 +205,7 @@ class EngineLoop:
             self._refuse(request.id, error)
 
     def _refuse(self, name: str, error: Exception) -> None:
-        """What one request brings about is answered to that request: nobody else's may end by it."""
+        """An error caused by one request is answered to that request only; no other request ends by it."""
         if isinstance(error, UserError):
             wait = error.retry_after if isinstance(error, TryLater) else 0
             self.wire.send(messages.Refused(name, str(error), retry_after=wait))
@@ -218,7 +218,7 @@ class EngineLoop:
     def _abort(self, name: str) -> None:
         try:
             self.backend.abort(name)
-        except Exception as error:  # of launched steps, which an abort reads
+        except Exception as error:  # from launched steps, which an abort reads
             self._fail_batch(error)
             self.backend.abort(name)
         work, _, params = self._compiling.pop(name, (None, None, None))
@@ -228,7 +228,7 @@ class EngineLoop:
             self._send([StepOutput(name, i, [], "", FinishReason.ABORT) for i in range(params.n)])
 
     def _status(self) -> dict[str, Any]:
-        """What the backend says of itself, and what this process has counted."""
+        """The backend's status, and what this process has counted."""
         counted = ("steps", "tokens_generated", "prompt_tokens", "cached_prompt_tokens")
         return asdict(self.backend.status()) | {
             "compiling": len(self._compiling),
@@ -242,14 +242,14 @@ class EngineLoop:
 
 
 def load_engine(options: dict[str, Any], report: Report) -> Backend:
-    """The project's own engine: the one place where the server names a backend."""
-    from sparkdraft.engine.backend import load_backend  # brings torch, which takes a second or two
+    """The project's own engine. This is the one place where the server names a backend."""
+    from sparkdraft.engine.backend import load_backend  # imports torch, which takes a second or two
 
     return load_backend(options, report)
 
 
 class LoadReport:
-    """Tells the API how far loading is: each stage when it begins and ends, and now and then in between."""
+    """Tells the API how far loading is: when a stage begins and ends, and from time to time in between."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -262,7 +262,7 @@ class LoadReport:
 
 
 def die(wire: Wire, error: BaseException, final: bool) -> NoReturn:
-    """Say why, then go; clean-up could hang where the device does."""
+    """Say why, then exit without clean-up, which could hang if the device does."""
     wire.send(messages.Dying(str(error) if final else _told(error), final))
     wire.flush()
     sys.stderr.flush()
@@ -275,15 +275,15 @@ def _told(error: BaseException) -> str:
 
 def main(arguments: Sequence[str] | None = None, load: LoadBackend = load_engine) -> None:
     """arguments: the number of the inherited socket, and the fields of EngineConfig as JSON."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes, and the server decides
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends it at once, whatever was inherited
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes, and the server decides what to do
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends the process at once, whatever was inherited
     number, text = sys.argv[1:] if arguments is None else arguments
     os.set_inheritable(int(number), False)  # a compiler that loading starts must not keep it open
     wire = Wire(socket.socket(fileno=int(number)))
     try:
         wire.send(messages.Loading("opening"))
         backend = load(json.loads(text), LoadReport(wire))
-        gc.freeze()  # what is loaded stays: searching it for garbage takes 2 ms now and then, in the middle of a step
+        gc.freeze()  # what is loaded stays; the garbage collector would take 2 ms to search it, in the middle of a step
         wire.send(messages.Ready(backend.info))
     except UserError as error:
         die(wire, error, final=True)

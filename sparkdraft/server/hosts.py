@@ -1,8 +1,8 @@
 """The Host header: a server on this machine answers only under its own names.
 
-A web page can let a name of its own point to 127.0.0.1 (DNS rebinding); to the browser this server is then part of that
-page's site, and the page may read its answers. The browser still sends the page's name as Host, so that is refused.
-Whoever listens beyond this machine may have any name: all are accepted there, unless a list is given.
+A web page can let its own name point to 127.0.0.1 (DNS rebinding). For the browser this server is then part of that
+page's site, and the page may read its answers. The browser still sends the page's name as Host, so such a name is
+refused. A server that listens beyond this machine may have any name: it accepts all, unless a list is given.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sparkdraft.server.protocol.errors import ApiError
 
 
 def accepted_hosts(config: ServerConfig) -> frozenset[str] | None:
-    """Names beside those of this machine itself; None: every name."""
+    """Accepted names beside those of this machine itself; None: every name."""
     given = frozenset(host_name(entry) for entry in config.allowed_hosts.split(",") if entry.strip())
     return None if "*" in given or not (given or config.is_local) else given
 
@@ -33,7 +33,7 @@ class Hosts:
         await self.app(scope, receive, send)
 
     def _check(self, header: bytes) -> None:
-        """No header at all is let through: every browser sends one."""
+        """A request without the header is let through: every browser sends one."""
         name = host_name(header.decode("latin-1"))
         if name and not is_this_machine(name) and name not in self.accepted:
             raise ApiError(
@@ -45,7 +45,7 @@ class Hosts:
 
 
 def host_name(text: str) -> str:
-    """'localhost' of 'LocalHost.:8000', '::1' of '[::1]:8000' and of '::1'."""
+    """'localhost' for 'LocalHost.:8000', '::1' for '[::1]:8000' and for '::1'."""
     host = text.strip().lower()
     if host.startswith("["):
         return host[1:].partition("]")[0]

@@ -1,7 +1,7 @@
-"""How much one client may ask for: the limits in numbers, the size of a body, and the length of the queue.
+"""How much one client may ask for: the limits as numbers, the size of a body, and the length of the queue.
 
-Each limit is checked where what it limits is first seen, and the answer names it. The queue is counted here and not in
-the engine, so that a client is turned away at once and nothing it sent has been tokenised.
+Each limit is checked where the limited thing is first seen, and the answer names it. The queue is counted here and not
+in the engine, so that a client is refused at once, before anything it sent is tokenised.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sparkdraft.server.protocol.errors import ApiError
 
-CLOSE = {"Connection": "close"}  # a header of answers after which the connection cannot be used again
+CLOSE = {"Connection": "close"}  # for answers after which the connection cannot be used again
 MAX_MESSAGES = 2000
 MAX_SCHEMA_BYTES = 64 << 10
-MAX_TOOLS = 128  # as OpenAI
-MAX_PROMPTS = 256  # of one /v1/completions request
-MAX_PARTS = 2000  # of one message's content
-VALUE_BYTES = 8  # of a body for each comma and opening bracket that it may have: lists of ids take about seven
-MIN_VALUES = 1 << 18  # commas and opening brackets that a body of any size may have; 0.1 s to parse
-BODY_SECONDS = 30.0  # that may pass without a byte of a body
-LINGER_SECONDS = 30.0  # in which what is left of a refused body is read and dropped
+MAX_TOOLS = 128  # as OpenAI's
+MAX_PROMPTS = 256  # per /v1/completions request
+MAX_PARTS = 2000  # per message content
+VALUE_BYTES = 8  # bytes of a body per comma or opening bracket that it may have: lists of ids take about seven
+MIN_VALUES = 1 << 18  # commas and opening brackets that a body of any size may have; they take 0.1 s to parse
+BODY_SECONDS = 30.0  # may pass without a byte of a body
+LINGER_SECONDS = 30.0  # for reading and dropping the rest of a refused body
 
 
 class BodyLimit:
-    """Middleware: reads the body up to the limits and hands it on whole; past one it is refused at once."""
+    """Middleware: reads the body up to the limits and passes it on whole; a body past a limit is refused at once."""
 
     def __init__(self, app: ASGIApp, max_body: int) -> None:
         self.app, self.max_body = app, max_body
@@ -54,7 +54,7 @@ class BodyLimit:
         await self.app(scope, replay, send)
 
     async def _read(self, receive: Receive) -> bytes | None:
-        """Counted piece by piece, so that no large body keeps the event loop from others."""
+        """Read the body, counted piece by piece, so that a large body does not block the event loop."""
         body, num_values = bytearray(), 0
         while True:
             try:
@@ -93,10 +93,10 @@ class BodyLimit:
 
 
 class Linger:
-    """Middleware: an answer that comes before the end of a body reaches its client.
+    """Middleware: makes sure that an answer sent before the end of a body reaches its client.
 
-    Closing a connection with bytes unread resets it, and the reset may overtake the answer. So the answer is sent
-    whole, the rest of the body is read and dropped for a while, and only then the connection ends.
+    Closing a connection with unread bytes resets it, and the reset may overtake the answer. So the whole answer is
+    sent, the rest of the body is read and dropped for a while, and only then the connection is closed.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -105,7 +105,7 @@ class Linger:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not has_body(scope):
             return await self.app(scope, receive, send)
-        # A client that waits to be told to continue has sent nothing, until the first receive tells it.
+        # A client that waits for "100 Continue" has sent nothing yet; the first receive sends it that answer.
         ended = any(name == b"expect" for name, _ in scope["headers"])
 
         async def watched() -> Message:
@@ -128,7 +128,7 @@ class Linger:
 
 
 def declared_length(scope: Scope) -> int:
-    """0 where none is declared, as for a body in chunks."""
+    """0 if no length is declared, as for a chunked body."""
     return int(next((value for name, value in scope["headers"] if name == b"content-length"), b"0"))
 
 
@@ -137,7 +137,7 @@ def has_body(scope: Scope) -> bool:
 
 
 class Gate:
-    """Counts the sequences that were let in. `capacity` run or wait; who comes after them is told to come back."""
+    """Counts the admitted sequences. At most `capacity` run or wait; further requests are told to come back later."""
 
     def __init__(self, max_queue: int) -> None:
         self.max_queue = max_queue
@@ -151,8 +151,8 @@ class Gate:
 
     @contextmanager
     def enter(self, count: int) -> Iterator[None]:
-        """One request of 'count' sequences is inside from here to the end of the block. One that is larger than the
-        capacity comes in when nobody else is inside: else it never could."""
+        """Count one request of 'count' sequences from here to the end of the with block. A request larger than the
+        capacity is admitted when no other is inside; otherwise it never could be."""
         if self.num_inside and self.num_inside + count > self.capacity:
             raise ApiError(
                 429,
@@ -171,6 +171,6 @@ class Gate:
         self._seconds.append(seconds)
 
     def retry_after(self) -> int:
-        """Seconds until a place is likely free: the time a request takes over how many run at once."""
+        """Seconds until a place is probably free: the time of a request divided by the number that run at once."""
         mean = sum(self._seconds) / len(self._seconds) if self._seconds else 1.0
         return min(60, max(1, math.ceil(mean / self.max_seqs)))

@@ -1,8 +1,8 @@
-"""What the API process and the engine process say to each other: a few dataclasses, one JSON line each.
+"""The messages between the API process and the engine process: a few dataclasses, one JSON line each.
 
-A line is an array: the message's name, then its fields in order; what is nested (events, the model's facts) is written
-as an array of fields too, which keeps a step's line short. Both ends are this package in the same version, so there is
-nothing to negotiate. Sockets are left to engine_process.py and engine_client.py. No torch.
+A line is an array: the message's name, then its fields in order. Nested records (events, the model's facts) are arrays
+of fields too, which keeps a step's line short. Both ends are the same version of this package, so there is nothing to
+negotiate. engine_process.py and engine_client.py own the sockets. No torch.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, StepOutpu
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    id: str  # one that no running request has
+    id: str  # no running request has the same
     prompt_ids: list[int]
-    params: dict[str, Any]  # of pack_params
+    params: dict[str, Any]  # from pack_params
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class AskStatus:
 
 @dataclass(frozen=True, slots=True)
 class CountAnew:
-    """What ran so far was no user's: the numbers of the status begin at nothing."""
+    """The requests so far were not a user's: the numbers of the status start again at 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """Exit now, whatever runs."""
+    """Exit now, whatever is running."""
 
 
 # ---- from the engine
@@ -61,9 +61,9 @@ class Ready:
     info: ModelInfo
 
 
-@dataclass(slots=True)  # not frozen: there is one for every request and step, and frozen ones take three times as long
+@dataclass(slots=True)  # not frozen: there is one per request and step, and frozen ones take three times as long
 class TokenEvent:
-    """What one step added to one of a request's n texts: a StepOutput that has travelled."""
+    """What one step added to one of a request's n texts: a StepOutput in transit."""
 
     id: str
     index: int
@@ -74,7 +74,7 @@ class TokenEvent:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     num_prompt: int = 0
     num_cached: int = 0
-    num_accepted: int = 0  # of its ids, from the front, those that were drafted
+    num_accepted: int = 0  # how many of its ids, from the front, were accepted drafts
     speculation: dict[str, Any] | None = None
 
     @classmethod
@@ -91,22 +91,22 @@ class Tokens:
 class Refused:
     id: str
     sentence: str  # what is wrong, the limit, what to change
-    is_bug: bool = False  # of ours: there is nothing to change
-    retry_after: int = 0  # seconds after which the same may work; 0: it has to change
+    is_bug: bool = False  # a bug of ours: the client has nothing to change
+    retry_after: int = 0  # seconds after which the same request may work; 0: the request must change
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    id: str  # of the AskStatus
+    id: str  # that of the AskStatus
     facts: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Dying:
-    """The last message of an engine that can still speak."""
+    """The last message of an engine that can still send one."""
 
     sentence: str
-    final: bool = False  # it would die of the same again: a configuration that cannot run
+    final: bool = False  # it would die in the same way again, because the configuration cannot run
 
 
 Message = Submit | Abort | AskStatus | CountAnew | Shutdown | Loading | Ready | Tokens | Refused | Status | Dying
@@ -122,7 +122,7 @@ _output_fields = attrgetter("request_id", *(f.name for f in fields(TokenEvent)[1
 
 
 def encode(message: Message) -> bytes:
-    """One line, its end included."""
+    """One line, including its end."""
     values = [list(map(_event_fields, message.events))] if isinstance(message, Tokens) else _values(message)
     return _encoder.encode([type(message).__name__, *values]).encode("ascii") + b"\n"
 
@@ -137,10 +137,10 @@ def decode(line: bytes) -> Message:
 
 
 class Lines:
-    """Cuts a stream of bytes, as it comes, into messages."""
+    """Splits a stream of bytes into messages as it arrives."""
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []  # of a line whose end has not come
+        self._parts: list[bytes] = []  # of a line whose end has not arrived
 
     def feed(self, data: bytes) -> list[Message]:
         *lines, rest = data.split(b"\n")
@@ -153,14 +153,14 @@ class Lines:
 
 
 def pack_params(params: SamplingParams) -> dict[str, Any]:
-    """The fields that say something, as JSON can hold them."""
+    """The fields that differ from their defaults, in types that JSON has."""
     values = {name: getattr(params, name) for name in SamplingParams.__slots__}
     said = {name: value for name, value in values.items() if value != getattr(_DEFAULTS, name)}
     return {name: asdict(value) if is_dataclass(value) else value for name, value in said.items()}  # type: ignore[arg-type]
 
 
 def unpack_params(values: Mapping[str, Any]) -> SamplingParams:
-    """The way back: JSON knows no keys that are numbers."""
+    """The inverse of pack_params. JSON keys are strings, so numbers are restored."""
     known = dict(values)
     try:
         if "logit_bias" in known:
@@ -176,7 +176,7 @@ def unpack_params(values: Mapping[str, Any]) -> SamplingParams:
 
 
 def _values(item: Any) -> list[Any]:
-    """A dataclass as an array; any mapping as a plain one."""
+    """A dataclass as an array; any mapping as a plain dict."""
     if isinstance(item, Mapping):
         return dict(item)  # type: ignore[return-value]
     return [getattr(item, name) for name in item.__slots__]

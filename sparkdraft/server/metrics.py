@@ -1,8 +1,8 @@
-"""Counters, gauges and histograms in Prometheus' text form, without its library.
+"""Counters, gauges and histograms in Prometheus' text format, without its library.
 
-A metric is a name, a help line and a table from label values to numbers; `Metrics` holds those of the server, named as
-vLLM's with `sparkdraft_` where that has `vllm:`, so that a dashboard needs one substitution. Who counts what is for the
-routes; what only the engine knows (rows in the cache, who waits) is read from its status when somebody asks.
+A metric is a name, a help line and a table from label values to numbers. `Metrics` holds those of the server. Their
+names are vLLM's with `sparkdraft_` in place of `vllm:`, so that a dashboard needs one substitution. The routes count;
+what only the engine knows (rows in the cache, waiting requests) is read from its status on request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PREFIX = "sparkdraft_"
 
 
 class Counter:
-    """A number that only grows, or a gauge, which may be set; one for each value of its label."""
+    """A number that only grows, or a gauge, which may be set; one number per label value."""
 
     def __init__(self, name: str, text: str, label: str = "", kind: str = "counter") -> None:
         self.name, self.text, self.label, self.kind = PREFIX + name, text, label, kind
@@ -39,7 +39,7 @@ class Counter:
 
 
 class EngineCounter(Counter):
-    """A number that the engine process counts itself: it is taken over as it stands there."""
+    """A number that the engine process counts itself, and that is copied from its status."""
 
     def set(self, value: float, label: str = "") -> None:
         self.values[label] = value
@@ -48,7 +48,7 @@ class EngineCounter(Counter):
 class Histogram:
     def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
         self.name, self.text, self.bounds = PREFIX + name, text, bounds
-        self.counts = [0] * (len(bounds) + 1)  # the last one: above all bounds
+        self.counts = [0] * (len(bounds) + 1)  # the last one counts values above all bounds
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
@@ -74,14 +74,14 @@ class Metrics:
         self.cached_tokens = Counter("prompt_tokens_cached_total", "prompt tokens that the prefix cache supplied")
         self.success = Counter("request_success_total", "sequences that ended, by reason", "finished_reason")
         self.aborted = Counter("request_aborted_total", "requests whose client went away")
-        self.failed = Counter("request_failed_total", "requests that ended with an error after they were let in")
+        self.failed = Counter("request_failed_total", "requests that ended with an error after they were admitted")
         self.first_token = Histogram("time_to_first_token_seconds", "from the request to its first token", SECONDS)
         self.per_token = Histogram(
-            "request_time_per_output_token_seconds", "time a token after the first, a request", TOKEN_SECONDS
+            "request_time_per_output_token_seconds", "time per token after the first, per request", TOKEN_SECONDS
         )
         self.latency = Histogram("e2e_request_latency_seconds", "from the request to its end", SECONDS)
-        self.prompt_size = Histogram("request_prompt_tokens", "prompt tokens a request", TOKENS)
-        self.output_size = Histogram("request_generation_tokens", "tokens written a request", TOKENS)
+        self.prompt_size = Histogram("request_prompt_tokens", "prompt tokens per request", TOKENS)
+        self.output_size = Histogram("request_generation_tokens", "tokens written per request", TOKENS)
         self.drafts = Counter("spec_decode_num_drafts_total", "steps that drafted")
         self.draft_tokens = Counter("spec_decode_num_draft_tokens_total", "tokens that were drafted")
         self.accepted_tokens = Counter("spec_decode_num_accepted_tokens_total", "drafted tokens that were accepted")
@@ -91,10 +91,10 @@ class Metrics:
         self.running = Counter("num_requests_running", "sequences that run", kind="gauge")
         self.waiting = Counter("num_requests_waiting", "sequences that wait", kind="gauge")
         self.kv_usage = Counter("kv_cache_usage_perc", "share of the KV cache that is in use, 0 to 1", kind="gauge")
-        self.kv_rows = Counter("kv_cache_captured_rows", "rows that the errors of coding are of", kind="gauge")
+        self.kv_rows = Counter("kv_cache_captured_rows", "rows in which errors of coding were measured", kind="gauge")
         self.key_error, self.value_error, self.attention_error = (
             Counter(f"kv_cache_{what}_error", f"relative error by codes: {text}", "layer", "gauge")
-            for what, text in (("key", "keys"), ("value", "values"), ("attention", "what attention gives, all coded"))
+            for what, text in (("key", "keys"), ("value", "values"), ("attention", "attention's result, all coded"))
         )
         self.preemptions = EngineCounter("num_preemptions_total", "times a running sequence gave its KV blocks back")
         self.ready = Counter("engine_ready", "1 when requests are taken", kind="gauge")
@@ -109,7 +109,7 @@ class Metrics:
             self.per_position.add(count, str(position))
 
     def coding(self, errors: Mapping[str, Any]) -> None:
-        """Take over the engine's `kv_errors`, which it has where codes are only captured."""
+        """Copy the engine's `kv_errors`, which exist in the mode capture_only."""
         self.kv_rows.set(errors["rows"])
         for layer, found in enumerate(errors["layers"]):
             self.key_error.set(found["key_error"], str(layer))

@@ -1,8 +1,8 @@
-"""From a request's messages and tools to the ids the model reads, and to the parser of what it will write.
+"""Turns a request's messages and tools into the ids that the model reads, and makes the parser for its answer.
 
-`ModelText` is a model's knowledge of text: tokenizer, chat template, the form of its tool calls and of its reasoning,
-all from what the engine process said of it. A request becomes ids, sampling parameters and a parser here, in a thread;
-running it is stream.py's work.
+`ModelText` knows how a model handles text: tokenizer, chat template, the format of its tool calls and of its reasoning,
+all from the engine process's description. A request becomes ids, sampling parameters and a parser here, in a thread;
+stream.py runs it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from sparkdraft.backend import ModelInfo
 
 RESERVED = {"template", "messages", "tools", "add_generation_prompt"}  # the template's own variables
-USUAL_CHARS = 8  # more than a token has on average, in any language: the opening of a longer text is tried first
+USUAL_CHARS = 8  # more than a token has on average in any language; of a longer text the opening is tokenised first
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     ids: list[int]
     params: SamplingParams
-    new_parser: Callable[[], Parser]  # one for each of the n answers
+    new_parser: Callable[[], Parser]  # called once per answer
 
 
 class ModelText:
@@ -48,7 +48,7 @@ class ModelText:
         they are named."""
         self.info, self.sampling = info, sampling
         self.tokenizer = Tokenizer(RawTokenizer.from_str(info.tokenizer), info.special)
-        self._longest = max(map(len, self.tokenizer.raw.get_vocab()))  # characters that one token can stand for
+        self._longest = max(map(len, self.tokenizer.raw.get_vocab()))  # most characters of one token
         self.eos_ids = frozenset(info.eos_ids)
         self.style = chat_style(info.model_type, info.chat_template, reasoning_parser, tool_parser)
         self.tools, self.reasoning = self.style.tools, self.style.reasoning
@@ -56,7 +56,8 @@ class ModelText:
     # ---- ids
 
     def encode(self, text: str, add_special: bool = True, param: str = "prompt") -> list[int]:
-        """Refuses what cannot fit with as little work as possible; call it in a thread, as encode_chat."""
+        """Tokenise a text. A text that cannot fit is refused with as little work as possible. Call it in a thread, as
+        encode_chat."""
         self._check_length(text, param)
         return self.tokenizer.encode(text, add_special)
 
@@ -69,11 +70,11 @@ class ModelText:
         limit = self.info.max_model_len
         opening = text[: limit * USUAL_CHARS]
         if len(opening) < len(text) and len(self.tokenizer.encode(opening)) > 2 * limit:
-            # What follows may change the last tokens of the opening, but it cannot halve their number.
+            # The rest of the text may change the last tokens of the opening, but it cannot halve their number.
             raise _too_long(param, f"more than {2 * limit} tokens", limit)
 
     def _check_chars(self, count: int, param: str) -> None:
-        """Refuses a text that has too many characters to fit, whatever they are."""
+        """Refuse a text that has too many characters to fit, whatever they are."""
         if count > self.info.max_model_len * self._longest:
             raise _too_long(param, f"{count} characters", self.info.max_model_len)
 
@@ -84,13 +85,13 @@ class ModelText:
             raise ApiError(400, f"{param} holds the token id {wrong}; ids go from 0 to {most}.", param)
 
     def check_count(self, ids: list[int], param: str) -> None:
-        """Before anything is done with ids that a client sent."""
+        """Check the number of ids that a client sent, before anything is done with them."""
         limit = self.info.max_model_len
         if len(ids) > limit:
             raise _too_long(param, f"{len(ids)} tokens", limit)
 
     def check_fields(self, body: SamplingFields) -> None:
-        """What depends on the model; the engine would say the same, but not in the API's words."""
+        """Check what depends on the model. The engine would refuse the same, but not with the API's field names."""
         self.check_ids(body.logit_bias or (), "logit_bias")
         self.check_ids(body.stop_token_ids or (), "stop_token_ids")
         asked, most = body.speculation, self.info.plan_facts.get("max_draft")
@@ -99,7 +100,7 @@ class ModelText:
             raise ApiError(400, f"speculation is {asked}; {limit}: ask for no more, or leave it out.", "speculation")
 
     def check_length(self, ids: list[int], param: str) -> int:
-        """How many tokens may follow these."""
+        """How many tokens may follow these ids."""
         limit = self.info.max_model_len
         if not ids:
             raise ApiError(400, f"The {_noun(param)} has no tokens; send at least one.", param)
@@ -120,8 +121,8 @@ class ModelText:
         return chat.prompt_text(control, template, messages, special, add_generation_prompt, tools, variables)
 
     def messages(self, given: list[ChatMessage]) -> list[dict[str, Any]]:
-        """As the template wants them: text instead of parts, no role it does not know, earlier calls its way.
-        Raises where their text cannot fit, before any work is done with it."""
+        """Messages as the template wants them: text instead of parts, only roles that it knows, earlier calls in its
+        format. Raises if their text cannot fit, before any work is done with it."""
         self._check_chars(sum(map(_num_chars, given)), "messages")
         knows_developer = "developer" in (self.info.chat_template or "")
         return self.tools.history([_plain(message, knows_developer) for message in given])
@@ -158,7 +159,7 @@ class ModelText:
         return ChatPrompt(ids, params, lambda: self._parser(text, tools))
 
     def _with_instructions(self, messages: list[dict[str, Any]], text: str, variables: dict[str, Any]) -> ChatText:
-        """The rendered prompt with a text for the model, which a template may not take as a system prompt."""
+        """The rendered prompt with a text for the model, also where the template takes no system prompt."""
         try:
             return self.render(with_system(messages, text), None, variables)
         except UserError:
@@ -169,7 +170,7 @@ class ModelText:
         return chain(thoughts, tools.form.parser(tools.dicts) if tools else None)
 
     def _answer_grammar(self, body: ChatRequest, prompt: str) -> GrammarSpec | None:
-        """What response_format asks for, after the thoughts."""
+        """The grammar of response_format, after the reasoning."""
         form = body.response_format
         if form is None or form.type == "text":
             return None
@@ -182,7 +183,7 @@ class ModelText:
 
 
 class Tools:
-    """The tools of one request in the model's own form."""
+    """The tools of one request in the model's own format."""
 
     def __init__(self, form: ToolFormat, body: ChatRequest) -> None:
         self.form, self.dicts = form, body.tool_dicts()
@@ -191,7 +192,7 @@ class Tools:
         self.instructions = form.instructions(self.dicts, self.choice)
 
     def constraint(self, reasoning: ReasoningFormat | None, prompt: str) -> GrammarSpec | None:
-        """The grammar that holds a required or named call; with "auto" the model decides."""
+        """The grammar that enforces a required or named call; None with "auto", where the model decides."""
         if self.choice == "auto":
             return None
         thinking = reasoning.grammar(prompt) if reasoning else ""
@@ -203,8 +204,8 @@ def _noun(param: str) -> str:
 
 
 def _too_long(param: str, size: str, limit: int) -> ApiError:
-    """In OpenAI's words: LiteLLM knows an overflow by them and raises its ContextWindowExceededError. Numbers are
-    plain digits, because clients read them."""
+    """The error for a text that is too long, in OpenAI's words: LiteLLM recognises them and raises its
+    ContextWindowExceededError. Numbers are plain digits, because clients parse them."""
     message = (
         f"This model's maximum context length is {limit} tokens with the answer, and the {_noun(param)} has {size}; "
         "shorten it."
@@ -213,7 +214,7 @@ def _too_long(param: str, size: str, limit: int) -> ApiError:
 
 
 def with_system(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """The text at the end of the system prompt, or as one."""
+    """Append a text to the system prompt, or add it as one."""
     first = messages[0]
     if first["role"] in ("system", "developer"):
         return [first | {"content": f"{first['content']}\n\n{text}"}, *messages[1:]]
@@ -221,7 +222,7 @@ def with_system(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any
 
 
 def before_first_user(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """The text in front of what the user said first."""
+    """Put a text in front of the first user message."""
     i = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if i is None:
         return [{"role": "user", "content": text}, *messages]

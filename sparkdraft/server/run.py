@@ -1,8 +1,8 @@
-"""The server as a process: a socket, uvicorn around the application, and an orderly end.
+"""The server as a process: a socket, uvicorn around the application, and an orderly shutdown.
 
-SIGTERM or Ctrl-C drains: /health and new requests get 503, running ones may finish for `drain_seconds`, what is left
-then ends with an error, and the process exits with 0; a second signal does not wait. Signals before the server runs,
-and what is printed meanwhile, are the command line's matter.
+SIGTERM or Ctrl-C drains: /health and new requests get 503, running requests may finish for `drain_seconds`, those left
+then end with an error, and the process exits with 0. A second signal does not wait. The command line handles signals
+before the server runs, and what is printed meanwhile.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ LAST_WORDS = 2  # seconds for the answers to reach their clients once nothing ru
 
 
 def listen(config: ServerConfig) -> socket.socket:
-    """Bound here, before anything is loaded, so that a taken port is known at once."""
+    """Bind the socket before anything is loaded, so that a port in use is reported at once."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind, proto)  # asyncio takes Nagle's delay only from sockets that say TCP
+        listener = socket.socket(family, kind, proto)  # asyncio disables Nagle's delay only for sockets created as TCP
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
@@ -50,7 +50,7 @@ def address_of(listener: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with our own way to stop."""
+    """uvicorn with our own shutdown."""
 
     def __init__(self, app: FastAPI, config: ServerConfig) -> None:
         super().__init__(
@@ -84,7 +84,7 @@ class Server(uvicorn.Server):
             await watching
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by the signal. The first one is not kept by uvicorn, which would raise it again after the end."""
+        """The signal handler. The first signal is not passed to uvicorn, which would raise it again after the end."""
         if self.service.draining or self._loop is None:
             self.should_exit = self.force_exit = True
             return
@@ -94,7 +94,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
         if self.force_exit:
-            # uvicorn then leaves the application running, which is cancelled and says so with a traceback.
+            # Otherwise uvicorn leaves the application running, and it is cancelled with a traceback.
             await self.lifespan.shutdown()
 
     def _begin_drain(self) -> None:
@@ -104,7 +104,7 @@ class Server(uvicorn.Server):
         deadline = asyncio.get_running_loop().time() + self.drain_seconds
         while self.service.gate.num_inside and asyncio.get_running_loop().time() < deadline and not self.should_exit:
             await asyncio.sleep(POLL)
-        await self.service.client.stop(0.0)  # whatever still runs gets its error
+        await self.service.client.stop(0.0)  # requests that still run get their error
         self.should_exit = True
 
 

@@ -1,8 +1,7 @@
 """What the routes share: the configuration, the engine's client, the counters, and the model's tokenizer and template.
 
-The tokenizer is made as soon as the engine has said what it serves, in a thread, and then a few warm-up requests run,
-both before /health says ready, so that the first user does not pay for it. What a route does with these is its own
-matter.
+The tokenizer is made in a thread as soon as the engine has described what it serves, and then a few warm-up requests
+run. Both happen before /health says ready, so that the first user does not wait for them.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
     from sparkdraft.server.engine_client import EngineClient
 
 log = logging.getLogger(__name__)
-POLL = 0.05  # seconds between looks at the engine's state
-TEXT_THREADS = 4  # that tokenise and render at once: more requests of that kind wait for one of them
+POLL = 0.05  # seconds between two checks of the engine's state
+TEXT_THREADS = 4  # threads that tokenise and render; further such work waits for one of them
 T = TypeVar("T")
 
 
@@ -43,9 +42,9 @@ class Service:
         self.started = time.time()
         self.draining = False
         self.text: ModelText | None = None  # made by follow()
-        self.refusal: str | None = None  # why there can be no text for this engine, set by follow()
+        self.refusal: str | None = None  # why this engine's tokenizer or template cannot be used, set by follow()
         self._threads = ThreadPoolExecutor(TEXT_THREADS, "text")
-        self.start_seconds = 0.0  # that the engine's last start took, set by follow()
+        self.start_seconds = 0.0  # time of the engine's last start, set by follow()
 
     # ---- what is served
 
@@ -55,7 +54,7 @@ class Service:
 
     @property
     def sampling(self) -> dict[str, float]:
-        """What a request gets for the fields that it leaves out."""
+        """The values for fields that a request leaves out."""
         return resolve(self.config.sampling_defaults, self.client.info.sampling if self.client.info else {})
 
     @property
@@ -70,7 +69,7 @@ class Service:
 
     @property
     def _has_text(self) -> bool:
-        """Of this engine, not of one before it."""
+        """Whether `text` belongs to this engine, not to one before it."""
         return self.text is not None and self.text.info is self.client.info
 
     def check_model(self, asked: str | None) -> None:
@@ -108,13 +107,13 @@ class Service:
 
     @property
     def stage(self) -> str:
-        """Of loading; warm-up requests come after all that the engine does by itself."""
+        """The stage of loading; warm-up requests come after everything that the engine does by itself."""
         return "warm-up requests" if self.client.state == "ready" and not self._has_text else self.client.stage
 
     # ---- the engine's facts
 
     async def follow(self, warm_up: Callable[[ModelText], Awaitable[None]]) -> None:
-        """Forever: make the tokenizer of whatever the engine serves, and run first requests with it."""
+        """Forever: make the tokenizer of what the engine serves, and run warm-up requests with it."""
         info: ModelInfo | None = None
         while True:
             if self.client.info is not info:
@@ -137,20 +136,21 @@ class Service:
             await warm_up(text)
         except Exception as error:
             log.error("a warm-up request failed; users' requests are taken nevertheless", exc_info=error)
-        if self.client.info is info and self.client.state == "ready":  # else it died meanwhile, and a new one comes
+        # otherwise it died meanwhile, and a new one is starting
+        if self.client.info is info and self.client.state == "ready":
             self.text = text
             self.start_seconds = self.client.start_took()
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """What takes time and is no waiting (tokenising, templates), outside the event loop. Few at once, so that many
-        large texts wait for each other, and for nothing else. Work that has not begun is dropped with its caller."""
+        """Run CPU-bound work (tokenising, templates) outside the event loop, in a few threads, so that large texts
+        delay only each other. Work that has not begun is dropped with its caller."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def engine_status(self) -> dict[str, Any]:
-        """The engine's live numbers; empty while there is none to ask, or it is too busy to answer."""
+        """The engine's live numbers; empty while there is no engine, or it is too busy to answer."""
         try:
             return await self.client.status()
         except EngineError:
@@ -164,7 +164,7 @@ def service_of(request: Request) -> Service:
 
 
 def as_api_error(error: EngineError) -> ApiError:
-    """What the engine said, as an answer: a request it will not run is the client's to change."""
+    """The engine's error as an answer: a request that it refuses is an error of the client."""
     sentence = as_sentence(error.sentence)
     if isinstance(error, RequestRefused):
         return ApiError(400, sentence)

@@ -1,8 +1,8 @@
-"""From a prepared request to bytes on the wire: one loop that streams chunks or drains them into one answer.
+"""From a prepared request to bytes on the wire: one loop that streams chunks or collects them into one answer.
 
 `Reply` is the response of both endpoints. It enters the queue, prepares the prompt off the event loop, submits it, and
-passes each event of the engine to the answer, while a second task waits for the client to go away; then everything is
-cancelled, and leaving the engine's iterator aborts the request. Before the first byte an error is a status; after it,
+passes each event of the engine to the answer. A second task waits for the client to hang up; then everything is
+cancelled, and closing the engine's iterator aborts the request. Before the first byte an error is a status; after it,
 an event of the stream.
 """
 
@@ -51,16 +51,16 @@ class Job:
     answer: Answer
     prompts: Sequence[list[int]]
     params: SamplingParams
-    grammar_field: str | None = None  # of the request, which the grammar was made from
+    grammar_field: str | None = None  # the field of the request from which the grammar was made
 
 
 class Reply(Response):
-    """'count' is the number of sequences; 'prepare' makes the job in a thread and may raise ApiError or UserError."""
+    """count: the number of sequences. prepare: makes the job in a thread, and may raise ApiError or UserError."""
 
     def __init__(self, service: Service, stream: bool, count: int, prepare: Callable[[], Job]) -> None:
         super().__init__()
         self.service, self.stream, self.count, self.prepare = service, stream, count, prepare
-        self.started = False  # the first byte is out
+        self.started = False  # whether the first byte was sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.create_task(_gone(receive))
@@ -78,7 +78,8 @@ class Reply(Response):
 
     async def _run(self, send: Send) -> None:
         begin, failure = time.monotonic(), None
-        with self.service.gate.enter(self.count):  # left before the last bytes: who has its answer may ask again
+        # left before the last bytes are sent, so that a client with its answer can send the next request
+        with self.service.gate.enter(self.count):
             try:
                 job = await self.service.in_thread(self.prepare)
                 await self._follow(job, begin, send)
@@ -86,7 +87,8 @@ class Reply(Response):
                 failure = error
             except EngineError as error:
                 failure = as_api_error(error)
-                if isinstance(error, RequestRefused) and job.params.grammar:  # the rest was checked in preparing
+                # everything else was checked while preparing
+                if isinstance(error, RequestRefused) and job.params.grammar:
                     failure.param = job.grammar_field
         self.service.gate.took(time.monotonic() - begin)
         if failure is None:
@@ -120,7 +122,7 @@ class Reply(Response):
             await send({"type": "http.response.body", "body": body})
 
     async def _events(self, job: Job) -> AsyncGenerator[tuple[int, TokenEvent], None]:
-        """The events of all prompts, each with the number of its prompt; leaving this aborts them all."""
+        """The events of all prompts, each with the number of its prompt; closing this aborts them all."""
         async with AsyncExitStack() as stack:
             streams = []
             for i, prompt in enumerate(job.prompts):
@@ -142,7 +144,7 @@ class Reply(Response):
 
 
 class Watch:
-    """Counts one request into its tally and the server's metrics."""
+    """Counts one request in its tally and in the server's metrics."""
 
     def __init__(self, service: Service, job: Job, begin: float) -> None:
         self.metrics, self.job, self.begin = service.metrics, job, begin

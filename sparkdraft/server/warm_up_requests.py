@@ -1,10 +1,9 @@
-"""The API's half of the warm-up: real requests on the whole way of a user's, before /health says ready.
+"""The API's half of the warm-up: real requests through the whole path of a user's, before /health says ready.
 
-The engine has run all shapes by then (engine/warm_up.py). What only the whole way pays for the first time is the
-template's compilation, the first use of routes, checks and parsers, and the rows of the template's own opening, which
-are the same for everybody and stay in the prefix cache. The application that takes these requests is one beside the
-users', so that its counters are not theirs; what it answers is of no interest, since whoever asks next is told what is
-wrong.
+The engine has run all shapes by then (engine/warm_up.py). Only the whole path pays for the template's compilation, the
+first use of routes, checks and parsers, and the rows of the template's own opening, which are the same for every user
+and stay in the prefix cache. These requests go to a second application beside the users', so that its counters are
+separate. Its answers are dropped, errors included: the next user's request gets the same error as an answer.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp
 
-BUDGET = 10.0  # seconds; where that is not enough, the first user pays for the rest
+BUDGET = 10.0  # seconds; if they are not enough, the first user waits for the rest
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 12}
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", CHAT | {"stream": True}),
@@ -26,7 +25,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 
 async def send_warm_up_requests(app: ASGIApp, api_key: str | None) -> None:
-    """'app' must be ready for requests."""
+    """app: must be ready for requests."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:

@@ -1,8 +1,8 @@
-"""The DFlash drafter: a few layers that fill in a block of masks from what the target's hidden states say of the text.
+"""The DFlash drafter: a few layers that fill in a block of masks, given the target's hidden states of the text so far.
 
 A committed row reaches the drafter only as keys and values, projected for all layers at once from the target's taps
-(`observe`); queries come from the block alone, so one pass drafts the whole block (`propose`). Embedding and head are
-the target's unless the checkpoint has its own; when to draft, and what becomes of it, is left to the engine.
+(`observe`). Queries come from the draft block alone, so one pass drafts the whole block (`propose`). Embedding and head
+are the target's unless the checkpoint has its own. The engine decides when to draft, and what becomes of the drafts.
 
     a block    | anchor | mask | mask | ... |    'width' rows from the anchor's position on; masks become the drafts
 """
@@ -31,8 +31,8 @@ from sparkdraft.weights.loader import Loader
 from sparkdraft.weights.quant.group import GroupQuant
 from sparkdraft.weights.quant.stored import take_rows
 
-ENTRY = "fc.weight"  # every DFlash checkpoint has one; what stands before it stands before every name
-UNUSED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")  # training's own
+ENTRY = "fc.weight"  # in every DFlash checkpoint; what precedes it in its name is the prefix of all names
+UNUSED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")  # used by training only
 
 
 def caps_of(draft: DFlashConfig) -> DrafterCaps:
@@ -42,12 +42,12 @@ def caps_of(draft: DFlashConfig) -> DrafterCaps:
 
 @dataclass(frozen=True, slots=True)
 class DraftBlock:
-    """The rows of one pass: a block for each sequence. A row sees the observed context and the rows of its block."""
+    """The rows of one pass: one draft block per sequence. A row sees the observed context and the rows of its block."""
 
     token_ids: Tensor  # int32 [seqs * width]: anchor, mask, mask, ...
     positions: Tensor  # int32 [seqs * width]
-    slots: Tensor  # int32 [seqs * width], where the block's own K/V go; overwritten by the next observe
-    view: AttentionView  # its context_len counts the block itself
+    slots: Tensor  # int32 [seqs * width]: where the block's own K/V go; overwritten by the next observe
+    view: AttentionView  # its context_len includes the block itself
     draft_rows: Tensor  # int32 [seqs * depth]: the rows whose ids are wanted, 1 .. depth of each block
 
 
@@ -55,20 +55,21 @@ class BlockAttention(Attention):
     """A layer's attention, which also takes context rows that are keys and values alone."""
 
     def keep(self, kv_part: Tensor, positions: Tensor, kv: LayerKV, slots: Tensor) -> None:
-        """Write context rows: kv_part [rows, 2 * kv_heads * head_dim], the keys first; nothing is left of it."""
+        """Write context rows. kv_part: [rows, 2 * kv_heads * head_dim], keys first; its contents are undefined
+        afterwards."""
         kv.write(kv_part, self.rope_args(positions, num_heads=0), slots)
 
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Where a block enters and leaves the layers."""
+    """The tables before and after the layers: embedding, norm and head."""
 
     embedding: Tensor | GroupQuant
     scale: float  # of the embedding's rows
     mask_row: Tensor | None  # [hidden], stands in for the mask id's row of the embedding
     norm: Norm
     head: Linear
-    ids: Tensor | None  # int64 [draft vocabulary]: the target's id of each row of the head; None: the same
+    ids: Tensor | None  # int64 [draft vocabulary]: the target's id of each row of the head; None: the same ids
 
 
 class DFlash:
@@ -77,9 +78,9 @@ class DFlash:
         draft: DFlashConfig,
         fc: Linear,  # [hidden, taps * target hidden]
         hidden_norm: Norm,
-        context_kv: Linear,  # [layers * 2 * kv_heads * head_dim, hidden]: k and v of layer 0, of layer 1, ...
+        context_kv: Linear,  # [layers * 2 * kv_heads * head_dim, hidden]: k and v of layer 0, then of layer 1, ...
         layers: list[DecoderLayer],
-        attention: list[BlockAttention],  # the mixers of these layers: context rows reach them alone, and pass no norm
+        attention: list[BlockAttention],  # of these layers; context rows go to these only, and pass no norm
         ends: Ends,
         kv: DenseKV,
         max_seqs: int,
@@ -89,8 +90,8 @@ class DFlash:
         self.fc, self.hidden_norm, self.context_kv = fc, hidden_norm, context_kv
         self.layers, self.attention, self.ends, self.kv, self.ops = layers, attention, ends, kv, ops
         device = hidden_norm.gain.device
-        # By depth, for as many blocks as there may be: where each begins, and which rows are wanted. Made here because
-        # a pass that is recorded on a CPU cannot compute them; fewer blocks use the beginning of each.
+        # Per depth, for the largest number of blocks: where each block begins, and which rows are wanted. They are made
+        # here because a pass that is recorded on a CPU cannot compute them; fewer blocks use the beginning of each.
         depths, seqs = range(1, draft.block_size), torch.arange(max_seqs + 1, dtype=torch.int32, device=device)
         self._starts = {depth: seqs * self.width(depth) for depth in depths}
         self._wanted = {
@@ -99,17 +100,19 @@ class DFlash:
         }
 
     def width(self, depth: int) -> int:
-        """Rows of a block that drafts 'depth' ids: the trained size, halved as often as that leaves enough.
+        """Rows of a block that drafts 'depth' ids: the smallest of B/8, B/4, B/2 and B, the trained size, that holds
+        depth + 1 rows.
 
-        Masks see each other, so a narrower block drafts a little worse: of 16 rows, a quarter has its first draft
-        accepted in 0.4 % fewer cases and an eighth in 1.4 %, for a quarter and an eighth of what the layers cost.
+        Masks see each other, so a narrower block drafts a little worse: with a quarter of 16 rows the first draft is
+        accepted in 0.4 % fewer cases, and with an eighth in 1.4 % fewer, for a quarter and an eighth of the layers'
+        cost.
         """
         return next(w for w in (self.draft.block_size >> n for n in (3, 2, 1, 0)) if depth < w)
 
     reach = width
 
     def reads(self, depth: int) -> DraftBytes:
-        """One pass at any depth."""
+        """The bytes of one pass, which are the same at any depth."""
         matrices = [matrix for layer in self.layers for matrix in layer.matrices]
         propose = sum(m.nbytes for m in [*matrices, self.ends.head])
         return DraftBytes(propose, self.fc.nbytes + self.context_kv.nbytes, self.kv.bytes_per_token)
@@ -147,7 +150,7 @@ class DFlash:
         return torch.tanh(logits / softcap) * softcap if softcap else logits
 
     def likeliest(self, block: DraftBlock) -> Tensor:  # int64 [seqs * depth]: the logits' argmax
-        if self.draft.output_multiplier <= 0:  # a softcap keeps the order, and so does a multiplier above 0
+        if self.draft.output_multiplier <= 0:  # a softcap keeps the order, and so does a positive multiplier
             return self.logits(block).argmax(-1)
         columns: Tensor = self.ops.norm_argmax(self._through_layers(block), self.ends.head)
         return columns
@@ -171,11 +174,11 @@ class DFlash:
 def build(
     draft: DFlashConfig, load: Loader, ops: ModuleType, target: Decoder, kv: DenseKV, context: int, max_seqs: int
 ) -> DFlash:
-    """The drafter of a checkpoint, its K/V in 'kv' (layers and heads as in its config); 'context' is the target's."""
+    """Build the drafter of a checkpoint. kv: its K/V, with layers and heads as in its config. context: the target's."""
     prefix, model = _prefix(load), draft.model
     fc = load.linear({f"{prefix}fc": model.hidden_size}, len(draft.taps) * draft.target_hidden_size)
     hidden_norm = load_norm(model, load, f"{prefix}hidden_norm")
-    # A block may stick out of the context by its masks, whose rows are never used but do look up their position.
+    # A block may reach past the context's end by its masks. Their rows are never used but do look up their position.
     ropes = RopeTables(context + draft.block_size, load.device)
     layers, attention = [], []
     for i, layer in enumerate(model.layers):
@@ -200,10 +203,11 @@ def _prefix(load: Loader) -> str:
 
 
 def _ends(draft: DFlashConfig, load: Loader, prefix: str, target: Decoder) -> Ends:
-    """The checkpoint's own tables where it has them, else the target's; of its head only the rows that are drafted."""
+    """The checkpoint's own tables where it has them, else the target's. Of the target's head only the drafted rows are
+    taken."""
     names, model = frozenset(load.source.names()), draft.model
 
-    def own(name: str) -> str | None:  # tables and maps may stand outside the prefix
+    def own(name: str) -> str | None:  # tables and maps may be outside the prefix
         return next((n for n in (prefix + name, name) if n in names), None)
 
     embedding, head, ids = target.embedding, target.head, None
@@ -229,20 +233,21 @@ def _ends(draft: DFlashConfig, load: Loader, prefix: str, target: Decoder) -> En
 
 
 def _some_rows(load: Loader, target: Decoder, ids: Tensor) -> Linear:
-    """A head over these ids alone: the target's own rows of them, so that the checkpoint need not hold any."""
+    """A head over these ids alone, made of the target's own rows, so that the checkpoint need not hold any."""
     rows = target.head.rows(ids)
     if rows is None and target.config.tie_embeddings:
         rows = take_rows(target.embedding, ids)
     if rows is None:
         raise UserError(
-            f"{load.source.path} drafts among {len(ids)} ids without a head of its own; rows of this target's head can "
-            "not be taken out of its format: export the drafter with lm_head.weight"
+            f"{load.source.path} drafts among {len(ids)} ids without a head of its own; rows of this target's head "
+            "cannot be taken out of its format: export the drafter with lm_head.weight"
         )
     return load.tied_head(rows)
 
 
 def _target_ids(draft: DFlashConfig, load: Loader, name: str | None) -> Tensor | None:
-    """int64 [draft vocabulary], from offsets: target id minus draft id. None where both vocabularies are one."""
+    """int64 [draft vocabulary], computed from offsets (target id minus draft id); None if the vocabularies are the
+    same."""
     count, vocab = draft.draft_vocab_size, draft.model.vocab_size
     if count == vocab:
         return None

@@ -1,8 +1,8 @@
-"""What a DFlash checkpoint says of itself, in one record for both ways of writing it down.
+"""The config of a DFlash checkpoint, in one record for the two formats in which it is published.
 
 z-lab keeps the drafter's dimensions at the top of config.json and the rest in `dflash_config`; speculators keeps the
-dimensions in `transformer_layer_config` and counts taps from the embedding, one higher. Whatever would change the
-computation and is not built here is refused by name; reading tensors is dflash.py's work.
+dimensions in `transformer_layer_config` and counts taps from the embedding, so one higher. Whatever would change the
+computation and is not implemented here is refused by name. dflash.py reads the tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sparkdraft.models.layers import LayerSpec
 Config = Mapping[str, Any]
 Mask = tuple[int, bool]  # of a layer: window (0: none), and whether a row is blind to the rows after it
 
-# Keys that name another algorithm or a computation we do not have, and what it is called.
+# Keys that stand for another algorithm or a computation that we do not have, and its name.
 FOREIGN = {
     "conv_kernel_size": "dflash2",
     "selector_rank": "dflash2",
@@ -31,7 +31,7 @@ FOREIGN = {
     "pure_draft_prefix_len": "dflash with a pure draft prefix",
     "shift_label": "dflash with shifted labels",
 }
-# Keys that must have one of the values named, where they are given at all.
+# Keys that must have one of the given values if they are present.
 ONLY = {
     "projector_type": (None, "", "dflash"),
     "attention_value_scale": (None, 1, 1.0),
@@ -56,26 +56,26 @@ class DFlashConfig:
 
     @staticmethod
     def read(config: Config) -> DFlashConfig:
-        """From a config.json in either dialect. Raises UserError."""
+        """Read a config.json in either format. Raises UserError."""
         dialect = _read_zlab
         if "speculators_model_type" in config or "speculators_config" in config:
             dialect = _read_speculators
         try:
             return dialect(config)
-        except (TypeError, ValueError, AttributeError) as error:  # a value of another kind than its key promises
+        except (TypeError, ValueError, AttributeError) as error:  # a value has another type than its key requires
             raise UserError(f"The drafter's config.json cannot be understood ({error}): fetch it again.") from error
 
 
 def check_fits(draft: DFlashConfig, target: ModelConfig) -> None:
-    """Raises UserError when the drafter was not made for a target of this shape."""
+    """Raises UserError if the drafter was not made for a target of this shape."""
     vocab, layers, beyond = target.vocab_size, target.num_layers, [t for t in draft.taps if t >= target.num_layers]
     for own in (draft.model.hidden_size, draft.target_hidden_size):
         _fits(own == target.hidden_size, f"it has hidden size {own}, the model {target.hidden_size}")
     _fits(draft.model.vocab_size == vocab, f"it has a vocabulary of {draft.model.vocab_size}, the model one of {vocab}")
     _fits(draft.draft_vocab_size <= vocab, f"it drafts among {draft.draft_vocab_size} ids, the model has {vocab}")
-    _fits(not beyond, f"it reads block {max(beyond, default=0)}, the model has {layers}, counted from 0")
+    _fits(not beyond, f"it reads layer {max(beyond, default=0)}, the model has {layers} layers, counted from 0")
     made_for = draft.num_target_layers
-    _fits(made_for in (None, layers), f"it was made for a model of {made_for} blocks, this one has {layers}")
+    _fits(made_for in (None, layers), f"it was made for a model of {made_for} layers, this one has {layers}")
     mask = draft.mask_token_id
     _fits(0 <= mask < vocab, f"its mask id {mask} is outside the model's vocabulary of {vocab}")
 
@@ -87,7 +87,7 @@ def _fits(ok: bool, reason: str) -> None:
         )
 
 
-# ---- the two dialects
+# ---- the two formats
 
 
 def _read_zlab(config: Config) -> DFlashConfig:
@@ -97,7 +97,7 @@ def _read_zlab(config: Config) -> DFlashConfig:
     if "dflash_config" not in config and not architectures:
         raise _not_built(str(config.get("model_type", "unknown")))
     inner = config.get("dflash_config") or {}
-    both = {**config, **inner}  # a key may stand in either place; the inner one counts, as in z-lab's own code
+    both = {**config, **inner}  # a key may be in either place; the inner one wins, as in z-lab's own code
     _refuse_foreign(both)
     model = _masked(dense_config(_one_rope(config), qk_norm=True), partial(_zlab_masks, config, inner))
     target_layers = config.get("num_target_layers")
@@ -144,7 +144,7 @@ def _read_speculators(config: Config) -> DFlashConfig:
     return _checked(
         DFlashConfig(
             model=model,
-            taps=tuple(tap - 1 for tap in taps),  # there, 1 is what block 0 leaves behind
+            taps=tuple(tap - 1 for tap in taps),  # in this format, 1 is the output of layer 0
             block_size=int(config.get("block_size") or 8),
             mask_token_id=_required(config, "mask_token_id"),
             draft_vocab_size=int(config.get("draft_vocab_size") or model.vocab_size),
@@ -190,7 +190,7 @@ def _windows(config: Config, num_layers: int) -> list[tuple[int, bool]]:
 
 
 def _default_taps(target_layers: int | None, draft_layers: int) -> list[int]:
-    """z-lab's choice where a config is silent: evenly from block 1 to the third from the end."""
+    """z-lab's default taps: spaced evenly from layer 1 to the third from the end."""
     if not target_layers:
         raise UserError(
             "The drafter's config names neither target_layer_ids nor num_target_layers; one of them is needed"
@@ -201,7 +201,7 @@ def _default_taps(target_layers: int | None, draft_layers: int) -> list[int]:
 
 
 def _one_rope(config: Config) -> Config:
-    """Where rotations are given for each kind of layer: speculators then turns all layers like the sliding ones."""
+    """If rotations are given per kind of layer, take those of the sliding layers for all, as speculators does."""
     rope = config.get("rope_parameters") or {}
     return {**config, "rope_parameters": rope["sliding_attention"]} if "sliding_attention" in rope else config
 
@@ -218,7 +218,7 @@ def _refuse_foreign(config: Config) -> None:
 
 
 def _not_built(kind: str) -> UserError:
-    return UserError(f"Drafters of the kind '{kind}' are not built yet: use a DFlash drafter, of z-lab or speculators.")
+    return UserError(f"Drafters of the kind '{kind}' are not supported yet: use DFlash, of z-lab or of speculators.")
 
 
 def _required(config: Config, key: str) -> int:
@@ -230,7 +230,7 @@ def _required(config: Config, key: str) -> int:
 def _ids(values: Sequence[Any] | None, key: str) -> tuple[int, ...]:
     ids = tuple(values or ())
     if not ids or any(type(v) is not int or v < 0 for v in ids) or len(set(ids)) < len(ids):
-        raise UserError(f"The drafter's {key} is {values}; it must list distinct block numbers: check its config.json.")
+        raise UserError(f"The drafter's {key} is {values}; it must list distinct layer numbers: check its config.json.")
     return ids
 
 

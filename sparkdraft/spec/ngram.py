@@ -1,16 +1,16 @@
-"""Prompt lookup: drafts what followed when a request's text last ended the way it ends now.
+"""Prompt lookup: drafts the ids that followed the last time a request's text ended as it ends now.
 
-Every run of 'min_match' ids is remembered by where it last ended. While the text goes on as it did after an earlier
-run, that place is followed, so a long match is not left for a short one; where it departs, the newest run counts. How
-deep to draft, and whether the copy pays, is left to the depth controller; whether it is right, to the target.
+Every run of 'min_match' ids is remembered by where it last ended. While the text continues as it did after an earlier
+run, that match is kept, so a long match is not given up for a shorter one; where the text departs, the newest run is
+used. The depth controller decides how deep to draft and whether the copy pays; the target decides whether it is right.
 
     ids      .... [e-L+1 .. e] e+1 ......... n-1          the last L ids, n-L .. n-1, occurred before and ended at e
     drafts                     e+1 ......... n-1 e+1 ..   copied on, and round again: a loop is drafted to any length
 
-The runs are in a hash table with chains: `_newest` holds where the newest run of each bucket ended, `_older` for each
-run where the next older one of its bucket ended. It takes 16 to 24 bytes per id. One new id costs microseconds; a long
-prompt is put into the table by numpy, PROMPT_IDS per question, and nothing matches until all of it is there. A table
-that has become too small, because the text is twice as long as when it was made, is made anew: 12 ms at 65,000 ids.
+The runs are in a hash table with chains: `_newest` holds the end of the newest run of each bucket, `_older` holds for
+each run the end of the next older run of its bucket. It takes 16 to 24 bytes per id. Adding one id costs microseconds.
+A long prompt is indexed by numpy, PROMPT_IDS per call, and nothing matches until all of it is indexed. When the text is
+twice as long as when the table was made, the table is made again: 12 ms at 65,000 ids.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 NONE = -1
-PROMPT_IDS = 4096  # ids of a prompt that one question indexes at most
-FOLLOWED_IDS = 256  # ids at a prompt's end in which matches are followed, one id at a time
-ROOM = 2  # buckets per id at least when the table is made: it serves until the text is twice as long
-MOST_LINKS = 32  # of a chain that are looked at: longer ones are only met by texts made for it
-FACTOR = 0x9E3779B97F4A7C15  # of the rolling hash: odd, with bits all over
+PROMPT_IDS = 4096  # ids of a prompt that one call indexes at most
+FOLLOWED_IDS = 256  # ids at a prompt's end that are added one at a time, so that matches in them are followed
+ROOM = 2  # buckets per id at least in a new table, which serves until the text is twice as long
+MOST_LINKS = 32  # links of a chain that are followed; only texts made for it have longer chains
+FACTOR = 0x9E3779B97F4A7C15  # of the rolling hash: odd, with bits spread over the word
 WORD = (1 << 64) - 1
 
 
@@ -34,20 +34,20 @@ class NgramIndex:
     def __init__(self, min_match: int = 8) -> None:
         assert min_match >= 1, f"min_match {min_match}: the empty string matches everywhere"
         self.min_match = min_match
-        self._ids = array("i")  # those that are indexed
-        self._waiting: list[int] = []  # those that are recorded and not indexed yet
-        self._newest = array("i")  # by bucket
-        self._older = array("i")  # by position
+        self._ids = array("i")  # ids in the table
+        self._waiting: list[int] = []  # ids that are recorded and not indexed yet
+        self._newest = array("i")  # per bucket
+        self._older = array("i")  # per position
         self._hash = 0  # of the last run
-        self._match_end = NONE  # where what the text ends with ended before
-        self._power = pow(FACTOR, min_match + 1, 1 << 64)  # of the id that leaves a run
+        self._match_end = NONE  # where the run that the text ends with ended before
+        self._power = pow(FACTOR, min_match + 1, 1 << 64)  # the factor of the id that leaves a run
 
     def __len__(self) -> int:
         return len(self._ids) + len(self._waiting)
 
     @property
     def num_waiting(self) -> int:
-        """Ids that the next questions have still to index."""
+        """Ids that are not indexed yet."""
         return len(self._waiting)
 
     @property
@@ -60,18 +60,18 @@ class NgramIndex:
 
     @property
     def matches(self) -> bool:
-        """Whether the last min_match ids of the text, or more, also stand somewhere before."""
+        """Whether the last min_match ids of the text, or more, also occur somewhere before."""
         if self._waiting:
             self._catch_up()
         return self._match_end != NONE
 
     def propose(self, most: int) -> list[int]:
-        """What followed the match, 'most' ids of it; none without one."""
+        """The 'most' ids that followed the match; none without a match."""
         if most <= 0 or not self.matches:
             return []
         start = self._match_end + 1
         drafts = self._ids[start : start + most].tolist()
-        while len(drafts) < most:  # the copy reached the end of the text, from where it copies itself
+        while len(drafts) < most:  # the copy has reached the end of the text and continues with its own ids
             drafts += drafts[: most - len(drafts)]
         return drafts
 
@@ -86,10 +86,11 @@ class NgramIndex:
             self._waiting = []
 
     def _follow(self, token: int) -> None:
-        """One more id: go on with the match if it does, else look for another, and remember the run that ends here."""
+        """Add one id: extend the match if the id continues it, else look for another; remember the run that ends
+        here."""
         ids, position, older = self._ids, len(self._ids), NONE
         ids.append(token)
-        before = position - self.min_match  # the position that the run leaves behind
+        before = position - self.min_match  # the position that leaves the run
         self._hash = ((self._hash + token) * FACTOR - (ids[before] * self._power if before >= 0 else 0)) & WORD
         if before >= -1:
             bucket = self._hash >> self._shift
@@ -100,7 +101,7 @@ class NgramIndex:
         self._older.append(older)
 
     def _find(self, position: int, end: int) -> int:
-        """Where the run that ends at this position ended before. end: of the newest run in its bucket."""
+        """Where the run that ends at this position ended before. end: where the newest run in its bucket ended."""
         if end != NONE:
             run = self._run(position)
             for _ in range(MOST_LINKS):
@@ -115,7 +116,7 @@ class NgramIndex:
     # ---- many ids at once
 
     def _take_prompt(self) -> None:
-        """Some of a long prompt, up to its last ids."""
+        """Index a part of a long prompt, up to its last ids."""
         count = min(PROMPT_IDS, len(self._waiting) - FOLLOWED_IDS)
         self._ids.extend(self._waiting[:count])
         del self._waiting[:count]
@@ -123,7 +124,7 @@ class NgramIndex:
         self._match_end = NONE
 
     def _make_table(self) -> None:
-        """With a bucket per id or more, for all that is recorded."""
+        """Make a table for all recorded ids, with one bucket per id or more."""
         bits = (ROOM * max(len(self), 1024)).bit_length()
         self._newest = _nones(1 << bits)
         self._older = array("i")
@@ -131,8 +132,8 @@ class NgramIndex:
         self._index()
 
     def _index(self) -> None:
-        """Put the runs into the table that end where it does not reach yet. It holds the newest of each bucket then,
-        and each is chained to the one before it, in the table or among these."""
+        """Add the runs that are not in the table yet. Afterwards the table holds the newest run of each bucket, and
+        each run is chained to the one before it."""
         start, stop = len(self._older), len(self._ids)
         self._older.extend(_nones(stop - start))
         start = max(start, self.min_match - 1)
@@ -143,14 +144,14 @@ class NgramIndex:
         newest, older = (np.frombuffer(a, np.int32) for a in (self._newest, self._older))
         pairs = np.sort((hashes >> np.uint64(self._shift)) << np.uint64(32) | np.arange(start, stop, dtype=np.uint64))
         buckets, ends = (pairs >> np.uint64(32)).astype(np.int64), (pairs & np.uint64(0xFFFFFFFF)).astype(np.int32)
-        same = buckets[1:] == buckets[:-1]  # as the one before
+        same = buckets[1:] == buckets[:-1]  # whether a bucket is that of the entry before
         first, last = np.append(True, ~same), np.append(~same, True)
         older[ends[first]] = newest[buckets[first]]
         older[ends[1:][same]] = ends[:-1][same]
         newest[buckets[last]] = ends[last]
 
     def _hashes(self, start: int) -> NDArray[np.uint64]:
-        """Of the runs that end at 'start' and later: the sum of id * FACTOR ** (1 + how far it is from the end)."""
+        """Hashes of the runs that end at 'start' and later: the sum of id * FACTOR ** (1 + distance from the end)."""
         ids = np.frombuffer(self._ids, np.int32)[start - self.min_match + 1 :].astype(np.uint64)
         count = len(self._ids) - start
         hashes = np.zeros(count, np.uint64)

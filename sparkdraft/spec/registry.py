@@ -1,8 +1,8 @@
-"""The kinds of drafters, how a named drafter is opened, and which one goes with a model when the user names none.
+"""The kinds of drafters, how a named drafter is opened, and which one belongs to a model when the user names none.
 
-A drafter is a checkpoint like any other, without a tokenizer: a folder or a hub id. Its config.json says of which kind
-it is. A new kind is a line of KINDS and a module of its own; the plan and the engine know drafters by their caps
-(spec/caps.py) and their calls (spec/drafter.py) alone. The drafter for the embedded model travels inside the package.
+A drafter is a checkpoint without a tokenizer: a folder or a hub id. Its config.json says which kind it is. A new kind
+is a line of KINDS and a module of its own; the plan and the engine know drafters only by their caps (spec/caps.py) and
+their calls (spec/drafter.py). The drafter for the embedded model is in the package.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from sparkdraft.weights.checkpoint import Checkpoint, open_checkpoint
 from sparkdraft.weights.loader import Loader, WeightSource
 
 ASSETS = Path(__file__).parent.parent / "assets"
-EMBEDDED = {"smollm2": "smollm2-dflash"}  # model, as a user names it -> folder of ASSETS
+EMBEDDED = {"smollm2": "smollm2-dflash"}  # model, as a user names it -> folder in ASSETS
 
 
 class DrafterKind(Protocol):
-    """What is known of one kind of drafters. 'config' is what its own `read` gave."""
+    """One kind of drafters. 'config' is what its own `read` returned."""
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
-        """Whether a config.json is that of a drafter of this kind."""
+        """Whether a config.json belongs to a drafter of this kind."""
 
     def read(self, config: Mapping[str, Any]) -> Any:
-        """What a config.json says. Raises UserError."""
+        """Read a config.json. Raises UserError."""
 
     def check_fits(self, config: Any, target: ModelConfig) -> None:
-        """Raises UserError when the drafter was not made for a target of this shape."""
+        """Raises UserError if the drafter was not made for a target of this shape."""
 
     def caps(self, config: Any) -> DrafterCaps: ...
 
     def build(
         self, config: Any, load: Loader, ops: ModuleType, target: Decoder, kv: DenseKV, context: int, max_seqs: int
     ) -> Drafter:
-        """The drafter of a checkpoint. kv: shaped as its caps say; context, max_seqs: the most that may come."""
+        """Build the drafter of a checkpoint. kv: shaped as its caps say. context, max_seqs: upper limits."""
 
 
 class DFlashKind:
@@ -62,10 +62,10 @@ KINDS: tuple[DrafterKind, ...] = (DFlashKind(),)
 
 @dataclass(frozen=True, slots=True)
 class DraftSource:
-    """A drafter that is to be loaded: what it is, and where its weights are."""
+    """A drafter to be loaded: its kind and config, and where its weights are."""
 
     kind: DrafterKind
-    config: Any  # as the kind reads it
+    config: Any  # as the kind's `read` returned it
     source: WeightSource
 
     @property
@@ -79,7 +79,7 @@ class DraftSource:
 
 
 def find_drafter(name: str, target: ModelConfig) -> DraftSource:
-    """The drafter of this name, read and found to fit. Raises UserError."""
+    """Find a drafter by name, read its config and check that it fits. Raises UserError."""
     checkpoint = open_drafter(name)
     kind = next(k for k in KINDS if k.recognises(checkpoint.config))
     config = kind.read(checkpoint.config)
@@ -88,7 +88,7 @@ def find_drafter(name: str, target: ModelConfig) -> DraftSource:
 
 
 def default_drafter(model_name: str) -> str | None:
-    """The folder of the drafter that was made for this model, if we have one."""
+    """The folder of the drafter that was made for this model, or None."""
     folder = EMBEDDED.get(model_name)
     if folder is None or not (ASSETS / folder / "config.json").is_file():
         return None
@@ -96,9 +96,9 @@ def default_drafter(model_name: str) -> str | None:
 
 
 def open_drafter(name: str) -> Checkpoint:
-    """A folder, a hub id, or the name of a drafter inside the package. Raises UserError."""
+    """Open a folder, a hub id, or the name of a drafter inside the package. Raises UserError."""
     if name in EMBEDDED.values() and not Path(name).is_dir():
         return open_checkpoint(str(ASSETS / name))
     if name.endswith(".gguf"):
-        raise UserError(f"The drafter {name} is a GGUF file, which is not built yet: pass a folder with safetensors.")
+        raise UserError(f"The drafter {name} is a GGUF file, which is not supported: pass a folder with safetensors.")
     return open_checkpoint(name)

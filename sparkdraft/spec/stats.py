@@ -1,9 +1,9 @@
-"""What speculation did: steps, drafts and how many of them the target kept, for one request or for all of them.
+"""Statistics of speculation: steps, drafts and accepted drafts, of one request or of all.
 
-Everything is worked out from one table, (source, drafted, accepted) -> steps, so that a step costs one addition, a
-total is a sum of tables, and no two numbers can disagree. On the wire they carry vLLM's names and keep its two sums, by
+Everything is computed from one table, (source, drafted, accepted) -> steps, so that a step costs one addition, a total
+is a sum of tables, and no two numbers can disagree. In JSON they have vLLM's names and keep its two invariants, by
 which tools such as AIPerf check a record: the histogram counts every drafting step once, and weighted by its index it
-gives the accepted drafts. Which step drafts, and how deep, is for spec/depth; when to send this, for the server.
+gives the accepted drafts. spec/depth decides which step drafts and how deep; the server decides when to send this.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 @dataclass(slots=True)
 class SpecStats:
     num_plain_steps: int = 0
-    steps: Counter[tuple[str, int, int]] = field(default_factory=Counter)  # steps that drafted, by what came of them
+    steps: Counter[tuple[str, int, int]] = field(default_factory=Counter)  # steps that drafted, per outcome
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
 
     def record(self, drafted: int, accepted: int, source: str) -> None:
-        """One step of one request: of 'drafted' ids the first 'accepted' were kept. None drafted is a plain step."""
+        """Count one step of one request, which accepted the first 'accepted' of 'drafted' ids. 0 drafted is a plain
+        step."""
         assert 0 <= accepted <= drafted, f"{accepted} accepted of {drafted} drafted"
         if drafted:
             self.steps[source, drafted, accepted] += 1
@@ -29,12 +30,12 @@ class SpecStats:
             self.num_plain_steps += 1
 
     def add_time(self, draft: float, verify: float) -> None:
-        """Seconds that were spent drafting and verifying."""
+        """Add seconds spent drafting and verifying."""
         self.draft_seconds += draft
         self.verify_seconds += verify
 
     def merge(self, other: SpecStats) -> None:
-        """Add what 'other' counted; it stays as it was."""
+        """Add the counts of 'other', which is not changed."""
         self.num_plain_steps += other.num_plain_steps
         self.steps.update(other.steps)
         self.add_time(other.draft_seconds, other.verify_seconds)
@@ -55,7 +56,7 @@ class SpecStats:
 
     @property
     def num_spec_tokens(self) -> int | None:
-        """The depth, if all steps that drafted had the same."""
+        """The depth, if all steps that drafted had the same depth."""
         depths = {drafted for drafted, _, _ in self._outcomes()}
         return depths.pop() if len(depths) == 1 else None
 
@@ -69,11 +70,11 @@ class SpecStats:
             counts[1] += accepted * steps
         return sums
 
-    # ---- lists. By position, index 0 is the first draft of a step; all reach as far as the deepest step.
+    # ---- lists per position: index 0 is the first draft of a step, the last index is that of the deepest step
 
     @property
     def acceptance_histogram(self) -> list[int]:
-        """Steps by their number of accepted drafts, from none to the deepest step's all; empty if no step drafted."""
+        """Steps per number of accepted drafts, from 0 to the largest depth; empty if no step drafted."""
         counts = [0] * (self._deepest + 1) if self.steps else []
         for _, accepted, steps in self._outcomes():
             counts[accepted] += steps
@@ -96,7 +97,7 @@ class SpecStats:
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """Ids that a drafting step committed: its accepted drafts and the one that the target added."""
+        """Committed ids per drafting step: accepted drafts and the one id that the target adds."""
         mean = _ratio(self.num_accepted_draft_tokens, self.num_spec_steps)
         return None if mean is None else 1 + mean
 
@@ -105,11 +106,11 @@ class SpecStats:
         return _ratio(self.num_accepted_draft_tokens, self.num_draft_tokens)
 
     def per_position(self) -> list[float | None]:
-        """How often position k was accepted where it was reached. A draft after a rejected one says nothing of k."""
+        """How often position k was accepted where it was reached. A draft after a rejected one says nothing about k."""
         return [_ratio(*pair) for pair in zip(self.per_position_accepted, self.per_position_reached, strict=True)]
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON: vLLM's `metrics.speculative_decoding`, then what is ours."""
+        """For JSON: vLLM's `metrics.speculative_decoding`, then our own fields."""
         return {
             "mean_acceptance_length": self.mean_acceptance_length,
             "draft_acceptance_rate": self.draft_acceptance_rate,
@@ -132,11 +133,11 @@ class SpecStats:
         return max((drafted for drafted, _, _ in self._outcomes()), default=0)
 
     def _outcomes(self) -> Iterator[tuple[int, int, int]]:
-        """(drafted, accepted, steps), whatever the source."""
+        """(drafted, accepted, steps), over all sources."""
         return ((drafted, accepted, steps) for (_, drafted, accepted), steps in self.steps.items())
 
     def _by_position(self, reach: Callable[[int, int], int]) -> list[int]:
-        """For each position the steps that got at least that far; reach(drafted, accepted) is how far one got."""
+        """Per position, the steps that got at least that far; reach(drafted, accepted) is how far a step got."""
         counts = [0] * self._deepest
         for drafted, accepted, steps in self._outcomes():
             for position in range(reach(drafted, accepted)):

@@ -1,7 +1,7 @@
-"""What a step costs, by how deep it drafts: learnt from steps that ran, drawn between the depths that were never tried.
+"""The cost of a step per depth: learnt from steps that ran, interpolated for depths that were never tried.
 
-A curve never falls: a step of more drafts cannot be cheaper. spec/depth.py keeps one for each bucket of batch and
-context, and asks it for prices. No torch.
+A curve never falls: a step with more drafts cannot be cheaper. spec/depth.py keeps one curve per bucket of batch size
+and context, and asks it for prices. No torch.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Reads = Callable[[float], float]  # of so many rows that choose experts independ
 
 
 class StepCosts:
-    """Seconds of a step by depth, in one bucket: decayed means, and a shape borrowed for depths not yet seen."""
+    """Seconds of a step per depth, in one bucket: decayed means, and a borrowed shape for depths not seen yet."""
 
     def __init__(self, shape: list[float]) -> None:
         self.shape = shape
         self.seconds = [0.0] * len(shape)
-        self.weight = [0.0] * len(shape)  # observations behind each mean; 0 when never seen
+        self.weight = [0.0] * len(shape)  # observations in each mean; 0 if none
         self._curve: list[float] = []
         self._prices: dict[int, Price] = {}
         self._age = 0  # observations since the curve was drawn
@@ -33,19 +33,20 @@ class StepCosts:
         self._age += 1
         if weight < REDRAW or self._age >= REDRAW:
             self._curve = []
-        # A step can be late by accident, not early: half the time believed means that the belief was the accident.
+        # A step can be late by accident, but not early: if it took half the mean, the mean was the accident.
         if not weight or seconds < believed / 2:
             self.seconds[depth], self.weight[depth] = seconds, 1.0
             return
         excess, self.weight[depth] = min(seconds / believed, LATE) - 1, min(weight + 1, 50)
         self.seconds[depth] *= 1 + excess / self.weight[depth]
         if weight >= 4:
-            # A depth known well that is slow today says that the machine is, or that the context grew: all depths are.
-            # Without this, depths not visited lately would look cheap and be visited for it.
+            # A well-known depth that is slow now means that the machine is slower, or the context longer, for all
+            # depths. Without this, depths not used lately would look cheap and would be chosen for it.
             self.seconds = [s * (1 + 0.1 * excess) for s in self.seconds]
 
     def curve(self) -> list[float]:
-        """Never falling with depth. Between depths seen, the correction of the borrowed shape is interpolated."""
+        """The cost per depth, which never falls. Between depths seen, the correction of the borrowed shape is
+        interpolated."""
         if not self._curve:
             seen = [d for d, weight in enumerate(self.weight) if weight]
             factor = [self.seconds[d] / self.shape[d] for d in seen]
@@ -63,12 +64,12 @@ class StepCosts:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """A step's time taken apart: the plain step, what drafting costs at all, and the rows of each request."""
+    """The time of a step in parts: the plain step, the fixed cost of drafting, and the cost of each request's rows."""
 
     plain: float
     fixed: float
-    rows: list[float]  # by depth, for one of the requests
-    uniform: list[float]  # by depth, the step in which all draft to it; at 0 with the fixed part, as if one drafted
+    rows: list[float]  # per depth, for one request
+    uniform: list[float]  # per depth, a step in which all requests draft that deep; at 0 it includes the fixed part
 
     @classmethod
     def of(cls, curve: list[float], num: int) -> Price:
@@ -81,7 +82,8 @@ class Price:
         return self.plain + (self.fixed if any(depths) else 0.0) + sum(self.rows[d] for d in depths)
 
     def can_pay(self, choice: Sequence[int], acceptance: float) -> bool:
-        """Whether some depth would beat plain steps if all drafted to it and each draft stood with this chance."""
+        """Whether some depth would beat plain steps if all drafted to it and each draft were accepted with this
+        probability."""
         tokens, reached = 1.0, 1.0
         for depth, seconds in enumerate(self.uniform):
             if depth:
@@ -92,7 +94,7 @@ class Price:
         return False
 
     def probe_depth(self, probes: Sequence[int]) -> int:
-        """The deepest of these that costs little more than the shallowest."""
+        """The deepest of these depths that costs little more than the shallowest."""
         allowed = 1.25 * (self.fixed + self.rows[probes[0]])
         return max(d for d in probes if d == probes[0] or self.fixed + self.rows[d] <= allowed)
 
@@ -107,17 +109,17 @@ def start_curve(max_depth: int, num: int, reads: Reads) -> list[float]:
 
 
 def for_batch(curve: list[float], times: int) -> list[float]:
-    """By depth, what steps of so many times the requests should cost: as much as those measured with as many rows."""
+    """Estimated cost per depth of steps with 'times' as many requests: that of the measured steps with as many rows."""
     if times == 1:
         return curve
     last = len(curve) - 1
     slope = (curve[last] - curve[last // 2]) / max(last - last // 2, 1)
     wide = [curve[min(d, last)] + slope * max(d - last, 0) for d in range(times - 1, times * len(curve), times)]
-    return [max(wide[0] - Price.of(curve, 1).fixed, curve[0]), *wide[1:]]  # the first of these drafts nothing
+    return [max(wide[0] - Price.of(curve, 1).fixed, curve[0]), *wide[1:]]  # the first of these has no drafts
 
 
 def interpolate(xs: Sequence[int], ys: Sequence[float], x: int) -> float:
-    """Piecewise linear through the points, level outside them."""
+    """Piecewise linear through the points, constant outside them."""
     if x <= xs[0]:
         return ys[0]
     for i in range(1, len(xs)):
@@ -127,8 +129,9 @@ def interpolate(xs: Sequence[int], ys: Sequence[float], x: int) -> float:
 
 
 def never_falling(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The nearest sequence that never falls: neighbours in the wrong order share their weighted mean."""
-    pools: list[tuple[float, float, int]] = []  # mean, weight, how many
+    """The nearest sequence that never falls: neighbours in the wrong order get their weighted mean (isotonic
+    regression)."""
+    pools: list[tuple[float, float, int]] = []  # mean, weight, count
     for value, weight in zip(values, weights, strict=True):
         mean, total, count = value, weight, 1
         while pools and pools[-1][0] > mean:

@@ -1,9 +1,9 @@
-"""Chat messages to the text a model was trained on, by the Jinja template that comes with it.
+"""Turns chat messages into the text that a model was trained on, by the Jinja template that comes with it.
 
-Templates are programs from a stranger, so they run in Jinja's immutable sandbox, with exactly the settings and helpers
-that Hugging Face gives them. `render` is the template alone; `prompt_text` also notes which control tokens the template
-wrote (control.py), and `Tokenizer.encode_chat` turns that into ids without adding special tokens, because the template
-has written them. Which template a model has is its checkpoint's knowledge.
+Templates are untrusted programs, so they run in Jinja's immutable sandbox, with exactly the settings and helpers that
+Hugging Face gives them. `render` is the template alone. `prompt_text` also notes which control tokens the template
+wrote (control.py), and `Tokenizer.encode_chat` turns the result into ids without adding special tokens, because the
+template has written them. The checkpoint knows which template a model has.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from sparkdraft.core import UserError
 from sparkdraft.text.control import ChatText, ControlTokens, clean
 
-SEARCHES = ("split", "rsplit", "startswith", "endswith", "find", "rfind", "index", "count", "replace")  # of strings
+# methods of strings
+SEARCHES = ("split", "rsplit", "startswith", "endswith", "find", "rfind", "index", "count", "replace")
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} marks what the model wrote, for training: here its body is just text."""
+    """{% generation %} marks what the model wrote, for training; here its body is plain text."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
     def parse(self, parser: Parser) -> list[Node]:
         next(parser.stream)
-        # In a scope of its own, as in Hugging Face, where it is a call block.
+        # In its own scope, as in Hugging Face, where it is a call block.
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return [jinja2.nodes.Scope(body)]
 
@@ -54,7 +55,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes <, > and & for HTML, which models never saw."""
+    """JSON as models saw it. Jinja's own filter escapes <, > and & for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -75,12 +76,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 @lru_cache(maxsize=16)
 def looked_for(template: str | None) -> frozenset[str]:
-    """The constants that a template looks for in its texts: what it compares with, and where it splits. What it only
-    writes, as most templates write <|im_end|>, is not among them."""
+    """The constants that a template looks for in its texts: what it compares with, and where it splits. Constants that
+    it only writes, as most templates write <|im_end|>, are not among them."""
     try:
         tree = _environment().parse(template or "")
     except jinja2.TemplateError:
-        return frozenset()  # rendering says what is wrong
+        return frozenset()  # rendering will report what is wrong
     found: list[Node] = []
     for comparison in tree.find_all(jinja2.nodes.Compare):
         found += [comparison.expr, *(operand.expr for operand in comparison.ops)]
@@ -108,7 +109,7 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None = None,
     **variables: Any,
 ) -> str:
-    """'variables' are what else the template may look at: bos_token and its kin, enable_thinking and the like."""
+    """variables: what else the template may read, such as bos_token or enable_thinking."""
     if not template:
         raise UserError("This model has no chat template: send a plain prompt (/v1/completions), or use a chat model.")
     values = {
@@ -122,7 +123,7 @@ def render(
     except jinja2.TemplateError as error:
         raise UserError(f"The chat template does not take these messages: {error.message or error}.") from error
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
-        # What plain Python raises within the template: a missing role, a number where text should be.
+        # Errors of plain Python within the template: a missing role, a number where text should be.
         raise UserError(f"The chat template does not take these messages ({error}): check their form.") from error
 
 
@@ -135,9 +136,9 @@ def prompt_text(
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> ChatText:
-    """A chat as the model reads it. 'special' is the model's own (bos_token and its kin); messages, tools and variables
-    are the user's, and what they spell never becomes a control token, unless the template itself looks for that token
-    and it is none of 'special'."""
+    """A chat as the model reads it. special: the model's own tokens (bos_token and so on). Messages, tools and
+    variables are the user's: what they spell never becomes a control token, unless the template itself looks for that
+    token and it is not in 'special'."""
     spared = looked_for(template) - {token for token in special.values() if isinstance(token, str)}
     try:
         messages, tools, given = (control.mark(value, spared) for value in (messages, tools, variables or {}))

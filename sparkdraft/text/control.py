@@ -1,15 +1,15 @@
-"""Control tokens belong to the chat template: where a user's text spells one, it stays text.
+"""Control tokens belong to the chat template: a user's text that spells one stays text.
 
-A template writes control tokens such as <|im_end|> between the messages, and a message may hold the same characters.
-Before rendering, `mark` puts a secret word into every user string at each place where it spells a control token, or
-where it could become part of one beside the template's own characters. `read` takes the words out of the rendered text
-and remembers where they stood. A control token with such a place inside it was not written by the template alone, and
-`encode` gives it the ids of ordinary text.
+A template writes control tokens such as <|im_end|> between the messages, and a message may contain the same characters.
+Before rendering, `mark` puts a secret word into every user string wherever it spells a control token, or could become
+part of one together with the template's own characters. `read` removes the words from the rendered text and remembers
+where they were. A control token with such a place inside it was not written by the template alone, and `encode` gives
+it the ids of ordinary text.
 
 The secret word consists of letters and digits, so templates may trim, join or JSON-encode what they are given. It is
 drawn anew in each process, so no request can contain it. Message text without control tokens is left as it is. A word
-inside a token hides it from a template that looks for it, as for </think> in an earlier answer: such tokens are spared,
-so they stay control tokens wherever a message spells them. Which ones these are is chat.py's knowledge.
+inside a token hides it from a template that looks for it, as for </think> in an earlier answer. Such tokens are spared,
+so they stay control tokens wherever a message spells them; chat.py knows which ones they are.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SECRET = f"secret{secrets.token_hex(16)}"
 
 @dataclass(frozen=True, slots=True)
 class ChatText:
-    """A rendered chat. A control token in `text` is the template's unless one of `marks` lies inside it."""
+    """A rendered chat. A control token in `text` is the template's unless one of `marks` is inside it."""
 
     text: str
     marks: tuple[int, ...] = ()  # positions between characters, ascending
@@ -47,7 +47,7 @@ class ControlTokens:
         self._raw = raw
         added = raw.get_added_tokens_decoder().items()
         self._ids = {token.content: index for index, token in added if token.special and len(token.content) > 1}
-        longest_first = sorted(self._ids, key=len, reverse=True)  # as the library prefers them
+        longest_first = sorted(self._ids, key=len, reverse=True)  # the order in which the library prefers them
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._max_chars = max(map(len, self._ids), default=0)
         self._heads = frozenset(token[:cut] for token in self._ids for cut in range(1, len(token)))
@@ -56,8 +56,8 @@ class ControlTokens:
     # ---- before and after rendering
 
     def mark(self, value: Any, spared: Collection[str] = ()) -> Any:
-        """The same value with its strings marked: messages, tools, anything made of lists and mappings. 'spared' are
-        control tokens that are not marked."""
+        """The same value with its strings marked: messages, tools, anything made of lists and mappings. spared: control
+        tokens that are not marked."""
         if isinstance(value, str):
             return self._mark_text(value, spared)
         if isinstance(value, Mapping):
@@ -67,7 +67,7 @@ class ControlTokens:
         return value
 
     def read(self, rendered: str) -> ChatText:
-        """The rendered text without the secret words, and where they stood."""
+        """The rendered text without the secret words, and where they were."""
         first, *rest = rendered.split(SECRET)
         marks, position = [], len(first)
         for piece in rest:
@@ -91,8 +91,8 @@ class ControlTokens:
             match = self._pattern.search(text, match.start() + 1)
 
     def _edges(self, text: str) -> Iterator[int]:
-        """Places where the text could make a control token together with what the template writes beside it. Blanks
-        around the text do not count: templates trim them."""
+        """Places where the text could form a control token together with what the template writes beside it. Blanks
+        around the text are ignored, because templates trim them."""
         start, core = len(text) - len(text.lstrip()), text.strip()
         sizes = range(1, min(self._max_chars, len(core) + 1))
         if any(core[:size] in self._tails for size in sizes) or self._is_middle(core):
@@ -102,7 +102,7 @@ class ControlTokens:
                 yield start + len(core) - size + 1
 
     def _is_middle(self, core: str) -> bool:
-        """Whether it is an inner part of a control token. Plain words are not meant: templates write <|user|> of the
+        """Whether it is an inner part of a control token. Plain words do not count: templates write <|user|> from the
         role 'user'."""
         inner = 0 < len(core) < self._max_chars and not core.replace("_", "").isalnum()
         return inner and any(core in token for token in self._ids)
@@ -112,15 +112,15 @@ class ControlTokens:
     def encode(self, chat: ChatText) -> list[int]:
         """Ids in which only the template's control tokens are control tokens.
 
-        The library finds control tokens by their spelling, so the template's own get the secret word before them and
-        are encoded by a tokenizer that knows them by that spelling only.
+        The library finds control tokens by their spelling. So the template's own get the secret word before them, and a
+        tokenizer that knows them only by that spelling encodes the text.
         """
         pieces, last = [], 0
         for token in self._by_template(chat):
             pieces += [chat.text[last : token.start()], SECRET, token[0]]
             last = token.end()
         text = "".join([*pieces, chat.text[last:]])
-        # Of a batch, though it is one text: only then does the library let other threads run meanwhile.
+        # As a batch of one: only then does the library let other threads run meanwhile.
         return self._own_ids(self._guarded.encode_batch_fast([text], add_special_tokens=False)[0])
 
     def _by_template(self, chat: ChatText) -> Iterator[re.Match[str]]:
@@ -134,7 +134,7 @@ class ControlTokens:
 
     @cached_property
     def _guarded(self) -> RawTokenizer:
-        """The same model, with the secret word before each control token."""
+        """The same tokenizer, with the secret word before each control token."""
         guarded = RawTokenizer(self._raw.model)
         if self._raw.normalizer is not None:
             guarded.normalizer = self._raw.normalizer
@@ -147,7 +147,7 @@ class ControlTokens:
 
     @cached_property
     def _renamed(self) -> dict[int, int]:
-        """The guarded tokenizer's ids of added tokens, by which the tokenizer itself knows them."""
+        """The guarded tokenizer's ids of added tokens -> the ids of the tokenizer itself."""
         own = {token.content: index for index, token in self._raw.get_added_tokens_decoder().items()}
         added = self._guarded.get_added_tokens_decoder().items()
         return {index: own[token.content.removeprefix(SECRET)] for index, token in added}
@@ -158,7 +158,7 @@ class ControlTokens:
         for index in encoding.ids:
             if index in self._renamed:
                 ids.append(self._renamed[index])
-            elif index in control:  # a model whose merges can make a control token of ordinary characters
+            elif index in control:  # a model whose merges can form a control token from ordinary characters
                 ids += [part.id for letter in control[index] for part in self._raw.model.tokenize(letter)]
             else:
                 ids.append(index)
@@ -177,5 +177,5 @@ def _respelled(token: AddedToken, content: str) -> AddedToken:
 
 
 def clean(text: str) -> str:
-    """Without secret words: what a template says about the strings it was given."""
+    """A message without secret words: what a template says about the strings it was given."""
     return text.replace(SECRET, "")

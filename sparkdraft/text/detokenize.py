@@ -1,8 +1,8 @@
-"""Ids to text as they come, one at a time, with the same text whatever the pace.
+"""Turns ids into text as they come, one at a time, with the same result whatever the pace.
 
-Each id adds bytes, and an incremental UTF-8 decoder gives out whole characters only, so half of one is never seen and
-bytes that are no text become U+FFFD exactly as they would in one go. Which bytes an id stands for is tokenizer.py's
-knowledge; looking for stop strings is stops.py's work.
+Each id adds bytes, and an incremental UTF-8 decoder returns whole characters only. So half a character is never shown,
+and invalid bytes become U+FFFD exactly as they would in one go. tokenizer.py knows the bytes of an id, and stops.py
+looks for stop strings.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sparkdraft.text.tokenizer import Vocabulary
 
 
 class Detokenizer:
-    """'continues': the ids go on a text that was begun before, so no space is taken from the first of them."""
+    """continues: the ids continue an earlier text, so the first of them keeps its leading space."""
 
     def __init__(self, tokenizer: Vocabulary, skip_special: bool = True, continues: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -22,7 +22,7 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
-        """The characters that this id completes, often one word, sometimes none."""
+        """The characters that this id completes: often one word, sometimes none."""
         skip = self._skip_special
         if self._begun:
             data = self._tokenizer.token_bytes(token, skip)
@@ -33,5 +33,5 @@ class Detokenizer:
         return self._decoder.decode(data)
 
     def finish(self) -> str:
-        """What is left: U+FFFD if the text ends within a character."""
+        """The rest: U+FFFD if the text ends within a character."""
         return self._decoder.decode(b"", final=True)

@@ -1,7 +1,7 @@
-"""What a model's text is made of for a client: content, reasoning and tool calls, found while the text arrives.
+"""The parts of a model's text for a client: content, reasoning and tool calls, found while the text arrives.
 
-A parser of one format is a generator that reads as if the whole text were there and rests wherever it ends so far, so
-that any cut into pieces gives the same events, and nothing is held back that could go. The formats themselves are in
+A parser of one format is a generator that reads as if the whole text were there and pauses where the text ends so far.
+So any division into pieces gives the same events, and nothing is held back longer than needed. The formats are in
 tools/ and reasoning/, one small file each.
 """
 
@@ -25,7 +25,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call begins; its arguments follow."""
+    """The beginning of a call; its arguments follow."""
 
     index: int
     id: str
@@ -34,8 +34,8 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolArguments:
-    """A piece of a call's arguments. Joined they are a JSON object, except where the model broke off within a call: it
-    stays unfinished JSON then, as everywhere, so that nobody runs half a call."""
+    """A piece of a call's arguments. Joined they are a JSON object, unless the model broke off within the call: then
+    they stay unfinished JSON, so that no client runs half a call."""
 
     index: int
     text: str
@@ -43,7 +43,7 @@ class ToolArguments:
 
 Event = Content | Reasoning | ToolCall | ToolArguments
 T = TypeVar("T")
-Reading = Generator[None, None, T]  # rests (yields) where it needs more text
+Reading = Generator[None, None, T]  # yields where it needs more text
 
 
 class Parser(Protocol):
@@ -53,7 +53,7 @@ class Parser(Protocol):
 
 
 def joined(events: Sequence[Event]) -> list[Event]:
-    """The same events with neighbours of one kind as one."""
+    """The same events, with neighbours of one kind joined."""
     out: list[Event] = []
     for event in events:
         last = out[-1] if out else None
@@ -69,19 +69,19 @@ def joined(events: Sequence[Event]) -> list[Event]:
 
 
 class Reader(ABC):
-    """The pen and the eyes of a parser: `read` is written by each format, with the helpers below.
+    """The base of all parsers: each format writes `read` with the helpers below.
 
         text:   | read, may be gone back to | not read |  arrives ...
                 0                           at         len
 
-    What was given out or given up is cut off the front, and going back is setting `at` to 0.
+    Text that was given out or given up is removed from the front. To go back, set `at` to 0.
     """
 
     def __init__(self) -> None:
         self.text = ""
         self.at = 0
-        self.space = ""  # the white space that `copy_until` found before its tag, and did not give out
-        self.ended = False  # no text will come
+        self.space = ""  # the white space before its tag that `copy_until` found and did not give out
+        self.ended = False  # whether no more text will come
         self._events: list[Event] = []
         self._run = self.read()
 
@@ -101,10 +101,10 @@ class Reader(ABC):
 
     @abstractmethod
     def read(self) -> Reading[None]:
-        """Reads to the end of the text."""
+        """Read to the end of the text."""
 
     def give(self, event: Event) -> None:
-        """An event goes out; what was read to make it cannot be read again."""
+        """Give out an event; the text that was read for it cannot be read again."""
         if not isinstance(event, Content | Reasoning | ToolArguments) or event.text:
             self._events.append(event)
         self.cut()
@@ -113,7 +113,7 @@ class Reader(ABC):
         self.text, self.at = self.text[self.at :], 0
 
     def more(self) -> Reading[bool]:
-        """Waits for text; False where none will come."""
+        """Wait for text; False if no more will come."""
         if self.ended:
             return False
         yield
@@ -127,7 +127,7 @@ class Reader(ABC):
         return self.text[self.at]
 
     def skip(self, literal: str) -> Reading[bool]:
-        """Reads this literal if it is what comes next."""
+        """Read this literal if it comes next."""
         while not self.text.startswith(literal, self.at):
             if not literal.startswith(self.text[self.at :]) or not (yield from self.more()):
                 return False
@@ -139,8 +139,8 @@ class Reader(ABC):
             self.at += 1
 
     def find(self, tags: Sequence[str], limit: int = 0) -> Reading[tuple[int, str]]:
-        """Where the first tag to be complete begins, and which it is; (end of text, "") where there is none, or none
-        within the limit. Reads nothing."""
+        """Where the first complete tag begins, and which tag it is; (end of text, "") if there is none, or none within
+        the limit. Reads nothing."""
         longest, seen = max(map(len, tags)), self.at
         while (found := first_tag(self.text, tags, seen)) is None:
             seen = max(self.at, len(self.text) - longest + 1)
@@ -149,8 +149,8 @@ class Reader(ABC):
         return found if not limit or found[0] <= self.at + limit else (len(self.text), "")
 
     def copy_until(self, tags: Sequence[str], event: Callable[[str], Event], hold_space: bool = True) -> Reading[str]:
-        """Gives out all text before the first of these tags, as early as can be, and reads the tag too; "" where there
-        is none. White space right before the tag is left out and kept in `space`."""
+        """Give out all text before the first of these tags, as early as possible, and read the tag; "" if there is
+        none. White space right before the tag is not given out but kept in `space`."""
         while True:
             self.cut()
             found = first_tag(self.text, tags, 0)
@@ -170,7 +170,7 @@ class Reader(ABC):
 
 
 def first_tag(text: str, tags: Sequence[str], start: int) -> tuple[int, str] | None:
-    """The tag that is complete first, the longest if several end there: known the moment it is there."""
+    """The tag that is complete first, the longest if several end there. It is known as soon as it is complete."""
     ends = [(at + len(tag), at, tag) for tag in tags if (at := text.find(tag, start)) >= 0]
     if not ends:
         return None
@@ -179,7 +179,7 @@ def first_tag(text: str, tags: Sequence[str], start: int) -> tuple[int, str] | N
 
 
 def held(text: str, tags: Sequence[str]) -> int:
-    """How long an end of the text may yet become a tag."""
+    """The length of the text's end that may still become a tag."""
     longest = max(map(len, tags)) - 1
     for size in range(min(longest, len(text)), 0, -1):
         end = text[-size:]
@@ -189,7 +189,7 @@ def held(text: str, tags: Sequence[str]) -> int:
 
 
 class _Chain:
-    """The first parser's content is the second's text."""
+    """The content of the first parser is the text of the second."""
 
     def __init__(self, reasoning: Parser, tools: Parser) -> None:
         self._reasoning, self._tools = reasoning, tools
@@ -217,7 +217,7 @@ class _Plain(Reader):
 
 
 def chain(reasoning: Parser | None, tools: Parser | None) -> Parser:
-    """One parser of both; of neither, everything is content. A format whose calls and thoughts are the same channels
+    """One parser for both; with neither, everything is content. A format whose calls and thoughts share channels
     (harmony) reads both with its tools' parser."""
     if reasoning is None or getattr(tools, "reads_reasoning", False):
         return tools or _Plain()

@@ -1,9 +1,8 @@
 """The tokenizer of a GGUF file, rebuilt from its metadata as a `tokenizers.Tokenizer`.
 
-Two families exist: byte-level BPE ("gpt2"), whose merges are in the file and whose way of cutting text into words is a
-name that stands for a regular expression, and SentencePiece ("llama"), whose merges are found again from the scores.
-Ids agree with what transformers makes of the same file (for the embedded model); encoding is left to the library and
-everything else to tokenizer.py.
+There are two families: byte-level BPE ("gpt2"), whose merges are in the file and whose rule for splitting text into
+words is given by name, and SentencePiece ("llama"), whose merges are reconstructed from the scores. Ids agree with what
+transformers makes of the same file (for the embedded model). The library encodes; tokenizer.py does the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from sparkdraft.core import UserError
 
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # token types: the first two never text, the last always one token
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # token types: the first two are never text, the last is always one token
 SPACE = "▁"
 
 LLAMA3 = (
@@ -25,10 +24,10 @@ LLAMA3 = (
 )
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 GPT2 = "gpt2"  # built into the library
-DIGITS = "digits"  # every digit a word of its own, then as GPT-2
-# Metadata name -> rule. llama.cpp's own rule for smollm is DIGITS, with which the model was trained; transformers
-# reads these files with GPT2, and the ids here are those of transformers. They differ where more than one blank
-# is before a digit ("\n\n1."), and nowhere else.
+DIGITS = "digits"  # every digit is a word of its own, then as GPT-2
+# Metadata name -> rule. llama.cpp's own rule for smollm is DIGITS, with which the model was trained. transformers reads
+# these files with GPT2, and the ids here are those of transformers. They differ only where more than one blank precedes
+# a digit ("\n\n1.").
 RULES = {
     "default": GPT2,
     "gpt-2": GPT2,
@@ -49,7 +48,7 @@ RULES = {
 
 
 def build(meta: dict[str, Any], path: Path) -> RawTokenizer:
-    """'meta' is the file's metadata; 'path' is for messages."""
+    """meta: the file's metadata. path: for messages."""
     tokens = meta.get("tokenizer.ggml.tokens")
     if not tokens:
         raise UserError(f"{path} holds no tokenizer: use a file that was converted with its vocabulary.")
@@ -76,7 +75,7 @@ def _byte_level(meta: dict[str, Any], tokens: list[str], path: Path) -> RawToken
     rule = _rule(meta, path)
     merges = [tuple(merge.split(" ", 1)) for merge in meta.get("tokenizer.ggml.merges", [])]
     vocab = {token: index for index, token in enumerate(tokens)}
-    # A byte that the vocabulary lacks becomes the unknown token, as in transformers.
+    # A byte that is not in the vocabulary becomes the unknown token, as in transformers.
     unknown = _token(meta, tokens, "unknown")
     try:
         model = models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, ignore_merges=rule is LLAMA3)
@@ -114,8 +113,8 @@ def _sentencepiece(meta: dict[str, Any], tokens: list[str], path: Path) -> RawTo
 
 
 def _merges_of(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """SentencePiece merges the pair whose union scores highest; as a list, that is all ways to make a token of two
-    others, by the token's score, and by the parts' scores among equals."""
+    """SentencePiece merges the pair whose union scores highest. As a list, that is every way to make a token from two
+    others, ordered by the token's score, then by the parts' scores."""
     found: list[tuple[float, list[tuple[str, str]]]] = []
     for token, index in vocab.items():
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
@@ -144,7 +143,7 @@ def _add_tokens(raw: RawTokenizer, meta: dict[str, Any], tokens: list[str]) -> N
 
 
 def _add_ends(raw: RawTokenizer, meta: dict[str, Any], tokens: list[str], starts: bool) -> None:
-    """Begin and end of text around every encoded text, if the file says so ('starts' is what silence means)."""
+    """Add begin and end of text around every encoded text, if the file says so. starts: the default for the begin."""
     first = _token(meta, tokens, "bos") if meta.get("tokenizer.ggml.add_bos_token", starts) else None
     last = _token(meta, tokens, "eos") if meta.get("tokenizer.ggml.add_eos_token", False) else None
     ends = [token for token in (first, last) if token is not None]

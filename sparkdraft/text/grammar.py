@@ -1,8 +1,8 @@
-"""Text that must follow a grammar: which ids may come next, as one bit for each id of the vocabulary.
+"""Text that must follow a grammar: which ids may come next, as one bit per id of the vocabulary.
 
-llguidance parses bytes and knows the bytes of every id; a `Grammar` is compiled once and shared, a `GrammarState` walks
-it along one request's output. A state can look ahead along drafts and comes back from there, so each drafted row has
-the mask that plain decoding would have had in its place. Applying masks to logits is the sampler's work.
+llguidance parses bytes and knows the bytes of every id. A `Grammar` is compiled once and shared; a `GrammarState`
+follows one request's output. A state can look ahead along drafts and return, so each drafted row has the mask that
+plain decoding would have had in its place. The sampler applies the masks to logits.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_BYTES = 64 * 1024  # of a schema or a grammar as text
-MAX_DEPTH = 100  # of objects and arrays within each other: the compiler's own reader gives up at 123
-MAX_SECONDS = 10.0  # to compile: its limits below are mostly met within one
-# Between two pieces of JSON: nothing, a space, or a new line and its indentation; a model that likes blanks better
-# than what comes next would otherwise write them for ever. What a schema promises is kept: nothing is left out of it.
+MAX_DEPTH = 100  # nesting of objects and arrays: the compiler's own reader gives up at 123
+MAX_SECONDS = 10.0  # to compile: the limits below are mostly met within one second
+# Between two pieces of JSON: nothing, a space, or a new line and its indentation. Otherwise a model that prefers blanks
+# to what comes next would write them forever. The schema itself is kept in full.
 JSON_OPTIONS: JsonCompileOptions = {
     "whitespace_pattern": r"( |\n {0,16})",
     "lenient": False,
     "coerce_one_of": False,
 }
-# A grammar's lexer keeps every state that any of its requests has met. Two limits bound what it costs: how many it may
-# keep, and how much of it one mask may work out anew (10,000 units take about 2 ms on a slow core). A text that meets
-# a limit ends there. A string with a maxLength needs about five states per character, so 50,000 hold about 10,000
-# characters; most other grammars need some hundred states. llguidance does not tell how many it keeps.
+# A grammar's lexer keeps every state that any of its requests has met. Two limits bound its cost: how many states it
+# may keep, and how much of it one mask may compute anew (10,000 units take about 2 ms on a slow core). A text that
+# meets a limit ends there. A string with a maxLength needs about five states per character, so 50,000 states hold about
+# 10,000 characters; most other grammars need some hundred states. llguidance does not report how many it keeps.
 MAX_LEXER_STATES = 50_000
 STATE_BYTES = 2048  # at most
 STEP_LEXER_FUEL = 10_000
@@ -55,14 +55,14 @@ Result = TypeVar("Result")
 
 
 class GrammarCompiler:
-    """Thread-safe. What llguidance must know of the vocabulary takes some 0.3 s, when the first grammar comes."""
+    """Thread-safe. Preparing the vocabulary for llguidance takes some 0.3 s, with the first grammar."""
 
     def __init__(self, tokenizer: Vocabulary, vocab_size: int) -> None:
         """vocab_size: the columns of the model's logits, often more than the tokenizer has ids."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._known: LLTokenizer | None = None
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[GrammarSpec, Grammar] = OrderedDict()  # the one used last is last
+        self._compiled: OrderedDict[GrammarSpec, Grammar] = OrderedDict()  # the most recently used is last
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         """Raises UserError, and nothing else, for whatever is wrong with the text."""
@@ -94,7 +94,7 @@ class GrammarCompiler:
             return Grammar(_matcher(known, _source(spec), name), self._vocab_size)
         except UserError:
             raise
-        except BaseException as error:  # a panic of the compiler is no Exception
+        except BaseException as error:  # a panic of the compiler is not an Exception
             raise UserError(f"{name} cannot be used: {_reason(str(error))}; change that part of it") from error
 
     def _vocabulary(self) -> LLTokenizer:
@@ -117,7 +117,7 @@ class GrammarCompiler:
 
 class Grammar:
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
-        self.matcher = matcher  # in its first state for ever: states begin as copies of it, and share its lexer
+        self.matcher = matcher  # never advanced: states begin as copies of it and share its lexer
         self.num_bytes = -(-vocab_size // 8)
         self.spent = False  # a limit was met: its lexer may have no room left, so the next request gets a new one
 
@@ -126,7 +126,8 @@ class Grammar:
 
 
 class GrammarState:
-    """The state of one request in its grammar. Not thread-safe; the ids it was given are kept to come back to."""
+    """The state of one request in its grammar. Not thread-safe. It keeps its ids, so that it can return to an earlier
+    state."""
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
@@ -135,9 +136,10 @@ class GrammarState:
         self.failed = False  # an id that the grammar refuses, or a text past the parser's limits
 
     def masks(self, drafts: Sequence[int] = ()) -> Mask:  # [1 + k, bytes], id i is bit i % 8 of byte i // 8
-        """What may follow the text, and the text with each of the k drafts that the grammar accepts one by one.
+        """The ids that may follow the text, and the text with each of the k drafts that the grammar accepts, one by
+        one.
 
-        A text that is complete, or that cannot go on, may only be followed by the end.
+        Only the end may follow a text that is complete or cannot continue.
         """
         masks = np.zeros((1 + len(drafts), self._grammar.num_bytes), np.uint8)
         self._fill(masks[0])
@@ -157,7 +159,7 @@ class GrammarState:
         return count
 
     def advance(self, ids: Sequence[int]) -> None:
-        """Ids were committed. Past the end of the grammar only the end is taken, and nothing changes."""
+        """Ids were committed. Past the end of the grammar only the end is accepted, and nothing changes."""
         self._ids += ids
         finished = self.finished
         taken = self._matcher.try_consume_tokens(list(ids))
@@ -166,7 +168,7 @@ class GrammarState:
 
     @property
     def finished(self) -> bool:
-        """Nothing but the end may follow."""
+        """Whether only the end may follow."""
         return self.failed or self._matcher.is_stopped()
 
     def _fill(self, mask: Mask) -> None:
@@ -174,7 +176,8 @@ class GrammarState:
         mask[: len(bits)] = bits
 
     def _return(self, num_ahead: int) -> None:
-        """Back to the committed text. A matcher that met a limit ahead stays so for ever: then from the beginning."""
+        """Return to the committed text. A matcher that met a limit ahead stays failed, so then the text is matched from
+        the start."""
         if not self._matcher.is_error():
             self._matcher.rollback(num_ahead)
         elif not self.failed:
@@ -193,7 +196,7 @@ def _check_text(spec: GrammarSpec) -> None:
 
 
 def _source(spec: GrammarSpec) -> str:
-    """The grammar in llguidance's own form. What is wrong in it is found when it is compiled."""
+    """The grammar in llguidance's own format. Compiling it finds what is wrong in it."""
     from llguidance import LLMatcher
 
     if spec.kind == "regex":
@@ -204,7 +207,7 @@ def _source(spec: GrammarSpec) -> str:
 
 
 def json_source(spec: GrammarSpec) -> str:
-    """The schema of JSON as it is compiled, alone or after "%json" in Lark: with our options and without its own."""
+    """The JSON schema as it is compiled, alone or after "%json" in Lark: with our options and without its own."""
     schema = {"type": "object"} if spec.kind == "json_object" else _read_schema(spec.text)
     return json.dumps({**schema, "x-guidance": JSON_OPTIONS})
 
@@ -252,8 +255,8 @@ def _matcher(known: LLTokenizer, text: str, name: str) -> LLMatcher:
 
 
 def _try_out(matcher: LLMatcher) -> str:
-    """Walk a little way along ids drawn from those that may come: the limits that a grammar breaks are mostly broken
-    there. The dice are the same for every grammar."""
+    """Walk a little way along random allowed ids: a grammar that breaks the limits mostly breaks them there. The random
+    seed is the same for every grammar."""
     dice = random.Random(0)
     for _ in range(NUM_WALKS):
         tried = matcher.deep_copy()
@@ -278,7 +281,7 @@ def _limits() -> LLParserLimits:
 
 
 def _reason(message: str) -> str:
-    """The telling line of an error of several: a regex's comes after a picture of it."""
+    """The informative line of an error message with several: a regex's comes after a picture of it."""
     lines = [line.strip() for line in message.strip().splitlines()] or ["unknown reason"]
     told = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
     told = told.replace(". Enable 'coerce_one_of' option to approximate oneOf with anyOf", ", use anyOf")
@@ -286,10 +289,10 @@ def _reason(message: str) -> str:
 
 
 def on_a_deep_stack(work: Callable[[], Result], seconds: float) -> Result:
-    """Run in a thread of its own, since a thread's stack can be chosen; only what is touched of it takes memory.
+    """Run in a thread of its own, whose stack size can be chosen; only the used part of it takes memory.
 
-    TimeoutError after that many seconds: the compiler cannot be stopped, so it ends unheard. While MAX_LATE such
-    threads still run, nothing new is begun: TryLater.
+    TimeoutError after that many seconds: the compiler cannot be stopped, so its result is dropped. While MAX_LATE such
+    threads still run, nothing new is started: TryLater.
     """
     done: list[Result] = []
     raised: list[BaseException] = []

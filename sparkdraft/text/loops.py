@@ -2,8 +2,8 @@
 
 A text ends in a loop of some period if every id of its end equals the id one period before. A `LoopRule` says how long
 periods may be and how many ids must repeat. `find_loops` is the definition; `ends_in_loop` answers yes or no for many
-texts at once on the device they are on. What is done with a loop (training cuts it, the evaluation does not count it)
-is left to the caller.
+texts at once, on their device. The caller decides what to do with a loop: training cuts it, and the evaluation does not
+count it.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def loop_start(ids: Sequence[int] | np.ndarray, rule: LoopRule) -> int:
 def ends_in_loop(recent: Tensor, num_ids: Tensor, rule: LoopRule) -> Tensor:
     """Whether `find_loops` finds any, per text: bool [texts].
 
-    recent  [texts, max_period + min_repeated]  the last ids of each text, whatever comes before a shorter text
-    num_ids [texts]                             how long each text is
+    recent  [texts, max_period + min_repeated]  the last ids of each text; anything may precede a shorter text
+    num_ids [texts]                             the length of each text
     """
     period, repeated = rule.max_period, rule.min_repeated
     assert period <= repeated and recent.shape[1] == period + repeated, (rule, recent.shape)

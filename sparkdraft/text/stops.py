@@ -1,8 +1,8 @@
-"""Stop strings in text that arrives in pieces.
+"""Finds stop strings in text that arrives in pieces.
 
-Text that could still be the beginning of a stop string is held back until it is or is not one, so what was given out
-never has to be taken back, and the result does not depend on how the text is divided into pieces. Stop ids are left to
-the engine; this module knows text only.
+Text that could still be the beginning of a stop string is held back until that is decided. So text that was given out
+never has to be taken back, and the result does not depend on how the text is divided. The engine handles stop ids; this
+module knows text only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 class StopFinder:
-    """The stop that is complete first ends the text, the longest if several end there: it is known the moment it is
+    """The stop that is complete first ends the text, the longest if several end there. It is known as soon as it is
     complete, so no token is computed in vain."""
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -21,7 +21,7 @@ class StopFinder:
         self._done = False
 
     def push(self, text: str) -> tuple[str, bool]:
-        """The text that is safe to give out, and whether the end was found; after the end, nothing comes."""
+        """The text that is safe to give out, and whether a stop was found; after that, nothing comes."""
         if self._done:
             return "", True
         if not self._stops:
@@ -36,7 +36,7 @@ class StopFinder:
         return out, True
 
     def finish(self) -> str:
-        """What was held back in vain."""
+        """The text that was held back and turned out not to be a stop."""
         return self._give(len(self._held))
 
     def _give(self, count: int) -> str:

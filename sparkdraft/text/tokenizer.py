@@ -1,8 +1,8 @@
 """Text to ids and ids to bytes, over the `tokenizers` library.
 
-The library turns text into ids; the way back is a growing table of the exact bytes each id stands for, so that
-streaming, stop strings and grammars never have to decode the same ids twice. Cutting the byte stream into characters is
-detokenize.py's work, and making the ids of a chat is chat.py's.
+The library turns text into ids. The way back is a growing table of the exact bytes of each id, so that streaming, stop
+strings and grammars never decode the same ids twice. detokenize.py splits the byte stream into characters, and chat.py
+makes the text of a chat.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BYTE_OF = byte_alphabet()
 
 
 class Vocabulary(Protocol):
-    """What turning ids into text needs of a tokenizer; toys have just this."""
+    """What turning ids into text needs of a tokenizer; toy tokenizers in tests have only this."""
 
     @property
     def eos_ids(self) -> frozenset[int]: ...
@@ -59,10 +59,10 @@ class Tokenizer:
         generation: dict[str, Any] | None = None,
     ) -> None:
         self.raw = raw
-        raw.no_truncation()  # some tokenizer.json files cut or pad every text, as their training did
+        raw.no_truncation()  # some tokenizer.json files truncate or pad every text, as in training
         raw.no_padding()
         self.special = special or {}
-        self._table: dict[int, bytes] = {}  # filled as ids are asked for: a whole vocabulary would cost 0.2 s at start
+        self._table: dict[int, bytes] = {}  # filled on demand: a whole vocabulary would cost 0.2 s at start
         self._kind, self.strips_space = _decoder_kind(raw)
         self.vocab_size = raw.get_vocab_size(with_added_tokens=True)
         added = raw.get_added_tokens_decoder()
@@ -74,14 +74,14 @@ class Tokenizer:
         return cls(checkpoint.tokenizer_json(), checkpoint.special, checkpoint.config, checkpoint.generation)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """'add_special' puts the begin of text where the model wants one. Control tokens that the text spells become
-        control tokens: a plain prompt may hold them, and a chat goes through `encode_chat`."""
+        """add_special: adds the begin of text where the model wants one. Control tokens that the text spells become
+        control tokens: a plain prompt may contain them. A chat goes through `encode_chat`."""
         _check_unicode(text)
-        # Of a batch, though it is one text: only then does the library let other threads run meanwhile.
+        # As a batch of one: only then does the library let other threads run meanwhile.
         return list(self.raw.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
 
     def encode_chat(self, chat: ChatText) -> list[int]:
-        """A chat of text/chat.py, in which only the template's control tokens are control tokens."""
+        """The ids of a chat from text/chat.py, in which only the template's control tokens are control tokens."""
         if not chat.marks:
             return self.encode(chat.text, add_special=False)
         _check_unicode(chat.text)
@@ -98,7 +98,8 @@ class Tokenizer:
         return token in self.special_ids
 
     def token_bytes(self, token: int, skip_special: bool = True) -> bytes:
-        """The bytes that an id adds to a text, b"" for a special one unless asked for, and for an id out of range."""
+        """The bytes that an id adds to a text; b"" for an id out of range, and for a special id if these are
+        skipped."""
         if skip_special and token in self.special_ids:
             return b""
         data = self._table.get(token)
@@ -110,7 +111,7 @@ class Tokenizer:
         """The same for the first token of a text, which may lose the space that encoding put before it."""
         data = self.token_bytes(token, skip_special)
         if self.strips_space and self._kind == METASPACE:
-            return data.replace(b" ", b"")  # that decoder drops every one in its first token
+            return data.replace(b" ", b"")  # this decoder drops every space in its first token
         return data[1:] if self.strips_space and data.startswith(b" ") else data
 
     def _bytes_of(self, index: int) -> bytes:
@@ -146,7 +147,7 @@ def _sentencepiece_bytes(token: str) -> bytes:
 
 
 def _decoder_kind(raw: RawTokenizer) -> tuple[str, bool]:
-    """Which of the decoders we know this is, and whether it takes a space from the front."""
+    """Which of the known decoders this is, and whether it removes a leading space."""
     if raw.decoder is None:
         raise UserError("The tokenizer has no decoder, so its ids cannot become text: fetch tokenizer.json again.")
     state = json.loads(raw.decoder.__getstate__())

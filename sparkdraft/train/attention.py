@@ -1,8 +1,8 @@
-"""Attention of drafter training: blocks of W rows, each over the context before its anchor and over itself.
+"""The attention of drafter training: draft blocks of W rows, each over the context before its anchor and over itself.
 
-All blocks of a batch attend at once, to context rows that lie end to end, so many blocks share one document's keys and
-values. The dense masked form here defines the operator and is what a CPU runs, at toy sizes; on a GPU
-kernels/cuda/block_attention.py does the same without the mask. Projections, norms and rotation are the model's.
+All blocks of a batch attend at once, to context rows that are laid end to end, so many blocks share one document's keys
+and values. The dense masked form here defines the operator and runs on a CPU, at toy sizes; on a GPU
+kernels/cuda/block_attention.py computes the same without the mask. The model does projections, norms and rotation.
 
     context rows     | document 0 .................... | document 1 .................... | ...
     block j                                              [starts[j] ... anchors[j]) + its own rows j*W .. j*W + W - 1
@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-WIDEST = 16  # rows of a block that the GPU's kernel takes
+WIDEST = 16  # most rows of a block that the GPU's kernel takes
 
 
 def block_attention(
@@ -27,13 +27,14 @@ def block_attention(
     width: int,
     scale: float,
 ) -> Tensor:  # [blocks * width, heads, head_dim]
-    """Differentiable in its five float inputs, which may be views whose last dimension lies dense."""
+    """Differentiable in its five float inputs, which may be views whose last dimension is contiguous."""
     assert q.shape[0] == block_k.shape[0] == len(anchors) * width == len(starts) * width, (q.shape, anchors.shape)
     assert q.shape[1] % block_k.shape[1] == 0 and q.shape[2] == block_k.shape[2], (q.shape, block_k.shape)
     assert block_k.shape == block_v.shape and context_k.shape == context_v.shape, (block_k.shape, context_k.shape)
     assert block_k.shape[1:] == context_k.shape[1:], (block_k.shape, context_k.shape)
     if q.is_cuda:
-        from sparkdraft.kernels.cuda import block_attention as kernel  # only here: triton is not everywhere
+        # imported here because triton is not available everywhere
+        from sparkdraft.kernels.cuda import block_attention as kernel
 
         return kernel.block_attention(q, block_k, block_v, context_k, context_v, starts, anchors, width, scale)
     return reference_attention(q, block_k, block_v, context_k, context_v, starts, anchors, width, scale)

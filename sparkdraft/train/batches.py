@@ -1,8 +1,8 @@
 """Turns a corpus into training batches: whole documents laid end to end, and anchors among their response tokens.
 
-Each epoch reads the documents in an order of its own, and each step draws its anchors by its own number, so a batch is
-a function of (seed, step, cursor) and a run that resumes at a saved cursor sees what an unbroken one would. Documents
-come from the memory-mapped corpus one by one; tensors are made here, on the CPU, and what they mean is drawn below.
+Each epoch reads the documents in its own order, and each step draws its anchors by its own number. So a batch is a
+function of (seed, step, cursor), and a run that resumes at a saved cursor sees what an unbroken one would. Documents
+come from the memory-mapped corpus one by one; tensors are made here, on the CPU.
 
     ids        | prompt  response | prompt  response | prompt  resp      N tokens, the last document cut to fit
     anchors              ^  ^   ^              ^               ^         A of them, sorted
@@ -32,12 +32,12 @@ class Cursor:
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
     ids: Tensor  # int32 [N]
-    bounds: Tensor  # int32 [documents + 1], where each begins and the last one ends
-    positions: Tensor  # int32 [N], in the document
+    bounds: Tensor  # int32 [documents + 1]: where each begins, and where the last ends
+    positions: Tensor  # int32 [N]: in the document
     anchors: Tensor  # int32 [A], ascending
-    starts: Tensor  # int32 [A], where each anchor's document begins
+    starts: Tensor  # int32 [A]: where each anchor's document begins
     labels: Tensor  # int64 [A, W - 1]; -1 past the end of the document
-    temperature: Tensor  # float32 [A], at which the anchor's document was written; 0: greedily
+    temperature: Tensor  # float32 [A]: the temperature of the anchor's document; 0: greedy
     width: int  # W
 
     def tensors(self) -> dict[str, Tensor]:
@@ -45,7 +45,7 @@ class TrainBatch:
         return {name: getattr(self, name) for name in names}
 
     def padded(self, multiple: int) -> TrainBatch:
-        """With empty documents at the end, so that batches of few shapes come up."""
+        """The batch with empty documents at the end, so that there are few shapes."""
         missing = -(len(self.bounds) - 1) % multiple
         return replace(self, bounds=torch.cat((self.bounds, self.bounds[-1:].expand(missing))))
 
@@ -54,7 +54,7 @@ class Batches:
     def __init__(
         self, corpus: Corpus, context: int, block_rows: int, widths: tuple[int, ...], longest: int, seed: int
     ) -> None:
-        """context: tokens a batch; block_rows: rows of all blocks together; longest: tokens of a document."""
+        """context: tokens per batch. block_rows: rows of all blocks together. longest: tokens per document at most."""
         self.corpus, self.context, self.block_rows, self.widths = corpus, context, block_rows, widths
         self.longest, self.seed = min(longest, context), seed
         lengths = np.minimum(corpus.length, self.longest).astype(np.int64)
@@ -68,7 +68,7 @@ class Batches:
         self._order: tuple[int, np.ndarray] | None = None  # (epoch, documents in its order)
 
     def take(self, step: int) -> TrainBatch:
-        """The batch of this step; moves the cursor."""
+        """The batch of this step; advances the cursor."""
         documents, lengths = self._gather()
         rng = np.random.default_rng((self.seed, 1, step))
         width = self.widths[int(rng.integers(len(self.widths)))]
@@ -102,7 +102,7 @@ class Batches:
         bounds = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
         parts = zip(documents, lengths, strict=True)
         ids = np.concatenate([self.corpus.ids(d)[:n] for d, n in parts]).astype(np.int32)
-        owner = np.repeat(np.arange(len(lengths)), lengths)  # [N], the document of each token
+        owner = np.repeat(np.arange(len(lengths)), lengths)  # [N]: the document of each token
         positions = np.arange(self.context, dtype=np.int32) - bounds[owner]
         prompt = self.corpus.num_prompt[documents].astype(np.int64)
         ends = bounds[1:][owner]

@@ -1,12 +1,12 @@
-"""A corpus on disk: documents of token ids laid end to end in shards, each with a small table that says what they are.
+"""A corpus on disk: documents of token ids laid end to end in shards, each with a small table that describes them.
 
     corpus.json            version, target, vocab_size, kinds (names of the classes)
     00000.tokens           raw little-endian ids: uint16 where the vocabulary allows it, else uint32
-    00000.documents.npy    one record a document: length, num_prompt, kind, finish, temperature
+    00000.documents.npy    one record per document: length, num_prompt, kind, finish, temperature
 
 Tokens are memory-mapped and never all in memory. Both files of the last shard grow as documents come: tokens are
-appended, then the table is replaced whole, and what the table does not name is as if it had never been. So whatever
-ends a writer, every document of the last table is there. What the ids mean, and who wrote them, is others' business.
+appended, then the table is replaced as a whole. Tokens that the table does not name do not count. So whatever ends a
+writer, every document of the last table is there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TOKENS, DOCUMENTS = ".tokens", ".documents.npy"
 SHARD_TOKENS = 16_000_000
 FLUSH_TOKENS, FLUSH_SECONDS = 1_000_000, 30.0  # what a kill costs at most
 MOST_KINDS = 256
-Ids = npt.NDArray[Any]  # unsigned integers, read-only where they come from a file
+Ids = npt.NDArray[Any]  # unsigned integers, read-only if they come from a file
 RECORD = np.dtype([("length", "<u4"), ("num_prompt", "<u4"), ("kind", "u1"), ("finish", "u1"), ("temperature", "<f4")])
 
 
@@ -45,12 +45,12 @@ class Finish(IntEnum):
 
     END = 0  # the model ended it
     LENGTH = 1
-    LOOP = 2  # it repeated itself, and was cut two periods after that began
+    LOOP = 2  # it repeated itself, and was cut two periods after the loop began
 
 
 @dataclass(frozen=True, slots=True)
 class CorpusInfo:
-    target: str  # the model that wrote the responses, as it was named
+    target: str  # the model that wrote the responses, as the user named it
     vocab_size: int
     kinds: tuple[str, ...]  # class names; a document's kind is an index into them
     version: int = VERSION
@@ -94,9 +94,9 @@ class Corpus:
         self._tokens = [
             _map(self.folder / (name + TOKENS), table, self.info) for name, table in zip(names, tables, strict=True)
         ]
-        self._first = np.cumsum([0] + [len(t) for t in tables])  # of each shard, among all documents
+        self._first = np.cumsum([0] + [len(t) for t in tables])  # per shard: its first document, among all documents
         starts = [np.cumsum(t["length"], dtype=np.int64) - t["length"] for t in tables]
-        self._start = np.concatenate(starts)  # of each document, within its shard
+        self._start = np.concatenate(starts)  # per document: its start within its shard
         columns = {field: np.concatenate([t[field] for t in tables]) for field in RECORD.names or ()}
         self.length, self.num_prompt = columns["length"], columns["num_prompt"]
         self.kind, self.finish, self.temperature = columns["kind"], columns["finish"], columns["temperature"]
@@ -114,7 +114,7 @@ class Corpus:
         return self._tokens[shard][start : start + int(self.length[index])]
 
     def most_frequent(self, number: int) -> Ids:
-        """The ids that stand most often in the documents, as many as asked for, in ascending order."""
+        """The most frequent ids of the documents, as many as asked for, in ascending order."""
         if not 0 < number < self.info.vocab_size:
             raise UserError(
                 f"--vocab is {number}; it must be from 1 to {self.info.vocab_size - 1}, or left out for all"
@@ -123,7 +123,7 @@ class Corpus:
         return np.sort(np.argsort(-np.asarray(counts), kind="stable")[:number])
 
     def _fingerprint(self, names: Sequence[str]) -> str:
-        """The same for the same data, and cheap: names and sizes stand for the tokens."""
+        """A cheap fingerprint of the data: it uses names and sizes instead of the tokens."""
         digest = hashlib.sha256((self.folder / INFO).read_bytes())
         for name, tokens in zip(names, self._tokens, strict=True):
             digest.update(f"{name} {tokens.nbytes}\n".encode())
@@ -131,7 +131,7 @@ class Corpus:
 
 
 class CorpusWriter:
-    """Appends documents, in shards of its own, and to the disk every so often. Use it in a `with` block."""
+    """Appends documents in its own shards, and writes them to disk from time to time. Use it in a `with` block."""
 
     def __init__(self, folder: str | Path, info: CorpusInfo, shard_tokens: int = SHARD_TOKENS) -> None:
         self.folder, self.shard_tokens = Path(folder), shard_tokens
@@ -142,8 +142,8 @@ class CorpusWriter:
         known = _shards(self.folder)
         self.num_documents = sum(len(_read_table(self.folder / (name + DOCUMENTS))) for name in known)  # on the disk
         self._next = max(map(int, known), default=-1) + 1
-        self._table, self._tokens = np.empty(0, RECORD), 0  # of the shard in the making, as the disk has it
-        self._ids: list[Ids] = []  # these two: not written yet
+        self._table, self._tokens = np.empty(0, RECORD), 0  # of the current shard, as it is on disk
+        self._ids: list[Ids] = []  # this and the next: not written yet
         self._records: list[tuple[int, int, int, int, float]] = []
         self._num_waiting, self._flushed = 0, time.monotonic()
         self._broken = False
@@ -171,10 +171,10 @@ class CorpusWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()  # after an error too: every document that was added is whole
+        self.close()  # after an error too: every document that was added is complete
 
     def _join(self, info: CorpusInfo) -> CorpusInfo:
-        """The folder's own info with the new kinds appended, so that the indexes it has used stay right."""
+        """The folder's own info with the new kinds appended, so that indexes in use stay right."""
         if (self.folder / INFO).exists():
             old = CorpusInfo.read(self.folder)
             if (old.target, old.vocab_size) != (info.target, info.vocab_size):
@@ -186,7 +186,7 @@ class CorpusWriter:
             if info == old:
                 return old
         if len(info.kinds) > MOST_KINDS:
-            raise UserError(f"The prompts are of {len(info.kinds)} classes, {MOST_KINDS} are the most: join some.")
+            raise UserError(f"The prompts are of {len(info.kinds)} classes, {MOST_KINDS} are the limit: join some.")
         self._write(INFO, info.as_json())
         return info
 
@@ -203,7 +203,7 @@ class CorpusWriter:
             self._table, self._tokens, self._next = np.empty(0, RECORD), 0, self._next + 1
 
     def _append(self, name: str, data: bytes, begin: int) -> None:
-        """From byte 'begin' on, where the documents of the table end."""
+        """Append data from byte 'begin' on, where the documents of the table end."""
         with self._failing(name), (self.folder / name).open("r+b" if begin else "wb") as file:
             file.seek(begin)
             file.write(data)
@@ -211,7 +211,7 @@ class CorpusWriter:
             os.fsync(file.fileno())
 
     def _write(self, name: str, data: bytes) -> None:
-        """The whole file under its name, or nothing."""
+        """Write the whole file under its name, or nothing."""
         partial = self.folder / (name + ".partial")
         try:
             with self._failing(name):
@@ -225,14 +225,14 @@ class CorpusWriter:
 
     @contextmanager
     def _failing(self, name: str) -> Iterator[None]:
-        """What the disk refuses, as a sentence."""
+        """Turn errors of the disk into a sentence."""
         try:
             yield
         except OSError as error:
             self._broken = True
             kept = f"{self.num_documents} document{'s' if self.num_documents != 1 else ''} of {self.folder} are kept"
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise UserError(f"The disk is full: {kept}; make room, and run the same again to go on.") from error
+                raise UserError(f"The disk is full: {kept}; make room, and run it again to continue.") from error
             raise UserError(f"{self.folder / name} cannot be written ({error.strerror}): {kept}.") from error
 
 
@@ -248,12 +248,12 @@ def _read_table(path: Path) -> npt.NDArray[Any]:
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f"{path} cannot be read ({error}): delete this shard, or make the corpus again.") from error
     if table.dtype != RECORD or table.ndim != 1:
-        raise UserError(f"{path} is no table of documents: delete this shard, or make the corpus again.")
+        raise UserError(f"{path} is not a table of documents: delete this shard, or make the corpus again.")
     return table
 
 
 def _map(path: Path, table: npt.NDArray[Any], info: CorpusInfo) -> Ids:
-    """The tokens that the table names; what follows them was cut off in the making."""
+    """The tokens that the table names; what follows them was cut off while writing."""
     count = int(table["length"].sum(dtype=np.int64))
     expected, size = count * info.dtype.itemsize, path.stat().st_size if path.is_file() else 0
     if size < expected or not expected:

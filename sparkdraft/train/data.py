@@ -1,9 +1,9 @@
-"""`train data`: from prompts to a corpus of what the target answers to them.
+"""`train data`: makes a corpus of the target's answers to prompts.
 
-Half of the answers are greedy and the others sampled, because a drafter meets both. A prompt of the evaluation set is
-never asked, whoever wrote it: those texts are what drafters are judged by. What the folder holds already counts, so the
-same command goes on where the last one ended, whatever ended it. Reading and making prompts is prompts.py's work,
-writing the answers generate.py's, keeping them corpus.py's.
+Half of the answers are greedy and the others sampled, because a drafter meets both. Prompts of the evaluation set are
+never asked, whatever their source, because drafters are judged by them. Documents that the folder already holds count,
+so the same command continues where the last one ended, whatever ended it. prompts.py reads and makes prompts,
+generate.py writes the answers, and corpus.py keeps them.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from sparkdraft.train.stop import Stop, stop_signals
 from sparkdraft.train.target import Target
 from sparkdraft.weights.loader import Progress
 
-LEAST_ROOM = 16  # tokens a prompt must leave for its answer
-LEAST_ROUND = 16  # prompts a target writes at a time; the last few may all be bad
-LEAST_KEPT = 0.1  # share of them worth asking, below which it is not asked for more
-OWN_PROMPTS = "prompts.jsonl"  # in the corpus's folder: what the target wrote to itself
+LEAST_ROOM = 16  # tokens that a prompt must leave for its answer
+LEAST_ROUND = 16  # prompts that a target writes at a time; the last few may all be bad
+LEAST_KEPT = 0.1  # if a smaller share of them is worth asking, no more are written
+OWN_PROMPTS = "prompts.jsonl"  # in the corpus's folder: the prompts that the target wrote
 Temperatures = Sequence[tuple[float, float]]  # (temperature, weight)
 SAMPLED: Temperatures = ((0.7, 2.0), (1.0, 1.0))
 
 
 def evaluation_prompts() -> list[str]:
-    """The prompts that acceptance is measured on."""
+    """The prompts on which acceptance is measured."""
     return [question.text for question in read_prompts(Path(bench.__path__[0]) / "prompts.jsonl")]
 
 
 def check_sources(
     prompts_file: str | None, synthesise: int, max_new: int, greedy_share: float = 0.5, seats: int = 0
 ) -> list[Question]:
-    """The file's prompts; refuses what can be refused without a model. Call it before one is loaded."""
+    """The file's prompts. Refuses what can be refused without a model: call it before one is loaded."""
     if not 0 <= greedy_share <= 1:
         raise UserError(f"the greedy share is {greedy_share}; it must be from 0 to 1")
     if seats < 0:
@@ -70,7 +70,7 @@ def check_sources(
 @dataclass(slots=True)
 class _Counts:
     documents: int = 0
-    tokens: int = 0  # of answers, as kept
+    tokens: int = 0  # tokens of kept answers
     prompt_tokens: int = 0
     held: int = 0  # prompts that had been answered before
     excluded: int = 0  # evaluation prompts
@@ -105,12 +105,12 @@ def make_corpus(
     temperatures: Temperatures = SAMPLED,
     seed: int = 0,
     seats: int = 0,
-    report: Progress | None = None,  # documents written, documents in all
+    report: Progress | None = None,  # (documents written, documents in all)
     exclude: Iterable[str] | None = None,  # None: the evaluation prompts
 ) -> dict[str, Any]:
-    """Ask every prompt that the corpus has no answer to yet, and append what comes; returns what there is to say.
+    """Ask every prompt that the corpus has no answer to yet, and append the answers; returns a summary.
 
-    A signal ends it early and loses no finished answer: "stopped" says so, "left" how many prompts wait.
+    A signal ends it early and loses no finished answer: "stopped" says so, and "left" how many prompts wait.
     """
     questions = check_sources(prompts_file, synthesise, max_new, greedy_share, seats)
     if not target.chat_template:
@@ -118,7 +118,8 @@ def make_corpus(
     kinds = tuple(dict.fromkeys([question.kind for question in questions] + [SELF] * bool(synthesise)))
     info = CorpusInfo(target.name, target.config.vocab_size, kinds)
     leave_out = {normalised(text) for text in (evaluation_prompts() if exclude is None else exclude)}
-    with stop_signals() as stopped, CorpusWriter(folder, info) as writer:  # a folder that is refused is so at once
+    # a folder that cannot be used is refused at once
+    with stop_signals() as stopped, CorpusWriter(folder, info) as writer:
         summary: dict[str, Any] = {}
         held = Counter(_prompts_of(Corpus(folder))) if writer.num_documents else Counter[_Key]()
         desk = _Desk(target, leave_out, max_new, held)
@@ -147,18 +148,18 @@ def _prompts_of(corpus: Corpus) -> Iterator[_Key]:
 
 
 def _position(seed: int, done: int) -> int:
-    """A seed for what follows on so much that is done: the same draws again would bring the same texts."""
+    """A seed that depends on how much is done: the same draws again would give the same texts."""
     return random.Random(f"{seed} {done}").getrandbits(31)
 
 
 @dataclass(slots=True)
 class _Desk:
-    """Decides what is asked: each question as often as it comes, less the answers there are."""
+    """Decides what is asked: each question as often as it comes, less the answers that exist."""
 
     target: Target
     leave_out: set[str]
     max_new: int
-    held: Counter[_Key]  # answers that no question has come for yet
+    held: Counter[_Key]  # answers for which no question has come yet
     counts: _Counts = field(default_factory=_Counts)
 
     def take(self, questions: Iterable[Question]) -> list[Prompt]:
@@ -192,7 +193,7 @@ class _Desk:
 def _own_prompts(
     desk: _Desk, folder: Path, count: int, seed: int, seats: int, stopped: Stop
 ) -> tuple[list[Prompt], dict[str, Any]]:
-    """Self-written prompts that lack to 'count' answered ones: those that wait in the folder, then newly written."""
+    """Self-written prompts that are missing to 'count' answered ones: those that wait in the folder, then new ones."""
     file, answered = PromptFile(folder / OWN_PROMPTS), desk.num_held(SELF)
     prompts = desk.take(file.questions)
     sieve = Sieve(desk.target, stop_ids(desk.target), seen={normalised(q.text) for q in file.questions})
@@ -219,7 +220,7 @@ def _own_prompts(
 
 
 def _write_prompts(sieve: Sieve, file: PromptFile, count: int, seed: int, seats: int, stopped: Stop) -> int:
-    """Lets the target write messages as the user, and keeps those worth asking; returns the ids that took."""
+    """Let the target write messages as the user, and keep those worth asking; returns the number of ids it took."""
     prompts = list(message_prompts(sieve.target, count, seed))
     longest = min(max(len(p.ids) + p.max_new for p in prompts), sieve.target.context)
     generator = BulkGenerator(sieve.target, longest, seats, len(prompts), sieve.ends, seed)
@@ -234,7 +235,8 @@ def _write_prompts(sieve: Sieve, file: PromptFile, count: int, seed: int, seats:
 def _with_temperatures(
     prompts: Sequence[Prompt], greedy_share: float, temperatures: Temperatures, seed: int
 ) -> Iterator[Prompt]:
-    """In random order, so that a corpus that was cut off, or is read in order, has some of everything."""
+    """Prompts with temperatures, in random order, so that a corpus that is cut off or read in order has some of
+    everything."""
     assert greedy_share == 1 or temperatures, "what is not greedy needs a temperature"
     rng = random.Random(seed)
     values, weights = [value for value, _ in temperatures], [weight for _, weight in temperatures]

@@ -1,7 +1,7 @@
-"""How good a drafter is: tokens a step by class of prompt, greedy and sampled, with and without the target's loops.
+"""How good a drafter is: tokens per step by class of prompt, greedy and sampled, with and without the target's loops.
 
-The same measurement as `sparkdraft bench accept` (bench/accept.py), at the drafter's full depth and without n-grams, so
-that nothing but the drafter is judged. Loading, and where the figures go, belong to cli/train.py.
+This is the measurement of `sparkdraft bench accept` (bench/accept.py), at the drafter's full depth and without n-grams,
+so that only the drafter is judged. cli/train.py loads models and prints.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ TEMPERATURES = (0.0, 0.7)
 
 def evaluate(
     llm: LLM,
-    prompts: Mapping[str, Sequence[str]],  # by class, as accept.read_prompts gives them
+    prompts: Mapping[str, Sequence[str]],  # by class, as from accept.read_prompts
     output_len: int = 384,
     temperatures: Sequence[float] = TEMPERATURES,
     progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Ready for JSON: one group a temperature, its classes and 'all' as bench/accept.py counts them."""
+    """The report, ready for JSON: one group per temperature, with its classes and 'all' as bench/accept.py counts
+    them."""
     drafting = llm.engine.drafting
     if drafting.proposer is None:
         raise UserError("There is no drafter to evaluate; name one with --drafter, and leave --spec on auto")

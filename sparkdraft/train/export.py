@@ -1,8 +1,7 @@
 """Writes a drafter as a checkpoint that others load: z-lab's layout, or that of speculators, in 16 or in 8 bits.
 
-Tensors keep z-lab's names in both; what differs is how config.json says the same things, and a config that the other
-dialect cannot say is refused. A folder appears whole or not at all: it is written beside its place and renamed at the
-end. What to export, and the card's words, come from the caller.
+Tensors keep z-lab's names in both layouts; config.json differs, and a config that the other layout cannot express is
+refused. A folder appears whole or not at all: it is written beside its place and renamed at the end.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from sparkdraft.weights.safetensors import INDEX
 
 LAYOUTS = ("zlab", "speculators")
 SHARD_BYTES = 15 * 2**20  # some hosts take no larger files
-FILES = ("config.json", "README.md", INDEX, "model*.safetensors")  # all that an export consists of
-HEADER = 160  # bytes of a file's header that a tensor takes beside its name, at most
+FILES = ("config.json", "README.md", INDEX, "model*.safetensors")  # all files of an export
+HEADER = 160  # most bytes of a file's header per tensor, beside its name
 OUTER = (
     "architectures", "auto_map", "block_size", "dflash_config", "draft_vocab_size", "num_target_layers", "is_causal",
     "dtype",
@@ -58,11 +57,11 @@ def export(
     vocabulary: Tensor | None = None,
     head: Tensor | None = None,
 ) -> None:
-    """config: a whole config.json in z-lab's words; tensors: floats under z-lab's names. Replaces an older export.
+    """config: a whole config.json in z-lab's layout. tensors: floats under z-lab's names. Replaces an older export.
 
-    A file grows past 'shard_bytes' only where one tensor alone does. vocabulary: int64, ascending: the only ids to be
-    drafted; the engine takes their rows of the target's head, z-lab's own program drafts among all ids as before. The
-    speculators layout keeps these rows beside the drafter, so there they are to be given as 'head'.
+    A file is larger than 'shard_bytes' only if a single tensor is. vocabulary: int64, ascending: the only ids to be
+    drafted. The engine takes their rows of the target's head; z-lab's own program drafts among all ids as before. The
+    speculators layout keeps these rows beside the drafter, so there they must be given as 'head'.
     """
     if layout not in LAYOUTS:
         raise UserError(f"The layout is '{layout}'; drafters are exported as {' or '.join(LAYOUTS)}")
@@ -99,13 +98,13 @@ def _zlab_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def speculators_config(config: Mapping[str, Any], target: ExportTarget | None) -> dict[str, Any]:
-    """The same drafter in speculators' words: taps one higher, the layers' dimensions in a record of their own.
+    """The same drafter as speculators describes it: taps one higher, the layers' dimensions in a record of their own.
 
-    As version 0.9 writes them, checkpoints with the target's whole vocabulary hold neither embedding nor head; those
-    with a smaller one hold the head's rows (lm_head), their ids (d2t: id less row) and which ids have one (t2d).
+    As version 0.9 writes them, checkpoints with the target's whole vocabulary have neither embedding nor head; those
+    with a smaller one have the head's rows (lm_head), their ids (d2t: id less row) and which ids have one (t2d).
     """
     if target is None:
-        raise UserError("The speculators layout names the model a drafter is for; say which")
+        raise UserError("The speculators layout names the drafter's target: give it")
     draft = DFlashConfig.read(config)
     windows = [spec.window for spec in draft.model.attention]
     drafts = {"proposal_type": "greedy", "speculative_tokens": draft.block_size - 1}
@@ -163,7 +162,7 @@ def _sixteen_bits(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _eight_bits(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Matrices as integers and their scales; vectors, and what does not divide into groups, as in 16 bits."""
+    """Matrices as integers and their scales; vectors, and matrices that do not divide into groups, as in 16 bits."""
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.dim() == 2 and name.endswith(".weight") and tensor.shape[1] % GROUP == 0:
@@ -187,7 +186,7 @@ def _finite(name: str, tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
-    """A place to write into that becomes 'folder' if all goes well, and else leaves no trace."""
+    """A place to write to, which becomes 'folder' if all goes well, and otherwise leaves no trace."""
     folder = folder.resolve()
     _check_replaceable(folder)
     mark = secrets.token_hex(4)
@@ -211,7 +210,7 @@ def _new_folder(folder: Path) -> Iterator[Path]:
 
 
 def _check_replaceable(folder: Path) -> None:
-    """Only an export is ever replaced: a folder with a drafter's config and nothing that an export does not write."""
+    """Only an export is ever replaced: a folder with a drafter's config and only files that an export writes."""
     if not folder.exists():
         return
     held = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else [folder.name]
@@ -222,7 +221,7 @@ def _check_replaceable(folder: Path) -> None:
         except (OSError, ValueError, UserError):
             foreign = held
     if foreign:
-        raise UserError(f"{folder} exists and is no exported drafter (it holds {foreign[0]}): name another folder")
+        raise UserError(f"{folder} exists and is not an exported drafter (it holds {foreign[0]}): name another folder")
 
 
 def _write_shards(place: Path, stored: dict[str, Tensor], most: int) -> None:

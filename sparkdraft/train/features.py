@@ -1,7 +1,8 @@
-"""What a frozen target says of a batch's context: the residuals its drafter reads, and its own logits as a teacher.
+"""What training reads from the frozen target: the residuals of a batch's context, and its logits as a teacher.
 
 The target is the engine's own model on the engine's own kernels, run once over the packed documents, so a drafter
-learns from the very numbers it will see. Nothing is written to disk, and blocks after the last one needed are not run.
+learns from the same numbers that it will see in service. Nothing is written to disk, and layers after the last one
+needed are not run.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from sparkdraft.train.batches import TrainBatch
 from sparkdraft.train.target import Target
 from sparkdraft.weights.linear import Linear
 
-BLOCK = 16  # positions of a cache block
+BLOCK = 16  # positions per cache block
 
 
 class Features:
     def __init__(
         self, target: Target, taps: tuple[int, ...], context: int, longest: int, teach: Linear | None = None
     ) -> None:
-        """teach: a head; also its logits of every row are wanted, for which all blocks must run."""
+        """teach: the head, if the logits of every row are wanted too; then all layers run."""
         self.target, self.taps, self.teach, self.longest = target, taps, teach is not None, longest
         whole = target.decoder
         layers = whole.layers if teach else whole.layers[: max(taps) + 1]
         ends = (whole.embedding, teach or whole.head, whole.norm, whole.context, whole.ops, whole.dtype)
         self.decoder = Decoder(whole.config, layers, *ends)
         config, device = whole.config, target.device
-        # Every document begins in a block of its own: at worst one more block a document, and one needs two tokens.
+        # Every document begins in its own cache block: at worst one more block per document, of at least two tokens.
         self.num_blocks = context // BLOCK + context // 2 + 1
         # Rows are not read again once their layer is done: layers of one geometry share their tensors.
         one_each = {spec.geometry: spec for spec in config.attention[: len(layers)]}
@@ -40,11 +41,11 @@ class Features:
 
     @torch.no_grad()
     def __call__(self, batch: TrainBatch) -> tuple[Tensor, Tensor | None]:
-        """Taps [N, taps * hidden], and logits [N, vocab] where they are to teach."""
+        """Taps [N, taps * hidden], and logits [N, vocab] if they teach."""
         rows, hidden = len(batch.ids), self.decoder.config.hidden_size
         lengths = batch.bounds.diff()
         blocks = (lengths + BLOCK - 1) // BLOCK
-        first = blocks.cumsum(0, dtype=torch.int32) - blocks  # of each document
+        first = blocks.cumsum(0, dtype=torch.int32) - blocks  # first block of each document
         columns = torch.arange(-(-self.longest // BLOCK), dtype=torch.int32, device=lengths.device)
         tables = (first.unsqueeze(1) + columns).clamp_max(self.num_blocks - 1)
         document = torch.searchsorted(batch.bounds, torch.arange(rows, device=lengths.device), right=True) - 1

@@ -1,8 +1,8 @@
-"""`train fit`: random anchors, masked blocks, one loss; from a corpus and a frozen target to a drafter.
+"""`train fit`: trains a drafter from a corpus and a frozen target.
 
-A step runs the target over packed text, the drafter over blocks at random anchors of it, and moves the drafter's
-weights; the host never waits for the device but to report. Everything random is a function of the seed and the step,
-so a run killed at any instant goes on from its last checkpoint as if nothing had happened.
+A step runs the target over packed text and the drafter over masked blocks at random anchors of it, and updates the
+drafter's weights. The host waits for the device only to report. Everything random is a function of the seed and the
+step, so a run killed at any instant continues from its last checkpoint as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.linear import DenseLinear
 from sparkdraft.weights.loader import Progress
 
-REPORT = 50  # steps between two lines of the log; a checkpoint has one of its own
-CLIP = 1.0  # of AdamW's gradients; Muon's steps have a size of their own
+REPORT = 50  # steps between two lines of the log; a checkpoint has a line of its own
+CLIP = 1.0  # of AdamW's gradients; the size of Muon's steps does not depend on the gradient's
 
 Report = Callable[[dict[str, float]], None]
 Loading = Callable[[], AbstractContextManager[Progress | None]]  # entered while the target is loaded
 
 
 class Trainer:
-    """The drafter in training: `step` is all of it."""
+    """The drafter in training; `step` runs one training step."""
 
     def __init__(self, settings: FitSettings, target: Target, corpus: Corpus, draft: DFlashConfig) -> None:
         self.settings, self.target, self.draft = settings, target, draft
@@ -62,7 +62,7 @@ class Trainer:
         self.features = Features(target, draft.taps, settings.context, longest, teach)
         torch.manual_seed(settings.seed)
         self.model = DraftModel(draft, longest, compiled=target.device.type == "cuda").to(target.device)
-        with torch.no_grad():  # the head expects what this norm makes
+        with torch.no_grad():  # the head expects the output of this norm
             self.model.norm.weight.copy_(target.decoder.norm.gain)
         if settings.init:
             self.model.begin_from(trained_weights(settings.init))
@@ -100,7 +100,7 @@ class Trainer:
         return F.pad(anchors.unsqueeze(1), (0, batch.width - 1), value=self.draft.mask_token_id)
 
     def labels(self, batch: TrainBatch, teacher: Tensor | None) -> Labels:
-        """Text that was sampled is taught by the distribution it was sampled from; greedy text by itself."""
+        """Sampled text is taught by the distribution it was sampled from; greedy text by its own ids."""
         ids = batch.labels if self.place is None else self.place[batch.labels]
         if teacher is None:
             return Labels(ids)
@@ -126,9 +126,9 @@ class Trainer:
 
 
 def _head_of(target: Target, corpus: Corpus, vocab: int) -> tuple[Tensor, Tensor | None]:
-    """The rows of the target's head that are drafted among, and each id's place there; None: all, where they are.
+    """The rows of the target's head among which it drafts, and each id's row there; None: all rows, in place.
 
-    An id that is not among them has the place of no label at all, and so has 'no label' itself, which comes as -1.
+    An id that is not among them is treated like 'no label', which comes as -1.
     """
     head = target.decoder.head.rows()
     assert isinstance(head, Tensor), "a target in training is kept as floats"
@@ -141,7 +141,7 @@ def _head_of(target: Target, corpus: Corpus, vocab: int) -> tuple[Tensor, Tensor
 
 
 class Meter:
-    """Sums on the device, read once a report."""
+    """Sums on the device, read once per report."""
 
     def __init__(self, widest: int, device: torch.device) -> None:
         self.widest = widest
@@ -159,7 +159,7 @@ class Meter:
     def read(self) -> dict[str, float]:
         loss, steps, first, accepted, wide = self.sums.tolist()
         self.sums.zero_()
-        length = {"length": 1 + accepted / wide} if wide else {}  # no block of the full width came up
+        length = {"length": 1 + accepted / wide} if wide else {}  # without it, no block of the full width came up
         return {"loss": loss / steps, "first": first / steps, **length}
 
 
@@ -202,9 +202,9 @@ def fit(
     settings: FitSettings, folder: Path, device: str = "auto", every: int = 1000, report: Report = lambda entry: None,
     loading: Loading = nullcontext,
 ) -> int:  # fmt: skip
-    """Train to settings.steps, going on from the folder's last checkpoint, saving one every 'every' steps.
+    """Train up to settings.steps, from the folder's last checkpoint on, and save one every 'every' steps.
 
-    Returns the steps that are done: fewer where a signal ended it.
+    Returns the number of steps done, which is lower if a signal ended it.
     """
     run = Run(folder)
     run.check(settings)
@@ -221,19 +221,21 @@ def fit(
 
 
 def train(trainer: Trainer, run: Run, step: int, before: float, every: int, report: Report, asked_to_stop: Stop) -> int:
-    """From 'step' on, after 'before' seconds of training; returns the step it came to, with a checkpoint of it."""
+    """Train from 'step' on, after 'before' seconds of training; returns the step reached, of which there is a
+    checkpoint."""
     steps, begin, stop = trainer.settings.steps, time.perf_counter(), False
     while step < steps and not stop:
         trainer.step(step)
         step += 1
-        stop = asked_to_stop()  # once a step: what is heard while the device is waited for counts for the next
+        # once per step: a signal that comes while the host waits for the device counts for the next step
+        stop = asked_to_stop()
         due = stop or step == steps or step % every == 0
         if due or step % REPORT == 0:
-            measured = trainer.meter.read()  # waits
+            measured = trainer.meter.read()  # waits for the device
             seconds = before + time.perf_counter() - begin
             if not math.isfinite(measured["loss"]):
                 raise UserError(
-                    f"the loss is no number after step {step}; the last checkpoint is kept: begin a new run, "
+                    f"the loss is not a number after step {step}; the last checkpoint is kept: begin a new run, "
                     "with a lower --lr"
                 )
             entry = {"step": step, "seconds": round(seconds, 2), "rate": trainer.settings.rate(step - 1)}
@@ -247,7 +249,7 @@ def train(trainer: Trainer, run: Run, step: int, before: float, every: int, repo
 
 
 def stream_of(device: torch.device) -> AbstractContextManager[object]:
-    """Steps are recorded, which the default stream does not allow; all of training runs on one of its own."""
+    """A stream for all of training: steps are recorded, which the default stream does not allow."""
     if device.type == "cpu":
         return nullcontext()
     torch.cuda.synchronize(device)

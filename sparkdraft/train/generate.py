@@ -1,9 +1,9 @@
-"""Writes continuations in bulk: thousands of seats that decode together, all on the device, refilled as texts end.
+"""Writes continuations in bulk: thousands of seats that decode together on the device, refilled as texts end.
 
-A seat owns consecutive cache blocks and a row of ids for good, so a decode step is the same launches every time: one
-forward of a row a seat, one sample, one append, recorded as a graph. The host looks in every CHECK steps, takes what
-has ended and seats new prompts; it hands out texts while the device runs the next steps. There is no drafting, no
-sharing of prefixes and no streaming: those are the engine's. What is asked and what is kept is data.py's.
+A seat permanently owns consecutive cache blocks and a row of ids, so a decode step is the same launches every time: one
+forward with one row per seat, one sample, one append, recorded as a graph. The host looks in every CHECK steps, takes
+the texts that have ended and seats new prompts; it returns texts while the device runs the next steps. Drafting, shared
+prefixes and streaming are left to the engine. data.py decides what is asked and what is kept.
 
     written[seat]   . . . prompt . . . | response . . . |                          position of an id = its column
                     0         num_prompt          length  <- the id at length - 1 is the next step's row
@@ -36,14 +36,14 @@ from sparkdraft.train.stop import Stop
 from sparkdraft.train.target import Target
 
 CHECK = 16  # steps between two looks of the host
-BLOCK = 64  # positions of a cache block
+BLOCK = 64  # positions per cache block
 LOOP = LoopRule(max_period=64, min_repeated=64)
 RUNNING = -1  # a seat's state; all others are those of Finish
 MOST_SEATS, CPU_SEATS = 4096, 8
-GPU_ROWS, CPU_ROWS = 16384, 512  # rows of prompts in one forward
-NOISE_BYTES = 512 << 20  # of float32 scores alive at once
+GPU_ROWS, CPU_ROWS = 16384, 512  # prompt rows per forward
+NOISE_BYTES = 512 << 20  # of float32 scores in memory at once
 MEMORY_SHARE = 0.9  # of the free memory
-LEAST_DRAW = 1e-10  # an exponential draw of 0 would be an infinite score, and 0 * infinity no number
+LEAST_DRAW = 1e-10  # an exponential draw of 0 would give an infinite score, and 0 * infinity is NaN
 Array = npt.NDArray[np.int32]
 
 
@@ -53,13 +53,13 @@ class Prompt:
     kind: str
     temperature: float  # 0 is greedy
     max_new: int
-    tag: Any = None  # the asker's own
+    tag: Any = None  # the caller's own
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
     prompt: Prompt
-    ids: Array  # the response alone, the id that ended it included
+    ids: Array  # the response alone, including the id that ended it
     finish: Finish
 
 
@@ -68,9 +68,9 @@ class BulkGenerator:
         self,
         target: Target,
         max_len: int,  # longest prompt and response together
-        seats: int = 0,  # 0: as many as fit, of at most 'most_seats'
+        seats: int = 0,  # 0: as many as fit, at most 'most_seats'
         most_seats: int = MOST_SEATS,
-        stop_ids: Iterable[int] | None = None,  # None: the model's own ends of text
+        stop_ids: Iterable[int] | None = None,  # None: the model's own end-of-text ids
         seed: int = 0,
     ) -> None:
         self.target, self.decoder = target, target.decoder
@@ -80,14 +80,15 @@ class BulkGenerator:
         on_gpu = target.device.type == "cuda"
         self.max_rows = max(GPU_ROWS if on_gpu else CPU_ROWS, self.max_len)
         self.seats = seats or min(self._seats_that_fit() if on_gpu else CPU_SEATS, most_seats)
-        self.num_generated = 0  # ids sampled so far, those that were cut off as loops included
+        self.num_generated = 0  # ids sampled so far, including those that were cut off as loops
         self._limit_len = max_len
         self._chunk = sampled_rows(target.config)
         self._occupant: list[Prompt | None] = [None] * self.seats
         self._free = list(range(self.seats))
         self._waiting: deque[Prompt] = deque()
-        self._recorded: dict[bool, Any] = {}  # by whether any seat has a temperature
-        self._generator = None if on_gpu else torch.Generator().manual_seed(seed)  # graphs know the default one only
+        self._recorded: dict[bool, Any] = {}  # keyed by whether any seat has a temperature
+        # graphs support only the default generator
+        self._generator = None if on_gpu else torch.Generator().manual_seed(seed)
         if on_gpu:
             torch.cuda.manual_seed(seed)
         self._allocate(sorted(target.tokenizer.eos_ids if stop_ids is None else stop_ids))
@@ -99,7 +100,7 @@ class BulkGenerator:
         self._pull(source)
         while not stopped() and self._refill():
             self._advance()
-            yield from map(_written, ended)  # the device is at work meanwhile
+            yield from map(_written, ended)  # the device works meanwhile
             self._pull(source)
             ended = self._harvest()
         yield from map(_written, ended)
@@ -115,16 +116,17 @@ class BulkGenerator:
         self._tables = torch.arange(seats * blocks, dtype=torch.int32, device=device).view(seats, blocks)
         self._starts = torch.arange(seats + 1, dtype=torch.int32, device=device)
         self._seat_start = self._starts[:-1] * self.max_len  # slot of its position 0
-        self._status = integers((2, seats))  # lengths, states: the host reads both in one copy
+        self._status = integers((2, seats))  # lengths and states: the host reads both in one copy
         self._length, self._state = self._status.unbind(0)
         self._last, self._limit, self._num_prompt = integers(seats), integers(seats), integers(seats)
         self._temperature = torch.zeros(seats, device=device)
-        self._written = integers((seats, self.max_len + 1))  # one column more, for seats that write nothing
+        self._written = integers((seats, self.max_len + 1))  # one more column, for seats that write nothing
         self._stop_ids = torch.tensor(stop_ids, dtype=torch.int32, device=device)
         self._host = torch.zeros((2, seats), dtype=torch.int32, pin_memory=device.type == "cuda")
 
     def _step(self, noisy: bool) -> Tensor:
-        """One id for every seat that is not done. Reads and changes fixed tensors only: this is what is recorded."""
+        """Append one id to every seat that is not done. Reads and changes fixed tensors only, so that it can be
+        recorded."""
         done = self._state != RUNNING
         position = (self._length - 1).clamp_min(0)
         slots = torch.where(done, -1, self._seat_start + position)
@@ -144,7 +146,7 @@ class BulkGenerator:
         picked = []
         for rows, warmth in zip(residual.split(self._chunk), temperature.split(self._chunk), strict=True):
             scores = self.decoder.scores(rows)
-            if noisy:  # the negated logarithm of an exponential draw is a gumbel draw
+            if noisy:  # the negated logarithm of an exponential draw is a Gumbel draw
                 noise = torch.empty(scores.shape, device=scores.device).exponential_(generator=self._generator)
                 scores = noise.clamp_min_(LEAST_DRAW).log_().mul_(-warmth[:, None]).add_(scores)
             picked.append(scores.argmax(-1))
@@ -157,7 +159,7 @@ class BulkGenerator:
 
     @torch.inference_mode()
     def _advance(self) -> None:
-        """CHECK steps and a look for loops, all queued; the host's copy of the status is queued behind them."""
+        """Queue CHECK steps, a search for loops, and the copy of the status to the host."""
         noisy = any(prompt is not None and prompt.temperature > 0 for prompt in self._occupant)
         if self.target.device.type == "cpu":
             for _ in range(CHECK):
@@ -165,7 +167,7 @@ class BulkGenerator:
                     break
         else:
             if noisy not in self._recorded:
-                self._step(noisy)  # once before it is recorded; it is as good a step as any
+                self._step(noisy)  # a normal step, run once before it is recorded
                 beside = next(iter(self._recorded.values()), None)
                 self._recorded[noisy] = self.target.ops.Recording(partial(self._step, noisy), beside)
             for _ in range(CHECK):
@@ -174,7 +176,7 @@ class BulkGenerator:
         self._host.copy_(self._status, non_blocking=True)
 
     def _find_loops(self) -> None:
-        """Seats that repeat themselves are done, unless their text has ended by itself."""
+        """Mark seats that repeat themselves as done, unless their text has ended by itself."""
         span = torch.arange(-LOOP.max_period - LOOP.min_repeated, 0, device=self._length.device)
         recent = self._written.gather(1, (self._length[:, None] + span).clamp_min(0))
         loops = ends_in_loop(recent, self._length - self._num_prompt, LOOP)
@@ -191,11 +193,11 @@ class BulkGenerator:
             self._state.fill_(int(Finish.END))
 
     def _pull(self, source: Iterator[Prompt]) -> None:
-        """Have a prompt ready for every seat that may come free."""
+        """Have a prompt ready for every seat that may become free."""
         self._waiting.extend(islice(source, self.seats - len(self._waiting)))
 
     def _refill(self) -> bool:
-        """Seat prompts while there are any and seats are free; says whether any seat is taken."""
+        """Seat prompts while there are any and seats are free; returns whether any seat is taken."""
         while self._waiting and self._free:
             batch, rows = list[Prompt](), 0
             while self._waiting and len(batch) < len(self._free):
@@ -212,7 +214,7 @@ class BulkGenerator:
 
     @torch.inference_mode()
     def _prefill(self, seats: Array, batch: Sequence[Prompt]) -> None:
-        """The prompts of new seats in one ragged forward, and the first id of each response."""
+        """Run the prompts of new seats in one ragged forward, and sample the first id of each response."""
         ids = np.concatenate([np.asarray(prompt.ids, np.int32) for prompt in batch])
         lengths = np.array([len(prompt.ids) for prompt in batch], np.int32)
         limits = np.minimum(lengths + np.array([p.max_new for p in batch], np.int32), self._limit_len)
@@ -235,7 +237,7 @@ class BulkGenerator:
 
     @torch.inference_mode()
     def _harvest(self) -> list[_Ended]:
-        """Wait for the steps that were queued, and free the seats whose text has ended."""
+        """Wait for the queued steps, and free the seats whose text has ended."""
         if self.target.device.type == "cuda":
             torch.cuda.synchronize()
         lengths, states = self._host.numpy()
@@ -253,7 +255,7 @@ class BulkGenerator:
         return ended
 
     def _seats_that_fit(self) -> int:
-        torch.cuda.empty_cache()  # what an earlier generator held counts as free
+        torch.cuda.empty_cache()  # so that what an earlier generator held counts as free
         free, _ = torch.cuda.mem_get_info()
         seats = seats_that_fit(self.target.config, self.max_len, self.max_rows, free, self.target.dtype.itemsize)
         if not seats:
@@ -265,7 +267,7 @@ class BulkGenerator:
 
 
 def seats_that_fit(config: ModelConfig, max_len: int, max_rows: int, bytes_free: int, itemsize: int) -> int:
-    """Seats of 'max_len' tokens in most of the free memory, beside what a step needs for itself."""
+    """The number of seats of 'max_len' tokens that fit into most of the free memory, beside a step's own needs."""
     scratch = target_step(config, max_rows, sampled_rows(config), itemsize)
     each = max_len * (kv_bytes_per_token(config.attention, itemsize) + 4)
     return max(min((int(bytes_free * MEMORY_SHARE) - scratch) // each, MOST_SEATS), 0)
@@ -277,7 +279,7 @@ def sampled_rows(config: ModelConfig) -> int:
 
 
 def cut_loop(ids: Array) -> Array:
-    """A response that ends in a loop, cut after the loop's second period; any other response as it is."""
+    """A response that ends in a loop, cut after the loop's second period; any other response unchanged."""
     for start, period in find_loops(ids, LOOP):
         return ids[: start + period]
     return ids
@@ -286,7 +288,7 @@ def cut_loop(ids: Array) -> Array:
 @dataclass(frozen=True, slots=True)
 class _Ended:
     prompt: Prompt
-    ids: Array  # a view of what was copied from the device, loop and all
+    ids: Array  # a view of what was copied from the device, including a loop
     finish: Finish
 
 

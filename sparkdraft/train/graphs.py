@@ -1,7 +1,7 @@
 """A training step as one CUDA graph: launching its thousand small kernels takes longer than running them.
 
-The first steps of each shape run as they stand, because kernels are compiled and chosen there; then the step is
-recorded and replayed over fixed input buffers. Whatever changes from step to step must be a tensor: batch and learning
+The first steps of each shape run eagerly, because kernels are compiled and chosen there; then the step is recorded and
+replayed over fixed input buffers. Whatever changes from step to step must be a tensor, as the batch and the learning
 rates are.
 """
 
@@ -42,7 +42,7 @@ class StepGraphs:
         shape.graph.replay()
 
     def _place(self, batch: TrainBatch) -> Shape:
-        """The batch in its shape's buffers, on the device."""
+        """Copy the batch into its shape's buffers on the device."""
         key = batch.width, len(batch.bounds)
         if key not in self.shapes:
             buffers: dict[str, Any] = {
@@ -55,7 +55,7 @@ class StepGraphs:
         return self.shapes[key]
 
     def _record(self, batch: TrainBatch) -> torch.cuda.CUDAGraph:
-        """Recording runs nothing: the caller replays."""
+        """Record the step, which runs nothing: the caller replays it."""
         pool = next((s.graph.pool() for s in self.shapes.values() if s.graph), None)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)

@@ -1,9 +1,9 @@
 """The loss of every draft position over the target's frozen head: cross-entropy, weighted by what a position is worth.
 
-A drafted token counts only where all before it in its block are right, so later positions weigh less: by a fixed decay,
-or (D-PACE) by the drafter's own probabilities of the labels before them. A CPU takes the plain form, which defines the
-loss; a GPU goes through the vocabulary chunk by chunk and makes the gradient on the way (kernels/cuda/draft_loss.py).
-Which positions have a label, and where the teacher's logits come from, is the batch's business.
+A drafted token counts only if all before it in its block are right, so later positions have smaller weights: by a fixed
+decay, or (D-PACE) by the drafter's own probabilities of the labels before them. A CPU runs the plain form, which
+defines the loss. A GPU goes through the vocabulary chunk by chunk and computes the gradient on the way
+(kernels/cuda/draft_loss.py).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def _require(ok: bool, message: str) -> None:
 @dataclass(frozen=True, slots=True)
 class LossOptions:
     weights: str = "dpace"  # or "decay"
-    decay: float = 7.0  # of "decay": position k weighs exp(-(k - 1) / decay)
-    alpha: float = 0.5  # of "dpace": 0 trusts the drafter's probabilities, 1 takes every draft for accepted
+    decay: float = 7.0  # for "decay": position k has the weight exp(-(k - 1) / decay)
+    alpha: float = 0.5  # for "dpace": 0 uses the drafter's probabilities, 1 treats every draft as accepted
     soft: float = 0.0  # share of the target's own distribution in the label, for rows that have one
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class Labels:
     ids: Tensor  # int64 [blocks, width - 1]; negative: no label (past the document's end)
     teacher: Tensor | None = None  # [tokens, vocab]: the target's logits of each context row
     teacher_rows: Tensor | None = None  # int64 [blocks, width - 1]: the row that predicts this label; negative: none
-    inverse_temperature: Tensor | None = None  # float32 [blocks, width - 1], over the teacher's logits; None: 1
+    inverse_temperature: Tensor | None = None  # float32 [blocks, width - 1]: multiplies the teacher's logits; None: 1
 
     def __post_init__(self) -> None:
         assert (self.teacher is None) == (self.teacher_rows is None), "a teacher needs its rows, and they need it"
@@ -59,11 +59,11 @@ class Labels:
 
 @dataclass(frozen=True, slots=True)
 class LossReport:
-    """All on the device: reading a number off it is what waits."""
+    """All on the device: reading a number from it waits."""
 
     loss: Tensor  # scalar, differentiable in the hidden rows
-    correct: Tensor  # bool [blocks, width - 1]: the most likely id is the label's; False where there is none
-    entropy: Tensor  # float32 [blocks, width - 1]: cross-entropy with the (mixed) label; 0 where there is none
+    correct: Tensor  # bool [blocks, width - 1]: the most likely id is the label's; False without a label
+    entropy: Tensor  # float32 [blocks, width - 1]: cross-entropy with the (mixed) label; 0 without a label
 
 
 def draft_loss(
@@ -73,7 +73,7 @@ def draft_loss(
     options: LossOptions,
     chunk_rows: int = CHUNK_ROWS,
 ) -> LossReport:
-    """sum(weight * entropy) / sum(weight) over the whole batch; 0 where nothing has a label."""
+    """sum(weight * entropy) / sum(weight) over the whole batch; 0 if nothing has a label."""
     assert hidden.shape[:2] == labels.ids.shape and hidden.shape[2] == head.shape[1], (hidden.shape, head.shape)
     if hidden.is_cuda:
         return chunked_loss(hidden, head, labels, options, chunk_rows)
@@ -81,10 +81,11 @@ def draft_loss(
 
 
 def position_weights(probability: Tensor, labelled: Tensor, options: LossOptions) -> Tensor:
-    """What each position is worth, [blocks, width - 1], from the drafter's probability of its label.
+    """The weight of each position, [blocks, width - 1], from the drafter's probability of its label.
 
-    D-PACE: the expected number of accepted drafts is the sum over m of c_m, the chance that drafts 1 .. m all hold;
-    position j has a part in c_j and all after it. A position without a label ends its block: every c from there is 0.
+    D-PACE: the expected number of accepted drafts is the sum over m of c_m, the probability that drafts 1 .. m are all
+    right; position j is part of c_j and all after it. A position without a label ends its block: every c from there is
+    0.
     """
     if options.weights == "decay":
         position = torch.arange(probability.shape[1], dtype=probability.dtype, device=probability.device)
@@ -94,7 +95,7 @@ def position_weights(probability: Tensor, labelled: Tensor, options: LossOptions
 
 
 def weighted_mean(entropy: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss, and what the gradient of sum(weight * entropy) is divided by."""
+    """The loss, and the divisor of the gradient of sum(weight * entropy)."""
     total = weight.sum()
     divisor = torch.where(total > 0, total, torch.ones_like(total))
     return (weight * entropy).sum() / divisor, divisor
@@ -125,13 +126,13 @@ def _label_distribution(logits: Tensor, ids: Tensor, labels: Labels, options: Lo
     return torch.where((labels.teacher_rows >= 0).unsqueeze(-1), mixed, hard)
 
 
-# ---- the GPU's way
+# ---- on a GPU
 
 
 def chunked_loss(
     hidden: Tensor, head: Tensor, labels: Labels, options: LossOptions, chunk_rows: int = CHUNK_ROWS
 ) -> LossReport:
-    """The same through Triton, holding the logits of 'chunk_rows' rows at most (of one block at least)."""
+    """The same with Triton, holding the logits of at most 'chunk_rows' rows (but of one block at least)."""
     assert hidden.dtype == head.dtype, (hidden.dtype, head.dtype)
     wanted = torch.is_grad_enabled() and hidden.requires_grad
     return LossReport(*_ChunkedLoss.apply(hidden, head, labels, options, chunk_rows, wanted))
@@ -148,7 +149,7 @@ def _targets(labels: Labels, options: LossOptions) -> Targets:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Forward makes the gradient too, while a chunk's logits are there; only its common divisor is missing.
+    """The forward pass computes the gradient too, while a chunk's logits are there; only its common divisor is missing.
 
     A chunk holds whole blocks, so that it knows its own weights; their sum over the batch is known after the last one.
     """
@@ -157,7 +158,8 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, head: Tensor, labels: Labels, options: LossOptions, chunk_rows: int, wanted: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        from sparkdraft.kernels.cuda import draft_loss as kernel  # only here: triton is not everywhere
+        # imported here because triton is not available everywhere
+        from sparkdraft.kernels.cuda import draft_loss as kernel
 
         blocks, positions, dim = hidden.shape
         rows, step = hidden.reshape(-1, dim), max(chunk_rows // positions, 1) * positions

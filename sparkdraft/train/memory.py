@@ -1,6 +1,8 @@
-"""Sums of memory for a training run, made before the target's weights are read; what does not fit is refused with them.
+"""Sums of memory for a training run, made before the target's weights are read. A run that does not fit is refused with
+them.
 
-Counted high rather than low: a run that dies of memory after an hour has cost more than one that was refused. No torch.
+The estimates are high rather than low: a run that runs out of memory after an hour costs more than one that was
+refused. No torch.
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ from sparkdraft.plan.sizes import ModelSizes, model_sizes
 from sparkdraft.train.settings import FitSettings
 
 CHUNK_ROWS = 15360  # rows whose logits a GPU holds at once in the loss: 1.5 GB of bf16 over 49152 ids
-SHARES = tuple(part / 8 / 2**halved for halved in range(20) for part in (8, 7, 6, 5))  # of a step's text, to try
-LEAST_CONTEXT, LEAST_BLOCKS = 1024, 64  # a step of less teaches next to nothing
-CPU_LOGITS = 6  # copies of all logits in the plain form of the loss: they, labels, products, gradients
+SHARES = tuple(part / 8 / 2**halved for halved in range(20) for part in (8, 7, 6, 5))  # shares of a step's text to try
+LEAST_CONTEXT, LEAST_BLOCKS = 1024, 64  # a smaller step teaches next to nothing
+CPU_LOGITS = 6  # copies of all logits in the plain form of the loss: logits, labels, products, gradients
 
 
 def parts(target: ModelConfig, settings: FitSettings, on_gpu: bool) -> dict[str, int]:
-    """Bytes by what they are for."""
+    """Bytes, by what they are for."""
     itemsize = 2 if on_gpu else 4
     hidden, drafter = target.hidden_size, _drafter_sizes(target, settings)
     taps = len(settings.taps) or min(5, target.num_layers)
@@ -36,33 +38,34 @@ def parts(target: ModelConfig, settings: FitSettings, on_gpu: bool) -> dict[str,
     }
     if settings.soft:
         step["the target's logits"] = settings.context * vocab * itemsize
-    if on_gpu:  # recordings keep theirs, beside what a shape needs that has not been recorded yet
+    if on_gpu:  # recordings keep their own memory, beside what a shape needs that has not been recorded yet
         step["recorded steps"] = sum(step.values())
     else:
         step["attention"] = _dense_attention(target, settings, itemsize)
     return {
         "target": weight_bytes(target, itemsize),
-        "drafter and optimizer": (4 * copies + itemsize) * parameters,  # and the weights as a step multiplies by them
+        "drafter and optimizer": (4 * copies + itemsize) * parameters,  # with the weights in the dtype of the matmuls
         **step,
     }
 
 
 def target_step(target: ModelConfig, rows: int, sampled: int, itemsize: int) -> int:
-    """A layer's activations, more than the engine counts: batches here are of many shapes, and each leaves pieces."""
+    """A layer's activations, more than the engine counts: batches here have many shapes, which fragment memory."""
     sizes = model_sizes(target)
     width = 4 * sizes.hidden + sizes.projected + sizes.mlp
     return 2 * rows * width * itemsize + 4 * sampled * target.vocab_size * 4
 
 
 def _drafter_step(target: ModelConfig, settings: FitSettings, itemsize: int) -> int:
-    """What each layer keeps of a row for the way back, and once more what is alive while one goes back."""
+    """What each layer keeps of a row for the backward pass, plus what is alive during the backward pass of one
+    layer."""
     sizes = _drafter_sizes(target, settings)
     saved = 4 * sizes.hidden + 3 * (sizes.projected + sizes.mixed) // 2 + sizes.mlp
     return settings.block_rows * (saved * (settings.layers + 1) + 6 * sizes.hidden) * itemsize
 
 
 def _drafter_sizes(target: ModelConfig, settings: FitSettings) -> ModelSizes:
-    """Of the drafter that will be made: layers like the target's, with an MLP of their own size."""
+    """Sizes of the drafter to be made: layers like the target's, with an MLP of their own size."""
     attention, mlp = target.uniform()
     mlp = replace(mlp, intermediate_size=settings.intermediate or mlp.intermediate_size)
     return model_sizes(replace(target, layers=(LayerSpec(attention, mlp),) * settings.layers))
@@ -73,7 +76,7 @@ def _logit_rows(settings: FitSettings, on_gpu: bool) -> int:
 
 
 def _dense_attention(target: ModelConfig, settings: FitSettings, itemsize: int) -> int:
-    """A CPU's form of it weighs every row against every token; each layer keeps its weights, one has scores besides."""
+    """A CPU's attention has a weight for every row and token; each layer keeps its weights, and one has scores too."""
     keys = settings.context + settings.block
     return settings.block_rows * target.uniform()[0].num_heads * keys * itemsize * (settings.layers + 4)
 
@@ -83,7 +86,7 @@ def total_bytes(target: ModelConfig, settings: FitSettings, on_gpu: bool) -> int
 
 
 def fitting(target: ModelConfig, settings: FitSettings, free: int, on_gpu: bool) -> FitSettings | None:
-    """The same run made smaller until it fits: steps of less text first, then fewer layers; None: nothing does."""
+    """The same run made smaller until it fits: steps with less text first, then fewer layers; None if nothing fits."""
     fewest = settings.layers if settings.init else 1  # a drafter that exists is not made shallower
     for layers in range(settings.layers, fewest - 1, -1):
         for share in SHARES:
@@ -103,7 +106,7 @@ def _shrunk(value: int, share: float, least: int) -> int:
 
 
 def check_fits(target: ModelConfig, settings: FitSettings, free: int, on_gpu: bool) -> None:
-    """Raises UserError with the sums when they exceed the free bytes, and with what would fit."""
+    """Raises UserError with the sums if they exceed the free bytes, and with what would fit."""
     sums = parts(target, settings, on_gpu)
     total = sum(sums.values())
     if total > free:

@@ -2,7 +2,7 @@
 
 Its parameters have the names of the published checkpoints and are kept in float32; the arithmetic runs in the dtype of
 the taps. Context rows enter only as keys and values, projected for all layers by one matmul, and every block is a
-separate draft. The target's embedding and head are borrowed and frozen; the loss is not known here.
+separate draft. The target's embedding and head are borrowed and frozen. The loss is in loss.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def norm_rope(x: Tensor, weight: Tensor, angles: Tensor, eps: float) -> Tensor:
-    """Heads [rows, heads, head_dim], each normed and turned; angles [rows, head_dim]: cosines, then sines."""
+    """Norm and rotate heads [rows, heads, head_dim]. angles: [rows, head_dim], cosines, then sines."""
     a, b = rms_norm(x, weight, eps).float().chunk(2, -1)
     cos, sin = angles.unsqueeze(1).chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
@@ -41,7 +41,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 class Fused:
-    """The operators between the matmuls: as they stand on a CPU, each compiled to one kernel on a GPU."""
+    """The operators between the matmuls: eager on a CPU, each compiled to one kernel on a GPU."""
 
     def __init__(self, compiled: bool) -> None:
         def made(function: Function) -> Function:
@@ -103,14 +103,15 @@ class DraftModel(nn.Module):
         self.fc = matrix(config.hidden_size, width)
         self.hidden_norm, self.norm = Norm(config.hidden_size), Norm(config.hidden_size)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
-        # Taps differ by ten times in size between layers and channels; what is learnt from should not.
+        # Taps differ tenfold in size between layers and channels; the inputs of training should not.
         self.register_buffer("tap_scale", torch.ones(width))
         self.register_buffer("rope", rope_table(config.uniform()[0].rope, longest + draft.block_size), persistent=False)
 
     def forward(self, batch: TrainBatch, taps: Tensor, block: Tensor) -> Tensor:
-        """taps [N, taps * hidden] of the context, block [A * W, hidden] embedded: final-normed rows [A * W, hidden]."""
+        """Final-normed rows [A * W, hidden], from taps [N, taps * hidden] of the context and the embedded block [A * W,
+        hidden]."""
         offsets = torch.arange(batch.width, dtype=torch.int32, device=taps.device)
-        anchored = batch.anchors - batch.starts  # [A], the anchor's position
+        anchored = batch.anchors - batch.starts  # [A]: the anchor's position
         rope = self.rope.index_select(0, (anchored.unsqueeze(1) + offsets).flatten())
         context = self.context_kv(taps, self.rope.index_select(0, batch.positions))
         x = block
@@ -122,7 +123,7 @@ class DraftModel(nn.Module):
         return self.fused.rms_norm(x, self.norm.weight, self.eps)
 
     def context_kv(self, taps: Tensor, rope: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values [N, kv_heads, head_dim] of the context, for each layer."""
+        """Keys and values [N, kv_heads, head_dim] of the context, per layer."""
         features = _linear(taps, self.fc.weight * self.tap_scale)
         normed = self.fused.rms_norm(features, self.hidden_norm.weight, self.eps)
         attentions = [layer.self_attn for layer in self.layers if isinstance(layer, DraftLayer)]
@@ -151,7 +152,7 @@ class DraftModel(nn.Module):
         return _linear(self.fused.silu_mul(both), mlp.down_proj.weight)
 
     def scale_taps(self, taps: Tensor, keep: bool) -> None:
-        """Learn from taps of unit size: 'taps' [rows, taps * hidden] show how large they are.
+        """Normalise taps to unit size; 'taps' [rows, taps * hidden] show how large they are.
 
         keep: the matrix that reads them has been trained, and is rescaled so that it computes the same as before.
         """
@@ -171,7 +172,7 @@ class DraftModel(nn.Module):
 
 
 def folded(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A model's state as a checkpoint holds the drafter: the taps' scale goes into the matrix that reads them."""
+    """A model's state as a checkpoint holds the drafter: the taps' scale is folded into the matrix that reads them."""
     weights = {name: tensor for name, tensor in state.items() if name != "tap_scale"}
     return weights | {"fc.weight": weights["fc.weight"] * state["tap_scale"]}
 

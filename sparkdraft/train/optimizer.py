@@ -1,8 +1,8 @@
 """Muon for the matrices, AdamW for the rest: one object with named state, so that a checkpoint is plain tensors.
 
 Muon steps by the orthogonal factor of each matrix's momentum, found by five Newton-Schulz iterations. Matrices of one
-shape are stacked and go through them together: the iterations are small, and launching them one by one would take
-longer than the training step. Learning rates are the caller's, step by step.
+shape are stacked and iterated together: the iterations are small, and launching them one by one would take longer than
+the training step. The caller sets the learning rates, step by step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ITERATIONS = 5
 
 
 def orthogonal(stack: Tensor) -> Tensor:
-    """The nearest matrices with singular values near 1, of [count, rows, columns]."""
+    """The nearest matrices with singular values near 1, for a stack [count, rows, columns]."""
     x = stack.bfloat16() if stack.is_cuda else stack
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
@@ -32,7 +32,7 @@ def orthogonal(stack: Tensor) -> Tensor:
 
 class Optimizer:
     def __init__(self, model: nn.Module, kind: str, lr: float, vector_lr: float, momentum: float = 0.95) -> None:
-        """kind: "muon" or "adamw" for matrices, with 'lr'; vectors always take AdamW with 'vector_lr'."""
+        """kind: "muon" or "adamw" for matrices, with 'lr'; vectors always use AdamW with 'vector_lr'."""
         named = dict(model.named_parameters())
         matrices = {n: p for n, p in named.items() if p.dim() == 2}
         vectors = {n: p for n, p in named.items() if p.dim() != 2}
@@ -52,12 +52,12 @@ class Optimizer:
         self.named = named
 
     def set_rate(self, share: float) -> None:
-        """Of the learning rates, for the steps that follow."""
+        """Set the share of the peak learning rates, for the steps that follow."""
         for name, rate in self.rates.items():
             rate.fill_(self.peaks[name] * share)
 
     def step(self) -> None:
-        """One update; gradients are cleared."""
+        """One update; clears the gradients."""
         self.adam.step()
         self._muon_step()
         for parameter in self.named.values():

@@ -1,9 +1,9 @@
-"""What the target is asked: prompts that a user gives, and prompts that the target writes to itself.
+"""The prompts that the target is asked: those that a user gives, and those that the target writes itself.
 
 A chat model that is given its own template up to where the user's message begins writes a user's message. System
-prompts and first words, drawn at random, make them differ; what is empty, broken or said before is dropped, and what is
-kept goes to a file line by line, so that nothing of it is ever written twice. Reading a file needs no model, so a bad
-one is refused before any is loaded. Who answers the prompts is data.py's business.
+prompts and first words, drawn at random, make the messages differ. Messages that are empty, broken or repeated are
+dropped, and the others are appended to a file line by line, so that none is written twice. Reading a file needs no
+model, so a bad file is refused before a model is loaded. data.py has the prompts answered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GIVEN, SELF = "given", "self"  # kinds: of a file's prompts that name no class, 
 MARKER = "The_message_of_the_user_stands_here"
 MESSAGE_TOKENS, LEAST_TOKENS = 160, 3
 WARMTH = (1.0, 0.85)
-PLAIN_SYSTEM, PLAIN_OPENING = 0.6, 0.4  # shares that get no system prompt of ours, and no first words
+PLAIN_SYSTEM, PLAIN_OPENING = 0.6, 0.4  # shares of messages without a system prompt of ours, and without first words
 
 SYSTEMS = (
     "You are a careful programmer. Users bring you code to write, to explain or to repair.",
@@ -61,12 +61,12 @@ class Question:
 
     @property
     def text(self) -> str:
-        """What the user said last."""
+        """The last user message."""
         return str(self.messages[-1]["content"])
 
 
 def normalised(text: str) -> str:
-    """The same for texts that differ in case and white space only."""
+    """Equal for texts that differ only in case and white space."""
     return " ".join(text.split()).casefold()
 
 
@@ -74,7 +74,8 @@ def normalised(text: str) -> str:
 
 
 def read_prompts(path: str | Path) -> list[Question]:
-    """A .jsonl of {"prompt", "class"?} or {"messages", "class"?}, or a .txt with a prompt a line; blank lines skip."""
+    """Read a .jsonl of {"prompt", "class"?} or {"messages", "class"?}, or a .txt with one prompt per line; blank lines
+    are skipped."""
     file = Path(path)
     if file.suffix not in (".jsonl", ".txt"):
         raise UserError(f"Prompts are read from .jsonl and .txt files, and {file} is neither: convert or rename it.")
@@ -116,7 +117,7 @@ class PromptFile:
         except OSError as error:
             raise UserError(
                 f"{self.path} cannot be written ({error.strerror}): {len(self.questions)} prompts are kept; make room, "
-                "and run the same again to go on."
+                "and run the same command again to continue."
             ) from error
         self.questions.append(question)
 
@@ -130,12 +131,12 @@ def _parse(line: str, where: str) -> Question:
     try:
         entry = json.loads(line)
     except ValueError as error:
-        raise UserError(f"{where} is not JSON ({error}): write one object a line.") from None
+        raise UserError(f"{where} is not JSON ({error}): write one object per line.") from None
     if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
         raise UserError(f'{where} must be an object with either "prompt" or "messages".')
     kind = entry.get("class", GIVEN)
     if not isinstance(kind, str) or not kind:
-        raise UserError(f'{where}: "class" must be a name in quotes; leave it out where there is none.')
+        raise UserError(f'{where}: "class" must be a name in quotes; leave it out if there is none.')
     if "messages" in entry:
         return Question(_check_messages(entry["messages"], where), kind)
     if not isinstance(entry["prompt"], str) or not entry["prompt"].strip():
@@ -148,7 +149,7 @@ def _check_messages(messages: Any, where: str) -> list[dict[str, Any]]:
     if not right or not all(isinstance(m.get(key), str) for m in messages for key in ("role", "content")):
         raise UserError(f'{where}: "messages" must be a list of objects with "role" and "content", both text.')
     if messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
-        raise UserError(f"{where}: the last message must be a user's and not empty, for it is to be answered.")
+        raise UserError(f"{where}: the last message must be a user's and not empty: it is answered.")
     return list(messages)
 
 
@@ -157,10 +158,10 @@ def _check_messages(messages: Any, where: str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The place in the template where a user's message is to be written."""
+    """The place in the template where a user's message is written."""
 
     before: str
-    end_id: int | None  # the first special id after the message, if it is not plain text that follows
+    end_id: int | None  # the first special id after the message, unless plain text follows
 
 
 def user_turn(target: Target, system: str | None = None) -> Turn:
@@ -177,7 +178,7 @@ def user_turn(target: Target, system: str | None = None) -> Turn:
 
 
 def stop_ids(target: Target) -> set[int]:
-    """Where a message that the target writes as the user ends: with its turn, or with the text."""
+    """Ids that end a message which the target writes as the user: the end of its turn, or of the text."""
     end = user_turn(target).end_id
     return set(target.tokenizer.eos_ids) | ({end} if end is not None else set())
 
@@ -203,7 +204,7 @@ def message_prompts(target: Target, count: int, seed: int) -> Iterator[Prompt]:
 
 
 def _takes(target: Target, system: str) -> bool:
-    """Some templates know no system prompt: they refuse it, or write it as part of the user's message."""
+    """Whether the template takes a system prompt: some refuse it, or write it as part of the user's message."""
     try:
         return system in user_turn(target, system).before
     except UserError:
@@ -217,7 +218,7 @@ class Sieve:
     target: Target
     ends: set[int]
     dropped: Counter[str] = field(default_factory=Counter)
-    seen: set[str] = field(default_factory=set)  # as normalised
+    seen: set[str] = field(default_factory=set)  # in normalised form
 
     def take(self, written: Written) -> Question | None:
         system, opening = written.prompt.tag

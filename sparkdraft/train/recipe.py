@@ -1,7 +1,7 @@
-"""The drafter that a target asks for: its config.json in z-lab's layout, before any weight exists.
+"""The drafter for a target: its config.json in z-lab's layout, before any weight exists.
 
 Heads, rotation and norms are the target's, taps are spread over its depth, and the mask is an id that the target never
-learnt, so that its embedding means nothing else. Sizes of the run itself are settings.py's.
+learnt, so that its embedding means nothing else. settings.py has the sizes of the run itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TAPS = 5
 
 
 def spread_taps(num_layers: int, count: int = TAPS) -> tuple[int, ...]:
-    """From the second block to the third from the end, as z-lab's drafters have them; all of a tiny target's."""
+    """Taps from the second layer to the third from the end, as in z-lab's drafters; all layers of a tiny target."""
     first, last = min(1, num_layers - 1), max(num_layers - 3, 0)
     if last - first < count - 1:
         return tuple(range(max(num_layers - count, 0), num_layers))
@@ -31,14 +31,15 @@ def spread_taps(num_layers: int, count: int = TAPS) -> tuple[int, ...]:
 
 
 def find_mask_id(embedding: Tensor, tokenizer_size: int) -> int:
-    """An id beyond the tokenizer's, else the last of those that share one row of the embedding: nothing moved them."""
+    """An id beyond the tokenizer's, else the last of the ids that share one row of the embedding: training never
+    changed them."""
     if tokenizer_size < embedding.shape[0]:
         return tokenizer_size
     places = torch.arange(1, embedding.shape[1] + 1, dtype=torch.float64, device=embedding.device)
     _, group, sizes = (embedding.double() @ places).unique(return_inverse=True, return_counts=True)
     if int(sizes.max()) == 1:
         raise UserError(
-            "every token of the target has been trained, so none is free to stand for a mask: name one with --mask-id"
+            "every token of the target has been trained, so none is free to be the mask: name one with --mask-id"
         )
     return int((group == sizes.argmax()).nonzero().max())
 
@@ -50,7 +51,7 @@ def drafter_config(target: ModelConfig, settings: FitSettings, mask_id: int) -> 
     beyond = [t for t in taps if not 0 <= t < target.num_layers]
     if beyond:
         raise UserError(
-            f"--taps names block {beyond[0]}; {settings.target} has blocks 0 to {target.num_layers - 1}: "
+            f"--taps names layer {beyond[0]}; {settings.target} has layers 0 to {target.num_layers - 1}: "
             "choose among them"
         )
     if not 0 <= mask_id < target.vocab_size:
@@ -93,7 +94,7 @@ def grown_config(settings: FitSettings, target: ModelConfig) -> dict[str, Any]:
     held = open_drafter(settings.init)
     config = dict(held.config)
     if "lm_head.weight" not in held.names():
-        config.pop("draft_vocab_size", None)  # which of the target's rows it drafts among is chosen at export
+        config.pop("draft_vocab_size", None)  # the ids that it drafts among are chosen at export
     draft = DFlashConfig.read(config)
     check_fits(draft, target)
     _trainable(draft, config, settings)
@@ -103,14 +104,14 @@ def grown_config(settings: FitSettings, target: ModelConfig) -> dict[str, Any]:
 
 
 def _trainable(draft: DFlashConfig, config: Mapping[str, Any], settings: FitSettings) -> None:
-    """Raises UserError for what the trainer would not train as the drafter means it, or as the run asks."""
+    """Raises UserError for a drafter that the trainer would change, or that does not match the run's settings."""
     own = settings.init
     if "dflash_config" not in config:
         raise UserError(f"--init names {own}, which is not in z-lab's layout: only those can be gone on from")
     plain = not any(spec.window or spec.causal for spec in draft.model.attention)
     scaled = (draft.input_embedding_scale or 1.0, draft.output_multiplier, draft.softcap) != (1.0, 1.0, None)
     if not plain or scaled or draft.draft_vocab_size != draft.model.vocab_size or draft.model.uniform()[0].bias:
-        raise UserError(f"--init names {own}, which has windows, causal layers, biases or a head of its own: not built")
+        raise UserError(f"--init names {own}, which has windows, causal layers, biases or its own head: not supported")
     if settings.layers < draft.model.num_layers:
         raise UserError(
             f"--layers is {settings.layers}; {own} has {draft.model.num_layers} already: give as many or more"

@@ -1,11 +1,11 @@
-"""A training run's folder: what was asked, how far it came, and what it measured on the way.
+"""A training run's folder: its settings, how far it came, and what it measured on the way.
 
     run.json            settings, the drafter's config, which data
     state.safetensors   weights, optimizer and cursor at the last checkpoint; replaced whole, or not at all
-    log.jsonl           a line a report
+    log.jsonl           one line per report
     progress.svg        loss and acceptance over the steps, drawn with each checkpoint
 
-State is plain named tensors: no pickle, and nothing of hidden states. Training itself is fit.py's.
+State is plain named tensors: no pickle, and no hidden states. fit.py does the training.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RunInfo:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    step: int  # the next one
+    step: int  # the next step
     cursor: Cursor
     seconds: float  # of training so far
     tensors: dict[str, Tensor]  # model.*, muon.*, adam.*
@@ -55,7 +55,7 @@ class Run:
         self.log_file = folder / "log.jsonl"
 
     def open(self) -> RunInfo:
-        """What a folder's run was asked to do. Raises UserError where there is none."""
+        """The settings of a folder's run. Raises UserError if there is none."""
         try:
             stored = json.loads(self.info_file.read_text(encoding="utf-8"))
             if stored["version"] != VERSION:
@@ -75,11 +75,12 @@ class Run:
         if self.info_file.exists():
             if different := settings.difference(self.open().settings):
                 raise self._another(different)
-        elif nearest == place and any(path.suffix != ".new" for path in place.iterdir()):  # .new: a kill at the start
+        # .new: left by a kill at the start
+        elif nearest == place and any(path.suffix != ".new" for path in place.iterdir()):
             raise UserError(f"{self.folder} is not empty and holds no training run: choose a new folder")
 
     def begin(self, info: RunInfo) -> State | None:
-        """Make the folder of a new run, or find the last checkpoint of one that asked for the same; else refuse."""
+        """Make the folder of a new run, or find the last checkpoint of one with the same settings; otherwise refuse."""
         self.check(info.settings)
         state = None
         if self.info_file.exists():
@@ -87,7 +88,7 @@ class Run:
                 raise self._another("the data has changed since")
             state = self.load()
             if state and state.step > info.settings.steps:
-                raise UserError(f"{self.folder} has gone {state.step} steps already: --steps cannot be less")
+                raise UserError(f"{self.folder} has run {state.step} steps already: --steps cannot be less")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -100,7 +101,7 @@ class Run:
         return UserError(f"{self.folder} holds another run ({different}): choose a new folder, or its settings")
 
     def save(self, state: State) -> None:
-        """Replace the last checkpoint. A disk that is full, or a kill at any instant, leaves the last one whole."""
+        """Replace the last checkpoint. A full disk, or a kill at any instant, leaves the last one whole."""
         fresh = self.state_file.with_suffix(".new")
         facts = {"step": state.step, "epoch": state.cursor.epoch, "document": state.cursor.document}
         metadata = {k: str(v) for k, v in facts.items()} | {"seconds": repr(state.seconds)}
@@ -133,12 +134,12 @@ class Run:
         for line in self.log_file.read_text(encoding="utf-8").splitlines() if self.log_file.exists() else []:
             try:
                 entries.append(json.loads(line))
-            except ValueError:  # torn by a kill or a full disk: what comes after is measured again
+            except ValueError:  # cut off by a kill or a full disk: what follows is measured again
                 break
         return entries
 
     def rewind_log(self, step: int) -> None:
-        """Forget what was measured after the checkpoint that is resumed from."""
+        """Forget what was measured after the checkpoint from which the run resumes."""
         kept = [entry for entry in self.log() if entry["step"] <= step]
         self._write(self.log_file, "".join(json.dumps(e) + "\n" for e in kept).encode())
 
@@ -151,7 +152,7 @@ class Run:
 
     def draw(self) -> None:
         entries = self.log()
-        curves = {"loss": "cross-entropy of the drafts", "length": "tokens a step, had these blocks been drafted"}
+        curves = {"loss": "cross-entropy of the drafts", "length": "tokens per step, if these blocks were drafted"}
         panels = [
             Panel(
                 title,
@@ -182,6 +183,6 @@ def _sync(path: Path) -> None:
 
 def _disk(error: Exception, what: str, folder: Path) -> UserError:
     number = getattr(error, "errno", None)
-    full = number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)  # safetensors has no numbers
+    full = number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)  # safetensors gives no error number
     reason = "the disk is full: make room and run the same command again" if full else str(error)
     return UserError(f"{what} could not be written to {folder}; the one before is whole ({reason})")

@@ -1,4 +1,4 @@
-"""What one training run is asked to do, as data: a run's folder keeps it, and a resumed run must agree with it.
+"""The settings of one training run, as data: a run's folder keeps them, and a resumed run must agree with them.
 
 Defaults suit a small target on one large GPU. No torch.
 """
@@ -11,33 +11,33 @@ from typing import Any
 
 from sparkdraft.core import UserError
 
-OPTIMIZERS = {"muon": 0.02, "adamw": 1.5e-3}  # and the learning rate of matrices where none is given
+OPTIMIZERS = {"muon": 0.02, "adamw": 1.5e-3}  # the learning rate of matrices if none is given
 WEIGHTS = ("dpace", "decay")
 NOT_NEGATIVE = ("intermediate", "vocab", "warmup", "seed", "lr", "vector_lr")
-MAY_CHANGE = ("steps",)  # of a run that is resumed: it may be made longer
+MAY_CHANGE = ("steps",)  # settings that may change when a run is resumed: it may be made longer
 
 
 @dataclass(frozen=True, slots=True)
 class FitSettings:
     target: str
     data: str
-    init: str = ""  # a drafter to go on from, with more layers if more are asked for; empty: from nothing
+    init: str = ""  # a drafter to start from, with more layers if more are asked for; empty: from nothing
     layers: int = 3
     intermediate: int = 0  # width of the drafter's MLP; 0: the target's
-    block: int = 16  # rows of the drafter's block, the anchor included
+    block: int = 16  # rows of the drafter's block, including the anchor
     widths: tuple[int, ...] = ()  # blocks are trained in these widths, mixed; empty: the block and half of it
-    taps: tuple[int, ...] = ()  # target blocks it reads; empty: five, spread evenly
+    taps: tuple[int, ...] = ()  # target layers it reads; empty: five, spread evenly
     vocab: int = 0  # the number of ids that can be drafted, the most common in the corpus; 0: all
-    mask_id: int = -1  # the id in place of what is to be drafted; -1: an id the target never learnt
+    mask_id: int = -1  # the mask's id; -1: an id the target never learnt
     steps: int = 10000
-    context: int = 16384  # tokens of text a step
+    context: int = 16384  # tokens of text per step
     block_rows: int = 49152  # rows of all blocks of a step
-    longest: int = 2048  # tokens of a document
+    longest: int = 2048  # tokens per document at most
     optimizer: str = "muon"
     lr: float = 0.0  # of matrices; 0: the optimizer's default
     vector_lr: float = 2e-3  # of norms
     warmup: int = 100  # steps
-    flat: float = 0.3  # share of the steps before the rate begins to fall, to nothing at the end
+    flat: float = 0.3  # share of the steps before the rate begins to fall, to zero at the end
     weights: str = "dpace"  # of positions in the loss: dpace, or decay
     decay: float = 7.0
     alpha: float = 0.5
@@ -50,7 +50,7 @@ class FitSettings:
         if self.weights not in WEIGHTS:
             raise UserError(f"--weights is {self.weights}; it must be one of {', '.join(WEIGHTS)}")
         if not 2 <= self.block <= 64:
-            raise UserError(f"--block is {self.block}; it must be 2 to 64 rows, the anchor included")
+            raise UserError(f"--block is {self.block}; it must be 2 to 64 rows, including the anchor")
         for least, names in ((1, ("layers", "steps", "context", "longest")), (0, NOT_NEGATIVE)):
             for name in names:
                 if getattr(self, name) < least:
@@ -61,7 +61,7 @@ class FitSettings:
         if self.block_rows < max(self.all_widths):
             raise UserError(f"--block-rows is {self.block_rows}; one block alone has {max(self.all_widths)} rows")
         if len(set(self.taps)) < len(self.taps):
-            raise UserError(f"--taps names a block twice ({', '.join(map(str, self.taps))}); name each once")
+            raise UserError(f"--taps names a layer twice ({', '.join(map(str, self.taps))}); name each once")
         for name in ("soft", "alpha", "flat"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"--{name} is {getattr(self, name)}; it must be from 0 to 1")
@@ -77,7 +77,7 @@ class FitSettings:
         return self.lr or OPTIMIZERS[self.optimizer]
 
     def rate(self, step: int) -> float:
-        """Share of the learning rates at a step: up in the warm-up, flat, then straight down to nothing."""
+        """Share of the peak learning rates at a step: rising in the warm-up, flat, then falling linearly to zero."""
         up = (step + 1) / (self.warmup + 1)
         down = (self.steps - step) / max(self.steps * (1 - self.flat), 1)
         return max(0.0, min(1.0, up, down))
@@ -92,7 +92,7 @@ class FitSettings:
         return FitSettings(**known)
 
     def difference(self, other: FitSettings) -> str | None:
-        """The first setting in which two runs differ, in words, where it may not."""
+        """The first setting in which two runs differ and may not, in words."""
         for name in (f.name for f in fields(FitSettings) if f.name not in MAY_CHANGE):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:

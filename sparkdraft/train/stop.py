@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as a flag that long work reads at places where it can stop. No torch."""
+"""SIGINT and SIGTERM as a flag that long work checks where it can stop. No torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The model that a drafter is trained for, as generating and training read it: a decoder, its words, its template.
+"""The model that a drafter is trained for, as generating and training use it: a decoder, its tokenizer, its template.
 
-It is built by the engine's own parts, but as floats (bfloat16 on a GPU, float32 on a CPU) and without scheduler, plan
-or cache, because those who use it bring their own batches.
+It is built from the engine's own parts, but as floats (bfloat16 on a GPU, float32 on a CPU) and without scheduler, plan
+or cache, because its users bring their own batches.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from sparkdraft.weights.quant.stored import take_rows
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    name: str  # as it was asked for
+    name: str  # as the user named it
     decoder: Decoder
     config: ModelConfig
     tokenizer: Tokenizer
     chat_template: str | None
-    special: dict[str, Any]  # what the template may look at: bos_token and its kin
+    special: dict[str, Any]  # what the template may read: bos_token and so on
     device: torch.device
     dtype: torch.dtype
     ops: ModuleType
 
     @property
     def context(self) -> int:
-        """Positions there are angles for: the longest document."""
+        """The number of positions with RoPE angles: the longest document."""
         return self.decoder.context
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
@@ -55,14 +55,14 @@ class Target:
 
 
 def load_target(name: str, device: str = "auto", context: int = 2048, progress: Progress | None = None) -> Target:
-    """context: the longest document that will be read; no more than the model was made for."""
+    """context: the longest document that will be read, at most what the model was made for."""
     checkpoint = open_checkpoint(name)
     config = read_config(checkpoint.config)
     where = torch.device(detect(EngineConfig(model=name, device=device)).device)
     on_gpu = where.type == "cuda"
     dtype, ops = torch.bfloat16 if on_gpu else torch.float32, kernels.load("cuda" if on_gpu else "reference")
     tokenizer = Tokenizer.of(checkpoint)
-    with torch.no_grad():  # not inference mode: a loss must be able to reach through the head
+    with torch.no_grad():  # not inference mode: a loss must be able to use the head
         loader = Loader(checkpoint, where, dtype, ops, progress)
         decoder = architecture(config.model_type).build(config, loader, ops, min(context, config.max_position))
     return Target(name, decoder, config, tokenizer, checkpoint.chat_template, checkpoint.special, where, dtype, ops)

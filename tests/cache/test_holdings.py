@@ -29,7 +29,7 @@ SIZE = 4
 
 
 class Base:
-    """What a holding does if it has nothing to do."""
+    """A holding that does nothing."""
 
     def usable(self, hit: Hit) -> int:
         return len(hit.blocks)
@@ -145,7 +145,8 @@ class RecurrentState(Base):
 
 
 class WindowBlocks(Base):
-    """Blocks of layers whose rows read the last 'window' positions, themselves included: an own pool and own tables."""
+    """Blocks of layers whose rows read the last 'window' positions, including themselves: with their own pool and
+    tables."""
 
     def __init__(self, num_blocks: int, window: int) -> None:
         self.window, self.shared = window, KeyedPool(num_blocks)
@@ -333,8 +334,8 @@ def test_nothing_leaks_in_any_traffic(seed: int, **sizes: int) -> None:
 
 
 def test_a_hit_is_cut_to_a_border_that_has_a_state() -> None:
-    """A prompt of one chunk leaves its state at its last border alone; one that shares less of it finds blocks of which
-    no state was saved, and computes them."""
+    """A prompt of one chunk saves its state only at its last border. A prompt that shares less of it finds blocks
+    without a saved state, and computes them."""
     engine, states, _ = engine_with(Sizes())
     prompt = list(range(39))
     first = run(engine, {"first": (prompt, 1)}, random.Random(0))
@@ -346,7 +347,7 @@ def test_a_hit_is_cut_to_a_border_that_has_a_state() -> None:
 
 
 class Possible(Base):
-    """Takes only some lengths of a hit, and of a chunk."""
+    """Allows only some lengths of a hit, and of a chunk."""
 
     def __init__(self, lengths: set[int]) -> None:
         self.lengths, self.num_free = lengths, 0

@@ -1,4 +1,5 @@
-"""A page is one block's at a time, nobody loses one that is read, and a hit is used just as far as its pages reach."""
+"""A page belongs to one block at a time, no page that is read is lost, and a hit is used exactly as far as its pages
+reach."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ NUM_PAGES, NUM_BLOCKS = 3, 5
 
 
 class Model:
-    """Pages as a plain list in the order of their release, and everything else looked for."""
+    """Pages as a plain list in the order of their release; everything else is searched for."""
 
     def __init__(self) -> None:
         self.free: list[tuple[int, int | None]] = [(page, None) for page in range(NUM_PAGES)]  # and whose it was
@@ -40,7 +41,7 @@ class Model:
             self.free.append((page, block))
 
     def pages(self) -> dict[int, int]:
-        """Of every block that has one."""
+        """The pages of all blocks that have one."""
         kept = {block: page for page, block in self.free if block is not None}
         return kept | {block: page for block, (page, _) in self.held.items()}
 

@@ -1,4 +1,4 @@
-"""The scheduler and a coded cache: every row finds what it reads uncoded, whoever shares, drafts or is preempted."""
+"""The scheduler and a coded cache: every row finds what it reads uncoded, with shared blocks, drafts and preemption."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ SIZE, SEQS = 4, 4
 
 
 def coded_engine(spare: int, recent: int, first: int = 3, chance: float = 0.6, **changes: object) -> Engine:
-    """spare: pages beyond what the plan would give at least; a few less still do, as nobody looks so far ahead here."""
+    """spare: pages beyond the plan's minimum; a few less are still enough, because no request looks so far ahead
+    here."""
     pages = SEQS * pages_of_a_request(SIZE, first, recent, MOST_AHEAD) + spare
     coded = CodedPlan((4,), 3, first, recent, pages, 0)
     options = {"block_size": SIZE, "max_seqs": SEQS, "max_rows": 48, "num_blocks": 120} | changes

@@ -144,7 +144,7 @@ def test_the_notation() -> None:
         "kv": "turboquant", "tq_key_bits": 5, "tq_value_bits": 2, "tq_mode": "full_tq", "tq_centre": False,
     }  # fmt: skip
     for wrong in ("k6v3", "k4", "fp16", "", "k4v3-uncentred-full"):
-        with pytest.raises(UserError, match="a format is exact, fp8 or k<bits a key>v<bits a value>"):
+        with pytest.raises(UserError, match="a format is exact, fp8 or k<key bits>v<value bits>"):
             parse_formats(wrong)
 
 
@@ -213,7 +213,7 @@ def test_speed_can_be_left_out_and_float32_is_chosen(tiny: Path, capsys: pytest.
     ("args", "words"),
     [
         (["--formats", "exact,k9v3"], "--formats names 'k9v3'; a format is exact, fp8 or k<bits"),
-        (["--formats", "fp8", "--dtype", "quantised"], "not for the CPU kernels"),
+        (["--formats", "fp8", "--dtype", "quantised"], "does not run on the CPU kernels"),
         (["--shape", "toy", "--formats", "k4v3-uncentred"], "random weights are never centred"),
         (["--shape", "no-such"], "shape 'no-such' is not known"),
         (["--tokens", "3"], "--tokens is 3"),

@@ -222,7 +222,7 @@ def test_steps_that_the_device_takes_accept_what_is_given_too() -> None:
 
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_depths_that_are_chosen_find_their_costs_measured_and_the_acceptance_given(overlaps: bool) -> None:
-    """Which depths are chosen hangs on how fast this machine is; that the table was followed, measure() sees to."""
+    """Which depths are chosen depends on the speed of this machine; measure() checks that the table was followed."""
     bench = toy_bench(Acceptance(6.5, 15), overlaps, "auto")
     (controller,) = bench.engine.drafting.controllers.values()
     costs = controller.costs[0, 0]

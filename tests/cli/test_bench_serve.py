@@ -197,7 +197,7 @@ def test_a_bare_server_is_counted_by_pieces_and_that_is_said(
     (row,) = report["rows"]
     assert report["tokens_from"] == "chunks" and report["acceptance_from"] is None
     assert row["tokens"] == 1 + len(STEPS) and row["acceptance_length"] is None
-    assert "counted by pieces of the stream" in out and "tells nothing of drafts" in out
+    assert "counted by pieces of the stream" in out and "says nothing about drafts" in out
 
 
 @pytest.mark.parametrize(

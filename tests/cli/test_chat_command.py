@@ -97,7 +97,7 @@ def test_a_chat_at_a_terminal(folder: Path, tmp_path: Path) -> None:
         assert all(name in listed for name in COMMANDS), listed
         terminal.wait_for(READY)
         terminal.type("/hlep" + ENTER)
-        terminal.wait_for("/hlep is no command: did you mean /help?")
+        terminal.wait_for("/hlep is not a command: did you mean /help?")
         terminal.wait_for(READY)
         terminal.type("/stats" + ENTER)
         terminal.wait_for("nothing has been answered yet")  # no command went to the model
@@ -121,7 +121,7 @@ def test_each_line_of_a_pipe_is_a_message(folder: Path) -> None:
     result = subprocess.run(chat(folder), input=lines, capture_output=True, timeout=240)
     errors = result.stderr.decode()
     assert result.returncode == 0, errors
-    assert errors.count("5 tokens at") == 1 and "/zzzz is no command: /help lists them" in errors
+    assert errors.count("5 tokens at") == 1 and "/zzzz is not a command: /help lists them" in errors
     assert "sparkdraft " not in errors, "no banner where nobody looks"
     alone = subprocess.run(chat(folder), input=b"hello\n", capture_output=True, timeout=240).stdout
     assert alone and result.stdout.startswith(alone) and len(result.stdout) > len(alone)
@@ -225,7 +225,7 @@ def test_set_changes_what_is_sampled() -> None:
     before = talk.params
     assert "did you mean temperature?" in str(run_command(talk, "/set temprature 1"))
     assert "top_p is 7.0; it must be above 0" in str(run_command(talk, "/set top_p 7"))
-    assert "'hot' is no value for temperature" in str(run_command(talk, "/set temperature hot"))
+    assert "'hot' is not a value for temperature" in str(run_command(talk, "/set temperature hot"))
     assert talk.params == before and "repetition_penalty" in str(run_command(talk, "/set"))
 
 
@@ -242,5 +242,5 @@ def test_stats_tell_of_drafting() -> None:
 def test_the_ways_out_and_the_unknown() -> None:
     talk, llm = talk_to("never")
     assert all(run_command(talk, word) is None for word in ("/quit", "/exit", "/bye", "/Quit"))
-    assert run_command(talk, "/stat") == "/stat is no command: did you mean /stats?"
+    assert run_command(talk, "/stat") == "/stat is not a command: did you mean /stats?"
     assert all(each.usage.split()[0] == name for name, each in COMMANDS.items()) and not llm.asked

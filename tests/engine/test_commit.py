@@ -1,4 +1,4 @@
-"""Every step ends with a commit: a cache that must know which rows stand is told the same by host and device."""
+"""Every step ends with a commit: a cache that must know the committed rows is told the same by host and device."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RunningState(KVFormat):
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[LLM, LLM]]:
-    """One whose steps are the host's, one whose steps are the device's where that is possible."""
+    """Two engines: in one the host runs every step, in the other steps overlap where possible."""
     device = str(request.param)
     host, overlapped = (
         LLM(
@@ -92,7 +92,7 @@ def followed(llm: LLM) -> RunningState:
 
 
 def counts_of(llm: LLM, depth: int, length: int) -> dict[str, list[int]]:
-    """By request: how many rows of each of its steps stood, of three that begin together."""
+    """Per request: the committed rows of each of its steps, for three requests that begin together."""
     engine, kv = llm.engine, llm.engine.runner.kv
     state = followed(llm)
     for i in range(3):
@@ -127,7 +127,7 @@ def test_both_paths_commit_the_same_rows(pair: tuple[LLM, LLM], depth: int) -> N
 
 
 def test_a_state_goes_on_where_the_last_step_left_it_whoever_comes_and_goes(pair: tuple[LLM, LLM]) -> None:
-    """Requests join and leave while others run ahead: host and device take steps of the same requests in turn."""
+    """Requests join and leave while others run ahead: host and device run steps of the same requests in turn."""
     _, llm = pair
     engine, kv = llm.engine, llm.engine.runner.kv
     state, params = followed(llm), SamplingParams(max_tokens=30, num_draft=3, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Grammars in the engine: drafts or not, alone or in company, the text is the same and always follows its grammar."""
+"""Grammars in the engine: with drafts or without, alone or in a batch, the text is the same and follows its grammar."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def text_of(pieces: list[StepOutput], name: str) -> str:
 
 
 class Guesser(FakeBlock):
-    """Knows what plain decoding wrote, and drafts it with some ids changed: into any other, allowed or not."""
+    """Knows what plain decoding wrote, and drafts it with some ids changed to others, allowed or not."""
 
     def __init__(self, chance: float, texts: dict[str, list[int]]) -> None:
         super().__init__(chance)

@@ -18,11 +18,11 @@ PROMPTS = {f"r{i}": [7] * 9 + [i, i + 1, i + 2] for i in range(7)}
 
 
 class Bug(Exception):
-    """What a step of these tests dies of."""
+    """The exception that ends a step in these tests."""
 
 
 def breaks(engine: Engine, place: str, after: int) -> Callable[[], None]:
-    """Make a part of the engine raise in its call number 'after' from now on; returns what mends it."""
+    """Make a part of the engine raise in its call number 'after' from now on; returns a function that repairs it."""
     owner: Any = engine
     *path, name = place.split(".")
     for part in path:

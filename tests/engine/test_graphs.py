@@ -1,4 +1,4 @@
-"""Recordings never take a step of their own: what runs moves the state of requests on. Only so many are held."""
+"""A recording never costs a step of its own, because running a step advances requests. A limited number is kept."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_shape_replayed_longest_ago_is_let_go() -> None:
 
 @pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
 def test_recordings_of_a_cpu_outlive_the_one_whose_memory_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first recording, from which all others have their memory, is let go; the kernels are the real ones."""
+    """The first recording, whose memory all others share, is dropped; the kernels are the real ones."""
     monkeypatch.setitem(RECORDINGS, "native", RECORDINGS["native"]._replace(most=3))
     x, weight = torch.randn(40, 576), torch.rand(576)
 

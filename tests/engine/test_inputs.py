@@ -36,7 +36,7 @@ def test_a_batch_that_fills_its_room_is_left_as_it_is() -> None:
 
 
 class LateDevice:
-    """A device whose copies wait in a queue, as behind a GPU's kernels, and run when somebody waits for one."""
+    """A device whose copies wait in a queue, as behind a GPU's kernels, and run when the host waits for one."""
 
     def __init__(self) -> None:
         self.queue: list[Callable[[], object]] = []
@@ -62,7 +62,7 @@ class LateCopy:
 
 @pytest.mark.parametrize("chunks", [2, 3, 4, 7])
 def test_chunks_that_reach_the_device_late_are_still_each_their_own(chunks: int) -> None:
-    """Prompt chunks sample nothing, so nobody waits for them: each must arrive as it was laid out all the same."""
+    """Prompt chunks sample nothing, so the host does not wait for them; each must still arrive as it was written."""
     late, seen = LateDevice(), []
     inputs = StepInputs(max_rows=4, max_seqs=1, max_blocks=8, block_size=4, device=CPU, copy=late.copy)
     for chunk in range(chunks):

@@ -153,7 +153,7 @@ def test_recordings_do_not_multiply_with_what_clients_ask_for(
 def test_what_is_learnt_of_a_steps_time_is_not_that_of_its_recording(
     overlapped: LLM, watched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is it blamed on the step before, which the host reads late for it."""
+    """The step before is not timed either, because the host reads it late."""
     overlap, drafting, seen = overlapped.engine.overlap, overlapped.engine.drafting, []
     assert overlap
     clock = Clock()
@@ -246,7 +246,7 @@ def test_an_abort_before_a_launched_step_is_read_loses_nothing(host: LLM, overla
 def test_a_parked_drafter_catches_up(
     host: LLM, overlapped: LLM, watched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its cache is a function of the text alone, however plain and drafted steps alternate."""
+    """The drafter's cache is a function of the text alone, however plain and drafted steps alternate."""
     pattern = [0] * (RING + 3) + [5, 0, 0, 3] + [0] * 5 + [15, 15]
 
     def caches(llm: LLM, depths: list[int]) -> tuple[list[int], torch.Tensor]:

@@ -44,7 +44,7 @@ def test_steps_keep_to_the_target_and_the_prompt_takes_little_longer_than_alone(
 
 @pytest.mark.parametrize(("belief", "decode"), [(0.01, 0.15), (0.01, 0.2), (0.5, 0.005)])
 def test_what_was_measured_long_ago_or_in_another_batch_is_measured_again(belief: float, decode: float) -> None:
-    """The streams of today cost something else than those of yesterday, and prompts come in every step."""
+    """The cost of decoding changes over time, and every step has a prompt."""
     pace, prompt, row = PromptPace(0.2, 512), 20_000, 0.002
     for num_decoding in (1, 4):
         pace.learn(num_decoding, 0, belief)
@@ -63,7 +63,7 @@ def test_a_batch_of_a_new_size_is_measured_before_a_prompt_joins_it() -> None:
 
 
 def test_prompts_may_be_seen_before_decode_rows_alone() -> None:
-    """As in a benchmark, which takes the pace away from the scheduler but not from the engine."""
+    """As in a benchmark, which removes the pace from the scheduler but not from the engine."""
     pace = PromptPace(0.05, 8192)
     pace.learn(4, 8192, 0.3)
     pace.learn(4, 0, 0.01)
@@ -125,7 +125,8 @@ def test_two_prompts_share_one_limit() -> None:
 
 
 def test_one_late_step_does_not_make_the_next_steps_longer() -> None:
-    """Decode rows are measured anew every FRESH steps. Were one measurement enough, a late one would count for all."""
+    """Decode rows are measured again every FRESH steps. With a single measurement, one late step would count for
+    all."""
     pace = PromptPace(0.2, 512)
     for _ in range(4):
         pace.learn(8, 0, 0.018)

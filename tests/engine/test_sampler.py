@@ -1,4 +1,5 @@
-"""The sampler against plain definitions: sorted filters, exact chances, penalties as documented, seeds as promised."""
+"""The sampler against plain definitions: sorted filters, exact probabilities, documented penalties, reproducible
+seeds."""
 
 from __future__ import annotations
 
@@ -123,7 +124,7 @@ def test_a_seed_gives_the_same_draws_wherever_the_row_stands() -> None:
 
 
 def test_the_filters_of_others_leave_a_row_as_it_is() -> None:
-    """Ids whose chance is too small for a float among them: what is off must take none of them away."""
+    """Including ids whose probability is too small for a float: a filter that is off must not remove them."""
     params = [
         SamplingParams(temperature=0.7),
         SamplingParams(temperature=0.7, top_k=5, top_p=0.6, min_p=0.1),

@@ -1,4 +1,5 @@
-"""What a step runs when blocks are scarce: drafts cost nobody anything, and a full pool is not looked at every step."""
+"""What a step runs when blocks are scarce: drafts cost no request its blocks, and a full pool is not checked every
+step."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ def forever(**changes: object) -> SamplingParams:
 
 
 def test_look_ahead_of_drafts_takes_no_block_that_another_request_needs() -> None:
-    """Two requests of 4 blocks each in a pool of 8: there is no room for drafts, and none for throwing anybody out."""
+    """Two requests of 4 blocks each in a pool of 8: there is no room for drafts, and no reason to preempt."""
     engine = fake_engine(FakeBlock(1.0), spec=7, num_blocks=8, max_seqs=2)
     for name in "ab":
         engine.add([ord(name)] * 4, forever(max_tokens=12), name)  # 16 positions at most
@@ -25,7 +26,8 @@ def test_look_ahead_of_drafts_takes_no_block_that_another_request_needs() -> Non
 @pytest.mark.parametrize("stagger", range(4))
 @pytest.mark.parametrize("length", [9, 12, 15])
 def test_look_ahead_of_an_earlier_step_is_given_back_before_anybody_is_preempted(stagger: int, length: int) -> None:
-    """One drafts and all its drafts are refused, the other does not draft: each can still have all its own blocks."""
+    """One request drafts and all its drafts are refused, the other does not draft: each can still have all its own
+    blocks."""
     needed = 2 * -(-(4 + length) // 4)
     engine = fake_engine(FakeBlock(0.0), num_blocks=needed, max_seqs=2, max_model_len=32)
     engine.add([1] * 4, forever(max_tokens=length, num_draft=7), "drafts")
@@ -38,7 +40,7 @@ def test_look_ahead_of_an_earlier_step_is_given_back_before_anybody_is_preempted
 
 
 def test_a_prompt_that_does_not_fit_is_not_begun_again_and_again() -> None:
-    """It comes in while there is room for its first chunk only; once it had to leave, it waits for freed blocks."""
+    """It is admitted while there is room for its first chunk only; once preempted, it waits for freed blocks."""
     engine = fake_engine(num_blocks=64, max_seqs=2, max_rows=32, prefix_cache=False)
     engine.add([1] * 100, forever(max_tokens=60), "stream")
     engine.step()

@@ -1,4 +1,4 @@
-"""Drafting over the fake model: whatever is drafted, and by whom, the text is what the target alone would write."""
+"""Drafting over the fake model: whatever is drafted, from any source, the text is what the target alone would write."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_logprobs_along_an_accepted_run() -> None:
 
 
 def test_always_right_reaches_the_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a step costs the same at any depth; what the fakes themselves take is nobody's cost."""
+    """A step costs the same at any depth; the time of the fakes themselves does not count."""
     engine = fake_engine(FakeBlock(1.0), **LONG)
     timed = engine.drafting.timed
     monkeypatch.setattr(engine.drafting, "timed", lambda batch, draft, verify: timed(batch, 1e-4, 5e-3))
@@ -161,7 +161,7 @@ def test_a_chosen_depth_is_one_that_was_tried_at_start() -> None:
 
 
 def test_the_first_steps_of_a_shape_are_not_timed() -> None:
-    """They are launched plainly, then recorded, and would make the depth look several times as dear."""
+    """Such steps are launched plainly, then recorded, and would make the depth look several times as expensive."""
     engine = fake_engine(FakeBlock(0.0), **LONG)
     (controller,) = engine.drafting.controllers.values()
     engine.add([1], SamplingParams(max_tokens=20, num_draft=3, ignore_eos=True), "a")
@@ -224,7 +224,7 @@ def test_a_repeating_text_is_drafted_from_itself() -> None:
 
 
 def test_a_fixed_depth_asks_nobody_where_nobody_drafts() -> None:
-    """Without a model, a text that does not repeat itself has nothing to offer: its step is a plain one."""
+    """Without a model, a text that does not repeat itself has no drafts: its step is plain."""
     engine = fake_engine(ngram=True, spec=4, **LONG)
     engine.add([*range(1, 9)], SamplingParams(max_tokens=4, ignore_eos=True), "a")
     engine.step()

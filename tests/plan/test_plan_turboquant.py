@@ -66,7 +66,7 @@ def test_off_is_exact() -> None:
         ({"tq_value_bits": 1}, "tq_value_bits is 1; TurboQuant takes 2 to 5"),
         ({"tq_mode": "some"}, "tq_mode is 'some'; it must be one of off, hybrid, full_tq, capture_only"),
         ({"tq_ring_capacity": 0}, "tq_ring_capacity is 0"),
-        ({"tq_initial_layers": 99}, "has 36 layers"),
+        ({"tq_initial_layers": 99}, "36 layers have a KV cache"),
         ({"tq_initial_layers": 1, "tq_key_bits": 5}, "5 is the most"),
         ({"kv": "int3"}, "kv is 'int3'"),
     ],

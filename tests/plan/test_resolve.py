@@ -93,7 +93,7 @@ def test_fp8_holds_twice_the_tokens_and_leaves_the_drafter_exact() -> None:
         (EngineConfig(kv_tokens=100, max_model_len=200), SPARK, "KV cache holds 112"),
         (EngineConfig(kv_tokens=10), LAPTOP, "kv_tokens is 10, and a request needs room for 64 tokens"),
         (EngineConfig(max_model_len=10), SPARK, "max_model_len is 10, and a request needs room for 64 tokens"),
-        (EngineConfig(kv="fp8"), LAPTOP, "kv fp8 is not for the CPU kernels"),
+        (EngineConfig(kv="fp8"), LAPTOP, "kv fp8 does not run on the CPU kernels"),
         (EngineConfig(kv="fp8"), replace(SPARK, capability=(8, 6)), "capability 8.9; GB10 has 8.6"),
     ],
 )

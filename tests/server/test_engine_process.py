@@ -84,7 +84,7 @@ async def settled(client: EngineClient) -> dict[str, Any]:
 
 
 def alive(pid: int) -> bool:
-    """A zombie counts as gone: only its own parent can bury it."""
+    """A zombie counts as gone: only its own parent can wait for it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
@@ -95,7 +95,8 @@ def alive(pid: int) -> bool:
 
 
 def near(some: Sequence[TokenLogprob | None], others: Sequence[TokenLogprob | None]) -> bool:
-    """The same ids with the same chances; in float32 last bits depend on the rows of a step, drafts among them."""
+    """The same ids with the same probabilities; in float32 the last bits depend on the rows of a step, including
+    drafts."""
     pairs = [(a, b) for a, b in zip(some, others, strict=True) if a and b]
     assert len(pairs) >= len(some) - 1
     same = all(a.id == b.id and [i for i, _ in a.top] == [i for i, _ in b.top] for a, b in pairs)

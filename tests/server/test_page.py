@@ -39,7 +39,7 @@ DRAFTED = 4  # tokens of a drafted step, the last of which is no draft
 
 
 def pieces() -> list[str]:
-    """Three characters a token."""
+    """Three characters per token."""
     return [TEXT[i : i + 3] for i in range(0, len(TEXT), 3)]
 
 
@@ -49,7 +49,7 @@ def num_steps() -> int:
 
 
 class Script:
-    """What the server saw, and what it shall do."""
+    """What the server saw, and what it is to do."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []

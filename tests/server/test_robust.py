@@ -205,7 +205,7 @@ def test_a_body_that_declares_too_much_is_refused_before_it_is_sent(small: Live)
 
 
 def test_an_endless_body_in_chunks_is_refused_as_soon_as_it_is_too_large(small: Live) -> None:
-    """The client never ends its body, and reads the answer nevertheless."""
+    """The client never ends its body, and still gets the answer."""
     with connect(small) as raw:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         raw.sendall(head.encode() + b"Transfer-Encoding: chunked\r\n\r\n")
@@ -241,7 +241,7 @@ def test_bodies_of_too_many_values_are_not_parsed(echo: Live) -> None:
 
 
 def test_256_prompts_of_2000_ids_are_read(echo: Live) -> None:
-    """They do not fit into this model, which is told after they were read."""
+    """They do not fit into this model, and the refusal comes after they were read."""
     error = echo.post(COMPLETIONS, prompt=[[10] * 2000] * 256).json()["error"]
     assert error["code"] == "context_length_exceeded"
 
@@ -338,7 +338,7 @@ def test_a_pattern_of_names_is_refused_at_the_start() -> None:
 
 
 def test_the_gate_counts_what_is_right(small: Live) -> None:
-    """Four fit. A wrong n never gets in, and a request of more than is free does not pass, unless nobody is inside."""
+    """Four fit. A wrong n is never admitted; one larger than what is free is refused, unless it is alone."""
     gate = small.service.gate
     for n in (-1, 0, 65, 10**9, 2**70):
         for path, body in ((CHAT, {"messages": [{"role": "user", "content": "x"}]}), (COMPLETIONS, {"prompt": "x"})):

@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ask(http: httpx.Client, number: int) -> dict[str, Any]:
-    """The usage of a request. As others of its length, but no other's text."""
+    """The usage of a request that has the length of others but its own text."""
     body: dict[str, Any] = {"messages": [{"role": "user", "content": f"{number:02} is my number"}], "stream": True}
     body |= {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream_options": {"include_usage": True}}
     usage: dict[str, Any] = json.loads(http.post("/v1/chat/completions", json=body).text.split("data: ")[-2])["usage"]

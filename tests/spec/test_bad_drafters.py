@@ -46,7 +46,7 @@ def test_the_good_one_is_used(tiny: Path, drafters: Path) -> None:
     ("name", "words"),
     [
         ("other", "it has hidden size 64, the model 96"),
-        ("deep", "it reads block 3, the model has 3"),
+        ("deep", "it reads layer 3, the model has 3"),
         ("cut", "model.safetensors"),
         ("missing", "missing"),
     ],

@@ -108,7 +108,7 @@ def _fields(params: SamplingParams) -> dict[str, Any]:
 
 @pytest.mark.parametrize("overlaps", [False, True], ids=["host", "device"])
 def test_a_hidden_state_is_paired_with_the_id_that_follows_it(pair: tuple[Path, Path], overlaps: bool) -> None:
-    """Else not a single draft would be right: the drafter was fitted to those pairs, and nothing else."""
+    """Otherwise no draft would be right: the drafter was fitted to those pairs, and to nothing else."""
     for completion in write(load(pair, overlaps=overlaps), greedy(1, 3)):
         wrong, right = accepted(completion)
         assert right > 3 * wrong, (wrong, right)
@@ -179,7 +179,7 @@ def test_who_needs_the_host_takes_the_drafters_state_along(pair: tuple[Path, Pat
 def test_its_cache_depends_on_the_text_alone(
     pair: tuple[Path, Path], overlaps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However plain and drafted steps alternate, and whoever takes them: to the bit, on kernels that promise it."""
+    """However plain and drafted steps alternate, on the host or the device: to the bit, on kernels that promise it."""
 
     def kept(llm: LLM, depths: list[int]) -> tuple[list[int], torch.Tensor]:
         engine, turn = llm.engine, cycle(depths)

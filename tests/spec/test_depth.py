@@ -140,7 +140,7 @@ def test_text_that_defeats_drafting_costs_less_than_two_percent(machine: str, ch
 @pytest.mark.parametrize("machine", COSTS)
 @pytest.mark.parametrize("before, after", [(0.05, 0.9), (0.02, 0.8)])
 def test_drafting_comes_back_within_fifty_tokens(machine: str, before: float, after: float) -> None:
-    """On average, and within a hundred nine times in ten: how long luck withholds an acceptance has no bound."""
+    """On average, and within a hundred nine times in ten: an acceptance may be late by bad luck, without a bound."""
     waits = sorted(tokens_to_recover(COSTS[machine], before, after, seed) for seed in range(60))
     assert mean(waits) < 50 and waits[53] < 100
 
@@ -157,7 +157,7 @@ def test_a_fall_is_noticed(machine: str, most: int) -> None:
 
 
 def test_costs_not_measured_at_start_up_are_learnt() -> None:
-    """Depth 5 is far cheaper than its neighbours promise: where it is tried, it is found out."""
+    """Depth 5 is far cheaper than its neighbours suggest: it is found out when it is tried."""
 
     def odd(depth: int) -> float:
         return cpu(depth) if depth != 5 else 0.0125
@@ -198,7 +198,7 @@ def test_what_stands_behind_a_refusal_is_unknown() -> None:
 
 @pytest.mark.parametrize("machine", COSTS)
 def test_an_easy_and_a_hard_request_each_get_their_own_depth(machine: str) -> None:
-    """A step of two: the plain step, what drafting costs at all, and the rows of each."""
+    """The cost of a step of two requests: the plain step, the fixed cost of drafting, and the rows of each."""
     cost, rng = COSTS[machine], random.Random(1)
     fixed = cost(1) - (cost(3) - cost(1)) / 2
 
@@ -247,7 +247,7 @@ def test_a_context_that_makes_drafts_dear_is_decoded_plainly() -> None:
 
 
 def test_a_batch_that_makes_drafts_dear_is_found_out() -> None:
-    """Alone a request gains by drafting; four of them, of which nothing was measured, lose by it."""
+    """Alone a request gains by drafting; four of them, which were never measured, lose by it."""
     num, plain, rows = 4, 11.7e-3, [0.0, *(9e-3 + 5.5e-3 * d for d in range(1, MAX_DEPTH + 1))]
     rng = random.Random(5)
     depths = controller(cpu, rng)
@@ -271,7 +271,8 @@ def test_a_batch_that_makes_drafts_dear_is_found_out() -> None:
 
 @pytest.mark.parametrize("machine", COSTS)
 def test_a_larger_batch_is_thought_to_cost_what_its_rows_do(machine: str) -> None:
-    """Nothing drafted was timed with four: eight rows are dear on the CPU, so they are not even tried; not on a GPU."""
+    """No drafted step was timed with four: eight rows are expensive on the CPU, so they are not tried; on a GPU they
+    are."""
     depths = controller(COSTS[machine], random.Random(6))
     for _ in range(3):
         depths.measured(0, 4, 100, 2.2 * cpu(0) if machine == "cpu" else 1.02 * gpu(0))
@@ -421,7 +422,7 @@ def lines_to_choose(chances: Sequence[float]) -> float:
 
 
 def test_choosing_is_quick() -> None:
-    """As quick as it is now, and as much again: a line takes some 0.3 us."""
+    """Twice what it takes now: a line takes some 0.3 us."""
     assert lines_to_choose(L3) < 400 and lines_to_choose(flat(0.02)) < 25
 
 

@@ -1,4 +1,4 @@
-"""Both dialects of config.json, what each leaves unsaid, and every reason for which a drafter is refused."""
+"""Both formats of config.json, their defaults, and every reason for which a drafter is refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_published_config() -> None:
 
 
 def test_the_dialects_mean_the_same() -> None:
-    """speculators counts the embedding: its 1 and 3 are z-lab's blocks 0 and 2."""
+    """speculators counts the embedding: its 1 and 3 are z-lab's layers 0 and 2."""
     one, other = DFlashConfig.read(zlab(body("sf", window=4))), DFlashConfig.read(speculators(body("sf", window=4)))
     assert one.taps == other.taps == (0, 2)
     assert masks(one) == masks(other) == [(4, True), (0, False)]
@@ -107,11 +107,11 @@ def test_windows_and_who_sees_whom(config: dict[str, Any], layers: list[tuple[in
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "'LlamaForCausalLM' are not built yet"),
-        ({"model_type": "llama"}, "'llama' are not built yet"),
-        ({**QWEN3_8B, "architectures": ["DFlash2DraftModel"]}, "'DFlash2DraftModel' are not built yet"),
-        (speculators(body(), speculators_model_type="dspark"), "'dspark' are not built yet"),
-        (speculators(body(), speculators_model_type="eagle3"), "'eagle3' are not built yet"),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "'LlamaForCausalLM' are not supported yet"),
+        ({"model_type": "llama"}, "'llama' are not supported yet"),
+        ({**QWEN3_8B, "architectures": ["DFlash2DraftModel"]}, "'DFlash2DraftModel' are not supported yet"),
+        (speculators(body(), speculators_model_type="dspark"), "'dspark' are not supported yet"),
+        (speculators(body(), speculators_model_type="eagle3"), "'eagle3' are not supported yet"),
         (speculators(body(), sample_from_anchor=True), "dspark"),
         (zlab(body(), inner={"conv_kernel_size": 2}), "dflash2"),
         (zlab(body(), inner={"projector_type": "domino"}), "projector_type domino"),
@@ -142,9 +142,9 @@ def test_what_is_not_built_or_not_said_is_refused(config: dict[str, Any], says: 
         (speculators(body(), target_hidden_size=128), "hidden size 128, the model 96"),
         (zlab(body(vocab_size=400)), "vocabulary of 400, the model one of 320"),
         (speculators(body(), draft_vocab_size=400), "400 ids, the model has 320"),
-        (zlab(body(), inner={"target_layer_ids": [0, 3]}), "reads block 3, the model has 3"),
-        (speculators(body(), aux_hidden_state_layer_ids=[1, 4]), "reads block 3, the model has 3"),
-        (zlab(body(), num_target_layers=4), "model of 4 blocks, this one has 3"),
+        (zlab(body(), inner={"target_layer_ids": [0, 3]}), "reads layer 3, the model has 3"),
+        (speculators(body(), aux_hidden_state_layer_ids=[1, 4]), "reads layer 3, the model has 3"),
+        (zlab(body(), num_target_layers=4), "model of 4 layers, this one has 3"),
         (zlab(body(), inner={"mask_token_id": 320}), "mask id 320"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A place where the text ended as it does now, found wherever a search through the text finds one, at little cost."""
+"""Finds a place where the text ended as it ends now, whenever a search through the text finds one, at little cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparkdraft.spec.ngram import FOLLOWED_IDS, PROMPT_IDS, NgramIndex
 
 
 def texts(alphabet: int, most: int = 64) -> st.SearchStrategy[list[int]]:
-    """A few random pieces, again and again in any order: plainly random ids hardly ever repeat themselves."""
+    """A few random pieces, repeated in any order: purely random ids hardly ever repeat."""
     pieces = st.lists(st.lists(st.integers(0, alphabet - 1), min_size=1, max_size=6), min_size=1, max_size=4)
     order = st.lists(st.integers(0, 3), max_size=16)
     return st.builds(lambda p, o: [i for k in o for i in p[k % len(p)]][:most], pieces, order)
@@ -73,7 +73,7 @@ def test_agrees_with_a_search(ids: list[int], min_match: int, most: int) -> None
 
 @given(st.one_of(texts(2, 200), texts(3, 200), texts(50, 200)), st.integers(1, 8), st.booleans())
 def test_it_follows_the_match_that_the_definition_follows(ids: list[int], min_match: int, collide: bool) -> None:
-    """Asked once or after every id; also where all runs fall into one bucket, and each is looked at."""
+    """Asked once or after every id; also if all runs are in one bucket, and each is compared."""
     links = len(ids) if collide else ngram.MOST_LINKS
     with patch.multiple(ngram, FACTOR=0 if collide else ngram.FACTOR, MOST_LINKS=links):
         once, each, expected = indexed(ids, min_match), NgramIndex(min_match), match_ends(ids, min_match)
@@ -85,7 +85,7 @@ def test_it_follows_the_match_that_the_definition_follows(ids: list[int], min_ma
 
 @given(texts(3, most=200), st.integers(1, 5))
 def test_a_long_match_is_not_left_for_a_short_one(ids: list[int], min_match: int) -> None:
-    """While the text goes on as the place that is followed does, every draft of it was right."""
+    """While the text continues as after the match that is followed, every draft was right."""
     index = NgramIndex(min_match)
     index.extend(ids)
     expected = index.propose(3)
@@ -137,7 +137,7 @@ def test_nothing_to_match() -> None:
 
 
 def english_like(count: int) -> list[int]:
-    """Few frequent ids, many rare ones, and now and then a copy of an earlier passage."""
+    """Few frequent ids, many rare ones, and from time to time a copy of an earlier passage."""
     rng, ids = random.Random(0), [0]
     while len(ids) < count:
         start = rng.randrange(len(ids))
@@ -187,7 +187,7 @@ def test_a_table_that_grows_keeps_what_it_knows() -> None:
 
 @pytest.mark.parametrize("length", range(250, 271))
 def test_a_prompt_of_any_length_near_the_border_matches_where_the_definition_does(length: int) -> None:
-    """Ids in front of the first whole run must not be lost where a prompt is a little longer than what is followed."""
+    """Ids before the first whole run must not be lost if a prompt is a little longer than the followed part."""
     ids = english_like(length)
     text = [*ids, *ids[20:60]]
     index, expected = indexed(text[:length], 8), match_ends(text, 8)

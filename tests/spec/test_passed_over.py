@@ -25,7 +25,7 @@ OUTPUT = 70
 
 @pytest.fixture
 def llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
-    """Alone a request gains by any draft; two at a time lose by every draft. What steps really take is not learnt."""
+    """Alone a request gains by any draft; two at a time lose by every draft. The real times of steps are not learnt."""
     target = write_tiny(tmp_path / "target", "qwen3")
     drafter = write_drafter(tmp_path / "drafter", zlab(body()), random_tensors(body()))
     llm = LLM(str(target), drafter=str(drafter), dtype="float32", threads=1, ngram=False, kv_tokens=16 * SIZE)
@@ -45,7 +45,7 @@ def llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
 
 @pytest.fixture
 def logits(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Those of every draft, as they are made."""
+    """The logits of every draft, as they are made."""
     seen: list[torch.Tensor] = []
     pick = proposer.pick
 
@@ -139,7 +139,8 @@ def test_who_asks_for_drafts_gets_them_in_any_batch(llm: LLM, logits: list[torch
 
 
 def test_rows_beside_a_prompt_are_shown_where_a_request_decodes_alone(llm: LLM, logits: list[torch.Tensor]) -> None:
-    """Depths are chosen for those that decode: one, which may draft. The newcomer is passed over: two would decode."""
+    """Depths are chosen for the requests that decode: one, which may draft. The newcomer is passed over, since two
+    would decode."""
     engine, block = llm.engine, llm.engine.drafting.proposer
     assert block
     engine.add(LONG, greedy(OUTPUT), "long")

@@ -137,7 +137,7 @@ def test_the_end_comes_with_the_last_letter_or_when_it_is_chosen() -> None:
 
 
 def test_a_limit_met_along_drafts_does_not_reach_the_text() -> None:
-    """A matcher that met a limit stays so: the state must find back to where it was."""
+    """A matcher that met a limit stays failed: the state must return to where it was."""
     state = BYTES.compile(SPECS[3]).start()
     state.advance(list(b"ab"))
     before = now(state)
@@ -265,7 +265,7 @@ def test_compilations_that_take_too_long_are_counted_and_no_more_are_begun(monke
 
 @pytest.mark.parametrize("pattern", ["^.*a.{900}b.*$", "(.*a.{200}b|.*c.{200}d)*"])
 def test_a_regex_whose_masks_are_costly_is_refused(pattern: str) -> None:
-    """Each step would work out thousands of states: 11 ms and more, while everybody waits."""
+    """Each step would compute thousands of states: 11 ms and more, while every request waits."""
     embedded = Tokenizer.of(open_checkpoint("smollm2"))
     with pytest.raises(UserError, match=r"^the regex is too complex: .*; make it smaller$"):
         GrammarCompiler(embedded, embedded.vocab_size).compile(GrammarSpec("regex", pattern))
@@ -285,7 +285,7 @@ def test_the_cache_holds_a_bounded_number_of_grammars_each_of_bounded_size() -> 
 
 
 def test_a_grammar_that_met_a_limit_is_compiled_anew_for_the_next_request() -> None:
-    """All its requests share one lexer: where that is full, none of them could go on."""
+    """All its requests share one lexer: if that is full, none of them could continue."""
     compiler = GrammarCompiler(letters([]), VOCAB)
     first = compiler.compile(SPECS[3])
     state = first.start()

@@ -52,7 +52,7 @@ def test_the_rule(before: list[int], cycle: list[int], times: int) -> None:
 
 @given(st.lists(st.lists(st.integers(0, 1), max_size=24), min_size=1, max_size=5), st.integers(0, 2))
 def test_many_texts_at_once(texts: list[list[int]], before: int) -> None:
-    """What comes before a short text in its row, here even ids that go on like it, makes no loop."""
+    """Whatever precedes a short text in its row, here even ids that continue it, makes no loop."""
     rule = LoopRule(max_period=4, min_repeated=6)
     width = rule.max_period + rule.min_repeated
     recent = torch.tensor([([before] * width + text)[-width:] for text in texts])

@@ -101,7 +101,7 @@ def values(name: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
 
 
 def same_in_any_cut(make: Any, text: str, seed: int) -> list[Event]:
-    """Also at every step: what is out after a piece does not depend on the pieces before."""
+    """Also at every step: what was given out after a piece does not depend on how the text before was divided."""
     whole = run(make(), [text])
     dice = random.Random(seed)
     ends = sorted(dice.choices(range(len(text) + 1), k=5)) if text else []
@@ -175,7 +175,7 @@ def test_hermes_as_models_write_it(text: str, content: str, calls: list[Any]) ->
 
 
 def test_half_a_call_stays_half() -> None:
-    """Nothing of it is lost, and nobody can run it."""
+    """Nothing of it is lost, and no client can run it."""
     text = '<tool_call>{"name": "now", "arguments": {"command": "rm -rf /tmp/x", "n": 12'
     assert read("hermes", text) == ("", [("now", '{"command": "rm -rf /tmp/x", "n": 12')])
     broken = '<tool_call>{"name": "now", "arguments": {"a": 1; "b"}}</tool_call> So.'

@@ -1,4 +1,4 @@
-"""The judge of drafters, over the fake model: one group a temperature, n-grams left out, everything ready for JSON."""
+"""The evaluation of drafters, over the fake model: one group per temperature, no n-grams, everything ready for JSON."""
 
 from __future__ import annotations
 

@@ -270,7 +270,7 @@ def test_an_end_between_the_two_renames_brings_the_old_one_back(
 def test_a_folder_that_is_no_drafter_is_left_alone(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / name).write_text(text)
-    with pytest.raises(UserError, match=rf"no exported drafter \(it holds {name}\)"):
+    with pytest.raises(UserError, match=rf"not an exported drafter \(it holds {name}\)"):
         write(tmp_path / "d")
     assert files(tmp_path) == ["d"] and (tmp_path / "d" / name).read_text() == text
 
@@ -280,7 +280,7 @@ def test_a_folder_that_is_no_drafter_is_left_alone(tmp_path: Path, name: str, te
     [
         ({"layout": "gguf"}, "zlab or speculators"),
         ({"bits": 4}, "16 or 8 bits"),
-        ({"layout": "speculators", "target": None}, "say which"),
+        ({"layout": "speculators", "target": None}, "names the drafter.s target"),
         ({"config": {**CONFIG, "dflash_config": {"mask_token_id": "x"}}}, "mask_token_id"),
         ({"tensors": TENSORS | {"norm.weight": torch.full((96,), float("nan"))}}, "norm.weight holds values"),
     ],

@@ -181,7 +181,7 @@ def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint(
     command, before = command_line(toy, tmp_path / "run", "--steps", "60"), signal.getsignal(kind)
     assert main(command) == 130
     output = capsys.readouterr()
-    assert f"stopped after step {last}: the same command goes on" in output.err
+    assert f"stopped after step {last}: the same command continues" in output.err
     assert json.loads(output.out.splitlines()[-1])["step"] == last
     saved = Run(tmp_path / "run").load()
     assert saved is not None and saved.step == last and signal.getsignal(kind) is before
@@ -195,7 +195,7 @@ def test_a_finished_run_is_left_as_it_is_or_made_longer(toy: Path, tmp_path: Pat
     first = (tmp_path / "run" / "state.safetensors").read_bytes()
     assert fit(settings(toy, 6), tmp_path / "run", "cpu") == 6
     assert (tmp_path / "run" / "state.safetensors").read_bytes() == first
-    with pytest.raises(UserError, match="has gone 6 steps already"):
+    with pytest.raises(UserError, match="has run 6 steps already"):
         fit(settings(toy, 5), tmp_path / "run", "cpu")
     assert Run(tmp_path / "run").open().settings.steps == 6
     assert fit(settings(toy, 9), tmp_path / "run", "cpu") == 9
@@ -305,7 +305,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_lost(
     before = (run / "state.safetensors").read_bytes()
     with pytest.raises(UserError, match=r"holds another run .*layers is 1 there and 2 here"):
         fit(settings(toy, 250, layers=2), run, "cpu")
-    with pytest.raises(UserError, match="has blocks 0 to 1"):
+    with pytest.raises(UserError, match="has layers 0 to 1"):
         fit(settings(toy, 10, taps=(1, 5)), tmp_path / "taps", "cpu")
     with pytest.raises(UserError, match="no training run"):
         Run(tmp_path).open()
@@ -361,7 +361,7 @@ def test_blocks_wider_than_the_kernel_are_refused_on_a_gpu(
         ({"alpha": 2.0}, "--alpha is 2.0; it must be from 0 to 1"),
         ({"flat": 1.5}, "--flat"),
         ({"decay": 0.0}, "--decay"),
-        ({"taps": (1, 1)}, "names a block twice"),
+        ({"taps": (1, 1)}, "names a layer twice"),
         ({"widths": (8, 17)}, "each must be 2 to 16"),
         ({"block_rows": 15}, "one block alone has 16 rows"),
     ],

@@ -44,7 +44,7 @@ def softmax(values: list[float]) -> list[float]:
 def slow(
     hidden: Tensor, head: Tensor, labels: Labels, options: LossOptions
 ) -> tuple[float, list[list[float]], list[list[float]], list[list[bool]], Tensor]:
-    """Loss, weights, entropies, hits and d loss / d logits (weights held still), in Python numbers."""
+    """Loss, weights, entropies, hits and d loss / d logits (with weights held constant), in Python numbers."""
     logits = (hidden @ head.t()).tolist()
     entropies, weights, hits = [], [], []
     slope = torch.zeros(*hidden.shape[:2], len(head), dtype=torch.float64)
@@ -97,7 +97,7 @@ def test_values_and_gradient(options: LossOptions, soft: bool) -> None:
 
 
 def test_the_gradient_is_that_of_differences() -> None:
-    """Where weights do not hang on the logits ("decay"), differences of the loss itself are the gradient."""
+    """Where weights do not depend on the logits ("decay"), differences of the loss itself are the gradient."""
     hidden, head, labels = make()
     options = LossOptions("decay", decay=2.0, soft=0.3)
     assert torch.autograd.gradcheck(lambda x: draft_loss(x, head, labels, options).loss, hidden)

@@ -140,5 +140,5 @@ def test_taps_and_mask_are_chosen_from_the_target() -> None:
 
 def test_a_target_without_the_tapped_block_is_refused() -> None:
     config = uniform_config("llama", 3, 96, 160, 6, 2, 32, 320, 512)
-    with pytest.raises(Exception, match="has blocks 0 to 2"):
+    with pytest.raises(Exception, match="has layers 0 to 2"):
         drafter_config(config, settings(taps=(0, 3)), 300)

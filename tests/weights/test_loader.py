@@ -171,7 +171,7 @@ def test_tensors_that_belong_to_nobody_are_named(tmp_path: Path) -> None:
 
 
 def test_a_prefix_may_belong_to_somebody_else(tmp_path: Path) -> None:
-    """A target's file may hold a drafter: each reads its own part, and together they answer for all of it."""
+    """A target's file may hold a drafter: each reads its own part, and together they account for all of it."""
     tensors = {"a.weight": torch.randn(8, 64), "mtp.fc.weight": torch.randn(8, 64), "mtp.norm.weight": torch.randn(8)}
     target = loader(tmp_path / "m", tensors)
     target.linear({"a": 8}, 64)

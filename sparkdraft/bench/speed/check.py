@@ -1,4 +1,4 @@
-"""Goes through the lines: measures each, compares, and measures once more what did not hold."""
+"""Goes through the lines: measures each, compares, and measures once more those that did not hold."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Group:
 
 
 def select(lines: Sequence[Line], only: str) -> Names:
-    """The lines that were asked for, by names with commas between them; all if none."""
+    """The lines that were asked for, by comma-separated names; all if none."""
     known = [line.name for line in lines]
     asked = [name.strip() for name in only.split(",") if name.strip()] or known
     for name in asked:
@@ -43,7 +43,7 @@ def select(lines: Sequence[Line], only: str) -> Names:
 def check(
     groups: Sequence[Group], lines: Sequence[Line], expected: dict[str, Expected], wanted: Names, bar: Bar
 ) -> Iterator[Judged]:
-    """A verdict for each line that is wanted, as soon as it is known."""
+    """A verdict for each wanted line, as soon as it is known."""
     by_name = {line.name: line for line in lines}
     for group in groups:
         names = [name for name in group.names if name in wanted]

@@ -1,7 +1,7 @@
 """The lines of a CPU: the embedded model, with and without its drafter, in engines of this process.
 
-Both engines of a comparison live side by side and are run in turn. The prefix cache is off, so that the same prompts
-are read anew each time. Lines that need processes of their own are in processes.py.
+Both engines of a comparison exist side by side and run in turn. The prefix cache is off, so that the same prompts are
+computed each time. Lines that need their own processes are in processes.py.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from sparkdraft.core import SamplingParams
 from sparkdraft.llm import LLM
 
 MODEL = "smollm2"
-PLAIN_STEPS, WARM_STEPS = 96, 8  # of the parked drafter's line: steps of one run, and those of them that do not count
-FRESH_ENGINES, PARKED_ROUNDS = 2, 3  # pairs of engines made for it, and rounds of each pair
+PLAIN_STEPS, WARM_STEPS = 96, 8  # for the parked drafter's line: steps per run, and how many of them do not count
+FRESH_ENGINES, PARKED_ROUNDS = 2, 3  # pairs of engines made for it, and rounds per pair
 LOAD_ROUNDS = 3
-OUTPUT_LEN = 64  # tokens of a request at most; one that ends earlier ends
+OUTPUT_LEN = 64  # tokens per request at most; a request may end earlier
 CLASSES = ("code", "qa", "json", "prose")
 
 
@@ -34,7 +34,7 @@ def load(spec: str, model: str = MODEL) -> LLM:
 
 
 def parked_drafter(wanted: Names, progress: Progress, make: Callable[[str], LLM] = load) -> dict[str, Sample]:
-    """Plain steps of an engine that has a drafter against those of one that has none, in fresh engines each time."""
+    """Plain steps of an engine with a drafter against those of one without, in fresh engines each time."""
     found = []
     for pair in range(FRESH_ENGINES):
         plain, parked = (partial(_plain_steps, make(spec)) for spec in ("off", "auto"))
@@ -64,13 +64,14 @@ def loads(
     """Whole requests, default against --spec off. names: line -> metric of _run_load."""
     sides = [partial(_run_load, load(spec), streams, requests, temperature) for spec in ("off", "auto")]
     for side in sides:
-        side()  # what comes up for the first time is recorded, compiled and timed
+        side()  # new shapes are recorded, compiled and timed here
     found = in_turn(sides[0], sides[1], LOAD_ROUNDS, progress)
     return {name: found[metric] for name, metric in names.items()}
 
 
 def _run_load(llm: LLM, streams: int, requests: int, temperature: float) -> Metrics:
-    """The same requests each time, a class after the other. With a seed sampled text is the same, drafted or not."""
+    """Run the same requests each time, one class after the other. With a seed sampled text is the same, drafted or
+    not."""
     per_class = -(-requests // len(CLASSES))
     texts = read_prompts(per_class)
     prompts = chat_prompts(llm, [texts[name][i] for i in range(per_class) for name in CLASSES][:requests])

@@ -1,7 +1,7 @@
-"""The lines of a GPU: Qwen3-8B's shape with random weights, held to the machine's own ceilings and to itself.
+"""The lines of a GPU: Qwen3-8B's shape with random weights, compared with the machine's ceilings and with itself.
 
-Speeds are measured by bench/offline.py, as in docs/numbers. Ceilings are measured in the same rounds. Nothing is
-fetched: the embedded model's line is skipped where its file is not in the cache.
+bench/offline.py measures speeds, as in docs/numbers. Ceilings are measured in the same rounds. Nothing is downloaded:
+the embedded model's line is skipped if its file is not in the cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sparkdraft.weights import hub
 
 ROUNDS = 3
 ROOM = 512  # tokens of cache for each stream beyond its prompt and output
-UNKNOWN = Ceilings(1.0, None)  # what a Bench reports against; here ceilings are measured beside each pass
+UNKNOWN = Ceilings(1.0, None)  # a Bench needs ceilings; here they are measured beside each pass
 EMBEDDED = "smollm2"
 EMBEDDED_PROMPTS, EMBEDDED_LEN = 4, 128
 
@@ -47,12 +47,12 @@ class Setup:
     output_len: int = 64
     drafted_len: int = 256
     chunk: int = 8192  # the prompt that is read as one chunk
-    context: int = 32_000  # the long one
+    context: int = 32_000  # the long context
     context_streams: int = 4
     context_len: int = 16  # tokens written after it
 
     def bench(self, streams: int, tokens: int, spec: str = "off", kv: str = "exact", synthetic: bool = False) -> Bench:
-        """spec: 'off' has no drafter, '0' one that is parked. tokens: prompt and output of the longest load."""
+        """spec: 'off' has no drafter, '0' a parked one. tokens: prompt and output of the longest load."""
         config = EngineConfig(
             model=self.model,
             device=self.device,
@@ -118,7 +118,7 @@ def long_contexts(setup: Setup, wanted: Names, progress: Progress) -> dict[str, 
 
 
 def _warm(bench: Bench, load: Load) -> Side:
-    """One side of a comparison, after a first pass in which kernels are compiled and steps recorded."""
+    """One side of a comparison, after a first pass that compiles kernels and records steps."""
     bench.check(load)
     bench.run(load)
     return partial(_speeds, bench, load)
@@ -163,7 +163,7 @@ def embedded(wanted: Names, progress: Progress) -> dict[str, Sample]:
     prompts = chat_prompts(llm, read_prompts(EMBEDDED_PROMPTS)["code"])
     for done, ids in enumerate(prompts):
         plain, auto = (partial(_one_stream, llm, ids, depth) for depth in (0, AUTO))
-        auto()  # records the steps that this text brings
+        auto()  # records the steps that this text needs
         found.append(in_turn(plain, auto, 1, part(progress, done, len(prompts)))["tok_s"])
     return {"embedded-drafted-code": joined(found)}
 
@@ -174,7 +174,7 @@ def _one_stream(llm: LLM, ids: list[int], depth: int) -> Metrics:
 
 
 def _freed(measure: Measure, wanted: Names, progress: Progress) -> dict[str, Sample]:
-    """What a group made is given back to the GPU before the next begins."""
+    """Run a group, and free what it took on the GPU before the next begins."""
     samples = measure(wanted, progress)
     gc.collect()
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""The lines of `bench check-speed`: what each compares. What is expected of them is in expected_ratios.json."""
+"""The lines of `bench check-speed`: what each compares. Their expected ratios are in expected_ratios.json."""
 
 from __future__ import annotations
 

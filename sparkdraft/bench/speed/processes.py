@@ -1,4 +1,4 @@
-"""The lines of a CPU that need processes of their own: `generate` as a person types it, and the server."""
+"""The lines of a CPU that need their own processes: `generate` as a user types it, and the server."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ OUTPUT_LEN = 128
 NUM_PROMPTS = {"code": 3, "json": 3, "questions": 6, "prose": 3}  # questions differ most: 0.95 to 1.15 of plain steps
 SERVER_ROUNDS, SERVER_REQUESTS, SERVER_LEN = 2, 8, 64
 READY_SECONDS, END_SECONDS, POLL = 300.0, 60.0, 0.2
-LAST_LINES = 5  # of what a process said that failed
+LAST_LINES = 5  # of the output of a process that failed
 
 
 def drafted(name: str, wanted: Names, progress: Progress) -> dict[str, Sample]:
-    """Each prompt of a class in four fresh processes: off, default, default, off."""
+    """Run each prompt of a class in four fresh processes: off, default, default, off."""
     found = []
     count = NUM_PROMPTS[name]
     for done, prompt in enumerate(read_prompts(count)[CLASSES[name]]):
@@ -51,9 +51,9 @@ def drafted(name: str, wanted: Names, progress: Progress) -> dict[str, Sample]:
 
 
 def _fresh(prompt: str, spec: str) -> Metrics:
-    """start_ms: from the command to the first token, loading included.
+    """start_ms: from the command to the first token, including loading.
 
-    steps_ms: two sides of another ratio, the time of 1000 plain steps and the default's start.
+    steps_ms: the two sides of another ratio, the time of 1000 plain steps and the default's start.
     """
     report = generate(prompt, spec, OUTPUT_LEN)
     steps = 1000 * 1e3 / report["tok_s"] if spec == "off" else report["start_ms"]
@@ -61,7 +61,7 @@ def _fresh(prompt: str, spec: str) -> Metrics:
 
 
 def generate(prompt: str, spec: str, max_tokens: int) -> dict[str, Any]:
-    """What `sparkdraft generate --chat --json` reports of one prompt, greedily."""
+    """The report of `sparkdraft generate --chat --json` for one prompt, greedy."""
     flags = ("--prompt", prompt, "--spec", spec, "--max-tokens", str(max_tokens), "--temperature", "0")
     done = subprocess.run(
         [*COMMAND, "generate", "--chat", "--json", "--device", "cpu", *flags], capture_output=True, text=True
@@ -76,7 +76,7 @@ def generate(prompt: str, spec: str, max_tokens: int) -> dict[str, Any]:
 
 
 def server(wanted: Names, progress: Progress) -> dict[str, Sample]:
-    """The same requests through HTTP and through an engine of this process, both as they come by default."""
+    """The same requests through HTTP and through an engine of this process, both with the defaults."""
     llm = LLM("smollm2", device="cpu")
     texts = [prompt for name in CLASSES.values() for prompt in read_prompts(SERVER_REQUESTS // 4)[name]]
     messages: list[Messages] = [[{"role": "user", "content": text}] for text in texts]
@@ -85,7 +85,7 @@ def server(wanted: Names, progress: Progress) -> dict[str, Sample]:
     with serving() as url:
         for done, streams in enumerate(counts):
             offline, online = partial(_offline, llm, texts, streams), partial(_online, url, messages, streams)
-            offline(), online()  # afterwards both know the prompts
+            offline(), online()  # afterwards both have the prompts in their prefix cache
             inner = part(progress, done * SERVER_ROUNDS, len(counts) * SERVER_ROUNDS)
             found = in_turn(offline, online, SERVER_ROUNDS, inner)
             samples[for_streams("server", streams)] = found["tok_s"]
@@ -112,7 +112,7 @@ def _online(url: str, messages: list[Messages], streams: int) -> Metrics:
 
 @contextmanager
 def serving() -> Iterator[str]:
-    """The address of `sparkdraft serve` in a process of its own, once it is ready; it is ended afterwards."""
+    """The address of `sparkdraft serve` in its own process, once it is ready; it is stopped afterwards."""
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile() as said:

@@ -1,7 +1,7 @@
-"""Two things measured in turn (A, B, B, A), and what their ratio is worth on a machine that is never quite quiet.
+"""Measures two things in turn (A, B, B, A), and estimates how far their ratio can be trusted on a noisy machine.
 
 A machine that slows down steadily slows both sides of such a round alike. The two As of a round are the same work, so
-what they differ by is the machine's doing: this is the noise, and it is measured where it matters, in the same minute.
+their difference is the machine's noise, measured where it matters, in the same minute.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import pairwise
 
 Metrics = dict[str, float]
 Side = Callable[[], Metrics]
-Progress = Callable[[int, int], None]  # told how many parts are done, and how many there are
+Progress = Callable[[int, int], None]  # (parts done, parts in all)
 
 # Two standard errors of the median of n rounds are 2 * 1.25 * s / sqrt(n), where s is the deviation of one round's
 # ratio. A against A deviates by sqrt(2) * s, and 1.48 times the median distance from 0 estimates a deviation.
@@ -23,11 +23,11 @@ TWO_ERRORS = 2 * 1.25 * 1.48 / math.sqrt(2)
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One line's ratio as it was measured, round by round."""
+    """The ratio of one line as it was measured, round by round."""
 
     ratios: list[float]  # B against A
     controls: list[float]  # A against A: 1 on a quiet machine
-    differ: bool = False  # rounds of works that differ: each counts as much as the others, and no median is taken
+    differ: bool = False  # rounds of different work: each counts the same, and no median is taken
 
     @property
     def ratio(self) -> float:
@@ -35,20 +35,21 @@ class Sample:
 
     @property
     def noise(self) -> float:
-        """How far off the ratio may be, as a share of it. A mean is moved by one bad round, so all of them count."""
+        """How far off the ratio may be, as a share of it. One bad round moves a mean, so with a mean all rounds
+        count."""
         if self.differ:
             return math.sqrt(2 * statistics.fmean(math.log(c) ** 2 for c in self.controls) / len(self.ratios))
         return TWO_ERRORS * statistics.median(abs(math.log(c)) for c in self.controls) / math.sqrt(len(self.ratios))
 
 
 def joined(samples: Iterable[Sample], differ: bool = False) -> Sample:
-    """One sample of the rounds of several. differ: they are not of the same work."""
+    """One sample from the rounds of several. differ: they are not the same work."""
     each = list(samples)
     return Sample([r for s in each for r in s.ratios], [c for s in each for c in s.controls], differ)
 
 
 def in_turn(a: Side, b: Side, rounds: int, progress: Progress) -> dict[str, Sample]:
-    """A, B, B, A in each round; a sample for each metric that both sides give."""
+    """A, B, B, A in each round; one sample per metric that both sides give."""
     samples: dict[str, Sample] = {}
     for done in range(rounds):
         first, one, other, last = a(), b(), b(), a()
@@ -61,11 +62,11 @@ def in_turn(a: Side, b: Side, rounds: int, progress: Progress) -> dict[str, Samp
 
 
 def against(value: float, measured: list[float]) -> Sample:
-    """Measurements of one thing against a given value; their control is each against the one before."""
+    """Measurements of one thing against a given value; the control of each is the one before."""
     controls = [later / earlier for earlier, later in pairwise(measured)]
     return Sample([each / value for each in measured], controls or [1.0])
 
 
 def part(progress: Progress, done: int, total: int) -> Progress:
-    """The progress of a part, told as progress of the whole."""
+    """The progress of a part, reported as progress of the whole."""
     return lambda more, _: progress(done + more, total)

@@ -1,7 +1,7 @@
-"""Holds a measured ratio to an expected one: it holds, it fell, or the machine is too noisy to tell.
+"""Compares a measured ratio with the expected one: it holds, it fell, or the machine is too noisy to tell.
 
-Noise counts only where it could change the answer: where it is larger than the tolerance, and reaches from the measured
-ratio to the limit. A ratio of 0.55 where 0.98 is the least has fallen on any machine.
+Noise counts only where it could change the verdict: where it is larger than the tolerance, and reaches from the
+measured ratio to the limit. A ratio of 0.55 with a limit of 0.98 has fallen on any machine.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Judged:
     expected: Expected
     verdict: Verdict
     sample: Sample | None = None
-    note: str = ""  # why it was skipped, or what a first measurement said
+    note: str = ""  # why it was skipped, or the result of a first measurement
 
     def row(self) -> str:
         expected, relation = self.expected, "<=" if self.line.lower_is_better else ">="
@@ -83,7 +83,7 @@ def judge(line: Line, expected: Expected, sample: Sample) -> Judged:
 
 
 def conclusion(judged: Sequence[Judged]) -> str:
-    """One sentence that names what fell, or what could not be told."""
+    """One sentence that names the lines that fell, or could not be judged."""
     named = {verdict: [each.line.name for each in judged if each.verdict is verdict] for verdict in Verdict}
     parts = [f"{len(named[Verdict.HOLDS])} of {len(judged)} lines hold"]
     parts += [
@@ -95,13 +95,13 @@ def conclusion(judged: Sequence[Judged]) -> str:
 
 
 def status(judged: Sequence[Judged]) -> int:
-    """For the shell: 1 if a line fell, 2 if none did but not all could be told or nothing was measured, else 0."""
+    """For the shell: 1 if a line fell, 2 if none fell but some could not be judged or nothing was measured, else 0."""
     verdicts = {each.verdict for each in judged}
     return 1 if Verdict.FELL in verdicts else 2 if Verdict.UNSURE in verdicts or verdicts <= {Verdict.SKIPPED} else 0
 
 
 def check_names(lines: Sequence[Line], expected: dict[str, Expected]) -> None:
-    """Every line has an expected ratio and every expected ratio a line."""
+    """Check that every line has an expected ratio and every expected ratio a line."""
     names = {line.name for line in lines}
     if odd := sorted(names ^ expected.keys()):
         raise UserError(f"{EXPECTED.name} and the lines that are measured disagree about {', '.join(odd)}")

@@ -1,8 +1,8 @@
-"""Keys and values kept as they are computed, or rounded to 8 bits: two tensors per layer, in blocks of positions.
+"""Keys and values as they are computed, or rounded to 8 bits: two tensors per layer, in blocks of positions.
 
 Inside a block every head's rows are contiguous, so that a kernel reads one tile per (block, head). Layers may differ in
-heads and head size; one that reads another layer's keys and values has no tensors of its own. Token-local: the K/V of a
-row depend on that row alone, so rollback is a shorter length and a prefix block is complete by itself.
+heads and head size. A layer that reads another layer's keys and values has no tensors of its own. The K/V of a row
+depend on that row alone, so rollback is a shorter length and a prefix block is complete by itself.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class DenseLayer:
 
 @dataclass(frozen=True, slots=True)
 class BorrowedLayer:
-    """A layer that attends to the keys and values of another, which ran before it in the same step."""
+    """A layer that attends to the keys and values of another layer, which ran before it in the same step."""
 
     owner: LayerKV
     ops: ModuleType
 
     def write(self, qkv: Tensor, rope_args: RopeArgs, slots: Tensor) -> None:
-        """qkv holds queries alone: they are rotated, and nothing is kept."""
+        """Rotate the queries, which are all that qkv holds; nothing is stored."""
         self.ops.rope_queries(qkv, rope_args)
 
     def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:

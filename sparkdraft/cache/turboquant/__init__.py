@@ -4,7 +4,7 @@
     capture.py    an exact cache is read, and codes are written beside it to measure their errors
     centre.py     the mean key of each layer, which is subtracted before keys are coded
 
-The arithmetic of codes is in kernels/turboquant, the Triton kernels are in kernels/cuda/turboquant, and bits and bytes
-are planned in plan/turboquant.py. Which blocks have a page, and which pages a request holds, is decided as for sliding
-windows: cache/pages.py, cache/recent_rows.py.
+The arithmetic of codes is in kernels/turboquant, the Triton kernels are in kernels/cuda/turboquant, and
+plan/turboquant.py plans bits and bytes. Which blocks have a page, and which pages a request holds, is decided as for
+sliding windows: cache/pages.py, cache/recent_rows.py.
 """

@@ -1,10 +1,11 @@
-"""An exact cache, and codes beside it that change nothing: they measure what coding would do to real requests.
+"""An exact cache with codes beside it, which are never read for output: they measure the error of coding on real
+requests.
 
-Everything that a model reads is the exact cache's, so its text is that of an exact cache to the bit. Every row is coded
-as well, as in a TurboQuant cache without uncoded rows, and errors are summed up on the device: of a layer's keys (less
-their centre), of its values, and of the attention's result if all keys and values are read by their codes. The last
-error is the model's own; the first two hardly depend on the model. A hybrid cache reads the first and the recent rows
-uncoded, so its errors are smaller than those measured here.
+The model reads only the exact cache, so its text is that of an exact cache to the bit. Every row is coded as well, as
+in a TurboQuant cache without uncoded rows, and errors are summed on the device: of a layer's keys (after subtracting
+their centre), of its values, and of the attention's result if all keys and values are read from their codes. The last
+error depends on the model; the first two hardly do. A hybrid cache reads the first and the recent rows uncoded, so its
+errors are smaller than those measured here.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ KEYS, VALUES, ATTENTION = range(len(ERRORS))
 
 class CaptureLayer:
     def __init__(self, exact: DenseLayer, coded: CodedLayerKV, sums: Tensor, rows: Tensor | None) -> None:
-        """sums: float64 [errors, 2], this layer's. rows: where rows are counted; None in all layers but the first."""
+        """sums: float64 [errors, 2] of this layer. rows: the row counter; None in all layers but the first."""
         self.exact, self.coded, self._sums, self._rows = exact, coded, sums, rows
-        # From the write to the attention of one step: which rows are no padding, bool [rows, 1], and the queries as the
-        # coded cache left them, [rows, heads, dim].
+        # Kept from the write to the attention of one step: which rows are not padding, bool [rows, 1], and the queries
+        # as the coded cache left them, [rows, heads, dim].
         self._is_row = self._queries = torch.empty(0)
 
     def write(self, qkv: Tensor, rope_args: RopeArgs, slots: Tensor) -> None:
-        other = qkv.clone()  # each cache does to its own what it does anywhere
+        other = qkv.clone()  # each cache changes its own copy
         self.exact.write(qkv, rope_args, slots)
         self.coded.write(other, rope_args, slots)
         self._queries = other.view(len(other), rope_args.projected_heads, -1)[:, : rope_args.num_heads]
@@ -49,7 +50,7 @@ class CaptureLayer:
         return out
 
     def _compare(self, slots: Tensor) -> None:
-        """What lies in the two caches, as their kernels wrote it. A row without a slot is compared in another's."""
+        """Compare what the kernels wrote to the two caches. For a row without a slot another row's slot is compared."""
         coded, slot = self.coded.store, slots.clamp(min=0).long()
         block, offset = slot // coded.layout.block_size, slot % coded.layout.block_size
         k, v = (cache[block, :, offset] for cache in (self.exact.k, self.exact.v))  # [rows, kv_heads, dim]
@@ -61,8 +62,9 @@ class CaptureLayer:
         self._add(KEYS, coded.keys.decode(keys).flatten(1), centred.flatten(1))
         self._add(VALUES, coded.values.decode(values).flatten(1), v.flatten(1))
 
-    def _add(self, error: int, got: Tensor, wanted: Tensor) -> None:  # [rows, n]; 'got' is used up
-        """No row is picked out by the host: one of padding, which may hold anything, counts as zero."""
+    def _add(self, error: int, got: Tensor, wanted: Tensor) -> None:  # [rows, n]; 'got' is overwritten
+        """Add squared errors. Padding rows, which may hold anything, count as zero, so the host need not select
+        rows."""
         squares = [
             torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float32).square().where(self._is_row, 0)
             for x in (got.float().sub_(wanted), wanted)
@@ -82,9 +84,9 @@ class CaptureKV(KVFormat):
 
 
 class CodingErrors:
-    """Sums of all rows, at fixed addresses, because recorded steps add to them.
+    """Sums over all rows, at fixed addresses, because recorded steps add to them.
 
-    They are float64: the float32 sum of a day's rows would be so large that adding another row changes nothing.
+    They are float64: in float32 the sum of a day's rows would be so large that adding another row changes nothing.
     """
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
@@ -93,9 +95,9 @@ class CodingErrors:
         self.rows = torch.zeros((), dtype=torch.int64, device=device)
 
     def errors(self) -> dict[str, Any]:
-        """How far off codes are, relative to what they stand for, over all rows since `forget`; waits for the device.
+        """Relative errors of the codes over all rows since `forget`. Waits for the device.
 
-        Each of ERRORS for every one of 'layers', and overall: the root of the layers' mean square.
+        Each of ERRORS per layer ('layers') and overall, which is the root of the layers' mean square.
         """
         wrong, there = self.sums.cpu().unbind(-1)  # [layers, errors] each
         relative = (wrong / there.where(there > 0, 1)).sqrt()

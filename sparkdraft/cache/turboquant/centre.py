@@ -1,10 +1,10 @@
-"""The mean of each layer's keys over a fixed text, which a coded cache subtracts from every key before it codes it.
+"""The mean of each layer's keys over a fixed text, which a coded cache subtracts from every key before coding it.
 
-A softmax does not change if all its scores change by the same number, so a centre costs nothing and leaves the bits to
-what differs between keys. It is the same for every request and fixed before the first one is read: blocks can be
+A softmax does not change if all its scores change by the same number, so a centre costs nothing, and the codes' bits
+describe only what differs between keys. It is the same for every request and fixed before the first one: blocks can be
 shared, and no text depends on which request came first. Keys are averaged before their rotation, and the mean is then
 rotated by the average over all positions of the context. The pairs that RoPE turns fast average to nearly zero, the
-slow ones remain, and none depends on how long the fixed text is. Running the model is left to the caller.
+slow ones remain, and none depends on the length of the fixed text. The caller runs the model.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from sparkdraft.kernels.reference import rms_norm
 from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 
 TEXT = Path(__file__).parent.parent.parent / "assets" / "calibration.txt"
-SKIPPED = 16  # rows of the beginning, whose keys are unlike all others
+SKIPPED = 16  # rows at the beginning, whose keys differ from all others
 
 # Runs a model once over one sequence: its ids, positions and slots, the view, and the layers' caches.
 Forward = Callable[[Tensor, Tensor, Tensor, AttentionView, Sequence[LayerKV]], object]
 
 
 class KeyMean:
-    """One layer's cache that averages the keys written to it, and otherwise does what the given one does."""
+    """One layer's cache that averages the keys written to it and passes every call on to the given one."""
 
     def __init__(self, inner: LayerKV) -> None:
         self.inner = inner
@@ -47,7 +47,8 @@ class KeyMean:
 def key_centres(
     forward: Forward, ids: Sequence[int], kv: KVFormat, block_size: int, device: torch.device
 ) -> list[Tensor]:
-    """float32 [kv_heads, head_dim] of each layer. kv: an exact cache for these ids, not needed afterwards."""
+    """The centre of each layer: float32 [kv_heads, head_dim]. kv: an exact cache for these ids, not needed
+    afterwards."""
     means, rows = [KeyMean(layer) for layer in kv.layers], len(ids)
     assert rows > SKIPPED, f"{rows} ids are too few to average"
     positions = torch.arange(rows, dtype=torch.int32, device=device)
@@ -59,7 +60,7 @@ def key_centres(
 
 
 def _rotated(mean: Tensor, rope: Tensor) -> Tensor:
-    """The average over all positions of the context of a key that is the mean before its rotation."""
+    """The average over all positions of the context of the rotated mean."""
     cos, sin = rope.double().mean(0).float().chunk(2)
     half = len(cos)
     a, b, rest = mean[:, :half], mean[:, half : 2 * half], mean[:, 2 * half :]

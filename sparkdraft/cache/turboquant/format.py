@@ -1,8 +1,8 @@
 """Keys and values as codes of a few bits, with the first and the most recent rows of each context uncoded beside them.
 
-Codes are in the engine's blocks, uncoded rows in pages of their own, of which there are few. Which blocks have a page
-is decided in cache/recent_rows.py, and `send` tells the device. A row's codes depend on that row alone, as in DenseKV,
-so rollback is a shorter length and a prefix block is complete by itself.
+Codes are in the engine's blocks, uncoded rows in a small number of pages. cache/recent_rows.py decides which blocks
+have a page, and `send` updates the device. A row's codes depend on that row alone, as in DenseKV, so rollback is a
+shorter length and a prefix block is complete by itself.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class CodedLayerKV:
 class TurboQuantKV(KVFormat):
     def __init__(
         self,
-        key_bits: Sequence[int],  # by layer
+        key_bits: Sequence[int],  # per layer
         value_bits: int,
-        attention: Sequence[AttentionSpec],  # by layer
+        attention: Sequence[AttentionSpec],  # per layer
         num_blocks: int,
         block_size: int,
-        uncoded: tuple[int, int, int],  # first and recent positions that stay uncoded, and pages for them
-        centres: Sequence[Tensor] | None,  # float32 [kv_heads, head_dim] of each layer, taken off its keys
+        uncoded: tuple[int, int, int],  # first and recent positions that stay uncoded, and the number of pages for them
+        centres: Sequence[Tensor] | None,  # per layer, float32 [kv_heads, head_dim], subtracted from its keys
         device: torch.device,
         ops: ModuleType,
         same_bits_up_to: int = 0,
@@ -73,7 +73,7 @@ class TurboQuantKV(KVFormat):
         self.bytes_per_token = sum(size // block_size for size in sizes)
 
     def send(self, changes: list[tuple[int, int]]) -> None:
-        """(block, its page or -1) of blocks that got or lost one, before the step that needs to know."""
+        """Update the device's map: (block, its page or -1) of blocks that got or lost a page, before the next step."""
         assert self.page_of is not None
         if changes:
             blocks, pages = torch.tensor(changes, dtype=torch.int32).t().to(self.page_of.device, non_blocking=True)

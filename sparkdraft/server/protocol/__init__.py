@@ -1,1 +1,1 @@
-"""What crosses the wire: OpenAI's requests and answers, and how they are checked. No torch, no engine."""
+"""The HTTP bodies: OpenAI's requests and answers, and how they are checked. No torch, no engine."""

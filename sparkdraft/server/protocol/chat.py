@@ -1,8 +1,7 @@
-"""/v1/chat/completions as it is asked for: messages, tools and the form of the answer.
+"""The request body of /v1/chat/completions: messages, tools and the format of the answer.
 
-The models say what each field must look like; what only a look at several of them shows (a named tool that is not
-there, log-probabilities that were not asked for) is checked by `ChatRequest.check`. What the chat template makes of the
-messages is prompts.py's work.
+The models say what each field must look like. `ChatRequest.check` checks what depends on several fields (a named tool
+that does not exist, log-probabilities that were not asked for). prompts.py applies the chat template.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Function(Fields):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # shown to the model with the rest of the tool; changes nothing else
+    strict: bool | None = None  # shown to the model with the rest of the tool; it changes nothing else
 
 
 class Tool(Fields):
@@ -61,7 +60,7 @@ class Tool(Fields):
     function: Function
 
 
-# A list ends at its first mistake: a sentence for each of 100,000 would take seconds to make, and one is told.
+# Stop at the first mistake of a list: 100,000 sentences would take seconds to make, and only one is sent.
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
@@ -78,7 +77,8 @@ class NamedChoice(Fields):
 class JsonSchema(Fields):
     name: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None  # accepted as OpenAI's clients send it; answers follow the schema with and without it
+    # accepted because OpenAI's clients send it; answers follow the schema with and without it
+    strict: bool | None = None
 
 
 class ResponseFormat(Fields):
@@ -102,7 +102,7 @@ class ChatRequest(SamplingFields):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """How many alternatives a token; None: no log-probabilities at all."""
+        """How many alternatives per token; None: no log-probabilities at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property

@@ -1,8 +1,8 @@
-"""A chat's answer as it comes: the engine's events in, OpenAI's chunks out, and the whole answer at the end.
+"""A chat's answer: takes the engine's events, gives OpenAI's chunks, and the whole answer at the end.
 
-One `ChatAnswer` follows one request with its n choices. A stream sends the chunks that `push` gives; a blocking answer
-throws them away and takes `whole`, so there is one path for both. Finding calls and reasoning in the text is the
-parser's work (text/events.py).
+There is one `ChatAnswer` per request, with its n choices. A stream sends the chunks that `push` returns; a blocking
+answer drops them and takes `whole`, so both use one path. The parser finds calls and reasoning in the text
+(text/events.py).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ChatAnswer:
     new_parser: Callable[[], Parser]
     wants_logprobs: bool = False
     parallel: bool = True  # False: only the first call counts
-    include_usage: bool = False  # these two are about chunks
+    include_usage: bool = False  # this and the next are about chunks
     return_speculation: bool = False
     tally: Tally = field(default_factory=Tally)
     choices: dict[int, Choice] = field(default_factory=dict)
@@ -53,14 +53,14 @@ class ChatAnswer:
     # ---- as it comes
 
     def push(self, event: TokenEvent, prompt_index: int = 0) -> list[Json]:
-        """The chunks that this event makes; the last one of a choice has its finish reason."""
+        """The chunks for this event; the last chunk of a choice has its finish reason."""
         choice = self.choices.get(event.index)
         if choice is None:
             choice = self.choices[event.index] = Choice(self.new_parser())
         self._count(choice, event)
         events = choice.parser.feed(event.text)
         if event.finish:
-            events = joined([*events, *choice.parser.finish()])  # a burst is one delta
+            events = joined([*events, *choice.parser.finish()])  # several events at once become one delta
         chunks = []
         if not choice.begun:
             choice.begun = True
@@ -68,14 +68,14 @@ class ChatAnswer:
         deltas = [self._chunk(event.index, delta, choice) for delta in self._deltas(choice, events)]
         if deltas:
             chunks += deltas
-            choice.accepted_chars = 0  # what is left of them were marks, which are not shown
+            choice.accepted_chars = 0  # the remaining characters were markup, which is not shown
         if event.finish:
             choice.finish = self._finish_reason(choice, event.finish)
             chunks.append(self._chunk(event.index, {}, choice, choice.finish))
         return chunks
 
     def last_chunks(self) -> list[Json]:
-        """What follows all choices: the usage, where it was asked for."""
+        """The chunks after all choices: the usage, if it was asked for."""
         if not self.include_usage:
             return []
         last = self._chunk(0, {}) | {"choices": [], "usage": self.tally.usage()}
@@ -107,7 +107,7 @@ class ChatAnswer:
                     yield {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
     def _chunk(self, index: int, delta: Json, choice: Choice | None = None, finish: str | None = None) -> Json:
-        """'choice' gives along what waits in it."""
+        """Make a chunk. With 'choice' it also carries what waits there."""
         body: Json = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
         chunk = self._frame("chat.completion.chunk") | {"choices": [body]}
         if self.include_usage:
@@ -153,7 +153,7 @@ class ChatAnswer:
 
 
 def _drafted(choice: Choice | None, delta: Json) -> Json:
-    """How much of a chunk drafting gave; its text takes its part of the characters."""
+    """How much of a chunk was drafted; its text takes its share of the characters."""
     if choice is None:
         return {"tokens": 0, "accepted": 0, "accepted_chars": 0}
     size = len(delta.get("content") or delta.get("reasoning_content") or "")
@@ -167,6 +167,6 @@ def _call(call_id: str, name: str) -> Json:
 
 
 def shown(rows: list[TokenLogprob], event: TokenEvent, eos_ids: frozenset[int]) -> list[TokenLogprob]:
-    """Without the end-of-text token, which is no part of the text."""
+    """The rows without that of the end-of-text token, which is not part of the text."""
     ended = event.finish is FinishReason.STOP and rows and rows[-1].id in eos_ids
     return rows[:-1] if ended else rows

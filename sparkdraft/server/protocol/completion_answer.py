@@ -1,7 +1,7 @@
-"""A completion's answer as it comes, over several prompts and n texts for each, which are numbered through.
+"""A completion's answer as it comes, over several prompts with n texts each, numbered consecutively.
 
-The same shape as chat_answer.py's and used the same way: `push` gives chunks, `whole` the answer. Text is passed on as
-it is; with `echo` the prompt goes before it.
+It has the interface of chat_answer.py and is used in the same way: `push` gives chunks, `whole` the answer. Text is
+passed on unchanged; with `echo` the prompt precedes it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Text:
 
     text: str = ""
     rows: list[tuple[int, TokenLogprob | None]] = field(default_factory=list)
-    num_chars: int = 0  # of the tokens, for their offsets
+    num_chars: int = 0  # characters of the tokens so far, for their offsets
     finish: str | None = None
 
 
@@ -30,7 +30,7 @@ class CompletionAnswer:
     created: int
     model: str
     n: int
-    prompts: list[tuple[str, list[int]]]  # text and ids; the text is used with echo only
+    prompts: list[tuple[str, list[int]]]  # text and ids; the text is used only with echo
     tokenizer: TokenBytes
     eos_ids: frozenset[int]
     echo: bool = False

@@ -1,7 +1,7 @@
-"""/v1/completions, /tokenize and /detokenize as they are asked for.
+"""The request bodies of /v1/completions, /tokenize and /detokenize.
 
-A prompt is a text, a list of texts, a list of ids or a list of those; `prompts` makes one list of it. Whether ids are
-in the vocabulary is for prompts.py to say.
+A prompt is a text, a list of texts, a list of ids or a list of those; `prompts` turns it into one list. prompts.py
+checks whether ids are in the vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ IdLists = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_
 
 
 def _form(prompt: Any) -> str:
-    """Which of the four forms is meant, by the first element, so that a mistake is told once and not four times."""
+    """Which of the four forms is meant, judged by the first element, so that a mistake is reported once and not four
+    times."""
     if not isinstance(prompt, list):
         return "text"
     first = prompt[0] if prompt else ""

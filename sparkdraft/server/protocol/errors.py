@@ -1,8 +1,8 @@
 """Errors as OpenAI's clients read them: {"error": {message, type, param, code}} and a status.
 
-Whatever goes wrong while a request is handled becomes an `ApiError`, so that there is one place where a mistake turns
-into a body. Which mistakes there are is for those who find them (for the fields of a body that is validation.py); when
-an error may still become a status, and when it must be an event of a stream that has begun, is stream.py's matter.
+Whatever goes wrong while a request is handled becomes an `ApiError`, so one place turns errors into bodies.
+validation.py finds wrong fields in a body. stream.py decides whether an error can still be a status, or must be an
+event of a stream that has begun.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-MAX_MESSAGE = 500  # characters: what a client sent does not come back whole
+MAX_MESSAGE = 500  # characters: what a client sent is not sent back whole
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable"}
 
 
 class ApiError(Exception):
-    """One sentence for the client, and the status that goes with it."""
+    """One sentence for the client, and its status."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class ApiError(Exception):
 
 
 def as_sentence(text: str) -> str:
-    """With a capital, unless it begins with the name of a field, and a full stop."""
+    """The text with a capital letter, unless it begins with the name of a field, and a full stop."""
     first = text.split(" ", 1)[0]
     return (text if "_" in first else text[:1].upper() + text[1:]).rstrip(".") + "."
 

@@ -1,7 +1,7 @@
-"""Fields of other servers that bind the output and that this one does not have: naming one is an error.
+"""Fields of other servers that constrain the output and that this server does not support: naming one is an error.
 
-Most unknown fields are ignored, because clients send a lot. To ignore one of these would answer with text that does not
-keep what the client relies on.
+Most unknown fields are ignored, because clients send many. Ignoring one of these would return text that breaks what the
+client relies on.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ INSTEAD = {
     "ebnf": NONE,
 }
 CHAT_ONLY = {"response_format": "use /v1/chat/completions"}
-SCHEMAS = ("guided_json", "json_schema")  # here {} binds: to any JSON
+SCHEMAS = ("guided_json", "json_schema")  # here {} is a constraint: any JSON
 
 
 def check_refused(body: Any, more: Mapping[str, str]) -> None:
-    """'body' as it came; a value that binds nothing is the same as left out. 'more' are fields that this endpoint
-    refuses too."""
+    """body: as it came. A value that constrains nothing is treated as left out. more: further fields that this endpoint
+    refuses."""
     if not isinstance(body, Mapping):
         return
     for name, instead in (INSTEAD | dict(more)).items():
@@ -49,7 +49,7 @@ def check_refused(body: Any, more: Mapping[str, str]) -> None:
 
 
 def _binds(name: str, value: Any) -> bool:
-    """Clients send values that bind nothing, as their defaults."""
+    """Whether a value constrains the output. Clients send values that do not, as their defaults."""
     if value == {}:
         return name in SCHEMAS
     return value not in (None, "", []) and (name, value) != ("response_format", {"type": "text"})

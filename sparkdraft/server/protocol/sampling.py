@@ -1,8 +1,8 @@
 """The fields that both endpoints share, and how they become the engine's SamplingParams.
 
-OpenAI's names, then the extras that vLLM's clients send. Null is the same as not sent. What is not known is ignored,
-because clients send a lot, unless it would bind the output (refused.py). Ranges that the engine has too are checked by
-SamplingParams itself, so that there is one sentence for each.
+OpenAI's names come first, then the extra fields that vLLM's clients send. Null is the same as not sent. Unknown fields
+are ignored, because clients send many, unless they would constrain the output (refused.py). Ranges that the engine also
+checks are checked by SamplingParams itself, so that there is one sentence for each.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class StreamOptions(Fields):
 
 class SamplingFields(Fields):
     refused: ClassVar[Mapping[str, str]] = {}  # further fields that are an error, and what to use instead
-    names: ClassVar[Mapping[str, str]] = {"num_draft": "speculation", "stop_ids": "stop_token_ids"}  # by the engine's
+    # the engine's names of fields
+    names: ClassVar[Mapping[str, str]] = {"num_draft": "speculation", "stop_ids": "stop_token_ids"}
 
     model: str | None = Field(None, description="a name from /v1/models; left out: the model that is served")
     stream: bool | None = None
@@ -69,7 +70,7 @@ class SamplingFields(Fields):
 
     # ours
     speculation: Literal["auto", "off"] | Annotated[int, Field(ge=0, le=1024)] | None = Field(
-        None, description="drafts a step: auto chooses every step, off never drafts, a number is fixed"
+        None, description="drafts per step: auto chooses every step, off never drafts, a number is fixed"
     )
     return_speculation: bool | None = Field(None, description="adds metrics.speculative_decoding to the answer")
 
@@ -90,11 +91,11 @@ class SamplingFields(Fields):
         return {"off": 0, "auto": AUTO}.get(self.speculation or "")
 
     def check_sampling(self, **more: Any) -> None:
-        """Refuse what SamplingParams refuses before the request is counted anywhere and its prompt is tokenised."""
+        """Refuse what SamplingParams refuses, before the request is counted and its prompt is tokenised."""
         self.sampling({}, MAX_COUNT, **more)
 
     def sampling(self, defaults: Mapping[str, float], max_tokens: int, **more: Any) -> SamplingParams:
-        """'defaults' and 'max_tokens' count where the request names nothing; 'more' is what the endpoint knows."""
+        """defaults, max_tokens: used where the request names nothing. more: what the endpoint adds."""
         given: dict[str, Any] = {
             "max_tokens": max_tokens if self.max_tokens is None else self.max_tokens,
             "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
@@ -111,7 +112,7 @@ class SamplingFields(Fields):
             raise self._refusal(str(error), said) from None
 
     def _refusal(self, sentence: str, said: Mapping[str, Any]) -> ApiError:
-        """The engine's sentence begins with its own name of a field; the client knows ours."""
+        """The engine's sentence begins with its own name of a field; replace it by the API's name."""
         name, _, rest = sentence.partition(" ")
         field = self.names.get(name, name)
         return ApiError(400, f"{field} {rest}.", param=field if name in said else None)

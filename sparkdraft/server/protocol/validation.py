@@ -1,7 +1,7 @@
-"""What is wrong with a body, in our own sentences: one that is no JSON, and fields that are not what they must be.
+"""Error sentences for a body: invalid JSON, and fields that are not what they must be.
 
-Pydantic finds the mistakes and names each by a type; the table says what is allowed instead. A sentence names the field
-by its path, what was given, and what it must be. What an error looks like on the wire is errors.py's work.
+Pydantic finds the mistakes and gives each a type; the table says what is allowed instead. A sentence names the field by
+its path, the value given, and what it must be. errors.py makes the body of the answer.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any
 
 from sparkdraft.server.protocol.errors import ApiError
 
-MAX_SHOWN = 40  # characters of a value
-MAX_ERRORS = 16  # of those that pydantic found, those that are looked at
+MAX_SHOWN = 40  # characters of a value that are shown
+MAX_ERRORS = 16  # of pydantic's errors, this many are looked at
 
-# What the standard library says of broken JSON, by how it begins, and what it means.
+# The beginnings of the standard library's messages about broken JSON, and their meaning.
 JSON_MISTAKES = {
     "Expecting value": "a value is missing",
     "Expecting property name": "a field's name in double quotes is missing",
     "Expecting ':'": "the colon after a field's name is missing",
     "Expecting ','": "a comma or a closing bracket is missing",
     "Extra data": "the JSON has ended and more text follows",
-    "Illegal trailing comma": "a comma stands before a closing bracket",
+    "Illegal trailing comma": "there is a comma before a closing bracket",
     "Unterminated string": "a string begins that has no closing quote",
     "Invalid control character": "a string has a control character that must be escaped, such as a line break",
     "Invalid \\escape": "a backslash does not begin an escape of JSON",
     "Invalid \\uXXXX": "\\u is not followed by four hexadecimal digits",
 }
-# Pydantic's types of errors -> what the field must be, with the numbers of the error's context.
+# Pydantic's types of errors -> what the field must be, with numbers from the error's context.
 ALLOWED = {
     "string_type": "a string",
     "string_unicode": "valid Unicode text",
@@ -62,7 +62,8 @@ NO_OBJECT = "The body must be a JSON object, sent with the header 'Content-Type:
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
-    """One sentence of what pydantic found. Of a union it reports every branch: the one that got furthest was meant."""
+    """One sentence from pydantic's errors. For a union it reports every branch; the branch that got furthest was
+    meant."""
     if errors[0]["type"] == "json_invalid":
         return broken_json(errors[0]["ctx"]["error"], errors[0]["loc"][-1], body)
     field = errors[0]["loc"][:2]
@@ -75,7 +76,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
 
 
 def broken_json(mistake: str, position: int, text: str) -> ApiError:
-    """'mistake' is the standard library's message, 'text' the body."""
+    """mistake: the standard library's message. text: the body."""
     what = next((ours for start, ours in JSON_MISTAKES.items() if mistake.startswith(start)), "it cannot be read")
     line = text.count("\n", 0, position) + 1
     column = position - text.rfind("\n", 0, position)
@@ -86,7 +87,7 @@ def broken_json(mistake: str, position: int, text: str) -> ApiError:
 
 
 def unreadable(cause: BaseException | None) -> ApiError:
-    """A body that the JSON parser gave up on before it came to a mistake in the JSON."""
+    """A body that the JSON parser gave up on before it found a mistake in the JSON."""
     if isinstance(cause, UnicodeDecodeError):
         sentence = f"The body is not valid UTF-8 at byte {cause.start}; send JSON in UTF-8."
     elif isinstance(cause, RecursionError):
@@ -109,7 +110,7 @@ def _sentence(path: str, errors: Sequence[Mapping[str, Any]]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as a client may recognise it, however large it is."""
+    """A value in a form that the client recognises, however large it is."""
     if isinstance(value, Mapping):
         return "an object"
     if isinstance(value, list | tuple):
@@ -121,7 +122,7 @@ def shown(value: Any) -> str:
 
 
 def _path(loc: Sequence[Any], body: Any) -> str:
-    """'messages[0].role': the part of an error's place that is in the body; what follows names branches of a union."""
+    """'messages[0].role': the part of an error's location that is in the body; the rest names branches of a union."""
     path = ""
     for i, part in enumerate(loc[1:]):
         last_is_missing = i == len(loc) - 2 and isinstance(body, dict) and isinstance(part, str)

@@ -1,4 +1,4 @@
-"""The routes, one small file a group."""
+"""The routes, one small file per group."""
 
 from sparkdraft.server.routes import chat, completions, health, models, page, tokens
 

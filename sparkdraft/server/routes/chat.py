@@ -18,7 +18,7 @@ router = APIRouter()
 
 @router.post("/v1/chat/completions", response_model=None)
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
-    """An answer to a conversation, streamed or in one."""
+    """The answer to a conversation, as a stream or as one body."""
     service = service_of(request)
     service.check_model(body.model)
     body.check()

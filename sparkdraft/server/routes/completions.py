@@ -1,4 +1,4 @@
-"""POST /v1/completions: plain text on from one prompt or several."""
+"""POST /v1/completions: plain text that continues one prompt or several."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sparkdraft.server.protocol.completions import CompletionRequest
 from sparkdraft.server.service import service_of
 from sparkdraft.server.stream import Job, Reply
 
-DEFAULT_TOKENS = 16  # as OpenAI
+DEFAULT_TOKENS = 16  # as OpenAI's
 router = APIRouter()
 
 
 @router.post("/v1/completions", response_model=None)
 async def completions(body: CompletionRequest, request: Request) -> Response:
-    """The text that follows a prompt, streamed or in one."""
+    """The text that follows a prompt, as a stream or as one body."""
     service = service_of(request)
     service.check_model(body.model)
     body.check()

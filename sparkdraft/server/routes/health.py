@@ -1,7 +1,7 @@
-"""GET /health, /metrics and /v1/status: is it ready, what was counted, and what runs here and why.
+"""GET /health, /metrics and /v1/status: whether the server is ready, its counters, and what runs here and why.
 
-/health is for machines and says 503 with the stage until a request would be answered at once. /v1/status is for people:
-the plan in words, each fallback with its reason, how the engine runs on this machine, and how drafting goes.
+/health is for machines: 503 with the stage until a request would be answered at once. /v1/status is for people: the
+plan in words, each fallback with its reason, how the engine runs on this machine, and how drafting goes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ async def health(request: Request) -> JSONResponse:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> PlainTextResponse:
-    """Prometheus' text form; vLLM's names with sparkdraft_ before them."""
+    """Prometheus' text format; vLLM's names with the prefix sparkdraft_."""
     service = service_of(request)
     counted, engine = service.metrics, await service.engine_status()
     counted.ready.set(float(service.ready))

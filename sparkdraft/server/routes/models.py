@@ -20,7 +20,7 @@ async def models(request: Request) -> dict[str, Any]:
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> dict[str, Any]:
-    """One of them."""
+    """The model under one of its names."""
     service = service_of(request)
     service.check_model(name)
     return _card(service, name)

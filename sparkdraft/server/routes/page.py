@@ -1,4 +1,4 @@
-"""GET /: the chat page, one file from this package, which may load nothing from anywhere else."""
+"""GET /: the chat page, one file of this package, which may not load anything from elsewhere."""
 
 from __future__ import annotations
 

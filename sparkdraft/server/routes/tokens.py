@@ -58,5 +58,5 @@ def _detokenized(text: ModelText, ids: list[int]) -> Response:
 
 
 def _json(body: Json) -> Response:
-    """Made in the thread: a long list takes as long to write down as to find."""
+    """Called in the thread: a long list takes as long to serialise as to compute."""
     return Response(dumps(body), media_type="application/json")

@@ -1,7 +1,7 @@
 """Which part of a model's text is thinking, in each family's own marks, and which marks a chat template has.
 
-A format makes the parser for one answer, knowing from the prompt whether the template has opened the thoughts already.
-Where the answer is held to a grammar, thinking must stay free before it, and the format says how.
+A format makes the parser for one answer; the prompt shows it whether the template has opened the thoughts already. If
+the answer must follow a grammar, the thoughts before it stay free, and the format says how.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def by_marks(template: str) -> tuple[ReasoningFormat | None, str]:
 
 
 def after_thinking(spec: GrammarSpec, form: ReasoningFormat | None, prompt: str) -> GrammarSpec:
-    """The same grammar for the answer, with thinking left free before it. A Lark grammar is its own master."""
+    """The same grammar for the answer, with free thoughts before it. A Lark grammar is left as it is."""
     rules = form.answer_grammar(prompt) if form else ""
     if not rules or spec.kind == "lark":
         return spec

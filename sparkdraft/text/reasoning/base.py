@@ -1,7 +1,7 @@
-"""What a reasoning format is: a parser for one answer, and the Lark of the thoughts that may come before it.
+"""A reasoning format: a parser for one answer, and the Lark rule of the thoughts that may come before it.
 
-Called with the prompt it makes the parser; the end of the prompt shows whether the template has opened the thoughts
-(an answer that begins within them) or closed them (no thinking this time).
+Called with the prompt it makes the parser. The end of the prompt shows whether the template has opened the thoughts
+(the answer begins within them) or closed them (no reasoning this time).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sparkdraft.text.events import Parser
 
 class ReasoningFormat(ABC):
     name: ClassVar[str]
-    keep_special: ClassVar[bool] = False  # the parser needs to see special tokens
+    keep_special: ClassVar[bool] = False  # whether the parser needs to see special tokens
     opening: ClassVar[str]
     closing: ClassVar[str]
 
@@ -26,7 +26,7 @@ class ReasoningFormat(ABC):
         """The parser of the answer to a rendered prompt."""
 
     def is_open(self, prompt: str | None) -> bool:
-        """Whether the answer begins within the thoughts. Without the prompt, what the template does last by itself."""
+        """Whether the answer begins within the thoughts. Without the prompt, judged by the end of the template."""
         if prompt is not None:
             return prompt.rstrip().endswith(self.opening)
         _, _, end = self._template.rpartition("add_generation_prompt")
@@ -37,9 +37,9 @@ class ReasoningFormat(ABC):
 
     @abstractmethod
     def grammar(self, prompt: str | None = None) -> str:
-        """Lark with a rule `thinking` for what comes before calls; "" where nothing does."""
+        """Lark with a rule `thinking` for what comes before calls; "" if nothing does."""
 
     def answer_grammar(self, prompt: str | None = None) -> str:
-        """Lark with a rule `start` that thinks and then is a rule `answer`, which is left to be written."""
+        """Lark with a rule `start`: thoughts, then a rule `answer`, which the caller must add."""
         thinking = self.grammar(prompt)
         return f"start: thinking answer\n{thinking}" if thinking else ""

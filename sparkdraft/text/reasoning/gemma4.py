@@ -3,8 +3,8 @@
     <|channel>thought
     The user wants ...<channel|>The answer.
 
-The line break after the name may be missing, and an empty channel says that there was no thinking. Calls have marks of
-their own and pass through as content.
+The line break after the name may be missing, and an empty channel means that there were no thoughts. Calls have marks
+of their own and pass through as content.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """gpt-oss' thoughts are the messages of its analysis channel, so the parser of its messages finds them.
 
-tools/harmony.py reads channels and calls alike; without tools it is the same parser with none. Here is only what a
-grammar needs: an analysis message before, and the final channel's header before an answer.
+tools/harmony.py reads channels and calls; without tools it is the same parser. This file has only what a grammar needs:
+an analysis message before the answer, and the final channel's header.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Tool calls in each family's own syntax, and which of them a chat template shows.
 
-The chat template decides: it shows the model its tools, so the marks in its text are the marks the model was taught. A
-template without tools, or with marks that no file here reads, gets the generic format, so every model can call tools.
+The chat template decides: it shows the model its tools, so the marks in its text are the marks that the model was
+taught. A template without tools, or with marks that no file here reads, gets the generic format, so every model can
+call tools.
 """
 
 from __future__ import annotations

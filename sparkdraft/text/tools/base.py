@@ -1,7 +1,8 @@
-"""What a tool format is: how calls are read, how they are forced, and who tells the model about its tools.
+"""A tool format: how calls are read, how they are forced, and whether the template or we tell the model about its
+tools.
 
-The grammar of a forced call has the same frame in every format (thoughts if there are any, then one call or some), and
-a format fills in one call. Compiling and following the grammar is text/grammar.py's work.
+The grammar of a forced call has the same frame in every format (thoughts if there are any, then one call or several),
+and a format fills in one call. text/grammar.py compiles and follows the grammar.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from sparkdraft.core import GrammarSpec
 from sparkdraft.text.events import Parser
 from sparkdraft.text.tools.schemas import MOST_LETTERS, Function, functions
 
-MOST_CALLS = 16  # a small model under a grammar that lets it go on does not stop by itself
+MOST_CALLS = 16  # a small model under a grammar that allows more calls does not stop by itself
 
 Tools = Sequence[dict[str, Any]]
 Messages = Sequence[Mapping[str, Any]]
@@ -23,16 +24,16 @@ Messages = Sequence[Mapping[str, Any]]
 
 class ToolFormat(ABC):
     name: ClassVar[str]
-    keep_special: ClassVar[bool] = False  # the parser needs to see special tokens
-    separator: ClassVar[str] = ""  # Lark of what is between two calls
+    keep_special: ClassVar[bool] = False  # whether the parser needs to see special tokens
+    separator: ClassVar[str] = ""  # Lark for what is between two calls
 
     @abstractmethod
     def parser(self, tools: Tools) -> Parser: ...
 
     def constraint(self, tools: Tools, choice: str, parallel: bool, thinking: str = "") -> GrammarSpec | None:
-        """The grammar that holds a choice: "required" is one call or more (just one if not 'parallel'), a name is
-        exactly one call of that function. 'thinking' is what may come before, a Lark rule of that name from
-        ReasoningFormat.grammar. None where no function fits."""
+        """The grammar that enforces a choice: "required" is one call or more (just one if not 'parallel'), a name is
+        exactly one call of that function. thinking: Lark with a rule of that name for what may come before
+        (ReasoningFormat.grammar). None if no function fits."""
         chosen = [function for function in functions(tools) if choice in ("required", function.name)]
         if not chosen:
             return None
@@ -53,17 +54,18 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def call_rules(self, rule: str, function: Function) -> str:
-        """Lark rules, of which this one is a call of this function."""
+        """Lark rules; 'rule' is a call of this function."""
 
     def common_rules(self) -> str:
         return ""
 
     def instructions(self, tools: Tools, choice: str) -> str | None:
-        """Text for the system prompt; None where the chat template itself tells of the tools."""
+        """Text for the system prompt; None if the chat template itself describes the tools."""
         return None
 
     def history(self, messages: Messages) -> list[dict[str, Any]]:
-        """Earlier messages as the chat template wants them: clients send arguments as text, templates walk them."""
+        """Earlier messages as the chat template wants them: clients send arguments as text, but templates need
+        objects."""
         return [with_objects(message) for message in messages]
 
 
@@ -78,8 +80,8 @@ def calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def function_of(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The function of a call in a message, its arguments as an object. A call that broke off comes back from clients as
-    half an object, which is shown to the model as text under a key: templates fail on anything else."""
+    """The function of a call in a message, with its arguments as an object. Clients send a call that broke off as half
+    an object, which is shown to the model as text under a key: templates fail on anything else."""
     function = call.get("function", call)
     function = dict(function) if isinstance(function, Mapping) else {}
     arguments = value = function.get("arguments") or {}
@@ -99,7 +101,7 @@ def with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def content_text(content: Any) -> str:
-    """A message's content as text: a string, or a list of parts of which the text counts."""
+    """A message's content as text: a string, or the text parts of a list."""
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     return "" if content is None else str(content)

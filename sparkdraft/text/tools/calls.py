@@ -1,7 +1,7 @@
 """What the parsers of all tool formats share: beginning a call, streaming its arguments, reading JSON.
 
-A call begins only when it is sure to be one; until then its text is kept, and what turns out to be none is content.
-Which marks stand around a call is each format's own knowledge.
+A call begins only when it is certain to be one. Until then its text is kept, and text that turns out not to be a call
+is content. Each format knows its own marks around a call.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def quoted(text: str) -> str:
 class CallReader(Reader):
     def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
         self.functions = {function.name: function for function in functions(tools)}
-        self.index = -1  # of the call that was begun last
-        self.complete = True  # whether its arguments came to their end
+        self.index = -1  # number of the call that was begun last
+        self.complete = True  # whether its arguments are complete
         super().__init__()
 
     def begin(self, name: str) -> None:
@@ -39,11 +39,11 @@ class CallReader(Reader):
         self.give(ToolCall(self.index, "call_" + secrets.token_hex(12), name))
 
     def write(self, text: str) -> None:
-        """A piece of the arguments of the call that was begun last."""
+        """Give out a piece of the arguments of the call that was begun last."""
         self.give(ToolArguments(self.index, text))
 
     def stream_object(self) -> Reading[bool]:
-        """Gives out the JSON object that comes next as the arguments; False where it breaks off."""
+        """Give out the JSON object that comes next as the arguments; False if it breaks off."""
         scanner = JsonScanner()
         while True:
             self.at, piece = scanner.push(self.text, self.at)
@@ -57,7 +57,7 @@ class CallReader(Reader):
                 return False
 
     def whole_object(self, inside: bool = False) -> Reading[dict[str, Any] | None]:
-        """Reads the JSON object that comes next, without giving anything out."""
+        """Read the JSON object that comes next, without giving anything out."""
         scanner, out = JsonScanner(inside), ""
         while not scanner.done:
             self.at, piece = scanner.push(self.text, self.at)
@@ -67,7 +67,7 @@ class CallReader(Reader):
         return {} if inside else dict(json.loads(out))
 
     def string(self) -> Reading[str | None]:
-        """Reads the JSON string that comes next."""
+        """Read the JSON string that comes next."""
         if not (yield from self.skip('"')):
             return None
         start, escaped = self.at, False
@@ -83,7 +83,8 @@ class CallReader(Reader):
             return None
 
     def head(self) -> Reading[str | None]:
-        """Reads `{"name": "x", "arguments": ` up to the brace of the arguments, and says x; None for any other form."""
+        """Read `{"name": "x", "arguments": ` up to the brace of the arguments, and return x; None for any other
+        form."""
         if not (yield from self.skip("{")) or not (yield from self._key(("name",))):
             return None
         name = yield from self.string()
@@ -103,8 +104,8 @@ class CallReader(Reader):
         return True
 
     def json_call(self) -> Reading[bool]:
-        """A call as one JSON object. Its arguments stream in the usual order of its keys and come at once in any other;
-        False where there is no call, with all of it still to be read."""
+        """Read a call written as one JSON object. Its arguments stream if its keys are in the usual order, and come at
+        once otherwise. False if there is no call; then all of it is still unread."""
         start = self.at
         name = yield from self.head()
         if name is None:
@@ -122,7 +123,7 @@ class CallReader(Reader):
         return True
 
     def _rest_of_object(self) -> Reading[None]:
-        """Other members after the arguments are of no use; a brace that is missing is not missed."""
+        """Skip other members after the arguments; a missing closing brace is accepted."""
         yield from self.skip_space()
         ended = yield from self.skip("}")
         if not ended and (yield from self.peek()) == "," and (yield from self.whole_object(inside=True)) is None:

@@ -2,8 +2,8 @@
 
     <|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3,units:[<|"|>C<|"|>]}<tool_call|>
 
-Keys are bare, strings stand between <|"|> marks, the rest looks like JSON and is written as JSON while it arrives. The
-model leaves out opening marks of strings often, and falls back to plain quotes at times: both are read.
+Keys are bare, strings are between <|"|> marks, and the rest looks like JSON and is given out as JSON as it arrives. The
+model often leaves out the opening marks of strings, and sometimes falls back to plain quotes: both are read.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from sparkdraft.text.tools.schemas import Function
 
 OPEN, CLOSE, QUOTE, RESPONSE = "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>"
 SIMPLE = {"string": "string", "integer": "INTEGER", "number": "NUMBER", "boolean": "boolean", "null": '"null"'}
-BAD_KEY = re.compile(r"[:,{}\[\]<>\"'\s]")  # keys stand bare, so these cannot be in them
+BAD_KEY = re.compile(r"[:,{}\[\]<>\"'\s]")  # keys have no quotes, so these cannot be in them
 KEY_BEFORE = re.compile(r"[,{\[]\s*([^,:{}\[\]]+:)?\s*$")  # the mark after this opens the next string
 
 
 class _Broken(Exception):
-    """The text does not go on as a call: what was not given out yet is content."""
+    """The text does not continue as a call: what was not given out yet is content."""
 
 
 class Gemma4Parser(CallReader):
@@ -67,7 +67,7 @@ class Gemma4Parser(CallReader):
             yield from self._value(0)
         except _Broken:
             self.at = len(self.text) if self.ended else 0
-            self.write(self.text[: self.at])  # cut off: it stays with its call
+            self.write(self.text[: self.at])  # it was cut off: the rest stays with its call
             return True
         self.complete = True
         yield from self.skip_space(" \t\r\n}")
@@ -136,7 +136,7 @@ class Gemma4Parser(CallReader):
         if letter == '"':
             return (yield from self.string())
         end, mark = yield from self.find(("',", "'}", "']", CLOSE))
-        if mark in ("", CLOSE) or end == self.at:  # the last: what looked like its beginning is an end
+        if mark in ("", CLOSE) or end == self.at:  # the last case: what looked like its beginning is an end
             return None
         text, self.at = self.text[self.at + 1 : end], end + 1
         return text
@@ -168,7 +168,7 @@ class Gemma4(ToolFormat):
         return Gemma4Parser(tools)
 
     def history(self, messages: Messages) -> list[dict[str, Any]]:
-        """Results are part of the turn that asked for them; not every version of the template finds them elsewhere."""
+        """Put results into the turn that asked for them; not every version of the template finds them elsewhere."""
         out: list[dict[str, Any]] = []
         for message in messages:
             if message.get("role") == "tool" and out and calls_of(out[-1]):
@@ -210,8 +210,8 @@ def _response(message: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str,
 
 
 class _Rules:
-    """A schema as Lark in this notation: the common kinds, and any value for what is rarer. A part that is used again,
-    or within itself, is the same rule again."""
+    """A schema as Lark in this notation: the common kinds, and any value for rarer ones. A part that is used again, or
+    within itself, is the same rule."""
 
     def __init__(self, function: Function, prefix: str, rules: list[str]) -> None:
         self._function, self._prefix, self._rules = function, prefix, rules

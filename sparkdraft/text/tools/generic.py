@@ -1,9 +1,9 @@
-"""Calls for a model whose template knows no tools: the system prompt describes them, the format is hermes' tags.
+"""Calls for a model whose template knows no tools: the system prompt describes them, and the format is hermes' tags.
 
     <tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>
 
-Small models forget the tags, so a bare object with exactly a known name and arguments is a call too, where an answer
-could begin. Earlier calls and their results become plain messages, because the template cannot render them.
+Small models forget the tags, so where an answer could begin, a bare object with exactly a known name and arguments is a
+call too. Earlier calls and their results become plain messages, because the template cannot render them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class GenericParser(HermesParser):
             pass
 
     def _bare_call(self) -> Reading[bool]:
-        """An object is let go as soon as it cannot be a call, and is one when it is whole."""
+        """Read a call without tags. The object is given up as soon as it cannot be a call."""
         yield from self.skip_space()
         start = self.at
         if not (yield from self.skip("{")) or not (yield from self._may_be_call()):
@@ -103,7 +103,7 @@ class Generic(ToolFormat):
 
 
 def _append_result(out: list[dict[str, Any]], message: Mapping[str, Any]) -> None:
-    """Results of several calls are one message: templates want the roles in turn."""
+    """Append a result. Results of several calls become one message, because templates want alternating roles."""
     text = f"<tool_response>\n{content_text(message.get('content'))}\n</tool_response>"
     if out and out[-1].get("role") == "user" and str(out[-1].get("content")).endswith("</tool_response>"):
         out[-1]["content"] += "\n" + text
@@ -121,7 +121,7 @@ def _call_text(name: str, arguments: Any) -> str:
 
 
 def _example(function: Function) -> dict[str, Any]:
-    """Arguments of the right form with dots for text: small models copy examples more than they read schemas."""
+    """Example arguments, with dots for text: small models copy examples more than they read schemas."""
     properties = function.schema.get("properties")
     if not isinstance(properties, dict):
         return {}

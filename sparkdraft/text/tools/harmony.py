@@ -3,8 +3,8 @@
     <|channel|>analysis<|message|>The user wants ...<|end|><|start|>assistant
     <|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
 
-The prompt ends with "<|start|>assistant", so the first header goes on from there. The recipient is what makes a call:
-it may stand before or after the channel, and in the analysis channel too. Analysis is reasoning, all else is content.
+The prompt ends with "<|start|>assistant", so the first header continues from there. The recipient is what makes a call:
+it may come before or after the channel, and in the analysis channel too. Analysis is reasoning, all else is content.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class HarmonyParser(CallReader):
                 tag = yield from self._message(tag)
 
     def _message(self, tag: str) -> Reading[str]:
-        """One message whose header began with this tag; the tag that ends it, "" at the end of the text."""
+        """Read one message whose header began with this tag; returns the tag that ends it, "" at the end of the
+        text."""
         end, mark = yield from self.find((MESSAGE, START, *ENDS), LONGEST_HEADER)
         if mark != MESSAGE:
             self.give(Content(tag))
@@ -79,7 +80,7 @@ class HarmonyParser(CallReader):
                 yield from self.skip_space()
                 self.cut()
         elif letter:
-            self.write("{}")  # a message without a text: no arguments
+            self.write("{}")  # a message without a text has no arguments
         return (yield from self._copy(Content))
 
     def _copy(self, event: Callable[[str], Event]) -> Reading[str]:
@@ -94,11 +95,11 @@ class Harmony(ToolFormat):
         return HarmonyParser(tools)
 
     def constraint(self, tools: Tools, choice: str, parallel: bool, thinking: str = "") -> GrammarSpec | None:
-        # The end of a call is the end of the text for these models, so there is one at a time.
+        # For these models the end of a call is the end of the text, so there is one call at a time.
         return super().constraint(tools, choice, False, thinking)
 
     def history(self, messages: Messages) -> list[dict[str, Any]]:
-        """The template calls reasoning 'thinking', and takes it with a call only where there is no other content."""
+        """The template calls reasoning 'thinking', and takes it with a call only if there is no other content."""
         out = super().history(messages)
         for message in out:
             if message.get("reasoning_content") and not (message.get("tool_calls") and message.get("content")):

@@ -4,7 +4,7 @@
     {"name": "get_weather", "arguments": {"city": "Paris"}}
     </tool_call>
 
-The name and the arguments are read as they come. White space around calls is no content; a tag without a call is.
+The name and the arguments are read as they come. White space around calls is not content; a tag without a call is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class HermesParser(CallReader):
 
     def read(self) -> Reading[None]:
         while True:
-            # After a call that broke off, its closing tag belongs to it still.
+            # The closing tag of a call that broke off still belongs to it.
             tags = self.opens if self.complete else (*self.opens, CLOSE)
             tag = yield from self.copy_until(tags, Content)
             if not tag:
@@ -39,12 +39,12 @@ class HermesParser(CallReader):
                 yield from self.end_of_call()
 
     def call(self, tag: str) -> Reading[bool]:
-        """What follows an opening tag; False, with nothing given out, where it is no call."""
+        """Read what follows an opening tag; False, with nothing given out, if it is not a call."""
         yield from self.skip_space()
         return (yield from self.peek()) == "{" and (yield from self.json_call())
 
     def end_of_call(self) -> Reading[None]:
-        yield from self.skip_space(" \t\r\n}")  # a brace too many is no content either
+        yield from self.skip_space(" \t\r\n}")  # a surplus brace is not content either
         yield from self.skip(CLOSE)
         yield from self.skip_space()
         self.cut()

@@ -1,8 +1,8 @@
-"""One JSON object in text that arrives in pieces: where it ends, where it breaks, and its text mended on the way.
+"""Reads one JSON object in text that arrives in pieces: where it ends, where it breaks, and its repaired text.
 
-A small automaton with an explicit stack, so that deep text cannot overflow ours. It mends what models get wrong without
-changing the meaning: raw line breaks in strings, backslashes that escape nothing, Python's True, False and None. What
-the object means is the caller's business.
+It is a small automaton with an explicit stack, so that deep nesting cannot overflow ours. It repairs what models get
+wrong without changing the meaning: raw line breaks in strings, backslashes that escape nothing, Python's True, False
+and None.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 
 MAX_DEPTH = 64
 VALUE, FIRST_ITEM, FIRST_KEY, KEY, COLON, AFTER, STRING, ESCAPE, HEX, WORD = range(10)
-PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # what a JSON string holds as it is
+PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # characters of a JSON string that need no escape
 WORD_LETTERS = re.compile(r"[-+.\w]+", re.ASCII)
 LITERAL = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
 PYTHON = {"True": "true", "False": "false", "None": "null"}
@@ -25,7 +25,7 @@ def literal(word: str) -> str | None:
 
 
 class JsonScanner:
-    """'inside' begins within an object, after one of its members."""
+    """inside: begin within an object, after one of its members."""
 
     def __init__(self, inside: bool = False) -> None:
         self.done = False
@@ -33,11 +33,11 @@ class JsonScanner:
         self._stack = ["{"] if inside else []
         self._state = AFTER if inside else VALUE
         self._is_key = False
-        self._word = ""  # a number or name that may go on, or the letters of an escape: not given out yet
+        self._word = ""  # a number or name that may continue, or the letters of an escape: not given out yet
 
     def push(self, text: str, start: int = 0) -> tuple[int, str]:
-        """How far the object goes in this text, and what it says there. At the first character that cannot belong to
-        it, it is broken; a word that is no JSON is given out as it is then."""
+        """How far the object reaches in this text, and its text there. At the first character that cannot belong to it,
+        it is broken; a word that is not JSON is then given out as it is."""
         at, out = start, []
         while at < len(text) and not self.done and not self.broken:
             if self._state == STRING and (run := PLAIN.match(text, at)):
@@ -62,7 +62,7 @@ class JsonScanner:
         return ("\\" if self._state in (ESCAPE, HEX) else "") + self._word
 
     def _step(self, letter: str) -> str | None:
-        """One character; None where it cannot stand here."""
+        """Take one character; None if it is not allowed here."""
         if self._state == STRING:
             return self._in_string(letter)
         if self._state == ESCAPE:

@@ -8,8 +8,8 @@
     </function>
     </tool_call>
 
-Values are raw text; the tool's schema says what they are as JSON, so each is given out when it is complete. These
-models forget tags: the outer ones, a closing one before the next parameter. Those are read all the same.
+Values are raw text; the tool's schema gives their JSON types, so each value is given out when it is complete. These
+models forget tags: the outer ones, or a closing one before the next parameter. Such calls are read too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sparkdraft.text.tools.schemas import Function, json_rule
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-SCALARS = {"integer": "INTEGER", "number": "NUMBER", "boolean": "BOOLEAN", "null": '"null"'}  # as terminals below
+SCALARS = {"integer": "INTEGER", "number": "NUMBER", "boolean": "BOOLEAN", "null": '"null"'}  # terminals defined below
 
 
 class Qwen3XmlParser(HermesParser):
@@ -40,7 +40,7 @@ class Qwen3XmlParser(HermesParser):
                 return (yield from super().call(tag))
         end, mark = yield from self.find((">", "\n", "<"))
         name = self.text[self.at : end].strip()
-        # Without the outer tag it may be prose about tags, so the function must be one that there is.
+        # Without the outer tag it may be prose about tags, so the function must be a known one.
         if mark != ">" or not name or (tag == FUNCTION and name not in self.functions):
             return False
         self.at = end + 1
@@ -49,7 +49,7 @@ class Qwen3XmlParser(HermesParser):
         return True
 
     def _parameters(self, function: Function) -> Reading[bool]:
-        """The arguments up to the end of the function; False where the text ends before."""
+        """Read the arguments up to the end of the function; False if the text ends before."""
         given: list[str] = []
         while True:
             yield from self.skip_space()
@@ -67,7 +67,7 @@ class Qwen3XmlParser(HermesParser):
                     return False
 
     def _at_close(self) -> Reading[bool]:
-        """The end of the call without the end of the function; the tag itself is read later."""
+        """Whether the call ends here without the end of the function; the tag itself is read later."""
         found = yield from self.skip(CLOSE)
         self.at -= len(CLOSE) if found else 0
         return found
@@ -83,7 +83,7 @@ class Qwen3XmlParser(HermesParser):
         return complete
 
     def _value(self, function: Function, given: set[str]) -> Reading[tuple[str, bool]]:
-        """Reads the value and its end: its tag, the end of the call, or a parameter that is still to come."""
+        """Read the value and its end: its tag, the end of the call, or a parameter that is still to come."""
         properties = function.schema.get("properties")
         others = [key for key in properties if key not in given] if isinstance(properties, dict) else []
         nexts = "|".join(map(re.escape, others)) or "(?!)"
@@ -101,7 +101,7 @@ class Qwen3XmlParser(HermesParser):
 
 
 def to_json(text: str, schema: Any, function: Function) -> str:
-    """A raw value as JSON of one of the types that its schema allows; as a string where it is none of them."""
+    """A raw value as JSON of one of the types that its schema allows; a string if it is none of them."""
     if not isinstance(schema, dict):
         schema = {}
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
@@ -122,11 +122,11 @@ def to_json(text: str, schema: Any, function: Function) -> str:
 
 
 def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _types(schema: Any, function: Function, seen: list[int] | None = None) -> set[str]:
-    """The types that a schema allows; none where it does not say."""
+    """The types that a schema allows; none if it does not say."""
     schema, seen = function.resolve(schema), [] if seen is None else seen
     if not isinstance(schema, dict) or id(schema) in seen or len(seen) > 64:
         return set()

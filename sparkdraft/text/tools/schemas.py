@@ -1,7 +1,7 @@
-"""The tools of a request as a client sent them, made regular: a name, a description and a schema that compiles.
+"""The tools of a request in a regular form: a name, a description and a schema that compiles.
 
-Clients send schemas of every kind; one that the grammar compiler does not take is replaced by "any object", so a call
-is held to less but never refused. How a schema becomes the syntax of a format is that format's file.
+Clients send schemas of every kind. A schema that the grammar compiler does not take is replaced by "any object", so a
+call is constrained less but never refused. Each format's own file turns a schema into its syntax.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 from sparkdraft.core import UserError
 
-MOST_LETTERS = 48 * 1024  # of a grammar: longer ones are refused by their compiler
+MOST_LETTERS = 48 * 1024  # length of a grammar: the compiler refuses longer ones
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-# JSON as json.dumps writes it, which models were taught; white space without end would be a trap for small ones.
+# JSON as json.dumps writes it, which models were taught. Unlimited white space would trap small models.
 STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "lenient": True}
 
 
@@ -25,17 +25,17 @@ STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator":
 class Function:
     name: str
     description: str
-    schema: dict[str, Any]  # of the arguments: always of an object
+    schema: dict[str, Any]  # schema of the arguments, always an object's
 
     def property(self, key: str) -> Any:
-        """The schema of one argument; None where it is not known."""
+        """The schema of one argument; None if it is not known."""
         properties = self.schema.get("properties")
         if isinstance(properties, dict) and key in properties:
             return self.resolve(properties[key])
         return self.resolve(self.schema.get("additionalProperties"))
 
     def resolve(self, schema: Any) -> Any:
-        """A schema with the reference at its top followed, if it leads somewhere within."""
+        """A schema with the reference at its top resolved, if its target is within this schema."""
         for _ in range(8):
             if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str):
                 break
@@ -52,7 +52,7 @@ class Function:
         return found if reference.startswith("#") else None
 
     def whole(self, schema: Any) -> dict[str, Any]:
-        """A part of the schema as one of its own: it keeps the definitions it may refer to."""
+        """A part of the schema as a schema of its own, with the definitions that it may refer to."""
         part = dict(schema) if isinstance(schema, dict) else {}
         for key in ("$defs", "definitions"):
             if key in self.schema and key not in part:
@@ -88,7 +88,7 @@ def _arguments(schema: Any) -> dict[str, Any]:
 
 
 def json_rule(schema: dict[str, Any], fallback: dict[str, Any] | None = None) -> str:
-    """A schema for a Lark grammar of llguidance; the fallback (any object) where it does not compile."""
+    """A schema for a Lark grammar of llguidance; the fallback (any object) if it does not compile."""
     try:
         text = json.dumps({**schema, "x-guidance": STYLE})
     except (TypeError, ValueError, RecursionError):
@@ -109,7 +109,7 @@ def _compiles(schema: str) -> bool:
     grammar = f"start: %json {schema}\n"
     try:
         return not on_a_deep_stack(lambda: LLMatcher.validate_grammar_with_warnings(grammar), MAX_SECONDS)[0]
-    except UserError:  # says nothing of the schema: others still compile
+    except UserError:  # this says nothing about the schema: others still compile
         raise
     except Exception:
         return False

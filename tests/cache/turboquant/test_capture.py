@@ -1,4 +1,4 @@
-"""Codes captured beside an exact cache: they change no text, and what is said of their errors is true."""
+"""Codes captured beside an exact cache: they change no text, and their reported errors are true."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def cache(
 
 
 def step(kv: CaptureKV, qkv: Tensor, positions: Tensor, slots: Tensor, view: AttentionView) -> Tensor:
-    """As a layer does it; the queries, turned."""
+    """Write as a layer does; returns the rotated queries."""
     angle = torch.arange(256, device=qkv.device).unsqueeze(1) * 100 ** -torch.linspace(0, 1, DIM // 2).to(qkv.device)
     rope = torch.cat((angle.cos(), angle.sin()), dim=1)
     kv.layers[0].write(qkv, RopeArgs(positions.int(), rope, HEADS, KV_HEADS, None, None, 1e-6), slots.int())
@@ -116,7 +116,7 @@ def step(kv: CaptureKV, qkv: Tensor, positions: Tensor, slots: Tensor, view: Att
 
 
 def measured(key_bits: int, value_bits: int, centred: bool = True) -> tuple[dict[str, float], dict[str, float]]:
-    """A text in three steps, padding in each: what the cache says, and what float64 says."""
+    """A text in three steps with padding in each: what the cache reports, and the same in float64."""
     torch.manual_seed(3)
     centre = torch.randn(KV_HEADS, DIM) if centred else None
     kv, rows = cache(key_bits, value_bits, centre), 90
@@ -187,7 +187,8 @@ def test_a_step_of_padding_alone_and_what_is_forgotten() -> None:
 
 
 def test_nothing_of_a_step_waits_for_the_device() -> None:
-    """On a device without numbers: whatever would bring one to the host, which ends a recording, fails."""
+    """On the meta device, which has no numbers: anything that would bring one to the host, and so end a recording,
+    fails."""
     meta = torch.device("meta")
 
     def nothing(*_: Any) -> None: ...

@@ -1,4 +1,4 @@
-"""Centres of keys: the mean over a text, turned as the context turns it, and worth taking off."""
+"""Centres of keys: the mean over a text, rotated over the context, and worth subtracting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("variant", ["llama", "qwen3"])
 def test_a_centre_is_the_mean_key_of_all_positions(tmp_path: Path, variant: str) -> None:
-    """Of a text that repeats one id the keys before rotation are alike, so rotated ones average to the centre."""
+    """In a text that repeats one id the keys before rotation are equal, so the rotated ones average to the centre."""
     llm = LLM(str(write_tiny(tmp_path, variant)), dtype="float32", device="cpu", spec="off", max_model_len=64)
     model, config = llm.engine.runner.model, llm.model_config
     kv = DenseKV(config.attention, 4, 16, torch.float32, CPU, reference)

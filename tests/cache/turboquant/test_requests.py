@@ -1,4 +1,4 @@
-"""Real requests over a cache of fewer bits: drafts, company, chunks and prefixes that are found change no text."""
+"""Real requests over a coded cache: drafts, other requests, chunks and cached prefixes change no text."""
 
 from __future__ import annotations
 
