@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,16 @@ def test_a_drafters_matrix_that_could_not_be_quantised_is_said(tmp_path: Path) -
     llm = LLM(str(target), device="cpu", dtype="quantised", spec="3", drafter=str(drafter))
     said = [f for f in llm.fallbacks() if f.name.startswith("in the drafter, a float32 matrix")]
     assert said and all("width 48 is no multiple of 32" in f.reason for f in said)
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 5376**0.5), (torch.bfloat16, 73.5)])
+def test_the_scale_of_embeddings_is_a_number_of_the_weights_type(
+    dtype: torch.dtype, scale: float, tmp_path: Path
+) -> None:
+    """As in transformers, which a tiny model with a scale of 8 would not show."""
+    folder = write_tiny(tmp_path, "gemma4")
+    model = Harness(folder, dtype=dtype, change=lambda config: replace(config, embedding_scale=5376**0.5)).model
+    assert model.config.embedding_scale == pytest.approx(scale, rel=1e-7)
 
 
 def test_ends_of_text_are_found_in_a_text_config(tmp_path: Path) -> None:
