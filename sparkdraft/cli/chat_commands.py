@@ -32,7 +32,8 @@ class Conversation:
         asked: list[Message] = [*self.turns, {"role": "user", "content": question}]
         opening: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         try:
-            self.last = write(self.llm, self.llm.chat_ids(opening + asked), self.params, stopped)
+            ids = self.llm.chat_ids(opening + asked)
+            self.last = write(self.llm, ids, self.params, stopped, self.llm.style.reasoning)
         except UserError as error:
             raise UserError(f"{error}; /clear begins a new conversation") from error
         if self.last["text"]:

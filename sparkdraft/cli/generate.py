@@ -10,16 +10,18 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.cli import STARTED
 from sparkdraft.cli.options import add_engine_flags, add_sampling_flags, as_text, load_llm, read_text, sampling_params
 from sparkdraft.core import SamplingParams, UserError
-from sparkdraft.progress import waiting
+from sparkdraft.progress import errors, waiting
+from sparkdraft.text.events import Content, Event, Parser, Reasoning
 
 if TYPE_CHECKING:
     from sparkdraft.llm import LLM
+    from sparkdraft.text.reasoning import ReasoningFormat
 
 HELP = "continue a prompt"
 EXAMPLES = """examples:
@@ -28,6 +30,7 @@ EXAMPLES = """examples:
   sparkdraft generate --prompt-file story.txt --json | tail -n 1
 """
 DEFAULTS = SamplingParams(max_tokens=64)
+OPENING = 32  # ids at a prompt's end that show whether it has begun the thoughts, or ended them
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -48,7 +51,7 @@ def run(args: Namespace) -> int:
     llm = load_llm(args)
     gc.freeze()  # the model stays; the garbage collector would take 2 ms to search it, in the middle of a step
     ids = llm.chat_ids([{"role": "user", "content": prompt}]) if args.chat else llm.encode(prompt)
-    report = write(llm, ids, params)
+    report = write(llm, ids, params, thoughts=llm.style.reasoning if args.chat else None)
     if args.json:
         report["fallbacks"] = [asdict(fallback) for fallback in llm.fallbacks()]
         report["facts"] = [asdict(fact) for fact in llm.facts()]
@@ -84,28 +87,62 @@ def read_prompt(args: Namespace) -> str:
     return prompt
 
 
+class Page:
+    """Where an answer is written as it comes: to standard output. Its thoughts go to standard error."""
+
+    def __init__(self, parser: Parser | None) -> None:
+        self.parser = parser
+        self.text = self.thoughts = ""
+
+    def add(self, text: str) -> None:
+        self._show(self.parser.feed(text) if self.parser else [Content(text)])
+
+    def end(self) -> None:
+        self._show(self.parser.finish() if self.parser else [])
+        print()
+
+    def _show(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Reasoning):
+                errors.print(event.text, end="", style="dim", markup=False, soft_wrap=True)
+                self.thoughts += event.text
+            elif isinstance(event, Content):
+                if self.thoughts and not self.text:
+                    errors.print("\n")
+                print(event.text, end="", flush=True)
+                self.text += event.text
+
+
 def write(
-    llm: LLM, ids: list[int], params: SamplingParams, stopped: Callable[[], bool] = lambda: False
+    llm: LLM,
+    ids: list[int],
+    params: SamplingParams,
+    stopped: Callable[[], bool] = lambda: False,
+    thoughts: ReasoningFormat | None = None,
 ) -> dict[str, Any]:
     """Stream the text to standard output, to its end or until it is stopped. Returns what --json reports (start_ms:
-    from the command's start to the first token, including loading)."""
+    from the command's start to the first token, including loading). thoughts: how they are told from the answer."""
     begin = time.perf_counter()
     first = last = begin
-    text, num_output, finish, speculation = "", 0, None, None
+    num_output, finish, speculation = 0, None, None
+    opening = llm.tokenizer.decode(ids[-OPENING:], skip_special=False) if thoughts else ""
+    page = Page(thoughts(opening) if thoughts else None)
+    if thoughts and thoughts.keep_special:
+        params = replace(params, keep_special=True)
     with closing(waiting(llm.stream(ids, params), f"reading {len(ids)} tokens of prompt")) as pieces:
         for piece in pieces:
             last = time.perf_counter()
             first = last if num_output == 0 else first
             num_output += len(piece.ids)
-            text += piece.text
             finish, speculation = piece.finish, piece.speculation
-            print(piece.text, end="", flush=True)
+            page.add(piece.text)
             if stopped():
                 break
-    print()
+    page.end()
     decode = last - first
     return {
-        "text": text,
+        "text": page.text,
+        "reasoning": page.thoughts or None,
         "num_prompt": len(ids),
         "num_output": num_output,
         "finish_reason": finish.value if finish else None,

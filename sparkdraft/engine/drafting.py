@@ -52,6 +52,7 @@ class Drafting:
         """default: the depth of requests that name none; None chooses every step, 0 is off. reads: what a step reads of
         the target's weights, in any unit."""
         self.proposer, self.ngram, self.default = proposer, ngram, default
+        self.has_experts = reads(2) > reads(1)  # in the target: more rows read more weights
         self.max_depth = proposer.max_depth if proposer else (NGRAM_DEPTH if ngram else 0)
         self._check("spec", default)
         self.choices = depth_choices(self.max_depth, default)

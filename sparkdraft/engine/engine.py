@@ -164,15 +164,24 @@ class Engine:
     def warm_up(self) -> None:
         """Run the shapes that a single request brings, before anyone waits for them. This compiles kernels, records
         steps, and measures the cost of a step at each depth for the depth controllers."""
-        for ids, bias in (([*range(16)], {}), ([5] * 16, {5: 100.0})):  # drafts by the model, then n-gram drafts
-            for depth in self.drafting.choices:
-                params = SamplingParams(max_tokens=8 * depth + 8, num_draft=depth, logit_bias=bias, ignore_eos=True)
-                name = self.add(ids, params)
-                for _ in range(TRIAL_STEPS):
-                    self.step()
-                self.abort(name)
+        for depth in self.drafting.choices:
+            self._try(depth, [*range(16)], TRIAL_STEPS)  # drafted by the model
+        for depth in self.drafting.choices:  # and by its own text
+            if not self.drafting.has_experts:
+                self._try(depth, [5] * 16, TRIAL_STEPS, following=5)
+                continue
+            for _ in range(TRIAL_STEPS - 1):  # equal ids would be sent to the same experts, and seem to cost nothing
+                self._try(depth, [*range(16)] * 2, 2, following=0)
         self._ended.clear()
         self.reset_counts()
+
+    def _try(self, depth: int, ids: list[int], steps: int, following: int | None = None) -> None:
+        """Steps of one request, the first of which reads its prompt. following: the id that it always writes."""
+        bias = {} if following is None else {following: 100.0}
+        name = self.add(ids, SamplingParams(8 * depth + 8, num_draft=depth, logit_bias=bias, ignore_eos=True))
+        for _ in range(steps):
+            self.step()
+        self.abort(name)
 
     def reset_counts(self) -> None:
         """Start counting anew: the requests so far were not a user's."""

@@ -90,7 +90,7 @@ def chat_style(
         happens=thoughts is not None,
         switch=next((name for name in SWITCHES if name in known), ""),
         default=family.thinks,
-        has_efforts=EFFORT in known or bool(family.efforts),
+        has_efforts=EFFORT in known,
         efforts=family.efforts,
     )
     named = Fact("reasoning parser", thoughts.name if thoughts else NONE, why)

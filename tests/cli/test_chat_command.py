@@ -16,10 +16,12 @@ import pytest
 from sparkdraft.cli.chat import DEFAULTS, answer
 from sparkdraft.cli.chat_commands import COMMANDS, Conversation, is_command, run_command
 from sparkdraft.core import FinishReason, SamplingParams, StepOutput, UserError
+from sparkdraft.text.style import chat_style
 from tests.cli.terminal import ALT_ENTER, CTRL_C, CTRL_D, ENTER, LEFT, READY, UP, Terminal, paste
 from tests.models.tiny import write_tiny
 
 ECHO = "from sparkdraft.cli.chat_input import messages\nfor text in messages(): print(repr(text), flush=True)"
+ANALYSIS = "<|channel|>analysis<|message|>"
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
 
@@ -138,9 +140,12 @@ def test_a_pipe_that_is_no_text(folder: Path) -> None:
 class Scripted:
     """An LLM that answers with given pieces and remembers what it was asked."""
 
-    def __init__(self, pieces: Sequence[str]) -> None:
+    def __init__(self, pieces: Sequence[str], model_type: str = "llama", ends: str = "") -> None:
+        """ends: what its prompts end with."""
         self.pieces, self.asked, self.is_open = pieces, list[Any](), False
-        self.plan = SimpleNamespace(max_model_len=512)
+        self.plan, self.style = SimpleNamespace(max_model_len=512), chat_style(model_type, None)
+        self.tokenizer = SimpleNamespace(decode=lambda ids, skip_special: ends)
+        self.params = SamplingParams()
 
     def chat_ids(self, messages: Sequence[Any]) -> list[int]:
         self.asked.append([(message["role"], message["content"]) for message in messages])
@@ -149,6 +154,7 @@ class Scripted:
     def stream(self, ids: list[int], params: SamplingParams) -> Iterator[StepOutput]:
         if len(ids) > 100:
             raise UserError("the prompt is too long")
+        self.params = params
         self.is_open = True
         try:
             for text in self.pieces:
@@ -167,6 +173,26 @@ class Scripted:
 def talk_to(*pieces: str) -> tuple[Conversation, Scripted]:
     llm = Scripted(pieces)
     return Conversation(llm, DEFAULTS), llm  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "ends", "said"),
+    [
+        ("gpt_oss", "<|start|>assistant", f"{ANALYSIS}Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."),
+        ("gemma4", "<|turn>model\n", "<|channel>thought\nHm.<channel|>Yes."),
+    ],
+)  # fmt: skip
+def test_thoughts_are_shown_apart_and_are_no_part_of_the_conversation(
+    model_type: str, ends: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm = Scripted([said[i : i + 5] for i in range(0, len(said), 5)], model_type, ends)
+    talk = Conversation(llm, DEFAULTS)  # type: ignore[arg-type]
+    answer(talk, "hello")
+    printed = capsys.readouterr()
+    assert printed.out == "Yes.\n" and "Hm." in printed.err and llm.params.keep_special
+    assert talk.last and (talk.last["text"], talk.last["reasoning"]) == ("Yes.", "Hm.")
+    answer(talk, "again")
+    assert llm.asked[-1] == [("user", "hello"), ("assistant", "Yes."), ("user", "again")]
 
 
 def test_a_conversation_goes_on_until_it_is_cleared() -> None:

@@ -15,6 +15,7 @@ from sparkdraft.bench.offline import Bench, Ceilings, Load
 from sparkdraft.cache.recent_rows import RecentRows, pages_of_a_request
 from sparkdraft.cache.windows import WindowedKV
 from sparkdraft.cli.main import main
+from sparkdraft.core import Batch
 from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.models import registry
 from sparkdraft.plan.resolve import MOST_AHEAD
@@ -202,3 +203,20 @@ def test_the_bench_says_how_experts_are_counted(folder: Path, capsys: pytest.Cap
     out = capsys.readouterr().out
     report = json.loads(out.splitlines()[-1])
     assert "choose independently" in out and report["floor"] in out and report["rows"][0]["rows"] == 2
+
+
+def test_drafts_that_are_timed_at_start_reach_different_experts(folder: Path) -> None:
+    """Of equal ids a mixture of experts would read one row's, and drafts would seem to cost nothing."""
+    engine = load(folder, spec="auto").engine
+    assert all(engine.drafting.controllers["ngram"].costs[0, 0].weight[depth] for depth in engine.drafting.choices)
+    tried: list[list[int]] = []
+    propose = engine.drafting.propose
+
+    def seen(batch: Batch) -> None:
+        propose(batch)
+        tried.extend(work.drafts for work in batch.work if work.drafts)
+
+    engine.drafting.propose = seen  # type: ignore[method-assign]
+    engine.warm_up()
+    assert {len(drafts) for drafts in tried} == set(engine.drafting.choices) - {0}
+    assert all(len(set(drafts)) == len(drafts) for drafts in tried)

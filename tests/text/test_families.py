@@ -141,6 +141,8 @@ def test_efforts_that_a_model_does_not_have_are_told() -> None:
     for template in (QWEN3, CODER, THINKING_ONLY):
         with pytest.raises(UserError, match=f"one of {', '.join(EFFORTS)}"):
             prompt("qwen3", template, "much")
+    with pytest.raises(UserError, match="no switch"):
+        prompt("gpt_oss", OPENS, "none")  # a family that has efforts, with a template that does not look at them
     seen = "{{ reasoning_effort }}" + QWEN3  # a template of no known family that knows efforts
     assert prompt("llama", seen, "much").startswith("much")
 
