@@ -1,4 +1,4 @@
-"""The operators of `kernels/reference.py` for CPUs, in C++; its matmuls are of integers (packed.py).
+"""The operators of `kernels/reference.py` for CPUs, in C++; its matmuls are of integers (packed.py, experts.py).
 
 Names, signatures and meaning are the reference's; `sample` alone is not there, and does at once what engine/sampler.py
 does in several steps. Tensors are float32 on the CPU. A row's result has the same bits whatever rows are beside it and

@@ -1,7 +1,7 @@
 // The few vector operations that the kernels are written in, for NEON, for AVX2 and in plain C++ for the rest.
 // Everything that must give the same bits in every tiling goes through these: multiply-adds are explicit (the compiler
 // is told to fuse none by itself), and a function of one lane never looks at another.
-// Algorithms are in matmul.cpp, attention.cpp, elementwise.cpp and sampling.cpp.
+// Algorithms are in matmul.cpp, experts.cpp, attention.cpp, elementwise.cpp and sampling.cpp.
 #pragma once
 
 #include <cmath>

@@ -41,7 +41,7 @@ class GroupQuant:
     def from_float(weight: Tensor) -> GroupQuant:
         """Round a float matrix [out, in] to 8 bits a weight, symmetric in each group."""
         out, width = weight.shape
-        groups = weight.float().reshape(out, width // GROUP, GROUP)  # it may lie the other way round
+        groups = weight.float().contiguous().view(out, width // GROUP, GROUP)
         scale = (groups.abs().amax(-1) / 127).to(torch.float16)
         inverse = torch.where(scale > 0, 1 / scale.float(), 0.0)
         q = (groups * inverse.unsqueeze(-1)).round_().clamp_(-127, 127).to(torch.int8)
