@@ -6,8 +6,8 @@ a layer is in the L2 when it is read. Bytes are those of the experts that at lea
 of a measured copy. Rows are routed at random, which spreads them over more experts than text would. It ends in a line
 of JSON.
 
-    python tools/cuda_experts.py                   about a minute on an H200
-    python tools/cuda_experts.py --tune            also tries tiles and ways, and ends in a file of tiles: 4 minutes
+    python tools/cuda_experts.py                   under a minute on an H200
+    python tools/cuda_experts.py --tune            also tries tiles and ways, and prints the best: two minutes
     python tools/cuda_experts.py --models qwen3-30b-a3b --rows 1 16
     python tools/cuda_experts.py --dry             tiny shapes in Triton's interpreter: whether the script itself works
 """
@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from unittest.mock import patch
 
 DRY = "--dry" in sys.argv
@@ -501,6 +502,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=[m.name for m in MODELS], choices=[m.name for m in MODELS])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 256, 2048])
     parser.add_argument("--tune", action="store_true", help="try tiles, and all ways for each number of rows")
+    parser.add_argument("--out", type=Path, help="a file of tiles to lay the best over, such as the user's own")
     kernels = [ROUTER, GATE_UP, ROW_DOWN, DOWN]
     parser.add_argument("--kernels", nargs="+", default=kernels, choices=kernels, help="whose tiles to try")
     parser.add_argument("--limit", type=float, default=200, help="seconds after which nothing more is tried")
@@ -534,6 +536,8 @@ def main() -> None:
         for (kernel, form), found in tiles.items():
             nested.setdefault(kernel, {})[form] = {"x".join(map(str, key)): tile for key, tile in found.items()}
         print(json.dumps(nested))
+        if arguments.out:
+            tuned.save(arguments.out, tiles)
     print(json.dumps(results))
 
 
