@@ -30,9 +30,9 @@ SPECS = [
     AttentionSpec(8, 1, 64, RopeSpec(64, 150000.0), 0.125, sinks=True),
 ]
 STEPS = [  # (sequence, its rows): chunks, single rows, and five drafted rows
-    [(0, 45)],
-    [(1, 20), (0, 1)],
-    [(0, 5), (1, 40)],
+    [(0, 30)],
+    [(1, 10), (0, 1)],
+    [(0, 5), (1, 25)],
     [(1, 1), (0, 1)],
 ]
 
