@@ -1,7 +1,7 @@
 """Attention sinks: one logit per head that every row sees beside its keys, and that has no value.
 
-The C++ and Triton kernels, and both of TurboQuant's, against plain torch; what a sink is, is checked here by a loop.
-Triton runs on a GPU, or under TRITON_INTERPRET=1; Gluon on a GPU alone.
+The C++ kernels, and codes in plain torch; what a sink is, is checked here by a loop. A GPU's are in
+test_cuda_sinks.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparkdraft.cache.turboquant.format import TurboQuantKV
 from sparkdraft.kernels import native, reference
 from sparkdraft.kernels.view import AttentionParams, AttentionView
+from sparkdraft.models.layers import AttentionSpec, RopeSpec
 from tests.kernels.test_native import batch, one_row
 from tests.kernels.test_turboquant_store import HEADS as CODED_HEADS
 from tests.kernels.test_turboquant_store import Cache, close
@@ -150,3 +152,17 @@ def test_coded_keys_with_sinks(first: int, recent: int, window: int) -> None:
     cache.step([(0, 126, 131), (1, 19, 20)])
     whole = cache.attend([(0, 290, 300)])
     close(cache.attend([(1, 3, 9), (0, 295, 296)])[6:], whole[5:6], 1e-12)
+
+
+def test_a_layer_with_sinks_is_not_centred() -> None:
+    """A centre shifts the scores of all keys alike, which a softmax does not see; a sink would not shift with them."""
+    plain = AttentionSpec(CODED_HEADS, 1, 64, RopeSpec(64), 0.125)
+    centres = [torch.ones(1, 64), torch.ones(1, 64)]
+    kv = TurboQuantKV(
+        [4, 4], 3, [plain, replace(plain, sinks=True)], 4, 16, (0, 0, 0), centres, torch.device("cpu"), reference
+    )
+    assert [layer.store.centre is None for layer in kv.layers] == [False, True]
+    view = AttentionView(*(torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [1], [[0]])), 1, 1)
+    with pytest.raises(AssertionError, match="a centre shifts all scores"):
+        sunk = AttentionParams(0.125, sinks=torch.zeros(CODED_HEADS))
+        kv.layers[0].attend(torch.zeros(1, CODED_HEADS, 64), view, sunk)

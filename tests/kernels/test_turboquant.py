@@ -214,7 +214,7 @@ def relative_error(fmt: VectorFormat, x: Tensor) -> float:
 
 
 @pytest.mark.parametrize("bits", PLANES)
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", DIMS)
 def test_the_error_is_the_one_that_theory_gives(dim: int, bits: int) -> None:
     x = torch.randn(1_500_000 // dim, dim, generator=torch.Generator().manual_seed(3)) * 7
     fmt, theory = VectorFormat(dim, bits), codebook(dim, bits).distortion

@@ -233,7 +233,7 @@ def test_without_uncoded_rows_there_are_no_pages_and_no_map() -> None:
         CodedLayer.make(1, 1, SIZE, cache.layer.keys, cache.layer.values, recent=1)
 
 
-CASES = [(64, (4, 3)), (64, (3, 5)), (96, (5, 4)), (128, (4, 3)), (128, (2, 2)), (256, (5, 2))]
+CASES = [(64, (4, 3)), (64, (3, 5)), (96, (5, 4)), (128, (4, 3)), (128, (2, 2)), (256, (5, 2)), (512, (4, 3))]
 
 
 @pytest.mark.parametrize(("dim", "bits"), CASES)

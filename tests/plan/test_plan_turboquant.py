@@ -92,10 +92,13 @@ def test_shapes_that_a_gpus_kernels_cannot_run() -> None:
     config = EngineConfig(kv="turboquant")
     laptop = Hardware("cpu", "a laptop", 8, 60 << 30)
     for model, own, words in (
-        (
-            uniform_config("qwen3", 36, 4096, 12288, 32, 8, 96, 151936, 40960),
-            config,
-            "head dims 64, 128, 256 on the cuda kernels; this model's is 96",
+        *(
+            (
+                uniform_config("qwen3", 36, 4096, 12288, 32, 8, dim, 151936, 40960),
+                config,
+                f"head dims 64, 128, 256 on the cuda kernels; this model's is {dim}: ask for kv fp8",
+            )
+            for dim in (96, 512)
         ),
         (MODEL, replace(config, block_size=32), "block_size is 32; kv turboquant on the cuda kernels has blocks of 16"),
     ):

@@ -23,7 +23,9 @@ class KernelLimits(NamedTuple):
     block_size: int  # positions of a block: what is unpacked at once, and a record beside the next
 
 
-KERNEL_LIMITS = {"cuda": KernelLimits((64, 128, 256), 16)}  # by the kernels' name; those not named run any shape
+# By the kernels' name; those not named run any shape. A GPU's end at 256: four warps hold 64 lanes' sums of values in
+# registers, and at 512 these alone would be 256 of each thread, one more than there are.
+KERNEL_LIMITS = {"cuda": KernelLimits((64, 128, 256), 16)}
 
 
 def check_bits(bits: int, what: str = "bits") -> None:
