@@ -49,8 +49,9 @@ def _mixer(spec: AttentionSpec | RecurrentSpec, hidden: int) -> LayerSizes:
         state = spec.num_value_heads * spec.key_dim * spec.value_dim + (spec.conv_width - 1) * spec.conv_channels
         return LayerSizes(weights, weights, 0, 0, made, values, 0, state)
     own = 2 * spec.kv_width if spec.kv_from is None else 0
-    weights = hidden * (2 * spec.query_width + own)
-    return LayerSizes(weights, weights, own, spec.query_width, spec.query_width + own, spec.query_width, 0)
+    made = spec.query_width + (own // 2 if spec.values == "keys" else own)
+    weights = hidden * (made + spec.query_width)
+    return LayerSizes(weights, weights, own, spec.query_width, made, spec.query_width, 0)
 
 
 def _mlp(spec: DenseSpec | ExpertsSpec, hidden: int) -> LayerSizes:
