@@ -63,7 +63,10 @@ def _load_experts(
     import torch
 
     from sparkdraft.models.experts import Experts
-    from sparkdraft.weights.quant.stored import take_rows
+    from sparkdraft.weights.quant.stored import Stored
+
+    def gate_then_up(matrix: Stored) -> list[Stored]:  # of floats no copy is made: a layer of all experts is large
+        return [matrix[0::2], matrix[1::2]] if isinstance(matrix, torch.Tensor) else [matrix.take(order)]
 
     assert isinstance(spec, ExpertsSpec), f"{name} is {spec}"
     hidden, inter, count, place = config.hidden_size, spec.intermediate_size, spec.num_experts, f"{name}.experts"
@@ -76,7 +79,7 @@ def _load_experts(
     return Experts(
         spec,
         router,
-        load.keep_experts([[take_rows(matrix, order)] for matrix in gate_up], gate_up_bias),
+        load.keep_experts(list(map(gate_then_up, gate_up)), gate_up_bias),
         load.keep_experts([[matrix] for matrix in down], down_bias),
         ops,
     )
