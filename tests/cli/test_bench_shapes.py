@@ -9,7 +9,6 @@ import pytest
 
 from sparkdraft.bench import bandwidth, shapes
 from sparkdraft.cli.main import main
-from sparkdraft.models.registry import ARCHITECTURES
 from sparkdraft.plan.sizes import model_sizes
 
 SMALL = {
@@ -46,8 +45,6 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("little")
 @pytest.mark.parametrize("name", list(shapes.TARGET_FILES))
 def test_a_published_shape_runs_with_its_drafter(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if shapes.TARGET_FILES[name]["model_type"] not in ARCHITECTURES:
-        pytest.skip("its architecture is not read yet")
     flags = ["--shape", name, "--drafter-shape", f"{name}-dflash", "--dtype", "float32", "--threads", "1"]
     flags += ["--synthetic-acceptance", "2.5", "--spec", "3", "--prompt-len", "20", "--concurrency", "2"]
     assert main(["bench", "offline", *flags, "--output-len", "20"]) == 0, capsys.readouterr().err

@@ -130,7 +130,7 @@ MISTAKES: list[tuple[str, Change, str]] = [
     ("gemma4", text(per_layer_config=None, global_head_dim=32), r"config says \(128, 64\)"),
     ("gemma4", text(attention_k_eq_v=False), "layers.2.self_attn.v_proj.weight is missing"),
     ("gemma4", text(sliding_window=0), "sliding_window 0; a window is 1 token or more"),
-    ("gemma4", text(rope_parameters={"sliding_attention": {"rope_theta": 1e4}}), "none for full_attention"),
+    ("gemma4", text(rope_parameters={"sliding_attention": {"rope_theta": 1e4}}), "without those of 'full_attention'"),
     ("gemma4", config(text_config=3), "text_config that is no object"),
     ("gemma4-experts", text(num_experts=16), r"router.proj.weight has shape \(8, 64\), the config says \(16, 64\)"),
     ("gemma4-experts", text(enable_moe_block=False), r"tensors belong to no part of the model: .*experts.down_proj"),

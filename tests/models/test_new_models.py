@@ -124,5 +124,5 @@ def test_the_plan_counts_the_experts(folder: Path) -> None:
 
 @needs_native
 def test_a_kind_of_cache_that_the_kernels_lack_is_refused(folder: Path) -> None:
-    with pytest.raises(UserError, match="kv fp8 is not for the CPU kernels"):
+    with pytest.raises(UserError, match="kv fp8 does not run on the CPU kernels"):
         load(folder, dtype="quantised", kv="fp8")
