@@ -9,6 +9,7 @@ without overlap (pdl.py) and as cuBLAS with the small kernels around it. The til
     python tools/cuda_few_rows.py            about a minute on an H200, a third of it compiling
     python tools/cuda_few_rows.py --out sparkdraft/kernels/cuda/tuned/sm_90.json    for everybody
     python tools/cuda_few_rows.py --quick    the tiles of the table alone, and fewer rows: about 20 seconds
+    python tools/cuda_few_rows.py --only Gemma,gpt    chosen shapes: seconds
     python tools/cuda_few_rows.py --dry      tiny shapes in Triton's interpreter: whether the script itself works
 """
 
@@ -83,6 +84,25 @@ SHAPES = [
     Shape("SmolLM2 gate_up", "norm_gated", 3072, 576),
     Shape("SmolLM2 down", "add_linear", 576, 1536),
     Shape("SmolLM2 head", "norm_argmax", 49152, 576),
+    Shape("Qwen3-30B-A3B qkv", "norm_linear", 5120, 2048),
+    Shape("Qwen3-30B-A3B o", "add_linear", 2048, 4096),
+    Shape("Qwen3-30B-A3B router", "norm_linear", 128, 2048),
+    Shape("Qwen3-30B-A3B head", "norm_argmax", 151936, 2048),
+    Shape("gpt-oss qkv", "norm_linear", 5120, 2880),
+    Shape("gpt-oss o", "add_linear", 2880, 4096),
+    Shape("gpt-oss-20b router", "norm_linear", 32, 2880),
+    Shape("gpt-oss head", "norm_argmax", 201088, 2880),
+    Shape("Gemma-4-31B qkv, sliding", "norm_linear", 16384, 5376),
+    Shape("Gemma-4-31B qk, full", "norm_linear", 18432, 5376),
+    Shape("Gemma-4-31B o, sliding", "linear", 5376, 8192),
+    Shape("Gemma-4-31B o, full", "linear", 5376, 16384),
+    Shape("Gemma-4-31B gate_up", "norm_gated", 43008, 5376),
+    Shape("Gemma-4-31B down", "linear", 5376, 21504),
+    Shape("Gemma-4-31B head", "norm_argmax", 262144, 5376),
+    Shape("Gemma-4-26B-A4B qkv, sliding", "norm_linear", 8192, 2816),
+    Shape("Gemma-4-26B-A4B o, sliding", "linear", 2816, 4096),
+    Shape("Gemma-4-26B-A4B gate_up", "norm_gated", 4224, 2816),
+    Shape("Gemma-4-26B-A4B down", "linear", 2816, 2112),
 ]
 
 
@@ -93,11 +113,14 @@ def candidates(shape: Shape, quick: bool) -> list[Tile]:
     if shape.in_ < 2048:
         others = [(16, 64, 4, 10), (16, 64, 2, 10), (32, 64, 4, 10), (64, 64, 4, 6)]
         others += [(16, 128, 4, 13), (32, 128, 4, 13)] * (shape.in_ % 128 == 0)
+    elif shape.out < 1024:
+        others = [(16, 128, 4, 13), (16, 256, 4, 8), (16, 128, 8, 13), (16, 64, 4, 13), (16, 512, 8, 4)]
     elif shape.out < 8192:
         others = [(64, 128, 4, 8), (64, 128, 4, 5), (64, 256, 4, 5), (32, 128, 4, 8), (32, 256, 4, 6), (128, 128, 8, 5)]
+        others += [(32, 64, 4, 10), (16, 128, 4, 13), (16, 256, 4, 8), (64, 64, 4, 10)]
     else:
         others = [(64, 128, 4, 5), (64, 128, 4, 8), (64, 64, 4, 8), (128, 64, 4, 6), (128, 128, 8, 4), (128, 128, 8, 5)]
-    tiles = [first] + [Tile(*numbers) for numbers in others]
+    tiles = [first] + [Tile(*numbers) for numbers in others if shape.in_ % numbers[1] == 0]
     return list(dict.fromkeys(tiles))[: 1 if quick else 2 if DRY else None]
 
 
@@ -356,9 +379,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="the table's tiles alone, rows 1 and 16")
     parser.add_argument("--dry", action="store_true", help="tiny shapes in the interpreter, to try the script")
+    parser.add_argument("--only", default="", help="shapes whose name begins so, and no whole layers")
     parser.add_argument("--out", type=Path, default=tuned.user_file(GPU), help="the file of tiles to write to")
     arguments = parser.parse_args()
     quick = arguments.quick
+    SHAPES[:] = [shape for shape in SHAPES if shape.name.startswith(tuple(arguments.only.split(",")))]
     begin = time.perf_counter()
     bandwidth = 1e9 if DRY else memory_bandwidth("cuda")
     device = DEVICE if DRY else torch.cuda.get_device_name()
@@ -373,7 +398,7 @@ def main() -> None:
         tuned.save(arguments.out, {(few_rows.KERNEL, FORMAT): best})
         print(f"{len(best)} tiles written to {arguments.out}", flush=True)
     few_rows._launch.cache_clear()
-    layer = chains(rows, bandwidth)  # with the tiles just found
+    layer = {} if arguments.only else chains(rows, bandwidth)  # with the tiles just found
     spent = time.perf_counter() - begin
     print(f"{spent:.0f} s in all")
     print(json.dumps({"device": device, "copy_GB/s": round(bandwidth / 1e9), "shapes": shapes, "layer": layer}))
