@@ -64,5 +64,9 @@ def test_the_tree_names_what_exists() -> None:
 
 
 def test_links_lead_somewhere() -> None:
+    """Files exist, and so do the headings that a link names."""
     for target in re.findall(r"\]\(([^)]+)\)", README):
-        assert (ROOT / target).exists(), target
+        path, _, heading = target.partition("#")
+        assert (ROOT / path).exists(), target
+        headings = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(), re.MULTILINE) if heading else []
+        assert not heading or heading in [each.lower().replace(" ", "-") for each in headings], target

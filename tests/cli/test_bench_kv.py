@@ -212,7 +212,7 @@ def test_speed_can_be_left_out_and_float32_is_chosen(tiny: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--formats", "exact,k9v3"], "--formats names 'k9v3'; a format is exact, fp8 or k<bits"),
+        (["--formats", "exact,k9v3"], "--formats names 'k9v3'; a format is exact, fp8 or k<key bits"),
         (["--formats", "fp8", "--dtype", "quantised"], "does not run on the CPU kernels"),
         (["--shape", "toy", "--formats", "k4v3-uncentred"], "random weights are never centred"),
         (["--shape", "no-such"], "shape 'no-such' is not known"),
