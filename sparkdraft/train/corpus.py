@@ -232,7 +232,9 @@ class CorpusWriter:
             self._broken = True
             kept = f"{self.num_documents} document{'s' if self.num_documents != 1 else ''} of {self.folder} are kept"
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise UserError(f"The disk is full: {kept}; make room, and run it again to continue.") from error
+                raise UserError(
+                    f"The disk is full: {kept}; make room, and run the same command again to continue."
+                ) from error
             raise UserError(f"{self.folder / name} cannot be written ({error.strerror}): {kept}.") from error
 
 

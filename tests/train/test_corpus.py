@@ -122,7 +122,7 @@ def test_a_full_disk_keeps_the_complete_shards(tmp_path: Path, monkeypatch: pyte
         synced(file)
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match=r"disk is full: \d+ documents of .* are kept; make room, and run it again"):
+    with pytest.raises(UserError, match=r"disk is full: \d+ documents of .* are kept; make room, and run the same"):
         write(tmp_path, docs)
     kept = Corpus(tmp_path)
     assert len(list(tmp_path.glob("*.documents.npy"))) == 2
