@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +12,7 @@ from sparkdraft.weights.linear import DenseLinear, Linear, ToFloats
 from sparkdraft.weights.quant.stored import Stored
 
 
-class ExpertLinear:
+class ExpertLinear(ABC):
     """A matrix W [out, in] per expert. Kernels ask what it can do, never what it is."""
 
     count: int
@@ -19,9 +20,9 @@ class ExpertLinear:
     floats: Tensor | None = None  # [experts, out, in], contiguous, where they are kept as floats
     bias: Tensor | None = None  # [experts, out]
 
+    @abstractmethod
     def expert(self, number: int) -> Linear:
         """The matrix of one expert."""
-        raise NotImplementedError
 
 
 class DenseExperts(ExpertLinear):

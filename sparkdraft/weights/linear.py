@@ -8,6 +8,7 @@ loaded (weights/loader.py). A drafter never inherits its target's format.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -37,7 +38,7 @@ class WeightTiles:
         return f"{8 * self.codes.element_size()}bit" if self.decoding == "plain" else self.decoding
 
 
-class Linear:
+class Linear(ABC):
     """A matrix W [out, in]. A format must have `linear`; what it leaves out has a plain form here."""
 
     __slots__ = ()
@@ -45,8 +46,9 @@ class Linear:
     nbytes: int
     tiles: WeightTiles | None = None  # for kernels that read it tile by tile; None: only its own `linear` reads it
 
-    def linear(self, x: Tensor) -> Tensor:  # [rows, in] -> [rows, out]: x W^T
-        raise NotImplementedError
+    @abstractmethod
+    def linear(self, x: Tensor) -> Tensor:  # [rows, in] -> [rows, out]
+        """x W^T."""
 
     def linear_float32(self, x: Tensor) -> Tensor:  # [rows, in] -> float32 [rows, out], for logits
         return self.linear(x).float()
