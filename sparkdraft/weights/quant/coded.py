@@ -1,0 +1,93 @@
+"""A quantised matrix in the one form that all formats of 4 and 8 bits are read into: codes, levels, scales by group.
+
+    W[o, k] = (level(code[o, k]) * scale[o, k // group] + offset[o, k // group]) * row_scale[o]
+
+A format (a file beside this one) unpacks its own order of bits into this form and keeps its scales in the type that
+they are stored in, so nothing is rounded. Kernels repack it into the order that their machine likes. 'row_scale' takes
+whatever is one number per output row: the scale of a tensor, of a channel, or of one part of a stacked matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Levels(NamedTuple):
+    """What a code means, before its scale."""
+
+    bits: int
+    values: tuple[float, ...] | None  # by code; None: the bytes are numbers of 'dtype' already
+    dtype: torch.dtype | None = None
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # a sign, two bits of exponent, one of mantissa
+_IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+LEVELS = {
+    "int4": Levels(4, tuple(float(code - 8) for code in range(16))),
+    "e2m1": Levels(4, (*_E2M1, *(-value for value in _E2M1))),
+    "iq4_nl": Levels(4, tuple(map(float, _IQ4_NL))),
+    "int8": Levels(8, None, torch.int8),
+    "e4m3": Levels(8, None, torch.float8_e4m3fn),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """4 bits: codes are uint8 [out, in / 2], and byte j holds code 2j in its low and 2j + 1 in its high bits.
+    8 bits: codes are uint8 [out, in]: the bytes of int8 or float8_e4m3fn."""
+
+    levels: str  # of LEVELS
+    codes: Tensor
+    group: int  # weights along 'in' that share a scale; 'in' itself where there is one per row or none
+    scale: Tensor | None  # [out, in / group]: float8_e4m3fn, float16, bfloat16 or float32, or uint8 e for 2 ** (e - 127)
+    offset: Tensor | None = None  # [out, in / group]: float16 or float32
+    row_scale: Tensor | None = None  # float32 [out]
+
+    @property
+    def bits(self) -> int:
+        return LEVELS[self.levels].bits
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1] * 8 // self.bits
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[out, in] in 'dtype': what every kernel on these weights must agree with."""
+        out, width = self.shape
+        _, values, kind = LEVELS[self.levels]
+        if values is None:
+            assert kind is not None
+            levels = self.codes.view(kind).float()
+        else:
+            both = torch.stack((self.codes & 15, self.codes >> 4), dim=-1).flatten(1)
+            levels = torch.tensor(values, device=both.device)[both.int()]
+        w = levels.view(out, -1, self.group)
+        if self.scale is not None:
+            w = w * scale_values(self.scale).unsqueeze(-1)
+        if self.offset is not None:
+            w = w + self.offset.float().unsqueeze(-1)
+        w = w.view(out, width)
+        return (w if self.row_scale is None else w * self.row_scale.unsqueeze(1)).to(dtype)
+
+    def take(self, ids: Tensor) -> Coded:
+        """Chosen output rows, in the order given."""
+        ids = ids.long()
+
+        def rows(part: Tensor | None) -> Tensor | None:
+            return None if part is None else part.view(torch.uint8)[ids].view(part.dtype)
+
+        codes = rows(self.codes)
+        assert codes is not None
+        return Coded(self.levels, codes, self.group, rows(self.scale), rows(self.offset), rows(self.row_scale))
+
+
+def scale_values(scale: Tensor) -> Tensor:
+    """Scales as float32; bytes are exponents (OCP's e8m0)."""
+    if scale.dtype == torch.uint8:
+        return torch.ldexp(torch.ones((), device=scale.device), scale.int() - 127)
+    return scale.float()
