@@ -44,7 +44,7 @@ class Coded:
     levels: str  # of LEVELS
     codes: Tensor
     group: int  # weights along 'in' that share a scale; 'in' itself where there is one per row or none
-    scale: Tensor | None  # [out, in / group]: float8_e4m3fn, float16, bfloat16 or float32, or uint8 e for 2 ** (e - 127)
+    scale: Tensor | None  # [out, in / group]: float8_e4m3fn, float16, bfloat16, float32, or uint8 e for 2 ** (e - 127)
     offset: Tensor | None = None  # [out, in / group]: float16 or float32
     row_scale: Tensor | None = None  # float32 [out]
 
@@ -79,7 +79,9 @@ class Coded:
         ids = ids.long()
 
         def rows(part: Tensor | None) -> Tensor | None:
-            return None if part is None else part.view(torch.uint8)[ids].view(part.dtype)
+            if part is None or part.element_size() > 1:
+                return None if part is None else part[ids]
+            return part.view(torch.uint8)[ids].view(part.dtype)  # 8-bit floats cannot be indexed everywhere
 
         codes = rows(self.codes)
         assert codes is not None
