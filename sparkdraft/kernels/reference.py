@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparkdraft.kernels.activation import CLAMPED_SLOPE, Activation
+from sparkdraft.kernels.delta_rule import causal_conv, delta_rule, find_states, gated_norm
 from sparkdraft.kernels.dice import draw
 from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.kernels.routing import Routing

@@ -1,0 +1,211 @@
+"""Recurrent layers (a gated delta rule after a short causal convolution): what a layer keeps, and its definition.
+
+Each value head has a state S [key_dim, value_dim], which every row changes:
+
+    S = decay * S;    u = beta * (v - k^T S);    S = S + k u^T;    o = q^T S
+
+A state cannot be rolled back, so it lags behind. `state` is what S was before the row at position `base`. The rows from
+there on left a record each (k, u and decay), which is all that S needs of them. A step first replays the records of the
+positions from `base` to its own first row, by the same operations and in the same order, so S has the bits that it had
+when those rows ran. Then it runs its own rows and records them. Records and convolution inputs are kept in rings, by
+position modulo their size. So a rejected draft needs no undoing: the next step begins at a smaller position, and writes
+over its record. Keys and values of attention behave in the same way.
+
+    positions   ... base ............ first row ....... last row
+    state            |  replay records  |  run and record  |
+
+A step that starts at `first` leaves `state` at the last multiple of FOLD that is not past `first`, or where it was if
+that is further on. So the state of a request is mostly at a border of a block, where another request may continue from
+a copy of it. A step of more than `most_rows` rows of one sequence is a part of a prompt, of which nothing is rejected:
+it leaves `state` after its last row, and no records. A sequence that starts at position 0 starts from zeros, whatever
+its slot held before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparkdraft.kernels.view import AttentionView
+
+FOLD = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentState:
+    """One layer's memory of all requests: a slot each."""
+
+    state: Tensor  # float32 [slots, value_heads, key_dim, value_dim]
+    base: Tensor  # int32 [slots, value_heads]: equal for all heads between steps; a head's own, so that nobody waits
+    keys: Tensor  # float32 [slots, ring, key_heads, key_dim]
+    updates: Tensor  # float32 [slots, ring, value_heads, value_dim]: u
+    decays: Tensor  # float32 [slots, ring, value_heads]
+    inputs: Tensor  # [slots, input_ring, channels]: rows as the convolution reads them
+    most_rows: int  # of one sequence in a step of which rows may be rejected
+
+    @property
+    def ring(self) -> int:
+        return self.keys.shape[1]
+
+
+def record_ring(most_rows: int) -> int:
+    """Positions from `base` on that may need a record: up to the next border, and this step's rows."""
+    return FOLD - 1 + most_rows
+
+
+def input_ring(most_rows: int, conv_width: int) -> int:
+    """The same, with the inputs before `base` that a copy of the state must have."""
+    return record_ring(most_rows) + conv_width - 1
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaParams:
+    """How one layer's rows change its state."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    rate: Tensor  # float32 [value_heads]: -exp(A_log); decay = exp(rate * softplus(a + bias))
+    bias: Tensor  # float32 [value_heads]: dt_bias
+    eps: float = 1e-6  # under the root of the norm of q and k
+
+
+def find_states(
+    slot_of: Tensor,  # int32 [blocks]: the state slot of the request that writes into the block; -1: nobody does
+    view: AttentionView,
+    block_size: int,
+    out: Tensor,  # int32 [seqs], written: each sequence's slot, -1 where it has no rows
+) -> None:
+    """The state slot of each sequence, by the block that its first row is written to: only one request writes there."""
+    rows = view.query_start[1:] - view.query_start[:-1]
+    first = view.context_len - rows
+    block = view.block_tables.gather(1, (first.clamp(min=0) // block_size).long().unsqueeze(1)).squeeze(1)
+    out.copy_(slot_of[block.clamp(min=0).long()].where((rows > 0) & (first >= 0), -1))
+
+
+def causal_conv(
+    x: Tensor,  # [rows, channels]
+    weight: Tensor,  # float32 [channels, width]: the last column meets the row itself
+    memory: RecurrentState,  # its inputs are changed in place
+    slots: Tensor,  # int32 [seqs], from find_states
+    view: AttentionView,
+    parents: Tensor | None = None,  # int32 [rows]: the row before each, from its sequence's first row on; -1: none here
+) -> Tensor:  # [rows, channels]
+    """silu(a causal convolution of each channel by itself). Positions before 0 are zeros.
+
+    parents: None means that each row follows the row before it. A row whose parent is -1 follows the sequence's last
+    committed row.
+    """
+    out = torch.zeros_like(x)
+    width, ring = weight.shape[1], memory.inputs.shape[1]
+    starts, contexts, places = view.query_start.tolist(), view.context_len.tolist(), slots.tolist()
+    for s, slot in enumerate(places):
+        begin, end = starts[s], starts[s + 1]
+        count, first = end - begin, contexts[s] - (end - begin)
+        if slot < 0 or count == 0:
+            continue
+        behind = torch.arange(first - width + 1, first, device=x.device)
+        before = memory.inputs[slot, behind % ring].where((behind >= 0).unsqueeze(1), 0)
+        rows = torch.cat((before, x[begin:end]))  # row i of the step is rows[width - 1 + i]
+        for i in range(count):
+            path = _ancestors(parents, begin, i, width - 1)
+            taken = rows[[width - 1 + j for j in reversed(path)] + [width - 1 + i]].float()  # the oldest first
+            total = torch.zeros_like(taken[0])
+            for j in range(width):
+                total = total + weight[:, j] * taken[j]
+            out[begin + i] = F.silu(total).to(x.dtype)
+        kept = torch.arange(max(0, count - ring), count, device=x.device)
+        memory.inputs[slot, (first + kept) % ring] = x[begin + kept]
+    return out
+
+
+def delta_rule(
+    qkv: Tensor,  # [rows, channels]: queries and keys of all key heads, values of all value heads
+    decay_beta: Tensor,  # [rows, 2 * value_heads]: a, then b
+    memory: RecurrentState,  # changed in place
+    slots: Tensor,  # int32 [seqs]
+    view: AttentionView,
+    params: DeltaParams,
+    parents: Tensor | None = None,  # as in causal_conv
+) -> Tensor:  # [rows, value_heads * value_dim]
+    """Every row's o, in float32 until it is written. Value head h reads key head h // (value heads per key head)."""
+    heads, ring = params.num_value_heads, memory.ring
+    share = heads // params.num_key_heads
+    out = qkv.new_zeros(qkv.shape[0], heads, params.value_dim)
+    queries, keys, values = _split(qkv, params)
+    a, b = decay_beta.float().split(heads, dim=-1)
+    decays, betas = torch.exp(params.rate * F.softplus(a + params.bias)), torch.sigmoid(b)
+    starts, contexts, places = view.query_start.tolist(), view.context_len.tolist(), slots.tolist()
+    for s, slot in enumerate(places):
+        begin, end = starts[s], starts[s + 1]
+        count, first = end - begin, contexts[s] - (end - begin)
+        if slot < 0 or count == 0:
+            continue
+        if first == 0:
+            memory.state[slot].zero_()
+            memory.base[slot] = 0
+        base = int(memory.base[slot, 0])
+        assert base <= first <= base + ring, f"slot {slot}: state at {base}, rows from {first}"
+        state, fold = memory.state[slot].clone(), max(base, first // FOLD * FOLD)
+        for position in range(base, first):
+            if position == fold:
+                memory.state[slot] = state
+            place = position % ring
+            key = memory.keys[slot, place].repeat_interleave(share, 0)
+            _update(state, memory.decays[slot, place], key, memory.updates[slot, place])
+        if fold == first:
+            memory.state[slot] = state
+        memory.base[slot] = fold
+        here, after = state.clone(), [state]  # after: the states that a branch may begin from
+        for i in range(count):
+            row = begin + i
+            if parents is not None:
+                here = after[int(parents[row]) + 1].clone()
+            key, query = (part[row].repeat_interleave(share, 0) for part in (keys, queries))
+            here *= decays[row].view(-1, 1, 1)
+            update = betas[row].unsqueeze(1) * (values[row] - torch.einsum("hk,hkv->hv", key, here))
+            here += key.unsqueeze(2) * update.unsqueeze(1)
+            out[row] = torch.einsum("hk,hkv->hv", query, here).to(out.dtype)
+            if parents is not None:
+                after.append(here)
+            if count <= memory.most_rows:
+                place = (first + i) % ring
+                memory.keys[slot, place], memory.updates[slot, place] = keys[row], update
+                memory.decays[slot, place] = decays[row]
+        if count > memory.most_rows:
+            memory.state[slot], memory.base[slot] = here, first + count
+    return out.flatten(1)
+
+
+def gated_norm(o: Tensor, gate: Tensor, gain: Tensor, eps: float) -> Tensor:  # [rows, heads * dim], gate alike
+    """rms_norm of each head, times silu(gate), both in float32; gain: [dim]."""
+    heads = o.float().unflatten(-1, (-1, gain.shape[0]))
+    normed = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + eps) * gain.float()
+    return (normed.flatten(-2) * F.silu(gate.float())).to(o.dtype)
+
+
+def _update(state: Tensor, decay: Tensor, key: Tensor, update: Tensor) -> None:
+    state *= decay.view(-1, 1, 1)
+    state += key.unsqueeze(2) * update.unsqueeze(1)
+
+
+def _split(qkv: Tensor, params: DeltaParams) -> tuple[Tensor, Tensor, Tensor]:
+    """Unit queries, scaled, and unit keys [rows, key_heads, key_dim]; values [rows, value_heads, value_dim]."""
+    width = params.num_key_heads * params.key_dim
+    q, k, v = qkv.float().split([width, width, qkv.shape[1] - 2 * width], dim=-1)
+    q, k = (part.unflatten(1, (params.num_key_heads, params.key_dim)) for part in (q, k))
+    q, k = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + params.eps) for part in (q, k))
+    return q * params.key_dim**-0.5, k, v.unflatten(1, (params.num_value_heads, params.value_dim))
+
+
+def _ancestors(parents: Tensor | None, begin: int, row: int, most: int) -> list[int]:
+    """The rows before a row of a sequence, the nearest first; those before the step have negative numbers."""
+    path: list[int] = []
+    for _ in range(most):
+        row = row - 1 if parents is None or row < 0 else int(parents[begin + row])
+        path.append(row)
+    return path
