@@ -39,6 +39,7 @@ PROMPTS = [
     "The meaning of life is",
 ]
 TIE = 1e-3
+CUDA = torch.cuda.is_available()
 CLASSES = ("code", "maths", "json", "qa", "dialogue", "prose")
 
 
@@ -55,13 +56,11 @@ def oracle(smollm2_path: Path) -> Iterator[Any]:
     ("device", "count"),
     [
         pytest.param("cpu", 20, marks=pytest.mark.slow),  # the oracle alone takes half a minute to load
-        pytest.param("cuda", 20, marks=pytest.mark.gpu),
+        pytest.param("cuda", 20, marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA GPU")]),
     ],
 )
 def test_greedy_text_equals_transformers(device: str, count: int, oracle: Any) -> None:
     """Each of our tokens is the oracle's most likely one after the same text, so by induction the texts are equal."""
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU")
     llm = LLM("smollm2", dtype="float32", device=device)
     params = SamplingParams(max_tokens=64, ignore_eos=True)
     ties = []
@@ -76,6 +75,7 @@ def test_greedy_text_equals_transformers(device: str, count: int, oracle: Any) -
     print(f"ties within {TIE}: {ties or 'none'}")
 
 
+@pytest.mark.slow
 def test_quantised_weights_keep_the_perplexity() -> None:
     text = HELDOUT.read_text()[:1500]
     exact, count = perplexity(LLM("smollm2", dtype="float32"), text)

@@ -19,7 +19,11 @@ COMMANDS = [
 ]
 # A hub model is out of reach of a test; training and serving are run by tests/train and tests/server.
 ELSEWHERE = ("sparkdraft train", "sparkdraft serve", "sparkdraft bench serve")
-OFFLINE = [c for c in COMMANDS if "Qwen/" not in c and not c.startswith(ELSEWHERE)]
+OFFLINE = [
+    pytest.param(c, marks=pytest.mark.slow) if c.startswith("sparkdraft bench") else c
+    for c in COMMANDS
+    if "Qwen/" not in c and not c.startswith(ELSEWHERE)
+]
 
 
 def test_the_first_line_and_the_first_commands() -> None:

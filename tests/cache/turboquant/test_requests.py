@@ -112,6 +112,7 @@ def test_the_plan_says_that_a_cpus_steps_are_not_recorded(wide_tiny: Path) -> No
     assert not LLM(str(wide_tiny), device="cpu", dtype="quantised", graphs=False, **OPTIONS).plan.fallbacks
 
 
+@pytest.mark.slow
 def test_the_embedded_model_reads_a_text_nearly_as_well_from_codes() -> None:
     """With the weights that a CPU gets by default: its mean log-probability moves by less than 0.02 nats."""
     text = TEXT.read_text(encoding="utf-8")
