@@ -69,7 +69,7 @@ def run(args: Namespace) -> int:
 
 def coding_line(errors: dict[str, Any]) -> str:
     """The result of `LLM.kv_errors` in words."""
-    worst, layer = max((found["attention_error"], layer) for layer, found in enumerate(errors["layers"]))
+    worst, layer = max((found["attention_error"], found["layer"]) for found in errors["layers"])
     return (
         f"with coding, keys would be off by {errors['key_error']:.1%}, values by {errors['value_error']:.1%}, "
         f"attention by {errors['attention_error']:.1%} (most in layer {layer}: {worst:.1%}), over {errors['rows']} rows"

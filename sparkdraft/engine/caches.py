@@ -45,11 +45,12 @@ def target_cache(
     windows = {window.window: window for window in plan.windows}
     kept = torch.float8_e4m3fn if plan.kv == "fp8" else dtype
     full = [spec for spec in model.cached_attention if spec.window not in windows]
+    numbers = [i for i, layer in enumerate(model.layers) if layer.mixer in full]
     if plan.coded:
         if centres:  # centres has all layers with attention; some of these layers are not coded
             pairs = zip(model.attention, centres, strict=True)
             centres = [c for spec, c in pairs if spec.kv_from is None and spec.window not in windows]
-        cache, holdings = _coded(full, plan, dtype, device, ops, same_bits_up_to, centres)
+        cache, holdings = _coded(full, plan, dtype, device, ops, same_bits_up_to, centres, numbers)
     else:
         cache, holdings = DenseKV(full, plan.num_blocks, plan.block_size, kept, device, ops, same_bits_up_to), []
     if len(full) == len(model.attention):
@@ -73,13 +74,14 @@ def _coded(
     ops: ModuleType,
     same_bits_up_to: int,
     centres: Sequence[Tensor] | None,
+    numbers: Sequence[int],  # of these layers in the model
 ) -> tuple[KVFormat, list[Holding]]:
     coded, blocks = plan.coded, (plan.num_blocks, plan.block_size)
     assert coded
     uncoded, bits = (coded.first, coded.recent, coded.pages), (coded.key_bits, coded.value_bits)
     codes = TurboQuantKV(*bits, layers, *blocks, uncoded, centres, device, ops, same_bits_up_to)
     if coded.captured:
-        return CaptureKV(DenseKV(layers, *blocks, dtype, device, ops, same_bits_up_to), codes, device), []
+        return CaptureKV(DenseKV(layers, *blocks, dtype, device, ops, same_bits_up_to), codes, numbers, device), []
     if not coded.is_hybrid:
         return codes, []
     pages = PagePool(coded.pages)

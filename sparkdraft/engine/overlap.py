@@ -87,7 +87,9 @@ class OverlappedSteps:
         params, plan = request.params, self._runner.plan
         plain = not (params.has_penalties or params.logit_bias or params.grammar) and params.logprobs is None
         room = request.num_tokens + self.max_unread_ids + self.reach(depth) <= plan.max_model_len
-        return plain and room and len(request.output_ids) >= params.min_tokens
+        # The step that writes a request's first id is the host's: other texts of the same prompt begin with it.
+        begun = len(request.output_ids) >= max(params.min_tokens, 1)
+        return plain and room and begun and (not self._proposer or self._proposer.knows(request))
 
     def reach(self, depth: int) -> int:
         """Positions, from the anchor on, that a step of this depth writes."""
@@ -175,7 +177,7 @@ class OverlappedSteps:
             if lanes.chain:
                 lanes.hidden[: len(requests)] = self._proposer.last_hidden(requests)
             for request in requests:
-                self._proposer.release(request)
+                self._proposer.hand_over(request)
         spare = [0] * (len(lanes.length) - len(requests))
         anchors = [r.num_computed for r in requests]
         assert all(r.num_tokens == r.num_computed + 1 for r in requests)

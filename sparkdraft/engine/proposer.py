@@ -74,6 +74,7 @@ class Proposer:
         self._works: list[Work] = []  # the work whose drafts are being made
         self._score: Score | None = None  # the pass that is running
         self._pending: dict[Request, Pending] = {}
+        self._handed_over: set[Request] = set()  # requests whose hidden states the device keeps, in overlapped steps
         self._seen: SeenRows | None = None  # created with the first rows, as are the next two
         self._rows: Table = None  # the runner's taps
         # [max_seqs, layers tapped, hidden]: the rows before the anchors, for a chain drafter
@@ -100,7 +101,7 @@ class Proposer:
             following = self._ids_after(request, work.start, count) if self.chain else None
             seen = CommittedRows(runner.taps[rows], inputs.positions[rows], inputs.slots[rows], following)
             self.drafter.observe(seen)
-            if self.chain and work.samples:
+            if self.chain:  # also after a chunk in the middle of a prompt: one row may be left, which drafts
                 self.resume(request, self._rows[row + count - 1])
             return
         pending = self._pending.get(request) or self._wait(request, work.start)
@@ -118,7 +119,13 @@ class Proposer:
     def is_ready(self, request: Request) -> bool:
         """Whether the request can draft: no row of the block that it is writing was passed over."""
         position, size = request.num_computed, self.plan.block_size
-        return position % size == 0 or not self._gaps[request.blocks[position // size]]
+        whole = position % size == 0 or not self._gaps[request.blocks[position // size]]
+        return whole and self.knows(request)
+
+    def knows(self, request: Request) -> bool:
+        """Whether what its drafts begin with is there. A chain drafter begins with the hidden state of the last row,
+        which is missing if that row came from the prefix cache."""
+        return not self.chain or request in self._pending or request in self._handed_over
 
     def flush(self, requests: list[Request]) -> None:
         """Let the drafter observe all pending rows of these requests in one pass."""
@@ -133,6 +140,12 @@ class Proposer:
 
     def release(self, request: Request) -> None:
         self._pending.pop(request, None)
+        self._handed_over.discard(request)
+
+    def hand_over(self, request: Request) -> None:
+        """Overlapped steps begin: the device has taken what is pending, and keeps what follows itself."""
+        self.release(request)
+        self._handed_over.add(request)
 
     # ---- drafts
 
@@ -181,6 +194,7 @@ class Proposer:
     def resume(self, request: Request, hidden: Table) -> None:
         """Continue after overlapped steps: the drafter has observed all rows of the request. hidden: [layers tapped,
         hidden], of its last row."""
+        self._handed_over.discard(request)
         pending = self._pending.get(request) or self._wait(request, 0)
         pending.start, pending.count, pending.last = request.num_computed, 0, 0
         pending.rows[0] = hidden

@@ -61,10 +61,12 @@ class Runner:
 
     def prompt_logprobs(self, work: Work, first_row: int, top: int) -> list[TokenLogprob]:
         """The log-probabilities of the prompt ids that follow the rows of one prompt chunk, which has just run."""
-        assert self._residual is not None
         request, start = work.request, work.start
         stop = min(start + work.num_known, request.num_prompt - 1)
-        out = []
+        out: list[TokenLogprob] = []
+        if stop <= start:  # a prompt of one id, whose step may have been replayed, which leaves no residual
+            return out
+        assert self._residual is not None
         for low in range(start, stop, PROMPT_LOGPROB_ROWS):
             high = min(low + PROMPT_LOGPROB_ROWS, stop)
             rows = self._residual[first_row + low - start : first_row + high - start]

@@ -111,10 +111,11 @@ class Metrics:
     def coding(self, errors: Mapping[str, Any]) -> None:
         """Copy the engine's `kv_errors`, which exist in the mode capture_only."""
         self.kv_rows.set(errors["rows"])
-        for layer, found in enumerate(errors["layers"]):
-            self.key_error.set(found["key_error"], str(layer))
-            self.value_error.set(found["value_error"], str(layer))
-            self.attention_error.set(found["attention_error"], str(layer))
+        for found in errors["layers"]:
+            layer = str(found["layer"])
+            self.key_error.set(found["key_error"], layer)
+            self.value_error.set(found["value_error"], layer)
+            self.attention_error.set(found["attention_error"], layer)
 
     def render(self) -> str:
         return "\n".join(line for metric in vars(self).values() for line in metric.lines()) + "\n"

@@ -105,6 +105,14 @@ def test_prompt_logprobs_in_chunks_equal_those_in_one_piece(folder: Path, option
         assert a.id == token and a.logprob == pytest.approx(b.logprob, abs=1e-4)
 
 
+def test_prompt_logprobs_of_one_id_are_none(folder: Path, options: dict[str, str]) -> None:
+    """Such a step is replayed, so it leaves no hidden states to make them of."""
+    llm = LLM(str(folder), kv_tokens=1024, spec="off", **options)
+    llm.engine.runner._residual = None  # as after a start in which every prompt was replayed
+    text = llm.generate([[5]], SamplingParams(max_tokens=2, prompt_logprobs=0))[0].completions[0]
+    assert text.prompt_logprobs == [None]
+
+
 def test_stream_and_generate_agree_and_leaving_a_stream_aborts(folder: Path, options: dict[str, str]) -> None:
     llm = LLM(str(folder), **options)
     params = SamplingParams(max_tokens=12, ignore_eos=True)

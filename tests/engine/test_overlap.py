@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from sparkdraft.engine import overlap as overlap_module
 from sparkdraft.engine.lanes import StepKind
 from sparkdraft.engine.overlap import RING, OverlappedSteps
 from sparkdraft.kernels.reference import accept_drafts
+from tests.models.tiny import write_tiny
 
 TEXTS = [
     "def merge(a, b):",
@@ -304,3 +306,13 @@ def test_drafts_before_a_stop_are_counted_as_accepted_all_of_them(overlapped: LL
     assert [p.ids for p in cut] == [*(p.ids for p in whole[:index]), whole[index].ids[:1]]
     assert watched and cut[-1].num_accepted == 1 and cut[-1].speculation is not None
     assert cut[-1].speculation["num_accepted_draft_tokens"] == sum(p.num_accepted for p in cut)
+
+
+@pytest.mark.parametrize("length", [32, 33, 65])
+def test_all_texts_of_a_prompt_begin_though_its_last_chunk_is_one_row(length: int, tmp_path: Path) -> None:
+    """Such a request looks like one that decodes. Its other texts begin with its first id, in a step of the host's."""
+    options: dict[str, Any] = {"device": "cpu", "threads": 1, "max_seqs": 4, "max_rows": 32, "kv_tokens": 1024}
+    llm = with_overlap(LLM(str(write_tiny(tmp_path, "qwen3")), dtype="float32", spec="off", ngram=False, **options))
+    prompt = [3 + i % 200 for i in range(length)]
+    (result,) = llm.generate([prompt], SamplingParams(max_tokens=4, n=2, ignore_eos=True))
+    assert [len(text.ids) for text in result.completions] == [4, 4]

@@ -86,7 +86,7 @@ class FakeClient:
             "kv_blocks_free": 3,
             "kv_blocks_total": 4,
             "drafting": {"num_drafts": 5},
-            "kv_errors": errors | {"rows": 6, "layers": [errors]},
+            "kv_errors": errors | {"rows": 6, "layers": [{"layer": 0, **errors}]},
         }
 
     def submit(self, id: str, prompt_ids: list[int], params: SamplingParams) -> AsyncIterator[TokenEvent]:

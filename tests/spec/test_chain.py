@@ -216,3 +216,16 @@ def test_it_says_what_a_step_reads(pair: tuple[Path, Path]) -> None:
     chain = chain_of(load(pair))
     one, three = chain.reads(1), chain.reads(3)
     assert three.propose == 3 * one.propose and three.observe == one.observe > 0
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["host", "device"])
+def test_a_prompt_of_which_one_row_is_left_drafts_at_once(pair: tuple[Path, Path], overlaps: bool) -> None:
+    """After a chunk the drafter knows the last row's hidden state; after a prefix hit it does not, and waits a step."""
+    options: dict[str, Any] = {"max_rows": 32, "kv_tokens": 1024}
+    plain, llm = load(pair, **options), load(pair, overlaps=overlaps, **options)
+    for length in (33, 65, 65):  # the last one is found in the prefix cache, up to its last id
+        prompt = [3 + (i * 7 + length) % 200 for i in range(length)]
+        expected = plain.generate([prompt], SamplingParams(max_tokens=8, num_draft=0, ignore_eos=True))
+        found = llm.generate([prompt], SamplingParams(max_tokens=8, num_draft=2, ignore_eos=True))
+        assert found[0].completions[0].ids == expected[0].completions[0].ids
+    assert found[0].completions[0].num_cached == 64

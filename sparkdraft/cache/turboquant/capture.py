@@ -10,6 +10,7 @@ errors are smaller than those measured here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -73,10 +74,11 @@ class CaptureLayer:
 
 
 class CaptureKV(KVFormat):
-    def __init__(self, exact: DenseKV, coded: TurboQuantKV, device: torch.device) -> None:
+    def __init__(self, exact: DenseKV, coded: TurboQuantKV, numbers: Sequence[int], device: torch.device) -> None:
+        """numbers: which layers of the model these are."""
         self.exact = exact
         self.bytes_per_token = exact.bytes_per_token + coded.bytes_per_token
-        self.meter: CodingErrors = CodingErrors(len(coded.layers), device)
+        self.meter: CodingErrors = CodingErrors(numbers, device)
         self.layers: list[CaptureLayer] = []
         for i, (dense, codes) in enumerate(zip(exact.layers, coded.layers, strict=True)):
             assert isinstance(dense, DenseLayer), "a layer that borrows its keys has no codes of its own"
@@ -89,20 +91,25 @@ class CodingErrors:
     They are float64: in float32 the sum of a day's rows would be so large that adding another row changes nothing.
     """
 
-    def __init__(self, num_layers: int, device: torch.device) -> None:
+    def __init__(self, numbers: Sequence[int], device: torch.device) -> None:
+        self.numbers = tuple(numbers)
         # Squares of the error and of the exact numbers: [layers, errors, 2]
-        self.sums = torch.zeros((num_layers, len(ERRORS), 2), dtype=torch.float64, device=device)
+        self.sums = torch.zeros((len(self.numbers), len(ERRORS), 2), dtype=torch.float64, device=device)
         self.rows = torch.zeros((), dtype=torch.int64, device=device)
 
     def errors(self) -> dict[str, Any]:
         """Relative errors of the codes over all rows since `forget`. Waits for the device.
 
-        Each of ERRORS per layer ('layers') and overall, which is the root of the layers' mean square.
+        Each of ERRORS overall, which is the root of the layers' mean square, and per layer: 'layers' has a record for
+        each coded layer, and 'layer' in it is the layer's number in the model.
         """
         wrong, there = self.sums.cpu().unbind(-1)  # [layers, errors] each
         relative = (wrong / there.where(there > 0, 1)).sqrt()
         overall = relative.square().mean(0).sqrt()
-        layers = [dict(zip(ERRORS, row, strict=True)) for row in relative.tolist()]
+        layers = [
+            {"layer": number, **dict(zip(ERRORS, row, strict=True))}
+            for number, row in zip(self.numbers, relative.tolist(), strict=True)
+        ]
         return {"rows": int(self.rows), **dict(zip(ERRORS, overall.tolist(), strict=True)), "layers": layers}
 
     @torch.inference_mode()

@@ -27,6 +27,7 @@ from sparkdraft.llm import LLM
 from sparkdraft.models.layers import AttentionSpec, RopeSpec
 from sparkdraft.server.engine_process import EngineLoop
 from sparkdraft.server.metrics import Metrics
+from tests.models.tiny import write_tiny
 
 CAPTURE = {"kv": "turboquant", "tq_mode": "capture_only"}
 CPU = torch.device("cpu")
@@ -93,6 +94,17 @@ def test_errors_reach_the_status_the_metrics_and_the_command_line(captured: LLM)
     assert f"keys would be off by {errors['key_error']:.1%}" in said and f"over {errors['rows']} rows" in said
 
 
+def test_layers_have_the_models_numbers(tmp_path: Path) -> None:
+    """Layers with a window are not coded, so those that are do not follow each other."""
+    options: dict[str, Any] = {"device": "cpu", "threads": 1, "kv_tokens": 1024, "spec": "off", "ngram": False}
+    llm = LLM(str(write_tiny(tmp_path, "gemma4")), **options, **CAPTURE)
+    llm.generate([[*range(3, 40)]], SamplingParams(2, ignore_eos=True))
+    full = [i for i, spec in enumerate(llm.model_config.attention) if not spec.window]
+    errors = llm.kv_errors()
+    assert errors and [found["layer"] for found in errors["layers"]] == full != [*range(len(full))]
+    assert any(f"most in layer {i}:" in coding_line(errors) for i in full)
+
+
 # ---- the numbers themselves
 
 
@@ -102,7 +114,7 @@ def cache(
     layer, centres = AttentionSpec(HEADS, KV_HEADS, DIM, RopeSpec(DIM), DIM**-0.5), None if centre is None else [centre]
     exact = DenseKV([layer], BLOCKS, SIZE, torch.float32, device, ops)
     coded = TurboQuantKV([key_bits], value_bits, [layer], BLOCKS, SIZE, (0, 0, 0), centres, device, ops)
-    return CaptureKV(exact, coded, device)
+    return CaptureKV(exact, coded, [0], device)
 
 
 def step(kv: CaptureKV, qkv: Tensor, positions: Tensor, slots: Tensor, view: AttentionView) -> Tensor:
@@ -132,7 +144,7 @@ def measured(key_bits: int, value_bits: int, centred: bool = True) -> tuple[dict
         view = AttentionView(ends, context, blocks.int().unsqueeze(0), stop - start, stop)
         queries.append(step(kv, padded, positions, places, view)[:-3])
     errors = kv.meter.errors()
-    assert errors.pop("rows") == rows and errors.pop("layers") == [errors]
+    assert errors.pop("rows") == rows and errors.pop("layers") == [{"layer": 0, **errors}]
     k, v = (x[0][slots // SIZE, :, slots % SIZE].double() for x in (kv.exact.k, kv.exact.v))
     return errors, in_float64(torch.cat(queries).double(), k, v, centre, key_bits, value_bits)
 
