@@ -45,6 +45,12 @@ class Holding(Protocol):
         state is saved.
         """
 
+    def admits(self, request: Request, rows: int, running: Iterable[Request]) -> bool:
+        """Whether to begin with a request, which wants so many rows, while others run.
+
+        Not if what the others need leaves it so little that it would run row by row and be preempted soon.
+        """
+
     def can_grow(self, request: Request, num_blocks: int) -> bool:
         """Whether the request could get what goes with this many more blocks (at least 1)."""
 
@@ -93,6 +99,9 @@ class Holdings:
         if rows <= 1:  # the one row that every request gets, or none
             return rows
         return self._agreed(rows, lambda part, count: part.cut(request, count, running))
+
+    def admits(self, request: Request, rows: int, running: Iterable[Request]) -> bool:
+        return all(part.admits(request, rows, running) for part in self.parts)
 
     def can_grow(self, request: Request, num_blocks: int) -> bool:
         return all(part.can_grow(request, num_blocks) for part in self.parts)

@@ -17,6 +17,8 @@ from sparkdraft.cache.pages import PagePool, usable_blocks
 from sparkdraft.cache.prefix import Hit
 from sparkdraft.core import Request
 
+LEAST_CHUNK = 16  # blocks: a prompt begins with a chunk of at least so many, or of all its rows, while others run
+
 Tell = Callable[[list[tuple[int, int]]], None]  # (block, its page or -1) of each block that got or lost a page
 
 
@@ -44,9 +46,11 @@ class RecentRows:
 
     def cut(self, request: Request, rows: int, running: Iterable[Request]) -> int:
         """A chunk takes no pages that other requests need to continue decoding."""
-        owed = sum(max(self.need - len(self._held.get(r, ())), 0) for r in running if r is not request)
-        blocks = len(request.blocks) + max(self.num_free - owed, 0)
+        blocks = len(request.blocks) + max(self._free_for(request, running), 0)
         return max(min(rows, blocks * self.block_size - request.num_computed), 1)
+
+    def admits(self, request: Request, rows: int, running: Iterable[Request]) -> bool:
+        return self._free_for(request, running) >= min(-(-rows // self.block_size), LEAST_CHUNK)
 
     def can_grow(self, request: Request, num_blocks: int) -> bool:
         return num_blocks <= self.num_free
@@ -80,6 +84,11 @@ class RecentRows:
     def send(self) -> None:
         self._tell(self.pages.changes())
         self.pages.sent()
+
+    def _free_for(self, request: Request, running: Iterable[Request]) -> int:
+        """Pages that no other request needs to continue decoding."""
+        owed = sum(max(self.need - len(self._held.get(r, ())), 0) for r in running if r is not request)
+        return self.num_free - owed
 
     def _is_read(self, index: int, computed: int) -> bool:
         """Whether a row at position 'computed' or later reads the block's page."""

@@ -194,11 +194,13 @@ class Scheduler:
             request = self.waiting[0]
             self._adopt(request, self._usable_prefix(request))
             missing = request.num_tokens - request.num_computed
-            want = self.holdings.cut(request, left.most(missing, keep), self.running)
+            most = left.most(missing, keep)
+            want = self.holdings.cut(request, most, self.running)
+            has_room = not self.running or self.holdings.admits(request, most, self.running)
             if not want:  # earlier prompts have used up the limit
                 self._release(request)
                 return
-            if not self._grow(request, want):
+            if not has_room or not self._grow(request, want):
                 self._release(request)
                 self._refused = request, self._room()
                 return

@@ -116,12 +116,17 @@ def resolve(
         scratch += capture_bytes(model, max_rows, itemsize)
     room = int(hardware.free_bytes * config.memory_fraction) - held - scratch - recordings
     step = StepSize(max_model_len, max_seqs, max_rows)
-    caches = _caches(config, model, drafter, kv, kernels, itemsize, step, room)
+    usual = min(room, int(hardware.free_bytes * CPU_KV_SHARE)) if on_cpu else room
+    caches = _caches(config, model, drafter, kv, kernels, itemsize, step, usual)
     per_block, pages = max(caches.block_bytes, 1), caches.page_bytes  # there are no blocks if all layers slide
-    num_blocks = _num_blocks(config, hardware, room - pages, per_block, max_model_len, max_seqs)
+    if caches.requests < max_seqs:
+        fallbacks.append(_fewer_requests(caches.requests, max_seqs, pages))
+        max_seqs = caches.requests
+    num_blocks = _num_blocks(config, hardware, room, pages, per_block, max_model_len, max_seqs)
     context = min(max_model_len, num_blocks * config.block_size)
     if context < max_model_len and not config.kv_tokens:  # a context that follows from kv_tokens was asked for
-        fallbacks.append(_shorter_context(context, max_model_len))
+        smaller = _smaller_formats(model, kv, hardware, weights, kernels, config.block_size)
+        fallbacks.append(_shorter_context(context, max_model_len, smaller))
     return Plan(
         device=hardware.device,
         dtype=dtype,
@@ -155,6 +160,7 @@ class Caches(NamedTuple):
     windows: tuple[WindowPlan, ...]
     block_bytes: int  # one block in all layers that keep blocks, including the drafter's
     page_bytes: int  # all pages together
+    requests: int  # that the pages are enough for
 
 
 def _caches(
@@ -181,8 +187,12 @@ def _caches(
     per_block = _token_bytes(full, kv, itemsize, coded, drafter) * size
     kept = 1 if kv == "fp8" else itemsize
     wanted = config.kv_tokens or step.max_seqs * step.context
-    windows = plan_windows(slid, size, *step, MOST_AHEAD, kept, room - pages, per_block, -(-wanted // size))
-    return Caches(coded, windows, per_block, pages + sum(window.nbytes for window in windows))
+    asked = config.kv_tokens or config.max_model_len
+    bytes_left = room - pages
+    windows, requests = plan_windows(
+        slid, size, *step, MOST_AHEAD, kept, bytes_left, per_block, -(-wanted // size), asked
+    )
+    return Caches(coded, windows, per_block, pages + sum(window.nbytes for window in windows), requests)
 
 
 def _unknown_keys(keys: tuple[str, ...]) -> Fallback:
@@ -269,9 +279,10 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _num_blocks(
-    config: EngineConfig, hardware: Hardware, room: int, per_block: int, max_model_len: int, max_seqs: int
+    config: EngineConfig, hardware: Hardware, room: int, pages: int, per_block: int, max_model_len: int, max_seqs: int
 ) -> int:
-    """Blocks of the KV cache. room: bytes that may be used and that nothing else takes."""
+    """Blocks of the KV cache. room: bytes for blocks and pages; pages: bytes of the latter."""
+    room -= pages
     size, fits = config.block_size, max(room // per_block, 0)
     context = -(-max_model_len // size)  # in blocks
     wanted = -(-config.kv_tokens // size)
@@ -283,22 +294,53 @@ def _num_blocks(
         )
     if wanted > fits:
         raise UserError(
-            f"kv_tokens is {config.kv_tokens}, {wanted * per_block / 2**30:.1f} GiB; after weights and scratch "
-            f"{room / 2**30:.1f} GiB are left: ask for {fits * size} or fewer"
+            f"kv_tokens is {config.kv_tokens}, {wanted * per_block / 2**30:.1f} GiB; weights, scratch and "
+            f"{pages / 2**30:.1f} GiB of pages leave {room / 2**30:.1f} GiB: ask for {fits * size} or fewer"
         )
     if hardware.device == "cpu":
-        fits = min(fits, max(int(hardware.free_bytes * CPU_KV_SHARE) // per_block, context))
+        fits = min(fits, max((int(hardware.free_bytes * CPU_KV_SHARE) - pages) // per_block, context))
     fits = min(wanted or fits, max_seqs * context)
     if config.max_model_len and fits < context:
+        holds = f"max_model_len is {max_model_len}, but the KV cache holds {fits * size} tokens"
+        if wanted:
+            raise UserError(f"{holds}; lower max_model_len or raise kv_tokens")
         raise UserError(
-            f"max_model_len is {max_model_len}, but the KV cache holds {fits * size} tokens; "
-            "lower max_model_len or raise kv_tokens"
+            f"{holds}: weights, scratch and {pages / 2**30:.1f} GiB of pages leave {room / 2**30:.1f} GiB for it; "
+            f"lower max_model_len to {fits * size} or less"
         )
     return fits
 
 
-def _shorter_context(tokens: int, wanted: int) -> Fallback:
+def _fewer_requests(fits: int, wanted: int, pages: int) -> Fallback:
+    return Fallback(
+        f"at most {fits} {'requests' if fits > 1 else 'request'} at once instead of {wanted}",
+        f"layers with a sliding window keep pages for every request, {pages / 2**30:.1f} GiB in all; the other layers' "
+        "context comes first, so a smaller max_model_len or kv_tokens leaves more to pages",
+    )
+
+
+def _shorter_context(tokens: int, wanted: int, smaller: Sequence[str]) -> Fallback:
+    more = f"; kv {' or '.join(smaller)} holds more" if smaller else ""
     return Fallback(
         f"a context of {tokens:,} tokens instead of the model's {wanted:,}",
-        "the KV cache gets the memory that weights and scratch leave; kv fp8 or turboquant holds more",
+        f"the KV cache gets the memory that weights and scratch leave{more}",
     )
+
+
+def _smaller_formats(
+    model: ModelConfig, kv: str, hardware: Hardware, weights: str, kernels: str, block_size: int
+) -> list[str]:
+    """The formats that hold more tokens than 'kv' and that run here."""
+    found = []
+    for name in ("fp8", "turboquant"):
+        try:
+            _check_kv(name, hardware, weights)
+            if name == "turboquant":
+                _check_borrowed(model, model.cached_attention)
+                for spec in model.cached_attention:
+                    _check_coded(kernels, spec.head_dim, block_size)
+        except UserError:
+            continue
+        if kv == "exact" or (kv == "fp8" and name == "turboquant"):
+            found.append(name)
+    return found

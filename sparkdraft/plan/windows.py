@@ -1,8 +1,8 @@
-"""The number of pages for the layers of each sliding window: enough for the requests that the full layers have room
-for.
+"""The number of pages for the layers of each sliding window: enough for the requests that run at once.
 
-A request holds pages for its window and for what it is about to write, whatever its length (cache/windows.py); a prompt
-chunk needs pages for all its rows at once. No torch.
+One whole context in the full layers comes first, then pages for as many requests as there is room for. A request holds
+pages for its window and for what it is about to write, whatever its length (cache/windows.py); a prompt chunk needs
+pages for all its rows at once. No torch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.layers import AttentionSpec
 
 USUAL_CONTEXT = 8192  # assumed tokens per request when memory is divided between full layers and windows
+LARGEST_SHARE = 0.75  # of the room for K/V: a context that nobody asked for and that takes more gets half of it
 SPARE_SHARE = 4  # one part in this many is added to the pages that requests need, for prefixes to be found again
 # rows of a prompt chunk for which pages are reserved beside those of requests; longer chunks are cut to fit
 CHUNK_ROWS = 2048
@@ -50,18 +51,29 @@ def plan_windows(
     room: int,  # bytes for all K/V
     full_block_bytes: int,
     most_blocks: int,  # upper limit: each block has at most one page
-) -> tuple[WindowPlan, ...]:
+    asked: int,  # tokens that the full layers must hold; 0: nobody asked for a number
+) -> tuple[tuple[WindowPlan, ...], int]:
+    """The pages, and how many requests they are enough for: as many as may run at once."""
+    if not layers:
+        return (), max_seqs
     need = {window: pages_of_a_request(block_size, 0, window, most_ahead) for window in layers}
     page = {window: sum(2 * s.kv_width for s in specs) * block_size * itemsize for window, specs in layers.items()}
     chunk = -(-min(max_rows, CHUNK_ROWS) // block_size)
     spare = 1 + 1 / SPARE_SHARE
-    request = sum(spare * need[w] * page[w] for w in layers)
-    request += -(-min(context, USUAL_CONTEXT) // block_size) * full_block_bytes
     left = room - chunk * sum(page.values())
-    if left < request:  # little memory: one request at a time, whose prompt comes in smaller chunks
-        chunk, left = min(chunk, min(need.values(), default=0)), 0
-    requests = max(min(int(left // max(request, 1)), max_seqs), 1)
-    return tuple(
+    first, usual = (-(-tokens // block_size) * full_block_bytes for tokens in (asked or context, USUAL_CONTEXT))
+    if not asked and first > LARGEST_SHARE * left:
+        first = max(left, 0) // 2
+
+    def fits(requests: int) -> bool:
+        pages = sum(requests * spare * need[window] * page[window] for window in layers)
+        return pages + max(first, requests * min(usual, first)) <= left
+
+    if not fits(1):  # little memory: one request at a time, whose prompt comes in smaller chunks
+        chunk = min(chunk, *need.values())
+    requests = next((n for n in range(max_seqs, 1, -1) if fits(n)), 1)
+    plans = [
         WindowPlan(window, min(int(requests * spare * need[window]) + chunk, most_blocks), page[window])
         for window in layers
-    )
+    ]
+    return tuple(plans), requests

@@ -36,6 +36,9 @@ class Base:
 
     def adopt(self, request: Request) -> None: ...
 
+    def admits(self, request: Request, rows: int, running: Iterable[Request]) -> bool:
+        return True
+
     def cut(self, request: Request, rows: int, running: Iterable[Request]) -> int:
         return rows
 
@@ -94,6 +97,9 @@ class RecurrentState(Base):
         if request.chain:
             page = self._begins_with[request] = self.saved.page_of[request.chain[-1]]
             self.saved.pool.retain(page)
+
+    def admits(self, request: Request, rows: int, running: Iterable[Request]) -> bool:
+        return True
 
     def cut(self, request: Request, rows: int, running: Iterable[Request]) -> int:
         border = (request.num_computed + rows) // SIZE * SIZE
@@ -171,6 +177,9 @@ class WindowBlocks(Base):
         table = self._table[request] = {i: self.shared.page_of[request.chain[i]] for i in read}
         for block in table.values():
             self.shared.pool.retain(block)
+
+    def admits(self, request: Request, rows: int, running: Iterable[Request]) -> bool:
+        return True
 
     def cut(self, request: Request, rows: int, running: Iterable[Request]) -> int:
         return max(min(rows, (len(request.blocks) + self.num_free) * SIZE - request.num_computed), 1)
@@ -354,6 +363,9 @@ class Possible(Base):
 
     def usable(self, hit: Hit) -> int:
         return max(n for n in self.lengths if n <= len(hit.blocks))
+
+    def admits(self, request: Request, rows: int, running: Iterable[Request]) -> bool:
+        return True
 
     def cut(self, request: Request, rows: int, running: Iterable[Request]) -> int:
         return max(n for n in self.lengths if n <= rows)

@@ -6,10 +6,13 @@ import random
 
 import pytest
 
+from sparkdraft.cache.blocks import BlockPool
 from sparkdraft.cache.pages import PagePool
+from sparkdraft.cache.prefix import PrefixCache
 from sparkdraft.cache.recent_rows import RecentRows, pages_of_a_request
 from sparkdraft.core import Request, SamplingParams
 from sparkdraft.engine.engine import Engine
+from sparkdraft.engine.scheduler import Scheduler
 from sparkdraft.plan.resolve import MOST_AHEAD
 from sparkdraft.plan.turboquant import CodedPlan
 from tests.fakes import FakeBlock, fake_engine
@@ -90,3 +93,24 @@ def test_a_long_prompt_is_cut_to_the_pages_that_are_free() -> None:
         engine.step()
     rows = engine.runner.rows_run
     assert max(rows) <= engine.plan.coded.pages * SIZE < 600 and sum(rows) >= 600
+
+
+@pytest.mark.parametrize(("pages", "seqs", "prompt", "output"), [(386, 64, 1500, 150), (214, 8, 4000, 300)])
+def test_requests_wait_for_pages_instead_of_taking_turns(pages: int, seqs: int, prompt: int, output: int) -> None:
+    """More requests than there are pages for: none is let in to run row by row and be preempted."""
+    pool, window, size = BlockPool(100_000), 1024, 16
+    holding = RecentRows(PagePool(pages), size, 0, window, 64, lambda changes: None)
+    scheduler = Scheduler(pool, PrefixCache(pool, size, True), seqs, 2048, 0, [holding])
+    for i in range(seqs):
+        ids = [*range(i * 100_000, i * 100_000 + prompt)]
+        scheduler.add(Request(f"r{i}", 0, ids, SamplingParams(output), 0, output))
+    rows = 0
+    while scheduler.has_work:
+        for work in scheduler.schedule().work:
+            rows += work.num_scheduled
+            if work.samples:
+                work.request.output_ids.append(7)
+            scheduler.commit(work.request, work.num_known)
+            if len(work.request.output_ids) >= output:
+                scheduler.finish(work.request)
+    assert rows < 1.1 * seqs * (prompt + output - 1)

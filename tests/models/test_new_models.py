@@ -94,8 +94,11 @@ def test_drafts_change_no_text(folder: Path, dtype: str) -> None:
 
 
 def test_requests_that_give_their_blocks_back_write_the_same(folder: Path) -> None:
-    tight = load(folder, dtype="auto", kv_tokens=96, max_model_len=96)
-    assert written(tight) == written(load(folder, dtype="auto"))
+    """They are admitted with pages for their windows, and then grow to more blocks than there are for two."""
+    tight, roomy = (load(folder, dtype="auto", kv_tokens=tokens, max_model_len=256) for tokens in (256, 2048))
+    params = SamplingParams(max_tokens=170, ignore_eos=True)
+    found, expected = ([r.completions[0].ids for r in llm.generate(PROMPTS[:3], params)] for llm in (tight, roomy))
+    assert found == expected
     assert tight.engine.scheduler.num_preempted and all_is_free(tight)
 
 

@@ -10,6 +10,7 @@ from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.layers import AttentionSpec, DenseSpec, LayerSpec, RopeSpec
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.resolve import MOST_AHEAD, resolve
+from tests.plan.described import DESCRIBED
 
 WINDOW = 1024
 
@@ -70,3 +71,31 @@ def test_codes_are_not_borrowed() -> None:
         resolve(EngineConfig(kv="turboquant"), model(layer(0), layer(0, kv_from=0)), gpu(4000))
     slid = model(layer(0, kv_heads=4), layer(WINDOW), layer(WINDOW, kv_from=1))
     assert resolve(EngineConfig(kv="turboquant"), slid, gpu(4000)).coded  # a window's keys are not coded
+
+
+def test_a_context_that_is_asked_for_comes_before_pages() -> None:
+    """Pages for 64 requests would take what the context needs: fewer run at once, and the plan says how many."""
+    gemma = DESCRIBED["gemma4-31b"]
+    plan = resolve(EngineConfig(max_model_len=65536), gemma, gpu(79 << 10))
+    assert plan.max_model_len == 65536 and plan.max_seqs == 1
+    assert [f.name for f in plan.fallbacks] == ["at most 1 request at once instead of 64"]
+    plan = resolve(EngineConfig(), gemma, gpu(110 << 10))
+    assert plan.max_model_len == 262144 and plan.max_seqs == 12
+    with pytest.raises(UserError, match=r"the KV cache holds \d+ tokens: .* GiB of pages leave .* lower max"):
+        resolve(EngineConfig(max_model_len=131072), gemma, gpu(79 << 10))
+    with pytest.raises(UserError, match=r"kv_tokens is 131072.* GiB of pages leave"):
+        resolve(EngineConfig(kv_tokens=131072), gemma, gpu(79 << 10))
+
+
+def test_only_formats_that_run_are_advised() -> None:
+    """Codes of heads of 512 have no kernels on a GPU; 8 bits have none on a CPU."""
+    gemma = DESCRIBED["gemma4-31b"]
+    on_gpu = resolve(EngineConfig(), gemma, gpu(79 << 10)).fallbacks[-1].reason
+    on_cpu = resolve(EngineConfig(), gemma, Hardware("cpu", "a CPU", 8, 64 << 30)).fallbacks[-1].reason
+    assert on_gpu.endswith("; kv fp8 holds more") and on_cpu.endswith("; kv turboquant holds more")
+
+
+@pytest.mark.parametrize("gib", [32, 64])
+def test_pages_are_part_of_a_cpus_quarter(gib: int) -> None:
+    plan = resolve(EngineConfig(), model(*[layer(4096, kv_heads=32)] * 32), Hardware("cpu", "a CPU", 8, gib << 30))
+    assert 0.5 < (plan.memory.kv + plan.memory.pages) / (0.25 * (gib << 30)) <= 1
