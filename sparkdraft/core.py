@@ -44,7 +44,7 @@ class TryLater(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """How one part of the engine runs on this machine. Unlike a fallback, it is not less than what was asked for."""
+    """How one part of the engine runs on this machine. (A fallback means that a user got less than was asked for.)"""
 
     name: str
     value: str

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sparkdraft.config import EngineConfig
@@ -24,11 +24,13 @@ from sparkdraft.engine.facts import facts
 from sparkdraft.engine.load import load
 from sparkdraft.plan.resolve import Fallback
 from sparkdraft.text import chat
+from sparkdraft.text.events import Content, Reasoning
 from sparkdraft.text.style import chat_style
 from sparkdraft.weights.loader import Progress
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]
+OPENING = 32  # ids at a prompt's end that show whether it has begun the thoughts, or ended them
 
 
 @dataclass(slots=True)
@@ -43,6 +45,7 @@ class Completion:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     speculation: dict[str, Any] | None = None  # how drafting went
+    reasoning: str | None = None  # what the model thought before its answer, where `LLM.chat` was asked
 
     def add(self, piece: StepOutput) -> None:
         self.text += piece.text
@@ -100,7 +103,21 @@ class LLM:
         return [Result(done[name]) for name in inbox.names]
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
-        return self.generate([self.chat_ids(messages)], params)[0].completions[0]
+        """The answer to a conversation. What the model thought before it is in `reasoning`, not in `text`."""
+        ids, thoughts, params = self.chat_ids(messages), self.style.reasoning, params or SamplingParams()
+        if thoughts and thoughts.keep_special:
+            params = replace(params, keep_special=True)
+        answer = self.generate([ids], params)[0].completions[0]
+        if thoughts:
+            parser = thoughts(self.opening(ids))
+            events = [*parser.feed(answer.text), *parser.finish()]
+            answer.text = "".join(event.text for event in events if isinstance(event, Content))
+            answer.reasoning = "".join(event.text for event in events if isinstance(event, Reasoning)) or None
+        return answer
+
+    def opening(self, ids: Sequence[int]) -> str:
+        """The end of a prompt, with its marks: an answer may begin within thoughts that the prompt has opened."""
+        return self.tokenizer.decode(ids[-OPENING:], skip_special=False)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StepOutput]:
         """The pieces of one request as they come; leaving the loop early aborts the request."""

@@ -6,11 +6,12 @@ import gc
 import itertools
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sparkdraft.core import Batch, SamplingParams, StepOutput, UserError
+from sparkdraft.core import Batch, GrammarSpec, SamplingParams, StepOutput, UserError
 from sparkdraft.llm import LLM
 from tests.models.tiny import write_tiny
 
@@ -149,3 +150,13 @@ def test_a_step_that_is_broken_off_is_told_to_every_stream(
         list(second)
     assert llm.generate([PROMPTS[2]], params(16))[0].completions[0].ids == alone[2]
     assert nothing_is_left(llm)
+
+
+def test_thoughts_are_not_part_of_the_answer(tmp_path: Path) -> None:
+    """A grammar makes the model write what a model that thinks would."""
+    folder = write_tiny(tmp_path, "llama")
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}{# <think></think> #}")
+    llm = LLM(str(folder), dtype="float32", max_model_len=128, max_seqs=1)
+    written = GrammarSpec("regex", "<think>They greet me[.]</think>Good day!")
+    answer = llm.chat(CHAT, SamplingParams(max_tokens=60, grammar=written))
+    assert (answer.reasoning, answer.text) == ("They greet me.", "Good day!")

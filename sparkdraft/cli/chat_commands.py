@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sparkdraft.cli.generate import write
 from sparkdraft.cli.options import SAMPLING_FLAGS, flag_kind
 from sparkdraft.cli.parser import suggestion
-from sparkdraft.core import SamplingParams, UserError
+from sparkdraft.core import FinishReason, SamplingParams, UserError
 
 if TYPE_CHECKING:
     from sparkdraft.llm import LLM, Message
@@ -38,6 +38,11 @@ class Conversation:
             raise UserError(f"{error}; /clear begins a new conversation") from error
         if self.last["text"]:
             self.turns = [*asked, {"role": "assistant", "content": self.last["text"]}]
+        elif self.last["finish_reason"] == FinishReason.LENGTH.value:
+            raise UserError(
+                f"the thoughts took all {self.params.max_tokens} tokens, and no answer was written: "
+                f"/set max_tokens {8 * self.params.max_tokens} allows more, then ask again"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,9 +41,9 @@ def run(args: Namespace) -> int:
     ids = llm.chat_ids([{"role": "user", "content": prompt}])
     llm.generate([ids], SamplingParams(max_tokens=8))  # so that neither run is the first
     print(f"{args.model}, asked: {prompt}\n\n--- plainly, one token per step\n")
-    before = write(llm, ids, plain)
+    before = write(llm, ids, plain, thoughts=llm.style.reasoning)
     print(f"\n--- again, with drafts that the model checks (to beat: {before['tok_s']} tok/s)\n")
-    return _compare(before, write(llm, ids, drafted), llm.engine.decodes_exactly)
+    return _compare(before, write(llm, ids, drafted, thoughts=llm.style.reasoning), llm.engine.decodes_exactly)
 
 
 def _compare(before: dict[str, Any], after: dict[str, Any], exact: bool) -> int:

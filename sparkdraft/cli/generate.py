@@ -30,7 +30,6 @@ EXAMPLES = """examples:
   sparkdraft generate --prompt-file story.txt --json | tail -n 1
 """
 DEFAULTS = SamplingParams(max_tokens=64)
-OPENING = 32  # ids at a prompt's end that show whether it has begun the thoughts, or ended them
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -125,8 +124,7 @@ def write(
     begin = time.perf_counter()
     first = last = begin
     num_output, finish, speculation = 0, None, None
-    opening = llm.tokenizer.decode(ids[-OPENING:], skip_special=False) if thoughts else ""
-    page = Page(thoughts(opening) if thoughts else None)
+    page = Page(thoughts(llm.opening(ids)) if thoughts else None)
     if thoughts and thoughts.keep_special:
         params = replace(params, keep_special=True)
     with closing(waiting(llm.stream(ids, params), f"reading {len(ids)} tokens of prompt")) as pieces:

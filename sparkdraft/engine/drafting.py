@@ -237,7 +237,8 @@ class Drafting:
 
     def _check(self, name: str, depth: int | None) -> None:
         if depth and depth > self.max_depth:
-            limit = f"this drafter allows {self.max_depth}" if self.max_depth else "there is no drafter"
+            own = "this drafter allows" if self.proposer else "drafts from the request's own text go up to"
+            limit = f"{own} {self.max_depth}" if self.max_depth else "there is no drafter"
             raise UserError(f"{name} is {depth}; {limit}: ask for no more, or leave it out")
 
     def _asked(self, request: Request) -> int | None:

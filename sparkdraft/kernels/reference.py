@@ -92,6 +92,10 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:  # [rows, 2 * inte
     return out.to(gate_up.dtype)
 
 
+def linear(x: Tensor, matrix: Linear) -> Tensor:  # [rows, in] -> [rows, out]
+    return matrix.linear(x)
+
+
 def norm_linear(normed: Normed, matrix: Linear) -> Tensor:  # [rows, in] -> [rows, out]
     return matrix.linear(rms_norm(normed.x, *normed.norm))
 
@@ -106,8 +110,9 @@ def norm_logits(normed: Normed, head: Linear, softcap: float = 0.0) -> Tensor:  
     return torch.tanh(logits / softcap) * softcap if softcap else logits
 
 
-def norm_argmax(normed: Normed, head: Linear) -> Tensor:  # int64 [rows]; the lowest wins a tie
-    return norm_logits(normed, head).argmax(-1)
+def norm_argmax(normed: Normed, head: Linear, softcap: float = 0.0) -> Tensor:  # int64 [rows]; the lowest wins a tie
+    """softcap: as in `norm_logits`. It keeps the order of logits, but its rounding makes ties."""
+    return norm_logits(normed, head, softcap).argmax(-1)
 
 
 def norm_route(normed: Normed, router: Linear, top_k: int, renormalise: bool, scale: Tensor | None = None) -> Routing:

@@ -26,6 +26,8 @@ from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.loader import Loader
 from sparkdraft.weights.quant.group import GroupQuant
 
+HEADS = ("lm_head", "language_model.lm_head")  # the second in older files that see as well
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -205,7 +207,7 @@ class Decoder:
                 self.ops.tap(normed.x, taps, tap_layers.index(i), step.positions)
         if taps is not None and FINAL in tap_layers:
             self.ops.tap(self.ops.rms_norm(normed.x, *self.norm), taps, tap_layers.index(FINAL), step.positions)
-        return normed.x  # what is prepared is left: a row's logits shall not hang on the rows it came with
+        return normed.x  # the prepared norm is dropped: a row's logits must not depend on the rows beside it
 
     def embed(self, ids: Tensor) -> Tensor:  # int32 [rows] -> [rows, hidden]
         """What the first layer reads."""
@@ -222,7 +224,7 @@ class Decoder:
         return torch.tanh(out / self.config.softcap) * self.config.softcap if self.config.softcap else out
 
     def likeliest(self, residual: Tensor) -> Tensor:  # [rows, hidden] -> int64 [rows], the logits' argmax
-        out: Tensor = self.ops.norm_argmax(Normed(residual, self.norm), self.head)
+        out: Tensor = self.ops.norm_argmax(Normed(residual, self.norm), self.head, self.config.softcap)
         return out
 
 
@@ -237,8 +239,10 @@ def load_gain(load: Loader, name: str, size: int, plus_one: bool) -> Tensor:
 
 def load_head(config: ModelConfig, load: Loader, embedding: Tensor | GroupQuant) -> Linear:
     if config.tie_embeddings:
+        load.ignore(f"{name}.weight" for name in HEADS)
         return load.tied_head(embedding)
-    return load.linear({"lm_head": config.vocab_size}, config.hidden_size)
+    name = next((name for name in HEADS if load.has(f"{name}.weight")), HEADS[0])
+    return load.linear({name: config.vocab_size}, config.hidden_size)
 
 
 def following(layers: Sequence[Layer], last: Norm) -> Iterator[tuple[Layer, Norm]]:

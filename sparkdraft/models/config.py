@@ -7,6 +7,7 @@ Llama's kind, and DFlash drafters. No torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,7 +52,8 @@ class ModelConfig:
         first = self.layers[0]
         if any(layer != first for layer in self.layers):
             raise UserError(f"the layers of this {self.model_type} model differ; this needs a model of equal layers")
-        assert isinstance(first.mixer, AttentionSpec) and isinstance(first.mlp, DenseSpec), first
+        if not isinstance(first.mixer, AttentionSpec) or not isinstance(first.mlp, DenseSpec):
+            raise UserError(f"this {self.model_type} model has experts or a recurrence; this needs plain dense layers")
         return first.mixer, first.mlp
 
 
@@ -79,6 +81,21 @@ def need(config: Mapping[str, Any], key: str) -> Any:
     return value
 
 
+def whole(config: Mapping[str, Any], key: str) -> int | None:
+    """A number that may be left out. Raises UserError."""
+    return None if config.get(key) is None else int(need(config, key))
+
+
+def positive(config: Mapping[str, Any], key: str, default: float) -> float:
+    """A float that may be left out. Raises UserError."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UserError(f"config.json has {key} {value!r}, which must be a number above 0: fetch it again.")
+    return float(value)
+
+
 def layer_count(config: Mapping[str, Any]) -> int:
     return int(need(config, "num_hidden_layers"))
 
@@ -103,8 +120,8 @@ def attention_of(config: Mapping[str, Any], layer_type: str = "", partial: bool 
     partial: whether a part of each head's lanes may be left as it is.
     """
     heads, bias = need(config, "num_attention_heads"), bool(config.get("attention_bias", False))
-    head_dim = config.get("head_dim") or need(config, "hidden_size") // heads
-    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = whole(config, "head_dim") or need(config, "hidden_size") // heads
+    kv_heads = whole(config, "num_key_value_heads") or heads
     if heads % kv_heads:
         raise UserError(
             f"config.json has num_attention_heads {heads} and num_key_value_heads {kv_heads}, which does not divide "
@@ -122,7 +139,7 @@ def decoder_config(config: Mapping[str, Any], layers: Sequence[LayerSpec]) -> Mo
         vocab_size=need(config, "vocab_size"),
         max_position=need(config, "max_position_embeddings"),
         layers=tuple(layers),
-        rms_eps=config.get("rms_norm_eps") or 1e-6,
+        rms_eps=positive(config, "rms_norm_eps", 1e-6),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
     )
 
@@ -133,7 +150,7 @@ def rope_spec(config: Mapping[str, Any], head_dim: int, layer_type: str = "", re
     An architecture that rotates a part of each head reads "partial_rotary_factor", which may be beside the dict too.
     """
     rope = rope_of(config, layer_type, reads)
-    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    theta = positive(rope if rope.get("rope_theta") else config, "rope_theta", 10000.0)
     scaling = rope if rope["rope_type"] != "default" else None
     part = 0
     if "partial_rotary_factor" in reads.split() and rope["rope_type"] != "proportional":

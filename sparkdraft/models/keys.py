@@ -46,7 +46,7 @@ IGNORED = _names("""
     diversity_penalty temperature top_k top_p min_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate
     forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
-    begin_suppress_tokens output_router_logits router_aux_loss_coef
+    begin_suppress_tokens output_router_logits router_aux_loss_coef cache_implementation auto_map
 """)
 # Keys that change the computation, and the values at which they do not; null is such a value for every key.
 ONLY: Allowed = {
@@ -102,6 +102,8 @@ def rope_of(config: Config, layer_type: str = "", reads: str = "") -> dict[str, 
     """
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given = config.get(name) or {}
+    if not isinstance(given, Mapping):
+        raise UserError(f"config.json has {name} {given!r}, which must be an object: fetch it again.")
     if layer_type and any(isinstance(value, Mapping) for value in given.values()):
         if not isinstance(given.get(layer_type), Mapping):
             raise UserError(f"config.json has {name} without those of {layer_type!r} layers: fetch it again.")
@@ -115,7 +117,7 @@ def rope_of(config: Config, layer_type: str = "", reads: str = "") -> dict[str, 
         if key not in known and value not in ROPE_ONLY.get(key, ()):
             raise refused(f"{name} with {key}", value, ROPE_ONLY.get(key, ()))
     for key in ROPE_KINDS[kind]:
-        if not isinstance(rope.get(key), int | float) or not rope[key] > 0:
+        if isinstance(rope.get(key), bool) or not isinstance(rope.get(key), int | float) or not rope[key] > 0:
             raise UserError(f"config.json has {name} of the kind {kind!r} without a positive {key}: fetch it again.")
     return rope
 

@@ -11,13 +11,15 @@ from sparkdraft.models.config import ModelConfig, dense_config, layer_count
 from sparkdraft.models.keys import check_keys, only_values
 from sparkdraft.models.windows import FULL, SLIDING, types_of, window_of, windows_of
 
+WINDOW = 4096  # where the key is left out; null means that there is none
+
 build = llama.build  # windows are in the layers' specs
 
 
 def read(config: Mapping[str, Any]) -> ModelConfig:
     """Raises UserError where the config asks for a computation that is not built."""
     unknown = check_keys(config, only_values("qk_norm use_qk_norm attention_bias mlp_bias", False))
-    window = window_of(config)
+    window = window_of({"sliding_window": WINDOW, **config})
     types = types_of(config, [SLIDING if window else FULL] * layer_count(config))
     model = dense_config(config, qk_norm=False, windows=windows_of(types, window))
     return replace(model, unknown_keys=unknown)

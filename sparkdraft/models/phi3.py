@@ -24,5 +24,6 @@ def read(config: Mapping[str, Any]) -> ModelConfig:
     kind = rope_of(config, reads="partial_rotary_factor")["rope_type"]
     if kind != "default":  # early files say "su" or "yarn", and mean longrope
         raise refused("rope_scaling of the kind", kind, ("default",))
+    config = {"rms_norm_eps": 1e-5, **config}
     model = dense_config(config, False, [window_of(config)] * layer_count(config), partial=True)
     return replace(model, unknown_keys=unknown)

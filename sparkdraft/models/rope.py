@@ -15,6 +15,8 @@ from torch import Tensor
 
 from sparkdraft.models.layers import RopeSpec
 
+SLICE = 4096  # positions whose angles are held in float64 at once
+
 
 class RopeTables:
     """The tables of one model, on its device, each made when a layer asks for it first."""
@@ -40,8 +42,11 @@ def rope_table(spec: RopeSpec, length: int, freq_factors: Tensor | None = None) 
     frequency, magnitude = _stretch(frequency, spec)
     if freq_factors is not None:
         frequency = frequency / freq_factors.double()
-    angle = torch.arange(length, dtype=torch.float64).unsqueeze(1) * frequency
-    return (torch.cat((angle.cos(), angle.sin()), dim=1) * magnitude).float()
+    table = torch.empty(length, dim)
+    for first in range(0, length, SLICE):
+        angle = torch.arange(first, min(first + SLICE, length), dtype=torch.float64).unsqueeze(1) * frequency
+        table[first : first + SLICE] = torch.cat((angle.cos(), angle.sin()), dim=1) * magnitude
+    return table
 
 
 def _stretch(frequency: Tensor, spec: RopeSpec) -> tuple[Tensor, float]:

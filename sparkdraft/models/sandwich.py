@@ -42,8 +42,8 @@ class DenseSublayer:
         return self.mlp.matrices
 
     def output(self, normed: Normed) -> Tensor:
-        inside, down = self.mlp.result(normed)
-        return down.linear(inside)
+        out: Tensor = self.mlp.ops.linear(*self.mlp.result(normed))
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,7 @@ class DenseAndExperts:
 
     def output(self, normed: Normed) -> Tensor:
         ops, x = self.mlp.ops, normed.x
-        inside, down = self.mlp.result(normed)
-        dense = ops.rms_norm(down.linear(inside), *self.mlp_after)
+        dense = ops.rms_norm(ops.linear(*self.mlp.result(normed)), *self.mlp_after)
         routed = self.experts.result(Normed(x, self.experts_norm), self.experts.route(Normed(x, self.router_norm)))
         both: Normed = ops.add_normed(dense, routed, self.experts_after, self.experts_after)  # nobody reads that norm
         return both.x
@@ -88,8 +87,8 @@ class SandwichLayer:
         return [*self.attention.matrices, *self.mlp.matrices]
 
     def add_to(self, normed: Normed, step: Step, kv: LayerKV, then: Norm) -> Normed:
-        seen, out = self.attention.result(normed, step, kv)
-        normed = self.ops.add_normed(normed.x, out.linear(seen), self.attention_after, self.mlp_norm)
+        seen = self.ops.linear(*self.attention.result(normed, step, kv))
+        normed = self.ops.add_normed(normed.x, seen, self.attention_after, self.mlp_norm)
         added: Normed = self.ops.add_normed(normed.x, self.mlp.output(normed), self.mlp_after, then, self.scale)
         return added
 

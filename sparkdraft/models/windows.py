@@ -15,7 +15,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def window_of(config: Mapping[str, Any]) -> int:
-    """The window of the layers that slide; 0 where the config has none, which is to leave it out, or null."""
+    """The window of the layers that slide; 0 if the key is absent or null."""
     window = config.get("sliding_window")
     if window is None:
         return 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.layers import RopeSpec
 from sparkdraft.plan.sizes import model_sizes, most
 from sparkdraft.spec.caps import DrafterCaps
 from sparkdraft.spec.dflash_config import DFlashConfig
@@ -51,6 +52,15 @@ def weight_bytes(model: ModelConfig, itemsize: float) -> int:
     """Bytes of the matrices in the format in which they are kept. An embedding that is not the head counts
     separately."""
     return int(model_sizes(model).held * itemsize)
+
+
+def rope_bytes(model: ModelConfig, context: int) -> int:
+    """Bytes of the tables of cosines and sines: float32, one per kind of RoPE that layers have."""
+    kinds: list[RopeSpec] = []
+    for spec in model.attention:
+        if spec.rope not in kinds:
+            kinds.append(spec.rope)
+    return sum(4 * context * rope.width for rope in kinds)
 
 
 def capture_bytes(model: ModelConfig, max_rows: int, itemsize: int) -> int:

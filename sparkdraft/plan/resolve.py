@@ -22,6 +22,7 @@ from sparkdraft.plan.memory import (
     MemoryPlan,
     capture_bytes,
     recording_bytes,
+    rope_bytes,
     scratch_bytes,
     weight_bytes,
 )
@@ -111,6 +112,7 @@ def resolve(
     recordings = recording_bytes(kernels, drafter is not None) if graphs else 0
     held = weight_bytes(model, WEIGHT_ITEMSIZE[weights])
     held += int(drafter.num_weights * WEIGHT_ITEMSIZE[weights]) if drafter else 0
+    held += rope_bytes(model, max_model_len)
     scratch = scratch_bytes(model, max_rows, max_seqs, itemsize, drafter)
     if kv == "turboquant" and config.tq_mode == "capture_only":
         scratch += capture_bytes(model, max_rows, itemsize)

@@ -26,7 +26,7 @@ class LayerSizes:
     mlp: int  # numbers of one row in the MLP: what its projections make, and their product
     state: int = 0  # numbers that a request keeps however long it is
     expert: int = 0  # of the weights held, those of one expert
-    spec: ExpertsSpec | None = None  # who is sent to which
+    spec: ExpertsSpec | None = None  # of the experts, where the layer has them
 
     def read(self, rows: float) -> float:
         """Weights that a step over so many rows reads: of the experts, those that a row is sent to."""

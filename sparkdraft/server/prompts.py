@@ -151,7 +151,7 @@ class ModelText:
         room = self.check_length(ids, "messages")
         params = body.sampling(
             self.sampling,
-            body.max_completion_tokens or room,
+            room,
             logprobs=body.wanted_logprobs,
             grammar=(tools and tools.constraint(self.reasoning, text)) or self._answer_grammar(body, text),
             keep_special=bool((tools and self.tools.keep_special) or (self.reasoning and self.reasoning.keep_special)),
@@ -207,7 +207,7 @@ def _too_long(param: str, size: str, limit: int) -> ApiError:
     """The error for a text that is too long, in OpenAI's words: LiteLLM recognises them and raises its
     ContextWindowExceededError. Numbers are plain digits, because clients parse them."""
     message = (
-        f"This model's maximum context length is {limit} tokens with the answer, and the {_noun(param)} has {size}; "
+        f"This model's maximum context length is {limit} tokens, including the answer; the {_noun(param)} has {size}: "
         "shorten it."
     )
     return ApiError(400, message, param, "context_length_exceeded")

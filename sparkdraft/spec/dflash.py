@@ -118,7 +118,7 @@ class DFlash:
         return DraftBytes(propose, self.fc.nbytes + self.context_kv.nbytes, self.kv.bytes_per_token)
 
     def observe(self, rows: CommittedRows) -> None:
-        features = self.fc.linear(rows.hidden.view(rows.hidden.shape[0], -1))  # [rows, hidden]
+        features = self.ops.linear(rows.hidden.view(rows.hidden.shape[0], -1), self.fc)  # [rows, hidden]
         context = self.ops.norm_linear(Normed(features, self.hidden_norm), self.context_kv)
         width = context.shape[1] // len(self.layers)  # K and V of one layer
         for i, (attention, kv) in enumerate(zip(self.attention, self.kv.layers, strict=True)):

@@ -46,11 +46,6 @@ class NgramIndex:
         return len(self._ids) + len(self._waiting)
 
     @property
-    def num_waiting(self) -> int:
-        """Ids that are not indexed yet."""
-        return len(self._waiting)
-
-    @property
     def nbytes(self) -> int:
         return sum(a.itemsize * len(a) for a in (self._ids, self._newest, self._older))
 

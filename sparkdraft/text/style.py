@@ -1,6 +1,6 @@
 """How a model talks: which parsers read its thoughts and calls, and how its thinking is switched; each with a reason.
 
-Who is heard first: the user's flag, then the model's family (families.py), then the marks and variables of its chat
+Order of precedence: the user's flag, the model's family (families.py), then the marks and variables of its chat
 template. OpenAI's `reasoning_effort` is answered by what the template can do with it; what it cannot is refused with a
 sentence.
 """

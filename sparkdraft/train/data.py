@@ -113,6 +113,7 @@ def make_corpus(
     A signal ends it early and loses no finished answer: "stopped" says so, and "left" how many prompts wait.
     """
     questions = check_sources(prompts_file, synthesise, max_new, greedy_share, seats)
+    target.config.uniform()  # what `train fit` needs: refused here, before hours of writing
     if not target.chat_template:
         raise UserError(f"{target.name} has no chat template, so it cannot be asked anything: take a chat model")
     kinds = tuple(dict.fromkeys([question.kind for question in questions] + [SELF] * bool(synthesise)))

@@ -108,4 +108,5 @@ ToFloats = Callable[[Stored], Tensor]  # in the activations' type, on the model'
 
 def keep_floats(parts: Sequence[Stored], bias: Tensor | None, floats: ToFloats) -> Linear:
     """One matrix stacked of the parts, as floats."""
-    return DenseLinear(torch.cat([floats(p) for p in parts]), bias)
+    whole = [floats(part) for part in parts]
+    return DenseLinear(whole[0] if len(whole) == 1 else torch.cat(whole), bias)  # a tied head is its embedding

@@ -154,7 +154,6 @@ class Loader:
 
     def tied_head(self, table: Stored) -> Linear:
         """The output head of a model whose file holds that matrix once, as its embedding."""
-        self._left.discard("lm_head.weight")
         return self._keep([table], None, "the embedding")
 
     def ignore(self, names: Iterable[str]) -> None:

@@ -144,8 +144,11 @@ class Scripted:
         """ends: what its prompts end with."""
         self.pieces, self.asked, self.is_open = pieces, list[Any](), False
         self.plan, self.style = SimpleNamespace(max_model_len=512), chat_style(model_type, None)
-        self.tokenizer = SimpleNamespace(decode=lambda ids, skip_special: ends)
+        self.ends = ends
         self.params = SamplingParams()
+
+    def opening(self, ids: Sequence[int]) -> str:
+        return self.ends
 
     def chat_ids(self, messages: Sequence[Any]) -> list[int]:
         self.asked.append([(message["role"], message["content"]) for message in messages])
@@ -158,6 +161,9 @@ class Scripted:
         self.is_open = True
         try:
             for text in self.pieces:
+                if text == "length":
+                    yield StepOutput("r", 0, [], "", FinishReason.LENGTH)
+                    return
                 if text == "ctrl-c":
                     signal.raise_signal(signal.SIGINT)
                 else:
@@ -193,6 +199,18 @@ def test_thoughts_are_shown_apart_and_are_no_part_of_the_conversation(
     assert talk.last and (talk.last["text"], talk.last["reasoning"]) == ("Yes.", "Hm.")
     answer(talk, "again")
     assert llm.asked[-1] == [("user", "hello"), ("assistant", "Yes."), ("user", "again")]
+
+
+def test_thoughts_that_leave_no_room_for_an_answer_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    llm = Scripted(
+        ["<|channel|>analysis<|message|>Hm, so", " many thoughts", "length"], "gpt_oss", "<|start|>assistant"
+    )
+    talk = Conversation(llm, DEFAULTS)  # type: ignore[arg-type]
+    answer(talk, "hello")
+    assert (
+        "the thoughts took all 512 tokens, and no answer was written: /set max_tokens 4096" in capsys.readouterr().err
+    )
+    assert talk.turns == []
 
 
 def test_a_conversation_goes_on_until_it_is_cleared() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from sparkdraft import LLM
@@ -152,9 +153,33 @@ def test_what_is_wrong_is_said_in_one_sentence(variant: str, change: Change, wor
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("keys", [{"sliding_window": None}, {}], ids=["null", "absent"])
-def test_no_window_is_null_or_absent(keys: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("keys", "window"), [({"sliding_window": None}, 0), ({}, 4096)], ids=["null", "absent"])
+def test_a_window_that_is_left_out_is_mistrals_own(keys: dict[str, Any], window: int, tmp_path: Path) -> None:
+    """As in transformers."""
     settings = config_of(write_tiny(tmp_path, "mistral"))
     assert {spec.window for spec in read_config(settings).attention} == {8}
     del settings["sliding_window"]
-    assert {spec.window for spec in read_config(settings | keys).attention} == {0}
+    assert {spec.window for spec in read_config(settings | keys).attention} == {window}
+    assert transformers.MistralConfig(**(settings | keys)).sliding_window == (window or None)
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "gemma3", "gemma4", "gpt_oss", "phi3", "mistral", "qwen3_moe"])
+def test_an_epsilon_that_is_left_out_is_the_architectures_own(variant: str, tmp_path: Path) -> None:
+    settings = config_of(write_tiny(tmp_path, variant))
+    inner = settings.get("text_config", settings)
+    kind = type(transformers.AutoConfig.for_model(inner["model_type"]))
+    inner.pop("rms_norm_eps", None)
+    assert read_config(settings).rms_eps == kind().rms_norm_eps
+
+
+NUMBERS = {"head_dim": 30.0, "num_key_value_heads": -2, "rms_norm_eps": "1e-5", "rope_theta": "1e4"}
+
+
+@pytest.mark.parametrize("key", [*NUMBERS, "rope_scaling", "factor"])
+def test_numbers_that_are_none(key: str, tmp_path: Path) -> None:
+    settings = config_of(write_tiny(tmp_path, "llama"))
+    settings.pop("rope_parameters", None)
+    wrong = {"rope_scaling": [1], "factor": {"rope_type": "linear", "factor": True}}
+    settings |= {key: NUMBERS[key]} if key in NUMBERS else {"rope_scaling": wrong[key]}
+    with pytest.raises(UserError, match=key):
+        read_config(settings)

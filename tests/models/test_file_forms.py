@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from sparkdraft import LLM
 from sparkdraft.models.registry import read_config
 from sparkdraft.text.tokenizer import Tokenizer
 from sparkdraft.weights.checkpoint import open_checkpoint
+from sparkdraft.weights.linear import DenseLinear
 from sparkdraft.weights.quant.mxfp4 import Mxfp4
 from tests.models.harness import Harness
 from tests.models.tiny import byte_tokenizer, oracle_logits, write_tiny
@@ -201,3 +203,36 @@ def test_ends_of_text_are_found_in_a_text_config(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(write_tiny(tmp_path, "gemma4")))
     assert "eos_token_id" not in checkpoint.config and checkpoint.config["text_config"]["eos_token_id"] == 2
     assert Tokenizer.of(checkpoint).eos_ids >= {2}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_may_be_under_the_text_models_name(tied: bool, tmp_path: Path) -> None:
+    """As older files that see as well have it; where embeddings are tied it is not needed."""
+    folder = write_tiny(tmp_path / "one", "gemma3", tie_word_embeddings=tied)
+    tensors = tensors_of(folder)
+    head = tensors.pop("lm_head.weight", tensors[next(name for name in tensors if "embed_tokens" in name)])
+    other = write(tmp_path / "other", tensors | {"language_model.lm_head.weight": head.clone()}, config_of(folder))
+    assert torch.equal(logits(other), logits(folder))
+
+
+@pytest.mark.parametrize("variant", ["qwen3-tied", "gemma3"])
+def test_a_tied_head_is_held_once(variant: str, tmp_path: Path) -> None:
+    model = Harness(write_tiny(tmp_path, variant)).model
+    assert isinstance(model.embedding, Tensor) and isinstance(model.head, DenseLinear)
+    assert model.head.weight.data_ptr() == model.embedding.data_ptr()
+
+
+@pytest.mark.parametrize("variant", ["gemma3", "gemma4-experts", "qwen3", "gpt_oss"])
+def test_no_matmul_bypasses_the_operators(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for few rows give a row the same bits in any company; a matrix's own matmul need not."""
+    harness = Harness(write_tiny(tmp_path, variant))
+    callers: set[str] = set()
+    linear = DenseLinear.linear
+
+    def watched(self: DenseLinear, x: Tensor) -> Tensor:
+        callers.add(sys._getframe(1).f_globals["__name__"])
+        return linear(self, x)
+
+    monkeypatch.setattr(DenseLinear, "linear", watched)
+    harness.run({"a": PROMPT})
+    assert callers <= {"sparkdraft.kernels.reference", "sparkdraft.weights.linear"} and callers

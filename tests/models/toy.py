@@ -115,10 +115,10 @@ class NormedAfter:
     def add_to(self, normed: Normed, step: Step, kv: LayerKV, then: Norm) -> Normed:
         inner = self.inner
         assert isinstance(inner.mixer, Attention) and isinstance(inner.mlp, GatedMLP)
-        seen, matrix = inner.mixer.result(normed, step, kv)
-        normed = self.ops.add_normed(normed.x, matrix.linear(seen), self.after_mixer, inner.post_norm)
-        inside, matrix = inner.mlp.result(normed)
-        added: Normed = self.ops.add_normed(normed.x, matrix.linear(inside), self.after_mlp, then, SCALE)
+        seen = self.ops.linear(*inner.mixer.result(normed, step, kv))
+        normed = self.ops.add_normed(normed.x, seen, self.after_mixer, inner.post_norm)
+        mlp = self.ops.linear(*inner.mlp.result(normed))
+        added: Normed = self.ops.add_normed(normed.x, mlp, self.after_mlp, then, SCALE)
         return added
 
 

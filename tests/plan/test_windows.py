@@ -80,7 +80,7 @@ def test_a_context_that_is_asked_for_comes_before_pages() -> None:
     assert plan.max_model_len == 65536 and plan.max_seqs == 1
     assert [f.name for f in plan.fallbacks] == ["at most 1 request at once instead of 64"]
     plan = resolve(EngineConfig(), gemma, gpu(110 << 10))
-    assert plan.max_model_len == 262144 and plan.max_seqs == 12
+    assert plan.max_model_len == 262144 and plan.max_seqs == 11
     with pytest.raises(UserError, match=r"the KV cache holds \d+ tokens: .* GiB of pages leave .* lower max"):
         resolve(EngineConfig(max_model_len=131072), gemma, gpu(79 << 10))
     with pytest.raises(UserError, match=r"kv_tokens is 131072.* GiB of pages leave"):

@@ -118,7 +118,7 @@ def test_every_field_reaches_the_engine(ear: tuple[Live, FakeClient]) -> None:
     same = {"n": 2, "seed": 7, "temperature": 0.3, "top_p": 0.9, "presence_penalty": 1, "frequency_penalty": -1}
     same |= {"min_p": 0.1, "repetition_penalty": 1.5, "min_tokens": 3, "ignore_eos": True}
     more = {"stop": "x", "logit_bias": {"5": 2.5}, "top_k": -1, "stop_token_ids": [4], "speculation": "off"}
-    assert server.chat(**same, **more, max_completion_tokens=9).status_code == 200
+    assert server.chat(**same, **more, max_tokens=7, max_completion_tokens=9).status_code == 200  # the newer name wins
     (params,) = client.seen
     assert {name: getattr(params, name) for name in same} == same and params.max_tokens == 9
     assert (params.stop, params.logit_bias, params.top_k, params.stop_ids) == (["x"], {5: 2.5}, 0, [4])
@@ -258,7 +258,7 @@ def test_tools_with_a_template_that_takes_no_system_prompt(choice: str) -> None:
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "'system'"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "string"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "only text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "text only"),
         ({"messages": USER * 2001}, "messages", "2000"),
         ({"messages": USER, "temperature": -1}, "temperature", "positive"),
         ({"messages": USER, "temperature": "hot"}, "temperature", "number"),
@@ -294,7 +294,7 @@ def test_tools_with_a_template_that_takes_no_system_prompt(choice: str) -> None:
         (
             {"messages": [{"role": "user", "content": "x" * 600}]},
             "messages",
-            "is 512 tokens with the answer, and the conversation has 617 tokens",
+            "is 512 tokens, including the answer; the conversation has 617 tokens",
         ),
         ({"messages": [{"role": "user", "content": "x" * 200_000}]}, "messages", "characters"),
     ],

@@ -151,6 +151,6 @@ def test_an_overflow_is_known_to_litellm(echo: Live, size: int) -> None:
         message = message_of(response)
         assert "this model's maximum context length is" in message.lower()
         assert re.search(
-            r"is 512 tokens with the answer, and the \w+ has \d{3,6} (tokens|characters); shorten it\.$", message
+            r"is 512 tokens, including the answer; the \w+ has \d{3,6} (tokens|characters): shorten it\.$", message
         )
         assert response.json()["error"]["code"] == "context_length_exceeded"

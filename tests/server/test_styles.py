@@ -123,7 +123,7 @@ def test_only_text_is_read_and_nothing_else_is_queued(
         answer = echo.post(path, messages=messages, stream=stream)
         error = answer.json()["error"]
         assert answer.status_code == 400 and error["param"] == "messages[1].content[1]"
-        assert words in error["message"] and "only text is supported by this model here" in error["message"]
+        assert words in error["message"] and "this server reads text only" in error["message"]
     assert not entered
     assert echo.post(CHAT, messages=[{"role": "user", "content": content[:1]}]).status_code == 200 and entered == [1]
 

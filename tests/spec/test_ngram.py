@@ -149,10 +149,10 @@ def english_like(count: int) -> list[int]:
 @pytest.mark.parametrize("ids", [english_like(50_000), [3] * 50_000], ids=["text", "loop"])
 def test_a_long_prompt_is_indexed_in_bounded_pieces_and_little_memory(ids: list[int]) -> None:
     index = indexed(ids, 8)
-    while index.num_waiting:
-        before, drafts = index.num_waiting, index.propose(4)
-        assert 0 < before - index.num_waiting <= PROMPT_IDS + FOLLOWED_IDS
-        assert not (drafts and index.num_waiting), "it says nothing until it knows the whole prompt"
+    while len(index._waiting):
+        before, drafts = len(index._waiting), index.propose(4)
+        assert 0 < before - len(index._waiting) <= PROMPT_IDS + FOLLOWED_IDS
+        assert not (drafts and len(index._waiting)), "it says nothing until it knows the whole prompt"
     assert index.nbytes <= 24 * len(ids)
 
 
@@ -163,7 +163,7 @@ def test_a_prompt_that_comes_at_once_matches_where_the_definition_does(seed: int
     prompt = ids + ids[begin : begin + 300]  # it ends with a quotation of itself
     text = [*prompt, *ids[begin + 300 : begin + 330], 7, 7, 7, *ids[50:80]]
     index, expected = indexed(prompt, 8), match_ends(text, 8)
-    while index.num_waiting:
+    while len(index._waiting):
         index.propose(20)
     for stop in range(len(prompt), len(text)):
         drafts = index.propose(20)

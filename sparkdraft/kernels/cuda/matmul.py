@@ -24,6 +24,12 @@ def _few(x: Tensor, matrix: Linear, bias: bool = True) -> WeightTiles | None:
     return tiles if tiles and (bias or tiles.bias is None) else None
 
 
+def linear(x: Tensor, matrix: Linear) -> Tensor:  # [rows, in] -> [rows, out]
+    if tiles := _few(x, matrix):
+        return few_rows.linear(x, tiles)
+    return matrix.linear(x)
+
+
 def norm_linear(normed: Normed, matrix: Linear) -> Tensor:  # [rows, in] -> [rows, out]
     if tiles := _few(normed.x, matrix):
         return few_rows.norm_linear(normed, tiles)
@@ -44,10 +50,10 @@ def norm_logits(normed: Normed, head: Linear, softcap: float = 0.0) -> Tensor:  
     return torch.tanh(logits / softcap) * softcap if softcap else logits
 
 
-def norm_argmax(normed: Normed, head: Linear) -> Tensor:  # int64 [rows]
-    if tiles := _few(normed.x, head, bias=False):
+def norm_argmax(normed: Normed, head: Linear, softcap: float = 0.0) -> Tensor:  # int64 [rows]
+    if not softcap and (tiles := _few(normed.x, head, bias=False)):
         return few_rows.norm_argmax(normed, tiles)
-    return argmax(norm_logits(normed, head))
+    return argmax(norm_logits(normed, head, softcap))
 
 
 def add_linear(residual: Tensor, x: Tensor, matrix: Linear, then: Norm) -> Normed:

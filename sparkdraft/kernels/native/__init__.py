@@ -39,7 +39,8 @@ from sparkdraft.kernels.native.recording import Recording, empty, keep
 from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.kernels.reference import (
     accept_drafts,
-    add_linear,  # a matrix's own
+    add_linear,  # these two are the matrix's own
+    linear,
     tq_attention,
     tq_rope_write,
 )
@@ -129,9 +130,9 @@ def norm_logits(normed: Normed, head: Linear, softcap: float = 0.0) -> Tensor:  
     return logits
 
 
-def norm_argmax(normed: Normed, head: Linear) -> Tensor:  # int64 [rows]; the lowest wins a tie
+def norm_argmax(normed: Normed, head: Linear, softcap: float = 0.0) -> Tensor:  # int64 [rows]; the lowest wins a tie
     """By numpy, which takes a tenth of torch's time; not to be recorded."""
-    return torch.from_numpy(norm_logits(normed, head).numpy().argmax(-1))
+    return torch.from_numpy(norm_logits(normed, head, softcap).numpy().argmax(-1))
 
 
 def add_normed(residual: Tensor, y: Tensor, norm: Norm, then: Norm, scale: float = 1.0) -> Normed:

@@ -101,6 +101,11 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="what else the chat template may look at")
 
     @property
+    def wanted_tokens(self) -> int | None:
+        """OpenAI's newer name wins where a request has both."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
     def wanted_logprobs(self) -> int | None:
         """How many alternatives per token; None: no log-probabilities at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -163,8 +168,8 @@ def check_parts(messages: Sequence[ChatMessage]) -> None:
                 kind = next((noun for word, noun in NOUNS.items() if word in part.type), "no text")
                 raise ApiError(
                     400,
-                    f"{place} is {kind} (type {shown(part.type)}); only text is supported by this model here: "
-                    "send parts of type text.",
+                    f"{place} is {kind} (type {shown(part.type)}), and this server reads text only: "
+                    "remove the part, or send its content as text.",
                     place,
                 )
             if part.type == "text" and part.text is None:

@@ -94,10 +94,15 @@ class SamplingFields(Fields):
         """Refuse what SamplingParams refuses, before the request is counted and its prompt is tokenised."""
         self.sampling({}, MAX_COUNT, **more)
 
+    @property
+    def wanted_tokens(self) -> int | None:
+        """The limit on an answer, under the name that the endpoint prefers."""
+        return self.max_tokens
+
     def sampling(self, defaults: Mapping[str, float], max_tokens: int, **more: Any) -> SamplingParams:
         """defaults, max_tokens: used where the request names nothing. more: what the endpoint adds."""
         given: dict[str, Any] = {
-            "max_tokens": max_tokens if self.max_tokens is None else self.max_tokens,
+            "max_tokens": max_tokens if self.wanted_tokens is None else self.wanted_tokens,
             "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
             "stop_ids": self.stop_token_ids,
             "top_k": 0 if self.top_k == -1 else self.top_k,
