@@ -88,8 +88,10 @@ def resolve(
     hardware: Hardware,
     native_problem: str | None = None,
     drafter: DrafterCaps | None = None,
+    held: int | None = None,
 ) -> Plan:
-    """native_problem: why the CPU kernels are not available, or None. drafter: its memory is part of the plan."""
+    """native_problem: why the CPU kernels are not available, or None. drafter: its memory is part of the plan. held:
+    bytes of the model's matrices, where they are not all of the one format that the config asks for."""
     on_cpu = hardware.device == "cpu"
     fallbacks = [_unknown_keys(model.unknown_keys)] if model.unknown_keys else []
     weights = _weights(config, hardware, native_problem, fallbacks)
@@ -109,7 +111,7 @@ def resolve(
         reason = "torch runs a CPU's turboquant cache, and its operators are not recorded: memory is saved, not time"
         fallbacks.append(Fallback("decode steps are launched one operator at a time", reason))
     recordings = recording_bytes(kernels, drafter is not None) if graphs else 0
-    held = weight_bytes(model, WEIGHT_ITEMSIZE[weights])
+    held = weight_bytes(model, WEIGHT_ITEMSIZE[weights]) if held is None else held
     held += int(drafter.num_weights * WEIGHT_ITEMSIZE[weights]) if drafter else 0
     scratch = scratch_bytes(model, max_rows, max_seqs, itemsize, drafter)
     if kv == "turboquant" and config.tq_mode == "capture_only":

@@ -1,0 +1,43 @@
+"""Predictions for figures.json: what `sparkdraft plan` would have said of each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sparkdraft.plan.machine import find_machine
+from sparkdraft.plan.roofline import Load, Rates, Target, step
+from sparkdraft.plan.weight_formats import WeightFormats
+from tests.plan.published import DRAFTERS, MODELS
+
+DATA: dict[str, Any] = json.loads(Path(__file__).with_name("figures.json").read_text(encoding="utf-8"))
+FIGURES: list[dict[str, Any]] = DATA["figures"]
+
+
+def speed(figure: dict[str, Any]) -> float:
+    """Tokens per second, all streams together."""
+    tokens = figure.get("tokens", 1.0)
+    if "tokens_as_at" in figure:
+        context, measured = figure["tokens_as_at"]
+        tokens = measured * seconds(figure | {"context": context})
+    return float(figure["streams"] * tokens / seconds(figure))
+
+
+def seconds(figure: dict[str, Any]) -> float:
+    machine = find_machine(figure["machine"])
+    rates, depth = machine.rates, figure.get("depth", 0)
+    if "bandwidth_gb_s" in figure:  # as measured beside the figure
+        rates = Rates(figure["bandwidth_gb_s"] * 1e9, rates.arithmetic)
+    itemsize = 4 if machine.hardware.device == "cpu" else 2
+    formats, kv = WeightFormats.parse(figure["weights"]), figure.get("kv", "exact")
+    target = Target.of(MODELS[figure["model"]], formats, kv, itemsize, figure.get("spread"))
+    drafter = DRAFTERS[figure["drafter"]] if depth else None
+    losses = machine.losses(figure["engine"]).expected
+    return step(rates, losses, target, Load(figure["streams"], figure["context"], depth), drafter).total
+
+
+def ratio(figure: dict[str, Any]) -> float:
+    """Predicted over measured; of a range, over what is nearest in it."""
+    predicted, (low, high) = speed(figure), figure["measured"]
+    return predicted / min(max(predicted, low), high)
