@@ -45,6 +45,7 @@ class Losses:
     kv_coded: float = 0.0  # as kv, in TurboQuant's codes; 0: as kv
     rows: float = 1.0  # of kv, where several rows of a stream read a whole context
     rows_coded: float = 0.0  # as rows, in codes; 0: as rows
+    draft: float = 0.0  # seconds per step that drafts: acceptance, what the drafter observes, more rows to sample
     experts_layer: float = 0.0  # seconds per layer with experts: the choice, and smaller kernels
     compute: float = 1.0  # share of the machine's arithmetic
     own_arithmetic: bool = False  # quantised matrices are multiplied in their own format, not in bfloat16
@@ -146,18 +147,21 @@ class Target:
 
 
 class DraftPass(NamedTuple):
-    """What a drafter's pass reads. Its weights are bfloat16, or as the engine keeps matrices on a CPU."""
+    """What a drafter's pass reads. It is kept as the engine keeps matrices on the machine, whatever the target is."""
 
     weights: int  # of its own matrices
     head: int  # of the target's head, if it has none of its own
     contexts: tuple[Context, ...]
     layers: int
     chain: bool = False  # a pass per draft, over one row of each stream
+    format: str = "bfloat16"
 
     @staticmethod
-    def of(caps: DrafterCaps, target_head: int, own_head: bool = False, itemsize: int = 2) -> DraftPass:
+    def of(
+        caps: DrafterCaps, target_head: int, own_head: bool = False, itemsize: int = 2, fmt: str = "bfloat16"
+    ) -> DraftPass:
         contexts = contexts_of(caps.kv, "exact", itemsize)
-        return DraftPass(caps.num_weights, 0 if own_head else target_head, contexts, len(caps.kv), caps.chain)
+        return DraftPass(caps.num_weights, 0 if own_head else target_head, contexts, len(caps.kv), caps.chain, fmt)
 
 
 def contexts_of(layers: tuple[AttentionSpec, ...], kv: str, itemsize: int) -> tuple[Context, ...]:
@@ -205,12 +209,11 @@ def overlap(a: float, b: float) -> float:
 
 def _draft(rates: Rates, losses: Losses, drafter: DraftPass, load: Load) -> float:
     passes, rows = (load.depth, load.streams) if drafter.chain else (1, load.streams * (1 + load.depth))
-    fmt = "bfloat16" if "bfloat16" in rates.arithmetic else "quantised"
-    weights = drafter.weights + drafter.head
+    weights, fmt = drafter.weights + drafter.head, drafter.format
     read = weights * BYTES[fmt] / (_share(losses, fmt) * rates.bandwidth)
     body = overlap(read, 2 * rows * weights / _arithmetic(rates, losses, fmt))
     keys = _keys(losses, drafter.contexts, "exact", load) / rates.bandwidth
-    return passes * (body + keys + drafter.layers * losses.layer)
+    return losses.draft + passes * (body + keys + drafter.layers * losses.layer)
 
 
 def _keys(losses: Losses, contexts: tuple[Context, ...], kv: str, load: Load) -> float:

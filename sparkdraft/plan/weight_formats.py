@@ -117,15 +117,14 @@ def stated(config: Mapping[str, Any], num_layers: int) -> WeightFormats | None:
         return None
     method = str(found.get("quant_method", "")).lower()
     rules = _rules(method, found)
-    groups = {group: _matched(rules, found, names) for group, names in GROUPS.items() if group in USUALLY_FLOAT[1:]}
-    layers = {}
+    # The others say "all linear layers", mean those of the layers, and leave the head out without a word.
+    names_head = method.startswith(("modelopt", "compressed-tensors"))
+    head = _matched(rules, found, GROUPS["head"]) if names_head else "bfloat16"
+    groups, layers = {"head": head, "embedding": "bfloat16"}, {}
     for group, names in GROUPS.items():
-        if group not in groups:
+        if group not in USUALLY_FLOAT:
             by_layer = [_matched(rules, found, [f"layers.{i}.{name}" for name in names]) for i in range(num_layers)]
             layers |= {(i, group): fmt for i, fmt in enumerate(by_layer)}
-    if method != "modelopt":  # others say "all linear layers" and leave these out without a word
-        groups = {group: "bfloat16" for group in groups}
-    layers |= {(i, "router"): "bfloat16" for i in range(num_layers)}
     return WeightFormats("bfloat16", groups, layers)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 from sparkdraft.bench.named_shapes import TARGET_FILES, drafter_shape, shape
@@ -11,6 +12,7 @@ from sparkdraft.plan.roofline import DraftPass
 from sparkdraft.plan.sizes import model_sizes
 from sparkdraft.spec.dflash_caps import caps_of
 from sparkdraft.spec.dflash_config import DFlashConfig
+from sparkdraft.spec.packaged import ASSETS
 from tests.plan.described import attention
 
 
@@ -64,6 +66,12 @@ def shaped(name: str, target: str) -> DraftPass:
     return DraftPass.of(caps_of(drafter_shape(name, MODELS[target])), model_sizes(MODELS[target]).head)
 
 
+def packaged(folder: str, target: str) -> DraftPass:
+    draft = DFlashConfig.read(json.loads((ASSETS / folder / "config.json").read_text(encoding="utf-8")))
+    own = draft.draft_vocab_size < MODELS[target].vocab_size
+    return DraftPass.of(caps_of(draft), model_sizes(MODELS[target]).head, own, 4, "quantised")
+
+
 DRAFTERS: dict[str, DraftPass] = {
     "RedHatAI/gemma-4-31B-it-speculator.dflash": dflash("gemma4-31b", 5, 10752, 64, 8, 128, 5, vocab=32000),
     "z-lab/Qwen3.5-27B-DFlash": dflash("qwen3.5-27b", 5, 17408, 32, 8, 128, 5),
@@ -76,6 +84,7 @@ DRAFTERS: dict[str, DraftPass] = {
         4 * 3 * 1024 * 8192 + 3 * 2 * 1024 * 4096 + 2 * 1024 * 8192 + 3 * 1024 * 2816 + 262144 * 1024, 0, (), 4, True
     ),
     "DSpark, 7 drafts": DraftPass(1_360_000_000, 248320 * 5120, (), 5),
+    "smollm2-dflash": packaged("smollm2-dflash", "smollm2-135m"),
     "dflash-5x": shaped("dflash-5x", "qwen3-8b"),
     "gemma4-31b-dflash": shaped("gemma4-31b-dflash", "gemma4-31b"),
 }
