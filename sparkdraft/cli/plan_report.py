@@ -116,8 +116,9 @@ class Report:
         by_context, by_streams = [], []
         for kv in ("exact", "turboquant"):
             found = tried(with_kv(question, kv))[0]
-            chances = {"plain": 0.0} | ({n: d.chance for n, d in found.by_class.items()} if found else {})
-            for name, chance in chances.items() if found else ():
+            if found is None:
+                continue
+            for name, chance in {"plain": 0.0, **{n: d.chance for n, d in found.by_class.items()}}.items():
                 line = f"{name}, {kv}"
                 rates = [(float(c), found.drafted(chance, c).speed.expected) for c in contexts]
                 by_context.append(plot.Line(line, rates))

@@ -90,9 +90,9 @@ def read_machine(path: Path) -> Machine:
             float(data["bandwidth_gb_s"]) * 1e9, {str(k): float(v) * 1e12 for k, v in data["tflop_s"].items()}
         )
         engines = {str(name): _engine(each) for name, each in data["engines"].items()}
-        texts = {key: tuple(map(str, data.get(key, ()))) for key in ("matches", "sources", "notes")}
-        slow = float(data.get("slow_below_gb_s", 0)) * 1e9
-        machine = Machine(path.stem, hardware.name, hardware, bool(data["unified"]), rates, engines, slow, **texts)
+        matches, sources, notes = (tuple(map(str, data.get(key, ()))) for key in ("matches", "sources", "notes"))
+        slow, unified = float(data.get("slow_below_gb_s", 0)) * 1e9, bool(data["unified"])
+        machine = Machine(path.stem, hardware.name, hardware, unified, rates, engines, slow, matches, sources, notes)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise UserError(f"the machine file {path} cannot be used ({reason}): compare it with gb10.json") from error

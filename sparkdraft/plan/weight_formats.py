@@ -120,7 +120,8 @@ def stated(config: Mapping[str, Any], num_layers: int) -> WeightFormats | None:
     # The others say "all linear layers", mean those of the layers, and leave the head out without a word.
     names_head = method.startswith(("modelopt", "compressed-tensors"))
     head = _matched(rules, found, GROUPS["head"]) if names_head else "bfloat16"
-    groups, layers = {"head": head, "embedding": "bfloat16"}, {}
+    groups = {"head": head, "embedding": "bfloat16"}
+    layers: dict[tuple[int, str], str] = {}
     for group, names in GROUPS.items():
         if group not in USUALLY_FLOAT:
             by_layer = [_matched(rules, found, [f"layers.{i}.{name}" for name in names]) for i in range(num_layers)]
@@ -141,7 +142,7 @@ def _rules(method: str, found: Mapping[str, Any]) -> Rules:
         return [_compressed(group, found) for group in (found.get("config_groups") or {}).values()]
     if method.startswith("modelopt"):
         mixed = found.get("quantized_layers") or {}
-        rules = [((name,), _algorithm(str(each.get("quant_algo")))) for name, each in mixed.items()]
+        rules: Rules = [((str(name),), _algorithm(str(each.get("quant_algo")))) for name, each in mixed.items()]
         return rules or [(("*",), _algorithm(str(found.get("quant_algo"))))]
     raise UserError(
         f"config.json states weights of the kind '{method}', whose bytes are not known here: name the format with "

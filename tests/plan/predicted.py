@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sparkdraft.plan.machine import find_machine
+from sparkdraft.plan.machine import find_machine, known_machines
 from sparkdraft.plan.roofline import Load, Rates, Target, step
 from sparkdraft.plan.weight_formats import WeightFormats
 from tests.plan.published import DRAFTERS, MODELS
@@ -24,17 +25,24 @@ def speed(figure: dict[str, Any]) -> float:
     return float(figure["streams"] * tokens / seconds(figure))
 
 
+MACHINES = {name: find_machine(name) for name in known_machines()}
+
+
+@cache
+def target(model: str, weights: str, kv: str, itemsize: int, spread: float | None) -> Target:
+    return Target.of(MODELS[model], WeightFormats.parse(weights), kv, itemsize, spread)
+
+
 def seconds(figure: dict[str, Any]) -> float:
-    machine = find_machine(figure["machine"])
+    machine = MACHINES[figure["machine"]]
     rates, depth = machine.rates, figure.get("depth", 0)
     if "bandwidth_gb_s" in figure:  # as measured beside the figure
         rates = Rates(figure["bandwidth_gb_s"] * 1e9, rates.arithmetic)
     itemsize = 4 if machine.hardware.device == "cpu" else 2
-    formats, kv = WeightFormats.parse(figure["weights"]), figure.get("kv", "exact")
-    target = Target.of(MODELS[figure["model"]], formats, kv, itemsize, figure.get("spread"))
+    kind = (figure["model"], figure["weights"], figure.get("kv", "exact"), itemsize, figure.get("spread"))
     drafter = DRAFTERS[figure["drafter"]] if depth else None
     losses = machine.losses(figure["engine"]).expected
-    return step(rates, losses, target, Load(figure["streams"], figure["context"], depth), drafter).total
+    return step(rates, losses, target(*kind), Load(figure["streams"], figure["context"], depth), drafter).total
 
 
 def ratio(figure: dict[str, Any]) -> float:
