@@ -70,6 +70,7 @@ def run(args: Namespace) -> int:
     from sparkdraft.cli import plan_report
     from sparkdraft.plan.advice import compare, recommend
     from sparkdraft.plan.forecast import Question
+    from sparkdraft.spec.packaged import EMBEDDED
 
     keeps = args.weights if args.weights in DTYPES else "auto"  # how the engine keeps all matrices
     config = EngineConfig(model=args.model, kv=args.kv, dtype=keeps)  # refuses before a machine is measured
@@ -84,7 +85,8 @@ def run(args: Namespace) -> int:
     forecast = _forecast(question)
     weights = label or forecast.plan.weights
     advice, alternatives = recommend(forecast), compare(question, weights) if args.compare else []
-    report = plan_report.Report(forecast, advice, alternatives, args.drafter, weights)
+    named = EMBEDDED.get(args.model, "none") if args.drafter == "auto" else args.drafter
+    report = plan_report.Report(forecast, advice, alternatives, named, weights)
     show_fallbacks(forecast.plan.fallbacks)
     print(report.text())
     for text in machine.notes:
@@ -116,20 +118,25 @@ def read_formats(
     asked: str, raw: dict[str, Any], model: ModelConfig, machine: Machine
 ) -> tuple[WeightFormats | None, str]:
     """Formats of coded matrices and their name. None and no name: all are as the engine keeps matrices on the
-    machine."""
-    from sparkdraft.plan.weight_formats import WeightFormats, stated
+    machine. What the engine does not keep is noted."""
+    from sparkdraft.plan.weight_formats import KEPT_ON_GPU, WeightFormats, kept, names_of, stated
 
     on_cpu = machine.hardware.device == "cpu"
     if asked not in DTYPES:
         formats = WeightFormats.parse(asked)
         if on_cpu:
             raise UserError(f"--weights is {asked}; on a CPU the engine keeps matrices quantised or in float32")
+        if unread := [name for name in names_of(formats) if name not in KEPT_ON_GPU]:
+            note(f"no GPU kernel of this engine reads {' or '.join(unread)} yet: these are sums, not what would run")
         return formats, asked
     found = stated(raw, model.num_layers) if asked == "auto" and not on_cpu else None
     if found is None:
         return None, ""
-    kinds = sorted(set(found.layers.values()) | set(found.groups.values()))
-    return found, " and ".join(kinds)
+    held = kept(found)
+    if held != found:
+        decoded = [name for name in names_of(found) if name not in KEPT_ON_GPU]
+        note(f"{' and '.join(decoded)} weights of the file become bfloat16 at load: no kernel here reads them")
+    return held, " and ".join(names_of(held))
 
 
 def read_drafter(name: str, model_name: str, model: ModelConfig) -> DFlashConfig | None:
@@ -185,7 +192,7 @@ def _forecast(question: Question) -> Forecast:
     """Where the weights are what does not fit, the error says which would."""
     from sparkdraft.plan.advice import SMALLER, tried
     from sparkdraft.plan.forecast import Forecast
-    from sparkdraft.plan.weight_formats import WeightFormats
+    from sparkdraft.plan.weight_formats import KEPT_ON_GPU, WeightFormats
 
     try:
         return Forecast(question)
@@ -193,7 +200,8 @@ def _forecast(question: Question) -> Forecast:
         if question.machine.hardware.device == "cuda":
             for name in SMALLER:
                 if tried(replace(question, formats=WeightFormats.parse(name)))[0]:
-                    raise UserError(f"{error}; with --weights {name} it would fit") from None
+                    unread = "" if name in KEPT_ON_GPU else ", which no kernel here reads yet"
+                    raise UserError(f"{error}; in {name} it would fit{unread}") from None
         raise
 
 

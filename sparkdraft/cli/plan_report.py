@@ -10,6 +10,7 @@ from typing import Any
 from sparkdraft import plot
 from sparkdraft.plan.advice import Advice, Alternative, Bought, bought, tried, with_kv
 from sparkdraft.plan.forecast import Drafted, Forecast, Range
+from sparkdraft.plan.weight_formats import BYTES, KEPT_ON_GPU
 
 CONTEXTS = (1024, 4096, 16384, 32768, 65536, 131072, 262144)  # of the plot
 STREAMS = (1, 2, 4, 8, 16, 32, 64)
@@ -107,6 +108,9 @@ class Report:
                 yield f"{start}{each.tok_s:8.1f}{fixed:17.1f}{found.max_tokens:17,}{found.max_streams:9,}"
             else:
                 yield f"{start}       -  {each.refusal}"
+        kinds = {each.weights for each in self.alternatives if each.weights in BYTES}
+        if unread := sorted(kinds - {*KEPT_ON_GPU, "quantised"}):
+            yield f"  (no GPU kernel of this engine reads {' or '.join(unread)} yet: sums, not what would run)"
 
     # ---- the plot
 

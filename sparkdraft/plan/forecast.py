@@ -126,11 +126,11 @@ class Forecast:
 
     @property
     def max_streams(self) -> int:
-        """Streams of the asked context that fit."""
-        found = [self.max_tokens // self.question.context]
-        for each in self.plan.windows:
-            found.append(each.pages // pages_of_a_request(self.plan.block_size, 0, each.window, MOST_AHEAD))
-        return min(found)
+        """Streams of the asked context that fit. Pages of windows are planned for max_seqs requests: they are a limit
+        only where memory allowed for fewer."""
+        plan = self.plan
+        paged = [w.pages // pages_of_a_request(plan.block_size, 0, w.window, MOST_AHEAD) for w in plan.windows]
+        return min([self.max_tokens // self.question.context, *(n for n in paged if n < plan.max_seqs)])
 
     @property
     def _drafter_kv(self) -> int:

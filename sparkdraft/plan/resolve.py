@@ -91,7 +91,7 @@ def resolve(
     held: int | None = None,
 ) -> Plan:
     """native_problem: why the CPU kernels are not available, or None. drafter: its memory is part of the plan. held:
-    bytes of the model's matrices, where they are not all of the one format that the config asks for."""
+    bytes of the model's matrices, if not all of them are kept in the format that the config asks for."""
     on_cpu = hardware.device == "cpu"
     fallbacks = [_unknown_keys(model.unknown_keys)] if model.unknown_keys else []
     weights = _weights(config, hardware, native_problem, fallbacks)
@@ -111,14 +111,12 @@ def resolve(
         reason = "torch runs a CPU's turboquant cache, and its operators are not recorded: memory is saved, not time"
         fallbacks.append(Fallback("decode steps are launched one operator at a time", reason))
     recordings = recording_bytes(kernels, drafter is not None) if graphs else 0
-    held = weight_bytes(model, WEIGHT_ITEMSIZE[weights]) if held is None else held
-    held += int(drafter.num_weights * WEIGHT_ITEMSIZE[weights]) if drafter else 0
+    held = _held(model, WEIGHT_ITEMSIZE[weights], drafter, held)
     scratch = scratch_bytes(model, max_rows, max_seqs, itemsize, drafter)
     if kv == "turboquant" and config.tq_mode == "capture_only":
         scratch += capture_bytes(model, max_rows, itemsize)
     room = int(hardware.free_bytes * config.memory_fraction) - held - scratch - recordings
-    step = StepSize(max_model_len, max_seqs, max_rows)
-    caches = _caches(config, model, drafter, kv, kernels, itemsize, step, room)
+    caches = _caches(config, model, drafter, kv, kernels, itemsize, StepSize(max_model_len, max_seqs, max_rows), room)
     per_block, pages = max(caches.block_bytes, 1), caches.page_bytes  # there are no blocks if all layers slide
     num_blocks = _num_blocks(config, hardware, room - pages, per_block, max_model_len, max_seqs)
     context = min(max_model_len, num_blocks * config.block_size)
@@ -144,6 +142,12 @@ def resolve(
         windows=caches.windows,
         fallbacks=tuple(fallbacks),
     )
+
+
+def _held(model: ModelConfig, itemsize: float, drafter: DrafterCaps | None, known: int | None) -> int:
+    """Bytes of all matrices, the drafter's included. known: those of the model, if somebody has counted them."""
+    own = int(drafter.num_weights * itemsize) if drafter else 0
+    return own + (weight_bytes(model, itemsize) if known is None else known)
 
 
 class StepSize(NamedTuple):

@@ -20,6 +20,8 @@ from sparkdraft.plan.resolve import WEIGHT_ITEMSIZE
 from sparkdraft.plan.sizes import layer_sizes, model_sizes
 
 FLOATS = ("bfloat16", "float32")
+# Formats that a GPU's matrices stay in. Others are decoded to bfloat16 at load, and `plan` says so.
+KEPT_ON_GPU = FLOATS
 # Bytes per weight, with the scales of its group: of 16 (NVFP4), of 32 (MXFP4), of 128 (INT4); FP8 has one per row.
 BYTES: dict[str, float] = {**WEIGHT_ITEMSIZE, "fp8": 1.0, "nvfp4": 0.5625, "mxfp4": 0.53125, "int4": 0.5156}
 # The parts of a model, and names of one of their modules, by which the patterns of a quantization_config find them.
@@ -61,6 +63,20 @@ class WeightFormats:
         is_coded = default not in WEIGHT_ITEMSIZE  # the others are how an engine keeps every matrix
         usual = dict.fromkeys(USUALLY_FLOAT, "bfloat16") if is_coded else {}
         return WeightFormats(default, usual | {group: fmt for group, _, fmt in special})
+
+
+def kept(formats: WeightFormats) -> WeightFormats:
+    """What a GPU's memory holds of them."""
+
+    def one(fmt: str) -> str:
+        return fmt if fmt in KEPT_ON_GPU else "bfloat16"
+
+    groups = {group: one(fmt) for group, fmt in formats.groups.items()}
+    return WeightFormats(one(formats.default), groups, {place: one(fmt) for place, fmt in formats.layers.items()})
+
+
+def names_of(formats: WeightFormats) -> list[str]:
+    return sorted({formats.default, *formats.groups.values(), *formats.layers.values()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,11 @@ def test_without_a_drafter_there_is_nothing_to_draft(capsys: pytest.CaptureFixtu
 def test_the_embedded_model_has_its_drafter(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--machine", "cpu", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["drafter"] == "auto" and found["weights"] == "quantised" and found["by_class"]["code"]["depth"] > 0
+    assert (
+        found["drafter"] == "smollm2-dflash"
+        and found["weights"] == "quantised"
+        and found["by_class"]["code"]["depth"] > 0
+    )
 
 
 def test_an_acceptance_takes_the_place_of_classes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,7 +109,7 @@ def test_a_drafter_may_be_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     ("flags", "words"),
     [
         (["--model", "no-such-model"], "Unknown model 'no-such-model'"),
-        (["--model", "gemma4-31b", "--machine", "rtx-5090"], "does not fit.*with --weights nvfp4 it would fit"),
+        (["--model", "gemma4-31b", "--machine", "rtx-5090"], "does not fit.*in nvfp4 it would fit"),
         (["--machine", "gb20"], "machine 'gb20' is not known"),
         (["--kv", "fp4"], "kv is 'fp4'"),
         (["--weights", "fp3"], "'fp3' is no format"),

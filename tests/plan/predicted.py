@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,3 +50,21 @@ def ratio(figure: dict[str, Any]) -> float:
     """Predicted over measured; of a range, over what is nearest in it."""
     predicted, (low, high) = speed(figure), figure["measured"]
     return predicted / min(max(predicted, low), high)
+
+
+def table() -> str:
+    """How far predictions are off, by set, as docs/plan.md has it."""
+    heads = "| figures | count | fitted | median error | within 20 % | predicted / measured |"
+    rows = [heads, "|---|---|---|---|---|---|"]
+    for name in dict.fromkeys(figure["set"] for figure in FIGURES):
+        found = [figure for figure in FIGURES if figure["set"] == name]
+        ratios = [ratio(figure) for figure in found]
+        errors = [abs(each - 1) for each in ratios]
+        fitted, near = sum(bool(each.get("fitted")) for each in found), sum(error <= 0.2 for error in errors)
+        cells = (name, len(found), fitted, f"{statistics.median(errors):.1%}", f"{near / len(found):.0%}")
+        rows.append(f"| {' | '.join(map(str, cells))} | {min(ratios):.2f} to {max(ratios):.2f} |")
+    return "\n".join(rows).replace("%", " %").replace("20  %", "20 %")
+
+
+if __name__ == "__main__":
+    print(table())

@@ -8,6 +8,7 @@ import pytest
 
 from sparkdraft.bench.named_shapes import SHAPES, TARGET_FILES, shape
 from sparkdraft.core import UserError
+from sparkdraft.plan import weight_formats
 from sparkdraft.plan.memory import weight_bytes
 from sparkdraft.plan.sizes import model_sizes
 from sparkdraft.plan.weight_formats import WeightFormats, bytes_by_format, parts_of, stated
@@ -121,6 +122,18 @@ def test_what_is_not_known_is_named(config: dict[str, Any], words: str) -> None:
 def test_bad_formats_are_refused(text: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         WeightFormats.parse(text)
+
+
+def test_what_no_kernel_reads_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = stated(TARGET_FILES["gpt-oss-20b"], 24)
+    assert found is not None
+    monkeypatch.setattr(weight_formats, "KEPT_ON_GPU", weight_formats.FLOATS)
+    assert weight_formats.names_of(weight_formats.kept(found)) == ["bfloat16"]
+    assert sum(bytes_by_format(shape("gpt-oss-20b"), weight_formats.kept(found)).values()) == weight_bytes(
+        shape("gpt-oss-20b"), 2
+    )
+    monkeypatch.setattr(weight_formats, "KEPT_ON_GPU", (*weight_formats.FLOATS, "mxfp4"))
+    assert weight_formats.kept(found) == found
 
 
 def test_heads_stay_in_bfloat16_unless_they_are_named() -> None:
