@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from sparkdraft.bench.named_shapes import TARGET_FILES
 from sparkdraft.cli.main import main
 from sparkdraft.spec.packaged import default_drafter
 
+ROOT = Path(__file__).parent.parent.parent
 GB10 = ["plan", "--machine", "gb10", "--model"]
 KEYS = {
     "plan", "machine", "memory_gib", "max_tokens", "max_streams", "plain_tok_s", "drafted_tok_s", "low", "high",
@@ -67,6 +69,14 @@ def test_it_ends_with_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert words in shown
     assert len(found["alternatives"]) == 18
+
+
+def test_the_docs_show_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    docs = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
+    found = re.search(r"```\n(sparkdraft plan [^\n]*)\n```\n\n```\n(.*?)```", docs, re.S)
+    assert found and main(found[1].split()[1:]) == 0
+    assert capsys.readouterr().out == found[2]
+    assert runpy.run_path(str(ROOT / "tools/flag_table.py"))["plan_table"]() in docs, "run tools/flag_table.py"
 
 
 def test_without_a_drafter_there_is_nothing_to_draft(capsys: pytest.CaptureFixture[str]) -> None:

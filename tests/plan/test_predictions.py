@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.plan.predicted import DATA, FIGURES, ratio, seconds
+from tests.plan.predicted import DATA, FIGURES, ratio, seconds, table
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
@@ -37,6 +37,11 @@ def test_the_figures_that_began_this_are_predicted() -> None:
     assert len(found) == 57 and len(DATA["left_out"]) == 48, "all 105 speeds: predicted, or left out with a reason"
     assert statistics.median(found) <= 0.10
     assert sum(error <= 0.20 for error in found) >= 0.85 * len(found)
+
+
+def test_the_docs_have_the_table() -> None:
+    assert table() in DOCS, "run python -m tests.plan.predicted and copy what it prints"
+    assert f"has {len(FIGURES)} published speeds" in DOCS
 
 
 @pytest.mark.parametrize("name", SETS)
