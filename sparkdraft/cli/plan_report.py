@@ -39,13 +39,14 @@ class Report:
 
     def _memory(self) -> Iterator[str]:
         forecast, plan = self.forecast, self.forecast.plan
-        unified = forecast.question.machine.unified
+        machine = forecast.question.machine
+        is_shared = machine.unified and machine.hardware.device == "cuda"
         yield "memory, as `serve` would plan it"
         for label, size in forecast.memory.items():
             yield f"  {label:<34}{size / GIB:9.2f} GiB"
-        free = "that CPU and GPU share" if unified else "free"
+        free = "that CPU and GPU share" if is_shared else "free"
         yield f"  {'together':<34}{plan.memory.total / GIB:9.2f} GiB of {plan.memory.free / GIB:.2f} {free}"
-        left = "left to the system and to other programs" if unified else "left free"
+        left = "left to the system and to other programs" if machine.unified else "left free"
         yield f"  {'head room':<34}{forecast.head_room / GIB:9.2f} GiB {left}"
         held, context = plan.num_blocks * plan.block_size, forecast.question.context
         yield f"  tokens of context that fit: {forecast.max_tokens:,}; streams of {context:,}: {forecast.max_streams:,}"

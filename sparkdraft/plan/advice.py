@@ -171,7 +171,7 @@ def _largest(found: Forecast) -> str:
     smaller = "smaller weights or " if floats > sum(sizes.values()) / 2 else ""
     remedies = {
         "weights": f"{smaller}more accepted drafts would help",
-        "kv": "a smaller K/V format would help",
+        "kv": "shorter contexts or fewer streams would help",
         "states": "fewer streams at once would help",
         "fixed": "more streams at once would help",
     }
