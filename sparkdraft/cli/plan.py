@@ -40,7 +40,9 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--model", default="smollm2", help="a folder, a config.json, a hub id or a shape's name (default smollm2)"
     )
-    parser.add_argument("--machine", default="this", help="gb10, h200, rtx-5090, cpu, this (measured) or a file")
+    parser.add_argument(
+        "--machine", default="this", help="gb10, h200, rtx-5090, cpu, or a file (default this: measured for seconds)"
+    )
     parser.add_argument(
         "--drafter", default="auto", help="a folder, a hub id or a shape such as dflash-5x (default: the known one)"
     )
@@ -70,6 +72,7 @@ def run(args: Namespace) -> int:
     from sparkdraft.cli import plan_report
     from sparkdraft.plan.advice import compare, recommend
     from sparkdraft.plan.forecast import Question
+    from sparkdraft.plan.resolve import MAX_SEQS
     from sparkdraft.spec.packaged import EMBEDDED
 
     keeps = args.weights if args.weights in DTYPES else "auto"  # how the engine keeps all matrices
@@ -78,7 +81,7 @@ def run(args: Namespace) -> int:
     drafter = read_drafter(args.drafter, args.model, model)
     context, chances = _check(args, model), _chances(args.acceptance, drafter)
     machine = _machine(args.machine)
-    if args.concurrency > (16 if machine.hardware.device == "cpu" else 64):  # more than the engine takes by itself
+    if args.concurrency > MAX_SEQS[machine.hardware.device]:  # more than the engine takes by itself
         config = replace(config, max_seqs=args.concurrency)
     formats, label = read_formats(args.weights, raw, model, machine)
     question = Question(model, machine, config, formats, drafter, args.concurrency, context, chances)

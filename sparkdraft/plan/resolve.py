@@ -30,6 +30,7 @@ from sparkdraft.plan.turboquant import CodedPlan, plan_coded
 from sparkdraft.plan.windows import WindowPlan, plan_windows, window_layers
 from sparkdraft.spec.caps import DrafterCaps
 
+MAX_SEQS = {"cpu": 16, "cuda": 64}  # requests at once, if nobody says otherwise
 CPU_KV_SHARE = 0.25  # share of the free memory for a CPU's KV cache: other programs want that memory too
 LEAST_CONTEXT = 64  # tokens: the warm-up requests need no more, and a shorter context is of no use
 ITEMSIZE = {"float32": 4, "bfloat16": 2}  # of activations, and of exact keys and values
@@ -97,7 +98,7 @@ def resolve(
     weights = _weights(config, hardware, native_problem, fallbacks)
     dtype = "float32" if weights == "quantised" else weights
     max_model_len = _max_model_len(config, model)
-    max_seqs = config.max_seqs or (16 if on_cpu else 64)
+    max_seqs = config.max_seqs or MAX_SEQS[hardware.device]
     max_rows = config.max_rows or (512 if on_cpu else 8192)
     if max_rows < max_seqs:
         raise UserError(f"max_rows is {max_rows}, below max_seqs ({max_seqs}); every request needs one row per step")

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from sparkdraft.config import EngineConfig
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.layers import AttentionSpec, ExpertsSpec
 from sparkdraft.plan.sizes import kv_bytes_per_token, layer_sizes
@@ -176,7 +177,7 @@ def contexts_of(layers: tuple[AttentionSpec, ...], kv: str, itemsize: int) -> tu
     return tuple(Context(*kind, count) for kind, count in found.items())
 
 
-CODED = CodedPlan((4,), 3, 0, 0, 0, 0)  # K4/V3, the default bits
+CODED = CodedPlan((EngineConfig().tq_key_bits,), EngineConfig().tq_value_bits, 0, 0, 0, 0)  # a layer of default bits
 
 
 def step(rates: Rates, losses: Losses, target: Target, load: Load, drafter: DraftPass | None = None) -> Seconds:
