@@ -116,23 +116,26 @@ class Report:
     # ---- the plot
 
     def svg(self) -> str:
+        """Speed by context and by streams, plain and by class of text; with TurboQuant dashed."""
         question = self.forecast.question
         contexts = [c for c in CONTEXTS if c <= question.model.max_position] or [question.context]
+        formats = [tried(with_kv(question, kv))[0] for kv in ("exact", "turboquant")]
+        chances = {"plain": 0.0, **{name: each.chance for name, each in self.forecast.by_class.items()}}
         by_context, by_streams = [], []
-        for kv in ("exact", "turboquant"):
-            found = tried(with_kv(question, kv))[0]
-            if found is None:
-                continue
-            for name, chance in {"plain": 0.0, **{n: d.chance for n, d in found.by_class.items()}}.items():
-                line = f"{name}, {kv}"
-                rates = [(float(c), found.drafted(chance, c).speed.expected) for c in contexts]
-                by_context.append(plot.Line(line, rates))
-                rates = [(float(n), found.drafted(chance, streams=n).speed.expected) for n in STREAMS]
-                by_streams.append(plot.Line(line, rates))
+        for name, chance in chances.items():
+            for found in formats:
+                is_dashed = found is formats[1] and formats[0] is not None
+                if found:
+                    rates = [(float(c), found.drafted(chance, c).speed.expected) for c in contexts]
+                    by_context.append(plot.Line(name, rates, dashed=is_dashed))
+                    fit = [n for n in STREAMS if n <= max(found.max_streams, 1)]
+                    rates = [(float(n), found.drafted(chance, streams=n).speed.expected) for n in fit]
+                    by_streams.append(plot.Line(name, rates, dashed=is_dashed))
         title = f"{question.config.model} on {question.machine.title}"
+        title += " (dashed: TurboQuant)" if formats[1] else ""
         panels = (
-            (f"{title}, {question.streams} at once", by_context, "tokens of context"),
-            (f"{title}, {question.context:,} tokens each", by_streams, "streams"),
+            (title, by_context, f"tokens of context, {question.streams} at once"),
+            (title, by_streams, f"streams of {question.context:,} tokens"),
         )
         return plot.svg([plot.Panel(*each, "tok/s", y_from_zero=True, x_doubling=True) for each in panels])
 

@@ -106,7 +106,12 @@ def test_the_plot_has_a_line_per_class_and_format(tmp_path: Path) -> None:
     path = tmp_path / "speed.svg"
     assert main([*GB10, "qwen3-8b", "--drafter", "dflash-5x", "--plot", str(path)]) == 0
     drawn = path.read_text(encoding="utf-8")
-    assert drawn.startswith("<svg") and drawn.count("<polyline") == 2 * 2 * 4 and "code, turboquant" in drawn
+    assert (
+        drawn.startswith("<svg")
+        and drawn.count("<polyline") == 2 * 2 * 4
+        and "dashed: TurboQuant" in drawn
+        and drawn.count("stroke-dasharray") == 8
+    )
 
 
 def test_a_drafter_may_be_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
