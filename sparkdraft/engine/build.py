@@ -27,7 +27,6 @@ from sparkdraft.models.registry import architecture
 from sparkdraft.plan.resolve import Plan
 from sparkdraft.plan.sizes import model_sizes
 from sparkdraft.spec import registry
-from sparkdraft.spec.packaged import default_drafter
 from sparkdraft.spec.registry import DraftSource
 from sparkdraft.text.tokenizer import Vocabulary
 from sparkdraft.weights.loader import Loader, Note, Progress, WeightSource
@@ -39,7 +38,7 @@ def find_drafter(config: EngineConfig, target: ModelConfig) -> DraftSource | Non
     """The drafter that a config means, or None. A drafter that was named and does not fit is refused."""
     if config.spec == "off" or config.drafter == "none":
         return None
-    name = default_drafter(config.model) if config.drafter == "auto" else config.drafter
+    name = registry.default_drafter(config.model) if config.drafter == "auto" else config.drafter
     return None if name is None else registry.find_drafter(name, target)
 
 

@@ -28,7 +28,7 @@ OVERLAP = 1.6  # reading and arithmetic overlap partly: (a^p + b^p)^(1/p); infin
 STATE_ITEMSIZE = 4  # recurrent states are float32
 # n rows choose experts as n^s rows would that choose independently: a habit of a model's router, the same in every
 # weight format. Fitted on plain batches of 5 and 10 streams (docs/plan.md).
-SPREAD = {"qwen3_5_moe": 0.92, "qwen3_next": 0.92, "gemma4": 0.62, "gemma4_text": 0.62, "gpt_oss": 0.66}
+SPREAD = {"qwen3_5_moe": 0.92, "qwen3_next": 0.92, "gemma4": 0.62, "gpt_oss": 0.66}
 USUAL_SPREAD = 0.8
 
 
@@ -143,7 +143,7 @@ class Target:
             kv=kv,
             state=sum(layer_sizes(spec, model.hidden_size).state for spec in model.layers),
             layers=model.num_layers,
-            spread=SPREAD.get(model.model_type, USUAL_SPREAD) if spread is None else spread,
+            spread=SPREAD.get(model.model_type.removesuffix("_text"), USUAL_SPREAD) if spread is None else spread,
         )
 
 

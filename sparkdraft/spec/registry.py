@@ -22,6 +22,7 @@ from sparkdraft.spec.caps import DrafterCaps
 from sparkdraft.spec.dflash_caps import caps_of
 from sparkdraft.spec.drafter import Drafter
 from sparkdraft.spec.packaged import ASSETS, EMBEDDED
+from sparkdraft.spec.packaged import default_drafter as default_drafter
 from sparkdraft.weights.checkpoint import Checkpoint, open_checkpoint
 from sparkdraft.weights.loader import Loader, WeightSource
 

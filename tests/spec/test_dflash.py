@@ -15,7 +15,7 @@ from sparkdraft.core import UserError
 from sparkdraft.engine.sampler import ids_of
 from sparkdraft.kernels import native
 from sparkdraft.spec.drafter import CommittedRows
-from sparkdraft.spec.packaged import default_drafter
+from sparkdraft.spec.registry import default_drafter
 from sparkdraft.weights.checkpoint import open_checkpoint
 from tests.models.harness import Harness
 from tests.models.tiny import oracle as target_oracle

@@ -12,7 +12,6 @@ from sparkdraft.models.registry import read_config
 from sparkdraft.spec import registry
 from sparkdraft.spec.dflash_caps import caps_of
 from sparkdraft.spec.dflash_config import DFlashConfig, check_fits
-from sparkdraft.spec.packaged import default_drafter
 from tests.models.tiny import SHAPE
 from tests.spec.tiny_drafter import body, speculators, zlab
 
@@ -160,8 +159,8 @@ def test_one_that_fits() -> None:
 
 
 def test_the_embedded_drafter(tmp_path: Path) -> None:
-    folder = default_drafter("smollm2")
-    assert folder is not None and default_drafter("another") is None
+    folder = registry.default_drafter("smollm2")
+    assert folder is not None and registry.default_drafter("another") is None
     for name in (folder, "smollm2-dflash"):
         draft = DFlashConfig.read(registry.open_drafter(name).config)
         assert (draft.taps, draft.block_size, draft.mask_token_id) == ((1, 8, 14, 20, 27), 16, 16)
