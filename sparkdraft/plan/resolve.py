@@ -117,7 +117,8 @@ def resolve(
     if kv == "turboquant" and config.tq_mode == "capture_only":
         scratch += capture_bytes(model, max_rows, itemsize)
     room = int(hardware.free_bytes * config.memory_fraction) - held - scratch - recordings
-    caches = _caches(config, model, drafter, kv, kernels, itemsize, StepSize(max_model_len, max_seqs, max_rows), room)
+    step = StepSize(max_model_len, max_seqs, max_rows)
+    caches = _caches(config, model, drafter, kv, kernels, itemsize, step, room)
     per_block, pages = max(caches.block_bytes, 1), caches.page_bytes  # there are no blocks if all layers slide
     num_blocks = _num_blocks(config, hardware, room - pages, per_block, max_model_len, max_seqs)
     context = min(max_model_len, num_blocks * config.block_size)

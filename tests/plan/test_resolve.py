@@ -18,7 +18,7 @@ from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.memory import RECORDINGS
 from sparkdraft.plan.resolve import resolve
 from sparkdraft.plan.sizes import kv_bytes_per_token
-from sparkdraft.spec.dflash_caps import caps_of
+from sparkdraft.spec.dflash import caps_of
 
 LAPTOP = Hardware("cpu", "a laptop", 8, 12 << 30)
 SPARK = Hardware("cuda", "GB10", 20, 110 << 30, (12, 1))
