@@ -26,7 +26,7 @@ WITHOUT_TORCH = """
 import sys
 from sparkdraft.cli.main import main
 status = main(sys.argv[1:])
-heavy = {"torch", "triton", "transformers", "numpy", "safetensors"} & set(sys.modules)
+heavy = {"torch", "triton", "transformers"} & set(sys.modules)
 assert not heavy, heavy
 sys.exit(status)
 """
