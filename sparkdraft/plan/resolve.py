@@ -91,7 +91,7 @@ def resolve(
     drafter: DrafterCaps | None = None,
     held: int | None = None,
 ) -> Plan:
-    """native_problem: why the CPU kernels are not available. drafter: counted too. held: bytes of the model's matrices."""
+    """native_problem: why the CPU kernels cannot run. drafter: counted too. held: bytes of the model's matrices."""
     on_cpu = hardware.device == "cpu"
     fallbacks = [_unknown_keys(model.unknown_keys)] if model.unknown_keys else []
     weights = _weights(config, hardware, native_problem, fallbacks)
