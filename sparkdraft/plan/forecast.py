@@ -90,6 +90,7 @@ class Forecast:
         """Bytes by what they are for: the parts of the plan's sum, with the drafter's taken out of each."""
         plan, bare = self.plan.memory, self.without.memory
         rows = {f"weights, {fmt}": size for fmt, size in self.weights.items()}
+        rows["what fills weights up"] = bare.weights - sum(rows.values())  # to whole tiles, where kernels want that
         rows["K/V of the target"] = plan.kv - self._drafter_kv
         if self.caps:
             rows |= {"drafter's weights": plan.weights - bare.weights, "drafter's K/V": self._drafter_kv}
