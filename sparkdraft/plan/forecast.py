@@ -70,10 +70,10 @@ class Forecast:
         self.question = question
         model, machine = question.model, question.machine
         self.caps = caps_of(question.drafter) if question.drafter else None
-        held = sum(bytes_by_format(model, question.formats).values()) if question.formats else None
+        self.held = sum(bytes_by_format(model, question.formats).values()) if question.formats else None
         args = (question.config, model, machine.hardware, machine.native_problem)
-        self.plan: Plan = resolve(*args, self.caps, held)
-        self.without: Plan = resolve(*args, None, held) if self.caps else self.plan  # the same, and no drafter
+        self.plan: Plan = resolve(*args, self.caps, self.held)
+        self.without: Plan = resolve(*args, None, self.held) if self.caps else self.plan  # the same, and no drafter
         self.formats = question.formats or WeightFormats(self.plan.weights)
         itemsize = ITEMSIZE[self.plan.dtype]
         self.target = Target.of(model, self.formats, self.plan.kv, itemsize)

