@@ -128,10 +128,11 @@ class Forecast:
     @property
     def max_streams(self) -> int:
         """Streams of the asked context that fit. Pages of windows are planned for max_seqs requests: they are a limit
-        only where memory allowed for fewer."""
+        only where memory allowed for fewer. Recurrent states are kept for max_seqs requests and no more."""
         plan = self.plan
         paged = [w.pages // pages_of_a_request(plan.block_size, 0, w.window, MOST_AHEAD) for w in plan.windows]
-        return min([self.max_tokens // self.question.context, *(n for n in paged if n < plan.max_seqs)])
+        limits = [n for n in paged if n < plan.max_seqs] + [plan.max_seqs] * bool(self.target.state)
+        return min([self.max_tokens // self.question.context, *limits])
 
     @property
     def _drafter_kv(self) -> int:

@@ -15,13 +15,14 @@ from sparkdraft.plan.resolve import resolve
 from sparkdraft.plan.weight_formats import WeightFormats
 from sparkdraft.spec.depth import expected_tokens
 from sparkdraft.spec.dflash_caps import caps_of
+from tests.plan.published import MODELS
 
 QWEN = shape("qwen3-8b")
 
 
 def question(model: str = "qwen3-8b", machine: str = "gb10", kv: str = "exact", drafter: str = "", weights: str = "",
              **more: object) -> Question:  # fmt: skip
-    dims = shape(model)
+    dims = MODELS.get(model) or shape(model)
     return Question(
         dims,
         find_machine(machine),
@@ -134,6 +135,13 @@ def test_experts_and_crowds_are_less_certain() -> None:
     dense, crowd = (question(machine="h200", streams=n) for n in (1, 16))
     experts = question("qwen3-30b-a3b", machine="h200")
     assert bar(dense) < bar(crowd) and bar(dense) < bar(experts)
+
+
+def test_recurrent_states_are_a_part_of_a_step_and_bound_the_streams() -> None:
+    """A model of recurrent layers keeps little K/V, so tokens alone would allow for more streams than have states."""
+    forecast = Forecast(question("qwen3-coder-next", weights="nvfp4", context=1024))
+    assert forecast.seconds().states > 0
+    assert forecast.max_tokens // 1024 > forecast.max_streams == forecast.plan.max_seqs
 
 
 def test_what_does_not_fit_is_refused_with_the_sums() -> None:
