@@ -41,7 +41,7 @@ def test_the_figures_that_began_this_are_predicted() -> None:
 
 def test_the_docs_have_the_table() -> None:
     assert table() in DOCS, "run python -m tests.plan.predicted and copy what it prints"
-    assert f"has {len(FIGURES)} published speeds" in DOCS
+    assert f"has {len(FIGURES)} speeds" in DOCS
 
 
 @pytest.mark.parametrize("name", SETS)
