@@ -31,6 +31,7 @@ from sparkdraft.plan.turboquant import CodedPlan, plan_coded
 from sparkdraft.plan.windows import WindowPlan, plan_windows, window_layers
 from sparkdraft.spec.caps import DrafterCaps
 
+MAX_SEQS = {"cpu": 16, "cuda": 64}  # requests at once, if nobody says otherwise
 CPU_KV_SHARE = 0.25  # share of the free memory for a CPU's KV cache: other programs want that memory too
 LEAST_CONTEXT = 64  # tokens: the warm-up requests need no more, and a shorter context is of no use
 ITEMSIZE = {"float32": 4, "bfloat16": 2}  # of activations, and of exact keys and values
@@ -89,14 +90,15 @@ def resolve(
     hardware: Hardware,
     native_problem: str | None = None,
     drafter: DrafterCaps | None = None,
+    held: int | None = None,
 ) -> Plan:
-    """native_problem: why the CPU kernels are not available, or None. drafter: its memory is part of the plan."""
+    """native_problem: why the CPU kernels cannot run. drafter: counted too. held: bytes of the model's matrices."""
     on_cpu = hardware.device == "cpu"
     fallbacks = [_unknown_keys(model.unknown_keys)] if model.unknown_keys else []
     weights = _weights(config, hardware, native_problem, fallbacks)
     dtype = "float32" if weights == "quantised" else weights
     max_model_len = _max_model_len(config, model)
-    max_seqs = config.max_seqs or (16 if on_cpu else 64)
+    max_seqs = config.max_seqs or MAX_SEQS[hardware.device]
     max_rows = config.max_rows or (512 if on_cpu else 8192)
     if max_rows < max_seqs:
         raise UserError(f"max_rows is {max_rows}, below max_seqs ({max_seqs}); every request needs one row per step")
@@ -104,15 +106,9 @@ def resolve(
     kv = "exact" if config.kv == "turboquant" and config.tq_mode == "off" else config.kv
     _check_kv(kv, hardware, weights)
     kernels = "cuda" if not on_cpu else ("native" if weights == "quantised" else "reference")
-    graphs = config.graphs and kernels != "reference"
-    if graphs and on_cpu and kv == "turboquant":
-        graphs = False
-        reason = "torch runs a CPU's turboquant cache, and its operators are not recorded: memory is saved, not time"
-        fallbacks.append(Fallback("decode steps are launched one operator at a time", reason))
+    graphs = _graphs(config, kernels, kv, fallbacks)
     recordings = recording_bytes(kernels, drafter is not None) if graphs else 0
-    held = weight_bytes(model, WEIGHT_ITEMSIZE[weights])
-    held += int(drafter.num_weights * WEIGHT_ITEMSIZE[weights]) if drafter else 0
-    held += rope_bytes(model, max_model_len)
+    held = _held(model, WEIGHT_ITEMSIZE[weights], drafter, held) + rope_bytes(model, max_model_len)
     scratch = scratch_bytes(model, max_rows, max_seqs, itemsize, drafter)
     if kv == "turboquant" and config.tq_mode == "capture_only":
         scratch += capture_bytes(model, max_rows, itemsize)
@@ -149,6 +145,12 @@ def resolve(
         windows=caches.windows,
         fallbacks=tuple(fallbacks),
     )
+
+
+def _held(model: ModelConfig, itemsize: float, drafter: DrafterCaps | None, known: int | None) -> int:
+    """Bytes of all matrices, the drafter's included. known: those of the model, if somebody has counted them."""
+    own = int(drafter.num_weights * itemsize) if drafter else 0
+    return own + (weight_bytes(model, itemsize) if known is None else known)
 
 
 class StepSize(NamedTuple):
@@ -195,6 +197,17 @@ def _caches(
         slid, size, *step, MOST_AHEAD, kept, bytes_left, per_block, -(-wanted // size), asked
     )
     return Caches(coded, windows, per_block, pages + sum(window.nbytes for window in windows), requests)
+
+
+def _graphs(config: EngineConfig, kernels: str, kv: str, fallbacks: list[Fallback]) -> bool:
+    """Whether steps are recorded."""
+    if not config.graphs or kernels == "reference":
+        return False
+    if kernels == "native" and kv == "turboquant":
+        reason = "torch runs a CPU's turboquant cache, and its operators are not recorded: memory is saved, not time"
+        fallbacks.append(Fallback("decode steps are launched one operator at a time", reason))
+        return False
+    return True
 
 
 def _unknown_keys(keys: tuple[str, ...]) -> Fallback:

@@ -22,8 +22,7 @@ from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.models.blocks import Attention, Decoder, DecoderLayer, GatedMLP, Step, following, load_norm
 from sparkdraft.models.rope import RopeTables
-from sparkdraft.plan.memory import drafter_bytes
-from sparkdraft.spec.caps import DrafterCaps
+from sparkdraft.spec.dflash_caps import caps_of
 from sparkdraft.spec.dflash_config import DFlashConfig
 from sparkdraft.spec.drafter import Anchors, CommittedRows, DraftBytes, Pick
 from sparkdraft.weights.linear import Linear
@@ -33,11 +32,6 @@ from sparkdraft.weights.quant.stored import take_rows
 
 ENTRY = "fc.weight"  # in every DFlash checkpoint; what precedes it in its name is the prefix of all names
 UNUSED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")  # used by training only
-
-
-def caps_of(draft: DFlashConfig) -> DrafterCaps:
-    num_weights = drafter_bytes(draft, itemsize=1)
-    return DrafterCaps("dflash", draft.taps, draft.block_size - 1, draft.model.attention, num_weights)
 
 
 @dataclass(frozen=True, slots=True)

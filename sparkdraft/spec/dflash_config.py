@@ -17,6 +17,7 @@ from sparkdraft.models.config import ModelConfig, dense_config
 from sparkdraft.models.layers import LayerSpec
 
 Config = Mapping[str, Any]
+TAPS = 5  # of the drafters that are made here
 Mask = tuple[int, bool]  # of a layer: window (0: none), and whether a row is blind to the rows after it
 
 # Keys that stand for another algorithm or a computation that we do not have, and its name.
@@ -78,6 +79,14 @@ def check_fits(draft: DFlashConfig, target: ModelConfig) -> None:
     _fits(made_for in (None, layers), f"it was made for a model of {made_for} layers, this one has {layers}")
     mask = draft.mask_token_id
     _fits(0 <= mask < vocab, f"its mask id {mask} is outside the model's vocabulary of {vocab}")
+
+
+def spread_taps(num_layers: int, count: int = TAPS) -> tuple[int, ...]:
+    """Taps from the second layer to the third from the end, as in z-lab's drafters; all layers of a tiny target."""
+    first, last = min(1, num_layers - 1), max(num_layers - 3, 0)
+    if last - first < count - 1:
+        return tuple(range(max(num_layers - count, 0), num_layers))
+    return tuple(round(first + i * (last - first) / (count - 1)) for i in range(count))
 
 
 def _fits(ok: bool, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""The kinds of drafters, how a named drafter is opened, and which one belongs to a model when the user names none.
+"""The kinds of drafters, and how a named drafter is opened. packaged.py knows which one belongs to which model.
 
 A drafter is a checkpoint without a tokenizer: a folder or a hub id. Its config.json says which kind it is. A new kind
 is a line of KINDS and a module of its own; the plan and the engine know drafters only by their caps (spec/caps.py) and
@@ -19,12 +19,12 @@ from sparkdraft.models.blocks import Decoder
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.spec import dflash, dflash_config
 from sparkdraft.spec.caps import DrafterCaps
+from sparkdraft.spec.dflash_caps import caps_of
 from sparkdraft.spec.drafter import Drafter
+from sparkdraft.spec.packaged import ASSETS, EMBEDDED
+from sparkdraft.spec.packaged import default_drafter as default_drafter
 from sparkdraft.weights.checkpoint import Checkpoint, open_checkpoint
 from sparkdraft.weights.loader import Loader, WeightSource
-
-ASSETS = Path(__file__).parent.parent / "assets"
-EMBEDDED = {"smollm2": "smollm2-dflash"}  # model, as a user names it -> folder in ASSETS
 
 
 class DrafterKind(Protocol):
@@ -53,7 +53,7 @@ class DFlashKind:
 
     read = staticmethod(dflash_config.DFlashConfig.read)
     check_fits = staticmethod(dflash_config.check_fits)
-    caps = staticmethod(dflash.caps_of)
+    caps = staticmethod(caps_of)
     build = staticmethod(dflash.build)
 
 
@@ -85,14 +85,6 @@ def find_drafter(name: str, target: ModelConfig) -> DraftSource:
     config = kind.read(checkpoint.config)
     kind.check_fits(config, target)
     return DraftSource(kind, config, checkpoint)
-
-
-def default_drafter(model_name: str) -> str | None:
-    """The folder of the drafter that was made for this model, or None."""
-    folder = EMBEDDED.get(model_name)
-    if folder is None or not (ASSETS / folder / "config.json").is_file():
-        return None
-    return str(ASSETS / folder)
 
 
 def open_drafter(name: str) -> Checkpoint:

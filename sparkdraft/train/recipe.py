@@ -14,20 +14,10 @@ from torch import Tensor
 
 from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig
-from sparkdraft.spec.dflash_config import DFlashConfig, check_fits
+from sparkdraft.spec.dflash_config import DFlashConfig, check_fits, spread_taps
 from sparkdraft.spec.registry import open_drafter
 from sparkdraft.train.settings import FitSettings
 from sparkdraft.weights.quant.stored import as_float
-
-TAPS = 5
-
-
-def spread_taps(num_layers: int, count: int = TAPS) -> tuple[int, ...]:
-    """Taps from the second layer to the third from the end, as in z-lab's drafters; all layers of a tiny target."""
-    first, last = min(1, num_layers - 1), max(num_layers - 3, 0)
-    if last - first < count - 1:
-        return tuple(range(max(num_layers - count, 0), num_layers))
-    return tuple(round(first + i * (last - first) / (count - 1)) for i in range(count))
 
 
 def find_mask_id(embedding: Tensor, tokenizer_size: int) -> int:

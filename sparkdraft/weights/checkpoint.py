@@ -8,7 +8,10 @@ gguf.py's work, fetching the embedded model hub.py's; what the tensors mean is k
 from __future__ import annotations
 
 import difflib
+import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -105,9 +108,46 @@ def _open_folder(path: Path) -> Checkpoint:
     )
 
 
+def read_config_json(name: str) -> dict[str, Any]:
+    """The config.json that a name stands for, and nothing else of its checkpoint: a folder, the file itself, a .gguf
+    file (whose header is translated) or a hub id, of which this one file is fetched. Raises UserError."""
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" or name in hub.KNOWN:
+        return open_checkpoint(name).config
+    if not path.exists() and HUB_ID.fullmatch(name) and not name.endswith((".json", ".safetensors")):
+        from huggingface_hub import hf_hub_download
+
+        with _hub_errors(name), progress(f"fetching config.json of {name} from the hub", is_drawn=False):
+            path = Path(hf_hub_download(name, "config.json"))
+    if path.is_dir():
+        path /= "config.json"
+    if not path.is_file():
+        raise UserError(_unknown(name, path))
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as JSON ({error}): fetch it again.") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} holds no JSON object: fetch it again.")
+    return config
+
+
 def _open_hub(repo: str, file: str) -> Checkpoint:
     """From the hub, or from its local cache when the hub cannot be reached."""
     from huggingface_hub import hf_hub_download, snapshot_download
+
+    with _hub_errors(repo):
+        with progress(f"fetching {repo} from the hub", is_drawn=False):  # that library draws bars of its own
+            if file:
+                path = hf_hub_download(repo, file)
+            else:
+                path = snapshot_download(repo, allow_patterns=HUB_ALLOW, ignore_patterns=HUB_IGNORE)
+        return _open_file(Path(path)) if file else _open_folder(Path(path))
+
+
+@contextmanager
+def _hub_errors(repo: str) -> Iterator[None]:
+    """Turns the hub's errors into sentences."""
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -117,12 +157,7 @@ def _open_hub(repo: str, file: str) -> Checkpoint:
     )
 
     try:
-        with progress(f"fetching {repo} from the hub", is_drawn=False):  # that library draws bars of its own
-            if file:
-                path = hf_hub_download(repo, file)
-            else:
-                path = snapshot_download(repo, allow_patterns=HUB_ALLOW, ignore_patterns=HUB_IGNORE)
-        return _open_file(Path(path)) if file else _open_folder(Path(path))
+        yield
     except GatedRepoError as error:
         raise UserError(
             f"The hub model {repo} asks for a licence: accept it on its page, then `hf auth login`."

@@ -10,7 +10,7 @@ import pytest
 from sparkdraft.core import UserError
 from sparkdraft.models.registry import read_config
 from sparkdraft.spec import registry
-from sparkdraft.spec.dflash import caps_of
+from sparkdraft.spec.dflash_caps import caps_of
 from sparkdraft.spec.dflash_config import DFlashConfig, check_fits
 from tests.models.tiny import SHAPE
 from tests.spec.tiny_drafter import body, speculators, zlab

@@ -1,0 +1,216 @@
+"""`sparkdraft plan`: what a model needs and how fast it will be on a machine, before anything is loaded.
+
+From config.json, or a shape's name, alone: no weights are read, and torch is imported only to measure this machine. It
+reads flags; plan/forecast.py and plan/advice.py know the answers, and plan_report.py prints them.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparkdraft.cli.console import note, show_fallbacks
+from sparkdraft.config import DTYPES, ENGINE_FIELDS, EngineConfig
+from sparkdraft.core import UserError
+from sparkdraft.progress import progress
+
+if TYPE_CHECKING:
+    from sparkdraft.models.config import ModelConfig
+    from sparkdraft.plan.forecast import Forecast, Question
+    from sparkdraft.plan.machine import Machine
+    from sparkdraft.plan.weight_formats import WeightFormats
+    from sparkdraft.spec.dflash_config import DFlashConfig
+
+HELP = "say what fits and how fast it will be, before anything is loaded"
+EXAMPLES = """examples:
+  sparkdraft plan --model Qwen/Qwen3-8B                                  on this machine, measured for a few seconds
+  sparkdraft plan --model qwen3-8b --machine gb10 --drafter dflash-5x    a named shape on a DGX Spark
+  sparkdraft plan --model gpt-oss-120b --machine gb10 --drafter gpt-oss-120b-dflash --concurrency 4 --context 32768
+  sparkdraft plan --model ./my-model --weights nvfp4,head=fp8 --machine rtx-5090 --compare
+  sparkdraft plan --model qwen3-30b-a3b --machine h200 --plot speed.svg --json
+"""
+SHAPES_OF = {"smollm2": "smollm2-135m"}  # known models whose dimensions are a named shape
+USUAL_CONTEXT = 4096
+
+
+def configure(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", default="smollm2", help="a folder, a config.json, a hub id or a shape's name (default smollm2)"
+    )
+    parser.add_argument(
+        "--machine", default="this", help="gb10, h200, rtx-5090, cpu, or a file (default this: measured for seconds)"
+    )
+    parser.add_argument(
+        "--drafter", default="auto", help="a folder, a hub id or a shape such as dflash-5x (default: the known one)"
+    )
+    parser.add_argument("--kv", default="exact", help=f"{ENGINE_FIELDS['kv'].metadata['help']} (default exact)")
+    parser.add_argument(
+        "--weights",
+        default="auto",
+        metavar="FORMAT",
+        help="bfloat16, fp8, nvfp4, mxfp4 or int4; parts may differ: nvfp4,attention=fp8 (auto: as config.json states)",
+    )
+    parser.add_argument("--concurrency", type=int, default=1, metavar="N", help="streams at once (default 1)")
+    parser.add_argument("--context", type=int, metavar="N", help=f"tokens of each stream (default {USUAL_CONTEXT})")
+    parser.add_argument(
+        "--acceptance",
+        type=float,
+        metavar="LENGTH",
+        help="tokens per step, as `bench accept` measures at the full depth (default: for three classes of text)",
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help="rank formats of weights and K/V, with drafts and without"
+    )
+    parser.add_argument("--plot", default="", metavar="FILE", help="draw speed by context and by streams, as SVG")
+    parser.add_argument("--json", action="store_true", help="end with one JSON object")
+
+
+def run(args: Namespace) -> int:
+    from sparkdraft.cli import plan_report
+    from sparkdraft.plan.advice import compare, recommend
+    from sparkdraft.plan.forecast import Question
+    from sparkdraft.plan.resolve import MAX_SEQS
+    from sparkdraft.spec.packaged import EMBEDDED
+
+    keeps = args.weights if args.weights in DTYPES else "auto"  # how the engine keeps all matrices
+    config = EngineConfig(model=args.model, kv=args.kv, dtype=keeps)  # refuses before a machine is measured
+    model, raw = read_model(args.model)
+    drafter = read_drafter(args.drafter, args.model, model)
+    context, chances = _check(args, model), _chances(args.acceptance, drafter)
+    machine = _machine(args.machine)
+    if args.concurrency > MAX_SEQS[machine.hardware.device]:  # more than the engine takes by itself
+        config = replace(config, max_seqs=args.concurrency)
+    formats, label = read_formats(args.weights, raw, model, machine)
+    question = Question(model, machine, config, formats, drafter, args.concurrency, context, chances)
+    forecast = _forecast(question)
+    weights = label or forecast.plan.weights
+    advice, alternatives = recommend(forecast), compare(question, weights) if args.compare else []
+    named = EMBEDDED.get(args.model, "none") if args.drafter == "auto" else args.drafter
+    report = plan_report.Report(forecast, advice, alternatives, named, weights)
+    show_fallbacks(forecast.plan.fallbacks)
+    print(report.text())
+    for text in machine.notes:
+        note(text)
+    if args.plot:
+        _write(args.plot, report.svg())
+    if args.json:
+        print(json.dumps(report.as_dict()))
+    return 0
+
+
+# ---- what is asked
+
+
+def read_model(name: str) -> tuple[ModelConfig, dict[str, Any]]:
+    """A named shape, or what a config.json describes; with the config.json, {} where there is none."""
+    from sparkdraft.bench.named_shapes import SHAPES, TARGET_FILES, shape
+    from sparkdraft.models.registry import read_config
+    from sparkdraft.weights.checkpoint import read_config_json
+
+    name = SHAPES_OF.get(name, name)
+    if (name in SHAPES or name in TARGET_FILES) and not Path(name).exists():
+        return shape(name), TARGET_FILES.get(name, {})
+    raw = read_config_json(name)
+    return read_config(raw), raw
+
+
+def read_formats(
+    asked: str, raw: dict[str, Any], model: ModelConfig, machine: Machine
+) -> tuple[WeightFormats | None, str]:
+    """Formats of coded matrices and their name. None and no name: all are as the engine keeps matrices on the
+    machine. What the engine does not keep is noted."""
+    from sparkdraft.plan.weight_formats import KEPT_ON_GPU, WeightFormats, kept, names_of, stated
+
+    on_cpu = machine.hardware.device == "cpu"
+    if asked not in DTYPES:
+        formats = WeightFormats.parse(asked)
+        if on_cpu:
+            raise UserError(f"--weights is {asked}; on a CPU the engine keeps matrices quantised or in float32")
+        if unread := [name for name in names_of(formats) if name not in KEPT_ON_GPU]:
+            note(f"no GPU kernel of this engine reads {' or '.join(unread)} yet: these are sums, not what would run")
+        return formats, asked
+    found = stated(raw, model.num_layers) if asked == "auto" and not on_cpu else None
+    if found is None:
+        return None, ""
+    held = kept(found)
+    if held != found:
+        decoded = [name for name in names_of(found) if name not in KEPT_ON_GPU]
+        note(f"{' and '.join(decoded)} weights of the file become bfloat16 at load: no kernel here reads them")
+    return held, " and ".join(names_of(held))
+
+
+def read_drafter(name: str, model_name: str, model: ModelConfig) -> DFlashConfig | None:
+    from sparkdraft.bench.named_shapes import DRAFTER_FILES, DRAFTER_SHAPES, drafter_shape
+    from sparkdraft.spec.dflash_config import DFlashConfig, check_fits
+    from sparkdraft.spec.packaged import default_drafter
+    from sparkdraft.weights.checkpoint import read_config_json
+
+    found = default_drafter(model_name) if name == "auto" else None if name == "none" else name
+    if found is None:
+        return None
+    if found in DRAFTER_FILES or found in DRAFTER_SHAPES:
+        return drafter_shape(found, model)
+    draft = DFlashConfig.read(read_config_json(found))
+    check_fits(draft, model)
+    return draft
+
+
+def _check(args: Namespace, model: ModelConfig) -> int:
+    """The context, after what cannot be asked for was refused."""
+    context = min(USUAL_CONTEXT, model.max_position) if args.context is None else args.context
+    if args.concurrency < 1:
+        raise UserError(f"--concurrency is {args.concurrency}; ask for 1 stream or more")
+    if not 1 <= context <= model.max_position:
+        raise UserError(f"--context is {context}; the model was made for 1 to {model.max_position:,} tokens")
+    return context
+
+
+def _chances(acceptance: float | None, drafter: DFlashConfig | None) -> dict[str, float] | None:
+    from sparkdraft.plan.forecast import chance_of
+
+    if acceptance is None:
+        return None
+    if drafter is None:
+        raise UserError("--acceptance needs a drafter whose drafts are accepted: name one with --drafter")
+    if not 1 <= acceptance <= drafter.block_size:
+        raise UserError(
+            f"--acceptance is {acceptance:g}; a step of this drafter commits 1 to {drafter.block_size} tokens"
+        )
+    return {"as measured": chance_of(acceptance, drafter.block_size - 1)}
+
+
+def _machine(name: str) -> Machine:
+    from sparkdraft.plan.machine import HERE, find_machine
+
+    if name != HERE:
+        return find_machine(name)
+    with progress("measuring this machine"):
+        return find_machine(name)
+
+
+def _forecast(question: Question) -> Forecast:
+    """Where the weights are what does not fit, the error says which would."""
+    from sparkdraft.plan.advice import SMALLER, tried
+    from sparkdraft.plan.forecast import Forecast
+    from sparkdraft.plan.weight_formats import KEPT_ON_GPU, WeightFormats
+
+    try:
+        return Forecast(question)
+    except UserError as error:
+        if question.machine.hardware.device == "cuda":
+            for name in SMALLER:
+                if tried(replace(question, formats=WeightFormats.parse(name)))[0]:
+                    unread = "" if name in KEPT_ON_GPU else ", which no kernel here reads yet"
+                    raise UserError(f"{error}; in {name} it would fit{unread}") from None
+        raise
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"the plot cannot be written to {path}: {error.strerror}") from None
+    note(f"plot written to {path}")

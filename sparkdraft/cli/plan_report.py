@@ -1,0 +1,194 @@
+"""What `sparkdraft plan` prints: tables, panels of a plot, and an object for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from sparkdraft import plot
+from sparkdraft.plan.advice import Advice, Alternative, Bought, bought, tried, with_kv
+from sparkdraft.plan.forecast import Drafted, Forecast, Range
+from sparkdraft.plan.weight_formats import BYTES, KEPT_ON_GPU
+
+CONTEXTS = (1024, 4096, 16384, 32768, 65536, 131072, 262144)  # of the plot
+STREAMS = (1, 2, 4, 8, 16, 32, 64)
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Report:
+    forecast: Forecast
+    advice: Advice
+    alternatives: list[Alternative]
+    drafter: str  # as the user named it
+    weights: str  # formats, in words
+
+    def text(self) -> str:
+        question = self.forecast.question
+        drafter = f"drafter {self.drafter}" if self.forecast.drafter else "no drafter"
+        title = f"{question.config.model} on {question.machine.title}"
+        lines = [f"{title}: weights {self.weights}, K/V {question.config.kv}, {drafter}", ""]
+        lines += [*self._memory(), "", *self._speed(), "", *self._turboquant(), ""]
+        if self.alternatives:
+            lines += [*self._alternatives(), ""]
+        return "\n".join([*lines, f"recommended: {self.advice.sentence()}"])
+
+    # ---- the tables
+
+    def _memory(self) -> Iterator[str]:
+        forecast, plan = self.forecast, self.forecast.plan
+        machine = forecast.question.machine
+        is_shared = machine.unified and machine.hardware.device == "cuda"
+        yield "memory, as `serve` would plan it"
+        for label, size in forecast.memory.items():
+            yield f"  {label:<34}{size / GIB:9.2f} GiB"
+        free = "that CPU and GPU share" if is_shared else "free"
+        yield f"  {'together':<34}{plan.memory.total / GIB:9.2f} GiB of {plan.memory.free / GIB:.2f} {free}"
+        left = "left to the system and to other programs" if machine.unified else "left free"
+        yield f"  {'head room':<34}{forecast.head_room / GIB:9.2f} GiB {left}"
+        held, context = plan.num_blocks * plan.block_size, forecast.question.context
+        yield f"  tokens of context that fit: {forecast.max_tokens:,}; streams of {context:,}: {forecast.max_streams:,}"
+        yield f"  (the plan has room for {held:,} tokens in at most {plan.max_seqs} requests)"
+
+    def _speed(self) -> Iterator[str]:
+        forecast, question = self.forecast, self.forecast.question
+        many = "streams" if question.streams > 1 else "stream"
+        yield f"speed, {question.streams} {many} of {question.context:,} tokens: tok/s together, ms per step"
+        heads = "".join(f"{head:>8}" for head in ("drafts", "tokens", "tok/s", "low", "high"))
+        yield f"  {'':<30}{heads}   step = weights + K/V + states + drafter + fixed"
+        yield self._speed_line("plain", 0, 1.0, forecast.plain)
+        for name, each in forecast.by_class.items():
+            yield self._speed_line(f"{name} ({each.chance:.2f} per draft)", each.depth, each.tokens, each.speed)
+        if forecast.depths:
+            depth = forecast.middle.depth if forecast.middle and forecast.middle.depth else forecast.depths[0]
+            chance = f"a chance of {forecast.least_chance:.2f}" if forecast.least_chance else "no chance"
+            pays = f"{forecast.break_even(depth):.2f} tokens per step at {depth} drafts"
+            yield f"  drafting pays from {pays}, and at its best depth from {chance} of each draft"
+        seconds = forecast.seconds()
+        if seconds.fixed > seconds.total / 2:
+            yield "  most of a step are launches, the least certain part: it may be slower by up to a half"
+        machine = question.machine
+        yield f"  {machine.rates.bandwidth / 1e9:.0f} GB/s; the engine's losses: {machine.losses().origin}"
+
+    def _speed_line(self, name: str, depth: int, tokens: float, speed: Range) -> str:
+        seconds = self.forecast.seconds(depth)
+        shown = " + ".join(f"{part * 1e3:.1f}" for part in asdict(seconds).values())
+        rates = "".join(f"{value:8.1f}" for value in speed)
+        return f"  {name:<30}{depth:8}{tokens:8.2f}{rates}   {seconds.total * 1e3:.1f} = {shown}"
+
+    @cached_property
+    def turboquant(self) -> dict[int, Bought | str]:
+        exact, reason = tried(with_kv(self.forecast.question, "exact"))
+        return bought(exact, "turboquant") if exact else {self.forecast.question.context: reason}
+
+    def _turboquant(self) -> Iterator[str]:
+        reasons = [each for each in self.turboquant.values() if isinstance(each, str)]
+        if len(set(reasons)) == 1 and len(reasons) == len(self.turboquant):
+            yield f"TurboQuant: {reasons[0]}"
+            return
+        yield "TurboQuant against exact K/V, in times"
+        yield f"  {'context':>9}{'plain':>8}{'drafted':>9}{'tokens that fit':>17}"
+        for context, each in self.turboquant.items():
+            if isinstance(each, str):
+                yield f"  {context:>9,}  {each}"
+            else:
+                drafted = f"{each.drafted:.2f}" if each.drafted else "-"
+                yield f"  {context:>9,}{each.plain:8.2f}{drafted:>9}{each.tokens:17.2f}"
+
+    def _alternatives(self) -> Iterator[str]:
+        yield "alternatives: those that hold all streams first, the fastest first"
+        heads = f"{'tok/s':>8}{'GiB without K/V':>17}{'tokens that fit':>17}{'streams':>9}"
+        yield f"  {'weights':<22}{'K/V':<12}{'drafts':<8}{heads}"
+        for each in self.alternatives:
+            start = f"  {each.weights:<22}{each.kv:<12}{'yes' if each.drafter else 'no':<8}"
+            found = each.forecast
+            if found:
+                fixed = (found.plan.memory.total - found.plan.memory.kv) / GIB
+                yield f"{start}{each.tok_s:8.1f}{fixed:17.1f}{found.max_tokens:17,}{found.max_streams:9,}"
+            else:
+                yield f"{start}       -  {each.refusal}"
+        kinds = {each.weights for each in self.alternatives if each.weights in BYTES}
+        if unread := sorted(kinds - {*KEPT_ON_GPU, "quantised"}):
+            yield f"  (no GPU kernel of this engine reads {' or '.join(unread)} yet: sums, not what would run)"
+
+    # ---- the plot
+
+    def svg(self) -> str:
+        """Speed by context and by streams, plain and by class of text; with TurboQuant dashed."""
+        question = self.forecast.question
+        contexts = [c for c in CONTEXTS if c <= question.model.max_position] or [question.context]
+        formats = [tried(with_kv(question, kv))[0] for kv in ("exact", "turboquant")]
+        chances = {"plain": 0.0, **{name: each.chance for name, each in self.forecast.by_class.items()}}
+        by_context, by_streams = [], []
+        for name, chance in chances.items():
+            for found in formats:
+                is_dashed = found is formats[1] and formats[0] is not None
+                if found:
+                    rates = [(float(c), found.drafted(chance, c).speed.expected) for c in contexts]
+                    by_context.append(plot.Line(name, rates, dashed=is_dashed))
+                    fit = [n for n in STREAMS if n <= max(found.max_streams, 1)]
+                    rates = [(float(n), found.drafted(chance, streams=n).speed.expected) for n in fit]
+                    by_streams.append(plot.Line(name, rates, dashed=is_dashed))
+        title = f"{question.config.model} on {question.machine.title}"
+        title += " (dashed: TurboQuant)" if formats[1] else ""
+        panels = (
+            (title, by_context, f"tokens of context, {question.streams} at once"),
+            (title, by_streams, f"streams of {question.context:,} tokens"),
+        )
+        return plot.svg([plot.Panel(*each, "tok/s", y_from_zero=True, x_doubling=True) for each in panels])
+
+    # ---- JSON
+
+    def as_dict(self) -> dict[str, Any]:
+        forecast, question, middle = self.forecast, self.forecast.question, self.forecast.middle
+        best = middle.speed if middle else forecast.plain
+        sums = {"total": forecast.plan.memory.total, "free": forecast.plan.memory.free, "head room": forecast.head_room}
+        drafts = bool(middle and middle.depth)
+        seconds = forecast.seconds()
+        return {
+            "plan": question.config.model,
+            "machine": question.machine.name,
+            "bandwidth_gb_s": round(question.machine.rates.bandwidth / 1e9, 1),
+            "weights": self.weights,
+            "kv": question.config.kv,
+            "drafter": self.drafter if forecast.drafter else None,
+            "streams": question.streams,
+            "context": question.context,
+            "memory_gib": {name: round(size / GIB, 3) for name, size in (forecast.memory | sums).items()},
+            "max_tokens": forecast.max_tokens,
+            "max_streams": forecast.max_streams,
+            "plain_tok_s": round(forecast.plain.expected, 2),
+            "drafted_tok_s": round(middle.speed.expected, 2) if middle else None,
+            "low": round(best.low, 2),
+            "high": round(best.high, 2),
+            "best_depth": middle.depth if middle else 0,
+            "break_even_tokens": round(forecast.break_even(middle.depth), 3) if middle and drafts else None,
+            "break_even_chance": forecast.least_chance if forecast.depths else None,
+            "plain_step_ms": {name: round(part * 1e3, 3) for name, part in asdict(seconds).items()},
+            "by_class": {name: _drafted(each) for name, each in forecast.by_class.items()},
+            "turboquant": {str(context): _bought(each) for context, each in self.turboquant.items()},
+            "recommended": {"kv": self.advice.kv, "drafts": self.advice.drafts, "why": list(self.advice.reasons)},
+            "alternatives": [_alternative(each) for each in self.alternatives],
+        }
+
+
+def _drafted(each: Drafted) -> dict[str, float]:
+    known = {"chance": round(each.chance, 4), "depth": each.depth, "tokens_per_step": round(each.tokens, 3)}
+    rates = zip(("tok_s", "low", "high"), each.speed, strict=True)
+    return known | {name: round(value, 2) for name, value in rates}
+
+
+def _bought(each: Bought | str) -> dict[str, float | None] | str:
+    if isinstance(each, str):
+        return each
+    return {name: None if value is None else round(value, 3) for name, value in each._asdict().items()}
+
+
+def _alternative(each: Alternative) -> dict[str, Any]:
+    known: dict[str, Any] = {"weights": each.weights, "kv": each.kv, "drafts": each.drafter}
+    if not each.forecast:
+        return known | {"refused": each.refusal}
+    found = {"max_tokens": each.forecast.max_tokens, "max_streams": each.forecast.max_streams}
+    return known | {"tok_s": round(each.tok_s, 2), **found, "holds_all": each.holds_all}

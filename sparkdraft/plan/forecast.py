@@ -1,0 +1,222 @@
+"""What one configuration needs and how fast it will be: the plan that `serve` would make, and predicted speeds.
+
+Memory is plan/resolve.py's, unchanged: the same sums before anything is loaded. Speed is plan/roofline.py's with a
+range: an engine's losses on this machine at their worst and best, and the error of the model of a step itself. Drafted
+speed depends on text: it is predicted for three classes, or for an acceptance that the user has measured. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import NamedTuple
+
+from sparkdraft.cache.recent_rows import pages_of_a_request
+from sparkdraft.config import EngineConfig
+from sparkdraft.models.config import ModelConfig
+from sparkdraft.plan.machine import Machine
+from sparkdraft.plan.memory import MemoryPlan
+from sparkdraft.plan.resolve import ITEMSIZE, MOST_AHEAD, Plan, resolve
+from sparkdraft.plan.roofline import DraftPass, Load, Losses, Seconds, Target, step
+from sparkdraft.plan.sizes import model_sizes
+from sparkdraft.plan.weight_formats import WeightFormats, bytes_by_format
+from sparkdraft.spec.depth import depth_choices, expected_tokens
+from sparkdraft.spec.dflash_caps import caps_of
+from sparkdraft.spec.dflash_config import DFlashConfig
+
+# Chance of each draft once it is reached: 2.0, 3.0 and 5.5 drafts accepted of 15 (AEON-7/vllm-dflash, Qwen3.5-27B).
+CLASSES = {"prose": 0.67, "dialogue": 0.75, "code": 0.86}
+MIDDLE = "dialogue"
+MANY = 8  # streams from which arithmetic and batching make a prediction as uncertain as experts do
+
+
+@dataclass(frozen=True)
+class Question:
+    """One configuration on one machine under one load."""
+
+    model: ModelConfig
+    machine: Machine
+    config: EngineConfig  # as `serve` would get it
+    formats: WeightFormats | None = None  # of the model's matrices; None: the one that the engine keeps on this machine
+    drafter: DFlashConfig | None = None
+    streams: int = 1
+    context: int = 4096  # tokens of each stream
+    chances: Mapping[str, float] | None = None  # by class of text; None: CLASSES
+
+
+class Range(NamedTuple):
+    expected: float
+    low: float
+    high: float
+
+    def times(self, factor: float) -> Range:
+        return Range(*(value * factor for value in self))
+
+
+class Drafted(NamedTuple):
+    """Of one class of text, at the depth that is best for it."""
+
+    chance: float
+    depth: int  # 0: plain steps are faster
+    tokens: float  # per step
+    speed: Range  # tokens per second, all streams together
+
+
+class Forecast:
+    """The answer to a question. Raises UserError where it does not fit or cannot run."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        model, machine = question.model, question.machine
+        self.caps = caps_of(question.drafter) if question.drafter else None
+        self.held = sum(bytes_by_format(model, question.formats).values()) if question.formats else None
+        args = (question.config, model, machine.hardware, machine.native_problem)
+        self.plan: Plan = resolve(*args, self.caps, self.held)
+        self.without: Plan = resolve(*args, None, self.held) if self.caps else self.plan  # the same, and no drafter
+        self.formats = question.formats or WeightFormats(self.plan.weights)
+        itemsize = ITEMSIZE[self.plan.dtype]
+        self.target = Target.of(model, self.formats, self.plan.kv, itemsize)
+        self.drafter = None
+        if question.drafter and self.caps:
+            own_head = question.drafter.draft_vocab_size < model.vocab_size
+            self.drafter = DraftPass.of(self.caps, model_sizes(model).head, own_head, itemsize, self.plan.weights)
+        self.chances = CLASSES if question.chances is None else question.chances
+
+    # ---- memory
+
+    @cached_property
+    def memory(self) -> dict[str, int]:
+        """Bytes by what they are for: the parts of the plan's sum, with the drafter's taken out of each."""
+        plan, bare = self.plan.memory, self.without.memory
+        rows = {f"weights, {fmt}": size for fmt, size in self.weights.items()}
+        rows["what fills weights up"] = bare.weights - sum(rows.values())  # to whole tiles, where kernels want that
+        rows["K/V of the target"] = plan.kv - self._drafter_kv
+        if self.caps:
+            rows |= {"drafter's weights": plan.weights - bare.weights, "drafter's K/V": self._drafter_kv}
+        for each in fields(MemoryPlan):
+            if each.name not in ("weights", "kv", "free"):
+                rows[LABELS.get(each.name, each.name)] = getattr(plan, each.name)
+        return {name: size for name, size in rows.items() if size}
+
+    @property
+    def weights(self) -> dict[str, int]:
+        """Of the target, by format."""
+        if self.question.formats:
+            return bytes_by_format(self.question.model, self.formats)
+        return {self.plan.weights: self.without.memory.weights}
+
+    @property
+    def head_room(self) -> int:
+        """Bytes that stay free: the system's own on a machine with one memory for all."""
+        return self.plan.memory.free - self.usable
+
+    @property
+    def usable(self) -> int:
+        return int(self.plan.memory.free * self.question.config.memory_fraction)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of context that fit beside everything else, over all streams. A plan may ask for fewer: it never
+        holds more than a full context for each of max_seqs requests."""
+        plan = self.plan
+        if not plan.num_blocks or not plan.memory.kv:  # all layers slide: requests are bound by their windows' pages
+            return plan.max_seqs * plan.max_model_len
+        left = self.usable - (plan.memory.total - plan.memory.kv)
+        return left // (plan.memory.kv // plan.num_blocks) * plan.block_size
+
+    @property
+    def max_streams(self) -> int:
+        """Streams of the asked context that fit. Pages of windows are planned for max_seqs requests: they are a limit
+        only where memory allowed for fewer. Recurrent states are kept for max_seqs requests and no more."""
+        plan = self.plan
+        paged = [w.pages // pages_of_a_request(plan.block_size, 0, w.window, MOST_AHEAD) for w in plan.windows]
+        limits = [n for n in paged if n < plan.max_seqs] + [plan.max_seqs] * bool(self.target.state)
+        return min([self.max_tokens // self.question.context, *limits])
+
+    @property
+    def _drafter_kv(self) -> int:
+        if not self.caps:
+            return 0
+        per_block = [plan.memory.kv // max(plan.num_blocks, 1) for plan in (self.plan, self.without)]
+        return (per_block[0] - per_block[1]) * self.plan.num_blocks
+
+    # ---- speed
+
+    def seconds(self, depth: int = 0, context: int = 0, streams: int = 0, losses: Losses | None = None) -> Seconds:
+        question = self.question
+        load = Load(streams or question.streams, context or question.context, depth)
+        rates, found = question.machine.rates, losses or question.machine.losses().expected
+        return step(rates, found, self.target, load, self.drafter)
+
+    def speed(self, depth: int = 0, tokens: float = 1.0, context: int = 0, streams: int = 0) -> Range:
+        """Tokens per second, all streams together, if a step commits so many of each."""
+        engine, count = self.question.machine.losses(), streams or self.question.streams
+        error = engine.error.experts if self.target.experts or count >= MANY else engine.error.dense
+        expected, low, high = (
+            count * tokens / self.seconds(depth, context, count, losses).total
+            for losses in (engine.expected, engine.low, engine.high)
+        )
+        return Range(expected, low * (1 - error), high * (1 + error))
+
+    @cached_property
+    def plain(self) -> Range:
+        return self.speed()
+
+    @property
+    def depths(self) -> list[int]:
+        """Those that the engine chooses from, without 0."""
+        fixed = self.question.config.num_draft
+        if not self.caps or fixed == 0:
+            return []
+        return [fixed] if fixed else depth_choices(self.caps.max_depth)[1:]
+
+    def drafted(self, chance: float, context: int = 0, streams: int = 0) -> Drafted:
+        best = Drafted(chance, 0, 1.0, self.speed(0, 1.0, context, streams))
+        tokens = expected_tokens([chance] * max(self.depths, default=0))
+        for depth in self.depths:
+            speed = self.speed(depth, tokens[depth], context, streams)
+            if speed.expected > best.speed.expected:
+                best = Drafted(chance, depth, tokens[depth], speed)
+        return best
+
+    @cached_property
+    def by_class(self) -> dict[str, Drafted]:
+        return {name: self.drafted(chance) for name, chance in self.chances.items()} if self.depths else {}
+
+    @property
+    def middle(self) -> Drafted | None:
+        """Of the class that a single number is given for."""
+        found = list(self.by_class.values())
+        return self.by_class.get(MIDDLE) or (found[0] if found else None)
+
+    def break_even(self, depth: int) -> float:
+        """Tokens per step from which drafting so deep is faster than plain steps."""
+        return self.seconds(depth).total / self.seconds().total
+
+    @cached_property
+    def least_chance(self) -> float | None:
+        """The chance of each draft from which some depth is faster than plain steps; None: none is."""
+        cost = {depth: self.break_even(depth) for depth in self.depths}
+        for percent in range(1, 100):
+            tokens = expected_tokens([percent / 100] * max(cost, default=0))
+            if any(tokens[depth] > value for depth, value in cost.items()):
+                return percent / 100
+        return None
+
+
+LABELS = {
+    "pages": "pages of exact rows and windows",
+    "states": "recurrent states",
+    "scratch": "a step's scratch",
+    "recordings": "recorded steps",
+}
+
+
+def chance_of(tokens: float, depth: int) -> float:
+    """The chance of each draft, once reached, at which a step of so many drafts commits so many tokens."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected_tokens([middle] * depth)[-1] < tokens else (low, middle)
+    return middle

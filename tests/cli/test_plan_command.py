@@ -1,0 +1,147 @@
+"""`sparkdraft plan` as typed: what it prints, that it loads no torch, and a sentence for every mistake."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparkdraft.bench.named_shapes import TARGET_FILES
+from sparkdraft.cli.main import main
+from sparkdraft.spec.packaged import default_drafter
+
+ROOT = Path(__file__).parent.parent.parent
+GB10 = ["plan", "--machine", "gb10", "--model"]
+KEYS = {
+    "plan", "machine", "memory_gib", "max_tokens", "max_streams", "plain_tok_s", "drafted_tok_s", "low", "high",
+    "best_depth", "break_even_tokens", "break_even_chance", "by_class", "turboquant", "recommended", "alternatives",
+}  # fmt: skip
+
+WITHOUT_TORCH = """
+import sys
+from sparkdraft.cli.main import main
+status = main(sys.argv[1:])
+heavy = {"torch", "triton", "transformers"} & set(sys.modules)
+assert not heavy, heavy
+sys.exit(status)
+"""
+
+
+def test_no_torch_is_imported(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(TARGET_FILES["gpt-oss-20b"]), encoding="utf-8")
+    command = [
+        *GB10,
+        str(model),
+        "--drafter",
+        "gpt-oss-20b-dflash",
+        "--compare",
+        "--json",
+        "--plot",
+        str(tmp_path / "p"),
+    ]
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["best_depth"] > 0
+
+
+def test_it_ends_with_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*GB10, "qwen3-8b", "--drafter", "dflash-5x", "--compare", "--json"]) == 0
+    *text, last = capsys.readouterr().out.splitlines()
+    found = json.loads(last)
+    assert found.keys() >= KEYS
+    assert found["low"] < found["drafted_tok_s"] < found["high"] and found["best_depth"] == 15
+    parts = [size for name, size in found["memory_gib"].items() if name not in ("total", "free", "head room")]
+    assert sum(parts) == pytest.approx(found["memory_gib"]["total"], abs=0.01)
+    shown = "\n".join(text)
+    for words in (
+        "weights, bfloat16",
+        "drafter's K/V",
+        "head room",
+        "drafting pays from",
+        "recommended: Serve it with",
+    ):
+        assert words in shown
+    assert len(found["alternatives"]) == 18
+
+
+def test_the_docs_show_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    docs = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
+    found = re.search(r"```\n(sparkdraft plan [^\n]*)\n```\n\n```\n(.*?)```", docs, re.S)
+    assert found and main(found[1].split()[1:]) == 0
+    assert capsys.readouterr().out == found[2]
+    assert runpy.run_path(str(ROOT / "tools/flag_table.py"))["plan_table"]() in docs, "run tools/flag_table.py"
+
+
+def test_without_a_drafter_there_is_nothing_to_draft(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*GB10, "qwen3-8b", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["drafted_tok_s"] is None and found["best_depth"] == 0 and not found["by_class"]
+    assert found["low"] < found["plain_tok_s"] < found["high"] and found["drafter"] is None
+
+
+def test_the_embedded_model_has_its_drafter(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--machine", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (
+        found["drafter"] == "smollm2-dflash"
+        and found["weights"] == "quantised"
+        and found["by_class"]["code"]["depth"] > 0
+    )
+
+
+def test_an_acceptance_takes_the_place_of_classes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*GB10, "qwen3-8b", "--drafter", "dflash-5x", "--acceptance", "6.5", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out.splitlines()[-1])["by_class"].values()
+    assert found["tokens_per_step"] == pytest.approx(6.5) and found["depth"] == 15
+
+
+def test_the_plot_has_a_line_per_class_and_format(tmp_path: Path) -> None:
+    path = tmp_path / "speed.svg"
+    assert main([*GB10, "qwen3-8b", "--drafter", "dflash-5x", "--plot", str(path)]) == 0
+    drawn = path.read_text(encoding="utf-8")
+    assert (
+        drawn.startswith("<svg")
+        and drawn.count("<polyline") == 2 * 2 * 4
+        and "dashed: TurboQuant" in drawn
+        and drawn.count("stroke-dasharray") == 8
+    )
+
+
+def test_a_drafter_may_be_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = default_drafter("smollm2")
+    assert folder and main([*GB10, "smollm2-135m", "--drafter", folder]) == 0
+    assert "drafter's weights" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model", "no-such-model"], "Unknown model 'no-such-model'"),
+        (["--model", "gemma4-31b", "--machine", "rtx-5090"], "does not fit.*in nvfp4 it would fit"),
+        (["--machine", "gb20"], "machine 'gb20' is not known"),
+        (["--kv", "fp4"], "kv is 'fp4'"),
+        (["--weights", "fp3"], "'fp3' is no format"),
+        (["--weights", "nvfp4", "--machine", "cpu"], "on a CPU the engine keeps matrices quantised"),
+        (["--weights", "quantised"], "runs on a CPU only"),
+        (["--concurrency", "0"], "ask for 1 stream or more"),
+        (["--context", "99999999"], "was made for 1 to 40,960 tokens"),
+        (["--drafter", "gpt-oss-20b-dflash"], "does not fit the model"),
+        (["--acceptance", "3"], "needs a drafter"),
+        (["--drafter", "dflash-5x", "--acceptance", "20"], "commits 1 to 16 tokens"),
+        (["--plot", "/no/such/folder/plot.svg"], "cannot be written"),
+        (["--kv", "turboquant", "--model", "gemma4-31b"], "head dims 64, 128, 256"),
+    ],
+)
+def test_every_mistake_is_a_sentence(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [*flags, *(["--model", "qwen3-8b"] if "--model" not in flags else [])]
+    given += ["--machine", "gb10"] if "--machine" not in flags else []
+    assert main(["plan", *given]) == 1
+    said = capsys.readouterr().err.strip().splitlines()
+    assert re.search(words, said[-1]) and len([line for line in said if line.startswith("sparkdraft:")]) == 1

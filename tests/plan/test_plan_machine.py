@@ -1,0 +1,93 @@
+"""Machine files: what they must say, what is refused, and the machine at hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkdraft.bench import bandwidth
+from sparkdraft.core import UserError
+from sparkdraft.plan.hardware import Hardware
+from sparkdraft.plan.machine import FOLDER, _like, find_machine, known_machines, this_machine
+
+
+@pytest.mark.parametrize("name", known_machines())
+def test_every_file_is_whole(name: str) -> None:
+    machine = find_machine(name)
+    assert machine.name == name and len(machine.sources) >= 2, "each number has its source"
+    assert any("bandwidth" in each for each in machine.sources)
+    for engine in machine.engines.values():
+        assert engine.origin and 0 < engine.error.dense <= engine.error.experts < 0.5
+        for better, worse in ((engine.high, engine.expected), (engine.expected, engine.low)):
+            assert better.floats >= worse.floats and better.coded >= worse.coded and better.rows >= worse.rows
+            assert better.layer <= worse.layer and better.step <= worse.step and better.draft <= worse.draft
+    assert machine.losses().expected.snapshots is False, "this engine replays states"
+
+
+def test_the_machines_of_the_help_exist() -> None:
+    assert {"gb10", "h200", "rtx-5090", "cpu"} <= set(known_machines())
+
+
+def test_a_file_of_the_users_own(tmp_path: Path) -> None:
+    data = json.loads((FOLDER / "gb10.json").read_text(encoding="utf-8"))
+    path = tmp_path / "fast.json"
+    path.write_text(json.dumps(data | {"bandwidth_gb_s": 500}), encoding="utf-8")
+    machine = find_machine(str(path))
+    assert machine.name == "fast" and machine.rates.bandwidth == 500e9
+
+
+def without(key: str) -> Any:
+    return lambda data: {name: value for name, value in data.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (without("bandwidth_gb_s"), "lacks 'bandwidth_gb_s'"),
+        (lambda data: data | {"device": "tpu"}, "needs a device"),
+        (lambda data: data | {"bandwidth_gb_s": 0}, "above 0"),
+        (lambda data: data | {"memory_gib": "much"}, "cannot be used"),
+        (lambda data: data | {"capability": []}, "cannot be used"),
+        (lambda data: data | {"engines": []}, "cannot be used"),
+        (lambda data: data | {"engines": {"sparkdraft": {"from": "", "losses": {"speed": 1}}}}, "'speed' is no loss"),
+        (lambda data: [data], "cannot be used"),
+    ],
+)
+def test_a_bad_file_gets_one_sentence(tmp_path: Path, change: Any, words: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(
+        json.dumps(change(json.loads((FOLDER / "gb10.json").read_text(encoding="utf-8")))), encoding="utf-8"
+    )
+    with pytest.raises(UserError, match=words):
+        find_machine(str(path))
+
+
+def test_text_that_is_no_json_and_names_that_are_not_known(tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text("{", encoding="utf-8")
+    with pytest.raises(UserError, match="cannot be used"):
+        find_machine(str(path))
+    with pytest.raises(UserError, match=r"'gb20' is not known: use .*gb10.*this"):
+        find_machine("gb20")
+
+
+def test_a_gpu_gets_the_losses_of_its_file_or_the_widest() -> None:
+    card = Hardware("cuda", "NVIDIA GB10", 20, 100 << 30, (12, 1))
+    assert _like(card).name == "gb10"
+    assert _like(replace(card, name="NVIDIA H200")).name == "h200"
+    assert not _like(replace(card, name="another")).losses().is_measured
+    assert _like(Hardware("cpu", "a CPU", 8, 8 << 30)).name == "cpu"
+
+
+def test_the_machine_at_hand_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bandwidth.SIZE, "cpu", 16 << 20)
+    machine = this_machine()
+    assert machine.name == "this" and machine.rates.bandwidth > 1e8 and machine.hardware.free_bytes > 0
+    if machine.hardware.device == "cpu":
+        per_core = find_machine("cpu").rates.arithmetic["quantised"] / 2
+        assert machine.rates.arithmetic["quantised"] == pytest.approx(per_core * machine.hardware.cores)
+        assert any("two Neoverse" in note for note in machine.notes), "whose losses these are"
