@@ -117,9 +117,8 @@ def resolve(
     usual = min(room, int(hardware.free_bytes * CPU_KV_SHARE)) if on_cpu else room
     caches = _caches(config, model, drafter, kv, kernels, itemsize, step, usual)
     per_block, pages = max(caches.block_bytes, 1), caches.page_bytes  # there are no blocks if all layers slide
-    if caches.requests < max_seqs:
-        fallbacks.append(_fewer_requests(caches.requests, max_seqs, pages))
-        max_seqs = caches.requests
+    fallbacks += _fewer_requests(caches.requests, max_seqs, pages)
+    max_seqs = min(max_seqs, caches.requests)
     num_blocks = _num_blocks(config, hardware, room, pages, per_block, max_model_len, max_seqs)
     context = min(max_model_len, num_blocks * config.block_size)
     if context < max_model_len and not config.kv_tokens:  # a context that follows from kv_tokens was asked for
@@ -326,12 +325,16 @@ def _num_blocks(
     return fits
 
 
-def _fewer_requests(fits: int, wanted: int, pages: int) -> Fallback:
-    return Fallback(
-        f"at most {fits} {'requests' if fits > 1 else 'request'} at once instead of {wanted}",
+def _fewer_requests(fits: int, wanted: int, pages: int) -> list[Fallback]:
+    """None, if as many fit as are wanted."""
+    if fits >= wanted:
+        return []
+    name = f"at most {fits} {'requests' if fits > 1 else 'request'} at once instead of {wanted}"
+    reason = (
         f"layers with a sliding window keep pages for every request, {pages / 2**30:.1f} GiB in all; the other layers' "
-        "context comes first, so a smaller max_model_len or kv_tokens leaves more to pages",
+        "context comes first, so a smaller max_model_len or kv_tokens leaves more to pages"
     )
+    return [Fallback(name, reason)]
 
 
 def _shorter_context(tokens: int, wanted: int, smaller: Sequence[str]) -> Fallback:
