@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sparkdraft.kernels import native
 from tests.models.harness import Harness
 from tests.models.tiny import VARIANTS, oracle, oracle_logits, write_tiny
 
@@ -75,3 +76,23 @@ def test_taps_are_the_residual_after_the_named_blocks(folder: Path, place: tuple
         states = oracle(folder)(torch.tensor([prompt]), output_hidden_states=True).hidden_states
     close(taps[:, 0], states[2][0])
     close(taps[:, 1], states[1][0])
+
+
+# Widths that are no multiples of 32 stay floats on the CPU's own kernels, so these can be held to the same oracle.
+ODD = {"hidden_size": 68, "intermediate_size": 100, "head_dim": 20}
+ODDER: dict[str, dict[str, int]] = {
+    "qwen3_moe": {"moe_intermediate_size": 36},
+    "gpt_oss": {"intermediate_size": 72},
+    "gemma4": {"global_head_dim": 44},
+    "gemma4-experts": {"moe_intermediate_size": 36, "global_head_dim": 44},
+}
+
+
+@pytest.mark.skipif(native.unavailable_reason() is not None, reason="no C++ compiler")
+@pytest.mark.parametrize("variant", ["qwen2-windows", "qwen3-windows", "mistral", "phi3", "gemma3", *ODDER])
+def test_the_kernels_of_a_cpu(variant: str, tmp_path: Path) -> None:
+    folder, prompt = write_tiny(tmp_path, variant, **(ODD | ODDER.get(variant, {}))), ids(40)
+    harness = Harness(folder, "native")
+    chunks = [prompt[:25], prompt[25:36], *([token] for token in prompt[36:])]
+    parts = [harness.run({"a": chunk})[0]["a"] for chunk in chunks]
+    close(torch.cat(parts), oracle_logits(folder, prompt))
