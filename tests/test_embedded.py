@@ -120,7 +120,7 @@ def test_drafted_text_is_the_plain_text(
         pytest.skip("no CUDA GPU")
     llm = LLM("smollm2", device=device, kv=kv)
     prompts = chats(llm, each)
-    # On a GPU a row's last bit does not hang on the drafts beside it, but on the rows of a step past 16.
+    # On a GPU a row's last bit does not depend on the drafts beside it, but on the rows of a step past 16.
     batches = [prompts] if device == "cpu" else [[prompt] for prompt in prompts]
 
     def written(depth: int | None) -> list[Completion]:

@@ -179,7 +179,7 @@ def check(layer: Layer, rows: int) -> str:
 
 
 def rows_differ(layer: Layer) -> list[str]:
-    """Rows whose bits hang on the rows beside them."""
+    """Rows whose bits depend on the rows beside them."""
     x, routing = normal(16, layer.model.hidden), random_routing(layer.model, 16)
 
     def run(at: slice) -> list[Tensor]:

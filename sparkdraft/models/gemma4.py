@@ -1,6 +1,6 @@
 """Gemma 4's text models, dense and with experts: Gemma 3's norms, values that are normed, full layers without values.
 
-Full layers have larger heads and fewer of them, and make their values of the keys' projection. Layers of the 26B have
+Full layers have larger heads and fewer K/V heads, and take their values from the key projection. Layers of the 26B have
 experts beside their MLP. What E2B and E4B have besides (an input per layer, shared keys and values) is refused, and
 pictures and sounds are not read (models/nested.py).
 """

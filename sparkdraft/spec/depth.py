@@ -8,8 +8,8 @@ engine drafts and verifies, says what was accepted and how long the step took.
 A request at depth 0 is parked: a counter runs, and nothing else. It would never learn that its text has become easy, so
 it probes: one step with a small draft. A probe that costs x plain steps more than a plain step does, and is followed by
 x / 0.015 plain tokens, loses 1.5 % on any machine: x = 0.63 (two CPU cores, depth 1) asks for 42 tokens, x = 0.13 (a
-GPU, depth 3) for 9. Text that turns easy waits half of that on average, then for as long as luck withholds a first
-acceptance. So the wait doubles from 16 tokens to 32 and no further unless the budget asks for more: longer waits would
+GPU, depth 3) for 9. Text that turns easy waits half that long on average, and longer if its first probes fail by
+chance. So the wait doubles from 16 tokens to 32 and no further unless the budget asks for more: longer waits would
 save less than that 1.5 % and lose the 50 tokens within which drafting shall come back.
 """
 
@@ -101,7 +101,7 @@ class DepthController:
     def choose(self, states: Sequence[DepthState], contexts: Sequence[int], others: int = 0) -> list[int]:
         """Depths for one step over these requests; contexts in tokens, of which the longest picks the bucket.
 
-        others: requests of the same step that somebody else decides for; each writes an id, and makes rows dearer.
+        others: requests of this step whose depth is not chosen here; each adds a row, which raises the cost of a draft.
         """
         if not states:
             return []

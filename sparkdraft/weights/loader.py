@@ -163,7 +163,7 @@ class Loader:
     def leave(self, prefix: str) -> int:
         """Tensors under a prefix belong to somebody else, such as a drafter that its target's file holds. How many?
 
-        Whoever that is reads them by a loader of its own, with under=prefix, whose `finish` answers for all of them.
+        Their owner reads them with a Loader of its own (under=prefix), whose `finish` checks that all were used.
         """
         names = [name for name in self._left if name.startswith(prefix)]
         self.ignore(names)

@@ -2,7 +2,7 @@
 
 Whatever must not be read is poisoned: fresh outputs and scratch, unowned blocks, the unused end of a last
 block, and rows past the batch all hold NaN. The last part needs no GPU: it compiles each tile for sm_90 and
-sm_121 and reads the shared memory it takes and what a row's bits hang on; speed is left to tools/cuda_kernels.py.
+sm_121 and reads the shared memory it takes and what a row's bits depend on; speed is left to tools/cuda_kernels.py.
 """
 
 from __future__ import annotations
@@ -514,7 +514,7 @@ def test_rows_up_to_same_bits_up_to_go_through_the_keys_alike(
     "heads, kv_heads, head_dim", [(32, 8, 128), (9, 3, 64), (16, 16, 64), (8, 1, 256), (6, 1, 256), (8, 1, 512)]
 )
 def test_tiles_of_all_heights_add_up_alike(heads: int, kv_heads: int, head_dim: int, capability: int) -> None:
-    """No reduction sums across lanes, in an order that would hang on the tile: all sums are dots of 16 keys."""
+    """No reduction sums across lanes, in an order that would depend on the tile: all sums are dots of 16 keys."""
     tiles = {(a.tile, a.search): None for a in alike(capability, heads, kv_heads, head_dim, 2, 1)}
     for tile, search in tiles:
         made = compile_attend(

@@ -330,7 +330,7 @@ def test_a_router_with_a_bias_is_not_rounded_on_the_way() -> None:
 
 @pytest.mark.parametrize("capability", GPUS)
 def test_tiles_of_few_rows_run_one_instruction(capability: int) -> None:
-    """Those of the tables and those of the rule: else a row's bits could hang on the rows beside it."""
+    """Those of the tables and those of the rule: else a row's bits could depend on the rows beside it."""
     target = GPUS[capability]
     known = {
         (kernel, key)

@@ -394,7 +394,7 @@ def few_rows_step(kind: str, out: int, in_: int, dtype: torch.dtype, rows: int, 
 def test_rows_choose_nothing_of_a_launch(
     kind: str, capability: int, written: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the bits of a row could hang on how many lie beside it; only kernels of one program a row count them."""
+    """Else the bits of a row could depend on how many lie beside it; only kernels of one program a row count them."""
     cases = [(4096, 4096, torch.bfloat16), (4000, 1000, torch.float16), (576, 77, torch.float32)]
     for out, in_, dtype in cases:
         seen = []

@@ -11,7 +11,7 @@ launch.
     keys of that tile      [low ........ full tiles ........ | masked by the diagonal ) high
     split over S programs  | unit 0 | unit 1 | ... | unit S | ...   unit u to program u % S; without keys, lse = -inf
 
-A row's bits hang on its own q and keys, BLOCK_N, the unit and S, never on the rows that share its tile or on the
+A row's bits depend on its own q and keys, BLOCK_N, the unit and S, never on the rows that share its tile or on the
 tile's height. Units are counted from a sequence's first key, so a row meets the same keys in the same order whatever
 the others see, and keys that it does not see add exact zeros. Nothing is summed across lanes but by `dot`, in the order
 of the keys whatever the layout: on Hopper mma.sync and wgmma both add 16 products at once and round alike, as the
@@ -156,7 +156,7 @@ def _scan(
             base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen no key yet
         weights = tl.exp2(scores * scale - base[:, None]).to(q.dtype)
         decay = tl.exp2(peak - base)[:, None]
-        # Summed as they are multiplied, rounded and by the tensor cores: the order of a `sum` hangs on the layout.
+        # Summed as they are multiplied, rounded and by the tensor cores: the order of a `sum` depends on the layout.
         total = tl.dot(weights, ones, total * decay, input_precision=PRECISION)
         v = _load(v_cache + offset, mask, WHOLE).to(q.dtype)  # [BLOCK_N, DIM]
         acc = tl.dot(weights, v, acc * decay, input_precision=PRECISION)
