@@ -26,9 +26,11 @@ from sparkdraft.plan.memory import (
     weight_bytes,
 )
 from sparkdraft.plan.sizes import kv_bytes_per_token
+from sparkdraft.plan.states import StatePlan, fewer_requests, plan_states
 from sparkdraft.plan.turboquant import CodedPlan, plan_coded
 from sparkdraft.plan.windows import WindowPlan, plan_windows, window_layers
 from sparkdraft.spec.caps import DrafterCaps
+from sparkdraft.spec.ngram import NGRAM_DEPTH
 
 CPU_KV_SHARE = 0.25  # share of the free memory for a CPU's KV cache: other programs want that memory too
 LEAST_CONTEXT = 64  # tokens: the warm-up requests need no more, and a shorter context is of no use
@@ -64,6 +66,7 @@ class Plan:
     memory: MemoryPlan
     coded: CodedPlan | None = None  # for a turboquant cache
     windows: tuple[WindowPlan, ...] = ()  # for layers that keep the K/V of their window alone
+    states: StatePlan | None = None  # for recurrent layers
     fallbacks: tuple[Fallback, ...] = ()
 
     def describe(self, fallbacks: Sequence[Fallback] | None = None) -> str:
@@ -79,7 +82,8 @@ class Plan:
 
     def _kv(self) -> str:
         kept = self.coded.describe() if self.coded else self.kv
-        return kept + "".join(f"; {w.pages * self.block_size} tokens of window {w.window}" for w in self.windows)
+        kept += "".join(f"; {w.pages * self.block_size} tokens of window {w.window}" for w in self.windows)
+        return f"{kept}; {self.states.describe()}" if self.states else kept
 
 
 def resolve(
@@ -103,11 +107,7 @@ def resolve(
     kv = "exact" if config.kv == "turboquant" and config.tq_mode == "off" else config.kv
     _check_kv(kv, hardware, weights)
     kernels = "cuda" if not on_cpu else ("native" if weights == "quantised" else "reference")
-    graphs = config.graphs and kernels != "reference"
-    if graphs and on_cpu and kv == "turboquant":
-        graphs = False
-        reason = "torch runs a CPU's turboquant cache, and its operators are not recorded: memory is saved, not time"
-        fallbacks.append(Fallback("decode steps are launched one operator at a time", reason))
+    graphs = _graphs(config, kernels, kv, fallbacks)
     recordings = recording_bytes(kernels, drafter is not None) if graphs else 0
     held = weight_bytes(model, WEIGHT_ITEMSIZE[weights])
     held += int(drafter.num_weights * WEIGHT_ITEMSIZE[weights]) if drafter else 0
@@ -115,6 +115,9 @@ def resolve(
     if kv == "turboquant" and config.tq_mode == "capture_only":
         scratch += capture_bytes(model, max_rows, itemsize)
     room = int(hardware.free_bytes * config.memory_fraction) - held - scratch - recordings
+    states = _states(config, model, drafter, max_seqs, itemsize, room, fallbacks)
+    max_seqs, state_bytes = (states.slots, states.nbytes) if states else (max_seqs, 0)
+    room -= state_bytes
     step = StepSize(max_model_len, max_seqs, max_rows)
     caches = _caches(config, model, drafter, kv, kernels, itemsize, step, room)
     per_block, pages = max(caches.block_bytes, 1), caches.page_bytes  # there are no blocks if all layers slide
@@ -137,9 +140,10 @@ def resolve(
         num_blocks=num_blocks,
         prefix_cache=config.prefix_cache,
         graphs=graphs,
-        memory=MemoryPlan(held, num_blocks * per_block, scratch, hardware.free_bytes, pages, recordings),
+        memory=MemoryPlan(held, num_blocks * per_block, scratch, hardware.free_bytes, pages, recordings, state_bytes),
         coded=caches.coded,
         windows=caches.windows,
+        states=states,
         fallbacks=tuple(fallbacks),
     )
 
@@ -183,6 +187,36 @@ def _caches(
     wanted = config.kv_tokens or step.max_seqs * step.context
     windows = plan_windows(slid, size, *step, MOST_AHEAD, kept, room - pages, per_block, -(-wanted // size))
     return Caches(coded, windows, per_block, pages + sum(window.nbytes for window in windows))
+
+
+def _states(
+    config: EngineConfig,
+    model: ModelConfig,
+    drafter: DrafterCaps | None,
+    max_seqs: int,
+    itemsize: int,
+    room: int,  # bytes for all caches
+    fallbacks: list[Fallback],
+) -> StatePlan | None:
+    """The states of recurrent layers: of fewer requests, where nobody asked for a number of them and they are large."""
+    own = NGRAM_DEPTH if config.ngram and config.spec != "off" else 0
+    deepest = drafter.max_depth if drafter else own
+    number = max_seqs if config.max_seqs else fewer_requests(model, max_seqs, deepest, itemsize, room)
+    if number < max_seqs:
+        reason = "the states of recurrent layers would leave less than half of the caches' memory to keys and values"
+        fallbacks.append(Fallback(f"{number} requests at once instead of {max_seqs}", reason))
+    return plan_states(model, number, deepest, itemsize, room, config.prefix_cache)
+
+
+def _graphs(config: EngineConfig, kernels: str, kv: str, fallbacks: list[Fallback]) -> bool:
+    """Whether steps are recorded."""
+    if not config.graphs or kernels == "reference":
+        return False
+    if kernels == "native" and kv == "turboquant":
+        reason = "torch runs a CPU's turboquant cache, and its operators are not recorded: memory is saved, not time"
+        fallbacks.append(Fallback("decode steps are launched one operator at a time", reason))
+        return False
+    return True
 
 
 def _unknown_keys(keys: tuple[str, ...]) -> Fallback:
@@ -278,7 +312,7 @@ def _num_blocks(
     if fits * size < min(LEAST_CONTEXT, max_model_len):
         taken = int(hardware.free_bytes * config.memory_fraction) - room
         raise UserError(
-            f"the model does not fit: weights, scratch and pages take {taken / 2**30:.1f} GiB, "
+            f"the model does not fit: weights, scratch, states and pages take {taken / 2**30:.1f} GiB, "
             f"{hardware.free_bytes / 2**30:.1f} GiB are free and {config.memory_fraction:.0%} of that may be used"
         )
     if wanted > fits:

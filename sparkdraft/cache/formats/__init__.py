@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from sparkdraft.kernels.delta_rule import RecurrentState
 from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 
 
@@ -23,6 +24,17 @@ class LayerKV(Protocol):
 
     def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
         """q [rows, heads, head_dim] -> [rows, heads * head_dim]."""
+
+
+class LayerState(Protocol):
+    """One recurrent layer's memory of all requests, and whose is whose: all of the cache that the layer knows."""
+
+    @property
+    def memory(self) -> RecurrentState: ...
+
+    @property
+    def slots(self) -> Tensor:  # int32 [sequences]: where in the memory each sequence of the running step is
+        ...
 
 
 class Meter(Protocol):
@@ -41,7 +53,7 @@ Commit = Callable[[Tensor], None]
 class KVFormat:
     """A whole cache: the layers' parts, and what they share. An optional capability that a format lacks is None."""
 
-    layers: Sequence[LayerKV]
+    layers: Sequence[LayerKV | LayerState]
     bytes_per_token: int  # of the layers that keep every position
 
     # Runs before a step's layers, as part of the step and of its recording: gets the slots of its rows, int32 [rows],
