@@ -151,7 +151,8 @@ def _hybrid(config: Config, i: int) -> Sizes:
     hidden, dim, heads = config["hidden_size"], config["head_dim"], config["linear_num_value_heads"]
     own: Sizes = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
     sizes: Sizes = {}
-    if (i + 1) % config["full_attention_interval"] == 0:
+    types, every = config.get("layer_types"), config["full_attention_interval"]
+    if types[i] == "full_attention" if types else (i + 1) % every == 0:
         own |= _projections(hidden, config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim)
         own["self_attn.q_proj"] = (2 * config["num_attention_heads"] * dim, hidden)  # with gates
         own |= {f"self_attn.{part}_norm": (dim,) for part in "qk"}
