@@ -19,6 +19,7 @@ from sparkdraft.plan.sizes import input_count, record_count, state_count
 STATE_ITEMSIZE = 4  # states and records are float32, whatever the activations are
 PAGE_SHARE = 8  # pages take at most one part in this many of the room for all caches
 MOST_PAGES = 4  # per request that may run
+LEAST_PAGES = 2  # without any no prefix could be continued
 SLOT_SHARE = 2  # slots of a number of requests that nobody asked for take at most one part in this many
 
 
@@ -73,7 +74,7 @@ def plan_states(
             f"the recurrent states of {max_seqs} requests take {max_seqs * slot / 2**30:.1f} GiB, and "
             f"{max(room, 0) / 2**30:.1f} GiB are left for all caches: {what}"
         )
-    pages = min(room // PAGE_SHARE // page, MOST_PAGES * max_seqs) if has_prefixes else 0
+    pages = max(min(room // PAGE_SHARE // page, MOST_PAGES * max_seqs), LEAST_PAGES) if has_prefixes else 0
     return StatePlan(max_seqs, pages, most_rows, slot, page)
 
 

@@ -63,11 +63,11 @@ class KVFormat:
     # Runs after a step: gets the number of committed rows per sequence, int32 [sequences] on the cache's device, in the
     # order of the step's view; 0 for a padding sequence. Rows of rejected drafts come last and are not counted.
     #
-    # None where a row's K/V depend on that row alone: there rejected rows are behind the sequence's length, are never
-    # read, and are overwritten by the next step. State that runs through all rows (recurrent layers) must be rolled
-    # back to the last committed row. Every step ends with one call, before the next step is launched. In overlapped
-    # steps the call is recorded within the step (engine/lanes.py): the counts stay on the device, and the call must not
-    # wait for them.
+    # None where rejected rows need no undoing: K/V depend on their own row alone, are behind the sequence's length, and
+    # are overwritten by the next step; states of recurrent layers lag behind and replay what was committed
+    # (kernels/delta_rule.py). Every step ends with one call, before the next step is launched. In overlapped steps the
+    # call is recorded within the step (engine/lanes.py): the counts stay on the device, and the call must not wait for
+    # them.
     commit: Commit | None = None
     meter: Meter | None = None
 
