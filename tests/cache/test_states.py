@@ -146,7 +146,7 @@ def check(engine: Engine, holding: StateSlots, device: Lists, blocks: int) -> No
     assert sorted(pages) == list(range(len(device.pages))), "a page is lost or shared"
 
 
-NUM_OPERATIONS = 60 * max(int(os.environ.get("FUZZ_CASES", "1")) // 5, 1)  # 9,600 in the long run
+NUM_OPERATIONS = 64 * max(int(os.environ.get("FUZZ_CASES", "1")) // 5, 1)  # 10,240 in the long run
 
 
 @pytest.mark.fuzz
