@@ -70,7 +70,10 @@ def test_sixteen_requests_write_what_each_writes_alone(folder: Path, each_alone:
     assert all_is_free(together)
 
 
-@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 3, 15])
+SLOW = [pytest.param(depth, marks=pytest.mark.slow) for depth in (1, 2, 5, 7, 11)]
+
+
+@pytest.mark.parametrize("depth", [3, 15, *SLOW])
 def test_drafts_that_are_rejected_at_every_position_change_nothing(
     folder: Path, long_text: list[int], depth: int
 ) -> None:
