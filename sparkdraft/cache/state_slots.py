@@ -172,5 +172,4 @@ class StateSlots:
             page = self._free_pages.pop() if self._free_pages else self._page_of.popitem(last=False)[1]
             self._page_of[key] = page
             self._copies.append(Copy(held.slot, page, index * self.block_size, saves=True))
-        self._page_of.move_to_end(key)
         held.last_page = max(held.last_page, index * self.block_size)

@@ -206,6 +206,27 @@ def test_where_two_prompts_part_a_state_is_saved_for_the_third() -> None:
     assert found == [0, 0, 64]
 
 
+def test_a_short_chunk_up_to_a_border_is_followed_by_another() -> None:
+    """The state moves to the border with the step after it, which must not be so long that it moves on."""
+    engine, _, _ = engine_of()
+    shared = list(range(70))
+    cached(engine, shared[:17])  # a page at 16
+    cached(engine, shared)  # and at 64, with keys and values of all blocks
+    assert cached(engine, [*shared[:40], *range(100, 180)]) == 16  # 16 rows up to 32, where the state was missing
+    assert cached(engine, [*shared[:40], 200, 201]) == 32
+
+
+@pytest.mark.parametrize("length", [17, 30, 100])
+def test_a_prompts_page_is_there_while_the_answer_is_written(length: int) -> None:
+    engine, holding, _ = engine_of()
+    add(engine, "first", list(range(length)), 60, num_draft=0)
+    for _ in range(6):
+        engine.step()
+    assert engine.scheduler.running and holding.num_saved == 1
+    add(engine, "second", list(range(length)), 2)
+    assert drained(engine)["second"] == (length - 1) // FOLD * FOLD
+
+
 def test_long_prompts_are_saved_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_slots, "SAVE_EVERY", 64)
     engine, _, _ = engine_of()
