@@ -244,6 +244,23 @@ def test_the_oldest_page_makes_room() -> None:
     assert [cached(engine, prompt) for prompt in reversed(prompts)] == [32, 32, 0, 0]
 
 
+def test_a_page_that_was_used_stays_longer() -> None:
+    engine, _, _ = engine_of(num_pages=2)
+    first, second, third = ([k, *range(40)] for k in (100, 101, 102))
+    for prompt in (first, second, first, third):
+        cached(engine, prompt)
+    assert [cached(engine, prompt) for prompt in (first, second)] == [32, 0]
+
+
+def test_chunks_of_a_prompt_end_at_borders() -> None:
+    """Wherever they end, the state is one that may be saved."""
+    holding, request = StateSlots(2, 4, 16, MOST_ROWS, Lists(2, 4, 16)), a_request(300)
+    holding.adopt(request, 0)
+    assert [holding.cut(request, rows, []) for rows in (300, 299, 63, 17, 15)] == [288, 288, 48, 16, 15]
+    request.num_computed = 295
+    assert holding.cut(request, 5, []) == 5
+
+
 def test_without_prefixes_nothing_is_cut_and_nothing_saved() -> None:
     engine, _, device = engine_of(num_pages=0)
     assert cached(engine, list(range(60)), 5) == 0
