@@ -17,6 +17,7 @@ NO_TORCH = [
     "cache.prefix",
     "cache.recent_rows",
     "cache.pages",
+    "cache.state_slots",
     "engine.scheduler",
     "models.config",
     "models.keys",

@@ -134,9 +134,50 @@ def _gemma4(config: Config, i: int) -> Sizes:
     return sizes | _weights(own | dict.fromkeys(norms, (hidden,)))
 
 
+def _recurrent(config: Config, keys: int, values: int) -> Sizes:
+    """What both forms of a recurrent layer have. keys, values: of all heads."""
+    heads, hidden = config["linear_num_value_heads"], config["hidden_size"]
+    return {
+        "linear_attn.conv1d.weight": (2 * keys + values, 1, config["linear_conv_kernel_dim"]),
+        "linear_attn.A_log": (heads,),
+        "linear_attn.dt_bias": (heads,),
+        "linear_attn.norm.weight": (config["linear_value_head_dim"],),
+        "linear_attn.out_proj.weight": (hidden, values),
+    }
+
+
+def _hybrid(config: Config, i: int) -> Sizes:
+    """Qwen3.5 and Qwen3-Next. The latter has the projections of a recurrent layer in two tensors, not in four."""
+    hidden, dim, heads = config["hidden_size"], config["head_dim"], config["linear_num_value_heads"]
+    own: Sizes = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+    sizes: Sizes = {}
+    types, every = config.get("layer_types"), config["full_attention_interval"]
+    if types[i] == "full_attention" if types else (i + 1) % every == 0:
+        own |= _projections(hidden, config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim)
+        own["self_attn.q_proj"] = (2 * config["num_attention_heads"] * dim, hidden)  # with gates
+        own |= {f"self_attn.{part}_norm": (dim,) for part in "qk"}
+    else:
+        keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+        values = heads * config["linear_value_head_dim"]
+        sizes |= _recurrent(config, keys, values)
+        rows = {"qkvz": 2 * (keys + values), "ba": 2 * heads}
+        if config["model_type"] != "qwen3_next":
+            rows = {"qkv": 2 * keys + values, "z": values, "b": heads, "a": heads}
+        own |= {f"linear_attn.in_proj_{part}": (count, hidden) for part, count in rows.items()}
+    if "num_experts" not in config:
+        return sizes | _weights(own | _gated("mlp", hidden, config["intermediate_size"]))
+    count = config["num_experts"]
+    own |= {"mlp.gate": (count, hidden), "mlp.shared_expert_gate": (1, hidden)}
+    own |= _gated("mlp.shared_expert", hidden, config["shared_expert_intermediate_size"])
+    return sizes | _weights(own) | _experts("mlp.experts", count, hidden, config["moe_intermediate_size"])
+
+
 # By model_type: where the layers are, and what one of them holds.
 LAYERS: dict[str, tuple[str, Callable[[Config, int], Sizes]]] = {
     "qwen3_moe": ("model.", _qwen3_moe),
     "gpt_oss": ("model.", _gpt_oss),
     "gemma4": ("model.language_model.", _gemma4),
+    "qwen3_next": ("model.", _hybrid),
+    "qwen3_5": ("model.language_model.", _hybrid),
+    "qwen3_5_moe": ("model.language_model.", _hybrid),
 }

@@ -1,10 +1,10 @@
 """Resources that a request holds beside its K/V blocks, behind one interface for the scheduler.
 
-A cache may need more than blocks: pages of uncoded rows or of sliding windows (cache/recent_rows.py), later the state
-of recurrent layers. Each such resource is scarce, belongs to a request or to a prefix, and limits what can be
-scheduled. A `Holding` does its bookkeeping; the scheduler tells it what happens to requests and asks it what is
-possible. `Holdings` combines all of them. Integers only: the tensors belong to the KV format, and `send` updates the
-device.
+A cache may need more than blocks: pages of uncoded rows or of sliding windows (cache/recent_rows.py), or the state of
+recurrent layers (cache/state_slots.py). Each such resource is scarce, belongs to a request or to a prefix, and limits
+what can be scheduled. A `Holding` does its bookkeeping; the scheduler tells it what happens to requests and asks it
+what is possible. `Holdings` combines all of them. Integers only: the tensors belong to the KV format, and `send`
+updates the device.
 
 The life of a request, as a holding sees it (its blocks, chain and num_computed are up to date in every call):
 
@@ -35,8 +35,11 @@ class Holding(Protocol):
     def usable(self, hit: Hit) -> int:
         """The largest number of the hit's blocks after which a request could continue; 0 is always possible."""
 
-    def adopt(self, request: Request) -> None:
-        """Admit a request with a usable hit, which may be empty: hold what its next row reads of the hit."""
+    def adopt(self, request: Request, found: int) -> None:
+        """Admit a request with a usable hit, which may be empty: hold what its next row reads of the hit.
+
+        found: blocks of the hit before holdings shortened it.
+        """
 
     def cut(self, request: Request, rows: int, running: Iterable[Request]) -> int:
         """How many of the next 'rows' rows it may run in one step: at least 1, at most 'rows', which is at least 2.
@@ -111,9 +114,9 @@ class Holdings:
         better = any(part.prefers(block, other) for part in self.parts)
         return better and not any(part.prefers(other, block) for part in self.parts)
 
-    def adopt(self, request: Request) -> None:
+    def adopt(self, request: Request, found: int) -> None:
         for part in self.parts:
-            part.adopt(request)
+            part.adopt(request, found)
 
     def grow(self, request: Request, num_blocks: int) -> None:
         for part in self.parts:

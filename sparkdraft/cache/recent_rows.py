@@ -38,7 +38,7 @@ class RecentRows:
     def usable(self, hit: Hit) -> int:
         return usable_blocks(self.pages, hit.blocks, self.block_size, self.first, self.recent)
 
-    def adopt(self, request: Request) -> None:
+    def adopt(self, request: Request, found: int) -> None:
         held = {i: block for i, block in enumerate(request.blocks) if self._is_read(i, request.num_computed)}
         for block in held.values():
             self.pages.retain(block)

@@ -18,8 +18,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import KVFormat, LayerKV
-from sparkdraft.cache.formats.dense import BorrowedLayer, DenseKV
+from sparkdraft.cache.formats import LayerKV
+from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 from sparkdraft.models.layers import AttentionSpec
 
@@ -84,37 +84,3 @@ class WindowLayer:
 
     def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
         return self.inner.attend(q, self.group.view, params)
-
-
-class WindowedKV(KVFormat):
-    """A model's cache in which each layer's part is in the full layers' format, in a window's pages, or borrowed."""
-
-    def __init__(
-        self, specs: Sequence[AttentionSpec], full: KVFormat, windows: dict[int, WindowGroup], ops: ModuleType
-    ) -> None:
-        """windows: the groups, per window. A layer whose window is not among them is a full layer."""
-        self.full, self.windows = full, windows
-        parts = {window: iter(group.kv.layers) for window, group in windows.items()}
-        rest = iter(full.layers)
-        self.layers: list[LayerKV] = []
-        for spec in specs:
-            if spec.kv_from is not None:
-                owner = specs[spec.kv_from]
-                assert owner.window not in windows or 0 < spec.window <= owner.window, "it reads what is not kept"
-                self.layers.append(BorrowedLayer(self.layers[spec.kv_from], ops))
-            elif group := windows.get(spec.window):
-                self.layers.append(WindowLayer(group, next(parts[spec.window])))
-            else:
-                self.layers.append(next(rest))
-        self.bytes_per_token = full.bytes_per_token
-        self.begin, self.commit, self.meter = self._begin, full.commit, full.meter
-
-    def bytes_read(self, context: int) -> int:
-        slid = (min(size, context) * group.kv.bytes_per_token for size, group in self.windows.items())
-        return self.full.bytes_read(context) + sum(slid)
-
-    def _begin(self, slots: Tensor, view: AttentionView) -> None:
-        if self.full.begin:
-            self.full.begin(slots, view)
-        for group in self.windows.values():
-            group.begin(slots, view)

@@ -7,14 +7,13 @@ run before the first weight is read here (engine/machine.py, plan/resolve.py); e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
 from sparkdraft import kernels
 from sparkdraft.cache.turboquant.centre import SKIPPED, key_centres
 from sparkdraft.config import EngineConfig
-from sparkdraft.engine.caches import dense_cache, target_cache
+from sparkdraft.engine.caches import dense_cache, scratch_cache, target_cache
 from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.overlap import OverlappedSteps
@@ -75,8 +74,7 @@ def build_engine(
         drafting = Drafting(plan.max_model_len, proposer, ngram, config.num_draft, reads)
         centres = None
         if plan.coded and config.tq_centre and len(calibration) > SKIPPED:
-            blocks = -(-len(calibration) // plan.block_size)
-            scratch = dense_cache(model_config.attention, replace(plan, num_blocks=blocks), dtype, device, ops)
+            scratch = scratch_cache(model_config, len(calibration), plan, dtype, device, ops)
             centres = key_centres(
                 lambda *step: model.forward(Step(*step)), calibration, scratch, plan.block_size, device
             )

@@ -1,7 +1,8 @@
 """Makes the caches that a plan describes: each layer's part, and the holdings that requests have beside their blocks.
 
 Layers over the whole context keep the K/V of every position: exact, in 8 bits, or coded. Layers with a sliding window
-keep pages. Formats and holdings are in cache/; plan/ decides which layer gets which.
+keep pages, recurrent layers a state per request. Formats and holdings are in cache/; plan/ decides which layer gets
+which.
 """
 
 from __future__ import annotations
@@ -15,20 +16,25 @@ from torch import Tensor
 from sparkdraft.cache.formats import KVFormat
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.cache.holdings import Holding
+from sparkdraft.cache.layered import LayeredKV
 from sparkdraft.cache.pages import PagePool
 from sparkdraft.cache.recent_rows import RecentRows
+from sparkdraft.cache.state_slots import StateSlots
+from sparkdraft.cache.states import RecurrentStates, StateSizes
 from sparkdraft.cache.turboquant.capture import CaptureKV
 from sparkdraft.cache.turboquant.format import TurboQuantKV
-from sparkdraft.cache.windows import StepRoom, WindowedKV, WindowGroup
+from sparkdraft.cache.windows import StepRoom, WindowGroup
+from sparkdraft.kernels.rings import FOLD
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.layers import AttentionSpec
 from sparkdraft.plan.resolve import MOST_AHEAD, Plan
+from sparkdraft.plan.states import recurrent_layers
 
 
 def dense_cache(
     layers: Sequence[AttentionSpec], plan: Plan, dtype: torch.dtype, device: torch.device, ops: ModuleType
 ) -> DenseKV:
-    """A cache that treats all layers alike, whatever their windows: for drafters, and for a model that is run once."""
+    """A cache that treats all layers alike, whatever their windows: for drafters."""
     return DenseKV(layers, plan.num_blocks, plan.block_size, dtype, device, ops)
 
 
@@ -41,7 +47,6 @@ def target_cache(
     same_bits_up_to: int,
     centres: Sequence[Tensor] | None,  # per layer, for a coded cache
 ) -> tuple[KVFormat, list[Holding]]:
-    assert len(model.attention) == model.num_layers, "a layer without attention needs a cache that does not exist yet"
     windows = {window.window: window for window in plan.windows}
     kept = torch.float8_e4m3fn if plan.kv == "fp8" else dtype
     full = [spec for spec in model.cached_attention if spec.window not in windows]
@@ -53,7 +58,7 @@ def target_cache(
         cache, holdings = _coded(full, plan, dtype, device, ops, same_bits_up_to, centres, numbers)
     else:
         cache, holdings = DenseKV(full, plan.num_blocks, plan.block_size, kept, device, ops, same_bits_up_to), []
-    if len(full) == len(model.attention):
+    if len(full) == model.num_layers:
         return cache, holdings
     room = StepRoom(plan.max_rows, plan.max_seqs, -(-plan.max_model_len // plan.block_size))
     groups = {}
@@ -63,7 +68,31 @@ def target_cache(
         groups[size] = WindowGroup(own, *sizes, kept, device, ops, same_bits_up_to)
         pages = PagePool(window.pages)
         holdings.append(RecentRows(pages, plan.block_size, 0, size, MOST_AHEAD, groups[size].send))
-    return WindowedKV(model.attention, cache, groups, ops), holdings
+    states = None
+    if recurrent := plan.states:
+        assert same_bits_up_to <= recurrent.most_rows, "drafts deeper than the plan knows could not be taken back"
+        counts = (recurrent.slots, recurrent.pages, recurrent.most_rows)
+        states = recurrent_states(model, StateSizes(*counts, plan.num_blocks, plan.block_size), dtype, device, ops)
+        holdings.append(StateSlots(*counts[:2], plan.block_size, recurrent.most_rows, states))
+    return LayeredKV([layer.mixer for layer in model.layers], cache, groups, states, ops), holdings
+
+
+def scratch_cache(
+    model: ModelConfig, num_rows: int, plan: Plan, dtype: torch.dtype, device: torch.device, ops: ModuleType
+) -> KVFormat:
+    """An exact cache of all layers for one sequence of so many rows, which uses its blocks in order."""
+    blocks = -(-num_rows // plan.block_size)
+    full, states = DenseKV(model.cached_attention, blocks, plan.block_size, dtype, device, ops), None
+    if plan.states:
+        states = recurrent_states(model, StateSizes(1, 0, FOLD, blocks, plan.block_size), dtype, device, ops)
+        states.send([(block, 0) for block in range(blocks)])
+    return LayeredKV([layer.mixer for layer in model.layers], full, {}, states, ops)
+
+
+def recurrent_states(
+    model: ModelConfig, sizes: StateSizes, dtype: torch.dtype, device: torch.device, ops: ModuleType
+) -> RecurrentStates:
+    return RecurrentStates(recurrent_layers(model), sizes, dtype, device, ops)
 
 
 def _coded(

@@ -16,11 +16,10 @@ from sparkdraft.core import AUTO, Batch, Request, SamplingParams, UserError
 from sparkdraft.engine.proposer import Proposer
 from sparkdraft.engine.runner import Runner
 from sparkdraft.spec.depth import Bucket, DepthController, DepthState, bucket_of, depth_choices
-from sparkdraft.spec.ngram import NgramIndex
+from sparkdraft.spec.ngram import NGRAM_DEPTH, NgramIndex
 from sparkdraft.spec.stats import SpecStats
 from sparkdraft.spec.step_costs import Reads
 
-NGRAM_DEPTH = 15  # drafts per step where only the request's own text drafts
 # The acceptance that a request starts with: for n-gram drafts (True) and for a model's (False). The latter is the
 # embedded drafter's mean over all classes of prompts (docs/numbers/drafting.md). A request that starts by drafting and
 # learns that it should not loses 1 %; one that starts parked and should draft loses up to a quarter.

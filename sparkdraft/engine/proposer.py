@@ -101,7 +101,7 @@ class Proposer:
             following = self._ids_after(request, work.start, count) if self.chain else None
             seen = CommittedRows(runner.taps[rows], inputs.positions[rows], inputs.slots[rows], following)
             self.drafter.observe(seen)
-            if self.chain:  # also after a chunk in the middle of a prompt: one row may be left, which drafts
+            if self.chain:  # a chunk may leave one known row, and drafts may follow that one
                 self.resume(request, self._rows[row + count - 1])
             return
         pending = self._pending.get(request) or self._wait(request, work.start)

@@ -192,7 +192,7 @@ class Scheduler:
         """Admit waiting requests in order of arrival; 'keep' rows are left for drafts."""
         while self._may_admit and left.rows > keep:
             request = self.waiting[0]
-            self._adopt(request, self._usable_prefix(request))
+            self._adopt(request, self._cached_prefix(request))
             missing = request.num_tokens - request.num_computed
             most = left.most(missing, keep)
             want = self.holdings.cut(request, most, self.running)
@@ -211,20 +211,20 @@ class Scheduler:
             work.append(_work(request, want))
             left.take(want, missing)
 
-    def _usable_prefix(self, request: Request) -> Hit:
-        """The cached prefix of a request, as far as all holdings can continue from it."""
+    def _cached_prefix(self, request: Request) -> Hit:
         if request.params.prompt_logprobs is not None:  # these need every prompt row to run
             return Hit([], [])
-        hit = self.prefix.lookup(request.ids(0, request.num_tokens))
-        return hit.first(self.holdings.usable(hit))
+        return self.prefix.lookup(request.ids(0, request.num_tokens))
 
-    def _adopt(self, request: Request, hit: Hit) -> None:
+    def _adopt(self, request: Request, found: Hit) -> None:
+        """Give a request the cached prefix, as far as all holdings can continue from it."""
+        hit = found.first(self.holdings.usable(found))
         for block in hit.blocks:
             self.pool.retain(block)
         request.blocks.extend(hit.blocks)
         request.chain.extend(hit.keys)
         request.num_computed = len(hit.blocks) * self.block_size
-        self.holdings.adopt(request)
+        self.holdings.adopt(request, len(found.blocks))
 
     def _grow(self, request: Request, rows: int) -> bool:
         """Give a request the blocks and holdings that its next rows need: all of them or none."""

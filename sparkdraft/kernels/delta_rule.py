@@ -29,9 +29,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparkdraft.kernels.rings import FOLD
+from sparkdraft.kernels.rings import input_ring as input_ring
+from sparkdraft.kernels.rings import record_ring as record_ring
 from sparkdraft.kernels.view import AttentionView
-
-FOLD = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +50,6 @@ class RecurrentState:
     @property
     def ring(self) -> int:
         return self.keys.shape[1]
-
-
-def record_ring(most_rows: int) -> int:
-    """Positions from `base` on that may need a record: up to the next border, and this step's rows."""
-    return FOLD - 1 + most_rows
-
-
-def input_ring(most_rows: int, conv_width: int) -> int:
-    """The same, with the inputs before `base` that a copy of the state must have."""
-    return record_ring(most_rows) + conv_width - 1
 
 
 @dataclass(frozen=True, slots=True)

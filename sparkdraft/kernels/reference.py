@@ -96,6 +96,11 @@ def linear(x: Tensor, matrix: Linear) -> Tensor:  # [rows, in] -> [rows, out]
     return matrix.linear(x)
 
 
+def sigmoid_gate(x: Tensor, gate: Tensor) -> None:  # [rows, width] twice, or one gate per row: [rows, 1]
+    """x *= sigmoid(gate), in place, in float32 until it is written. Both may be columns of wider tensors."""
+    x.copy_(x.float() * torch.sigmoid(gate.float()))
+
+
 def norm_linear(normed: Normed, matrix: Linear) -> Tensor:  # [rows, in] -> [rows, out]
     return matrix.linear(rms_norm(normed.x, *normed.norm))
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import LayerKV
+from sparkdraft.cache.formats import LayerKV, LayerState
 from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 from sparkdraft.models.config import FINAL, ModelConfig
@@ -37,7 +37,7 @@ class Step:
     positions: Tensor  # int32 [rows]
     slots: Tensor  # int32 [rows], where each row's K/V goes; negative: nowhere
     view: AttentionView
-    kv: Sequence[LayerKV]  # by layer
+    kv: Sequence[LayerKV | LayerState]  # by layer, each of the kind that its mixer uses
 
 
 class Attention:
@@ -62,8 +62,12 @@ class Attention:
         if spec.kv_from is not None:
             parts = {"q": spec.query_width}
         self.num_kv_heads = spec.num_kv_heads if "k" in parts else 0  # of its own projection
+        self.width = sum(parts.values())  # of what the cache is handed
         rows = {f"{name}.{p}_proj": n for p, n in parts.items()}
-        self.qkv = load.linear(rows, config.hidden_size, spec.bias, fused=f"{name}.qkv_proj")
+        if spec.gated:
+            self.qkv = load_gated_qkv(spec, load, name, config.hidden_size)
+        else:
+            self.qkv = load.linear(rows, config.hidden_size, spec.bias, fused=f"{name}.qkv_proj")
         self.o = load.linear({f"{name}.o_proj": config.hidden_size}, spec.query_width, spec.output_bias)
         norms = [p for p in "qk" if p in parts] if spec.qk_norm else []
         gains = {p: load_gain(load, f"{name}.{p}_norm", spec.head_dim, config.norm_plus_one) for p in norms}
@@ -80,10 +84,14 @@ class Attention:
 
     def result(self, normed: Normed, step: Step, kv: LayerKV) -> tuple[Tensor, Linear]:
         """What the rows see of the cache, and the matrix that leads it back to the stream."""
-        qkv = self.ops.norm_linear(normed, self.qkv)
+        made = self.ops.norm_linear(normed, self.qkv)
+        qkv = made[:, : self.width]
         kv.write(qkv, self.rope_args(step.positions, self.spec.num_heads), step.slots)
         q = qkv.view(qkv.shape[0], -1, self.spec.head_dim)[:, : self.spec.num_heads]
-        return kv.attend(q, step.view, self.params), self.o
+        seen = kv.attend(q, step.view, self.params)
+        if self.spec.gated:
+            self.ops.sigmoid_gate(seen, made[:, self.width :])
+        return seen, self.o
 
     def add_to(self, normed: Normed, step: Step, kv: LayerKV, then: Norm) -> Normed:
         """x += attention(norm(x)), in place; 'then' is the norm that reads it next, as in all blocks."""
@@ -117,12 +125,12 @@ class GatedMLP:
 
 
 class Mixer(Protocol):
-    """What lets rows see each other: attention, or a recurrence."""
+    """What lets rows see each other: attention, which is handed a LayerKV, or a recurrence, with a LayerState."""
 
     @property
     def matrices(self) -> list[Linear]: ...
 
-    def add_to(self, normed: Normed, step: Step, kv: LayerKV, then: Norm) -> Normed: ...
+    def add_to(self, normed: Normed, step: Step, kv: Any, then: Norm) -> Normed: ...
 
 
 class MLP(Protocol):
@@ -147,7 +155,7 @@ class DecoderLayer:
     def matrices(self) -> list[Linear | ExpertLinear]:
         return [*self.mixer.matrices, *self.mlp.matrices]
 
-    def add_to(self, normed: Normed, step: Step, kv: LayerKV, then: Norm) -> Normed:
+    def add_to(self, normed: Normed, step: Step, kv: Any, then: Norm) -> Normed:
         return self.mlp.add_to(self.mixer.add_to(normed, step, kv, self.post_norm), then)
 
 
@@ -160,7 +168,7 @@ class Layer(Protocol):
     @property
     def matrices(self) -> Sequence[Linear | ExpertLinear]: ...
 
-    def add_to(self, normed: Normed, step: Step, kv: LayerKV, then: Norm) -> Normed: ...
+    def add_to(self, normed: Normed, step: Step, kv: Any, then: Norm) -> Normed: ...
 
 
 class Decoder:
@@ -226,6 +234,16 @@ class Decoder:
     def likeliest(self, residual: Tensor) -> Tensor:  # [rows, hidden] -> int64 [rows], the logits' argmax
         out: Tensor = self.ops.norm_argmax(Normed(residual, self.norm), self.head, self.config.softcap)
         return out
+
+
+def load_gated_qkv(spec: AttentionSpec, load: Loader, name: str, hidden: int) -> Linear:
+    """Queries, keys, values, gates. Files have the gate of each head right after its query, in one matrix."""
+    assert not spec.bias and spec.kv_from is None and spec.values == "given", spec
+    each = torch.arange(2 * spec.query_width).view(spec.num_heads, 2, spec.head_dim)
+    queries, gates = (each[:, i].flatten() for i in range(2))
+    q, k, v = (f"{name}.{part}_proj" for part in "qkv")
+    keys, both = spec.kv_width, 2 * spec.query_width
+    return load.picked_linear([(q, both, queries), (k, keys, None), (v, keys, None), (q, both, gates)], hidden)
 
 
 def load_norm(config: ModelConfig, load: Loader, name: str) -> Norm:

@@ -1,18 +1,21 @@
 """A mixture of experts: a router sends each row to a few gated MLPs, and their weighted results are added up.
 
 A checkpoint holds experts one by one, or all of a layer in one tensor; both are kept as one `ExpertLinear` per
-projection. The computation, and the order of its sums, is `norm_experts` of kernels/reference.py.
+projection. The computation, and the order of its sums, is `norm_experts` of kernels/reference.py. Beside the experts
+that a router chooses there may be one that all rows pass through.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 from torch import Tensor
 
 from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.kernels.routing import Routing
+from sparkdraft.models.blocks import MLP, GatedMLP
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.layers import DenseSpec, ExpertsSpec
 from sparkdraft.weights.experts import ExpertLinear
@@ -56,16 +59,45 @@ class Experts:
         return out
 
 
-LoadExperts = Callable[[DenseSpec | ExpertsSpec, ModelConfig, Loader, str, ModuleType], Experts]
+@dataclass(frozen=True, slots=True)
+class SharedExperts:
+    """x += experts(norm(x)) + sigmoid(gate(norm(x))) * mlp(norm(x)): one expert is everybody's, as far as a row wants.
+
+    The gate is a number per row, so it may as well multiply what the last matrix reads. What that matrix reads is made
+    before the stream is changed.
+    """
+
+    experts: Experts
+    mlp: GatedMLP
+    gate: Linear  # [1, hidden]
+
+    @property
+    def matrices(self) -> list[Linear | ExpertLinear]:
+        return [*self.experts.matrices, *self.mlp.matrices, self.gate]
+
+    def add_to(self, normed: Normed, then: Norm) -> Normed:
+        ops = self.experts.ops
+        inside, down = self.mlp.result(normed)
+        ops.sigmoid_gate(inside, ops.norm_linear(normed, self.gate))
+        self.experts.add_to(normed, then)
+        added: Normed = ops.add_linear(normed.x, inside, down, then)
+        return added
 
 
-def load_experts(
-    spec: DenseSpec | ExpertsSpec, config: ModelConfig, load: Loader, name: str, ops: ModuleType
-) -> Experts:
+LoadExperts = Callable[[DenseSpec | ExpertsSpec, ModelConfig, Loader, str, ModuleType], MLP]
+
+
+def load_experts(spec: DenseSpec | ExpertsSpec, config: ModelConfig, load: Loader, name: str, ops: ModuleType) -> MLP:
     """The names of Qwen: 'name'.gate is the router, the experts are under 'name'.experts, singly or in one tensor."""
     assert isinstance(spec, ExpertsSpec), f"{name} is {spec}"
     router = load.float_linear(f"{name}.gate", spec.num_experts, config.hidden_size)
-    return Experts(spec, router, *load_expert_matrices(spec, config.hidden_size, load, f"{name}.experts"), ops)
+    own = replace(spec, shared_size=0, shared_gate=False)
+    experts = Experts(own, router, *load_expert_matrices(spec, config.hidden_size, load, f"{name}.experts"), ops)
+    if not spec.shared_size:
+        return experts
+    assert spec.shared_gate, f"{name}: {spec}"
+    shared = GatedMLP(DenseSpec(spec.shared_size, spec.activation), config, load, f"{name}.shared_expert", ops)
+    return SharedExperts(experts, shared, load.float_linear(f"{name}.shared_expert_gate", 1, config.hidden_size))
 
 
 def load_expert_matrices(

@@ -45,6 +45,7 @@ class AttentionSpec:
     kv_from: int | None = None  # the layer whose keys and values it reads; None: its own
     values: str = "given"  # how values are made: kernels/view.py, RopeArgs
     sinks: bool = False  # a learnt logit per head that takes part in the softmax and has no value
+    gated: bool = False  # the result is multiplied by the sigmoid of a gate as wide as the queries, projected with them
 
     @property
     def query_width(self) -> int:
@@ -93,6 +94,7 @@ class ExpertsSpec:
     top_k: int
     intermediate_size: int  # of each expert
     shared_size: int = 0  # of the expert that every row passes through; 0: there is none
+    shared_gate: bool = False  # its result is multiplied by the sigmoid of a number that each row makes
     activation: Activation = SILU
     bias: bool = False  # of the router and of all experts
     renormalise: bool = True  # the weights of a row's chosen experts sum to 1; False: each is its share among all

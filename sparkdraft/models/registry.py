@@ -7,7 +7,19 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sparkdraft.core import UserError
-from sparkdraft.models import gemma3, gemma4, gpt_oss, llama, mistral, phi3, qwen2, qwen3, qwen3_moe
+from sparkdraft.models import (
+    gemma3,
+    gemma4,
+    gpt_oss,
+    llama,
+    mistral,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+    qwen3_next,
+)
 from sparkdraft.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -32,6 +44,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": qwen2,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
+    "qwen3_next": qwen3_next,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_text": qwen3_5,
+    "qwen3_5_moe": qwen3_5,
+    "qwen3_5_moe_text": qwen3_5,
     "gemma3": gemma3,
     "gemma3_text": gemma3,
     "gemma4": gemma4,

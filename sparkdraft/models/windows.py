@@ -27,13 +27,15 @@ def window_of(config: Mapping[str, Any]) -> int:
     return window
 
 
-def types_of(config: Mapping[str, Any], otherwise: Sequence[str]) -> list[str]:
-    """The type of each layer; otherwise: where the config does not say."""
+def types_of(
+    config: Mapping[str, Any], otherwise: Sequence[str], known: tuple[str, ...] = (FULL, SLIDING)
+) -> list[str]:
+    """The type of each layer, one of the known; otherwise: where the config does not say."""
     given = config.get("layer_types")
     types = list(otherwise if given is None else given)
     for each in types:
-        if each not in (FULL, SLIDING):
-            raise refused("layer_types with", each, (FULL, SLIDING))
+        if each not in known:
+            raise refused("layer_types with", each, known)
     if len(types) != len(otherwise):
         raise UserError(
             f"config.json has {len(types)} layer_types and num_hidden_layers {len(otherwise)}: fetch it again."

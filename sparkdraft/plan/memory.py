@@ -31,16 +31,18 @@ class MemoryPlan:
     free: int
     pages: int = 0  # bytes of the pages, for uncoded rows and for windows
     recordings: int = 0
+    states: int = 0  # of recurrent layers: those of requests, and those of prefixes
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv + self.pages + self.scratch + self.recordings
+        return self.weights + self.kv + self.pages + self.scratch + self.recordings + self.states
 
     def table(self) -> str:
         rows = (
             ("weights", self.weights),
             ("KV cache", self.kv),
             ("pages", self.pages),
+            ("recurrent states", self.states),
             ("a step's scratch", self.scratch),
             ("recorded steps", self.recordings),
         )

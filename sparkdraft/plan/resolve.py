@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.kernels.turboquant.layout import KERNEL_LIMITS
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.layers import AttentionSpec
 from sparkdraft.plan.hardware import Hardware
+from sparkdraft.plan.kv_formats import check_borrowed, check_coded, check_kv, smaller_formats
 from sparkdraft.plan.memory import (
     MemoryPlan,
     capture_bytes,
@@ -27,9 +27,11 @@ from sparkdraft.plan.memory import (
     weight_bytes,
 )
 from sparkdraft.plan.sizes import kv_bytes_per_token
+from sparkdraft.plan.states import StatePlan, fewer_requests, plan_states
 from sparkdraft.plan.turboquant import CodedPlan, plan_coded
 from sparkdraft.plan.windows import WindowPlan, plan_windows, window_layers
 from sparkdraft.spec.caps import DrafterCaps
+from sparkdraft.spec.ngram import NGRAM_DEPTH
 
 MAX_SEQS = {"cpu": 16, "cuda": 64}  # requests at once, if nobody says otherwise
 CPU_KV_SHARE = 0.25  # share of the free memory for a CPU's KV cache: other programs want that memory too
@@ -37,7 +39,6 @@ LEAST_CONTEXT = 64  # tokens: the warm-up requests need no more, and a shorter c
 ITEMSIZE = {"float32": 4, "bfloat16": 2}  # of activations, and of exact keys and values
 # rows past the committed ones that a request may write to: drafts, and launched steps that are not read yet
 MOST_AHEAD = 64
-FP8_CAPABILITY = (8, 9)  # the first GPUs that convert to fp8 and back
 WEIGHT_ITEMSIZE = {"quantised": 1.07, "float32": 4.0, "bfloat16": 2.0}  # quantised: at most 8 bits and a scale
 
 
@@ -66,6 +67,7 @@ class Plan:
     memory: MemoryPlan
     coded: CodedPlan | None = None  # for a turboquant cache
     windows: tuple[WindowPlan, ...] = ()  # for layers that keep the K/V of their window alone
+    states: StatePlan | None = None  # for recurrent layers
     fallbacks: tuple[Fallback, ...] = ()
 
     def describe(self, fallbacks: Sequence[Fallback] | None = None) -> str:
@@ -81,7 +83,8 @@ class Plan:
 
     def _kv(self) -> str:
         kept = self.coded.describe() if self.coded else self.kv
-        return kept + "".join(f"; {w.pages * self.block_size} tokens of window {w.window}" for w in self.windows)
+        kept += "".join(f"; {w.pages * self.block_size} tokens of window {w.window}" for w in self.windows)
+        return f"{kept}; {self.states.describe()}" if self.states else kept
 
 
 def resolve(
@@ -104,7 +107,7 @@ def resolve(
         raise UserError(f"max_rows is {max_rows}, below max_seqs ({max_seqs}); every request needs one row per step")
     itemsize = ITEMSIZE[dtype]
     kv = "exact" if config.kv == "turboquant" and config.tq_mode == "off" else config.kv
-    _check_kv(kv, hardware, weights)
+    check_kv(kv, hardware, weights)
     kernels = "cuda" if not on_cpu else ("native" if weights == "quantised" else "reference")
     graphs = _graphs(config, kernels, kv, fallbacks)
     recordings = recording_bytes(kernels, drafter is not None) if graphs else 0
@@ -113,6 +116,9 @@ def resolve(
     if kv == "turboquant" and config.tq_mode == "capture_only":
         scratch += capture_bytes(model, max_rows, itemsize)
     room = int(hardware.free_bytes * config.memory_fraction) - held - scratch - recordings
+    states = _states(config, model, drafter, max_seqs, itemsize, room, fallbacks)
+    max_seqs, state_bytes = (states.slots, states.nbytes) if states else (max_seqs, 0)
+    room -= state_bytes
     step = StepSize(max_model_len, max_seqs, max_rows)
     usual = min(room, int(hardware.free_bytes * CPU_KV_SHARE)) if on_cpu else room
     caches = _caches(config, model, drafter, kv, kernels, itemsize, step, usual)
@@ -122,7 +128,7 @@ def resolve(
     num_blocks = _num_blocks(config, hardware, room, pages, per_block, max_model_len, max_seqs)
     context = min(max_model_len, num_blocks * config.block_size)
     if context < max_model_len and not config.kv_tokens:  # a context that follows from kv_tokens was asked for
-        smaller = _smaller_formats(model, kv, hardware, weights, kernels, config.block_size)
+        smaller = smaller_formats(model, kv, hardware, weights, kernels, config.block_size)
         fallbacks.append(_shorter_context(context, max_model_len, smaller))
     return Plan(
         device=hardware.device,
@@ -139,9 +145,10 @@ def resolve(
         num_blocks=num_blocks,
         prefix_cache=config.prefix_cache,
         graphs=graphs,
-        memory=MemoryPlan(held, num_blocks * per_block, scratch, hardware.free_bytes, pages, recordings),
+        memory=MemoryPlan(held, num_blocks * per_block, scratch, hardware.free_bytes, pages, recordings, state_bytes),
         coded=caches.coded,
         windows=caches.windows,
+        states=states,
         fallbacks=tuple(fallbacks),
     )
 
@@ -183,9 +190,9 @@ def _caches(
     if kv == "turboquant":
         device = "cuda" if kernels == "cuda" else "cpu"
         coded = plan_coded(config, full, device, step.max_seqs, step.max_rows, max(room, 0), MOST_AHEAD)
-        _check_borrowed(model, full)
+        check_borrowed(model, full)
         for spec in full:
-            _check_coded(kernels, spec.head_dim, size)
+            check_coded(kernels, spec.head_dim, size)
         pages = coded.pages * coded.page_bytes
     per_block = _token_bytes(full, kv, itemsize, coded, drafter) * size
     kept = 1 if kv == "fp8" else itemsize
@@ -209,6 +216,25 @@ def _graphs(config: EngineConfig, kernels: str, kv: str, fallbacks: list[Fallbac
     return True
 
 
+def _states(
+    config: EngineConfig,
+    model: ModelConfig,
+    drafter: DrafterCaps | None,
+    max_seqs: int,
+    itemsize: int,
+    room: int,  # bytes for all caches
+    fallbacks: list[Fallback],
+) -> StatePlan | None:
+    """The states of recurrent layers: of fewer requests, where nobody asked for a number of them and they are large."""
+    own = NGRAM_DEPTH if config.ngram and config.spec != "off" else 0
+    deepest = drafter.max_depth if drafter else own
+    number = max_seqs if config.max_seqs else fewer_requests(model, max_seqs, deepest, itemsize, room)
+    if number < max_seqs:
+        reason = "the states of recurrent layers would leave less than half of the caches' memory to keys and values"
+        fallbacks.append(Fallback(f"{number} requests at once instead of {max_seqs}", reason))
+    return plan_states(model, number, deepest, itemsize, room, config.prefix_cache)
+
+
 def _unknown_keys(keys: tuple[str, ...]) -> Fallback:
     reason = "if one of them changes what the model computes, its text is not the model's"
     return Fallback("keys of config.json that are not known here are ignored", f"{', '.join(keys)}; {reason}")
@@ -228,39 +254,6 @@ def _weights(config: EngineConfig, hardware: Hardware, native_problem: str | Non
         fallbacks.append(Fallback("float32 instead of quantised weights", native_problem))
         return "float32"
     return "quantised" if config.dtype == "auto" else config.dtype
-
-
-def _check_kv(kv: str, hardware: Hardware, weights: str) -> None:
-    if kv != "fp8":
-        return
-    if weights == "quantised":
-        raise UserError("kv fp8 does not run on the CPU kernels: ask for kv exact or turboquant, or for dtype float32")
-    if hardware.device == "cuda" and hardware.capability < FP8_CAPABILITY:
-        has, needs = (".".join(map(str, c)) for c in (hardware.capability, FP8_CAPABILITY))
-        raise UserError(f"kv fp8 needs a GPU of compute capability {needs}; {hardware.name} has {has}: keep it exact")
-
-
-def _check_borrowed(model: ModelConfig, coded: Sequence[AttentionSpec]) -> None:
-    """Refuse borrowed layers of a coded cache: queries must be rotated as the codes are, which only the layer that
-    writes the codes does."""
-    owners = [model.layers[spec.kv_from].mixer for spec in model.attention if spec.kv_from is not None]
-    if any(owner in coded for owner in owners):
-        raise UserError("kv turboquant does not support layers that read another layer's K/V: ask for kv fp8 or exact")
-
-
-def _check_coded(kernels: str, head_dim: int, block_size: int) -> None:
-    limits = KERNEL_LIMITS.get(kernels)
-    if limits and head_dim not in limits.dims:
-        dims = ", ".join(map(str, limits.dims))
-        raise UserError(
-            f"kv turboquant runs at head dims {dims} on the {kernels} kernels; this model's is {head_dim}: "
-            "ask for kv fp8"
-        )
-    if limits and block_size != limits.block_size:
-        raise UserError(
-            f"block_size is {block_size}; kv turboquant on the {kernels} kernels has blocks of {limits.block_size}: "
-            "leave it"
-        )
 
 
 def _token_bytes(
@@ -303,7 +296,7 @@ def _num_blocks(
     if fits * size < min(LEAST_CONTEXT, max_model_len):
         taken = int(hardware.free_bytes * config.memory_fraction) - room
         raise UserError(
-            f"the model does not fit: weights, scratch and pages take {taken / 2**30:.1f} GiB, "
+            f"the model does not fit: weights, scratch, states and pages take {taken / 2**30:.1f} GiB, "
             f"{hardware.free_bytes / 2**30:.1f} GiB are free and {config.memory_fraction:.0%} of that may be used"
         )
     if wanted > fits:
@@ -343,22 +336,3 @@ def _shorter_context(tokens: int, wanted: int, smaller: Sequence[str]) -> Fallba
         f"a context of {tokens:,} tokens instead of the model's {wanted:,}",
         f"the KV cache gets the memory that weights and scratch leave{more}",
     )
-
-
-def _smaller_formats(
-    model: ModelConfig, kv: str, hardware: Hardware, weights: str, kernels: str, block_size: int
-) -> list[str]:
-    """The formats that hold more tokens than 'kv' and that run here."""
-    found = []
-    for name in ("fp8", "turboquant"):
-        try:
-            _check_kv(name, hardware, weights)
-            if name == "turboquant":
-                _check_borrowed(model, model.cached_attention)
-                for spec in model.cached_attention:
-                    _check_coded(kernels, spec.head_dim, block_size)
-        except UserError:
-            continue
-        if kv == "exact" or (kv == "fp8" and name == "turboquant"):
-            found.append(name)
-    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from sparkdraft.kernels.rings import input_ring, record_ring
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RecurrentSpec
 
@@ -54,12 +55,13 @@ def _mixer(spec: AttentionSpec | RecurrentSpec, hidden: int) -> LayerSizes:
         values = spec.num_value_heads * spec.value_dim
         made = spec.conv_channels + values + 2 * spec.num_value_heads  # q, k, v; the gate; decay and step of each head
         weights = hidden * made + values * hidden + spec.conv_channels * spec.conv_width
-        state = spec.num_value_heads * spec.key_dim * spec.value_dim + (spec.conv_width - 1) * spec.conv_channels
-        return LayerSizes(weights, weights, 0, 0, made, values, 0, state)
+        state = state_count(spec) + (spec.conv_width - 1) * spec.conv_channels
+        return LayerSizes(weights, weights, 0, 0, made + spec.conv_channels, 2 * values, 0, state)
     own = 2 * spec.kv_width if spec.kv_from is None else 0
     made = own // 2 if spec.values == "keys" else own  # values that are made of the keys have no projection
-    weights = hidden * (2 * spec.query_width + made)
-    return LayerSizes(weights, weights, own, spec.query_width, spec.query_width + made, spec.query_width, 0)
+    made += spec.query_width * (2 if spec.gated else 1)
+    weights = hidden * (made + spec.query_width)
+    return LayerSizes(weights, weights, own, spec.query_width, made, spec.query_width, 0)
 
 
 def _mlp(spec: DenseSpec | ExpertsSpec, hidden: int) -> LayerSizes:
@@ -70,6 +72,7 @@ def _mlp(spec: DenseSpec | ExpertsSpec, hidden: int) -> LayerSizes:
             3 * hidden * spec.shared_size,
         )
         made = 3 * (spec.top_k * spec.intermediate_size + spec.shared_size) + spec.num_experts
+        shared += hidden if spec.shared_gate else 0
         held, active = spec.num_experts * expert + shared + router, spec.top_k * expert + shared + router
         return LayerSizes(held, active, 0, 0, 0, 0, made, expert=expert, spec=spec)
     weights = 3 * hidden * spec.intermediate_size
@@ -133,6 +136,22 @@ def model_sizes(model: ModelConfig) -> ModelSizes:
 def kv_bytes_per_token(layers: Iterable[AttentionSpec], itemsize: int) -> int:
     """Bytes per token, over the layers that own keys and values."""
     return sum(_mixer(spec, 0).kv for spec in layers) * itemsize
+
+
+def state_count(spec: RecurrentSpec) -> int:
+    """Numbers of a request's state in one layer."""
+    return spec.num_value_heads * spec.key_dim * spec.value_dim
+
+
+def record_count(spec: RecurrentSpec, most_rows: int) -> int:
+    """Of a request's records in one layer: key, update and decay of each head and position."""
+    each = spec.num_key_heads * spec.key_dim + spec.num_value_heads * (spec.value_dim + 1)
+    return record_ring(most_rows) * each
+
+
+def input_count(spec: RecurrentSpec, most_rows: int) -> int:
+    """Of the rows that a request's convolution still reads in one layer."""
+    return input_ring(most_rows, spec.conv_width) * spec.conv_channels
 
 
 def most(values: Iterable[int]) -> int:

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+NGRAM_DEPTH = 15  # drafts per step where only the request's own text drafts
 NONE = -1
 PROMPT_IDS = 4096  # ids of a prompt that one call indexes at most
 FOLLOWED_IDS = 256  # ids at a prompt's end that are added one at a time, so that matches in them are followed

@@ -20,7 +20,7 @@ from sparkdraft.core import UserError
 from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.linear import CannotKeep, Linear
 from sparkdraft.weights.quant.group import GroupQuant
-from sparkdraft.weights.quant.stored import QuantisedExperts, Stored, as_float
+from sparkdraft.weights.quant.stored import QuantisedExperts, Stored, as_float, take_rows
 
 
 class WeightSource(Protocol):
@@ -72,6 +72,14 @@ class Loader:
         parts = [self._matrix(f"{name}.weight", (count, width)) for name, count in rows.items()]
         biases = [self.vector(f"{name}.bias", count) for name, count in rows.items()] if bias else []
         return self._keep(parts, torch.cat(biases) if biases else None, next(iter(rows)))
+
+    def picked_linear(self, parts: Sequence[tuple[str, int, Tensor | None]], width: int) -> Linear:
+        """One matrix stacked of chosen rows, where a file has another order than kernels want.
+
+        parts: the name of a matrix, how many rows it has in the file, and which of them are taken, in order; None: all.
+        """
+        found = [(self._matrix(f"{name}.weight", (count, width)), ids) for name, count, ids in parts]
+        return self._keep([part if ids is None else take_rows(part, ids) for part, ids in found], None, parts[0][0])
 
     def float_linear(self, name: str, rows: int, width: int, bias: bool = False) -> Linear:
         """A matrix that is kept as floats whatever form the kernels prefer: a router's, whose choices are discrete."""
@@ -125,17 +133,17 @@ class Loader:
         assert isinstance(part, QuantisedExperts)  # nothing else has three dimensions
         return list(part.experts)
 
-    def floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor that is no matrix, of any shape, in the activations' type."""
-        return self._float(self._read(name, shape))
+    def floats(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor that is no matrix, of any shape. dtype: None for the activations' own."""
+        part = self._read(name, shape)
+        return self._float(part) if dtype is None else as_float(part, dtype).to(self.device)
 
     def has(self, name: str) -> bool:
         return name in self._names
 
     def vector(self, name: str, size: int, dtype: torch.dtype | None = None) -> Tensor:
         """dtype: None for the activations' own."""
-        part = self._float(self._read(name, (size,))) if dtype is None else as_float(self._read(name, (size,)), dtype)
-        return part.to(self.device)
+        return self.floats(name, (size,), dtype).to(self.device)
 
     def optional_vector(self, name: str, size: int) -> Tensor | None:
         return self.vector(name, size) if name in self._names else None

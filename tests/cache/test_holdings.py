@@ -34,7 +34,7 @@ class Base:
     def usable(self, hit: Hit) -> int:
         return len(hit.blocks)
 
-    def adopt(self, request: Request) -> None: ...
+    def adopt(self, request: Request, found: int) -> None: ...
 
     def admits(self, request: Request, rows: int, running: Iterable[Request]) -> bool:
         return True
@@ -93,7 +93,7 @@ class RecurrentState(Base):
     def usable(self, hit: Hit) -> int:
         return max((i for i, key in enumerate(hit.keys, 1) if key in self.saved.page_of), default=0)
 
-    def adopt(self, request: Request) -> None:
+    def adopt(self, request: Request, found: int) -> None:
         if request.chain:
             page = self._begins_with[request] = self.saved.page_of[request.chain[-1]]
             self.saved.pool.retain(page)
@@ -172,7 +172,7 @@ class WindowBlocks(Base):
 
         return max(filter(reads_all, range(len(hit.keys) + 1)))
 
-    def adopt(self, request: Request) -> None:
+    def adopt(self, request: Request, found: int) -> None:
         read = [i for i in range(len(request.chain)) if self._is_read(i, request.num_computed)]
         table = self._table[request] = {i: self.shared.page_of[request.chain[i]] for i in read}
         for block in table.values():

@@ -13,8 +13,10 @@ from sparkdraft.plan.sizes import model_sizes
 
 SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "vocab_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "num_global_key_value_heads": 1, "head_dim": 32, "global_head_dim": 64, "num_experts": 8, "num_local_experts": 8,
-    "moe_intermediate_size": 32, "sliding_window": 16, "num_target_layers": 6, "max_position_embeddings": 1024,
+    "num_global_key_value_heads": 1, "head_dim": 32, "global_head_dim": 64, "num_experts": 16, "num_local_experts": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "shared_expert_intermediate_size": 48, "moe_intermediate_size": 32, "sliding_window": 16, "num_target_layers": 6,
+    "max_position_embeddings": 1024,
 }  # fmt: skip
 LAYERS = 6
 
@@ -53,4 +55,4 @@ def test_a_published_shape_runs_with_its_drafter(name: str, capsys: pytest.Captu
     assert row["length"] == pytest.approx(2.5, rel=0.1) and row["rows"] == 8
     model = shapes.shape(name)
     assert row["floor_gb"]["target"] == pytest.approx(4 * model_sizes(model).read(8) / 1e9, abs=1e-4)
-    assert ("choose independently" in out) == (name != "gemma4-31b")
+    assert ("choose independently" in out) == (name not in ("gemma4-31b", "qwen3.5-27b"))

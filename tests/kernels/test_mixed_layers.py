@@ -16,7 +16,8 @@ from torch import Tensor
 
 from sparkdraft.cache.formats import KVFormat
 from sparkdraft.cache.formats.dense import DenseKV
-from sparkdraft.cache.windows import StepRoom, WindowedKV, WindowGroup
+from sparkdraft.cache.layered import LayeredKV
+from sparkdraft.cache.windows import StepRoom, WindowGroup
 from sparkdraft.kernels import native, reference
 from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 from sparkdraft.models.layers import AttentionSpec, RopeSpec
@@ -96,14 +97,14 @@ class Layers:
         return out
 
 
-def mixed_cache(ops: ModuleType, layers: Layers) -> tuple[WindowedKV, WindowGroup]:
+def mixed_cache(ops: ModuleType, layers: Layers) -> tuple[LayeredKV, WindowGroup]:
     kept = (layers.dtype, layers.device, ops, 16)
     full = DenseKV([spec for spec in SPECS if not spec.window], BLOCKS, SIZE, *kept)
     room = StepRoom(128, 4, 12)
     group = WindowGroup([spec for spec in SPECS if spec.window], BLOCKS, BLOCKS, SIZE, room, *kept)
     for tensor in (*full.k, *full.v, *(t[:-1] for t in (*group.kv.k, *group.kv.v))):
         tensor.fill_(float("nan"))
-    return WindowedKV(SPECS, full, {WINDOW: group}, ops), group
+    return LayeredKV(SPECS, full, {WINDOW: group}, None, ops), group
 
 
 def move_pages(group: WindowGroup, rows: list[tuple[int, int]], done: list[int], held: dict[int, int]) -> None:

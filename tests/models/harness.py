@@ -4,20 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from sparkdraft import kernels
+from sparkdraft.cache.formats import KVFormat
 from sparkdraft.cache.formats.dense import DenseKV
+from sparkdraft.cache.layered import LayeredKV
+from sparkdraft.cache.states import RecurrentStates, StateSizes
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.models.blocks import Step
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.registry import architecture, read_config
+from sparkdraft.plan.states import recurrent_layers
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.loader import Loader
 
-BLOCK = 8
+BLOCK, BLOCKS, SLOTS = 8, 64, 8
+MOST_ROWS = 16  # of a step whose rows may be taken back
+
+
+def mixed_cache(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: ModuleType
+) -> tuple[KVFormat, RecurrentStates | None]:
+    """Exact K/V of all positions, and states. What was never written must never be read: it is not a number."""
+    dense = DenseKV(config.cached_attention, BLOCKS, BLOCK, dtype, device, ops)
+    for cache in (*dense.k, *dense.v):
+        cache.fill_(float("nan"))
+    mixers, states = [layer.mixer for layer in config.layers], None
+    if recurrent := recurrent_layers(config):
+        states = RecurrentStates(recurrent, StateSizes(SLOTS, 2, MOST_ROWS, BLOCKS, BLOCK), dtype, device, ops)
+        poison(states)
+    return LayeredKV(mixers, dense, {}, states, ops), states
+
+
+def poison(states: RecurrentStates) -> None:
+    for part in (states.state, states.keys, states.updates, states.decays, states.inputs, states.saved_state):
+        part.fill_(float("nan"))
+    states.saved_inputs.fill_(float("nan"))
+    states.base.fill_(1 << 20)
 
 
 class Harness:
@@ -34,12 +61,10 @@ class Harness:
         config = change(read_config(source.config))
         self.loader = Loader(source, self.device, dtype, ops)
         self.model = architecture(config.model_type).build(config, self.loader, ops, 256)
-        self.kv = DenseKV(config.attention, 64, BLOCK, dtype, self.device, ops)
-        for cache in (*self.kv.k, *self.kv.v):
-            cache.fill_(float("nan"))  # what was never written must never be read
+        self.kv, self.states = mixed_cache(config, dtype, self.device, ops)
         self.lengths: dict[str, int] = {}
         self.tables: dict[str, list[int]] = {}
-        self.free = list(torch.randperm(64, generator=torch.Generator().manual_seed(1)))
+        self.free = list(torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(1)))
 
     @torch.inference_mode()
     def run(self, chunks: dict[str, list[int]], tap_layers: tuple[int, ...] = ()) -> tuple[dict[str, Tensor], Tensor]:
@@ -62,6 +87,11 @@ class Harness:
         view = AttentionView(
             self._int(starts), self._int(contexts), self._int(tables), max(map(len, chunks.values())), max(contexts)
         )
+        if self.states:
+            slot_of = {name: i % SLOTS for i, name in enumerate(self.lengths)}
+            self.states.send([(block, slot_of[name]) for name in chunks for block in self.tables[name]])
+        if self.kv.begin:
+            self.kv.begin(self._int(slots), view)
         step = Step(self._int(ids), self._int(positions), self._int(slots), view, self.kv.layers)
         shape = (len(ids), len(tap_layers), self.model.config.hidden_size)
         taps = torch.full(shape, float("nan"), device=self.device, dtype=self.model.dtype)

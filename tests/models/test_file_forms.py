@@ -88,7 +88,10 @@ def single(tensors: Tensors) -> Tensors:
     return found
 
 
-@pytest.mark.parametrize(("variant", "form"), [("qwen3_moe", fused), ("gemma4-experts", single)])
+FORMS = [("qwen3_moe", fused), ("gemma4-experts", single), ("qwen3_5_moe", fused)]
+
+
+@pytest.mark.parametrize(("variant", "form"), FORMS)
 def test_fused_and_single_experts_are_the_same(
     variant: str, form: Callable[[Tensors], Tensors], tmp_path: Path
 ) -> None:
@@ -98,15 +101,25 @@ def test_fused_and_single_experts_are_the_same(
     assert torch.equal(logits(write(tmp_path / "b", other, config_of(folder))), logits(folder))
 
 
-@pytest.mark.parametrize("variant", ["gemma3-nested", "gemma4", "gemma4-experts"])
+@pytest.mark.parametrize("variant", ["gemma3-nested", "gemma4", "gemma4-experts", "qwen3_5_moe"])
 @pytest.mark.parametrize("prefix", ["model.", "language_model.model.", "model.language_model."])
 def test_a_text_only_file_is_the_same(variant: str, prefix: str, tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "a", variant)
     (long,) = (name.removesuffix("embed_tokens.weight") for name in tensors_of(folder) if "embed_tokens" in name)
-    text = renamed({name: t for name, t in tensors_of(folder).items() if name.startswith(long)}, long, prefix)
+    own = {name: t for name, t in tensors_of(folder).items() if name.startswith((long, "lm_head."))}
+    text = renamed(own, long, prefix)
     alone = write(tmp_path / "b", text, config_of(folder)["text_config"])
     assert torch.equal(logits(alone), logits(folder))
     assert not Harness(alone).loader.notes and len(Harness(folder).loader.notes) == 1
+
+
+def test_a_drafter_in_the_file_is_left(tmp_path: Path) -> None:
+    """Its tensors are whoever's that drafts with them; the user is told that nobody does."""
+    folder = write_tiny(tmp_path / "a", "qwen3_next")
+    mtp = {"mtp.fc.weight": torch.zeros(64, 128), "mtp.norm.weight": torch.zeros(64)}
+    other = write(tmp_path / "b", tensors_of(folder) | mtp, config_of(folder))
+    assert torch.equal(logits(other), logits(folder))
+    assert [note.name for note in Harness(other).loader.notes] == ["2 tensors of a drafter are not loaded"]
 
 
 def test_the_number_of_experts_has_two_names(tmp_path: Path) -> None:

@@ -79,7 +79,36 @@ GEMMA3_OUTER = {
     "mm_tokens_per_image": 256, "vision_config": {"hidden_size": 1152}, "torch_dtype": "bfloat16",
 }  # fmt: skip
 
+CODER_NEXT = {
+    "decoder_sparse_step": 1, "full_attention_interval": 4, "mlp_only_layers": [], "norm_topk_prob": True,
+    "partial_rotary_factor": 0.25, "rope_scaling": None, "rope_theta": 5000000, "use_sliding_window": False,
+    "output_router_logits": False, "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+QWEN35_27B = {
+    "attn_output_gate": True, "full_attention_interval": 4, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False, "output_gate_type": "swish", "layer_types": ["linear_attention"] * 3,
+    "rope_parameters": {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+                        "rope_theta": 10000000, "rope_type": "default"},
+}  # fmt: skip
+QWEN35_OUTER = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"], "image_token_id": 248056, "video_token_id": 248057,
+    "vision_start_token_id": 248053, "vision_end_token_id": 248054, "vision_config": {"depth": 27},
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+LINEAR = {
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+}  # fmt: skip
 NEEDED: dict[str, dict[str, Any]] = {  # beyond what all have
+    "qwen3_next": {
+        **LINEAR,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
+    "qwen3_5_text": LINEAR,
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 8},
     "gemma3_text": {"sliding_window": 8},
@@ -106,7 +135,8 @@ def test_what_transformers_writes_holds_no_unknown_key(variant: str, tmp_path: P
 def test_all_keys_of_transformers_own_configs_are_known() -> None:
     import transformers
 
-    for name in ("Llama", "Mistral", "Phi3", "Qwen2", "Qwen3", "Qwen3Moe", "GptOss", "Gemma3Text", "Gemma3", "Gemma4"):
+    names = "Llama Mistral Phi3 Qwen2 Qwen3 Qwen3Moe GptOss Gemma3Text Gemma3 Gemma4 Qwen3Next Qwen3_5 Qwen3_5Moe"
+    for name in names.split():
         kind = getattr(transformers, f"{name}Config")
         plain = {"text_config": {"hidden_size_per_layer_input": 0}} if name == "Gemma4" else {}
         assert read_config(kind(**plain).to_dict()).unknown_keys == (), kind
@@ -123,6 +153,9 @@ def test_all_keys_of_transformers_own_configs_are_known() -> None:
         config_of("phi3", **PHI4),
         {"model_type": "gemma4", "text_config": config_of("gemma4_text", **GEMMA4_31B), **GEMMA4_OUTER},
         {"model_type": "gemma3", "text_config": GEMMA3_4B, **GEMMA3_OUTER},
+        config_of("qwen3_next", **CODER_NEXT),
+        {"model_type": "qwen3_5", "text_config": config_of("qwen3_5_text", **QWEN35_27B), **QWEN35_OUTER},
+        config_of("qwen3_5_text", **QWEN35_27B),
     ],
     ids=lambda config: config["model_type"],
 )
@@ -147,6 +180,13 @@ REFUSED = [
     ("qwen3", {"rope_parameters": {"rope_type": "mrope"}}, "of the kind 'mrope'"),
     ("qwen2", {"use_mrope": True}, "use_mrope True"),
     ("mistral", {"attention_bias": True}, "attention_bias True"),
+    ("qwen3_5_text", {"attention_bias": True}, "attention_bias True"),
+    ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate False"),
+    ("qwen3_5_text", {"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid'"),
+    ("qwen3_5_text", {"layer_types": ["sliding_attention"] * 3}, "with 'sliding_attention'"),
+    ("qwen3_5_text", {"linear_num_value_heads": 5}, "linear_num_value_heads 5"),
+    ("qwen3_next", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size 0"),
+    ("qwen3", {"layer_types": ["full_attention", "linear_attention", "full_attention"]}, "with 'linear_attention'"),
     ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "kind 'longrope'"),
     ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "kind 'yarn'"),  # by which early files mean longrope
     ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 16}, "sliding_window 16"),

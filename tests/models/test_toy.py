@@ -12,8 +12,8 @@ import torch
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.bench.offline import Bench, Ceilings, Load
+from sparkdraft.cache.layered import LayeredKV
 from sparkdraft.cache.recent_rows import RecentRows, pages_of_a_request
-from sparkdraft.cache.windows import WindowedKV
 from sparkdraft.cli.main import main
 from sparkdraft.core import Batch
 from sparkdraft.engine.overlap import OverlappedSteps
@@ -160,7 +160,7 @@ def test_what_is_masked_is_no_other_requests(folder: Path) -> None:
     llm = load(folder, prefix_cache=False)
     expected = alone(llm)
     kv = llm.engine.runner.kv
-    assert isinstance(kv, WindowedKV)
+    assert isinstance(kv, LayeredKV)
     with torch.inference_mode():
         for group in kv.windows.values():
             for tensor in (*group.kv.k, *group.kv.v):

@@ -84,7 +84,22 @@ GEMMA4 = {
     },
 }  # fmt: skip
 GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}
+# Three value heads to a key head, as in the 27B; unequal sizes of shared and routed experts.
+RECURRENT = {
+    "num_hidden_layers": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+}  # fmt: skip
+SHARED = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
+}  # fmt: skip
+QUARTER = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+MROPE = {"rope_parameters": {
+    **QUARTER, "partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2], "mrope_interleaved": True,
+}}  # fmt: skip
 VARIANTS |= {
+    "qwen3_next": ("Qwen3Next", {**SMALL, **RECURRENT, **SHARED, "rope_parameters": QUARTER, "mlp_only_layers": [1]}),
+    "qwen3_5": ("Qwen3_5", {**SMALL, **RECURRENT, **MROPE, "tie_word_embeddings": False}),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**SMALL, **RECURRENT, **SHARED, **MROPE, "tie_word_embeddings": False}),
     "qwen2": ("Qwen2", {**SMALL, "tie_word_embeddings": True}),
     "qwen2-windows": ("Qwen2", {**SMALL, **WINDOW, "use_sliding_window": True, "layer_types": TYPES}),
     "qwen3-windows": ("Qwen3", {**SMALL, **WINDOW, "use_sliding_window": True, "max_window_layers": 1}),
@@ -107,8 +122,18 @@ VARIANTS |= {
 EYE = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
 }  # fmt: skip
+QWEN_EYE = {
+    "vision_config": {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64,
+        "num_position_embeddings": 16, "patch_size": 4,
+    },
+    "image_token_id": 300, "video_token_id": 301, "vision_start_token_id": 302, "vision_end_token_id": 303,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 # Those whose numbers are in a text_config, and what stands beside it.
 NESTED: dict[str, dict[str, Any]] = {
+    "Qwen3_5": QWEN_EYE,
+    "Qwen3_5Moe": QWEN_EYE,
     "Gemma3": {"vision_config": {**EYE, "image_size": 16}, "image_token_index": 300},
     "Gemma4": {
         "vision_config": {**EYE, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 64},
@@ -143,14 +168,16 @@ def write_tiny(folder: Path, variant: str, shards: str = "40KB", **changes: Any)
 @torch.no_grad()
 def shake(model: torch.nn.Module) -> None:
     """Norms, sinks, scales and routers are 0 or 1 at birth, which would hide mistakes: every number is moved."""
-    generator = torch.Generator().manual_seed(1)
+    generator, kind = torch.Generator().manual_seed(1), model.config.model_type
+    # Recurrent layers: transformers runs them in chunks of 64 rows, whose rounding larger weights would make visible.
+    size = 0.1 if kind.startswith(("qwen3_5", "qwen3_next")) else 0.15
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim <= 1:
             parameter.add_(noise * 0.1)
         else:
-            parameter.copy_(noise * 0.15)
-        if name.endswith(("q_norm.weight", "k_norm.weight")) and model.config.model_type == "gemma4":
+            parameter.copy_(noise * size)
+        if name.endswith(("q_norm.weight", "k_norm.weight")) and kind == "gemma4":
             parameter.mul_(0.4)  # the scale of scores is 1: they would be so large that float32's noise is seen
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sparkdraft.kernels.activation import GELU_TANH, Activation
 from sparkdraft.models.config import ModelConfig
-from sparkdraft.models.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RopeSpec
+from sparkdraft.models.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RecurrentSpec, RopeSpec
 
 
 def attention(
@@ -34,7 +36,23 @@ def gemma4(
     return ModelConfig("gemma4", hidden, 262144, 262144, layers, tie_embeddings=True)
 
 
+def hybrid(
+    kind: str, hidden: int, heads: int, kv_heads: int, value_heads: int, mlp: DenseSpec | ExpertsSpec, groups: int,
+    vocab: int = 248320,
+) -> ModelConfig:  # fmt: skip
+    """Three recurrent layers, then one of gated attention."""
+    full = LayerSpec(replace(attention(heads, kv_heads, 256), gated=True), mlp)
+    recurrent = LayerSpec(RecurrentSpec(16, value_heads, 128, 128, conv_width=4), mlp)
+    return ModelConfig(kind, hidden, vocab, 262144, (*(recurrent,) * 3, full) * groups)
+
+
+QWEN35_EXPERTS = ExpertsSpec(256, 8, 512, shared_size=512, shared_gate=True)
+NEXT_EXPERTS = ExpertsSpec(512, 10, 512, shared_size=512, shared_gate=True)
 DESCRIBED: dict[str, ModelConfig] = {
+    "qwen3.5-27b": hybrid("qwen3_5", 5120, 24, 4, 48, DenseSpec(17408), 16),
+    "qwen3.5-35b-a3b": hybrid("qwen3_5_moe", 2048, 16, 2, 32, QWEN35_EXPERTS, 10),
+    "qwen3-coder-next": hybrid("qwen3_next", 2048, 16, 2, 32, NEXT_EXPERTS, 12, 151936),
+    "qwen3-coder-next-24": hybrid("qwen3_next", 2048, 16, 2, 32, NEXT_EXPERTS, 6, 151936),
     "qwen3-30b-a3b": qwen3_30b_a3b(),
     "gpt-oss-20b": gpt_oss(24, 32),
     "gpt-oss-120b": gpt_oss(36, 128),

@@ -18,10 +18,12 @@ from tests.plan.described import DESCRIBED, attention
 
 PUBLISHED = {  # billions of parameters
     "qwen3-30b-a3b": 30.53, "gpt-oss-20b": 20.91, "gpt-oss-120b": 116.83, "gemma4-31b": 30.70, "gemma4-26b-a4b": 25.23,
+    "qwen3.5-27b": 26.90, "qwen3.5-35b-a3b": 34.66, "qwen3-coder-next": 79.67, "qwen3-coder-next-24": 40.15,
 }  # fmt: skip
 DRAFTERS = {  # GiB of the published files, in bfloat16
     "qwen3-30b-a3b-dflash": 0.88, "gpt-oss-20b-dflash": 1.46, "gpt-oss-120b-dflash": 1.46, "gemma4-31b-dflash": 2.86,
-    "gemma4-26b-a4b-dflash": 0.80,
+    "gemma4-26b-a4b-dflash": 0.80, "qwen3.5-27b-dflash": 3.96, "qwen3.5-35b-a3b-dflash": 0.72,
+    "qwen3-coder-next-dflash": 0.88, "qwen3-coder-next-24-dflash": 0.88,
 }  # fmt: skip
 
 

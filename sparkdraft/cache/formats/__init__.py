@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from sparkdraft.kernels.delta_rule import RecurrentState
 from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 
 
@@ -23,6 +24,17 @@ class LayerKV(Protocol):
 
     def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
         """q [rows, heads, head_dim] -> [rows, heads * head_dim]."""
+
+
+class LayerState(Protocol):
+    """One recurrent layer's memory of all requests, and whose is whose: all of the cache that the layer knows."""
+
+    @property
+    def memory(self) -> RecurrentState: ...
+
+    @property
+    def slots(self) -> Tensor:  # int32 [sequences]: where in the memory each sequence of the running step is
+        ...
 
 
 class Meter(Protocol):
@@ -41,7 +53,7 @@ Commit = Callable[[Tensor], None]
 class KVFormat:
     """A whole cache: the layers' parts, and what they share. An optional capability that a format lacks is None."""
 
-    layers: Sequence[LayerKV]
+    layers: Sequence[LayerKV | LayerState]
     bytes_per_token: int  # of the layers that keep every position
 
     # Runs before a step's layers, as part of the step and of its recording: gets the slots of its rows, int32 [rows],
@@ -51,11 +63,11 @@ class KVFormat:
     # Runs after a step: gets the number of committed rows per sequence, int32 [sequences] on the cache's device, in the
     # order of the step's view; 0 for a padding sequence. Rows of rejected drafts come last and are not counted.
     #
-    # None where a row's K/V depend on that row alone: there rejected rows are behind the sequence's length, are never
-    # read, and are overwritten by the next step. State that runs through all rows (recurrent layers) must be rolled
-    # back to the last committed row. Every step ends with one call, before the next step is launched. In overlapped
-    # steps the call is recorded within the step (engine/lanes.py): the counts stay on the device, and the call must not
-    # wait for them.
+    # None where rejected rows need no undoing: K/V depend on their own row alone, are behind the sequence's length, and
+    # are overwritten by the next step; states of recurrent layers lag behind and replay what was committed
+    # (kernels/delta_rule.py). Every step ends with one call, before the next step is launched. In overlapped steps the
+    # call is recorded within the step (engine/lanes.py): the counts stay on the device, and the call must not wait for
+    # them.
     commit: Commit | None = None
     meter: Meter | None = None
 

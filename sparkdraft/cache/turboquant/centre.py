@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.formats import KVFormat, LayerKV
+from sparkdraft.cache.formats import KVFormat, LayerKV, LayerState
 from sparkdraft.kernels.reference import rms_norm
 from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 
@@ -23,7 +24,7 @@ TEXT = Path(__file__).parent.parent.parent / "assets" / "calibration.txt"
 SKIPPED = 16  # rows at the beginning, whose keys differ from all others
 
 # Runs a model once over one sequence: its ids, positions and slots, the view, and the layers' caches.
-Forward = Callable[[Tensor, Tensor, Tensor, AttentionView, Sequence[LayerKV]], object]
+Forward = Callable[[Tensor, Tensor, Tensor, AttentionView, Sequence[LayerKV | LayerState]], object]
 
 
 class KeyMean:
@@ -47,16 +48,20 @@ class KeyMean:
 def key_centres(
     forward: Forward, ids: Sequence[int], kv: KVFormat, block_size: int, device: torch.device
 ) -> list[Tensor]:
-    """The centre of each layer: float32 [kv_heads, head_dim]. kv: an exact cache for these ids, not needed
-    afterwards."""
-    means, rows = [KeyMean(layer) for layer in kv.layers], len(ids)
+    """The centre of each layer with attention: float32 [kv_heads, head_dim]. kv: an exact cache for these ids, not
+    needed afterwards."""
+    parts: list[Any] = list(kv.layers)
+    means, rows = {i: KeyMean(part) for i, part in enumerate(parts) if hasattr(part, "attend")}, len(ids)
     assert rows > SKIPPED, f"{rows} ids are too few to average"
     positions = torch.arange(rows, dtype=torch.int32, device=device)
     starts, context = (torch.tensor(values, dtype=torch.int32, device=device) for values in ([0, rows], [rows]))
     tables = torch.arange(-(-rows // block_size), dtype=torch.int32, device=device).unsqueeze(0)
     view = AttentionView(starts, context, tables, rows, rows)
-    forward(torch.tensor(ids, dtype=torch.int32, device=device), positions, positions, view, means)
-    return [layer.centre for layer in means]
+    if kv.begin:
+        kv.begin(positions, view)
+    layers = [means.get(i, part) for i, part in enumerate(parts)]
+    forward(torch.tensor(ids, dtype=torch.int32, device=device), positions, positions, view, layers)
+    return [layer.centre for layer in means.values()]
 
 
 def _rotated(mean: Tensor, rope: Tensor) -> Tensor:

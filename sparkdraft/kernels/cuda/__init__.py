@@ -16,14 +16,19 @@ from sparkdraft.kernels.cuda.recording import Recording
 from sparkdraft.kernels.cuda.routing import norm_route
 from sparkdraft.kernels.cuda.stepping import accept_drafts, make_rows
 from sparkdraft.kernels.reference import (  # torch is at the ceiling, or near enough
+    causal_conv,
+    delta_rule,
     draw,
     embed,
     find_pages,
+    find_states,
+    gated_norm,
     keep_experts,
     keep_float_experts,
     keep_float_matrix,
     keep_matrix,
     keep_table,
+    sigmoid_gate,
 )
 
 NAME = "cuda"

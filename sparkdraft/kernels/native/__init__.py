@@ -5,8 +5,8 @@ does in several steps. Tensors are float32 on the CPU. A row's result has the sa
 however many threads run, so drafted and plain decoding agree exactly. The C++ beside this file is compiled on first use
 (`build.py`); where that cannot be, `unavailable_reason()` says why, and callers choose the reference instead.
 
-The tq_ operators, of a compressed KV cache, are the reference's own: torch runs them, so steps that hold one are not
-recorded.
+The tq_ operators, of a compressed KV cache, and those of recurrent layers are the reference's own: torch runs them, so
+steps that hold one are not recorded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,12 @@ from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.kernels.reference import (
     accept_drafts,
     add_linear,  # these two are the matrix's own
+    causal_conv,
+    delta_rule,
+    find_states,
+    gated_norm,
     linear,
+    sigmoid_gate,
     tq_attention,
     tq_rope_write,
 )

@@ -8,8 +8,9 @@ grouped heads), those of four 64. Written in Gluon, Triton's language with layou
     shares of its keys     64 coded ones are a tile, and 16 uncoded ones: of both, tile t goes to share t % S
 
 Queries come rotated, and results leave so (join.py takes them back). A row's bits depend on its own query and keys
-alone, as attention.py beside this folder has it: tiles are counted from the first key, keys that a row does not see add exact
-zeros, one warp and four do the same in the same order, and launches of up to same_bits_up_to rows are split alike.
+alone, as attention.py beside this folder has it: tiles are counted from the first key, keys that a row does not see add
+exact zeros, one warp and four do the same in the same order, and launches of up to same_bits_up_to rows are split
+alike.
 Products are not fused with sums: a score is rounded alike with and without a mask.
 """
 

@@ -1,0 +1,105 @@
+"""Qwen3-Next and Qwen3-Coder-Next: three recurrent layers to one of gated attention, and experts with a shared one.
+
+Qwen3.5 (models/qwen3_5.py) has the same layers; what both need is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from sparkdraft.core import UserError
+from sparkdraft.models.config import ModelConfig, attention_of, decoder_config, experts_of, layer_count, need
+from sparkdraft.models.keys import check_keys, only_values
+from sparkdraft.models.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RecurrentSpec
+from sparkdraft.models.windows import FULL, types_of
+
+if TYPE_CHECKING:
+    from sparkdraft.models.blocks import Decoder
+    from sparkdraft.weights.loader import Loader
+
+RECURRENT = "linear_attention"
+INTERVAL = 4  # every so many layers one has attention
+ROTATED = 0.25  # share of a head's lanes that turn
+# mamba_ssm_dtype: states are float32 whatever it says. The numbers of mtp layers concern a drafter in the same file.
+READ = """
+    linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads
+    full_attention_interval partial_rotary_factor mamba_ssm_dtype mtp_num_hidden_layers mtp_use_dedicated_embeddings
+    num_nextn_predict_layers
+"""
+EXPERTS_READ = "num_experts num_local_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size"
+ONLY = {
+    **only_values("attention_bias mlp_bias use_sliding_window", False),
+    **only_values("attn_output_gate", True),
+    **only_values("output_gate_type", "swish", "silu"),
+}
+
+
+def read(config: Mapping[str, Any]) -> ModelConfig:
+    """Raises UserError where the config asks for a computation that is not built."""
+    own = "norm_topk_prob decoder_sparse_step mlp_only_layers"
+    unknown = check_keys(config, ONLY, f"{READ} {EXPERTS_READ} {own}")
+    experts = replace(experts_with_shared(config), renormalise=bool(config.get("norm_topk_prob", True)))
+    step, dense = config.get("decoder_sparse_step", 1) or 1, set(config.get("mlp_only_layers") or ())
+    mixers = mixers_of(config)
+    chosen = [i not in dense and (i + 1) % step == 0 for i in range(len(mixers))]
+    mlp = experts if all(chosen) else DenseSpec(need(config, "intermediate_size"))
+    layers = [LayerSpec(mixer, experts if has else mlp) for mixer, has in zip(mixers, chosen, strict=True)]
+    return replace(decoder_config(config, layers), norm_plus_one=True, unknown_keys=unknown)
+
+
+def mixers_of(config: Mapping[str, Any]) -> list[AttentionSpec | RecurrentSpec]:
+    """Of each layer: gated attention, or a recurrence."""
+    rotated = {"partial_rotary_factor": config.get("partial_rotary_factor") or ROTATED}
+    attention = replace(attention_of({**config, **rotated}, partial=True), qk_norm=True, gated=True)
+    keys, values = need(config, "linear_num_key_heads"), need(config, "linear_num_value_heads")
+    if values % keys:
+        raise UserError(
+            f"config.json has linear_num_value_heads {values} and linear_num_key_heads {keys}, which does not divide "
+            "it: fetch it again."
+        )
+    dims = need(config, "linear_key_head_dim"), need(config, "linear_value_head_dim")
+    recurrent = RecurrentSpec(keys, values, *dims, conv_width=need(config, "linear_conv_kernel_dim"))
+    every = config.get("full_attention_interval") or INTERVAL
+    otherwise = [FULL if (i + 1) % every == 0 else RECURRENT for i in range(layer_count(config))]
+    return [attention if each == FULL else recurrent for each in types_of(config, otherwise, (FULL, RECURRENT))]
+
+
+def experts_with_shared(config: Mapping[str, Any]) -> ExpertsSpec:
+    return ExpertsSpec(
+        *experts_of(config, "num_experts num_local_experts", "num_experts_per_tok"),
+        intermediate_size=need(config, "moe_intermediate_size"),
+        shared_size=need(config, "shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+
+
+def build(config: ModelConfig, load: Loader, ops: ModuleType, context: int) -> Decoder:
+    from sparkdraft.models.blocks import Attention, Decoder, DecoderLayer, GatedMLP, load_head, load_norm
+    from sparkdraft.models.delta_net import DeltaNet
+    from sparkdraft.models.experts import load_experts
+    from sparkdraft.models.nested import leave_others, text_prefix
+    from sparkdraft.models.rope import RopeTables
+
+    prefix, ropes = text_prefix(load), RopeTables(context, load.device)
+    embedding = load.embedding(f"{prefix}embed_tokens", config.vocab_size, config.hidden_size)
+    layers = []
+    for i, spec in enumerate(config.layers):
+        name = f"{prefix}layers.{i}"
+        mlp = load_experts if isinstance(spec.mlp, ExpertsSpec) else GatedMLP
+        layers.append(
+            DecoderLayer(
+                load_norm(config, load, f"{name}.input_layernorm"),
+                DeltaNet(spec.mixer, config, load, f"{name}.linear_attn", ops)
+                if isinstance(spec.mixer, RecurrentSpec)
+                else Attention(spec.mixer, config, load, f"{name}.self_attn", ops, ropes),
+                load_norm(config, load, f"{name}.post_attention_layernorm"),
+                mlp(spec.mlp, config, load, f"{name}.mlp", ops),
+            )
+        )
+    norm, head = load_norm(config, load, f"{prefix}norm"), load_head(config, load, embedding)
+    leave_others(load)
+    load.finish()
+    return Decoder(config, layers, embedding, head, norm, context, ops, load.dtype)
