@@ -52,13 +52,14 @@ class RecurrentState:
 
 
 def record_ring(most_rows: int) -> int:
-    """Positions from `base` on that may need a record: up to the next border, and this step's rows."""
-    return FOLD - 1 + most_rows
+    """Records that a step may replay, and those that it writes: heads run side by side and share the ring of keys, so
+    none may write over what another has yet to replay. `base` lags by up to FOLD - 1 rows and the rows of one step."""
+    return FOLD - 1 + 2 * most_rows
 
 
 def input_ring(most_rows: int, conv_width: int) -> int:
-    """The same, with the inputs before `base` that a copy of the state must have."""
-    return record_ring(most_rows) + conv_width - 1
+    """Positions from `base` to this step's last row, and those before `base` that a copy of the state must have."""
+    return FOLD - 1 + most_rows + conv_width - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +133,16 @@ def delta_rule(
     params: DeltaParams,
     parents: Tensor | None = None,  # as in causal_conv
 ) -> Tensor:  # [rows, value_heads * value_dim]
-    """Every row's o, in float32 until it is written. Value head h reads key head h // (value heads per key head)."""
+    """Every row's o, in float32 until it is written. Value head h reads key head h // (value heads per key head).
+
+    parents: only for steps in which no sequence has more than most_rows rows.
+    """
+    assert parents is None or view.max_query <= memory.most_rows, "rows of a prompt follow each other"
     heads, ring = params.num_value_heads, memory.ring
     share = heads // params.num_key_heads
     out = qkv.new_zeros(qkv.shape[0], heads, params.value_dim)
     queries, keys, values = _split(qkv, params)
-    a, b = decay_beta.float().split(heads, dim=-1)
-    decays, betas = torch.exp(params.rate * F.softplus(a + params.bias)), torch.sigmoid(b)
+    decays, betas = _gates(decay_beta.float(), params)
     starts, contexts, places = view.query_start.tolist(), view.context_len.tolist(), slots.tolist()
     for s, slot in enumerate(places):
         begin, end = starts[s], starts[s + 1]
@@ -149,7 +153,8 @@ def delta_rule(
             memory.state[slot].zero_()
             memory.base[slot] = 0
         base = int(memory.base[slot, 0])
-        assert base <= first <= base + ring, f"slot {slot}: state at {base}, rows from {first}"
+        behind = first + (count if count <= memory.most_rows else 0) - base
+        assert base <= first and behind <= ring, f"slot {slot}: state at {base}, rows from {first}"
         state, fold = memory.state[slot].clone(), max(base, first // FOLD * FOLD)
         for position in range(base, first):
             if position == fold:
@@ -191,6 +196,14 @@ def gated_norm(o: Tensor, gate: Tensor, gain: Tensor, eps: float) -> Tensor:  # 
 def _update(state: Tensor, decay: Tensor, key: Tensor, update: Tensor) -> None:
     state *= decay.view(-1, 1, 1)
     state += key.unsqueeze(2) * update.unsqueeze(1)
+
+
+def _gates(decay_beta: Tensor, params: DeltaParams) -> tuple[Tensor, Tensor]:  # both [rows, value_heads]
+    """Decays and betas. By exp: torch's own softplus and sigmoid give a row other bits in other batches."""
+    a, b = decay_beta.split(params.num_value_heads, dim=-1)
+    x = a + params.bias
+    softplus = torch.log1p(torch.exp(x.clamp(max=20))).where(x <= 20, x)
+    return torch.exp(params.rate * softplus), 1 / (1 + torch.exp(-b))
 
 
 def _split(qkv: Tensor, params: DeltaParams) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,6 +8,8 @@ first use. Sampling and the layout of the cache belong to others.
 from typing import Any
 
 from sparkdraft.kernels.cuda.attention import paged_attention
+from sparkdraft.kernels.cuda.recurrent import causal_conv, find_states, gated_norm
+from sparkdraft.kernels.cuda.delta_steps import delta_rule
 from sparkdraft.kernels.cuda.elementwise import add_normed, gated, rms_norm, rope_queries, rope_write, tap
 from sparkdraft.kernels.cuda.experts import add_experts, norm_experts
 from sparkdraft.kernels.cuda.facts import facts

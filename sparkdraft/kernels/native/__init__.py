@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sparkdraft.kernels import reference
 from sparkdraft.kernels.activation import Activation
+from sparkdraft.kernels.native.recurrent import causal_conv, delta_rule, find_states, gated_norm
 from sparkdraft.kernels.native.experts import (
     ACTIVATIONS,
     choose_experts,
