@@ -1,4 +1,4 @@
-"""The definition of recurrent layers (kernels/delta_rule.py) against transformers, and against itself in other steps."""
+"""The definition of recurrent layers against transformers, and in other steps against itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recurrent layers in C++ against their definition, and against themselves: same bits however rows are cut into steps."""
+"""Recurrent layers in C++ against their definition, and against themselves: same bits in any cutting into steps."""
 
 from __future__ import annotations
 

@@ -62,66 +62,121 @@ def log_decay(a, rate, bias):
 
 
 @triton.jit
-def _wide_dot(a, b, acc, PRECISION: tl.constexpr):
-    """Rows by rows, as they are stored: exact products where they have 16 bits."""
-    if a.dtype == tl.float32:
-        return tl.dot(a, b, acc, input_precision=PRECISION)
-    else:
-        return tl.dot(a, b, acc)
+def _products(left, right, real, KEY_DIM: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+    """Rows by rows as they are stored, float32 [CHUNK, CHUNK], and the squares of the left ones."""
+    WIDTH: tl.constexpr = KEY_DIM if KEY_DIM < 64 else 64  # at a time, for want of registers
+    k = tl.arange(0, WIDTH)[None, :]
+    squares = tl.zeros([CHUNK], tl.float32)
+    acc = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for first in range(0, KEY_DIM, WIDTH):
+        a = tl.load(left[:, None] + first + k, mask=real[:, None], other=0.0)
+        b = tl.load(right[:, None] + first + k, mask=real[:, None], other=0.0)
+        squares += tl.sum(a.to(tl.float32) * a.to(tl.float32), 1)
+        if a.dtype == tl.float32:
+            acc = tl.dot(a, tl.trans(b), acc, input_precision=PRECISION)
+        else:
+            acc = tl.dot(a, tl.trans(b), acc)
+    return acc, squares
+
+
+@triton.jit
+def _split(numbers, HALF: tl.constexpr):
+    """Two numbers of 16 bits each, whose sum is the given one but for 2^-17 of it."""
+    upper = numbers.to(HALF)
+    return upper, (numbers - upper.to(tl.float32)).to(HALF)
 
 
 @triton.jit
 def _times(rows, numbers, acc, HALF: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + rows . numbers; rows as they are stored, numbers in float32. HALF: their type, or None."""
+    """acc + rows . numbers; rows as they are stored, numbers in float32. HALF: the rows' type, or None."""
     if HALF is not None:
-        upper = numbers.to(HALF)
-        lower = (numbers - upper.to(tl.float32)).to(HALF)
+        upper, lower = _split(numbers, HALF)
         return tl.dot(rows, upper, tl.dot(rows, lower, acc))
     else:
         return tl.dot(rows.to(tl.float32), numbers, acc, input_precision=PRECISION)
 
 
 @triton.jit
-def _join(whole, lower, SIZE: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
-    """Pairs of inverted blocks of SIZE rows become one, until one is left."""
-    if SIZE < CHUNK:
-        block = tl.arange(0, CHUNK) // SIZE
-        below = (block % 2 == 1)[:, None] & (block[:, None] == block[None, :] + 1)
-        left = tl.dot(whole, tl.where(below, lower, 0.0), input_precision=PRECISION)
-        whole -= tl.dot(left, whole, input_precision=PRECISION)
-        whole = _join(whole, lower, 2 * SIZE, CHUNK, PRECISION)
-    return whole
+def _matrix_times(place, numbers, acc, CHUNK: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + a matrix that `_inside` left, times numbers in float32."""
+    i = tl.arange(0, CHUNK)
+    tile = i[:, None] * CHUNK + i[None, :]
+    if HALF is not None:
+        upper, lower = _split(numbers, HALF)
+        left = tl.load(place + tile)
+        acc = tl.dot(tl.load(place + CHUNK * CHUNK + tile), upper, acc)
+        return tl.dot(left, upper, tl.dot(left, lower, acc))
+    else:
+        return tl.dot(tl.load(place + tile), numbers, acc, input_precision=PRECISION)
 
 
 @triton.jit
-def _invert(lower, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + lower)^-1 of a matrix that is 0 on and above its diagonal.
+def _leave(place, numbers, CHUNK: tl.constexpr, HALF: tl.constexpr):
+    i = tl.arange(0, CHUNK)
+    tile = i[:, None] * CHUNK + i[None, :]
+    if HALF is not None:
+        upper, lower = _split(numbers, HALF)
+        tl.store(place + tile, upper)
+        tl.store(place + CHUNK * CHUNK + tile, lower)
+    else:
+        tl.store(place + tile, numbers)
 
-    Its diagonal blocks row by row, all at once; then pairs of blocks become one, whose lower left is
-    -(lower right)^-1 . (lower left) . (upper left)^-1, until one is left.
+
+@triton.jit
+def _join(place, SIZE: tl.constexpr, CHUNK: tl.constexpr):
+    """Pairs of inverted blocks of SIZE rows become one, until one is left: the lower left of a pair becomes
+    -(lower right)^-1 . (lower left) . (upper left)^-1."""
+    if SIZE < CHUNK:
+        r = tl.arange(0, SIZE)
+        for pair in tl.static_range(CHUNK // (2 * SIZE)):
+            upper_left = place + pair * (2 * SIZE * (CHUNK + 1)) + r[:, None] * CHUNK + r[None, :]
+            lower_left = upper_left + SIZE * CHUNK
+            product = tl.dot(tl.load(lower_left + SIZE), tl.load(lower_left), input_precision="ieee")
+            product = tl.dot(product, tl.load(upper_left), input_precision="ieee")
+            tl.debug_barrier()
+            tl.store(lower_left, -product)
+        tl.debug_barrier()
+        _join(place, 2 * SIZE, CHUNK)
+
+
+@triton.jit
+def _invert(lower, place, CHUNK: tl.constexpr):
+    """(I + lower)^-1 of a matrix that is 0 on and above its diagonal; place: float32 [CHUNK, CHUNK] to work in.
+
+    Its diagonal blocks row by row, all at once; then pairs of them.
     """
-    BLOCKS: tl.constexpr = CHUNK // SOLVED
-    number = tl.arange(0, BLOCKS)
-    on_diagonal = (number[:, None] == number[None, :])[:, None, :, None]
-    blocks = tl.sum(tl.where(on_diagonal, tl.reshape(lower, [BLOCKS, SOLVED, BLOCKS, SOLVED]), 0.0), 2)
-    r = tl.arange(0, SOLVED)
-    inverse = tl.where((r[:, None] == r[None, :])[None, :, :], 1.0, tl.zeros([BLOCKS, SOLVED, SOLVED], tl.float32))
+    i, r = tl.arange(0, CHUNK), tl.arange(0, SOLVED)
+    whole_tile = place + i[:, None] * CHUNK + i[None, :]
+    diagonal = place + tl.arange(0, CHUNK // SOLVED)[:, None, None] * (SOLVED * (CHUNK + 1))
+    diagonal += r[None, :, None] * CHUNK + r[None, None, :]
+    tl.store(whole_tile, lower)
+    tl.debug_barrier()
+    blocks = tl.load(diagonal)
+    inverse = tl.where((r[:, None] == r[None, :])[None, :, :], 1.0, tl.zeros_like(blocks))
     for row in range(1, SOLVED):
         is_row = (r == row)[None, :, None]
         line = tl.sum(tl.where(is_row, blocks, 0.0), 1)
         inverse -= tl.where(is_row, tl.sum(line[:, :, None] * inverse, 1)[:, None, :], 0.0)
-    whole = tl.reshape(tl.where(on_diagonal, inverse[:, :, None, :], 0.0), [CHUNK, CHUNK])
-    return _join(whole, lower, SOLVED, CHUNK, PRECISION)
+    tl.debug_barrier()
+    tl.store(diagonal, inverse)
+    tl.debug_barrier()
+    _join(place, SOLVED, CHUNK)
+    whole = tl.load(whole_tile)
+    tl.debug_barrier()  # the place may be used for other things
+    return whole
 
 
 @triton.jit(do_not_specialize=["slots", "query_start", "context_len", "decay_beta", "seqs", "stride_ab"])
 def _inside(
-    qkv, decay_beta, slots, query_start, context_len, rate, bias, solved, scores, factors,
+    qkv, decay_beta, slots, query_start, context_len, rate, bias, work, solved, scores, factors,
     seqs, stride_qkv, stride_ab, eps, scale,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, MOST_ROWS: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, HALF: tl.constexpr, BLOCK_S: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """solved: T diag(beta). scores: A. factors: of K S, of Q S, of U in K^T U, and of S, the same in all its places."""
+    """solved: T diag(beta); work: the same memory as float32. scores: A.
+
+    factors: of K S, of Q S, of U in K^T U, and of S, the same in all its places.
+    """
     enter(PDL)
     head, number = tl.program_id(0), tl.program_id(1)
     sequence, chunk = find_tile(number, query_start, seqs, CHUNK, 2, BLOCK_S)
@@ -135,32 +190,34 @@ def _inside(
     row = place + i
     real = (row >= 0) & (row < count)
     at = (begin + row).to(tl.int64)
-    k = tl.arange(0, KEY_DIM)
-    where = qkv + at[:, None] * stride_qkv + (head // (HEADS // KEY_HEADS)) * KEY_DIM + k[None, :]
-    query = tl.load(where, mask=real[:, None], other=0.0)
-    key = tl.load(where + KEY_HEADS * KEY_DIM, mask=real[:, None], other=0.0)
-    wide_query, wide_key = query.to(tl.float32), key.to(tl.float32)
-    query_norm = tl.rsqrt(tl.sum(wide_query * wide_query, 1) + eps) * scale
-    key_norm = tl.rsqrt(tl.sum(wide_key * wide_key, 1) + eps)
+    keys = qkv + at * stride_qkv + (KEY_HEADS + head // (HEADS // KEY_HEADS)) * KEY_DIM
+    products, squares = _products(keys, keys, real, KEY_DIM, CHUNK, PRECISION)
+    key_norm = tl.rsqrt(squares + eps)
     a = tl.load(decay_beta + at * stride_ab + head, mask=real, other=0.0)
     b = tl.load(decay_beta + at * stride_ab + HEADS + head, mask=real, other=0.0).to(tl.float32)
     log_decays = tl.where(real, log_decay(a, tl.load(rate + head), tl.load(bias + head)), 0.0)
     beta = tl.where(real, 1.0 / (1.0 + tl.exp(-b)), 0.0)
     sums = tl.cumsum(log_decays, 0)
     last = tl.sum(log_decays, 0)
-    until = i[:, None] >= i[None, :]
-    fade = tl.where(until, tl.exp(tl.where(until, sums[:, None] - sums[None, :], 0.0)), 0.0) * key_norm[None, :]
-    zero = tl.zeros([CHUNK, CHUNK], tl.float32)
-    products = _wide_dot(key, tl.trans(key), zero, PRECISION) * fade * (beta * key_norm)[:, None]
-    inverse = _invert(tl.where(i[:, None] > i[None, :], products, 0.0), CHUNK, PRECISION)
-    tile = (number.to(tl.int64) * HEADS + head) * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None, :]
-    tl.store(solved + tile, inverse * beta[None, :])
-    tl.store(scores + tile, _wide_dot(query, tl.trans(key), zero, PRECISION) * fade * query_norm[:, None])
-    vector = factors + (number.to(tl.int64) * HEADS + head) * (FACTORS * CHUNK) + i
+    which = number.to(tl.int64) * HEADS + head
+    PARTS: tl.constexpr = 1 if HALF is None else 2
+    vector = factors + which * (FACTORS * CHUNK) + i
     tl.store(vector, tl.exp(sums) * key_norm)
-    tl.store(vector + CHUNK, tl.exp(sums) * query_norm)
     tl.store(vector + 2 * CHUNK, tl.exp(tl.minimum(last - sums, 0.0)) * key_norm)
     tl.store(vector + 3 * CHUNK, tl.exp(last + tl.zeros([CHUNK], tl.float32)))
+    before = i[:, None] > i[None, :]
+    fade = tl.where(before, tl.exp(tl.where(before, sums[:, None] - sums[None, :], 0.0)), 0.0)
+    lower = products * fade * key_norm[None, :] * (beta * key_norm)[:, None]
+    inverse = _invert(lower, work + which * (CHUNK * CHUNK), CHUNK)
+    _leave(solved + which * (PARTS * CHUNK * CHUNK), inverse * beta[None, :], CHUNK, HALF)
+
+    products, squares = _products(keys - KEY_HEADS * KEY_DIM, keys, real, KEY_DIM, CHUNK, PRECISION)
+    query_norm = tl.rsqrt(squares + eps) * scale
+    tl.store(vector + CHUNK, tl.exp(sums) * query_norm)
+    until = i[:, None] >= i[None, :]
+    fade = tl.where(until, tl.exp(tl.where(until, sums[:, None] - sums[None, :], 0.0)), 0.0)
+    score = products * fade * key_norm[None, :] * query_norm[:, None]
+    _leave(scores + which * (PARTS * CHUNK * CHUNK), score, CHUNK, HALF)
 
 
 @triton.jit(do_not_specialize=["slots", "query_start", "context_len"])
@@ -188,27 +245,24 @@ def _through(
     queries = qkv + (head // (HEADS // KEY_HEADS)) * KEY_DIM + k[None, :]
     values = qkv + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v[None, :]
     number = (begin // CHUNK + 2 * sequence).to(tl.int64)  # as in `find_tile`
-    tile = i[:, None] * CHUNK + i[None, :]
+    PARTS: tl.constexpr = 1 if HALF is None else 2
     skipped = first % CHUNK  # positions of the first chunk before the step
     zero = tl.zeros([CHUNK, BLOCK_V], tl.float32)
     for chunk in tl.range(0, tl.cdiv(skipped + count, CHUNK), num_stages=STAGES):
         row = chunk * CHUNK - skipped + i
         real = ((row >= 0) & (row < count))[:, None]
         at = (begin + row).to(tl.int64)[:, None]
-        key = tl.load(queries + KEY_HEADS * KEY_DIM + at * stride_qkv, mask=real, other=0.0)
-        query = tl.load(queries + at * stride_qkv, mask=real, other=0.0)
-        value = tl.load(values + at * stride_qkv, mask=real, other=0.0)
         which = (number + chunk) * HEADS + head
-        inverse = tl.load(solved + which * (CHUNK * CHUNK) + tile)
-        score = tl.load(scores + which * (CHUNK * CHUNK) + tile)
         vector = factors + which * (FACTORS * CHUNK)
-        of_keys, of_queries = tl.load(vector + i), tl.load(vector + CHUNK + i)
-        of_updates, of_state = tl.load(vector + 2 * CHUNK + i), tl.load(vector + 3 * CHUNK)
-        rest = value.to(tl.float32) - of_keys[:, None] * _times(key, s, zero, HALF, PRECISION)
-        update = tl.dot(inverse, rest, input_precision=PRECISION)
-        o = of_queries[:, None] * _times(query, s, zero, HALF, PRECISION)
-        o = tl.dot(score, update, o, input_precision=PRECISION)
-        s = _times(tl.trans(key), of_updates[:, None] * update, s * of_state, HALF, PRECISION)
+        key = tl.load(queries + KEY_HEADS * KEY_DIM + at * stride_qkv, mask=real, other=0.0)
+        value = tl.load(values + at * stride_qkv, mask=real, other=0.0)
+        rest = value.to(tl.float32) - tl.load(vector + i)[:, None] * _times(key, s, zero, HALF, PRECISION)
+        update = _matrix_times(solved + which * (PARTS * CHUNK * CHUNK), rest, zero, CHUNK, HALF, PRECISION)
+        query = tl.load(queries + at * stride_qkv, mask=real, other=0.0)
+        o = tl.load(vector + CHUNK + i)[:, None] * _times(query, s, zero, HALF, PRECISION)
+        o = _matrix_times(scores + which * (PARTS * CHUNK * CHUNK), update, o, CHUNK, HALF, PRECISION)
+        faded = tl.load(vector + 2 * CHUNK + i)[:, None] * update
+        s = _times(tl.trans(key), faded, s * tl.load(vector + 3 * CHUNK), HALF, PRECISION)
         tl.store(out + at * (HEADS * VALUE_DIM) + head * VALUE_DIM + v[None, :], o.to(out.dtype.element_ty), mask=real)
     tl.store(memory, s)
     if part == 0:
@@ -216,10 +270,10 @@ def _through(
 
 
 @lru_cache
-def choose_tiles(key_dim: int, value_dim: int, itemsize: int, gpu: Gpu) -> tuple[Inside, Through]:
-    form, shape = f"{8 * itemsize}bit", (key_dim, value_dim)
+def choose_tiles(heads: int, key_dim: int, value_dim: int, itemsize: int, gpu: Gpu) -> tuple[Inside, Through]:
+    form, shape = f"{8 * itemsize}bit", (heads, key_dim, value_dim)
     inside = tuned.tables(gpu).get((INSIDE, form), {}).get(shape, [4])
-    guess = [min(32, value_dim), 4, 2 if gpu.roomy and itemsize == 2 else 1]
+    guess = [min(32, value_dim), 4, 2] if gpu.roomy and itemsize == 2 else [min(16, value_dim), 8, 1]
     return Inside(*inside), Through(*tuned.tables(gpu).get((THROUGH, form), {}).get(shape, guess))
 
 
@@ -235,22 +289,25 @@ def run_chunks(
     rows, seqs, heads = qkv.shape[0], slots.shape[0], params.num_value_heads
     assert params.key_dim >= 16 and params.value_dim >= 16, "tensor cores take no less"
     chunks, device = count_tiles(rows, seqs, CHUNK, 2), qkv.device
-    solved, scores = (torch.empty((chunks, heads, CHUNK, CHUNK), dtype=torch.float32, device=device) for _ in range(2))
+    work, scores = (torch.empty((chunks, heads, CHUNK, CHUNK), dtype=torch.float32, device=device) for _ in range(2))
     factors = torch.empty((chunks, heads, FACTORS.value, CHUNK), dtype=torch.float32, device=device)
-    inside, through = choose_tiles(params.key_dim, params.value_dim, qkv.element_size(), gpu_of(device))
+    solved, half = work, HALVES.get(qkv.dtype)
+    if half is not None:
+        solved, scores = solved.view(qkv.dtype), scores.view(qkv.dtype)
+    inside, through = choose_tiles(heads, params.key_dim, params.value_dim, qkv.element_size(), gpu_of(device))
     shape = {
         "KEY_HEADS": params.num_key_heads, "HEADS": heads, "KEY_DIM": params.key_dim,
-        "MOST_ROWS": memory.most_rows, "CHUNK": CHUNK, "PRECISION": "tf32x3",
+        "MOST_ROWS": memory.most_rows, "CHUNK": CHUNK, "HALF": half, "PRECISION": "tf32x3",
     }  # fmt: skip
     batch = slots, view.query_start, view.context_len
     run(
-        _inside, (heads, chunks), qkv, decay_beta, *batch, params.rate, params.bias, solved, scores, factors,
+        _inside, (heads, chunks), qkv, decay_beta, *batch, params.rate, params.bias, work, solved, scores, factors,
         seqs, qkv.stride(0), decay_beta.stride(0), params.eps, params.key_dim**-0.5,
         BLOCK_S=triton.next_power_of_2(seqs), num_warps=inside.warps, **shape,
     )  # fmt: skip
     run(
         _through, (heads * params.value_dim // through.block_v, seqs),
         qkv, memory.state, memory.base, *batch, solved, scores, factors, out, qkv.stride(0),
-        VALUE_DIM=params.value_dim, HALF=HALVES.get(qkv.dtype), BLOCK_V=through.block_v, STAGES=through.stages,
+        VALUE_DIM=params.value_dim, BLOCK_V=through.block_v, STAGES=through.stages,
         num_warps=through.warps, **shape,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Which rows of a ragged batch a program works on, where a launch is shaped by the number of all rows alone.
 
 Sequence s owns the programs from query_start[s] // TILE + EXTRA * s on. Its n rows make at most n // TILE + EXTRA tiles
-(EXTRA 1 where tiles begin at its first row, 2 where they lie anywhere), so it has enough of them; the rest have no rows.
+(EXTRA 1 where tiles begin at its first row, 2 where they lie anywhere), so it has enough; the rest have no rows.
 """
 
 from __future__ import annotations

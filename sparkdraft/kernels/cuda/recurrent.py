@@ -101,8 +101,8 @@ def _causal_conv(
         for start in range(tl.maximum(count - RING, 0), count, ROWS):
             kept_row = start + tl.arange(0, ROWS)
             mask = (kept_row < count)[:, None] & is_channel
-            value = tl.load(source + (begin + kept_row).to(tl.int64)[:, None] * stride_x, mask=mask)
-            tl.store(ring + ((first + kept_row) % RING)[:, None] * CHANNELS, value, mask=mask)
+            given = tl.load(source + (begin + kept_row).to(tl.int64)[:, None] * stride_x, mask=mask)
+            tl.store(ring + ((first + kept_row) % RING)[:, None] * CHANNELS, given, mask=mask)
 
 
 def causal_conv(

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from sparkdraft.kernels import reference
 from sparkdraft.kernels.activation import Activation
-from sparkdraft.kernels.native.recurrent import causal_conv, delta_rule, find_states, gated_norm
 from sparkdraft.kernels.native.experts import (
     ACTIVATIONS,
     choose_experts,
@@ -37,6 +36,7 @@ from sparkdraft.kernels.native.packed import (
     place,
 )
 from sparkdraft.kernels.native.recording import Recording, empty, keep
+from sparkdraft.kernels.native.recurrent import causal_conv, delta_rule, find_states, gated_norm
 from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.kernels.reference import (
     accept_drafts,

@@ -5,9 +5,9 @@ and "attention_decode" has a list of tiles, in order of their rows. Files are la
 
     fits_99kb.json, fits_227kb.json    chosen to fit the shared memory of a program; measured nowhere
     sm_90.json                         measured on GPUs of that compute capability
-    <cache folder>/tuned/sm_90.json    measured on this machine, by tools/cuda_few_rows.py or tools/cuda_experts.py
+    <cache folder>/tuned/sm_90.json    measured on this machine, by the tools/cuda_*.py that take --tune
 
-The shape of a recurrent layer is its key and value dimensions (tools/cuda_delta_rule.py measures those).
+The shape of a recurrent layer is its key and value dimensions, for prompts after its number of value heads.
 The shape of experts ends in the pairs of a block, or in a row's choices ("experts_row_down").
 
 A shape that no file has is left to the kernel's own rule. The files are read once per process.
