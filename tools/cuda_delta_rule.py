@@ -338,7 +338,7 @@ def forms(kernel: str) -> str:
 
 
 @contextmanager
-def using(kernel: str, shape: tuple[int, int], tile: list[int]) -> Iterator[None]:
+def using(kernel: str, shape: tuple[int, ...], tile: list[int]) -> Iterator[None]:
     """The tile in place of the table's."""
     table = tuned.tables(GPU).setdefault((kernel, forms(kernel)), {})
     kept = table.get(shape)
@@ -371,12 +371,13 @@ def candidates(kernel: str, dim: int) -> list[list[int]]:
 
 def tune(model: Model, rows: int, limit: float) -> Tables:
     """The best tiles of a shape. Those of decoding over four cases, each beside its own fastest."""
-    shape, found = (model.dim, model.dim), Tables()
+    found: Tables = {}
     layers = Layers(model, min(model.layers, 12), 1 if DRY else 16)
     cases = [Decoding(layers, s, r) for s in ((1,) if DRY else (1, 16)) for r in (1, MOST_ROWS)]
     prompt = Prompt(model, rows)
     for kernel in (delta_steps.KERNEL, delta_chunks.INSIDE, delta_chunks.THROUGH):
         times: dict[tuple[int, ...], list[float]] = {}
+        shape = (model.dim, model.dim) if kernel == delta_steps.KERNEL else (model.heads, model.dim, model.dim)
         for tile in candidates(kernel, model.dim):
             if time.perf_counter() - BEGIN > limit:
                 print("no time for more tiles", flush=True)
@@ -404,7 +405,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=[m.name for m in MODELS], choices=[m.name for m in MODELS])
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 2] if DRY else [1, 16])
     parser.add_argument("--prompt", type=int, default=70 if DRY else 32000, help="rows of a prompt")
-    parser.add_argument("--tune", action="store_true", help="try tiles, for the first of the models")
+    parser.add_argument("--tune", action="store_true", help="try tiles, for each number of heads once")
     parser.add_argument("--out", type=Path, help="a file of tiles to lay the best over, such as the user's own")
     parser.add_argument("--limit", type=float, default=200, help="seconds after which no more tiles are tried")
     parser.add_argument("--dry", action="store_true", help="tiny shapes in the interpreter, to try the script")
@@ -415,13 +416,16 @@ def main() -> None:
     print(f"{where}: {bandwidth / 1e9:.0f} GB/s, {rate / 1e12:.0f} TFLOP/s, overlapped launches "
           f"{pdl.active(torch.device(DEVICE))}", flush=True)  # fmt: skip
     results: dict[str, object] = {"device": where, "GB/s": round(bandwidth / 1e9), "TFLOP/s": round(rate / 1e12)}
-    tiles: Tables = {}
+    tiles, tuned_heads = Tables(), set[int]()
     for model in models:
         try:
             check(model, results)
-            if arguments.tune and model is models[0]:
-                tiles = tune(model, 70 if DRY else 8192, arguments.limit)
-                check(model, results)
+            if arguments.tune and model.heads not in tuned_heads:
+                share = (len(tuned_heads) + 1) / len({m.heads for m in models})
+                for name, found in tune(model, 70 if DRY else 8192, arguments.limit * share).items():
+                    tiles.setdefault(name, {}).update(found)
+                tuned_heads.add(model.heads)
+                check(model, results)  # with those tiles
             for streams in arguments.streams:
                 bench_decoding(model, streams, bandwidth, results)
             bench_prompt(model, arguments.prompt, rate, results)
@@ -430,11 +434,8 @@ def main() -> None:
             results[f"{model.name} failed"] = str(error).splitlines()[0][:300]
     print(f"{time.perf_counter() - BEGIN:.0f} s", flush=True)
     if arguments.tune:
-        nested = {
-            kernel: {form: {"x".join(map(str, shape)): tile for shape, tile in found.items()}}
-            for (kernel, form), found in tiles.items()
-        }
-        print(json.dumps(nested))
+        for (kernel, form), found in tiles.items():
+            print(kernel, form, json.dumps({"x".join(map(str, shape)): tile for shape, tile in found.items()}))
         if arguments.out:
             tuned.save(arguments.out, tiles)
     print(json.dumps(results))
