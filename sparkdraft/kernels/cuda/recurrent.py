@@ -1,8 +1,9 @@
 """What stands around the rule of a recurrent layer: its slots, its convolution, and the norm and gate after it.
 
-A program of the convolution takes 16 rows of one sequence, some channels of them. Rows of the step are read from x,
-earlier ones from the ring. Only a sequence's first tile reads the ring, so it alone writes it, after it has read: no
-other program of the launch touches that ring. A number is made by the same operations wherever its row lies.
+A program of the convolution takes some channels of up to 16 rows of one sequence: all of them, or more than the
+convolution is wide. Rows of the step are read from x, earlier ones from the ring. So only a sequence's first tile reads
+the ring, and it alone writes it, after it has read: no other program of the launch touches that part of the ring. A
+number is made by the same operations wherever its row lies.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sparkdraft.kernels.cuda.ragged import count_tiles, find_tile
 from sparkdraft.kernels.delta_rule import RecurrentState
 from sparkdraft.kernels.view import AttentionView
 
-ROWS = 16  # of a tile; more than a convolution is wide
+MOST_ROWS = 16  # of a tile; more than a convolution is wide
 BLOCK_C = 256  # channels of a tile
 
 
@@ -115,14 +116,15 @@ def causal_conv(
 ) -> Tensor:  # [rows, channels]
     (rows, channels), seqs, inputs = x.shape, slots.shape[0], memory.inputs
     assert x.stride(1) == 1 and weight.is_contiguous() and inputs.is_contiguous(), (x.stride(), weight.stride())
-    assert weight.shape[1] <= ROWS and inputs.dtype == x.dtype, (weight.shape, inputs.dtype, x.dtype)
+    assert weight.shape[1] <= MOST_ROWS and inputs.dtype == x.dtype, (weight.shape, inputs.dtype, x.dtype)
     out = torch.empty((rows, channels), dtype=x.dtype, device=x.device)
+    tile = min(triton.next_power_of_2(view.max_query), MOST_ROWS)
     if rows and seqs:
         run(
-            _causal_conv, (count_tiles(rows, seqs, ROWS, 1), triton.cdiv(channels, BLOCK_C)),
+            _causal_conv, (count_tiles(rows, seqs, tile, 1), triton.cdiv(channels, BLOCK_C)),
             x, weight, inputs, slots, view.query_start, view.context_len, parents, out, seqs, x.stride(0),
             CHANNELS=channels, WIDTH=weight.shape[1], RING=inputs.shape[1],
-            ROWS=ROWS, BLOCK_C=BLOCK_C, BLOCK_S=triton.next_power_of_2(seqs), num_warps=4,
+            ROWS=tile, BLOCK_C=BLOCK_C, BLOCK_S=triton.next_power_of_2(seqs), num_warps=4,
         )  # fmt: skip
     return out
 
