@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 
 import pytest
 import torch
 from torch import Tensor
 
-from sparkdraft.kernels import reference
+from sparkdraft.kernels import native, reference
 from sparkdraft.kernels.delta_rule import FOLD, RecurrentState, input_ring, record_ring
 from sparkdraft.kernels.view import AttentionView
 from tests.kernels.recurrent_cases import TREE, Layer, Part, Shape, paths, random_steps, row_by_row
@@ -155,6 +156,15 @@ def test_a_tree_is_each_of_its_paths_run_alone(first: int) -> None:
         whole = part.followed_by(Part(0, first, tree.x[path], tree.ab[path]))
         conv, o = row_by_row(layer, reference, whole)
         assert torch.equal(got[0][row], conv[-1]) and torch.equal(got[1][row], o[-1]), row
+
+
+# ---- the three modules
+
+
+@pytest.mark.parametrize("name", ["find_states", "causal_conv", "delta_rule", "gated_norm"])
+def test_one_signature(name: str) -> None:
+    cuda = pytest.importorskip("sparkdraft.kernels.cuda", reason="triton is not installed", exc_type=ImportError)
+    assert len({str(inspect.signature(getattr(ops, name))) for ops in (reference, native, cuda)}) == 1
 
 
 # ---- slots
