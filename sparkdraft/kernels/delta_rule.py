@@ -123,13 +123,16 @@ def delta_rule(
     params: DeltaParams,
     parents: Tensor | None = None,  # as in causal_conv
 ) -> Tensor:  # [rows, value_heads * value_dim]
-    """Every row's o, in float32 until it is written. Value head h reads key head h // (value heads per key head)."""
+    """Every row's o, in float32 until it is written. Value head h reads key head h // (value heads per key head).
+
+    parents: only for steps in which no sequence has more than most_rows rows.
+    """
+    assert parents is None or view.max_query <= memory.most_rows, "rows of a prompt follow each other"
     heads, ring = params.num_value_heads, memory.ring
     share = heads // params.num_key_heads
     out = qkv.new_zeros(qkv.shape[0], heads, params.value_dim)
     queries, keys, values = _split(qkv, params)
-    a, b = decay_beta.float().split(heads, dim=-1)
-    decays, betas = torch.exp(params.rate * F.softplus(a + params.bias)), torch.sigmoid(b)
+    decays, betas = _gates(decay_beta.float(), params)
     starts, contexts, places = view.query_start.tolist(), view.context_len.tolist(), slots.tolist()
     for s, slot in enumerate(places):
         begin, end = starts[s], starts[s + 1]
@@ -140,7 +143,8 @@ def delta_rule(
             memory.state[slot].zero_()
             memory.base[slot] = 0
         base = int(memory.base[slot, 0])
-        assert base <= first <= base + ring, f"slot {slot}: state at {base}, rows from {first}"
+        behind = first + (count if count <= memory.most_rows else 0) - base
+        assert base <= first and behind <= ring, f"slot {slot}: state at {base}, rows from {first}"
         state, fold = memory.state[slot].clone(), max(base, first // FOLD * FOLD)
         for position in range(base, first):
             if position == fold:
@@ -182,6 +186,14 @@ def gated_norm(o: Tensor, gate: Tensor, gain: Tensor, eps: float) -> Tensor:  # 
 def _update(state: Tensor, decay: Tensor, key: Tensor, update: Tensor) -> None:
     state *= decay.view(-1, 1, 1)
     state += key.unsqueeze(2) * update.unsqueeze(1)
+
+
+def _gates(decay_beta: Tensor, params: DeltaParams) -> tuple[Tensor, Tensor]:  # both [rows, value_heads]
+    """Decays and betas. By exp: torch's own softplus and sigmoid give a row other bits in other batches."""
+    a, b = decay_beta.split(params.num_value_heads, dim=-1)
+    x = a + params.bias
+    softplus = torch.log1p(torch.exp(x.clamp(max=20))).where(x <= 20, x)
+    return torch.exp(params.rate * softplus), 1 / (1 + torch.exp(-b))
 
 
 def _split(qkv: Tensor, params: DeltaParams) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Which KV formats run where: on which machine, kernels and layers; what does not is refused in a sentence. No torch."""
+"""Which KV formats run where (machine, kernels, layers); what does not run is refused in a sentence. No torch."""
 
 from __future__ import annotations
 

@@ -34,6 +34,8 @@ from sparkdraft.spec.caps import DrafterCaps
 from sparkdraft.spec.ngram import NGRAM_DEPTH
 
 MAX_SEQS = {"cpu": 16, "cuda": 64}  # requests at once, if nobody says otherwise
+MAX_ROWS = {"cpu": 512, "cuda": 8192}  # rows per step, likewise
+CAPTURED = "turboquant", "capture_only"
 CPU_KV_SHARE = 0.25  # share of the free memory for a CPU's KV cache: other programs want that memory too
 LEAST_CONTEXT = 64  # tokens: the warm-up requests need no more, and a shorter context is of no use
 ITEMSIZE = {"float32": 4, "bfloat16": 2}  # of activations, and of exact keys and values
@@ -101,10 +103,7 @@ def resolve(
     weights = _weights(config, hardware, native_problem, fallbacks)
     dtype = "float32" if weights == "quantised" else weights
     max_model_len = _max_model_len(config, model)
-    max_seqs = config.max_seqs or MAX_SEQS[hardware.device]
-    max_rows = config.max_rows or (512 if on_cpu else 8192)
-    if max_rows < max_seqs:
-        raise UserError(f"max_rows is {max_rows}, below max_seqs ({max_seqs}); every request needs one row per step")
+    max_seqs, max_rows = _step_limits(config, hardware)
     itemsize = ITEMSIZE[dtype]
     kv = "exact" if config.kv == "turboquant" and config.tq_mode == "off" else config.kv
     check_kv(kv, hardware, weights)
@@ -113,14 +112,13 @@ def resolve(
     recordings = recording_bytes(kernels, drafter is not None) if graphs else 0
     held = _held(model, WEIGHT_ITEMSIZE[weights], drafter, held) + rope_bytes(model, max_model_len)
     scratch = scratch_bytes(model, max_rows, max_seqs, itemsize, drafter)
-    if kv == "turboquant" and config.tq_mode == "capture_only":
-        scratch += capture_bytes(model, max_rows, itemsize)
+    scratch += capture_bytes(model, max_rows, itemsize) if (kv, config.tq_mode) == CAPTURED else 0
     room = int(hardware.free_bytes * config.memory_fraction) - held - scratch - recordings
     states = _states(config, model, drafter, max_seqs, itemsize, room, fallbacks)
     max_seqs, state_bytes = (states.slots, states.nbytes) if states else (max_seqs, 0)
     room -= state_bytes
-    step = StepSize(max_model_len, max_seqs, max_rows)
     usual = min(room, int(hardware.free_bytes * CPU_KV_SHARE)) if on_cpu else room
+    step = StepSize(max_model_len, max_seqs, max_rows)
     caches = _caches(config, model, drafter, kv, kernels, itemsize, step, usual)
     per_block, pages = max(caches.block_bytes, 1), caches.page_bytes  # there are no blocks if all layers slide
     fallbacks += _fewer_requests(caches.requests, max_seqs, pages)
@@ -151,6 +149,15 @@ def resolve(
         states=states,
         fallbacks=tuple(fallbacks),
     )
+
+
+def _step_limits(config: EngineConfig, hardware: Hardware) -> tuple[int, int]:
+    """Requests at once, and rows per step."""
+    max_seqs = config.max_seqs or MAX_SEQS[hardware.device]
+    max_rows = config.max_rows or MAX_ROWS[hardware.device]
+    if max_rows < max_seqs:
+        raise UserError(f"max_rows is {max_rows}, below max_seqs ({max_seqs}); every request needs one row per step")
+    return max_seqs, max_rows
 
 
 def _held(model: ModelConfig, itemsize: float, drafter: DrafterCaps | None, known: int | None) -> int:

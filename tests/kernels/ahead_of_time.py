@@ -8,8 +8,11 @@ not compiled at all.
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -17,11 +20,21 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
-from sparkdraft.kernels.cuda import attention, block_attention, experts, few_rows, pdl, turboquant
+from sparkdraft.kernels.cuda import (
+    attention,
+    block_attention,
+    delta_chunks,
+    delta_steps,
+    experts,
+    few_rows,
+    pdl,
+    turboquant,
+)
 from sparkdraft.kernels.cuda.gpu import Gpu
 
 LIMIT = {90: 227 << 10, 121: 99 << 10}  # bytes of shared memory that a program may take: H200, DGX Spark
@@ -63,7 +76,7 @@ def captured_launches(monkeypatch: pytest.MonkeyPatch, capability: int, step: Ca
     with monkeypatch.context() as patch:
         patch.setattr(JITFunction, "run", note)
         patch.setattr(pdl, "active", lambda device: True)
-        for module in (attention, block_attention, experts, few_rows, turboquant):
+        for module in (attention, block_attention, delta_chunks, delta_steps, experts, few_rows, turboquant):
             patch.setattr(module, "gpu_of", lambda device: GPUS[capability])
         step()
     return found
@@ -91,12 +104,23 @@ def compile_launch(capability: int, launch: Launch) -> tuple[Any, dict[str, str]
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=rest), signature
 
 
+def spilled_bytes(capability: int, made: Any) -> int:
+    """What a thread stores for want of registers, as the assembler says."""
+    with TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(made.asm["ptx"])
+        command = [get_ptxas(capability).path, "-v", f"--gpu-name={sm_arch_from_capability(capability)}"]
+        said = subprocess.run([*command, str(source), "-o", "/dev/null"], capture_output=True, text=True, check=True)
+    return int(re.search(r"(\d+) bytes spill stores", said.stderr)[1])
+
+
 # The order of kernels that overlap (kernels/cuda/pdl.py)
 
 WEIGHTS = {  # what may be read before the wait
     "_rms_norm": {"weight"},
     "_rope_write": {"q_norm", "k_norm"},
     "_add_normed": {"weight", "gain"},
+    "_gated_norm": {"gain"},
 }
 WEIGHTS |= {name: {"signs"} for name in ("write", "join", "turn_back")}
 

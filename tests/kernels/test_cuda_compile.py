@@ -28,6 +28,7 @@ from sparkdraft.kernels.cuda import block_attention, draft_loss  # noqa: E402
 from sparkdraft.kernels.norm import Norm  # noqa: E402
 from tests.kernels.ahead_of_time import LIMIT, captured_launches, compile_launch, empty  # noqa: E402
 from tests.kernels.test_cuda_decode import fp8_step  # noqa: E402
+from tests.kernels.test_cuda_delta_rule import recurrent_step  # noqa: E402
 from tests.kernels.test_cuda_experts import experts_step  # noqa: E402
 from tests.kernels.test_cuda_few_rows import few_rows_step  # noqa: E402
 from tests.kernels.test_cuda_stepping import decode_step  # noqa: E402
@@ -72,6 +73,8 @@ STEPS: dict[str, Callable[[], None]] = {
     "experts of a row": lambda: experts_step("qwen3-30b-a3b", 1),
     "experts of rows": lambda: experts_step("gpt-oss-20b", 16),
     "norms after": normed_step,
+    "recurrent rows": lambda: recurrent_step(16, 48, torch.bfloat16, 16, tree=True),
+    "recurrent prompts": lambda: recurrent_step(16, 48, torch.bfloat16, 2000),
     "coded row": lambda: layer_step(1, 32, 8, 128),
     "coded prompts": lambda: layer_step(100, 32, 8, 128, seqs=64),
     "training": training_step,

@@ -8,21 +8,19 @@ first use. Sampling and the layout of the cache belong to others.
 from typing import Any
 
 from sparkdraft.kernels.cuda.attention import paged_attention
+from sparkdraft.kernels.cuda.delta_steps import delta_rule
 from sparkdraft.kernels.cuda.elementwise import add_normed, gated, rms_norm, rope_queries, rope_write, tap
 from sparkdraft.kernels.cuda.experts import add_experts, norm_experts
 from sparkdraft.kernels.cuda.facts import facts
 from sparkdraft.kernels.cuda.matmul import add_linear, linear, norm_argmax, norm_gated, norm_linear, norm_logits
 from sparkdraft.kernels.cuda.recording import Recording
+from sparkdraft.kernels.cuda.recurrent import causal_conv, find_states, gated_norm
 from sparkdraft.kernels.cuda.routing import norm_route
 from sparkdraft.kernels.cuda.stepping import accept_drafts, make_rows
 from sparkdraft.kernels.reference import (  # torch is at the ceiling, or near enough
-    causal_conv,
-    delta_rule,
     draw,
     embed,
     find_pages,
-    find_states,
-    gated_norm,
     keep_experts,
     keep_float_experts,
     keep_float_matrix,

@@ -36,16 +36,12 @@ from sparkdraft.kernels.native.packed import (
     place,
 )
 from sparkdraft.kernels.native.recording import Recording, empty, keep
+from sparkdraft.kernels.native.recurrent import causal_conv, delta_rule, find_states, gated_norm, sigmoid_gate
 from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.kernels.reference import (
     accept_drafts,
     add_linear,  # these two are the matrix's own
-    causal_conv,
-    delta_rule,
-    find_states,
-    gated_norm,
     linear,
-    sigmoid_gate,
     tq_attention,
     tq_rope_write,
 )

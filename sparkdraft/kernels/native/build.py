@@ -21,7 +21,7 @@ from sparkdraft.progress import progress
 from sparkdraft.weights.hub import cache_dir
 
 SOURCES = (
-    *("matmul.cpp", "experts.cpp", "attention.cpp", "elementwise.cpp", "sampling.cpp", "replay.cpp"),
+    *("matmul.cpp", "experts.cpp", "attention.cpp", "recurrent.cpp", "elementwise.cpp", "sampling.cpp", "replay.cpp"),
     *("activation.h", "matmul.h", "simd.h", "pool.h"),
 )
 FLAGS = (

@@ -41,6 +41,11 @@ _SIGNATURES = {
     "sd_softcap": (c_void_p, c_int64, c_float),
     "sd_route": (c_void_p, *(c_int64,) * 4, *(c_void_p,) * 3),
     "sd_experts": (c_void_p,),
+    "sd_find_states": (*(c_void_p,) * 5, *(c_int64,) * 3),
+    "sd_causal_conv": (c_void_p,),
+    "sd_delta_rule": (c_void_p,),
+    "sd_gated_norm": (*(c_void_p, c_int64) * 2, *(c_void_p,) * 2, *(c_int64,) * 3, c_float),
+    "sd_sigmoid_gate": (*(c_void_p, c_int64) * 2, *(c_int64,) * 3),
 }
 
 c = SimpleNamespace()  # the C functions by name, once loaded; while a recording is made, their recorders

@@ -28,10 +28,18 @@ void sd_add_normed(float*, int64_t, const float*, int64_t, const float*, int64_t
 void sd_softcap(float*, int64_t, float);
 void sd_route(const float*, int64_t, int64_t, int64_t, int64_t, const float*, int32_t*, float*);
 void sd_experts(const void*);
+void sd_find_states(const int32_t*, const int32_t*, const int32_t*, const int32_t*, int32_t*, int64_t, int64_t,
+                    int64_t);
+void sd_causal_conv(const void*);
+void sd_delta_rule(const void*);
+void sd_gated_norm(const float*, int64_t, const float*, int64_t, const float*, float*, int64_t, int64_t, int64_t,
+                   float);
+void sd_sigmoid_gate(float*, int64_t, const float*, int64_t, int64_t, int64_t, int64_t);
 
 enum Kernel : int64_t {
     EMBED, COPY_ROWS, LINEAR, RMS_NORM, QK_NORM_ROPE, GATED, KV_WRITE, PAGED_ATTENTION, FIND_PAGES, MAKE_ROWS,
-    UNIT_RMS, ADD_NORMED, SOFTCAP, ROUTE, EXPERTS
+    UNIT_RMS, ADD_NORMED, SOFTCAP, ROUTE, EXPERTS, FIND_STATES, CAUSAL_CONV, DELTA_RULE, GATED_NORM,
+    SIGMOID_GATE
 };
 
 struct Recorded {  // both mirrored in recording.py
@@ -90,6 +98,18 @@ void run(const Recorded& c) {
                             at<float>(a[7]));
         case EXPERTS:
             return sd_experts(at<void>(a[0]));
+        case FIND_STATES:
+            return sd_find_states(at<int32_t>(a[0]), at<int32_t>(a[1]), at<int32_t>(a[2]), at<int32_t>(a[3]),
+                                  at<int32_t>(a[4]), a[5], a[6], a[7]);
+        case CAUSAL_CONV:
+            return sd_causal_conv(at<void>(a[0]));
+        case DELTA_RULE:
+            return sd_delta_rule(at<void>(a[0]));
+        case GATED_NORM:
+            return sd_gated_norm(at<float>(a[0]), a[1], at<float>(a[2]), a[3], at<float>(a[4]), at<float>(a[5]), a[6],
+                                 a[7], a[8], float(c.real[0]));
+        case SIGMOID_GATE:
+            return sd_sigmoid_gate(at<float>(a[0]), a[1], at<float>(a[2]), a[3], a[4], a[5], a[6]);
     }
 }
 

@@ -1,7 +1,7 @@
 // The few vector operations that the kernels are written in, for NEON, for AVX2 and in plain C++ for the rest.
 // Everything that must give the same bits in every tiling goes through these: multiply-adds are explicit (the compiler
 // is told to fuse none by itself), and a function of one lane never looks at another.
-// Algorithms are in matmul.cpp, experts.cpp, attention.cpp, elementwise.cpp and sampling.cpp.
+// Algorithms are in matmul.cpp, experts.cpp, attention.cpp, recurrent.cpp, elementwise.cpp and sampling.cpp.
 #pragma once
 
 #include <cmath>
@@ -173,6 +173,7 @@ alignas(16) static const int32_t BIAS[4] = {0x4b400000, 0x4b400000, 0x4b400000, 
 INLINE vfloat vload(const float* p) { return vld1q_f32(p); }
 INLINE void vstore(float* p, vfloat v) { vst1q_f32(p, v); }
 INLINE vfloat vzero() { return vdupq_n_f32(0); }
+INLINE vfloat vsplat(float x) { return vdupq_n_f32(x); }
 INLINE vfloat vadd(vfloat a, vfloat b) { return vaddq_f32(a, b); }
 INLINE vfloat vscale(vfloat a, float b) { return vmulq_n_f32(a, b); }
 INLINE vfloat load_halves(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
@@ -241,6 +242,7 @@ typedef __m256i vbytes;
 INLINE vfloat vload(const float* p) { return _mm256_loadu_ps(p); }
 INLINE void vstore(float* p, vfloat v) { _mm256_storeu_ps(p, v); }
 INLINE vfloat vzero() { return _mm256_setzero_ps(); }
+INLINE vfloat vsplat(float x) { return _mm256_set1_ps(x); }
 INLINE vfloat vadd(vfloat a, vfloat b) { return _mm256_add_ps(a, b); }
 INLINE vfloat vscale(vfloat a, float b) { return _mm256_mul_ps(a, _mm256_set1_ps(b)); }
 INLINE vfloat vfma(vfloat a, vfloat b, vfloat c) { return _mm256_fmadd_ps(a, b, c); }
@@ -297,6 +299,7 @@ INLINE vfloat each_lane(F f) {
 INLINE vfloat vload(const float* p) { return each_lane([&](int i) { return p[i]; }); }
 INLINE void vstore(float* p, vfloat v) { std::memcpy(p, v.lane, sizeof v); }
 INLINE vfloat vzero() { return vfloat{}; }
+INLINE vfloat vsplat(float x) { return each_lane([&](int) { return x; }); }
 INLINE vfloat vadd(vfloat a, vfloat b) { return each_lane([&](int i) { return a.lane[i] + b.lane[i]; }); }
 INLINE vfloat vscale(vfloat a, float b) { return each_lane([&](int i) { return a.lane[i] * b; }); }
 INLINE vfloat vfma(vfloat a, vfloat b, vfloat c) {

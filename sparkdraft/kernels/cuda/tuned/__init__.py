@@ -5,8 +5,9 @@ and "attention_decode" has a list of tiles, in order of their rows. Files are la
 
     fits_99kb.json, fits_227kb.json    chosen to fit the shared memory of a program; measured nowhere
     sm_90.json                         measured on GPUs of that compute capability
-    <cache folder>/tuned/sm_90.json    measured on this machine, by tools/cuda_few_rows.py or tools/cuda_experts.py
+    <cache folder>/tuned/sm_90.json    measured on this machine, by the tools/cuda_*.py that take --tune
 
+The shape of a recurrent layer is its key and value dimensions, for prompts after its number of value heads.
 The shape of experts ends in the pairs of a block, or in a row's choices ("experts_row_down").
 
 A shape that no file has is left to the kernel's own rule. The files are read once per process.
@@ -31,6 +32,7 @@ Tables = dict[tuple[str, str], dict[Shape, Any]]  # (kernel, format) -> shape ->
 LISTS = ("attention_decode",)  # kernels that have a list of tiles per shape
 NUMBERS = {"few_rows": 4, "attention_chunk": 4, "attention_decode": 4, "block_attention": 5}  # integers of a tile
 NUMBERS |= {"experts_gate_up": 4, "experts_down": 4, "experts_row_down": 4}
+NUMBERS |= {"delta_rule": 2, "delta_inside": 1, "delta_through": 3}
 
 
 def user_file(gpu: Gpu) -> Path:
