@@ -27,10 +27,10 @@ from tests.models.recurrent import (
 from tests.models.tiny import oracle_logits, write_tiny
 
 SEEDS = range(16)
-PROMPTS = [[(31 * k + 7 * i * i + i) % 250 + 3 for i in range(5 + 4 * k)] for k in SEEDS]
+PROMPTS = [[(31 * k + 7 * i * i + i) % 250 + 3 for i in range(5 + 2 * k)] for k in SEEDS]
 PARAMS = [SamplingParams(6 + k % 5, temperature=0.8 * (k % 3 == 2), seed=k, ignore_eos=True) for k in SEEDS]
-LONG, GREEDY = PROMPTS[15], SamplingParams(50, ignore_eos=True)
 PROMPT = [(17 * i * i + 5 * i) % 250 + 3 for i in range(90)]
+LONG, GREEDY = PROMPT[::-1][:65], SamplingParams(40, ignore_eos=True)
 
 
 @pytest.fixture(scope="module", params=["qwen3_5", pytest.param("qwen3_next", marks=pytest.mark.slow)])
@@ -91,7 +91,7 @@ def test_the_state_after_rejected_drafts_is_that_of_a_run_that_never_drafted(tmp
     concerns would depend on their number.
     """
     folder = write_tiny(tmp_path, "qwen3_5", linear_num_key_heads=16, linear_num_value_heads=32)
-    prompt, params, found = PROMPTS[7], SamplingParams(32, ignore_eos=True), []
+    prompt, params, found = LONG[:33], SamplingParams(32, ignore_eos=True), []
     (text,) = texts(load(folder), [prompt], params)
     for depth in (0, 5):
         llm = load(folder, spec="15", ngram=True)
@@ -137,7 +137,7 @@ def test_prompts_that_share_a_beginning(folder: Path, plain: LLM) -> None:
 
 
 def test_requests_that_are_preempted_while_they_draft_write_the_same(folder: Path, each_alone: Texts) -> None:
-    tight = load(folder, kv_tokens=112, max_model_len=112, spec="15", ngram=True)
+    tight = load(folder, kv_tokens=80, max_model_len=80, spec="15", ngram=True)
     scripted(tight, PROMPTS, each_alone, 5, lambda step: step % 6)
     assert texts(tight, PROMPTS, PARAMS) == each_alone
     assert tight.engine.scheduler.num_preempted and all_is_free(tight)
