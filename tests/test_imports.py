@@ -23,7 +23,11 @@ NO_TORCH = [
     "models.layers",
     "models.registry",  # and with it every architecture: reading a config.json needs no torch
     "cli.main",
+    "spec.best_depths",
+    "spec.confidence",
+    "spec.cut",
     "spec.depth",
+    "spec.pairs",
     "spec.stats",
     "spec.ngram",
     "spec.caps",
