@@ -201,7 +201,7 @@ def _check_accept(args: Namespace) -> None:
     from sparkdraft.weights.checkpoint import open_checkpoint
 
     config = EngineConfig(**engine_options(args))
-    if find_drafter(config, read_config(open_checkpoint(args.model).config)) is None:
+    if find_drafter(config, read_config(open_checkpoint(args.model).config)).drafter is None:
         raise UserError(f"{args.model} has no drafter to measure; name one with --drafter, and leave --spec on auto")
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from sparkdraft.core import UserError
 from sparkdraft.progress import progress
 from sparkdraft.weights import hub
+from sparkdraft.weights.hub_repo import ALLOW, IGNORE, explained
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RawTokenizer
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from sparkdraft.weights.quant.stored import Stored
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-# Only what we read: no pickles, no tensors of other frameworks, nothing from subfolders (onnx/, original/).
-HUB_ALLOW = ["*.json", "*.safetensors", "*.jinja"]
-HUB_IGNORE = ["*/*", "consolidated*"]
 
 
 class Checkpoint(Protocol):
@@ -108,41 +106,11 @@ def _open_folder(path: Path) -> Checkpoint:
 def _open_hub(repo: str, file: str) -> Checkpoint:
     """From the hub, or from its local cache when the hub cannot be reached."""
     from huggingface_hub import hf_hub_download, snapshot_download
-    from huggingface_hub.constants import HF_HUB_CACHE
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
 
-    try:
-        with progress(f"fetching {repo} from the hub", is_drawn=False):  # that library draws bars of its own
-            if file:
-                path = hf_hub_download(repo, file)
-            else:
-                path = snapshot_download(repo, allow_patterns=HUB_ALLOW, ignore_patterns=HUB_IGNORE)
+    # that library draws bars of its own
+    with explained(repo), progress(f"fetching {repo} from the hub", is_drawn=False):
+        if file:
+            path = hf_hub_download(repo, file)
+        else:
+            path = snapshot_download(repo, allow_patterns=ALLOW, ignore_patterns=IGNORE)
         return _open_file(Path(path)) if file else _open_folder(Path(path))
-    except GatedRepoError as error:
-        raise UserError(
-            f"The hub model {repo} asks for a licence: accept it on its page, then `hf auth login`."
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise UserError(
-            f"The hub has no model {repo} that you may read, and there is no such folder here: check the name."
-        ) from error
-    except LocalEntryNotFoundError as error:
-        raise UserError(
-            f"{repo} is neither a folder here nor in the local hub cache, and the hub cannot be reached: connect to a "
-            f"network, or pass a folder, a .gguf file or a known name ({', '.join(sorted(hub.KNOWN))})."
-        ) from error
-    except (HfHubHTTPError, OSError) as error:
-        if error.errno in hub.FULL:
-            raise UserError(
-                f"The disk of the hub's cache is full, so {repo} cannot be fetched into {HF_HUB_CACHE}: free some "
-                "space there, or set HF_HOME to a folder on another disk."
-            ) from error
-        first = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(
-            f"Fetching {repo} from the hub failed ({first[0]}): try again, or pass a local folder."
-        ) from error
