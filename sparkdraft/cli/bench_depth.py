@@ -60,8 +60,14 @@ def run(args: Namespace) -> int:
     print(table(cells) + ("  (synthetic)" if acceptance else ""))
     if not acceptance:
         print(_texts(cells))
-    summary: dict[str, Any] = {"bench": "depth", "model": label, "device": engine.plan.device, "dtype": engine.plan.weights}
-    summary |= {"output_len": args.output_len, "temperature": args.temperature, "max_depth": most}
+    plan, summary = engine.plan, dict[str, Any](bench="depth", model=label)
+    summary |= {
+        "device": plan.device,
+        "dtype": plan.weights,
+        "output_len": args.output_len,
+        "temperature": args.temperature,
+        "max_depth": most,
+    }
     process = {"length": acceptance.length, "process": acceptance.describe()} if acceptance else None
     text = json.dumps(summary | {"synthetic": process, "cells": [cell.as_dict() for cell in cells]})
     print(text)

@@ -2,29 +2,39 @@
 
 The cache's layout is the hub library's own, so that other programs' downloads count: blobs/ holds each file under its
 hash (SHA-256 of large files, git's SHA-1 of small ones), snapshots/COMMIT/ links to them. So a fetched file is verified
-by its own name. An interrupted fetch leaves a blob named *.incomplete, from which the next one continues.
+by its own name. The library forgets a file that was interrupted, which may be 5 GB. So large files are fetched here,
+into blobs/HASH.incomplete, from which the next attempt continues. The library then adds the small ones and the links.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparkdraft.core import UserError
 from sparkdraft.progress import Meter, progress
 from sparkdraft.weights import hub
 
+if TYPE_CHECKING:
+    import httpx
+
 # Only what we read: no pickles, no tensors of other frameworks, nothing from subfolders (onnx/, original/).
 ALLOW = ["*.json", "*.safetensors", "*.jinja"]
 IGNORE = ["*/*", "consolidated*"]
 POLL_S = 0.5
+AT_ONCE = 4  # large files that are fetched together
+ATTEMPTS = 5  # at a connection that brings nothing
+CHUNK = 1 << 20
+PARTIAL = 206  # the status of an answer that begins where it was asked to
 SHA256, SHA1 = 64, 40  # letters of a hash
 
 
@@ -43,7 +53,7 @@ def missing(folder: Path) -> list[str]:
     if index.is_file():
         try:
             files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             return [index.name]
         return [name for name in files if not (folder / name).is_file()]
     return [] if any(folder.glob("*.safetensors")) else ["model.safetensors"]
@@ -64,27 +74,64 @@ def fetch_config(repo: str) -> dict[str, Any]:
 
 def pull(repo: str) -> Path:
     """Fetch what we read of a repository, continue what was interrupted, and verify it. Returns its folder."""
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, hf_hub_url, snapshot_download
     from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub.utils import disable_progress_bars
 
     with explained(repo):
         info = HfApi().model_info(repo, files_metadata=True)
-        sizes = {f.rfilename: f.size or 0 for f in info.siblings or () if _wanted(f.rfilename)}
+        files = [f for f in info.siblings or () if _wanted(f.rfilename)]
         blobs = Path(HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "blobs"
-        total, there = sum(sizes.values()), _size_of(blobs)
-        _check_room(repo, total - there, Path(HF_HUB_CACHE))
-        with progress(f"fetching {repo}", unit="MB", is_drawn=False) as meter, _watching(meter, blobs, total):
+        total = sum(f.size or 0 for f in files)
+        _check_room(repo, total - _size_of(blobs), Path(HF_HUB_CACHE))
+        blobs.mkdir(parents=True, exist_ok=True)
+        with progress(f"fetching {repo}", unit="MB") as meter, _watching(meter, blobs, total):
+            large = [(hf_hub_url(repo, f.rfilename, revision=info.sha), f.lfs) for f in files if f.lfs]
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                list(pool.map(lambda each: fetch_blob(each[0], blobs / each[1].sha256, each[1].size), large))
+            disable_progress_bars()  # one bar, for all files, is drawn already
             folder = Path(snapshot_download(repo, allow_patterns=ALLOW, ignore_patterns=IGNORE))
     if damaged := verify(folder):
-        names = ", ".join(path.name for path in damaged)
         for path in damaged:
             path.resolve().unlink()
-        raise UserError(f"{names} of {repo} came damaged and was removed: run the same command again.")
+        raise UserError(f"{', '.join(p.name for p in damaged)} of {repo} is damaged and was removed: run this again.")
     if lacking := missing(folder):
-        raise UserError(
-            f"{repo} has no {', '.join(lacking)}: only safetensors are read, so pull a repository with them."
-        )
+        raise UserError(f"{repo} has no {', '.join(lacking)}: only safetensors are read; pull a repository with them.")
     return folder
+
+
+def fetch_blob(url: str, blob: Path, size: int) -> None:
+    """Fetch one file into the cache, from where an earlier attempt ended. blob: named by the SHA-256 of its content."""
+    from httpx import TransportError
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    part, failed = blob.with_name(f"{blob.name}.incomplete"), 0
+    with hub.lock(blob.with_name(f"{blob.name}.lock")):
+        while not blob.exists():
+            done = part.stat().st_size if part.exists() else 0
+            if done < size:
+                headers = build_hf_headers() | ({"Range": f"bytes={done}-"} if done else {})
+                try:
+                    with get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
+                        hf_raise_for_status(response)
+                        _write(response, part, "ab" if response.status_code == PARTIAL else "wb")
+                except TransportError:
+                    # A connection that breaks is taken up again as long as each attempt brings something.
+                    failed = 0 if part.exists() and part.stat().st_size > done else failed + 1
+                    if failed == ATTEMPTS:
+                        raise
+                continue
+            if hub.sha256_of(part) != blob.name:
+                part.unlink()
+                raise UserError(f"{url} came with another content than the hub names: try again later.")
+            os.replace(part, blob)
+    blob.with_name(f"{blob.name}.lock").unlink(missing_ok=True)
+
+
+def _write(response: httpx.Response, part: Path, mode: str) -> None:
+    with part.open(mode) as file:
+        for chunk in response.iter_bytes(CHUNK):
+            file.write(chunk)
 
 
 def verify(folder: Path) -> list[Path]:
@@ -161,7 +208,7 @@ def _size_of(blobs: Path) -> int:
 
 @contextmanager
 def _watching(meter: Meter, blobs: Path, total: int) -> Iterator[None]:
-    """Tell the meter how much has come, for those who see no bars: the hub library draws its own on a terminal."""
+    """Tell the meter how much has come."""
     ended = threading.Event()
 
     def watch() -> None:
