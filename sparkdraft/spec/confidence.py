@@ -1,10 +1,10 @@
 """How sure a drafter is of each draft, as a chance: a small logistic fit that learns from what the target accepts.
 
-What is known of a draft before it is verified is the gap between its score and that of the second best id: of logits,
-or of logits with the target's dice where text is sampled. The chance that a draft is accepted, if all before it were,
-is sigmoid(slope * feature(gap) + base + its position's own offset). The fit begins with a guess and follows the
-target's decisions: each parameter moves by its share of the error, over the information that it has gathered so far
-(the diagonal of a Kalman filter), so it settles and still follows a text that changes. No torch.
+What is known of a draft before it is verified is its gap: how far its score stands above the others (engine/gaps.py).
+The chance that it is accepted, if all before it were, is sigmoid(slope * gap + base + its position's own offset). The
+fit begins with a guess and follows the target's decisions: each parameter moves by its share of the error over the
+information that it has gathered so far, as in a Kalman filter without its cross terms, so that it settles and still
+follows a text that changes. No torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-WIDEST = 8.0  # gaps are compared up to this
+WIDEST = 8.0  # gaps are compared from -8 to 8
 # What the guess is worth, in observations of an even chance; and the most that is remembered.
 PRIOR, MEMORY = 4.0, 60.0
 OWN_PRIOR = 8.0  # of a position's own offset: positions differ little
@@ -31,15 +31,14 @@ class Confidence:
         """For each draft of a block, the chance that it is accepted if all before it were."""
         slope, base = self.slope, self.base
         return [
-            1 / (1 + math.exp(-(slope * min(gap, WIDEST) + base + own)))
-            for gap, own in zip(gaps, self.own, strict=False)
+            1 / (1 + math.exp(-(slope * bounded(gap) + base + own))) for gap, own in zip(gaps, self.own, strict=False)
         ]
 
     def learn(self, gaps: Sequence[float], drafted: int, accepted: int) -> None:
         """After a step that verified the first 'drafted' of a block: drafts behind the first refused say nothing."""
         known, most = self._known, MEMORY
         for position in range(min(accepted + 1, drafted)):
-            gap = min(gaps[position], WIDEST)
+            gap = bounded(gaps[position])
             chance = 1 / (1 + math.exp(-(self.slope * gap + self.base + self.own[position])))
             error, doubt = (position < accepted) - chance, chance * (1 - chance)
             known[0] = min(known[0] + doubt * gap * gap, most * WIDEST)
@@ -49,3 +48,8 @@ class Confidence:
             self.slope += error * gap / known[0] / 2
             self.base += error / known[1] / 2
             self.own[position] += error / self._known_own[position] / 2
+
+
+def bounded(gap: float) -> float:
+    """A gap within its bounds; one that is not a number counts as the least sure."""
+    return min(gap, WIDEST) if gap > -WIDEST else -WIDEST

@@ -98,9 +98,10 @@ class Price:
 
     def rows_of(self, depth: int, kept: float) -> float:
         """The cost of one request's rows if it drafts to a depth and keeps so many of the drafts, on average."""
+        if kept >= depth:  # a mean of equal numbers may be a rounding error above them
+            return self.rows[depth]
         low = int(kept)
-        here = self.verify[low]
-        part = here if low == kept else here + (self.verify[low + 1] - here) * (kept - low)
+        part = self.verify[low] + (self.verify[low + 1] - self.verify[low]) * (kept - low)
         return max(self.rows[depth] - self.verify[depth] + part, 0.0)
 
     def step(self, depths: Sequence[int]) -> float:

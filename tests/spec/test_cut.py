@@ -150,6 +150,7 @@ def test_a_cut_step_teaches_the_cost_of_what_it_verified() -> None:
     price = costs.price(1)
     assert price.verify[3] == pytest.approx(4.1) and price.verify[7] == pytest.approx(12.1)
     assert price.rows_of(7, 3) == pytest.approx(price.rows[7] - 8.0)
+    assert price.rows_of(7, 7.0000001) == price.rows[7] and price.rows_of(0, 0.0) == price.rows[0]
     assert price.rows_of(7, 5) == pytest.approx((price.rows_of(7, 4) + price.rows_of(7, 6)) / 2, rel=0.05)
 
 
@@ -206,6 +207,46 @@ def test_a_block_that_is_cut_to_nothing_is_a_plain_step_that_parks_nothing() -> 
     depths.record(state, 0, 0)
     assert state.parked is None and state.waited == 0
     assert depths.costs[0, 0].curve()[0] == pytest.approx(drafting(0) + verifying(0), rel=0.01)
+
+
+def test_blocks_that_are_always_kept_whole_are_priced_as_such() -> None:
+    """Decayed means of one number are not exactly that number. Rows are cheap here, as on a GPU."""
+    depths = DepthController(MAX_DEPTH, depths=DEPTHS)
+    for depth in DEPTHS * 3:
+        depths.measured(depth, 1, 100, 5.6 + 0.02 * depth if depth else 5.0, depth, 0.5 if depth else 0.01)
+    state = depths.open()
+    for _ in range(300):
+        (depth,) = depths.choose([state], [100])
+        kept = depths.cut(state, [8.0] * depth, False) if depth else 0
+        depths.record(state, kept, kept)
+    assert depth == kept == MAX_DEPTH
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_course_of_a_batch_leaves_numbers(seed: int) -> None:
+    """Random costs, gaps (some of them no numbers), depths and ends of requests: every choice stays within bounds."""
+    rng = random.Random(seed)
+    depths, states = DepthController(MAX_DEPTH, depths=DEPTHS), []
+    for _ in range(250):
+        states = [s for s in states if rng.random() < 0.97] + [depths.open() for _ in range(4 - len(states))]
+        chosen = depths.choose(states, [rng.randrange(1, 3000) for _ in states])
+        assert all(depth in DEPTHS for depth in chosen)
+        odd = rng.random() < 0.05
+        gaps = [[math.nan if odd else rng.uniform(-30, 20) for _ in range(depth)] for depth in chosen]
+        kept = [
+            depths.cut(s, g, rng.random() < 0.5) if g and rng.random() < 0.9 else len(g)
+            for s, g in zip(states, gaps, strict=True)
+        ]
+        assert all(0 <= k <= depth for k, depth in zip(kept, chosen, strict=True))
+        if kept != chosen:
+            depths.cut_to(kept, len(states))
+        draft, verify = rng.uniform(1e-5, 5e-3), rng.uniform(1e-3, 2e-2)
+        depths.measured(max(kept), len(states), 100, draft + verify, max(chosen), draft)
+        for state, k in zip(states, kept, strict=True):
+            depths.record(state, k, rng.randint(0, k))
+            assert all(map(math.isfinite, [*state.taken, *state.tried, state.promised, state.held]))
+    for fit in depths.fits.values():
+        assert all(0 < chance < 1 for chance in fit.chances([-8.0, 0.0, 8.0, math.nan]))
 
 
 def test_a_probe_is_not_cut() -> None:
