@@ -1,7 +1,7 @@
 """Picks drafts and says how sure each is: how far the score of the id that is taken stands above the others.
 
-For greedy rows it is the logit of the largest probability: its logit less the logarithm of the sum of all others'
-exponentials. For rows that draw it is the gap between the two best scores, which are logits over temperature with the
+For greedy rows it is the logit of the largest probability: its logit less the logarithm of the sum of the others'
+exponentials, of those that come within WIDEST of it. For rows that draw it is the gap between the two best scores, which are logits over temperature with the
 target's dice. The ids are those of `sampler.pick`, and the gap is found in the same logits, without another pass over
 the head. For the host's steps on a CPU; recorded steps on a GPU pick without gaps.
 """
@@ -42,7 +42,8 @@ def pick_sure(ops: ModuleType, logits: Tensor, draws: Draws | None, ids: Tensor 
 def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The definition for greedy rows, in torch."""
     top, columns = logits.max(-1)
-    others = logits.scatter(1, columns.unsqueeze(1), float("-inf")).logsumexp(-1)
+    near = logits.masked_fill(logits < top.unsqueeze(1) - WIDEST, float("-inf"))
+    others = near.scatter(1, columns.unsqueeze(1), float("-inf")).logsumexp(-1)
     return columns, top - others
 
 

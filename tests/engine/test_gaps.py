@@ -50,7 +50,7 @@ def test_ids_are_those_that_the_sampler_picks(ops: ModuleType, kind: str, subset
 
 
 def test_a_greedy_gap_is_the_logit_of_the_probability() -> None:
-    logits = torch.randn(5, 50)
+    logits = torch.randn(5, 50)  # all of them within WIDEST of each other
     chance = logits.softmax(-1).amax(-1)
     torch.testing.assert_close(largest(logits)[1], torch.log(chance / (1 - chance)), atol=1e-4, rtol=1e-4)
 

@@ -164,21 +164,24 @@ Taken draw(const Row& row, const float* weights, float least, float widest) {
     return {best, std::min(total - second, widest)};
 }
 
-// The largest, the first of equals. Its gap, where it is wanted, is that to the logarithm of the sum of all others'
-// exponentials: the logit of its probability.
+// The largest, the first of equals. Its gap, where it is wanted, is that to the logarithm of the sum of the others'
+// exponentials, of those within 'widest' of it: nearly the logit of its probability. Strips without any are passed over.
 Taken take_largest(const float* x, int64_t n, float widest) {
-    const float top = largest(x, n);
+    const float top = largest(x, n), least = top - widest;
     const int64_t best = first_of(x, n, top);
     if (widest == 0) return {best, 0};
-    const f32x4 tops = splat4(top);
     double others = -1;  // without the largest itself, whose exponential is 1
     int64_t i = 0;
     for (; i + STRIP <= n; i += STRIP) {
+        if (largest_of_strip(x + i) < least) continue;
         f32x4 e[4];
-        unroll<4>(EACH(j) { e[j] = exp4(load4(x + i + 4 * j) - tops); });
+        unroll<4>(EACH(j) {
+            const f32x4 v = load4(x + i + 4 * j);
+            e[j] = v >= splat4(least) ? exp4(v - splat4(top)) : splat4(0);
+        });
         others += sum_lanes((e[0] + e[1]) + (e[2] + e[3]));
     }
-    for (; i < n; ++i) others += exp4(splat4(x[i] - top))[0];
+    for (; i < n; ++i) others += x[i] >= least ? exp4(splat4(x[i] - top))[0] : 0;
     return {best, others > std::exp(-double(widest)) ? float(-std::log(others)) : widest};
 }
 
