@@ -34,6 +34,7 @@ def run(args: Namespace) -> int:
     Console().print(table)
     print("\nPublished drafters (figures are others'; `sparkdraft pull MODEL --with-drafter` fetches both):")
     print("\n".join(pair_lines()))
+    print("Any model: drafts from the request's own text where it repeats itself; nothing to fetch.")
     return 0
 
 

@@ -12,6 +12,7 @@ HELP = "fetch a model, and its drafter, from the hub"
 EXAMPLES = """examples:
   sparkdraft pull Qwen/Qwen3-8B --with-drafter
   sparkdraft pull z-lab/Qwen3-8B-DFlash-b16
+  sparkdraft pull Qwen/Qwen3-8B-GGUF:Qwen3-8B-Q4_K_M.gguf
 What was interrupted is continued, and every file is checked against its hash. Later commands need no network:
 `sparkdraft serve --model Qwen/Qwen3-8B` finds the drafter by itself.
 """
@@ -29,11 +30,15 @@ def run(args: Namespace) -> int:
     from sparkdraft.weights.checkpoint import HUB_ID
     from sparkdraft.weights.hub_repo import pull
 
-    if not HUB_ID.fullmatch(args.model):
+    repo, _, file = args.model.partition(":")
+    if not HUB_ID.fullmatch(repo):
         raise UserError(f"{args.model} is no hub id: give one such as org/name, or {', '.join(sorted(hub.KNOWN))}.")
-    drafter = find_published(args.model) if args.with_drafter else ""
-    for repo in filter(None, (args.model, drafter)):
-        print(pull(repo))
+    if file and args.with_drafter:
+        raise UserError("--with-drafter needs a config.json, which a GGUF file lacks: pull the drafter by its name.")
+    drafter = find_published(repo) if args.with_drafter else ""
+    print(pull(repo, file))
+    if drafter:
+        print(pull(drafter))
     return 0
 
 

@@ -1,9 +1,10 @@
 """Picks drafts and says how sure each is: how far the score of the id that is taken stands above the others.
 
 For greedy rows it is the logit of the largest probability: its logit less the logarithm of the sum of the others'
-exponentials, of those that come within WIDEST of it. For rows that draw it is the gap between the two best scores, which are logits over temperature with the
-target's dice. The ids are those of `sampler.pick`, and the gap is found in the same logits, without another pass over
-the head. For the host's steps on a CPU; recorded steps on a GPU pick without gaps.
+exponentials, of those that come within WIDEST of it. For rows that draw it is the gap between the two best scores,
+which are logits over temperature with the target's dice. The ids are those of `sampler.pick`, and the gap is found in
+the same logits, without another pass over the head. For the host's steps on a CPU; recorded steps on a GPU pick without
+gaps.
 """
 
 from __future__ import annotations

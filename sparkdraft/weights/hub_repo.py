@@ -72,15 +72,20 @@ def fetch_config(repo: str) -> dict[str, Any]:
     return dict(config)
 
 
-def pull(repo: str) -> Path:
-    """Fetch what we read of a repository, continue what was interrupted, and verify it. Returns its folder."""
+def pull(repo: str, file: str = "") -> Path:
+    """Fetch what we read of a repository, continue what was interrupted, and verify it. Returns its folder.
+
+    file: of a repository of GGUF files, the one that is wanted; its path is returned.
+    """
     from huggingface_hub import HfApi, hf_hub_url, snapshot_download
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.utils import disable_progress_bars
 
     with explained(repo):
         info = HfApi().model_info(repo, files_metadata=True)
-        files = [f for f in info.siblings or () if _wanted(f.rfilename)]
+        files = [f for f in info.siblings or () if (f.rfilename == file if file else _wanted(f.rfilename))]
+        if file and not files:
+            raise UserError(f"{repo} has no file {file}: check its name on the repository's page.")
         blobs = Path(HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "blobs"
         total = sum(f.size or 0 for f in files)
         _check_room(repo, total - _size_of(blobs), Path(HF_HUB_CACHE))
@@ -90,11 +95,14 @@ def pull(repo: str) -> Path:
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 list(pool.map(lambda each: fetch_blob(each[0], blobs / each[1].sha256, each[1].size), large))
             disable_progress_bars()  # one bar, for all files, is drawn already
-            folder = Path(snapshot_download(repo, allow_patterns=ALLOW, ignore_patterns=IGNORE))
+            allow, ignore = ([file], []) if file else (ALLOW, IGNORE)
+            folder = Path(snapshot_download(repo, allow_patterns=allow, ignore_patterns=ignore))
     if damaged := verify(folder):
         for path in damaged:
             path.resolve().unlink()
         raise UserError(f"{', '.join(p.name for p in damaged)} of {repo} is damaged and was removed: run this again.")
+    if file:
+        return folder / file
     if lacking := missing(folder):
         raise UserError(f"{repo} has no {', '.join(lacking)}: only safetensors are read; pull a repository with them.")
     return folder

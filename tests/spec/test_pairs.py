@@ -144,9 +144,8 @@ def test_a_drafter_in_the_cache_is_used_and_said(tiny: Path, cache: Path) -> Non
     (said,) = [f for f in llm.fallbacks() if "drafting with" in f.name]
     assert said.name == f"drafting with {DRAFTER}" and "3.5 tokens per step (a test's figure)" in said.reason
     assert "has the shape and the name of someone/Tiny-Model" in said.reason and "--drafter none" in said.reason
-    assert [f.value for f in llm.facts() if f.name == "blocks of drafts"][0].startswith(
-        "cut where their own confidence"
-    )
+    (fact,) = [f for f in llm.facts() if f.name == "blocks of drafts"]
+    assert fact.value.startswith("cut where their own confidence")
     prompt, params = [5, 6, 7, 8], SamplingParams(max_tokens=24, ignore_eos=True)
     drafted = llm.generate([prompt], replace(params, num_draft=3))[0]
     plain = LLM(str(tiny), dtype="float32", ngram=False, drafter="none")

@@ -122,6 +122,15 @@ def test_a_repository_without_safetensors_is_refused(web: FakeHub) -> None:
         pull("someone/old")
 
 
+def test_one_file_of_a_repository(web: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    web.repos["someone/ggufs"] = {"a.gguf": WEIGHTS[:9000], "b.gguf": WEIGHTS[:8000], "config.json": b"{}"}
+    assert main(["pull", "someone/ggufs:b.gguf"]) == 0
+    path = Path(capsys.readouterr().out.strip())
+    assert path.read_bytes() == WEIGHTS[:8000] and set(web.asked) == {"b.gguf"}
+    assert main(["pull", "someone/ggufs:c.gguf"]) == 1 and "has no file c.gguf" in capsys.readouterr().err
+    assert main(["pull", "someone/ggufs:b.gguf", "--with-drafter"]) == 1 and "lacks" in capsys.readouterr().err
+
+
 def test_unknown_names_and_no_network(web: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="The hub has no model someone/else"):
         pull("someone/else")
