@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-MEMORY = 0.985  # what a block leaves of older blocks' weight
-TRUST = 4.0  # how many blocks of its own the mean over all requests is worth to a request
+# What a block leaves of older blocks' weight: in the mean over all requests, and in that of one. A text may turn hard
+# within a few blocks, each of which then costs its draft for nothing. What is averaged are expectations, not outcomes,
+# so ten blocks are enough.
+USUAL, OWN = 0.985, 0.9
+TRUST = 4.0  # how many blocks the mean over all requests is worth to a new request; it fades as blocks do
 
 
 def survivals(chances: Sequence[float]) -> list[float]:
@@ -43,18 +46,19 @@ def best_cuts(survival: Sequence[float], worth: Sequence[float], depths: Sequenc
 class Profile:
     """What blocks were expected to bring once they are cut, by depth: decayed means of tokens and of drafts kept."""
 
-    def __init__(self, num_depths: int) -> None:
-        self.weight = 0.0
+    def __init__(self, num_depths: int, memory: float) -> None:
+        self.weight, self._memory, self._trust = 0.0, memory, TRUST
         self.tokens, self.kept = [0.0] * num_depths, [0.0] * num_depths  # decayed sums
 
     def add(self, cuts: Sequence[tuple[float, int]]) -> None:
-        self.weight = self.weight * MEMORY + 1
-        self.tokens = [old * MEMORY + tokens for old, (tokens, _) in zip(self.tokens, cuts, strict=True)]
-        self.kept = [old * MEMORY + kept for old, (_, kept) in zip(self.kept, cuts, strict=True)]
+        memory = self._memory
+        self.weight, self._trust = self.weight * memory + 1, self._trust * memory
+        self.tokens = [old * memory + tokens for old, (tokens, _) in zip(self.tokens, cuts, strict=True)]
+        self.kept = [old * memory + kept for old, (_, kept) in zip(self.kept, cuts, strict=True)]
 
     def means(self, usual: Profile) -> tuple[list[float], list[float]]:
         """Tokens and drafts kept, by depth, leaning on the profile of all requests, which has seen a block."""
-        lean, total = TRUST / usual.weight, self.weight + TRUST
+        lean, total = self._trust / usual.weight, self.weight + self._trust
         tokens = [(own + lean * all_) / total for own, all_ in zip(self.tokens, usual.tokens, strict=True)]
         kept = [(own + lean * all_) / total for own, all_ in zip(self.kept, usual.kept, strict=True)]
         return tokens, kept

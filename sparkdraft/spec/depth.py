@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from sparkdraft.spec.best_depths import Offer, best_depths, conditional_acceptance, expected_tokens
 from sparkdraft.spec.confidence import Confidence
-from sparkdraft.spec.cut import Profile, best_cuts, survivals
+from sparkdraft.spec.cut import OWN, USUAL, Profile, best_cuts, survivals
 from sparkdraft.spec.step_costs import Price, Reads, StepCosts, for_batch, start_curve
 
 Bucket = tuple[int, int]  # log2 of the batch, log4 of the context in units of 256 tokens
@@ -105,8 +105,8 @@ class DepthController:
         self._unmeasured: dict[int, StepCosts] = {}  # by log2 of the batch
         self.mixed: tuple[int, int, float] = (0, 0, 1.0)  # last choice: deepest, requests, time over a uniform step's
         self.fits = {drawn: Confidence(max_depth, *first) for drawn, first in FIRST_FIT.items()}
-        self.usual = Profile(len(self.depths))  # of all requests' blocks
-        self._unseen = Profile(len(self.depths))  # of a request without a block
+        self.usual = Profile(len(self.depths), USUAL)  # of all requests' blocks
+        self._unseen = Profile(len(self.depths), OWN)  # of a request without a block
         self._price: Price | None = None  # of the last choice, and the tokens a second that it promised
         self._rate = 0.0
 
@@ -167,7 +167,7 @@ class DepthController:
             before = tokens[depth] - tokens[depth - 1]
             survival.append(survival[-1] * (tokens[depth + 1] - tokens[depth]) / before if before > 1e-9 else 0.0)
         cuts = best_cuts(survival, worth, self.depths)
-        state.profile = state.profile or Profile(len(self.depths))
+        state.profile = state.profile or Profile(len(self.depths), OWN)
         state.profile.add(cuts)
         self.usual.add(cuts)
         return len(gaps) if state.parked is not None else best_cuts(survival, worth, [len(gaps)])[0][1]
