@@ -56,6 +56,12 @@ class Profile:
         self.tokens = [old * memory + tokens for old, (tokens, _) in zip(self.tokens, cuts, strict=True)]
         self.kept = [old * memory + kept for old, (_, kept) in zip(self.kept, cuts, strict=True)]
 
+    def forget(self) -> None:
+        """The text has changed: what was seen counts as half a block."""
+        keep = 0.5 / max(self.weight, 0.5)
+        self.weight, self._trust = self.weight * keep, self._trust * keep
+        self.tokens, self.kept = [t * keep for t in self.tokens], [k * keep for k in self.kept]
+
     def means(self, usual: Profile) -> tuple[list[float], list[float]]:
         """Tokens and drafts kept, by depth, leaning on the profile of all requests, which has seen a block."""
         lean, total = self._trust / usual.weight, self.weight + self._trust

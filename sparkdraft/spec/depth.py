@@ -84,6 +84,9 @@ class DepthState:
         self.taken = [n * keep for n in self.taken]
         self.tried = [n * keep for n in self.tried]
         self.trust, self.surprise, self.variance = 1.0, 0.0, 0.0
+        self.promised = self.held = 0.0
+        if self.profile:
+            self.profile.forget()
 
 
 class DepthController:

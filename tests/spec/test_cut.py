@@ -175,28 +175,35 @@ def test_text_that_defeats_drafting_is_still_parked(easy: float) -> None:
     assert run(easy, True)[0] > 0.975
 
 
-def steps_until_parked(seed: int) -> int:
-    """From where an easy text turns hard, and the drafter knows it."""
-    depths, rng, written, wasted = controller(), random.Random(seed), 0, 0
-    state = depths.open()
-    while written < 1000:
+def steps_after_change(seed: int, before: float, after: float) -> int:
+    """Steps from where the drafter's gaps change their mean until the request changes sides: parks, or drafts because
+    it pays."""
+    depths, rng, written, steps = controller(), random.Random(seed), 0, 0
+    state, change = depths.open(), 300 + random.Random(-seed).randrange(100)
+    while steps < 500:
         (depth,) = depths.choose([state], [100])
-        if written >= 400 and state.parked is not None:
+        changed = written >= change
+        if changed and (state.parked is None) == (after > before):
             break
-        gaps = [rng.gauss(-0.5 if written >= 400 else 5.0, 0.8) for _ in range(MAX_DEPTH)]
+        gaps = [rng.gauss(after if changed else before, 0.8) for _ in range(MAX_DEPTH)]
         kept = depths.cut(state, gaps[:depth], False) if depth else 0
-        depths.cut_to([kept], 1)
+        if kept < depth:
+            depths.cut_to([kept], 1)
         accepted = 0
         while accepted < kept and rng.random() < sigmoid(0.78 * gaps[accepted] - 0.25):
             accepted += 1
         depths.measured(kept, 1, 100, drafting(depth) + verifying(kept), depth, drafting(depth))
         depths.record(state, kept, accepted)
-        written, wasted = written + 1 + accepted, wasted + (written >= 400)
-    return wasted
+        written, steps = written + 1 + accepted, steps + changed
+    return steps
 
 
 def test_a_fall_is_noticed() -> None:
-    assert mean(steps_until_parked(seed) for seed in range(10)) < 30
+    assert mean(steps_after_change(seed, 5.0, -0.5) for seed in range(10)) < 30
+
+
+def test_drafting_comes_back() -> None:
+    assert mean(steps_after_change(seed, -0.8, 5.0) for seed in range(20)) < 40
 
 
 @pytest.mark.parametrize("easy", [0.5, 1.0])
