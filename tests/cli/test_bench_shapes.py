@@ -57,6 +57,7 @@ def test_a_published_shape_runs_with_its_drafter(name: str, capsys: pytest.Captu
     assert ("choose independently" in out) == (name != "gemma4-31b")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little")
 def test_depths_of_a_shape_with_a_synthetic_acceptance(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     name, plot, out = "gpt-oss-20b", tmp_path / "depth.svg", tmp_path / "depth.json"
