@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft import LLM, SamplingParams
+from sparkdraft.bench.accept import LOOP
 from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow, argmax, ids_of
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.models.blocks import Step
@@ -144,7 +145,7 @@ def main() -> None:
     steps: Steps = {name: [] for name in (*CLASSES, "all")}
     cut: Steps = {name: [] for name in steps}  # only steps whose anchor lies before the response's loop
     for (ids, prompt), kind, taken in zip(texts, data["cls"], how(llm, texts), strict=True):
-        loop = prompt + loop_start(ids[prompt:])
+        loop = prompt + loop_start(ids[prompt:], LOOP)
         for name in (CLASSES[kind], "all"):
             steps[name] += [count for _, count in taken]
             cut[name] += [count for anchor, count in taken if anchor < loop]

@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparkdraft.cli import bench_kv, bench_offline, bench_speed
+from sparkdraft.cli import bench_depth, bench_kv, bench_offline, bench_speed
 from sparkdraft.cli.bench_offline import numbers
 from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm, read_text, temperature_list
 from sparkdraft.config import EngineConfig
@@ -32,6 +32,8 @@ EXAMPLES = """examples:
   sparkdraft bench perplexity --dtype quantised,float32
   sparkdraft bench accept --per-class 2 --temperature 0,1 --context 0,1024 --plot accept.svg
   sparkdraft bench accept --per-class 0 --speed                                (plain against drafted, one stream)
+  sparkdraft bench depth --per-class 4 --concurrency 1,4 --plot depth.svg      (fixed depths against the chosen one)
+  sparkdraft bench depth --shape qwen3-8b --drafter-shape dflash-5x --synthetic-acceptance 6.5 --concurrency 1,16
   sparkdraft bench kv --formats fp8,k4v3,k5v4 --plot kv.svg                    (what smaller KV caches cost and bring)
   sparkdraft bench serve --url http://127.0.0.1:8000 --concurrency 1,4 --classes code,prose --out results
   sparkdraft bench long-prompt                                                 (gaps of 8 streams while it is read)
@@ -55,6 +57,8 @@ def configure(parser: ArgumentParser) -> None:
     accept.add_argument("--plot", default="", metavar="FILE", help="draw acceptance by position, as SVG")
     accept.add_argument("--speed", action="store_true", help="also plain against drafted speed, one stream")
     add_engine_flags(accept, ngram=False)
+    depth = kinds.add_parser("depth", help="fixed depths of drafting against the chosen one, by class and streams")
+    bench_depth.configure(depth)
     kv = kinds.add_parser("kv", help="KV formats: memory, perplexity and divergence beside the exact cache, speed")
     bench_kv.configure(kv)
     serve = kinds.add_parser("serve", help="an OpenAI-compatible server: speed and latency, by class and streams")
@@ -63,7 +67,7 @@ def configure(parser: ArgumentParser) -> None:
     bench_speed.configure_long_prompt(long_prompt)
     check = kinds.add_parser("check-speed", help="ratios of speeds against a file of expected ones")
     bench_speed.configure_check(check)
-    for kind in (offline, perplexity, accept, kv, serve, long_prompt, check):
+    for kind in (offline, perplexity, accept, depth, kv, serve, long_prompt, check):
         kind.epilog = EXAMPLES
 
 
@@ -85,6 +89,7 @@ def run(args: Namespace) -> int:
         "perplexity": _perplexity,
         "offline": bench_offline.run,
         "accept": _accept,
+        "depth": bench_depth.run,
         "kv": bench_kv.run,
         "serve": _serve,
         "long-prompt": bench_speed.run_long_prompt,
@@ -201,7 +206,7 @@ def _check_accept(args: Namespace) -> None:
     from sparkdraft.weights.checkpoint import open_checkpoint
 
     config = EngineConfig(**engine_options(args))
-    if find_drafter(config, read_config(open_checkpoint(args.model).config)) is None:
+    if find_drafter(config, read_config(open_checkpoint(args.model).config)).drafter is None:
         raise UserError(f"{args.model} has no drafter to measure; name one with --drafter, and leave --spec on auto")
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from sparkdraft import __version__
-from sparkdraft.cli import bench, chat, demo, generate, models, plan, serve, train
+from sparkdraft.cli import bench, chat, demo, generate, models, plan, pull, serve, train
 from sparkdraft.cli.console import fail
 from sparkdraft.cli.parser import Parser
 from sparkdraft.core import UserError
@@ -21,6 +21,7 @@ VERBS = {
     "generate": generate,
     "chat": chat,
     "models": models,
+    "pull": pull,
     "plan": plan,
     "bench": bench,
     "train": train,

@@ -1,4 +1,4 @@
-"""`sparkdraft models`: the known short names, and which of them are on this machine."""
+"""`sparkdraft models`: known short names, targets with published drafters, and which of them are on this machine."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from rich.table import Table
 
 from sparkdraft.weights import hub
 
-HELP = "list known models, or fetch one"
+HELP = "list known models and their drafters, or fetch one"
 EXAMPLES = """examples:
   sparkdraft models
   sparkdraft models --fetch smollm2
+  sparkdraft pull Qwen/Qwen3-8B --with-drafter
 Any folder in Hugging Face layout, any .gguf file and any hub id works as --model too.
 """
 
@@ -31,4 +32,25 @@ def run(args: Namespace) -> int:
         size = f"{model.size / 1e6:.0f} MB"
         table.add_row(model.name, model.description, model.licence, size, str(path) if path else "not yet")
     Console().print(table)
+    print("\nPublished drafters (figures are others'; `sparkdraft pull MODEL --with-drafter` fetches both):")
+    print("\n".join(pair_lines()))
+    print("Any model: drafts from the request's own text where it repeats itself; nothing to fetch.")
     return 0
+
+
+def pair_lines() -> list[str]:
+    """Targets, and under each its drafters, with what is known of them."""
+    from sparkdraft.spec import pairs
+    from sparkdraft.weights.hub_repo import cached_snapshot
+
+    def here(repo: str) -> str:
+        return " (cached)" if repo and cached_snapshot(repo) else ""
+
+    lines = []
+    for target in pairs.targets():
+        lines.append(f"{target.name}{here(target.name)}")
+        for drafter in target.drafters:
+            name = f"{drafter.repo}{here(drafter.repo)}: " if drafter.repo else ""
+            kind = pairs.KINDS[drafter.kind] + ("" if drafter.is_read else ", not read yet")
+            lines.append(f"  {name}{kind}, block {drafter.block}, {drafter.describe()}")
+    return lines

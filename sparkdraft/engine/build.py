@@ -26,6 +26,8 @@ from sparkdraft.models.registry import architecture
 from sparkdraft.plan.resolve import Plan
 from sparkdraft.plan.sizes import model_sizes
 from sparkdraft.spec import registry
+from sparkdraft.spec.auto import Choice, choose
+from sparkdraft.spec.pairs import check_pair
 from sparkdraft.spec.registry import DraftSource
 from sparkdraft.text.tokenizer import Vocabulary
 from sparkdraft.weights.loader import Loader, Note, Progress, WeightSource
@@ -33,12 +35,14 @@ from sparkdraft.weights.loader import Loader, Note, Progress, WeightSource
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def find_drafter(config: EngineConfig, target: ModelConfig) -> DraftSource | None:
+def find_drafter(config: EngineConfig, target: ModelConfig) -> Choice:
     """The drafter that a config means, or None. A drafter that was named and does not fit is refused."""
     if config.spec == "off" or config.drafter == "none":
-        return None
-    name = registry.default_drafter(config.model) if config.drafter == "auto" else config.drafter
-    return None if name is None else registry.find_drafter(name, target)
+        return Choice(None, [])
+    if config.drafter == "auto":
+        return choose(config.model, target)
+    check_pair(config.drafter, target)
+    return Choice(registry.find_drafter(config.drafter, target), [])
 
 
 def build_engine(
@@ -50,9 +54,10 @@ def build_engine(
     drafter: DraftSource | None = None,
     progress: Progress | None = None,
     calibration: Sequence[int] = (),
+    chosen: Sequence[Note] = (),
 ) -> Engine:
     """calibration: ids of any text, from which a coded cache learns its mean keys; with too few ids nothing is
-    centred."""
+    centred. chosen: what is to be said about the choice of the drafter."""
     # The native kernels have their own threads. Torch runs only small operators beside them, and its threads, which
     # spin after each operator, would take the cores.
     torch.set_num_threads(1 if plan.kernels == "native" else plan.threads)
@@ -62,7 +67,7 @@ def build_engine(
     with torch.inference_mode():
         loader = Loader(source, device, dtype, ops, progress)
         model = architecture(model_config.model_type).build(model_config, loader, ops, plan.max_model_len)
-        proposer, notes = None, loader.notes
+        proposer, notes = None, [*chosen, *loader.notes]
         if drafter:
             own = Loader(drafter.source, device, dtype, ops)
             # The drafter's K/V are exact, whatever the target's format is.

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparkdraft.core import AUTO, Batch, Request, SamplingParams, UserError
+from sparkdraft.core import AUTO, Batch, Request, SamplingParams, UserError, Work
 from sparkdraft.engine.proposer import Proposer
 from sparkdraft.engine.runner import Runner
 from sparkdraft.spec.depth import Bucket, DepthController, DepthState, bucket_of, depth_choices
@@ -106,8 +106,10 @@ class Drafting:
                 work.drafts = self._of(work.request).ngram.propose(work.most_drafts)
         neural = [w for w in drafting if not w.drafts]
         if self.proposer and neural:
-            for work, drafts in zip(neural, self.proposer.propose(neural), strict=True):
-                work.drafts = drafts
+            for work, (drafts, gaps) in zip(neural, self.proposer.propose(neural), strict=True):
+                work.drafts = drafts[: self._cut(work, gaps)] if gaps else drafts
+            if any(w.num_draft < w.most_drafts for w in neural):
+                self.controllers[self._model].cut_to([w.num_draft for w in neural], len(batch.work))
 
     def observe(self, batch: Batch, num_accepted: list[int], runner: Runner) -> None:
         """After the step: show the drafter the committed rows; tell the controller and the statistics what was
@@ -162,7 +164,7 @@ class Drafting:
     def timed(self, batch: Batch, draft: float, verify: float) -> None:
         if not self.max_depth or not batch.decodes:
             return
-        drafted = [w for w in batch.work if w.drafts]
+        drafted = [w for w in batch.work if w.most_drafts and (w.drafts or w.source == self._model)]
         if not drafted and not self._wants_plain([w.stop for w in batch.work]):
             return
         num, longest = len(batch.work), max(w.stop for w in batch.work)
@@ -172,7 +174,8 @@ class Drafting:
         refused = any(w.num_refused for w in batch.work)
         if not refused and self._num_steps[shape] > UNRECORDED:
             deepest = max((w.num_draft for w in drafted), default=0)
-            self._measured({w.source for w in drafted}, deepest, num, longest, draft + verify)
+            block = max((w.most_drafts for w in drafted), default=0)
+            self._measured({w.source for w in drafted}, deepest, num, longest, draft + verify, block, draft)
         for work in drafted:
             kept = self._requests.get(work.request)  # None if the request ended with this step
             stats = kept.stats if kept else self.total
@@ -207,6 +210,14 @@ class Drafting:
 
     # ---- the parts
 
+    def _cut(self, work: Work, gaps: list[float]) -> int:
+        """How many drafts of a block to verify. A depth that was asked for by name is kept."""
+        request = work.request
+        if self._asked(request) is not None or work.source != self._model:
+            return len(gaps)
+        state = self._of(request).depth[self._model]
+        return self.controllers[self._model].cut(state, gaps, request.params.temperature > 0)
+
     def _wants_plain(self, contexts: list[int]) -> bool:
         """Whether to time this plain step. Plain steps of a known kind are many and alike, so only some are timed."""
         self._num_plain += 1
@@ -218,12 +229,21 @@ class Drafting:
             return True
         return False
 
-    def _measured(self, sources: set[str], deepest: int, num: int, longest: int, seconds: float) -> None:
+    def _measured(
+        self,
+        sources: set[str],
+        deepest: int,
+        num: int,
+        longest: int,
+        seconds: float,
+        block: int = 0,
+        draft: float = 0.0,
+    ) -> None:
         """Tell the controllers the time of a step. A plain step goes to all of them; a step with several sources goes
-        to none."""
+        to none. draft: its part before verifying, if it was timed; block: the depth of that part."""
         for source, controller in self.controllers.items():
             if sources <= {source}:
-                controller.measured(deepest, num, longest, seconds)
+                controller.measured(deepest, num, longest, seconds, block, draft)
 
     def _could_pay(self, num: int, longest: int) -> bool:
         """Whether drafts could pay in a batch of this many requests, or the drafter must see all rows in any case."""

@@ -17,7 +17,7 @@ from sparkdraft.weights.linear import Linear
 
 def facts(engine: Engine) -> list[Fact]:
     model, plan = engine.runner.model, engine.plan
-    found = [_recordings(engine), _overlap(engine), _bits(engine)]
+    found = [_recordings(engine), _overlap(engine), _bits(engine), *_cut(engine)]
     if plan.device == "cuda":
         found += model.ops.facts(
             [m.tiles for m in model.matrices if isinstance(m, Linear) and m.tiles], torch.device(plan.device)
@@ -55,3 +55,12 @@ def _bits(engine: Engine) -> Fact:
         most = " of up to 16 rows" if plan.device == "cuda" else ""
         return Fact(name, f"a row has the same bits alone and in a step{most} with drafts")
     return Fact(name, "a row may differ in its last bit beside its drafts", "float32 products are torch's own")
+
+
+def _cut(engine: Engine) -> list[Fact]:
+    name = "blocks of drafts"
+    if not engine.drafting.proposer:
+        return []
+    if engine.plan.device == "cpu":
+        return [Fact(name, "cut where their own confidence no longer pays, unless the depth is fixed")]
+    return [Fact(name, "verified whole", "a step on a GPU is recorded with a fixed number of rows")]

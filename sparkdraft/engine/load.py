@@ -34,11 +34,11 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     """progress: called with the number of tensors read so far and the number of all tensors."""
     checkpoint = open_checkpoint(config.model)
     model = read_config(checkpoint.config)
-    drafter = find_drafter(config, model)
+    drafter, chosen = find_drafter(config, model)
     plan = plan_here(config, model, drafter.caps if drafter else None)
     tokenizer = Tokenizer.of(checkpoint)
     text = tokenizer.encode(TEXT.read_text(encoding="utf-8")) if plan.coded else []
     calibration = text[: plan.max_model_len]
-    engine = build_engine(plan, config, model, checkpoint, tokenizer, drafter, progress, calibration)
+    engine = build_engine(plan, config, model, checkpoint, tokenizer, drafter, progress, calibration, chosen)
     engine.warm_up()
     return Loaded(checkpoint, model, tokenizer, engine)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import Request, Work
+from sparkdraft.engine.gaps import pick_sure
 from sparkdraft.engine.graphs import Graphs
 from sparkdraft.engine.inputs import IntArray, Rows, StepInputs
 from sparkdraft.engine.runner import Runner
@@ -45,6 +46,13 @@ class PassShape(NamedTuple):
 
     seqs: int
     each: int  # rows of logits per sequence
+
+
+class Drafts(NamedTuple):
+    """The drafts of one request, and how sure the drafter is of each (engine/gaps.py); no gaps where none are found."""
+
+    ids: list[int]
+    gaps: list[float]
 
 
 @dataclass(slots=True)
@@ -73,6 +81,7 @@ class Proposer:
         self._anchors: dict[int, Anchors] = {}  # per number of anchors: views of the inputs
         self._works: list[Work] = []  # the work whose drafts are being made
         self._score: Score | None = None  # the pass that is running
+        self._gaps_found: list[Tensor] = []  # of the passes of one proposal: float32 [works, each]
         self._pending: dict[Request, Pending] = {}
         self._handed_over: set[Request] = set()  # requests whose hidden states the device keeps, in overlapped steps
         self._seen: SeenRows | None = None  # created with the first rows, as are the next two
@@ -149,7 +158,7 @@ class Proposer:
 
     # ---- drafts
 
-    def propose(self, works: list[Work]) -> list[list[int]]:
+    def propose(self, works: list[Work]) -> list[Drafts]:
         """Drafts for each work, as many as it has room for."""
         self.flush([w.request for w in works])
         self._inputs.fill(
@@ -161,8 +170,11 @@ class Proposer:
         if self.chain:
             self._hidden[: len(works)] = self.last_hidden([w.request for w in works])
         self._works, depth = works, max(w.most_drafts for w in works)
+        self._gaps_found = []
         ids = self.drafter.propose(self._anchors_of(len(works)), depth, self._pick).tolist()
-        return [drafts[: work.most_drafts] for drafts, work in zip(ids, works, strict=True)]
+        gaps = torch.cat(self._gaps_found, 1).tolist() if self._gaps_found else [[]] * len(works)
+        most = [work.most_drafts for work in works]
+        return [Drafts(drafts[:room], sure[:room]) for drafts, sure, room in zip(ids, gaps, most, strict=True)]
 
     def _pick(self, score: Score, each: int, drafted: int = 0, ids: Tensor | None = None) -> Tensor:
         """spec.drafter.Pick: replays the pass if it has been recorded; rows are sampled outside of the recording."""
@@ -170,7 +182,11 @@ class Proposer:
         self._passes, logits = self._replay(self._passes, self._run_pass, PassShape(len(works), each))
         requests, positions = [w.request for w in works], [w.request.num_tokens + drafted for w in works]
         draws = Draws.of(requests, positions, self.device, each)
-        return pick(self.ops, logits, draws, ids).view(len(works), each)
+        if self.device.type != "cpu":
+            return pick(self.ops, logits, draws, ids).view(len(works), each)
+        sure = pick_sure(self.ops, logits, draws, ids)
+        self._gaps_found.append(sure.gaps.view(len(works), each))
+        return sure.ids.view(len(works), each)
 
     def _run_pass(self, shape: PassShape) -> Tensor:
         assert self._score

@@ -21,7 +21,8 @@ from sparkdraft.plan.resolve import ITEMSIZE, MOST_AHEAD, Plan, resolve
 from sparkdraft.plan.roofline import DraftPass, Load, Losses, Seconds, Target, step
 from sparkdraft.plan.sizes import model_sizes
 from sparkdraft.plan.weight_formats import WeightFormats, bytes_by_format
-from sparkdraft.spec.depth import depth_choices, expected_tokens
+from sparkdraft.spec.best_depths import expected_tokens
+from sparkdraft.spec.depth import depth_choices
 from sparkdraft.spec.dflash_caps import caps_of
 from sparkdraft.spec.dflash_config import DFlashConfig
 

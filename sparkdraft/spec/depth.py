@@ -5,6 +5,9 @@ the controller learns the p's (for each request, leaning on what all requests sh
 context), and takes the depths whose quotient is largest, which may be 0. It runs nothing and knows no tensors: the
 engine drafts and verifies, says what was accepted and how long the step took.
 
+Where the drafter says how sure it is of each draft (spec/confidence.py), a block is cut before it is verified
+(spec/cut.py). Its depth is then chosen by what cut blocks bring and cost.
+
 A request at depth 0 is parked: a counter runs, and nothing else. It would never learn that its text has become easy, so
 it probes: one step with a small draft. A probe that costs x plain steps more than a plain step does, and is followed by
 x / 0.015 plain tokens, loses 1.5 % on any machine: x = 0.63 (two CPU cores, depth 1) asks for 42 tokens, x = 0.13 (a
@@ -18,24 +21,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from sparkdraft.spec.best_depths import Offer, best_depths, conditional_acceptance, expected_tokens
+from sparkdraft.spec.confidence import Confidence
+from sparkdraft.spec.cut import OWN, USUAL, Profile, best_cuts, survivals
 from sparkdraft.spec.step_costs import Price, Reads, StepCosts, for_batch, start_curve
 
-Tokens = Sequence[Sequence[float]]  # expected of a step, by request and depth
 Bucket = tuple[int, int]  # log2 of the batch, log4 of the context in units of 256 tokens
 
 MEMORY = 0.985  # what a step leaves of older steps' counts: about 65 steps are remembered
 TRUST = 6.0  # how many observations the shared prior is worth to a new request
 RECENT = 0.7  # what a request leaves of older requests' counts: text is most like the text before it
-INHERIT = 0.9  # how much of a position's departure from the prior the next position expects for itself
 SURPRISE = 8.0  # squared deviations after which the text is taken to have changed
 FADE = 0.85  # what a step leaves of older surprise
-MARGIN = 1.03  # what a request must be promised before it changes sides: from plain steps to drafts, or back
 BUDGET = 0.015  # share of time that probing may cost
 LIKELY = 1.5  # tokens expected with one draft: above, a probe that goes well is no sign that the text has changed
 FIRST_WAIT, LONG_WAIT = 16, 32  # tokens between probes: the first after parking, and where doubling ends
 MAX_PROBE = 4
 HOPED = 0.97  # chance of each draft with which drafting must pay somewhere, or a batch does not even probe
 PLAIN_FIRST = 2  # plain steps that are timed in a bucket before anything drafts there
+# The slope and base that a fit of gaps begins with: of greedy text, and of sampled text.
+FIRST_FIT = {False: (0.78, -0.25), True: (0.57, -0.96)}
+DOUBT = 4.0  # drafts as promised that a request is taken to have had before its first
+
+
+@dataclass(slots=True)
+class Block:
+    """A block of drafts on its way: how sure the drafter is of each, as gaps and as chances."""
+
+    gaps: Sequence[float]
+    drawn: bool
+    chances: list[float]
 
 
 @dataclass(slots=True)
@@ -54,6 +69,10 @@ class DepthState:
     probe: int = 0  # depth of the probe that must follow a probe that went well
     price: float = 0.0  # of the probe under way, in tokens that plain steps would have written meanwhile
     spent: float = 0.0  # on this run of probes, less what they brought
+    block: Block | None = None  # the block that is being verified, if its gaps are known
+    profile: Profile | None = None  # of its blocks so far
+    promised: float = 0.0  # decayed sum of the chances of drafts that were compared, and of those accepted
+    held: float = 0.0
 
     def rests(self, bucket: Bucket) -> bool:
         """Parked, and nothing to decide; costs are still learnt while it rests, so it looks again now and then."""
@@ -65,6 +84,9 @@ class DepthState:
         self.taken = [n * keep for n in self.taken]
         self.tried = [n * keep for n in self.tried]
         self.trust, self.surprise, self.variance = 1.0, 0.0, 0.0
+        self.promised = self.held = 0.0
+        if self.profile:
+            self.profile.forget()
 
 
 class DepthController:
@@ -85,6 +107,11 @@ class DepthController:
         self._reads = reads
         self._unmeasured: dict[int, StepCosts] = {}  # by log2 of the batch
         self.mixed: tuple[int, int, float] = (0, 0, 1.0)  # last choice: deepest, requests, time over a uniform step's
+        self.fits = {drawn: Confidence(max_depth, *first) for drawn, first in FIRST_FIT.items()}
+        self.usual = Profile(len(self.depths), USUAL)  # of all requests' blocks
+        self._unseen = Profile(len(self.depths), OWN)  # of a request without a block
+        self._price: Price | None = None  # of the last choice, and the tokens a second that it promised
+        self._rate = 0.0
 
     def open(self) -> DepthState:
         return DepthState([0.0] * self.max_depth, [0.0] * self.max_depth)
@@ -115,7 +142,9 @@ class DepthController:
         if not self.could_pay(num, max(contexts)):
             return self._park_all(states, bucket, num)
         rest = [s.parked is not None or not s.tried[0] for s in states]
-        depths = best_depths([self._tokens(s) for s in states], rest, price, self.depths, others)
+        offers = [self._offer(s, price) for s in states]
+        depths, self._rate = best_depths(offers, rest, price, self.depths, others)
+        self._price = price
         drafting = any(depths)
         for state, depth in zip(states, depths, strict=True):
             if depth:
@@ -128,16 +157,43 @@ class DepthController:
         self.mixed = (max(depths), num, price.step(depths) / costs.curve()[max(depths)])
         return depths
 
+    def cut(self, state: DepthState, gaps: Sequence[float], drawn: bool) -> int:
+        """How many drafts of a block to verify, which the last choice made room for. A probe is not cut: it is made to
+        learn. gaps: how sure the drafter is of each draft. drawn: whether the text is sampled."""
+        assert self._price, "a block was drafted before any depth was chosen"
+        fair = min((state.held + DOUBT) / (state.promised + DOUBT), 1.1)
+        chances = [min(fair * chance, 0.999) for chance in self.fits[drawn].chances(gaps)]
+        state.block = Block(gaps, drawn, chances)
+        tokens, worth = self._tokens(state), [self._rate * seconds for seconds in self._price.verify]
+        survival = survivals(chances)
+        for depth in range(len(survival), self.max_depth):  # drafts that were not made do as well as usual
+            before = tokens[depth] - tokens[depth - 1]
+            survival.append(survival[-1] * (tokens[depth + 1] - tokens[depth]) / before if before > 1e-9 else 0.0)
+        cuts = best_cuts(survival, worth, self.depths)
+        state.profile = state.profile or Profile(len(self.depths), OWN)
+        state.profile.add(cuts)
+        self.usual.add(cuts)
+        return len(gaps) if state.parked is not None else best_cuts(survival, worth, [len(gaps)])[0][1]
+
+    def cut_to(self, depths: Sequence[int], num_seqs: int) -> None:
+        """The step verifies so many drafts of each request instead of as many as were chosen."""
+        assert self._price
+        deepest = max(depths)
+        self.mixed = (deepest, num_seqs, self._price.step(depths) / self._price.uniform[deepest] if deepest else 1.0)
+
     def record(self, state: DepthState, drafted: int, accepted: int) -> None:
         """After a step. Nothing is known of drafts behind the first refused: they are neither taken nor refused."""
-        if drafted == 0:
+        block, state.block = state.block, None
+        if drafted == 0 and block is None:
             state.waited += 1
             return
         assert 0 <= accepted <= drafted <= self.max_depth, f"{accepted} accepted of {drafted}, at most {self.max_depth}"
+        if block:
+            self._learn_block(state, block, drafted, accepted)
         if state.parked is not None:
             self._probed(state, drafted, accepted)
         else:
-            self._surprised(state, drafted, accepted)
+            self._surprised(state, drafted, accepted, block)
         state.taken = [n * MEMORY for n in state.taken]
         state.tried = [n * MEMORY for n in state.tried]
         state.trust = max(state.trust * MEMORY, 1.0)  # the prior fades too, or it would outweigh rare acceptances
@@ -146,18 +202,32 @@ class DepthController:
             state.tried[position] += 1
         if accepted < drafted:
             state.tried[accepted] += 1
+        elif block:  # drafts that were cut count with their chance, or only sure ones would ever count
+            reached = 1.0
+            for position in range(drafted, len(block.chances)):
+                state.tried[position] += reached
+                reached *= block.chances[position]
+                state.taken[position] += reached
         state.tokens = []
 
-    def measured(self, depth: int, num_seqs: int, context: int, seconds: float) -> None:
-        """Wall time of a whole step without prompts: its deepest draft, its requests, their longest context."""
+    def measured(
+        self, depth: int, num_seqs: int, context: int, seconds: float, drafted: int = 0, draft: float = 0.0
+    ) -> None:
+        """Wall time of a whole step without prompts: its deepest draft, its requests, their longest context.
+
+        draft: the part of the time before verifying, if it was timed; drafted: the depth of that part.
+        """
         assert 0 <= depth <= self.max_depth and seconds > 0, f"depth {depth} of {self.max_depth}, {seconds} s"
         bucket = bucket_of(num_seqs, context)
         if bucket not in self.costs:
             self.costs[bucket] = StepCosts(self._borrowed(bucket))
         deepest, num, share = self.mixed
         # Where requests drafted to different depths the step was cheaper than one of that depth for all.
-        uniform = seconds / share if (deepest, num) == (depth, num_seqs) else seconds
-        self.costs[bucket].learn(depth, uniform)
+        share = share if (deepest, num) == (depth, num_seqs) else 1.0
+        if draft:
+            self.costs[bucket].learn_part(depth, max(drafted, depth), draft, max(seconds / share - draft, 1e-9))
+        else:
+            self.costs[bucket].learn(depth, seconds / share)
 
     def knows_plain(self, num_seqs: int, context: int) -> bool:
         """Whether plain steps were timed here. Until then nothing drafts, because what drafting gains is measured
@@ -198,6 +268,21 @@ class DepthController:
             chances = conditional_acceptance(state.taken, state.tried, self.prior, state.trust)
             state.tokens = expected_tokens(chances)
         return state.tokens
+
+    def _offer(self, state: DepthState, price: Price) -> Offer:
+        """What a request's blocks bring and cost by depth: as they were cut, once any block was."""
+        if not self.usual.weight:
+            tokens = self._tokens(state)
+            return Offer([tokens[d] for d in self.depths], [price.rows[d] for d in self.depths])
+        tokens, kept = (state.profile or self._unseen).means(self.usual)
+        rows = [price.rows_of(depth, mean) for depth, mean in zip(self.depths, kept, strict=True)]
+        return Offer(tokens, rows)
+
+    def _learn_block(self, state: DepthState, block: Block, drafted: int, accepted: int) -> None:
+        """What became of a block whose drafts the drafter was more or less sure of."""
+        self.fits[block.drawn].learn(block.gaps, drafted, accepted)
+        state.promised = MEMORY * state.promised + sum(block.chances[: min(accepted + 1, drafted)])
+        state.held = MEMORY * state.held + accepted
 
     def _borrowed(self, bucket: Bucket) -> list[float]:
         """A bucket never measured looks like the nearest that was: only the ratios within a bucket matter."""
@@ -246,72 +331,20 @@ class DepthController:
             state.wait = max(min(2 * state.wait, LONG_WAIT), round(state.spent / BUDGET))
             state.waited, state.probe, state.spent = 0, 0, 0.0
 
-    def _surprised(self, state: DepthState, drafted: int, accepted: int) -> None:
+    def _surprised(self, state: DepthState, drafted: int, accepted: int, block: Block | None) -> None:
         """Compare the step with what was expected of it; text that changed is forgotten faster than memory fades."""
         tokens = self._tokens(state)
         reached, excess, variance = 1.0, 0.0, 0.0
         for position in range(min(accepted + 1, drafted)):
-            chance = (tokens[position + 1] - tokens[position]) / reached if reached > 1e-9 else 0.0
-            reached *= chance
+            usual = (tokens[position + 1] - tokens[position]) / reached if reached > 1e-9 else 0.0
+            reached *= usual
+            chance = block.chances[position] if block else usual  # drafts that were kept are better than usual
             excess += (position < accepted) - chance
             variance += chance * (1 - chance)
         state.surprise = FADE * state.surprise + excess
         state.variance = FADE**2 * state.variance + variance
         if state.surprise**2 > SURPRISE * (state.variance + 0.5):  # the half: one refusal of a sure thing is no change
             state.forget()
-
-
-def best_depths(tokens: Tokens, rest: Sequence[bool], price: Price, choice: Sequence[int], others: int) -> list[int]:
-    """Depths that maximise tokens a second over the batch, in which 'others' write one id each beside these.
-
-    At the best rate r (tokens a second) drafts are worth their rows' time t where they bring more than r t tokens, for
-    each request by itself; so begin with r of the best common depth, let each choose, compute the r that gives, repeat.
-    """
-    num = len(tokens)
-    plain_rate = (num + others) / price.plain * (MARGIN if all(rest) else 1 / MARGIN)
-    if num + others == 1:
-        rate, depth = max((tokens[0][d] / price.uniform[d], d) for d in choice if d)
-        return [depth if rate > plain_rate else 0]
-    # A step in which all of these draft alike, for a rate to begin with; with others beside them it is cheaper.
-    rate = max((others + sum(own[d] for own in tokens)) / price.uniform[d] for d in choice)
-    for _ in range(4):
-        worth = [rate * price.rows[d] for d in choice]
-        depths = [_best_depth(own, choice, worth, rests) for own, rests in zip(tokens, rest, strict=True)]
-        reached = (others + sum(own[d] for own, d in zip(tokens, depths, strict=True))) / price.step(depths)
-        if reached <= rate * 1.001:
-            break
-        rate = reached
-    return depths if rate > plain_rate else [0] * num
-
-
-def _best_depth(tokens: Sequence[float], choice: Sequence[int], worth: Sequence[float], rests: bool) -> int:
-    plain, *net = [tokens[d] - w for d, w in zip(choice, worth, strict=True)]
-    best = max(net)
-    return choice[1 + net.index(best)] if best > plain * (MARGIN if rests else 1 / MARGIN) else 0
-
-
-def expected_tokens(chances: Sequence[float]) -> list[float]:
-    """Tokens a step commits on average, by depth from 0, given the acceptance of each position once it is reached."""
-    total, reached, tokens = 1.0, 1.0, [1.0]
-    for chance in chances:
-        reached *= chance
-        total += reached
-        tokens.append(total)
-    return tokens
-
-
-def conditional_acceptance(
-    taken: Sequence[float], tried: Sequence[float], prior: Sequence[float], trust: float
-) -> list[float]:
-    """By position: the counts, leaning on the prior moved by as much as the position before departs from its own."""
-    chances, departure = [], 0.0
-    for hits, count, usual in zip(taken, tried, prior, strict=True):
-        base = usual + INHERIT * departure
-        base = 0.0 if base < 0.0 else 1.0 if base > 1.0 else base
-        chance = (hits + trust * base) / (count + trust)
-        departure = chance - usual
-        chances.append(chance)
-    return chances
 
 
 def depth_choices(max_depth: int, fixed: int | None = None) -> list[int]:

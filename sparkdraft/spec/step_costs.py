@@ -24,6 +24,7 @@ class StepCosts:
         self.shape = shape
         self.seconds = [0.0] * len(shape)
         self.weight = [0.0] * len(shape)  # observations in each mean; 0 if none
+        self.drafting: dict[int, float] = {}  # by depth: seconds of a step before it verifies, where they were timed
         self._curve: list[float] = []
         self._prices: dict[int, Price] = {}
         self._age = 0  # observations since the curve was drawn
@@ -44,6 +45,16 @@ class StepCosts:
             # depths. Without this, depths not used lately would look cheap and would be chosen for it.
             self.seconds = [s * (1 + 0.1 * excess) for s in self.seconds]
 
+    def learn_part(self, verified: int, drafted: int, draft: float, verify: float) -> None:
+        """A step whose two parts were timed apart: it drafted to one depth and verified that many, or fewer."""
+        known = self.drafting.get(drafted)
+        self.drafting[drafted] = draft if known is None else known + (min(draft, LATE * known) - known) / 8
+        self.learn(verified, verify + (draft if verified == drafted else self.drafting_at(verified)))
+
+    def drafting_at(self, depth: int) -> float:
+        depths = sorted(self.drafting)
+        return interpolate(depths, [self.drafting[d] for d in depths], depth)
+
     def curve(self) -> list[float]:
         """The cost per depth, which never falls. Between depths seen, the correction of the borrowed shape is
         interpolated."""
@@ -58,7 +69,8 @@ class StepCosts:
     def price(self, num: int) -> Price:
         curve = self.curve()
         if num not in self._prices:
-            self._prices[num] = Price.of(curve, num)
+            drafting = [self.drafting_at(d) for d in range(len(curve))] if len(self.drafting) > 1 else []
+            self._prices[num] = Price.of(curve, num, drafting)
         return self._prices[num]
 
 
@@ -70,13 +82,27 @@ class Price:
     fixed: float
     rows: list[float]  # per depth, for one request
     uniform: list[float]  # per depth, a step in which all requests draft that deep; at 0 it includes the fixed part
+    verify: list[float]  # per number of drafts, for one request: what verifying them costs, however deep it drafted
 
     @classmethod
-    def of(cls, curve: list[float], num: int) -> Price:
+    def of(cls, curve: list[float], num: int, drafting: Sequence[float] = ()) -> Price:
+        """drafting: by depth, the part of the curve that is spent before verifying; empty if it is not known."""
         slope = (curve[3] - curve[1]) / 2 if len(curve) > 3 else 0.0
         fixed = max(curve[1] - curve[0] - slope, 0.0)
         rows = [max(seconds - curve[0] - fixed, 0.0) / num for seconds in curve]
-        return cls(curve[0], fixed, rows, [curve[0] + fixed + num * seconds for seconds in rows])
+        verify = rows
+        if drafting:
+            apart = [seconds - draft for seconds, draft in zip(curve, drafting, strict=True)]
+            verify = [max(seconds - apart[0], 0.0) / num for seconds in never_falling(apart, [1.0] * len(apart))]
+        return cls(curve[0], fixed, rows, [curve[0] + fixed + num * seconds for seconds in rows], verify)
+
+    def rows_of(self, depth: int, kept: float) -> float:
+        """The cost of one request's rows if it drafts to a depth and keeps so many of the drafts, on average."""
+        if kept >= depth:  # a mean of equal numbers may be a rounding error above them
+            return self.rows[depth]
+        low = int(kept)
+        part = self.verify[low] + (self.verify[low + 1] - self.verify[low]) * (kept - low)
+        return max(self.rows[depth] - self.verify[depth] + part, 0.0)
 
     def step(self, depths: Sequence[int]) -> float:
         return self.plain + (self.fixed if any(depths) else 0.0) + sum(self.rows[d] for d in depths)

@@ -10,14 +10,13 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sparkdraft.core import UserError
 from sparkdraft.progress import progress
 from sparkdraft.weights import hub
+from sparkdraft.weights.hub_repo import ALLOW, IGNORE, explained
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RawTokenizer
@@ -25,9 +24,6 @@ if TYPE_CHECKING:
     from sparkdraft.weights.quant.stored import Stored
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-# Only what we read: no pickles, no tensors of other frameworks, nothing from subfolders (onnx/, original/).
-HUB_ALLOW = ["*.json", "*.safetensors", "*.jinja"]
-HUB_IGNORE = ["*/*", "consolidated*"]
 
 
 class Checkpoint(Protocol):
@@ -117,7 +113,7 @@ def read_config_json(name: str) -> dict[str, Any]:
     if not path.exists() and HUB_ID.fullmatch(name) and not name.endswith((".json", ".safetensors")):
         from huggingface_hub import hf_hub_download
 
-        with _hub_errors(name), progress(f"fetching config.json of {name} from the hub", is_drawn=False):
+        with explained(name), progress(f"fetching config.json of {name} from the hub", is_drawn=False):
             path = Path(hf_hub_download(name, "config.json"))
     if path.is_dir():
         path /= "config.json"
@@ -136,48 +132,10 @@ def _open_hub(repo: str, file: str) -> Checkpoint:
     """From the hub, or from its local cache when the hub cannot be reached."""
     from huggingface_hub import hf_hub_download, snapshot_download
 
-    with _hub_errors(repo):
-        with progress(f"fetching {repo} from the hub", is_drawn=False):  # that library draws bars of its own
-            if file:
-                path = hf_hub_download(repo, file)
-            else:
-                path = snapshot_download(repo, allow_patterns=HUB_ALLOW, ignore_patterns=HUB_IGNORE)
+    # that library draws bars of its own
+    with explained(repo), progress(f"fetching {repo} from the hub", is_drawn=False):
+        if file:
+            path = hf_hub_download(repo, file)
+        else:
+            path = snapshot_download(repo, allow_patterns=ALLOW, ignore_patterns=IGNORE)
         return _open_file(Path(path)) if file else _open_folder(Path(path))
-
-
-@contextmanager
-def _hub_errors(repo: str) -> Iterator[None]:
-    """Turns the hub's errors into sentences."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
-
-    try:
-        yield
-    except GatedRepoError as error:
-        raise UserError(
-            f"The hub model {repo} asks for a licence: accept it on its page, then `hf auth login`."
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise UserError(
-            f"The hub has no model {repo} that you may read, and there is no such folder here: check the name."
-        ) from error
-    except LocalEntryNotFoundError as error:
-        raise UserError(
-            f"{repo} is neither a folder here nor in the local hub cache, and the hub cannot be reached: connect to a "
-            f"network, or pass a folder, a .gguf file or a known name ({', '.join(sorted(hub.KNOWN))})."
-        ) from error
-    except (HfHubHTTPError, OSError) as error:
-        if error.errno in hub.FULL:
-            raise UserError(
-                f"The disk of the hub's cache is full, so {repo} cannot be fetched into {HF_HUB_CACHE}: free some "
-                "space there, or set HF_HOME to a folder on another disk."
-            ) from error
-        first = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(
-            f"Fetching {repo} from the hub failed ({first[0]}): try again, or pass a local folder."
-        ) from error

@@ -86,7 +86,7 @@ def fetch(name: str) -> Path:
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(path.with_suffix(".lock")):
+        with lock(path.with_suffix(".lock")):
             if _verified(path, model):  # another process fetched it while this one waited
                 return path
             if path.exists():
@@ -155,7 +155,7 @@ def _verified(path: Path, model: KnownModel) -> bool:
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def lock(path: Path) -> Iterator[None]:
     """One process fetches, the others wait. Without fcntl (Windows) all fetch, and the last rename wins: one file."""
     try:
         import fcntl

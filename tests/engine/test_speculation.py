@@ -60,6 +60,55 @@ def test_drafted_text_is_plain_text(chance: float, spec: int | None, temperature
     assert drafted.pool.num_free == plain.pool.num_free
 
 
+@pytest.mark.parametrize("chance", [0.3, 0.8])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_text_is_the_same_where_blocks_are_cut(chance: float, temperature: float) -> None:
+    """The drafter is more sure of drafts that are right; dear rows make the engine cut its blocks."""
+    plain = fake_engine(**LONG)
+    drafted = fake_engine(FakeBlock(chance, gaps=(0.2, 6.0)), ngram=True, **LONG)
+    timed, cost = drafted.drafting.timed, [4.9, 5.8, 7.2, 8.7, 10.4, 12.0, 13.6, 15.2]
+
+    def slow(batch: Batch, draft: float, verify: float) -> None:
+        drafts = max(w.num_draft for w in batch.work)
+        timed(batch, 1e-3 if any(w.most_drafts for w in batch.work) else 1e-5, cost[drafts] / 1e3)
+
+    drafted.drafting.timed = slow  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=150, temperature=temperature, seed=3, top_p=0.9, ignore_eos=True)
+    for engine in (plain, drafted):
+        for i in range(3):
+            engine.add([i + 1, 2, 3], params, f"r{i}")
+            if i == 0:
+                engine.step()
+    expected, got = drain(plain), drain(drafted)
+    assert [text(got, f"r{i}") for i in range(3)] == [text(expected, f"r{i}") for i in range(3)]
+    sizes = {n for source, n, _ in drafted.drafting.total.steps if source == "fake"}
+    assert sizes - {1, 3, 7}, "no block was cut between the depths that are chosen from"
+
+
+def test_a_depth_that_was_asked_for_is_not_cut() -> None:
+    engine = fake_engine(FakeBlock(0.5, gaps=(-3.0, -2.0)), **LONG)
+    engine.add([1], SamplingParams(max_tokens=60, num_draft=5, ignore_eos=True), "a")
+    drain(engine)
+    deep = Counter({n: steps for (_, n, _), steps in engine.drafting.total.steps.items()})
+    assert deep[5] >= deep.total() - 2, "only the last steps, which end the text, may be shorter"
+
+
+def test_cutting_leaves_fewer_rows_for_as_many_tokens() -> None:
+    rows = {}
+    for gaps in (None, (0.2, 6.0)):
+        engine = fake_engine(FakeBlock(0.6, gaps=gaps), **LONG)
+        timed = engine.drafting.timed
+        engine.drafting.timed = lambda batch, draft, verify, timed=timed: timed(  # type: ignore[method-assign]
+            batch, 1e-4, 5e-3 + 1e-3 * max(w.num_draft for w in batch.work)
+        )
+        engine.add([1], SamplingParams(max_tokens=600, ignore_eos=True), "a")
+        drain(engine)
+        runner = engine.runner
+        assert isinstance(runner, FakeRunner)
+        rows[gaps] = sum(runner.rows_run)
+    assert rows[0.2, 6.0] < 0.85 * rows[None]
+
+
 def test_logprobs_along_an_accepted_run() -> None:
     params = SamplingParams(max_tokens=20, logprobs=2)
     plain, drafted = fake_engine(**LONG), fake_engine(FakeBlock(0.8), spec=7, **LONG)

@@ -22,6 +22,7 @@ from sparkdraft.cache.recent_rows import RecentRows
 from sparkdraft.core import Batch, Request, Work
 from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.engine import Engine
+from sparkdraft.engine.proposer import Drafts
 from sparkdraft.engine.sampler import Sampler
 from sparkdraft.plan.memory import MemoryPlan
 from sparkdraft.plan.resolve import MOST_AHEAD, Plan
@@ -142,25 +143,32 @@ def _ids(work: Work) -> list[int]:
 
 
 class FakeBlock:
-    """Stands for a block drafter over the fake model: right with a given chance at each position, else wrong."""
+    """Stands for a block drafter over the fake model: right with a given chance at each position, else wrong.
+
+    gaps: by whether a draft is right, how sure the drafter says it is, on average; without them it says nothing.
+    """
 
     may_pass_over = False
 
-    def __init__(self, chance: float, block_size: int = 8, seed: int = 0) -> None:
-        self.chance, self.max_depth = chance, block_size - 1
+    def __init__(
+        self, chance: float, block_size: int = 8, seed: int = 0, gaps: tuple[float, float] | None = None
+    ) -> None:
+        self.chance, self.max_depth, self.gaps = chance, block_size - 1, gaps
         self.drafter = SimpleNamespace(caps=SimpleNamespace(name="fake"))
         self._random = random.Random(seed)
         self.observed: dict[Request, int] = {}
 
-    def propose(self, works: list[Work]) -> list[list[int]]:
+    def propose(self, works: list[Work]) -> list[Drafts]:
         return [self._draft(w) for w in works]
 
-    def _draft(self, work: Work) -> list[int]:
-        ids, drafts = work.request.ids(0, work.request.num_tokens), []
+    def _draft(self, work: Work) -> Drafts:
+        ids, drafts, sure = work.request.ids(0, work.request.num_tokens), [], []
         for _ in range(work.most_drafts):
             best = int(hash_logits(ids + drafts).argmax())
-            drafts.append(best if self._random.random() < self.chance else (best + 1) % 256)
-        return drafts
+            right = self._random.random() < self.chance
+            drafts.append(best if right else (best + 1) % 256)
+            sure += [self.gaps[right] * self._random.uniform(0.5, 1.5)] if self.gaps else []
+        return Drafts(drafts, sure)
 
     def is_ready(self, request: Request) -> bool:
         return True

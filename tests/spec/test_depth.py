@@ -16,7 +16,8 @@ import pytest
 
 from sparkdraft.bench.shapes import SHAPES
 from sparkdraft.plan.sizes import model_sizes
-from sparkdraft.spec.depth import DepthController, DepthState, bucket_of, conditional_acceptance, expected_tokens
+from sparkdraft.spec.best_depths import conditional_acceptance, expected_tokens
+from sparkdraft.spec.depth import DepthController, DepthState, bucket_of
 from sparkdraft.spec.step_costs import StepCosts, for_batch, interpolate, never_falling, start_curve
 from tests.fakes.counting import lines_run
 from tests.plan.described import DESCRIBED

@@ -15,6 +15,7 @@ from sparkdraft import LLM, SamplingParams
 from sparkdraft.engine import proposer
 from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.engine import Engine
+from sparkdraft.engine.gaps import Sure
 from tests.models.tiny import write_tiny
 from tests.spec.tiny_drafter import body, random_tensors, write_drafter, zlab
 
@@ -47,13 +48,13 @@ def llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
 def logits(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The logits of every draft, as they are made."""
     seen: list[torch.Tensor] = []
-    pick = proposer.pick
+    pick = proposer.pick_sure
 
-    def watched(ops: Any, logits: torch.Tensor, *others: Any) -> torch.Tensor:
+    def watched(ops: Any, logits: torch.Tensor, *others: Any) -> Sure:
         seen.append(logits.clone())
         return pick(ops, logits, *others)
 
-    monkeypatch.setattr(proposer, "pick", watched)
+    monkeypatch.setattr(proposer, "pick_sure", watched)
     return seen
 
 

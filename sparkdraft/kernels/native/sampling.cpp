@@ -127,37 +127,71 @@ float least_weight(const Row& row, const float* weights, double total, std::vect
     return least;
 }
 
+// The column that a row takes, and how far its score stands above the rest, at most 'widest'.
+struct Taken {
+    int64_t column;
+    float gap;
+};
+
 // The column with the largest scaled logit + noise among those of at least the least weight. Noise is never above
 // LARGEST, and below (n + 1) ln 2 where its bits begin with n ones, so hardly any logarithm is taken.
-int64_t draw(const Row& row, const float* weights, float least) {
+// Below the best those columns count that may be second, within 'widest' of it.
+Taken draw(const Row& row, const float* weights, float least, float widest) {
     const float* x = row.x;
     int64_t best = first_of(x, row.columns, row.top);
-    float total = row.scaled(best) + noise_of(row.bits(best));
+    const int64_t first = best;
+    float total = row.scaled(best) + noise_of(row.bits(best)), second = -INFINITY;
     for (int64_t i = 0; i < row.columns; i += STRIP) {
         const int64_t end = std::min(i + STRIP, row.columns);
-        // A column below this cannot reach 'total'; a little less, because the product is rounded.
-        const float needed = row.top + (total - LARGEST) * row.temperature - 1e-4f * (1 + std::fabs(row.top));
+        // A column below this cannot reach what counts; a little less, because the product is rounded.
+        const float counts = std::max(second, total - widest);
+        const float needed = row.top + (counts - LARGEST) * row.temperature - 1e-4f * (1 + std::fabs(row.top));
         if (end == i + STRIP && largest_of_strip(x + i) < needed) continue;
         for (int64_t v = i; v < end; ++v) {
-            if (!(x[v] >= needed) || (weights && weights[v] < least)) continue;
-            const float scaled = row.scaled(v), lacks = total - scaled;
+            if (!(x[v] >= needed) || v == first || (weights && weights[v] < least)) continue;
+            const float scaled = row.scaled(v), lacks = std::max(second, total - widest) - scaled;
             const uint32_t bits = row.bits(v);
             const int ones = __builtin_clz(~(bits << (32 - UNIFORM_BITS)));
             if (float(ones + 1) * LN2 < lacks) continue;
             const float here = scaled + noise_of(bits);
-            if (here > total) total = here, best = v;
+            if (here > total) {
+                second = total, total = here, best = v;
+            } else {
+                second = std::max(second, here);
+            }
         }
     }
-    return best;
+    return {best, std::min(total - second, widest)};
 }
 
-int64_t sample(const Row& row, std::vector<float>& weights, std::vector<float>& scratch) {
+// The largest, the first of equals. Its gap, where it is wanted, is that to the logarithm of the sum of the others'
+// exponentials, of those within 'widest' of it: nearly the logit of its probability. Strips without any are passed over.
+Taken take_largest(const float* x, int64_t n, float widest) {
+    const float top = largest(x, n), least = top - widest;
+    const int64_t best = first_of(x, n, top);
+    if (widest == 0) return {best, 0};
+    double others = -1;  // without the largest itself, whose exponential is 1
+    int64_t i = 0;
+    for (; i + STRIP <= n; i += STRIP) {
+        if (largest_of_strip(x + i) < least) continue;
+        f32x4 e[4];
+        unroll<4>(EACH(j) {
+            const f32x4 v = load4(x + i + 4 * j);
+            e[j] = v >= splat4(least) ? exp4(v - splat4(top)) : splat4(0);
+        });
+        others += sum_lanes((e[0] + e[1]) + (e[2] + e[3]));
+    }
+    for (; i < n; ++i) others += x[i] >= least ? exp4(splat4(x[i] - top))[0] : 0;
+    return {best, others > std::exp(-double(widest)) ? float(-std::log(others)) : widest};
+}
+
+Taken sample(const Row& row, std::vector<float>& weights, std::vector<float>& scratch, float widest) {
     // If no logit is a number, or one is not, there is nothing to weigh.
-    if (!std::isfinite(row.top)) return first_of(row.x, row.columns, row.top);
-    if (!row.filtered()) return draw(row, nullptr, 0);
+    if (!std::isfinite(row.top)) return {first_of(row.x, row.columns, row.top), 0};
+    if (!row.filtered()) return draw(row, nullptr, 0, widest);
     weights.resize(row.columns);
     const double total = weigh(row, weights.data());
-    return draw(row, weights.data(), least_weight(row, weights.data(), total, scratch));
+    return draw(row, weights.data(), least_weight(row, weights.data(), total, scratch), widest);
 }
 
 }  // namespace
@@ -166,22 +200,27 @@ extern "C" {
 
 // The column that each row takes: the one it draws, or at temperature 0 the first of its largest. floats [3, rows] are
 // temperature, min_p and top_p, integers [3, rows] top_k, seed and position. ids: what columns stand for, or null for
-// themselves.
+// themselves. gaps [rows]: how far each row's best stands above the rest, up to 'widest'; null if nobody asks. floats may
+// be null where all rows take their largest.
 void sd_sample(const float* logits, int64_t stride, int64_t rows, int64_t columns, const float* floats,
-               const int64_t* integers, const int64_t* ids, int64_t* out) {
+               const int64_t* integers, const int64_t* ids, int64_t* out, float* gaps, float widest) {
     pool::parallel_ranges(rows, double(rows * columns) * 4, 1, [&](int64_t begin, int64_t end) {
         std::vector<float> weights, scratch;
         for (int64_t r = begin; r < end; ++r) {
             const float* x = logits + r * stride;
-            const float top = largest(x, columns);
-            if (floats[r] == 0) {
-                out[r] = first_of(x, columns, top);
-                continue;
+            const float within = gaps ? widest : 0;
+            Taken taken;
+            if (!floats || floats[r] == 0) {
+                taken = take_largest(x, columns, within);
+            } else {
+                const float top = largest(x, columns);
+                const float temperature = std::max(floats[r], 1e-5f), min_p = floats[rows + r];
+                const uint64_t noise = uint64_t(integers[rows + r]) * SEED + uint64_t(integers[2 * rows + r]) * POSITION;
+                const Row row{x, columns, temperature, min_p, floats[2 * rows + r], integers[r], noise, ids, top};
+                taken = sample(row, weights, scratch, within);
             }
-            const float temperature = std::max(floats[r], 1e-5f), min_p = floats[rows + r], top_p = floats[2 * rows + r];
-            const uint64_t noise = uint64_t(integers[rows + r]) * SEED + uint64_t(integers[2 * rows + r]) * POSITION;
-            const Row row{x, columns, temperature, min_p, top_p, integers[r], noise, ids, top};
-            out[r] = sample(row, weights, scratch);
+            out[r] = taken.column;
+            if (gaps) gaps[r] = taken.gap;
         }
     });
 }
