@@ -29,6 +29,7 @@ from sparkdraft.plan.sizes import kv_bytes_per_token
 from sparkdraft.plan.turboquant import CodedPlan, plan_coded
 from sparkdraft.plan.windows import WindowPlan, plan_windows, window_layers
 from sparkdraft.spec.caps import DrafterCaps
+from sparkdraft.weights.plane_layout import StoredBytes
 
 CPU_KV_SHARE = 0.25  # share of the free memory for a CPU's KV cache: other programs want that memory too
 LEAST_CONTEXT = 64  # tokens: the warm-up requests need no more, and a shorter context is of no use
@@ -36,7 +37,8 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2}  # of activations, and of exact keys an
 # rows past the committed ones that a request may write to: drafts, and launched steps that are not read yet
 MOST_AHEAD = 64
 FP8_CAPABILITY = (8, 9)  # the first GPUs that convert to fp8 and back
-WEIGHT_ITEMSIZE = {"quantised": 1.07, "float32": 4.0, "bfloat16": 2.0}  # quantised: at most 8 bits and a scale
+# bytes per weight that is not kept as it is stored; "quantised": the CPU kernels', at most 8 bits and a scale
+WEIGHT_ITEMSIZE = {"quantised": 1.07, "float32": 4.0, "bfloat16": 2.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +90,10 @@ def resolve(
     hardware: Hardware,
     native_problem: str | None = None,
     drafter: DrafterCaps | None = None,
+    stored: StoredBytes | None = None,
 ) -> Plan:
-    """native_problem: why the CPU kernels are not available, or None. drafter: its memory is part of the plan."""
+    """native_problem: why the CPU kernels are not available, or None. drafter: its memory is part of the plan. stored:
+    what the file holds, if that is known; a GPU's kernels keep quantised matrices as they are stored."""
     on_cpu = hardware.device == "cpu"
     fallbacks = [_unknown_keys(model.unknown_keys)] if model.unknown_keys else []
     weights = _weights(config, hardware, native_problem, fallbacks)
@@ -109,7 +113,7 @@ def resolve(
         reason = "torch runs a CPU's turboquant cache, and its operators are not recorded: memory is saved, not time"
         fallbacks.append(Fallback("decode steps are launched one operator at a time", reason))
     recordings = recording_bytes(kernels, drafter is not None) if graphs else 0
-    held = weight_bytes(model, WEIGHT_ITEMSIZE[weights])
+    held = weight_bytes(model, WEIGHT_ITEMSIZE[weights], None if on_cpu else stored)
     held += int(drafter.num_weights * WEIGHT_ITEMSIZE[weights]) if drafter else 0
     scratch = scratch_bytes(model, max_rows, max_seqs, itemsize, drafter)
     if kv == "turboquant" and config.tq_mode == "capture_only":

@@ -34,6 +34,7 @@ TYPES = {
     torch.float8_e4m3fn: "fp8e4nv",
     torch.int64: "i64",
     torch.int32: "i32",
+    torch.int16: "i16",
     torch.uint8: "u8",
     torch.bool: "i1",
 }

@@ -91,5 +91,6 @@ class Coded:
 def scale_values(scale: Tensor) -> Tensor:
     """Scales as float32; bytes are exponents (OCP's e8m0)."""
     if scale.dtype == torch.uint8:
-        return torch.ldexp(torch.ones((), device=scale.device), scale.int() - 127)
+        exponent = scale.int() - 127
+        return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
     return scale.float()
