@@ -113,14 +113,12 @@ def resolve(
         reason = "torch runs a CPU's turboquant cache, and its operators are not recorded: memory is saved, not time"
         fallbacks.append(Fallback("decode steps are launched one operator at a time", reason))
     recordings = recording_bytes(kernels, drafter is not None) if graphs else 0
-    held = weight_bytes(model, WEIGHT_ITEMSIZE[weights], None if on_cpu else stored)
-    held += int(drafter.num_weights * WEIGHT_ITEMSIZE[weights]) if drafter else 0
+    held = _held(model, WEIGHT_ITEMSIZE[weights], drafter, None if on_cpu else stored)
     scratch = scratch_bytes(model, max_rows, max_seqs, itemsize, drafter)
     if kv == "turboquant" and config.tq_mode == "capture_only":
         scratch += capture_bytes(model, max_rows, itemsize)
     room = int(hardware.free_bytes * config.memory_fraction) - held - scratch - recordings
-    step = StepSize(max_model_len, max_seqs, max_rows)
-    caches = _caches(config, model, drafter, kv, kernels, itemsize, step, room)
+    caches = _caches(config, model, drafter, kv, kernels, itemsize, StepSize(max_model_len, max_seqs, max_rows), room)
     per_block, pages = max(caches.block_bytes, 1), caches.page_bytes  # there are no blocks if all layers slide
     num_blocks = _num_blocks(config, hardware, room - pages, per_block, max_model_len, max_seqs)
     context = min(max_model_len, num_blocks * config.block_size)
@@ -146,6 +144,11 @@ def resolve(
         windows=caches.windows,
         fallbacks=tuple(fallbacks),
     )
+
+
+def _held(model: ModelConfig, itemsize: float, drafter: DrafterCaps | None, stored: StoredBytes | None) -> int:
+    """Bytes of all weights."""
+    return weight_bytes(model, itemsize, stored) + (int(drafter.num_weights * itemsize) if drafter else 0)
 
 
 class StepSize(NamedTuple):
