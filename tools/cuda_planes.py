@@ -56,6 +56,8 @@ DEVICE, DTYPE = ("cpu", torch.float16) if DRY else ("cuda", torch.bfloat16)
 GPU, EPS = gpu_of(torch.device(DEVICE)), 1e-6
 TIMED = ("mxfp4", "int4", "nvfp4", "fp8")  # of sparkdraft/bench/coded.py
 LAYERS = 2 if DRY else 8
+FEW = [(64, 2), (128, 2), (32, 1), (64, 1), (64, 4), (128, 4)]  # lines and warps; the first four run mma.sync
+WIDE = [(64, 2), (128, 2), (32, 1), (64, 4), (128, 4), (128, 8)]
 BEGIN = time.perf_counter()
 CLAMPED = Activation("clamped_swiglu", 7.0)
 
@@ -480,15 +482,10 @@ def best_of(
 
 def matrix_tiles(shape: Shape, step: int, split: int) -> list[list[int]]:
     """split: of the rule."""
-    splits = [1] if shape.kind in ("norm_gated", "norm_argmax") else sorted({1, 2, 3, 4, split})
-    found = [[64, step, 4, 8, n] for n in splits]
-    found += [
-        [n, step, w, s, k]
-        for n, w in ((64, 4), (128, 4), (128, 8), (32, 4), (16, 4))
-        for s in (5, 10)
-        for k in splits[:2]
-    ]
-    return found
+    splits = [1] if shape.kind in ("norm_gated", "norm_argmax") else sorted({1, 2, 4, split})
+    found = [[64, step, 2, 6, k] for k in splits]
+    found += [[n, step, w, s, k] for n, w in FEW for s in (3, 5, 8) for k in splits[-2:]]
+    return [tile if tile[4] > 1 else tile[:4] for tile in found]
 
 
 def tune_shape(shape: Shape, form: str, bandwidth: float, limit: float) -> tuned.Tables:
@@ -512,7 +509,7 @@ def tune_shape(shape: Shape, form: str, bandwidth: float, limit: float) -> tuned
         if shape.kind == "norm_argmax":
             continue
         print(f"{shape.name} {form}: blocks of {count} rows", flush=True)
-        wide = [[n, step, w, s] for n, w in ((64, 4), (128, 4), (128, 8), (256, 8)) for s in (3, 4, 6)]
+        wide = [[n, step, w, s] for n, w in WIDE for s in (3, 5)]
         best = best_of(
             few_rows.WIDE, tiles.format, (shape.out, shape.in_, few_rows.block_rows(count)), wide,
             lambda n=count: list(time_shape(shape, matrices, [n]).values()),
@@ -547,13 +544,11 @@ def tune_experts(model: Model, layers: list[Layer], bandwidth: float, limit: flo
         step, size = tiles.layout.tile, key[-1]
         if kernel == experts.ROW_DOWN:
             rows = [n for n in rows if experts.one_by_one(n, model.top_k, model.experts)]
-            tried = [
-                [max(n // size, 8), step, w, s] for n, w in ((64, 4), (128, 4), (256, 4), (256, 8)) for s in (5, 10)
-            ]
-        elif size <= 32:
-            tried = [[n, step, w, s] for n, w in ((64, 4), (128, 4), (128, 8)) for s in (4, 6, 10)]
+            tried = [[max(n // size, 8), step, w, s] for n, w in FEW[:4] for s in (3, 5, 8)]
+        elif size <= 16:
+            tried = [[n, step, w, s] for n, w in FEW[:4] for s in (3, 5, 8)]
         else:
-            tried = [[n, step, w, s] for n, w in ((64, 4), (128, 4), (128, 8), (256, 8)) for s in (3, 5)]
+            tried = [[n, step, w, s] for n, w in WIDE for s in (3, 5)]
         if not rows:
             continue
         cases = [Case(model, layers, 3 if DRY and n > 3 else n) for n in rows]

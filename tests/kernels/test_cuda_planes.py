@@ -53,7 +53,7 @@ from tests.weights.formats_of_codes import FORMATS, fitting, random_coded  # noq
 __all__ = ["poisoned_empty"]  # a fixture that every test here takes
 
 CLAMPED = Activation("clamped_swiglu", 1.5)
-SHAPES = [(37, 384)] + [(48, 128), (500, 2880), (2880, 4096), (1000, 12288)] * (not INTERPRET)
+SHAPES = [(20, 384)] + [(48, 128), (500, 2880), (2880, 4096), (1000, 12288)] * (not INTERPRET)
 CASES = [(name, out, in_) for out, in_ in SHAPES for name in fitting(in_)]
 
 
@@ -73,10 +73,11 @@ def test_few_rows(name: str, out: int, in_: int) -> None:
         bias = randn(out, dtype=dtype)
         matrix, weight = kept(name, out, in_, bias)
         x = strided(7, in_, dtype)
-        assert_close(matrix.linear(x), x.double() @ weight.t() + bias.double(), dtype)
-        normed = Normed(x, Norm(randn(in_, dtype=dtype), EPS))
-        expected = exact_norm(normed) @ weight.t() + bias.double()
-        assert_close(cuda.norm_linear(normed, matrix), expected, dtype)
+        if not INTERPRET:
+            assert_close(matrix.linear(x), x.double() @ weight.t() + bias.double(), dtype)
+            normed = Normed(x, Norm(randn(in_, dtype=dtype), EPS))
+            expected = exact_norm(normed) @ weight.t() + bias.double()
+            assert_close(cuda.norm_linear(normed, matrix), expected, dtype)
         residual, then = randn(7, out, dtype=dtype), Norm(randn(out, dtype=dtype), EPS)
         expected = residual.double() + x.double() @ weight.t() + bias.double()
         left = cuda.add_linear(residual, x, matrix, then)
@@ -85,9 +86,9 @@ def test_few_rows(name: str, out: int, in_: int) -> None:
 
 
 @gpu
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ["mxfp4", "int4 in groups of 128"] if INTERPRET else FORMATS)
 def test_gate_and_argmax(name: str) -> None:
-    inter, in_, dtype = 37, 256, DTYPES[0]
+    inter, in_, dtype = 13, 256, DTYPES[0]
     normed = Normed(randn(5, in_, dtype=dtype), Norm(randn(in_, dtype=dtype), EPS))
     matrix, weight = kept(name, 2 * inter, in_)
     both = exact_norm(normed) @ weight.t()
@@ -99,16 +100,17 @@ def test_gate_and_argmax(name: str) -> None:
 
 
 @gpu
-@pytest.mark.parametrize("name", ["mxfp4", "int4 with offsets", "fp8 per row"] if INTERPRET else FORMATS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["mxfp4"] if INTERPRET else FORMATS)
+@pytest.mark.parametrize("kind", KINDS[2:4] if INTERPRET else KINDS)
 def test_a_row_does_not_depend_on_its_neighbours(kind: str, name: str) -> None:
     dtype = DTYPES[0]
-    matrix, _ = kept(name, 130, 256)
-    check_rows_alone(kind, 130, 256, dtype, [0, 11], matrix.tiles)
+    out = 20 if INTERPRET else 130
+    matrix, _ = kept(name, out, 128)
+    check_rows_alone(kind, out, 128, dtype, [0, 11], matrix.tiles)
 
 
 @gpu
-@pytest.mark.parametrize("split", [2, 3, 5])
+@pytest.mark.parametrize("split", [2, 5])
 def test_parts_of_in_are_added_in_order(split: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Floats and codes, widths that parts divide and that they do not; a second launch finds its counters at 0."""
     for name, out, in_ in (("", 48, 320), ("", 37, 200), ("mxfp4", 37, 416), ("int4 in groups of 64", 48, 640)):
@@ -127,19 +129,20 @@ def test_parts_of_in_are_added_in_order(split: int, monkeypatch: pytest.MonkeyPa
         assert_close(first, x.double() @ exact.t(), dtype)
         assert torch.equal(few_rows.linear(x, matrix.tiles), first)
         assert not few_rows._counters(x.device).any()
-        check_rows_alone("add_linear", out, in_, dtype, [0, 11], matrix.tiles)
+        left = [few_rows.add_linear(randn(n, out) * 0, x[:n], matrix.tiles, Norm(randn(out), EPS)) for n in (1, 5)]
+        assert torch.equal(left[0].x, left[1].x[:1]) and torch.equal(left[0].squares, left[1].squares[:1])
 
 
 # More rows
 
 
 @gpu
-@pytest.mark.parametrize("rows", [17, 40, 70, 200])
+@pytest.mark.parametrize("rows", [17, 70, 200])
 def test_more_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["mxfp4", "nvfp4", "int4 with offsets", "fp8 in blocks", "int8 in groups of 16", "iq4_nl"]
+    names = ["mxfp4", "int4 with offsets", "fp8 in blocks"]
     monkeypatch.setattr(planes, "MIDDLE", 100)  # the last are multiplied by slices
     monkeypatch.setattr(planes, "SCRATCH", 64 * 384 * 4)
-    for name in names[rows % 2 :: 2] if INTERPRET else names:
+    for name in names[rows % 3 :: 3] if INTERPRET else names:
         dtype = DTYPES[0]
         bias = randn(70, dtype=dtype)
         matrix, weight = kept(name, 70, 384, bias)
@@ -190,10 +193,10 @@ def random_experts(name: str, count: int, out: int, in_: int, dtype: torch.dtype
 
 
 @gpu
-@pytest.mark.parametrize("rows", [1, 5, 16, 40, 100])
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4 in groups of 32"])
+@pytest.mark.parametrize("rows", [1, 5, 40] + [16, 100] * (not INTERPRET))
+@pytest.mark.parametrize("name", ["mxfp4"] + ["nvfp4", "int4 in groups of 32"] * (not INTERPRET))
 def test_experts(name: str, rows: int) -> None:
-    dtype, hidden, inter = DTYPES[0], 160, 96
+    dtype, hidden, inter = DTYPES[0], 96, 32
     gate_up = random_experts(name, 8, 2 * inter, hidden, dtype, bias=name == "mxfp4")
     down = random_experts(name, 8, hidden, inter, dtype, bias=name == "mxfp4")
     norm, then = Norm(torch.rand(hidden, device=DEVICE) + 0.5, EPS), Norm(randn(hidden, dtype=dtype), EPS)
@@ -210,7 +213,7 @@ def test_experts(name: str, rows: int) -> None:
 
 @gpu
 def test_a_row_of_experts_does_not_depend_on_its_neighbours() -> None:
-    dtype, hidden, inter = DTYPES[1], 160, 96
+    dtype, hidden, inter = DTYPES[1], 96, 32
     gate_up = random_experts("mxfp4", 8, 2 * inter, hidden, dtype, True)
     down = random_experts("mxfp4", 8, hidden, inter, dtype, True)
     norm, then = (Norm(randn(hidden, dtype=dtype), EPS) for _ in range(2))
@@ -225,7 +228,7 @@ def test_a_row_of_experts_does_not_depend_on_its_neighbours() -> None:
 
     whole = run(0, 16)
     assert experts.one_by_one(1, 2, 8) and not experts.one_by_one(2, 2, 8)
-    for first, last in ((0, 1), (9, 10), (3, 5), (1, 8)):
+    for first, last in ((9, 10), (3, 5)):
         for a, b in zip(run(first, last), whole, strict=True):
             assert torch.equal(a, b[first:last]), (first, last)
 

@@ -39,21 +39,21 @@ def _signed(name: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _int4(plane: int) -> str:
+def _int4(number: int) -> str:
     return _asm(
-        f"shr.u32 a, $1, {4 * plane};", "mov.b32 c, 0x43004300;", "lop3.b32 a, a, 0x000F000F, c, 0xEA;",
+        f"shr.u32 a, $1, {4 * number};", "mov.b32 c, 0x43004300;", "lop3.b32 a, a, 0x000F000F, c, 0xEA;",
         "mov.b32 b, 0x3F803F80;", "mov.b32 z, 0xC308C308;", "fma.rn.bf16x2 $0, a, b, z;",  # 1, -136
     )  # fmt: skip
 
 
-def _int8(plane: int) -> str:
-    return _asm(f"shr.u32 d, $1, {8 * plane};", *_signed("d"))
+def _int8(number: int) -> str:
+    return _asm(f"shr.u32 d, $1, {8 * number};", *_signed("d"))
 
 
-def _e2m1_ptx(plane: int) -> str:
+def _e2m1_ptx(number: int) -> str:
     """$2: the scale, times 2 ** 110."""
-    if plane < 3:
-        bits = [f"shl.b32 a, $1, {3 * plane};", "and.b32 a, a, 0x81C081C0;"]
+    if number < 3:
+        bits = [f"shl.b32 a, $1, {3 * number};", "and.b32 a, a, 0x81C081C0;"]
     else:
         bits = [
             "shl.b32 a, $1, 4;", "and.b32 a, a, 0x80008000;", "shr.u32 b, $1, 6;", "and.b32 b, b, 0x01800180;",
@@ -62,8 +62,8 @@ def _e2m1_ptx(plane: int) -> str:
     return _asm(*bits, _NEGATIVE_ZERO, "fma.rn.bf16x2 $0, a, $2, z;")
 
 
-def _e4m3_ptx(plane: int) -> str:
-    if plane == 0:
+def _e4m3_ptx(number: int) -> str:
+    if number == 0:
         bits = ["and.b32 a, $1, 0x87F087F0;"]
     else:
         bits = [
@@ -73,14 +73,14 @@ def _e4m3_ptx(plane: int) -> str:
     return _asm(*bits, "mov.b32 b, 0x7B807B80;", _NEGATIVE_ZERO, "fma.rn.bf16x2 $0, a, b, z;")  # 2 ** 120
 
 
-def _iq4_nl(plane: int) -> str:
+def _iq4_nl(number: int) -> str:
     """The table in four registers: three bits of a code choose among eight bytes, and the fourth between two halves."""
     values = _LEVELS["iq4_nl"].values
     assert values is not None
     table = bytes(int(value) & 255 for value in values)
     words = [int.from_bytes(table[i : i + 4], "little") for i in range(0, 16, 4)]
     return _asm(
-        f"shr.u32 d, $1, {4 * plane};", "and.b32 a, d, 0x00070007;", "shr.u32 b, a, 8;", "or.b32 a, a, b;",
+        f"shr.u32 d, $1, {4 * number};", "and.b32 a, d, 0x00070007;", "shr.u32 b, a, 8;", "or.b32 a, a, b;",
         f"mov.b32 b, {words[0]:#010x};", f"mov.b32 c, {words[1]:#010x};", "prmt.b32 b, b, c, a;",
         f"mov.b32 c, {words[2]:#010x};", f"mov.b32 z, {words[3]:#010x};", "prmt.b32 c, c, z, a;",
         "and.b32 d, d, 0x00080008;", "shr.u32 d, d, 3;", "mul.lo.u32 d, d, 255;",
@@ -89,11 +89,11 @@ def _iq4_nl(plane: int) -> str:
 
 
 PTX = {
-    "int4": [_int4(plane) for plane in range(4)],
-    "e2m1": [_e2m1_ptx(plane) for plane in range(4)],
-    "iq4_nl": [_iq4_nl(plane) for plane in range(4)],
-    "int8": [_int8(plane) for plane in range(2)],
-    "e4m3": [_e4m3_ptx(plane) for plane in range(2)],
+    "int4": [_int4(number) for number in range(4)],
+    "e2m1": [_e2m1_ptx(number) for number in range(4)],
+    "iq4_nl": [_iq4_nl(number) for number in range(4)],
+    "int8": [_int8(number) for number in range(2)],
+    "e4m3": [_e4m3_ptx(number) for number in range(2)],
 }
 
 

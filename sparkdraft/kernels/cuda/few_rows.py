@@ -461,7 +461,7 @@ def _wide_launch(
     shape: tuple[int, int], format_: str, weight_bits: int, x_bytes: int, rows: int, blocks: int, gpu: Gpu, step: int
 ) -> Launch:
     found = tuned.tables(gpu).get((WIDE, format_), {}).get((*shape, rows))
-    rule = Tile(64, step, 4, 4) if rows > 32 and x_bytes == 2 else Tile(64 if x_bytes == 2 else 32, step, 2, 4)
+    rule = Tile(64 if x_bytes == 2 else 32, step, 2 if rows <= 64 else 4, 4)
     tile = Tile(*found) if found else rule
     programs = triton.cdiv(shape[0], tile.block_n)
     return Launch(tile, programs, fit_stages(tile, programs * blocks, weight_bits, x_bytes, gpu, rows))
