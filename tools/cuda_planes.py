@@ -505,7 +505,7 @@ def tune_shape(shape: Shape, form: str, bandwidth: float, limit: float) -> tuned
     )  # fmt: skip
     if best:
         found[few_rows.KERNEL, tiles.format] = {(shape.out, shape.in_): best}
-    for count in (20,) if DRY else (32, 64, 128):
+    for count in (20,) if DRY else (32, 64):
         if shape.kind == "norm_argmax":
             continue
         print(f"{shape.name} {form}: blocks of {count} rows", flush=True)
@@ -531,7 +531,7 @@ def tune_experts(model: Model, layers: list[Layer], bandwidth: float, limit: flo
         (experts.DOWN, layers[0].down, (*narrow, 16), [16]),
     ]
     for rows in (64, 256, 1024):
-        size = experts.block_size(rows, model.top_k, model.experts)
+        size = experts.block_size(rows, model.top_k, model.experts, coded=True)
         jobs += [(experts.GATE_UP, layers[0].gate_up, (*wide, size), [rows])]
         jobs += [(experts.DOWN, layers[0].down, (*narrow, size), [rows])]
     seen = set()

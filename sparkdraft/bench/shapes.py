@@ -159,8 +159,8 @@ class RandomCheckpoint:
 
     def _is_coded(self, name: str) -> bool:
         """Whether a tensor is a matrix of a layer, or the matrices of its experts."""
-        is_router = name.endswith(("mlp.gate.weight", "router.weight", "router.proj.weight"))
-        return ".layers." in f".{name}" and len(self._matrix_shape(name)) > 1 and not is_router
+        others = ("mlp.gate.weight", "router.weight", "router.proj.weight", "bias")  # routers, and experts' biases
+        return ".layers." in f".{name}" and len(self._matrix_shape(name)) > 1 and not name.endswith(others)
 
     def _matrix_shape(self, name: str) -> tuple[int, ...]:
         if name not in self._matrices:

@@ -260,12 +260,13 @@ def one_by_one(rows: int, top_k: int, experts: int) -> bool:
     return rows <= few_rows.MOST_ROWS and SPARSE * rows * top_k <= experts
 
 
-def block_size(rows: int, top_k: int, experts: int) -> int:
-    """Pairs in a block: about twice what an expert has, so that most have one; 16 where rows are few."""
+def block_size(rows: int, top_k: int, experts: int, coded: bool = False) -> int:
+    """Pairs in a block: about twice what an expert has, so that most have one; 16 where rows are few. Of coded weights
+    64 at most: their tiles are wide, and so are those of x."""
     if rows <= few_rows.MOST_ROWS:
         return 16
     share = rows * top_k / experts
-    return next((size for size, most in ((16, 8), (32, 16), (64, 96)) if share <= most), 128)
+    return next((size for size, most in ((16, 8), (32, 16), (64, 96)) if share <= most), 64 if coded else 128)
 
 
 def _choose(kernel: str, out: int, in_: int, size: int, itemsize: int, step: int = 0) -> Tile:
@@ -274,7 +275,7 @@ def _choose(kernel: str, out: int, in_: int, size: int, itemsize: int, step: int
     if step:
         if kernel == ROW_DOWN:
             return Tile(max(64 // size, 8), step, 2, 6)
-        return Tile(64 if itemsize == 2 else 32, step, 2 if size <= 64 else 4, 6 if size <= 32 else 4)
+        return Tile(64 if itemsize == 2 else 32, step, 2, 6 if size <= 32 else 4)
     if itemsize == 4:
         return Tile(max(128 // size, 8) if kernel == ROW_DOWN else 32, 32, 4, 3)
     block_k = 128 if in_ % 128 == 0 else 64
@@ -449,7 +450,8 @@ def _experts(
     assert residual.shape[0] == rows and residual.stride(1) == 1, (residual.shape, residual.stride(), rows)
     blocks = None
     if not one_by_one(rows, top_k, gate_up.count):
-        blocks = cut(routing, gate_up.count, block_size(rows, top_k, gate_up.count))
+        coded = gate_up.tiles is not None and gate_up.tiles.layout is not None
+        blocks = cut(routing, gate_up.count, block_size(rows, top_k, gate_up.count, coded))
     inside = run_gate_up(normed, routing, gate_up, blocks, activation)
     if blocks is None:
         return run_row_down(inside, routing, down, residual, then)

@@ -452,8 +452,8 @@ def norm_argmax(
 
 
 def block_rows(rows: int) -> int:
-    """Rows of a block."""
-    return next((size for size in (32, 64) if rows <= size), 128)
+    """Rows of a block: as many as leave room in shared memory for several tiles of them."""
+    return 32 if rows <= 32 else 64
 
 
 @lru_cache(maxsize=4096)
@@ -461,8 +461,7 @@ def _wide_launch(
     shape: tuple[int, int], format_: str, weight_bits: int, x_bytes: int, rows: int, blocks: int, gpu: Gpu, step: int
 ) -> Launch:
     found = tuned.tables(gpu).get((WIDE, format_), {}).get((*shape, rows))
-    rule = Tile(64 if x_bytes == 2 else 32, step, 2 if rows <= 64 else 4, 4)
-    tile = Tile(*found) if found else rule
+    tile = Tile(*found) if found else Tile(64 if x_bytes == 2 else 32, step, 2, 4)
     programs = triton.cdiv(shape[0], tile.block_n)
     return Launch(tile, programs, fit_stages(tile, programs * blocks, weight_bits, x_bytes, gpu, rows))
 

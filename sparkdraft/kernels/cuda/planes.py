@@ -1,7 +1,7 @@
 """Quantised matrices that stay quantised on a GPU: how these kernels keep them, and their matmuls of many rows.
 
 up to 16 rows     few_rows.py, experts.py    fused with what stands around them
-up to MIDDLE      few_rows.wide_linear       the same sweep over blocks of 32 to 128 rows: weights become numbers in
+up to MIDDLE      few_rows.wide_linear       the same sweep over blocks of 32 or 64 rows: weights become numbers in
                                              registers, once per block
 more              a slice of the weight at a time is turned into floats of x's type, in a scratch small enough to
                   stay in the L2, and cuBLAS multiplies with it. Each weight is rounded once there
