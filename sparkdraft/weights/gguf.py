@@ -298,7 +298,8 @@ class GgufCheckpoint:
         return take_rows(value, rows)
 
     def stored_bytes(self) -> StoredBytes:
-        return count_stored((t.name, t.kind in KEPT, t.shape, t.size) for t in self.file.tensors.values())
+        tied = "token_embd.weight" if self.config["tie_word_embeddings"] else ""
+        return count_stored(((t.name, t.kind in KEPT, t.shape, t.size) for t in self.file.tensors.values()), tied)
 
     def _interleaved_heads(self, name: str) -> int | None:
         """llama.cpp stores Llama's q and k for rope over neighbours; Hugging Face rotates the two halves of a head."""

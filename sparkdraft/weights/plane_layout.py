@@ -85,12 +85,13 @@ class StoredBytes(NamedTuple):
         return int(self.quantised * (1 + MOST_WASTE) + self.floats * itemsize)
 
 
-def count_stored(tensors: Iterable[tuple[str, bool, tuple[int, ...], int]]) -> StoredBytes:
-    """tensors: name, whether it is read as codes, shape, and bytes. A GGUF's embedding is looked up as floats."""
+def count_stored(tensors: Iterable[tuple[str, bool, tuple[int, ...], int]], twice: str = "") -> StoredBytes:
+    """tensors: name, whether it is read as codes, shape, and bytes. twice: an embedding that is the head as well, which
+    is kept in two orders if it is codes."""
     quantised = floats = 0
     for name, is_coded, shape, size in tensors:
-        if is_coded and len(shape) > 1 and name != "token_embd.weight":
-            quantised += size
+        if is_coded and len(shape) > 1:
+            quantised += 2 * size if name == twice else size
         else:
             floats += prod(shape)
     return StoredBytes(quantised, floats)

@@ -16,13 +16,17 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
+from sparkdraft.bench.shapes import TARGET_FILES, RandomCheckpoint  # noqa: E402
 from sparkdraft.kernels import cuda, reference  # noqa: E402
 from sparkdraft.kernels.activation import Activation  # noqa: E402
 from sparkdraft.kernels.cuda import decode, experts, few_rows, planes  # noqa: E402
 from sparkdraft.kernels.norm import Norm, Normed  # noqa: E402
 from sparkdraft.kernels.routing import Routing  # noqa: E402
+from sparkdraft.models.gpt_oss import build  # noqa: E402
+from sparkdraft.models.registry import read_config  # noqa: E402
 from sparkdraft.weights.experts import DenseExperts  # noqa: E402
 from sparkdraft.weights.linear import CannotKeep, DenseLinear, StackedLinear, WeightTiles  # noqa: E402
+from sparkdraft.weights.loader import Loader  # noqa: E402
 from sparkdraft.weights.plane_layout import PlaneLayout, layout_of  # noqa: E402
 from sparkdraft.weights.planes import pack  # noqa: E402
 from sparkdraft.weights.quant.coded import LEVELS, Coded  # noqa: E402
@@ -306,6 +310,33 @@ def test_what_cannot_be_kept_says_why() -> None:
     with pytest.raises(CannotKeep, match="some of its experts are floats"):
         cuda.keep_experts([[one], [randn(8, 128)]], None, to_floats)
     assert isinstance(cuda.keep_experts([[randn(8, 128)]], None, to_floats), DenseExperts)
+
+
+def test_a_table_of_codes_gives_rows_of_the_models_type_and_makes_a_head() -> None:
+    for part in (random_coded("int8 in groups of 32", 40, 128), GroupQuant.from_float(torch.randn(40, 128))):
+        table = cuda.keep_table(part, lambda p: p.to(torch.float16))
+        ids = torch.tensor([3, 39, 3], dtype=torch.int32)
+        rows = cuda.embed(ids, table)
+        assert rows.dtype == torch.float16 and torch.equal(rows, part.dequantize(torch.float16)[ids.long()])
+        head = cuda.keep_matrix([table], None, lambda p: p.to(torch.float16))
+        assert isinstance(head, planes.PlaneLinear)
+        assert torch.equal(head.rows().dequantize(), part.dequantize())
+    floats = torch.randn(4, 8)
+    assert cuda.keep_table(floats, lambda p: p) is floats
+
+
+def test_a_gpus_loader_keeps_published_experts_as_codes() -> None:
+    """gpt-oss's own names and formats, in a small size; nothing is launched."""
+    config = TARGET_FILES["gpt-oss-20b"] | {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4}
+    config |= {"num_hidden_layers": 2, "layer_types": config["layer_types"][:2], "vocab_size": 100}
+    load = Loader(RandomCheckpoint(config, "cpu"), torch.device("cpu"), torch.float32, cuda)
+    model = build(read_config(config), load, cuda, 128)
+    for layer in model.layers:
+        router, gate_up, down = layer.matrices[-3:]
+        assert isinstance(router, DenseLinear) and router.tiles.layout is None
+        assert isinstance(gate_up, planes.PlaneExperts) and gate_up.count == 4 and gate_up.bias.shape == (4, 192)
+        assert gate_up.tiles.format == down.tiles.format == "e2m1_e8m0_32"
+    assert not load.notes
 
 
 # The PTX

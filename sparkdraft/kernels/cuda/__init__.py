@@ -12,7 +12,7 @@ from sparkdraft.kernels.cuda.elementwise import add_normed, gated, rms_norm, rop
 from sparkdraft.kernels.cuda.experts import add_experts, norm_experts
 from sparkdraft.kernels.cuda.facts import facts
 from sparkdraft.kernels.cuda.matmul import add_linear, norm_argmax, norm_gated, norm_linear, norm_logits
-from sparkdraft.kernels.cuda.planes import keep_experts, keep_matrix
+from sparkdraft.kernels.cuda.planes import keep_experts, keep_matrix, keep_table
 from sparkdraft.kernels.cuda.recording import Recording
 from sparkdraft.kernels.cuda.routing import norm_route
 from sparkdraft.kernels.cuda.stepping import accept_drafts, make_rows
@@ -22,7 +22,6 @@ from sparkdraft.kernels.reference import (  # torch is at the ceiling, or near e
     find_pages,
     keep_float_experts,
     keep_float_matrix,
-    keep_table,
 )
 
 NAME = "cuda"

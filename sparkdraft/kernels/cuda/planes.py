@@ -10,6 +10,7 @@ more              a slice of the weight at a time is turned into floats of x's t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -141,10 +142,39 @@ def keep_experts(experts: Sequence[Sequence[Stored]], bias: Tensor | None, float
     return PlaneExperts(made, len(experts), bias)
 
 
+@dataclass(frozen=True, slots=True)
+class CodedTable:
+    """A table of codes that rows are looked up in (`embed`), as floats of one type."""
+
+    coded: Coded
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.coded.shape
+
+    def take(self, ids: Tensor) -> CodedTable:
+        return CodedTable(self.coded.take(ids), self.dtype)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        return self.coded.dequantize(dtype or self.dtype)
+
+
+def keep_table(part: Stored, floats: ToFloats) -> Stored:
+    """A matrix as `embed` looks rows up in it."""
+    if not isinstance(part, Coded | GroupQuant):
+        return floats(part)
+    coded, sample = as_coded(part), floats(torch.zeros(1))
+    assert isinstance(coded, Coded)
+    return CodedTable(coded.to(sample.device), sample.dtype)
+
+
 def as_coded(part: Stored) -> Tensor | Coded:
     """Floats stay what they are. Raises CannotKeep for a format that has no `Coded` form."""
     if isinstance(part, Tensor | Coded):
         return part
+    if isinstance(part, CodedTable):
+        return part.coded
     if isinstance(part, GroupQuant):
         return group_coded(part)
     raise CannotKeep(f"{type(part).__name__} has no form on a GPU")
