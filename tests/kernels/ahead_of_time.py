@@ -8,8 +8,11 @@ not compiled at all.
 from __future__ import annotations
 
 import re
+import subprocess
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
@@ -90,6 +94,21 @@ def compile_launch(capability: int, launch: Launch) -> tuple[Any, dict[str, str]
     source = kind(kernel, signature, {name: values[name] for name in fixed}, hints)
     rest = {n: v for n, v in options.items() if n not in names}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=rest), signature
+
+
+def spilled_bytes(made: Any) -> int:
+    """Bytes of registers that the assembler had no room for, as it says itself."""
+    target = re.search(r"\.target (sm_\w+)", made.asm["ptx"])
+    assert target
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(made.asm["ptx"])
+        tool = get_ptxas(int(re.sub(r"\D", "", target[1]))).path
+        command = [tool, "-v", f"--gpu-name={target[1]}", str(source), "-o", str(Path(folder) / "kernel.cubin")]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    found = re.findall(r"(\d+) bytes spill stores", said)
+    assert found, said
+    return sum(map(int, found))
 
 
 # The order of kernels that overlap (kernels/cuda/pdl.py)

@@ -31,7 +31,7 @@ from sparkdraft.weights.plane_layout import PlaneLayout, layout_of  # noqa: E402
 from sparkdraft.weights.planes import pack  # noqa: E402
 from sparkdraft.weights.quant.coded import LEVELS, Coded  # noqa: E402
 from sparkdraft.weights.quant.group import GroupQuant  # noqa: E402
-from tests.kernels.ahead_of_time import GPUS, LIMIT, captured_launches, compile_launch, empty  # noqa: E402
+from tests.kernels.ahead_of_time import GPUS, LIMIT, captured_launches, compile_launch, empty, spilled_bytes  # noqa: E402
 from tests.kernels.test_cuda_experts import random_routing  # noqa: E402
 from tests.kernels.test_cuda_few_rows import (  # noqa: E402
     EPS,
@@ -483,10 +483,10 @@ def check_compiled(capability: int, launch, few: bool) -> str:
     made, _ = compile_launch(capability, launch)
     ptx, shared = made.asm["ptx"], made.metadata.shared
     used = set(re.findall(r"wgmma\.mma_async\S+|mma\.sync\S+", ptx))
-    spills = made.n_spills if hasattr(made, "n_spills") and made.n_spills is not None else 0
-    print(f"sm_{capability} {launch.kernel.__name__} {launch.options}: {shared} bytes, {used}, {spills} spills")
+    spills = spilled_bytes(made)
+    print(f"sm_{capability} {launch.kernel.__name__} {launch.options}: {shared} bytes, {used}, {spills} bytes spilled")
     assert shared <= LIMIT[capability] and len(used) == 1 and "bf16" in next(iter(used)), used
-    assert "ld.local" not in ptx and "st.local" not in ptx
+    assert not spills
     assert next(iter(used)).startswith("mma.sync") or not few, used
     return next(iter(used))
 

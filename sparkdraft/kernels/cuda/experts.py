@@ -275,7 +275,7 @@ def _choose(kernel: str, out: int, in_: int, size: int, itemsize: int, step: int
     if step:
         if kernel == ROW_DOWN:
             return Tile(max(64 // size, 8), step, 2, 6)
-        return Tile(64 if itemsize == 2 else 32, step, 2, 6 if size <= 32 else 4)
+        return Tile(64 if itemsize == 2 else 32, step, *((2, 6) if size <= 32 else (4, 4)))
     if itemsize == 4:
         return Tile(max(128 // size, 8) if kernel == ROW_DOWN else 32, 32, 4, 3)
     block_k = 128 if in_ % 128 == 0 else 64

@@ -238,13 +238,13 @@ def _choose(out: int, in_: int, itemsize: int, sms: int) -> Tile:
     return Tile(block_n, block_k, 4, 8)
 
 
-def _choose_coded(out: int, in_: int, step: int, itemsize: int, sms: int) -> Tile:
+def _choose_coded(out: int, in_: int, step: int, itemsize: int, sms: int, offset: bool = False) -> Tile:
     """Two warps: they run mma.sync on every GPU, with all warps over the lines, so that a weight is decoded once.
 
     (Triton gives wgmma's left side, which would be in registers too, a shared memory without a swizzle.) As many parts
-    of 'in' as fill the GPU.
+    of 'in' as fill the GPU. offset: sums of x take registers too.
     """
-    block_n = 64 if itemsize == 2 and out >= 64 else 16
+    block_n = (32 if offset else 64) if itemsize == 2 and out >= 64 else 16
     split = min(4 * sms // triton.cdiv(out, block_n), in_ // step // 4, 8)
     return Tile(block_n, step, 2, 6, max(split, 1))
 
@@ -269,7 +269,11 @@ def _launch(
     """How to cut the work; 'lines' of the weight make a column of the result. step: columns of a coded tile, or 0."""
     out, in_ = shape
     found = tuned.tables(gpu).get((KERNEL, format_), {}).get(shape)
-    rule = _choose_coded(out, in_, step, x_bytes, gpu.sms) if step else _choose(out, in_, x_bytes, gpu.sms)
+    rule = (
+        _choose_coded(out, in_, step, x_bytes, gpu.sms, "offset" in format_)
+        if step
+        else _choose(out, in_, x_bytes, gpu.sms)
+    )
     tile = Tile(*found) if found else rule
     assert not step or tile.block_k == step, f"a tile of {format_} has {step} columns, not {tile.block_k}"
     programs = triton.cdiv(out // lines, tile.block_n // lines)
@@ -461,7 +465,7 @@ def _wide_launch(
     shape: tuple[int, int], format_: str, weight_bits: int, x_bytes: int, rows: int, blocks: int, gpu: Gpu, step: int
 ) -> Launch:
     found = tuned.tables(gpu).get((WIDE, format_), {}).get((*shape, rows))
-    tile = Tile(*found) if found else Tile(64 if x_bytes == 2 else 32, step, 2, 4)
+    tile = Tile(*found) if found else Tile(64 if x_bytes == 2 else 32, step, 2 if rows <= 32 else 4, 4)
     programs = triton.cdiv(shape[0], tile.block_n)
     return Launch(tile, programs, fit_stages(tile, programs * blocks, weight_bits, x_bytes, gpu, rows))
 
