@@ -7,7 +7,9 @@ numbers, two per register, and each plane meets its own columns of x in their or
     tile c, word j    | plane 0: column c * tile + j | plane 1: column c * tile + plane + j | ...
 
 A plane never spans two groups. Scales lie row by row in the type that they are stored in, 4 bytes to a word, in the
-order of their groups. The last tile is filled up with zeros.
+order of their groups. Only e4m3 (NVFP4's) become "e5m3": they are never negative, so the bit of the sign is one more of
+the exponent, all numbers are normal ones, and a shift and a sum make their bits bfloat16's. The last tile is filled up
+with zeros.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import NamedTuple
 
 PLANES = (64, 32, 16)  # columns of a plane, the best first: long rows in memory and few steps
 MOST_WASTE = 0.03  # of the tiles may be filling where a smaller plane avoids it
-SIZES = {"": 0, "e8m0": 1, "e4m3": 1, "f16": 2, "bf16": 2, "f32": 4}  # bytes of a scale or an offset
+SIZES = {"": 0, "e8m0": 1, "e5m3": 1, "f16": 2, "bf16": 2, "f32": 4}  # bytes of a scale or an offset
 
 
 class PlaneLayout(NamedTuple):

@@ -17,7 +17,7 @@ from sparkdraft.weights.plane_layout import PLANES, PlaneLayout, layout_of
 from sparkdraft.weights.quant.coded import LEVELS, Coded, scale_values
 
 PIECE = 1 << 22  # weights that are repacked at once: as 32-bit integers they take 16 MB
-TYPES = {torch.uint8: "e8m0", torch.float8_e4m3fn: "e4m3"}
+TYPES = {torch.uint8: "e8m0", torch.float8_e4m3fn: "e5m3"}
 TYPES |= {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 _DTYPES = {name: dtype for dtype, name in TYPES.items()}
 MOST_E8M0 = 144  # kernels multiply e2m1 by 2 ** (e - 17) in bfloat16
@@ -65,7 +65,9 @@ class Planes:
     def _groups(self, words: Tensor | None, kind: str) -> Tensor | None:
         if words is None:
             return None
-        return words.view(_DTYPES[kind])[:, : self.layout.width // self.layout.group].contiguous()
+        dtype, count = _DTYPES[kind], self.layout.width // self.layout.group
+        numbers = words.view(_INTEGERS[dtype.itemsize])[:, :count]
+        return (_from_e5m3(numbers) if kind == "e5m3" else numbers.contiguous()).view(dtype)
 
 
 def plan_layout(parts: Iterable[Coded]) -> PlaneLayout:
@@ -84,6 +86,8 @@ def _layout(part: Coded) -> PlaneLayout:
     group = part.group if scale or offset else 0
     if group % PLANES[-1]:
         raise CannotKeep(f"groups of {group} columns; kernels read groups of {PLANES[-1]} and its multiples")
+    if scale == "e5m3" and (part.levels != "e2m1" or offset):
+        raise CannotKeep(f"{part.levels} codes with e4m3 scales")
     return layout_of(part.levels, part.bits, width, group, scale, offset)
 
 
@@ -125,6 +129,8 @@ def _fill(made: Planes, part: Coded, at: slice) -> None:
     codes = part.codes[at].to(device)
     if layout.bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
+    if layout.scale == "e5m3" and part.scale is not None:  # which has no zero
+        codes = codes * (part.scale[at].view(torch.uint8) != 0).to(device).repeat_interleave(layout.group, 1)
     out = codes.shape[0]
     whole = torch.zeros((out, layout.tiles * layout.tile), dtype=torch.int32, device=device)
     whole[:, : layout.width] = codes
@@ -132,6 +138,7 @@ def _fill(made: Planes, part: Coded, at: slice) -> None:
     for target, source in ((made.scale, part.scale), (made.offset, part.offset)):
         if target is not None and source is not None:
             integers = source[at].contiguous().view(_INTEGERS[source.element_size()]).to(device)
+            integers = _to_e5m3(integers) if source.dtype == torch.float8_e4m3fn else integers
             target.view(integers.dtype)[:, : integers.shape[1]] = integers
     if made.row_scale is not None:
         if part.row_scale is not None:
@@ -147,12 +154,24 @@ def _check(part: Coded) -> None:
         raise CannotKeep("it holds numbers that are not a number")
     if part.scale is not None and kind == torch.uint8 and bool((part.scale > MOST_E8M0).any()):
         raise CannotKeep(f"it has scales above 2 ** {MOST_E8M0 - 127}")
-    if part.scale is not None and kind == torch.float8_e4m3fn and _has_nan(part.scale.view(torch.uint8)):
-        raise CannotKeep("it has scales that are not a number")
+    if part.scale is not None and kind == torch.float8_e4m3fn and bool((part.scale.view(torch.uint8) > 0x7E).any()):
+        raise CannotKeep("it has scales that are negative or not a number")
 
 
 def _has_nan(e4m3: Tensor) -> bool:
     return bool(((e4m3 & 0x7F) == 0x7F).any())
+
+
+def _to_e5m3(e4m3: Tensor) -> Tensor:
+    """uint8 of the same numbers, none of them negative: (1 + m / 8) * 2 ** (e - 16), and 0 for 0."""
+    bits = e4m3.view(torch.float8_e4m3fn).float().view(torch.int32)
+    return torch.where(e4m3 == 0, 0, (bits >> 20) - (111 << 3)).to(torch.uint8)
+
+
+def _from_e5m3(e5m3: Tensor) -> Tensor:
+    """uint8 of e4m3 again."""
+    numbers = ((e5m3.int() << 20) + (111 << 23)).view(torch.float32).where(e5m3 != 0, 0.0)
+    return numbers.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 # ---- where the bits of a code are within a word. kernels/cuda/decode.py reads them there

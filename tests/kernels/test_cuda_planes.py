@@ -254,7 +254,7 @@ def test_parts_of_one_format_are_one_matrix_and_others_stay_apart() -> None:
     mixed = [parts[0], random_coded("mxfp4", 16, 128, DEVICE), randn(16, 128)]
     several = cuda.keep_matrix(mixed, bias, to_floats)
     assert isinstance(several, StackedLinear) and [p.tiles.format for p in several.parts] == [
-        "e2m1_e4m3_16", "e2m1_e8m0_32", f"{8 * dtype.itemsize}bit",
+        "e2m1_e5m3_16", "e2m1_e8m0_32", f"{8 * dtype.itemsize}bit",
     ]  # fmt: skip
     x = randn(5, 128, dtype=dtype)
     for matrix, stored in ((one, parts), (several, mixed)):
@@ -305,7 +305,7 @@ def test_what_cannot_be_kept_says_why() -> None:
     with pytest.raises(CannotKeep, match="Strange has no form on a GPU"):
         cuda.keep_matrix([Strange()], None, to_floats)
     one, other = random_coded("mxfp4", 8, 128, DEVICE), random_coded("nvfp4", 8, 128, DEVICE)
-    with pytest.raises(CannotKeep, match=r"experts have different formats .e2m1_e8m0_32 and e2m1_e4m3_16"):
+    with pytest.raises(CannotKeep, match=r"experts have different formats .e2m1_e8m0_32 and e2m1_e5m3_16"):
         cuda.keep_experts([[one], [other]], None, to_floats)
     with pytest.raises(CannotKeep, match="some of its experts are floats"):
         cuda.keep_experts([[one], [randn(8, 128)]], None, to_floats)
@@ -426,7 +426,7 @@ NAMED = {  # format -> out, in and what runs on it: gpt-oss-20b, Qwen3-8B, qwen3
     "iq4_nl": [(6144, 4096, "norm_linear")],
 }
 FORMS = {
-    "mxfp4": ("e2m1", 4, 32, "e8m0", ""), "nvfp4": ("e2m1", 4, 16, "e4m3", ""), "int4": ("int4", 4, 128, "f16", ""),
+    "mxfp4": ("e2m1", 4, 32, "e8m0", ""), "nvfp4": ("e2m1", 4, 16, "e5m3", ""), "int4": ("int4", 4, 128, "f16", ""),
     "int4 with offsets": ("int4", 4, 128, "f16", "f16"), "fp8": ("e4m3", 8, 0, "", ""),
     "fp8 in blocks": ("e4m3", 8, 128, "f32", ""), "int8": ("int8", 8, 32, "f16", ""),
     "iq4_nl": ("iq4_nl", 4, 32, "f16", ""),

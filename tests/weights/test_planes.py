@@ -69,10 +69,20 @@ def test_bytes_are_those_of_the_file_and_a_little_filling() -> None:
             assert per_weight <= made.layout.row_bytes / width <= 1.03 * per_weight + 4 / width
 
 
+def test_every_scale_of_e4m3_is_kept() -> None:
+    """Zero, the smallest numbers, which have fewer bits, and the largest."""
+    scale = torch.arange(127, dtype=torch.uint8).repeat(2, 1)
+    codes = torch.randint(256, (2, 127 * 8), dtype=torch.uint8)
+    part = Coded("e2m1", codes, 16, scale.view(torch.float8_e4m3fn), None, torch.rand(2) + 0.5)
+    back = pack([part], CPU).coded()
+    assert same(back.scale, part.scale) and torch.equal(back.dequantize(), part.dequantize())
+    assert torch.equal(back.codes[:, 8:], part.codes[:, 8:]), "of a scale of 0 the codes are 0 too"
+
+
 def test_planes_follow_groups_and_width() -> None:
     assert layout_of("e2m1", 4, 2880, 32, "e8m0").plane == 32 and layout_of("e2m1", 4, 2880, 32, "e8m0").tiles == 23
     assert layout_of("e2m1", 4, 704, 32, "e8m0").plane == 16, "else a twelfth would be filling"
-    assert layout_of("e2m1", 4, 4096, 16, "e4m3").plane == 16
+    assert layout_of("e2m1", 4, 4096, 16, "e5m3").plane == 16
     assert layout_of("int4", 4, 4096, 128, "f16").plane == 64
     assert layout_of("int4", 4, 4096, 32, "f16").plane == 16, "a tile's scales are one word"
     assert layout_of("e4m3", 8, 4096).plane == 64 and layout_of("int8", 8, 2880, 32, "f16").plane == 32
@@ -97,5 +107,5 @@ def test_what_has_no_form_says_why() -> None:
         pack([nan], CPU)
     nan = random_coded("nvfp4", 4, 256)
     nan.scale.view(torch.uint8)[2, 2] = 0x7F  # type: ignore[union-attr]
-    with pytest.raises(CannotKeep, match="scales that are not a number"):
+    with pytest.raises(CannotKeep, match="scales that are negative or not a number"):
         pack([nan], CPU)

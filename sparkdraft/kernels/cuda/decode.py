@@ -171,11 +171,14 @@ def _apart(word, NUMBER: tl.constexpr, LEVELS: tl.constexpr):
 @triton.jit
 def scale_factor(word, byte, KIND: tl.constexpr, PACKED: tl.constexpr):
     """A byte's scale as `plane` wants it."""
-    if PACKED and KIND == "e8m0":
-        return ((((word >> (8 * byte)) & 255) + 110) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    bits = (word >> (8 * byte)) & 255
+    if not PACKED:
+        return group_number(word, byte, KIND)
+    elif KIND == "e8m0":
+        return ((bits + 110) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
-        number = group_number(word, byte, KIND)
-        return (number * SCALED).to(tl.bfloat16) if PACKED else number
+        tl.static_assert(KIND == "e5m3")
+        return ((bits << 4) + ((110 + 111) << 7)).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -192,5 +195,5 @@ def group_number(word, first_byte, KIND: tl.constexpr):
         elif KIND == "e8m0":
             return ((bits & 255) << 23).to(tl.float32, bitcast=True)
         else:
-            tl.static_assert(KIND == "e4m3")
-            return (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * _E4M3
+            tl.static_assert(KIND == "e5m3")
+            return (((bits & 255) << 20) + (111 << 23)).to(tl.float32, bitcast=True)

@@ -111,7 +111,7 @@ def _coded(
     TILES: tl.constexpr = (IN + TILE - 1) // TILE
     EACH: tl.constexpr = (TILES + SPLIT - 1) // SPLIT  # tiles of a part
     EVEN: tl.constexpr = IN % TILE == 0
-    INSIDE: tl.constexpr = LEVELS == "e2m1" and (SCALE == "e8m0" or SCALE == "e4m3") and OFFSET == ""
+    INSIDE: tl.constexpr = LEVELS == "e2m1" and (SCALE == "e8m0" or SCALE == "e5m3") and OFFSET == ""
     UNIT: tl.constexpr = unit(LEVELS, PACKED)
     APART: tl.constexpr = (SCALE != "" or OFFSET != "") and not INSIDE  # groups are summed apart
     WHOLE: tl.constexpr = GROUP != 0 and (GROUP % TILE == 0 or TILE % GROUP == 0)
