@@ -31,7 +31,15 @@ from sparkdraft.weights.plane_layout import PlaneLayout, layout_of  # noqa: E402
 from sparkdraft.weights.planes import pack  # noqa: E402
 from sparkdraft.weights.quant.coded import LEVELS, Coded  # noqa: E402
 from sparkdraft.weights.quant.group import GroupQuant  # noqa: E402
-from tests.kernels.ahead_of_time import GPUS, LIMIT, captured_launches, compile_launch, empty, spilled_bytes  # noqa: E402
+from tests.kernels.ahead_of_time import (  # noqa: E402
+    GPUS,
+    LIMIT,
+    captured_launches,
+    check_order,
+    compile_launch,
+    empty,
+    spilled_bytes,
+)
 from tests.kernels.test_cuda_experts import random_routing  # noqa: E402
 from tests.kernels.test_cuda_few_rows import (  # noqa: E402
     EPS,
@@ -480,7 +488,8 @@ def coded_experts_step(name: str, rows: int) -> None:
 
 
 def check_compiled(capability: int, launch, few: bool) -> str:
-    made, _ = compile_launch(capability, launch)
+    made, signature = compile_launch(capability, launch)
+    check_order(launch.kernel, signature, made.asm["ptx"])
     ptx, shared = made.asm["ptx"], made.metadata.shared
     used = set(re.findall(r"wgmma\.mma_async\S+|mma\.sync\S+", ptx))
     spills = spilled_bytes(made)

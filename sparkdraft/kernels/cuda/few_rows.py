@@ -58,14 +58,15 @@ def _sweep(
 
 
 @triton.jit
-def _add_parts(acc, sums, counters, strip, part, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
+def _add_parts(acc, sums, counters, strip, part, rows, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
     """Leave a part of a strip's sums for the program that ends last, which gets them all, added in order: (sums, True).
 
     Its counter is 0 before a launch and after it.
     """
     lane, column = tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
     place = sums + strip.to(tl.int64) * (SPLIT * BLOCK_N * ROWS) + lane[:, None] * ROWS + column[None, :]
-    tl.store(place + part * (BLOCK_N * ROWS), acc)
+    real = (column < rows)[None, :]
+    tl.store(place + part * (BLOCK_N * ROWS), acc, mask=real)
     tl.debug_barrier()  # all threads of the program have stored before one of them says so
     ended = tl.atomic_add(counters + strip, 1, sem="acq_rel", scope="gpu")
     last = ended == SPLIT - 1
@@ -73,7 +74,7 @@ def _add_parts(acc, sums, counters, strip, part, SPLIT: tl.constexpr, BLOCK_N: t
         tl.store(counters + strip, 0)
         acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
         for each in tl.static_range(SPLIT):
-            acc += tl.load(place + each * (BLOCK_N * ROWS), cache_modifier=".cg")
+            acc += tl.load(place + each * (BLOCK_N * ROWS), mask=real, other=0.0, cache_modifier=".cg")
     return acc, last
 
 
@@ -119,7 +120,7 @@ def _linear(
         LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, SPLIT,
     )  # fmt: skip
     if SPLIT > 1:
-        acc, last = _add_parts(acc, sums, counters, strip, part, SPLIT, BLOCK_N, ROWS)
+        acc, last = _add_parts(acc, sums, counters, strip, part, rows, SPLIT, BLOCK_N, ROWS)
         if not last:
             return
     if PARTS > 0:
