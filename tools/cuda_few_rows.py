@@ -45,6 +45,9 @@ from sparkdraft.kernels.cuda.gpu import gpu_of  # noqa: E402
 from sparkdraft.kernels.norm import Norm, Normed  # noqa: E402
 from sparkdraft.weights.linear import WeightTiles  # noqa: E402
 
+if DRY:
+    import tests.kernels.triton_device  # noqa: F401  # mends the interpreter
+
 DEVICE, DTYPE = ("cpu", torch.float16) if DRY else ("cuda", torch.bfloat16)
 GPU = gpu_of(torch.device(DEVICE))
 FORMAT = "16bit"

@@ -62,7 +62,7 @@ def _plain(
     weight_tile = lines[:, None] + k[None, :]
     x_tile = x_rows[:, None] + k[None, :]
     acc = tl.zeros([lines.shape[0], x_rows.shape[0]], tl.float32)
-    begin = part * EACH
+    begin = 0 if SPLIT == 1 else part * EACH
     end = IN if SPLIT == 1 else tl.minimum(begin + EACH, IN)
     for first in tl.range(begin, end, BLOCK_K):
         if EVEN:
@@ -122,7 +122,7 @@ def _coded(
     word_tile = weight + line[:, None] * (TILES * PLANE) + k[None, :]
     x_tile = x_rows[:, None] + k[None, :]
     acc = tl.zeros([line.shape[0], x_rows.shape[0]], tl.float32)
-    begin = part * EACH
+    begin = 0 if SPLIT == 1 else part * EACH
     end = TILES if SPLIT == 1 else tl.minimum(begin + EACH, TILES)
     if SCALE != "":
         scales = scale + line * _line_words(SCALE, GROUP, TILES * TILE)
