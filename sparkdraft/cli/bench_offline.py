@@ -45,7 +45,7 @@ EXPERTS = (
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--shape", default="", help="random weights of a named shape instead of a model")
     parser.add_argument(
-        "--weights",
+        "--shape-weights",
         default="",
         choices=["", *FORMS],
         help="with --shape, the format of the layers' matrices; without it, that of the published file",
@@ -132,8 +132,8 @@ def _check(args: Namespace) -> tuple[Acceptance | None, DFlashConfig | None]:
         raise UserError(
             "--drafter-shape goes with a --shape: a model with real weights drafts with --spec and --drafter"
         )
-    if args.weights and not args.shape:
-        raise UserError("--weights goes with a --shape: a model's own file says how its weights are stored")
+    if args.shape_weights and not args.shape:
+        raise UserError("--shape-weights goes with a --shape: a model's own file says how its weights are stored")
     if not args.drafter_shape:
         args.spec = args.spec or "off"
         return None, None
@@ -161,7 +161,7 @@ def make_engine(args: Namespace, draft: DFlashConfig | None) -> tuple[Engine, Mo
         return llm.engine, llm.model_config, args.model
     from sparkdraft.bench.shapes import random_engine, shape
 
-    form = getattr(args, "weights", "")  # a flag of this command alone
+    form = getattr(args, "shape_weights", "")  # a flag of this command alone
     config = EngineConfig(**engine_options(args) | {"model": args.shape, "prefix_cache": False, "ngram": False})
     with progress(f"making {args.shape}") as report:
         engine = random_engine(config, draft, report, form)

@@ -27,6 +27,9 @@ FORMATS: dict[str, tuple[str, int, str, str, bool]] = {
     "int8 in groups of 16": ("int8", 16, "f16", "", False),
     "int8 with offsets": ("int8", 32, "f16", "f16", False),
     "iq4_nl": ("iq4_nl", 32, "f16", "", False),
+    "mxfp8": ("e4m3", 32, "e8m0", "", False),
+    "int8 per row with offsets": ("int8", 0, "", "f32", True),
+    "int4 with float32 scales": ("int4", 32, "f32", "f32", False),
     "e2m1 with float scales": ("e2m1", 32, "f16", "f16", False),
 }
 
