@@ -124,8 +124,9 @@ def test_a_row_does_not_depend_on_its_neighbours(kind: str, name: str) -> None:
 @gpu
 @pytest.mark.parametrize("split", [2, 5])
 def test_parts_of_in_are_added_in_order(split: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Floats and codes, widths that parts divide and that they do not; a second launch finds its counters at 0."""
-    for name, out, in_ in (("", 48, 320), ("", 37, 200), ("mxfp4", 37, 416), ("int4 in groups of 64", 48, 640)):
+    """Floats and codes, widths that parts divide and that they do not, down to a part that is empty; a second launch
+    finds its counters at 0."""
+    for name, out, in_ in (("", 48, 320), ("mxfp4", 37, 416), ("int4 in groups of 64", 48, 768)):
         dtype = DTYPES[0]
         weight = randn(out, in_) / in_**0.5
         matrix: planes.PlaneLinear | DenseLinear = DenseLinear(weight.to(dtype))
@@ -447,6 +448,27 @@ def tiles_without_memory(name: str, out: int, in_: int) -> WeightTiles:
     words = [empty(out, layout.group_words(kind), dtype=torch.int32) if kind else None for kind in (scale, offset)]
     codes = empty(out, layout.words, dtype=torch.int16)
     return WeightTiles(codes, layout, *words, empty(out, dtype=torch.float32) if name in ("nvfp4", "fp8") else None)
+
+
+@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize("name", FORMS)
+def test_choices_fill_the_gpu_and_keep_to_one_instruction(
+    name: str, capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # tensors without memory want the real torch.empty
+    target = GPUS[capability]
+    for out, in_ in ((5120, 2880), (2048, 4096), (128, 2048), (48, 256), (201088, 2880)):
+        tiles = tiles_without_memory(name, out, in_ if name in ("mxfp4", "nvfp4") else -(-in_ // 128) * 128)
+        launch = few_rows._launch(tiles.shape, tiles.format, tiles.line_bits, 2, 1, target, few_rows.step_of(tiles))
+        split, programs = launch.tile.split, launch.programs
+        assert programs * launch.tile.block_n >= out > (programs - 1) * launch.tile.block_n
+        assert 1 <= split <= 8 and launch.stages >= 2 and launch.tile.warps == 2, launch
+        assert split == 1 or programs * split <= 4 * target.sms
+        assert split == 8 or (split + 1) * programs > 4 * target.sms or (split + 1) * 4 > in_ // tiles.layout.tile
+        for kernel, size in ((experts.GATE_UP, 16), (experts.DOWN, 16), (experts.ROW_DOWN, 8), (experts.DOWN, 64)):
+            experts._launch(  # asserts that few rows run mma.sync
+                kernel, tiles.shape, size, 32, tiles.format, tiles.line_bits, 2, target, few_rows.step_of(tiles)
+            )
 
 
 def planes_step(name: str, kind: str, out: int, in_: int, rows: int = 16) -> None:

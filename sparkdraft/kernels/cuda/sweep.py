@@ -129,10 +129,11 @@ def _coded(
     if OFFSET != "":
         offsets = offset + line * _line_words(OFFSET, GROUP, TILES * TILE)
         ones = tl.full([line.shape[0], PLANE], 1.0, TYPE)
+    first = 0 if SPLIT == 1 else tl.minimum(begin, TILES - 1) * TILE  # a last part may have no tiles
     if AHEAD:
-        next_scale = _word(scales, begin * TILE, good, SCALE, GROUP)
+        next_scale = _word(scales, first, good, SCALE, GROUP)
     if ONE_OFFSET:
-        next_offset = _word(offsets, begin * TILE, good, OFFSET, GROUP)
+        next_offset = _word(offsets, first, good, OFFSET, GROUP)
     for tile in tl.range(begin, end):
         words = _load(word_tile + tile * PLANE, None if good is None else good[:, None])
         following = tl.minimum(tile + 1, end - 1) * TILE
