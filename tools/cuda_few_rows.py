@@ -45,6 +45,9 @@ from sparkdraft.kernels.cuda.gpu import gpu_of  # noqa: E402
 from sparkdraft.kernels.norm import Norm, Normed  # noqa: E402
 from sparkdraft.weights.linear import WeightTiles  # noqa: E402
 
+if DRY:
+    import tests.kernels.triton_device  # noqa: F401  # mends the interpreter
+
 DEVICE, DTYPE = ("cpu", torch.float16) if DRY else ("cuda", torch.bfloat16)
 GPU = gpu_of(torch.device(DEVICE))
 FORMAT = "16bit"
@@ -121,6 +124,9 @@ def candidates(shape: Shape, quick: bool) -> list[Tile]:
     else:
         others = [(64, 128, 4, 5), (64, 128, 4, 8), (64, 64, 4, 8), (128, 64, 4, 6), (128, 128, 8, 4), (128, 128, 8, 5)]
     tiles = [first] + [Tile(*numbers) for numbers in others if shape.in_ % numbers[1] == 0]
+    if shape.kind not in ("norm_gated", "norm_argmax") and shape.out < 64 * GPU.sms:  # too few strips to fill it
+        splits = (2, 3, 4, 8) if shape.out >= 1024 else (4, 8, 16)
+        tiles += [Tile(n, k, w, 8, s) for n, k, w in ((64, 128, 4), (32, 128, 4), (16, 128, 4)) for s in splits]
     return list(dict.fromkeys(tiles))[: 1 if quick else 2 if DRY else None]
 
 
@@ -152,7 +158,7 @@ def prepared(x: Tensor, norm: Norm) -> Normed:
     """As an add_linear leaves it: with a part of the squares for each of its programs."""
     width = x.shape[1]
     scaled, squares = few_rows.prepare(Normed(x, norm))
-    parts = few_rows._launch((width, width), FORMAT, DTYPE.itemsize, DTYPE.itemsize, 1, GPU).programs
+    parts = few_rows._launch((width, width), FORMAT, 8 * DTYPE.itemsize, DTYPE.itemsize, 1, GPU).programs
     return Normed(x, norm, scaled, (squares / parts).repeat(1, parts))
 
 
@@ -190,7 +196,7 @@ def seconds(launches: list[Callable[[], object]]) -> float:
 
 
 def numbers(tile: Tile) -> list[int]:
-    return [tile.block_n, tile.block_k, tile.warps, tile.stages]
+    return [tile.block_n, tile.block_k, tile.warps, tile.stages, *([tile.split] if tile.split > 1 else [])]
 
 
 @contextmanager

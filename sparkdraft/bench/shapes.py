@@ -8,12 +8,15 @@ dimensions.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparkdraft.bench.coded import BYTES as BYTES_PER_WEIGHT
+from sparkdraft.bench.coded import random_coded
 from sparkdraft.bench.named_shapes import DRAFTER_FILES, SHAPES, TARGET_FILES, drafter_shape, shape
 from sparkdraft.bench.tensors import drafter_tensor_shapes, file_tensor_shapes, tensor_shapes
 from sparkdraft.config import EngineConfig
@@ -24,20 +27,26 @@ from sparkdraft.models.config import ModelConfig
 from sparkdraft.spec.dflash_config import DFlashConfig
 from sparkdraft.spec.registry import DFlashKind, DraftSource
 from sparkdraft.weights.loader import Progress
+from sparkdraft.weights.plane_layout import StoredBytes
 from sparkdraft.weights.quant.formats import find_matrices
-from sparkdraft.weights.quant.stored import Stored
+from sparkdraft.weights.quant.stored import QuantisedExperts, Stored
 
 __all__ = ["DRAFTER_FILES", "SHAPES", "TARGET_FILES", "drafter_shape", "shape"]  # beside what this file defines
 
 BYTES = ("_blocks", "_scales")  # ends of names of tensors that hold bytes
 
 
-def random_engine(config: EngineConfig, draft: DFlashConfig | None = None, progress: Progress | None = None) -> Engine:
-    """An engine of the shape that config.model names, with random weights, and a drafter of a shape if one is given."""
+def random_engine(
+    config: EngineConfig, draft: DFlashConfig | None = None, progress: Progress | None = None, form: str = ""
+) -> Engine:
+    """An engine of the shape that config.model names, with random weights, and a drafter of a shape if one is given.
+
+    form: how the matrices of the target's layers are stored (bench/coded.py), but for routers; "" as published.
+    """
     model, device = shape(config.model), detect(config).device
     source = DraftSource(DFlashKind(), draft, RandomCheckpoint(draft, device)) if draft else None
-    plan = plan_here(config, model, source.caps if source else None)
-    weights = RandomCheckpoint(TARGET_FILES.get(config.model, model), device)
+    weights = RandomCheckpoint(TARGET_FILES.get(config.model, model), device, form)
+    plan = plan_here(config, model, source.caps if source else None, weights.stored_bytes())
     return build_engine(plan, config, model, weights, SilentTokenizer(), source, progress)
 
 
@@ -46,21 +55,52 @@ class RandomCheckpoint:
 
     path = Path("random weights")
 
-    def __init__(self, model: ModelConfig | DFlashConfig | Mapping[str, Any], device: str) -> None:
-        """model: specs of equal layers, or a config.json."""
+    def __init__(self, model: ModelConfig | DFlashConfig | Mapping[str, Any], device: str, form: str = "") -> None:
+        """model: specs of equal layers, or a config.json. form: of the layers' matrices; "" as published."""
         if isinstance(model, DFlashConfig):
             self._shapes = drafter_tensor_shapes(model)
         else:
             self._shapes = tensor_shapes(model) if isinstance(model, ModelConfig) else file_tensor_shapes(model)
         self._matrices = find_matrices(self.path, {name: _dtype(name) for name in self._shapes})
-        self._device = device
+        self._device, self._form = device, form
         self._generator = torch.Generator(device).manual_seed(0)
 
     def names(self) -> list[str]:
         parts = {tensor for matrix in self._matrices.values() for tensor in matrix.tensors}
         return [*(name for name in self._shapes if name not in parts), *self._matrices]
 
+    def stored_bytes(self) -> StoredBytes:
+        quantised = floats = 0
+        for name in self.names():
+            tensors = self._matrices[name].tensors if name in self._matrices else (name,)
+            count = prod(self._matrix_shape(name))
+            if self._form and self._is_coded(name):
+                quantised += int(count * BYTES_PER_WEIGHT[self._form])
+            elif name in self._matrices:
+                quantised += sum(prod(self._shapes[tensor]) for tensor in tensors)
+            else:
+                floats += count
+        return StoredBytes(quantised, floats)
+
+    def _is_coded(self, name: str) -> bool:
+        """Whether a tensor is a matrix of a layer, or the matrices of its experts."""
+        others = ("mlp.gate.weight", "router.weight", "router.proj.weight", "bias")  # routers, and experts' biases
+        return ".layers." in f".{name}" and len(self._matrix_shape(name)) > 1 and not name.endswith(others)
+
+    def _matrix_shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._matrices:
+            return self._shapes[name]
+        *rows, groups, half = self._shapes[self._matrices[name].tensors[0]]
+        return (*rows, groups * half * 2)  # of MXFP4: two weights per byte
+
+    def _coded(self, name: str) -> Stored:
+        *experts, out, width = self._matrix_shape(name)
+        made = [random_coded(self._form, out, width, self._generator) for _ in range(prod(experts))]
+        return QuantisedExperts(made) if experts else made[0]
+
     def read(self, name: str) -> Stored:
+        if self._form and self._is_coded(name):
+            return self._coded(name)
         matrix = self._matrices.get(name)
         return matrix.format.read(name, *map(self._tensor, matrix.tensors)) if matrix else self._tensor(name)
 

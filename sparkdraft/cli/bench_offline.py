@@ -35,6 +35,7 @@ LEGEND = (
     "request starting when one ends"
 )
 
+FORMS = ("mxfp4", "int4", "nvfp4", "fp8")  # of bench/coded.py
 EXPERTS = (
     "floor: of each layer's experts those are counted that rows reach which choose independently of each other, "
     "E (1 - (1 - k / E)^rows) of E, k per row; rows of one text agree more often and read less"
@@ -43,6 +44,12 @@ EXPERTS = (
 
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--shape", default="", help="random weights of a named shape instead of a model")
+    parser.add_argument(
+        "--shape-weights",
+        default="",
+        choices=["", *FORMS],
+        help="with --shape, the format of the layers' matrices; without it, that of the published file",
+    )
     parser.add_argument(
         "--drafter-shape",
         default="",
@@ -125,6 +132,8 @@ def _check(args: Namespace) -> tuple[Acceptance | None, DFlashConfig | None]:
         raise UserError(
             "--drafter-shape goes with a --shape: a model with real weights drafts with --spec and --drafter"
         )
+    if args.shape_weights and not args.shape:
+        raise UserError("--shape-weights goes with a --shape: a model's own file says how its weights are stored")
     if not args.drafter_shape:
         args.spec = args.spec or "off"
         return None, None
@@ -152,11 +161,13 @@ def make_engine(args: Namespace, draft: DFlashConfig | None) -> tuple[Engine, Mo
         return llm.engine, llm.model_config, args.model
     from sparkdraft.bench.shapes import random_engine, shape
 
+    form = getattr(args, "shape_weights", "")  # a flag of this command alone
     config = EngineConfig(**engine_options(args) | {"model": args.shape, "prefix_cache": False, "ngram": False})
     with progress(f"making {args.shape}") as report:
-        engine = random_engine(config, draft, report)
+        engine = random_engine(config, draft, report, form)
     show_fallbacks(engine.fallbacks)
-    return engine, shape(args.shape), f"{args.shape}{f' with {args.drafter_shape}' if draft else ''}, random weights"
+    kind = f"random {form} weights" if form else "random weights"
+    return engine, shape(args.shape), f"{args.shape}{f' with {args.drafter_shape}' if draft else ''}, {kind}"
 
 
 def _measure_all(bench: Bench, loads: list[Load], profiled: bool) -> list[Row]:

@@ -35,7 +35,7 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     checkpoint = open_checkpoint(config.model)
     model = read_config(checkpoint.config)
     drafter, chosen = find_drafter(config, model)
-    plan = plan_here(config, model, drafter.caps if drafter else None)
+    plan = plan_here(config, model, drafter.caps if drafter else None, checkpoint.stored_bytes())
     tokenizer = Tokenizer.of(checkpoint)
     text = tokenizer.encode(TEXT.read_text(encoding="utf-8")) if plan.coded else []
     calibration = text[: plan.max_model_len]

@@ -18,6 +18,7 @@ from sparkdraft.plan import hardware
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.resolve import Plan, resolve
 from sparkdraft.spec.caps import DrafterCaps
+from sparkdraft.weights.plane_layout import StoredBytes
 
 
 class Properties(Protocol):
@@ -27,10 +28,12 @@ class Properties(Protocol):
     def is_integrated(self) -> int: ...
 
 
-def plan_here(config: EngineConfig, model: ModelConfig, drafter: DrafterCaps | None = None) -> Plan:
-    """The plan for this machine."""
+def plan_here(
+    config: EngineConfig, model: ModelConfig, drafter: DrafterCaps | None = None, stored: StoredBytes | None = None
+) -> Plan:
+    """The plan for this machine. stored: what the model's file holds, if that is known."""
     found = detect(config)
-    plan = resolve(config, model, found, native_problem(config, found), drafter)
+    plan = resolve(config, model, found, native_problem(config, found), drafter, stored)
     if plan.coded:
         check_coded_kernels(plan.kernels)
     return plan

@@ -12,19 +12,19 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import NamedTuple
 
-from sparkdraft.cache.recent_rows import pages_of_a_request
 from sparkdraft.config import EngineConfig
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.plan.machine import Machine
 from sparkdraft.plan.memory import MemoryPlan
-from sparkdraft.plan.resolve import ITEMSIZE, MOST_AHEAD, Plan, resolve
+from sparkdraft.plan.resolve import ITEMSIZE, Plan, resolve
 from sparkdraft.plan.roofline import DraftPass, Load, Losses, Seconds, Target, step
 from sparkdraft.plan.sizes import model_sizes
-from sparkdraft.plan.weight_formats import WeightFormats, bytes_by_format
+from sparkdraft.plan.weight_formats import FLOATS, WeightFormats, bytes_by_format
 from sparkdraft.spec.best_depths import expected_tokens
 from sparkdraft.spec.depth import depth_choices
 from sparkdraft.spec.dflash_caps import caps_of
 from sparkdraft.spec.dflash_config import DFlashConfig
+from sparkdraft.weights.plane_layout import StoredBytes
 
 # Chance of each draft once it is reached: 2.0, 3.0 and 5.5 drafts accepted of 15 (AEON-7/vllm-dflash, Qwen3.5-27B).
 CLASSES = {"prose": 0.67, "dialogue": 0.75, "code": 0.86}
@@ -71,7 +71,9 @@ class Forecast:
         self.question = question
         model, machine = question.model, question.machine
         self.caps = caps_of(question.drafter) if question.drafter else None
-        self.held = sum(bytes_by_format(model, question.formats).values()) if question.formats else None
+        found = bytes_by_format(model, question.formats) if question.formats else {}
+        coded = sum(size for fmt, size in found.items() if fmt not in FLOATS)
+        self.held = StoredBytes(coded, found.get("bfloat16", 0) // 2) if found else None
         args = (question.config, model, machine.hardware, machine.native_problem)
         self.plan: Plan = resolve(*args, self.caps, self.held)
         self.without: Plan = resolve(*args, None, self.held) if self.caps else self.plan  # the same, and no drafter
@@ -128,12 +130,10 @@ class Forecast:
 
     @property
     def max_streams(self) -> int:
-        """Streams of the asked context that fit. Pages of windows are planned for max_seqs requests: they are a limit
-        only where memory allowed for fewer. Recurrent states are kept for max_seqs requests and no more."""
-        plan = self.plan
-        paged = [w.pages // pages_of_a_request(plan.block_size, 0, w.window, MOST_AHEAD) for w in plan.windows]
-        limits = [n for n in paged if n < plan.max_seqs] + [plan.max_seqs] * bool(self.target.state)
-        return min([self.max_tokens // self.question.context, *limits])
+        """Streams of the asked context that fit. Pages of windows and recurrent states are kept for max_seqs requests,
+        and no more."""
+        fits = self.max_tokens // self.question.context
+        return min(fits, self.plan.max_seqs) if self.plan.windows or self.target.state else fits
 
     @property
     def _drafter_kv(self) -> int:

@@ -13,6 +13,7 @@ from sparkdraft.models.layers import RopeSpec
 from sparkdraft.plan.sizes import model_sizes, most
 from sparkdraft.spec.caps import DrafterCaps
 from sparkdraft.spec.dflash_config import DFlashConfig
+from sparkdraft.weights.plane_layout import StoredBytes
 
 
 class Recordings(NamedTuple):
@@ -50,10 +51,11 @@ class MemoryPlan:
         return "\n".join([*lines, f"  {'together':<18}{self.total / 2**30:8.2f} GiB of {self.free / 2**30:.2f} free"])
 
 
-def weight_bytes(model: ModelConfig, itemsize: float) -> int:
+def weight_bytes(model: ModelConfig, itemsize: float, stored: StoredBytes | None = None) -> int:
     """Bytes of the matrices in the format in which they are kept. An embedding that is not the head counts
-    separately."""
-    return int(model_sizes(model).held * itemsize)
+    separately. stored: of the file, where kernels keep what is quantised as it is stored."""
+    as_floats = int(model_sizes(model).held * itemsize)
+    return as_floats if stored is None else min(as_floats, stored.kept(itemsize))
 
 
 def rope_bytes(model: ModelConfig, context: int) -> int:

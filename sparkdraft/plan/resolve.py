@@ -32,6 +32,7 @@ from sparkdraft.plan.turboquant import CodedPlan, plan_coded
 from sparkdraft.plan.windows import WindowPlan, plan_windows, window_layers
 from sparkdraft.spec.caps import DrafterCaps
 from sparkdraft.spec.ngram import NGRAM_DEPTH
+from sparkdraft.weights.plane_layout import StoredBytes
 
 MAX_SEQS = {"cpu": 16, "cuda": 64}  # requests at once, if nobody says otherwise
 MAX_ROWS = {"cpu": 512, "cuda": 8192}  # rows per step, likewise
@@ -41,7 +42,8 @@ LEAST_CONTEXT = 64  # tokens: the warm-up requests need no more, and a shorter c
 ITEMSIZE = {"float32": 4, "bfloat16": 2}  # of activations, and of exact keys and values
 # rows past the committed ones that a request may write to: drafts, and launched steps that are not read yet
 MOST_AHEAD = 64
-WEIGHT_ITEMSIZE = {"quantised": 1.07, "float32": 4.0, "bfloat16": 2.0}  # quantised: at most 8 bits and a scale
+# bytes per weight that is not kept as it is stored; "quantised": the CPU kernels', at most 8 bits and a scale
+WEIGHT_ITEMSIZE = {"quantised": 1.07, "float32": 4.0, "bfloat16": 2.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +97,10 @@ def resolve(
     hardware: Hardware,
     native_problem: str | None = None,
     drafter: DrafterCaps | None = None,
-    held: int | None = None,
+    stored: StoredBytes | None = None,
 ) -> Plan:
-    """native_problem: why the CPU kernels cannot run. drafter: counted too. held: bytes of the model's matrices."""
+    """native_problem: why the CPU kernels cannot run. drafter: counted too. stored: what the file holds, if that is
+    known; a GPU's kernels keep quantised matrices as they are stored."""
     on_cpu = hardware.device == "cpu"
     fallbacks = [_unknown_keys(model.unknown_keys)] if model.unknown_keys else []
     weights = _weights(config, hardware, native_problem, fallbacks)
@@ -110,17 +113,16 @@ def resolve(
     kernels = "cuda" if not on_cpu else ("native" if weights == "quantised" else "reference")
     graphs = _graphs(config, kernels, kv, fallbacks)
     recordings = recording_bytes(kernels, drafter is not None) if graphs else 0
-    held = _held(model, WEIGHT_ITEMSIZE[weights], drafter, held) + rope_bytes(model, max_model_len)
+    held = _held(model, max_model_len, WEIGHT_ITEMSIZE[weights], drafter, None if on_cpu else stored)
     scratch = scratch_bytes(model, max_rows, max_seqs, itemsize, drafter)
     scratch += capture_bytes(model, max_rows, itemsize) if (kv, config.tq_mode) == CAPTURED else 0
     room = int(hardware.free_bytes * config.memory_fraction) - held - scratch - recordings
     states = _states(config, model, drafter, max_seqs, itemsize, room, fallbacks)
     max_seqs, state_bytes = (states.slots, states.nbytes) if states else (max_seqs, 0)
-    room -= state_bytes
-    usual = min(room, int(hardware.free_bytes * CPU_KV_SHARE)) if on_cpu else room
+    room, quarter = room - state_bytes, int(hardware.free_bytes * CPU_KV_SHARE)
     step = StepSize(max_model_len, max_seqs, max_rows)
-    caches = _caches(config, model, drafter, kv, kernels, itemsize, step, usual)
-    per_block, pages = max(caches.block_bytes, 1), caches.page_bytes  # there are no blocks if all layers slide
+    caches = _caches(config, model, drafter, kv, kernels, itemsize, step, min(room, quarter) if on_cpu else room)
+    per_block, pages = max(caches.block_bytes, 1), caches.page_bytes  # no blocks, if all layers slide
     fallbacks += _fewer_requests(caches.requests, max_seqs, pages)
     max_seqs = min(max_seqs, caches.requests)
     num_blocks = _num_blocks(config, hardware, room, pages, per_block, max_model_len, max_seqs)
@@ -160,10 +162,12 @@ def _step_limits(config: EngineConfig, hardware: Hardware) -> tuple[int, int]:
     return max_seqs, max_rows
 
 
-def _held(model: ModelConfig, itemsize: float, drafter: DrafterCaps | None, known: int | None) -> int:
-    """Bytes of all matrices, the drafter's included. known: those of the model, if somebody has counted them."""
+def _held(
+    model: ModelConfig, context: int, itemsize: float, drafter: DrafterCaps | None, stored: StoredBytes | None
+) -> int:
+    """Bytes of all weights, and of the tables that are made of numbers alone."""
     own = int(drafter.num_weights * itemsize) if drafter else 0
-    return own + (weight_bytes(model, itemsize) if known is None else known)
+    return own + weight_bytes(model, itemsize, stored) + rope_bytes(model, context)
 
 
 class StepSize(NamedTuple):

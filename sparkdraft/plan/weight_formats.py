@@ -21,7 +21,7 @@ from sparkdraft.plan.sizes import layer_sizes, model_sizes
 
 FLOATS = ("bfloat16", "float32")
 # Formats that a GPU's matrices stay in. Others are decoded to bfloat16 at load, and `plan` says so.
-KEPT_ON_GPU = FLOATS
+KEPT_ON_GPU = (*FLOATS, "fp8", "nvfp4", "mxfp4", "int4")
 # Bytes per weight, with the scales of its group: of 16 (NVFP4), of 32 (MXFP4), of 128 (INT4); FP8 has one per row.
 BYTES: dict[str, float] = {**WEIGHT_ITEMSIZE, "fp8": 1.0, "nvfp4": 0.5625, "mxfp4": 0.53125, "int4": 0.5156}
 # The parts of a model, and names of one of their modules, by which the patterns of a quantization_config find them.

@@ -21,6 +21,7 @@ from sparkdraft.weights.hub_repo import ALLOW, IGNORE, explained
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RawTokenizer
 
+    from sparkdraft.weights.plane_layout import StoredBytes
     from sparkdraft.weights.quant.stored import Stored
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -44,6 +45,9 @@ class Checkpoint(Protocol):
 
         Treat it as read-only.
         """
+
+    def stored_bytes(self) -> StoredBytes:
+        """What the file holds, for the plan."""
 
     def tokenizer_json(self) -> RawTokenizer:
         """The tokenizer as the `tokenizers` library runs it."""

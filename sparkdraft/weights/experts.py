@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparkdraft.weights.linear import DenseLinear, Linear, ToFloats
+from sparkdraft.weights.linear import DenseLinear, Linear, ToFloats, WeightTiles
 from sparkdraft.weights.quant.stored import Stored
 
 
@@ -18,6 +18,7 @@ class ExpertLinear(ABC):
     count: int
     nbytes: int  # of all experts together
     floats: Tensor | None = None  # [experts, out, in], contiguous, where they are kept as floats
+    tiles: WeightTiles | None = None  # [experts * out, in], for kernels that read them tile by tile
     bias: Tensor | None = None  # [experts, out]
 
     @abstractmethod
@@ -31,6 +32,7 @@ class DenseExperts(ExpertLinear):
     def __init__(self, floats: Tensor, bias: Tensor | None = None) -> None:
         self.floats, self.bias, self.count = floats, bias, len(floats)
         self.nbytes = floats.nbytes + (0 if bias is None else bias.nbytes)
+        self.tiles = WeightTiles(floats.flatten(0, 1))
 
     def expert(self, number: int) -> Linear:
         assert self.floats is not None

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from sparkdraft.core import UserError
 from sparkdraft.weights.gguf_sampling import sampling_of
+from sparkdraft.weights.plane_layout import StoredBytes, count_stored
 from sparkdraft.weights.quant.group import GROUP, GroupQuant
 from sparkdraft.weights.quant.stored import Stored, take_rows
 
@@ -34,6 +35,7 @@ SCALARS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<?", 10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
 F32, F16, Q4_0, Q4_1, Q8_0, BF16 = 0, 1, 2, 3, 8, 30
+KEPT = (Q4_0, Q4_1, Q8_0)  # read as integers
 FLOATS = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16, 28: torch.float64}
 # type -> (elements, bytes) of a block; the gguf package knows those that are not here
 BLOCKS = {F32: (1, 4), F16: (1, 2), BF16: (1, 2), 28: (1, 8), Q4_0: (32, 18), Q4_1: (32, 20), Q8_0: (32, 34)}
@@ -204,7 +206,7 @@ class GgufFile:
             return torch.empty(info.shape)
         if info.kind in FLOATS:
             return self.bytes(info).view(FLOATS[info.kind]).view(info.shape)
-        if info.kind in (Q4_0, Q4_1, Q8_0) and len(info.shape) == 2:
+        if info.kind in KEPT and len(info.shape) == 2:
             return _group_quant(self.bytes(info), info)
         constants, quants = _gguf_package(self.path)
         raw = self.bytes(info).view(*info.shape[:-1], -1).numpy()
@@ -295,6 +297,10 @@ class GgufCheckpoint:
         rows = _half_split_rows(value.shape[0], heads)
         return take_rows(value, rows)
 
+    def stored_bytes(self) -> StoredBytes:
+        tied = "token_embd.weight" if self.config["tie_word_embeddings"] else ""
+        return count_stored(((t.name, t.kind in KEPT, t.shape, t.size) for t in self.file.tensors.values()), tied)
+
     def _interleaved_heads(self, name: str) -> int | None:
         """llama.cpp stores Llama's q and k for rope over neighbours; Hugging Face rotates the two halves of a head."""
         if self.config["model_type"] != "llama" or "_norm" in name:
@@ -317,12 +323,8 @@ def _half_split_rows(rows: int, heads: int) -> Tensor:
 def _special(meta: dict[str, Any]) -> dict[str, str]:
     tokens = meta.get("tokenizer.ggml.tokens", [])
     keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    special: dict[str, str] = {}
-    for key, stem in keys.items():
-        index = meta.get(f"tokenizer.ggml.{stem}_token_id")
-        if isinstance(index, int) and 0 <= index < len(tokens):
-            special[key] = tokens[index]
-    return special
+    ids = {key: meta.get(f"tokenizer.ggml.{stem}_token_id") for key, stem in keys.items()}
+    return {key: tokens[i] for key, i in ids.items() if isinstance(i, int) and 0 <= i < len(tokens)}
 
 
 def gguf_config(file: GgufFile) -> dict[str, Any]:

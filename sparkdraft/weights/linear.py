@@ -16,26 +16,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparkdraft.weights.plane_layout import PlaneLayout
 from sparkdraft.weights.quant.stored import Stored
 
 
 @dataclass(frozen=True, slots=True)
 class WeightTiles:
-    """A matrix [out, in] for kernels that read it tile by tile: what they load, and by which name they decode it."""
+    """A matrix [out, in] for kernels that read it tile by tile: what they load, and how it lies."""
 
-    codes: Tensor  # [out, in], contiguous: one element per weight
-    decoding: str = "plain"  # of kernels/cuda/decode.py; "plain": the activations' own floats
+    codes: Tensor  # [out, in] of floats in the activations' type; with a layout, int16 [out, words]
+    layout: PlaneLayout | None = None  # None: floats
+    scale: Tensor | None = None  # int32 [out, words]: numbers of groups, of the layout's types
+    offset: Tensor | None = None
     row_scale: Tensor | None = None  # float32 [out], multiplies each output
     bias: Tensor | None = None  # [out]
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.codes.shape[1]
+        return self.codes.shape[0], self.layout.width if self.layout else self.codes.shape[1]
 
     @property
     def format(self) -> str:
         """The name under which launches are tuned: what matters is how many bytes are read and how they are decoded."""
-        return f"{8 * self.codes.element_size()}bit" if self.decoding == "plain" else self.decoding
+        return self.layout.name if self.layout else f"{8 * self.codes.element_size()}bit"
+
+    @property
+    def line_bits(self) -> int:
+        """Bits that are read per weight, rounded up."""
+        return -(-8 * self.layout.row_bytes // self.layout.width) if self.layout else 8 * self.codes.element_size()
 
 
 class Linear(ABC):
@@ -45,6 +53,7 @@ class Linear(ABC):
 
     nbytes: int
     tiles: WeightTiles | None = None  # for kernels that read it tile by tile; None: only its own `linear` reads it
+    parts: Sequence[Linear] = ()  # matrices that it is stacked of, if each is kept by itself
 
     @abstractmethod
     def linear(self, x: Tensor) -> Tensor:  # [rows, in] -> [rows, out]

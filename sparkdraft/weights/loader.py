@@ -19,7 +19,6 @@ from torch import Tensor
 from sparkdraft.core import UserError
 from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.linear import CannotKeep, Linear
-from sparkdraft.weights.quant.group import GroupQuant
 from sparkdraft.weights.quant.stored import QuantisedExperts, Stored, as_float, take_rows
 
 
@@ -155,9 +154,9 @@ class Loader:
             raise UserError(f"{self.source.path}: {name} holds no integers; the file is damaged or of another model")
         return part.to(self.device)
 
-    def embedding(self, name: str, count: int, width: int) -> Tensor | GroupQuant:
+    def embedding(self, name: str, count: int, width: int) -> Stored:
         """A table that kernels look rows up in."""
-        table: Tensor | GroupQuant = self.ops.keep_table(self._matrix(f"{name}.weight", (count, width)), self._float)
+        table: Stored = self.ops.keep_table(self._matrix(f"{name}.weight", (count, width)), self._float)
         return table
 
     def tied_head(self, table: Stored) -> Linear:

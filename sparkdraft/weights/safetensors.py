@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sparkdraft.core import UserError
+from sparkdraft.weights.plane_layout import StoredBytes, count_stored
 from sparkdraft.weights.quant.formats import check_config, find_matrices
 from sparkdraft.weights.quant.stored import Stored
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as RawTokenizer
 
 INDEX = "model.safetensors.index.json"
+ITEMSIZES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
+ITEMSIZES |= dict.fromkeys(("I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "BOOL"), 1)
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -46,6 +50,9 @@ class SafetensorsFile:
     def dtype(self, name: str) -> str:
         """As safetensors spells it: BF16, F8_E4M3, I8 ..."""
         return str(self._handle.get_slice(name).get_dtype())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._handle.get_slice(name).get_shape())
 
 
 class SafetensorsCheckpoint:
@@ -71,6 +78,12 @@ class SafetensorsCheckpoint:
         if matrix is None:
             return self._tensor(name)
         return matrix.format.read(f"{self.path}: {name}", *map(self._tensor, matrix.tensors))
+
+    def stored_bytes(self) -> StoredBytes:
+        parts = {tensor for matrix in self._matrices.values() for tensor in matrix.tensors}
+        shapes = {name: file.shape(name) for name, file in self._files.items()}
+        sizes = {name: prod(shapes[name]) * ITEMSIZES.get(file.dtype(name), 4) for name, file in self._files.items()}
+        return count_stored((name, name in parts, (*shapes[name], 1), sizes[name]) for name in self._files)
 
     def _tensor(self, name: str) -> Tensor:
         if name not in self._files:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from sparkdraft.bench import bandwidth, shapes
+from sparkdraft.bench.coded import BYTES
 from sparkdraft.bench.offline import Bench, Ceilings, Load
 from sparkdraft.bench.profile import MOST, Parts, Span, find_gaps, most_expensive, recorder, summary, timed_parts
 from sparkdraft.bench.synthetic import Acceptance, SyntheticSampler, spans
@@ -26,6 +27,7 @@ from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.engine.sampler import SampleRow
 from sparkdraft.models.config import uniform_config
 from sparkdraft.spec.registry import DFlashKind, DraftSource
+from sparkdraft.weights.quant.coded import Coded
 from tests.cli.said import said
 
 TOY = uniform_config("qwen3", 6, 32, 64, 2, 1, 16, 96, 1024, tie_embeddings=True, qk_norm=True)
@@ -121,6 +123,31 @@ def test_the_sampler_is_overruled_only_after_its_work() -> None:
 # ---- shapes
 
 
+@pytest.mark.parametrize("form", BYTES)
+def test_random_weights_of_a_format(form: str) -> None:
+    """All matrices of the layers but the router's, with weights of a usual size and bytes as the plan counts them."""
+    checkpoint, coded = shapes.RandomCheckpoint(shapes.SHAPES["tiny"], "cpu", form), 0
+    for name in checkpoint.names():
+        part = checkpoint.read(name)
+        is_matrix = name.startswith("model.layers.") and len(part.shape) == 2
+        assert isinstance(part, Coded) == is_matrix, name
+        if isinstance(part, Coded):
+            assert 0.01 < part.dequantize().std() < 0.04
+            coded += part.codes.nbytes + (0 if part.scale is None else part.scale.nbytes)
+    assert checkpoint.stored_bytes().quantised == pytest.approx(coded, rel=0.04)
+    experts = shapes.RandomCheckpoint(shapes.TARGET_FILES["gpt-oss-20b"], "cpu", form)
+    names = {name.split(".", 3)[-1] for name in experts.names() if experts._is_coded(name)}
+    projections = {f"self_attn.{part}_proj.weight" for part in "qkvo"}
+    assert names == {"mlp.experts.gate_up_proj", "mlp.experts.down_proj", *projections}
+    assert experts._matrix_shape("model.layers.0.mlp.experts.down_proj") == (32, 2880, 2880)
+
+
+def test_an_engine_with_weights_of_a_format_counts_the_bytes_that_it_keeps() -> None:
+    config = EngineConfig(model="tiny", device="cpu", dtype="float32", max_model_len=128, max_seqs=2)
+    floats, coded = (shapes.random_engine(config, form=form) for form in ("", "mxfp4"))
+    assert coded.runner.model.nbytes(1) == floats.runner.model.nbytes(1), "a CPU's reference keeps floats"
+
+
 def test_drafter_shapes_are_those_of_the_published_drafters() -> None:
     draft = shapes.drafter_shape("dflash-5x", shapes.SHAPES["qwen3-8b"])
     assert draft.taps == (1, 9, 17, 25, 33) and draft.block_size == 16 and draft.model.num_layers == 5
@@ -188,6 +215,7 @@ def test_a_profile_names_ten_operators_and_ten_gaps(offline: Run) -> None:
         (["--synthetic-acceptance", "6.5"], "--drafter-shape dflash-5x"),
         (["--drafter-shape", "eagle-1x"], "known are dflash-5x, dflash-3x"),
         (["--drafter-shape", "dflash-3x", "--shape", ""], "goes with a --shape"),
+        (["--shape-weights", "int4", "--shape", ""], "--shape-weights goes with a --shape"),
         (["--drafter-shape", "dflash-3x", "--spec", "16"], "drafts at most 15"),
         (["--spec", "many"], "spec is 'many'"),
         (["--concurrency", "0"], "--concurrency is '0'"),

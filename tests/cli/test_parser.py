@@ -76,7 +76,7 @@ def test_every_verb_that_builds_an_engine_has_every_engine_flag() -> None:
     builders = {prog for prog, own in found.items() if "kv_tokens" in own}
     assert builders == {
         *("sparkdraft serve", "sparkdraft demo", "sparkdraft generate", "sparkdraft chat", "sparkdraft train eval"),
-        *(f"sparkdraft bench {kind}" for kind in ("offline", "perplexity", "accept", "kv", "long-prompt")),
+        *(f"sparkdraft bench {kind}" for kind in ("offline", "perplexity", "accept", "depth", "kv", "long-prompt")),
     }
     for prog in builders:
         assert found[prog] == names - DECIDED.get(prog, set()), prog

@@ -27,10 +27,10 @@ from sparkdraft.kernels.activation import GELU_TANH  # noqa: E402
 from sparkdraft.kernels.cuda import block_attention, draft_loss  # noqa: E402
 from sparkdraft.kernels.norm import Norm  # noqa: E402
 from tests.kernels.ahead_of_time import LIMIT, captured_launches, compile_launch, empty  # noqa: E402
-from tests.kernels.test_cuda_decode import fp8_step  # noqa: E402
 from tests.kernels.test_cuda_delta_rule import recurrent_step  # noqa: E402
 from tests.kernels.test_cuda_experts import experts_step  # noqa: E402
 from tests.kernels.test_cuda_few_rows import few_rows_step  # noqa: E402
+from tests.kernels.test_cuda_planes import coded_experts_step, floats_step, planes_step  # noqa: E402
 from tests.kernels.test_cuda_stepping import decode_step  # noqa: E402
 from tests.kernels.test_cuda_turboquant import layer_step  # noqa: E402
 from tests.kernels.triton_device import INTERPRET  # noqa: E402
@@ -66,7 +66,9 @@ SHAPE = (4096, 4096, torch.bfloat16, 16)
 STEPS: dict[str, Callable[[], None]] = {
     "decode": lambda: decode_step(16, 32, 8, 128, 16),
     "linear": lambda: few_rows_step("linear", *SHAPE, False),
-    "fp8": lambda: fp8_step("linear", *SHAPE[:2]),
+    "codes": lambda: planes_step("mxfp4", "linear", *SHAPE[:2]),
+    "codes of experts": lambda: coded_experts_step("gpt-oss-20b", 16),
+    "codes to floats": floats_step,
     "norm_gated": lambda: few_rows_step("norm_gated", *SHAPE, False),
     "norm_argmax": lambda: few_rows_step("norm_argmax", *SHAPE, False),
     "add_linear": lambda: few_rows_step("add_linear", *SHAPE, False),

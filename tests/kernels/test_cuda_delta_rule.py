@@ -292,7 +292,7 @@ def test_the_kernels_of_a_27b_compile(dtype: torch.dtype, capability: int, monke
     for launch in found.values():
         made, signature = compile_launch(capability, launch)
         assert made.metadata.shared <= LIMIT[capability] and made.metadata.launch_pdl, launch
-        assert dtype != torch.bfloat16 or spilled_bytes(capability, made) == 0, (launch.kernel, launch.options)
+        assert dtype != torch.bfloat16 or spilled_bytes(made) == 0, (launch.kernel, launch.options)
         check_order(launch.kernel, signature, made.asm["ptx"])
 
 

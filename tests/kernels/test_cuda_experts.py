@@ -346,7 +346,7 @@ def test_tiles_of_few_rows_run_one_instruction(capability: int) -> None:
         assert experts.one_by_one(1, top_k, count)
     for kernel, (out, in_, size) in known:
         for programs in (1, 8, 128):  # `_launch` itself asserts it
-            launch = experts._launch(kernel, (out, in_), size, programs, "16bit", (2, 2), target)
+            launch = experts._launch(kernel, (out, in_), size, programs, "16bit", 16, 2, target)
             assert launch.stages >= 2 and launch.strips * launch.tile.block_n >= out
 
 

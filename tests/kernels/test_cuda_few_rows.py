@@ -340,7 +340,7 @@ def test_tiles_in_flight_fit_into_shared_memory(capability: int, itemsize: int) 
     target = GPUS[capability]
     for out, in_ in [*NAMED, (128, 64), (5000, 5000), (200, 77)]:
         for lines in (1, 2):
-            launch = few_rows._launch((out, in_), f"{8 * itemsize}bit", itemsize, itemsize, lines, target)
+            launch = few_rows._launch((out, in_), f"{8 * itemsize}bit", 8 * itemsize, itemsize, lines, target)
             columns = launch.tile.block_n // lines
             assert (launch.programs - 1) * columns < out // lines <= launch.programs * columns
             buffer = (launch.tile.block_n + few_rows.MOST_ROWS) * launch.tile.block_k * itemsize

@@ -33,7 +33,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def launched(gpu: Gpu, out: int, in_: int, form: str = "16bit") -> few_rows.Tile:
-    return few_rows._launch((out, in_), form, 2, 2, 1, gpu).tile
+    return few_rows._launch((out, in_), form, 16, 2, 1, gpu).tile
 
 
 def test_a_users_own_file_comes_before_the_packages() -> None:
@@ -79,6 +79,8 @@ def test_saving_keeps_what_a_file_has(own_cache: Path) -> None:
         '{"few_row": {"16bit": {"1x2": [1, 2, 3, 4]}}}',
         '{"few_rows": {"16bit": {"1x2": [1, 2, 3]}}}',
         '{"few_rows": {"16bit": {"1x2": [1, 2, 3, 0]}}}',
+        '{"few_rows": {"16bit": {"1x2": [1, 2, 3, 4, 5, 6]}}}',
+        '{"wide_rows": {"16bit": {"1x2": [1, 2, 3, 4, 5]}}}',
         '{"few_rows": {"16bit": {"1x2": [1, 2, 3, true]}}}',
         '{"few_rows": {"16bit": {"wide": [1, 2, 3, 4]}}}',
         '{"attention_decode": {"16bit": {"64": [1, 2, 3, 4]}}}',

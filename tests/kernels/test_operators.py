@@ -12,7 +12,13 @@ from sparkdraft.kernels import native, reference
 
 PACKAGE = Path(__file__).parent.parent.parent / "sparkdraft"
 CALL = re.compile(r"\bops\.([a-z]\w*)\(")
-OF_ONE = {"draw", "facts", "sample", "set_threads"}  # a module may have them, and is asked; `sample` draws too
+OF_ONE = {
+    "draw",
+    "facts",
+    "sample",
+    "sample_sure",
+    "set_threads",
+}  # a module may have them, and is asked; `sample` draws too
 
 
 def called() -> list[str]:

@@ -53,8 +53,8 @@ def test_the_largest_part_of_a_step_names_the_remedy() -> None:
 
 
 def test_a_model_whose_codes_no_kernel_reads_gets_fp8_where_exact_is_too_large() -> None:
-    advice = recommend(Forecast(question("gemma4-31b", machine="rtx-5090", weights="nvfp4", streams=8)))
-    assert advice.kv == "fp8" and re.match(r"exact K/V hold \d of 8 streams", advice.reasons[0])
+    advice = recommend(Forecast(question("gemma4-31b", machine="rtx-5090", weights="nvfp4", streams=4)))
+    assert advice.kv == "fp8" and re.match(r"exact K/V hold \d of 4 streams", advice.reasons[0])
 
 
 def test_what_turboquant_buys() -> None:
@@ -69,7 +69,7 @@ def test_what_turboquant_buys() -> None:
 
 
 def test_alternatives_are_ranked() -> None:
-    asked = question("gemma4-31b", machine="rtx-5090", weights="nvfp4", streams=8)
+    asked = question("gemma4-31b", machine="rtx-5090", weights="nvfp4", streams=4)
     found = compare(asked, "nvfp4")
     assert [(each.weights, each.kv) for each in found[:2]] == [("nvfp4", "fp8"), ("nvfp4", "exact")]
     assert found[0].holds_all and not found[1].holds_all

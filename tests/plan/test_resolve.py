@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import sparkdraft
-from sparkdraft.bench.shapes import SHAPES, drafter_shape
+from sparkdraft.bench.shapes import SHAPES, TARGET_FILES, RandomCheckpoint, drafter_shape, shape
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.plan.hardware import Hardware
@@ -19,6 +19,7 @@ from sparkdraft.plan.memory import RECORDINGS
 from sparkdraft.plan.resolve import resolve
 from sparkdraft.plan.sizes import kv_bytes_per_token
 from sparkdraft.spec.dflash import caps_of
+from sparkdraft.weights.plane_layout import StoredBytes
 
 LAPTOP = Hardware("cpu", "a laptop", 8, 12 << 30)
 SPARK = Hardware("cuda", "GB10", 20, 110 << 30, (12, 1))
@@ -67,6 +68,28 @@ def test_a_gpu_gets_bfloat16_and_the_memory_that_is_left() -> None:
     assert used <= 0.85 * SPARK.free_bytes
     assert 15e9 < plan.memory.weights < 17e9
     assert plan.memory.kv == plan.num_blocks * 16 * kv_bytes_per_token(LARGE.attention, 2)
+
+
+def test_quantised_weights_are_counted_as_a_gpu_keeps_them() -> None:
+    """gpt-oss-120b fits one H200 as it is published, and not as floats."""
+    h200, model = Hardware("cuda", "H200", 16, 139 << 30, (9, 0)), shape("gpt-oss-120b")
+    stored = RandomCheckpoint(TARGET_FILES["gpt-oss-120b"], "cpu").stored_bytes()
+    assert 56 < stored.quantised / 2**30 < 57, "the experts: 4.25 bits per weight"
+    plan = resolve(EngineConfig(), model, h200, stored=stored)
+    assert 60 < plan.memory.weights / 2**30 < 63
+    with pytest.raises(UserError, match="does not fit"):
+        resolve(EngineConfig(), model, h200)
+    floats = StoredBytes(0, 10**13)  # a file that holds more than the model: only the model's own counts
+    assert resolve(EngineConfig(), LARGE, SPARK, stored=floats).memory == resolve(EngineConfig(), LARGE, SPARK).memory
+    on_a_cpu = resolve(EngineConfig(), SMALL, LAPTOP, stored=StoredBytes(1, 1))
+    assert on_a_cpu.memory == resolve(EngineConfig(), SMALL, LAPTOP).memory, "a CPU's kernels keep them in another form"
+
+
+@pytest.mark.parametrize("form, most", [("int4", 0.39), ("nvfp4", 0.41), ("fp8", 0.6)])
+def test_random_weights_of_a_format_are_counted_like_a_files(form: str, most: float) -> None:
+    stored = RandomCheckpoint(LARGE, "cpu", form).stored_bytes()
+    share = resolve(EngineConfig(), LARGE, SPARK, stored=stored).memory.weights
+    assert 0.25 < share / resolve(EngineConfig(), LARGE, SPARK).memory.weights < most
 
 
 def test_fp8_holds_twice_the_tokens_and_leaves_the_drafter_exact() -> None:

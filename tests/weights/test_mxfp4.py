@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from sparkdraft.weights.quant.mxfp4 import Mxfp4, Mxfp4Experts
+from sparkdraft.weights.quant.coded import Coded
+from sparkdraft.weights.quant.mxfp4 import Mxfp4Experts, mxfp4
 from sparkdraft.weights.quant.stored import QuantisedExperts
 
 
@@ -18,18 +19,18 @@ def meant(code: int, scale: int) -> float:
     return math.ldexp(-size if sign else size, scale - 127)
 
 
-def every_code() -> Mxfp4:
+def every_code() -> Coded:
     """Rows of one group, with the codes 0 to 15 twice; every scale whose largest weight is finite in float32."""
     scales = torch.arange(1, 252, dtype=torch.uint8).unsqueeze(1)
     pairs = torch.tensor([2 * j % 16 | (2 * j + 1) % 16 << 4 for j in range(16)], dtype=torch.uint8)
-    return Mxfp4(pairs.expand(len(scales), 1, 16).contiguous(), scales)
+    return mxfp4(pairs.expand(len(scales), 1, 16).contiguous(), scales)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_weight_is_exact(dtype: torch.dtype) -> None:
     matrix = every_code()
     assert matrix.shape == (251, 32)
-    expected = [[meant(column % 16, int(scale)) for column in range(32)] for scale in matrix.scales]
+    expected = [[meant(column % 16, int(scale)) for column in range(32)] for scale in matrix.scale]
     assert matrix.dequantize(dtype).double().tolist() == expected
 
 
@@ -48,7 +49,7 @@ def test_transformers_reads_the_same() -> None:
 def test_chosen_rows_stay_packed() -> None:
     matrix, order = every_code(), torch.tensor([5, 0, 5, 250])
     taken = matrix.take(order)
-    assert isinstance(taken, Mxfp4) and taken.blocks.dtype == torch.uint8
+    assert isinstance(taken, Coded) and taken.codes.dtype == torch.uint8
     assert torch.equal(taken.dequantize(), matrix.dequantize()[order])
     assert torch.equal(QuantisedExperts([matrix, matrix]).take(order).dequantize()[1], taken.dequantize())
 

@@ -13,6 +13,7 @@ from sparkdraft.kernels.cuda.elementwise import add_normed, gated, rms_norm, rop
 from sparkdraft.kernels.cuda.experts import add_experts, norm_experts
 from sparkdraft.kernels.cuda.facts import facts
 from sparkdraft.kernels.cuda.matmul import add_linear, linear, norm_argmax, norm_gated, norm_linear, norm_logits
+from sparkdraft.kernels.cuda.planes import keep_experts, keep_matrix, keep_table
 from sparkdraft.kernels.cuda.recording import Recording
 from sparkdraft.kernels.cuda.recurrent import causal_conv, find_states, gated_norm
 from sparkdraft.kernels.cuda.routing import norm_route
@@ -21,11 +22,8 @@ from sparkdraft.kernels.reference import (  # torch is at the ceiling, or near e
     draw,
     embed,
     find_pages,
-    keep_experts,
     keep_float_experts,
     keep_float_matrix,
-    keep_matrix,
-    keep_table,
     sigmoid_gate,
 )
 

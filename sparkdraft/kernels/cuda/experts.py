@@ -36,15 +36,25 @@ from torch import Tensor
 from sparkdraft.kernels.activation import Activation
 from sparkdraft.kernels.cuda import few_rows, pdl, tuned
 from sparkdraft.kernels.cuda.activation import activate
-from sparkdraft.kernels.cuda.decode import DECODINGS
 from sparkdraft.kernels.cuda.elementwise import rms_norm
-from sparkdraft.kernels.cuda.few_rows import Tile, check_gain, fit_stages, parts_of, prepare, sweep
+from sparkdraft.kernels.cuda.few_rows import (
+    Tile,
+    check_gain,
+    check_weight,
+    constants,
+    fit_stages,
+    parts_of,
+    prepare,
+    step_of,
+)
 from sparkdraft.kernels.cuda.gpu import Gpu, gpu_of
 from sparkdraft.kernels.cuda.pdl import enter
 from sparkdraft.kernels.cuda.routing import FIELDS, MOST_CHOICES, Blocks, cut
+from sparkdraft.kernels.cuda.sweep import sweep
 from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.kernels.routing import Routing
 from sparkdraft.weights.experts import ExpertLinear
+from sparkdraft.weights.linear import WeightTiles
 
 SPARSE = 4  # pairs are taken one by one where there are this many experts for each
 COLUMNS = tl.constexpr(MOST_CHOICES)  # of the dot of a row's choices
@@ -70,8 +80,9 @@ def _pairs(ids, order, table, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _gate_up(
-    x, squares, weight, bias, ids, order, table, out, stride_x, eps,
-    ACT: tl.constexpr, LIMIT: tl.constexpr, DECODE: tl.constexpr, INTER: tl.constexpr, IN: tl.constexpr,
+    x, squares, weight, scale, offset, row_scale, bias, ids, order, table, out, stride_x, eps,
+    LEVELS: tl.constexpr, PLANE: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr,
+    PACKED: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr, INTER: tl.constexpr, IN: tl.constexpr,
     TOP_K: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -88,8 +99,10 @@ def _gate_up(
         part = tl.arange(0, BLOCK_P)
         mask = real[:, None] & (part < PARTS)[None, :]
         parts = tl.load(squares + row[:, None] * PARTS + part[None, :], mask=mask, other=0.0)
-    lines = weight + (expert * (2 * INTER) + line) * IN
-    acc = sweep(x + row * stride_x, real, lines, None, DECODE, IN, PRECISION, BLOCK_K)
+    acc = sweep(
+        x + row * stride_x, real, weight, scale, offset, row_scale, expert * (2 * INTER) + line, None, 0,
+        LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, 1,
+    )  # fmt: skip
     if PARTS > 0:
         acc = acc * tl.rsqrt(tl.sum(parts, 1) / IN + eps)[None, :]
     if bias is not None:
@@ -103,8 +116,9 @@ def _gate_up(
 
 @triton.jit
 def _down(
-    x, weight, bias, order, table, out,
-    DECODE: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, PRECISION: tl.constexpr,
+    x, weight, scale, offset, row_scale, bias, order, table, out,
+    LEVELS: tl.constexpr, PLANE: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr,
+    PACKED: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [pairs, OUT]: x [pairs, IN] times the expert of each pair."""
@@ -114,8 +128,10 @@ def _down(
         return
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     line = tl.minimum(column, OUT - 1)
-    lines = weight + (expert * OUT + line) * IN
-    acc = sweep(x + pair * IN, real, lines, None, DECODE, IN, PRECISION, BLOCK_K)
+    acc = sweep(
+        x + pair * IN, real, weight, scale, offset, row_scale, expert * OUT + line, None, 0,
+        LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, 1,
+    )  # fmt: skip
     if bias is not None:
         acc += tl.load(bias + expert * OUT + line).to(tl.float32)[:, None]
     target = out + pair[None, :] * OUT + column[:, None]
@@ -171,8 +187,9 @@ def _finish(
 
 @triton.jit
 def _row_down(
-    x, weight, bias, ids, weights, out, gain, scaled, squares, stride_out,
-    DECODE: tl.constexpr, ADD: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, STRIPS: tl.constexpr,
+    x, weight, scale, offset, row_scale, bias, ids, weights, out, gain, scaled, squares, stride_out,
+    LEVELS: tl.constexpr, PLANE: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr,
+    PACKED: tl.constexpr, ADD: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, STRIPS: tl.constexpr,
     TOP_K: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
     STRIP: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -192,8 +209,10 @@ def _row_down(
     if bias is not None:
         extra = tl.load(bias + expert * OUT + line)
     own = tl.arange(0, COLUMNS)
-    lines = weight + (expert * OUT + line) * IN
-    acc = sweep(x + (row * TOP_K + own) * IN, own < TOP_K, lines, good, DECODE, IN, PRECISION, BLOCK_K)
+    acc = sweep(
+        x + (row * TOP_K + own) * IN, own < TOP_K, weight, scale, offset, row_scale, expert * OUT + line, good, 0,
+        LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, 1,
+    )  # fmt: skip
     result = tl.sum(tl.where(choice[:, None] == own[None, :], acc, 0.0), 1)  # exact: one number, and zeros
     if bias is not None:
         result += extra.to(tl.float32)
@@ -241,16 +260,22 @@ def one_by_one(rows: int, top_k: int, experts: int) -> bool:
     return rows <= few_rows.MOST_ROWS and SPARSE * rows * top_k <= experts
 
 
-def block_size(rows: int, top_k: int, experts: int) -> int:
-    """Pairs in a block: about twice what an expert has, so that most have one; 16 where rows are few."""
+def block_size(rows: int, top_k: int, experts: int, coded: bool = False) -> int:
+    """Pairs in a block: about twice what an expert has, so that most have one; 16 where rows are few. Of coded weights
+    64 at most: their tiles are wide, and so are those of x."""
     if rows <= few_rows.MOST_ROWS:
         return 16
     share = rows * top_k / experts
-    return next((size for size, most in ((16, 8), (32, 16), (64, 96)) if share <= most), 128)
+    return next((size for size, most in ((16, 8), (32, 16), (64, 96)) if share <= most), 64 if coded else 128)
 
 
-def _choose(kernel: str, out: int, in_: int, size: int, itemsize: int) -> Tile:
-    """For shapes that nobody measured. size: pairs in a block, or a row's choices, a power of two."""
+def _choose(kernel: str, out: int, in_: int, size: int, itemsize: int, step: int = 0) -> Tile:
+    """For shapes that nobody measured. size: pairs in a block, or a row's choices, a power of two. step: columns of a
+    coded tile, or 0."""
+    if step:
+        if kernel == ROW_DOWN:
+            return Tile(max(64 // size, 8), step, 2, 6)
+        return Tile(64 if itemsize == 2 else 32, step, *((2, 6) if size <= 32 else (4, 4)))
     if itemsize == 4:
         return Tile(max(128 // size, 8) if kernel == ROW_DOWN else 32, 32, 4, 3)
     block_k = 128 if in_ % 128 == 0 else 64
@@ -261,57 +286,67 @@ def _choose(kernel: str, out: int, in_: int, size: int, itemsize: int) -> Tile:
     return Tile(128, 64, 8, 4)
 
 
-def _same_instruction(tile: Tile, lines: int, gpu: Gpu) -> bool:
-    """All tiles of few rows run wgmma where a GPU has it, whose sums may differ from mma.sync's in the last bit."""
-    return not gpu.wgmma or (lines >= 64 and tile.warps % 4 == 0)
+def _same_instruction(tile: Tile, lines: int, gpu: Gpu, coded: bool = False) -> bool:
+    """Where a GPU has wgmma, whose sums may differ from mma.sync's in the last bit, all tiles of few rows run it for
+    floats, and none for codes (few_rows._choose_coded)."""
+    return not gpu.wgmma or (lines >= 64 and tile.warps % 4 == 0) != coded
 
 
 @lru_cache(maxsize=4096)
 def _launch(
-    kernel: str, shape: tuple[int, int], size: int, programs: int, format_: str, itemsizes: tuple[int, int], gpu: Gpu
-) -> Launch:
+    kernel: str, shape: tuple[int, int], size: int, programs: int, format_: str, weight_bits: int, x_bytes: int,
+    gpu: Gpu, step: int = 0,
+) -> Launch:  # fmt: skip
     """size: pairs in a block, or, for ROW_DOWN, choices of a row, a power of two; programs: by blocks or rows."""
     out, in_ = shape
     found = tuned.tables(gpu).get((kernel, format_), {}).get((*shape, size))
-    tile = Tile(*found) if found else _choose(kernel, out, in_, size, itemsizes[1])
+    tile = Tile(*found) if found else _choose(kernel, out, in_, size, x_bytes, step)
+    assert not step or tile.block_k == step, f"a tile of {format_} has {step} columns, not {tile.block_k}"
     across, columns = (size, MOST_CHOICES) if kernel == ROW_DOWN else (1, size)
     lines = across * tile.block_n
-    assert itemsizes[1] == 4 or columns > 16 or _same_instruction(tile, lines, gpu), (kernel, shape, tile)
+    assert x_bytes == 4 or columns > 16 or _same_instruction(tile, lines, gpu, step > 0), (kernel, shape, tile)
     strips = triton.cdiv(out // 2, tile.block_n // 2) if kernel == GATE_UP else triton.cdiv(out, tile.block_n)
     wide = Tile(lines, tile.block_k, tile.warps, tile.stages)
-    return Launch(tile, strips, fit_stages(wide, programs * strips, *itemsizes, gpu, columns))
+    return Launch(tile, strips, fit_stages(wide, programs * strips, weight_bits, x_bytes, gpu, columns))
 
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
     """What the kernels read of an `ExpertLinear`."""
 
-    codes: Tensor  # [experts, out, in]
-    bias: Tensor | None
-    decoding: str
-    format: str
+    tiles: WeightTiles  # [experts * out, in]
+    count: int
+    bias: Tensor | None  # [experts, out]
 
     @classmethod
     def of(cls, experts: ExpertLinear, x: Tensor) -> _Weight:
-        floats, bias = experts.floats, experts.bias
-        assert floats is not None, "these kernels read experts that are kept as floats"
-        assert floats.dtype == x.dtype and floats.is_contiguous(), (floats.dtype, x.dtype, floats.stride())
-        assert bias is None or (bias.shape == floats.shape[:2] and bias.is_contiguous()), bias.shape
-        return cls(floats, bias, "plain", f"{8 * floats.element_size()}bit")
+        tiles, bias = experts.tiles, experts.bias
+        assert tiles is not None, "these kernels read experts tile by tile"
+        check_weight(tiles, x)
+        weight = cls(tiles, experts.count, bias)
+        size = (weight.count, weight.shape[0])
+        assert bias is None or (bias.shape == size and bias.is_contiguous()), (bias.shape, size)
+        return weight
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.codes.shape[1], self.codes.shape[2]
+        return self.tiles.shape[0] // self.count, self.tiles.shape[1]
+
+    @property
+    def arguments(self) -> tuple[Tensor | None, ...]:
+        tiles = self.tiles
+        return tiles.codes, tiles.scale, tiles.offset, tiles.row_scale, self.bias
 
     def launch(self, kernel: str, size: int, programs: int, x: Tensor) -> tuple[Launch, dict[str, object]]:
         """How to cut the work, and the constants and options that all of these kernels take."""
-        itemsizes = self.codes.element_size(), x.element_size()
-        launch = _launch(kernel, self.shape, size, programs, self.format, itemsizes, gpu_of(x.device))
+        tiles = self.tiles
+        launch = _launch(
+            kernel, self.shape, size, programs, tiles.format, tiles.line_bits, x.element_size(), gpu_of(x.device),
+            step_of(tiles),
+        )  # fmt: skip
         tile, on = launch.tile, pdl.active(x.device)
-        return launch, {
-            "DECODE": DECODINGS[self.decoding], "IN": self.shape[1], "BLOCK_K": tile.block_k, "PDL": on,
-            "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
-            "num_warps": tile.warps, "num_stages": launch.stages, **pdl.options(on),
+        return launch, constants(tiles, x) | {
+            "BLOCK_K": tile.block_k, "PDL": on, "num_warps": tile.warps, "num_stages": launch.stages, **pdl.options(on),
         }  # fmt: skip
 
 
@@ -337,7 +372,7 @@ def run_gate_up(
     assert weight.shape == (2 * inter, x.shape[1]) and x.stride(1) == 1, (weight.shape, x.shape, x.stride())
     out = torch.empty((pairs, inter), dtype=x.dtype, device=x.device)
     _run(
-        _gate_up, (programs, launch.strips), x, squares, weight.codes, weight.bias, routing.ids, order, table, out,
+        _gate_up, (programs, launch.strips), x, squares, *weight.arguments, routing.ids, order, table, out,
         x.stride(0), normed.norm.eps, ACT=activation.kind, LIMIT=activation.limit, INTER=inter, TOP_K=top_k, **norm,
         BLOCK_M=size, BLOCK_N=launch.tile.block_n, **options,
     )  # fmt: skip
@@ -349,7 +384,7 @@ def run_down(x: Tensor, down: ExpertLinear, blocks: Blocks, dtype: torch.dtype) 
     launch, options = weight.launch(DOWN, blocks.size, blocks.most, x)
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
     _run(
-        _down, (blocks.most, launch.strips), x, weight.codes, weight.bias, blocks.order, blocks.table, out,
+        _down, (blocks.most, launch.strips), x, *weight.arguments, blocks.order, blocks.table, out,
         OUT=weight.shape[0], BLOCK_M=blocks.size, BLOCK_N=launch.tile.block_n, **options,
     )  # fmt: skip
     return out
@@ -386,7 +421,7 @@ def run_row_down(x: Tensor, routing: Routing, down: ExpertLinear, residual: Tens
     launch, options = weight.launch(ROW_DOWN, choices, rows, x)
     target = _Target(rows, launch.tile.block_n, launch.strips, x, residual, then)
     _run(
-        _row_down, (rows, launch.strips), x, weight.codes, weight.bias, routing.ids, routing.weights,
+        _row_down, (rows, launch.strips), x, *weight.arguments, routing.ids, routing.weights,
         *target.arguments, **target.constants, TOP_K=top_k, BLOCK_C=choices, **options,
     )  # fmt: skip
     return target
@@ -415,7 +450,8 @@ def _experts(
     assert residual.shape[0] == rows and residual.stride(1) == 1, (residual.shape, residual.stride(), rows)
     blocks = None
     if not one_by_one(rows, top_k, gate_up.count):
-        blocks = cut(routing, gate_up.count, block_size(rows, top_k, gate_up.count))
+        coded = gate_up.tiles is not None and gate_up.tiles.layout is not None
+        blocks = cut(routing, gate_up.count, block_size(rows, top_k, gate_up.count, coded))
     inside = run_gate_up(normed, routing, gate_up, blocks, activation)
     if blocks is None:
         return run_row_down(inside, routing, down, residual, then)

@@ -2,15 +2,16 @@
 
 They are bound by reading the weight once, so a program takes a strip of the weight's rows, keeps several tiles of it
 in flight and does everything else at its end. A row's result is the same to the bit whatever rows lie beside it, as
-drafted text must equal plain text. How a weight is stored is known to decode.py alone, which tile runs to tuned/;
-batches of more rows are left to others.
+drafted text must equal plain text. How a weight is stored is known to sweep.py alone, which tile runs to tuned/.
 
     weight [out, in]     | program 0: BLOCK_N lines | program 1 | ...        a tile is [BLOCK_N, BLOCK_K]
     x [rows, in]         | all rows, padded to 16 |                          a tile is [ROWS, BLOCK_K]
     a program's dot      W tile . x tile^T, added up over 'in' in order  ->  [BLOCK_N, ROWS]
 
 The weight is the dot's left side, so BLOCK_N and the warps alone decide which tensor core instruction runs (64 lines
-and 4 warps: wgmma on Hopper, else mma.sync). Nothing of a launch depends on the rows; nothing is split over 'in'.
+and 4 warps: wgmma on Hopper, else mma.sync). Nothing of a launch depends on the rows. Where 'out' is so small that its
+strips do not fill the GPU, a tile may split 'in' into a fixed number of parts, a program each: the last of a strip to
+end adds up all parts, in order. `wide_linear` runs the same kernel for more rows of a coded weight, in blocks of rows.
 
 A norm costs its reader next to nothing, because its writer (`add_linear`) leaves x * gain and the sum of squares of
 each strip behind, which alone is known where a strip ends; the reader multiplies by x * gain and by 1 / rms at its end
@@ -33,63 +34,53 @@ from torch import Tensor
 from sparkdraft.kernels.activation import SILU, Activation
 from sparkdraft.kernels.cuda import pdl, tuned
 from sparkdraft.kernels.cuda.activation import activate
-from sparkdraft.kernels.cuda.decode import DECODINGS
 from sparkdraft.kernels.cuda.gpu import Gpu, gpu_of
 from sparkdraft.kernels.cuda.pdl import enter
+from sparkdraft.kernels.cuda.sweep import sweep
 from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.weights.linear import WeightTiles
 
 MOST_ROWS = 16
-ROWS = tl.constexpr(MOST_ROWS)
-KERNEL = "few_rows"  # in the tables of tuned tiles
-
-
-@triton.jit
-def sweep(
-    x_rows, real, lines, good,
-    DECODE: tl.constexpr, IN: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Lines of a weight times rows of x, both given by where they begin: float32 [lines, rows], 0 where not 'real'.
-
-    The one place where a weight is read: DECODE (decode.py) knows how it is stored. good: which lines are read; None:
-    all. 'in' is gone through in order, so a number depends on its own line and row alone.
-    """
-    EVEN: tl.constexpr = IN % BLOCK_K == 0
-    TYPE: tl.constexpr = x_rows.dtype.element_ty
-    k = tl.arange(0, BLOCK_K)
-    weight_tile = lines[:, None] + k[None, :]
-    x_tile = x_rows[:, None] + k[None, :]
-    acc = tl.zeros([lines.shape[0], x_rows.shape[0]], tl.float32)
-    for first in tl.range(0, IN, BLOCK_K):
-        if EVEN:
-            w = DECODE(weight_tile + first, None if good is None else good[:, None], TYPE)
-            value = tl.load(x_tile + first, mask=real[:, None], other=0.0, eviction_policy="evict_last")
-        else:
-            inside = (k < IN - first)[None, :]
-            w = DECODE(weight_tile + first, inside if good is None else good[:, None] & inside, TYPE)
-            value = tl.load(x_tile + first, mask=real[:, None] & inside, other=0.0, eviction_policy="evict_last")
-        acc = tl.dot(w, tl.trans(value), acc, input_precision=PRECISION)
-    return acc
+KERNEL, WIDE = "few_rows", "wide_rows"  # in the tables of tuned tiles
 
 
 @triton.jit
 def _sweep(
-    x, weight, row_scale, line, rows, stride_x, DECODE: tl.constexpr,
-    IN: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, weight, scale, offset, row_scale, line, row, rows, stride_x, part,
+    LEVELS: tl.constexpr, PLANE: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr,
+    PACKED: tl.constexpr, IN: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """The weight's rows 'line' times all rows of x: float32 [BLOCK_N, ROWS]. row_scale: float32 [out] or None."""
-    row = tl.arange(0, ROWS)
-    lines = weight + line.to(tl.int64) * IN  # may pass 2**31
-    acc = sweep(x + row.to(tl.int64) * stride_x, row < rows, lines, None, DECODE, IN, PRECISION, BLOCK_K)
-    if row_scale is not None:
-        acc *= tl.load(row_scale + line)[:, None]
-    return acc
+    """The weight's rows 'line' times rows of x: float32 [BLOCK_N, ROWS]. Places in a weight may pass 2 ** 31."""
+    return sweep(
+        x + row.to(tl.int64) * stride_x, row < rows, weight, scale, offset, row_scale, line.to(tl.int64), None, part,
+        LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, SPLIT,
+    )  # fmt: skip
 
 
 @triton.jit
-def _load_squares(squares, rows, PARTS: tl.constexpr, BLOCK_P: tl.constexpr):
+def _add_parts(acc, sums, counters, strip, part, rows, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
+    """Leave a part of a strip's sums for the program that ends last, which gets them all, added in order: (sums, True).
+
+    Its counter is 0 before a launch and after it.
+    """
+    lane, column = tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
+    place = sums + strip.to(tl.int64) * (SPLIT * BLOCK_N * ROWS) + lane[:, None] * ROWS + column[None, :]
+    real = (column < rows)[None, :]
+    tl.store(place + part * (BLOCK_N * ROWS), acc, mask=real)
+    tl.debug_barrier()  # all threads of the program have stored before one of them says so
+    ended = tl.atomic_add(counters + strip, 1, sem="acq_rel", scope="gpu")
+    last = ended == SPLIT - 1
+    if last:
+        tl.store(counters + strip, 0)
+        acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
+        for each in tl.static_range(SPLIT):
+            acc += tl.load(place + each * (BLOCK_N * ROWS), mask=real, other=0.0, cache_modifier=".cg")
+    return acc, last
+
+
+@triton.jit
+def _load_squares(squares, row, rows, PARTS: tl.constexpr, BLOCK_P: tl.constexpr):
     """[ROWS, BLOCK_P], asked for before the sweep and summed only after it, so that nobody waits for it."""
-    row = tl.arange(0, ROWS)
     part = tl.arange(0, BLOCK_P)
     mask = (row < rows)[:, None] & (part < PARTS)[None, :]
     return tl.load(squares + row[:, None] * PARTS + part[None, :], mask=mask, other=0.0)
@@ -103,24 +94,35 @@ def _scale(squares, eps, IN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear(
-    x, squares, weight, row_scale, bias, out, gain, scaled, new_squares, rows, stride_x, stride_out, eps,
-    DECODE: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
-    BIAS: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    x, squares, weight, scale, offset, row_scale, bias, out, gain, scaled, new_squares, sums, counters,
+    rows, stride_x, stride_out, eps,
+    LEVELS: tl.constexpr, PLANE: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr,
+    PACKED: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
+    BIAS: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """PARTS: of the squares of x; 0: no norm is meant. ADD: to what is there, which is prepared for a norm as well."""
+    """PARTS: of the squares of x; 0: no norm is meant. ADD: to what is there, and prepare it for the norm of 'gain'."""
     enter(PDL)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    strip, part = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
+    column = strip * BLOCK_N + tl.arange(0, BLOCK_N)
     line = tl.minimum(column, OUT - 1)  # the last program may reach past the weight: it reads a row twice
-    row = tl.arange(0, ROWS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     target = out + row.to(tl.int64)[None, :] * stride_out + column[:, None]
     mask = (row < rows)[None, :] & (column < OUT)[:, None]
     if ADD:  # read before the sweep, so that nobody waits for it at the end; used, even to widen it, only there
         before = tl.load(target, mask=mask, other=0.0)
-        factor = tl.load(gain + line)
+        if gain is not None:
+            factor = tl.load(gain + line)
     if PARTS > 0:
-        parts = _load_squares(squares, rows, PARTS, BLOCK_P)
-    acc = _sweep(x, weight, row_scale, line, rows, stride_x, DECODE, IN, PRECISION, BLOCK_N, BLOCK_K)
+        parts = _load_squares(squares, row, rows, PARTS, BLOCK_P)
+    acc = _sweep(
+        x, weight, scale, offset, row_scale, line, row, rows, stride_x, part,
+        LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, SPLIT,
+    )  # fmt: skip
+    if SPLIT > 1:
+        acc, last = _add_parts(acc, sums, counters, strip, part, rows, SPLIT, BLOCK_N, ROWS)
+        if not last:
+            return
     if PARTS > 0:
         acc = acc * _scale(parts, eps, IN)
     if BIAS:
@@ -129,19 +131,20 @@ def _linear(
         acc += before.to(tl.float32)
     value = acc.to(out.dtype.element_ty)
     tl.store(target, value, mask=mask)
-    if ADD:
+    if gain is not None:
         wide = value.to(tl.float32)
         product = (wide * factor.to(tl.float32)[:, None]).to(scaled.dtype.element_ty)
         tl.store(scaled + row[None, :] * OUT + column[:, None], product, mask=mask)
         square = tl.sum(tl.where(mask, wide * wide, 0.0), 0)
-        tl.store(new_squares + row * tl.num_programs(0) + tl.program_id(0), square, mask=row < rows)
+        tl.store(new_squares + row * (tl.num_programs(0) // SPLIT) + strip, square, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _gated(
-    x, squares, weight, row_scale, out, rows, stride_x, eps,
-    DECODE: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr, INTER: tl.constexpr, IN: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
+    x, squares, weight, scale, offset, row_scale, out, rows, stride_x, eps,
+    LEVELS: tl.constexpr, PLANE: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr,
+    PACKED: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr, INTER: tl.constexpr, IN: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # A program's lines are those of gate and up of the same columns in turn: g0 u0 g1 u1 ...
@@ -149,33 +152,40 @@ def _gated(
     COLUMNS: tl.constexpr = BLOCK_N // 2
     lane = tl.arange(0, BLOCK_N)
     line = tl.minimum(tl.program_id(0) * COLUMNS + lane // 2, INTER - 1) + (lane % 2) * INTER
-    parts = _load_squares(squares, rows, PARTS, BLOCK_P)
-    acc = _sweep(x, weight, row_scale, line, rows, stride_x, DECODE, IN, PRECISION, BLOCK_N, BLOCK_K)
+    row = tl.arange(0, ROWS)
+    parts = _load_squares(squares, row, rows, PARTS, BLOCK_P)
+    acc = _sweep(
+        x, weight, scale, offset, row_scale, line, row, rows, stride_x, 0,
+        LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, 1,
+    )  # fmt: skip
     acc = acc * _scale(parts, eps, IN)
     gate, up = tl.split(tl.permute(tl.reshape(acc, [COLUMNS, 2, ROWS]), (0, 2, 1)))  # [COLUMNS, ROWS]
     value = activate(gate, up, ACT, LIMIT)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.arange(0, ROWS)
     target = out + row.to(tl.int64)[None, :] * INTER + column[:, None]
     tl.store(target, value.to(out.dtype.element_ty), mask=(row < rows)[None, :] & (column < INTER)[:, None])
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _argmax(
-    x, squares, weight, row_scale, best, best_id, rows, stride_x, eps,
-    DECODE: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    x, squares, weight, scale, offset, row_scale, best, best_id, rows, stride_x, eps,
+    LEVELS: tl.constexpr, PLANE: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr,
+    PACKED: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The largest logit of this program's columns and its column, for every row."""
     enter(PDL)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     line = tl.minimum(column, OUT - 1)
-    parts = _load_squares(squares, rows, PARTS, BLOCK_P)
-    logits = _sweep(x, weight, row_scale, line, rows, stride_x, DECODE, IN, PRECISION, BLOCK_N, BLOCK_K)
+    row = tl.arange(0, ROWS)
+    parts = _load_squares(squares, row, rows, PARTS, BLOCK_P)
+    logits = _sweep(
+        x, weight, scale, offset, row_scale, line, row, rows, stride_x, 0,
+        LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, 1,
+    )  # fmt: skip
     logits = logits * _scale(parts, eps, IN)
     seen = (column < OUT)[:, None] & (logits == logits)  # NaN never wins
     peak, place = tl.max(tl.where(seen, logits, float("-inf")), 0, return_indices=True)  # the lowest wins a tie
-    row = tl.arange(0, ROWS)
     target = row * tl.num_programs(0) + tl.program_id(0)
     tl.store(best + target, peak, mask=row < rows)
     tl.store(best_id + target, tl.program_id(0) * BLOCK_N + place, mask=row < rows)
@@ -211,12 +221,13 @@ class Tile:
     block_k: int
     warps: int
     stages: int  # at most: as many as fit into shared memory are used
+    split: int = 1  # parts of 'in', a program each, which `linear` and its like take
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
     tile: Tile
-    programs: int
+    programs: int  # strips of the weight
     stages: int
 
 
@@ -228,12 +239,23 @@ def _choose(out: int, in_: int, itemsize: int, sms: int) -> Tile:
     return Tile(block_n, block_k, 4, 8)
 
 
-def fit_stages(tile: Tile, programs: int, weight_bytes: int, x_bytes: int, gpu: Gpu, rows: int = MOST_ROWS) -> int:
+def _choose_coded(out: int, in_: int, step: int, itemsize: int, sms: int, offset: bool = False) -> Tile:
+    """Two warps: they run mma.sync on every GPU, with all warps over the lines, so that a weight is decoded once.
+
+    (Triton gives wgmma's left side, which would be in registers too, a shared memory without a swizzle.) As many parts
+    of 'in' as fill the GPU. offset: sums of x take registers too.
+    """
+    block_n = (32 if offset else 64) if itemsize == 2 and out >= 64 else 16
+    split = min(4 * sms // triton.cdiv(out, block_n), in_ // step // 4, 8)
+    return Tile(block_n, step, 2, 6, max(split, 1))
+
+
+def fit_stages(tile: Tile, programs: int, weight_bits: int, x_bytes: int, gpu: Gpu, rows: int = MOST_ROWS) -> int:
     """Stages whose buffers fit beside those of the other programs that must share an SM to run all at once."""
-    buffer = (tile.block_n * weight_bytes + rows * x_bytes) * tile.block_k
+    buffer = (tile.block_n * weight_bits // 8 + rows * x_bytes) * tile.block_k
     # wgmma reads from shared memory, so one more tile of each is held; mma.sync reads registers.
     held = buffer if gpu.wgmma and x_bytes == 2 and tile.block_n >= 64 and tile.warps % 4 == 0 else 0
-    for beside in range(min(triton.cdiv(programs, gpu.sms), 3), 0, -1):
+    for beside in range(min(triton.cdiv(programs, gpu.sms), max(12 // tile.warps, 3) if gpu.roomy else 3), 0, -1):
         room = min(gpu.shared, (gpu.shared + 1024) // beside - 1024) - held
         buffers = room // buffer
         if buffers >= 2:
@@ -242,35 +264,95 @@ def fit_stages(tile: Tile, programs: int, weight_bytes: int, x_bytes: int, gpu: 
 
 
 @lru_cache(maxsize=4096)
-def _launch(shape: tuple[int, int], format_: str, weight_bytes: int, x_bytes: int, lines: int, gpu: Gpu) -> Launch:
-    """How to cut the work; 'lines' of the weight make a column of the result."""
+def _launch(
+    shape: tuple[int, int], format_: str, weight_bits: int, x_bytes: int, lines: int, gpu: Gpu, step: int = 0
+) -> Launch:
+    """How to cut the work; 'lines' of the weight make a column of the result. step: columns of a coded tile, or 0."""
     out, in_ = shape
     found = tuned.tables(gpu).get((KERNEL, format_), {}).get(shape)
-    tile = Tile(*found) if found else _choose(out, in_, x_bytes, gpu.sms)
+    rule = (
+        _choose_coded(out, in_, step, x_bytes, gpu.sms, "offset" in format_)
+        if step
+        else _choose(out, in_, x_bytes, gpu.sms)
+    )
+    tile = Tile(*found) if found else rule
+    assert not step or tile.block_k == step, f"a tile of {format_} has {step} columns, not {tile.block_k}"
     programs = triton.cdiv(out // lines, tile.block_n // lines)
-    return Launch(tile, programs, fit_stages(tile, programs, weight_bytes, x_bytes, gpu))
+    return Launch(tile, programs, fit_stages(tile, programs * tile.split, weight_bits, x_bytes, gpu))
 
 
-def _run(kernel, grid: tuple[int], *arguments: object, **options: object) -> None:
+def _run(kernel, grid: tuple[int, ...], *arguments: object, **options: object) -> None:
     """All launches pass here; the bench and the tests take its place to compile without one."""
     kernel[grid](*arguments, **options)
 
 
+def check_weight(weight: WeightTiles, x: Tensor) -> None:
+    codes, layout = weight.codes, weight.layout
+    assert x.stride(1) == 1 and codes.is_contiguous(), (x.stride(), codes.stride())
+    assert codes.dtype == (torch.int16 if layout else x.dtype), (x.dtype, codes.dtype)
+    scale = weight.row_scale
+    assert scale is None or (scale.dtype == torch.float32 and scale.is_contiguous()), scale.dtype
+
+
+def constants(weight: WeightTiles, x: Tensor) -> dict[str, object]:
+    """How a sweep reads the weight."""
+    _, _, _, plane, group, scale, offset = weight.layout or (0, 0, 0, 0, 0, "", "")
+    return {
+        "LEVELS": weight.layout.levels if weight.layout else "plain", "PLANE": plane, "GROUP": group,
+        "SCALE": scale, "OFFSET": offset, "IN": weight.shape[1],
+        "PACKED": x.dtype == torch.bfloat16 and x.device.type != "cpu",  # not in Triton's interpreter
+        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+    }  # fmt: skip
+
+
+def step_of(weight: WeightTiles) -> int:
+    return weight.layout.tile if weight.layout else 0
+
+
 def _start(x: Tensor, weight: WeightTiles, lines: int = 1) -> tuple[Launch, dict[str, object]]:
     """Check what all functions have in common: the launch, and the constants and options that all kernels take."""
-    (rows, in_), codes, scale = x.shape, weight.codes, weight.row_scale
+    rows, in_ = x.shape
     assert 0 < rows <= MOST_ROWS, f"{rows} rows: these kernels take 1 to {MOST_ROWS}"
-    assert x.stride(1) == 1 and codes.is_contiguous(), (x.stride(), codes.stride())
     assert weight.shape[1] == in_ and weight.shape[0] % lines == 0, (x.shape, weight.shape, lines)
-    assert weight.decoding != "plain" or codes.dtype == x.dtype, (x.dtype, codes.dtype)
-    assert scale is None or (scale.dtype == torch.float32 and scale.is_contiguous()), scale.dtype
-    launch = _launch(weight.shape, weight.format, codes.element_size(), x.element_size(), lines, gpu_of(x.device))
-    tile, on = launch.tile, pdl.active(x.device)
-    return launch, {
-        "DECODE": DECODINGS[weight.decoding], "IN": in_, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
-        "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "PDL": on,
+    check_weight(weight, x)
+    launch = _launch(
+        weight.shape, weight.format, weight.line_bits, x.element_size(), lines, gpu_of(x.device), step_of(weight)
+    )
+    return launch, constants(weight, x) | _options(launch, MOST_ROWS, x.device)
+
+
+def _options(launch: Launch, rows: int, device: torch.device) -> dict[str, object]:
+    tile, on = launch.tile, pdl.active(device)
+    return {
+        "ROWS": rows, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "PDL": on,
         "num_warps": tile.warps, "num_stages": launch.stages, **pdl.options(on),
     }  # fmt: skip
+
+
+@lru_cache
+def _counters(device: torch.device) -> Tensor:
+    """One for each strip: how many of its parts have ended. Launches of a stream share them, one after the other."""
+    return torch.zeros((1 << 16,), dtype=torch.int32, device=device)
+
+
+def _run_linear(
+    x: Tensor, squares: Tensor | None, eps: float, weight: WeightTiles, out: Tensor, launch: Launch,
+    options: dict[str, object], add: bool = False, left: tuple[Tensor, Tensor, Tensor] | None = None, blocks: int = 1,
+) -> None:  # fmt: skip
+    """left: a norm's gain, and where x * gain and the squares go. blocks: of rows."""
+    split, sums, counters = launch.tile.split, None, None
+    if split > 1:
+        counters = _counters(x.device)
+        assert launch.programs <= counters.shape[0] and blocks == 1, (launch.programs, blocks)
+        size = (launch.programs, split, launch.tile.block_n * MOST_ROWS)
+        sums = torch.empty(size, dtype=torch.float32, device=x.device)
+    norm = {"PARTS": 0, "BLOCK_P": 1} if squares is None else parts_of(squares)
+    _run(
+        _linear, (launch.programs * split, blocks), x, squares, weight.codes, weight.scale, weight.offset,
+        weight.row_scale, weight.bias, out, *(left or (None, None, None)), sums, counters,
+        x.shape[0], x.stride(0), out.stride(0), eps, OUT=weight.shape[0], **norm, BIAS=weight.bias is not None,
+        ADD=add, SPLIT=split, **options,
+    )  # fmt: skip
 
 
 def check_gain(gain: Tensor, dim: int, dtype: torch.dtype) -> None:
@@ -305,11 +387,7 @@ def parts_of(squares: Tensor) -> dict[str, int]:
 def linear(x: Tensor, weight: WeightTiles) -> Tensor:  # [rows, in] -> [rows, out]
     launch, options = _start(x, weight)
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    _run(
-        _linear, (launch.programs,), x, None, weight.codes, weight.row_scale, weight.bias, out, None, None, None,
-        x.shape[0], x.stride(0), out.stride(0), 0.0,
-        OUT=weight.shape[0], PARTS=0, BLOCK_P=1, BIAS=weight.bias is not None, ADD=False, **options,
-    )  # fmt: skip
+    _run_linear(x, None, 0.0, weight, out, launch, options)
     return out
 
 
@@ -321,11 +399,7 @@ def norm_linear(
     x, squares = prepare(normed)
     launch, options = _start(x, weight)
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype or x.dtype, device=x.device)
-    _run(
-        _linear, (launch.programs,), x, squares, weight.codes, weight.row_scale, weight.bias, out, None, None, None,
-        x.shape[0], x.stride(0), out.stride(0), normed.norm.eps,
-        OUT=weight.shape[0], **parts_of(squares), BIAS=weight.bias is not None, ADD=False, **options,
-    )  # fmt: skip
+    _run_linear(x, squares, normed.norm.eps, weight, out, launch, options)
     return out
 
 
@@ -337,11 +411,8 @@ def add_linear(residual: Tensor, x: Tensor, weight: WeightTiles, then: Norm) -> 
     launch, options = _start(x, weight)
     scaled = torch.empty((rows, out), dtype=x.dtype, device=x.device)
     squares = torch.empty((rows, launch.programs), dtype=torch.float32, device=x.device)
-    _run(
-        _linear, (launch.programs,), x, None, weight.codes, weight.row_scale, weight.bias,
-        residual, then.gain, scaled, squares, rows, x.stride(0), residual.stride(0), 0.0,
-        OUT=out, PARTS=0, BLOCK_P=1, BIAS=weight.bias is not None, ADD=True, **options,
-    )  # fmt: skip
+    left = then.gain, scaled, squares
+    _run_linear(x, None, 0.0, weight, residual, launch, options, True, left)
     return Normed(residual, then, scaled, squares)
 
 
@@ -355,7 +426,7 @@ def norm_gated(
     rows, inter = x.shape[0], weight.shape[0] // 2
     out = torch.empty((rows, inter), dtype=x.dtype, device=x.device)
     _run(
-        _gated, (launch.programs,), x, squares, weight.codes, weight.row_scale, out,
+        _gated, (launch.programs,), x, squares, weight.codes, weight.scale, weight.offset, weight.row_scale, out,
         rows, x.stride(0), normed.norm.eps,
         ACT=activation.kind, LIMIT=activation.limit, INTER=inter, **parts_of(squares), **options,
     )  # fmt: skip
@@ -373,10 +444,41 @@ def norm_argmax(
     best = torch.empty((rows, parts), dtype=torch.float32, device=device)
     best_id = torch.empty((rows, parts), dtype=torch.int32, device=device)
     _run(
-        _argmax, (parts,), x, squares, weight.codes, weight.row_scale, best, best_id,
+        _argmax, (parts,), x, squares, weight.codes, weight.scale, weight.offset, weight.row_scale, best, best_id,
         rows, x.stride(0), normed.norm.eps, OUT=weight.shape[0], **parts_of(squares), **options,
     )  # fmt: skip
     block = triton.next_power_of_2(parts)
     warps = min(max(block // 512, 1), 8)
     _run(_pick, (rows,), best, best_id, out, PARTS=parts, BLOCK=block, PDL=on, num_warps=warps, **pdl.options(on))
     return out
+
+
+# More rows of a coded weight
+
+
+def block_rows(rows: int) -> int:
+    """Rows of a block: as many as leave room in shared memory for several tiles of them."""
+    return 32 if rows <= 32 else 64
+
+
+@lru_cache(maxsize=4096)
+def _wide_launch(
+    shape: tuple[int, int], format_: str, weight_bits: int, x_bytes: int, rows: int, blocks: int, gpu: Gpu, step: int
+) -> Launch:
+    found = tuned.tables(gpu).get((WIDE, format_), {}).get((*shape, rows))
+    tile = Tile(*found) if found else Tile(64 if x_bytes == 2 else 32, step, 2 if rows <= 32 else 4, 4)
+    programs = triton.cdiv(shape[0], tile.block_n)
+    return Launch(tile, programs, fit_stages(tile, programs * blocks, weight_bits, x_bytes, gpu, rows))
+
+
+def wide_linear(x: Tensor, weight: WeightTiles, out: Tensor, add: bool = False) -> None:
+    """out [rows, out] = linear(x, weight), or is increased by it."""
+    (rows, in_), size = x.shape, block_rows(x.shape[0])
+    assert rows > 0 and weight.layout and weight.shape[1] == in_ and out.stride(1) == 1, (x.shape, weight.shape)
+    check_weight(weight, x)
+    blocks = triton.cdiv(rows, size)
+    launch = _wide_launch(
+        weight.shape, weight.format, weight.line_bits, x.element_size(), size, blocks, gpu_of(x.device), step_of(weight)
+    )
+    options = constants(weight, x) | _options(launch, size, x.device)
+    _run_linear(x, None, 0.0, weight, out, launch, options, add, blocks=blocks)

@@ -2,7 +2,7 @@
 
 Few rows are what decoding one sequence brings, drafts included, and there a row's result does not depend on the rows
 beside it. A matmul of more rows, or of a matrix that offers no tiles, is the matrix's own: cuBLAS's for floats, whose
-last bit may depend on the number of rows.
+last bit may depend on the number of rows, and planes.py's for codes.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def linear(x: Tensor, matrix: Linear) -> Tensor:  # [rows, in] -> [rows, out]
 def norm_linear(normed: Normed, matrix: Linear) -> Tensor:  # [rows, in] -> [rows, out]
     if tiles := _few(normed.x, matrix):
         return few_rows.norm_linear(normed, tiles)
+    if matrix.parts and normed.x.shape[0] <= few_rows.MOST_ROWS:
+        return torch.cat([norm_linear(normed, part) for part in matrix.parts], dim=-1)
     return matrix.linear(rms_norm(normed.x, *normed.norm))
 
 

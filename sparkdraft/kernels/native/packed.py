@@ -31,7 +31,7 @@ def keep_float_matrix(parts: Sequence[Stored], bias: Tensor | None, floats: ToFl
     return FloatLinear(torch.cat([floats(part) for part in parts]), bias)
 
 
-def keep_table(part: Stored, floats: ToFloats) -> Tensor | GroupQuant:
+def keep_table(part: Stored, floats: ToFloats) -> Stored:
     """A table that `embed` looks rows up in."""
     return floats(part) if part.shape[1] % GROUP else grouped([part])[0]
 

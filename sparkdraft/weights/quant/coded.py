@@ -10,6 +10,7 @@ whatever is one number per output row: the scale of a tensor, of a channel, or o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -65,7 +66,7 @@ class Coded:
             levels = self.codes.view(kind).float()
         else:
             both = torch.stack((self.codes & 15, self.codes >> 4), dim=-1).flatten(1)
-            levels = torch.tensor(values, device=both.device)[both.int()]
+            levels = _level_values(self.levels, both.device)[both.int()]
         w = levels.view(out, -1, self.group)
         if self.scale is not None:
             w = w * scale_values(self.scale).unsqueeze(-1)
@@ -73,6 +74,12 @@ class Coded:
             w = w + self.offset.float().unsqueeze(-1)
         w = w.view(out, width)
         return (w if self.row_scale is None else w * self.row_scale.unsqueeze(1)).to(dtype)
+
+    def to(self, device: torch.device) -> Coded:
+        scale, offset, row_scale = (
+            None if part is None else part.to(device) for part in (self.scale, self.offset, self.row_scale)
+        )
+        return Coded(self.levels, self.codes.to(device), self.group, scale, offset, row_scale)
 
     def take(self, ids: Tensor) -> Coded:
         """Chosen output rows, in the order given."""
@@ -88,8 +95,15 @@ class Coded:
         return Coded(self.levels, codes, self.group, rows(self.scale), rows(self.offset), rows(self.row_scale))
 
 
+@lru_cache
+def _level_values(levels: str, device: torch.device) -> Tensor:
+    """float32 by code. Made once per device: a recording cannot copy numbers to a GPU."""
+    return torch.tensor(LEVELS[levels].values, device=device)
+
+
 def scale_values(scale: Tensor) -> Tensor:
     """Scales as float32; bytes are exponents (OCP's e8m0)."""
     if scale.dtype == torch.uint8:
-        return torch.ldexp(torch.ones((), device=scale.device), scale.int() - 127)
+        exponent = scale.int() - 127
+        return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
     return scale.float()

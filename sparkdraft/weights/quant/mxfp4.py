@@ -9,43 +9,22 @@ A weight is a sign, two bits of exponent and one of mantissa, so it is exact in 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparkdraft.core import UserError
+from sparkdraft.weights.quant.coded import Coded
 from sparkdraft.weights.quant.stored import QuantisedExperts
 
 GROUP = 32
-BIAS = 127
 BLOCKS, SCALES = "_blocks", "_scales"
-LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the lower three bits; the fourth is the sign
 
 
-@dataclass(frozen=True, slots=True)
-class Mxfp4:
-    """One matrix."""
-
-    blocks: Tensor  # uint8 [out, groups, 16]
-    scales: Tensor  # uint8 [out, groups]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.blocks.shape[0], self.blocks.shape[1] * GROUP
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[out, in] in 'dtype': what every kernel on these weights must agree with."""
-        levels = torch.tensor([*LEVELS, *(-level for level in LEVELS)], device=self.blocks.device)
-        codes = torch.stack((self.blocks & 15, self.blocks >> 4), dim=-1).flatten(2)  # [out, groups, 32]
-        values = torch.ldexp(levels[codes.int()], self.scales.int().unsqueeze(-1) - BIAS)
-        return values.flatten(1).to(dtype)
-
-    def take(self, ids: Tensor) -> Mxfp4:
-        """Chosen output rows, in the order given."""
-        ids = ids.long()
-        return Mxfp4(self.blocks[ids], self.scales[ids])
+def mxfp4(blocks: Tensor, scales: Tensor) -> Coded:
+    """One matrix, of uint8 blocks [out, groups, 16] and scales [out, groups]: the bytes are in `Coded`'s own order."""
+    return Coded("e2m1", blocks.flatten(1), GROUP, scales)
 
 
 class Mxfp4Experts:
@@ -67,4 +46,4 @@ class Mxfp4Experts:
                 f"{what} has blocks of shape {tuple(blocks.shape)} and scales of {tuple(scales.shape)} of {kind}; "
                 f"uint8 [experts, out, groups, {GROUP // 2}] and one uint8 per group are read: fetch the file again."
             )
-        return QuantisedExperts([Mxfp4(*expert) for expert in zip(blocks, scales, strict=True)])
+        return QuantisedExperts([mxfp4(*expert) for expert in zip(blocks, scales, strict=True)])

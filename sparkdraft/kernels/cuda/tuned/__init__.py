@@ -7,8 +7,9 @@ and "attention_decode" has a list of tiles, in order of their rows. Files are la
     sm_90.json                         measured on GPUs of that compute capability
     <cache folder>/tuned/sm_90.json    measured on this machine, by the tools/cuda_*.py that take --tune
 
-The shape of a recurrent layer is its key and value dimensions, for prompts after its number of value heads.
-The shape of experts ends in the pairs of a block, or in a row's choices ("experts_row_down").
+The shape of a recurrent layer is its key and value dimensions, for prompts after its number of value heads. The shape
+of experts ends in the pairs of a block, or in a row's choices ("experts_row_down"), that of "wide_rows" in the rows of
+a block. A format is the floats' bits, or the name of a layout of codes (weights/plane_layout.py).
 
 A shape that no file has is left to the kernel's own rule. The files are read once per process.
 """
@@ -31,8 +32,9 @@ Shape = tuple[int, ...]
 Tables = dict[tuple[str, str], dict[Shape, Any]]  # (kernel, format) -> shape -> tile
 LISTS = ("attention_decode",)  # kernels that have a list of tiles per shape
 NUMBERS = {"few_rows": 4, "attention_chunk": 4, "attention_decode": 4, "block_attention": 5}  # integers of a tile
-NUMBERS |= {"experts_gate_up": 4, "experts_down": 4, "experts_row_down": 4}
+NUMBERS |= {"experts_gate_up": 4, "experts_down": 4, "experts_row_down": 4, "wide_rows": 4}
 NUMBERS |= {"delta_rule": 2, "delta_inside": 1, "delta_through": 3}
+SPLITS = ("few_rows",)  # kernels whose tiles may have one more number: into how many parts 'in' is split
 
 
 def user_file(gpu: Gpu) -> Path:
@@ -100,7 +102,7 @@ def _tile(kernel: str, tile: Any) -> Any:
     if kernel not in NUMBERS:
         raise ValueError(f"there is no kernel {kernel}")
     for each in tile if kernel in LISTS else [tile]:
-        good = isinstance(each, list) and len(each) == NUMBERS[kernel]
+        good = isinstance(each, list) and NUMBERS[kernel] <= len(each) <= NUMBERS[kernel] + (kernel in SPLITS)
         if not good or not all(type(number) is int and number > 0 for number in each):
             raise ValueError(f"a tile of {kernel} is {NUMBERS[kernel]} integers above 0, not {each}")
     return tile

@@ -1,0 +1,609 @@
+"""Checks and times quantised weights that stay quantised (kernels/cuda/planes.py) in the shapes of published models.
+
+First every format runs through every kernel and is compared with float64 products of what its codes mean, and rows
+alone with the same rows in a batch, to the bit. Then every figure is a replayed CUDA graph of launches over copies of
+the weight that exceed the L2 together; bytes are those that are kept, shown as a share of a measured copy ("floor"),
+beside the same matrix in bfloat16. Experts are timed as whole layers, with routings drawn at random. It ends in a line
+of JSON.
+
+    python tools/cuda_planes.py                          about two minutes on an H200
+    python tools/cuda_planes.py --check                  the comparisons alone: half a minute, most of it compiling
+    python tools/cuda_planes.py --tune --out sparkdraft/kernels/cuda/tuned/sm_90.json     tries tiles: --limit seconds
+    python tools/cuda_planes.py --formats mxfp4 --only gpt-oss --rows 1 16 64
+    python tools/cuda_planes.py --dry                    tiny shapes in Triton's interpreter: does the script work?
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+DRY = "--dry" in sys.argv
+if DRY:
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+import cuda_kernels  # noqa: E402  # beside this script
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from sparkdraft.bench.bandwidth import memory_bandwidth  # noqa: E402
+from sparkdraft.bench.coded import random_coded as sane_coded  # noqa: E402
+from sparkdraft.kernels import cuda, reference  # noqa: E402
+from sparkdraft.kernels.activation import SILU, Activation  # noqa: E402
+from sparkdraft.kernels.cuda import experts, few_rows, tuned  # noqa: E402
+from sparkdraft.kernels.cuda.gpu import gpu_of  # noqa: E402
+from sparkdraft.kernels.cuda.planes import PlaneExperts, PlaneLinear  # noqa: E402
+from sparkdraft.kernels.norm import Norm, Normed  # noqa: E402
+from sparkdraft.kernels.routing import Routing  # noqa: E402
+from sparkdraft.weights.experts import DenseExperts, ExpertLinear  # noqa: E402
+from sparkdraft.weights.linear import DenseLinear, Linear  # noqa: E402
+from sparkdraft.weights.planes import Planes, pack  # noqa: E402
+from tests.weights.formats_of_codes import FORMATS, random_coded  # noqa: E402
+
+if DRY:
+    import tests.kernels.triton_device  # noqa: F401  # mends the interpreter
+
+DEVICE, DTYPE = ("cpu", torch.float16) if DRY else ("cuda", torch.bfloat16)
+GPU, EPS = gpu_of(torch.device(DEVICE)), 1e-6
+TIMED = ("mxfp4", "int4", "nvfp4", "fp8")  # of sparkdraft/bench/coded.py
+LAYERS = 2 if DRY else 8
+FEW = [(64, 2), (128, 2), (32, 1), (64, 4)]  # lines and warps; all but the last run mma.sync
+WIDE = [(64, 2), (64, 4), (128, 4)]
+BEGIN = time.perf_counter()
+CLAMPED = Activation("clamped_swiglu", 7.0)
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    kind: str
+    out: int
+    in_: int
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    experts: int
+    top_k: int
+    hidden: int
+    inter: int
+    activation: Activation
+    bias: bool
+    formats: tuple[str, ...]
+
+
+SHAPES = [
+    Shape("Qwen3-8B qkv", "norm_linear", 6144, 4096),
+    Shape("Qwen3-8B o", "add_linear", 4096, 4096),
+    Shape("Qwen3-8B gate_up", "norm_gated", 24576, 4096),
+    Shape("Qwen3-8B down", "add_linear", 4096, 12288),
+    Shape("gpt-oss-20b qkv", "norm_linear", 5120, 2880),
+    Shape("gpt-oss-20b o", "add_linear", 2880, 4096),
+    Shape("gpt-oss-20b head", "norm_argmax", 201088, 2880),
+    Shape("qwen3-30b-a3b qkv", "norm_linear", 5120, 2048),
+    Shape("qwen3-30b-a3b o", "add_linear", 2048, 4096),
+]
+MODELS = [
+    Model("gpt-oss-20b", 32, 4, 2880, 2880, CLAMPED, True, ("mxfp4",)),
+    Model("qwen3-30b-a3b", 128, 8, 2048, 768, SILU, False, ("int4", "nvfp4", "fp8")),
+]
+if DRY:
+    SHAPES = [Shape("dry qkv", "norm_linear", 96, 160), Shape("dry o", "add_linear", 48, 128)]
+    MODELS = [Model("dry experts", 8, 2, 96, 64, CLAMPED, True, ("mxfp4",))]
+
+
+def normal(*shape: int, scale: float = 1.0) -> Tensor:
+    return torch.empty(shape, dtype=DTYPE, device=DEVICE).normal_().mul_(scale)
+
+
+# Checks
+
+
+def off_by(got: Tensor, expected: Tensor) -> float:
+    return ((got.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-9)).item()
+
+
+def check_format(name: str, out: int, in_: int) -> list[str]:
+    """What is wrong with one matrix of a format, over all numbers of rows."""
+    bias, wrong = normal(out), []
+    part = random_coded(name, out, in_, DEVICE)
+    matrix = PlaneLinear(pack([part], torch.device(DEVICE)), bias)
+    weight = part.dequantize().double()
+    if not torch.equal(matrix.rows().dequantize(), part.dequantize()):
+        wrong.append("it is not turned back")
+    for rows in (1, 3) if DRY else (1, 5, 16, 17, 64, 200, 600):
+        x, residual = normal(rows, in_), normal(rows, out)
+        norm = Norm(torch.rand(in_, device=DEVICE).to(DTYPE) + 0.5, EPS)
+        exact = x.double() @ weight.t() + bias.double()
+        wide = x.double()
+        normed = wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + EPS) * norm.gain.double()
+        found = {"linear": off_by(matrix.linear(x), exact), "logits": off_by(matrix.linear_float32(x), exact)}
+        found["norm_linear"] = off_by(cuda.norm_linear(Normed(x, norm), matrix), normed @ weight.t() + bias.double())
+        total = residual.double() + exact
+        cuda.add_linear(residual, x, matrix, Norm(torch.ones(out, dtype=DTYPE, device=DEVICE), EPS))
+        found["add_linear"] = off_by(residual, total)
+        plain = PlaneLinear(matrix.planes)
+        if out % 2 == 0:
+            both = (normed @ weight.t()).float()
+            gated = cuda.norm_gated(Normed(x, norm), plain, SILU)
+            found["norm_gated"] = off_by(gated, reference.gated(both, SILU).double())
+        logits = cuda.norm_logits(Normed(x, norm), plain)
+        if rows <= 16 and cuda.norm_argmax(Normed(x, norm), plain).tolist() != logits.argmax(1).tolist():
+            wrong.append(f"argmax of {rows} rows")
+        wrong += [f"{kind} of {rows} rows is off by {off:.4f}" for kind, off in found.items() if not off < 0.02]
+        if rows == 1:  # in float32 sums: a bfloat16 result is rounded once
+            sharp = few_rows.norm_linear(Normed(x, norm), plain.tiles, torch.float32)
+            scaled = (wide * norm.gain.double()).to(DTYPE).double()
+            exact32 = scaled @ weight.t() * torch.rsqrt(wide.square().mean(1, keepdim=True) + EPS)
+            if not off_by(sharp, exact32) < 1e-4:
+                wrong.append(f"sums are off by {off_by(sharp, exact32):.2e}: more than float32 rounds")
+    return wrong + rows_differ(matrix)
+
+
+def rows_differ(matrix: PlaneLinear) -> list[str]:
+    out, in_ = matrix.tiles.shape
+    x, residual, then = normal(16, in_), normal(16, out), Norm(normal(out), EPS)
+
+    def run(at: slice) -> list[Tensor]:
+        left = few_rows.add_linear(residual[at].clone(), x[at], matrix.tiles, then)
+        assert left.scaled is not None and left.squares is not None
+        return [left.x, left.scaled, left.squares, few_rows.linear(x[at], matrix.tiles)]
+
+    whole, wrong = run(slice(0, 16)), []
+    for first, last in ((0, 1), (5, 6), (15, 16), (0, 2), (3, 11)):
+        for name, a, b in zip(("x", "scaled", "squares", "linear"), run(slice(first, last)), whole, strict=True):
+            if not torch.equal(a, b[first:last]):
+                wrong.append(f"bits of {name} of rows {first} to {last} hang on others")
+    return wrong
+
+
+def run_checks(results: dict[str, object]) -> bool:
+    good = True
+    for name, (_, group, *_) in FORMATS.items():
+        for out, in_ in ((48, 128),) if DRY else ((1000, 2880), (4096, 4096), (130, 256)):
+            if in_ % (group or 16):
+                continue
+            try:
+                wrong = check_format(name, out, in_)
+            except Exception as error:
+                wrong = [f"failed: {str(error).splitlines()[0][:200]}"]
+            print(
+                f"{name}, {out} x {in_}: {'; '.join(wrong) or 'as float64, same bits alone and in company'}", flush=True
+            )
+            results[f"check {name} {out}x{in_}"] = wrong or "ok"
+            good &= not wrong
+    return good
+
+
+# Times of single matrices
+
+
+def copies(nbytes: int) -> int:
+    return 2 if DRY or nbytes > cuda_kernels.COLD_BYTES else min(max(-(-cuda_kernels.COLD_BYTES // nbytes), 20), 320)
+
+
+def seconds(launches: list[Callable[[], object]]) -> float:
+    """Seconds per launch, from a graph of all of them; dry, of one, which means nothing."""
+    if not DRY:
+        return cuda_kernels.seconds(launches, goal=0.01)
+    begin = time.perf_counter()
+    launches[-1]()
+    return time.perf_counter() - begin
+
+
+class Inputs:
+    def __init__(self, shape: Shape, rows: int) -> None:
+        torch.manual_seed(0)
+        self.x, self.residual = normal(rows, shape.in_), normal(rows, shape.out)
+        norm = Norm(torch.ones(shape.in_, dtype=DTYPE, device=DEVICE), EPS)
+        self.normed, self.then = prepared(self.x, norm), Norm(torch.ones(shape.out, dtype=DTYPE, device=DEVICE), EPS)
+
+
+def prepared(x: Tensor, norm: Norm) -> Normed:
+    """As the kernel before leaves few rows: with a part of the squares for each of its strips."""
+    if x.shape[0] > few_rows.MOST_ROWS:
+        return Normed(x, norm)
+    scaled, squares = few_rows.prepare(Normed(x, norm))
+    return Normed(x, norm, scaled, (squares / 64).repeat(1, 64))
+
+
+def launch(shape: Shape, inputs: Inputs, matrix: Linear) -> object:
+    if shape.kind == "add_linear":
+        return cuda.add_linear(inputs.residual, inputs.x, matrix, inputs.then)
+    if shape.kind == "norm_gated":
+        return cuda.norm_gated(inputs.normed, matrix, SILU)
+    return (
+        cuda.norm_argmax(inputs.normed, matrix)
+        if shape.kind == "norm_argmax"
+        else cuda.norm_linear(inputs.normed, matrix)
+    )
+
+
+def make(form: str, shape: Shape) -> list[Linear]:
+    """Copies of one matrix: '' in floats."""
+    if not form:
+        one: Linear = DenseLinear(normal(shape.out, shape.in_, scale=0.02))
+        return [one, *(DenseLinear(one.tiles.codes.clone()) for _ in range(copies(one.nbytes) - 1))]
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    first = pack([sane_coded(form, shape.out, shape.in_, generator)], torch.device(DEVICE))
+    return [PlaneLinear(first), *(PlaneLinear(clone(first)) for _ in range(copies(first.nbytes) - 1))]
+
+
+def clone(part: Planes) -> Planes:
+    tensors = (part.codes, part.scale, part.offset, part.row_scale)
+    return Planes(part.layout, *(None if t is None else t.clone() for t in tensors))
+
+
+def time_shape(shape: Shape, matrices: list[Linear], rows: list[int]) -> dict[int, float]:
+    times = {}
+    for count in rows:
+        inputs = Inputs(shape, count)
+        times[count] = seconds([lambda m=m, i=inputs: launch(shape, i, m) for m in matrices])
+    return times
+
+
+def figures(times: dict[int, float], nbytes: int, bandwidth: float) -> str:
+    return "  ".join(f"{n} rows {t * 1e6:7.1f} us ({nbytes / t / bandwidth:4.0%})" for n, t in times.items())
+
+
+def bench_shape(
+    shape: Shape, formats: list[str], rows: list[int], bandwidth: float, results: dict[str, object]
+) -> None:
+    for form in ["", *formats]:
+        if form == "mxfp4" and not shape.name.startswith(("gpt-oss", "dry")):
+            continue
+        try:
+            matrices = make(form, shape)
+            times = time_shape(shape, matrices, rows)
+        except Exception as error:
+            print(f"{shape.name} {form} failed: {str(error).splitlines()[0][:200]}", flush=True)
+            continue
+        nbytes = matrices[0].nbytes
+        text = figures(times, nbytes, bandwidth)
+        print(f"{shape.name:20s} {form or 'bf16':6s} floor {nbytes / bandwidth * 1e6:6.1f} us: {text}", flush=True)
+        results[f"{shape.name} {form or 'bf16'}"] = {str(n): round(t * 1e6, 2) for n, t in times.items()}
+
+
+# Experts
+
+
+@dataclass(frozen=True)
+class Layer:
+    gate_up: ExpertLinear
+    down: ExpertLinear
+    norm: Norm
+
+
+def make_layers(model: Model, form: str) -> list[Layer]:
+    generator, device = torch.Generator(DEVICE).manual_seed(0), torch.device(DEVICE)
+    layers = []
+    for _ in range(LAYERS):
+        kept: list[ExpertLinear] = []
+        for out, in_ in ((2 * model.inter, model.hidden), (model.hidden, model.inter)):
+            bias = normal(model.experts, out) if model.bias else None
+            if form:
+                whole = pack([sane_coded(form, model.experts * out, in_, generator)], device)
+                kept.append(PlaneExperts(whole, model.experts, bias))
+            else:
+                kept.append(DenseExperts(normal(model.experts, out, in_, scale=0.02), bias))
+        layers.append(Layer(*kept, Norm(torch.ones(model.hidden, dtype=DTYPE, device=DEVICE), EPS)))
+    return layers
+
+
+def random_routing(model: Model, rows: int) -> Routing:
+    ids = torch.rand(rows, model.experts, device=DEVICE).argsort(1)[:, : model.top_k].int().contiguous()
+    return Routing(ids, torch.rand(rows, model.top_k, device=DEVICE).softmax(-1))
+
+
+def check_experts(model: Model, layer: Layer) -> list[str]:
+    wrong = []
+    dense = [
+        DenseExperts(torch.stack([each.expert(n).rows().dequantize() for n in range(each.count)]).to(DTYPE), each.bias)
+        for each in (layer.gate_up, layer.down)
+    ]
+    for rows in (1, 3) if DRY else (1, 4, 16, 64, 300):
+        x, routing = normal(rows, model.hidden), random_routing(model, rows)
+        got = cuda.norm_experts(Normed(x, layer.norm), routing, layer.gate_up, layer.down, model.activation)
+        expected = cuda.norm_experts(Normed(x, layer.norm), routing, *dense, model.activation)
+        off = off_by(got, expected.double())
+        if not off < 0.02:
+            wrong.append(f"{rows} rows are off by {off:.4f}")
+    x, routing = normal(16, model.hidden), random_routing(model, 16)
+
+    def run(at: slice) -> list[Tensor]:
+        part = Routing(routing.ids[at].contiguous(), routing.weights[at].contiguous())
+        left = cuda.add_experts(
+            Normed(x[at].clone(), layer.norm), part, layer.gate_up, layer.down, model.activation, layer.norm
+        )
+        return [left.x, left.scaled, left.squares]
+
+    whole = run(slice(0, 16))
+    for first, last in ((0, 1), (7, 8), (2, 6), (1, 16)):
+        if not all(torch.equal(a, b[first:last]) for a, b in zip(run(slice(first, last)), whole, strict=True)):
+            wrong.append(f"bits of rows {first} to {last} hang on others")
+    return wrong
+
+
+class Case:
+    """A layer's experts over some rows, with a routing for each layer."""
+
+    def __init__(self, model: Model, layers: list[Layer], rows: int) -> None:
+        torch.manual_seed(rows)
+        self.model, self.layers, self.rows = model, layers, rows
+        self.routings = [random_routing(model, rows) for _ in layers]
+        self.normed = [prepared(normal(rows, model.hidden), layer.norm) for layer in layers]
+        self.distinct = sum(len(r.ids.unique()) for r in self.routings) / len(layers)
+
+    def seconds(self) -> float:
+        triples = list(zip(self.layers, self.routings, self.normed, strict=True))
+        activation = self.model.activation
+        return seconds(
+            [lambda t=t: cuda.add_experts(t[2], t[1], t[0].gate_up, t[0].down, activation, t[0].norm) for t in triples]
+        )
+
+    @property
+    def nbytes(self) -> float:
+        one = self.layers[0]
+        return self.distinct / self.model.experts * (one.gate_up.nbytes + one.down.nbytes)
+
+
+def bench_experts(
+    model: Model, rows: list[int], bandwidth: float, results: dict[str, object], tune: bool, limit: float
+) -> tuned.Tables:
+    found: tuned.Tables = {}
+    for form in ("", *model.formats):
+        layers = make_layers(model, form)
+        if form:
+            try:
+                wrong = check_experts(model, layers[0])
+            except Exception as error:
+                wrong = [f"failed: {str(error).splitlines()[0][:200]}"]
+            print(
+                f"{model.name} experts {form}: {'; '.join(wrong) or 'as floats, same bits alone and in company'}",
+                flush=True,
+            )
+            results[f"check {model.name} experts {form}"] = wrong or "ok"
+            if tune:
+                for key, tiles in tune_experts(model, layers, bandwidth, limit).items():
+                    found.setdefault(key, {}).update(tiles)
+        for count in rows:
+            try:
+                case = Case(model, layers, count)
+                spent = case.seconds()
+            except Exception as error:
+                print(
+                    f"{model.name} experts {form} {count} rows failed: {str(error).splitlines()[0][:200]}", flush=True
+                )
+                continue
+            share = case.nbytes / spent / bandwidth
+            floor = case.nbytes / bandwidth * 1e6
+            print(
+                f"{model.name:16s} experts {form or 'bf16':6s} {count:4d} rows, {case.distinct:5.1f} experts: "
+                f"{spent * 1e6:7.1f} us, floor {floor:6.1f} ({share:4.0%})", flush=True,
+            )  # fmt: skip
+            results[f"{model.name} experts {form or 'bf16'} {count}"] = round(spent * 1e6, 2)
+        del layers
+    return found
+
+
+# Tiles
+
+
+def table(kernel: str, form: str) -> dict[tuple[int, ...], list[int]]:
+    return tuned.tables(GPU).setdefault((kernel, form), {})  # the one that launches look into
+
+
+def forget() -> None:
+    for cached in (experts._launch, few_rows._launch, few_rows._wide_launch):
+        cached.cache_clear()
+
+
+@contextmanager
+def using(kernel: str, form: str, key: tuple[int, ...], tile: list[int]) -> Iterator[None]:
+    """The tile in place of the table's."""
+    kept = table(kernel, form).get(key)
+    table(kernel, form)[key] = tile
+    forget()
+    try:
+        yield
+    finally:
+        if kept is None:
+            del table(kernel, form)[key]
+        else:
+            table(kernel, form)[key] = kept
+        forget()
+
+
+@contextmanager
+def compiling(what: str) -> Iterator[None]:
+    """Launches within are compiled on all cores and not run; what fails, fails again when it is timed."""
+    begin = time.perf_counter()
+
+    def warm(kernel, grid, *arguments, **options):
+        kernel.warmup(*arguments, grid=grid, **options)
+
+    try:
+        from triton.runtime._async_compile import AsyncCompileMode
+
+        with (
+            patch.object(experts, "_run", warm),
+            patch.object(few_rows, "_run", warm),
+            ThreadPoolExecutor(os.cpu_count()) as pool,
+            AsyncCompileMode(pool, ignore_errors=True),
+        ):
+            yield
+    except Exception as error:  # of the compiler or of its threads: all is compiled once more where it is used
+        print(f"compiling {what} ahead stopped: {error!r}", flush=True)
+    finally:
+        print(f"{what} compiled in {time.perf_counter() - begin:.1f} s", flush=True)
+
+
+def best_of(
+    kernel: str, form: str, key: tuple[int, ...], tiles: list[list[int]], measure: Callable[[], list[float]],
+    once: Callable[[], object], limit: float,
+) -> list[int] | None:  # fmt: skip
+    """The tile that is the best over all that 'measure' times."""
+    tiles = [list(tile) for tile in dict.fromkeys(map(tuple, tiles))][: 2 if DRY else None]
+    if time.perf_counter() - BEGIN > limit:
+        print("  no time for it", flush=True)
+        return None
+    with compiling(f"{len(tiles)} tiles of {kernel} {form} {key}"):
+        for tile in tiles:
+            with using(kernel, form, key, tile), suppress(Exception):  # said below
+                once()
+    found: dict[tuple[int, ...], list[float]] = {}
+    for tile in tiles:
+        if time.perf_counter() - BEGIN > limit:
+            print("  no time for more tiles", flush=True)
+            break
+        try:
+            with using(kernel, form, key, tile):
+                found[tuple(tile)] = measure()
+        except Exception as error:  # a tile too large for this GPU is a result as well
+            print(f"  {tile} failed: {str(error).splitlines()[0][:120]}", flush=True)
+            continue
+        print(f"  {tile!s:24s} {'  '.join(f'{t * 1e6:7.1f} us' for t in found[tuple(tile)])}", flush=True)
+    if not found:
+        return None
+    fastest = [min(column) for column in zip(*found.values(), strict=True)]
+    best = list(min(found, key=lambda tile: sum(t / f for t, f in zip(found[tile], fastest, strict=True))))
+    print(f"  best {best}", flush=True)
+    table(kernel, form)[key] = best  # what follows is measured with it
+    forget()
+    return best
+
+
+def matrix_tiles(shape: Shape, step: int, split: int) -> list[list[int]]:
+    """split: of the rule."""
+    splits = [1] if shape.kind in ("norm_gated", "norm_argmax") else sorted({1, 2, 4, split})
+    found = [[64, step, 2, 6, k] for k in splits]
+    found += [[n, step, w, s, k] for n, w in FEW for s in (3, 6) for k in splits[-2:]]
+    return [tile if tile[4] > 1 else tile[:4] for tile in found]
+
+
+def tune_shape(shape: Shape, form: str, bandwidth: float, limit: float) -> tuned.Tables:
+    if form == "mxfp4" and not shape.name.startswith(("gpt-oss", "dry")):
+        return {}
+    matrices = make(form, shape)
+    tiles, found = matrices[0].tiles, {}
+    assert tiles is not None and tiles.layout is not None
+    step = tiles.layout.tile
+    rule = few_rows._choose_coded(shape.out, shape.in_, step, DTYPE.itemsize, GPU.sms)
+    rows = [1, 3] if DRY else [1, 4, 16]
+    print(f"{shape.name} {form}: few rows {rows}", flush=True)
+    best = best_of(
+        few_rows.KERNEL, tiles.format, (shape.out, shape.in_), matrix_tiles(shape, step, rule.split),
+        lambda: list(time_shape(shape, matrices, rows).values()),
+        lambda: launch(shape, Inputs(shape, 1), matrices[0]), limit,
+    )  # fmt: skip
+    if best:
+        found[few_rows.KERNEL, tiles.format] = {(shape.out, shape.in_): best}
+    for count in (20,) if DRY else (32, 64):
+        if shape.kind == "norm_argmax":
+            continue
+        print(f"{shape.name} {form}: blocks of {count} rows", flush=True)
+        wide = [[n, step, w, s] for n, w in WIDE for s in (3, 5)]
+        best = best_of(
+            few_rows.WIDE, tiles.format, (shape.out, shape.in_, few_rows.block_rows(count)), wide,
+            lambda n=count: list(time_shape(shape, matrices, [n]).values()),
+            lambda n=count: launch(shape, Inputs(shape, n), matrices[0]), limit,
+        )  # fmt: skip
+        if best:
+            found.setdefault((few_rows.WIDE, tiles.format), {})[(shape.out, shape.in_, few_rows.block_rows(count))] = (
+                best
+            )
+    return found
+
+
+def tune_experts(model: Model, layers: list[Layer], bandwidth: float, limit: float) -> tuned.Tables:
+    found: tuned.Tables = {}
+    wide, narrow = (2 * model.inter, model.hidden), (model.hidden, model.inter)
+    jobs: list[tuple[str, ExpertLinear, tuple[int, ...], list[int]]] = [
+        (experts.ROW_DOWN, layers[0].down, (*narrow, model.top_k), [1, 2]),
+        (experts.GATE_UP, layers[0].gate_up, (*wide, 16), [1, 16]),
+        (experts.DOWN, layers[0].down, (*narrow, 16), [16]),
+    ]
+    for rows in (64, 256, 1024):
+        size = experts.block_size(rows, model.top_k, model.experts, coded=True)
+        jobs += [(experts.GATE_UP, layers[0].gate_up, (*wide, size), [rows])]
+        jobs += [(experts.DOWN, layers[0].down, (*narrow, size), [rows])]
+    seen = set()
+    for kernel, matrix, key, rows in jobs[: 3 if DRY else None]:
+        tiles = matrix.tiles
+        assert tiles is not None and tiles.layout is not None
+        if (kernel, key) in seen:
+            continue
+        seen.add((kernel, key))
+        step, size = tiles.layout.tile, key[-1]
+        if kernel == experts.ROW_DOWN:
+            rows = [n for n in rows if experts.one_by_one(n, model.top_k, model.experts)]
+            tried = [[max(n // size, 8), step, w, s] for n, w in FEW[:3] for s in (3, 5, 8)]
+        elif size <= 16:
+            tried = [[n, step, w, s] for n, w in FEW[:3] for s in (3, 5, 8)]
+        else:
+            tried = [[n, step, w, s] for n, w in WIDE for s in (3, 5)]
+        if not rows:
+            continue
+        cases = [Case(model, layers, 3 if DRY and n > 3 else n) for n in rows]
+        print(f"{model.name} {kernel} {key}, rows {rows}", flush=True)
+        best = best_of(
+            kernel, tiles.format, key, tried, lambda c=cases: [case.seconds() for case in c],
+            lambda c=cases: cuda.add_experts(
+                c[0].normed[0], c[0].routings[0], layers[0].gate_up, layers[0].down, model.activation, layers[0].norm
+            ), limit,
+        )  # fmt: skip
+        if best:
+            found.setdefault((kernel, tiles.format), {})[key] = best
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--formats", nargs="+", default=list(TIMED), choices=TIMED)
+    parser.add_argument("--only", default="", help="shapes and models whose name begins so; several with commas")
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64, 512])
+    parser.add_argument("--check", action="store_true", help="compare with float64, and time nothing")
+    parser.add_argument("--no-check", action="store_true", help="time alone")
+    parser.add_argument("--tune", action="store_true", help="try tiles")
+    parser.add_argument("--out", type=Path, default=tuned.user_file(GPU), help="the file of tiles to write to")
+    parser.add_argument("--limit", type=float, default=300, help="seconds after which nothing more is tried")
+    parser.add_argument("--dry", action="store_true", help="tiny shapes in the interpreter, to try the script")
+    arguments = parser.parse_args()
+    begins = tuple(arguments.only.split(","))
+    bandwidth = 1e9 if DRY else memory_bandwidth("cuda")
+    where = "the interpreter" if DRY else torch.cuda.get_device_name()
+    print(f"{where}: {bandwidth / 1e9:.0f} GB/s", flush=True)
+    results: dict[str, object] = {"device": where, "GB/s": round(bandwidth / 1e9)}
+    good = arguments.no_check or run_checks(results)
+    rows, tiles = [1, 3, 20] if DRY else arguments.rows, {}
+    for place, shape in enumerate([] if arguments.check else [s for s in SHAPES if s.name.startswith(begins)], 1):
+        if arguments.tune:
+            for form in arguments.formats:
+                for key, found in tune_shape(
+                    shape, form, bandwidth, arguments.limit * place / (len(SHAPES) + 4)
+                ).items():
+                    tiles.setdefault(key, {}).update(found)
+        bench_shape(shape, arguments.formats, rows, bandwidth, results)
+    for model in [] if arguments.check else [m for m in MODELS if m.name.startswith(begins)]:
+        for key, found in bench_experts(model, rows, bandwidth, results, arguments.tune, arguments.limit).items():
+            tiles.setdefault(key, {}).update(found)
+    print(f"{time.perf_counter() - BEGIN:.0f} s", flush=True)
+    if arguments.tune and not DRY:
+        tuned.save(arguments.out, tiles)
+        print(f"{sum(map(len, tiles.values()))} tiles written to {arguments.out}", flush=True)
+    print(json.dumps(results))
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()
