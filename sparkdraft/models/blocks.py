@@ -238,7 +238,7 @@ def load_gain(load: Loader, name: str, size: int, plus_one: bool) -> Tensor:
 def load_head(config: ModelConfig, load: Loader, embedding: Tensor | GroupQuant) -> Linear:
     if config.tie_embeddings:
         return load.tied_head(embedding)
-    return load.linear({"lm_head": config.vocab_size}, config.hidden_size)
+    return load.linear({"lm_head": config.vocab_size}, config.hidden_size, as_stored=True)
 
 
 def following(layers: Sequence[Layer], last: Norm) -> Iterator[tuple[Layer, Norm]]:

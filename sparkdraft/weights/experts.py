@@ -19,6 +19,7 @@ class ExpertLinear(ABC):
     nbytes: int  # of all experts together
     floats: Tensor | None = None  # [experts, out, in], contiguous, where they are kept as floats
     bias: Tensor | None = None  # [experts, out]
+    rounded: str = ""  # as that of a `Linear`
 
     @abstractmethod
     def expert(self, number: int) -> Linear:
