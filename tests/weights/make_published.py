@@ -1,7 +1,8 @@
-"""Writes tests/weights/published: tiny checkpoints by the tools that publish quantised models, and what they mean by it.
+"""Writes tests/weights/published: tiny checkpoints by the tools that publish quantised models, and what they decode to.
 
-    python -m venv V && V/bin/pip install torch transformers compressed-tensors auto-round gptqmodel autoawq datasets
-    V/bin/python tests/weights/make_published.py compressed   (or auto_round, gptq, awq)
+    python -m venv V
+    V/bin/pip install torch transformers datasets compressed-tensors auto-round gptqmodel autoawq nvidia-modelopt
+    V/bin/python tests/weights/make_published.py compressed   (or auto_round, gptq, awq, modelopt)
 
 Each folder is a checkpoint as its tool wrote it, and expected.json: for every quantised matrix the type, the digest and
 the first numbers of what the tool's own library decodes it to. Those packages are no part of this project's
@@ -50,7 +51,7 @@ def digest(weight: Tensor) -> dict[str, Any]:
 
 def finish(folder: Path, weights: dict[str, Tensor]) -> None:
     for file in folder.iterdir():
-        if file.name not in ("config.json", "model.safetensors", "quantization_config.json", "quantize_config.json"):
+        if file.name not in ("config.json", "model.safetensors", "quantization_config.json", "hf_quant_config.json"):
             file.unlink() if file.is_file() else shutil.rmtree(file)
     expected = {name: digest(weight) for name, weight in sorted(weights.items())}
     (folder / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
@@ -102,7 +103,7 @@ def set_scales(module: Any, args: Any, widen: float) -> None:
         module.weight_global_scale.data.copy_(whole)
     if args.block_structure:
         rows, columns = args.block_structure
-        blocks = [[b for b in r.split(columns, 1)] for r in weight.split(rows)]
+        blocks = [list(r.split(columns, 1)) for r in weight.split(rows)]
         least, most = (torch.stack([torch.stack([f(b) for b in r]) for r in blocks]) for f in (torch.amin, torch.amax))
     elif args.group_size:
         groups = weight.unflatten(1, (-1, args.group_size))
@@ -243,5 +244,33 @@ def save(folder: Path, model: Any, tensors: dict[str, Tensor], said: dict[str, A
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}, indent=1) + "\n")
 
 
+# ---- ModelOpt
+
+
+def modelopt() -> None:
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+    from safetensors.torch import load_file
+
+    for name, config in (("nvfp4", mtq.NVFP4_DEFAULT_CFG), ("fp8", mtq.FP8_DEFAULT_CFG)):
+        folder, model = HERE / f"modelopt-{name}", tiny()
+        model.config.architectures = ["Qwen3ForCausalLM"]
+        mtq.quantize(model, config, lambda model: model(torch.arange(16).view(1, 16)))
+        export_hf_checkpoint(model, export_dir=folder)
+        tensors, decoded = load_file(folder / "model.safetensors"), {}
+        for module in (key.removesuffix(".weight") for key in tensors if key.endswith("_proj.weight")):
+            codes, scale = tensors[f"{module}.weight"], tensors[f"{module}.weight_scale"]
+            if name == "fp8":
+                decoded[module] = codes.float() * scale.float()
+                continue
+            whole = NVFP4QTensor(torch.Size((codes.shape[0], 2 * codes.shape[1])), torch.bfloat16, codes)
+            double = tensors[f"{module}.weight_scale_2"]
+            decoded[module] = whole.dequantize(scale=scale, double_scale=double, block_sizes={-1: 16})
+        finish(folder, decoded)
+
+
+TOOLS = {"compressed": compressed, "auto_round": auto_round, "gptq": gptq, "awq": awq, "modelopt": modelopt}
+
 if __name__ == "__main__":
-    {"compressed": compressed, "auto_round": auto_round, "gptq": gptq, "awq": awq}[sys.argv[1]]()
+    TOOLS[sys.argv[1]]()
