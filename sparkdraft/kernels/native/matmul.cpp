@@ -253,13 +253,20 @@ void multiply_tile(const Matrix& m, const uint8_t* data, const uint8_t* tile, co
     unroll<ROWS>(EACH(r) { store_lanes(sums[r], bias, out.y + r * out.stride, lanes, out.add); });
 }
 
-// One half of a group: the bias is taken off before the scale, which may have all bits of a float.
-template <class Strip, int ROWS, int HALF>
-INLINE void add_half(const Strip& strip, int64_t g, vfloat scale, const int8_t* x, const float* steps, vfloat* sums) {
-    vfloat dots[ROWS];
-    dot_half<Strip, ROWS, HALF>(strip, g, x, dots);
-    unroll<ROWS>(EACH(r) { dots[r] = vmultiply(vadd(dots[r], vsplat(-BIAS_VALUE)), scale); });
-    add_scaled<ROWS, 1>(sums, dots, steps);
+// Vectors FIRST to FIRST + COUNT of a group, which share a scale, times all rows, four at a time: more would not fit the
+// registers. The bias is taken off before the scale, which may have all bits of a float.
+template <int FIRST, int COUNT, class Strip, int ROWS>
+INLINE void add_part(const Strip& strip, int64_t g, vfloat scale, const int8_t* x, const float* steps,
+                     vfloat (&sums)[ROWS]) {
+    vbytes w[COUNT];
+    unroll<COUNT>(EACH(j) { w[j] = strip.template weight<FIRST + j>(g); });
+    unroll<(ROWS + 3) / 4>(EACH(i) {
+        constexpr int AT = 4 * i, SOME = ROWS - AT < 4 ? ROWS - AT : 4;
+        vfloat dots[SOME];
+        dot_part<SOME, COUNT>(w, x + AT * GROUP + 4 * FIRST, dots);
+        unroll<SOME>(EACH(r) { dots[r] = vmultiply(vadd(dots[r], vsplat(-BIAS_VALUE)), scale); });
+        add_scaled<SOME, 1>(sums + AT, dots, steps + AT);
+    });
 }
 
 template <class Strip, int ROWS>
@@ -273,9 +280,13 @@ void multiply_leveled(const Matrix& m, const uint8_t* data, const uint8_t* tile,
         strip.prefetch(g);
         const auto* x = reinterpret_cast<const int8_t*>(tile);
         const auto* steps = reinterpret_cast<const float*>(tile + ROWS * GROUP);
-        const vfloat first = strip.scale(g, 0), second = halved ? strip.scale(g, 1) : first;
-        add_half<Strip, ROWS, 0>(strip, g, first, x, steps, sums);
-        add_half<Strip, ROWS, 1>(strip, g, second, x, steps, sums);
+        const vfloat first = strip.scale(g, 0);
+        if (halved) {
+            add_part<0, 4>(strip, g, first, x, steps, sums);
+            add_part<4, 4>(strip, g, strip.scale(g, 1), x, steps, sums);
+        } else {
+            add_part<0, 8>(strip, g, first, x, steps, sums);
+        }
         if (offset) {
             const vfloat added = strip.offset(g);
             add_scaled<ROWS, 0>(sums, &added, steps + TILE);

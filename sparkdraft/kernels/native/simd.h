@@ -220,15 +220,19 @@ INLINE void add_scaled(vfloat* sums, const vfloat* a, const float* factors) {
     });
 }
 
-// The 16 products of one half of a group.
-template <class Strip, int ROWS, int HALF>
-INLINE void dot_half(const Strip& strip, int64_t g, const int8_t* x, vfloat* biased) {
-    vbytes w[4], half[ROWS];
-    unroll<4>(EACH(j) { w[j] = strip.template weight<4 * HALF + j>(g); });
-    unroll<ROWS>(EACH(r) { biased[r] = vload_anew(BIAS), half[r] = load_bytes(x + r * GROUP + 16 * HALF); });
-    unroll<4>(EACH(j) {
-        unroll<ROWS>(EACH(r) {
-            asm volatile("sdot %0.4s, %1.16b, %2.4b[%c3]" : "+w"(biased[r]) : "w"(w[j]), "w"(half[r]), "i"(int(j)));
+// The products of COUNT vectors of weights with ROWS rows, from 'x' on: a part of a group.
+template <int ROWS, int COUNT>
+INLINE void dot_part(const vbytes* w, const int8_t* x, vfloat* biased) {
+    unroll<ROWS>(EACH(r) { biased[r] = vload_anew(BIAS); });
+    unroll<COUNT / 4>(EACH(i) {
+        vbytes x16[ROWS];
+        unroll<ROWS>(EACH(r) { x16[r] = load_bytes(x + r * GROUP + 16 * i); });
+        unroll<4>(EACH(j) {
+            unroll<ROWS>(EACH(r) {
+                asm volatile("sdot %0.4s, %1.16b, %2.4b[%c3]"
+                             : "+w"(biased[r])
+                             : "w"(w[4 * i + j]), "w"(x16[r]), "i"(int(j)));
+            });
         });
     });
 }
@@ -384,11 +388,9 @@ INLINE void add_scaled(vfloat* sums, const vfloat* a, const float* factors) {
     unroll<ROWS>(EACH(r) { sums[r] = vfma(a[STRIDE * r], factors[r], sums[r]); });
 }
 
-template <class Strip, int ROWS, int HALF>
-INLINE void dot_half(const Strip& strip, int64_t g, const int8_t* x, vfloat* biased) {
-    vbytes w[4];
-    unroll<4>(EACH(j) { w[j] = strip.template weight<4 * HALF + j>(g); });
-    unroll<ROWS>(EACH(r) { biased[r] = group_dot<false, 4>(w, x + r * GROUP + 16 * HALF); });
+template <int ROWS, int COUNT>
+INLINE void dot_part(const vbytes* w, const int8_t* x, vfloat* biased) {
+    unroll<ROWS>(EACH(r) { biased[r] = group_dot<false, COUNT>(w, x + r * GROUP); });
 }
 
 template <class Strip, int ROWS>
