@@ -77,6 +77,8 @@ class Loader:
         if fused and f"{fused}.weight" in self._names:
             rows = {fused: sum(rows.values())}
         parts = [self._matrix(f"{name}.weight", (count, width)) for name, count in rows.items()]
+        if not bias:
+            self._leave_empty_biases(rows, parts)
         if not as_stored:
             parts = [self._quantise(part, name) for part, name in zip(parts, rows, strict=True)]
         biases = [self.vector(f"{name}.bias", count) for name, count in rows.items()] if bias else []
@@ -160,7 +162,12 @@ class Loader:
 
     def embedding(self, name: str, count: int, width: int) -> Tensor | GroupQuant:
         """A table that kernels look rows up in."""
-        table: Tensor | GroupQuant = self.ops.keep_table(self._matrix(f"{name}.weight", (count, width)), self._float)
+        part = self._matrix(f"{name}.weight", (count, width))
+        table: Tensor | GroupQuant = self.ops.keep_table(part, self._float)
+        if not isinstance(table, Tensor) and not isinstance(part, Tensor):
+            some = torch.arange(0, count, max(1, count // 64))
+            if not torch.equal(table.take(some).dequantize(), part.take(some).dequantize()):
+                self._rounded.setdefault("an embedding has 8 bits or its own integers", []).append(name)
         return table
 
     def tied_head(self, table: Stored) -> Linear:
@@ -201,7 +208,8 @@ class Loader:
                 "leave it on auto"
             )
         for reason, names in self._rounded.items():
-            self.note(f"{len(names)} quantised matrices are rounded to 8 bits", f"{reason}: {_some(names, 2)}")
+            what = "1 quantised matrix is" if len(names) == 1 else f"{len(names)} quantised matrices are"
+            self.note(f"{what} rounded to 8 bits", f"{reason}: {_some(names, 2)}")
 
     # ---- the parts
 
@@ -227,6 +235,14 @@ class Loader:
         if isinstance(part, Tensor):
             self._check_floats(name, part)
         return part
+
+    def _leave_empty_biases(self, names: Iterable[str], parts: Iterable[Stored]) -> None:
+        """GPTQ's tools have written a bias of zeros for every matrix. One that is not zero stays left over, and is
+        named."""
+        for name, part in zip(names, parts, strict=True):
+            bias = f"{name}.bias"
+            if bias in self._left and not isinstance(part, Tensor) and not bool(as_float(self.source.read(bias)).any()):
+                self._left.discard(bias)
 
     def _quantise(self, part: Stored, name: str) -> Stored:
         if self._weights == "auto" or not isinstance(part, Tensor):

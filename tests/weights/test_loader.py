@@ -103,7 +103,7 @@ def test_one_stacked_matrix_of_three_formats(tmp_path: Path, ops: ModuleType) ->
     exact = ops is reference
     torch.testing.assert_close(matrix.linear(x), x @ torch.cat(parts).t(), rtol=1e-5, atol=1e-4 if exact else 0.5)
     assert isinstance(matrix.rows(), Tensor) == exact and (matrix.tiles is not None) == exact
-    assert [note.name for note in load.notes] == ([] if exact else ["1 quantised matrices are rounded to 8 bits"])
+    assert [note.name for note in load.notes] == ([] if exact else ["1 quantised matrix is rounded to 8 bits"])
 
 
 @needs_native
@@ -201,3 +201,29 @@ def test_rows_of_a_matrix() -> None:
     group = GroupQuant.from_float(weight)
     taken = take_rows(group, ids)
     assert isinstance(taken, GroupQuant) and torch.equal(taken.dequantize(), group.dequantize()[ids])
+
+
+def test_biases_of_zeros_that_a_tool_has_added_are_left(tmp_path: Path) -> None:
+    empty = loader(tmp_path / "a", int8(8, 64, "a") | {"a.bias": torch.zeros(8)})
+    empty.linear({"a": 8}, 64)
+    empty.finish()
+    for number, tensors in enumerate(
+        (int8(8, 64, "a") | {"a.bias": torch.ones(8)}, {"a.weight": torch.rand(8, 64), "a.bias": torch.zeros(8)})
+    ):
+        load = loader(tmp_path / str(number), tensors)
+        load.linear({"a": 8}, 64)
+        with pytest.raises(UserError, match=r"1 tensors belong to no part of the model: a\.bias"):
+            load.finish()
+
+
+@needs_native
+def test_a_quantised_embedding_that_is_rounded_again_is_said(tmp_path: Path) -> None:
+    codes, scale = torch.randint(0, 256, (16, 32), dtype=torch.uint8), torch.full((16, 2), 120, dtype=torch.uint8)
+    load = loader(tmp_path / "a", {"e.weight_packed": codes, "e.weight_scale": scale}, native)
+    load.embedding("e", 16, 64)
+    load.finish()
+    assert [note.name for note in load.notes] == ["1 quantised matrix is rounded to 8 bits"]
+    exact = loader(tmp_path / "b", int8(16, 64, "e"), native)
+    exact.embedding("e", 16, 64)
+    exact.finish()
+    assert not exact.notes

@@ -8,9 +8,9 @@ not of one model. It may stand in config.json, within its text_config, or in a f
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +60,35 @@ class Stated:
         self.said, self.where = said, where
         self.method = str(said.get("quant_method") or "").lower()
 
+        self._lists: dict[str, Names] = {}
+
     def of(self, name: str) -> Said:
         """name: of the module, without .weight."""
         for method, read in _DIALECTS.items():
             if self.method.startswith(method):
-                return replace(read(self.said, name), by=f"{self.where}: {self.method}")
+                return replace(read(self, name), by=f"{self.where}: {self.method}")
         return replace(NOTHING, by=self.where)
+
+    def lists(self, key: str, name: str, pattern: Pattern | None) -> bool:
+        """Whether the list under that key names the module; a model has tens of thousands, so it is compiled once."""
+        if key not in self._lists:
+            self._lists[key] = Names(_list(self.said.get(key)), pattern)
+        return name in self._lists[key]
+
+
+Pattern = Callable[[str], str | None]  # what an entry is as a regular expression, None if it is a plain name
+
+
+class Names:
+    """Entries of a list: plain names, and patterns that a name must match from its start."""
+
+    def __init__(self, entries: list[str], pattern: Pattern | None) -> None:
+        patterns = {entry: pattern(entry) if pattern else None for entry in entries}
+        self._plain = frozenset(entry for entry, found in patterns.items() if found is None)
+        self._patterns = [re.compile(found) for found in patterns.values() if found is not None]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._plain or any(pattern.match(name) for pattern in self._patterns)
 
 
 def read_stated(path: Path, config: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> Stated | None:
@@ -164,13 +187,13 @@ def _list(value: Any) -> list[str]:
 # ---- the dialects: each has its own way to name modules
 
 
-def _compressed(said: Mapping[str, Any], name: str) -> Said:
-    def matches(target: str) -> bool:
-        return bool(re.match(target[3:], name)) if target.startswith("re:") else target == name
+def _compressed(stated: Stated, name: str) -> Said:
+    def pattern(entry: str) -> str | None:
+        return entry[3:] if entry.startswith("re:") else None
 
-    is_dense = any(map(matches, _list(said.get("ignore"))))
-    groups = _groups(said).values()
-    own = [g for g in groups if any(map(matches, _list(g.get("targets"))))]
+    is_dense = stated.lists("ignore", name, pattern)
+    groups = _groups(stated.said).values()
+    own = [g for g in groups if name in Names(_list(g.get("targets")), pattern)]
     own = own or [g for g in groups if "Linear" in _list(g.get("targets"))]
     weights = own[0].get("weights") if len(own) == 1 else None
     if not isinstance(weights, dict):
@@ -186,24 +209,27 @@ def _compressed(said: Mapping[str, Any], name: str) -> Said:
     )
 
 
-def _modelopt(said: Mapping[str, Any], name: str) -> Said:
-    ignored = [*_list(said.get("ignore")), *_list(said.get("exclude_modules"))]
-    own = _layers(said).get(name, said)
+def _modelopt(stated: Stated, name: str) -> Said:
+    def pattern(entry: str) -> str | None:
+        return translate(entry) if set(entry) & set("*?[") else None
+
+    own = _layers(stated.said).get(name, stated.said)
     algorithm = str(own.get("quant_algo")).upper()
     return Said(
         bits=MODELOPT.get(algorithm),
         group=own.get("group_size") if MODELOPT.get(algorithm) == 4 else None,
         is_float=True if algorithm in MODELOPT else None,
-        is_dense=any(fnmatchcase(name, pattern) for pattern in ignored),
+        is_dense=any(stated.lists(key, name, pattern) for key in ("ignore", "exclude_modules")),
     )
 
 
-def _fp8(said: Mapping[str, Any], name: str) -> Said:
-    ignored = [*_list(said.get("modules_to_not_convert")), *_list(said.get("ignored_layers"))]
-    return Said(bits=8, is_float=True, block=_pair(said.get("weight_block_size")), is_dense=name in ignored)
+def _fp8(stated: Stated, name: str) -> Said:
+    is_dense = any(stated.lists(key, name, None) for key in ("modules_to_not_convert", "ignored_layers"))
+    return Said(bits=8, is_float=True, block=_pair(stated.said.get("weight_block_size")), is_dense=is_dense)
 
 
-def _auto_round(said: Mapping[str, Any], name: str) -> Said:
+def _auto_round(stated: Stated, name: str) -> Said:
+    said = stated.said
     own = {**said, **_override(said.get("extra_config"), name)}
     bits = own.get("bits")
     return Said(
@@ -226,7 +252,8 @@ def _override(extra: Any, name: str) -> dict[str, Any]:
     return exact if isinstance(exact, dict) else {}
 
 
-def _gptq(said: Mapping[str, Any], name: str) -> Said:
+def _gptq(stated: Stated, name: str) -> Said:
+    said = stated.said
     own, is_dense = dict(said), False
     for pattern, change in (said.get("dynamic") or {}).items():
         if re.match(pattern[2:] if pattern[:2] in ("+:", "-:") else pattern, name):
@@ -243,12 +270,13 @@ def _gptq(said: Mapping[str, Any], name: str) -> Said:
     )
 
 
-def _awq(said: Mapping[str, Any], name: str) -> Said:
+def _awq(stated: Stated, name: str) -> Said:
+    said = stated.said
     bits, group = said.get("bits", said.get("w_bit")), said.get("group_size", said.get("q_group_size"))
     return Said(bits=bits, group=group, is_float=False)
 
 
-def _mxfp4(said: Mapping[str, Any], name: str) -> Said:
+def _mxfp4(stated: Stated, name: str) -> Said:
     return Said(bits=4, group=32, is_float=True)
 
 
