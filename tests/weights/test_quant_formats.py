@@ -215,9 +215,9 @@ def test_fp8_scales_of_rows_and_of_ragged_blocks(dtype: torch.dtype) -> None:
     spread = blocks.float().repeat_interleave(128, 0)[:130].repeat_interleave(128, 1)[:, :192]
     read = Fp8().read("x", codes, blocks)
     assert isinstance(read, Coded) and torch.equal(read.dequantize(), codes.float() * spread)
-    other = torch.rand(3, 3) / 1000
-    read = Fp8().read("x", codes, other, said=Said(block=(64, 64)))
-    spread = other.repeat_interleave(64, 0)[:130].repeat_interleave(64, 1)
+    other = torch.rand(3, 2) / 1000
+    read = Fp8().read("x", codes, other, said=Said(block=(64, 96)))
+    spread = other.repeat_interleave(64, 0)[:130].repeat_interleave(96, 1)
     assert torch.equal(read.dequantize(), codes.float() * spread)
 
 
