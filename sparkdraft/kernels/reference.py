@@ -20,7 +20,6 @@ from sparkdraft.kernels.turboquant.store import CodedLayer
 from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 from sparkdraft.weights.experts import ExpertLinear, keep_float_experts
 from sparkdraft.weights.linear import Linear, ToFloats, keep_floats
-from sparkdraft.weights.quant.group import GroupQuant
 from sparkdraft.weights.quant.stored import Stored
 
 NAME = "reference"
@@ -30,12 +29,12 @@ keep_matrix, keep_experts = keep_floats, keep_float_experts  # whatever the file
 keep_float_matrix = keep_floats  # where floats are asked for, or `keep_matrix` had no form
 
 
-def keep_table(part: Stored, floats: ToFloats) -> Tensor | GroupQuant:
+def keep_table(part: Stored, floats: ToFloats) -> Stored:
     """A matrix as `embed` looks rows up in it."""
     return floats(part)
 
 
-def embed(ids: Tensor, table: Tensor | GroupQuant, scale: float = 1.0) -> Tensor:  # int32 [rows] -> [rows, hidden]
+def embed(ids: Tensor, table: Stored, scale: float = 1.0) -> Tensor:  # int32 [rows] -> [rows, hidden]
     """Rows by id, times 'scale'. Rows of integers stay integers until they are looked up."""
     rows = table[ids.long()] if isinstance(table, Tensor) else table.take(ids).dequantize()
     return rows if scale == 1 else rows * scale

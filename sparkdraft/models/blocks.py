@@ -24,7 +24,7 @@ from sparkdraft.models.rope import RopeTables
 from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.loader import Loader
-from sparkdraft.weights.quant.group import GroupQuant
+from sparkdraft.weights.quant.stored import Stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class Decoder:
         self,
         config: ModelConfig,
         layers: Sequence[Layer],
-        embedding: Tensor | GroupQuant,
+        embedding: Stored,
         head: Linear,
         norm: Norm,
         context: int,  # positions that its rope tables have
@@ -235,7 +235,7 @@ def load_gain(load: Loader, name: str, size: int, plus_one: bool) -> Tensor:
     return load.vector(f"{name}.weight", size, torch.float32) + 1 if plus_one else load.vector(f"{name}.weight", size)
 
 
-def load_head(config: ModelConfig, load: Loader, embedding: Tensor | GroupQuant) -> Linear:
+def load_head(config: ModelConfig, load: Loader, embedding: Stored) -> Linear:
     if config.tie_embeddings:
         return load.tied_head(embedding)
     return load.linear({"lm_head": config.vocab_size}, config.hidden_size, as_stored=True)

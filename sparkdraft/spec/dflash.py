@@ -28,8 +28,7 @@ from sparkdraft.spec.dflash_config import DFlashConfig
 from sparkdraft.spec.drafter import Anchors, CommittedRows, DraftBytes, Pick
 from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.loader import Loader
-from sparkdraft.weights.quant.group import GroupQuant
-from sparkdraft.weights.quant.stored import take_rows
+from sparkdraft.weights.quant.stored import Stored, take_rows
 
 ENTRY = "fc.weight"  # in every DFlash checkpoint; what precedes it in its name is the prefix of all names
 UNUSED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")  # used by training only
@@ -64,7 +63,7 @@ class BlockAttention(Attention):
 class Ends:
     """The tables before and after the layers: embedding, norm and head."""
 
-    embedding: Tensor | GroupQuant
+    embedding: Stored
     scale: float  # of the embedding's rows
     mask_row: Tensor | None  # [hidden], stands in for the mask id's row of the embedding
     norm: Norm

@@ -7,7 +7,7 @@
     Q6_K                  256: 128 bytes, 64 of upper bits, 16 int8 scales, d; groups of 16 with W = d * s * (q - 32)
     IQ4_NL  IQ4_XS        32 and 256: as Q4_0, but codes stand for sixteen levels; XS has scales of 6 bits per group
 
-All but the first three become a `Coded`, with nothing rounded. The gguf package reads the types that are not here.
+All but the first three become a `Coded`. The gguf package reads the types that are not here.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def _sixties(part: Tensor) -> Tensor:
 
 
 def _q4_k(blocks: Tensor) -> Coded:
-    return Coded("uint4", pairs(_sixties(blocks[..., 16:]).flatten(1)), GROUP, *_k_scales(blocks))
+    scale, offset = _k_scales(blocks)
+    # Levels begin at -8, so the offset has 8 scales more, in float32: weights differ from the file's by 1e-7 of those.
+    return Coded("int4", pairs(_sixties(blocks[..., 16:]).flatten(1)), GROUP, scale, offset + 8 * scale)
 
 
 def _q5_k(blocks: Tensor) -> Coded:

@@ -43,9 +43,9 @@ class Linear(ABC):
 
     __slots__ = ()
 
+    rounded: str = ""  # why its numbers are not those of the quantised file; "": they are
     nbytes: int
     tiles: WeightTiles | None = None  # for kernels that read it tile by tile; None: only its own `linear` reads it
-    rounded: str = ""  # why its numbers are not those of the quantised file; "": they are
 
     @abstractmethod
     def linear(self, x: Tensor) -> Tensor:  # [rows, in] -> [rows, out]

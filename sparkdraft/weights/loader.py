@@ -19,7 +19,6 @@ from torch import Tensor
 from sparkdraft.core import UserError
 from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.linear import CannotKeep, Linear
-from sparkdraft.weights.quant.group import GroupQuant
 from sparkdraft.weights.quant.quantise import QUANTISERS
 from sparkdraft.weights.quant.stored import QuantisedExperts, Stored, as_float
 
@@ -160,10 +159,10 @@ class Loader:
             raise UserError(f"{self.source.path}: {name} holds no integers; the file is damaged or of another model")
         return part.to(self.device)
 
-    def embedding(self, name: str, count: int, width: int) -> Tensor | GroupQuant:
+    def embedding(self, name: str, count: int, width: int) -> Stored:
         """A table that kernels look rows up in."""
         part = self._matrix(f"{name}.weight", (count, width))
-        table: Tensor | GroupQuant = self.ops.keep_table(part, self._float)
+        table: Stored = self.ops.keep_table(part, self._float)
         if not isinstance(table, Tensor) and not isinstance(part, Tensor):
             some = torch.arange(0, count, max(1, count // 64))
             if not torch.equal(table.take(some).dequantize(), part.take(some).dequantize()):

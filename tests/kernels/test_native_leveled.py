@@ -55,7 +55,7 @@ def expected(x: Tensor, matrix: Tensor) -> Tensor:
 
 FORMS = {
     "int4 with zero points": ("int4", 64, "half", True, False),
-    "Q4_K": ("uint4", 32, "float", True, False),
+    "Q4_K": ("int4", 32, "float", True, False),
     "Q5_K": ("int8", 32, "float", True, False),
     "Q6_K": ("int8", 16, "float", False, False),
     "IQ4_NL": ("iq4_nl", 32, "half", False, False),
@@ -105,23 +105,9 @@ def test_what_fits_the_fast_form_has_its_bits(levels: str, scale: str) -> None:
 def test_what_halves_cannot_hold_is_not_made_of_them() -> None:
     for scale in (torch.rand(4, 2) * 0.01, torch.full((4, 2), 1e-9), torch.full((4, 2), 1e6)):
         assert leveled.as_group_quant(Coded("int4", torch.zeros(4, 32, dtype=torch.uint8), 32, scale)) is None
-    offset = torch.full((4, 2), 1 / 3)
     codes, half = torch.zeros(4, 32, dtype=torch.uint8), torch.ones(4, 2).half()
-    assert leveled.as_group_quant(Coded("uint4", codes, 32, half, offset)) is None
-    assert leveled.as_group_quant(Coded("uint4", codes, 32, half, offset.half())) is not None
-
-
-def test_a_group_quant_and_its_coded_form_are_the_same() -> None:
-    scale = torch.rand(6, 2).half()
-    for group in (
-        GroupQuant(4, torch.randint(0, 256, (6, 2, 16), dtype=torch.uint8), scale, scale * -8),
-        GroupQuant(4, torch.randint(0, 256, (6, 2, 16), dtype=torch.uint8), scale, torch.rand(6, 2).half()),
-        GroupQuant.from_float(torch.randn(6, 64)),
-    ):
-        again = group.coded()
-        assert torch.equal(again.dequantize(), group.dequantize())
-        back = leveled.as_group_quant(again)
-        assert back is not None and torch.equal(back.q, group.q) and torch.equal(back.scale, group.scale)
+    assert leveled.as_group_quant(Coded("int4", codes, 32, half, torch.full((4, 2), 1 / 3))) is None
+    assert leveled.as_group_quant(Coded("int4", codes, 32, half, torch.full((4, 2), 0.5))) is not None
 
 
 def test_what_has_no_integers_is_rounded_and_says_so() -> None:

@@ -228,6 +228,7 @@ def test_fp8_with_exponents_for_scales() -> None:
 
 
 def test_int8_by_row_and_by_group() -> None:
+    torch.manual_seed(0)
     codes = torch.randint(-128, 128, (6, 96), dtype=torch.int8)
     rows, groups = torch.rand(6, 1).bfloat16(), torch.rand(6, 3)
     assert torch.equal(Int8().read("x", codes, rows).dequantize(), codes.float() * rows.float())
@@ -239,7 +240,7 @@ def test_int8_by_row_and_by_group() -> None:
     assert torch.equal(read.dequantize(), (codes.float() - zeros.float()) * rows.float())
     zeros = torch.randint(-9, 9, (6, 3), dtype=torch.int8)
     meant = (codes.double() - zeros.repeat_interleave(32, 1)) * spread
-    torch.testing.assert_close(Int8().read("x", codes, groups, zeros).dequantize(), meant.float(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(Int8().read("x", codes, groups, zeros).dequantize(), meant.float(), rtol=1e-6, atol=2e-5)
 
 
 def test_experts_that_are_stored_together() -> None:

@@ -42,15 +42,17 @@ from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.quant.group import GROUP, GroupQuant
+from sparkdraft.weights.quant.stored import Stored
 
 NAME = "native"
 
 
-def embed(ids: Tensor, table: Tensor | GroupQuant, scale: float = 1.0) -> Tensor:  # int32 [rows] -> [rows, hidden]
+def embed(ids: Tensor, table: Stored, scale: float = 1.0) -> Tensor:  # int32 [rows] -> [rows, hidden]
     if isinstance(table, Tensor):
         y = empty(ids.shape[0], table.shape[1])
         _copy_rows(table, ids, y, scale)
         return y
+    assert isinstance(table, GroupQuant), "as `keep_table` leaves it"
     rows, groups = ids.shape[0], table.q.shape[1]
     y = empty(rows, groups * GROUP)
     places = [x for t in (table.q, table.scale, table.offset) for x in place(t)]

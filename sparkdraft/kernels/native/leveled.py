@@ -25,7 +25,7 @@ from sparkdraft.weights.quant.stored import Stored, as_float
 
 HALF = GROUP // 2
 # Levels as integers: what they are to be divided by, and the integers.
-UNITS = {"int4": 1, "uint4": 1, "e2m1": 2, "iq4_nl": 1, "int8": 1}
+UNITS = {"int4": 1, "e2m1": 2, "iq4_nl": 1, "int8": 1}
 TABLES = {
     name: torch.tensor([int(unit * value) for value in LEVELS[name].values or range(16)], dtype=torch.int8)
     for name, unit in UNITS.items()
@@ -69,7 +69,7 @@ def keep_matrix(parts: Sequence[Stored], bias: Tensor | None, floats: ToFloats) 
     return PackedParts([part for part in kept if part is not None])
 
 
-def keep_table(part: Stored, floats: ToFloats) -> Tensor | GroupQuant:
+def keep_table(part: Stored, floats: ToFloats) -> Stored:
     """A table that `embed` looks rows up in."""
     if part.shape[1] % GROUP:
         return floats(part)
@@ -131,7 +131,7 @@ def pack_alike(parts: Sequence[Packable], bias: Tensor | None) -> NativeLinear |
 
 def as_group_quant(coded: Coded) -> GroupQuant | None:
     """The same integers with halves for scales and offsets, if that rounds nothing."""
-    if coded.levels not in ("int4", "uint4", "int8") or coded.scale is None or coded.row_scale is not None:
+    if coded.levels not in ("int4", "int8") or coded.scale is None or coded.row_scale is not None:
         return None
     if coded.group % GROUP or (coded.levels == "int8" and coded.offset is not None):
         return None

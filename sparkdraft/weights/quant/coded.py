@@ -29,7 +29,6 @@ _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 
 
 LEVELS = {
     "int4": Levels(4, tuple(float(code - 8) for code in range(16))),
-    "uint4": Levels(4, tuple(map(float, range(16)))),  # of GGUF's K-quants, whose offset is exact only so
     "e2m1": Levels(4, (*_E2M1, *(-value for value in _E2M1))),
     "iq4_nl": Levels(4, tuple(map(float, _IQ4_NL))),
     "int8": Levels(8, None, torch.int8),
@@ -92,5 +91,6 @@ class Coded:
 def scale_values(scale: Tensor) -> Tensor:
     """Scales as float32; bytes are exponents (OCP's e8m0)."""
     if scale.dtype == torch.uint8:
-        return torch.ldexp(torch.ones(scale.shape, device=scale.device), scale.int() - 127)
+        exponent = scale.int() - 127
+        return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
     return scale.float()

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparkdraft.weights.quant.coded import Coded
-
 GROUP = 32
 
 
@@ -48,16 +46,6 @@ class GroupQuant:
         inverse = torch.where(scale > 0, 1 / scale.float(), 0.0)
         q = (groups * inverse.unsqueeze(-1)).round_().clamp_(-127, 127).to(torch.int8)
         return GroupQuant(8, q, scale, None)
-
-    def coded(self) -> Coded:
-        """The same weights in the form that formats of other files are read into."""
-        if self.bits == 8:
-            return Coded("int8", self.q.flatten(1).view(torch.uint8), GROUP, self.scale)
-        codes = torch.cat((self.q & 15, self.q >> 4), dim=-1).flatten(1)
-        packed = codes[:, 0::2] | codes[:, 1::2] << 4
-        if self.offset is not None and torch.equal(self.offset, self.scale * -8):
-            return Coded("int4", packed, GROUP, self.scale)
-        return Coded("uint4", packed, GROUP, self.scale, self.offset)
 
     def take(self, ids: Tensor) -> GroupQuant:
         """Chosen output rows, in the order given."""
