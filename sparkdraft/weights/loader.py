@@ -20,7 +20,7 @@ from sparkdraft.core import UserError
 from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.linear import CannotKeep, Linear
 from sparkdraft.weights.quant.quantise import QUANTISERS
-from sparkdraft.weights.quant.stored import QuantisedExperts, Stored, as_float
+from sparkdraft.weights.quant.stored import QuantisedExperts, Stored, as_float, take_rows
 
 
 class WeightSource(Protocol):
@@ -165,7 +165,8 @@ class Loader:
         table: Stored = self.ops.keep_table(part, self._float)
         if not isinstance(table, Tensor) and not isinstance(part, Tensor):
             some = torch.arange(0, count, max(1, count // 64))
-            if not torch.equal(table.take(some).dequantize(), part.take(some).dequantize()):
+            kept, stored = (as_float(take_rows(each, some)).cpu() for each in (table, part))
+            if not torch.equal(kept, stored):
                 self._rounded.setdefault("an embedding has 8 bits or its own integers", []).append(name)
         return table
 
