@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf import dequantize
 from torch import Tensor
 
 from sparkdraft import LLM
@@ -21,6 +25,7 @@ from tests.models.test_file_forms import config_of, fused, logits, single, tenso
 from tests.models.test_new_models_drafted import load, written
 from tests.models.test_new_models_drafted import write as write_draft
 from tests.models.tiny import write_tiny
+from tests.weights.test_gguf import k_quant
 
 PUBLISHED = Path(__file__).parent.parent / "weights/published"
 Tensors = dict[str, Tensor]
@@ -160,6 +165,32 @@ def test_drafts_change_no_text_of_a_quantised_model(tmp_path: Path) -> None:
         assert written(drafted) == expected and written(drafted) == expected
         assert drafted.engine.drafting.so_far().num_spec_steps > 20
         assert drafted.engine.runner.unrecorded == []
+
+
+@needs_native
+def test_a_gguf_file_of_k_quants(tmp_path: Path, write_gguf: Callable[..., Path]) -> None:
+    """As llama.cpp mixes them: q and v of one stacked matrix in different types."""
+    kinds = {"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q6_K", "attn_output": "IQ4_XS", "ffn_gate": "Q5_K"}
+    kinds |= {"ffn_up": "Q4_K", "ffn_down": "Q6_K"}
+    tensors: dict[str, Any] = {
+        f"blk.0.{name}.weight": (k_quant(kind, 256, 1, seed), Kind[kind])
+        for seed, (name, kind) in enumerate(kinds.items())
+    }
+    rng = np.random.default_rng(0)
+    for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
+        tensors[f"{name}.weight"] = np.ones(256, np.float32)
+    tensors |= {"token_embd.weight": rng.normal(size=(16, 256)).astype(np.float32)}
+    shape = {"embedding_length": 256, "feed_forward_length": 256, "attention.head_count": 4, "block_count": 1}
+    shape |= {"attention.head_count_kv": 4, "rope.dimension_count": 64}
+    settings = {f"llama.{key}": value for key, value in shape.items()}
+    path = write_gguf(tmp_path / "k.gguf", settings=settings, tensors=tensors)
+    floats = {n: dequantize(*t) if isinstance(t, tuple) else t for n, t in tensors.items()}
+    plain = write_gguf(tmp_path / "f.gguf", settings=settings, tensors=floats)
+    runs = [Harness(path), Harness(path, "native"), Harness(plain, "native")]
+    exact, ours, rounded = (each.run({"a": list(range(16))})[0]["a"] for each in runs)
+    error, most = (float((each - exact).norm() / exact.norm()) for each in (ours, rounded))
+    assert error < 0.06 and error < 1.2 * most, "rounded activations are all that it loses"
+    assert not runs[1].loader.notes
 
 
 # ---- quantised at load

@@ -238,6 +238,8 @@ def test_int8_by_row_and_by_group() -> None:
     zeros = torch.randint(-9, 9, (6, 1), dtype=torch.int8)
     read = Int8().read("x", codes, rows, zeros)
     assert torch.equal(read.dequantize(), (codes.float() - zeros.float()) * rows.float())
+    read = Int8().read("x", codes, rows, torch.zeros_like(zeros))
+    assert isinstance(read, Coded) and read.offset is None
     zeros = torch.randint(-9, 9, (6, 3), dtype=torch.int8)
     meant = (codes.double() - zeros.repeat_interleave(32, 1)) * spread
     torch.testing.assert_close(Int8().read("x", codes, groups, zeros).dequantize(), meant.float(), rtol=1e-6, atol=2e-5)

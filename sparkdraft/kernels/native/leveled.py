@@ -21,6 +21,7 @@ from sparkdraft.kernels.native.packed import NativeLinear, PackedLinear, PackedP
 from sparkdraft.weights.linear import CannotKeep, Linear, ToFloats
 from sparkdraft.weights.quant.coded import LEVELS, Coded, scale_values
 from sparkdraft.weights.quant.group import GROUP, GroupQuant
+from sparkdraft.weights.quant.qweight import Permuted
 from sparkdraft.weights.quant.stored import Stored, as_float
 
 HALF = GROUP // 2
@@ -91,15 +92,17 @@ def _packable(part: Stored) -> Packable:
         return Packable(part, None)
     if isinstance(part, Tensor):
         return Packable(GroupQuant.from_float(part), None)
+    if isinstance(part, Permuted):
+        return rounded(part, "groups of columns that are not neighbours (desc_act)")
     if not isinstance(part, Coded):
-        return rounded(part, "their columns are not in groups of neighbours")
+        return rounded(part, f"the CPU kernels have no form for {type(part).__name__}")
     if (group := as_group_quant(part)) is not None:
         return Packable(group, None)
     if part.levels not in UNITS:
-        return rounded(part, f"{part.levels} has no integers for levels")
+        return rounded(part, f"the CPU kernels multiply integers, and {part.levels} are floats")
     step = GROUP if part.group % GROUP == 0 or part.scale is None else HALF
     if part.group % step or (part.offset is not None and step == HALF):
-        return rounded(part, f"their groups of {part.group} columns are not whole groups of {step}")
+        return rounded(part, f"the CPU kernels have groups of {step} columns, and {part.group} is no multiple of it")
     scale = scale_values(part.scale) if part.scale is not None else torch.ones(1)
     exact = torch.equal(scale.half().float(), scale)
     return Packable(part, Form(part.levels, GROUP // step, 2 if exact else 4, int(part.offset is not None)))

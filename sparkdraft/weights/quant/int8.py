@@ -52,6 +52,7 @@ def _read(what: str, codes: Tensor, scale: Tensor, zeros: Tensor | None = None) 
             "group of columns of equal size are read: export the checkpoint again."
         )
     raw = codes.view(torch.uint8)
+    zeros = None if zeros is None or not bool(zeros.any()) else zeros  # some symmetric files have zeros of them
     if by_row:
         offset = None if zeros is None else -per_row(zeros, out).unsqueeze(1)
         return Coded("int8", raw, width, None, offset, per_row(scale, out))
