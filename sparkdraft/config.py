@@ -14,6 +14,7 @@ from sparkdraft.kernels.turboquant.layout import check_bits
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "quantised", "float32", "bfloat16")
+WEIGHTS = ("auto", "fp8", "int4", "nvfp4")
 KV_FORMATS = ("exact", "fp8", "turboquant")
 TQ_MODES = ("off", "hybrid", "full_tq", "capture_only")
 
@@ -31,6 +32,11 @@ class EngineConfig:
     model: str = option("smollm2", "a known name, a folder, a .gguf file or a hub id")
     device: str = option("auto", "auto, cpu or cuda")
     dtype: str = option("auto", "auto, quantised, float32 or bfloat16 (auto: quantised on a CPU, bfloat16 on a GPU)")
+    weights: str = option(
+        "auto",
+        "quantise matrices of floats when they are loaded: fp8, int4 or nvfp4; the head, the embedding, routers, norms "
+        "and what is quantised already stay as they are (auto: all of them do)",
+    )
     max_model_len: int = option(
         0,
         "longest prompt and output together, in tokens (0: the model's own, or less if the cache is less)",
@@ -80,7 +86,8 @@ class EngineConfig:
         return {"auto": None, "off": 0}[self.spec] if self.spec in ("auto", "off") else int(self.spec)
 
     def __post_init__(self) -> None:
-        for name, allowed in (("device", DEVICES), ("dtype", DTYPES), ("kv", KV_FORMATS), ("tq_mode", TQ_MODES)):
+        choices = {"device": DEVICES, "dtype": DTYPES, "weights": WEIGHTS, "kv": KV_FORMATS, "tq_mode": TQ_MODES}
+        for name, allowed in choices.items():
             value = getattr(self, name)
             if value not in allowed:
                 raise UserError(f"{name} is '{value}'; it must be one of {', '.join(allowed)}")

@@ -65,7 +65,7 @@ def build_engine(
     if plan.kernels == "native":
         ops.set_threads(plan.threads)
     with torch.inference_mode():
-        loader = Loader(source, device, dtype, ops, progress)
+        loader = Loader(source, device, dtype, ops, progress, weights=config.weights)
         model = architecture(model_config.model_type).build(model_config, loader, ops, plan.max_model_len)
         proposer, notes = None, [*chosen, *loader.notes]
         if drafter:

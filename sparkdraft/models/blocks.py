@@ -256,11 +256,10 @@ def load_gain(load: Loader, name: str, size: int, plus_one: bool) -> Tensor:
 
 
 def load_head(config: ModelConfig, load: Loader, embedding: Stored) -> Linear:
-    if config.tie_embeddings:
-        load.ignore(f"{name}.weight" for name in HEADS)
-        return load.tied_head(embedding)
     name = next((name for name in HEADS if load.has(f"{name}.weight")), HEADS[0])
-    return load.linear({name: config.vocab_size}, config.hidden_size)
+    if config.tie_embeddings:
+        return load.tied_head(embedding, name)
+    return load.linear({name: config.vocab_size}, config.hidden_size, as_stored=True)
 
 
 def following(layers: Sequence[Layer], last: Norm) -> Iterator[tuple[Layer, Norm]]:

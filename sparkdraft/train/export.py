@@ -24,7 +24,7 @@ from torch import Tensor
 from sparkdraft.core import UserError
 from sparkdraft.spec.dflash_config import DFlashConfig
 from sparkdraft.weights.quant.group import GROUP, GroupQuant
-from sparkdraft.weights.quant.int8_groups import INT8_GROUPS, SCALE
+from sparkdraft.weights.quant.int8 import INT8_GROUPS, SCALE
 from sparkdraft.weights.safetensors import INDEX
 
 LAYOUTS = ("zlab", "speculators")

@@ -20,6 +20,7 @@ class ExpertLinear(ABC):
     floats: Tensor | None = None  # [experts, out, in], contiguous, where they are kept as floats
     tiles: WeightTiles | None = None  # [experts * out, in], for kernels that read them tile by tile
     bias: Tensor | None = None  # [experts, out]
+    rounded: str = ""  # as that of a `Linear`
 
     @abstractmethod
     def expert(self, number: int) -> Linear:

@@ -1,9 +1,9 @@
 """GGUF files, versions 2 and 3: llama.cpp's one-file checkpoints, read without its library.
 
 The header is walked once over a memory mapping, every length checked against the file before it is used; tensors are
-views of the mapping, with the integers of Q4_0, Q4_1 and Q8_0 kept as they are (GroupQuant) and names, config and row
-order turned into Hugging Face's. Other quantised types are dequantised by the gguf package, and the tokenizer is built
-in text/gguf_tokenizer.py.
+views of the mapping, quantised types are read by gguf_blocks.py, and names, config and row order are turned into
+Hugging Face's. Types that are not known there are dequantised by the gguf package, and the tokenizer is built in
+text/gguf_tokenizer.py.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import UserError
+from sparkdraft.weights.gguf_blocks import BF16, BLOCKS, F16, F32, READERS, read_blocks
 from sparkdraft.weights.gguf_sampling import sampling_of
 from sparkdraft.weights.plane_layout import StoredBytes, count_stored
-from sparkdraft.weights.quant.group import GROUP, GroupQuant
+from sparkdraft.weights.quant.checks import check_matrix
+from sparkdraft.weights.quant.stated import NOTHING
 from sparkdraft.weights.quant.stored import Stored, take_rows
 
 if TYPE_CHECKING:
@@ -34,11 +36,7 @@ STRING, ARRAY = 8, 9
 SCALARS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<?", 10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
-F32, F16, Q4_0, Q4_1, Q8_0, BF16 = 0, 1, 2, 3, 8, 30
-KEPT = (Q4_0, Q4_1, Q8_0)  # read as integers
 FLOATS = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16, 28: torch.float64}
-# type -> (elements, bytes) of a block; the gguf package knows those that are not here
-BLOCKS = {F32: (1, 4), F16: (1, 2), BF16: (1, 2), 28: (1, 8), Q4_0: (32, 18), Q4_1: (32, 20), Q8_0: (32, 34)}
 MAX_DIMS = 4
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -199,15 +197,16 @@ class GgufFile:
         """The raw bytes of a tensor, uint8, in place."""
         return torch.frombuffer(self.map, dtype=torch.uint8, count=info.size, offset=info.start)
 
-    def read(self, name: str) -> Tensor | GroupQuant:
+    def read(self, name: str) -> Stored:
         """One tensor under the file's own name and in the file's own row order."""
         info = self.tensors[name]
         if info.size == 0:
             return torch.empty(info.shape)
         if info.kind in FLOATS:
             return self.bytes(info).view(FLOATS[info.kind]).view(info.shape)
-        if info.kind in KEPT and len(info.shape) == 2:
-            return _group_quant(self.bytes(info), info)
+        if len(info.shape) == 2 and (read := read_blocks(self.bytes(info), info.kind, info.shape[0])) is not None:
+            check_matrix(f"{self.path}: {name}", read, NOTHING)
+            return read
         constants, quants = _gguf_package(self.path)
         raw = self.bytes(info).view(*info.shape[:-1], -1).numpy()
         return torch.from_numpy(quants.dequantize(raw, constants.GGMLQuantizationType(info.kind)))
@@ -220,22 +219,10 @@ def _gguf_package(path: Path) -> tuple[Any, Any]:
         import gguf.quants
     except ImportError as error:
         raise UserError(
-            f"{path} holds types other than F32, F16, BF16, Q4_0, Q4_1, Q8_0, which need the package gguf: install it."
+            f"{path} holds types that only the package gguf reads (not F32, F16, BF16, Q4_0 to Q8_0, Q4_K to Q6_K or "
+            "IQ4): install it."
         ) from error
     return gguf.constants, gguf.quants
-
-
-def _group_quant(raw: Tensor, info: TensorInfo) -> GroupQuant:
-    """A block is [scale f16][minimum f16, Q4_1 only][integers]: the integers stay in the file, the scales are copied
-    so that kernels find them packed."""
-    rows, width = info.shape
-    blocks = raw.view(rows, width // GROUP, BLOCKS[info.kind][1])  # [out, groups, bytes]
-    scale = blocks[..., 0:2].contiguous().view(torch.float16).squeeze(-1)  # [out, groups]
-    if info.kind == Q8_0:
-        return GroupQuant(8, blocks[..., 2:].view(torch.int8), scale, None)
-    if info.kind == Q4_0:
-        return GroupQuant(4, blocks[..., 2:], scale, scale * -8)  # a power of two: exact
-    return GroupQuant(4, blocks[..., 4:], scale, blocks[..., 2:4].contiguous().view(torch.float16).squeeze(-1))
 
 
 def hf_name(name: str) -> str | None:
@@ -299,7 +286,7 @@ class GgufCheckpoint:
 
     def stored_bytes(self) -> StoredBytes:
         tied = "token_embd.weight" if self.config["tie_word_embeddings"] else ""
-        return count_stored(((t.name, t.kind in KEPT, t.shape, t.size) for t in self.file.tensors.values()), tied)
+        return count_stored(((t.name, t.kind in READERS, t.shape, t.size) for t in self.file.tensors.values()), tied)
 
     def _interleaved_heads(self, name: str) -> int | None:
         """llama.cpp stores Llama's q and k for rope over neighbours; Hugging Face rotates the two halves of a head."""

@@ -51,6 +51,7 @@ class Linear(ABC):
 
     __slots__ = ()
 
+    rounded: str = ""  # why its numbers are not those of the quantised file; "": they are
     nbytes: int
     tiles: WeightTiles | None = None  # for kernels that read it tile by tile; None: only its own `linear` reads it
     parts: Sequence[Linear] = ()  # matrices that it is stacked of, if each is kept by itself

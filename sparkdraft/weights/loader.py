@@ -19,6 +19,7 @@ from torch import Tensor
 from sparkdraft.core import UserError
 from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.linear import CannotKeep, Linear
+from sparkdraft.weights.quant.quantise import QUANTISERS
 from sparkdraft.weights.quant.stored import QuantisedExperts, Stored, as_float, take_rows
 
 
@@ -53,22 +54,32 @@ class Loader:
         ops: ModuleType,  # the kernels that will read the weights
         progress: Progress | None = None,
         under: str = "",  # only tensors whose names begin so are this model's; the rest is somebody else's
+        weights: str = "auto",  # how float matrices are rounded, of quantise.QUANTISERS; auto: not at all
     ) -> None:
         self.source, self.device, self.dtype, self.ops = source, device, dtype, ops
         self.notes: list[Note] = []  # what could not be had as asked
+        self._rounded: dict[str, list[str]] = {}  # reason -> matrices whose kept numbers are not the file's
         self._names = frozenset(name for name in source.names() if name.startswith(under))
         self._left = set(self._names)
         self._total = len(self._left)
         self._progress = progress
+        self._weights, self._num_quantised = weights, 0
 
-    def linear(self, rows: Mapping[str, int], width: int, bias: bool = False, fused: str = "") -> Linear:
+    def linear(
+        self, rows: Mapping[str, int], width: int, bias: bool = False, fused: str = "", as_stored: bool = False
+    ) -> Linear:
         """One matrix [sum of rows, width], stacked of the named ones that read the same input.
 
-        fused: the name under which some files hold it already stacked.
+        fused: the name under which some files hold it already stacked. as_stored: floats are not quantised, even if the
+        user asked for that: a head's.
         """
         if fused and f"{fused}.weight" in self._names:
             rows = {fused: sum(rows.values())}
         parts = [self._matrix(f"{name}.weight", (count, width)) for name, count in rows.items()]
+        if not bias:
+            self._leave_empty_biases(rows, parts)
+        if not as_stored:
+            parts = [self._quantise(part, name) for part, name in zip(parts, rows, strict=True)]
         biases = [self.vector(f"{name}.bias", count) for name, count in rows.items()] if bias else []
         return self._keep(parts, torch.cat(biases) if biases else None, next(iter(rows)))
 
@@ -114,11 +125,13 @@ class Loader:
 
         name: for the note, where they have no form.
         """
+        experts = [[self._quantise(part, name) for part in parts] for parts in experts]
         try:
             kept: ExpertLinear = self.ops.keep_experts(experts, bias, self._float)
         except CannotKeep as reason:
             self._note_floats(name, reason)
             kept = self.ops.keep_float_experts(experts, bias, self._float)
+        self._count_rounded(kept, name)
         return kept
 
     def expert_matrices(self, name: str, count: int, rows: int, width: int, turned: bool = False) -> list[Stored]:
@@ -156,11 +169,23 @@ class Loader:
 
     def embedding(self, name: str, count: int, width: int) -> Stored:
         """A table that kernels look rows up in."""
-        table: Stored = self.ops.keep_table(self._matrix(f"{name}.weight", (count, width)), self._float)
+        part = self._matrix(f"{name}.weight", (count, width))
+        table: Stored = self.ops.keep_table(part, self._float)
+        if not isinstance(table, Tensor) and not isinstance(part, Tensor):
+            some = torch.arange(0, count, max(1, count // 64))
+            kept, stored = (as_float(take_rows(each, some)).cpu() for each in (table, part))
+            if not torch.equal(kept, stored):
+                self._rounded.setdefault("an embedding has 8 bits or its own integers", []).append(name)
         return table
 
-    def tied_head(self, table: Stored) -> Linear:
-        """The output head of a model whose file holds that matrix once, as its embedding."""
+    def tied_head(self, table: Stored, name: str = "lm_head") -> Linear:
+        """The output head of a model whose file holds that matrix once, as its embedding. A copy of it in the file is
+        left, but a quantised head is another matrix."""
+        if f"{name}.weight" in self._left:
+            own = self._take(f"{name}.weight")
+            if not isinstance(own, Tensor):
+                self._check(f"{name}.weight", own.shape, (table.shape[0], table.shape[1]))
+                return self._keep([own], None, name)
         return self._keep([table], None, "the embedding")
 
     def ignore(self, names: Iterable[str]) -> None:
@@ -185,6 +210,14 @@ class Loader:
         left = sorted(n for n in self._left if not n.endswith("rotary_emb.inv_freq"))
         if left:
             raise UserError(f"{self.source.path}: {len(left)} tensors belong to no part of the model: {_some(left)}")
+        if self._weights != "auto" and not self._num_quantised:
+            raise UserError(
+                f"weights is {self._weights}, and {self.source.path} has no matrix of floats that could be quantised: "
+                "leave it on auto"
+            )
+        for reason, names in self._rounded.items():
+            what = "1 quantised matrix is" if len(names) == 1 else f"{len(names)} quantised matrices are"
+            self.note(f"{what} rounded to 8 bits", f"{reason}: {_some(names, 2)}")
 
     # ---- the parts
 
@@ -211,6 +244,26 @@ class Loader:
             self._check_floats(name, part)
         return part
 
+    def _leave_empty_biases(self, names: Iterable[str], parts: Iterable[Stored]) -> None:
+        """GPTQ's tools have written a bias of zeros for every matrix. One that is not zero stays left over, and is
+        named."""
+        for name, part in zip(names, parts, strict=True):
+            bias = f"{name}.bias"
+            if bias in self._left and not isinstance(part, Tensor) and not bool(as_float(self.source.read(bias)).any()):
+                self._left.discard(bias)
+
+    def _quantise(self, part: Stored, name: str) -> Stored:
+        if self._weights == "auto" or not isinstance(part, Tensor):
+            return part
+        quantiser, multiple = QUANTISERS[self._weights]
+        if part.shape[1] % multiple:
+            self.note(
+                f"a matrix that is not {self._weights}", f"{name}: width {part.shape[1]} is no multiple of {multiple}"
+            )
+            return part
+        self._num_quantised += 1
+        return quantiser(part.to(self.device))
+
     def _check_floats(self, name: str, part: Tensor) -> None:
         if not part.is_floating_point() or part.element_size() < 2:
             kind = str(part.dtype).removeprefix("torch.")
@@ -225,7 +278,12 @@ class Loader:
         except CannotKeep as reason:
             self._note_floats(name, reason)
             kept = self.ops.keep_float_matrix(parts, bias, self._float)
+        self._count_rounded(kept, name)
         return kept
+
+    def _count_rounded(self, kept: Linear | ExpertLinear, name: str) -> None:
+        if kept.rounded:
+            self._rounded.setdefault(kept.rounded, []).append(name)
 
     def _note_floats(self, name: str, reason: CannotKeep) -> None:
         kind = str(self.dtype).removeprefix("torch.")

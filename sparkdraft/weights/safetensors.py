@@ -18,7 +18,9 @@ from torch import Tensor
 
 from sparkdraft.core import UserError
 from sparkdraft.weights.plane_layout import StoredBytes, count_stored
-from sparkdraft.weights.quant.formats import check_config, find_matrices
+from sparkdraft.weights.quant.checks import check_matrix
+from sparkdraft.weights.quant.formats import check_config, find_matrices, unused_tensors
+from sparkdraft.weights.quant.stated import FILES, NOTHING
 from sparkdraft.weights.quant.stored import Stored
 
 if TYPE_CHECKING:
@@ -62,22 +64,27 @@ class SafetensorsCheckpoint:
         self.path = path
         self.config: dict[str, Any] = _json(path / "config.json")
         self.generation: dict[str, Any] = _json(path / "generation_config.json", optional=True)
-        check_config(path, self.config)
+        self._stated = check_config(path, self.config, {f: _json(path / f) for f in FILES if (path / f).is_file()})
         self._files = _open_shards(path)
-        self._matrices = find_matrices(path, {name: file.dtype(name) for name, file in self._files.items()})
+        dtypes = {name: file.dtype(name) for name, file in self._files.items()}
+        self._matrices = find_matrices(path, dtypes)
+        self._unused = unused_tensors(dtypes, self._matrices)
         tokenizer_config = _json(path / "tokenizer_config.json", optional=True)
         self.special = _special(tokenizer_config, _json(path / "special_tokens_map.json", optional=True))
         self.chat_template = _chat_template(path, tokenizer_config)
 
     def names(self) -> list[str]:
-        parts = {tensor for matrix in self._matrices.values() for tensor in matrix.tensors}
+        parts = {tensor for matrix in self._matrices.values() for tensor in matrix.tensors} | self._unused
         return [*(name for name in self._files if name not in parts), *self._matrices]
 
     def read(self, name: str) -> Stored:
         matrix = self._matrices.get(name)
         if matrix is None:
             return self._tensor(name)
-        return matrix.format.read(f"{self.path}: {name}", *map(self._tensor, matrix.tensors))
+        what, said = f"{self.path}: {name}", self._stated.of(name.removesuffix(".weight")) if self._stated else NOTHING
+        read = matrix.format.read(what, *map(self._tensor, matrix.tensors), said=said)
+        check_matrix(what, read, said)
+        return read
 
     def stored_bytes(self) -> StoredBytes:
         parts = {tensor for matrix in self._matrices.values() for tensor in matrix.tensors}

@@ -64,6 +64,7 @@ def leaves(top: ArgumentParser) -> Iterator[ArgumentParser]:
 
 DECIDED = {  # by the command itself
     "sparkdraft bench offline": {"prefix_cache", "ngram"},
+    "sparkdraft bench depth": {"prefix_cache", "spec", "ngram"},
     "sparkdraft bench kv": {"prefix_cache", "tq_centre"},
     "sparkdraft bench long-prompt": {"prefix_cache"},
     "sparkdraft train eval": {"ngram"},

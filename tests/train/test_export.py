@@ -21,6 +21,7 @@ from sparkdraft.spec.dflash_config import DFlashConfig
 from sparkdraft.spec.registry import open_drafter
 from sparkdraft.train.export import ExportTarget, export
 from sparkdraft.train.target import head_rows
+from sparkdraft.weights.quant.coded import Coded
 from sparkdraft.weights.quant.group import GroupQuant
 from sparkdraft.weights.safetensors import INDEX
 from tests.models.harness import Harness
@@ -175,8 +176,8 @@ def test_integers_come_back_bit_for_bit(tmp_path: Path, layout: str) -> None:
             assert isinstance(read, Tensor) and torch.equal(read, tensor.to(torch.bfloat16))
             continue
         wanted = GroupQuant.from_float(tensor)
-        assert isinstance(read, GroupQuant) and read.bits == 8 and read.offset is None
-        assert torch.equal(read.q, wanted.q) and torch.equal(read.scale, wanted.scale)
+        assert isinstance(read, Coded) and read.scale is not None and read.group == 32 and read.offset is None
+        assert torch.equal(read.codes.view(torch.int8), wanted.q.flatten(1)) and torch.equal(read.scale, wanted.scale)
     stated = json.loads((folder / "config.json").read_text())["quantization_config"]
     assert (stated["quant_method"], stated["format"]) == ("compressed-tensors", "int-quantized")
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))

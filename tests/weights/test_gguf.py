@@ -19,14 +19,13 @@ from torch import Tensor
 from sparkdraft.core import UserError
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.gguf import GgufCheckpoint, GgufFile
+from sparkdraft.weights.gguf_blocks import read_blocks
+from sparkdraft.weights.quant.coded import Coded
 from sparkdraft.weights.quant.group import GroupQuant
+from sparkdraft.weights.quant.stored import as_float
 from tests.fakes.counting import lines_run
 
 Write = Callable[..., Path]
-
-
-def as_float(value: Tensor | GroupQuant) -> Tensor:
-    return value.dequantize() if isinstance(value, GroupQuant) else value.float()
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +112,7 @@ def test_types(tmp_path: Path, write_gguf: Write, kind: str) -> None:
     path = write_gguf(tmp_path / "t.gguf", tensors={"blk.0.ffn_up.weight": (raw, Kind[kind])})
     value = GgufCheckpoint(path).read("model.layers.0.mlp.up_proj.weight")
     assert isinstance(value, GroupQuant) == (kind in ("Q4_0", "Q4_1", "Q8_0"))
+    assert isinstance(value, Coded) == kind.startswith("Q5")
     assert np.array_equal(as_float(value).numpy(), dequantize(raw, Kind[kind]))
     if kind in ("F32", "F16", "BF16"):
         assert isinstance(value, Tensor) and str(value.dtype).endswith(
@@ -120,14 +120,57 @@ def test_types(tmp_path: Path, write_gguf: Write, kind: str) -> None:
         )
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
-def test_k_quants_are_dequantised(tmp_path: Path, write_gguf: Write, kind: str) -> None:
-    size = {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}[kind]
-    raw = np.random.default_rng(0).integers(0, 60, size=(4, size), dtype=np.uint8)  # small bytes: finite scales
+# Bytes of a block of 256 weights, and where its float16 numbers are.
+K_QUANTS = {"Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2)), "Q6_K": (210, (208,)), "IQ4_XS": (136, (0,))}
+
+
+def k_quant(kind: str, rows: int, blocks: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    """Random bytes, but with scales that are numbers of a weight's size."""
+    rng, (size, halves) = np.random.default_rng(seed), K_QUANTS[kind]
+    raw = rng.integers(0, 256, size=(rows, blocks, size), dtype=np.uint8)
+    for at in halves:
+        d = (rng.normal(size=(rows, blocks)) * 1e-3).astype(np.float16)
+        raw[..., at : at + 2] = d.view(np.uint8).reshape(rows, blocks, 2)
+    return raw.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("kind", [*K_QUANTS, "IQ4_NL"])
+def test_k_quants_are_coded_to_the_last_bit(tmp_path: Path, write_gguf: Write, kind: str) -> None:
+    if kind == "IQ4_NL":
+        raw = np.random.default_rng(0).integers(0, 256, size=(4, 8, 18), dtype=np.uint8)
+        raw[..., 1] = 0x10  # of a float16's upper byte: small
+        raw = raw.reshape(4, -1)
+    else:
+        raw = k_quant(kind, 5, 2)
     path = write_gguf(tmp_path / "t.gguf", tensors={"blk.0.ffn_down.weight": (raw, Kind[kind])})
     value = GgufCheckpoint(path).read("model.layers.0.mlp.down_proj.weight")
-    assert isinstance(value, Tensor) and value.shape == (4, 256) and value.dtype == torch.float32
-    assert np.array_equal(value.numpy(), dequantize(raw, Kind[kind]), equal_nan=True)
+    assert isinstance(value, Coded) and value.bits == (8 if kind in ("Q5_K", "Q6_K") else 4)
+    theirs = dequantize(raw, Kind[kind])
+    ours = value.dequantize().numpy()
+    if kind == "Q4_K":  # whose offset is a sum of two numbers
+        assert value.scale is not None and np.abs(ours - theirs).max() < 1e-6 * float(value.scale.abs().max())
+    else:
+        assert theirs.std() > 0 and np.array_equal(ours, theirs)
+
+
+def test_the_worked_example_of_q4_k() -> None:
+    scales = bytes.fromhex("818283c44041c2c30112e3ff")
+    head = np.array([0.5, 0.25], np.float16).tobytes()
+    codes = bytes((7 * i + 3) % 256 for i in range(128))
+    read = read_blocks(torch.tensor(list(head + scales + codes), dtype=torch.uint8), 12, 1)
+    assert read is not None
+    w = read.dequantize()[0]
+    at = {0: 1.5, 1: 5.0, 32: -0.25, 64: 4.0, 128: 45.5, 255: 204.75}
+    assert {k: float(w[k]) for k in at} == at
+
+
+def test_scales_that_cannot_be_a_models_are_refused(tmp_path: Path, write_gguf: Write) -> None:
+    for upper, says in ((0x7B, "would hold weights of up to"), (0x7C, "no finite numbers")):
+        raw = k_quant("Q4_K", 4, 1)
+        raw[:, 1] = upper  # d is 60,000, or no number
+        path = write_gguf(tmp_path / "t.gguf", tensors={"blk.0.ffn_down.weight": (raw, Kind["Q4_K"])})
+        with pytest.raises(UserError, match=rf"blk\.0\.ffn_down\.weight .*{says}"):
+            GgufCheckpoint(path).read("model.layers.0.mlp.down_proj.weight")
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q4_0", "Q4_1", "Q8_0", "Q5_0"])

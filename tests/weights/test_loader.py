@@ -20,7 +20,8 @@ from sparkdraft.weights.linear import DenseLinear, StackedLinear
 from sparkdraft.weights.loader import Loader
 from sparkdraft.weights.quant import formats
 from sparkdraft.weights.quant.group import GroupQuant
-from sparkdraft.weights.quant.int8_groups import Int8Groups
+from sparkdraft.weights.quant.int8 import Int8
+from sparkdraft.weights.quant.stated import NOTHING, Said
 from sparkdraft.weights.quant.stored import as_float, take_rows
 
 CPU, FLOAT = torch.device("cpu"), torch.float32
@@ -58,13 +59,13 @@ class NibbleFormat:
         stem = tensor.removesuffix("_packed")
         return stem, (tensor, f"{stem}_scale")
 
-    def read(self, what: str, *tensors: Tensor) -> Nibbles:
+    def read(self, what: str, *tensors: Tensor, said: Said = NOTHING) -> Nibbles:
         return Nibbles(*tensors)
 
 
 @pytest.fixture
 def two_formats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "FORMATS", (Int8Groups(), NibbleFormat()))
+    monkeypatch.setattr(formats, "FORMATS", (Int8(), NibbleFormat()))
 
 
 def loader(path: Path, tensors: dict[str, Tensor], ops: ModuleType = reference, config: str = "{}") -> Loader:
@@ -101,7 +102,8 @@ def test_one_stacked_matrix_of_three_formats(tmp_path: Path, ops: ModuleType) ->
     load.finish()
     exact = ops is reference
     torch.testing.assert_close(matrix.linear(x), x @ torch.cat(parts).t(), rtol=1e-5, atol=1e-4 if exact else 0.5)
-    assert isinstance(matrix.rows(), Tensor) == exact and (matrix.tiles is not None) == exact and not load.notes
+    assert isinstance(matrix.rows(), Tensor) == exact and (matrix.tiles is not None) == exact
+    assert [note.name for note in load.notes] == ([] if exact else ["1 quantised matrix is rounded to 8 bits"])
 
 
 @needs_native
@@ -156,17 +158,17 @@ def test_a_matrix_that_is_there_twice_is_refused_by_name(tmp_path: Path) -> None
 
 def test_tensors_of_a_format_that_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"v\.weight is missing"):
-        loader(tmp_path / "packed", nibbles(4, 64, "v")).linear({"v": 4}, 64)
-    for dtype in (torch.uint8, torch.float8_e4m3fn, torch.int32):
+        loader(tmp_path / "packed", {"v.weight_codes": torch.zeros(4, 64).char()}).linear({"v": 4}, 64)
+    for dtype in (torch.uint8, torch.float8_e5m2, torch.int32):
         load = loader(tmp_path / "bytes", {"v.weight": torch.zeros(4, 64).to(dtype), "v.weight_scale": torch.rand(4)})
         with pytest.raises(UserError, match=r"v\.weight is stored as \w+, and the tensors beside it make no format"):
             load.linear({"v": 4}, 64)
 
 
 def test_tensors_that_belong_to_nobody_are_named(tmp_path: Path) -> None:
-    load = loader(tmp_path / "m", int8(8, 64, "a") | {"a.weight_zero_point": torch.zeros(8, 2, dtype=torch.int8)})
+    load = loader(tmp_path / "m", int8(8, 64, "a") | {"a.weight_what": torch.zeros(8, 2, dtype=torch.int8)})
     load.linear({"a": 8}, 64)
-    with pytest.raises(UserError, match=r"1 tensors belong to no part of the model: a\.weight_zero_point"):
+    with pytest.raises(UserError, match=r"1 tensors belong to no part of the model: a\.weight_what"):
         load.finish()
 
 
@@ -199,3 +201,29 @@ def test_rows_of_a_matrix() -> None:
     group = GroupQuant.from_float(weight)
     taken = take_rows(group, ids)
     assert isinstance(taken, GroupQuant) and torch.equal(taken.dequantize(), group.dequantize()[ids])
+
+
+def test_biases_of_zeros_that_a_tool_has_added_are_left(tmp_path: Path) -> None:
+    empty = loader(tmp_path / "a", int8(8, 64, "a") | {"a.bias": torch.zeros(8)})
+    empty.linear({"a": 8}, 64)
+    empty.finish()
+    for number, tensors in enumerate(
+        (int8(8, 64, "a") | {"a.bias": torch.ones(8)}, {"a.weight": torch.rand(8, 64), "a.bias": torch.zeros(8)})
+    ):
+        load = loader(tmp_path / str(number), tensors)
+        load.linear({"a": 8}, 64)
+        with pytest.raises(UserError, match=r"1 tensors belong to no part of the model: a\.bias"):
+            load.finish()
+
+
+@needs_native
+def test_a_quantised_embedding_that_is_rounded_again_is_said(tmp_path: Path) -> None:
+    codes, scale = torch.randint(0, 256, (16, 32), dtype=torch.uint8), torch.full((16, 2), 120, dtype=torch.uint8)
+    load = loader(tmp_path / "a", {"e.weight_packed": codes, "e.weight_scale": scale}, native)
+    load.embedding("e", 16, 64)
+    load.finish()
+    assert [note.name for note in load.notes] == ["1 quantised matrix is rounded to 8 bits"]
+    exact = loader(tmp_path / "b", int8(16, 64, "e"), native)
+    exact.embedding("e", 16, 64)
+    exact.finish()
+    assert not exact.notes

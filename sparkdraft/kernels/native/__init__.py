@@ -26,15 +26,9 @@ from sparkdraft.kernels.native.experts import (
     keep_float_experts,
     write_experts,
 )
+from sparkdraft.kernels.native.leveled import keep_matrix, keep_table
 from sparkdraft.kernels.native.library import c, set_threads, unavailable_reason
-from sparkdraft.kernels.native.packed import (
-    FloatLinear,
-    PackedLinear,
-    keep_float_matrix,
-    keep_matrix,
-    keep_table,
-    place,
-)
+from sparkdraft.kernels.native.packed import FloatLinear, PackedLinear, keep_float_matrix, place
 from sparkdraft.kernels.native.recording import Recording, empty, keep
 from sparkdraft.kernels.native.recurrent import causal_conv, delta_rule, find_states, gated_norm, sigmoid_gate
 from sparkdraft.kernels.norm import Norm, Normed

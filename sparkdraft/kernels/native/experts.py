@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from sparkdraft.kernels.activation import Activation
+from sparkdraft.kernels.native.leveled import all_rounded, pack_alike, packable
 from sparkdraft.kernels.native.library import c
-from sparkdraft.kernels.native.packed import FloatLinear, Matrix, NativeLinear, PackedLinear, grouped
+from sparkdraft.kernels.native.packed import FloatLinear, Matrix, NativeLinear
 from sparkdraft.kernels.native.recording import empty, keep
 from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.linear import ToFloats
-from sparkdraft.weights.quant.group import GroupQuant
 from sparkdraft.weights.quant.stored import Stored
 
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")  # as in activation.h
@@ -24,11 +24,16 @@ ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")  # as in activation.h
 def keep_experts(experts: Sequence[Sequence[Stored]], bias: Tensor | None, floats: ToFloats) -> ExpertLinear:
     """experts: for each, the parts that its matrix is stacked of; one expert at a time is repacked.
 
-    Parts of one expert that differ in bits are rounded to 8.
+    Parts of one expert that differ in form are rounded to 8 bits.
     """
-    return NativeExperts(
-        [PackedLinear.pack(_alike(grouped(parts)), b) for parts, b in zip(experts, _each(bias, experts), strict=True)]
-    )
+    return NativeExperts([_pack(parts, b) for parts, b in zip(experts, _each(bias, experts), strict=True)])
+
+
+def _pack(parts: Sequence[Stored], bias: Tensor | None) -> NativeLinear:
+    ready = packable(parts)
+    kept = pack_alike(ready, bias) or pack_alike(all_rounded(ready), bias)
+    assert kept is not None, "integers of 8 bits are alike"
+    return kept
 
 
 def keep_float_experts(experts: Sequence[Sequence[Stored]], bias: Tensor | None, floats: ToFloats) -> ExpertLinear:
@@ -44,18 +49,13 @@ def _each(bias: Tensor | None, experts: Sequence[object]) -> Sequence[Tensor | N
     return [None] * len(experts) if bias is None else list(bias)
 
 
-def _alike(groups: list[GroupQuant]) -> list[GroupQuant]:
-    if len({group.bits for group in groups}) == 1:
-        return groups
-    return [group if group.bits == 8 else GroupQuant.from_float(group.dequantize()) for group in groups]
-
-
 class NativeExperts(ExpertLinear):
     """A matrix of matmul.cpp per expert."""
 
     def __init__(self, matrices: Sequence[NativeLinear]) -> None:
         self._matrices, self.count = matrices, len(matrices)
         self.nbytes = sum(m.nbytes for m in matrices)
+        self.rounded = next((m.rounded for m in matrices if m.rounded), "")
         self._array = (Matrix * self.count)(*(m.matrix for m in matrices))
         self.handle = ctypes.addressof(self._array)
 

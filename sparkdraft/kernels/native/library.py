@@ -18,6 +18,7 @@ _SIGNATURES = {
     "sd_set_threads": (c_int,),
     "sd_lanes": (),
     "sd_pack": (c_void_p, *(c_int64,) * 2, *(c_void_p, c_int64, c_int64) * 3),
+    "sd_pack_leveled": (c_void_p, *(c_int64,) * 2, *(c_void_p,) * 2),
     "sd_embed": (c_void_p, c_int64, c_int64, *(c_void_p, c_int64, c_int64) * 3, c_int64, c_void_p, c_float),
     "sd_copy_rows": (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_float),
     "sd_linear": (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int),

@@ -7,6 +7,7 @@
 //
 //   strip, 4 bits:  groups x { half scale[LANES], half offset[LANES] },  groups x { uint8 nibbles[16 * LANES] }
 //   strip, 8 bits:  groups x { half scale[LANES] },                      groups x { int8 weights[32 * LANES] }
+//   with Levels:    groups x { half or float scale[1 or 2][LANES], perhaps float offset[LANES] }, and the same bodies
 //   rows, in tiles of R <= 8:  groups x { int8 x[R][32], float step[8], float sum[8] }
 
 #include <algorithm>
@@ -169,6 +170,33 @@ struct Unpacked {  // a 4-bit strip unpacked to memory beforehand: cheaper once 
     }
 };
 
+// The general form: 4-bit codes that a table gives a meaning, or bytes; a scale for a group or for each of its halves.
+template <bool NIBBLES>
+struct Leveled {
+    const Levels& levels;
+    const uint8_t *head, *body;
+    vbytes table;
+    Leveled(const Matrix& m, const uint8_t* strip)
+        : levels(*m.levels), head(strip), body(strip + m.head_bytes()), table() {
+        if constexpr (NIBBLES) table = load_table(levels.table);
+    }
+    template <int J>
+    INLINE vbytes weight(int64_t g) const {
+        if constexpr (!NIBBLES) return load_bytes(body + 32 * LANES * g + 4 * LANES * J);
+        const vbytes both = load_bytes(body + 16 * LANES * g + 4 * LANES * (J % 4));
+        return look_up(table, J < 4 ? low_nibbles(both) : high_nibbles(both));
+    }
+    INLINE void prefetch(int64_t g) const { prefetch_ahead<(NIBBLES ? 16 : 32) * LANES>(body, g); }
+    INLINE vfloat scale(int64_t g, int64_t half) const {
+        const uint8_t* from = head + LANES * (levels.head() * g + levels.scale_bytes * half);
+        if (levels.scale_bytes == 4) return vload(reinterpret_cast<const float*>(from));
+        return load_halves(reinterpret_cast<const uint16_t*>(from));
+    }
+    INLINE vfloat offset(int64_t g) const {
+        return vload(reinterpret_cast<const float*>(head + LANES * (levels.head() * (g + 1) - 4)));
+    }
+};
+
 // 'bias' is null, or that of these lanes.
 INLINE void store_lanes(vfloat v, const float* bias, float* y, int64_t lanes, bool add) {
     if (lanes == LANES) {
@@ -225,7 +253,62 @@ void multiply_tile(const Matrix& m, const uint8_t* data, const uint8_t* tile, co
     unroll<ROWS>(EACH(r) { store_lanes(sums[r], bias, out.y + r * out.stride, lanes, out.add); });
 }
 
+// Vectors FIRST to FIRST + COUNT of a group, which share a scale, times all rows, four at a time: more would not fit the
+// registers. The bias is taken off before the scale, which may have all bits of a float.
+template <int FIRST, int COUNT, class Strip, int ROWS>
+INLINE void add_part(const Strip& strip, int64_t g, vfloat scale, const int8_t* x, const float* steps,
+                     vfloat (&sums)[ROWS]) {
+    vbytes w[COUNT];
+    unroll<COUNT>(EACH(j) { w[j] = strip.template weight<FIRST + j>(g); });
+    unroll<(ROWS + 3) / 4>(EACH(i) {
+        constexpr int AT = 4 * i, SOME = ROWS - AT < 4 ? ROWS - AT : 4;
+        vfloat dots[SOME];
+        dot_part<SOME, COUNT>(w, x + AT * GROUP + 4 * FIRST, dots);
+        unroll<SOME>(EACH(r) { dots[r] = vmultiply(vadd(dots[r], vsplat(-BIAS_VALUE)), scale); });
+        add_scaled<SOME, 1>(sums + AT, dots, steps + AT);
+    });
+}
+
+template <class Strip, int ROWS>
+void multiply_leveled(const Matrix& m, const uint8_t* data, const uint8_t* tile, const float* bias, Output out,
+                      int64_t lanes) {
+    const Strip strip(m, data);
+    const bool halved = m.levels->scales == 2, offset = m.levels->offsets;
+    vfloat sums[ROWS];
+    unroll<ROWS>(EACH(r) { sums[r] = vzero(); });
+    for (int64_t g = 0; g < m.groups(); ++g, tile += group_bytes(ROWS)) {
+        strip.prefetch(g);
+        const auto* x = reinterpret_cast<const int8_t*>(tile);
+        const auto* steps = reinterpret_cast<const float*>(tile + ROWS * GROUP);
+        const vfloat first = strip.scale(g, 0);
+        if (halved) {
+            add_part<0, 4>(strip, g, first, x, steps, sums);
+            add_part<4, 4>(strip, g, strip.scale(g, 1), x, steps, sums);
+        } else {
+            add_part<0, 8>(strip, g, first, x, steps, sums);
+        }
+        if (offset) {
+            const vfloat added = strip.offset(g);
+            add_scaled<ROWS, 0>(sums, &added, steps + TILE);
+        }
+    }
+    const int64_t strip_number = (data - m.data) / m.strip_bytes();
+    const vfloat factor = m.levels->row_scale ? vload(m.levels->row_scale + strip_number * LANES) : vsplat(1);
+    unroll<ROWS>(EACH(r) {
+        store_lanes(vmultiply(sums[r], factor), bias, out.y + r * out.stride, lanes, out.add);
+    });
+}
+
 using Multiply = void (*)(const Matrix&, const uint8_t*, const uint8_t*, const float*, Output, int64_t);
+
+template <class Strip>
+Multiply leveled_for(int rows) {
+    static constexpr Multiply table[TILE] = {
+        multiply_leveled<Strip, 1>, multiply_leveled<Strip, 2>, multiply_leveled<Strip, 3>, multiply_leveled<Strip, 4>,
+        multiply_leveled<Strip, 5>, multiply_leveled<Strip, 6>, multiply_leveled<Strip, 7>, multiply_leveled<Strip, 8>,
+    };
+    return table[rows - 1];
+}
 
 template <class Strip>
 Multiply multiply_for(int rows) {
@@ -246,10 +329,8 @@ struct Rows {  // rounded rows in tiles; all tiles but the last have TILE rows
 };
 
 // Strips 'begin' to 'end', which lie 'strip_bytes' apart from 'data' on, times one tile of rows.
-template <class Strip>
-void multiply_strips(const Matrix& m, const uint8_t* data, int64_t strip_bytes, int64_t begin, int64_t end,
-                     const Rows& rows, int64_t tile, Output out) {
-    const Multiply multiply = multiply_for<Strip>(rows.rows_of(tile));
+void multiply_strips_by(Multiply multiply, const Matrix& m, const uint8_t* data, int64_t strip_bytes, int64_t begin,
+                        int64_t end, const Rows& rows, int64_t tile, Output out) {
     const uint8_t* x = rows.data + tile * rows.tile_bytes;
     float* y = out.y + tile * TILE * out.stride;
     for (int64_t s = begin; s < end; ++s, data += strip_bytes) {
@@ -259,9 +340,31 @@ void multiply_strips(const Matrix& m, const uint8_t* data, int64_t strip_bytes, 
     }
 }
 
+template <class Strip>
+void multiply_strips(const Matrix& m, const uint8_t* data, int64_t strip_bytes, int64_t begin, int64_t end,
+                     const Rows& rows, int64_t tile, Output out) {
+    multiply_strips_by(multiply_for<Strip>(rows.rows_of(tile)), m, data, strip_bytes, begin, end, rows, tile, out);
+}
+
+// A few strips at a time stay in the first-level cache while all tiles of rows pass by.
+void multiply_all_leveled(const Matrix& m, const Rows& rows, Output out, int64_t begin, int64_t end) {
+    const int64_t few = rows.tiles() == 1 ? end - begin : 4, block = std::max<int64_t>(2, BLOCK / rows.tile_bytes);
+    for (int64_t first = 0; first < rows.tiles(); first += block) {
+        for (int64_t s = begin; s < end; s += few) {
+            for (int64_t t = first; t < std::min(first + block, rows.tiles()); ++t) {
+                const int count = rows.rows_of(t);
+                const Multiply by = m.bits == 4 ? leveled_for<Leveled<true>>(count) : leveled_for<Leveled<false>>(count);
+                const uint8_t* data = m.data + s * m.strip_bytes();
+                multiply_strips_by(by, m, data, m.strip_bytes(), s, std::min(s + few, end), rows, t, out);
+            }
+        }
+    }
+}
+
 // Strips 'begin' to 'end' times all rows. With several tiles of rows, a few strips at a time stay in the first-level
 // cache while a block of tiles passes by, and 4-bit strips are unpacked once for a block.
 void multiply_all(const Matrix& m, const Rows& rows, Output out, int64_t begin, int64_t end) {
+    if (m.levels) return multiply_all_leveled(m, rows, out, begin, end);
     const uint8_t* data = m.data + begin * m.strip_bytes();
     if (rows.tiles() == 1) {
         if (m.bits == 4) return multiply_strips<Nibbles>(m, data, m.strip_bytes(), begin, end, rows, 0, out);
@@ -306,6 +409,21 @@ void pack_output(const Matrix& m, int64_t o, const uint8_t* q, int64_t q_step, c
         std::memcpy(head, scale + g * scale_step, 2);
         if (offset) std::memcpy(head + 2 * LANES, offset + g * offset_step, 2);
         head += 2 * LANES * halves;
+    }
+}
+
+// The same for the general form: 'head' holds the scales and the offset of each group together, 'body' its weights.
+void pack_leveled(const Matrix& m, int64_t o, const uint8_t* q, const uint8_t* head) {
+    uint8_t* strip = const_cast<uint8_t*>(m.data) + o / LANES * m.strip_bytes();
+    const int64_t lane = o % LANES, quads = m.bits == 4 ? 4 : 8, size = m.levels->scale_bytes;
+    uint8_t* body = strip + m.head_bytes() + 4 * lane;
+    for (int64_t g = 0; g < m.groups(); ++g, strip += LANES * m.levels->head()) {
+        for (int64_t j = 0; j < quads; ++j, body += 4 * LANES, q += 4) std::memcpy(body, q, 4);
+        uint8_t* to = strip;
+        for (int64_t i = 0; i < m.levels->scales; ++i, to += LANES * size, head += size) {
+            std::memcpy(to + lane * size, head, size_t(size));
+        }
+        if (m.levels->offsets) std::memcpy(to + lane * 4, head, 4), head += 4;
     }
 }
 
@@ -407,6 +525,14 @@ void sd_pack(const Matrix* m, int64_t first, int64_t count, const uint8_t* q, in
             pack_output(*m, first + o, q + o * q_out, q_group, scale + o * scale_out, scale_group,
                         offset ? offset + o * offset_out : nullptr, offset_group);
         }
+    });
+}
+
+// 'q' [count, groups, 16 or 32], 'head' [count, groups, bytes of a head], both without gaps.
+void sd_pack_leveled(const Matrix* m, int64_t first, int64_t count, const uint8_t* q, const uint8_t* head) {
+    const int64_t q_out = m->groups() * (m->bits == 4 ? 16 : 32), head_out = m->groups() * m->levels->head();
+    pool::parallel_ranges(count, double(count * m->width), 4, [&](int64_t begin, int64_t end) {
+        for (int64_t o = begin; o < end; ++o) pack_leveled(*m, first + o, q + o * q_out, head + o * head_out);
     });
 }
 

@@ -1,5 +1,5 @@
 """Weights as the C++ matmuls read them: integers in groups of 32, repacked, those of the file or rounded to 8 bits; or
-floats, for a router and for widths that have no such groups."""
+floats, for a router and for widths that have no such groups. Codes of other formats are in leveled.py."""
 
 from __future__ import annotations
 
@@ -13,56 +13,36 @@ from torch import Tensor
 
 from sparkdraft.kernels.native.library import c
 from sparkdraft.kernels.native.recording import empty
-from sparkdraft.weights.linear import CannotKeep, Linear, StackedLinear, ToFloats
+from sparkdraft.weights.linear import Linear, StackedLinear, ToFloats
 from sparkdraft.weights.quant.group import GROUP, GroupQuant
-from sparkdraft.weights.quant.stored import Stored, as_float
-
-
-def keep_matrix(parts: Sequence[Stored], bias: Tensor | None, floats: ToFloats) -> Linear:
-    """One matrix stacked of the parts, as integers."""
-    groups = grouped(parts)
-    if len({group.bits for group in groups}) == 1:
-        return PackedLinear.pack(groups, bias)
-    biases = [None] * len(groups) if bias is None else bias.split([group.shape[0] for group in groups])
-    return PackedParts([PackedLinear.pack([group], part) for group, part in zip(groups, biases, strict=True)])
+from sparkdraft.weights.quant.stored import Stored
 
 
 def keep_float_matrix(parts: Sequence[Stored], bias: Tensor | None, floats: ToFloats) -> Linear:
     return FloatLinear(torch.cat([floats(part) for part in parts]), bias)
 
 
-def keep_table(part: Stored, floats: ToFloats) -> Stored:
-    """A table that `embed` looks rows up in."""
-    return floats(part) if part.shape[1] % GROUP else grouped([part])[0]
-
-
-def grouped(parts: Sequence[Stored]) -> list[GroupQuant]:
-    """The parts as integers: those of the file, or floats rounded to 8 bits. Raises CannotKeep."""
-    width = parts[0].shape[1]
-    if width % GROUP:
-        raise CannotKeep(f"width {width} is no multiple of {GROUP}")
-    return [part if isinstance(part, GroupQuant) else GroupQuant.from_float(as_float(part)) for part in parts]
-
-
 class Matrix(ctypes.Structure):
     """Mirrors 'Matrix' of matmul.h."""
 
-    _fields_ = [(name, c_int64) for name in ("data", "width", "out_features", "bits", "bias")]
+    _fields_ = [(name, c_int64) for name in ("data", "width", "out_features", "bits", "bias", "levels")]
 
 
 class NativeLinear(Linear):
     """A matrix that matmul.cpp reads."""
 
-    __slots__ = ("_handle", "_kept", "in_features", "matrix", "nbytes", "out_features")
+    __slots__ = ("_handle", "_kept", "in_features", "matrix", "nbytes", "out_features", "rounded")
 
-    def __init__(self, data: Tensor, bits: int, shape: tuple[int, int], bias: Tensor | None) -> None:
+    def __init__(self, data: Tensor, bits: int, shape: tuple[int, int], bias: Tensor | None, levels: int = 0) -> None:
+        """levels: the address of a `Levels` of leveled.py."""
         self.out_features, self.in_features = shape
+        self.rounded = ""
         bias = None if bias is None else bias.float().contiguous()
         assert bias is None or bias.shape == shape[:1], (bias.shape, shape)
         self._kept = data, bias
         self.nbytes = data.nbytes + (0 if bias is None else bias.nbytes)
         places = [0 if t is None else t.data_ptr() for t in self._kept]
-        self.matrix = Matrix(places[0], self.in_features, self.out_features, bits, places[1])
+        self.matrix = Matrix(places[0], self.in_features, self.out_features, bits, places[1], levels)
         self._handle = ctypes.addressof(self.matrix)
 
     def linear(self, x: Tensor) -> Tensor:  # [rows, in] -> [rows, out]
@@ -120,10 +100,11 @@ class PackedLinear(NativeLinear):
 
 
 class PackedParts(StackedLinear):
-    """Matrices of different bits that read the same input: each writes its own columns."""
+    """Matrices of different forms that read the same input: each writes its own columns."""
 
-    def __init__(self, parts: Sequence[PackedLinear]) -> None:
+    def __init__(self, parts: Sequence[NativeLinear]) -> None:
         super().__init__(list(parts))
+        self.rounded = next((part.rounded for part in parts if part.rounded), "")
         ends = [sum(p.out_features for p in parts[:i]) for i in range(len(parts) + 1)]
         self._columns = [(part, slice(*span)) for part, span in zip(parts, pairwise(ends), strict=True)]
         self._width = ends[-1]

@@ -176,6 +176,7 @@ INLINE vfloat vzero() { return vdupq_n_f32(0); }
 INLINE vfloat vsplat(float x) { return vdupq_n_f32(x); }
 INLINE vfloat vadd(vfloat a, vfloat b) { return vaddq_f32(a, b); }
 INLINE vfloat vscale(vfloat a, float b) { return vmulq_n_f32(a, b); }
+INLINE vfloat vsplat(float a) { return vdupq_n_f32(a); }
 INLINE vfloat load_halves(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 INLINE void store_bytes(void* p, vbytes v) { vst1q_s8(static_cast<int8_t*>(p), v); }
 
@@ -202,6 +203,10 @@ INLINE vbytes high_nibbles(vbytes v) {
     return v;
 }
 
+INLINE vbytes look_up(vbytes table, vbytes codes) { return vqtbl1q_s8(table, vreinterpretq_u8_s8(codes)); }
+INLINE vbytes load_table(const int8_t* table) { return vld1q_s8(table); }
+INLINE vfloat vmultiply(vfloat a, vfloat b) { return vmulq_f32(a, b); }
+
 INLINE vfloat vfma(vfloat a, vfloat b, vfloat c) {
     asm volatile("fmla %0.4s, %1.4s, %2.4s" : "+w"(c) : "w"(a), "w"(b));
     return c;
@@ -213,6 +218,23 @@ INLINE void add_scaled(vfloat* sums, const vfloat* a, const float* factors) {
         constexpr int LANE = r % 4;
         const vfloat four = vload(factors + r - LANE);
         asm volatile("fmla %0.4s, %1.4s, %2.s[%c3]" : "+w"(sums[r]) : "w"(a[STRIDE * r]), "w"(four), "i"(LANE));
+    });
+}
+
+// The products of COUNT vectors of weights with ROWS rows, from 'x' on: a part of a group.
+template <int ROWS, int COUNT>
+INLINE void dot_part(const vbytes* w, const int8_t* x, vfloat* biased) {
+    unroll<ROWS>(EACH(r) { biased[r] = vload_anew(BIAS); });
+    unroll<COUNT / 4>(EACH(i) {
+        vbytes x16[ROWS];
+        unroll<ROWS>(EACH(r) { x16[r] = load_bytes(x + r * GROUP + 16 * i); });
+        unroll<4>(EACH(j) {
+            unroll<ROWS>(EACH(r) {
+                asm volatile("sdot %0.4s, %1.16b, %2.4b[%c3]"
+                             : "+w"(biased[r])
+                             : "w"(w[4 * i + j]), "w"(x16[r]), "i"(int(j)));
+            });
+        });
     });
 }
 
@@ -245,11 +267,18 @@ INLINE vfloat vzero() { return _mm256_setzero_ps(); }
 INLINE vfloat vsplat(float x) { return _mm256_set1_ps(x); }
 INLINE vfloat vadd(vfloat a, vfloat b) { return _mm256_add_ps(a, b); }
 INLINE vfloat vscale(vfloat a, float b) { return _mm256_mul_ps(a, _mm256_set1_ps(b)); }
+INLINE vfloat vsplat(float a) { return _mm256_set1_ps(a); }
 INLINE vfloat vfma(vfloat a, vfloat b, vfloat c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE vfloat vfma(vfloat a, float b, vfloat c) { return _mm256_fmadd_ps(a, _mm256_set1_ps(b), c); }
 INLINE vfloat load_halves(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 INLINE vbytes load_bytes(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
 INLINE void store_bytes(void* p, vbytes v) { _mm256_storeu_si256((__m256i*)p, v); }
+
+INLINE vfloat vmultiply(vfloat a, vfloat b) { return _mm256_mul_ps(a, b); }
+INLINE vbytes load_table(const int8_t* table) {
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
+}
+INLINE vbytes look_up(vbytes table, vbytes codes) { return _mm256_shuffle_epi8(table, codes); }
 
 INLINE vbytes low_nibbles(vbytes v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
 INLINE vbytes high_nibbles(vbytes v) { return low_nibbles(_mm256_srli_epi16(v, 4)); }
@@ -260,18 +289,18 @@ INLINE __m256i splat_quad(const int8_t* x) {
     return _mm256_set1_epi32(quad);
 }
 
-template <bool SMALL>
-INLINE vfloat group_dot(const vbytes w[8], const int8_t* x) {
+template <bool SMALL, int COUNT = 8>
+INLINE vfloat group_dot(const vbytes w[COUNT], const int8_t* x) {
     const __m256i ones = _mm256_set1_epi16(1);
     __m256i sum = _mm256_set1_epi32(0x4b400000);
     if (SMALL) {  // 8 pairs of at most 2 * 15 * 127 fit 16 bits: widen once
         __m256i pairs = _mm256_maddubs_epi16(w[0], splat_quad(x));
-        for (int j = 1; j < 8; ++j) {
+        for (int j = 1; j < COUNT; ++j) {
             pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w[j], splat_quad(x + 4 * j)));
         }
         return _mm256_castsi256_ps(_mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones)));
     }
-    for (int j = 0; j < 8; ++j) {  // |w| * (x with the sign of w): a pair is at most 2 * 128 * 127, within 16 bits
+    for (int j = 0; j < COUNT; ++j) {  // |w| * (x with the sign of w): a pair is at most 2 * 128 * 127, within 16 bits
         const __m256i signed_x = _mm256_sign_epi8(splat_quad(x + 4 * j), w[j]);
         const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w[j]), signed_x);
         sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
@@ -302,6 +331,7 @@ INLINE vfloat vzero() { return vfloat{}; }
 INLINE vfloat vsplat(float x) { return each_lane([&](int) { return x; }); }
 INLINE vfloat vadd(vfloat a, vfloat b) { return each_lane([&](int i) { return a.lane[i] + b.lane[i]; }); }
 INLINE vfloat vscale(vfloat a, float b) { return each_lane([&](int i) { return a.lane[i] * b; }); }
+INLINE vfloat vsplat(float a) { return each_lane([&](int) { return a; }); }
 INLINE vfloat vfma(vfloat a, vfloat b, vfloat c) {
     return each_lane([&](int i) { return multiply_add(a.lane[i], b.lane[i], c.lane[i]); });
 }
@@ -318,6 +348,19 @@ INLINE vbytes load_bytes(const void* p) {
 
 INLINE void store_bytes(void* p, vbytes v) { std::memcpy(p, &v, sizeof v); }
 
+INLINE vfloat vmultiply(vfloat a, vfloat b) { return each_lane([&](int i) { return a.lane[i] * b.lane[i]; }); }
+
+INLINE vbytes load_table(const int8_t* table) {
+    vbytes v;
+    std::memcpy(&v, table, 16);
+    return v;
+}
+
+INLINE vbytes look_up(vbytes table, vbytes codes) {
+    for (auto& b : codes.byte) b = table.byte[b];
+    return codes;
+}
+
 INLINE vbytes low_nibbles(vbytes v) {
     for (auto& b : v.byte) b = int8_t(b & 15);
     return v;
@@ -327,10 +370,10 @@ INLINE vbytes high_nibbles(vbytes v) {
     return v;
 }
 
-template <bool SMALL>
-INLINE vfloat group_dot(const vbytes w[8], const int8_t* x) {
+template <bool SMALL, int COUNT = 8>
+INLINE vfloat group_dot(const vbytes w[COUNT], const int8_t* x) {
     int32_t sum[LANES] = {};
-    for (int j = 0; j < 8; ++j) {
+    for (int j = 0; j < COUNT; ++j) {
         for (int i = 0; i < LANES; ++i) {
             for (int k = 0; k < 4; ++k) sum[i] += int32_t(w[j].byte[4 * i + k]) * x[4 * j + k];
         }
@@ -346,6 +389,11 @@ INLINE vfloat vload_anew(const float* p) { return vload(p); }
 template <int ROWS, int STRIDE>
 INLINE void add_scaled(vfloat* sums, const vfloat* a, const float* factors) {
     unroll<ROWS>(EACH(r) { sums[r] = vfma(a[STRIDE * r], factors[r], sums[r]); });
+}
+
+template <int ROWS, int COUNT>
+INLINE void dot_part(const vbytes* w, const int8_t* x, vfloat* biased) {
+    unroll<ROWS>(EACH(r) { biased[r] = group_dot<false, COUNT>(w, x + r * GROUP); });
 }
 
 template <class Strip, int ROWS>

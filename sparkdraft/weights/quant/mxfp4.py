@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sparkdraft.core import UserError
 from sparkdraft.weights.quant.coded import Coded
+from sparkdraft.weights.quant.stated import NOTHING, Said
 from sparkdraft.weights.quant.stored import QuantisedExperts
 
 GROUP = 32
@@ -37,7 +38,7 @@ class Mxfp4Experts:
         stem = tensor.removesuffix(BLOCKS)
         return (stem, (tensor, stem + SCALES)) if stem != tensor and dtypes[tensor] == "U8" else None
 
-    def read(self, what: str, *tensors: Tensor) -> QuantisedExperts:
+    def read(self, what: str, *tensors: Tensor, said: Said = NOTHING) -> QuantisedExperts:
         blocks, scales = tensors
         packed = blocks.dim() == 4 and blocks.shape[3] == GROUP // 2
         if not packed or scales.shape != blocks.shape[:3] or scales.dtype != torch.uint8:

@@ -1,0 +1,74 @@
+"""Floats of 8 bits (e4m3fn): one scale per tensor, per output row, per block of 128 x 128 or per 32 columns (MXFP8).
+
+    X.weight            float8_e4m3fn [out, in]
+    X.weight_scale      [] or [1]; [out] or [out, 1]; [ceil(out / 128), ceil(in / 128)]; uint8 [out, in / 32]
+    X.weight_scale_inv  the same under another name, of `quant_method: fp8`: it multiplies too
+
+ModelOpt, compressed-tensors (float-quantized, naive-quantized, mxfp8-quantized) and the files of Qwen and DeepSeek have
+these tensors. Experts stored together have a first dimension more. Activations stay as they are: scales of inputs are
+known and not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparkdraft.core import UserError
+from sparkdraft.weights.quant.coded import Coded
+from sparkdraft.weights.quant.stated import NOTHING, Said
+from sparkdraft.weights.quant.stored import Quantised
+from sparkdraft.weights.quant.unpack import by_expert, kind, per_row
+
+SCALES = ("_scale_inv", "_scale", "_weight_scale")
+EXPONENTS = tuple(t for t in (torch.uint8, getattr(torch, "float8_e8m0fnu", None)) if t)
+
+
+class Fp8:
+    name = "FP8 (e4m3)"
+
+    def states(self, quantization: Mapping[str, Any]) -> bool:
+        return str(quantization.get("quant_method")).lower() in ("fp8", "modelopt", "compressed-tensors")
+
+    def find(self, tensor: str, dtypes: Mapping[str, str]) -> tuple[str, tuple[str, ...]] | None:
+        if dtypes[tensor] != "F8_E4M3" or not tensor.endswith((".weight", "_proj")):
+            return None
+        scales = [tensor + scale for scale in SCALES if tensor + scale in dtypes]
+        return tensor, (tensor, *(scales or [tensor + "_scale"]))
+
+    def read(self, what: str, *tensors: Tensor, said: Said = NOTHING) -> Quantised:
+        if len(tensors) > 2:
+            raise UserError(f"{what} has both a weight_scale and a weight_scale_inv: remove the one that is left over.")
+        block = said.block or (128, 128)
+
+        def read(what: str, codes: Tensor, scale: Tensor) -> Coded:
+            return _read(what, codes, scale, block)
+
+        return by_expert(read, what, tensors)
+
+
+def _read(what: str, codes: Tensor, scale: Tensor, block: tuple[int, int]) -> Coded:
+    if codes.dim() != 2:
+        raise UserError(f"{what} is {kind(codes)}, and a matrix has two dimensions: fetch the file again.")
+    out, width = codes.shape
+    raw = codes.view(torch.uint8)
+    if bool(((raw & 127) == 127).any()):
+        raise UserError(f"{what} holds weights that are no numbers (0x7f or 0xff of e4m3): fetch the file again.")
+    tiles = (-(-out // block[0]), -(-width // block[1]))
+    if scale.dtype in EXPONENTS and tuple(scale.shape) == (out, width // 32) and width % 32 == 0:
+        return Coded("e4m3", raw, 32, scale.view(torch.uint8))
+    if scale.numel() == 1 or tuple(scale.shape) in ((out,), (out, 1)):
+        return Coded("e4m3", raw, width, None, None, per_row(scale, out))
+    if tuple(scale.shape) == tiles:
+        group = gcd(block[1], width)  # the last block may be narrower
+        columns = torch.arange(width // group) * group // block[1]
+        rows = torch.arange(out) // block[0]
+        return Coded("e4m3", raw, group, scale[rows][:, columns].contiguous())
+    raise UserError(
+        f"{what} is {kind(codes)} and its scales are {kind(scale)}; one scale, one per row ({out}) or one per block "
+        f"{tiles} are read: fetch the file again."
+    )
