@@ -176,7 +176,6 @@ INLINE vfloat vzero() { return vdupq_n_f32(0); }
 INLINE vfloat vsplat(float x) { return vdupq_n_f32(x); }
 INLINE vfloat vadd(vfloat a, vfloat b) { return vaddq_f32(a, b); }
 INLINE vfloat vscale(vfloat a, float b) { return vmulq_n_f32(a, b); }
-INLINE vfloat vsplat(float a) { return vdupq_n_f32(a); }
 INLINE vfloat load_halves(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 INLINE void store_bytes(void* p, vbytes v) { vst1q_s8(static_cast<int8_t*>(p), v); }
 
@@ -267,7 +266,6 @@ INLINE vfloat vzero() { return _mm256_setzero_ps(); }
 INLINE vfloat vsplat(float x) { return _mm256_set1_ps(x); }
 INLINE vfloat vadd(vfloat a, vfloat b) { return _mm256_add_ps(a, b); }
 INLINE vfloat vscale(vfloat a, float b) { return _mm256_mul_ps(a, _mm256_set1_ps(b)); }
-INLINE vfloat vsplat(float a) { return _mm256_set1_ps(a); }
 INLINE vfloat vfma(vfloat a, vfloat b, vfloat c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE vfloat vfma(vfloat a, float b, vfloat c) { return _mm256_fmadd_ps(a, _mm256_set1_ps(b), c); }
 INLINE vfloat load_halves(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
@@ -331,7 +329,6 @@ INLINE vfloat vzero() { return vfloat{}; }
 INLINE vfloat vsplat(float x) { return each_lane([&](int) { return x; }); }
 INLINE vfloat vadd(vfloat a, vfloat b) { return each_lane([&](int i) { return a.lane[i] + b.lane[i]; }); }
 INLINE vfloat vscale(vfloat a, float b) { return each_lane([&](int i) { return a.lane[i] * b; }); }
-INLINE vfloat vsplat(float a) { return each_lane([&](int) { return a; }); }
 INLINE vfloat vfma(vfloat a, vfloat b, vfloat c) {
     return each_lane([&](int i) { return multiply_add(a.lane[i], b.lane[i], c.lane[i]); });
 }
