@@ -42,7 +42,7 @@ def rope_table(spec: RopeSpec, length: int, freq_factors: Tensor | None = None) 
     frequency, magnitude = _stretch(frequency, spec)
     if freq_factors is not None:
         frequency = frequency / freq_factors.double()
-    table = torch.empty(length, dim)
+    table = torch.empty((length, dim), dtype=torch.float32)
     for first in range(0, length, SLICE):
         angle = torch.arange(first, min(first + SLICE, length), dtype=torch.float64).unsqueeze(1) * frequency
         table[first : first + SLICE] = torch.cat((angle.cos(), angle.sin()), dim=1) * magnitude

@@ -15,6 +15,7 @@ import torch
 
 from sparkdraft.core import Batch, FinishReason, GrammarSpec, Request, SamplingParams, StepOutput, UserError, Work
 from sparkdraft.engine.engine import Engine
+from sparkdraft.engine.proposer import Drafts
 from sparkdraft.engine.sampler import Sampler, SampleRow, forbid
 from sparkdraft.llm import LLM, Completion
 from sparkdraft.text.grammar import GrammarCompiler, GrammarState
@@ -55,13 +56,14 @@ class Guesser(FakeBlock):
         super().__init__(chance)
         self.texts = texts
 
-    def _draft(self, work: Work) -> list[int]:
+    def _draft(self, work: Work) -> Drafts:
         begin = len(work.request.output_ids)
         known = self.texts[work.request.id][begin:] + [EOS] * 16
-        return [
+        ids = [
             known[i] if self._random.random() < self.chance else self._random.randrange(VOCAB)
             for i in range(work.most_drafts)
         ]
+        return Drafts(ids, [])
 
 
 def some_params() -> dict[str, SamplingParams]:

@@ -16,6 +16,7 @@ from sparkdraft.cache.states import RecurrentStates
 from sparkdraft.core import Request, Work
 from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.overlap import OverlappedSteps
+from sparkdraft.engine.proposer import Drafts
 from sparkdraft.llm import Completion
 
 Texts = list[list[int]]
@@ -66,8 +67,8 @@ class Scripted:
         self.drafter = SimpleNamespace(caps=SimpleNamespace(name="scripted"))
         self.num_steps = 0
 
-    def propose(self, works: list[Work]) -> list[list[int]]:
-        return [self._draft(work) for work in works]
+    def propose(self, works: list[Work]) -> list[Drafts]:
+        return [Drafts(self._draft(work), []) for work in works]
 
     def _draft(self, work: Work) -> list[int]:
         request = work.request

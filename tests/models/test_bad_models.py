@@ -60,9 +60,9 @@ def codes(blocks: tuple[int, ...], scales: tuple[int, ...] | None) -> Change:
     def change(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
         name = f"{LAYER}mlp.experts.gate_up_proj"
         del tensors[name]
-        tensors[f"{name}_blocks"] = torch.zeros(blocks, dtype=torch.uint8)
+        tensors[f"{name}_blocks"] = torch.full(blocks, 0x21, dtype=torch.uint8)
         if scales:
-            tensors[f"{name}_scales"] = torch.zeros(scales, dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.full(scales, 120, dtype=torch.uint8)
         config["quantization_config"] = {"quant_method": "mxfp4"}
 
     return change
