@@ -13,7 +13,7 @@ from sparkdraft.llm import LLM
 from tests.models.tiny import write_tiny
 
 FORMS = [
-    pytest.param({"dtype": "float32"}, id="float32"),
+    pytest.param({"dtype": "float32"}, id="float32", marks=pytest.mark.slow),
     pytest.param({"dtype": "quantised"}, id="quantised"),
     pytest.param({"dtype": "float32", "device": "cuda"}, id="cuda", marks=pytest.mark.gpu),
     pytest.param({"dtype": "float32", "device": "cuda", "kv": "fp8"}, id="cuda-fp8", marks=pytest.mark.gpu),

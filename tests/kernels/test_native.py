@@ -323,6 +323,7 @@ def test_a_failing_compiler_is_named_with_its_message(monkeypatch: pytest.Monkey
     assert not list((tmp_path / "native").iterdir())  # nothing half-made is left
 
 
+@pytest.mark.slow
 def test_concurrent_builds_leave_one_whole_library(tmp_path: Path) -> None:
     slow = 'for last; do :; done; [ "$1" = --version ] && exit 0; echo half > "$last"; sleep 0.3; echo whole > "$last"'
     code = "import sys; from sparkdraft.kernels.native import build; print(build.library().read_text())"

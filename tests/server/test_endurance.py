@@ -107,9 +107,8 @@ def crowd(server: Live, questions: int) -> list[Client]:
     return clients
 
 
-@pytest.mark.parametrize(
-    "questions", [pytest.param(2, id="short"), pytest.param(60, id="long", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("questions", [60])
 def test_sixteen_clients_of_whom_a_third_hang_up(small_cache: Live, questions: int) -> None:
     server = small_cache
     status = server.http.get("/v1/status").json()["engine"]

@@ -20,7 +20,7 @@ def options(device: str) -> dict[str, Any]:
     return OPTIONS | {"device": device, "dtype": "float32"}
 
 
-@pytest.fixture(scope="module", params=["float32", "quantised"])
+@pytest.fixture(scope="module", params=[pytest.param("float32", marks=pytest.mark.slow), "quantised"])
 def any_weights(options: dict[str, Any], request: pytest.FixtureRequest) -> dict[str, Any]:
     if options["device"] == "cuda" and request.param == "quantised":
         pytest.skip("only a CPU has quantised weights")
