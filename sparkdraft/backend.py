@@ -13,6 +13,9 @@ from typing import Any, Protocol
 
 from sparkdraft.core import GrammarSpec, SamplingParams, StepOutput
 
+# What a backend can be told to do without, and to take up again (Backend.switch).
+DRAFTING, PREFIX_CACHE, GROWTH = "drafting", "prefix cache", "growth of the KV cache"
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
@@ -33,6 +36,7 @@ class ModelInfo:
     drafter: dict[str, Any] | None  # name and max_depth
     created: int  # seconds since 1970
     facts: list[dict[str, str]] = field(default_factory=list)  # how it runs: name, value and reason of each
+    canary: list[dict[str, Any]] = field(default_factory=list)  # the findings of sparkdraft/canary; empty if it is off
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,19 @@ class BackendStatus:
     preemptions: int  # since the last reset_counts
     drafting: dict[str, Any]  # SpecStats.as_dict (spec/stats.py), since the last reset_counts
     kv_errors: dict[str, Any] | None = None  # of a coded KV cache in the mode capture_only
+    step_drift: float | None = None  # recent decode steps' time over what such steps took before; None: not known yet
+    steps_compared: int = 0  # steps that step_drift is made of so far
+    # share of the caches' bytes that requests hold, 0 to 1; None: there is nothing beside the blocks
+    kv_usage: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CodingError:
+    """How far what a coded KV cache gives back is from what was written, and how far that may be."""
+
+    what: str  # "keys" or "values", and the layer
+    error: float  # relative
+    limit: float
 
 
 class Backend(Protocol):
@@ -81,6 +98,14 @@ class Backend(Protocol):
 
     def reset_counts(self) -> None:
         """Start counting anew: the requests so far were not a user's."""
+
+    def switch(self, part: str, on: bool) -> None:
+        """Do without DRAFTING, without PREFIX_CACHE or without further GROWTH, for all requests, from the next step
+        on; or take it up again. A part that this backend does not have is no error."""
+
+    def coding_errors(self) -> list[CodingError]:
+        """The errors of a coded KV cache, measured on a fixed text while no request runs: the worst layer's first.
+        Empty if keys and values are not coded."""
 
 
 Report = Callable[[str, int, int], None]  # stage ("weights", "warm-up"), done, total (0: not known)

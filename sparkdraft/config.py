@@ -16,15 +16,17 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "quantised", "float32", "bfloat16")
 WEIGHTS = ("auto", "fp8", "int4", "nvfp4")
 KV_FORMATS = ("exact", "fp8", "turboquant")
+NO_PROFILE = "none"
 TQ_MODES = ("off", "hybrid", "full_tq", "capture_only")
 
 
 T = TypeVar("T")
 
 
-def option(default: T, text: str, secret: bool = False) -> T:
-    """A field of a config: its default, and the help text of its flag. A secret is left out of what is printed."""
-    return cast(T, field(default=default, repr=not secret, metadata={"help": text}))
+def option(default: T, text: str, secret: bool = False, off: str = "") -> T:
+    """A field of a config: its default, and the help text of its flag. A secret is left out of what is printed. off:
+    the value that the flag `--no-...` stands for, if there is such a flag."""
+    return cast(T, field(default=default, repr=not secret, metadata={"help": text, "off": off}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,9 @@ class EngineConfig:
         "auto",
         "quantise matrices of floats when they are loaded: fp8, int4 or nvfp4; the head, the embedding, routers, norms "
         "and what is quantised already stay as they are (auto: all of them do)",
+    )
+    weights_cache: bool = option(
+        True, "keep what was quantised at load on disk, so that the next load is fast; `sparkdraft models` says where"
     )
     max_model_len: int = option(
         0,
@@ -70,15 +75,42 @@ class EngineConfig:
     graphs: bool = option(True, "replay recorded decode steps")
     threads: int = option(0, "CPU threads (0: the cores this process may use)")
     spec: str = option("auto", "drafts per step: auto chooses for every step, off never drafts, a number is fixed")
-    drafter: str = option("auto", "a drafter's folder or hub id (auto: the one known for the model; none: no drafter)")
+    spec_depths: str = option(
+        "auto",
+        "drafts per step that spec auto chooses from, such as 0,3,7, where 0 is plain decoding (auto: 0, 1, 3, 7 and "
+        "so on up to the draft block)",
+    )
+    drafter: str = option(
+        "auto", "a drafter's folder or hub id, mtp (the model's own head), none (auto: the known one)"
+    )
     ngram: bool = option(True, "also draft from the request's own text")
+    profile: str = option(
+        "auto",
+        "what `sparkdraft tune` measured, for settings that are named nowhere else: auto (its profile of this machine "
+        "and model, if there is one), none, or a profile's file",
+        off=NO_PROFILE,
+    )
+    given: frozenset[str] = field(default=frozenset(), repr=False, compare=False)  # fields that the user has named
 
     @classmethod
     def of(cls, **options: Any) -> EngineConfig:
-        """A config from options by name; an unknown name is refused with the list of known names."""
+        """A config from options that the user has named; an unknown name is refused with the list of known names."""
         if unknown := sorted(options.keys() - ENGINE_FIELDS.keys()):
             raise UserError(f"unknown option {unknown[0]}; known are {', '.join(sorted(ENGINE_FIELDS))}")
-        return cls(**options)
+        return cls(**options, given=frozenset(options))
+
+    def is_open(self, name: str) -> bool:
+        """Whether a profile may set this field: nobody has named it."""
+        return name not in self.given and getattr(self, name) == ENGINE_FIELDS[name].default
+
+    def chosen(self) -> dict[str, Any]:
+        """The fields that are not open: `of` makes the same config of them."""
+        return {name: getattr(self, name) for name in ENGINE_FIELDS if not self.is_open(name)}
+
+    @property
+    def depths(self) -> list[int] | None:
+        """The depths to choose from; None: automatic."""
+        return None if self.spec_depths == "auto" else [int(part) for part in self.spec_depths.split(",")]
 
     @property
     def num_draft(self) -> int | None:
@@ -98,6 +130,11 @@ class EngineConfig:
             raise UserError(f"memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1")
         if self.spec not in ("auto", "off") and not self.spec.isdecimal():
             raise UserError(f"spec is '{self.spec}'; it must be auto, off or a number of drafts")
+        if self.spec_depths != "auto" and not _are_depths(self.spec_depths):
+            raise UserError(
+                f"spec_depths is '{self.spec_depths}'; it must be auto, or growing numbers of drafts with 0 first: "
+                "0,3,7"
+            )
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise UserError(f"block_size is {self.block_size}; it must be a power of two")
         self._check_turboquant()
@@ -118,4 +155,12 @@ class EngineConfig:
                 )
 
 
-ENGINE_FIELDS: dict[str, Field[Any]] = {each.name: each for each in fields(EngineConfig)}
+def _are_depths(text: str) -> bool:
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts):
+        return False
+    depths = [int(part) for part in parts]
+    return len(depths) > 1 and depths[0] == 0 and depths == sorted(set(depths))
+
+
+ENGINE_FIELDS: dict[str, Field[Any]] = {each.name: each for each in fields(EngineConfig) if each.metadata}

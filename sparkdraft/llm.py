@@ -26,6 +26,7 @@ from sparkdraft.plan.resolve import Fallback
 from sparkdraft.text import chat
 from sparkdraft.text.events import Content, Reasoning
 from sparkdraft.text.style import chat_style
+from sparkdraft.weights.checkpoint import Checkpoint
 from sparkdraft.weights.loader import Progress
 
 Prompt = str | Sequence[int]
@@ -80,9 +81,16 @@ class Inbox:
 
 
 class LLM:
-    def __init__(self, model: str = "smollm2", progress: Progress | None = None, **options: Any) -> None:
-        """options: the fields of EngineConfig."""
-        loaded = load(EngineConfig.of(model=model, **options), progress)
+    def __init__(
+        self,
+        model: str = "smollm2",
+        progress: Progress | None = None,
+        checkpoint: Checkpoint | None = None,
+        **options: Any,
+    ) -> None:
+        """checkpoint: read in place of the one that 'model' names. options: the fields of EngineConfig; a profile of
+        `sparkdraft tune` may set those that are left out."""
+        loaded = load(EngineConfig.of(model=model, **options), progress, checkpoint)
         self.checkpoint, self.model_config, self.tokenizer = loaded.checkpoint, loaded.model_config, loaded.tokenizer
         self.engine, self.plan = loaded.engine, loaded.engine.plan
         self.style = chat_style(self.model_config.model_type, self.checkpoint.chat_template)

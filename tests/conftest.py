@@ -8,13 +8,14 @@ drafters lie in tests/fakes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from sparkdraft.tune import profile
 from sparkdraft.weights import hub
 
 LLAMA = {
@@ -37,6 +38,14 @@ def pytest_configure() -> None:
         cores = sorted(os.sched_getaffinity(0))
         own = cores[int(worker.removeprefix("gw")) % len(cores) :: count]
         os.sched_setaffinity(0, own)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The profiles that a developer has tuned for this machine do not change what tests see."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profile, "folder", lambda: tmp_path_factory.getbasetemp() / "no-profiles")
+        yield
 
 
 @pytest.fixture(scope="session")

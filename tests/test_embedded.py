@@ -146,6 +146,20 @@ def test_the_embedded_drafter_needs_no_flag() -> None:
     assert plain.speculation is None and plain.ids == drafted.ids
 
 
+def test_nothing_is_recorded_while_a_request_waits() -> None:
+    """A block may be cut to any number of drafts: the steps of one request are all recorded at start."""
+    model = LLM("smollm2")
+    graphs = model.engine.runner.graphs
+    if graphs is None:
+        pytest.skip("steps are not recorded here")
+    before = graphs.num_held
+    for prompt in ("Why is the sky blue?", "Count to thirty.", "Write a haiku."):
+        done = model.chat([{"role": "user", "content": prompt}], SamplingParams(max_tokens=48))
+        assert done.speculation and done.speculation["num_draft_tokens"]
+    assert graphs.num_held == before
+
+
+@pytest.mark.slow
 def test_a_repeated_prompt_restores_the_drafters_cache_too() -> None:
     """With the prefix cache the second run computes only the prompt's end, and drafts as well as the first."""
     params = SamplingParams(max_tokens=64, num_draft=7, ignore_eos=True)
@@ -159,6 +173,7 @@ def test_a_repeated_prompt_restores_the_drafters_cache_too() -> None:
     assert sum(i * n for i, n in enumerate(counts[0])) > 0
 
 
+@pytest.mark.slow
 def test_the_engine_accepts_what_a_replay_of_its_text_accepts() -> None:
     """Two ways to the same figure: the engine's own steps, and one pass over the text with the walk replayed."""
     script = Path(__file__).parent.parent / "tools" / "replay_acceptance.py"

@@ -18,15 +18,20 @@ NO_TORCH = [
     "cache.recent_rows",
     "cache.pages",
     "cache.state_slots",
+    *(f"doctor.{part}" for part in ("examine", "report", "software", "hardware", "gpu", "memory", "cache_files")),
     "engine.scheduler",
     "models.config",
     "models.keys",
     "models.layers",
     "models.registry",  # and with it every architecture: reading a config.json needs no torch
+    "cli.doctor",
     "cli.main",
     "cli.plan",
     "cli.plan_report",
+    "canary",
     "bench.named_shapes",
+    "interop",
+    "spec.assistant_config",
     "spec.best_depths",
     "spec.confidence",
     "spec.cut",
@@ -36,7 +41,9 @@ NO_TORCH = [
     "spec.ngram",
     "spec.caps",
     "spec.dflash_caps",
+    "spec.draft_configs",
     "spec.dflash_config",
+    "spec.mtp_config",
     "spec.packaged",
     "text.events",
     "text.grammar",
@@ -54,6 +61,10 @@ NO_TORCH = [
     "train.settings",
     "train.memory",
     "train.corpus",
+    "tune.knobs",
+    "tune.profile",
+    "tune.search",
+    "cli.tune",
 ]
 ENGINE_PARTS = ("engine", "llm", "plan", "models", "cache", "spec", "weights", "kernels")
 ALLOWED = {"server.engine_process": "sparkdraft.engine.backend"}  # the one place where the server names a backend
@@ -77,6 +88,7 @@ FORBIDDEN = {
     "weights": ["sparkdraft.engine", "sparkdraft.models", "sparkdraft.cache"],
     "text": ["sparkdraft.engine", "sparkdraft.models", "sparkdraft.cache", "sparkdraft.kernels"],
     "server": [f"sparkdraft.{part}" for part in (*ENGINE_PARTS, "cli", "bench", "train")],
+    "interop": [f"sparkdraft.{part}" for part in ("engine", "llm", "cache", "kernels", "cli", "bench", "train")],
     "engine": ["sparkdraft.cli", "sparkdraft.bench", "sparkdraft.llm", "sparkdraft.train", "sparkdraft.server"],
 }
 

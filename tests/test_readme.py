@@ -18,9 +18,13 @@ COMMANDS = [
     line.split("#")[0].strip() for _, text in BLOCKS for line in text.splitlines() if line.startswith("sparkdraft ")
 ]
 # A hub model is out of reach of a test; training and serving are run by tests/train and tests/server.
-ELSEWHERE = ("sparkdraft train", "sparkdraft serve", "sparkdraft bench serve")
+ELSEWHERE = (
+    *("sparkdraft train", "sparkdraft serve", "sparkdraft bench serve"),
+    *("sparkdraft check --url", "sparkdraft recipe run"),
+)
+LONG = ("sparkdraft bench", "sparkdraft doctor", "sparkdraft check", "sparkdraft demo")  # commands that take seconds
 OFFLINE = [
-    pytest.param(c, marks=pytest.mark.slow) if c.startswith("sparkdraft bench") else c
+    pytest.param(c, marks=pytest.mark.slow) if c.startswith(LONG) else c
     for c in COMMANDS
     if "Qwen/" not in c and not c.startswith(ELSEWHERE)
 ]
@@ -39,7 +43,8 @@ def test_the_first_line_and_the_first_commands() -> None:
 def test_commands_run(command: str, smollm2_path: Path) -> None:
     args = [sys.executable, "-m", "sparkdraft.cli.main", *shlex.split(command)[1:]]
     result = subprocess.run(args, input=b"/quit\n", capture_output=True, timeout=240, env={**os.environ})
-    assert result.returncode == 0, result.stderr.decode()
+    fine = (0, 1) if "doctor" in command else (0,)  # what it would change about this machine is no fault of ours
+    assert result.returncode in fine, result.stderr.decode()
 
 
 def test_hub_commands_are_at_least_well_formed() -> None:

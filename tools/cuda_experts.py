@@ -19,10 +19,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -30,7 +29,6 @@ DRY = "--dry" in sys.argv
 if DRY:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
-import cuda_kernels  # noqa: E402  # beside this script
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -43,6 +41,7 @@ from sparkdraft.kernels.cuda.gpu import gpu_of  # noqa: E402
 from sparkdraft.kernels.cuda.routing import cut  # noqa: E402
 from sparkdraft.kernels.norm import Norm, Normed  # noqa: E402
 from sparkdraft.kernels.routing import Routing  # noqa: E402
+from sparkdraft.tune.tiles import TileSearch, expert_tiles, seconds  # noqa: E402
 from sparkdraft.weights.experts import DenseExperts  # noqa: E402
 from sparkdraft.weights.linear import DenseLinear  # noqa: E402
 
@@ -54,6 +53,7 @@ GPU = gpu_of(torch.device(DEVICE))
 FORMAT, EPS = "16bit", 1e-6
 ROUTER = few_rows.KERNEL  # a router is a matrix like others, but smaller than any
 LAYERS = 2 if DRY else 8
+GOAL = 0.01  # seconds of replays per figure
 CHECKED = (1, 3) if DRY else (1, 2, 4, 7, 16, 17, 64, 200)
 BEGIN = time.perf_counter()
 
@@ -214,15 +214,6 @@ def run_checks(model: Model, layer: Layer, results: dict[str, object]) -> None:
 # Times
 
 
-def seconds(launches: list[Callable[[], object]]) -> float:
-    """Seconds per launch, from a graph of all of them; dry, of one, which means nothing."""
-    if not DRY:
-        return cuda_kernels.seconds(launches, goal=0.01)
-    begin = time.perf_counter()
-    launches[-1]()
-    return time.perf_counter() - begin
-
-
 class Case:
     """Some rows, and a routing for each layer."""
 
@@ -237,7 +228,7 @@ class Case:
 
     def each(self, launch: Callable[[Layer, Routing, Normed], object]) -> float:
         triples = zip(self.layers, self.routings, self.normed, strict=True)
-        return seconds([lambda t=triple: launch(*t) for triple in triples])
+        return seconds([lambda t=triple: launch(*t) for triple in triples], GOAL)
 
     def blocks(self, routing: Routing):
         model = self.model
@@ -249,7 +240,9 @@ class Case:
         made = [self.blocks(routing) for routing in self.routings]
         sets = list(zip(self.layers, self.routings, self.normed, made, strict=True))
         activation = self.model.activation
-        return seconds([lambda s=s: experts.run_gate_up(s[2], s[1], s[0].gate_up, s[3], activation) for s in sets])
+        return seconds(
+            [lambda s=s: experts.run_gate_up(s[2], s[1], s[0].gate_up, s[3], activation) for s in sets], GOAL
+        )
 
     def down(self) -> float:
         """With the sum."""
@@ -264,7 +257,7 @@ class Case:
             experts.run_sum(parts, routing, layer.down, normed.x, layer.norm)
 
         sets = list(zip(self.layers, self.routings, self.normed, made, strict=True))
-        return seconds([lambda s=s: launch(*s) for s in sets])
+        return seconds([lambda s=s: launch(*s) for s in sets], GOAL)
 
     def logits(self) -> float:
         return self.each(lambda layer, routing, normed: cuda.norm_logits(normed, layer.router))
@@ -317,53 +310,11 @@ def bench(layers: list[Layer], rows: int, bandwidth: float, results: dict[str, o
 # Tiles
 
 
-def table(kernel: str) -> dict[tuple[int, ...], list[int]]:
-    return tuned.tables(GPU).setdefault((kernel, FORMAT), {})  # the one that launches look into
-
-
-@contextmanager
-def using(kernel: str, key: tuple[int, ...], tile: list[int]) -> Iterator[None]:
-    """The tile in place of the table's."""
-    kept = table(kernel).get(key)
-    table(kernel)[key] = tile
-    forget()
-    try:
-        yield
-    finally:
-        if kept is None:
-            del table(kernel)[key]
-        else:
-            table(kernel)[key] = kept
-        forget()
-
-
-def forget() -> None:
-    experts._launch.cache_clear()
-    few_rows._launch.cache_clear()
-
-
 def candidates(kernel: str, model: Model, size: int) -> list[list[int]]:
     """size: pairs in a block, or choices of a row."""
     if kernel == ROUTER:  # so small that all of it may be in flight at once
         return [[16, 128, 4, 8], [16, 64, 4, 16], [16, 128, 4, 16], [16, 256, 4, 9], [16, 256, 2, 9], [16, 512, 4, 6]]
-    in_ = model.hidden if kernel == GATE_UP else model.inter
-    if kernel == ROW_DOWN:
-        strips = [max(n // size, 8) for n in (64, 128, 256)]
-        deep = [128, 256] if in_ % 128 == 0 else [64, 128]
-        found = [[n, k, 4, s] for n in strips[:2] for k in deep for s in (4, 10)]
-        found += [[strips[2], deep[0], 4, 10], [strips[2], deep[0], 8, 10], [strips[1], deep[0], 8, 10]]
-        found += [[strips[1], 64, 4, 6], [strips[0], 64, 4, 6]]
-    elif size == 16:
-        deep = [128, 256] if in_ % 128 == 0 else [64, 128]
-        found = [[n, k, w, s] for n, w in ((64, 4), (128, 4)) for k in deep for s in (4, 8)]
-        found += [[64, 64, 4, 6], [128, 64, 4, 6], [128, deep[0], 8, 6]]
-    elif size == 32:
-        found = [[64, 128, 4, 4], [64, 64, 4, 5], [128, 64, 4, 5], [128, 128, 8, 4], [128, 64, 8, 5]]
-    else:
-        found = [[128, 64, 8, 4], [128, 64, 4, 4], [256, 64, 8, 3], [256, 64, 8, 4], [128, 64, 8, 5], [128, 32, 4, 6]]
-    first = experts._choose(kernel, 0, in_, size, DTYPE.itemsize)
-    tiles = [[first.block_n, first.block_k, first.warps, first.stages], *found]
-    return [list(tile) for tile in dict.fromkeys(map(tuple, tiles))][: 2 if DRY else None]
+    return expert_tiles(kernel, model.hidden if kernel == GATE_UP else model.inter, size, 0, DTYPE.itemsize)
 
 
 def jobs(model: Model) -> list[tuple[str, tuple[int, ...], list[int]]]:
@@ -385,30 +336,6 @@ def jobs(model: Model) -> list[tuple[str, tuple[int, ...], list[int]]]:
     return found
 
 
-@contextmanager
-def compiling(what: str) -> Iterator[None]:
-    """Launches within are compiled on all cores and not run; what fails, fails again when it is timed."""
-    begin = time.perf_counter()
-
-    def warm(kernel, grid, *arguments, **options):
-        kernel.warmup(*arguments, grid=grid, **options)
-
-    try:
-        from triton.runtime._async_compile import AsyncCompileMode
-
-        with (
-            patch.object(experts, "_run", warm),
-            patch.object(few_rows, "_run", warm),
-            ThreadPoolExecutor(os.cpu_count()) as pool,
-            AsyncCompileMode(pool, ignore_errors=True),
-        ):
-            yield
-    except Exception as error:  # of the compiler or of its threads: all is compiled once more where it is used
-        print(f"compiling {what} ahead stopped: {error!r}", flush=True)
-    finally:
-        print(f"{what} compiled in {time.perf_counter() - begin:.1f} s", flush=True)
-
-
 def launch_once(kernel: str, case: Case) -> None:
     layer, routing, normed = case.layers[0], case.routings[0], case.normed[0]
     blocks, few = case.blocks(routing), case.rows <= few_rows.MOST_ROWS
@@ -420,43 +347,6 @@ def launch_once(kernel: str, case: Case) -> None:
         experts.run_row_down(case.inside, routing, layer.down, normed.x, layer.norm)
     elif blocks is not None:
         experts.run_down(case.inside, layer.down, blocks, torch.float32 if few else DTYPE)
-
-
-def tune_kernel(
-    layers: list[Layer], kernel: str, key: tuple[int, ...], rows: list[int], bandwidth: float, limit: float
-) -> list[int] | None:
-    """The tile that is the best over these rows."""
-    model, cases = layers[0].model, {n: Case(layers, n) for n in rows}
-    tiles = candidates(kernel, model, key[-1])
-    with compiling(f"{len(tiles)} tiles of {kernel} {key}"):
-        for tile in tiles:
-            with using(kernel, key, tile):
-                for case in cases.values():
-                    with suppress(AssertionError):  # said below
-                        launch_once(kernel, case)
-    found: dict[tuple[int, ...], list[float]] = {}
-    for tile in tiles:
-        if time.perf_counter() - BEGIN > limit:
-            print("  no time for more tiles", flush=True)
-            break
-        try:
-            with using(kernel, key, tile):
-                times = [case.time(kernel) for case in cases.values()]
-        except Exception as error:  # a tile too large for this GPU is a result as well
-            print(f"  {tile} failed: {str(error).splitlines()[0][:120]}", flush=True)
-            continue
-        found[tuple(tile)] = times
-        shares = [
-            f"{n} rows {t * 1e6:7.1f} us ({case.nbytes(kernel) / t / bandwidth:4.0%})"
-            for (n, case), t in zip(cases.items(), times, strict=True)
-        ]
-        print(f"  {tile!s:20s} {'  '.join(shares)}", flush=True)
-    if not found:
-        return None
-    fastest = [min(times[i] for times in found.values()) for i in range(len(rows))]
-    best = min(found, key=lambda tile: sum(t / f for t, f in zip(found[tile], fastest, strict=True)))
-    print(f"  best {list(best)}", flush=True)
-    return list(best)
 
 
 def compare_ways(layers: list[Layer], results: dict[str, object], limit: float) -> None:
@@ -481,20 +371,27 @@ def compare_ways(layers: list[Layer], results: dict[str, object], limit: float) 
         results[f"{model.name} {rows} ways"] = {str(size): round(t * 1e6, 1) for size, t in times.items()}
 
 
-def tune(model: Model, layers: list[Layer], kernels: list[str], bandwidth: float, limit: float) -> tuned.Tables:
-    found: tuned.Tables = {}
+def tune(search: TileSearch, model: Model, layers: list[Layer], kernels: list[str], bandwidth: float) -> None:
+    """Each kernel by itself."""
     for kernel, key, rows in jobs(model):
         if kernel not in kernels:
             continue
-        if time.perf_counter() - BEGIN > limit:
-            break
         print(f"{model.name} {kernel} {key}, rows {rows}", flush=True)
-        best = tune_kernel(layers, kernel, key, rows, bandwidth, limit)
-        if best:
-            found.setdefault((kernel, FORMAT), {})[key] = best
-            table(kernel)[key] = best  # what follows is measured with it
-            forget()
-    return found
+        cases = [Case(layers, count) for count in rows]
+
+        def describe(times: list[float], kernel: str = kernel, cases: list[Case] = cases) -> str:
+            return "  ".join(
+                f"{case.rows} rows {t * 1e6:7.1f} us ({case.nbytes(kernel) / t / bandwidth:4.0%})"
+                for case, t in zip(cases, times, strict=True)
+            )
+
+        def once(kernel: str = kernel, cases: list[Case] = cases) -> None:
+            for case in cases:
+                launch_once(kernel, case)
+
+        measured = partial(lambda k, c: [case.time(k) for case in c], kernel, cases)
+        tried = candidates(kernel, model, key[-1])
+        search.best(kernel, FORMAT, key, tried, measured, once, describe=describe)
 
 
 def main() -> None:
@@ -515,14 +412,14 @@ def main() -> None:
     print(f"{where}: {bandwidth / 1e9:.0f} GB/s, overlapped launches {pdl.active(torch.device(DEVICE))}", flush=True)
     results: dict[str, object] = {"device": where, "GB/s": round(bandwidth / 1e9)}
     pool = normal(LAYERS * max(m.experts * m.expert_bytes for m in models) // DTYPE.itemsize, scale=0.02)
-    tiles: tuned.Tables = {}
+    limit = 0.0
+    search = TileSearch(GPU, lambda: time.perf_counter() - BEGIN < limit, most=2 if DRY else None)
     for place, model in enumerate(models, 1):
         layers = make_layers(model, pool)
         run_checks(model, layers[0], results)
         if arguments.tune:
             limit = arguments.limit * place / len(models)
-            for name, found in tune(model, layers, arguments.kernels, bandwidth, limit).items():
-                tiles.setdefault(name, {}).update(found)
+            tune(search, model, layers, arguments.kernels, bandwidth)
             if arguments.kernels == kernels:
                 compare_ways(layers, results, limit + 10)
         for count in rows:
@@ -532,12 +429,9 @@ def main() -> None:
                 print(f"{model.name}, {count} rows failed: {str(error).splitlines()[0][:200]}", flush=True)
     print(f"{time.perf_counter() - BEGIN:.0f} s", flush=True)
     if arguments.tune:
-        nested: dict[str, dict[str, dict[str, list[int]]]] = {}
-        for (kernel, form), found in tiles.items():
-            nested.setdefault(kernel, {})[form] = {"x".join(map(str, key)): tile for key, tile in found.items()}
-        print(json.dumps(nested))
+        print(tuned.text(search.found))
         if arguments.out:
-            tuned.save(arguments.out, tiles)
+            search.save(arguments.out)
     print(json.dumps(results))
 
 

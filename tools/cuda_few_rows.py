@@ -21,7 +21,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +30,6 @@ DRY = "--dry" in sys.argv
 if DRY:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
-import cuda_kernels  # noqa: E402  # beside this script
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -40,9 +38,9 @@ from sparkdraft.bench.bandwidth import memory_bandwidth  # noqa: E402
 from sparkdraft.kernels import cuda  # noqa: E402
 from sparkdraft.kernels.activation import SILU  # noqa: E402
 from sparkdraft.kernels.cuda import few_rows, pdl, tuned  # noqa: E402
-from sparkdraft.kernels.cuda.few_rows import Tile  # noqa: E402
 from sparkdraft.kernels.cuda.gpu import gpu_of  # noqa: E402
 from sparkdraft.kernels.norm import Norm, Normed  # noqa: E402
+from sparkdraft.tune.tiles import COLD_BYTES, TileSearch, compiling, float_tiles, seconds  # noqa: E402
 from sparkdraft.weights.linear import WeightTiles  # noqa: E402
 
 if DRY:
@@ -51,7 +49,7 @@ if DRY:
 DEVICE, DTYPE = ("cpu", torch.float16) if DRY else ("cuda", torch.bfloat16)
 GPU = gpu_of(torch.device(DEVICE))
 FORMAT = "16bit"
-TABLE = tuned.tables(GPU).setdefault((few_rows.KERNEL, FORMAT), {})  # the one that launches look into
+GOAL = 0.02  # seconds of replays per figure
 SHRINK = 96 if DRY else 1  # of every length
 EPS = 1e-6
 ROWS = {1: 2.0, 4: 1.0, 16: 2.0}  # how much each counts in the choice of a tile
@@ -109,27 +107,6 @@ SHAPES = [
 ]
 
 
-def candidates(shape: Shape, quick: bool) -> list[Tile]:
-    """The tile in use first, then others of its kind."""
-    known = TABLE.get((shape.out, shape.in_))
-    first = Tile(*known) if known else few_rows._choose(shape.out, shape.in_, 2, GPU.sms)
-    if shape.in_ < 2048:
-        others = [(16, 64, 4, 10), (16, 64, 2, 10), (32, 64, 4, 10), (64, 64, 4, 6)]
-        others += [(16, 128, 4, 13), (32, 128, 4, 13)] * (shape.in_ % 128 == 0)
-    elif shape.out < 1024:
-        others = [(16, 128, 4, 13), (16, 256, 4, 8), (16, 128, 8, 13), (16, 64, 4, 13), (16, 512, 8, 4)]
-    elif shape.out < 8192:
-        others = [(64, 128, 4, 8), (64, 128, 4, 5), (64, 256, 4, 5), (32, 128, 4, 8), (32, 256, 4, 6), (128, 128, 8, 5)]
-        others += [(32, 64, 4, 10), (16, 128, 4, 13), (16, 256, 4, 8), (64, 64, 4, 10)]
-    else:
-        others = [(64, 128, 4, 5), (64, 128, 4, 8), (64, 64, 4, 8), (128, 64, 4, 6), (128, 128, 8, 4), (128, 128, 8, 5)]
-    tiles = [first] + [Tile(*numbers) for numbers in others if shape.in_ % numbers[1] == 0]
-    if shape.kind not in ("norm_gated", "norm_argmax") and shape.out < 64 * GPU.sms:  # too few strips to fill it
-        splits = (2, 3, 4, 8) if shape.out >= 1024 else (4, 8, 16)
-        tiles += [Tile(n, k, w, 8, s) for n, k, w in ((64, 128, 4), (32, 128, 4), (16, 128, 4)) for s in splits]
-    return list(dict.fromkeys(tiles))[: 1 if quick else 2 if DRY else None]
-
-
 def normal(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=DTYPE, device=DEVICE).normal_()
 
@@ -145,7 +122,7 @@ class Weights:
     def copies(shape: Shape) -> int:
         if DRY:
             return 2
-        cold = cuda_kernels.COLD_BYTES
+        cold = COLD_BYTES
         return 2 if shape.nbytes > cold else min(max(-(-cold // shape.nbytes), 20), 320)
 
     def of(self, shape: Shape) -> list[Tensor]:
@@ -186,35 +163,6 @@ def ours(shape: Shape, inputs: Inputs, matrix: Tensor) -> list[Tensor]:
     return [kinds[shape.kind](inputs.normed, weight)]
 
 
-def seconds(launches: list[Callable[[], object]]) -> float:
-    """Seconds a launch, from a graph of all of them; dry, of one, which means nothing."""
-    if not DRY:
-        return cuda_kernels.seconds(launches, goal=0.02)
-    begin = time.perf_counter()
-    launches[-1]()
-    return time.perf_counter() - begin
-
-
-def numbers(tile: Tile) -> list[int]:
-    return [tile.block_n, tile.block_k, tile.warps, tile.stages, *([tile.split] if tile.split > 1 else [])]
-
-
-@contextmanager
-def using(shape: Shape, tile: Tile) -> Iterator[None]:
-    """The tile in place of the table's."""
-    kept = TABLE.get(shape.key)
-    TABLE[shape.key] = numbers(tile)
-    few_rows._launch.cache_clear()
-    try:
-        yield
-    finally:
-        if kept is None:
-            del TABLE[shape.key]
-        else:
-            TABLE[shape.key] = kept
-        few_rows._launch.cache_clear()
-
-
 @contextmanager
 def overlap(on: bool) -> Iterator[None]:
     kept, pdl.ENABLED = pdl.ENABLED, on
@@ -224,57 +172,10 @@ def overlap(on: bool) -> Iterator[None]:
         pdl.ENABLED = kept
 
 
-@contextmanager
-def compiling(what: str) -> Iterator[None]:
-    """Launches of these kernels within are compiled on all cores and not run; what fails, fails again when timed."""
-    begin, run = time.perf_counter(), few_rows._run
-    few_rows._run = lambda kernel, grid, *arguments, **options: kernel.warmup(*arguments, grid=grid, **options)
-    try:
-        from triton.runtime._async_compile import AsyncCompileMode
-
-        with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool, ignore_errors=True):
-            yield
-    except Exception as error:  # of the compiler or of its threads: all is compiled once more where it is used
-        print(f"compiling {what} ahead stopped: {error!r}", flush=True)
-    finally:
-        few_rows._run = run
-        print(f"{what} compiled in {time.perf_counter() - begin:.1f} s", flush=True)
-
-
-def compile_tiles(weights: Weights, quick: bool) -> None:
-    """For one row, which is for all: a kernel is not compiled for its rows."""
-    with compiling("tiles"):
-        for shape in SHAPES:
-            weight = weights.of(shape)[0]
-            inputs = Inputs(shape, 1)
-            for tile in candidates(shape, quick):
-                with using(shape, tile):
-                    ours(shape, inputs, weight)
-            with overlap(False):  # the table's tile, likely the best
-                ours(shape, inputs, weight)
-
-
 def rows_agree(shape: Shape, weight: Tensor) -> bool:
     """Whether the first row is the same to the bit alone and among others."""
     alone, *others = ([part[0] for part in ours(shape, Inputs(shape, rows), weight)] for rows in ROWS)
     return all(all(map(torch.equal, alone, other)) for other in others)
-
-
-def time_tile(shape: Shape, tile: Tile, weights: list[Tensor], rows: list[int]) -> dict[int, float] | None:
-    """Seconds by rows; None where the tile cannot run here, or not alike for all rows: a result as well."""
-    times = {}
-    try:
-        with using(shape, tile):
-            if not rows_agree(shape, weights[0]):
-                print(f"  {tile}: ROWS DEPEND ON THEIR NEIGHBOURS", flush=True)
-                return None
-            for count in rows:
-                inputs = Inputs(shape, count)
-                times[count] = seconds([lambda w=w, i=inputs: ours(shape, i, w) for w in weights])
-    except Exception as error:
-        print(f"  {tile} failed: {str(error).splitlines()[0][:100]}", flush=True)
-        return None
-    return times
 
 
 def figures(times: dict[int, float], nbytes: int, bandwidth: float) -> str:
@@ -283,28 +184,36 @@ def figures(times: dict[int, float], nbytes: int, bandwidth: float) -> str:
     )
 
 
-def tune(shape: Shape, weights: list[Tensor], rows: list[int], quick: bool, bandwidth: float) -> dict[str, object]:
+def tune(
+    search: TileSearch, shape: Shape, weights: list[Tensor], rows: list[int], bandwidth: float
+) -> dict[str, object]:
     print(f"{shape.name} {shape.out} x {shape.in_}, {shape.kind}, {len(weights)} copies; rows {rows}: us, GB/s, share")
     library = {}
     for count in rows:
         x = Inputs(shape, count).x
-        library[count] = seconds([lambda w=w, x=x: F.linear(x, w) for w in weights])
-    print(f"  {'F.linear alone':44s} {figures(library, shape.nbytes, bandwidth)}", flush=True)
-    found: dict[Tile, dict[int, float]] = {}
-    for tile in candidates(shape, quick):
-        times = time_tile(shape, tile, weights, rows)
-        if times:
-            found[tile] = times
-            print(f"  {tile!s:44s} {figures(times, shape.nbytes, bandwidth)}", flush=True)
-    if not found:
+        library[count] = seconds([lambda w=w, x=x: F.linear(x, w) for w in weights], GOAL)
+    print(f"  {'F.linear alone':24s} {figures(library, shape.nbytes, bandwidth)}", flush=True)
+
+    def measure() -> list[float]:
+        if not rows_agree(shape, weights[0]):
+            raise RuntimeError("ROWS DEPEND ON THEIR NEIGHBOURS")
+        return [seconds([lambda w=w, i=i: ours(shape, i, w) for w in weights], GOAL) for i in inputs]
+
+    def describe(found: list[float]) -> str:
+        return figures(dict(zip(rows, found, strict=True)), shape.nbytes, bandwidth)
+
+    inputs, may_split = [Inputs(shape, count) for count in rows], shape.kind not in ("norm_gated", "norm_argmax")
+    best = search.best(
+        few_rows.KERNEL, FORMAT, shape.key, float_tiles(shape.out, shape.in_, GPU, may_split), measure,
+        lambda: ours(shape, inputs[0], weights[0]), [ROWS[count] for count in rows], describe,
+    )  # fmt: skip
+    if not best:
         return {"F.linear_us": micros(library), "best": None}
-    fastest = {count: min(times[count] for times in found.values()) for count in rows}
-    best = min(found, key=lambda tile: sum(ROWS[c] * found[tile][c] / fastest[c] for c in rows))
-    one = Inputs(shape, 1)
-    with using(shape, best), overlap(False):
-        apart = seconds([lambda w=w: ours(shape, one, w) for w in weights])
-    print(f"  best {best}; launched one by one, 1 row: {apart * 1e6:.1f} us", flush=True)
-    return {"F.linear_us": micros(library), "us": micros(found[best]), "best": numbers(best)}
+    final = dict(zip(rows, measure(), strict=True))
+    with overlap(False):
+        apart = seconds([lambda w=w: ours(shape, inputs[0], w) for w in weights], GOAL)
+    print(f"  launched one by one, 1 row: {apart * 1e6:.1f} us", flush=True)
+    return {"F.linear_us": micros(library), "us": micros(final), "best": best}
 
 
 def micros(times: dict[int, float]) -> dict[str, float]:
@@ -375,7 +284,7 @@ def chains(rows: list[int], bandwidth: float) -> dict[str, object]:
         for count in rows:
             with overlap(on):
                 launch = partial(run, way, prepared(normal(count, HIDDEN), first.norm))
-                times[count] = seconds([launch]) / len(layers)
+                times[count] = seconds([launch], GOAL) / len(layers)
         print(f"  {name:44s} {figures(times, nbytes, bandwidth)}", flush=True)
         results[name] = micros(times)
     return results
@@ -396,14 +305,10 @@ def main() -> None:
     print(f"{device}: copy {bandwidth / 1e9:.0f} GB/s", flush=True)
     rows = [1, 16] if quick or DRY else list(ROWS)
     weights = Weights()
-    compile_tiles(weights, quick)
-    shapes = {shape.name: tune(shape, weights.of(shape), rows, quick, bandwidth) for shape in SHAPES}
-    best = {shape.key: tile for shape in SHAPES if (tile := shapes[shape.name]["best"])}
-    TABLE.update(best)
+    search = TileSearch(GPU, lambda: True, most=1 if quick else 2 if DRY else None)
+    shapes = {shape.name: tune(search, shape, weights.of(shape), rows, bandwidth) for shape in SHAPES}
     if not DRY:
-        tuned.save(arguments.out, {(few_rows.KERNEL, FORMAT): best})
-        print(f"{len(best)} tiles written to {arguments.out}", flush=True)
-    few_rows._launch.cache_clear()
+        search.save(arguments.out)
     layer = {} if arguments.only else chains(rows, bandwidth)  # with the tiles just found
     spent = time.perf_counter() - begin
     print(f"{spent:.0f} s in all")

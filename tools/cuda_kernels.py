@@ -30,11 +30,11 @@ from sparkdraft.kernels.cuda import attention, tuned
 from sparkdraft.kernels.cuda.attention import Tile
 from sparkdraft.kernels.cuda.gpu import gpu_of
 from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
+from sparkdraft.tune.tiles import COLD_BYTES, seconds
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 HIDDEN, INTER = 4096, 12288
 TOKEN_BYTES = 2 * KV_HEADS * DIM * 2  # K and V of one token in one layer, bf16
-COLD_BYTES = 256 << 20  # a graph touches this much at least, five times the L2 of an H200
 SCALE = DIM**-0.5
 
 
@@ -69,28 +69,6 @@ def randn(*shape: int) -> Tensor:
 
 def int32(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device="cuda")
-
-
-def seconds(launches: list[Callable[[], object]], goal: float = 0.1) -> float:
-    """Seconds a launch: the median of five timings of a graph that holds all of them."""
-    launches[0]()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-    def replay(times: int) -> float:
-        begin.record()
-        for _ in range(times):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3 / times / len(launches)
-
-    once = max(replay(2), 1e-7) * len(launches)
-    return sorted(replay(max(1, int(goal / 5 / once))) for _ in range(5))[2]
 
 
 def copies_for(used: int, most: int = 128) -> int:

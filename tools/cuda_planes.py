@@ -20,18 +20,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from unittest.mock import patch
 
 DRY = "--dry" in sys.argv
 if DRY:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
-import cuda_kernels  # noqa: E402  # beside this script
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -44,6 +39,14 @@ from sparkdraft.kernels.cuda.gpu import gpu_of  # noqa: E402
 from sparkdraft.kernels.cuda.planes import PlaneExperts, PlaneLinear  # noqa: E402
 from sparkdraft.kernels.norm import Norm, Normed  # noqa: E402
 from sparkdraft.kernels.routing import Routing  # noqa: E402
+from sparkdraft.tune.tiles import (  # noqa: E402
+    COLD_BYTES,
+    TileSearch,
+    coded_tiles,
+    expert_tiles,
+    seconds,
+    wide_tiles,
+)
 from sparkdraft.weights.experts import DenseExperts, ExpertLinear  # noqa: E402
 from sparkdraft.weights.linear import DenseLinear, Linear  # noqa: E402
 from sparkdraft.weights.planes import Planes, pack  # noqa: E402
@@ -56,8 +59,7 @@ DEVICE, DTYPE = ("cpu", torch.float16) if DRY else ("cuda", torch.bfloat16)
 GPU, EPS = gpu_of(torch.device(DEVICE)), 1e-6
 TIMED = ("mxfp4", "int4", "nvfp4", "fp8")  # of sparkdraft/bench/coded.py
 LAYERS = 2 if DRY else 8
-FEW = [(64, 2), (128, 2), (32, 1), (64, 4)]  # lines and warps; all but the last run mma.sync
-WIDE = [(64, 2), (64, 4), (128, 4)]
+GOAL = 0.01  # seconds of replays per figure
 BEGIN = time.perf_counter()
 CLAMPED = Activation("clamped_swiglu", 7.0)
 
@@ -189,16 +191,7 @@ def run_checks(results: dict[str, object]) -> bool:
 
 
 def copies(nbytes: int) -> int:
-    return 2 if DRY or nbytes > cuda_kernels.COLD_BYTES else min(max(-(-cuda_kernels.COLD_BYTES // nbytes), 20), 320)
-
-
-def seconds(launches: list[Callable[[], object]]) -> float:
-    """Seconds per launch, from a graph of all of them; dry, of one, which means nothing."""
-    if not DRY:
-        return cuda_kernels.seconds(launches, goal=0.01)
-    begin = time.perf_counter()
-    launches[-1]()
-    return time.perf_counter() - begin
+    return 2 if DRY or nbytes > COLD_BYTES else min(max(-(-COLD_BYTES // nbytes), 20), 320)
 
 
 class Inputs:
@@ -241,14 +234,14 @@ def make(form: str, shape: Shape) -> list[Linear]:
 
 def clone(part: Planes) -> Planes:
     tensors = (part.codes, part.scale, part.offset, part.row_scale)
-    return Planes(part.layout, *(None if t is None else t.clone() for t in tensors))
+    return Planes(part.layout, part.out, *(None if t is None else t.clone() for t in tensors))
 
 
 def time_shape(shape: Shape, matrices: list[Linear], rows: list[int]) -> dict[int, float]:
     times = {}
     for count in rows:
         inputs = Inputs(shape, count)
-        times[count] = seconds([lambda m=m, i=inputs: launch(shape, i, m) for m in matrices])
+        times[count] = seconds([lambda m=m, i=inputs: launch(shape, i, m) for m in matrices], GOAL)
     return times
 
 
@@ -348,7 +341,8 @@ class Case:
         triples = list(zip(self.layers, self.routings, self.normed, strict=True))
         activation = self.model.activation
         return seconds(
-            [lambda t=t: cuda.add_experts(t[2], t[1], t[0].gate_up, t[0].down, activation, t[0].norm) for t in triples]
+            [lambda t=t: cuda.add_experts(t[2], t[1], t[0].gate_up, t[0].down, activation, t[0].norm) for t in triples],
+            GOAL,
         )
 
     @property
@@ -358,9 +352,8 @@ class Case:
 
 
 def bench_experts(
-    model: Model, rows: list[int], bandwidth: float, results: dict[str, object], tune: bool, limit: float
-) -> tuned.Tables:
-    found: tuned.Tables = {}
+    model: Model, rows: list[int], bandwidth: float, results: dict[str, object], search: TileSearch | None
+) -> None:
     for form in ("", *model.formats):
         layers = make_layers(model, form)
         if form:
@@ -373,9 +366,8 @@ def bench_experts(
                 flush=True,
             )
             results[f"check {model.name} experts {form}"] = wrong or "ok"
-            if tune:
-                for key, tiles in tune_experts(model, layers, bandwidth, limit).items():
-                    found.setdefault(key, {}).update(tiles)
+            if search:
+                tune_experts(search, model, layers)
         for count in rows:
             try:
                 case = Case(model, layers, count)
@@ -393,140 +385,31 @@ def bench_experts(
             )  # fmt: skip
             results[f"{model.name} experts {form or 'bf16'} {count}"] = round(spent * 1e6, 2)
         del layers
-    return found
 
 
 # Tiles
 
 
-def table(kernel: str, form: str) -> dict[tuple[int, ...], list[int]]:
-    return tuned.tables(GPU).setdefault((kernel, form), {})  # the one that launches look into
-
-
-def forget() -> None:
-    for cached in (experts._launch, few_rows._launch, few_rows._wide_launch):
-        cached.cache_clear()
-
-
-@contextmanager
-def using(kernel: str, form: str, key: tuple[int, ...], tile: list[int]) -> Iterator[None]:
-    """The tile in place of the table's."""
-    kept = table(kernel, form).get(key)
-    table(kernel, form)[key] = tile
-    forget()
-    try:
-        yield
-    finally:
-        if kept is None:
-            del table(kernel, form)[key]
-        else:
-            table(kernel, form)[key] = kept
-        forget()
-
-
-@contextmanager
-def compiling(what: str) -> Iterator[None]:
-    """Launches within are compiled on all cores and not run; what fails, fails again when it is timed."""
-    begin = time.perf_counter()
-
-    def warm(kernel, grid, *arguments, **options):
-        kernel.warmup(*arguments, grid=grid, **options)
-
-    try:
-        from triton.runtime._async_compile import AsyncCompileMode
-
-        with (
-            patch.object(experts, "_run", warm),
-            patch.object(few_rows, "_run", warm),
-            ThreadPoolExecutor(os.cpu_count()) as pool,
-            AsyncCompileMode(pool, ignore_errors=True),
-        ):
-            yield
-    except Exception as error:  # of the compiler or of its threads: all is compiled once more where it is used
-        print(f"compiling {what} ahead stopped: {error!r}", flush=True)
-    finally:
-        print(f"{what} compiled in {time.perf_counter() - begin:.1f} s", flush=True)
-
-
-def best_of(
-    kernel: str, form: str, key: tuple[int, ...], tiles: list[list[int]], measure: Callable[[], list[float]],
-    once: Callable[[], object], limit: float,
-) -> list[int] | None:  # fmt: skip
-    """The tile that is the best over all that 'measure' times."""
-    tiles = [list(tile) for tile in dict.fromkeys(map(tuple, tiles))][: 2 if DRY else None]
-    if time.perf_counter() - BEGIN > limit:
-        print("  no time for it", flush=True)
-        return None
-    with compiling(f"{len(tiles)} tiles of {kernel} {form} {key}"):
-        for tile in tiles:
-            with using(kernel, form, key, tile), suppress(Exception):  # said below
-                once()
-    found: dict[tuple[int, ...], list[float]] = {}
-    for tile in tiles:
-        if time.perf_counter() - BEGIN > limit:
-            print("  no time for more tiles", flush=True)
-            break
-        try:
-            with using(kernel, form, key, tile):
-                found[tuple(tile)] = measure()
-        except Exception as error:  # a tile too large for this GPU is a result as well
-            print(f"  {tile} failed: {str(error).splitlines()[0][:120]}", flush=True)
-            continue
-        print(f"  {tile!s:24s} {'  '.join(f'{t * 1e6:7.1f} us' for t in found[tuple(tile)])}", flush=True)
-    if not found:
-        return None
-    fastest = [min(column) for column in zip(*found.values(), strict=True)]
-    best = list(min(found, key=lambda tile: sum(t / f for t, f in zip(found[tile], fastest, strict=True))))
-    print(f"  best {best}", flush=True)
-    table(kernel, form)[key] = best  # what follows is measured with it
-    forget()
-    return best
-
-
-def matrix_tiles(shape: Shape, step: int, split: int) -> list[list[int]]:
-    """split: of the rule."""
-    splits = [1] if shape.kind in ("norm_gated", "norm_argmax") else sorted({1, 2, 4, split})
-    found = [[64, step, 2, 6, k] for k in splits]
-    found += [[n, step, w, s, k] for n, w in FEW for s in (3, 6) for k in splits[-2:]]
-    return [tile if tile[4] > 1 else tile[:4] for tile in found]
-
-
-def tune_shape(shape: Shape, form: str, bandwidth: float, limit: float) -> tuned.Tables:
+def tune_shape(search: TileSearch, shape: Shape, form: str) -> None:
     if form == "mxfp4" and not shape.name.startswith(("gpt-oss", "dry")):
-        return {}
-    matrices = make(form, shape)
-    tiles, found = matrices[0].tiles, {}
+        return
+    matrices, size = make(form, shape), (shape.out, shape.in_)
+    tiles = matrices[0].tiles
     assert tiles is not None and tiles.layout is not None
-    step = tiles.layout.tile
-    rule = few_rows._choose_coded(shape.out, shape.in_, step, DTYPE.itemsize, GPU.sms)
-    rows = [1, 3] if DRY else [1, 4, 16]
-    print(f"{shape.name} {form}: few rows {rows}", flush=True)
-    best = best_of(
-        few_rows.KERNEL, tiles.format, (shape.out, shape.in_), matrix_tiles(shape, step, rule.split),
-        lambda: list(time_shape(shape, matrices, rows).values()),
-        lambda: launch(shape, Inputs(shape, 1), matrices[0]), limit,
-    )  # fmt: skip
-    if best:
-        found[few_rows.KERNEL, tiles.format] = {(shape.out, shape.in_): best}
-    for count in (20,) if DRY else (32, 64):
-        if shape.kind == "norm_argmax":
-            continue
-        print(f"{shape.name} {form}: blocks of {count} rows", flush=True)
-        wide = [[n, step, w, s] for n, w in WIDE for s in (3, 5)]
-        best = best_of(
-            few_rows.WIDE, tiles.format, (shape.out, shape.in_, few_rows.block_rows(count)), wide,
-            lambda n=count: list(time_shape(shape, matrices, [n]).values()),
-            lambda n=count: launch(shape, Inputs(shape, n), matrices[0]), limit,
+    step, may_split = tiles.layout.tile, shape.kind not in ("norm_gated", "norm_argmax")
+    tried = coded_tiles(*size, step, tiles.format, GPU, may_split)
+    jobs = [(few_rows.KERNEL, size, tried, [1, 3] if DRY else [1, 4, 16])]
+    for count in () if shape.kind == "norm_argmax" else (20,) if DRY else (32, 64):
+        jobs.append((few_rows.WIDE, (*size, few_rows.block_rows(count)), wide_tiles(step, count), [count]))
+    for kernel, key, tried, rows in jobs:
+        print(f"{shape.name} {form}: {kernel}, rows {rows}", flush=True)
+        search.best(
+            kernel, tiles.format, key, tried, lambda r=rows: list(time_shape(shape, matrices, r).values()),
+            lambda r=rows: launch(shape, Inputs(shape, r[0]), matrices[0]),
         )  # fmt: skip
-        if best:
-            found.setdefault((few_rows.WIDE, tiles.format), {})[(shape.out, shape.in_, few_rows.block_rows(count))] = (
-                best
-            )
-    return found
 
 
-def tune_experts(model: Model, layers: list[Layer], bandwidth: float, limit: float) -> tuned.Tables:
-    found: tuned.Tables = {}
+def tune_experts(search: TileSearch, model: Model, layers: list[Layer]) -> None:
     wide, narrow = (2 * model.inter, model.hidden), (model.hidden, model.inter)
     jobs: list[tuple[str, ExpertLinear, tuple[int, ...], list[int]]] = [
         (experts.ROW_DOWN, layers[0].down, (*narrow, model.top_k), [1, 2]),
@@ -541,30 +424,20 @@ def tune_experts(model: Model, layers: list[Layer], bandwidth: float, limit: flo
     for kernel, matrix, key, rows in jobs[: 3 if DRY else None]:
         tiles = matrix.tiles
         assert tiles is not None and tiles.layout is not None
-        if (kernel, key) in seen:
-            continue
-        seen.add((kernel, key))
-        step, size = tiles.layout.tile, key[-1]
         if kernel == experts.ROW_DOWN:
             rows = [n for n in rows if experts.one_by_one(n, model.top_k, model.experts)]
-            tried = [[max(n // size, 8), step, w, s] for n, w in FEW[:3] for s in (3, 5, 8)]
-        elif size <= 16:
-            tried = [[n, step, w, s] for n, w in FEW[:3] for s in (3, 5, 8)]
-        else:
-            tried = [[n, step, w, s] for n, w in WIDE for s in (3, 5)]
-        if not rows:
+        if (kernel, key) in seen or not rows:
             continue
+        seen.add((kernel, key))
         cases = [Case(model, layers, 3 if DRY and n > 3 else n) for n in rows]
         print(f"{model.name} {kernel} {key}, rows {rows}", flush=True)
-        best = best_of(
-            kernel, tiles.format, key, tried, lambda c=cases: [case.seconds() for case in c],
+        search.best(
+            kernel, tiles.format, key, expert_tiles(kernel, key[1], key[-1], tiles.layout.tile, DTYPE.itemsize),
+            lambda c=cases: [case.seconds() for case in c],
             lambda c=cases: cuda.add_experts(
                 c[0].normed[0], c[0].routings[0], layers[0].gate_up, layers[0].down, model.activation, layers[0].norm
-            ), limit,
+            ),
         )  # fmt: skip
-        if best:
-            found.setdefault((kernel, tiles.format), {})[key] = best
-    return found
 
 
 def main() -> None:
@@ -585,22 +458,19 @@ def main() -> None:
     print(f"{where}: {bandwidth / 1e9:.0f} GB/s", flush=True)
     results: dict[str, object] = {"device": where, "GB/s": round(bandwidth / 1e9)}
     good = arguments.no_check or run_checks(results)
-    rows, tiles = [1, 3, 20] if DRY else arguments.rows, {}
+    rows, share = [1, 3, 20] if DRY else arguments.rows, 0.0
+    search = TileSearch(GPU, lambda: time.perf_counter() - BEGIN < share * arguments.limit, most=2 if DRY else None)
     for place, shape in enumerate([] if arguments.check else [s for s in SHAPES if s.name.startswith(begins)], 1):
-        if arguments.tune:
-            for form in arguments.formats:
-                for key, found in tune_shape(
-                    shape, form, bandwidth, arguments.limit * place / (len(SHAPES) + 4)
-                ).items():
-                    tiles.setdefault(key, {}).update(found)
+        share = place / (len(SHAPES) + 4)
+        for form in arguments.formats if arguments.tune else ():
+            tune_shape(search, shape, form)
         bench_shape(shape, arguments.formats, rows, bandwidth, results)
+    share = 1.0
     for model in [] if arguments.check else [m for m in MODELS if m.name.startswith(begins)]:
-        for key, found in bench_experts(model, rows, bandwidth, results, arguments.tune, arguments.limit).items():
-            tiles.setdefault(key, {}).update(found)
+        bench_experts(model, rows, bandwidth, results, search if arguments.tune else None)
     print(f"{time.perf_counter() - BEGIN:.0f} s", flush=True)
     if arguments.tune and not DRY:
-        tuned.save(arguments.out, tiles)
-        print(f"{sum(map(len, tiles.values()))} tiles written to {arguments.out}", flush=True)
+        search.save(arguments.out)
     print(json.dumps(results))
     sys.exit(0 if good else 1)
 

@@ -1,10 +1,11 @@
 """Writes the tables of flags: into docs/api.md those of `serve`, from the fields of EngineConfig and ServerConfig and
-their help texts, and into docs/plan.md those of `plan`, from its parser.
+their help texts; into docs/plan.md those of `plan`, from its parser; into docs/from-vllm.md and docs/from-llama-cpp.md
+those of other servers, from sparkdraft/interop.
 
     python tools/flag_table.py
 
-tests/server/test_config.py and tests/cli/test_plan_command.py compare the docs with the tables, so a flag that is added
-or changed without this fails.
+tests/server/test_config.py, tests/cli/test_plan_command.py and tests/interop/test_docs.py compare the docs with the
+tables, so a flag that is added or changed without this fails.
 """
 
 from __future__ import annotations
@@ -14,11 +15,18 @@ from pathlib import Path
 
 from sparkdraft.cli import plan
 from sparkdraft.cli.parser import Parser
-from sparkdraft.server.config import CONTAINER_NAMES, FIELDS
+from sparkdraft.interop import broken
+from sparkdraft.interop.llama_flags import LLAMA_CPP
+from sparkdraft.interop.tables import Server
+from sparkdraft.interop.vllm_flags import VLLM
+from sparkdraft.server.config import FIELDS
+from sparkdraft.server.container_env import CONTAINER_NAMES, OTHERS
 
 DOCS = Path(__file__).parent.parent / "docs"
 HEADER = "| flag | default | meaning | container's name |\n|---|---|---|---|\n"
 PLAN_HEADER = "| flag of `plan` | meaning |\n|---|---|\n"
+VARIABLES_HEADER = "| variable | what it does here |\n|---|---|\n"
+BROKEN_HEADER = "| pair | broken | why | instead | sources |\n|---|---|---|---|---|\n"
 
 
 def table() -> str:
@@ -38,8 +46,49 @@ def plan_table() -> str:
     return PLAN_HEADER + "".join(f"| `{each.option_strings[0]}` | {each.help} |\n" for each in actions)
 
 
+def flags_header(server: Server) -> str:
+    return f"| flag of {server.name} | ours | remark |\n|---|---|---|\n"
+
+
+def flags_of(server: Server) -> str:
+    """What another server's flags are here. A bar would end a cell."""
+    rows = []
+    for flag in server.flags:
+        names = ", ".join(f"`{name}`" for name in flag.names)
+        rows.append(f"| {names} | {flag.ours or 'none'} | {flag.remark} |\n")
+    return flags_header(server) + "".join(rows)
+
+
+def variables_table() -> str:
+    fields = {name: f"`--{field.replace('_', '-')}`" for name, field in CONTAINER_NAMES.items()}
+    return VARIABLES_HEADER + "".join(f"| `{name}` | {text} |\n" for name, text in (fields | OTHERS).items())
+
+
+def broken_table() -> str:
+    rows = []
+    for entry in broken.entries():
+        span = f"from {entry.since}" if entry.since else ""
+        span += f"{', ' if span else ''}before {entry.until}" if entry.until else ""
+        kind = " (only noted)" if entry.level == broken.NOTE else ""
+        cells = (entry.name + kind, span or "always", entry.why, entry.instead, ", ".join(entry.sources))
+        rows.append(f"| {' | '.join(cells)} |\n")
+    return BROKEN_HEADER + "".join(rows)
+
+
+def tables() -> list[tuple[Path, str, str]]:
+    """Each page, the first lines of a table in it, and that table."""
+    return [
+        (DOCS / "api.md", HEADER, table()),
+        (DOCS / "plan.md", PLAN_HEADER, plan_table()),
+        (DOCS / "from-vllm.md", flags_header(VLLM), flags_of(VLLM)),
+        (DOCS / "from-vllm.md", VARIABLES_HEADER, variables_table()),
+        (DOCS / "from-vllm.md", BROKEN_HEADER, broken_table()),
+        (DOCS / "from-llama-cpp.md", flags_header(LLAMA_CPP), flags_of(LLAMA_CPP)),
+    ]
+
+
 def main() -> None:
-    for path, header, made in ((DOCS / "api.md", HEADER, table()), (DOCS / "plan.md", PLAN_HEADER, plan_table())):
+    for path, header, made in tables():
         text = path.read_text(encoding="utf-8")
         found = re.search(re.escape(header) + r"(\|.*\n)*", text)
         assert found, f"{path} has no table that begins with: {header}"

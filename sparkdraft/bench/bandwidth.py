@@ -27,6 +27,21 @@ def memory_bandwidth(device: str, threads: int = 1, repeats: int = 5) -> float:
             torch.cuda.reset_peak_memory_stats()
 
 
+def gemv_bandwidth(device: str, threads: int = 1, repeats: int = 5) -> float:
+    """Bytes per second of a matrix that is multiplied with a vector, as decoding does; in 16 bits on a GPU."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        matrix = torch.ones(SIZE[device] // 4 // SIDE, SIDE, device=device)
+        matrix = matrix.bfloat16() if device == "cuda" else matrix
+        vector = torch.ones(SIDE, dtype=matrix.dtype, device=device)
+        return matrix.nbytes / _best(lambda: matrix @ vector, device, repeats)
+    finally:
+        torch.set_num_threads(before)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
 def matmul_rate(repeats: int = 20) -> float:
     """Operations per second of a GPU, in bfloat16, over 'repeats' matmuls in a row, as in a prompt."""
     a, b = (torch.randn(SIDE, SIDE, device="cuda").bfloat16() for _ in range(2))

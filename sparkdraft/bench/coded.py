@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import torch
 
+from sparkdraft.weights.plane_layout import CodeForm
 from sparkdraft.weights.quant.coded import Coded
 
 SPREAD = 0.02  # standard deviation of the weights, about
-BYTES = {"mxfp4": 17 / 32, "int4": 66 / 128, "nvfp4": 9 / 16, "fp8": 1.0}  # per weight, by the name of a format
+FORMS = ("mxfp4", "int4", "nvfp4", "fp8")
+
+
+def form_of(form: str, width: int) -> CodeForm:
+    """What `random_coded` makes of a matrix of that width."""
+    if form == "int4":
+        return CodeForm("int4", 4, _int4_group(width), "f16")
+    return {
+        "mxfp4": CodeForm("e2m1", 4, 32, "e8m0"),
+        "nvfp4": CodeForm("e2m1", 4, 16, "e5m3", row_scale=True),
+        "fp8": CodeForm("e4m3", 8, 0, row_scale=True),
+    }[form]
 
 
 def random_coded(form: str, out: int, width: int, generator: torch.Generator) -> Coded:
-    """A matrix [out, width] in a format of BYTES, on the generator's device."""
+    """A matrix [out, width] in a format of FORMS, on the generator's device."""
     device = generator.device
     if form == "fp8":
         codes = torch.randn((out, width), generator=generator, device=device, dtype=torch.bfloat16).mul_(16)
@@ -26,6 +38,10 @@ def random_coded(form: str, out: int, width: int, generator: torch.Generator) ->
         scale = torch.ones((out, width // 16), device=device).to(torch.float8_e4m3fn)
         return Coded("e2m1", codes, 16, scale, None, torch.full((out,), SPREAD / 2.9, device=device))
     assert form == "int4", form
-    group = next(size for size in (128, 64, 32, 16) if width % size == 0)
+    group = _int4_group(width)
     scale = torch.full((out, width // group), SPREAD / 4.6, dtype=torch.float16, device=device)
     return Coded("int4", codes, group, scale)
+
+
+def _int4_group(width: int) -> int:
+    return next(size for size in (128, 64, 32, 16) if width % size == 0)

@@ -38,6 +38,8 @@ class Cell:
     drafts: int = 0  # that were verified
     same_text: int = 0  # prompts whose text begins as the plain one does, as far as both were written
     prompts: int = 0
+    drafter_steps: int = 0  # of each stream, in which the drafter drafted, not n-grams
+    drafter_drafts: int = 0  # that it drafted in them
 
     @property
     def tok_s(self) -> float:
@@ -98,7 +100,7 @@ class DepthBench:
                 texts[piece.request_id] += piece.ids
         begun = {name: len(ids) for name, ids in texts.items()}
         self._start(len(group), depth)
-        drafts, begin = engine.drafting.so_far().num_draft_tokens, time.perf_counter()
+        before, begin = engine.drafting.so_far(), time.perf_counter()
         while min(len(ids) - begun[name] for name, ids in texts.items()) < self.output_len:
             pieces = engine.step()
             for piece in pieces:
@@ -107,7 +109,10 @@ class DepthBench:
             if any(piece.finish for piece in pieces):
                 break
         cell.seconds = time.perf_counter() - begin
-        cell.drafts = engine.drafting.so_far().num_draft_tokens - drafts
+        after = engine.drafting.so_far()
+        cell.drafts = after.num_draft_tokens - before.num_draft_tokens
+        own = (now - then for now, then in zip(after.by_drafter, before.by_drafter, strict=True))
+        cell.drafter_steps, cell.drafter_drafts = own
         cell.tokens = sum(len(ids) - begun[name] for name, ids in texts.items())
         self._stop()
         for name in texts:

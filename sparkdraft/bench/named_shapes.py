@@ -17,7 +17,9 @@ from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig, uniform_config
 from sparkdraft.models.layers import AttentionSpec, DenseSpec, LayerSpec
 from sparkdraft.models.registry import read_config
-from sparkdraft.spec.dflash_config import DFlashConfig, check_fits, spread_taps
+from sparkdraft.spec.dflash_config import DFlashConfig, spread_taps
+from sparkdraft.spec.draft_configs import DraftConfig, check_fits, read_draft_config
+from sparkdraft.spec.mtp_config import MTP, MtpConfig
 
 _qwen3, _llama = partial(uniform_config, "qwen3", qk_norm=True), partial(uniform_config, "llama")
 
@@ -31,7 +33,7 @@ SHAPES = {
 }
 _FILES = json.loads(Path(__file__).with_name("shapes.json").read_text(encoding="utf-8"))
 TARGET_FILES: dict[str, dict[str, Any]] = _FILES["targets"]  # as in config.json
-DRAFTER_FILES: dict[str, dict[str, Any]] = _FILES["drafters"]  # in z-lab's dialect; RoPE's theta is not always known
+DRAFTER_FILES: dict[str, dict[str, Any]] = _FILES["drafters"]  # DFlash in z-lab's dialect; some lack RoPE's theta
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +56,17 @@ def shape(name: str) -> ModelConfig:
     return SHAPES[name]
 
 
-def drafter_shape(name: str, target: ModelConfig) -> DFlashConfig:
+def drafter_shape(name: str, target: ModelConfig) -> DraftConfig:
     """The drafter of this name, if it fits the target."""
+    draft: DraftConfig
+    if name == MTP:
+        return MtpConfig.of(target, in_target=False)
     if name in DRAFTER_FILES:
-        draft = DFlashConfig.read(DRAFTER_FILES[name])
+        draft = read_draft_config(DRAFTER_FILES[name])
     elif name in DRAFTER_SHAPES:
         draft = _like(target, DRAFTER_SHAPES[name], name)
     else:
-        known = ", ".join([*DRAFTER_SHAPES, *DRAFTER_FILES])
+        known = ", ".join([*DRAFTER_SHAPES, MTP, *DRAFTER_FILES])
         raise UserError(f"drafter shape '{name}' is not known; known are {known}")
     check_fits(draft, target)
     return draft

@@ -64,13 +64,14 @@ class Pass:
     prefill: float = 0.0  # seconds until each had its first id
     steps: list[float] = field(default_factory=list)  # seconds
     tokens: int = 0  # committed in those steps
-    drafted: float = 0.0  # share of the streams' steps that drafted
+    drafted: float = 0.0  # share of the streams' steps in which the drafter drafted
     drafts: float = 0.0  # ids that a stream drafted per step, on average
+    depth: float = 0.0  # ids that the drafter drafted where it did, on average
 
     @property
     def step(self) -> float:
         """Seconds per step. Plain steps are alike: their median. Drafted steps are not: their mean."""
-        return statistics.fmean(self.steps) if self.drafted else statistics.median(self.steps)
+        return statistics.fmean(self.steps) if self.drafts else statistics.median(self.steps)
 
     @property
     def tok_s(self) -> float:
@@ -270,17 +271,18 @@ class Bench:
                 last = time.perf_counter()
         assert len(written) == load.streams, f"{len(written)} of {load.streams} streams decoded"
         result.tokens = written.total()
-        counts = zip(self._num_drafted(), before, strict=True)
-        result.drafted, result.drafts = ((now - then) / (len(result.steps) * load.streams) for now, then in counts)
+        counts = (now - then for now, then in zip(self._num_drafted(), before, strict=True))
+        result.drafts, result.drafted, own = (count / (len(result.steps) * load.streams) for count in counts)
+        result.depth = own / result.drafted if result.drafted else 0.0
         if given:
             applied = given.num_applied  # one more may be launched and unread
             assert 0 <= applied - len(result.steps) <= 1, f"{len(result.steps)} steps, {applied} accepted as given"
             given.stop()
 
-    def _num_drafted(self) -> tuple[int, int]:
-        """Steps that drafted so far, of each stream, and ids that they drafted."""
-        reports = [r for r in map(self.engine.drafting.report, self.engine.scheduler.running) if r]
-        return sum(r["num_spec_steps"] for r in reports), sum(r["num_draft_tokens"] for r in reports)
+    def _num_drafted(self) -> tuple[int, int, int]:
+        """So far, of all streams: ids that were drafted, steps in which the drafter drafted, and its own ids."""
+        stats = self.engine.drafting.so_far()
+        return stats.num_draft_tokens, *stats.by_drafter
 
     # ---- results
 
@@ -290,7 +292,7 @@ class Bench:
         median, mean = statistics.median(measured.steps), statistics.fmean(measured.steps)
         step, timed_total = measured.step, sum(timed.steps)
         draft, target = parts.draft / timed_total * step, parts.target / timed_total * step
-        read, matmul = self.floor_bytes(load, measured.drafted, measured.drafts), self.ceilings.matmul
+        read, matmul = self.floor_bytes(load, measured.drafted, measured.drafts, measured.depth), self.ceilings.matmul
         floor = sum(read.values()) / self.ceilings.bandwidth
         return Row(
             load.streams,
@@ -320,18 +322,22 @@ class Bench:
         model, rows = self.model, load.streams * load.prompt_len
         return rows * model_sizes(model).operations(keys=load.prompt_len / 2)  # keys: their average number
 
-    def floor_bytes(self, load: Load, drafted: float = 0.0, drafts: float = 0.0) -> dict[str, float]:
-        """What a step must read, by what it is; of the drafter's, the share of steps that draft. Heads count as read
-        by both: a drafter's pass is over before the target's begins. drafts: ids that a stream drafts per step."""
+    def floor_bytes(
+        self, load: Load, drafted: float = 0.0, drafts: float = 0.0, depth: float = 1.0
+    ) -> dict[str, float]:
+        """What a step must read, by what it is. Heads count as read by both: a drafter's pass is over before the
+        target's begins. drafted: share of steps in which the drafter drafts. drafts: ids that a stream verifies per
+        step. depth: ids that the drafter drafts where it does; a chain makes a pass for each."""
         runner, drafting = self.engine.runner, self.engine.drafting
         context = load.prompt_len + load.output_len // 2
         read = {"target": runner.model.nbytes(load.streams * (1 + drafts))}
         read["target_kv"] = load.streams * runner.kv.bytes_read(context)
         if drafting.proposer and drafted:
-            reads = drafting.proposer.drafter.reads(drafting.default or 1)  # a depth that is chosen is at least 1
-            read["drafter"] = drafted * reads.propose
+            reads = drafting.proposer.drafter.reads(1)
+            passes = drafted * (depth if drafting.proposer.chain else 1)
+            read["drafter"] = passes * reads.propose
             read["drafter_observes"] = drafted * reads.observe
-            read["drafter_kv"] = drafted * load.streams * context * reads.kv_per_token
+            read["drafter_kv"] = passes * load.streams * context * reads.kv_per_token
         return read
 
 

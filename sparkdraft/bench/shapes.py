@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkdraft.bench.coded import BYTES as BYTES_PER_WEIGHT
-from sparkdraft.bench.coded import random_coded
+from sparkdraft.bench.coded import form_of, random_coded
 from sparkdraft.bench.named_shapes import DRAFTER_FILES, SHAPES, TARGET_FILES, drafter_shape, shape
 from sparkdraft.bench.tensors import drafter_tensor_shapes, file_tensor_shapes, tensor_shapes
 from sparkdraft.config import EngineConfig
@@ -24,10 +23,10 @@ from sparkdraft.engine.build import build_engine
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.machine import detect, plan_here
 from sparkdraft.models.config import ModelConfig
-from sparkdraft.spec.dflash_config import DFlashConfig
-from sparkdraft.spec.registry import DFlashKind, DraftSource
+from sparkdraft.spec.draft_configs import DraftConfig
+from sparkdraft.spec.registry import DraftSource, builder_of
 from sparkdraft.weights.loader import Progress
-from sparkdraft.weights.plane_layout import StoredBytes
+from sparkdraft.weights.plane_layout import StoredBytes, StoredMatrix, count_stored
 from sparkdraft.weights.quant.formats import find_matrices
 from sparkdraft.weights.quant.stored import QuantisedExperts, Stored
 
@@ -37,14 +36,14 @@ BYTES = ("_blocks", "_scales")  # ends of names of tensors that hold bytes
 
 
 def random_engine(
-    config: EngineConfig, draft: DFlashConfig | None = None, progress: Progress | None = None, form: str = ""
+    config: EngineConfig, draft: DraftConfig | None = None, progress: Progress | None = None, form: str = ""
 ) -> Engine:
     """An engine of the shape that config.model names, with random weights, and a drafter of a shape if one is given.
 
     form: how the matrices of the target's layers are stored (bench/coded.py), but for routers; "" as published.
     """
     model, device = shape(config.model), detect(config).device
-    source = DraftSource(DFlashKind(), draft, RandomCheckpoint(draft, device)) if draft else None
+    source = DraftSource(builder_of(draft), draft, RandomCheckpoint(draft, device)) if draft else None
     weights = RandomCheckpoint(TARGET_FILES.get(config.model, model), device, form)
     plan = plan_here(config, model, source.caps if source else None, weights.stored_bytes())
     return build_engine(plan, config, model, weights, SilentTokenizer(), source, progress)
@@ -55,9 +54,9 @@ class RandomCheckpoint:
 
     path = Path("random weights")
 
-    def __init__(self, model: ModelConfig | DFlashConfig | Mapping[str, Any], device: str, form: str = "") -> None:
+    def __init__(self, model: ModelConfig | DraftConfig | Mapping[str, Any], device: str, form: str = "") -> None:
         """model: specs of equal layers, or a config.json. form: of the layers' matrices; "" as published."""
-        if isinstance(model, DFlashConfig):
+        if isinstance(model, DraftConfig):
             self._shapes = drafter_tensor_shapes(model)
         else:
             self._shapes = tensor_shapes(model) if isinstance(model, ModelConfig) else file_tensor_shapes(model)
@@ -70,17 +69,16 @@ class RandomCheckpoint:
         return [*(name for name in self._shapes if name not in parts), *self._matrices]
 
     def stored_bytes(self) -> StoredBytes:
-        quantised = floats = 0
-        for name in self.names():
-            tensors = self._matrices[name].tensors if name in self._matrices else (name,)
-            count = prod(self._matrix_shape(name))
-            if self._form and self._is_coded(name):
-                quantised += int(count * BYTES_PER_WEIGHT[self._form])
-            elif name in self._matrices:
-                quantised += sum(prod(self._shapes[tensor]) for tensor in tensors)
-            else:
-                floats += count
-        return StoredBytes(quantised, floats)
+        return count_stored(map(self._stored, self.names()))
+
+    def _stored(self, name: str) -> StoredMatrix:
+        *rows, width = self._matrix_shape(name)
+        form = None
+        if self._form and self._is_coded(name):
+            form = form_of(self._form, width)
+        elif name in self._matrices:
+            form = form_of("mxfp4", width)
+        return StoredMatrix(name, prod(rows), width, form)
 
     def _is_coded(self, name: str) -> bool:
         """Whether a tensor is a matrix of a layer, or the matrices of its experts."""

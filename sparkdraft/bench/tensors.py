@@ -11,11 +11,15 @@ from typing import Any
 
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.layers import AttentionSpec, DenseSpec
-from sparkdraft.spec.dflash_config import DFlashConfig
+from sparkdraft.spec import mtp_config
+from sparkdraft.spec.assistant_config import AssistantConfig
+from sparkdraft.spec.draft_configs import DraftConfig
+from sparkdraft.spec.mtp_config import MtpConfig
 
 Sizes = dict[str, tuple[int, ...]]
 Config = Mapping[str, Any]
 
+SANDWICH = ("input", "post_attention", "pre_feedforward", "post_feedforward")  # norms of a layer of Gemma
 MXFP4_GROUP = 32  # weights that share a scale; two of them are a byte
 
 
@@ -24,7 +28,11 @@ def tensor_shapes(model: ModelConfig) -> Sizes:
     return _ends("model.", model.vocab_size, model.hidden_size, model.tie_embeddings) | _layer_shapes(model, "model.")
 
 
-def drafter_tensor_shapes(draft: DFlashConfig) -> Sizes:
+def drafter_tensor_shapes(draft: DraftConfig) -> Sizes:
+    if isinstance(draft, AssistantConfig):
+        return _assistant(draft)
+    if isinstance(draft, MtpConfig):
+        return mtp_config.tensor_shapes(draft)
     hidden = draft.model.hidden_size
     sizes: Sizes = {
         "fc.weight": (hidden, len(draft.taps) * draft.target_hidden_size),
@@ -122,8 +130,7 @@ def _gemma4(config: Config, i: int) -> Sizes:
     if is_full and config["attention_k_eq_v"]:
         del own["self_attn.v_proj"]
     own |= {f"self_attn.{part}_norm": (dim,) for part in "qk"} | _gated("mlp", hidden, config["intermediate_size"])
-    parts = ("input", "post_attention", "pre_feedforward", "post_feedforward")
-    norms = [f"{part}_layernorm" for part in parts]
+    norms = [f"{part}_layernorm" for part in SANDWICH]
     sizes: Sizes = {"layer_scalar": (1,)}
     if config["enable_moe_block"]:
         count = config["num_experts"]
@@ -170,6 +177,24 @@ def _hybrid(config: Config, i: int) -> Sizes:
     own |= {"mlp.gate": (count, hidden), "mlp.shared_expert_gate": (1, hidden)}
     own |= _gated("mlp.shared_expert", hidden, config["shared_expert_intermediate_size"])
     return sizes | _weights(own) | _experts("mlp.experts", count, hidden, config["moe_intermediate_size"])
+
+
+def _assistant(draft: AssistantConfig) -> Sizes:
+    """Gemma 4's layers without keys and values, between two projections. Its ordered head is not among the shapes."""
+    assert not draft.num_clusters, "the order of ids is not random"
+    model, hidden, wide = draft.model, draft.model.hidden_size, draft.target_hidden_size
+    sizes = _ends("model.", model.vocab_size, hidden, is_tied=True)
+    sizes |= {"pre_projection.weight": (hidden, 2 * wide), "post_projection.weight": (wide, hidden)}
+    for i, layer in enumerate(model.layers):
+        attention, mlp = layer.mixer, layer.mlp
+        assert isinstance(attention, AttentionSpec) and isinstance(mlp, DenseSpec), layer
+        own = _projections(hidden, attention.query_width, 0) | _gated("mlp", hidden, mlp.intermediate_size)
+        del own["self_attn.k_proj"], own["self_attn.v_proj"]
+        own["self_attn.q_norm"] = (attention.head_dim,)
+        own |= {f"{norm}_layernorm": (hidden,) for norm in SANDWICH}
+        sizes |= {f"model.layers.{i}.{name}": size for name, size in _weights(own).items()}
+        sizes[f"model.layers.{i}.layer_scalar"] = (1,)
+    return sizes
 
 
 # By model_type: where the layers are, and what one of them holds.

@@ -15,12 +15,33 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._readers = [0] * num_blocks
+        self._num_used = 0  # blocks from here on were never handed out: the first time they go in order
+        self._held: list[int] = []
         # set by the prefix cache, which then forgets the block
         self.on_reuse: Callable[[int], None] = lambda block: None
 
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def hold(self, keep: int) -> None:
+        """Hand out no block that was never used, except for the first 'keep' blocks: on a CPU a block takes memory
+        when it is first written."""
+        self.give_back()
+        self._held = list(range(max(self._num_used, keep), self.num_blocks))
+        for block in self._held:
+            del self._free[block]
+
+    def give_back(self) -> None:
+        """End what `hold` began."""
+        for block in reversed(self._held):
+            self._free[block] = None
+            self._free.move_to_end(block, last=False)
+        self._held = []
 
     def readers(self, block: int) -> int:
         return self._readers[block]
@@ -30,6 +51,7 @@ class BlockPool:
         block, _ = self._free.popitem(last=False)
         self.on_reuse(block)
         self._readers[block] = 1
+        self._num_used = max(self._num_used, block + 1)
         return block
 
     def retain(self, block: int) -> None:

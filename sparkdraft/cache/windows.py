@@ -58,12 +58,12 @@ class WindowGroup:
         self.page_of = torch.full((num_blocks,), -1, dtype=torch.int32, device=device)  # per block; -1: it has no page
         # At fixed addresses, because recorded steps read and write them.
         self._slots = torch.zeros(room.rows, dtype=torch.int32, device=device)
-        self._tables = torch.zeros(room.seqs, room.blocks, dtype=torch.int32, device=device)
-        self.slots, self.view = self._slots, AttentionView(self._slots, self._slots, self._tables, 0, 0)
+        self.tables = torch.zeros(room.seqs, room.blocks, dtype=torch.int32, device=device)
+        self.slots, self.view = self._slots, AttentionView(self._slots, self._slots, self.tables, 0, 0)
 
     def begin(self, slots: Tensor, view: AttentionView) -> None:
         """Translate the slots of this step's rows, and the blocks they see, to pages."""
-        self.slots, tables = self._slots[: slots.shape[0]], self._tables[: view.block_tables.shape[0]]
+        self.slots, tables = self._slots[: slots.shape[0]], self.tables[: view.block_tables.shape[0]]
         self.ops.find_pages(self.page_of, slots, view.block_tables, self.block_size, self.slots, tables, self.missing)
         self.view = replace(view, block_tables=tables)
 

@@ -27,7 +27,9 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--output-len", type=int, default=96, help="tokens of output (default 96)")
     parser.add_argument("--temperature", type=float, default=0.0, help="default 0")
     parser.add_argument("--shape", default="", help="random weights of a named shape instead of a model")
-    parser.add_argument("--drafter-shape", default="", help="with --shape, a drafter with random weights: dflash-5x")
+    parser.add_argument(
+        "--drafter-shape", default="", help="with --shape, a drafter with random weights: dflash-5x, mtp"
+    )
     parser.add_argument(
         "--synthetic-acceptance", type=float, metavar="LENGTH", help="tokens per step that the deepest draft commits"
     )

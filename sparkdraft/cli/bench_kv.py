@@ -15,35 +15,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.cli.bench_offline import make_engine, numbers
+from sparkdraft.cli.bench_texts import (
+    ceilings_of,
+    check_plot,
+    check_tokens,
+    comparison_of,
+    nearness_panels,
+    text_header,
+    text_legend,
+    text_line,
+)
 from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.progress import SELDOM, progress
 
 if TYPE_CHECKING:
-    from sparkdraft.bench.kv import Comparison, Format, Found
+    from sparkdraft.bench.kv import Format, Found
+    from sparkdraft.bench.nearness import Comparison
     from sparkdraft.bench.offline import Ceilings, Load
     from sparkdraft.engine.engine import Engine
     from sparkdraft.llm import LLM
     from sparkdraft.models.config import ModelConfig
     from sparkdraft.plan.resolve import Plan
     from sparkdraft.plot import Panel
-    from sparkdraft.weights.checkpoint import Checkpoint
 
 EXACT = "exact"
 FORMATS = "exact,fp8,k4v3,k5v4,k4v3-full"
 UNCENTRED = "k4v3-uncentred,k4v3-full-uncentred"  # to show what centring brings
 CONTEXTS = {"cpu": "256", "cuda": "4000,16000,32000"}  # as far as the model's context allows
 STEPS = {"cpu": 8, "cuda": 64}  # timed decode steps
-LEAST_TOKENS = 16
-STRETCH = 128  # positions per point of the plot
 FORMAT_LEGEND = (
     "kNvM: TurboQuant, N bits per number of a key and M of a value; first and last tokens uncoded, except -full; each "
     "layer's mean key subtracted first, except -uncentred"
-)
-TEXT_LEGEND = (
-    "rise: increase of the perplexity over exact; all: geometric mean over the texts. KL: divergence of the next "
-    "token's distribution from the exact cache's, in nats, mean over positions"
 )
 
 
@@ -65,6 +69,7 @@ def configure(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     formats, streams = _check(args), numbers("--concurrency", args.concurrency)
     from sparkdraft.bench import kv
+    from sparkdraft.bench.decode import release
     from sparkdraft.bench.shapes import shape
     from sparkdraft.models.registry import read_config
     from sparkdraft.weights.checkpoint import open_checkpoint
@@ -73,21 +78,24 @@ def run(args: Namespace) -> int:
     model = read_config(checkpoint.config) if checkpoint else shape(args.shape)
     plans = _plans(args, formats, model)
     plan = plans[EXACT]
-    loads, comparison = _loads(args, plan, streams), _comparison(args, plan, checkpoint) if checkpoint else None
+    loads, comparison = (
+        _loads(args, plan, streams),
+        comparison_of(args.tokens, plan, checkpoint) if checkpoint else None,
+    )
     found = {
         name: kv.Found(memory) for name, memory in kv.memories(plans, model, EngineConfig().memory_fraction).items()
     }
     args.max_seqs = args.max_seqs or max(streams)
-    ceilings = _ceilings(plan) if loads else None
+    ceilings = ceilings_of(plan) if loads else None
     label = f"{args.shape}, random weights" if args.shape else args.model
     print(f"{label} on {plan.device}, {plan.weights}\n\n{_memory_table(found, plan)}\n{FORMAT_LEGEND}\n", flush=True)
     if comparison:
-        print(_text_header(comparison), flush=True)
+        print(text_header(comparison), flush=True)
     for fmt in formats:
         _measure(args, fmt, model, found, comparison, loads, ceilings)
-        kv.release(plan.device)  # the next engine then finds the same free memory
+        release(plan.device)  # the next engine then finds the same free memory
     if comparison:
-        print(f"{TEXT_LEGEND}\n")
+        print(f"{text_legend('the exact cache')}\n")
     if loads:
         print(f"{_speed_table(found, plan)}\n")
     if args.plot:
@@ -111,11 +119,8 @@ def _check(args: Namespace) -> list[Format]:
             raise UserError(f"--{name.replace('_', '-')} is given; here --formats says how keys and values are kept")
     if args.spec != "off":
         raise UserError(f"--spec is {args.spec}; formats are compared without drafts: leave it off")
-    if args.tokens < LEAST_TOKENS:
-        raise UserError(f"--tokens is {args.tokens}; a text of fewer than {LEAST_TOKENS} measures nothing")
-    plot = Path(args.plot).absolute()
-    if args.plot and (plot.is_dir() or not plot.parent.is_dir()):
-        raise UserError(f"--plot is {args.plot}; give a file in a folder that exists")
+    check_tokens(args.tokens)
+    check_plot(args.plot)
     if args.context:
         numbers("--context", args.context)
     from sparkdraft.bench.kv import parse_formats
@@ -159,25 +164,7 @@ def _loads(args: Namespace, plan: Plan, streams: Sequence[int]) -> list[Load]:
     return [Load(n, context, steps) for n, context in product(streams, contexts)]
 
 
-def _comparison(args: Namespace, plan: Plan, checkpoint: Checkpoint) -> Comparison:
-    from sparkdraft.bench.kv import Comparison, read_texts
-    from sparkdraft.text.tokenizer import Tokenizer
-
-    if args.tokens >= plan.max_model_len:
-        raise UserError(
-            f"--tokens is {args.tokens}; the context holds {plan.max_model_len} with one of output: ask for fewer"
-        )
-    return Comparison(read_texts(Tokenizer.of(checkpoint), args.tokens))
-
-
 # ---- measuring
-
-
-def _ceilings(plan: Plan) -> Ceilings:
-    from sparkdraft.bench.offline import Ceilings
-
-    with progress("measuring this machine", redraw=SELDOM):
-        return Ceilings.measure(plan.device, plan.threads)
 
 
 def _measure(
@@ -190,7 +177,7 @@ def _measure(
     ceilings: Ceilings | None,
 ) -> None:
     """Measure one format, from the making of its engine to its end, and print its line of the texts' table."""
-    from sparkdraft.bench.kv import DecodeBench
+    from sparkdraft.bench.decode import DecodeBench
 
     own = _flags_of(args, fmt)
     llm: LLM | None = None
@@ -207,7 +194,7 @@ def _measure(
     if comparison and llm:
         with progress(f"{fmt.name}: reading the texts") as report:
             found[fmt.name].readings = comparison.read(llm, report)
-        print(_text_line(fmt.name, found), flush=True)
+        print(text_line(fmt.name, found[fmt.name], found[EXACT]), flush=True)
     if bench:
         for load in loads:
             label = f"{fmt.name}: {load.streams} streams, {load.prompt_len} tokens of context"
@@ -233,27 +220,6 @@ def _memory_table(found: Mapping[str, Found], plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _text_header(comparison: Comparison) -> str:
-    kinds = [f"{f'{kind}, {len(ids)} tokens':<28}" for kind, ids in comparison.texts.items()]
-    columns = [f"{'perplexity':>10} {'rise':>8} {'KL':>8}"] * len(kinds)
-    return "\n".join(
-        ["  ".join([f"{'':19}", *kinds, "all"]), "  ".join([f"{'format':<19}", *columns, f"{'rise':>8} {'KL':>8}"])]
-    )
-
-
-def _text_line(name: str, found: Mapping[str, Found]) -> str:
-    own, exact = found[name], found[EXACT]
-    cells = [
-        f"{reading.perplexity:10.3f} {_percent(reading.rise(exact.readings[kind]))} {reading.mean_kl:8.5f}"
-        for kind, reading in own.readings.items()
-    ]
-    return "  ".join([f"{name:<19}", *cells, f"{_percent(own.rise(exact))} {own.kl:8.5f}"])
-
-
-def _percent(share: float) -> str:
-    return f"{round(share, 3) + 0.0:+.1%}".replace("%", " %").rjust(8)  # never -0.0
-
-
 def _speed_table(found: Mapping[str, Found], plan: Plan) -> str:
     exact = found[EXACT].speeds
     lines = ["decode tok/s".ljust(20) + "".join(f"{f'{s.streams} x {s.context}':>18}" for s in exact)]
@@ -269,18 +235,11 @@ def _speed_table(found: Mapping[str, Found], plan: Plan) -> str:
 
 def _panels(found: Mapping[str, Found]) -> list[Panel]:
     """The exact cache comes last, and only where it is not the zero line, so that each format keeps its colour."""
-    from sparkdraft.bench.kv import kl_by_position, rise_by_position
     from sparkdraft.plot import Line, Panel
 
-    exact, panels = found[EXACT], []
+    exact = found[EXACT]
     others = {_short(name): each for name, each in found.items() if name != EXACT}
-    if exact.readings and others:
-        rises = {n: rise_by_position(each.readings, exact.readings, STRETCH) for n, each in others.items()}
-        lines = [Line(name, [(at, 100 * rise) for at, rise in points]) for name, points in rises.items()]
-        panels.append(Panel("perplexity of the texts up to a position", lines, "tokens", "rise against exact, %"))
-        lines = [Line(name, kl_by_position(each.readings.values(), STRETCH)) for name, each in others.items()]
-        title = "divergence from the exact cache's distribution"
-        panels.append(Panel(title, lines, "position in the text", "KL, nats, mean over the texts"))
+    panels = nearness_panels(others, exact, "exact")
     for streams in dict.fromkeys(speed.streams for speed in exact.speeds):
         lines = [
             Line(name, [(s.context, s.decode_tok_s) for s in each.speeds if s.streams == streams], name == EXACT)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sparkdraft.bench.synthetic import Acceptance
     from sparkdraft.engine.engine import Engine
     from sparkdraft.models.config import ModelConfig
-    from sparkdraft.spec.dflash_config import DFlashConfig
+    from sparkdraft.spec.draft_configs import DraftConfig
 
 HEADER = (
     "streams  prompt  prefill tok/s  of matmul  decode tok/s  step ms = draft + target +  rest  floor ms  of the floor"
@@ -53,7 +53,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--drafter-shape",
         default="",
-        help="with --shape, a drafter with random weights: dflash-5x, or gpt-oss-20b-dflash and its like",
+        help="with --shape, a drafter with random weights: dflash-5x, mtp, gemma4-31b-assistant, ...",
     )
     parser.add_argument(
         "--synthetic-acceptance",
@@ -122,7 +122,7 @@ def numbers(flag: str, text: str, least: int = 1) -> list[int]:
 # ---- the parts
 
 
-def _check(args: Namespace) -> tuple[Acceptance | None, DFlashConfig | None]:
+def _check(args: Namespace) -> tuple[Acceptance | None, DraftConfig | None]:
     """Refuse what cannot be measured, before any weight is made; fills in the depth that --spec left open."""
     if args.output_len < 8:
         raise UserError(f"--output-len is {args.output_len}; fewer than 8 tokens measure nothing")
@@ -154,7 +154,7 @@ def _check(args: Namespace) -> tuple[Acceptance | None, DFlashConfig | None]:
     return None if length is None else Acceptance(length, depth or most), draft
 
 
-def make_engine(args: Namespace, draft: DFlashConfig | None) -> tuple[Engine, ModelConfig, str]:
+def make_engine(args: Namespace, draft: DraftConfig | None) -> tuple[Engine, ModelConfig, str]:
     """The engine to measure, its dimensions and its label. The prefix cache is off: every prompt is computed."""
     if not args.shape:
         llm = load_llm(args, prefix_cache=False)

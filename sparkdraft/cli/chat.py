@@ -35,7 +35,7 @@ DEFAULTS = SamplingParams(max_tokens=512)  # except for what the model names
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--system", default="", metavar="TEXT", help="instructions before the conversation")
     add_sampling_flags(parser, DEFAULTS, from_model=KINDS)
-    add_engine_flags(parser)
+    add_engine_flags(parser, profile=True)
 
 
 def run(args: Namespace) -> int:

@@ -41,7 +41,7 @@ def configure(parser: ArgumentParser) -> None:
         "--json", action="store_true", help="end with one line of JSON: text, counts, speed, memory, how it runs"
     )
     add_sampling_flags(parser, DEFAULTS)
-    add_engine_flags(parser)
+    add_engine_flags(parser, profile=True)
 
 
 def run(args: Namespace) -> int:

@@ -10,7 +10,23 @@ import sys
 from collections.abc import Sequence
 
 from sparkdraft import __version__
-from sparkdraft.cli import bench, chat, demo, generate, models, plan, pull, serve, train
+from sparkdraft.cli import (
+    bench,
+    chat,
+    check,
+    demo,
+    doctor,
+    export,
+    generate,
+    import_,
+    models,
+    plan,
+    pull,
+    recipe,
+    serve,
+    train,
+    tune,
+)
 from sparkdraft.cli.console import fail
 from sparkdraft.cli.parser import Parser
 from sparkdraft.core import UserError
@@ -23,8 +39,14 @@ VERBS = {
     "models": models,
     "pull": pull,
     "plan": plan,
+    "doctor": doctor,
+    "check": check,
+    "tune": tune,
     "bench": bench,
     "train": train,
+    "export": export,
+    "import": import_,
+    "recipe": recipe,
 }
 
 

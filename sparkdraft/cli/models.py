@@ -13,6 +13,7 @@ HELP = "list known models and their drafters, or fetch one"
 EXAMPLES = """examples:
   sparkdraft models
   sparkdraft models --fetch smollm2
+  sparkdraft models --clear-quantised                    (removes what --weights has quantised)
   sparkdraft pull Qwen/Qwen3-8B --with-drafter
 Any folder in Hugging Face layout, any .gguf file and any hub id works as --model too.
 """
@@ -20,9 +21,17 @@ Any folder in Hugging Face layout, any .gguf file and any hub id works as --mode
 
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--fetch", metavar="NAME", help="fetch a known model into the cache and print its path")
+    parser.add_argument(
+        "--clear-quantised", action="store_true", help="remove the cache of matrices that --weights has quantised"
+    )
 
 
 def run(args: Namespace) -> int:
+    if args.clear_quantised:
+        from sparkdraft.weights import quantised_cache
+
+        print(f"removed {quantised_cache.clear() / 1e6:.0f} MB from {quantised_cache.folder()}")
+        return 0
     if args.fetch:
         print(hub.fetch(args.fetch))
         return 0
@@ -35,7 +44,19 @@ def run(args: Namespace) -> int:
     print("\nPublished drafters (figures are others'; `sparkdraft pull MODEL --with-drafter` fetches both):")
     print("\n".join(pair_lines()))
     print("Any model: drafts from the request's own text where it repeats itself; nothing to fetch.")
+    print("\n".join(quantised_lines()))
     return 0
+
+
+def quantised_lines() -> list[str]:
+    """What --weights has quantised, and where it lies."""
+    from sparkdraft.weights import quantised_cache
+
+    found = quantised_cache.entries()
+    if not found:
+        return [f"\nMatrices that --weights quantises are kept in {quantised_cache.folder()}: none yet."]
+    lines = [f"\nQuantised by --weights (`sparkdraft models --clear-quantised` removes them): {found[0].path.parent}"]
+    return lines + [f"  {each.checkpoint} as {each.format}, {each.size / 1e6:.0f} MB" for each in found]
 
 
 def pair_lines() -> list[str]:

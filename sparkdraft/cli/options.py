@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, BooleanOptionalAction, Namespace, _ArgumentGroup
+from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace, _ArgumentGroup
 from collections.abc import Collection, Sequence
 from dataclasses import Field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.cli.console import show_fallbacks, show_plan
-from sparkdraft.config import ENGINE_FIELDS, EngineConfig
+from sparkdraft.config import ENGINE_FIELDS, NO_PROFILE, EngineConfig
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.progress import progress
 
 if TYPE_CHECKING:
     from sparkdraft.llm import LLM
+    from sparkdraft.weights.checkpoint import Checkpoint
 
 SAMPLING_FLAGS = {
     "max_tokens": "most tokens to write",
@@ -28,14 +29,19 @@ SAMPLING_FLAGS = {
 }
 
 
-def add_engine_flags(parser: ArgumentParser, without: Sequence[str] = (), **defaults: Any) -> None:
-    """Add a flag per field of EngineConfig, except those that the command decides itself. defaults: those that differ
-    here."""
+def add_engine_flags(
+    parser: ArgumentParser, without: Sequence[str] = (), profile: bool = False, **defaults: Any
+) -> None:
+    """Add a flag per field of EngineConfig, except those that the command decides itself. profile: whether a profile
+    sets what the user leaves out; of other flags than --model only those that were given are then in the namespace.
+    Without it no profile is used. defaults: those that differ here."""
     group = parser.add_argument_group("engine")
     group.add_argument("--verbose", action="store_true", help="print the plan and how it runs on this machine")
+    parser.set_defaults(uses_profile=profile)
     for name, each in ENGINE_FIELDS.items():
-        if name not in without:
-            add_field(group, each, defaults.get(name, each.default))
+        if name not in without and (profile or name != "profile"):
+            is_open = profile and name != "model"
+            add_field(group, each, defaults.get(name, each.default), SUPPRESS if is_open else None)
 
 
 def add_field(group: _ArgumentGroup, each: Field[Any], shown: Any, given: Any = None) -> None:
@@ -46,8 +52,13 @@ def add_field(group: _ArgumentGroup, each: Field[Any], shown: Any, given: Any = 
     default = shown if given is None else given
     if isinstance(each.default, bool):
         group.add_argument(flag, action=BooleanOptionalAction, default=default, help=text)
-    else:
-        group.add_argument(flag, type=type(each.default), default=default, metavar="X", help=text)
+        return
+    group.add_argument(flag, type=type(each.default), default=default, metavar="X", help=text)
+    if off := each.metadata["off"]:
+        without = f"--no-{flag[2:]}"
+        group.add_argument(
+            without, dest=each.name, action="store_const", const=off, default=default, help=f"{flag} {off}"
+        )
 
 
 def add_sampling_flags(parser: ArgumentParser, defaults: SamplingParams, from_model: Collection[str] = ()) -> None:
@@ -75,13 +86,14 @@ def sampling_params(args: Namespace, defaults: SamplingParams) -> SamplingParams
 
 
 def engine_options(args: Namespace) -> dict[str, Any]:
-    """The fields of EngineConfig that are flags of this command."""
-    return {name: getattr(args, name) for name in ENGINE_FIELDS if hasattr(args, name)}
+    """The fields of EngineConfig that are flags of this command, and no profile where it uses none."""
+    found = {name: getattr(args, name) for name in ENGINE_FIELDS if hasattr(args, name)}
+    return found if args.uses_profile else found | {"profile": NO_PROFILE}
 
 
-def load_llm(args: Namespace, **more: Any) -> LLM:
-    """Load the model with a progress bar, and print what runs differently from what was asked. more: further engine
-    options."""
+def load_llm(args: Namespace, checkpoint: Checkpoint | None = None, **more: Any) -> LLM:
+    """Load the model with a progress bar, and print what runs differently from what was asked. checkpoint: read in
+    place of the one that --model names. more: further engine options."""
     options = engine_options(args) | more
     EngineConfig(**options)  # refuse a bad flag before torch is imported
     with progress(f"opening {args.model}") as meter:
@@ -93,7 +105,7 @@ def load_llm(args: Namespace, **more: Any) -> LLM:
             else:
                 meter.stage(f"warming up {args.model}")
 
-        llm = LLM(progress=report, **options)
+        llm = LLM(progress=report, checkpoint=checkpoint, **options)
     if args.verbose:
         show_plan(llm.plan, llm.fallbacks(), llm.facts())
     else:

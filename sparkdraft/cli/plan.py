@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sparkdraft.plan.forecast import Forecast, Question
     from sparkdraft.plan.machine import Machine
     from sparkdraft.plan.weight_formats import WeightFormats
-    from sparkdraft.spec.dflash_config import DFlashConfig
+    from sparkdraft.spec.draft_configs import DraftConfig
 
 HELP = "say what fits and how fast it will be, before anything is loaded"
 EXAMPLES = """examples:
@@ -44,7 +44,9 @@ def configure(parser: ArgumentParser) -> None:
         "--machine", default="this", help="gb10, h200, rtx-5090, cpu, or a file (default this: measured for seconds)"
     )
     parser.add_argument(
-        "--drafter", default="auto", help="a folder, a hub id or a shape such as dflash-5x (default: the known one)"
+        "--drafter",
+        default="auto",
+        help="a folder, a hub id, a shape such as dflash-5x, or mtp (default: the known one)",
     )
     parser.add_argument("--kv", default="exact", help=f"{ENGINE_FIELDS['kv'].metadata['help']} (default exact)")
     parser.add_argument(
@@ -142,18 +144,19 @@ def read_formats(
     return held, " and ".join(names_of(held))
 
 
-def read_drafter(name: str, model_name: str, model: ModelConfig) -> DFlashConfig | None:
+def read_drafter(name: str, model_name: str, model: ModelConfig) -> DraftConfig | None:
     from sparkdraft.bench.named_shapes import DRAFTER_FILES, DRAFTER_SHAPES, drafter_shape
-    from sparkdraft.spec.dflash_config import DFlashConfig, check_fits
+    from sparkdraft.spec.draft_configs import check_fits, read_draft_config
+    from sparkdraft.spec.mtp_config import MTP
     from sparkdraft.spec.packaged import default_drafter
     from sparkdraft.weights.checkpoint import read_config_json
 
     found = default_drafter(model_name) if name == "auto" else None if name == "none" else name
     if found is None:
         return None
-    if found in DRAFTER_FILES or found in DRAFTER_SHAPES:
+    if found in DRAFTER_FILES or found in DRAFTER_SHAPES or found == MTP:
         return drafter_shape(found, model)
-    draft = DFlashConfig.read(read_config_json(found))
+    draft = read_draft_config(read_config_json(found))
     check_fits(draft, model)
     return draft
 
@@ -168,7 +171,7 @@ def _check(args: Namespace, model: ModelConfig) -> int:
     return context
 
 
-def _chances(acceptance: float | None, drafter: DFlashConfig | None) -> dict[str, float] | None:
+def _chances(acceptance: float | None, drafter: DraftConfig | None) -> dict[str, float] | None:
     from sparkdraft.plan.forecast import chance_of
 
     if acceptance is None:

@@ -43,7 +43,8 @@ def run(args: Namespace) -> int:
 
 
 def find_published(model: str) -> str:
-    """The best drafter for a model, from its config.json alone: what cannot run is refused before it is fetched."""
+    """The best drafter for a model, from its config.json alone: what cannot run is refused before it is fetched. Empty
+    if it is in the model's own file."""
     from sparkdraft.models.registry import read_config
     from sparkdraft.spec import pairs
     from sparkdraft.weights.hub_repo import fetch_config
@@ -58,6 +59,9 @@ def find_published(model: str) -> str:
     if not found.target.readable:
         kinds = ", ".join(pairs.KINDS[d.kind] for d in found.target.drafters)
         raise UserError(f"The drafters of {found.target.name} ({kinds}) are not read yet: leave --with-drafter out.")
-    best = found.target.readable[0]
+    if not found.target.published:
+        note(f"the drafter of {found.target.name} is {pairs.KINDS[found.target.readable[0].kind]}")
+        return ""
+    best = found.target.published[0]
     note(f"{best.repo}: {best.describe()}" + (f" ({found.doubt})" if found.doubt else ""))
     return best.repo

@@ -13,17 +13,18 @@ import os
 import signal
 import sys
 import time
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import AsyncIterator
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from sparkdraft import __version__
-from sparkdraft.cli.options import add_field
-from sparkdraft.config import ENGINE_FIELDS
+from sparkdraft.canary.findings import summary
+from sparkdraft.cli.export import CHOICES, add_serve_flags, add_vllm_flags, read_choices, read_config
 from sparkdraft.core import UserError
 from sparkdraft.defaults import describe
-from sparkdraft.server.config import FIELDS, SERVER_FIELDS, ServerConfig, merge
+from sparkdraft.server.config import ServerConfig
+from sparkdraft.server.container_env import container_notes
 
 if TYPE_CHECKING:
     from sparkdraft.server.service import Service
@@ -34,32 +35,58 @@ EXAMPLES = """examples:
   sparkdraft serve --model Qwen/Qwen3-8B --port 9000 --max-seqs 16
   sparkdraft serve --host 0.0.0.0 --api-key "$KEY"
   sparkdraft serve --config server.toml --spec off
+  sparkdraft serve --engine vllm --model Qwen/Qwen3.5-27B      (the same flags, served by an installed vLLM)
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
 Flags beat the environment (SPARKDRAFT_PORT and so on), which beats the file. Of the names that containers use,
 MODEL_PATH, DFLASH_DRAFTER, DFLASH_NUM_SPEC_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS,
-GPU_MEMORY_UTILIZATION, ENABLE_TURBOQUANT, TQ_MODE and its like, SERVED_MODEL_NAME and VLLM_API_KEY work too.
+GPU_MEMORY_UTILIZATION, ENABLE_TURBOQUANT, TQ_MODE and its like, SERVED_MODEL_NAME, VLLM_API_KEY and
+EXTRA_ARGS work too.
 """
+ENGINES = ("own", "vllm")
 POLL = 0.1
 SAY_AGAIN = 5.0  # seconds after which a stage that lasts is printed again
 
 
 def configure(parser: ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="FILE", help="a TOML file with any of these names as keys")
-    for title, flags in (("server", SERVER_FIELDS), ("engine", ENGINE_FIELDS)):
-        group = parser.add_argument_group(title)
-        for each in flags.values():
-            add_field(group, each, shown=each.default, given=SUPPRESS)
+    parser.add_argument(
+        "--engine", default="own", choices=ENGINES, help="own, or vllm where it is installed (default own)"
+    )
+    add_serve_flags(parser)
+    add_vllm_flags(parser)
 
 
 def run(args: Namespace) -> int:
-    """Serve until a signal. The file may also be named by SPARKDRAFT_CONFIG."""
+    """Serve until a signal."""
     end_at_signals()
-    flags = {name: value for name, value in vars(args).items() if name in FIELDS}
-    config = merge(flags, args.config or os.environ.get("SPARKDRAFT_CONFIG"), os.environ)
+    config = read_config(args)
+    if args.engine == "vllm":
+        return _serve_vllm(config, args)
+    if given := [name for name in CHOICES if getattr(args, name) is not None]:
+        raise UserError(f"--{given[0].replace('_', '-')} is for --engine vllm; leave it out, or choose that engine")
+    for text in container_notes(os.environ):
+        say(f"note: {text}")
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     asyncio.run(_serve(config))
     return 0
+
+
+def _serve_vllm(config: ServerConfig, args: Namespace) -> int:
+    """Run `vllm serve` with the same configuration, as a child, until it or a signal ends it."""
+    from sparkdraft.interop.child import find_program, run_child, url_of, version_of
+    from sparkdraft.interop.vllm_command import vllm_command
+    from sparkdraft.interop.written import shell
+
+    for text in container_notes(os.environ, to_vllm=True):
+        say(f"note: {text}")
+    program = find_program("vllm")
+    version = version_of(program)
+    command = vllm_command(config, read_choices(args, version))
+    for text in command.notes:
+        say(f"note: {text}")
+    say(f"sparkdraft {__version__} starts vLLM {version}:\n{shell(command)}")
+    words, environ = [program, *command.words()[1:]], {**os.environ, **command.secrets}
+    return run_child(words, environ, config.drain_seconds, say, url_of(config.host, config.port))
 
 
 def end_at_signals() -> None:
@@ -85,7 +112,7 @@ async def _serve(config: ServerConfig) -> None:
     say(f"  chat  {address}/")
     if not (config.is_local or config.api_key):
         say("  note: other machines can reach this, and there is no key")
-    app = create_app(config, EngineClient(config.engine))
+    app = create_app(config, EngineClient(config.engine, canary=config.tool_parser if config.canary else None))
     await Server(app, config).run_on(listener, narrate)
 
 
@@ -123,6 +150,8 @@ def _say_ready(service: Service) -> None:
     drafter = f"{info.drafter['name']}, up to {info.drafter['max_depth']} drafts per step" if info.drafter else "none"
     say(f"  drafter: {drafter}")
     say(f"  sampling: {describe(service.sampling)}, where a request names nothing else (--sampling-defaults)")
+    if info.canary:
+        say(f"  canary: {summary(info.canary)}")
     for fact in service.text.style.facts if service.text else ():
         say(f"  {fact.name}: {fact.value}" + (f" ({fact.reason})" if fact.reason else ""))
     for fallback in info.fallbacks:

@@ -200,6 +200,7 @@ def _write_drafter(args: Namespace) -> int:
     from sparkdraft.train.export import ExportTarget, export
     from sparkdraft.train.model import folded
     from sparkdraft.train.run import Run
+    from sparkdraft.weights.hub import portable_name
 
     run = Run(Path(args.run))
     info = run.open()
@@ -210,7 +211,7 @@ def _write_drafter(args: Namespace) -> int:
     if vocab := info.settings.vocab if args.vocab is None else args.vocab:
         ids = torch.from_numpy(Corpus(info.settings.data).most_frequent(vocab))
         head = _head_rows(name, ids, info.draft) if args.layout == "speculators" else None
-    tensors, target = folded(state.model()), ExportTarget(name)
+    tensors, target = folded(state.model()), ExportTarget(portable_name(name))
     export(info.draft, tensors, Path(args.out), args.layout, args.bits, target=target, vocabulary=ids, head=head)
     return state.step
 

@@ -8,12 +8,17 @@ from typing import Any
 
 import torch
 
-from sparkdraft.backend import BackendStatus, ModelInfo, Report
+from sparkdraft.backend import BackendStatus, CodingError, ModelInfo, Report
+from sparkdraft.cache.turboquant.centre import TEXT
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import GrammarSpec, SamplingParams, StepOutput
 from sparkdraft.defaults import usable_defaults
+from sparkdraft.engine.caches import held_units
+from sparkdraft.engine.coding_errors import MOST_CHARS, coding_errors
+from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.facts import facts
 from sparkdraft.engine.load import Loaded, load
+from sparkdraft.engine.machine import gpu_facts
 from sparkdraft.engine.warm_up import warm_up
 from sparkdraft.plan.resolve import Fallback
 from sparkdraft.text.grammar import Grammar
@@ -37,6 +42,7 @@ class EngineBackend:
     def __init__(self, loaded: Loaded, model: str) -> None:
         """model: its name, as the user gave it."""
         self.engine = loaded.engine
+        self._text = loaded.tokenizer.encode(TEXT.read_text(encoding="utf-8")[:MOST_CHARS])
         self.info = model_info(loaded, model)
 
     @property
@@ -70,15 +76,36 @@ class EngineBackend:
             running=len(engine.scheduler.running),
             waiting=len(engine.scheduler.waiting),
             kv_blocks_free=engine.pool.num_free,
-            kv_blocks_total=engine.pool.num_blocks,
+            kv_blocks_total=engine.pool.num_blocks - engine.pool.num_held,
             block_size=engine.plan.block_size,
             preemptions=engine.scheduler.num_preempted,
             drafting=engine.drafting.so_far().as_dict(),
             kv_errors=engine.kv_errors(),
+            step_drift=engine.drift.ratio,
+            steps_compared=engine.drift.num_compared,
+            kv_usage=kv_usage(engine),
         )
 
     def reset_counts(self) -> None:
         self.engine.reset_counts()
+
+    def switch(self, part: str, on: bool) -> None:
+        self.engine.switch(part, on)
+
+    def coding_errors(self) -> list[CodingError]:
+        return coding_errors(self.engine, self._text)
+
+
+def kv_usage(engine: Engine) -> float:
+    """The share of the caches' bytes that requests hold: of blocks, and of what layers with windows, coded layers and
+    recurrent ones keep beside them. What is only remembered for later prompts is free, and so are blocks
+    that nobody may take for now."""
+    plan, pool = engine.plan, engine.pool
+    free = engine.scheduler.holdings.num_free
+    parts = [(pool.num_blocks, plan.memory.kv // max(plan.num_blocks, 1), pool.num_free + pool.num_held)]
+    parts += [(*unit, left) for unit, left in zip(held_units(plan), free, strict=True)]
+    total = sum(count * size for count, size, _ in parts)
+    return sum((count - left) * size for count, size, left in parts) / total if total else 0.0
 
 
 def model_info(loaded: Loaded, model: str) -> ModelInfo:
@@ -89,6 +116,7 @@ def model_info(loaded: Loaded, model: str) -> ModelInfo:
     fallbacks += [Fallback(f"the model's default {name} is not used", why) for name, why in problems.items()]
     plan_facts = asdict(plan)
     del plan_facts["fallbacks"], plan_facts["memory"]
+    plan_facts |= gpu_facts(plan.device)
     plan_facts |= {"kv_tokens": plan.num_blocks * plan.block_size, "max_draft": engine.drafting.max_depth}
     caps = proposer.drafter.caps if proposer else None
     return ModelInfo(

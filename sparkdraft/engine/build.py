@@ -7,6 +7,7 @@ run before the first weight is read here (engine/machine.py, plan/resolve.py); e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -20,27 +21,34 @@ from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.engine.proposer import Proposer
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Sampler
-from sparkdraft.models.blocks import Step
+from sparkdraft.models.blocks import Decoder, Step
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.registry import architecture
 from sparkdraft.plan.resolve import Plan
 from sparkdraft.plan.sizes import model_sizes
 from sparkdraft.spec import registry
 from sparkdraft.spec.auto import Choice, choose
+from sparkdraft.spec.drafter import ReadsTarget
+from sparkdraft.spec.mtp_config import MTP
 from sparkdraft.spec.pairs import check_pair
 from sparkdraft.spec.registry import DraftSource
 from sparkdraft.text.tokenizer import Vocabulary
+from sparkdraft.weights.checkpoint import Checkpoint
 from sparkdraft.weights.loader import Loader, Note, Progress, WeightSource
+from sparkdraft.weights.quantised_cache import open_cache
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def find_drafter(config: EngineConfig, target: ModelConfig) -> Choice:
-    """The drafter that a config means, or None. A drafter that was named and does not fit is refused."""
+def find_drafter(config: EngineConfig, target: ModelConfig, checkpoint: Checkpoint) -> Choice:
+    """The drafter that a config means, or None. A drafter that was named and does not fit is refused. checkpoint: the
+    target's, which may hold one."""
     if config.spec == "off" or config.drafter == "none":
         return Choice(None, [])
     if config.drafter == "auto":
-        return choose(config.model, target)
+        return choose(config.model, target, checkpoint)
+    if config.drafter == MTP:
+        return Choice(registry.find_head(checkpoint, target), [])
     check_pair(config.drafter, target)
     return Choice(registry.find_drafter(config.drafter, target), [])
 
@@ -55,9 +63,11 @@ def build_engine(
     progress: Progress | None = None,
     calibration: Sequence[int] = (),
     chosen: Sequence[Note] = (),
+    model: Decoder | None = None,
 ) -> Engine:
     """calibration: ids of any text, from which a coded cache learns its mean keys; with too few ids nothing is
-    centred. chosen: what is to be said about the choice of the drafter."""
+    centred. chosen: what is to be said about the choice of the drafter and of the settings. model: the weights, if an
+    engine of the same context has loaded them before."""
     # The native kernels have their own threads. Torch runs only small operators beside them, and its threads, which
     # spin after each operator, would take the cores.
     torch.set_num_threads(1 if plan.kernels == "native" else plan.threads)
@@ -65,8 +75,11 @@ def build_engine(
     if plan.kernels == "native":
         ops.set_threads(plan.threads)
     with torch.inference_mode():
-        loader = Loader(source, device, dtype, ops, progress, weights=config.weights)
-        model = architecture(model_config.model_type).build(model_config, loader, ops, plan.max_model_len)
+        cache = open_cache(source.path, config.weights, plan.device) if config.weights_cache else None
+        with cache or nullcontext():
+            loader = Loader(source, device, dtype, ops, progress, weights=config.weights, cache=cache)
+            model = model or architecture(model_config.model_type).build(model_config, loader, ops, plan.max_model_len)
+        assert model.context >= plan.max_model_len, f"{model.context} positions for a context of {plan.max_model_len}"
         proposer, notes = None, [*chosen, *loader.notes]
         if drafter:
             own = Loader(drafter.source, device, dtype, ops)
@@ -76,7 +89,7 @@ def build_engine(
             proposer = Proposer(made, plan, device, ops)
             notes = [*notes, *(Note(f"in the drafter, {note.name}", note.reason) for note in own.notes)]
         ngram, reads = config.ngram and config.spec != "off", model_sizes(model_config).read
-        drafting = Drafting(plan.max_model_len, proposer, ngram, config.num_draft, reads)
+        drafting = Drafting(plan.max_model_len, proposer, ngram, config.num_draft, reads, config.depths)
         centres = None
         if plan.coded and config.tq_centre and len(calibration) > SKIPPED:
             scratch = scratch_cache(model_config, len(calibration), plan, dtype, device, ops)
@@ -84,6 +97,8 @@ def build_engine(
                 lambda *step: model.forward(Step(*step)), calibration, scratch, plan.block_size, device
             )
         kv, holdings = target_cache(model_config, plan, dtype, device, ops, 1 + drafting.max_depth, centres)
+        if proposer and isinstance(proposer.drafter, ReadsTarget):
+            proposer.drafter.read_from(kv)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # give back the memory that only loading needed
     runner = Runner(model, kv, plan, device, drafter.caps.taps if drafter else ())

@@ -67,7 +67,7 @@ def target_cache(
         sizes = (window.pages, plan.num_blocks, plan.block_size, room)
         groups[size] = WindowGroup(own, *sizes, kept, device, ops, same_bits_up_to)
         pages = PagePool(window.pages)
-        holdings.append(RecentRows(pages, plan.block_size, 0, size, MOST_AHEAD, groups[size].send))
+        holdings.append(RecentRows(pages, plan.block_size, 0, size + plan.reads_back, MOST_AHEAD, groups[size].send))
     states = None
     if recurrent := plan.states:
         assert same_bits_up_to <= recurrent.most_rows, "drafts deeper than the plan knows could not be taken back"
@@ -75,6 +75,16 @@ def target_cache(
         states = recurrent_states(model, StateSizes(*counts, plan.num_blocks, plan.block_size), dtype, device, ops)
         holdings.append(StateSlots(*counts[:2], plan.block_size, recurrent.most_rows, states))
     return LayeredKV([layer.mixer for layer in model.layers], cache, groups, states, ops), holdings
+
+
+def held_units(plan: Plan) -> list[tuple[int, int]]:
+    """(units, bytes of one) of each holding that `target_cache` makes, in its order: pages of uncoded rows, pages of
+    each window, states of requests."""
+    units = []
+    if plan.coded and plan.coded.is_hybrid and not plan.coded.captured:
+        units.append((plan.coded.pages, plan.coded.page_bytes))
+    units += [(window.pages, window.page_bytes) for window in plan.windows]
+    return units + ([(plan.states.slots, plan.states.slot_bytes)] if plan.states else [])
 
 
 def scratch_cache(
@@ -114,4 +124,6 @@ def _coded(
     if not coded.is_hybrid:
         return codes, []
     pages = PagePool(coded.pages)
-    return codes, [RecentRows(pages, plan.block_size, coded.first, coded.recent, MOST_AHEAD, codes.send)]
+    return codes, [
+        RecentRows(pages, plan.block_size, coded.first, coded.recent + plan.reads_back, MOST_AHEAD, codes.send)
+    ]

@@ -8,7 +8,7 @@ was accepted to the controllers and the statistics. Without a drafter and withou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,19 +47,25 @@ class Drafting:
         ngram: bool = False,
         default: int | None = None,
         reads: Reads = lambda rows: 1.0,
+        depths: Sequence[int] | None = None,
     ) -> None:
         """default: the depth of requests that name none; None chooses every step, 0 is off. reads: what a step reads of
-        the target's weights, in any unit."""
+        the target's weights, in any unit. depths: those to choose from; None: automatic."""
         self.proposer, self.ngram, self.default = proposer, ngram, default
+        self.is_off = False  # whether no request drafts, whatever it asks for
         self.has_experts = reads(2) > reads(1)  # in the target: more rows read more weights
         self.max_depth = proposer.max_depth if proposer else (NGRAM_DEPTH if ngram else 0)
         self._check("spec", default)
-        self.choices = depth_choices(self.max_depth, default)
+        if depths and self.max_depth:
+            self._check("spec_depths", max(depths))
+        chain = proposer is not None and proposer.chain
+        self.choices = depth_choices(self.max_depth, default, depths if self.max_depth else None, chain)
         self.lookahead = self.max_depth
         self._model = proposer.drafter.caps.name if proposer else ""
         sources = (["ngram"] if ngram else []) + ([self._model] if proposer else [])
         self.controllers = {
-            source: DepthController(self.max_depth, START[source == "ngram"], self.choices, reads) for source in sources
+            source: DepthController(self.max_depth, START[source == "ngram"], depths or self.choices, reads)
+            for source in sources
         }
         self.total = SpecStats()  # of requests that have ended
         self._max_model_len = max_model_len
@@ -75,7 +81,7 @@ class Drafting:
 
     def depths(self, requests: list[Request]) -> dict[Request, int]:
         """The number of drafts wanted for each request that may draft in the coming step."""
-        if not self.max_depth:
+        if not self.max_depth or self.is_off:
             return {}
         depths: dict[Request, int] = {}
         free: dict[str, list[Request]] = {}  # requests that name no depth, per source

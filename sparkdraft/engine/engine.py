@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 
+from sparkdraft.backend import DRAFTING, GROWTH, PREFIX_CACHE
 from sparkdraft.cache.blocks import BlockPool
 from sparkdraft.cache.holdings import Holding
 from sparkdraft.cache.prefix import PrefixCache
 from sparkdraft.core import Batch, FinishReason, Request, SamplingParams, StepOutput, UserError
 from sparkdraft.engine.accept import committed
 from sparkdraft.engine.drafting import Drafting
+from sparkdraft.engine.drift import StepDrift
 from sparkdraft.engine.output import Output
 from sparkdraft.engine.overlap import AHEAD, OverlappedSteps
 from sparkdraft.engine.pace import PromptPace
@@ -60,6 +62,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.pool, prefix, plan.max_seqs, plan.max_rows, drafting.lookahead, holdings, self.pace
         )
+        self.drift = StepDrift()
         self._outputs: dict[Request, Output] = {}
         self._by_id: dict[str, list[Request]] = {}
         self._ended: list[StepOutput] = []  # outputs of requests that were aborted or read since the last step
@@ -159,11 +162,15 @@ class Engine:
         self.drafting.timed(batch, drafted - begin, end - drafted)
         if num_decoding := sum(work.decodes for work in batch.work):
             self.pace.learn(num_decoding, batch.num_prompt_rows, end - begin)
+        if batch.decodes:
+            self.drift.learn(num_decoding, batch.num_rows, sum(w.stop for w in batch.work), end - begin)
         return self._take_ended() + outputs
 
     def warm_up(self) -> None:
         """Run the shapes that a single request brings, before anyone waits for them. This compiles kernels, records
         steps, and measures the cost of a step at each depth for the depth controllers."""
+        if self.drafting.proposer:
+            self.runner.record_rows(1 + self.drafting.max_depth)
         for depth in self.drafting.choices:
             self._try(depth, [*range(16)], TRIAL_STEPS)  # drafted by the model
         for depth in self.drafting.choices:  # and by its own text
@@ -187,12 +194,28 @@ class Engine:
         """Start counting anew: the requests so far were not a user's."""
         self.scheduler.num_preempted = 0
         self.drafting.reset_counts()
+        self.drift.forget_recent()
         if self.runner.kv.meter:
             self.runner.kv.meter.forget()
 
     def kv_errors(self) -> dict[str, Any] | None:
         """The errors that the cache has measured of itself (cache/turboquant/capture.py). Waits for the device."""
         return self.runner.kv.meter.errors() if self.runner.kv.meter else None
+
+    def switch(self, part: str, on: bool) -> None:
+        """Do without a part, or take it up again (sparkdraft/backend.py names them)."""
+        if part == DRAFTING:
+            self.drafting.is_off = not on
+        elif part == PREFIX_CACHE:
+            self.scheduler.prefix.enabled = on and self.plan.prefix_cache
+            if not on:
+                self.scheduler.prefix.clear()
+        elif part == GROWTH and self.plan.device == "cuda":  # the cache is allocated in full; torch keeps more
+            torch.cuda.empty_cache()
+        elif part == GROWTH and on:
+            self.pool.give_back()
+        elif part == GROWTH:
+            self.pool.hold(keep=-(-self.plan.max_model_len // self.plan.block_size) + 1)  # one request can always run
 
     @property
     def fallbacks(self) -> list[Fallback]:
@@ -263,6 +286,8 @@ class Engine:
         if steps:
             self.drafting.learn_overlapped(steps, overlap.step_seconds)
             self.pace.learn(len(steps), 0, overlap.step_seconds)
+            rows, context = sum(1 + depth for _, depth, _ in steps), sum(r.num_tokens for r, _, _ in steps)
+            self.drift.learn(len(steps), rows, context, overlap.step_seconds)
         for output, (request, _, _) in zip(outputs, steps, strict=True):
             if request.finish:  # it is removed once every launched step has been read
                 output.speculation = self.drafting.report(request)

@@ -7,22 +7,55 @@ plan.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from sparkdraft.core import Fact
 from sparkdraft.engine.engine import Engine
+from sparkdraft.kernels.asked import Asked, AskedExperts, all_tiles
+from sparkdraft.models.blocks import Decoder
+from sparkdraft.models.layers import ExpertsSpec, RecurrentSpec
 from sparkdraft.plan.memory import RECORDINGS
+from sparkdraft.plan.resolve import ITEMSIZE, Plan
+from sparkdraft.spec.drafter import Drafter
+from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.linear import Linear
 
 
 def facts(engine: Engine) -> list[Fact]:
     model, plan = engine.runner.model, engine.plan
-    found = [_recordings(engine), _overlap(engine), _bits(engine), *_cut(engine)]
+    found = [_recordings(engine), _overlap(engine), _bits(engine), *_cut(engine), *_chain(engine)]
     if plan.device == "cuda":
-        found += model.ops.facts(
-            [m.tiles for m in model.matrices if isinstance(m, Linear) and m.tiles], torch.device(plan.device)
-        )
+        found += model.ops.facts(asked(model, plan), torch.device(plan.device))
+        if proposer := engine.drafting.proposer:
+            own = asked_by_drafter(proposer.drafter, plan)
+            found += [
+                replace(f, name=f"drafter's {f.name}") for f in model.ops.facts(own, torch.device(plan.device))[:-1]
+            ]
     return found
+
+
+def asked(model: Decoder, plan: Plan) -> Asked:
+    """What the target asks of its kernels."""
+    experts, recurrent, windows = [], set(), {window.window for window in plan.windows}
+    for spec, layer in zip(model.config.layers, model.layers, strict=True):
+        if isinstance(spec.mlp, ExpertsSpec):
+            gate_up, down = (m for m in layer.matrices if isinstance(m, ExpertLinear))
+            experts.append(AskedExperts(gate_up, down, spec.mlp.top_k))
+        if isinstance(spec.mixer, RecurrentSpec):
+            recurrent.add((spec.mixer.num_value_heads, spec.mixer.key_dim, spec.mixer.value_dim))
+    is_coded = plan.coded is not None and not plan.coded.captured
+    coded = frozenset(s.head_dim for s in model.config.attention if is_coded and s.window not in windows)
+    exact = frozenset(s.head_dim for s in model.config.attention if not (is_coded and s.window not in windows))
+    matrices = all_tiles(m for m in model.matrices if isinstance(m, Linear))
+    return Asked(matrices, experts, exact, coded, frozenset(recurrent), ITEMSIZE[plan.dtype], plan.max_rows)
+
+
+def asked_by_drafter(drafter: Drafter, plan: Plan) -> Asked:
+    """Its keys and values are exact, whatever the target's are."""
+    dims, none = frozenset(spec.head_dim for spec in drafter.caps.kv), frozenset[int]()
+    return Asked(all_tiles(drafter.matrices), (), dims, none, frozenset(), ITEMSIZE[plan.dtype], plan.max_rows)
 
 
 def _recordings(engine: Engine) -> Fact:
@@ -64,3 +97,15 @@ def _cut(engine: Engine) -> list[Fact]:
     if engine.plan.device == "cpu":
         return [Fact(name, "cut where their own confidence no longer pays, unless the depth is fixed")]
     return [Fact(name, "verified whole", "a step on a GPU is recorded with a fixed number of rows")]
+
+
+def _chain(engine: Engine) -> list[Fact]:
+    """How often a drafter runs per step, where that is not once."""
+    proposer = engine.drafting.proposer
+    if not proposer or not proposer.chain:
+        return []
+    value = f"{proposer.drafter.caps.name}, one per draft, up to {proposer.max_depth} per step"
+    if engine.overlap:
+        return [Fact("the drafter's passes", f"{value}; all of a step in one recording, that of an overlapped step")]
+    reason = "ids are picked between passes" if engine.plan.graphs else ""
+    return [Fact("the drafter's passes", value + ("; one recording, replayed for each" if reason else ""), reason)]

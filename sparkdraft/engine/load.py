@@ -6,18 +6,26 @@ together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sparkdraft.cache.turboquant.centre import TEXT
 from sparkdraft.config import EngineConfig
 from sparkdraft.engine.build import build_engine, find_drafter
 from sparkdraft.engine.engine import Engine
-from sparkdraft.engine.machine import plan_here
+from sparkdraft.engine.machine import detect, native_problem, plan_here
+from sparkdraft.models.blocks import Decoder
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.registry import read_config
+from sparkdraft.plan.resolve import model_bytes
+from sparkdraft.plan.weight_formats import quantised_at_load
+from sparkdraft.spec.caps import DrafterCaps
+from sparkdraft.spec.ngram import NGRAM_DEPTH
+from sparkdraft.spec.registry import DraftSource
 from sparkdraft.text.tokenizer import Tokenizer
+from sparkdraft.tune.profile import Subject, pick_up
 from sparkdraft.weights.checkpoint import Checkpoint, open_checkpoint
-from sparkdraft.weights.loader import Progress
+from sparkdraft.weights.loader import Note, Progress
+from sparkdraft.weights.plane_layout import StoredBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +38,65 @@ class Loaded:
     engine: Engine
 
 
-def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
-    """progress: called with the number of tensors read so far and the number of all tensors."""
-    checkpoint = open_checkpoint(config.model)
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A checkpoint whose weights are not read yet, its drafter, and the settings to run it with."""
+
+    config: EngineConfig  # with the profile's settings
+    checkpoint: Checkpoint
+    model_config: ModelConfig
+    drafter: DraftSource | None
+    subject: Subject  # what a profile of it is about
+    notes: list[Note]  # about the choice of the drafter and of the settings
+
+    @property
+    def caps(self) -> DrafterCaps | None:
+        return self.drafter.caps if self.drafter else None
+
+
+def open_model(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Opened:
+    """checkpoint: read in place of the one that config.model names."""
+    checkpoint = checkpoint or open_checkpoint(config.model)
     model = read_config(checkpoint.config)
-    drafter, chosen = find_drafter(config, model)
-    plan = plan_here(config, model, drafter.caps if drafter else None, checkpoint.stored_bytes())
+    drafter, chosen = find_drafter(config, model, checkpoint)
+    drafts_by = drafter.caps.name if drafter else ""
+    subject = Subject.of(detect(config), config.model, checkpoint.config, checkpoint.stored_bytes(), drafts_by)
+    config, said = pick_up(config, subject, drafter.caps.max_depth if drafter else NGRAM_DEPTH)
+    notes = [*(Note(each.name, each.reason) for each in said), *chosen]
+    return Opened(config, checkpoint, model, drafter, subject, notes)
+
+
+def load(config: EngineConfig, progress: Progress | None = None, checkpoint: Checkpoint | None = None) -> Loaded:
+    """progress: called with the number of tensors read so far and the number of all tensors. checkpoint: read in place
+    of the one that config.model names."""
+    return load_opened(open_model(config, checkpoint), progress)
+
+
+def load_opened(opened: Opened, progress: Progress | None = None, weights: Decoder | None = None) -> Loaded:
+    """weights: those that were loaded for another engine, if this one shall share them."""
+    config, checkpoint, model, drafter = opened.config, opened.checkpoint, opened.model_config, opened.drafter
+    stored, found = stored_of(config, checkpoint, model, opened.caps), detect(config)
+    if weights:  # the plan counts them, and they have been taken from the free memory already
+        shared = model_bytes(config, model, found, native_problem(config, found), opened.caps, stored)
+        found = replace(found, free_bytes=found.free_bytes + shared)
+    plan = plan_here(config, model, opened.caps, stored, found)
     tokenizer = Tokenizer.of(checkpoint)
     text = tokenizer.encode(TEXT.read_text(encoding="utf-8")) if plan.coded else []
     calibration = text[: plan.max_model_len]
-    engine = build_engine(plan, config, model, checkpoint, tokenizer, drafter, progress, calibration, chosen)
+    engine = build_engine(
+        plan, config, model, checkpoint, tokenizer, drafter, progress, calibration, opened.notes, weights
+    )
     engine.warm_up()
     return Loaded(checkpoint, model, tokenizer, engine)
+
+
+def stored_of(
+    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, drafter: DrafterCaps | None = None
+) -> StoredBytes:
+    """What a GPU keeps of a checkpoint with these settings: as it is stored, or as --weights quantises it. A head in
+    the target's file that drafts stays floats."""
+    stored = checkpoint.stored_bytes()
+    if config.weights == "auto" or stored.quantised:
+        return stored
+    made = quantised_at_load(model, config.weights)
+    return made._replace(floats=made.floats + drafter.num_weights) if drafter and drafter.in_target else made

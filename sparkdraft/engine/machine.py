@@ -29,10 +29,15 @@ class Properties(Protocol):
 
 
 def plan_here(
-    config: EngineConfig, model: ModelConfig, drafter: DrafterCaps | None = None, stored: StoredBytes | None = None
+    config: EngineConfig,
+    model: ModelConfig,
+    drafter: DrafterCaps | None = None,
+    stored: StoredBytes | None = None,
+    found: Hardware | None = None,
 ) -> Plan:
-    """The plan for this machine. stored: what the model's file holds, if that is known."""
-    found = detect(config)
+    """The plan for this machine. stored: what the model's file holds, if that is known. found: the machine, if its
+    free memory is to be counted otherwise than it is now."""
+    found = found or detect(config)
     plan = resolve(config, model, found, native_problem(config, found), drafter, stored)
     if plan.coded:
         check_coded_kernels(plan.kernels)
@@ -66,6 +71,14 @@ def free_gpu_memory(properties: Properties, driver_free: int) -> int:
     if properties.is_integrated:
         return hardware.available_memory() or driver_free
     return driver_free
+
+
+def gpu_facts(device: str) -> dict[str, str]:
+    """What the watchdog must know of the GPU that torch uses: its name for nvidia-smi, and whose its memory is."""
+    if device != "cuda" or not torch.cuda.is_available():
+        return {}
+    found = torch.cuda.get_device_properties()
+    return {"gpu": f"GPU-{found.uuid}", "gpu_memory": "shared" if found.is_integrated else "own"}
 
 
 def native_problem(config: EngineConfig, found: Hardware) -> str | None:

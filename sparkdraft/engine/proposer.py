@@ -75,6 +75,7 @@ class Proposer:
     def __init__(self, drafter: Drafter, plan: Plan, device: torch.device, ops: ModuleType) -> None:
         self.drafter, self.plan, self.device, self.ops = drafter, plan, device, ops
         self.chain = drafter.caps.chain
+        self._keeps = bool(drafter.caps.kv)  # whether observing writes anything
         self.max_depth = drafter.caps.max_depth
         max_blocks = -(-plan.max_model_len // plan.block_size)
         self._inputs = StepInputs(plan.max_seqs, plan.max_seqs, max_blocks, plan.block_size, device)  # the anchors
@@ -109,7 +110,8 @@ class Proposer:
             rows, inputs = slice(row, row + count), runner.inputs
             following = self._ids_after(request, work.start, count) if self.chain else None
             seen = CommittedRows(runner.taps[rows], inputs.positions[rows], inputs.slots[rows], following)
-            self.drafter.observe(seen)
+            if self._keeps:
+                self.drafter.observe(seen)
             if self.chain:  # a chunk may leave one known row, and drafts may follow that one
                 self.resume(request, self._rows[row + count - 1])
             return
@@ -142,8 +144,9 @@ class Proposer:
         if not waiting:
             return
         assert self._seen
-        num_rows = self._seen.fill(waiting, self.plan.block_size)
-        self._observing = self._replay(self._observing, self._observe, num_rows)[0]
+        if self._keeps:
+            num_rows = self._seen.fill(waiting, self.plan.block_size)
+            self._observing = self._replay(self._observing, self._observe, num_rows)[0]
         for _, pending in waiting:
             pending.start, pending.count = pending.start + pending.count, 0
 

@@ -112,6 +112,14 @@ class Runner:
         return self._logits(shape, self._forward(shape, self.plan.max_model_len))
 
     @torch.inference_mode()
+    def record_rows(self, most: int) -> None:
+        """Record the steps of one request with up to this many rows. A block of drafts may be cut anywhere
+        (spec/cut.py), and on a CPU each number of rows is a recording, which takes as long as four plain steps: a text
+        should not wait for it. On a GPU rows are padded to few sizes, which the steps at start record."""
+        if self.graphs and self.plan.device == "cpu":
+            self.graphs.record([Shape(1, rows, 0, rows) for rows in range(2, most + 1)])
+
+    @torch.inference_mode()
     def _record(self) -> None:
         """Record steps at start. On a GPU all sizes and the prompts of one request, so that the first request is as
         fast as the tenth; on a CPU one size, to see whether recording works."""

@@ -52,6 +52,10 @@ def tap(residual: Tensor, taps: Tensor, index: int, positions: Tensor) -> None:
         taps[torch.arange(len(residual), device=taps.device), positions.long() % taps.shape[1], index] = residual
 
 
+def beside(left: Tensor, right: Tensor) -> Tensor:  # [rows, a] and [rows, b] -> [rows, a + b]
+    return torch.cat((left, right), dim=1)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [rows, dim] -> [rows, dim]
     x32 = x.float()
     scaled = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
@@ -225,7 +229,8 @@ def tq_rope_write(
     args: RopeArgs,
     slots: Tensor,  # int32 [rows]: block * block_size + offset; a negative slot is not written
 ) -> None:
-    """The same for a compressed cache: `qk_norm_rope`, then `tq_write`, which rotates the queries too."""
+    """The same for a compressed cache: `qk_norm_rope`, then `tq_write`, which rotates the queries too. With 0 key and
+    value heads it is the compressed cache's `rope_queries`, and nothing is written."""
     q, k, v = make_qkv(qkv, args)
     tq_write(layer, k, v, slots, q)
 

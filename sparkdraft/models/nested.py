@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sparkdraft.weights.loader import Loader
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")  # the first that the file has
-# What a file may hold besides: where, and why it is not loaded.
+# What a file may hold besides: where, and why it is not loaded; "": that is not for the model to say.
 OTHERS = {
     "the vision tower": (
         "model.vision_tower. model.embed_vision. model.visual. visual. vision_tower. model.multi_modal_projector. "
@@ -24,7 +24,7 @@ OTHERS = {
         "only text is read",
     ),
     "the audio tower": ("model.audio_tower. model.embed_audio. audio_tower.", "only text is read"),
-    "a drafter": ("mtp. model.mtp.", "drafting with MTP is not built"),
+    "a drafter": ("mtp. model.mtp.", ""),  # spec/auto.py says who drafts
 }
 # What stands beside text_config and does not concern the text.
 OUTER = """
@@ -53,5 +53,5 @@ def text_prefix(load: Loader) -> str:
 def leave_others(load: Loader) -> None:
     """Leave what is not the text model's; the user is told once."""
     for what, (prefixes, reason) in OTHERS.items():
-        if count := sum(map(load.leave, prefixes.split())):
+        if (count := sum(map(load.leave, prefixes.split()))) and reason:
             load.note(f"{count} tensors of {what} are not loaded", reason)

@@ -19,12 +19,10 @@ from sparkdraft.plan.memory import MemoryPlan
 from sparkdraft.plan.resolve import ITEMSIZE, Plan, resolve
 from sparkdraft.plan.roofline import DraftPass, Load, Losses, Seconds, Target, step
 from sparkdraft.plan.sizes import model_sizes
-from sparkdraft.plan.weight_formats import FLOATS, WeightFormats, bytes_by_format
+from sparkdraft.plan.weight_formats import WeightFormats, bytes_by_format, stored_bytes
 from sparkdraft.spec.best_depths import expected_tokens
 from sparkdraft.spec.depth import depth_choices
-from sparkdraft.spec.dflash_caps import caps_of
-from sparkdraft.spec.dflash_config import DFlashConfig
-from sparkdraft.weights.plane_layout import StoredBytes
+from sparkdraft.spec.draft_configs import DraftConfig, caps_of
 
 # Chance of each draft once it is reached: 2.0, 3.0 and 5.5 drafts accepted of 15 (AEON-7/vllm-dflash, Qwen3.5-27B).
 CLASSES = {"prose": 0.67, "dialogue": 0.75, "code": 0.86}
@@ -40,7 +38,7 @@ class Question:
     machine: Machine
     config: EngineConfig  # as `serve` would get it
     formats: WeightFormats | None = None  # of the model's matrices; None: the one that the engine keeps on this machine
-    drafter: DFlashConfig | None = None
+    drafter: DraftConfig | None = None
     streams: int = 1
     context: int = 4096  # tokens of each stream
     chances: Mapping[str, float] | None = None  # by class of text; None: CLASSES
@@ -71,9 +69,7 @@ class Forecast:
         self.question = question
         model, machine = question.model, question.machine
         self.caps = caps_of(question.drafter) if question.drafter else None
-        found = bytes_by_format(model, question.formats) if question.formats else {}
-        coded = sum(size for fmt, size in found.items() if fmt not in FLOATS)
-        self.held = StoredBytes(coded, found.get("bfloat16", 0) // 2) if found else None
+        self.held = stored_bytes(model, question.formats) if question.formats else None
         args = (question.config, model, machine.hardware, machine.native_problem)
         self.plan: Plan = resolve(*args, self.caps, self.held)
         self.without: Plan = resolve(*args, None, self.held) if self.caps else self.plan  # the same, and no drafter
@@ -81,9 +77,9 @@ class Forecast:
         itemsize = ITEMSIZE[self.plan.dtype]
         self.target = Target.of(model, self.formats, self.plan.kv, itemsize)
         self.drafter = None
-        if question.drafter and self.caps:
-            own_head = question.drafter.draft_vocab_size < model.vocab_size
-            self.drafter = DraftPass.of(self.caps, model_sizes(model).head, own_head, itemsize, self.plan.weights)
+        if caps := self.caps:
+            head, kept = model_sizes(model).head, (itemsize, self.plan.weights, self.plan.kv)
+            self.drafter = DraftPass.of(caps, head, caps.own_head, *kept)
         self.chances = CLASSES if question.chances is None else question.chances
 
     # ---- memory
@@ -93,7 +89,7 @@ class Forecast:
         """Bytes by what they are for: the parts of the plan's sum, with the drafter's taken out of each."""
         plan, bare = self.plan.memory, self.without.memory
         rows = {f"weights, {fmt}": size for fmt, size in self.weights.items()}
-        rows["what fills weights up"] = bare.weights - sum(rows.values())  # to whole tiles, where kernels want that
+        rows["tables of rotations"] = bare.weights - sum(rows.values())
         rows["K/V of the target"] = plan.kv - self._drafter_kv
         if self.caps:
             rows |= {"drafter's weights": plan.weights - bare.weights, "drafter's K/V": self._drafter_kv}
@@ -170,7 +166,7 @@ class Forecast:
         fixed = self.question.config.num_draft
         if not self.caps or fixed == 0:
             return []
-        return [fixed] if fixed else depth_choices(self.caps.max_depth)[1:]
+        return [fixed] if fixed else depth_choices(self.caps.max_depth, chain=self.caps.chain)[1:]
 
     def drafted(self, chance: float, context: int = 0, streams: int = 0) -> Drafted:
         best = Drafted(chance, 0, 1.0, self.speed(0, 1.0, context, streams))

@@ -9,6 +9,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+MEMINFO = Path("/proc/meminfo")
+
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
@@ -26,7 +28,7 @@ def usable_cores() -> int:
 
 def available_memory() -> int | None:
     """Bytes that the machine can give without swapping, including what it would drop from the page cache."""
-    return _meminfo("MemAvailable")
+    return meminfo().get("MemAvailable")
 
 
 def free_memory() -> int:
@@ -44,14 +46,16 @@ def cpu() -> Hardware:
     return Hardware("cpu", _cpu_name(), usable_cores(), free_memory())
 
 
-def _meminfo(key: str) -> int | None:
+def meminfo() -> dict[str, int]:
+    """What the system says of its memory, in bytes by name; empty where it says nothing."""
+    found = {}
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith(f"{key}:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
+        for line in MEMINFO.read_text().splitlines():
+            name, _, rest = line.partition(":")
+            found[name] = int(rest.split()[0]) * 1024
+    except (OSError, ValueError, IndexError):
         pass
-    return None
+    return found
 
 
 def _cpu_name() -> str:

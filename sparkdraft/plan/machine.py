@@ -133,6 +133,12 @@ def this_machine() -> Machine:
     )
 
 
+def describing(name: str) -> Machine | None:
+    """The file that describes a GPU of this name."""
+    files = (read_machine(FOLDER / f"{each}.json") for each in known_machines())
+    return next((each for each in files if any(part in name for part in each.matches)), None)
+
+
 def _like(found: Hardware) -> Machine:
     """The file whose losses hold for this hardware, or come nearest."""
     files = [read_machine(FOLDER / f"{name}.json") for name in known_machines()]

@@ -51,10 +51,11 @@ class MemoryPlan:
         return "\n".join([*lines, f"  {'together':<18}{self.total / 2**30:8.2f} GiB of {self.free / 2**30:.2f} free"])
 
 
-def weight_bytes(model: ModelConfig, itemsize: float, stored: StoredBytes | None = None) -> int:
+def weight_bytes(model: ModelConfig, itemsize: float, stored: StoredBytes | None = None, more: int = 0) -> int:
     """Bytes of the matrices in the format in which they are kept. An embedding that is not the head counts
-    separately. stored: of the file, where kernels keep what is quantised as it is stored."""
-    as_floats = int(model_sizes(model).held * itemsize)
+    separately. stored: of the file, where kernels keep what is quantised as it is stored. more: weights of a drafter in
+    the same file, which what is stored has counted already."""
+    as_floats = int((model_sizes(model).held + more) * itemsize)
     return as_floats if stored is None else min(as_floats, stored.kept(itemsize))
 
 
@@ -82,16 +83,18 @@ def recording_bytes(kernels: str, drafts: bool) -> int:
     return kinds * RECORDINGS[kernels].most * RECORDINGS[kernels].bytes_each
 
 
-def drafter_bytes(draft: DFlashConfig, itemsize: float) -> int:
+def drafter_bytes(draft: DFlashConfig, itemsize: float, own_embedding: bool = False, own_head: bool = False) -> int:
     """Bytes of a drafter's layers and of its projection of the target's states. Embedding and head are the target's, or
-    rows of its head."""
+    rows of its head, where its file does not bring its own."""
     model, sizes = draft.model, model_sizes(draft.model)
     hidden = model.hidden_size
     count = sizes.active_in_layers
     count += hidden * len(draft.taps) * draft.target_hidden_size
     count += hidden * sizes.kv  # keys and values a second time, as one matrix
-    if draft.draft_vocab_size < model.vocab_size:
+    if own_head or draft.draft_vocab_size < model.vocab_size:
         count += hidden * draft.draft_vocab_size
+    if own_embedding:
+        count += hidden * model.vocab_size
     return int(count * itemsize)
 
 

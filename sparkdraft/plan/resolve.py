@@ -72,6 +72,7 @@ class Plan:
     coded: CodedPlan | None = None  # for a turboquant cache
     windows: tuple[WindowPlan, ...] = ()  # for layers that keep the K/V of their window alone
     states: StatePlan | None = None  # for recurrent layers
+    reads_back: int = 0  # positions before a window that pages are kept for too, because the drafter reads them
     fallbacks: tuple[Fallback, ...] = ()
 
     def describe(self, fallbacks: Sequence[Fallback] | None = None) -> str:
@@ -105,9 +106,8 @@ def resolve(
     fallbacks = [_unknown_keys(model.unknown_keys)] if model.unknown_keys else []
     weights = _weights(config, hardware, native_problem, fallbacks)
     dtype = "float32" if weights == "quantised" else weights
-    max_model_len = _max_model_len(config, model)
+    itemsize, max_model_len = ITEMSIZE[dtype], _max_model_len(config, model)
     max_seqs, max_rows = _step_limits(config, hardware)
-    itemsize = ITEMSIZE[dtype]
     kv = "exact" if config.kv == "turboquant" and config.tq_mode == "off" else config.kv
     check_kv(kv, hardware, weights)
     kernels = "cuda" if not on_cpu else ("native" if weights == "quantised" else "reference")
@@ -149,6 +149,7 @@ def resolve(
         coded=caches.coded,
         windows=caches.windows,
         states=states,
+        reads_back=drafter.reads_back if drafter else 0,
         fallbacks=tuple(fallbacks),
     )
 
@@ -166,8 +167,25 @@ def _held(
     model: ModelConfig, context: int, itemsize: float, drafter: DrafterCaps | None, stored: StoredBytes | None
 ) -> int:
     """Bytes of all weights, and of the tables that are made of numbers alone."""
-    own = int(drafter.num_weights * itemsize) if drafter else 0
-    return own + weight_bytes(model, itemsize, stored) + rope_bytes(model, context)
+    own, beside = drafter.num_weights if drafter else 0, 0
+    if drafter and not drafter.in_target:
+        own, beside = 0, int(own * itemsize)
+    return beside + weight_bytes(model, itemsize, stored, own) + rope_bytes(model, context)
+
+
+def model_bytes(
+    config: EngineConfig,
+    model: ModelConfig,
+    hardware: Hardware,
+    native_problem: str | None,
+    drafter: DrafterCaps | None,
+    stored: StoredBytes | None,
+) -> int:
+    """What a plan counts for the model without its drafter."""
+    itemsize = WEIGHT_ITEMSIZE[_weights(config, hardware, native_problem, [])]
+    stored = None if hardware.device == "cpu" else stored
+    held = _held(model, _max_model_len(config, model), itemsize, drafter, stored)
+    return held - int(drafter.num_weights * itemsize) if drafter else held
 
 
 class StepSize(NamedTuple):
@@ -198,9 +216,10 @@ def _caches(
     slid = window_layers(model, step.context)  # per window
     full = [spec for spec in model.cached_attention if spec.window not in slid]
     coded, pages, size = None, 0, config.block_size
+    ahead = MOST_AHEAD + (drafter.reads_back if drafter else 0)  # a page for a row behind costs what one ahead does
     if kv == "turboquant":
         device = "cuda" if kernels == "cuda" else "cpu"
-        coded = plan_coded(config, full, device, step.max_seqs, step.max_rows, max(room, 0), MOST_AHEAD)
+        coded = plan_coded(config, full, device, step.max_seqs, step.max_rows, max(room, 0), ahead)
         check_borrowed(model, full)
         for spec in full:
             check_coded(kernels, spec.head_dim, size)
@@ -210,9 +229,7 @@ def _caches(
     wanted = config.kv_tokens or step.max_seqs * step.context
     asked = config.kv_tokens or config.max_model_len
     bytes_left = room - pages
-    windows, requests = plan_windows(
-        slid, size, *step, MOST_AHEAD, kept, bytes_left, per_block, -(-wanted // size), asked
-    )
+    windows, requests = plan_windows(slid, size, *step, ahead, kept, bytes_left, per_block, -(-wanted // size), asked)
     return Caches(coded, windows, per_block, pages + sum(window.nbytes for window in windows), requests)
 
 

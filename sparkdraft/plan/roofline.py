@@ -150,19 +150,29 @@ class Target:
 class DraftPass(NamedTuple):
     """What a drafter's pass reads. It is kept as the engine keeps matrices on the machine, whatever the target is."""
 
-    weights: int  # of its own matrices
+    weights: int  # of its own matrices, without experts that a row does not choose
     head: int  # of the target's head, if it has none of its own
     contexts: tuple[Context, ...]
     layers: int
     chain: bool = False  # a pass per draft, over one row of each stream
     format: str = "bfloat16"
+    borrowed: tuple[Context, ...] = ()  # of the target's K/V, in the target's format
+    kv: str = "exact"
 
     @staticmethod
     def of(
-        caps: DrafterCaps, target_head: int, own_head: bool = False, itemsize: int = 2, fmt: str = "bfloat16"
+        caps: DrafterCaps,
+        target_head: int,
+        own_head: bool = False,
+        itemsize: int = 2,
+        fmt: str = "bfloat16",
+        kv: str = "exact",
     ) -> DraftPass:
-        contexts = contexts_of(caps.kv, "exact", itemsize)
-        return DraftPass(caps.num_weights, 0 if own_head else target_head, contexts, len(caps.kv), caps.chain, fmt)
+        """kv: of the target."""
+        contexts, borrowed = contexts_of(caps.kv, "exact", itemsize), contexts_of(caps.borrowed, kv, itemsize)
+        head, layers = 0 if own_head else target_head, len(caps.kv) + len(caps.borrowed)
+        weights = caps.num_read or caps.num_weights
+        return DraftPass(weights, head, contexts, layers, caps.chain, fmt, borrowed, kv)
 
 
 def contexts_of(layers: tuple[AttentionSpec, ...], kv: str, itemsize: int) -> tuple[Context, ...]:
@@ -213,7 +223,8 @@ def _draft(rates: Rates, losses: Losses, drafter: DraftPass, load: Load) -> floa
     weights, fmt = drafter.weights + drafter.head, drafter.format
     read = weights * BYTES[fmt] / (_share(losses, fmt) * rates.bandwidth)
     body = overlap(read, 2 * rows * weights / _arithmetic(rates, losses, fmt))
-    keys = _keys(losses, drafter.contexts, "exact", load) / rates.bandwidth
+    keys = _keys(losses, drafter.contexts, "exact", load) + _keys(losses, drafter.borrowed, drafter.kv, load)
+    keys /= rates.bandwidth
     return losses.draft + passes * (body + keys + drafter.layers * losses.layer)
 
 
@@ -234,4 +245,5 @@ def _share(losses: Losses, fmt: str) -> float:
 def _arithmetic(rates: Rates, losses: Losses, fmt: str) -> float:
     known = rates.arithmetic
     usual = known.get("bfloat16") or next(iter(known.values()))
+    fmt = fmt.partition("-")[0]  # int4 in groups of any size is multiplied alike
     return (known.get(fmt, usual) if losses.own_arithmetic or "bfloat16" not in known else usual) * losses.compute

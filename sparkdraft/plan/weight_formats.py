@@ -9,21 +9,42 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any
 
 from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig
-from sparkdraft.models.layers import DenseSpec, ExpertsSpec, LayerSpec, RecurrentSpec
+from sparkdraft.models.layers import ExpertsSpec, LayerSpec, RecurrentSpec
 from sparkdraft.plan.resolve import WEIGHT_ITEMSIZE
-from sparkdraft.plan.sizes import layer_sizes, model_sizes
+from sparkdraft.plan.sizes import layer_sizes
+from sparkdraft.weights.plane_layout import CodeForm, StoredBytes
 
 FLOATS = ("bfloat16", "float32")
+# How quantised matrices lie in a GPU's memory. int4 and int8 without a number have groups of 128 columns; -asym: with
+# zero points, which become offsets in float32. fp8 has a scale per row, -block one per row and 128 columns.
+CODES: dict[str, CodeForm] = {
+    "fp8": CodeForm("e4m3", 8, 0, row_scale=True),
+    "fp8-block": CodeForm("e4m3", 8, 128, "f32"),
+    "nvfp4": CodeForm("e2m1", 4, 16, "e5m3", row_scale=True),
+    "mxfp4": CodeForm("e2m1", 4, 32, "e8m0"),
+    "mxfp8": CodeForm("e4m3", 8, 32, "e8m0"),
+    "int8-row": CodeForm("int8", 8, 0, row_scale=True),
+    **{
+        f"{kind}{'' if group == 128 else f'-g{group}'}{'-asym' if offset else ''}": CodeForm(
+            kind, bits, group, "f16", offset
+        )
+        for kind, bits in (("int4", 4), ("int8", 8))
+        for group in (128, 64, 32)
+        for offset in ("", "f32")
+    },
+}
 # Formats that a GPU's matrices stay in. Others are decoded to bfloat16 at load, and `plan` says so.
-KEPT_ON_GPU = (*FLOATS, "fp8", "nvfp4", "mxfp4", "int4")
-# Bytes per weight, with the scales of its group: of 16 (NVFP4), of 32 (MXFP4), of 128 (INT4); FP8 has one per row.
-BYTES: dict[str, float] = {**WEIGHT_ITEMSIZE, "fp8": 1.0, "nvfp4": 0.5625, "mxfp4": 0.53125, "int4": 0.5156}
+KEPT_ON_GPU = (*FLOATS, *CODES)
+DESC_ACT = "int4-desc-act"  # groups of columns that are not neighbours
+# Bytes per weight, with the scales of its group
+BYTES: dict[str, float] = {**WEIGHT_ITEMSIZE, **{name: form.per_weight for name, form in CODES.items()}}
+BYTES[DESC_ACT] = BYTES["int4"]
 # The parts of a model, and names of one of their modules, by which the patterns of a quantization_config find them.
 GROUPS: dict[str, tuple[str, ...]] = {
     "attention": ("self_attn.q_proj",),
@@ -36,8 +57,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 USUALLY_FLOAT = ("router", "head", "embedding")
 METHODS = {"mxfp4": "mxfp4", "fp8": "fp8", "fbgemm_fp8": "fp8"}  # that name their format
+# Parts of ModelOpt's names of algorithms; the first that is found counts.
+ALGORITHMS = {
+    "NVFP4": "nvfp4", "MXFP4": "mxfp4", "MXFP8": "mxfp8", "FP8_PB": "fp8-block", "FP8_BLOCK": "fp8-block",
+    "FP8": "fp8", "W4A16": "int4",
+}  # fmt: skip
 BY_BITS = ("gptq", "awq", "auto-round", "bitsandbytes")
-NONE = DenseSpec(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,27 +104,43 @@ def names_of(formats: WeightFormats) -> list[str]:
     return sorted({formats.default, *formats.groups.values(), *formats.layers.values()})
 
 
+Matrices = tuple[tuple[int, int], ...]  # output rows, those of all experts, and width of each
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     group: str
     format: str
-    weights: int  # of an expert group, those of all experts
+    matrices: Matrices
     layer: int = -1
 
     @property
+    def weights(self) -> int:
+        return sum(rows * width for rows, width in self.matrices)
+
+    @property
     def nbytes(self) -> float:
-        return self.weights * BYTES[self.format]
+        """What the planes of its matrices hold, filling included; of what has no planes, its floats."""
+        form = CODES.get(self.format)
+        if form is None:
+            return self.weights * BYTES[self.format]
+        sizes = ((form.nbytes(rows, width), 2 * rows * width) for rows, width in self.matrices)
+        return sum(floats if planes is None else planes for planes, floats in sizes)
 
 
 def parts_of(model: ModelConfig, formats: WeightFormats) -> Iterator[Part]:
     """The whole model, part by part."""
-    sizes = model_sizes(model)
+    table = ((model.vocab_size, model.hidden_size),)
     for i, spec in enumerate(model.layers):
-        for group, weights in _layer_groups(spec, model.hidden_size).items():
-            yield Part(group, formats.of(group, i), weights, i)
-    yield Part("head", formats.of("head"), sizes.head)
-    if sizes.embedding:
-        yield Part("embedding", formats.of("embedding"), sizes.embedding)
+        for group, matrices in _layer_groups(spec, model.hidden_size).items():
+            yield Part(group, formats.of(group, i), matrices, i)
+        if isinstance(spec.mixer, RecurrentSpec):
+            own = formats.of("recurrent", i)
+            shape = ((spec.mixer.conv_channels, spec.mixer.conv_width),)
+            yield Part("convolution", own if own in WEIGHT_ITEMSIZE else "bfloat16", shape, i)
+    yield Part("head", formats.of("head"), table)
+    if not model.tie_embeddings:
+        yield Part("embedding", formats.of("embedding"), table)
 
 
 def bytes_by_format(model: ModelConfig, formats: WeightFormats) -> dict[str, int]:
@@ -110,17 +151,51 @@ def bytes_by_format(model: ModelConfig, formats: WeightFormats) -> dict[str, int
     return {name: int(size) for name, size in found.items()}
 
 
-def _layer_groups(spec: LayerSpec, hidden: int) -> dict[str, int]:
-    """Weights of a layer's groups: differences between sizes of layers that have and lack a part."""
-    whole, mixer = layer_sizes(spec, hidden), layer_sizes(replace(spec, mlp=NONE), hidden).held
-    groups = {"recurrent" if isinstance(spec.mixer, RecurrentSpec) else "attention": mixer}
-    if isinstance(spec.mlp, ExpertsSpec):
-        groups["experts"] = spec.mlp.num_experts * whole.expert
-        groups["mlp"] = layer_sizes(replace(spec, mlp=DenseSpec(spec.mlp.shared_size)), hidden).held - mixer
-        groups["router"] = whole.held - sum(groups.values())
+def _layer_groups(spec: LayerSpec, hidden: int) -> dict[str, Matrices]:
+    """Matrices of a layer's groups. Their sum, with a convolution's, is what plan/sizes.py counts."""
+    mixer, mlp = spec.mixer, spec.mlp
+    groups: dict[str, Matrices] = {}
+    if isinstance(mixer, RecurrentSpec):
+        values = mixer.num_value_heads * mixer.value_dim
+        made = mixer.conv_channels + values + 2 * mixer.num_value_heads
+        groups["recurrent"] = ((made, hidden), (hidden, values))
     else:
-        groups["mlp"] = whole.held - mixer
-    return {group: weights for group, weights in groups.items() if weights}
+        made = layer_sizes(spec, hidden).projected
+        groups["attention"] = ((made, hidden), (hidden, mixer.query_width))
+    if isinstance(mlp, ExpertsSpec):
+        groups["experts"] = _gated(mlp.intermediate_size, hidden, mlp.num_experts)
+        groups["mlp"] = _gated(mlp.shared_size, hidden)
+        groups["router"] = ((mlp.num_experts + mlp.shared_gate, hidden),)
+    else:
+        groups["mlp"] = _gated(mlp.intermediate_size, hidden)
+    return {group: matrices for group, matrices in groups.items() if all(map(all, matrices))}
+
+
+def _gated(inner: int, hidden: int, count: int = 1) -> Matrices:
+    """Gate and up as one, and down."""
+    return (2 * inner * count, hidden), (hidden * count, inner)
+
+
+# The formats that --weights makes of floats (weights/quant/quantise.py). What is stacked of chosen rows stays floats.
+AT_LOAD = {"fp8": "fp8", "int4": "int4-g32", "nvfp4": "nvfp4"}
+
+
+def quantised_at_load(model: ModelConfig, weights: str) -> StoredBytes:
+    """What a GPU keeps of a model of floats that --weights quantises."""
+    layers = {
+        (i, group): "bfloat16"
+        for i, spec in enumerate(model.layers)
+        for group in ("recurrent", "attention")
+        if isinstance(spec.mixer, RecurrentSpec) or spec.mixer.gated
+    }
+    formats = WeightFormats(AT_LOAD[weights], dict.fromkeys(USUALLY_FLOAT, "bfloat16"), layers)
+    return stored_bytes(model, formats)
+
+
+def stored_bytes(model: ModelConfig, formats: WeightFormats) -> StoredBytes:
+    found = bytes_by_format(model, formats)
+    coded = sum(size for fmt, size in found.items() if fmt not in FLOATS)
+    return StoredBytes(coded, found.get("bfloat16", 0) // 2)
 
 
 # ---- what a config.json states
@@ -150,10 +225,13 @@ Rules = list[tuple[tuple[str, ...], str]]  # patterns of names, and the format o
 
 def _rules(method: str, found: Mapping[str, Any]) -> Rules:
     if method in METHODS:
-        return [(("*",), METHODS[method])]
+        block = "-block" if METHODS[method] == "fp8" and found.get("weight_block_size") else ""
+        return [(("*",), METHODS[method] + block)]
     if method in BY_BITS:
         bits = found.get("bits") or found.get("w_bit") or (4 if found.get("load_in_4bit") else 8)
-        return [(("*",), _format_of_bits(int(bits), "int"))]
+        group = int(found.get("group_size") or found.get("q_group_size") or 128)
+        asym = found.get("sym") is False or (method == "awq" and found.get("zero_point", True))
+        return [(("*",), _integers(int(bits), group, bool(asym), bool(found.get("desc_act"))))]
     if method == "compressed-tensors":
         return [_compressed(group, found) for group in (found.get("config_groups") or {}).values()]
     if method.startswith("modelopt"):
@@ -169,24 +247,39 @@ def _rules(method: str, found: Mapping[str, Any]) -> Rules:
 def _compressed(group: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
     weights, spelled = group.get("weights") or {}, str(group.get("format") or found.get("format") or "")
     fmt = next((name for name in ("nvfp4", "mxfp4") if name in spelled), "")
-    fmt = fmt or _format_of_bits(int(weights.get("num_bits", 8)), str(weights.get("type", "int")))
+    bits, kind = int(weights.get("num_bits", 8)), str(weights.get("type", "int"))
+    if not fmt and kind == "float":
+        fmt = _floats_of_bits(bits, str(weights.get("strategy")) == "block")
+    elif not fmt:
+        size = -1 if weights.get("strategy") in ("channel", "tensor") else int(weights.get("group_size") or 128)
+        fmt = _integers(bits, size, weights.get("symmetric") is False, weights.get("actorder") in ("group", True))
     targets = tuple(str(target) for target in group.get("targets") or ())
     return tuple("*" if "." not in target and ":" not in target else target for target in targets), fmt
 
 
 def _algorithm(name: str) -> str:
-    for part, fmt in (("NVFP4", "nvfp4"), ("MXFP4", "mxfp4"), ("FP8", "fp8"), ("W4A16", "int4")):
+    for part, fmt in ALGORITHMS.items():
         if part in name.upper():
             return fmt
     raise UserError(f"config.json states quant_algo {name}, whose bytes are not known here: name the format --weights")
 
 
-def _format_of_bits(bits: int, kind: str) -> str:
-    if bits == 4:
-        return "nvfp4" if kind == "float" else "int4"
-    if bits == 8:
-        return "fp8"  # a byte per weight, whatever its code
-    raise UserError(f"config.json states weights of {bits} bits; 4 and 8 are known: name a format with --weights")
+def _floats_of_bits(bits: int, block: bool) -> str:
+    if bits not in (4, 8):
+        raise UserError(f"config.json states weights of {bits} bits; 4 and 8 are known: name a format with --weights")
+    return "nvfp4" if bits == 4 else "fp8-block" if block else "fp8"
+
+
+def _integers(bits: int, group: int, asym: bool, desc_act: bool) -> str:
+    """group: columns that share a scale; -1: all."""
+    if bits not in (4, 8):
+        raise UserError(f"config.json states weights of {bits} bits; 4 and 8 are known: name a format with --weights")
+    if desc_act and group > 0:
+        return DESC_ACT
+    if group <= 0 and bits == 8 and not asym:
+        return "int8-row"
+    sized = next((size for size in (32, 64) if 0 < group <= size), 128)  # a larger group takes a little less
+    return f"int{bits}{'' if sized == 128 else f'-g{sized}'}{'-asym' if asym else ''}"
 
 
 def _matched(rules: Rules, found: Mapping[str, Any], names: list[str] | tuple[str, ...]) -> str:

@@ -83,11 +83,14 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             service.client.count_anew()
 
     await service.client.start()
-    following = asyncio.create_task(service.follow(warm_up))
+    tasks = [asyncio.create_task(service.follow(warm_up))]
+    if service.config.watchdog:
+        tasks.append(asyncio.create_task(service.watchdog.run()))
     try:
         yield
     finally:
-        following.cancel()
+        for task in tasks:
+            task.cancel()
         service.draining = True
         service.close()
         await service.client.stop(0.0)

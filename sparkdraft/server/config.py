@@ -1,7 +1,8 @@
 """What a user may choose about the server, in one frozen record around the engine's own.
 
 Flags, the environment and a TOML file use the same names and meet in one function, `merge`: flags beat the environment,
-the environment beats the file, and the file beats the defaults. sparkdraft/config.py checks the engine's values.
+the environment beats the file, and the file beats the defaults. Between file and defaults comes the profile of
+`sparkdraft tune`, which the engine's process reads. sparkdraft/config.py checks the engine's values.
 """
 
 from __future__ import annotations
@@ -17,29 +18,12 @@ from typing import Any
 from sparkdraft import defaults
 from sparkdraft.config import ENGINE_FIELDS, EngineConfig, option
 from sparkdraft.core import UserError
+from sparkdraft.server.container_env import CONTAINER_NAMES, TURBOQUANT, extra_args
 from sparkdraft.text.families import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 
 PREFIX = "SPARKDRAFT_"
 # Variables that are not fields: read by weights/hub.py, cli/serve.py and kernels/native/build.py.
 OTHER_NAMES = ("SPARKDRAFT_CACHE", "SPARKDRAFT_CONFIG", "SPARKDRAFT_CXXFLAGS")
-# Names that existing vLLM containers use, and the field that each one sets. SPARKDRAFT_* beats them.
-CONTAINER_NAMES = {
-    "MODEL_PATH": "model",
-    "DFLASH_DRAFTER": "drafter",
-    "DFLASH_NUM_SPEC_TOKENS": "spec",
-    "MAX_MODEL_LEN": "max_model_len",
-    "MAX_NUM_SEQS": "max_seqs",
-    "MAX_NUM_BATCHED_TOKENS": "max_rows",
-    "GPU_MEMORY_UTILIZATION": "memory_fraction",
-    "TQ_MODE": "tq_mode",
-    "TQ_KEY_BITS": "tq_key_bits",
-    "TQ_VALUE_BITS": "tq_value_bits",
-    "TQ_RING_CAPACITY": "tq_ring_capacity",
-    "TQ_INITIAL_LAYERS": "tq_initial_layers",
-    "SERVED_MODEL_NAME": "served_name",
-    "VLLM_API_KEY": "api_key",
-}
-TURBOQUANT = "ENABLE_TURBOQUANT"  # how those containers switch it on
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -71,6 +55,8 @@ class ServerConfig:
     )
     tool_parser: str = option(AUTO, f"how tool calls are read: auto (by the model), {', '.join(TOOL_PARSERS)}")
     drain_seconds: float = option(30.0, "how long running requests may finish after SIGTERM")
+    canary: bool = option(True, "ask probes with known answers at each start, and go on without what fails")
+    watchdog: bool = option(True, "watch memory, throttling, step times and acceptance, and react")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -126,32 +112,39 @@ def default_of(name: str) -> Any:
     return value
 
 
-def merge(flags: Mapping[str, Any], toml_path: str | Path | None, environ: Mapping[str, str]) -> ServerConfig:
-    """One config from the three sources; a flag that was not given is None or missing."""
-    values = _from_toml(toml_path) if toml_path else {}
+def merge(
+    flags: Mapping[str, Any],
+    toml_path: str | Path | None,
+    environ: Mapping[str, str],
+    base: Mapping[str, Any] | None = None,
+) -> ServerConfig:
+    """One config from the three sources; a flag that was not given is None or missing. base: what all three beat."""
+    values = dict(base or {}) | (_from_toml(toml_path) if toml_path else {})
     values |= _from_environment(environ)
     values |= {name: value for name, value in flags.items() if value is not None}
     engine = {name: value for name, value in values.items() if name in ENGINE_FIELDS}
     server = {name: value for name, value in values.items() if name in SERVER_FIELDS}
     assert len(engine) + len(server) == len(values), values.keys() - FIELDS.keys()
-    return ServerConfig(EngineConfig(**engine), **server)
+    return ServerConfig(EngineConfig.of(**engine), **server)
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     """An empty variable counts as not set, because containers pass on variables that were never filled in. TQ_*
-    variables of containers are not read if ENABLE_TURBOQUANT says that the feature is off."""
+    variables of containers are not read if ENABLE_TURBOQUANT says that the feature is off. EXTRA_ARGS beats a
+    container's other variables, and SPARKDRAFT_ variables beat both."""
     own = {PREFIX + name.upper(): name for name in FIELDS}
     for key, value in environ.items():
         if key.startswith(PREFIX) and value and key not in own and key not in OTHER_NAMES:
             near = difflib.get_close_matches(key, [*own, *OTHER_NAMES], n=1, cutoff=0.0)[0]
             raise UserError(f"the environment variable {key} is not known; did you mean {near}? Rename or unset it")
     switch = environ.get(TURBOQUANT, "").lower()
+    if switch and switch not in TRUE + FALSE:
+        raise UserError(f"{TURBOQUANT} is '{environ[TURBOQUANT]}'; it must be true or false")
     shared = {k: name for k, name in CONTAINER_NAMES.items() if switch not in FALSE or not name.startswith("tq_")}
-    names = shared | own
-    values = {name: _converted(name, environ[key], key) for key, name in names.items() if environ.get(key)}
-    if switch in TRUE:
-        values.setdefault("kv", "turboquant")
-    return values
+    values = {name: _converted(name, environ[key], key) for key, name in shared.items() if environ.get(key)}
+    values |= {"kv": "turboquant"} if switch in TRUE else {}
+    values |= extra_args(environ)
+    return values | {name: _converted(name, environ[key], key) for key, name in own.items() if environ.get(key)}
 
 
 def _from_toml(path: str | Path) -> dict[str, Any]:

@@ -12,27 +12,25 @@ import asyncio
 import json
 import logging
 import math
-import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from sparkdraft.backend import ModelInfo
+from sparkdraft.canary.at_start import unchecked
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import SamplingParams
 from sparkdraft.server import messages
+from sparkdraft.server.engine_command import COMMAND, environment
 from sparkdraft.server.engine_errors import EngineError, RequestFailed, RequestRefused
 from sparkdraft.server.messages import Message, TokenEvent
 
-COMMAND = (sys.executable, "-P", "-m", "sparkdraft.server.engine_process")  # -P: import nothing from the current folder
 log = logging.getLogger(__name__)
 GRACE = 1.0  # seconds a child has to exit after its socket closed or after Shutdown, before it is killed
 POLL = 0.01
@@ -63,9 +61,13 @@ class EngineClient:
         engine: EngineConfig | Mapping[str, Any],
         restart: RestartPolicy | None = None,
         command: Sequence[str] = COMMAND,
+        canary: str | None = None,
     ) -> None:
-        self.options = asdict(engine) if isinstance(engine, EngineConfig) else dict(engine)
+        """canary: how tool calls are read, if the canary (sparkdraft/canary) shall run at each start."""
+        self.options = engine.chosen() if isinstance(engine, EngineConfig) else dict(engine)
         self.restart, self.command = restart or RestartPolicy(), command
+        self._canary = [] if canary is None else [canary]
+        self._in_canary, self._unchecked = False, ""  # whether the last engine died in it; why it is off since
         self.state = "starting"
         self.stage, self.progress = "process", (0, 0)  # stage of loading, and (done, total)
         self.last_error: str | None = None
@@ -146,6 +148,10 @@ class EngineClient:
         """Let the engine reset its counts, after requests that were not a user's."""
         self._send(messages.CountAnew())
 
+    def switch(self, part: str, on: bool) -> None:
+        """Let the engine do without a part, or take it up again (Backend.switch). A new process has all parts on."""
+        self._send(messages.Switch(part, on))
+
     async def stop(self, drain_seconds: float = 0.0) -> None:
         """Refuse new requests, let running ones finish for up to this long, then end the engine process."""
         self.state = "draining"
@@ -182,6 +188,9 @@ class EngineClient:
             if self.state == "draining":
                 return self._fail_all("the engine stopped while the server was shutting down; send it again", True)
             self.last_error = reason
+            if self._in_canary:  # it would die there again
+                self._canary, self._unchecked = [], reason
+                log.error("the engine died under the canary's probes and is started again without them: %s", reason)
             if self.state == "failed":
                 return self._fail_all(reason, False)
             self._fail_all(f"the engine stopped and is being started again; send it again in a moment: {reason}", True)
@@ -199,10 +208,10 @@ class EngineClient:
             with theirs:
                 # A process group of its own: the server acts on Ctrl-C and on signals to its group.
                 self._process = subprocess.Popen(
-                    [*self.command, str(theirs.fileno()), json.dumps(self.options)],
+                    [*self.command, str(theirs.fileno()), json.dumps(self.options), *self._canary],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
-                    env=_environment(),
+                    env=environment(),
                     process_group=0,
                 )
         except BaseException:
@@ -218,6 +227,7 @@ class EngineClient:
 
     def _child_lost(self) -> None:
         self._transport, self.start_began = None, time.monotonic()
+        self._in_canary = self.stage == "canary"
         if self.state != "draining":
             self.state = "failed" if self._dying and self._dying.final else "restarting"
             self.stage, self.progress = "waiting to start", (0, 0)
@@ -291,7 +301,8 @@ class EngineClient:
             case messages.Loading():
                 self.stage, self.progress = message.stage, (message.done, message.total)
             case messages.Ready():
-                self.info, self._ready_at = message.info, time.monotonic()
+                info, self._ready_at = message.info, time.monotonic()
+                self.info = unchecked(info, self._unchecked) if self._unchecked else info
                 self.stage, self.progress = "ready", (0, 0)
                 if self.state != "draining":
                     self.state = "ready"
@@ -381,13 +392,3 @@ def _refusal(message: messages.Refused) -> EngineError:
     if message.retry_after:
         return EngineError(message.sentence, True, message.retry_after)
     return RequestFailed(message.sentence) if message.is_bug else RequestRefused(message.sentence)
-
-
-def _environment() -> dict[str, str]:
-    """The child's environment: with -P it must still find this package where it runs from a checkout that is not
-    installed."""
-    root = Path(__file__).parents[2]
-    if root.name in ("site-packages", "dist-packages"):
-        return dict(os.environ)
-    paths = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), str(root)]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}

@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -28,6 +28,8 @@ from threading import Thread
 from typing import Any, NoReturn
 
 from sparkdraft.backend import Backend, LoadBackend, Report
+from sparkdraft.canary.at_start import Canary
+from sparkdraft.canary.findings import GRAMMARS
 from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, StepOutput, TryLater, UserError
 from sparkdraft.server import messages
 from sparkdraft.server.messages import Message, TokenEvent
@@ -94,8 +96,9 @@ class Wire:
 class EngineLoop:
     """The loop: take messages, step the backend, send its tokens."""
 
-    def __init__(self, backend: Backend, wire: Wire) -> None:
-        self.backend, self.wire = backend, wire
+    def __init__(self, backend: Backend, wire: Wire, broken: Collection[str] = ()) -> None:
+        """broken: parts that the canary found wrong."""
+        self.backend, self.wire, self.broken = backend, wire, broken
         self._compilers = ThreadPoolExecutor(COMPILE_THREADS, "grammar")
         self._compiling: dict[str, tuple[Future[Any], messages.Submit, SamplingParams]] = {}
         self._counts: Counter[str] = Counter()
@@ -168,6 +171,8 @@ class EngineLoop:
                 self._abort(message.id)
             case messages.AskStatus():
                 self.wire.send(messages.Status(message.id, self._status()))
+            case messages.Switch():
+                self.backend.switch(message.part, message.on and message.part not in self.broken)
             case messages.CountAnew():
                 self._counts.clear()
                 self._finished.clear()
@@ -180,6 +185,9 @@ class EngineLoop:
             params = messages.unpack_params(request.params)
             if params.grammar is None:
                 self._add(request, params)
+            elif GRAMMARS in self.broken:
+                sentence = f"{GRAMMARS} is off, because the canary found at start that grammars do not hold"
+                self.wire.send(messages.Refused(request.id, sentence, is_bug=True))
             else:
                 self._compile(request, params, params.grammar)
         except Exception as error:
@@ -274,24 +282,26 @@ def _told(error: BaseException) -> str:
 
 
 def main(arguments: Sequence[str] | None = None, load: LoadBackend = load_engine) -> None:
-    """arguments: the number of the inherited socket, and the fields of EngineConfig as JSON."""
+    """arguments: the number of the inherited socket, the fields of EngineConfig as JSON, and how tool calls are read if
+    the canary shall run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes, and the server decides what to do
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends the process at once, whatever was inherited
-    number, text = sys.argv[1:] if arguments is None else arguments
+    number, text, *canary_parser = sys.argv[1:] if arguments is None else arguments
     os.set_inheritable(int(number), False)  # a compiler that loading starts must not keep it open
     wire = Wire(socket.socket(fileno=int(number)))
     try:
         wire.send(messages.Loading("opening"))
-        backend = load(json.loads(text), LoadReport(wire))
+        canary = Canary(load, json.loads(text), LoadReport(wire), canary_parser[0] if canary_parser else None)
+        backend = canary.load()
         gc.freeze()  # what is loaded stays; the garbage collector would take 2 ms to search it, in the middle of a step
-        wire.send(messages.Ready(backend.info))
+        wire.send(messages.Ready(canary.info(backend)))
     except UserError as error:
         die(wire, error, final=True)
     except BaseException as error:
         traceback.print_exc()
         die(wire, error, final=False)
     try:
-        EngineLoop(backend, wire).run()
+        EngineLoop(backend, wire, {finding.part for finding in canary.broken}).run()
     except BaseException as error:
         traceback.print_exc()
         die(wire, error, final=False)

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sparkdraft.server.protocol.errors import ApiError
+from sparkdraft.server.protocol.errors import ApiError, unavailable
 
 CLOSE = {"Connection": "close"}  # for answers after which the connection cannot be used again
 MAX_MESSAGES = 2000
@@ -25,6 +25,7 @@ MAX_PARTS = 2000  # per message content
 VALUE_BYTES = 8  # bytes of a body per comma or opening bracket that it may have: lists of ids take about seven
 MIN_VALUES = 1 << 18  # commas and opening brackets that a body of any size may have; they take 0.1 s to parse
 BODY_SECONDS = 30.0  # may pass without a byte of a body
+RESTING = 10  # seconds after which a client may try again while no new work is taken
 LINGER_SECONDS = 30.0  # for reading and dropping the rest of a refused body
 
 
@@ -143,6 +144,8 @@ class Gate:
         self.max_queue = max_queue
         self.max_seqs = 1  # set when the engine is ready
         self.num_inside = 0
+        self.closed = ""  # why no request is admitted, set by the watchdog
+        self.no_queue = ""  # why only requests are admitted that run at once, likewise
         self._seconds: deque[float] = deque(maxlen=32)  # how long the last requests took
 
     @property
@@ -153,6 +156,11 @@ class Gate:
     def enter(self, count: int) -> Iterator[None]:
         """Count one request of 'count' sequences from here to the end of the with block. A request larger than the
         capacity is admitted when no other is inside; otherwise it never could be."""
+        if self.closed:
+            raise unavailable(f"No new work is taken for now: {self.closed}.", "overloaded", self.retry_after(RESTING))
+        if self.no_queue and self.num_inside and self.num_inside + count > self.max_seqs:
+            text = f"Requests do not wait here for now: {self.no_queue}."
+            raise unavailable(text, "overloaded", self.retry_after())
         if self.num_inside and self.num_inside + count > self.capacity:
             raise ApiError(
                 429,
@@ -170,7 +178,7 @@ class Gate:
     def took(self, seconds: float) -> None:
         self._seconds.append(seconds)
 
-    def retry_after(self) -> int:
+    def retry_after(self, least: int = 1) -> int:
         """Seconds until a place is probably free: the time of a request divided by the number that run at once."""
         mean = sum(self._seconds) / len(self._seconds) if self._seconds else 1.0
-        return min(60, max(1, math.ceil(mean / self.max_seqs)))
+        return min(60, max(least, math.ceil(mean / self.max_seqs)))

@@ -42,6 +42,14 @@ class CountAnew:
 
 
 @dataclass(frozen=True, slots=True)
+class Switch:
+    """Do without a part, or take it up again (Backend.switch)."""
+
+    part: str
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """Exit now, whatever is running."""
 
@@ -109,10 +117,12 @@ class Dying:
     final: bool = False  # it would die in the same way again, because the configuration cannot run
 
 
-Message = Submit | Abort | AskStatus | CountAnew | Shutdown | Loading | Ready | Tokens | Refused | Status | Dying
+Message = (
+    Submit | Abort | AskStatus | CountAnew | Switch | Shutdown | Loading | Ready | Tokens | Refused | Status | Dying
+)
 KINDS: dict[str, Callable[..., Message]] = {
     kind.__name__: kind
-    for kind in (Submit, Abort, AskStatus, CountAnew, Shutdown, Loading, Ready, Tokens, Refused, Status, Dying)
+    for kind in (Submit, Abort, AskStatus, CountAnew, Switch, Shutdown, Loading, Ready, Tokens, Refused, Status, Dying)
 }
 _event_fields = attrgetter(*(f.name for f in fields(TokenEvent)))
 _output_fields = attrgetter("request_id", *(f.name for f in fields(TokenEvent)[1:]))

@@ -8,8 +8,14 @@ what only the engine knows (rows in the cache, waiting requests) is read from it
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from math import isnan
+from typing import TYPE_CHECKING, Any
+
+from sparkdraft.canary.findings import FAILED, PASSED, SKIPPED
+
+if TYPE_CHECKING:
+    from sparkdraft.server.watchdog import Alarm
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
@@ -90,13 +96,23 @@ class Metrics:
         )
         self.running = Counter("num_requests_running", "sequences that run", kind="gauge")
         self.waiting = Counter("num_requests_waiting", "sequences that wait", kind="gauge")
-        self.kv_usage = Counter("kv_cache_usage_perc", "share of the KV cache that is in use, 0 to 1", kind="gauge")
+        self.kv_usage = Counter("kv_cache_usage_perc", "share of the caches that requests hold, 0 to 1", kind="gauge")
         self.kv_rows = Counter("kv_cache_captured_rows", "rows in which errors of coding were measured", kind="gauge")
         self.key_error, self.value_error, self.attention_error = (
             Counter(f"kv_cache_{what}_error", f"relative error by codes: {text}", "layer", "gauge")
             for what, text in (("key", "keys"), ("value", "values"), ("attention", "attention's result, all coded"))
         )
         self.preemptions = EngineCounter("num_preemptions_total", "times a running sequence gave its KV blocks back")
+        self.probe_passed = Counter(
+            "canary_probe_passed",
+            "1 if a probe of the canary passed, 0 if it failed, at the last start",
+            "probe",
+            "gauge",
+        )
+        self.part_off = Counter("part_disabled", "1 for a part that the canary switched off", "part", "gauge")
+        self.watched = Counter("watchdog_value", "the last value read, by cause", "cause", "gauge")
+        self.alarm = Counter("watchdog_active", "1 while a cause lasts and is reacted to", "cause", "gauge")
+        self.alarms = EngineCounter("watchdog_alarms_total", "times that a cause has begun", "cause")
         self.ready = Counter("engine_ready", "1 when requests are taken", kind="gauge")
         self.restarts = Counter("engine_restarts", "times the engine process was started again", kind="gauge")
 
@@ -116,6 +132,25 @@ class Metrics:
             self.key_error.set(found["key_error"], layer)
             self.value_error.set(found["value_error"], layer)
             self.attention_error.set(found["attention_error"], layer)
+
+    def canary(self, findings: Iterable[Mapping[str, Any]]) -> None:
+        """Copy what the canary found."""
+        self.probe_passed.values.clear()
+        self.part_off.values.clear()
+        for finding in findings:
+            if finding["status"] != SKIPPED:
+                self.probe_passed.set(float(finding["status"] == PASSED), finding["probe"])
+            if finding["status"] == FAILED and finding["part"]:
+                self.part_off.set(1, finding["part"])
+
+    def watch(self, alarms: Iterable[Alarm]) -> None:
+        """Copy the watchdog's alarms."""
+        for alarm in alarms:
+            name = alarm.cause.name
+            self.alarm.set(float(alarm.active), name)
+            self.alarms.set(alarm.times, name)
+            if not isnan(alarm.value):
+                self.watched.set(alarm.value, name)
 
     def render(self) -> str:
         return "\n".join(line for metric in vars(self).values() for line in metric.lines()) + "\n"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
+from sparkdraft.canary.findings import FAILED, TOOLS
 from sparkdraft.defaults import resolve
 from sparkdraft.server.config import ServerConfig
 from sparkdraft.server.engine_errors import EngineError, RequestFailed, RequestRefused
@@ -23,6 +24,7 @@ from sparkdraft.server.limits import Gate
 from sparkdraft.server.metrics import Metrics
 from sparkdraft.server.prompts import ModelText
 from sparkdraft.server.protocol.errors import ApiError, as_sentence, unavailable
+from sparkdraft.server.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from sparkdraft.backend import ModelInfo
@@ -39,6 +41,7 @@ class Service:
         self.config, self.client = config, client
         self.metrics = Metrics()
         self.gate = Gate(config.max_queue)
+        self.watchdog = Watchdog(self)
         self.started = time.time()
         self.draining = False
         self.text: ModelText | None = None  # made by follow()
@@ -62,6 +65,21 @@ class Service:
         """How the engine runs, and how the model's text is read: name, value and reason of each."""
         own = [asdict(fact) for fact in self.text.style.facts] if self.text else []
         return [*(self.client.info.facts if self.client.info else []), *own]
+
+    @property
+    def canary(self) -> list[dict[str, Any]]:
+        """What the engine's canary found; empty if it is off."""
+        return self.client.info.canary if self.client.info else []
+
+    @property
+    def failed_probes(self) -> list[dict[str, Any]]:
+        return [finding for finding in self.canary if finding["status"] == FAILED]
+
+    def check_tools(self) -> None:
+        """Refuse a request with tools if calls are not read as calls: a client would take them for text."""
+        if any(finding["part"] == TOOLS for finding in self.failed_probes):
+            sentence = f"{TOOLS.capitalize()} are off: the canary found that calls are not read; /health says more."
+            raise ApiError(500, sentence, "tools", "tools_disabled")
 
     @property
     def ready(self) -> bool:

@@ -1,7 +1,9 @@
-"""Which drafter runs with a model when the user names none: the package's own, or the best one in the hub's cache.
+"""Which drafter runs with a model when the user names none: the package's own, the best one in the hub's cache, or the
+MTP head in the model's own file.
 
 Nothing is fetched here: where a published drafter is missing, the user is told which one, what it is reported to bring
-and how to fetch it. A drafter that turns out not to fit is passed over, with the reason.
+and how to fetch it. A drafter that turns out not to fit is passed over, with the reason. What was chosen, and why, is
+said too.
 """
 
 from __future__ import annotations
@@ -11,9 +13,13 @@ from typing import NamedTuple
 from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.spec import pairs
-from sparkdraft.spec.registry import DraftSource, default_drafter, find_drafter
+from sparkdraft.spec.mtp_config import MTP, has_head
+from sparkdraft.spec.registry import DraftSource, default_drafter, find_drafter, find_head
+from sparkdraft.weights.checkpoint import Checkpoint
 from sparkdraft.weights.hub_repo import cached_snapshot
 from sparkdraft.weights.loader import Note
+
+WITHOUT = "--drafter none goes without"
 
 
 class Choice(NamedTuple):
@@ -21,15 +27,13 @@ class Choice(NamedTuple):
     notes: list[Note]
 
 
-def choose(model: str, config: ModelConfig) -> Choice:
-    """model: as the user named it."""
+def choose(model: str, config: ModelConfig, checkpoint: Checkpoint | None = None) -> Choice:
+    """model: as the user named it. checkpoint: the model's, which may hold a head that drafts."""
     if own := default_drafter(model):
         return Choice(find_drafter(own, config), [])
-    found = pairs.match(model, config)
-    if found is None:
-        return Choice(None, _undecided(pairs.alike(config)))
-    notes, doubt = [], f" ({found.doubt})" if found.doubt else ""
-    for known in found.target.readable:
+    found, holds = pairs.match(model, config), checkpoint is not None and has_head(checkpoint.names())
+    notes, doubt = [], f" ({found.doubt})" if found and found.doubt else ""
+    for known in found.target.published if found else []:
         folder = cached_snapshot(known.repo)
         if folder is None:
             continue
@@ -38,22 +42,36 @@ def choose(model: str, config: ModelConfig) -> Choice:
         except UserError as error:
             notes.append(Note(f"the drafter {known.repo} is passed over", str(error)))
             continue
-        reason = f"it is in the hub's cache: {known.describe()}{doubt}; --drafter none goes without"
+        other = "; --drafter mtp takes the head in the model's own file" if holds else ""
+        reason = f"it is in the hub's cache: {known.describe()}{doubt}{other}; {WITHOUT}"
         return Choice(drafter, [*notes, Note(f"drafting with {known.repo}", reason)])
-    return Choice(None, [*notes, *_missing(model, found.target, doubt)])
+    missing = _missing(found.target, doubt) if found else _undecided(pairs.alike(config))
+    if checkpoint is not None and holds:
+        try:
+            return Choice(find_head(checkpoint, config), [*notes, _own_head(found, missing)])
+        except UserError as error:
+            notes.append(Note("the MTP head in the model's file is passed over", str(error)))
+    return Choice(None, [*notes, *(Note("no drafter", text) for text in missing)])
 
 
-def _missing(model: str, target: pairs.KnownTarget, doubt: str) -> list[Note]:
-    if not target.readable:
+def _own_head(found: pairs.Match | None, missing: list[str]) -> Note:
+    known = [d for d in found.target.drafters if d.kind == MTP and d.tokens] if found else []
+    promise = f", {known[0].promise}" if known else ""
+    instead = f"; no other drafter is in the hub's cache: {missing[0]}" if missing else ""
+    return Note("drafting with the MTP head in the model's own file", f"it is there{promise}{instead}; {WITHOUT}")
+
+
+def _missing(target: pairs.KnownTarget, doubt: str) -> list[str]:
+    """What the user could fetch; empty if there is nothing."""
+    if not target.published:
         return []
-    best = target.readable[0]
-    command = f"`sparkdraft pull {best.repo}`"
-    return [Note("no drafter", f"{command} fetches the one for {target.name}: {best.describe()}{doubt}")]
+    best = target.published[0]
+    return [f"`sparkdraft pull {best.repo}` fetches the one for {target.name}: {best.describe()}{doubt}"]
 
 
-def _undecided(alike: list[pairs.KnownTarget]) -> list[Note]:
+def _undecided(alike: list[pairs.KnownTarget]) -> list[str]:
     """The shape is that of several targets and the name is none of theirs: a wrong guess would only cost time."""
-    named = [f"{t.readable[0].repo} for {t.name}" for t in alike if t.readable]
+    named = [f"{t.published[0].repo} for {t.name}" for t in alike if t.published]
     if not named:
         return []
-    return [Note("no drafter", f"the model's shape is that of several; name one with --drafter: {', '.join(named)}")]
+    return [f"the model's shape is that of several; name one with --drafter: {', '.join(named)}"]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from sparkdraft.spec.step_costs import Price
 
 INHERIT = 0.9  # how much of a position's departure from the prior the next position expects for itself
-MARGIN = 1.03  # what a request must be promised before it changes sides: from plain steps to drafts, or back
+MARGIN = 1.03  # what a request must be promised before it begins to draft; it stops as soon as drafts would lose
 
 
 class Offer(NamedTuple):
@@ -32,7 +32,7 @@ def best_depths(
     """
     num, begun = len(offers), price.plain + price.fixed
     plain_rate = (num + others) / price.plain
-    least = plain_rate * (MARGIN if all(rest) else 1 / MARGIN)
+    least = plain_rate * (MARGIN if all(rest) else 1.0)
     if num + others == 1:
         tokens, rows = offers[0]
         rate, best = max((tokens[i] / (begun + rows[i]), i) for i in range(1, len(choice)))
@@ -56,7 +56,7 @@ def best_depths(
 def _best_choice(offer: Offer, rate: float, rests: bool) -> int:
     plain, *net = [tokens - rate * seconds for tokens, seconds in zip(*offer, strict=True)]
     best = max(net)
-    return 1 + net.index(best) if best > plain * (MARGIN if rests else 1 / MARGIN) else 0
+    return 1 + net.index(best) if best > plain * (MARGIN if rests else 1.0) else 0
 
 
 def expected_tokens(chances: Sequence[float]) -> list[float]:

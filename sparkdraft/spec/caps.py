@@ -24,3 +24,11 @@ class DrafterCaps:
     # A chain drafter begins with the hidden state of the last committed row and the id that follows it. So the engine
     # keeps that state for every request (Anchors.hidden), tells which id follows each row (CommittedRows.next_ids), and
     # shows it every row.
+    own_head: bool = False  # whether the head that it reads is among num_weights, else it is the target's
+    # Layers of its own that read keys and values of the target, in the target's format (cache/reading.py).
+    borrowed: tuple[AttentionSpec, ...] = ()
+    # Positions that these read before the first that the target's next row reads: caches that keep the last positions
+    # only must keep so many more.
+    reads_back: int = 0
+    num_read: int = 0  # of its weights, those that a pass over one row reads; 0: all. A layer with experts reads a few
+    in_target: bool = False  # its tensors are in the target's own file

@@ -347,14 +347,20 @@ class DepthController:
             state.forget()
 
 
-def depth_choices(max_depth: int, fixed: int | None = None) -> list[int]:
+def depth_choices(
+    max_depth: int, fixed: int | None = None, chosen: Sequence[int] | None = None, chain: bool = False
+) -> list[int]:
     """The depths that steps run at: chosen from, recorded and measured at start. Any other is rounded up to one.
 
     They double up to max_depth: those between would gain 0.3 % over the built-in prompts, and the first steps of a new
-    depth cost as much as five later ones. 'fixed' is a depth that the user asked for by name.
+    depth cost as much as five later ones. 'fixed' is a depth that the user asked for by name, 'chosen' are those to
+    choose from instead. A chain drafter pays a pass for each draft and drafts a few ids at most, so there every depth
+    is one.
     """
+    if chain and not chosen:
+        return list(range(max_depth + 1))
     doubling = [d for d in (0, 1, 3, 7, 15, 31) if d < max_depth]
-    return sorted({0, *doubling, max_depth, fixed or 0})
+    return sorted({0, *(chosen or doubling), max_depth, fixed or 0})
 
 
 def bucket_of(num_seqs: int, context: int) -> Bucket:

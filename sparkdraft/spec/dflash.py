@@ -104,6 +104,11 @@ class DFlash:
 
     reach = width
 
+    @property
+    def matrices(self) -> list[Linear]:
+        inside = [m for layer in self.layers for m in layer.matrices if isinstance(m, Linear)]
+        return [self.fc, self.context_kv, *inside, self.ends.head]
+
     def reads(self, depth: int) -> DraftBytes:
         """The bytes of one pass, which are the same at any depth."""
         matrices = [matrix for layer in self.layers for matrix in layer.matrices]

@@ -71,14 +71,16 @@ def check_fits(draft: DFlashConfig, target: ModelConfig) -> None:
     """Raises UserError if the drafter was not made for a target of this shape."""
     vocab, layers, beyond = target.vocab_size, target.num_layers, [t for t in draft.taps if t >= target.num_layers]
     for own in (draft.model.hidden_size, draft.target_hidden_size):
-        _fits(own == target.hidden_size, f"it has hidden size {own}, the model {target.hidden_size}")
-    _fits(draft.model.vocab_size == vocab, f"it has a vocabulary of {draft.model.vocab_size}, the model one of {vocab}")
-    _fits(draft.draft_vocab_size <= vocab, f"it drafts among {draft.draft_vocab_size} ids, the model has {vocab}")
-    _fits(not beyond, f"it reads layer {max(beyond, default=0)}, the model has {layers} layers, counted from 0")
+        must_fit(own == target.hidden_size, f"it has hidden size {own}, the model {target.hidden_size}")
+    must_fit(
+        draft.model.vocab_size == vocab, f"it has a vocabulary of {draft.model.vocab_size}, the model one of {vocab}"
+    )
+    must_fit(draft.draft_vocab_size <= vocab, f"it drafts among {draft.draft_vocab_size} ids, the model has {vocab}")
+    must_fit(not beyond, f"it reads layer {max(beyond, default=0)}, the model has {layers} layers, counted from 0")
     made_for = draft.num_target_layers
-    _fits(made_for in (None, layers), f"it was made for a model of {made_for} layers, this one has {layers}")
+    must_fit(made_for in (None, layers), f"it was made for a model of {made_for} layers, this one has {layers}")
     mask = draft.mask_token_id
-    _fits(0 <= mask < vocab, f"its mask id {mask} is outside the model's vocabulary of {vocab}")
+    must_fit(0 <= mask < vocab, f"its mask id {mask} is outside the model's vocabulary of {vocab}")
 
 
 def spread_taps(num_layers: int, count: int = TAPS) -> tuple[int, ...]:
@@ -89,7 +91,8 @@ def spread_taps(num_layers: int, count: int = TAPS) -> tuple[int, ...]:
     return tuple(round(first + i * (last - first) / (count - 1)) for i in range(count))
 
 
-def _fits(ok: bool, reason: str) -> None:
+def must_fit(ok: bool, reason: str) -> None:
+    """Raises UserError, for drafters of every kind."""
     if not ok:
         raise UserError(
             f"The drafter does not fit the model: {reason}; use the drafter that was trained for this model."

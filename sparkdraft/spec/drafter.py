@@ -17,13 +17,15 @@ makes. Drafters that read only the text (spec/ngram.py) need none of this.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from sparkdraft.cache.formats import KVFormat
 from sparkdraft.spec.caps import DrafterCaps
+from sparkdraft.weights.linear import Linear
 
 # One pass of a drafter. score(False) returns float32 logits [seqs * each, columns], the rows of a sequence together.
 # score(True) returns int64 [seqs * each], the column of each row's largest logit, which a kernel may find without
@@ -74,7 +76,7 @@ class Drafter(Protocol):
     caps: DrafterCaps
 
     def observe(self, rows: CommittedRows) -> None:
-        """Write the drafter's K/V of committed rows."""
+        """Write the drafter's K/V of committed rows. The host does not ask a drafter that keeps none."""
 
     def propose(self, anchors: Anchors, depth: int, pick: Pick) -> Tensor:
         """integers [seqs, depth]: the ids that it expects after each anchor. It may write K/V past the committed rows
@@ -84,3 +86,15 @@ class Drafter(Protocol):
         """Positions from the anchor on that `propose` writes K/V to; at most 1 + caps.max_depth."""
 
     def reads(self, depth: int) -> DraftBytes: ...
+
+    @property
+    def matrices(self) -> Sequence[Linear]:
+        """All that it multiplies with."""
+
+
+@runtime_checkable
+class ReadsTarget(Protocol):
+    """A drafter that reads the target's keys and values as well (DrafterCaps.borrowed)."""
+
+    def read_from(self, kv: KVFormat) -> None:
+        """Called once, before the first draft. kv: the target's cache, which is built after the drafter."""

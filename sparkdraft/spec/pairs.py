@@ -17,7 +17,7 @@ from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig
 
 TABLE = Path(__file__).with_name("pairs.json")
-READ = ("dflash",)  # the kinds that spec/registry.py opens
+READ = ("dflash", "mtp", "assistant")  # the kinds that spec/registry.py opens, the one that is preferred first
 KINDS = {
     "dflash": "DFlash",
     "dflash2": "DFlash2",
@@ -87,8 +87,13 @@ class KnownTarget:
 
     @property
     def readable(self) -> list[KnownDrafter]:
-        """The drafters that can be run, the one with the best figures first."""
-        return sorted((d for d in self.drafters if d.is_read), key=lambda d: -d.mean_tokens)
+        """The drafters that can be run, the preferred kind first, and of one kind the one with the best figures."""
+        return sorted((d for d in self.drafters if d.is_read), key=lambda d: (READ.index(d.kind), -d.mean_tokens))
+
+    @property
+    def published(self) -> list[KnownDrafter]:
+        """Those that can be fetched by themselves."""
+        return [drafter for drafter in self.readable if drafter.repo]
 
 
 class Match(NamedTuple):
@@ -145,7 +150,8 @@ def check_pair(repo: str, config: ModelConfig) -> None:
 
 
 def _instead(target: KnownTarget) -> str:
-    return f"{target.readable[0].repo}" if target.readable else "--drafter none"
+    """A kind without a repository is called by its name."""
+    return target.readable[0].repo or f"--drafter {target.readable[0].kind}" if target.readable else "--drafter none"
 
 
 def _family(model_type: str) -> str:

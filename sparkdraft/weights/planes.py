@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.weights.linear import CannotKeep
-from sparkdraft.weights.plane_layout import PLANES, PlaneLayout, layout_of
+from sparkdraft.weights.plane_layout import STRIP, CodeForm, PlaneLayout
 from sparkdraft.weights.quant.coded import LEVELS, Coded, scale_values
 
 PIECE = 1 << 22  # weights that are repacked at once: as 32-bit integers they take 16 MB
@@ -27,33 +27,45 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 @dataclass(frozen=True, slots=True)
 class Planes:
     layout: PlaneLayout
-    codes: Tensor  # int16 [out, layout.words]
-    scale: Tensor | None  # int32 [out, words]
-    offset: Tensor | None  # int32 [out, words]
+    out: int  # rows of the matrix; the last strip may have more
+    codes: Tensor  # int16 [strips, tiles, STRIP, plane]
+    scale: Tensor | None  # int32 [strips, words, STRIP]
+    offset: Tensor | None  # int32 [strips, words, STRIP]
     row_scale: Tensor | None  # float32 [out]
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.layout.width
+        return self.out, self.layout.width
 
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (self.codes, self.scale, self.offset, self.row_scale) if t is not None)
 
     def part(self, first: int, last: int) -> Planes:
-        """Output rows from first to last, without a copy."""
-        tensors = (self.codes, self.scale, self.offset, self.row_scale)
-        return Planes(self.layout, *(None if t is None else t[first:last] for t in tensors))  # type: ignore[arg-type]
+        """Output rows from first to last: without a copy, if a strip begins with the first."""
+        if first % STRIP:
+            return self.take(torch.arange(first, last))
+        strips = slice(first // STRIP, -(-last // STRIP))
+        scale, offset = (None if t is None else t[strips] for t in (self.scale, self.offset))
+        row_scale = None if self.row_scale is None else self.row_scale[first:last]
+        return Planes(self.layout, last - first, self.codes[strips], scale, offset, row_scale)
 
     def take(self, ids: Tensor) -> Planes:
         ids = ids.to(self.codes.device, torch.long)
-        tensors = (self.codes, self.scale, self.offset, self.row_scale)
-        return Planes(self.layout, *(None if t is None else t[ids] for t in tensors))  # type: ignore[arg-type]
+        made = empty(self.layout, len(ids), self.codes.device, self.row_scale is not None)
+        rows = torch.arange(len(ids), device=ids.device)
+        for target, source in ((made.codes, self.codes), (made.scale, self.scale), (made.offset, self.offset)):
+            if target is not None and source is not None:
+                _put(target, rows, _rows(source, ids))
+        if made.row_scale is not None and self.row_scale is not None:
+            made.row_scale.copy_(self.row_scale[ids])
+        return made
 
     def coded(self) -> Coded:
         """What it was packed from."""
-        layout, out = self.layout, self.codes.shape[0]
-        words = self.codes.view(out, layout.tiles, 1, layout.plane).int()
+        layout, out = self.layout, self.out
+        every = torch.arange(out, device=self.codes.device)
+        words = _rows(self.codes, every).view(out, layout.tiles, 1, layout.plane).int()
         codes = torch.cat(_find(layout.levels, words), 2).view(out, -1)[:, : layout.width].to(torch.uint8)
         if layout.bits == 4:
             codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
@@ -66,8 +78,18 @@ class Planes:
         if words is None:
             return None
         dtype, count = _DTYPES[kind], self.layout.width // self.layout.group
-        numbers = words.view(_INTEGERS[dtype.itemsize])[:, :count]
+        lines = _rows(words, torch.arange(self.out, device=words.device))
+        numbers = lines.view(_INTEGERS[dtype.itemsize])[:, :count]
         return (_from_e5m3(numbers) if kind == "e5m3" else numbers.contiguous()).view(dtype)
+
+
+def _rows(strips: Tensor, ids: Tensor) -> Tensor:
+    """Rows of the matrix out of [strips, pieces, STRIP, ...]: [ids, pieces, ...]."""
+    return strips[ids // STRIP, :, ids % STRIP].contiguous()
+
+
+def _put(strips: Tensor, ids: Tensor, rows: Tensor) -> None:
+    strips[ids // STRIP, :, ids % STRIP] = rows
 
 
 def plan_layout(parts: Iterable[Coded]) -> PlaneLayout:
@@ -78,17 +100,16 @@ def plan_layout(parts: Iterable[Coded]) -> PlaneLayout:
     return found.pop()
 
 
+def form_of(part: Coded) -> CodeForm:
+    scale, offset = ("" if each is None else TYPES[each.dtype] for each in (part.scale, part.offset))
+    return CodeForm(part.levels, part.bits, part.group, scale, offset, part.row_scale is not None)
+
+
 def _layout(part: Coded) -> PlaneLayout:
-    width = part.shape[1]
-    by_row = part.group == width and part.offset is None and part.row_scale is None  # a scale per row and no other
-    scale = "" if part.scale is None or by_row else TYPES[part.scale.dtype]
-    offset = "" if part.offset is None else TYPES[part.offset.dtype]
-    group = part.group if scale or offset else 0
-    if group % PLANES[-1]:
-        raise CannotKeep(f"groups of {group} columns; kernels read groups of {PLANES[-1]} and its multiples")
-    if scale == "e5m3" and (part.levels != "e2m1" or offset):
-        raise CannotKeep(f"{part.levels} codes with e4m3 scales")
-    return layout_of(part.levels, part.bits, width, group, scale, offset)
+    layout = form_of(part).layout(part.shape[1])
+    if isinstance(layout, str):
+        raise CannotKeep(layout)
+    return layout
 
 
 def pack(parts: Sequence[Coded], device: torch.device, layout: PlaneLayout | None = None) -> Planes:
@@ -101,16 +122,17 @@ def pack(parts: Sequence[Coded], device: torch.device, layout: PlaneLayout | Non
 
 def empty(layout: PlaneLayout, out: int, device: torch.device, row_scale: bool) -> Planes:
     """Room for a matrix."""
+    strips = -(-out // STRIP)
     scale, offset = (
-        torch.zeros((out, layout.group_words(kind)), dtype=torch.int32, device=device) if kind else None
+        torch.zeros((strips, layout.group_words(kind), STRIP), dtype=torch.int32, device=device) if kind else None
         for kind in (layout.scale, layout.offset)
     )
-    codes = torch.zeros((out, layout.words), dtype=torch.int16, device=device)
-    return Planes(layout, codes, scale, offset, torch.ones(out, device=device) if row_scale else None)
+    codes = torch.zeros((strips, layout.tiles, STRIP, layout.plane), dtype=torch.int16, device=device)
+    return Planes(layout, out, codes, scale, offset, torch.ones(out, device=device) if row_scale else None)
 
 
 def has_row_scale(part: Coded) -> bool:
-    return part.row_scale is not None or (part.scale is not None and not _layout(part).scale)
+    return form_of(part).has_row_scale(part.shape[1])
 
 
 def fill(made: Planes, parts: Iterable[Coded], first: int = 0) -> None:
@@ -120,11 +142,12 @@ def fill(made: Planes, parts: Iterable[Coded], first: int = 0) -> None:
         step = max(PIECE // part.shape[1], 1)
         for start in range(0, part.shape[0], step):
             last = min(start + step, part.shape[0])
-            _fill(made.part(first + start, first + last), part, slice(start, last))
+            _fill(made, first + start, part, slice(start, last))
         first += part.shape[0]
 
 
-def _fill(made: Planes, part: Coded, at: slice) -> None:
+def _fill(made: Planes, first: int, part: Coded, at: slice) -> None:
+    """Put some rows of a part into rows from 'first' on."""
     layout, device = made.layout, made.codes.device
     codes = part.codes[at].to(device)
     if layout.bits == 4:
@@ -132,19 +155,22 @@ def _fill(made: Planes, part: Coded, at: slice) -> None:
     if layout.scale == "e5m3" and part.scale is not None:  # which has no zero
         codes = codes * (part.scale[at].view(torch.uint8) != 0).to(device).repeat_interleave(layout.group, 1)
     out = codes.shape[0]
+    rows = torch.arange(first, first + out, device=device)
     whole = torch.zeros((out, layout.tiles * layout.tile), dtype=torch.int32, device=device)
     whole[:, : layout.width] = codes
-    made.codes.copy_(_place(layout.levels, whole.view(out, layout.tiles, -1, layout.plane)).view(out, -1))
+    _put(made.codes, rows, _place(layout.levels, whole.view(out, layout.tiles, -1, layout.plane)))
     for target, source in ((made.scale, part.scale), (made.offset, part.offset)):
         if target is not None and source is not None:
             integers = source[at].contiguous().view(_INTEGERS[source.element_size()]).to(device)
             integers = _to_e5m3(integers) if source.dtype == torch.float8_e4m3fn else integers
-            target.view(integers.dtype)[:, : integers.shape[1]] = integers
+            words = torch.zeros((out, target.shape[1]), dtype=torch.int32, device=device)
+            words.view(integers.dtype)[:, : integers.shape[1]] = integers
+            _put(target, rows, words)
     if made.row_scale is not None:
         if part.row_scale is not None:
-            made.row_scale.copy_(part.row_scale[at])
+            made.row_scale[rows] = part.row_scale[at].to(made.row_scale)
         elif made.scale is None and part.scale is not None:
-            made.row_scale.copy_(scale_values(part.scale[at].contiguous()).view(-1))
+            made.row_scale[rows] = scale_values(part.scale[at].contiguous()).view(-1).to(made.row_scale)
 
 
 def _check(part: Coded) -> None:

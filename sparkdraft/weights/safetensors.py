@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,18 +18,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sparkdraft.core import UserError
-from sparkdraft.weights.plane_layout import StoredBytes, count_stored
+from sparkdraft.weights.plane_layout import StoredBytes, StoredMatrix, count_stored
 from sparkdraft.weights.quant.checks import check_matrix
 from sparkdraft.weights.quant.formats import check_config, find_matrices, unused_tensors
-from sparkdraft.weights.quant.stated import FILES, NOTHING
+from sparkdraft.weights.quant.stated import FILES, NOTHING, Said
 from sparkdraft.weights.quant.stored import Stored
+from sparkdraft.weights.quant.unread import Unread
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RawTokenizer
 
 INDEX = "model.safetensors.index.json"
-ITEMSIZES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
-ITEMSIZES |= dict.fromkeys(("I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "BOOL"), 1)
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -81,16 +81,31 @@ class SafetensorsCheckpoint:
         matrix = self._matrices.get(name)
         if matrix is None:
             return self._tensor(name)
-        what, said = f"{self.path}: {name}", self._stated.of(name.removesuffix(".weight")) if self._stated else NOTHING
+        what, said = f"{self.path}: {name}", self._said(name)
         read = matrix.format.read(what, *map(self._tensor, matrix.tensors), said=said)
         check_matrix(what, read, said)
         return read
 
     def stored_bytes(self) -> StoredBytes:
-        parts = {tensor for matrix in self._matrices.values() for tensor in matrix.tensors}
-        shapes = {name: file.shape(name) for name, file in self._files.items()}
-        sizes = {name: prod(shapes[name]) * ITEMSIZES.get(file.dtype(name), 4) for name, file in self._files.items()}
-        return count_stored((name, name in parts, (*shapes[name], 1), sizes[name]) for name in self._files)
+        text = self.config.get("text_config") or self.config
+        tied = bool(text.get("tie_word_embeddings")) and "lm_head.weight" not in self._matrices
+        return count_stored(map(self._stored, self.names()), tied)
+
+    def _stored(self, name: str) -> StoredMatrix:
+        matrix = self._matrices.get(name)
+        if matrix is None:
+            return StoredMatrix(name, prod(self._files[name].shape(name)), 1)
+        try:
+            unread = [
+                Unread(self._files[each].shape(each), self._files[each].dtype(each), partial(self._tensor, each))
+                for each in matrix.tensors
+            ]
+            return StoredMatrix(name, *matrix.format.size(*unread, said=self._said(name)))
+        except (UserError, KeyError, IndexError, ValueError, ZeroDivisionError):
+            return StoredMatrix(name, 0, 1)  # something is missing or has a wrong shape: `read` says what
+
+    def _said(self, name: str) -> Said:
+        return self._stated.of(name.removesuffix(".weight")) if self._stated else NOTHING
 
     def _tensor(self, name: str) -> Tensor:
         if name not in self._files:

@@ -14,16 +14,14 @@ import pytest
 import torch
 
 from sparkdraft.bench import bandwidth, shapes
-from sparkdraft.bench.kv import (
+from sparkdraft.bench.kv import Format, memories, parse_formats
+from sparkdraft.bench.nearness import (
     KINDS,
     Comparison,
-    Format,
     Reading,
     divergence,
     kl_by_position,
     mean_rise,
-    memories,
-    parse_formats,
     prompt_rows_shown,
     read_texts,
     rise_by_position,

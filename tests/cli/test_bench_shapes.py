@@ -11,13 +11,14 @@ import pytest
 from sparkdraft.bench import bandwidth, shapes
 from sparkdraft.cli.main import main
 from sparkdraft.plan.sizes import model_sizes
+from sparkdraft.spec.mtp_config import MtpConfig, caps_of
 
 SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "vocab_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
     "num_global_key_value_heads": 1, "head_dim": 32, "global_head_dim": 64, "num_experts": 16, "num_local_experts": 8,
     "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "shared_expert_intermediate_size": 48, "moe_intermediate_size": 32, "sliding_window": 16, "num_target_layers": 6,
-    "max_position_embeddings": 1024,
+    "max_position_embeddings": 1024, "backbone_hidden_size": 64,
 }  # fmt: skip
 LAYERS = 6
 
@@ -46,9 +47,10 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("little")
-@pytest.mark.parametrize("name", list(shapes.TARGET_FILES))
-def test_a_published_shape_runs_with_its_drafter(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--shape", name, "--drafter-shape", f"{name}-dflash", "--dtype", "float32", "--threads", "1"]
+@pytest.mark.parametrize("drafter", list(shapes.DRAFTER_FILES))
+def test_a_published_shape_runs_with_its_drafter(drafter: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name = drafter.rsplit("-", 1)[0]
+    flags = ["--shape", name, "--drafter-shape", drafter, "--dtype", "float32", "--threads", "1"]
     flags += ["--synthetic-acceptance", "2.5", "--spec", "3", "--prompt-len", "20", "--concurrency", "2"]
     assert main(["bench", "offline", *flags, "--output-len", "20"]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
@@ -57,6 +59,19 @@ def test_a_published_shape_runs_with_its_drafter(name: str, capsys: pytest.Captu
     model = shapes.shape(name)
     assert row["floor_gb"]["target"] == pytest.approx(4 * model_sizes(model).read(8) / 1e9, abs=1e-4)
     assert ("choose independently" in out) == (name not in ("gemma4-31b", "qwen3.5-27b"))
+
+
+@pytest.mark.usefixtures("little")
+@pytest.mark.parametrize("name", ["qwen3.5-27b", pytest.param("qwen3.5-35b-a3b", marks=pytest.mark.slow)])
+def test_a_shape_runs_with_an_mtp_head(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--shape", name, "--drafter-shape", "mtp", "--dtype", "float32", "--threads", "1", "--output-len", "20"]
+    flags += ["--synthetic-acceptance", "2.5", "--spec", "3", "--prompt-len", "20", "--concurrency", "2"]
+    assert main(["bench", "offline", *flags]) == 0, capsys.readouterr().err
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    (row,) = found["rows"]
+    assert row["length"] == pytest.approx(2.5, rel=0.1) and row["rows"] == 8 and found["drafter"] == "mtp"
+    head = caps_of(MtpConfig.of(shapes.shape(name)))
+    assert row["floor_gb"]["drafter"] == pytest.approx(3 * 4 * (head.num_read + 256 * 64) / 1e9, abs=1e-4)
 
 
 @pytest.mark.slow

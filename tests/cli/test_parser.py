@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, _SubParsersAction
 from collections.abc import Iterator
-from dataclasses import fields
 
 import pytest
 
 from sparkdraft.cli.main import main, parser
 from sparkdraft.cli.options import engine_options
-from sparkdraft.config import EngineConfig
+from sparkdraft.config import ENGINE_FIELDS, EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.engine.machine import detect
 from sparkdraft.plan.hardware import usable_cores
@@ -66,21 +65,29 @@ DECIDED = {  # by the command itself
     "sparkdraft bench offline": {"prefix_cache", "ngram"},
     "sparkdraft bench depth": {"prefix_cache", "spec", "ngram"},
     "sparkdraft bench kv": {"prefix_cache", "tq_centre"},
+    "sparkdraft bench weights": {"prefix_cache", "weights", "weights_cache"},
+    "sparkdraft bench report": {"prefix_cache", "spec", "kv", *(n for n in ENGINE_FIELDS if n.startswith("tq_"))},
     "sparkdraft bench long-prompt": {"prefix_cache"},
     "sparkdraft train eval": {"ngram"},
 }
+PROFILED = ("sparkdraft serve", "sparkdraft generate", "sparkdraft chat")  # the others use no profile of settings
 
 
 def test_every_verb_that_builds_an_engine_has_every_engine_flag() -> None:
-    names = {each.name for each in fields(EngineConfig)}
+    names = set(ENGINE_FIELDS)
     found = {leaf.prog: names & {action.dest for action in leaf._actions} for leaf in leaves(parser())}
     builders = {prog for prog, own in found.items() if "kv_tokens" in own}
     assert builders == {
-        *("sparkdraft serve", "sparkdraft demo", "sparkdraft generate", "sparkdraft chat", "sparkdraft train eval"),
-        *(f"sparkdraft bench {kind}" for kind in ("offline", "perplexity", "accept", "depth", "kv", "long-prompt")),
+        *(f"sparkdraft {verb}" for verb in ("serve", "demo", "generate", "chat", "check", "train eval")),
+        *("sparkdraft export vllm", "sparkdraft recipe run"),
+        *(
+            f"sparkdraft bench {kind}"
+            for kind in ("offline", "perplexity", "accept", "depth", "kv", "weights", "report", "long-prompt")
+        ),
     }
     for prog in builders:
-        assert found[prog] == names - DECIDED.get(prog, set()), prog
+        left_out = DECIDED.get(prog, set()) | (set() if prog in PROFILED else {"profile"})
+        assert found[prog] - left_out == names - left_out, prog
 
 
 def test_every_flag_has_a_help_text_and_every_verb_an_example() -> None:

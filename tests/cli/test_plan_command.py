@@ -114,6 +114,18 @@ def test_the_plot_has_a_line_per_class_and_format(tmp_path: Path) -> None:
     )
 
 
+def test_an_mtp_head_makes_a_pass_per_draft(capsys: pytest.CaptureFixture[str]) -> None:
+    """So the best depth is between the least and the most, where a block drafter's would be the most."""
+    for name in ("qwen3.5-27b", "qwen3.5-35b-a3b"):
+        assert main([*GB10, name, "--weights", "fp8", "--drafter", "mtp", "--acceptance", "3", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert found["drafter"] == "mtp" and found["memory_gib"]["drafter's K/V"] > 0
+        (drafted,) = found["by_class"].values()
+        assert 1 <= drafted["depth"] < 6
+    assert main([*GB10, "qwen3-8b", "--drafter", "mtp"]) == 1
+    assert "A qwen3 model has no MTP head that is read" in capsys.readouterr().err
+
+
 def test_a_drafter_may_be_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     folder = default_drafter("smollm2")
     assert folder and main([*GB10, "smollm2-135m", "--drafter", folder]) == 0

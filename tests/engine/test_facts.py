@@ -8,8 +8,11 @@ import pytest
 
 from sparkdraft import LLM
 from sparkdraft.core import Fact
+from sparkdraft.engine.facts import asked, asked_by_drafter
 from sparkdraft.kernels import native, reference
+from sparkdraft.models.layers import ExpertsSpec
 from tests.models.tiny import write_tiny
+from tests.spec.tiny_drafter import body, random_tensors, write_drafter, zlab
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +68,28 @@ def test_an_operator_that_is_left_to_torch_is_named(tmp_path: Path, monkeypatch:
 def test_a_model_with_biases_is_replayed(tmp_path: Path) -> None:
     llm = LLM(str(write_tiny(tmp_path / "biased", "llama-tied-biased")), device="cpu", dtype="quantised")
     assert llm.fallbacks() == [] and llm.engine.runner.graphs
+
+
+def test_what_a_model_asks_of_its_kernels(tmp_path: Path) -> None:
+    """Every expert matrix and every head dim: a GPU's kernels say of each whether its tiles were measured."""
+    llm = LLM(str(write_tiny(tmp_path / "experts", "qwen3_moe")), device="cpu", dtype="float32")
+    found = asked(llm.engine.runner.model, llm.plan)
+    specs = [layer.mlp for layer in llm.model_config.layers if isinstance(layer.mlp, ExpertsSpec)]
+    assert [each.top_k for each in found.experts] == [spec.top_k for spec in specs] and specs
+    for each, spec in zip(found.experts, specs, strict=True):
+        assert each.gate_up.tiles and each.gate_up.tiles.shape[0] == spec.num_experts * 2 * spec.intermediate_size
+        assert each.down.tiles and each.down.tiles.shape[1] == spec.intermediate_size
+    assert found.head_dims == {spec.head_dim for spec in llm.model_config.attention} and not found.coded_dims
+    assert found.itemsize == 4 and found.most_rows == llm.plan.max_rows
+
+
+def test_what_a_drafter_asks_of_its_kernels(tmp_path: Path) -> None:
+    target = write_tiny(tmp_path / "target", "qwen3")
+    own = write_drafter(tmp_path / "drafter", zlab(body()), random_tensors(body()))
+    llm = LLM(str(target), device="cpu", dtype="float32", drafter=str(own))
+    proposer = llm.engine.drafting.proposer
+    assert proposer
+    found = asked_by_drafter(proposer.drafter, llm.plan)
+    hidden, caps = llm.model_config.hidden_size, proposer.drafter.caps
+    assert (hidden, len(caps.taps) * hidden) in {each.shape for each in found.matrices}, "the matrix that reads taps"
+    assert found.head_dims == {spec.head_dim for spec in caps.kv}

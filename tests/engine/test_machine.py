@@ -15,7 +15,7 @@ from sparkdraft.plan import hardware
 
 def test_a_gpu_that_shares_the_cpus_memory_counts_what_the_page_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     available = {"MemAvailable": 110 << 30}
-    monkeypatch.setattr(hardware, "_meminfo", available.get)
+    monkeypatch.setattr(hardware, "meminfo", available.copy)
     assert free_gpu_memory(SimpleNamespace(is_integrated=1), 20 << 30) == 110 << 30
     assert free_gpu_memory(SimpleNamespace(is_integrated=0), 20 << 30) == 20 << 30
     available.clear()

@@ -214,6 +214,7 @@ def test_who_needs_the_host_ends_the_overlap_and_changes_nothing(
     assert watched and max(watched) < len(kinds)
 
 
+@pytest.mark.slow
 def test_requests_that_come_while_others_overlap(host: LLM, overlapped: LLM, watched: list[int]) -> None:
     params = SamplingParams(max_tokens=30, num_draft=3, ignore_eos=True)
     alone = [written(host, [params] * 6)[i] for i in range(6)]

@@ -101,6 +101,9 @@ class FakeRunner:
         self.checks: list[Check] = []  # what other holdings' device side checks
         self._work: list[Work] = []  # of the last one
 
+    def record_rows(self, most: int) -> None:
+        """Nothing is recorded here."""
+
     def run(self, batch: Batch) -> torch.Tensor:
         rows, self._work = [], batch.work
         assert 0 < batch.num_rows <= self.plan.max_rows
@@ -148,7 +151,7 @@ class FakeBlock:
     gaps: by whether a draft is right, how sure the drafter says it is, on average; without them it says nothing.
     """
 
-    may_pass_over = False
+    may_pass_over, chain = False, False
 
     def __init__(
         self, chance: float, block_size: int = 8, seed: int = 0, gaps: tuple[float, float] | None = None
@@ -221,12 +224,13 @@ def fake_engine(
     ngram: bool = False,
     spec: int | None = None,
     more_holdings: Sequence[Holding] = (),
+    depths: Sequence[int] | None = None,
     **changes: object,
 ) -> Engine:
     plan = fake_plan(**changes)  # type: ignore[arg-type]
     tokenizer = ByteTokenizer()
     sampler = Sampler(VOCAB, tokenizer.eos_ids, torch.device("cpu"))
-    drafting = Drafting(plan.max_model_len, block, ngram, spec)  # type: ignore[arg-type]
+    drafting = Drafting(plan.max_model_len, block, ngram, spec, depths=depths)  # type: ignore[arg-type]
     runner, holdings = FakeRunner(plan), list(more_holdings)
     if (coded := plan.coded) and runner.pages:
         rows = (coded.first, coded.recent, MOST_AHEAD)

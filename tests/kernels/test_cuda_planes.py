@@ -27,7 +27,7 @@ from sparkdraft.models.registry import read_config  # noqa: E402
 from sparkdraft.weights.experts import DenseExperts  # noqa: E402
 from sparkdraft.weights.linear import CannotKeep, DenseLinear, StackedLinear, WeightTiles  # noqa: E402
 from sparkdraft.weights.loader import Loader  # noqa: E402
-from sparkdraft.weights.plane_layout import PlaneLayout, layout_of  # noqa: E402
+from sparkdraft.weights.plane_layout import STRIP, PlaneLayout, layout_of  # noqa: E402
 from sparkdraft.weights.planes import pack  # noqa: E402
 from sparkdraft.weights.quant.coded import LEVELS, Coded  # noqa: E402
 from sparkdraft.weights.quant.group import GroupQuant  # noqa: E402
@@ -411,7 +411,7 @@ def test_ptx_of_every_word(levels: str) -> None:
     part = Coded(levels, codes, width, None, None, torch.ones(8))
     made = pack([part], torch.device("cpu"))
     layout, exact = made.layout, part.dequantize().double()
-    words = made.codes.long().bitwise_and(0xFFFF).view(8, layout.tiles, layout.plane)
+    words = made.codes[0, :, :8].transpose(0, 1).long().bitwise_and(0xFFFF)
     by_plane = exact.view(8, layout.tiles, -1, layout.plane).unbind(2)
     for number, expected in enumerate(by_plane):
         for exponent, mantissa in ((0, 0), (-9, 0), (5, 0x60)) if levels == "e2m1" else ((0, 0),):
@@ -445,9 +445,13 @@ FORMS = {
 def tiles_without_memory(name: str, out: int, in_: int) -> WeightTiles:
     levels, bits, group, scale, offset = FORMS[name]
     layout: PlaneLayout = layout_of(levels, bits, in_, group, scale, offset)
-    words = [empty(out, layout.group_words(kind), dtype=torch.int32) if kind else None for kind in (scale, offset)]
-    codes = empty(out, layout.words, dtype=torch.int16)
-    return WeightTiles(codes, layout, *words, empty(out, dtype=torch.float32) if name in ("nvfp4", "fp8") else None)
+    strips = -(-out // STRIP)
+    words = [
+        empty(strips, layout.group_words(kind), STRIP, dtype=torch.int32) if kind else None for kind in (scale, offset)
+    ]
+    codes = empty(strips, layout.tiles, STRIP, layout.plane, dtype=torch.int16)
+    row_scale = empty(out, dtype=torch.float32) if name in ("nvfp4", "fp8") else None
+    return WeightTiles(codes, layout, *words, row_scale, lines=out)
 
 
 @pytest.mark.parametrize("capability", GPUS)
@@ -484,7 +488,7 @@ def planes_step(name: str, kind: str, out: int, in_: int, rows: int = 16) -> Non
 def floats_step(name: str = "mxfp4") -> None:
     tiles = tiles_without_memory(name, 4096, 2880)
     planes.to_floats(
-        planes.Planes(tiles.layout, tiles.codes, tiles.scale, tiles.offset, tiles.row_scale), empty(4096, 2880)
+        planes.Planes(tiles.layout, 4096, tiles.codes, tiles.scale, tiles.offset, tiles.row_scale), empty(4096, 2880)
     )
 
 

@@ -407,6 +407,13 @@ def test_gathers_and_taps_copy_rows() -> None:
     assert torch.equal(taps[:, 1], x) and taps[:, 0].isnan().all()
 
 
+def test_rows_are_joined_as_the_reference_does() -> None:
+    wide = torch.randn(5, 40)
+    for rows in (0, 1, 5):
+        left, right = wide[:rows, :12], wide[:rows, 20:37]  # parts of wider rows
+        assert torch.equal(native.beside(left, right), reference.beside(left, right))
+
+
 def test_recordings_of_one_owner_lie_over_each_other() -> None:
     """Each replays rightly after any other has run, and a hundred take no more memory than the largest."""
     x, weight = torch.randn(64, 576), torch.rand(576)

@@ -199,7 +199,7 @@ def test_a_gguf_file_of_k_quants(tmp_path: Path, write_gguf: Callable[..., Path]
 @pytest.mark.parametrize(("weights", "quantise"), [("fp8", to_fp8), ("int4", to_int4), ("nvfp4", to_nvfp4)])
 def test_floats_are_quantised_at_load(weights: str, quantise: Callable[[Tensor], Coded], tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "a", "qwen3")
-    llm = LLM(str(folder), device="cpu", dtype="float32", spec="off", weights=weights)
+    llm = LLM(str(folder), device="cpu", dtype="float32", spec="off", weights=weights, weights_cache=False)
     tensors = tensors_of(folder)
     changed = {n: quantise(t).dequantize() if n.endswith("_proj.weight") else t for n, t in tensors.items()}
     meant = LLM(str(write(tmp_path / "b", changed, config_of(folder))), device="cpu", dtype="float32", spec="off")
@@ -213,7 +213,7 @@ def test_what_is_quantised_already_cannot_be_quantised(tmp_path: Path) -> None:
     source = write_tiny(tmp_path / "source", "qwen3")
     folder = write(tmp_path / "b", quantised(tensors_of(source), lambda name, number: "nvfp4"), config_of(source))
     with pytest.raises(UserError, match=r"weights is int4, and .* has no matrix of floats that could be quantised"):
-        LLM(str(folder), device="cpu", dtype="float32", weights="int4")
+        LLM(str(folder), device="cpu", dtype="float32", weights="int4", weights_cache=False)
     with pytest.raises(UserError, match="weights is 'int3'; it must be one of auto, fp8, int4, nvfp4"):
         LLM(str(folder), weights="int3")
 
@@ -221,11 +221,11 @@ def test_what_is_quantised_already_cannot_be_quantised(tmp_path: Path) -> None:
 @needs_native
 def test_the_user_is_told_what_is_rounded_and_what_is_not(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "a", "qwen3")
-    exact = LLM(str(folder), device="cpu", spec="off", weights="int4")
+    exact = LLM(str(folder), device="cpu", spec="off", weights="int4", weights_cache=False)
     assert not [f for f in exact.fallbacks() if "rounded" in f.name]
     sizes = [llm.engine.runner.model.nbytes(1) for llm in (exact, LLM(str(folder), device="cpu", spec="off"))]
     assert sizes[0] < 0.8 * sizes[1]
-    llm = LLM(str(folder), device="cpu", spec="off", weights="fp8")
+    llm = LLM(str(folder), device="cpu", spec="off", weights="fp8", weights_cache=False)
     (said,) = [f for f in llm.fallbacks() if "rounded" in f.name]
     assert said.name == "12 quantised matrices are rounded to 8 bits" and "e4m3" in said.reason
     assert said.name in llm.plan.describe(llm.fallbacks())

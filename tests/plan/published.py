@@ -10,8 +10,8 @@ from sparkdraft.models.config import ModelConfig, uniform_config
 from sparkdraft.models.layers import DenseSpec, ExpertsSpec, LayerSpec, RecurrentSpec
 from sparkdraft.plan.roofline import DraftPass
 from sparkdraft.plan.sizes import model_sizes
-from sparkdraft.spec.dflash_caps import caps_of
 from sparkdraft.spec.dflash_config import DFlashConfig
+from sparkdraft.spec.draft_configs import caps_of
 from sparkdraft.spec.packaged import ASSETS
 from tests.plan.described import attention
 
@@ -63,7 +63,8 @@ def dflash(
 
 
 def shaped(name: str, target: str) -> DraftPass:
-    return DraftPass.of(caps_of(drafter_shape(name, MODELS[target])), model_sizes(MODELS[target]).head)
+    caps = caps_of(drafter_shape(name, MODELS[target]))
+    return DraftPass.of(caps, model_sizes(MODELS[target]).head, caps.own_head)
 
 
 def packaged(folder: str, target: str) -> DraftPass:
@@ -79,10 +80,7 @@ DRAFTERS: dict[str, DraftPass] = {
     "z-lab/Qwen3.5-35B-A3B-DFlash": dflash("qwen3.5-35b-a3b", 8, 6144, 32, 4, 128, 5),
     "z-lab/Qwen3-Coder-Next-DFlash": dflash("qwen3-coder-next", 8, 6144, 32, 4, 128, 5),
     "z-lab/gemma-4-26B-A4B-it-DFlash": shaped("gemma4-26b-a4b-dflash", "gemma4-26b-a4b"),
-    # hidden 1024, four layers that read the target's K/V, a head of 262144 rows of its own, a pass per draft
-    "google/gemma-4-26B-A4B-it-assistant": DraftPass(
-        4 * 3 * 1024 * 8192 + 3 * 2 * 1024 * 4096 + 2 * 1024 * 8192 + 3 * 1024 * 2816 + 262144 * 1024, 0, (), 4, True
-    ),
+    "google/gemma-4-26B-A4B-it-assistant": shaped("gemma4-26b-a4b-assistant", "gemma4-26b-a4b"),
     "DSpark, 7 drafts": DraftPass(1_360_000_000, 248320 * 5120, (), 5),
     "smollm2-dflash": packaged("smollm2-dflash", "smollm2-135m"),
     "dflash-5x": shaped("dflash-5x", "qwen3-8b"),

@@ -74,7 +74,7 @@ def test_quantised_weights_are_counted_as_a_gpu_keeps_them() -> None:
     """gpt-oss-120b fits one H200 as it is published, and not as floats."""
     h200, model = Hardware("cuda", "H200", 16, 139 << 30, (9, 0)), shape("gpt-oss-120b")
     stored = RandomCheckpoint(TARGET_FILES["gpt-oss-120b"], "cpu").stored_bytes()
-    assert 56 < stored.quantised / 2**30 < 57, "the experts: 4.25 bits per weight"
+    assert 57 < stored.quantised / 2**30 < 58, "the experts: 4.25 bits per weight, and filling to whole tiles"
     plan = resolve(EngineConfig(), model, h200, stored=stored)
     assert 60 < plan.memory.weights / 2**30 < 63
     with pytest.raises(UserError, match="does not fit"):

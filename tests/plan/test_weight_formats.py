@@ -11,7 +11,7 @@ from sparkdraft.core import UserError
 from sparkdraft.plan import weight_formats
 from sparkdraft.plan.memory import weight_bytes
 from sparkdraft.plan.sizes import model_sizes
-from sparkdraft.plan.weight_formats import WeightFormats, bytes_by_format, parts_of, stated
+from sparkdraft.plan.weight_formats import BYTES, WeightFormats, bytes_by_format, parts_of, quantised_at_load, stated
 from tests.plan.published import MODELS
 
 
@@ -37,8 +37,9 @@ def test_parts_are_the_whole_model(name: str) -> None:
     ],
 )
 def test_published_sizes(name: str, weights: str, gigabytes: float) -> None:
-    found = bytes_by_format(MODELS[name], WeightFormats.parse(weights))
-    assert sum(found.values()) / 1e9 == pytest.approx(gigabytes, rel=0.01)
+    """Files have no filling: that of planes is in tests/weights/test_plane_sizes.py."""
+    parts = parts_of(MODELS[name], WeightFormats.parse(weights))
+    assert sum(part.weights * BYTES[part.format] for part in parts) / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
 
 def test_what_gpt_oss_states_is_read() -> None:
@@ -79,9 +80,25 @@ STATED: list[tuple[dict[str, Any], dict[str, str]]] = [
     ),
     (
         {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["linear_attn"]},
-        {"attention": "fp8", "recurrent": "bfloat16", "experts": "fp8", "head": "bfloat16", "router": "bfloat16"},
+        {"attention": "fp8-block", "recurrent": "bfloat16", "experts": "fp8-block", "router": "bfloat16"},
     ),
     ({"quant_method": "auto-round", "bits": 4, "group_size": 128}, {"attention": "int4", "experts": "int4"}),
+    ({"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": False}, {"mlp": "int4-g32-asym"}),
+    ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": True}, {"mlp": "int4-g64-asym"}),
+    ({"quant_method": "gptq", "bits": 8, "group_size": -1, "sym": True, "desc_act": True}, {"mlp": "int8-row"}),
+    ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, {"mlp": "int4-desc-act"}),
+    (
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}}}},
+        {"attention": "int4-g32-asym"},
+    ),
+    (
+        {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": {
+            "targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "block"}}}},
+        {"mlp": "fp8-block"},
+    ),
+    ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, {"mlp": "fp8-block"}),
 ]  # fmt: skip
 
 
@@ -138,4 +155,25 @@ def test_what_no_kernel_reads_is_decoded(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_heads_stay_in_bfloat16_unless_they_are_named() -> None:
     plain, named = (bytes_by_format(SHAPES["qwen3-8b"], WeightFormats.parse(t)) for t in ("fp8", "fp8,head=fp8"))
-    assert plain["bfloat16"] - named["bfloat16"] == 2 * (named["fp8"] - plain["fp8"]) > 0
+    vocab, hidden = SHAPES["qwen3-8b"].vocab_size, SHAPES["qwen3-8b"].hidden_size
+    assert plain["bfloat16"] - named["bfloat16"] == 2 * vocab * hidden
+    assert named["fp8"] - plain["fp8"] == vocab * (hidden + 4)  # and a scale per row
+
+
+def test_what_is_decoded_at_load_is_counted_as_floats() -> None:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}
+    found = stated({"quantization_config": config}, 36)
+    assert found is not None
+    held = bytes_by_format(SHAPES["qwen3-8b"], weight_formats.kept(found))
+    assert held == {"bfloat16": weight_bytes(SHAPES["qwen3-8b"], 2)}
+
+
+@pytest.mark.parametrize(("weights", "share"), [("fp8", 0.501), ("int4", 0.2813), ("nvfp4", 0.282)])
+def test_what_is_quantised_at_load_is_counted_so(weights: str, share: float) -> None:
+    model = SHAPES["qwen3-8b"]
+    found, sizes = quantised_at_load(model, weights), model_sizes(model)
+    assert found.floats == sizes.head + sizes.embedding
+    assert found.quantised / (2 * (sizes.held - found.floats)) == pytest.approx(share, rel=2e-3)
+    gated = MODELS["qwen3-coder-next"]  # of which the loader stacks chosen rows, and leaves them as they are
+    mixers = sum(p.weights for p in parts_of(gated, WeightFormats("fp8")) if p.group in ("attention", "recurrent"))
+    assert quantised_at_load(gated, weights).floats > mixers > 0

@@ -45,6 +45,7 @@ class FakeClient:
         self.restarts, self.retry_after = 0, 7
         self.seen: list[SamplingParams] = []
         self.aborted: list[str] = []
+        self.switched: list[tuple[str, bool]] = []
         self.go_on = threading.Event()  # while it is cleared, nothing is said
         self.go_on.set()
         self.stopped = False
@@ -73,6 +74,9 @@ class FakeClient:
         self.state = "draining"
 
     def count_anew(self) -> None: ...
+
+    def switch(self, part: str, on: bool) -> None:
+        self.switched.append((part, on))
 
     def start_took(self) -> float:
         return 0.0
@@ -167,7 +171,7 @@ class Live:
 
 @contextmanager
 def live(client: Any, ready_within: float = 60.0, warms_up: bool | None = None, **options: Any) -> Iterator[Live]:
-    config = ServerConfig(port=0, **options)
+    config = ServerConfig(port=0, **{"watchdog": False, **options})  # tests shall not depend on a busy machine
     listener = listen(config)
     if warms_up is None:
         warms_up = not isinstance(client, FakeClient)  # which shall see what a test sends, and nothing else

@@ -6,13 +6,15 @@ code of its character. The echo needs no torch, and neither does the process aro
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from sparkdraft.backend import BackendStatus, ModelInfo, Report
+from sparkdraft.backend import BackendStatus, CodingError, ModelInfo, Report
 from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, StepOutput, UserError
 from sparkdraft.server.engine_process import main
 
@@ -38,6 +40,7 @@ class EchoBackend:
     running: dict[str, Echo] = field(default_factory=dict)
     ended: list[StepOutput] = field(default_factory=list)
     num_steps: int = 0
+    dies: bool = False  # under the canary's first probe
 
     @property
     def has_work(self) -> bool:
@@ -96,6 +99,13 @@ class EchoBackend:
     def reset_counts(self) -> None:
         self.num_steps = 0
 
+    def switch(self, part: str, on: bool) -> None: ...
+
+    def coding_errors(self) -> list[CodingError]:
+        if self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return []
+
 
 def load_echo(options: dict[str, Any], report: Report) -> EchoBackend:
     report("weights", 1, 1)
@@ -120,7 +130,8 @@ def load_echo(options: dict[str, Any], report: Report) -> EchoBackend:
             fallbacks=[],
             drafter=None,
             created=1,
-        )
+        ),
+        dies="dies" in options,
     )
 
 

@@ -65,3 +65,13 @@ def test_a_failed_step_is_500_and_a_lost_device_a_restart(server: Live) -> None:
     assert error.status_code == 503 and "LostDevice" in error.json()["error"]["message"]
     server.wait_for(lambda: client.restarts == 1 and server.service.ready, 60)
     assert complete(server, "on").json()["choices"][0]["text"] == "on"
+
+
+def test_an_engine_that_dies_under_the_canary_is_started_without_it() -> None:
+    client = EngineClient({"model": "echo", "dies": True}, RestartPolicy(first=0.1), COMMAND, canary="auto")
+    with live(client, served_name="echo") as running:
+        assert client.restarts == 1 and complete(running, "hello").status_code == 200
+        health = running.http.get("/health").json()
+        assert health["status"] == "degraded" and "--no-canary" in health["canary"][0]["detail"]
+        assert "SIGKILL" in health["canary"][0]["detail"]
+        assert "the canary is off" in [note["name"] for note in running.http.get("/v1/status").json()["fallbacks"]]

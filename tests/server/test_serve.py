@@ -25,8 +25,8 @@ CHAT = "/v1/chat/completions"
 
 
 class Started:
-    def __init__(self, *flags: str, **environ: str) -> None:
-        command = [sys.executable, "-m", "sparkdraft.cli.main", "serve", "--port", "0", *flags]
+    def __init__(self, *flags: str, verbs: tuple[str, ...] = ("serve",), **environ: str) -> None:
+        command = [sys.executable, "-m", "sparkdraft.cli.main", *verbs, "--port", "0", *flags]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environ})
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)

@@ -49,3 +49,4 @@ def test_the_choices_hold_every_depth_that_can_be_asked_for(max_depth: int) -> N
         choices = depth_choices(max_depth, fixed)
         assert choices == sorted(set(choices)) and choices[0] == 0 and choices[-1] == max_depth
         assert fixed is None or fixed in choices
+        assert depth_choices(max_depth, fixed, chain=True) == list(range(max_depth + 1))

@@ -14,8 +14,9 @@ from torch import Tensor
 from sparkdraft.core import UserError
 from sparkdraft.engine.sampler import ids_of
 from sparkdraft.kernels import native
+from sparkdraft.models.registry import read_config
 from sparkdraft.spec.drafter import CommittedRows
-from sparkdraft.spec.registry import default_drafter
+from sparkdraft.spec.registry import default_drafter, find_drafter
 from sparkdraft.weights.checkpoint import open_checkpoint
 from tests.models.harness import Harness
 from tests.models.tiny import oracle as target_oracle
@@ -305,3 +306,22 @@ def test_the_embedded_drafter_knows_its_model(smollm2_path: Path) -> None:
         logits, rows = target.run({"a": [anchor]}, taps)
         hits.append(guess == int(logits["a"][-1].argmax()))
     assert sum(hits) >= 42, f"{sum(hits)} of {len(hits)}"
+
+
+def test_tables_of_its_own_are_in_the_plan(llama: Path, tmp_path: Path) -> None:
+    target = read_config(open_checkpoint(str(llama)).config)
+    bare, table = random_tensors(body()), torch.zeros(320, 96)
+    few = {"lm_head.weight": table[:100].clone(), "d2t": torch.arange(100), "verifier_lm_head.weight": table.clone()}
+    cases = {
+        "none": (bare, {}, 0),
+        "embedding": (bare | {"embed_tokens.weight": table}, {}, 320 * 96),
+        "both": (bare | {"embed_tokens.weight": table, "lm_head.weight": table.clone()}, {}, 2 * 320 * 96),
+        "few": (bare | few, {"draft_vocab_size": 100}, 100 * 96),
+        "rows": (bare, {"draft_vocab_size": 100}, 100 * 96),  # of the target's head, which are copied
+    }
+    found = {}
+    for name, (tensors, options, _) in cases.items():
+        folder = write_drafter(tmp_path / name, speculators(body(), **options), tensors)
+        found[name] = find_drafter(str(folder), target).caps.num_weights
+    for name, (_, _, extra) in cases.items():
+        assert found[name] - found["none"] == extra, name

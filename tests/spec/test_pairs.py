@@ -55,6 +55,7 @@ def test_readable_drafters_come_best_first() -> None:
     assert [d.repo for d in gemma.readable] == [
         "RedHatAI/gemma-4-31B-it-speculator.dflash",
         "z-lab/gemma-4-31B-it-DFlash",
+        "google/gemma-4-31B-it-assistant",
     ]
     assert {d.kind for d in gemma.drafters} == {"dflash", "dflash2", "assistant"}
 
@@ -101,7 +102,7 @@ def test_pairs_that_do_not_fit_are_refused_before_anything_is_fetched() -> None:
     pairs.check_pair("someone/unknown", config("Qwen/Qwen3-8B"))
     with pytest.raises(UserError, match="drafts for Qwen/Qwen3-8B, a qwen3 model with 36 layers of 4096"):
         pairs.check_pair("z-lab/Qwen3-8B-DFlash-b16", config("Qwen/Qwen3-4B"))
-    with pytest.raises(UserError, match=r"is DFlash2, which is not read yet: use --drafter none"):
+    with pytest.raises(UserError, match=r"is DFlash2, which is not read yet: use --drafter mtp"):
         pairs.check_pair("z-lab/Qwen3.8-27B-DFlash2", config("Qwen/Qwen3.8-27B"))
     with pytest.raises(UserError, match=r"use RedHatAI/gemma-4-31B-it-speculator\.dflash"):
         pairs.check_pair("RedHatAI/gemma-4-31B-it-speculator.dflash2", config("google/gemma-4-31B-it"))

@@ -33,6 +33,7 @@ from sparkdraft.models.rope import RopeTables
 from sparkdraft.plan.sizes import model_sizes
 from sparkdraft.spec.caps import DrafterCaps
 from sparkdraft.spec.drafter import Anchors, CommittedRows, DraftBytes, Pick
+from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.loader import Loader
 from tests.models.tiny import oracle
 from tests.spec.tiny_drafter import body, random_tensors
@@ -92,6 +93,10 @@ class TinyChain:
         parts = [*self.layer.matrices, self.target.head]
         a_pass = joins + sum(part.nbytes for part in parts)
         return DraftBytes(depth * a_pass, joins + self.attention.qkv.nbytes, depth * self.kv.bytes_per_token)
+
+    @property
+    def matrices(self) -> list[Linear]:
+        return [self.from_embedding, self.from_hidden, *self.layer.matrices, self.target.head]
 
     # ---- the parts
 

@@ -92,7 +92,7 @@ def wait_for(out: Path, documents: int, process: subprocess.Popen[str]) -> None:
     raise AssertionError(f"it ended, or wrote nothing: {process.communicate()}")
 
 
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("kind", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT, signal.SIGKILL])
 def test_killed_in_the_middle_and_run_again(
     folder: Path, tmp_path: Path, kind: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,6 +93,21 @@ def test_the_drafter_serves_and_changes_no_text(toy: Path, run: Path, capsys: py
         assert llm.engine.drafting.total.mean_acceptance_length > 2, layout
 
 
+def test_speculators_names_a_target_that_others_find(
+    toy: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(toy)
+    for given, written in (
+        ("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        ("target", str(toy / "target")),
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+    ):
+        command = ["train", "export", str(run), "--out", str(tmp_path / "d"), "--layout", "speculators"]
+        assert main([*command, "--model", given]) == 0
+        config = json.loads((tmp_path / "d" / "config.json").read_text())
+        assert config["speculators_config"]["verifier"]["name_or_path"] == written
+
+
 def test_eval_says_how_good_it_is(toy: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["train", "export", str(run), "--out", str(toy / "drafter")])
     capsys.readouterr()

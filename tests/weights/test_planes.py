@@ -51,6 +51,8 @@ def test_parts_are_stacked_with_their_own_scales(name: str) -> None:
     room = empty(made.layout, 100, CPU, made.row_scale is not None)
     fill(room, parts, first=11)
     assert torch.equal(room.part(11, 100).coded().dequantize(), made.coded().dequantize())
+    assert torch.equal(room.part(16, 100).coded().dequantize(), made.coded().dequantize()[5:])
+    assert room.part(16, 100).codes.data_ptr() == room.codes[1].data_ptr(), "without a copy"
 
 
 def test_a_part_without_a_row_scale_beside_one_with_it() -> None:
@@ -63,9 +65,9 @@ def test_a_part_without_a_row_scale_beside_one_with_it() -> None:
 def test_bytes_are_those_of_the_file_and_a_little_filling() -> None:
     for name, per_weight in (("mxfp4", 17 / 32), ("nvfp4", 9 / 16), ("int4 in groups of 128", 66 / 128)):
         for width in (2048, 4096, 12288) + (2880,) * (name == "mxfp4"):
-            made = pack([random_coded(name, 8, width)], CPU)
+            made = pack([random_coded(name, 10, width)], CPU)  # a strip of 16 rows
             rows = 0 if made.row_scale is None else made.row_scale.nbytes
-            assert made.nbytes - rows == 8 * made.layout.row_bytes
+            assert made.nbytes - rows == 16 * made.layout.row_bytes
             assert per_weight <= made.layout.row_bytes / width <= 1.03 * per_weight + 4 / width
 
 

@@ -18,6 +18,7 @@ from sparkdraft.bench.offline_throughput import throughput
 from sparkdraft.bench.speed import processes
 from sparkdraft.bench.speed.check import Group, Names
 from sparkdraft.bench.speed.ratios import Metrics, Progress, Sample, against, in_turn, joined, part
+from sparkdraft.config import NO_PROFILE
 from sparkdraft.core import SamplingParams
 from sparkdraft.llm import LLM
 
@@ -30,7 +31,7 @@ CLASSES = ("code", "qa", "json", "prose")
 
 
 def load(spec: str, model: str = MODEL) -> LLM:
-    return LLM(model, device="cpu", spec=spec, prefix_cache=False)
+    return LLM(model, device="cpu", spec=spec, prefix_cache=False, profile=NO_PROFILE)
 
 
 def parked_drafter(wanted: Names, progress: Progress, make: Callable[[str], LLM] = load) -> dict[str, Sample]:

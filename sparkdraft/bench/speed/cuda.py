@@ -21,7 +21,7 @@ from sparkdraft.bench.speed.check import Group, Measure, Names, Skipped
 from sparkdraft.bench.speed.lines import for_streams
 from sparkdraft.bench.speed.ratios import Metrics, Progress, Sample, Side, in_turn, joined, part
 from sparkdraft.bench.synthetic import Acceptance
-from sparkdraft.config import EngineConfig
+from sparkdraft.config import NO_PROFILE, EngineConfig
 from sparkdraft.core import AUTO, SamplingParams
 from sparkdraft.llm import LLM
 from sparkdraft.weights import hub
@@ -82,11 +82,12 @@ def short_contexts(setup: Setup, wanted: Names, progress: Progress) -> dict[str,
         "parked": lambda: setup.bench(most, tokens, spec="0"),
         "drafted": lambda: setup.bench(most, tokens, spec=str(setup.drafts), synthetic=True),
     }
-    for done, (kind, make) in enumerate(kinds.items()):
+    for kind, make in kinds.items():
         counts = {n: name for n in (1, 4, most) if (name := for_streams(kind, n)) in wanted}
         bench = make() if counts else plain
         for streams, name in counts.items():
-            samples[name] = _compare(setup, kind, plain, bench, streams, part(progress, done, len(kinds)))
+            before, total = ROUNDS * len(samples), ROUNDS * len(wanted)
+            samples[name] = _compare(setup, kind, plain, bench, streams, part(progress, before, total))
     return samples
 
 
@@ -105,13 +106,13 @@ def long_contexts(setup: Setup, wanted: Names, progress: Progress) -> dict[str, 
     exact = setup.bench(streams, tokens)
     if "prompt-of-matmul" in wanted:
         chunk = Load(1, setup.chunk, setup.context_len)
-        samples["prompt-of-matmul"] = _of_matmul(exact, chunk, part(progress, 0, 3))
+        samples["prompt-of-matmul"] = _of_matmul(exact, chunk, part(progress, 0, ROUNDS + 2))
     if "floor-32000-tokens" in wanted:
         alone = Load(1, setup.context, setup.context_len)
-        samples["floor-32000-tokens"] = _of_bandwidth(setup, exact, alone, part(progress, 1, 3), rounds=1)
+        samples["floor-32000-tokens"] = _of_bandwidth(setup, exact, alone, part(progress, ROUNDS, ROUNDS + 2), rounds=1)
     if names := wanted & {"turboquant-32000-tokens", "turboquant-prompt"}:
         load, coded = Load(streams, setup.context, setup.context_len), setup.bench(streams, tokens, kv="turboquant")
-        found = in_turn(_warm(exact, load), _warm(coded, load), 1, part(progress, 2, 3))
+        found = in_turn(_warm(exact, load), _warm(coded, load), 1, part(progress, ROUNDS + 1, ROUNDS + 2))
         metrics = {"turboquant-32000-tokens": "tok_s", "turboquant-prompt": "prompt_tok_s"}
         samples |= {name: found[metrics[name]] for name in names}
     return samples
@@ -138,7 +139,7 @@ def _of_bandwidth(setup: Setup, bench: Bench, load: Load, progress: Progress, ro
 
     def reached() -> Metrics:
         result = bench.run(load)
-        return {"bytes_s": sum(bench.floor_bytes(load, result.drafted).values()) / result.step}
+        return {"bytes_s": sum(bench.floor_bytes(load, result.drafted, depth=result.depth).values()) / result.step}
 
     return in_turn(ceiling, reached, rounds, progress)["bytes_s"]
 
@@ -159,7 +160,7 @@ def embedded(wanted: Names, progress: Progress) -> dict[str, Sample]:
     """The embedded model and its own drafter, code prompts one after the other."""
     if hub.cached_path(EMBEDDED) is None:
         raise Skipped(f"the file of {EMBEDDED} is not in {hub.cache_dir()}, and nothing is fetched here")
-    llm, found = LLM(EMBEDDED, device="cuda", prefix_cache=False), []
+    llm, found = LLM(EMBEDDED, device="cuda", prefix_cache=False, profile=NO_PROFILE), []
     prompts = chat_prompts(llm, read_prompts(EMBEDDED_PROMPTS)["code"])
     for done, ids in enumerate(prompts):
         plain, auto = (partial(_one_stream, llm, ids, depth) for depth in (0, AUTO))

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from sparkdraft.bench.serve_client import Client, Messages
 from sparkdraft.bench.speed.check import Names
 from sparkdraft.bench.speed.lines import for_streams
 from sparkdraft.bench.speed.ratios import Metrics, Progress, Sample, in_turn, joined, part
+from sparkdraft.config import NO_PROFILE
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.llm import LLM
 
@@ -60,12 +61,10 @@ def _fresh(prompt: str, spec: str) -> Metrics:
     return {"tok_s": report["tok_s"], "start_ms": report["start_ms"], "steps_ms": steps}
 
 
-def generate(prompt: str, spec: str, max_tokens: int) -> dict[str, Any]:
-    """The report of `sparkdraft generate --chat --json` for one prompt, greedy."""
-    flags = ("--prompt", prompt, "--spec", spec, "--max-tokens", str(max_tokens), "--temperature", "0")
-    done = subprocess.run(
-        [*COMMAND, "generate", "--chat", "--json", "--device", "cpu", *flags], capture_output=True, text=True
-    )
+def generate(prompt: str, spec: str, max_tokens: int, engine: Sequence[str] = ("--device", "cpu")) -> dict[str, Any]:
+    """The report of `sparkdraft generate --chat --json` for one prompt, greedy. engine: its flags."""
+    flags = ("--prompt", prompt, "--spec", spec, "--max-tokens", str(max_tokens), "--temperature", "0", "--no-profile")
+    done = subprocess.run([*COMMAND, "generate", "--chat", "--json", *engine, *flags], capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"`sparkdraft generate` failed with status {done.returncode}: {_last_lines(done.stderr)}")
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -77,7 +76,7 @@ def generate(prompt: str, spec: str, max_tokens: int) -> dict[str, Any]:
 
 def server(wanted: Names, progress: Progress) -> dict[str, Sample]:
     """The same requests through HTTP and through an engine of this process, both with the defaults."""
-    llm = LLM("smollm2", device="cpu")
+    llm = LLM("smollm2", device="cpu", profile=NO_PROFILE)
     texts = [prompt for name in CLASSES.values() for prompt in read_prompts(SERVER_REQUESTS // 4)[name]]
     messages: list[Messages] = [[{"role": "user", "content": text}] for text in texts]
     counts = [streams for streams in (1, 4) if for_streams("server", streams) in wanted]
@@ -117,7 +116,7 @@ def serving() -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
-            [*COMMAND, "serve", "--device", "cpu", "--port", str(port)], stdout=said, stderr=said
+            [*COMMAND, "serve", "--device", "cpu", "--no-profile", "--port", str(port)], stdout=said, stderr=said
         )
         try:
             if not _ready(url, process):

@@ -19,6 +19,7 @@ from sparkdraft.kernels.cuda.recurrent import causal_conv, find_states, gated_no
 from sparkdraft.kernels.cuda.routing import norm_route
 from sparkdraft.kernels.cuda.stepping import accept_drafts, make_rows
 from sparkdraft.kernels.reference import (  # torch is at the ceiling, or near enough
+    beside,
     draw,
     embed,
     find_pages,

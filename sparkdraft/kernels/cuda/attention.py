@@ -342,12 +342,16 @@ def _choose_tile(lanes: int, dim: int, itemsize: int, gpu: Gpu) -> tuple[Tile, b
     The tables are data (tuned/): (padded head_dim) -> tile. tests/kernels/test_cuda.py compiles every entry and reads
     its shared memory and registers.
     """
-    known, form = tuned.tables(gpu), f"{8 * itemsize}bit"
-    chunk = known["attention_chunk", form]
-    assert (dim,) in chunk, f"no tile for head_dim {dim} of {itemsize} bytes: have {sorted(chunk)}"
-    decode = known["attention_decode", form].get((dim,), [])
-    few = next((Tile(*tile) for tile in decode if tile[0] >= lanes), None)
-    return (few, False) if few else (Tile(*chunk[dim,]), True)
+    decode, chunk = (tuned.find(gpu, key) for key in tile_keys(dim, itemsize))
+    assert chunk, f"no tile for head_dim {dim} of {itemsize} bytes"
+    few = next((Tile(*tile) for tile in decode or () if tile[0] >= lanes), None)
+    return (few, False) if few else (Tile(*chunk), True)
+
+
+def tile_keys(head_dim: int, itemsize: int) -> list[tuned.Key]:
+    """All that launches look up: for few rows, and for chunks."""
+    form, shape = f"{8 * itemsize}bit", (_padded(head_dim),)
+    return [tuned.Key(kernel, form, shape) for kernel in ("attention_decode", "attention_chunk")]
 
 
 def _choose_splits(programs: int, slots: int, most: int, near: float = 0.9) -> int:

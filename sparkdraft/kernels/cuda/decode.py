@@ -19,10 +19,12 @@ import triton
 import triton.language as tl
 
 from sparkdraft.weights.plane_layout import SIZES
+from sparkdraft.weights.plane_layout import STRIP as _STRIP
 from sparkdraft.weights.quant.coded import LEVELS as _LEVELS
 
 _NEGATIVE_ZERO = "mov.b32 z, 0x80008000;"  # a product is an fma with it, on all GPUs that have bfloat16
-SCALED = tl.constexpr(2.0**110)  # multiplies the scale of e2m1
+STRIP = tl.constexpr(_STRIP)  # lines that lie together
+SCALED = tl.constexpr(((110 + 127) << 7) * 0x00010001)  # 2 ** 110 in bfloat16, twice: it multiplies the scale of e2m1
 _E2M1, _E4M3 = tl.constexpr(2.0**126), tl.constexpr(2.0**120)  # by which their bits are too small as they lie
 
 
@@ -56,8 +58,9 @@ def _e2m1_ptx(number: int) -> str:
         bits = [f"shl.b32 a, $1, {3 * number};", "and.b32 a, a, 0x81C081C0;"]
     else:
         bits = [
-            "shl.b32 a, $1, 4;", "and.b32 a, a, 0x80008000;", "shr.u32 b, $1, 6;", "and.b32 b, b, 0x01800180;",
-            "shr.u32 c, $1, 4;", "and.b32 c, c, 0x00400040;", "or.b32 a, a, b;", "or.b32 a, a, c;",
+            "shl.b32 a, $1, 4;", "and.b32 a, a, 0x80008000;",
+            "shr.u32 b, $1, 6;", "lop3.b32 a, b, 0x01800180, a, 0xEA;",  # (b & mask) | a
+            "shr.u32 c, $1, 4;", "lop3.b32 a, c, 0x00400040, a, 0xEA;",
         ]  # fmt: skip
     return _asm(*bits, _NEGATIVE_ZERO, "fma.rn.bf16x2 $0, a, $2, z;")
 
@@ -67,8 +70,8 @@ def _e4m3_ptx(number: int) -> str:
         bits = ["and.b32 a, $1, 0x87F087F0;"]
     else:
         bits = [
-            "shl.b32 a, $1, 4;", "and.b32 a, a, 0x80F080F0;", "shr.u32 b, $1, 4;", "and.b32 b, b, 0x07000700;",
-            "or.b32 a, a, b;",
+            "shl.b32 a, $1, 4;", "and.b32 a, a, 0x80F080F0;",
+            "shr.u32 b, $1, 4;", "lop3.b32 a, b, 0x07000700, a, 0xEA;",
         ]  # fmt: skip
     return _asm(*bits, "mov.b32 b, 0x7B807B80;", _NEGATIVE_ZERO, "fma.rn.bf16x2 $0, a, b, z;")  # 2 ** 120
 
@@ -126,17 +129,24 @@ def _level(levels: str, code: int) -> int:
 
 
 @triton.jit
+def line_of_strip(line, PIECES, SIZE):
+    """Where the first piece of a line lies; the next is STRIP * SIZE further. A line has so many, of SIZE each."""
+    return line // STRIP * (STRIP * PIECES * SIZE) + line % STRIP * SIZE
+
+
+@triton.jit
 def plane(words, scale, NUMBER: tl.constexpr, LEVELS: tl.constexpr, TYPE: tl.constexpr, PACKED: tl.constexpr):
     """One plane [lines, PLANE] in TYPE of int16 words [lines, PLANE]. scale: [lines, 1] for e2m1, else None.
 
-    PACKED: the scale is bfloat16 and times SCALED; else it is float32.
+    PACKED: the scale is a pair of bfloat16 in an int32, times SCALED; else it is float32.
     """
     if PACKED:
         PTX: tl.constexpr = ptx(LEVELS, NUMBER)
         if scale is None:
             value = tl.inline_asm_elementwise(PTX, "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
         else:
-            value = tl.inline_asm_elementwise(PTX, "=r,r,r", [words, scale], dtype=tl.bfloat16, is_pure=True, pack=2)
+            # of two weights, the words are one register, and the scale is twice the same one
+            value = tl.inline_asm_elementwise(PTX, "=r,r,r,r", [words, scale], dtype=tl.bfloat16, is_pure=True, pack=2)
     else:
         value = _apart(words.to(tl.int32), NUMBER, LEVELS)
         if scale is not None:
@@ -174,11 +184,11 @@ def scale_factor(word, byte, KIND: tl.constexpr, PACKED: tl.constexpr):
     bits = (word >> (8 * byte)) & 255
     if not PACKED:
         return group_number(word, byte, KIND)
-    elif KIND == "e8m0":
-        return ((bits + 110) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    elif KIND == "e8m0":  # (bits + 110) << 7 in both halves, by one multiplication
+        return bits * (0x00010001 << 7) + (110 << 7) * 0x00010001
     else:
         tl.static_assert(KIND == "e5m3")
-        return ((bits << 4) + ((110 + 111) << 7)).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        return bits * (0x00010001 << 4) + ((110 + 111) << 7) * 0x00010001
 
 
 @triton.jit

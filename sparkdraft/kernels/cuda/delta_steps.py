@@ -3,7 +3,8 @@
 A program has some columns of one head's state, which stay in its registers: it reads them once, replays the records,
 runs the step's rows, and writes the state at most once, where it folds. Columns do not know each other. A row that is
 run and a record that is replayed change the state by the one function `_update`, whose roundings are written out, so
-both leave the same bits. A row's sums are made by the same code at whichever place of whichever step it runs.
+both leave the same bits. A row's sums are made by the same code at whichever place of whichever step it runs; the
+compiler may not join their products and sums, which it would do differently in the copies of an unrolled loop.
 
 No program waits for another, and none reads what another writes:
 
@@ -202,10 +203,14 @@ def _delta_rule(
 
 @lru_cache
 def choose_tile(key_dim: int, value_dim: int, gpu: Gpu) -> Tile:
-    found = tuned.tables(gpu).get((KERNEL, "32bit"), {}).get((key_dim, value_dim))
+    found = tuned.find(gpu, tile_key(key_dim, value_dim))
     if found:
         return Tile(*found)
     return Tile(min(16, value_dim & -value_dim), 1)
+
+
+def tile_key(key_dim: int, value_dim: int) -> tuned.Key:
+    return tuned.Key(KERNEL, "32bit", (key_dim, value_dim))
 
 
 def check_shape(params: DeltaParams) -> None:
@@ -241,7 +246,7 @@ def delta_rule(
         params.rate, params.bias, out, qkv.stride(0), decay_beta.stride(0), params.eps, params.key_dim**-0.5,
         KEY_HEADS=params.num_key_heads, HEADS=heads, KEY_DIM=params.key_dim, VALUE_DIM=params.value_dim,
         RING=memory.ring, MOST_ROWS=memory.most_rows, FOLD=FOLD, BLOCK_V=tile.block_v,
-        BLOCK_R=triton.next_power_of_2(memory.most_rows), num_warps=tile.warps,
+        BLOCK_R=triton.next_power_of_2(memory.most_rows), num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip
     if view.max_query > memory.most_rows:
         run_chunks(qkv, decay_beta, memory, slots, view, params, out)

@@ -292,6 +292,23 @@ def _same_instruction(tile: Tile, lines: int, gpu: Gpu, coded: bool = False) -> 
     return not gpu.wgmma or (lines >= 64 and tile.warps % 4 == 0) != coded
 
 
+def tile_keys(gate_up: ExpertLinear, down: ExpertLinear, top_k: int, most_rows: int) -> list[tuned.Key]:
+    """All that launches of up to so many rows look up."""
+    if gate_up.tiles is None or down.tiles is None:
+        return []
+    count, coded = gate_up.count, gate_up.tiles.layout is not None
+    cut = {
+        block_size(rows, top_k, count, coded) for rows in range(1, most_rows + 1) if not one_by_one(rows, top_k, count)
+    }
+    sizes = {GATE_UP: cut | ({16} if one_by_one(1, top_k, count) else set()), DOWN: cut}
+    sizes[ROW_DOWN] = {triton.next_power_of_2(top_k)}  # the strips of `run_sum` are those of this tile too
+    return [
+        tuned.Key(kernel, tiles.format, (tiles.shape[0] // count, tiles.shape[1], size))
+        for kernel, tiles in ((GATE_UP, gate_up.tiles), (DOWN, down.tiles), (ROW_DOWN, down.tiles))
+        for size in sorted(sizes[kernel])
+    ]
+
+
 @lru_cache(maxsize=4096)
 def _launch(
     kernel: str, shape: tuple[int, int], size: int, programs: int, format_: str, weight_bits: int, x_bytes: int,
@@ -299,7 +316,7 @@ def _launch(
 ) -> Launch:  # fmt: skip
     """size: pairs in a block, or, for ROW_DOWN, choices of a row, a power of two; programs: by blocks or rows."""
     out, in_ = shape
-    found = tuned.tables(gpu).get((kernel, format_), {}).get((*shape, size))
+    found = tuned.find(gpu, tuned.Key(kernel, format_, (*shape, size)))
     tile = Tile(*found) if found else _choose(kernel, out, in_, size, x_bytes, step)
     assert not step or tile.block_k == step, f"a tile of {format_} has {step} columns, not {tile.block_k}"
     across, columns = (size, MOST_CHOICES) if kernel == ROW_DOWN else (1, size)

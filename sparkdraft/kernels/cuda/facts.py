@@ -1,47 +1,73 @@
-"""What these kernels can say of the GPU they run on: whether their tiles were measured there, and how they launch."""
+"""What these kernels can say of the GPU they run on: whether their tiles were measured there, and how they launch.
+
+Tiles are those that launches look up: each module of kernels lists the keys (`tile_keys`), and its launches use the
+same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 
 import torch
 
 from sparkdraft.core import Fact
-from sparkdraft.kernels.cuda import few_rows, pdl, tuned
+from sparkdraft.kernels.asked import Asked
+from sparkdraft.kernels.cuda import attention, delta_chunks, delta_steps, experts, few_rows, pdl, tuned
 from sparkdraft.kernels.cuda.gpu import Gpu, gpu_of
-from sparkdraft.weights.linear import WeightTiles
+from sparkdraft.kernels.cuda.tuned import Key
 
-Matrix = tuple[str, tuple[int, int]]  # format of a weight, and (out, in)
+MOST_NAMED = 8  # keys that a reason lists
 
 
-def facts(matrices: Iterable[WeightTiles], device: torch.device) -> list[Fact]:
-    """matrices: all that the model multiplies with and the kernels for few rows read."""
+def facts(asked: Asked, device: torch.device) -> list[Fact]:
     gpu = gpu_of(device)
-    return [
-        matrix_tiles({(each.format, each.shape) for each in matrices}, gpu),
-        attention_tiles(gpu),
-        launches(device, gpu),
-    ]
+    found = [fact for name, keys in tile_keys(asked).items() if (fact := tiles(name, keys, gpu))]
+    if asked.coded_dims:
+        found.append(Fact("tiles of coded attention", "fixed: the kernels have one form for every GPU"))
+    return [*found, launches(device, gpu)]
 
 
-def matrix_tiles(matrices: Set[Matrix], gpu: Gpu) -> Fact:
-    name, found = "matrix tiles", tuned.measured(gpu)
-    guessed = sorted(m for m in matrices if m[1] not in found.get((few_rows.KERNEL, m[0]), {}))
+def tile_keys(asked: Asked) -> dict[str, set[Key]]:
+    """By the fact's name, all that the model's launches look up."""
+    matrices = {key for each in asked.matrices for key in few_rows.tile_keys(each)}
+    of_experts = {key for each in asked.experts for key in experts.tile_keys(*each, asked.most_rows)}
+    of_attention = {key for dim in asked.head_dims for key in attention.tile_keys(dim, asked.itemsize)}
+    recurrent: set[Key] = set()
+    for heads, key_dim, value_dim in asked.recurrent:
+        recurrent.add(delta_steps.tile_key(key_dim, value_dim))
+        recurrent.update(delta_chunks.tile_keys(heads, key_dim, value_dim, asked.itemsize))
+    return {
+        "matrix tiles": matrices,
+        "expert tiles": of_experts,
+        "attention tiles": of_attention,
+        "recurrent tiles": recurrent,
+    }
+
+
+def tiles(name: str, keys: Iterable[Key], gpu: Gpu) -> Fact | None:
+    """None: the model has nothing of the kind."""
+    wanted = sorted(set(keys))
+    if not wanted:
+        return None
+    guessed = [key for key in wanted if not tuned.is_measured(gpu, key)]
     if not guessed:
         return Fact(name, f"measured on {gpu.name}")
-    if len(guessed) == len(matrices):
-        formats = " or ".join(sorted({form for form, _ in matrices}))
-        return Fact(
-            name, "chosen by rule", f"no tiles for {formats} weights of these shapes were measured on {gpu.name}"
-        )
-    shapes = ", ".join(f"{out} x {in_} ({form})" for form, (out, in_) in guessed)
-    return Fact(name, f"measured for {len(matrices) - len(guessed)} of {len(matrices)} shapes", f"by rule: {shapes}")
+    fitted = [key for key in guessed if tuned.find(gpu, key)]
+    ruled = [key for key in guessed if not tuned.find(gpu, key)]
+    how = " and ".join(["chosen to fit its shared memory"] * bool(fitted) + ["chosen by rule"] * bool(ruled))
+    if len(guessed) == len(wanted):
+        return Fact(name, how, f"none of {_named(guessed)} was measured on {gpu.name}")
+    return Fact(
+        name,
+        f"{len(wanted) - len(guessed)} of {len(wanted)} measured on {gpu.name}, the others {how}",
+        f"not measured: {_named(guessed)}",
+    )
 
 
-def attention_tiles(gpu: Gpu) -> Fact:
-    if any(kernel.startswith("attention") for kernel, _ in tuned.measured(gpu)):
-        return Fact("attention tiles", f"measured on {gpu.name}")
-    return Fact("attention tiles", "chosen to fit its shared memory", f"no tiles were measured on {gpu.name}")
+def _named(keys: list[Key]) -> str:
+    shown = [f"{key.kernel} {' x '.join(map(str, key.shape))} ({key.form})" for key in keys[:MOST_NAMED]]
+    more = len(keys) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
 def launches(device: torch.device, gpu: Gpu) -> Fact:

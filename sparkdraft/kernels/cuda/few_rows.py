@@ -269,7 +269,7 @@ def _launch(
 ) -> Launch:
     """How to cut the work; 'lines' of the weight make a column of the result. step: columns of a coded tile, or 0."""
     out, in_ = shape
-    found = tuned.tables(gpu).get((KERNEL, format_), {}).get(shape)
+    found = tuned.find(gpu, tuned.Key(KERNEL, format_, shape))
     rule = (
         _choose_coded(out, in_, step, x_bytes, gpu.sms, "offset" in format_)
         if step
@@ -461,11 +461,20 @@ def block_rows(rows: int) -> int:
     return 32 if rows <= 32 else 64
 
 
+def tile_keys(weight: WeightTiles) -> list[tuned.Key]:
+    """All that launches with this matrix look up."""
+    wide = {block_rows(rows) for rows in (MOST_ROWS + 1, 64)} if weight.layout else ()
+    return [
+        tuned.Key(KERNEL, weight.format, weight.shape),
+        *(tuned.Key(WIDE, weight.format, (*weight.shape, rows)) for rows in sorted(wide)),
+    ]
+
+
 @lru_cache(maxsize=4096)
 def _wide_launch(
     shape: tuple[int, int], format_: str, weight_bits: int, x_bytes: int, rows: int, blocks: int, gpu: Gpu, step: int
 ) -> Launch:
-    found = tuned.tables(gpu).get((WIDE, format_), {}).get((*shape, rows))
+    found = tuned.find(gpu, tuned.Key(WIDE, format_, (*shape, rows)))
     tile = Tile(*found) if found else Tile(64 if x_bytes == 2 else 32, step, 2 if rows <= 32 else 4, 4)
     programs = triton.cdiv(shape[0], tile.block_n)
     return Launch(tile, programs, fit_stages(tile, programs * blocks, weight_bits, x_bytes, gpu, rows))

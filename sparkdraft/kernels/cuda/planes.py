@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparkdraft.kernels.cuda import few_rows
-from sparkdraft.kernels.cuda.decode import group_bytes, group_number, plane, planes_of
+from sparkdraft.kernels.cuda.decode import STRIP, group_bytes, group_number, line_of_strip, plane, planes_of
 from sparkdraft.kernels.cuda.elementwise import run
 from sparkdraft.kernels.cuda.pdl import enter
 from sparkdraft.weights.experts import ExpertLinear, keep_float_experts
@@ -100,7 +100,7 @@ class PlaneExperts(ExpertLinear):
 
 
 def tiles_of(planes: Planes, bias: Tensor | None = None) -> WeightTiles:
-    return WeightTiles(planes.codes, planes.layout, planes.scale, planes.offset, planes.row_scale, bias)
+    return WeightTiles(planes.codes, planes.layout, planes.scale, planes.offset, planes.row_scale, bias, planes.out)
 
 
 # ---- how a matrix is kept
@@ -217,18 +217,18 @@ def _to_floats(
     real = line < lines
     k = tl.arange(0, PLANE)
     tile = tl.program_id(1)
-    place = weight + line[:, None] * (TILES * PLANE) + tile * PLANE + k[None, :]
+    place = weight + line_of_strip(line, TILES, PLANE)[:, None] + tile * (STRIP * PLANE) + k[None, :]
     words = tl.load(place, mask=real[:, None], other=0)
     for number in tl.static_range(COUNT):
         column = tile * TILE + number * PLANE
         value = plane(words, None, number, LEVELS, tl.float32, False)
         if SCALE != "":
             byte = column // GROUP * group_bytes(SCALE)
-            word = tl.load(scale + line * words_scale + byte // 4, mask=real, other=0)
+            word = tl.load(scale + line_of_strip(line, words_scale, 1) + byte // 4 * STRIP, mask=real, other=0)
             value = value * group_number(word, byte % 4, SCALE)[:, None]
         if OFFSET != "":
             byte = column // GROUP * group_bytes(OFFSET)
-            word = tl.load(offset + line * words_offset + byte // 4, mask=real, other=0)
+            word = tl.load(offset + line_of_strip(line, words_offset, 1) + byte // 4 * STRIP, mask=real, other=0)
             value = value + group_number(word, byte % 4, OFFSET)[:, None]
         if row_scale is not None:
             value = value * tl.load(row_scale + line, mask=real, other=0.0)[:, None]

@@ -15,7 +15,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparkdraft.kernels.cuda.decode import SCALED, group_bytes, group_number, plane, planes_of, scale_factor, unit
+from sparkdraft.kernels.cuda.decode import (
+    SCALED,
+    STRIP,
+    group_bytes,
+    group_number,
+    line_of_strip,
+    plane,
+    planes_of,
+    scale_factor,
+    unit,
+)
 from sparkdraft.weights.plane_layout import SIZES
 
 
@@ -79,7 +89,7 @@ def _plain(
 @triton.jit
 def _word(lines, column, good, KIND: tl.constexpr, GROUP: tl.constexpr):
     """The 32-bit word that holds the number of a column's group."""
-    return _load(lines + column // GROUP * group_bytes(KIND) // 4, good)
+    return _load(lines + column // GROUP * group_bytes(KIND) // 4 * STRIP, good)
 
 
 @triton.jit
@@ -119,15 +129,15 @@ def _coded(
     ONE_OFFSET: tl.constexpr = _one_word(OFFSET, GROUP, TILE)
     AHEAD: tl.constexpr = ONE_SCALE and not INSIDE  # what becomes a side of a dot, Triton itself fetches ahead
     k = tl.arange(0, PLANE)
-    word_tile = weight + line[:, None] * (TILES * PLANE) + k[None, :]
+    word_tile = weight + line_of_strip(line, TILES, PLANE)[:, None] + k[None, :]
     x_tile = x_rows[:, None] + k[None, :]
     acc = tl.zeros([line.shape[0], x_rows.shape[0]], tl.float32)
     begin = 0 if SPLIT == 1 else part * EACH
     end = TILES if SPLIT == 1 else tl.minimum(begin + EACH, TILES)
     if SCALE != "":
-        scales = scale + line * _line_words(SCALE, GROUP, TILES * TILE)
+        scales = scale + line_of_strip(line, _line_words(SCALE, GROUP, TILES * TILE), 1)
     if OFFSET != "":
-        offsets = offset + line * _line_words(OFFSET, GROUP, TILES * TILE)
+        offsets = offset + line_of_strip(line, _line_words(OFFSET, GROUP, TILES * TILE), 1)
         ones = tl.full([line.shape[0], PLANE], 1.0, TYPE)
     first = 0 if SPLIT == 1 else tl.minimum(begin, TILES - 1) * TILE  # a last part may have no tiles
     if AHEAD:
@@ -135,7 +145,7 @@ def _coded(
     if ONE_OFFSET:
         next_offset = _word(offsets, first, good, OFFSET, GROUP)
     for tile in tl.range(begin, end):
-        words = _load(word_tile + tile * PLANE, None if good is None else good[:, None])
+        words = _load(word_tile + tile * (STRIP * PLANE), None if good is None else good[:, None])
         following = tl.minimum(tile + 1, end - 1) * TILE
         if AHEAD:
             scale_word = next_scale
@@ -161,9 +171,7 @@ def _coded(
                 if INSIDE:
                     factor = scale_factor(scale_word, column // GROUP % 4, SCALE, PACKED)[:, None]
                 else:
-                    factor = tl.full(
-                        [line.shape[0], 1], SCALED if PACKED else 1.0, tl.bfloat16 if PACKED else tl.float32
-                    )
+                    factor = tl.full([line.shape[0], 1], SCALED if PACKED else 1.0, tl.int32 if PACKED else tl.float32)
             w = plane(words, factor, number, LEVELS, TYPE, PACKED)
             if APART:
                 sums = tl.dot(w, tl.trans(value), sums, input_precision=PRECISION)

@@ -76,6 +76,13 @@ def _copy_rows(source: Tensor, ids: Tensor | None, target: Tensor, scale: float 
     c.sd_copy_rows(*places, None if ids is None else ids.data_ptr(), rows, width, float(scale))
 
 
+def beside(left: Tensor, right: Tensor) -> Tensor:  # [rows, a] and [rows, b] -> [rows, a + b]
+    y, middle = empty(left.shape[0], left.shape[1] + right.shape[1]), left.shape[1]
+    _copy_rows(left, None, y[:, :middle])
+    _copy_rows(right, None, y[:, middle:])
+    return y
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [rows, dim] -> [rows, dim]
     rows, dim = x.shape
     y = empty(rows, dim)

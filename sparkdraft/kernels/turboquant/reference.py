@@ -30,6 +30,8 @@ def tq_write(
 ) -> None:
     if q is not None:
         q.copy_(layer.keys.rotation.forward(q))
+    if not k.shape[1]:
+        return  # queries that read what others wrote
     num_blocks, size = len(layer.records), layer.layout.block_size
     kept = ((slots >= 0) & (slots < num_blocks * size)).nonzero().squeeze(1)
     slot = slots[kept].long()

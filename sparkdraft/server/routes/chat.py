@@ -22,6 +22,8 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service = service_of(request)
     service.check_model(body.model)
     body.check()
+    if body.choice != "none":
+        service.check_tools()
     text, name = service.require_ready(), service.name
     return Reply(service, bool(body.stream), body.n or 1, lambda: prepare(text, body, name))
 

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from sparkdraft import __version__
+from sparkdraft.server.limits import RESTING
 from sparkdraft.server.service import Service, service_of
 
 router = APIRouter()
@@ -21,11 +22,22 @@ router = APIRouter()
 @router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(request: Request) -> JSONResponse:
-    """200 when requests are answered, else 503 with the stage of loading."""
+    """200 when requests are answered, else 503 with the stage of loading. What the canary and the watchdog found wrong
+    is named in both."""
     service = service_of(request)
+    found: dict[str, Any] = {}
+    if failed := service.failed_probes:
+        found["canary"] = failed
+    if warnings := service.watchdog.warnings:
+        found["warnings"] = warnings
+    if service.ready and service.gate.closed:
+        wait = service.gate.retry_after(RESTING)
+        return JSONResponse({"status": "overloaded"} | found, status_code=503, headers={"Retry-After": str(wait)})
     if service.ready:
-        return JSONResponse({"status": "ok"})
-    return JSONResponse(_state(service), status_code=503, headers={"Retry-After": str(service.client.retry_after)})
+        return JSONResponse({"status": "degraded" if found else "ok"} | found)
+    return JSONResponse(
+        _state(service) | found, status_code=503, headers={"Retry-After": str(service.client.retry_after)}
+    )
 
 
 @router.get("/metrics")
@@ -41,6 +53,8 @@ async def metrics(request: Request) -> PlainTextResponse:
     counted.preemptions.set(engine.get("preemptions", 0))
     if errors := engine.get("kv_errors"):
         counted.coding(errors)
+    counted.canary(service.canary)
+    counted.watch(service.watchdog.alarms.values())
     return PlainTextResponse(counted.render(), media_type="text/plain; version=0.0.4")
 
 
@@ -62,6 +76,8 @@ async def status(request: Request) -> dict[str, Any]:
         "plan_facts": info.plan_facts if info else {},
         "fallbacks": info.fallbacks if info else [],
         "facts": service.facts,
+        "canary": service.canary,
+        "watchdog": service.watchdog.describe(),
         "drafter": info.drafter if info else None,
         "sampling_defaults": service.sampling if info else None,
         "queue": {"inside": service.gate.num_inside, "capacity": service.gate.capacity},
@@ -81,5 +97,7 @@ def _state(service: Service) -> dict[str, Any]:
 
 
 def _kv_usage(engine: dict[str, Any]) -> float:
+    if engine.get("kv_usage") is not None:
+        return float(engine["kv_usage"])
     total = engine.get("kv_blocks_total", 0)
     return 1 - engine["kv_blocks_free"] / total if total else 0.0

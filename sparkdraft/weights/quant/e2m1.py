@@ -12,18 +12,23 @@ checks.py sees. MXFP4 of gpt-oss's experts has other names and is read by mxfp4.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparkdraft.core import UserError
+from sparkdraft.weights.plane_layout import CodeForm
 from sparkdraft.weights.quant.coded import Coded
 from sparkdraft.weights.quant.stated import NOTHING, Said
 from sparkdraft.weights.quant.stored import Quantised
 from sparkdraft.weights.quant.unpack import by_expert, kind, per_row
+from sparkdraft.weights.quant.unread import Size, Unread
 
 NVFP4_GROUP, MXFP4_GROUP = 16, 32
+NVFP4 = CodeForm("e2m1", 4, NVFP4_GROUP, "e5m3", row_scale=True)
+MXFP4 = CodeForm("e2m1", 4, MXFP4_GROUP, "e8m0")
 
 
 class Nvfp4ModelOpt:
@@ -43,6 +48,9 @@ class Nvfp4ModelOpt:
     def read(self, what: str, *tensors: Tensor, said: Said = NOTHING) -> Quantised:
         return by_expert(_multiplied, what, tensors)
 
+    def size(self, *tensors: Unread, said: Said = NOTHING) -> Size:
+        return _size(tensors[0], NVFP4)
+
 
 class Nvfp4Packed:
     name = "NVFP4 of compressed-tensors"
@@ -58,6 +66,9 @@ class Nvfp4Packed:
 
     def read(self, what: str, *tensors: Tensor, said: Said = NOTHING) -> Quantised:
         return by_expert(_divided, what, tensors)
+
+    def size(self, *tensors: Unread, said: Said = NOTHING) -> Size:
+        return _size(tensors[0], NVFP4)
 
 
 class Mxfp4Packed:
@@ -76,6 +87,14 @@ class Mxfp4Packed:
 
     def read(self, what: str, *tensors: Tensor, said: Said = NOTHING) -> Quantised:
         return by_expert(_exponents, what, tensors)
+
+    def size(self, *tensors: Unread, said: Said = NOTHING) -> Size:
+        return _size(tensors[0], MXFP4)
+
+
+def _size(codes: Unread, form: CodeForm) -> Size:
+    *experts, out, half = codes.shape
+    return Size(prod(experts) * out, 2 * half, form)
 
 
 def _multiplied(what: str, codes: Tensor, scale: Tensor, whole: Tensor) -> Coded:

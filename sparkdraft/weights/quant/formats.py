@@ -23,6 +23,7 @@ from sparkdraft.weights.quant.pack_quantized import PackQuantized
 from sparkdraft.weights.quant.qweight import QWeight
 from sparkdraft.weights.quant.stated import NOTHING, Said, Stated, read_stated
 from sparkdraft.weights.quant.stored import Quantised
+from sparkdraft.weights.quant.unread import Size, Unread
 
 
 class WeightFormat(Protocol):
@@ -41,6 +42,9 @@ class WeightFormat(Protocol):
 
     def read(self, what: str, *tensors: Tensor, said: Said = NOTHING) -> Quantised:
         """The matrix, from those tensors; what: file and name, for errors; said: what the config says of it."""
+
+    def size(self, *tensors: Unread, said: Said = NOTHING) -> Size:
+        """Of what `read` would return, without reading it."""
 
 
 FORMATS: tuple[WeightFormat, ...] = (

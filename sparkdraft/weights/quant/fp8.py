@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import UserError
+from sparkdraft.weights.plane_layout import CodeForm
 from sparkdraft.weights.quant.coded import Coded
 from sparkdraft.weights.quant.stated import NOTHING, Said
 from sparkdraft.weights.quant.stored import Quantised
 from sparkdraft.weights.quant.unpack import by_expert, kind, per_row
+from sparkdraft.weights.quant.unread import Size, Unread, experts_of, is_single
 
 SCALES = ("_scale_inv", "_scale", "_weight_scale")
 EXPONENTS = tuple(t for t in (torch.uint8, getattr(torch, "float8_e8m0fnu", None)) if t)
@@ -49,6 +51,16 @@ class Fp8:
             return _read(what, codes, scale, block)
 
         return by_expert(read, what, tensors)
+
+    def size(self, *tensors: Unread, said: Said = NOTHING) -> Size:
+        codes, scale = tensors[:2]
+        count, block = experts_of(codes), said.block or (128, 128)
+        out, width = codes.shape[-2:]
+        shape, rows = scale.of_expert(count), out * (count or 1)
+        if is_single(shape, out):
+            return Size(rows, width, CodeForm("e4m3", 8, 0, row_scale=True))
+        exponents = scale.scale == "e8m0" and shape == (out, width // 32)
+        return Size(rows, width, CodeForm("e4m3", 8, 32 if exponents else gcd(block[1], width), scale.scale))
 
 
 def _read(what: str, codes: Tensor, scale: Tensor, block: tuple[int, int]) -> Coded:

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import UserError
+from sparkdraft.weights.plane_layout import CodeForm
 from sparkdraft.weights.quant.coded import Coded
 from sparkdraft.weights.quant.group import GROUP
 from sparkdraft.weights.quant.stated import NOTHING, Said
 from sparkdraft.weights.quant.stored import Quantised
 from sparkdraft.weights.quant.unpack import by_expert, kind, per_row
+from sparkdraft.weights.quant.unread import Size, Unread, experts_of, is_single
 
 SCALE, ZERO = "_scale", "_zero_point"  # X.weight_scale beside X.weight
 # How compressed-tensors states what train/export.py writes, as the weights of a group of its config.
@@ -38,6 +40,16 @@ class Int8:
 
     def read(self, what: str, *tensors: Tensor, said: Said = NOTHING) -> Quantised:
         return by_expert(_read, what, tensors)
+
+    def size(self, *tensors: Unread, said: Said = NOTHING) -> Size:
+        codes, scale, *zeros = tensors
+        count = experts_of(codes)
+        out, width = codes.shape[-2:]
+        shape, rows = scale.of_expert(count), out * (count or 1)
+        offset = "f32" if zeros and not said.symmetric and bool(zeros[0].read().any()) else ""
+        if is_single(shape, out):
+            return Size(rows, width, CodeForm("int8", 8, 0, "", offset, row_scale=True))
+        return Size(rows, width, CodeForm("int8", 8, width // shape[-1], scale.scale, offset))
 
 
 def _read(what: str, codes: Tensor, scale: Tensor, zeros: Tensor | None = None) -> Coded:

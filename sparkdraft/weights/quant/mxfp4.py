@@ -9,15 +9,18 @@ A weight is a sign, two bits of exponent and one of mantissa, so it is exact in 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparkdraft.core import UserError
+from sparkdraft.weights.plane_layout import CodeForm
 from sparkdraft.weights.quant.coded import Coded
 from sparkdraft.weights.quant.stated import NOTHING, Said
 from sparkdraft.weights.quant.stored import QuantisedExperts
+from sparkdraft.weights.quant.unread import Size, Unread
 
 GROUP = 32
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -48,3 +51,7 @@ class Mxfp4Experts:
                 f"uint8 [experts, out, groups, {GROUP // 2}] and one uint8 per group are read: fetch the file again."
             )
         return QuantisedExperts([mxfp4(*expert) for expert in zip(blocks, scales, strict=True)])
+
+    def size(self, *tensors: Unread, said: Said = NOTHING) -> Size:
+        *rows, groups, half = tensors[0].shape
+        return Size(prod(rows), groups * half * 2, CodeForm("e2m1", 4, GROUP, "e8m0"))

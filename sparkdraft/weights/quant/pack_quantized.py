@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import UserError
-from sparkdraft.weights.quant.qweight import grouped_by
+from sparkdraft.weights.quant.qweight import grouped_by, size_grouped
 from sparkdraft.weights.quant.stated import NOTHING, Said
 from sparkdraft.weights.quant.stored import Quantised
 from sparkdraft.weights.quant.unpack import by_expert, fields, kind
+from sparkdraft.weights.quant.unread import Size, Unread, experts_of
 
 OPTIONAL = ("_zero_point", "_g_idx")
 
@@ -39,6 +40,17 @@ class PackQuantized:
 
     def read(self, what: str, *tensors: Tensor, said: Said = NOTHING) -> Quantised:
         return by_expert(_read, what, tensors)
+
+    def size(self, *tensors: Unread, said: Said = NOTHING) -> Size:
+        packed, scale, shape, *more = tensors
+        count = experts_of(packed)
+        out, width = map(int, shape.read().reshape(-1, 2)[0].tolist())
+        bits = 8 if packed.shape[-1] == -(-width // 4) else 4
+        own = scale.of_expert(count)
+        groups = own[-1] if len(own) == 2 else 1
+        zeros = any(len(part.of_expert(count)) == 2 for part in more) and not said.symmetric
+        order = next((part for part in more if len(part.of_expert(count)) == 1), None)
+        return Size(out * (count or 1), width, size_grouped(order, bits, width, groups, scale.scale, zeros))
 
 
 def _read(what: str, packed: Tensor, scale: Tensor, shape: Tensor, *more: Tensor) -> Quantised:

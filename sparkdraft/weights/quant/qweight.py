@@ -25,10 +25,12 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import UserError
+from sparkdraft.weights.plane_layout import CodeForm
 from sparkdraft.weights.quant.coded import Coded
 from sparkdraft.weights.quant.stated import NOTHING, Said
 from sparkdraft.weights.quant.stored import Quantised
 from sparkdraft.weights.quant.unpack import as_coded, by_expert, fields, kind
+from sparkdraft.weights.quant.unread import Size, Unread, experts_of
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # AWQ: which of eight outputs each field of a word is
 BACK = (0, 4, 1, 5, 2, 6, 3, 7)  # the field of each of the eight outputs
@@ -71,6 +73,17 @@ class QWeight:
 
         return by_expert(read, what, tensors)
 
+    def size(self, *tensors: Unread, said: Said = NOTHING) -> Size:
+        qweight, scales, qzeros, *order = tensors
+        count = experts_of(qweight)
+        groups, out = scales.shape[-2:]
+        bits = 32 * qzeros.shape[-1] // out
+        is_awq = qweight.shape[-1] * 8 == out
+        width = qweight.shape[-2] * (1 if is_awq else 32 // bits)
+        zeros = not said.symmetric and (is_awq or said.zero_less_one is not None)
+        form = size_grouped(order[0] if order else None, bits, width, groups, scales.scale, zeros)
+        return Size(out * (count or 1), width, form)
+
 
 def _read(what: str, said: Said, qweight: Tensor, scales: Tensor, qzeros: Tensor, order: Tensor | None) -> Quantised:
     if qweight.dim() != 2 or scales.dim() != 2 or qzeros.dim() != 2 or qzeros.dtype != torch.int32:
@@ -108,6 +121,17 @@ def grouped_by(
     if at is None:
         return as_coded(codes, bits, group, scale, zeros)
     return Permuted(as_coded(codes[:, at], bits, group, scale, zeros), torch.argsort(at))
+
+
+def size_grouped(order: Unread | None, bits: int, width: int, groups: int, scale: str, zeros: bool) -> CodeForm | None:
+    """Of what `grouped_by` returns; None where groups are not of neighbours."""
+    group = width // groups
+    if order is not None:
+        found = order.read()
+        rows = found if found.dim() == 2 else found.unsqueeze(0)  # of each expert
+        if any(_columns("g_idx", row, width, group) is not None for row in rows):
+            return None
+    return CodeForm("int4" if bits == 4 else "int8", bits, group, scale, "f32" if zeros else "")
 
 
 def _in_order(codes: Tensor) -> Tensor:

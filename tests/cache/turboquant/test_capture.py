@@ -44,7 +44,8 @@ def captured(wide_tiny: Path, options: dict[str, Any]) -> LLM:
     return LLM(str(wide_tiny), **options, **CAPTURE, kv_tokens=400)
 
 
-def test_the_text_is_that_of_an_exact_cache_to_the_bit(wide_tiny: Path, options: dict[str, Any], captured: LLM) -> None:
+def test_the_text_is_that_of_an_exact_cache(wide_tiny: Path, options: dict[str, Any], captured: LLM) -> None:
+    """To the bit on a CPU. On a GPU a prompt's chunks follow the clock, and float32's last bits follow the chunks."""
     rng = random.Random(5)
     asked = [[rng.randrange(3, 259) for _ in range(rng.randint(1, 50))] + [9, 17, 30] * 8 for _ in range(3)]
     bias = dict.fromkeys((9, 17, 30, 40, 50, 60), 100.0)  # it writes few ids, so that drafts come, right and wrong
@@ -54,7 +55,9 @@ def test_the_text_is_that_of_an_exact_cache_to_the_bit(wide_tiny: Path, options:
         params = SamplingParams(max_tokens=32, ignore_eos=True, **form)
         for _ in range(2):  # the second time prefixes are found
             wanted, found = ([r.completions[0] for r in m.generate(asked, params)] for m in (exact, captured))
-            assert [(c.ids, c.logprobs) for c in found] == [(c.ids, c.logprobs) for c in wanted]
+            assert [c.ids for c in found] == [c.ids for c in wanted]
+            ours, theirs = ([t.logprob for c in some for t in c.logprobs or ()] for some in (found, wanted))
+            assert ours == (theirs if options["device"] == "cpu" else pytest.approx(theirs, abs=1e-4))
         assert any(c.num_cached for c in found)
         drafts = [c.speculation for c in found if c.speculation]
         accepted, drafted = (sum(s[f"num_{what}draft_tokens"] for s in drafts) for what in ("accepted_", ""))

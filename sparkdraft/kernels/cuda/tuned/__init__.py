@@ -5,7 +5,7 @@ and "attention_decode" has a list of tiles, in order of their rows. Files are la
 
     fits_99kb.json, fits_227kb.json    chosen to fit the shared memory of a program; measured nowhere
     sm_90.json                         measured on GPUs of that compute capability
-    <cache folder>/tuned/sm_90.json    measured on this machine, by the tools/cuda_*.py that take --tune
+    <cache folder>/tuned/sm_90.json    measured on this machine, by `sparkdraft tune` or tools/cuda_*.py --tune
 
 The shape of a recurrent layer is its key and value dimensions, for prompts after its number of value heads. The shape
 of experts ends in the pairs of a block, or in a row's choices ("experts_row_down"), that of "wide_rows" in the rows of
@@ -22,13 +22,23 @@ from functools import lru_cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sparkdraft.core import UserError
 from sparkdraft.kernels.cuda.gpu import Gpu
 from sparkdraft.weights.hub import cache_dir
 
 Shape = tuple[int, ...]
+
+
+class Key(NamedTuple):
+    """What a launch looks a tile up by. Each module of kernels lists those that a model's launches have."""
+
+    kernel: str
+    form: str
+    shape: Shape
+
+
 Tables = dict[tuple[str, str], dict[Shape, Any]]  # (kernel, format) -> shape -> tile
 LISTS = ("attention_decode",)  # kernels that have a list of tiles per shape
 NUMBERS = {"few_rows": 4, "attention_chunk": 4, "attention_decode": 4, "block_attention": 5}  # integers of a tile
@@ -54,17 +64,31 @@ def tables(gpu: Gpu) -> Tables:
     return _merged(_laid_over(*(files(__name__) / room for room in rooms)), measured(gpu))
 
 
+def find(gpu: Gpu, key: Key) -> Any:
+    """The tile of a launch, or None: the kernel's own rule. All launches ask here."""
+    return tables(gpu).get((key.kernel, key.form), {}).get(key.shape)
+
+
+def is_measured(gpu: Gpu, key: Key) -> bool:
+    """Whether `find` returns a tile that was measured on such a GPU."""
+    return key.shape in measured(gpu).get((key.kernel, key.form), {})
+
+
 def save(path: Path, found: Tables) -> None:
     """Lay new tiles over those of a file, which need not exist yet."""
     merged = _merged(_laid_over(path), found)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text(merged) + "\n", encoding="utf-8")
+
+
+def text(tables: Tables) -> str:
+    """As a file holds them."""
     content: dict[str, dict[str, dict[str, Any]]] = {}
-    for (kernel, form), tiles in sorted(merged.items()):
+    for (kernel, form), tiles in sorted(tables.items()):
         by_shape = {"x".join(map(str, shape)): tile for shape, tile in tiles.items()}
         content.setdefault(kernel, {})[form] = by_shape
-    text = json.dumps(content, indent=1)
-    text = re.sub(r"\[[\s\d,]+\]", lambda tile: json.dumps(json.loads(tile[0])), text)  # a tile is one line
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + "\n", encoding="utf-8")
+    made = json.dumps(content, indent=1)
+    return re.sub(r"\[[\s\d,]+\]", lambda tile: json.dumps(json.loads(tile[0])), made)  # a tile is one line
 
 
 def _laid_over(*paths: Traversable) -> Tables:
@@ -89,7 +113,7 @@ def _read(path: Traversable) -> Tables:
         }
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise UserError(
-            f"{path} holds no tiles of kernels ({error}): remove it, or write it again with tools/cuda_few_rows.py"
+            f"{path} holds no tiles of kernels ({error}): remove it, or write it again with `sparkdraft tune`"
         ) from error
 
 

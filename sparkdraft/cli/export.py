@@ -1,0 +1,113 @@
+"""`sparkdraft export vllm`: our configuration as a `vllm serve` command, a YAML file or a systemd unit."""
+
+from __future__ import annotations
+
+import os
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sparkdraft.cli.console import note
+from sparkdraft.cli.options import add_field
+from sparkdraft.config import ENGINE_FIELDS
+from sparkdraft.core import UserError
+from sparkdraft.server.config import FIELDS, SERVER_FIELDS, ServerConfig, merge
+from sparkdraft.server.container_env import ATTENTION_BACKEND, container_notes, unread_args
+
+if TYPE_CHECKING:
+    from sparkdraft.interop.vllm_command import Choices
+
+HELP = "write the configuration of `serve` as a command for another engine"
+EXAMPLES = """examples:
+  sparkdraft export vllm --model google/gemma-4-31B-it --weights fp8 --max-model-len 16384
+  sparkdraft export vllm --model Qwen/Qwen3.5-27B --form systemd --out vllm.service
+  sparkdraft export vllm --config server.toml --form yaml --out vllm.yaml     (vllm serve --config vllm.yaml)
+  sparkdraft export vllm --model google/gemma-4-26B-A4B-it --method mtp --vllm-version 0.20.2   (refused, with the fix)
+The command goes to standard output, and what is different in vLLM to standard error. Nothing is loaded or started.
+"""
+FORMS = ("command", "yaml", "systemd")
+CHOICES = {
+    "method": "auto, dflash, mtp or ngram (auto: the drafter that is known for the model)",
+    "attention_backend": "of the model, such as TRITON_ATTN (default: vLLM's choice)",
+    "draft_attention_backend": "of the drafter (default: vLLM's choice)",
+    "chat_template": "a file with a chat template (default: the model's)",
+    "tensor_parallel": "GPUs that share the model",
+    "machine": "gb10 (a DGX Spark) or other: some problems exist on one GPU only",
+}
+# the same by their names there
+OF_VLLM = {
+    "--attention-backend": "attention_backend",
+    "--chat-template": "chat_template",
+    "--tensor-parallel-size": "tensor_parallel",
+}
+
+
+def configure(parser: ArgumentParser) -> None:
+    engines = parser.add_subparsers(dest="to", required=True, metavar="ENGINE")
+    vllm = engines.add_parser("vllm", help="a `vllm serve` command", description=HELP, epilog=EXAMPLES)
+    vllm.add_argument("--form", default="command", choices=FORMS, help="command, yaml or systemd (default command)")
+    vllm.add_argument("--out", default="", metavar="FILE", help="where it is written (default: printed)")
+    vllm.add_argument("--vllm-version", default="", metavar="X", help="the version it is for (default: 0.32.0)")
+    add_vllm_flags(vllm)
+    add_serve_flags(vllm)
+
+
+def add_vllm_flags(parser: ArgumentParser) -> None:
+    """What can be said to vLLM and has no field of ours."""
+    group = parser.add_argument_group("vLLM")
+    for name, text in CHOICES.items():
+        kind = int if name == "tensor_parallel" else str
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, default=None, metavar="X", help=text)
+
+
+def add_serve_flags(parser: ArgumentParser) -> None:
+    """Every field of ServerConfig; one that is not given is left out of the result."""
+    parser.add_argument("--config", metavar="FILE", help="a TOML file with any of these names as keys")
+    for title, flags in (("server", SERVER_FIELDS), ("engine", ENGINE_FIELDS)):
+        group = parser.add_argument_group(title)
+        for each in flags.values():
+            add_field(group, each, shown=each.default, given=SUPPRESS)
+
+
+def read_config(args: Namespace) -> ServerConfig:
+    """The configuration of flags, environment, file and, as `base`, a recipe. The file may also be named by
+    SPARKDRAFT_CONFIG."""
+    flags = {name: value for name, value in vars(args).items() if name in FIELDS}
+    return merge(flags, args.config or os.environ.get("SPARKDRAFT_CONFIG"), os.environ, getattr(args, "base", {}))
+
+
+def read_choices(args: Namespace, version: str = "") -> Choices:
+    """The choices of the command line, else of EXTRA_ARGS, else of ATTENTION_BACKEND. What of EXTRA_ARGS is no choice
+    and no field is handed on."""
+    from sparkdraft.interop.tables import whole
+    from sparkdraft.interop.vllm_command import Choices
+
+    given = {each.name: getattr(args, each.name, None) for each in fields(Choices)}
+    handed_on = unread_args(os.environ)
+    for each in (each for each in handed_on if each.name in OF_VLLM):
+        name = OF_VLLM[each.name]
+        if given[name] is None:
+            given[name] = whole(each.value) if name == "tensor_parallel" else each.value
+    given["extra"] = tuple(each for each in handed_on if each.name not in OF_VLLM)
+    given["attention_backend"] = given["attention_backend"] or os.environ.get(ATTENTION_BACKEND) or None
+    given["version"] = version or None
+    return Choices(**{name: value for name, value in given.items() if value is not None})
+
+
+def run(args: Namespace) -> int:
+    from sparkdraft.interop.vllm_command import vllm_command
+    from sparkdraft.interop.written import write
+
+    command = vllm_command(read_config(args), read_choices(args, args.vllm_version))
+    for text in [*container_notes(os.environ, to_vllm=True), *command.notes]:
+        note(text)
+    written = write(command, args.form)
+    if not args.out:
+        print(written, end="")
+        return 0
+    try:
+        Path(args.out).write_text(written, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{args.out} cannot be written: {error.strerror}") from None
+    return 0

@@ -1,0 +1,42 @@
+"""`sparkdraft import`: a command of vLLM or of llama.cpp, or a compose file, as ours."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+
+from sparkdraft.cli.console import note
+from sparkdraft.core import UserError
+
+HELP = "read a command of vLLM or llama.cpp, or a compose file, and print ours"
+EXAMPLES = """examples:
+  sparkdraft import "vllm serve Qwen/Qwen3-8B --max-num-seqs 16 --gpu-memory-utilization 0.8"
+  sparkdraft import "llama-server -m model.gguf -c 32768 -np 4 -ngl 99"
+  sparkdraft import compose.yaml --toml > server.toml      (then: sparkdraft serve --config server.toml)
+  cat run.sh | sparkdraft import -
+Our command goes to standard output; what has no counterpart is named on standard error, flag by flag.
+"""
+
+
+def configure(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "source", metavar="COMMAND", help="a command in quotes, a compose file, a script, or - for stdin"
+    )
+    parser.add_argument(
+        "--service", default="", metavar="NAME", help="which service of a compose file that has several"
+    )
+    parser.add_argument("--toml", action="store_true", help="print a file for `serve --config` instead of a command")
+
+
+def run(args: Namespace) -> int:
+    from sparkdraft.interop.importing import read
+
+    text = sys.stdin.read() if args.source == "-" else args.source
+    if not text.strip():
+        raise UserError('the command is empty; give one such as "vllm serve Qwen/Qwen3-8B"')
+    found = read(text, args.service)
+    secret = ["api_key: not written into the file; set SPARKDRAFT_API_KEY where the server starts"]
+    for line in found.notes + (secret if args.toml and "api_key" in found.values else []):
+        note(line)
+    print(found.toml() if args.toml else found.command(), end="" if args.toml else "\n")
+    return 0

@@ -1,0 +1,133 @@
+"""Another server's command as ours: `sparkdraft import`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from sparkdraft.interop.sources import Source, find_source, split_words
+from sparkdraft.interop.tables import Found, read_flags
+from sparkdraft.interop.vllm_flags import VLLM
+from sparkdraft.server.config import FIELDS, default_of, merge
+from sparkdraft.server.container_env import container_notes, is_container_name
+
+PLACE_OF_KEY = "SPARKDRAFT_API_KEY"
+SAMPLING = "sampling "  # before the name of a value that --sampling-defaults takes
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    server: str
+    values: dict[str, Any]  # our fields that differ from the defaults
+    notes: list[str]
+
+    def command(self) -> str:
+        """For a shell. The key is a variable, which `ps` does not show."""
+        words = [f"{PLACE_OF_KEY}={_quoted(self.values['api_key'])}"] if "api_key" in self.values else []
+        words += ["sparkdraft serve"]
+        for name in (name for name in FIELDS if name in self.values and name != "api_key"):
+            value, flag = self.values[name], name.replace("_", "-")
+            words.append(
+                f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag} {_quoted(value)}"
+            )
+        return " ".join(words)
+
+    def toml(self) -> str:
+        """As a file for `serve --config`. The key is left out: it belongs into the environment."""
+        given = {name: self.values[name] for name in FIELDS if name in self.values and name != "api_key"}
+        return "".join(f"{name} = {json.dumps(value)}\n" for name, value in given.items())
+
+
+def read(text: str, service: str = "") -> Imported:
+    """text: a command, or a compose file's name. Raises UserError for what could not be served here at all."""
+    source = find_source(text, service)
+    found = read_flags(source.server, source.words)
+    values = _from_variables(source, found.notes) | found.values
+    notes = source.notes + found.notes
+    _finish(values, notes, source)
+    merge(values, None, {})  # refuses what is wrong
+    kept = {name: value for name, value in values.items() if value != default_of(name)}
+    return Imported(source.server.name, kept, notes)
+
+
+def read_extra_args(text: str) -> Found:
+    """Flags of `vllm serve` alone, as containers have them in EXTRA_ARGS."""
+    found = read_flags(VLLM, split_words(text, "EXTRA_ARGS"))
+    _finish_numbers(found.values, found.notes)
+    return found
+
+
+def _from_variables(source: Source, notes: list[str]) -> dict[str, Any]:
+    """Our fields for the variables that a command is started with. Those of its own flags are read as flags."""
+    ours = {key: value for key, value in source.environ.items() if is_container_name(key)}
+    key = ours.pop("VLLM_API_KEY", "")
+    plain = merge({"allow_public": True}, None, ours)
+    values = {name: getattr(plain.engine if hasattr(plain.engine, name) else plain, name) for name in FIELDS}
+    values = {name: value for name, value in values.items() if value != default_of(name) and name != "allow_public"}
+    notes += container_notes(ours)
+    words = []
+    for variable, flag in source.server.variables:
+        words += [f"{flag}={source.environ[variable]}"] if source.environ.get(variable) else []
+    flags = read_flags(source.server, words)
+    notes += flags.notes
+    known = {variable for variable, _ in source.server.variables} | ours.keys() | {"VLLM_API_KEY"}
+    prefixes = (source.server.prefix, "NCCL_", "TORCH", "PYTORCH_", "CUDA_")
+    own = [name for name in source.environ if name.startswith(prefixes) and name not in known]
+    notes += [f"{name}: a variable of {source.server.name} or its libraries, without a counterpart" for name in own]
+    return values | ({"api_key": key} if key else {}) | flags.values
+
+
+def _finish(values: dict[str, Any], notes: list[str], source: Source) -> None:
+    """What needs more than one flag to be known."""
+    _finish_numbers(values, notes)
+    if file := values.pop("hub file", ""):
+        values["model"] = f"{values.get('model', '')}:{file}"
+        notes[:] = [note for note in notes if not note.startswith("--hf-repo: name the file")]
+    for name in ("model", "drafter"):
+        value = values.get(name, "")
+        for inside, host in source.mounts.items():
+            if value == inside or value.startswith(inside.rstrip("/") + "/"):
+                values[name] = host + value[len(inside.rstrip("/")) :]
+                notes.append(f"{name}: {value} of the container is {values[name]}")
+                break
+    _publish(values, notes, source.ports)
+    if values.get("host", "") in ("0.0.0.0", "::") and not values.get("api_key"):
+        values["allow_public"] = True
+        notes.append(f"--host {values['host']}: other machines can reach it without a key, as there")
+    elif "host" not in values and source.server.host == "0.0.0.0":
+        notes.append(
+            f"{source.server.name} listens on all addresses, ours on this machine: add --host 0.0.0.0 and a key"
+        )
+
+
+def _publish(values: dict[str, Any], notes: list[str], ports: list[str]) -> None:
+    """Listen where the container was reached: on the host's side of the first published port."""
+    for each in ports:
+        *address, outside, inside = each.split("/")[0].split(":") if ":" in each else ("", "")
+        if outside.isdecimal() and inside in (str(values.get("port", inside)),):
+            notes.append(f"port: {inside} of the container is {outside} of this machine")
+            values["port"] = int(outside)
+            values["host"] = address[0] if address else "0.0.0.0"
+            return
+
+
+def _finish_numbers(values: dict[str, Any], notes: list[str]) -> None:
+    if blocks := values.pop("blocks", 0):
+        values["kv_tokens"] = blocks * values.get("block_size", default_of("block_size"))
+    if context := values.pop("context", 0):
+        slots = max(values.get("max_seqs", 0), 1)
+        values |= {"kv_tokens": context, "max_model_len": context // slots}
+        if slots > 1:
+            notes.append(
+                f"--ctx-size {context}: shared by {slots} slots there, so {context // slots} tokens per request"
+            )
+    if sampling := {name: values.pop(name) for name in list(values) if name.startswith(SAMPLING)}:
+        values["sampling_defaults"] = ",".join(f"{name[len(SAMPLING) :]}={value:g}" for name, value in sampling.items())
+
+
+def _quoted(value: Any) -> str:
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return f'"{text}"' if re.fullmatch(r"\$\{?\w+\}?", text) else shlex.quote(text)

@@ -1,0 +1,267 @@
+"""The flags of llama.cpp's `llama-server`, and what each one is here."""
+
+from __future__ import annotations
+
+from sparkdraft.core import UserError
+from sparkdraft.interop.tables import (
+    SWITCH,
+    Flag,
+    Found,
+    Server,
+    always,
+    field_of,
+    first_key,
+    flag_of,
+    number,
+    whole,
+)
+
+KV = {"f32": "exact", "f16": "exact", "bf16": "exact", "q8_0": "fp8"}  # others have 4 or 5 bits
+ALL_LAYERS = 99  # what people write for all
+TEXT_ONLY = "messages are text here, and a vision tower is not loaded"
+ONE_GPU = "a model runs on one GPU, or on the CPU, as a whole"
+CORES = "the cores that the process may use are used; `taskset` limits them"
+PER_REQUEST = "a request names it"
+DRAFTERS = "DFlash drafters, MTP heads and Gemma 4's assistants"
+GGUF_HEAD = "the head in a GGUF file is not read: `--drafter` with the hub id of the original model takes its head"
+
+
+def _kv(text: str) -> Found:
+    near = KV.get(text, "turboquant")
+    return Found({"kv": near}, [] if text in KV else [f"--cache-type-k {text}: the nearest is --kv turboquant"])
+
+
+def _values(text: str) -> Found:
+    """Keys and values have one flag here: --cache-type-k decides."""
+    return Found(notes=[] if text in KV else ["--cache-type-v: keys and values have one format here, --kv"])
+
+
+def _layers(text: str) -> Found:
+    if text in ("auto", "all", "-1") or (text.isdecimal() and int(text) >= ALL_LAYERS):
+        return Found({"device": "auto"})
+    if text == "0":
+        return Found({"device": "cpu"})
+    return Found(notes=[f"--n-gpu-layers {text}: {ONE_GPU}"])
+
+
+def _hub(text: str) -> Found:
+    repo, _, quant = text.partition(":")
+    note = f"--hf-repo: name the file too, as in --model {repo}:FILE.gguf (of {quant or 'Q4_K_M'})"
+    return Found({"model": repo}, [note])
+
+
+def _context(text: str) -> Found:
+    """llama.cpp shares its context among the slots; ours is of one request."""
+    return Found({"context": whole(text)})
+
+
+def _sampling(name: str) -> Flag:
+    flag = {"temperature": "--temp", "repetition_penalty": "--repeat-penalty"}.get(name, f"--{name.replace('_', '-')}")
+    names = (flag, "--temperature") if name == "temperature" else (flag,)
+    ours = f"`--sampling-defaults {name}=X`"
+    return Flag(names, ours, "where a request names none", read=lambda text: Found({f"sampling {name}": number(text)}))
+
+
+def _spec_type(text: str) -> Found:
+    found = Found()
+    for kind in text.split(","):
+        if kind == "none":
+            found.values["drafter"] = "none"
+        elif kind.startswith("ngram"):
+            found.values["ngram"] = True
+        elif "mtp" in kind:
+            found.notes.append(f"--spec-type {kind}: {GGUF_HEAD}")
+        elif kind != "draft-dflash":
+            found.notes.append(f"--spec-type {kind}: drafts come from {DRAFTERS} and from the request's own text")
+    return found
+
+
+def _draft_model(text: str) -> Found:
+    if text.endswith(".gguf"):
+        note = f"a drafter in GGUF is not read: name one of {DRAFTERS} with --drafter, or leave it to auto"
+        return Found(notes=[f"--model-draft {text}: {note}"])
+    return Found({"drafter": text})
+
+
+def _reasoning(text: str) -> Found:
+    return Found({"reasoning_parser": "none" if text == "none" else "auto"})
+
+
+def _cache_ram(text: str) -> Found:
+    if text == "0":
+        return Found({"prefix_cache": False})
+    return Found(notes=["--cache-ram: prompts are kept in the KV cache itself; `--kv-tokens` sets its size"])
+
+
+def _no_words(text: str) -> Found:
+    raise UserError(f"'{text}' follows no flag of llama-server")
+
+
+FLAGS = (
+    Flag(("--model", "-m"), "`--model`", "", read=field_of("model")),
+    Flag(("--hf-repo", "-hf", "-hfr"), "`--model`", "as repo:FILE.gguf; the file is not chosen for you", read=_hub),
+    Flag(("--hf-file", "-hff"), "`--model`", "as repo:FILE.gguf", read=field_of("hub file")),
+    Flag(("--alias", "-a"), "`--served-name`", "", read=field_of("served_name")),
+    Flag(("--host",), "`--host`", "", read=field_of("host")),
+    Flag(("--port",), "`--port`", "our default is 8000", read=field_of("port", whole)),
+    Flag(("--api-key",), "`--api-key`", "one key; better as SPARKDRAFT_API_KEY", read=first_key),
+    Flag(
+        ("--ctx-size", "-c"),
+        "`--kv-tokens`, `--max-model-len`",
+        "shared by the slots there: each gets a part",
+        read=_context,
+    ),
+    Flag(("--parallel", "-np"), "`--max-seqs`", "", read=field_of("max_seqs", whole)),
+    Flag(("--batch-size", "-b"), "`--max-rows`", "", read=field_of("max_rows", whole)),
+    Flag(("--threads", "-t"), "`--threads`", "", read=field_of("threads", whole)),
+    Flag(("--n-gpu-layers", "--gpu-layers", "-ngl"), "`--device`", f"all or none: {ONE_GPU}", read=_layers),
+    Flag(("--cache-type-k", "-ctk"), "`--kv`", "q8_0 is fp8; fewer bits are turboquant", read=_kv),
+    Flag(("--cache-type-v", "-ctv"), "`--kv`", "keys and values have one format", read=_values),
+    Flag(("--cache-prompt",), "`--prefix-cache`", "", SWITCH, flag_of("prefix_cache")),
+    Flag(
+        ("--cache-ram", "-cram"),
+        "`--prefix-cache`",
+        "0 turns it off; prompts are kept in the KV cache itself",
+        read=_cache_ram,
+    ),
+    Flag(
+        ("--spec-draft-model", "--model-draft", "-md"),
+        "`--drafter`",
+        f"of {DRAFTERS}; not a GGUF file",
+        read=_draft_model,
+    ),
+    Flag(
+        ("--spec-draft-hf", "--hf-repo-draft", "-hfd", "-hfrd"),
+        "`--drafter`",
+        "a hub id",
+        read=_draft_model,
+    ),
+    Flag(
+        ("--spec-draft-n-max", "--draft-max", "--draft", "--draft-n"),
+        "`--spec`",
+        "chosen every step where it is left out",
+        read=lambda text: Found({"spec": str(whole(text))}),
+    ),
+    Flag(("--spec-type",), "`--drafter`, `--ngram`", f"draft-dflash and ngram-*; of MTP, {GGUF_HEAD}", read=_spec_type),
+    Flag(("--reasoning-format",), "`--reasoning-parser`", "none, or by the model", read=_reasoning),
+    *(_sampling(name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")),
+    Flag(("--cont-batching", "-cb"), "always on", "", SWITCH, always),
+    Flag(("--jinja",), "always on", "", SWITCH, always),
+    Flag(("--metrics",), "always on", "", SWITCH, always),
+    Flag(("--warmup",), "always on", "", SWITCH, always),
+    Flag(("--ui", "--webui"), "always on", "a chat page at /", SWITCH, always),
+    Flag(("--kv-unified", "-kvu"), "always on", "", SWITCH, always),
+    Flag(("--flash-attn", "-fa"), "always on", "", read=always),
+    Flag(
+        ("--ubatch-size", "-ub", "--cache-reuse", "--keep"),
+        "",
+        "prompts are read in chunks that `--max-step-ms` limits",
+    ),
+    Flag(
+        ("--threads-batch", "-tb", "--threads-http", "--cpu-mask", "-C", "--cpu-range", "-Cr", "--prio", "--numa"),
+        "",
+        CORES,
+    ),
+    Flag(
+        ("--mlock", "--no-mmap", "--mmap", "--swa-full", "--no-kv-offload", "-nkvo"),
+        "",
+        "how files and caches are held is not chosen",
+        SWITCH,
+    ),
+    Flag(("--load-mode", "-lm"), "", "how files and caches are held is not chosen"),
+    Flag(
+        ("--split-mode", "-sm", "--tensor-split", "-ts", "--main-gpu", "-mg", "--device", "-dev", "--rpc"), "", ONE_GPU
+    ),
+    Flag(("--override-tensor", "-ot", "--n-cpu-moe", "-ncmoe"), "", ONE_GPU),
+    Flag(("--cpu-moe", "-cmoe"), "", ONE_GPU, SWITCH),
+    Flag(("--rope-*", "--yarn-*", "--override-kv"), "", "the model's own file decides"),
+    Flag(("--chat-template", "--chat-template-file"), "", "the template of the model's file is used"),
+    Flag(
+        ("--chat-template-kwargs", "--reasoning-effort", "--reasoning", "-rea"),
+        "",
+        f"{PER_REQUEST}: chat_template_kwargs, reasoning_effort",
+    ),
+    Flag(
+        ("--reasoning-budget", "--reasoning-budget-message"),
+        "",
+        "thoughts have no limit of their own: max_tokens counts them",
+    ),
+    Flag(("--predict", "--n-predict", "-n"), "", f"{PER_REQUEST}: max_tokens"),
+    Flag(
+        ("--seed", "-s", "--presence-penalty", "--frequency-penalty", "--logit-bias", "-l", "--json-schema", "-j"),
+        "",
+        PER_REQUEST,
+    ),
+    Flag(("--grammar", "--grammar-file"), "", "a JSON schema in the request constrains the output"),
+    Flag(
+        (
+            "--samplers",
+            "--dry-*",
+            "--xtc-*",
+            "--mirostat*",
+            "--typical*",
+            "--top-n*",
+            "--dynatemp-*",
+            "--repeat-last-n",
+        ),
+        "",
+        "these samplers are not built",
+    ),
+    Flag(
+        (
+            "--spec-draft-n-min",
+            "--draft-min",
+            "--spec-draft-p-min",
+            "--draft-p-min",
+            "--spec-ngram-*",
+            "--spec-draft-*",
+            "-ngld",
+            "-ctkd",
+            "-ctvd",
+        ),
+        "",
+        "the depth is chosen every step from measured cost and acceptance",
+    ),
+    Flag(("--mmproj*", "-mm", "--image-*", "--media-path"), "", TEXT_ONLY),
+    Flag(("--no-mmproj",), "always so", "messages are text here", SWITCH, always),
+    Flag(("--lora*", "--control-vector*"), "", "adapters are not read: merge them into the weights"),
+    Flag(
+        ("--embedding", "--embeddings", "--rerank", "--reranking"),
+        "",
+        "there are no embeddings and no reranking",
+        SWITCH,
+    ),
+    Flag(
+        ("--slots", "--props", "--context-shift", "--no-context-shift"),
+        "",
+        "`/v1/status` shows what runs; a context is never shifted",
+        SWITCH,
+    ),
+    Flag(("--slot-save-path", "--models-dir", "--models-preset"), "", "one model per server, and caches are not saved"),
+    Flag(
+        ("--ssl-*", "--api-key-file", "--path", "--api-prefix", "--cors-*"), "", "put a reverse proxy before the server"
+    ),
+    Flag(("--timeout", "-to", "--sse-ping-interval"), "", "limits are in docs/api.md"),
+    Flag(("--log-*", "--verbosity", "-lv"), "", "only warnings and errors are logged"),
+    Flag(
+        ("--verbose", "-v", "--offline", "--no-perf"),
+        "",
+        "only warnings and errors are logged",
+        SWITCH,
+    ),
+)
+VARIABLES = (
+    ("LLAMA_ARG_MODEL", "--model"),
+    ("LLAMA_ARG_HF_REPO", "--hf-repo"),
+    ("LLAMA_ARG_HF_FILE", "--hf-file"),
+    ("LLAMA_ARG_CTX_SIZE", "--ctx-size"),
+    ("LLAMA_ARG_N_PARALLEL", "--parallel"),
+    ("LLAMA_ARG_BATCH", "--batch-size"),
+    ("LLAMA_ARG_THREADS", "--threads"),
+    ("LLAMA_ARG_N_GPU_LAYERS", "--n-gpu-layers"),
+    ("LLAMA_ARG_HOST", "--host"),
+    ("LLAMA_ARG_PORT", "--port"),
+    ("LLAMA_ARG_ALIAS", "--alias"),
+    ("LLAMA_API_KEY", "--api-key"),
+)
+LLAMA_CPP = Server("llama.cpp", FLAGS, _no_words, "LLAMA_", VARIABLES, "127.0.0.1")

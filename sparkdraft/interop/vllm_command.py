@@ -1,0 +1,234 @@
+"""Our configuration as a `vllm serve` command: every flag is one of the table in vllm_flags.py, and what vLLM cannot do
+is said in a note, or refused."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparkdraft import defaults
+from sparkdraft.core import UserError
+from sparkdraft.interop import broken
+from sparkdraft.interop.speculation import Speculation, speculate
+from sparkdraft.interop.tables import Unread
+from sparkdraft.interop.targets import WINDOWED, Target, find_target
+from sparkdraft.interop.vllm_flags import REASONING, TOOLS, TURBOQUANT, VLLM
+from sparkdraft.server.config import ServerConfig, default_of
+from sparkdraft.text.families import AUTO, NONE
+
+QWEN = ("qwen3", "hermes")
+QWEN35 = ("qwen3", "qwen3_xml")
+# family -> vLLM's parsers of thoughts and of tool calls
+PARSERS = {
+    "qwen3": QWEN,
+    "qwen3_moe": QWEN,
+    "qwen3_next": QWEN,
+    "qwen3_5": QWEN35,
+    "qwen3_5_moe": QWEN35,
+    "gemma4": ("gemma4", "gemma4"),
+    "gpt_oss": ("openai_gptoss", "openai"),
+}
+CODER = ("", "qwen3_xml")
+MACHINES = ("gb10", "other")
+NOT_THERE = {  # fields that nothing in vLLM corresponds to, and what it does instead
+    "max_step_ms": "a prompt's chunks are limited by max_rows alone",
+    "max_queue": "requests wait without limit",
+    "max_body": "bodies have no limit",
+    "allowed_hosts": "every Host header is answered",
+    "threads": "set OMP_NUM_THREADS",
+    "tq_ring_capacity": "no last tokens stay uncoded",
+    "tq_initial_layers": "the first two and the last two layers stay exact in models without recurrent layers",
+    "tq_centre": "keys are not centred",
+    "device": "it runs on what it was built for, a CPU only with its build for CPUs",
+    "weights_cache": "weights are quantised anew at every load",
+    "spec_depths": "the depth is fixed",
+    "profile": "what `sparkdraft tune` measured is not read",
+    "canary": "nothing is probed at the start",
+    "watchdog": "nothing is watched",
+    "allow_public": "it never asks whether other machines may reach it without a key",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What can be said to vLLM and has no field here."""
+
+    method: str = "auto"
+    attention_backend: str = ""
+    draft_attention_backend: str = ""
+    chat_template: str = ""
+    tensor_parallel: int = 1
+    version: str = broken.NEWEST
+    machine: str = "gb10"
+    extra: tuple[Unread, ...] = ()  # flags of vLLM that are handed on; they beat those that are chosen here
+
+    def __post_init__(self) -> None:
+        if self.machine not in MACHINES:
+            raise UserError(f"--machine is '{self.machine}'; it must be one of {', '.join(MACHINES)}")
+        if self.tensor_parallel < 1:
+            raise UserError(f"--tensor-parallel is {self.tensor_parallel}; it must be 1 or more")
+        broken.parsed(self.version)
+
+
+@dataclass(frozen=True, slots=True)
+class VllmCommand:
+    model: str
+    flags: dict[str, Any]  # without dashes; True and False are switches, dicts are JSON
+    secrets: dict[str, str] = field(repr=False)  # variables that must not be printed
+    notes: list[str]
+    extra: tuple[Unread, ...] = ()
+
+    def words(self) -> list[str]:
+        words = ["vllm", "serve", self.model]
+        for name, value in self.flags.items():
+            if isinstance(value, bool):
+                words.append(f"--{name}" if value else f"--no-{name}")
+            elif isinstance(value, list):
+                words += [f"--{name}", *map(str, value)]
+            else:
+                words += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+        return words + [word for each in self.extra for word in each.words]
+
+
+def vllm_command(config: ServerConfig, choices: Choices) -> VllmCommand:
+    """Raises UserError for what vLLM cannot do, or is known to do wrongly."""
+    target, engine, notes = find_target(config.engine.model), config.engine, []
+    notes += [target.doubt] if target.doubt else []
+    named = {each.name.removeprefix("--") for each in choices.extra}
+    speculation = speculate(target, engine, choices.method, notes) if "speculative-config" not in named else None
+    kv = _kv_type(config, notes)
+    if not config.port:
+        raise UserError("port is 0, any free one: vLLM must be told one, such as --port 8000")
+    flags: dict[str, Any] = {"host": config.host, "port": config.port}
+    flags |= {"served-model-name": config.names if config.served_name or config.names[0] != target.name else None}
+    flags |= _budgets(config)
+    flags |= {"kv-cache-dtype": kv} if kv != "auto" else {}
+    if kv.startswith("turboquant") and target.family in WINDOWED:
+        flags["kv-cache-dtype-skip-layers"] = ["sliding_window"]
+    flags |= _weights(config, notes)
+    flags |= {
+        "attention-backend": choices.attention_backend.upper() or None,
+        "chat-template": choices.chat_template or None,
+    }
+    flags |= {"tensor-parallel-size": choices.tensor_parallel} if choices.tensor_parallel > 1 else {}
+    flags |= _parsers(config, target, notes) | _sampling(config)
+    if speculation:
+        flags["speculative-config"] = _speculative(speculation, config, choices, target, kv, notes)
+    notes += broken.check(_facts(config, choices, target, speculation, kv), choices.version)
+    notes += [f"{name}: not in vLLM: {text}" for name, text in NOT_THERE.items() if _is_set(config, name)]
+    notes += [f"handed on to vLLM: {shlex.join(each.words)}" for each in choices.extra]
+    flags = {name: value for name, value in flags.items() if value is not None and name not in named}
+    unknown = [name for name in flags if VLLM.find(f"--{name}") is None]
+    assert not unknown, unknown
+    secrets = {"VLLM_API_KEY": config.api_key} if config.api_key else {}
+    return VllmCommand(target.name, flags, secrets, notes, choices.extra)
+
+
+def _facts(
+    config: ServerConfig, choices: Choices, target: Target, speculation: Speculation | None, kv: str
+) -> dict[str, Any]:
+    """What broken.json looks at."""
+    return {
+        "family": target.family,
+        "hybrid": target.is_hybrid,
+        "weights": target.weights or (config.engine.weights if config.engine.weights != AUTO else ""),
+        "method": speculation.kind if speculation else "",
+        "kv": kv.partition("_")[0],
+        "graphs": config.engine.graphs,
+        "prefix_cache": config.engine.prefix_cache,
+        "backend": choices.attention_backend.upper(),
+        "draft_backend": bool(choices.draft_attention_backend),
+        "machine": choices.machine,
+    }
+
+
+def _budgets(config: ServerConfig) -> dict[str, Any]:
+    engine = config.engine
+    blocks = -(-engine.kv_tokens // engine.block_size) if engine.kv_tokens else None
+    return {
+        "max-model-len": engine.max_model_len or "auto",
+        "max-num-seqs": engine.max_seqs or None,
+        "max-num-batched-tokens": engine.max_rows or None,
+        "gpu-memory-utilization": engine.memory_fraction,
+        "block-size": engine.block_size if _is_set(config, "block_size") or blocks else None,
+        "num-gpu-blocks-override": blocks,
+        "enable-prefix-caching": engine.prefix_cache,
+        "enforce-eager": True if not engine.graphs else None,
+        "shutdown-timeout": round(config.drain_seconds),
+    }
+
+
+def _kv_type(config: ServerConfig, notes: list[str]) -> str:
+    """vLLM's name for how keys and values are kept: of TurboQuant, the smallest with at least as many bits."""
+    engine = config.engine
+    if engine.kv != "turboquant" or engine.tq_mode == "off":
+        return {"fp8": "fp8"}.get(engine.kv, "auto")
+    if engine.tq_mode == "capture_only":
+        raise UserError("tq_mode is capture_only, which vLLM does not have: measure here, or choose hybrid")
+    if engine.tq_mode == "hybrid":
+        notes.append("tq_mode: hybrid is not in vLLM: no last tokens stay uncoded")
+    wanted = (engine.tq_key_bits, engine.tq_value_bits)
+    enough = [name for name, bits in TURBOQUANT.items() if bits[0] >= wanted[0] and bits[1] >= wanted[1]]
+    if not enough:
+        raise UserError(f"tq_key_bits and tq_value_bits are {wanted}; vLLM has {sorted(TURBOQUANT.values())}")
+    name = min(enough, key=lambda each: sum(TURBOQUANT[each]))
+    if TURBOQUANT[name] != wanted:
+        notes.append(
+            f"kv: {name} has {TURBOQUANT[name][0]} and {TURBOQUANT[name][1]} bits, not {wanted[0]} and {wanted[1]}"
+        )
+    return name
+
+
+def _weights(config: ServerConfig, notes: list[str]) -> dict[str, Any]:
+    engine = config.engine
+    if engine.weights not in (AUTO, "fp8"):
+        raise UserError(
+            f"weights is {engine.weights}: vLLM quantises only to fp8 when it loads; name a checkpoint that is "
+            f"quantised already, or choose --weights fp8"
+        )
+    if engine.dtype == "quantised":
+        notes.append("dtype: quantised is a form of this engine; vLLM computes in the type of the checkpoint")
+    dtype = engine.dtype if engine.dtype in ("float32", "bfloat16") else None
+    return {"quantization": "fp8" if engine.weights == "fp8" else None, "dtype": dtype}
+
+
+def _parsers(config: ServerConfig, target: Target, notes: list[str]) -> dict[str, Any]:
+    thoughts, calls = CODER if target.writes_code else PARSERS.get(target.family, ("", ""))
+    if config.reasoning_parser != AUTO:
+        thoughts = "" if config.reasoning_parser == NONE else REASONING[config.reasoning_parser]
+        if thoughts == "qwen3" and not target.family.startswith("qwen"):
+            thoughts = "deepseek_r1"
+    if config.tool_parser != AUTO:
+        calls = TOOLS.get(config.tool_parser, "")
+    if not calls:
+        notes.append("tools: no parser of vLLM is known for this model, so requests with tools get status 400 there")
+    found: dict[str, Any] = {"reasoning-parser": thoughts or None}
+    return found | ({"enable-auto-tool-choice": True, "tool-call-parser": calls} if calls else {})
+
+
+def _sampling(config: ServerConfig) -> dict[str, Any]:
+    base, values = defaults.parse(config.sampling_defaults)
+    return {
+        "generation-config": "vllm" if base == "openai" else None,
+        "override-generation-config": dict(values) or None,
+    }
+
+
+def _speculative(
+    speculation: Speculation, config: ServerConfig, choices: Choices, target: Target, kv: str, notes: list[str]
+) -> dict[str, Any]:
+    found = speculation.config()
+    if choices.draft_attention_backend:
+        found["attention_backend"] = choices.draft_attention_backend.upper()
+    if kv.startswith("turboquant") and speculation.kind != "mtp":
+        found["kv_cache_dtype"] = "auto"  # a drafter that attends in both directions cannot read codes
+    if target.is_hybrid and config.engine.prefix_cache and broken.parsed(choices.version) >= (0, 30, 0):
+        found["disable_eagle_block_drop"] = True
+        notes.append("disable_eagle_block_drop: set, else cached prompts are not found; fewer drafts may be accepted")
+    return found
+
+
+def _is_set(config: ServerConfig, name: str) -> bool:
+    return bool(getattr(config.engine if hasattr(config.engine, name) else config, name) != default_of(name))

@@ -1,0 +1,264 @@
+"""The flags of `vllm serve` (0.19 to 0.32), and what each one is here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparkdraft import defaults
+from sparkdraft.interop.tables import (
+    LIST,
+    ON,
+    SWITCH,
+    Flag,
+    Found,
+    Server,
+    always,
+    field_of,
+    first_key,
+    flag_of,
+    json_object,
+    number,
+    whole,
+)
+from sparkdraft.spec import pairs
+from sparkdraft.spec.mtp_config import MAX_DEPTH, MTP
+
+REASONING = {"think": "qwen3", "gemma4": "gemma4", "harmony": "openai_gptoss"}  # our parser -> vLLM's
+TOOLS = {"hermes": "hermes", "qwen3_xml": "qwen3_xml", "gemma4": "gemma4", "harmony": "openai"}
+THEIR_REASONING = {theirs: ours for ours, theirs in REASONING.items()} | {"deepseek_r1": "think"}
+THEIR_TOOLS = {theirs: ours for ours, theirs in TOOLS.items()} | {"qwen3_coder": "qwen3_xml"}
+# vLLM's TurboQuant types, and the bits of keys and of values that they keep
+TURBOQUANT = {
+    "turboquant_3bit_nc": (3, 3),
+    "turboquant_k3v4_nc": (3, 4),
+    "turboquant_4bit_nc": (4, 4),
+    "turboquant_k8v4": (8, 4),
+}
+MOST_BITS = 5  # of our codes
+ONE_MACHINE = "one machine, one GPU; `sparkdraft serve --engine vllm` hands it on from EXTRA_ARGS"
+TEXT_ONLY = "messages are text here, and a vision tower is not loaded"
+
+
+def _speculative(text: str) -> Found:
+    """--speculative-config. What it says beyond method, model and number of drafts has no counterpart."""
+    config = json_object(text)
+    method, model = str(config.pop("method", "")), str(config.pop("model", "") or "")
+    count = int(config.pop("num_speculative_tokens", 0) or 0)
+    found = Found(notes=[f"--speculative-config: {key} has no counterpart" for key in config])
+    if "attention_backend" in config:
+        found.notes[list(config).index("attention_backend")] += ", and none is needed: one kernel runs both"
+    if method in ("ngram", "ngram_gpu"):
+        found.values |= {"drafter": "none", "ngram": True}
+    elif method == "mtp" or method.endswith("_mtp"):  # qwen3_next_mtp, gemma4_mtp and so on: names of earlier releases
+        found.values["drafter"] = model or MTP
+        count, note = _within(model, count)
+        found.notes += note
+    elif method == "dflash" or (not method and "dflash" in model.lower()):
+        found.values["drafter"] = model
+        count, note = _within(model, count)
+        found.notes += note
+    else:
+        found.notes.append(
+            f"--speculative-config: the method {method or 'of ' + model} is not run here; drafts come from the drafter "
+            "that is known for the model, if there is one (`sparkdraft models`), and from the request's own text"
+        )
+        return found
+    if count:
+        found.values["spec"] = str(count)
+        found.notes.append("--speculative-config: the depth is fixed as there; without --spec it is chosen every step")
+    return found
+
+
+def _within(repo: str, count: int) -> tuple[int, list[str]]:
+    """A drafter makes at most one draft less than its block has rows. repo: empty for the model's own MTP head."""
+    if not repo and count > MAX_DEPTH:
+        return MAX_DEPTH, [f"--speculative-config: an MTP head makes {MAX_DEPTH} drafts at most, not {count}"]
+    known = next((d for target in pairs.targets() for d in target.drafters if d.repo == repo != ""), None)
+    if known is None or count < known.block:
+        return count, []
+    return known.block - 1, [f"--speculative-config: {repo} makes {known.block - 1} drafts at most, not {count}"]
+
+
+def _kv(text: str) -> Found:
+    if text in TURBOQUANT:
+        keys, values = TURBOQUANT[text]
+        found = Found({"kv": "turboquant", "tq_key_bits": min(keys, MOST_BITS), "tq_value_bits": values})
+        found.notes += [f"--kv-cache-dtype {text}: keys have {MOST_BITS} bits at most"] if keys > MOST_BITS else []
+        return found
+    if text in ("auto", "float16", "bfloat16"):
+        return Found({"kv": "exact"})
+    if text.startswith("fp8") and "per_token" not in text:
+        return Found({"kv": "fp8"})
+    near = "fp8" if "8" in text else "turboquant"
+    return Found({"kv": near}, [f"--kv-cache-dtype {text}: the nearest is --kv {near}"])
+
+
+def _quantization(text: str) -> Found:
+    if text == "fp8":
+        return Found({"weights": "fp8"})
+    return Found(notes=[f"--quantization {text}: how a checkpoint is quantised is read from its files"])
+
+
+def _dtype(text: str) -> Found:
+    if text in ("auto", "bfloat16"):
+        return Found({"dtype": text})
+    if text in ("float", "float32"):
+        return Found({"dtype": "float32"})
+    return Found({"dtype": "bfloat16"}, [f"--dtype {text}: 16-bit floats are bfloat16 here"])
+
+
+def _parser(name: str, known: dict[str, str]) -> Any:
+    def read(text: str) -> Found:
+        if text in known:
+            return Found({name: known[text]})
+        return Found(notes=[f"--{name.replace('_', '-')}: vLLM's {text} has no namesake; auto chooses by the model"])
+
+    return read
+
+
+def _parallel(text: str) -> Found:
+    return Found(notes=[] if whole(text) == 1 else [f"--tensor-parallel-size {text}: {ONE_MACHINE}"])
+
+
+def _generation(text: str) -> Found:
+    if text in ("auto", "vllm"):
+        return Found({"sampling_defaults": "model" if text == "auto" else "openai"})
+    return Found(notes=[f"--generation-config {text}: the file is read from the model's own folder"])
+
+
+def _sampling(text: str) -> Found:
+    values = json_object(text)
+    kept = {name: value for name, value in values.items() if name in defaults.KINDS}
+    notes = [f"--override-generation-config: {name} has no counterpart" for name in values if name not in kept]
+    return Found({"sampling_defaults": ",".join(f"{k}={v}" for k, v in kept.items())} if kept else {}, notes)
+
+
+def _eager(text: str) -> Found:
+    note = "--enforce-eager: recording takes seconds here, so leave --no-graphs out unless memory is short"
+    return Found({"graphs": text != ON}, [note] if text == ON else [])
+
+
+FLAGS = (
+    Flag(("--model", "--model-tag"), "`--model`", "", read=field_of("model")),
+    Flag(
+        ("--served-model-name",),
+        "`--served-name`",
+        "several names are separated by commas",
+        LIST,
+        field_of("served_name"),
+    ),
+    Flag(("--host",), "`--host`", "vLLM listens everywhere by default, we on 127.0.0.1", read=field_of("host")),
+    Flag(("--port",), "`--port`", "", read=field_of("port", whole)),
+    Flag(("--api-key",), "`--api-key`", "one key; better as SPARKDRAFT_API_KEY", LIST, first_key),
+    Flag(("--max-model-len",), "`--max-model-len`", "auto is 0", read=field_of("max_model_len", whole)),
+    Flag(("--max-num-seqs",), "`--max-seqs`", "", read=field_of("max_seqs", whole)),
+    Flag(("--max-num-batched-tokens",), "`--max-rows`", "", read=field_of("max_rows", whole)),
+    Flag(
+        ("--gpu-memory-utilization",),
+        "`--memory-fraction`",
+        "vLLM's is a share of all memory (default 0.92), ours of the free memory (default 0.85)",
+        read=field_of("memory_fraction", number),
+    ),
+    Flag(("--kv-cache-dtype",), "`--kv`", "turboquant_* also sets `--tq-key-bits` and `--tq-value-bits`", read=_kv),
+    Flag(("--num-gpu-blocks-override",), "`--kv-tokens`", "blocks times their size", read=field_of("blocks", whole)),
+    Flag(("--block-size",), "`--block-size`", "", read=field_of("block_size", whole)),
+    Flag(("--enable-prefix-caching",), "`--prefix-cache`", "", SWITCH, flag_of("prefix_cache")),
+    Flag(("--enforce-eager",), "`--no-graphs`", "needed for nothing: recording takes seconds", SWITCH, _eager),
+    Flag(("--dtype",), "`--dtype`", "16-bit floats are bfloat16", read=_dtype),
+    Flag(("--quantization", "-q"), "`--weights fp8`", "other methods are found from the files", read=_quantization),
+    Flag(
+        ("--speculative-config", "-sc"),
+        "`--drafter`, `--spec`, `--ngram`",
+        "dflash, ngram and mtp (without a model: `--drafter mtp`); `--spec` is the number of drafts, and chosen every "
+        "step where it is left out",
+        read=_speculative,
+    ),
+    Flag(
+        ("--reasoning-parser",),
+        "`--reasoning-parser`",
+        "found by the model",
+        read=_parser("reasoning_parser", THEIR_REASONING),
+    ),
+    Flag(("--tool-call-parser",), "`--tool-parser`", "found by the model", read=_parser("tool_parser", THEIR_TOOLS)),
+    Flag(("--enable-auto-tool-choice",), "always on", "", SWITCH, always),
+    Flag(("--generation-config",), "`--sampling-defaults`", "auto is model, vllm is openai", read=_generation),
+    Flag(("--override-generation-config",), "`--sampling-defaults`", "as temperature=0.7,top_p=0.9", read=_sampling),
+    Flag(("--shutdown-timeout",), "`--drain-seconds`", "", read=field_of("drain_seconds", number)),
+    Flag(("--enable-chunked-prefill",), "always on", "`--max-step-ms` limits a chunk", SWITCH, always),
+    Flag(("--async-scheduling",), "always on", "", SWITCH, always),
+    Flag(("--tensor-parallel-size", "-tp"), "nothing, if it is 1", f"more: {ONE_MACHINE}", read=_parallel),
+    Flag(("--attention-backend",), "", "accepted and not needed: one kernel runs targets and drafters"),
+    Flag(("--chat-template",), "", "put the file into the model's folder as chat_template.jinja"),
+    Flag(("--trust-remote-code",), "", "no code of a checkpoint is ever run", SWITCH),
+    Flag(("--load-format",), "", "safetensors and GGUF files are recognised; nothing has to be chosen"),
+    Flag(("--tokenizer", "--tokenizer-mode", "--hf-config-path"), "", "all files are read from the model's folder"),
+    Flag(
+        ("--revision", "--tokenizer-revision", "--download-dir"),
+        "",
+        "`sparkdraft pull` fetches the newest, into the hub's cache",
+    ),
+    Flag(("--hf-overrides", "--rope-scaling", "--rope-theta"), "", "edit config.json in the model's folder"),
+    Flag(("--seed",), "", "requests have seeds, the server has none"),
+    Flag(
+        ("--compilation-config", "-cc", "--optimization-level", "-O"),
+        "",
+        "nothing is compiled by torch; `--no-graphs` turns recorded steps off",
+    ),
+    Flag(("--limit-mm-per-prompt", "--mm-*", "--media-*", "--allowed-local-media-path"), "", TEXT_ONLY),
+    Flag(("--language-model-only", "--skip-mm-profiling", "--enable-mm-embeds"), "", TEXT_ONLY, SWITCH),
+    Flag(("--enable-lora",), "", "adapters are not read: merge them into the weights", SWITCH),
+    Flag(("--lora-*", "--max-lora*", "--max-cpu-loras"), "", "adapters are not read: merge them into the weights"),
+    Flag(
+        ("--cpu-offload-gb", "--kv-offloading-*", "--offload-*", "--swap-space"),
+        "",
+        "nothing is moved out of memory: lower `--max-seqs` or `--kv-tokens`",
+    ),
+    Flag(("--kv-cache-memory-bytes",), "", "the cache's size is given in tokens: `--kv-tokens`"),
+    Flag(("--kv-cache-dtype-skip-layers", "--mamba-*"), "", "layers with a window or a state have caches of their own"),
+    Flag(
+        ("--pipeline-parallel-size", "-pp", "--data-parallel-*", "-dp*", "--nnodes", "--node-rank", "--master-*"),
+        "",
+        ONE_MACHINE,
+    ),
+    Flag(("--distributed-executor-backend", "--decode-context-parallel-size", "--all2all-backend"), "", ONE_MACHINE),
+    Flag(("--enable-expert-parallel", "-ep", "--headless", "--enable-eplb", "--enable-dbo"), "", ONE_MACHINE, SWITCH),
+    Flag(
+        ("--moe-backend", "--linear-backend", "--gdn-prefill-backend", "--attention-config", "-ac"),
+        "",
+        "kernels are chosen by the GPU and the format of the weights",
+    ),
+    Flag(
+        ("--scheduler-cls", "--scheduling-policy", "--long-prefill-token-threshold"),
+        "",
+        "one scheduler: first come, first served, prompts in chunks",
+    ),
+    Flag(
+        ("--enable-log-requests", "--disable-log-requests", "--disable-log-stats", "--enable-log-outputs"),
+        "",
+        "requests are not logged; `/metrics` and `/v1/status` have the statistics",
+        SWITCH,
+    ),
+    Flag(
+        ("--disable-uvicorn-access-log", "--disable-fastapi-docs"),
+        "",
+        "there is no access log and no docs page",
+        SWITCH,
+    ),
+    Flag(("--uvicorn-log-level", "--log-config-file", "--max-log-len"), "", "only warnings and errors are logged"),
+    Flag(
+        ("--enable-per-request-metrics", "--per-request-spec-decode-metrics"),
+        "",
+        "a request asks for it: `return_speculation`",
+    ),
+    Flag(
+        ("--allowed-origins", "--allowed-methods", "--allowed-headers"),
+        "",
+        "no CORS headers are sent; `--allowed-hosts` is about names of this server",
+    ),
+    Flag(("--ssl-*", "--root-path", "--uds", "--middleware"), "", "put a reverse proxy before the server"),
+    Flag(("--config",), "", "a YAML file of vLLM is not read: import the command with its flags"),
+    Flag(("--max-logprobs",), "", "the limit is fixed"),
+    Flag(("--default-chat-template-kwargs",), "", "a request sends chat_template_kwargs"),
+    Flag(("--api-server-count",), "", "one API process"),
+)
+VLLM = Server("vLLM", FLAGS, field_of("model"), "VLLM_", host="0.0.0.0")

@@ -1,0 +1,114 @@
+"""`bench weights` on tiny random weights: what is quantised is what is asked for, formats of more bits err less; table,
+plot and JSON agree. What the formats are worth docs/numbers has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from sparkdraft.bench import bandwidth
+from sparkdraft.bench.nearness import KINDS
+from sparkdraft.bench.weights import FloatCheckpoint, format_bytes, parse_formats
+from sparkdraft.cli.main import main
+from sparkdraft.core import UserError
+from sparkdraft.llm import LLM
+from sparkdraft.weights.checkpoint import open_checkpoint
+from sparkdraft.weights.quant.stored import as_float
+from tests.cli.said import said
+from tests.models.tiny import write_tiny
+
+QUICK = ("--device", "cpu", "--threads", "1", "--tokens", "40", "--max-model-len", "256")
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bandwidth.SIZE, "cpu", 1 << 20)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("tiny"), "qwen3", shards="1GB", head_dim=64, num_hidden_layers=2)
+
+
+def test_bytes_per_weight_of_each_format() -> None:
+    assert format_bytes("floats", 512, 2) == 2
+    assert format_bytes("fp8", 512, 2) == 1 + 4 / 512  # a float32 scale per row
+    assert format_bytes("int4", 512, 2) == 0.5 + 2 / 32
+    assert format_bytes("nvfp4", 512, 2) == 0.5 + 1 / 16 + 4 / 512
+
+
+def test_floats_come_first_and_others_are_named() -> None:
+    assert parse_formats("int4, fp8,int4") == ["floats", "int4", "fp8"]
+    with pytest.raises(UserError, match="--formats names 'q4'; a format is floats, fp8, int4, nvfp4"):
+        parse_formats("q4")
+
+
+def test_a_quantised_file_becomes_floats_and_then_the_format(smollm2_path: Path) -> None:
+    stored = open_checkpoint("smollm2")
+    floats, name = FloatCheckpoint(stored), "model.layers.0.self_attn.o_proj.weight"
+    assert not isinstance(stored.read(name), torch.Tensor)
+    assert torch.equal(torch.as_tensor(floats.read(name)), as_float(stored.read(name)))
+    assert floats.names() == stored.names()
+    with pytest.raises(UserError, match="no matrix of floats"):  # what the wrapper is for
+        LLM("smollm2", dtype="float32", weights="fp8", spec="off", max_seqs=1, max_rows=16)
+
+
+def test_the_command(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot = tmp_path / "weights.svg"
+    args = ("--dtype", "float32", "--rows", "1,2", "--context", "9", "--plot", str(plot))
+    assert main(["bench", "weights", "--model", str(tiny), *QUICK, *args]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    report: dict[str, Any] = json.loads(last)
+    rows = {row["format"]: row for row in report["formats"]}
+    assert list(rows) == ["floats", "fp8", "int4", "nvfp4"]
+    assert report["read_in"] == report["timed_in"] == "float32" and report["bandwidth_gb_s"] > 0
+    for name, row in rows.items():
+        assert sum(line.startswith(f"{name} ") for line in lines) == 2  # texts, and sizes with speeds
+        assert {text["tokens"] for text in row["texts"].values()} == {39} and set(row["texts"]) == set(KINDS)
+        assert [(s["streams"], s["context"]) for s in row["speed"]] == [(1, 9), (2, 9)]
+        assert all(s["decode_tok_s"] > 0 and s["share"] > 0 for s in row["speed"])
+        assert row["kept_bytes_per_weight"] == 4  # float32 kernels keep floats
+    kl = {name: row["all"]["kl"] for name, row in rows.items()}
+    assert kl["floats"] == 0 < kl["fp8"] < min(kl["int4"], kl["nvfp4"])
+    assert rows["int4"]["bytes_per_weight"] == 0.5625
+    assert len(ElementTree.parse(plot).getroot().findall(".//{*}polyline")) == 3 + 3 + 4
+
+
+def test_texts_are_read_in_float32_and_speed_is_that_of_the_cpu_kernels(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "weights", "--model", str(tiny), *QUICK, "--formats", "int4", "--rows", "1"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["read_in"] == "float32" and report["timed_in"] == "quantised" and report["kernels"] == "native"
+    kept = [row["kept_bytes_per_weight"] for row in report["formats"]]
+    assert kept[1] == pytest.approx(20 / 32, rel=0.1) and kept[0] == pytest.approx(34 / 32, rel=0.1)
+
+
+def test_speed_can_be_left_out(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "weights", "--model", str(tiny), *QUICK, "--formats", "fp8", "--no-speed"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert all(row["speed"] == [] and row["kept_bytes_per_weight"] is None for row in report["formats"])
+    assert report["bandwidth_gb_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--formats", "int5"], "--formats names 'int5'; a format is floats, fp8, int4, nvfp4"),
+        (["--tokens", "3"], "--tokens is 3"),
+        (["--tokens", "4000"], "--tokens is 4000; the context holds"),
+        (["--context", "0"], "--context is 0"),
+        (["--rows", "0"], "--rows is '0'"),
+        (["--plot", "no-such-folder/a.svg"], "--plot is no-such-folder/a.svg"),
+        (["--spec", "auto"], "--spec is auto"),
+    ],
+)
+def test_what_can_not_be_measured(args: list[str], words: str, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "weights", "--model", str(tiny), *QUICK, *args]) == 1
+    printed = capsys.readouterr()
+    assert words in printed.err and printed.out == "" and len(said(printed.err)) == 1, printed.err

@@ -1,0 +1,286 @@
+"""Commands and compose files of others as ours: every posted one, each flag that has no counterpart by name, mistakes
+as one sentence."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from sparkdraft.cli.main import main, parser
+from sparkdraft.core import UserError
+from sparkdraft.interop.importing import Imported, read
+from sparkdraft.interop.llama_flags import LLAMA_CPP
+from sparkdraft.interop.tables import read_flags
+from sparkdraft.interop.vllm_flags import VLLM
+from sparkdraft.server.config import FIELDS, merge
+from tests.interop import commands
+from tests.server.test_serve import started
+
+POSTED = {
+    "GEMMA_DFLASH": {
+        **{"model": "google/gemma-4-31B-it", "weights": "fp8", "max_model_len": 16384, "max_rows": 16384},
+        **{
+            "memory_fraction": 0.8,
+            "graphs": False,
+            "drafter": "RedHatAI/gemma-4-31B-it-speculator.dflash",
+            "spec": "7",
+        },
+    },
+    "QWEN_INT4": {
+        **{"model": "Intel/Qwen3.5-35B-A3B-int4-AutoRound", "host": "0.0.0.0", "port": 8888, "allow_public": True},
+        **{"max_model_len": 262144, "max_rows": 32768, "memory_fraction": 0.7, "tool_parser": "qwen3_xml"},
+        **{"drafter": "z-lab/Qwen3.5-35B-A3B-DFlash", "spec": "15"},
+    },
+    "CODER_NEXT": {
+        **{"model": "saricles/Qwen3-Coder-Next-NVFP4-GB10", "max_rows": 32768, "max_seqs": 4, "memory_fraction": 0.6},
+        **{"graphs": False, "drafter": "z-lab/Qwen3-Coder-Next-DFlash", "spec": "15"},
+    },
+    "DFLASH_CONTAINER": {
+        **{"model": "/models/DFlash-Qwen3.5-27B-Uncensored-NVFP4", "served_name": "qwen35-dflash", "max_seqs": 16},
+        **{"drafter": "z-lab/Qwen3.5-27B-DFlash", "spec": "15", "max_model_len": 65536, "max_rows": 32768},
+        **{"api_key": "$VLLM_API_KEY"},
+    },
+    "TURBOQUANT_CONTAINER": {
+        **{"model": "/models/DFlash-Qwen3.5-27B-Uncensored-NVFP4", "max_seqs": 16, "kv": "turboquant"},
+        **{"drafter": "z-lab/Qwen3.5-27B-DFlash", "spec": "15", "max_model_len": 65536, "max_rows": 32768},
+    },
+    "GEMMA_MTP": {
+        **{"model": "RedHatAI/gemma-4-26B-A4B-it-FP8-Dynamic", "served_name": "gemma4-fp8-mtp", "port": 11437},
+        **{"max_model_len": 65536, "memory_fraction": 0.45, "max_seqs": 4, "max_rows": 8192},
+        **{"tool_parser": "gemma4", "reasoning_parser": "gemma4"},
+        **{"drafter": "google/gemma-4-26B-A4B-it-assistant", "spec": "4"},
+    },
+    "LLAMA": {
+        **{"model": "unsloth/Qwen3.6-35B-A3B-GGUF", "kv_tokens": 65536, "max_model_len": 16384, "max_seqs": 4},
+        **{"kv": "fp8", "sampling_defaults": "temperature=0.7,top_k=20", "max_rows": 4096, "served_name": "qwen"},
+        **{"host": "0.0.0.0", "port": 8080, "allow_public": True},
+    },
+}
+NAMED = {  # flags and variables that have no counterpart, which must be named
+    "GEMMA_DFLASH": ("--limit-mm-per-prompt", "VLLM_DISABLE_COMPILE_CACHE", "makes 7 drafts at most, not 8"),
+    "QWEN_INT4": (
+        "--load-format",
+        "--chat-template",
+        "--attention-backend",
+        "VLLM_MARLIN_USE_ATOMIC_ADD",
+        "--apply-mod",
+    ),
+    "CODER_NEXT": ("--attention-backend", "--enforce-eager"),
+    "DFLASH_CONTAINER": ("ATTENTION_BACKEND is flash_attn", "listens on all addresses"),
+    "TURBOQUANT_CONTAINER": ("ATTENTION_BACKEND",),
+    "GEMMA_MTP": ("the depth is fixed as there",),
+    "LLAMA": ("--mlock", "-ub", "name the file", "shared by 4 slots"),
+}
+
+
+@pytest.mark.parametrize("name", POSTED)
+def test_every_posted_command(name: str) -> None:
+    found = read(getattr(commands, name))
+    assert found.values == POSTED[name]
+    for words in NAMED[name]:
+        assert any(words in note for note in found.notes), (words, found.notes)
+
+
+@pytest.mark.parametrize("name", POSTED)
+def test_what_is_printed_is_a_command_and_a_file_of_ours(name: str, tmp_path: Path) -> None:
+    found = read(getattr(commands, name))
+    words = shlex.split(found.command())
+    if "api_key" in found.values:
+        assert words.pop(0) == "SPARKDRAFT_API_KEY=$VLLM_API_KEY" and '"$VLLM_API_KEY"' in found.command()
+    args = vars(parser().parse_args(words[1:]))
+    given = {field: value for field, value in args.items() if field in FIELDS}
+    expected = {key: value for key, value in POSTED[name].items() if key != "api_key"}
+    assert given == expected
+    (tmp_path / "server.toml").write_text(found.toml())
+    assert merge({}, tmp_path / "server.toml", {}) == merge(expected, None, {})
+
+
+def test_a_compose_file_of_variables(tmp_path: Path) -> None:
+    path = tmp_path / "compose.yaml"
+    path.write_text(commands.COMPOSE)
+    found = read(str(path))
+    assert found.values == {
+        **{"model": "/models/DFlash-Qwen3.5-27B-Uncensored-NVFP4", "served_name": "qwen35-dflash", "spec": "15"},
+        **{"drafter": "z-lab/Qwen3.5-27B-DFlash", "max_model_len": 65536, "api_key": "$VLLM_API_KEY", "kv": "fp8"},
+    }
+    assert any("--seed: requests have seeds" in note for note in found.notes)
+
+
+def test_a_compose_file_of_a_command_and_of_llama_cpp(tmp_path: Path) -> None:
+    path = tmp_path / "docker-compose.yml"
+    path.write_text(commands.COMPOSE_OF_A_COMMAND)
+    found = read(str(path))
+    assert found.values == {"model": "Qwen/Qwen3-8B", "max_seqs": 16, "prefix_cache": False}
+    assert any("VLLM_LOGGING_LEVEL" in note for note in found.notes)
+    path.write_text(commands.LLAMA_COMPOSE)
+    found = read(str(path))
+    assert found.server == "llama.cpp"
+    assert found.values == {"model": "./models/my_model.gguf", "kv_tokens": 4096, "max_model_len": 2048, "max_seqs": 2}
+    path.write_text(commands.COMPOSE + commands.COMPOSE_OF_A_COMMAND.split("services:\n")[1])
+    with pytest.raises(UserError, match="several servers: vllm, server; name one with --service"):
+        read(str(path))
+    assert read(str(path), "server").values["model"] == "Qwen/Qwen3-8B"
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("docker run -p 9000:8000 i/vllm --model m", {"host": "0.0.0.0", "port": 9000, "allow_public": True}),
+        ("docker run -p 127.0.0.1:9000:80/tcp i/vllm --model m --port 80", {"port": 9000}),
+        ("docker run -p 9000:80 -p 9001:81 i/vllm --model m --port 81 --host 0.0.0.0 --api-key k",
+         {"host": "0.0.0.0", "port": 9001, "api_key": "k"}),
+        ("docker run --rm -e VLLM_API_KEY i/vllm --model m", {"api_key": "$VLLM_API_KEY"}),
+        ("python3 -m vllm.entrypoints.openai.api_server --model m", {}),
+    ],
+)  # fmt: skip
+def test_where_a_container_is_reached(text: str, values: dict[str, Any]) -> None:
+    assert read(text).values == {"model": "m"} | values
+
+
+@pytest.mark.parametrize(
+    ("text", "left_out"),
+    [
+        ("vllm serve m --port 9000 > log.txt 2>&1 &", "> log.txt 2>&1 &"),
+        ("vllm serve m --port 9000 2>&1 | tee log", "2>&1 | tee log"),
+        ("# don't\nvllm serve m \\\n  --port 9000 # it's free\nsleep 5", "sleep 5"),
+        ("docker run i/vllm --model m --port 9000 >> log", ">> log"),
+        ("docker run i/vllm bash -lc 'vllm serve m --port 9000 | tee log'", "| tee log"),
+    ],
+)
+def test_a_command_ends_where_a_shell_ends_it(text: str, left_out: str) -> None:
+    found = read(text)
+    assert found.values == {"model": "m", "port": 9000}
+    assert f"left out, after the command: {left_out}" in found.notes
+    assert read("vllm serve m --api-key 'a|b&c#d'").values == {"model": "m", "api_key": "a|b&c#d"}
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("--max_model_len=64K --port=9000", {"max_model_len": 65536, "port": 9000}),
+        ("--max-model-len auto", {"max_model_len": 0}),
+        ("--kv-cache-dtype turboquant_3bit_nc", {"kv": "turboquant", "tq_key_bits": 3, "tq_value_bits": 3}),
+        ("--kv-cache-dtype nvfp4", {"kv": "turboquant"}),
+        ("--no-enable-prefix-caching", {"prefix_cache": False}),
+        ("--generation-config vllm", {"sampling_defaults": "openai"}),
+        ("--override-generation-config '{\"top_p\": 0.9}'", {"sampling_defaults": "top_p=0.9"}),
+        ("--api-key a b --dtype half", {"api_key": "a", "dtype": "bfloat16"}),
+        ("-cc.cudagraph_mode=PIECEWISE -tp 2 --enable-expert-parallel", {}),
+        ("""--speculative-config '{"method":"ngram","num_speculative_tokens":4}'""",
+         {"drafter": "none", "ngram": True, "spec": "4"}),
+        ("""--speculative-config '{"method":"mtp","num_speculative_tokens":9}'""", {"drafter": "mtp", "spec": "6"}),
+        ("""--speculative-config '{"method":"qwen3_next_mtp","model":"a/b","num_speculative_tokens":2}'""",
+         {"drafter": "a/b", "spec": "2"}),
+    ],
+)  # fmt: skip
+def test_single_flags_of_vllm(text: str, values: dict[str, Any]) -> None:
+    assert read_flags(VLLM, shlex.split(text)).values == values
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("-ngl 0 -t 8", {"device": "cpu", "threads": 8}),
+        ("-ctk q4_0 -ctv q4_0", {"kv": "turboquant"}),
+        ("--no-cache-prompt --cache-ram 0", {"prefix_cache": False}),
+        ("--spec-type ngram-simple --spec-draft-n-max 5", {"ngram": True, "spec": "5"}),
+        ("-md draft.gguf --spec-type draft-mtp", {}),
+        ("-md z-lab/Qwen3-8B-DFlash-b16", {"drafter": "z-lab/Qwen3-8B-DFlash-b16"}),
+    ],
+)
+def test_single_flags_of_llama_cpp(text: str, values: dict[str, Any]) -> None:
+    found = read_flags(LLAMA_CPP, shlex.split(text))
+    assert found.values == values
+    assert "mtp" not in text or any("takes its head" in note for note in found.notes)
+
+
+def test_a_file_of_the_hub_is_named_with_its_repository() -> None:
+    found = read("llama-server -hf org/x -hff y.gguf")
+    assert found.values == {"model": "org/x:y.gguf"} and not found.notes
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ls -l", "no `vllm serve` and no `llama-server` is in it"),
+        ("vllm serve m --max-num-seqs many", "--max-num-seqs: 'many' is no whole number"),
+        ("vllm serve m --speculative-config {method", "is not valid JSON"),
+        ("vllm serve m --port --host x", "--port needs a value"),
+        ("vllm serve 'm", "No closing quotation"),
+        ("vllm serve m tee", "'tee' follows no flag, and m is the model already"),
+        ('EXTRA_ARGS="--seed \'3" vllm serve m', "EXTRA_ARGS cannot be read: No closing quotation"),
+        ("vllm serve m --port 70000", "port is 70000"),
+        ("docker run -d", "names no image"),
+        ("missing.yaml", "the file missing.yaml does not exist"),
+    ],
+)
+def test_mistakes_are_one_sentence(text: str, words: str) -> None:
+    with pytest.raises(UserError, match=re.escape(words)):
+        read(text)
+
+
+def test_a_flag_that_nobody_knows_is_named() -> None:
+    found = read("vllm serve m --fancy 3 --dazzle")
+    assert [note for note in found.notes if "not a flag of vLLM" in note] == [
+        "--fancy: not a flag of vLLM that is known here (its value is 3)",
+        "--dazzle: not a flag of vLLM that is known here",
+    ]
+
+
+def test_every_flag_of_the_tables_can_be_read() -> None:
+    """Each row has a reader whose fields exist, or says why nothing corresponds to it."""
+    samples = ("3", "auto", "true", '{"method": "dflash", "model": "z-lab/Qwen3-8B-DFlash-b16"}')
+    passing = {"blocks", "hub file", "context", *(f"sampling {name}" for name in ("temperature", "top_p", "top_k"))}
+    passing |= {"sampling min_p", "sampling repetition_penalty"}
+    for server in (VLLM, LLAMA_CPP):
+        names = [name for flag in server.flags for name in flag.names]
+        assert len(names) == len(set(names)), sorted(name for name in names if names.count(name) > 1)
+        for flag in server.flags:
+            if flag.read is None:
+                assert flag.remark and not flag.ours.startswith("`"), flag.names
+                continue
+            assert flag.ours, flag.names
+            fields: set[str] = set()
+            for sample in samples:
+                try:
+                    fields |= flag.read(sample).values.keys()
+                except UserError:
+                    continue
+            assert fields <= FIELDS.keys() | passing, (flag.names, fields)
+
+
+def test_the_command_reads_standard_input() -> None:
+    command = [sys.executable, "-m", "sparkdraft.cli.main", "import", "-"]
+    result = subprocess.run(command, input=commands.GEMMA_MTP, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0 and result.stdout.startswith("sparkdraft serve --port 11437"), result.stderr
+    assert "note: --speculative-config: the depth is fixed" in result.stderr.replace("\n", " ")
+
+
+def test_a_file_has_no_key_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", "vllm serve m --api-key hidden", "--toml"]) == 0
+    out, notes = capsys.readouterr()
+    assert out == 'model = "m"\n' and "api_key: not written into the file" in notes and "hidden" not in notes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["QWEN_INT4", "TURBOQUANT_CONTAINER", "LLAMA"])
+def test_what_is_printed_serves_the_embedded_model(name: str, smollm2_path: Path) -> None:
+    """All that does not depend on the model's shape: only its name, drafter and parsers, and budgets past its own
+    context, are left out."""
+    left_out = ("drafter", "port", "tool_parser", "max_model_len", "max_rows", "kv_tokens", "host", "allow_public")
+    kept = {key: value for key, value in POSTED[name].items() if key not in left_out}
+    kept |= {"model": "smollm2", "kv": "exact"}  # other formats of caches are tests/cache's, and slow on a CPU
+    words = shlex.split(Imported("", kept, []).command())
+    with started("--device", "cpu", *words[2:]) as server:
+        url = server.wait_for(r"chat +(http://127\.0\.0\.1:\d+)/").group(1)
+        server.wait_for("ready after", 240)
+        body = {"model": kept.get("served_name", "smollm2"), "prompt": "The sea is", "max_tokens": 4}
+        answer = httpx.post(url + "/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200 and answer.json()["choices"][0]["text"], answer.text
