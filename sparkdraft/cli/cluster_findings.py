@@ -29,8 +29,7 @@ def refuse_broken(findings: Sequence[Finding]) -> None:
     broken = [each for each in findings if each.status == Status.BROKEN]
     if broken:
         first = broken[0]
-        where = "" if first.part in first.value else f"{first.part}: "
-        name = "" if first.name in ("machine", *first.value.split()) else f"{first.name}: "
+        where = "" if first.part in first.value else f"{first.part}: {first.name}: "
         more = f" (and {len(broken) - 1} more, above)" if len(broken) > 1 else ""
         advice = f": {first.advice}" if first.advice else ""
-        raise UserError(f"{where}{name}{first.value}{advice}{more}")
+        raise UserError(f"{where}{first.value}{advice}{more}")

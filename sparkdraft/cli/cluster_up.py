@@ -8,7 +8,7 @@ import sys
 import time
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparkdraft.cli.cluster_findings import refuse_broken, say, show_findings
 from sparkdraft.cli.export import read_choices, read_config
@@ -89,7 +89,7 @@ def jobs_of(cluster: Cluster, seen: list[Seen], command: VllmCommand, config: Se
     from sparkdraft.cluster.ranks import Job
     from sparkdraft.interop.child import url_of
 
-    watch = {"url": url_of(config.host, config.port), "model": config.names[0], "key": config.api_key}
+    watch: dict[str, Any] = {"url": url_of(config.host, config.port), "model": config.names[0], "key": config.api_key}
     watch |= {"every": min(WATCH_EVERY, cluster.hang_seconds / 4), "patience": TOKEN_SECONDS}
     jobs = []
     for each in seen:

@@ -103,9 +103,7 @@ def judge_ports(seen: Seen, head: Seen) -> Iterator[Finding]:
 def judge_reach(seen: Seen, head: Seen) -> Iterator[Finding]:
     if why := seen.facts["reach"]:
         value = f"{seen.host.label} does not reach the first machine on the fast network ({why})"
-        yield _finding(
-            seen, "network", value, Status.BROKEN, "check the cable, the addresses (`ip addr`) and firewalls"
-        )
+        yield _finding(seen, "network", value, Status.BROKEN, "check cable, addresses (`ip addr`) and firewalls")
 
 
 def judge_model(seen: Seen, head: Seen) -> Iterator[Finding]:

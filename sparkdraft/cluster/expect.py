@@ -9,6 +9,7 @@ stream passes them one after another, and several streams can be under way at on
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import ceil, log2
 
 from sparkdraft.cluster.command import PIPELINE, TENSOR
@@ -21,6 +22,7 @@ ENGINE = "vllm"
 PER_LAYER, PER_STEP = 2, 2  # all-reduces
 NO_GAIN = 1.1  # times the speed, below which more machines are not worth it
 ITEMSIZE = 2  # of the numbers that are added up
+NOTHING = Range(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ def _sent(machines: int) -> float:
 
 LINKS = {
     "roce": Latency(57e-6, 1 / 20e9, 2, "usual over RoCE on two Sparks: 54 to 64 us for 48 KB (b12x#295)"),
-    "tcp": Latency(0.6e-3, 1 / 4e9, 2, "as two and four Sparks over TCP were reported: 0.6 to 0.9 ms"),
+    "tcp": Latency(0.6e-3, 1 / 4e9, 2, "over TCP, inferred from posted speeds of two and four Sparks: 0.6 and 0.9 ms"),
 }
 
 
@@ -60,7 +62,7 @@ class Case:
     parallel: str
     forecast: Forecast | None = None
     refusal: str = ""
-    plain: Range = Range(0.0, 0.0, 0.0)
+    plain: Range = NOTHING
     drafted: Drafted | None = None
     tokens: int = 0  # of context that fit, over all streams
     reduces: int = 0  # all-reduces of a plain step
@@ -78,7 +80,8 @@ class Case:
 
 
 def cases(question: Question, counts: list[int], latency: Latency) -> list[Case]:
-    """One machine, then every number of them in both ways."""
+    """One machine, then every number of them in both ways. Raises UserError for a machine without vLLM's losses."""
+    question.machine.losses(ENGINE)
     ways = [(1, TENSOR), *((count, way) for count in counts for way in (TENSOR, PIPELINE))]
     return [case(replace(question, engine=ENGINE), count, way, latency) for count, way in ways]
 
@@ -177,7 +180,7 @@ def explain(found: list[Case], latency: Latency) -> list[str]:
                 f"{shown_time(each.reduce)} are {each.reduces * each.reduce * 1e3:.0f} of {each.step * 1e3:.0f} ms, "
                 f"{each.share:.0%} of a token's time without drafts"
             )
-    for fewer, more in zip(tensor, tensor[1:], strict=False):
+    for fewer, more in pairwise(tensor):
         lines.append(_compared(fewer, more))
     if tensor and tensor[-1].machines > 1:
         lines.append(f"an all-reduce: {latency.origin}")

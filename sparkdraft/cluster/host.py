@@ -73,9 +73,7 @@ class Host:
         except subprocess.TimeoutExpired:
             kill_group(process)
             process.communicate()
-            raise UserError(
-                f"{self.label} has not answered in {seconds:g} s: is it up, and is it overloaded?"
-            ) from None
+            raise UserError(f"{self.label} has not answered in {seconds:g} s: is it up, or overloaded?") from None
         done = Done(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
         if done.status == NO_CONNECTION and self.spec.address != LOCAL:
             raise UserError(f"{self.label} cannot be reached over ssh ({done.last_line}): {self._advice(done.err)}")

@@ -128,6 +128,6 @@ def _typed(what: str, value: Any, kind: type) -> Any:
     if kind in (tuple, dict) or not isinstance(value, kind) or isinstance(value, bool):
         names = {tuple: "a list of names", dict: "a table of variables", str: "a text", int: "a whole number"}
         raise UserError(f"{what} must be {names.get(kind, 'a number')}, and is {value!r}")
-    if kind in (int, float) and value < 0:
+    if isinstance(value, int | float) and value < 0:
         raise UserError(f"{what} is {value}; it must be 0 or more")
     return value

@@ -39,7 +39,7 @@ def measure(
         _wait(ranks, seconds, cluster.silence_seconds)
         if all(each.ended and each.ended["status"] == NO_TORCH for each in ranks):
             return None
-        if failed := next((each for each in ranks if not each.ended or each.ended["status"]), None):
+        if failed := next((each for each in ranks if each.is_over and each.process.returncode), None):
             raise UserError(f"{failed.host.label}: the all-reduce was not measured: {failed.why()}")
         return _latency(ranks[0], row, len(seen))
     finally:
@@ -75,6 +75,5 @@ def _latency(rank: Rank, row: int, machines: int) -> Latency:
     per_byte = max(large - small, 0.0) / ((LARGE - 1) * row)
     worst = told["seconds"][str(row)]["worst"]
     shown = f"{shown_time(small)} (worst {shown_time(worst)}) for {row / 1024:.0f} KB"
-    return Latency(
-        small - per_byte * row, per_byte, machines, f"measured now between {machines} ranks: {shown}, {told['backend']}"
-    )
+    origin = f"measured now between {machines} ranks: {shown}, {told['backend']}"
+    return Latency(small - per_byte * row, per_byte, machines, origin)

@@ -10,42 +10,20 @@ from sparkdraft.cluster.survey import Seen
 from sparkdraft.doctor.finding import Finding, Status
 
 # Those that people set on a Spark; a name that is near one of them and none of NCCL's is a slip.
-KNOWN = (
-    *("NCCL_IB_DISABLE", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_MERGE_NICS", "NCCL_IB_TIMEOUT"),
-    *("NCCL_IB_RETRY_CNT", "NCCL_IB_TC", "NCCL_IB_SL", "NCCL_IB_QPS_PER_CONNECTION", "NCCL_IB_ADDR_FAMILY"),
-    *("NCCL_IB_ADDR_RANGE", "NCCL_IB_ROCE_VERSION_NUM", "NCCL_IB_PCI_RELAXED_ORDERING", "NCCL_IB_CUDA_SUPPORT"),
-    *("NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY", "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"),
-    *("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE", "NCCL_ALGO", "NCCL_PROTO", "NCCL_NET", "NCCL_NET_PLUGIN"),
-    *("NCCL_NET_GDR_LEVEL", "NCCL_NET_GDR_READ", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE"),
-    *("NCCL_BUFFSIZE", "NCCL_NTHREADS", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS"),
-    *("NCCL_CROSS_NIC", "NCCL_COLLNET_ENABLE", "NCCL_NVLS_ENABLE", "NCCL_CUMEM_ENABLE", "NCCL_DMABUF_ENABLE"),
-    *(
-        "NCCL_LAUNCH_MODE",
-        "NCCL_COMM_BLOCKING",
-        "NCCL_CONF_FILE",
-        "NCCL_COMM_ID",
-        "NCCL_HOSTID",
-        "NCCL_IGNORE_CPU_AFFINITY",
-    ),
-    *(
-        "NCCL_TOPO_FILE",
-        "NCCL_GRAPH_FILE",
-        "NCCL_TUNER_PLUGIN",
-        "NCCL_VERSION",
-        "NCCL_RAS_ENABLE",
-        "NCCL_BLOCKING_WAIT",
-    ),
-    *("GLOO_SOCKET_IFNAME", "GLOO_SOCKET_FAMILY", "VLLM_HOST_IP"),
-)
-SAME = (
-    "NCCL_ALGO",
-    "NCCL_PROTO",
-    "NCCL_NET",
-    "NCCL_IB_DISABLE",
-    "NCCL_IB_MERGE_NICS",
-    "NCCL_BUFFSIZE",
-    "NCCL_CROSS_NIC",
-)
+NAMES = """
+    NCCL_IB_DISABLE NCCL_IB_HCA NCCL_IB_GID_INDEX NCCL_IB_MERGE_NICS NCCL_IB_TIMEOUT NCCL_IB_RETRY_CNT NCCL_IB_TC
+    NCCL_IB_SL NCCL_IB_QPS_PER_CONNECTION NCCL_IB_ADDR_FAMILY NCCL_IB_ADDR_RANGE NCCL_IB_ROCE_VERSION_NUM
+    NCCL_IB_PCI_RELAXED_ORDERING NCCL_IB_CUDA_SUPPORT NCCL_SOCKET_IFNAME NCCL_SOCKET_FAMILY NCCL_SOCKET_NTHREADS
+    NCCL_NSOCKS_PERTHREAD NCCL_DEBUG NCCL_DEBUG_SUBSYS NCCL_DEBUG_FILE NCCL_ALGO NCCL_PROTO NCCL_NET NCCL_NET_PLUGIN
+    NCCL_NET_GDR_LEVEL NCCL_NET_GDR_READ NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_SHM_DISABLE NCCL_BUFFSIZE
+    NCCL_NTHREADS NCCL_MIN_NCHANNELS NCCL_MAX_NCHANNELS NCCL_MIN_CTAS NCCL_MAX_CTAS NCCL_CROSS_NIC
+    NCCL_COLLNET_ENABLE NCCL_NVLS_ENABLE NCCL_CUMEM_ENABLE NCCL_DMABUF_ENABLE NCCL_LAUNCH_MODE NCCL_COMM_BLOCKING
+    NCCL_CONF_FILE NCCL_COMM_ID NCCL_HOSTID NCCL_IGNORE_CPU_AFFINITY NCCL_TOPO_FILE NCCL_GRAPH_FILE
+    NCCL_TUNER_PLUGIN NCCL_VERSION NCCL_RAS_ENABLE NCCL_BLOCKING_WAIT GLOO_SOCKET_IFNAME GLOO_SOCKET_FAMILY
+    VLLM_HOST_IP
+"""
+KNOWN = NAMES.split()
+SAME = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NET", "NCCL_IB_DISABLE", "NCCL_IB_MERGE_NICS", "NCCL_BUFFSIZE")
 PREFIXES = ("NCCL_", "GLOO_")
 
 
@@ -61,7 +39,8 @@ def judge_variables(seen: Seen, others: Sequence[Seen]) -> Iterator[Finding]:
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         if missing := _unmatched(own.get(variable, ""), names, exact=variable.startswith("GLOO")):
             value = f"it is {own[variable]}, and {label} has no interface {missing}, only {', '.join(names)}"
-            yield Finding(label, variable, value, Status.BROKEN, f"correct {variable}, or leave it to `interfaces`")
+            if missing not in seen.host.spec.interfaces:  # else judge_interfaces has said so
+                yield Finding(label, variable, value, Status.BROKEN, f"correct {variable}, or leave it to `interfaces`")
     if own.get("NCCL_IB_DISABLE", "0") in ("", "0"):
         devices = seen.facts["rdma"]
         if missing := _unmatched(own.get("NCCL_IB_HCA", ""), devices):

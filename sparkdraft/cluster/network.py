@@ -16,21 +16,18 @@ ROCE_V2 = "RoCE v2"
 
 
 def judge_interfaces(seen: Seen) -> Iterator[Finding]:
-    spec, label = seen.host.spec, seen.host.label
+    spec, label, known = seen.host.spec, seen.host.label, seen.facts["interfaces"]
+    if not seen.facts["has_ip"]:
+        there = _listed(f"{name} has {each['address']}" for name, each in known.items() if each.get("address"))
+        value = f"{label} does not have {spec.ip}" + (f"; {there}" if known else "")
+        yield Finding(label, "address", value, Status.BROKEN, "correct `ip` in the hosts file, or its netplan")
     if not spec.interfaces:
         if spec.address != LOCAL:
             advice = "name them as `interfaces` in the hosts file: gloo and NCCL may choose the slow network"
             yield Finding(label, "interfaces", "none are named", Status.CHANGE, advice)
         return
-    known = seen.facts["interfaces"]
     for name in spec.interfaces:
         yield from _interface(seen, name, known[name])
-    addresses = {each.get("address") for each in known.values()}
-    if all(known.values()) and spec.ip not in addresses:
-        value = f"{spec.ip} is on none of {', '.join(spec.interfaces)}, which have {_listed(addresses)}"
-        yield Finding(
-            label, "address", value, Status.BROKEN, "correct `ip` in the hosts file, or the machine's netplan"
-        )
 
 
 def _interface(seen: Seen, name: str, facts: dict[str, int]) -> Iterator[Finding]:

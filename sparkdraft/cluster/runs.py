@@ -56,7 +56,7 @@ def read_state(name: str) -> State | None:
 class Run:
     """The writer's side."""
 
-    def __init__(self, name: str, **known: str) -> None:
+    def __init__(self, name: str, model: str = "", parallel: str = "", url: str = "") -> None:
         """Raises UserError if such a cluster is up already."""
         self.check_free(name)
         self.folder = run_folder(name)
@@ -64,7 +64,7 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{self.folder} cannot be made: {error.strerror}; set SPARKDRAFT_CACHE") from None
-        self.state = State(name, STARTING, identity(os.getpid()), since=time.time(), **known)
+        self.state = State(name, STARTING, identity(os.getpid()), url, model, parallel, time.time())
         self.write()
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Keeps all ranks up: started together, watched together, restarted together.
 
 A rank that ends, a machine that is not heard of, and a server that makes no token for too long have one answer: the
-others wait in an all-reduce for ever, so all are ended and started again. A start that fails before it was ever ready is
-not repeated: what is wrong then is wrong the next time too.
+others wait in an all-reduce for ever, so all are ended and started again. A start that fails before it was ever ready
+is not repeated: what is wrong then is wrong the next time too.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ class Supervisor:
             return f"rank {first.host.rank} on {first.host.label} ended: {first.why()}"
         for each in ranks:
             if each.silent_seconds > cluster.silence_seconds:
-                return f"{each.host.label} has not been heard of for {cluster.silence_seconds:g} s: it hangs, or its network"
+                silence = f"{cluster.silence_seconds:g} s"
+                return f"{each.host.label} has not been heard of for {silence}: it hangs, or its network"
         if not head.ready and now - begin > cluster.ready_seconds:
             return f"the server was not ready after {cluster.ready_seconds:g} s (ready_seconds in the hosts file)"
         if head.ready and not head.blind and now - head.token > cluster.hang_seconds:
@@ -121,7 +122,7 @@ class Supervisor:
         self._failures = [each for each in self._failures if now - each < WINDOW] + [now]
         if len(self._failures) > self.cluster.restarts:
             raise UserError(
-                f"all ranks were restarted {self.cluster.restarts} times within an hour, and it failed again: {failure} "
+                f"all ranks were restarted {self.cluster.restarts} times within an hour, and failed again: {failure} "
                 f"(logs: {self.run.folder})"
             )
         state.restarts.append(failure)

@@ -39,6 +39,7 @@ def survey(cluster: Cluster, ports: Sequence[int] = (), paths: Sequence[str] = (
     def one(host: Host) -> Seen:
         spec = {
             "vllm": host.spec.vllm,
+            "ip": host.spec.ip,
             "interfaces": host.spec.interfaces,
             "rdma": host.spec.rdma,
             "run": host.run_folder,
@@ -66,7 +67,7 @@ def look_at(host: Host, spec: dict[str, Any]) -> Seen:
         facts = json.loads(done.out)
     except ValueError:
         raise UserError(
-            f"{host.label}: `{host.spec.python}` cannot look at the machine ({done.last_line}): name a Python 3.9 or "
+            f"{host.label}: `{host.spec.python}` cannot look at the machine ({done.last_line}): name a Python 3.10 or "
             "later as `python` in the hosts file"
         ) from None
     latest = end - facts["seconds"]  # it began between `begin` and this

@@ -20,7 +20,7 @@ class Log:
             return ""
         try:
             if self._file is None:
-                self._file = open(self.path, "ab", buffering=0)
+                self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
             self._file.write(line)
             if self._file.tell() > self.most:
                 self.close()

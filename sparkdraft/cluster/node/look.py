@@ -41,7 +41,7 @@ LANES = re.compile(r"^\s*(\w*(?:err\w*_lane|symbol_err|crc_err)\w*): (\d+)\s*$",
 
 
 def look(spec: dict[str, Any]) -> dict[str, Any]:
-    """spec: vllm, interfaces, rdma, run (a folder), head and port, ports, paths, gap (seconds between two counts)."""
+    """spec: vllm, ip, interfaces, rdma, run (a folder), head and port, ports, paths, gap (seconds between counts)."""
     signal.alarm(LIMIT)
     begin, started = time.time(), time.monotonic()
     root = Path("/sys/class")
@@ -57,6 +57,7 @@ def look(spec: dict[str, Any]) -> dict[str, Any]:
         "rdma": {each.name: rdma(each) for each in sorted((root / "infiniband").glob("*"))},
         "disk": disk(Path.home() / spec["run"]),
         "memory": memory(Path("/proc/meminfo")),
+        "has_ip": has_address(spec["ip"]),
         "ports": {str(each): port_problem(each) for each in spec["ports"]},
         "reach": reach(*spec["head"]) if spec["head"] else "",
         "missing": [path for path in spec["paths"] if not Path(path).expanduser().exists()],
@@ -105,7 +106,7 @@ def gpus() -> list[dict[str, str]]:
         lines = _output(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], TOOL_SECONDS)
     except (OSError, subprocess.SubprocessError):
         return []
-    return [dict(zip(("name", "driver"), map(str.strip, line.split(",")))) for line in lines.splitlines()]
+    return [dict(zip(("name", "driver"), map(str.strip, line.split(",")), strict=True)) for line in lines.splitlines()]
 
 
 # ---- network
@@ -159,6 +160,16 @@ def reach(address: str, port: int) -> str:
         return ""
     except OSError as error:
         return os.strerror(error.errno) if error.errno else "no answer in 5 s"
+
+
+def has_address(ip: str) -> bool:
+    """Whether this machine has it, on whatever interface."""
+    with closing(socket.socket()) as listener:
+        try:
+            listener.bind((ip, 0))
+        except OSError:
+            return False
+    return True
 
 
 def port_problem(port: int) -> str:
