@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+NOT_THEIRS = ("NCCL_", "GLOO_", "SPARKDRAFT_")  # variables of this machine
 SSH = """#!{python}
 import json, os, subprocess, sys, time
 
@@ -155,7 +156,7 @@ class Simulation:
             self.fault(each)
             write_vllm(root / each / "bin" / "vllm")
         self.environ = {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("NCCL_", "GLOO_"))},
+            **{name: value for name, value in os.environ.items() if not name.startswith(NOT_THEIRS)},
             "PATH": f"{root / 'ssh-bin'}:{os.environ['PATH']}",
             "FAKE_CLUSTER": str(root),
             "SPARKDRAFT_CACHE": str(self.cache),
