@@ -82,7 +82,7 @@ class Host:
     def start(self, script: str, stderr: int = subprocess.STDOUT) -> subprocess.Popen[bytes]:
         """The process of ssh, or of the command itself, with pipes. It leads a session, so that ctrl-c in a terminal
         does not reach it."""
-        words = ["sh", "-c", script] if self.spec.address == LOCAL else [*_ssh(), "--", self.spec.address, script]
+        words = ["sh", "-c", script] if self.spec.address == LOCAL else [*ssh_words(), "--", self.spec.address, script]
         pipe = subprocess.PIPE
         try:
             return subprocess.Popen(
@@ -120,7 +120,7 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _ssh() -> Sequence[str]:
+def ssh_words() -> Sequence[str]:
     return ["ssh", "-T", *(f"-o{name}={value}" for name, value in OPTIONS.items())]
 
 

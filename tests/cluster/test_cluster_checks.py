@@ -4,6 +4,8 @@ in the shape of /sys where it cannot (RoCE, cables)."""
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 
 from sparkdraft.cli.cluster_findings import refuse_broken
 from sparkdraft.cluster.checks import judge
-from sparkdraft.cluster.host import Host
+from sparkdraft.cluster.host import Host, ssh_words
 from sparkdraft.cluster.hosts_file import HostSpec, read_cluster
 from sparkdraft.cluster.node import look
 from sparkdraft.cluster.survey import Seen, survey
@@ -92,6 +94,13 @@ def test_a_host_that_never_answers(sparks: Simulation) -> None:
     host = Host(read_cluster(str(sparks.file)).hosts[1], "spark-2", 1, "sparks")
     with pytest.raises(UserError, match="spark-2 has not answered in 1 s: is it up, or overloaded"):
         host.run("true", 1.0)
+
+
+@pytest.mark.skipif(not shutil.which("ssh"), reason="no ssh is installed")
+def test_the_real_ssh_knows_the_options() -> None:
+    told = subprocess.run([*ssh_words(), "-G", "--", "spark-1"], capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    assert {"batchmode yes", "connecttimeout 10", "serveraliveinterval 5"} <= set(told.stdout.splitlines())
 
 
 def test_a_missing_interface(sparks: Simulation) -> None:
