@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sparkdraft.cli.main import main
 from tests.cluster.simulated import Simulation, clean, wait_for
 
 
@@ -32,7 +33,15 @@ def nothing_left(simulation: Simulation) -> None:
     wait_for(lambda: not simulation.processes(), 20, lambda: str(simulation.processes()))
 
 
-def test_two_ranks_on_one_machine_come_up_and_go_down(tmp_path: Path) -> None:
+def test_two_ranks_on_one_machine_come_up_and_go_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(verb: str, *flags: str) -> tuple[int, str]:
+        """In this process, which starts in no time."""
+        status = main(["cluster", verb, str(here.file), *flags])
+        told = capsys.readouterr()
+        return status, told.out or told.err
+
     with clean(Simulation(tmp_path, local=True)) as here, here.up("--api-key", "hidden", "--max-seqs", "4") as process:
         until_ready(here, process)
         head, other = here.called(0, "home"), here.called(1, "home")
@@ -43,18 +52,18 @@ def test_two_ranks_on_one_machine_come_up_and_go_down(tmp_path: Path) -> None:
         assert head["environ"]["VLLM_API_KEY"] == "hidden" and "VLLM_API_KEY" not in other["environ"]
         assert head["environ"]["GLOO_SOCKET_IFNAME"] == "lo" and head["environ"]["NCCL_IB_DISABLE"] == "1"
         assert "hidden" not in " ".join(head["args"]) and "hidden" not in here.said()
-        shown = here.command("status")
-        assert shown.returncode == 0 and "cluster sparks is ready" in shown.stdout and "rank 1" in shown.stdout
-        again = here.command("up", "--model", "Qwen/Qwen3-8B")
-        assert again.returncode == 1 and "cluster sparks is up already (ready" in again.stderr
+        for name in ("SPARKDRAFT_CACHE", "HOME", "FAKE_CLUSTER"):
+            monkeypatch.setenv(name, here.environ[name])
+        status, shown = run("status")
+        assert status == 0 and "cluster sparks is ready" in shown and "logs: " in shown
+        status, shown = run("up", "--model", "Qwen/Qwen3-8B")
+        assert status == 1 and "cluster sparks is up already (ready" in shown
         for _ in range(2):  # the second time there is nothing to do
-            down = here.command("down")
-            assert (down.returncode, down.stdout) == (0, "cluster sparks is down\n"), down.stderr
+            assert run("down") == (0, "cluster sparks is down\n")
         assert process.wait(10) == 0
         nothing_left(here)
         assert "stand-in rank 1 of 2" in (here.cache / "cluster/sparks/rank1.log").read_text()
-        shown = here.command("status")
-        assert shown.returncode == 1 and shown.stdout == "cluster sparks is down\n"
+        assert run("status") == (1, "cluster sparks is down\n")
 
 
 @pytest.mark.slow
