@@ -72,7 +72,7 @@ def run(args: Namespace) -> int:
     checkpoint = FloatCheckpoint(open_checkpoint(args.model))
     model = read_config(checkpoint.config)
     args.max_seqs = args.max_seqs or max(rows, default=1)
-    reading, timing = (_plan(args, model, each) for each in _dtypes(args))
+    reading, timing = (_plan(args, model, checkpoint, each) for each in _dtypes(args))
     loads, comparison = _loads(args, timing, rows), comparison_of(args.tokens, reading, checkpoint)
     size = 4 if reading.dtype == "float32" else 2
     found = {name: Found(format_bytes(name, model.hidden_size, size)) for name in formats}
@@ -119,10 +119,13 @@ def _dtypes(args: Namespace) -> tuple[str, str]:
     return ("float32", "auto") if args.dtype == "auto" and on_cpu else (args.dtype, args.dtype)
 
 
-def _plan(args: Namespace, model: ModelConfig, dtype: str) -> Plan:
+def _plan(args: Namespace, model: ModelConfig, checkpoint: Checkpoint, dtype: str) -> Plan:
+    """Of the floats, which take the most."""
+    from sparkdraft.engine.load import stored_of
     from sparkdraft.engine.machine import plan_here
 
-    return plan_here(EngineConfig(**engine_options(args) | {"dtype": dtype}), model)
+    config = EngineConfig(**engine_options(args) | {"dtype": dtype})
+    return plan_here(config, model, stored=stored_of(config, checkpoint, model))
 
 
 def _loads(args: Namespace, plan: Plan, rows: Sequence[int]) -> list[Load]:
