@@ -99,6 +99,7 @@ def run(args: Namespace) -> int:
     summary["matmul_tflop_s"] = round(ceilings.matmul / 1e12, 1) if ceilings.matmul else None
     summary |= {"memory": memory.as_dict() if memory else None, "spec": args.spec}
     summary |= {"drafter": args.drafter_shape if draft else None, "synthetic": bool(acceptance)}
+    summary |= {"drafter_weights": args.drafter_weights, "draft_ids": drafted_ids(engine)}
     if acceptance:
         summary["acceptance"] = {"length": acceptance.length, "p": round(acceptance.p, 6), "depth": acceptance.depth}
         summary["acceptance"]["process"] = acceptance.describe()
@@ -120,6 +121,12 @@ def numbers(flag: str, text: str, least: int = 1) -> list[int]:
 
 
 # ---- the parts
+
+
+def drafted_ids(engine: Engine) -> int | None:
+    """How many the drafter drafts among; None without one."""
+    proposer = engine.drafting.proposer
+    return (proposer.drafter.caps.num_ids or engine.sampler.vocab_size) if proposer else None
 
 
 def _check(args: Namespace) -> tuple[Acceptance | None, DraftConfig | None]:
