@@ -36,12 +36,14 @@ from sparkdraft.kernels.view import AttentionView
 from sparkdraft.models.blocks import Step
 from sparkdraft.spec.dflash import DFlash, DraftBlock
 from sparkdraft.spec.drafter import CommittedRows
+from sparkdraft.spec.id_files import IdCounts
 from sparkdraft.text.loops import loop_start
 
 CLASSES = ("code", "maths", "json", "qa", "dialogue", "prose", "summary")
 Steps = dict[str, list[int]]  # class -> accepted drafts of each step
 Text = tuple[list[int], int]  # ids, and how many of them are the prompt's
 Walk = list[tuple[int, int]]  # (position of the anchor, accepted drafts) of each step
+VOCABULARY = 49152  # of the embedded model
 BLOCKS = 64  # of the cache: room for the longest text and a block after it
 
 
@@ -163,16 +165,22 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto", help="as `sparkdraft generate` takes it (default auto)")
     parser.add_argument("--drafter-weights", default="", help="floats, fp8, int4 or nvfp4 (default: as its file)")
     parser.add_argument("--draft-vocab", default="", help="a file of ids, as `sparkdraft generate` takes it")
+    parser.add_argument("--count-rest", default="", metavar="FILE", help="count the ids of the texts left out, and end")
     parser.add_argument("--every", type=int, default=1, help="take every so many-th text (default 1)")
     args = parser.parse_args()
     how: Callable[[Loaded, list[Text]], Iterator[Walk]] = replayed if args.replay else served
     data = np.load(Path(__file__).with_name("responses.npz"))
-    llm = load(args)
-    llm.engine.overlap = None  # the device would sample by itself
     ends = np.cumsum(data["len"]).tolist()
     spans = zip(ends, data["len"].tolist(), data["plen"].tolist(), strict=True)
     texts = [(data["tok"][end - length : end].astype(int).tolist(), prompt) for end, length, prompt in spans]
+    if args.count_rest:
+        counts = IdCounts(args.count_rest, VOCABULARY)
+        for ids, prompt in (text for i, text in enumerate(texts) if i % args.every):
+            counts.add(ids[prompt:])
+        return counts.flush()
     texts, kinds = texts[:: args.every], data["cls"][:: args.every]
+    llm = load(args)
+    llm.engine.overlap = None  # the device would sample by itself
     steps: Steps = {name: [] for name in (*CLASSES, "all")}
     cut: Steps = {name: [] for name in steps}  # only steps whose anchor lies before the response's loop
     for (ids, prompt), kind, taken in zip(texts, kinds, how(llm, texts), strict=True):
