@@ -64,7 +64,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--plot", default="", metavar="FILE", help="draw rise and divergence by position, speed by context, as SVG"
     )
-    add_engine_flags(parser, without=("prefix_cache", "tq_centre"), spec="off")
+    add_engine_flags(parser, without=("prefix_cache", "tq_centre", "count_ids"), spec="off")
 
 
 def run(args: Namespace) -> int:

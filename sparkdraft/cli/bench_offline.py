@@ -65,7 +65,8 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--prompt-len", default="128", help="tokens of prompt, a list (default 128)")
     parser.add_argument("--output-len", type=int, default=64, help="tokens of output (default 64)")
     parser.add_argument("--profile", action="store_true", help="name the most expensive kernels and the idle gaps")
-    add_engine_flags(parser, without=("prefix_cache", "ngram"), spec="")  # off; with --drafter-shape the whole block
+    # spec: off, or with --drafter-shape the whole block
+    add_engine_flags(parser, without=("prefix_cache", "ngram", "count_ids"), spec="")
 
 
 def run(args: Namespace) -> int:

@@ -60,7 +60,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--no-speed", dest="rows", action="store_const", const="", help="the same as --rows ''")
     parser.add_argument("--context", type=int, default=128, help="tokens before the timed steps (default 128)")
     parser.add_argument("--plot", default="", metavar="FILE", help="draw rise, divergence and speed, as SVG")
-    add_engine_flags(parser, without=("weights", "weights_cache", "prefix_cache"), spec="off")
+    add_engine_flags(parser, without=("weights", "weights_cache", "prefix_cache", "count_ids"), spec="off")
 
 
 def run(args: Namespace) -> int:
