@@ -83,6 +83,17 @@ class EngineConfig:
     drafter: str = option(
         "auto", "a drafter's folder or hub id, mtp (the model's own head), none (auto: the known one)"
     )
+    drafter_weights: str = option(
+        "auto",
+        "quantise the drafter's matrices of floats when they are loaded, its head too if that is its own: fp8, int4 or "
+        "nvfp4 (auto: they stay as its file has them, whatever `weights` is)",
+    )
+    draft_vocab: str = option(
+        "",
+        "a file of the only ids that are drafted, one per line or a JSON list, such as the first lines of a file of "
+        "`count_ids`; the text stays the same (empty: those of the drafter)",
+    )
+    count_ids: str = option("", "a file that counts how often each id is written by requests, over all runs")
     ngram: bool = option(True, "also draft from the request's own text")
     profile: str = option(
         "auto",
@@ -119,6 +130,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         choices = {"device": DEVICES, "dtype": DTYPES, "weights": WEIGHTS, "kv": KV_FORMATS, "tq_mode": TQ_MODES}
+        choices["drafter_weights"] = WEIGHTS
         for name, allowed in choices.items():
             value = getattr(self, name)
             if value not in allowed:

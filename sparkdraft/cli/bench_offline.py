@@ -65,7 +65,8 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--prompt-len", default="128", help="tokens of prompt, a list (default 128)")
     parser.add_argument("--output-len", type=int, default=64, help="tokens of output (default 64)")
     parser.add_argument("--profile", action="store_true", help="name the most expensive kernels and the idle gaps")
-    add_engine_flags(parser, without=("prefix_cache", "ngram"), spec="")  # off; with --drafter-shape the whole block
+    # spec: off, or with --drafter-shape the whole block
+    add_engine_flags(parser, without=("prefix_cache", "ngram", "count_ids"), spec="")
 
 
 def run(args: Namespace) -> int:
@@ -99,6 +100,7 @@ def run(args: Namespace) -> int:
     summary["matmul_tflop_s"] = round(ceilings.matmul / 1e12, 1) if ceilings.matmul else None
     summary |= {"memory": memory.as_dict() if memory else None, "spec": args.spec}
     summary |= {"drafter": args.drafter_shape if draft else None, "synthetic": bool(acceptance)}
+    summary |= {"drafter_weights": args.drafter_weights, "draft_ids": drafted_ids(engine)}
     if acceptance:
         summary["acceptance"] = {"length": acceptance.length, "p": round(acceptance.p, 6), "depth": acceptance.depth}
         summary["acceptance"]["process"] = acceptance.describe()
@@ -120,6 +122,12 @@ def numbers(flag: str, text: str, least: int = 1) -> list[int]:
 
 
 # ---- the parts
+
+
+def drafted_ids(engine: Engine) -> int | None:
+    """How many the drafter drafts among; None without one."""
+    proposer = engine.drafting.proposer
+    return (proposer.drafter.caps.num_ids or engine.sampler.vocab_size) if proposer else None
 
 
 def _check(args: Namespace) -> tuple[Acceptance | None, DraftConfig | None]:

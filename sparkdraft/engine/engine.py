@@ -30,6 +30,7 @@ from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow
 from sparkdraft.engine.scheduler import Scheduler
 from sparkdraft.plan.resolve import Fallback, Plan
+from sparkdraft.spec.id_files import IdCounts
 from sparkdraft.text.grammar import Grammar, GrammarCompiler
 from sparkdraft.text.tokenizer import Vocabulary
 from sparkdraft.weights.loader import Note
@@ -48,13 +49,15 @@ class Engine:
         overlap: OverlappedSteps | None = None,
         holdings: Sequence[Holding] = (),
         notes: Sequence[Note] = (),
+        counts: IdCounts | None = None,
     ) -> None:
         """overlap: runs the steps in which all requests only decode; without it the host runs every step.
 
         holdings: what requests hold beside their blocks (cache/holdings.py). notes: what loading settled for.
+        counts: of the ids that requests write, if they are counted.
         """
         self.plan, self.runner, self.sampler, self.tokenizer = plan, runner, sampler, tokenizer
-        self.drafting, self.overlap, self._notes = drafting, overlap, notes
+        self.drafting, self.overlap, self._notes, self._counts = drafting, overlap, notes, counts
         self.grammars = GrammarCompiler(tokenizer, sampler.vocab_size)
         self.pool = BlockPool(plan.num_blocks)
         prefix = PrefixCache(self.pool, plan.block_size, plan.prefix_cache)
@@ -195,6 +198,8 @@ class Engine:
         self.scheduler.num_preempted = 0
         self.drafting.reset_counts()
         self.drift.forget_recent()
+        if self._counts:
+            self._counts.forget()
         if self.runner.kv.meter:
             self.runner.kv.meter.forget()
 
@@ -335,8 +340,8 @@ class Engine:
             row += work.num_scheduled
 
     def _commit(self, batch: Batch, sampled: Sampled) -> list[StepOutput]:
-        """Accept drafts, make outputs and advance each request; tell the cache how many rows of each were committed."""
-        outputs, num_committed = [], []
+        """Accept drafts, make outputs and advance each request."""
+        outputs: list[StepOutput] = []
         ids, first = sampled.ids.tolist(), 0
         num_accepted = [0] * len(batch.work)
         for i, work in enumerate(batch.work):
@@ -349,8 +354,6 @@ class Engine:
                 outputs.append(output)
                 first += work.num_sampled
             self.scheduler.commit(work.request, num_rows)
-            num_committed.append(num_rows)
-        self.runner.commit(num_committed)
         self.drafting.observe(batch, num_accepted, self.runner)
         for output, work in zip(outputs, (w for w in batch.work if w.samples), strict=True):
             self._follow_up(output, work.request)
@@ -366,6 +369,8 @@ class Engine:
 
     def _remove(self, request: Request) -> None:
         self._removed.append(request.id)
+        if self._counts:
+            self._counts.add(request.output_ids)
         self.scheduler.finish(request)
         self.sampler.forget(request)
         self.drafting.release(request)

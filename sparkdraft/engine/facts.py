@@ -7,7 +7,9 @@ plan.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -25,7 +27,8 @@ from sparkdraft.weights.linear import Linear
 
 def facts(engine: Engine) -> list[Fact]:
     model, plan = engine.runner.model, engine.plan
-    found = [_recordings(engine), _overlap(engine), _bits(engine), *_cut(engine), *_chain(engine)]
+    found = [_recordings(engine), _overlap(engine), _bits(engine)]
+    found += [*_cut(engine), *_drafter(engine), *_chain(engine)]
     if plan.device == "cuda":
         found += model.ops.facts(asked(model, plan), torch.device(plan.device))
         if proposer := engine.drafting.proposer:
@@ -97,6 +100,33 @@ def _cut(engine: Engine) -> list[Fact]:
     if engine.plan.device == "cpu":
         return [Fact(name, "cut where their own confidence no longer pays, unless the depth is fixed")]
     return [Fact(name, "verified whole", "a step on a GPU is recorded with a fixed number of rows")]
+
+
+def _drafter(engine: Engine) -> list[Fact]:
+    """What its drafts cost in bytes: how its matrices are kept, and how many ids it drafts among."""
+    proposer, vocab = engine.drafting.proposer, engine.runner.model.config.vocab_size
+    if not proposer:
+        return []
+    drafter = proposer.drafter
+    ids = f"among {drafter.caps.num_ids:,} of {vocab:,} ids" if drafter.caps.num_ids else f"among all {vocab:,} ids"
+    size = drafter.reads(1).propose / 1e6
+    return [Fact("drafter's weights", f"{formats(drafter.matrices)}; a pass reads {size:.1f} MB and drafts {ids}")]
+
+
+def formats(matrices: Sequence[Linear | ExpertLinear]) -> str:
+    """How they are kept, in words."""
+    return " and ".join(sorted({each for matrix in matrices for each in _formats(matrix)}))
+
+
+def _formats(matrix: Linear | ExpertLinear) -> list[str]:
+    if matrix.tiles:
+        return [matrix.tiles.format]
+    if isinstance(matrix, ExpertLinear):
+        return _formats(matrix.expert(0))
+    if matrix.parts:
+        return [each for part in matrix.parts for each in _formats(part)]
+    kept: Any = getattr(matrix, "matrix", None)  # of the native kernels
+    return [f"{kept.bits}bit"] if kept is not None else [type(matrix).__name__]
 
 
 def _chain(engine: Engine) -> list[Fact]:

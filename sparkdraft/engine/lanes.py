@@ -93,9 +93,6 @@ class Lanes:
         given = self.accept(samples) if self.accept else None
         state = (t[:seqs] for t in (self.most, self.length, self.token, self.observed))
         result, kept_slots = model.ops.accept_drafts(drafts, samples, *state, rows.slots, given)
-        if self.runner.kv.commit:
-            alive = self.length[:seqs] > 0
-            self.runner.kv.commit((result[:, -1] + 1).where(alive, 0))
         if self.drafter and at_once:
             assert taps is not None
             following = samples.flatten() if self.chain else None  # the id after a committed row is that row's sample

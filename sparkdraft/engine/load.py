@@ -7,6 +7,7 @@ together.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from sparkdraft.cache.turboquant.centre import TEXT
 from sparkdraft.config import EngineConfig
@@ -90,8 +91,12 @@ def load_opened(opened: Opened, progress: Progress | None = None, weights: Decod
     return Loaded(checkpoint, model, tokenizer, engine)
 
 
+class Sized(Protocol):
+    def stored_bytes(self) -> StoredBytes: ...
+
+
 def stored_of(
-    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, drafter: DrafterCaps | None = None
+    config: EngineConfig, checkpoint: Sized, model: ModelConfig, drafter: DrafterCaps | None = None
 ) -> StoredBytes:
     """What a GPU keeps of a checkpoint with these settings: as it is stored, or as --weights quantises it. A head in
     the target's file that drafts stays floats."""

@@ -54,11 +54,6 @@ class Runner:
         self._residual = self._forward(shape, max_context)
         return self._logits(shape, self._residual)
 
-    def commit(self, counts: list[int]) -> None:
-        """Tell the cache, where it needs to know, how many rows of each sequence of the last step were committed."""
-        if self.kv.commit:
-            self.kv.commit(torch.tensor(counts, dtype=torch.int32, device=self.taps.device))
-
     def prompt_logprobs(self, work: Work, first_row: int, top: int) -> list[TokenLogprob]:
         """The log-probabilities of the prompt ids that follow the rows of one prompt chunk, which has just run."""
         request, start = work.request, work.start

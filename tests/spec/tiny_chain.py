@@ -47,7 +47,15 @@ def caps_of(config: ModelConfig) -> DrafterCaps:
 
 class TinyChain:
     def __init__(
-        self, config: ModelConfig, load: Loader, ops: ModuleType, target: Decoder, kv: DenseKV, context: int, seqs: int
+        self,
+        config: ModelConfig,
+        load: Loader,
+        ops: ModuleType,
+        target: Decoder,
+        kv: DenseKV,
+        context: int,
+        seqs: int,
+        ids: Tensor | None,
     ) -> None:
         self.caps, self.kv, self.ops, self.target = caps_of(config), kv, ops, target
         size = config.hidden_size
