@@ -1,7 +1,7 @@
 """What the last program of a launch does for the others: on a GPU, or under TRITON_INTERPRET=1.
 
-Attention's parts are joined by it or by a kernel of its own, and so are experts chosen: both ways must agree to the bit,
-and no counter may be left behind. Sums whose order is written out are compared with torch.
+Attention's parts are joined by it or by a kernel of its own, and so are experts chosen: both ways must agree to the
+bit, and no counter may be left behind. Sums whose order is written out are compared with torch.
 """
 
 from __future__ import annotations
