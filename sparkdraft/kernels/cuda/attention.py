@@ -41,7 +41,7 @@ from sparkdraft.kernels.view import AttentionParams, AttentionView
 MOST_SPLITS = 128
 LONG_SPLIT, MOST_LONG_SPLITS = 4096, 4  # keys and cuts where the batch alone fills the GPU
 SCRATCH_BYTES = 64 << 20  # most that the parts of a split launch may take
-LEAST_UNIT = 128  # keys of a split; fewer would shorten a short context's chain, and make more parts to join
+LEAST_UNIT = 128  # keys of a split: one to four tiles. Fewer would be a shorter chain of them, and more parts to join
 JOIN_INSIDE = 1 << 16  # numbers of all parts of a tile up to which its last program joins them; 0: never
 JOIN_NUMBERS = 1024  # of parts that a warp has on their way at once
 WIDE = 512  # columns from which a program of the second kernel has more warps
@@ -502,7 +502,7 @@ def _choose_cuts(
     if programs >= 0.8 * slots:  # full: only a context far longer than the others is still worth a cut
         return LONG_SPLIT, 1 if search else max(min(triton.cdiv(keys, LONG_SPLIT), MOST_LONG_SPLITS, most), 1)
     # Smaller, the parts, written and read, cost more than the cut saves; alike, it must suit single rows too.
-    unit = max(LEAST_UNIT, (2 if alike else 4) * tile.block_m)
+    unit = max(LEAST_UNIT, tile.block_n, (2 if alike else 4) * tile.block_m)
     return unit, _choose_splits(programs, slots, min(triton.cdiv(keys, unit), MOST_SPLITS, most))
 
 

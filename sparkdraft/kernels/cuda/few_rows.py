@@ -258,7 +258,7 @@ def padded_rows(rows: int, lines: int, warps: int, gpu: Gpu) -> int:
 
     Both are the same instruction, mma.sync over 8 columns, once or twice, so a row has the same bits. Where 16 are one
     wgmma, Triton makes 8 of them an mma.sync, whose sums may differ in the last bit: there, EIGHT_ROWS_OF_WGMMA decides
-    (tools/cuda_few_rows.py --eight compares bits and times). EIGHT_ROWS turns all off.
+    (tools/cuda_switches.py compares bits and times). EIGHT_ROWS turns all off.
     """
     eight = EIGHT_ROWS and (EIGHT_ROWS_OF_WGMMA or not runs_wgmma(lines, warps, gpu))
     return 8 if rows <= 8 and eight else MOST_ROWS
