@@ -251,11 +251,11 @@ def _mix(
     What goes around a loop is as wide as a part: a number per line would be in another layout, and each change of it
     waits for all warps.
     """
-    powers, held = (), ()
+    powers, held = (), ()  # tuples grow by sums: the compiler takes nothing else for it
     for number in tl.static_range(STEP):
         power, exists = _load_power(lse, place, number, real, end, first, used, splits, WRITTEN)
-        powers = powers + (power,)  # noqa: RUF005 (all that the compiler takes)
-        held = held + (_load_part(parts, place, number, exists, HEAD_DIM, DIM),)  # noqa: RUF005
+        part = _load_part(parts, place, number, exists, HEAD_DIM, DIM)
+        powers, held = powers + (power,), held + (part,)  # type: ignore[assignment]  # noqa: RUF005
     peaks = tl.full([LINES, DIM], float("-inf"), tl.float32)
     for number in tl.static_range(STEP):
         peaks = tl.maximum(peaks, powers[number][:, None])
