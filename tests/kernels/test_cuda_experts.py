@@ -274,6 +274,35 @@ def test_a_row_does_not_depend_on_its_neighbours(bias: bool) -> None:
         check_rows_alone(problem, 2, dtype, [(0, 1), (9, 10), (3, 5), (1, 8)])
 
 
+def check_padding(problem: Problem, top_k: int, rows: int, dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
+    x, chosen = randn(rows, problem.norm.gain.shape[0], dtype=dtype), random_routing(rows, problem.gate_up.count, top_k)
+    found = []
+    for eight in (True, False):
+        patch.setattr(few_rows, "EIGHT_ROWS", eight)
+        left = cuda.add_experts(few_rows_normed(x.clone(), problem.norm), chosen, *problem.arguments, problem.then)
+        found.append((left.x, left.scaled, left.squares))
+    assert not found[0][0].isnan().any() and all(map(torch.equal, *found))
+
+
+@gpu
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_a_row_does_not_depend_on_its_padding(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs one by one and in blocks; choices are columns too."""
+    for dtype in DTYPES:
+        check_padding(Problem.of(8, 100, 40, dtype, True), 2, rows, dtype, monkeypatch)
+
+
+@gpu_only
+@pytest.mark.parametrize("rows", [1, 4, 8])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_row_of_a_published_shape_does_not_depend_on_its_padding(
+    name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, top_k, hidden, inter, bias, activation = PUBLISHED[name]
+    problem = Problem.of(count, hidden, inter, torch.bfloat16, bias, activation)
+    check_padding(problem, top_k, rows, torch.bfloat16, monkeypatch)
+
+
 @gpu_only
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_row_of_a_published_shape_does_not_depend_on_its_neighbours(name: str) -> None:

@@ -9,7 +9,15 @@ from typing import Any
 
 from sparkdraft.kernels.cuda.attention import paged_attention
 from sparkdraft.kernels.cuda.delta_steps import delta_rule
-from sparkdraft.kernels.cuda.elementwise import add_normed, gated, rms_norm, rope_queries, rope_write, tap
+from sparkdraft.kernels.cuda.elementwise import (
+    add_normed,
+    gated,
+    rms_norm,
+    rope_queries,
+    rope_write,
+    sigmoid_gate,
+    tap,
+)
 from sparkdraft.kernels.cuda.experts import add_experts, norm_experts
 from sparkdraft.kernels.cuda.facts import facts
 from sparkdraft.kernels.cuda.matmul import add_linear, linear, norm_argmax, norm_gated, norm_linear, norm_logits
@@ -25,7 +33,6 @@ from sparkdraft.kernels.reference import (  # torch is at the ceiling, or near e
     find_pages,
     keep_float_experts,
     keep_float_matrix,
-    sigmoid_gate,
 )
 
 NAME = "cuda"
