@@ -89,7 +89,7 @@ def build_engine(
             proposer = Proposer(made, plan, device, ops)
             notes = [*notes, *(Note(f"in the drafter, {note.name}", note.reason) for note in own.notes)]
         ngram, reads = config.ngram and config.spec != "off", model_sizes(model_config).read
-        drafting = Drafting(plan.max_model_len, proposer, ngram, config.num_draft, reads, config.depths)
+        drafting = Drafting(plan.max_model_len, proposer, ngram, config.num_draft, reads, config.depths, config.cut)
         centres = None
         if plan.coded and config.tq_centre and len(calibration) > SKIPPED:
             scratch = scratch_cache(model_config, len(calibration), plan, dtype, device, ops)
@@ -103,7 +103,7 @@ def build_engine(
         torch.cuda.empty_cache()  # give back the memory that only loading needed
     runner = Runner(model, kv, plan, device, drafter.caps.taps if drafter else ())
     sampler = Sampler(model_config.vocab_size, tokenizer.eos_ids, device, ops)
-    overlap = (
-        OverlappedSteps(runner, proposer, device, drafting.choices) if plan.graphs and plan.device == "cuda" else None
-    )
+    overlap = None
+    if plan.graphs and plan.device == "cuda":
+        overlap = OverlappedSteps(runner, proposer, device, drafting.choices, drafting.cuts)
     return Engine(plan, runner, sampler, tokenizer, drafting, overlap, holdings, notes)

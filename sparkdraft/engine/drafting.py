@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from sparkdraft.core import AUTO, Batch, Request, SamplingParams, UserError, Work
 from sparkdraft.engine.proposer import Proposer
@@ -27,6 +27,16 @@ START = {True: 0.8, False: 0.69}
 LOOK_EVERY = 4  # while no match is found, a request's text is searched again after this many new ids
 UNRECORDED = 2  # the first steps of a new shape are launched plainly or recorded, and may take several times as long
 PLAIN_SAMPLE = 8  # one of this many plain steps is timed
+
+
+class Outcome(NamedTuple):
+    """What an overlapped step did to one request."""
+
+    request: Request
+    drafted: int
+    verified: int
+    accepted: int
+    gaps: list[float]  # of what was drafted; empty where blocks are not cut
 
 
 @dataclass(slots=True)
@@ -48,12 +58,17 @@ class Drafting:
         default: int | None = None,
         reads: Reads = lambda rows: 1.0,
         depths: Sequence[int] | None = None,
+        cut: str = "auto",
     ) -> None:
         """default: the depth of requests that name none; None chooses every step, 0 is off. reads: what a step reads of
-        the target's weights, in any unit. depths: those to choose from; None: automatic."""
+        the target's weights, in any unit. depths: those to choose from; None: automatic. cut: whether blocks of drafts
+        are cut by their confidence: auto, on or off."""
         self.proposer, self.ngram, self.default = proposer, ngram, default
         self.is_off = False  # whether no request drafts, whatever it asks for
         self.has_experts = reads(2) > reads(1)  # in the target: more rows read more weights
+        self.cuts = proposer is not None and self._pays_to_cut(cut, proposer)
+        if proposer:
+            proposer.finds_gaps = self.cuts
         self.max_depth = proposer.max_depth if proposer else (NGRAM_DEPTH if ngram else 0)
         self._check("spec", default)
         if depths and self.max_depth:
@@ -148,24 +163,46 @@ class Drafting:
             compared = num_draft + bool(num_refused)  # the first draft that a grammar refused counts as compared
             self.controllers[source].record(kept.depth[source], compared, accepted)
 
-    def learn_overlapped(self, steps: list[tuple[Request, int, int]], seconds: float) -> None:
-        """Record one overlapped step: (request, drafts, accepted) of each request. In these steps only the model
-        drafts.
+    def cut_terms(self, requests: list[Request], depths: dict[Request, int]) -> list[float]:
+        """By what the device cuts the blocks of these requests in the coming step; none: there is nothing to cut."""
+        if not self.cuts or not depths:
+            return []
+        chosen = (r in depths and self._asked(r) is None for r in requests)
+        states = [self._of(r).depth[self._model] if cut else None for r, cut in zip(requests, chosen, strict=True)]
+        return self.controllers[self._model].cut_terms(states)
 
-        seconds: the time of the step, 0 if it is not known. Drafting and verifying are one launch and are not timed
-        apart.
+    def learn_overlapped(self, steps: list[Outcome], seconds: float, verify: float) -> None:
+        """Record one overlapped step. In these steps only the model drafts.
+
+        seconds: the time of the step; verify: the part of it after drafting. Each is 0 if it is not known.
         """
         if not self.max_depth:
             return
-        deepest = max(depth for _, depth, _ in steps)
-        num_drafting = sum(depth > 0 for _, depth, _ in steps)
-        for request, depth, accepted in steps:
-            self.learn(request, depth, accepted, self._model if depth else "")
-            if depth:
-                self._of(request).stats.add_time(0.0, seconds / num_drafting)
-        contexts = [r.num_tokens for r, _, _ in steps]
-        if seconds and (deepest or self._wants_plain(contexts)):
-            self._measured({self._model} if deepest else set(), deepest, len(steps), max(contexts), seconds)
+        num_drafting = sum(step.drafted > 0 for step in steps)
+        for request, drafted, verified, accepted, gaps in steps:
+            if gaps and self._asked(request) is None:
+                state = self._of(request).depth[self._model]
+                self.controllers[self._model].expect(state, gaps, request.params.temperature > 0)
+            self.learn(request, verified, accepted, self._model if drafted else "")
+            if drafted:
+                draft = seconds - verify if verify else 0.0
+                self._of(request).stats.add_time(draft / num_drafting, (seconds - draft) / num_drafting)
+        if seconds:
+            self._measured_overlapped(steps, seconds, verify)
+
+    def _measured_overlapped(self, steps: list[Outcome], seconds: float, verify: float) -> None:
+        contexts, block = [s.request.num_tokens for s in steps], max(s.drafted for s in steps)
+        shape = (len(steps), max(contexts), seconds)
+        if not block and self._wants_plain(contexts):
+            self._measured(set(), 0, *shape, draft=0.0)
+        if not block:
+            return
+        verified = [s.verified for s in steps]
+        cut = any(s.verified < s.drafted for s in steps)
+        if cut and verify:  # else the time of drafting would be taken for that of verifying
+            self.controllers[self._model].cut_to(verified, len(steps))
+        if verify or not cut:
+            self._measured({self._model}, max(verified), *shape, block, seconds - verify if verify else None)
 
     def timed(self, batch: Batch, draft: float, verify: float) -> None:
         if not self.max_depth or not batch.decodes:
@@ -224,6 +261,13 @@ class Drafting:
         state = self._of(request).depth[self._model]
         return self.controllers[self._model].cut(state, gaps, request.params.temperature > 0)
 
+    def _pays_to_cut(self, cut: str, proposer: Proposer) -> bool:
+        """On a CPU every row costs time. On a GPU a few more rows cost next to nothing, unless they read more experts;
+        and a recorded step finds no gaps for the sake of the few requests that name another depth than the server's."""
+        if cut == "auto" and proposer.device.type != "cpu":
+            return self.has_experts and self.default is None
+        return cut != "off"
+
     def _wants_plain(self, contexts: list[int]) -> bool:
         """Whether to time this plain step. Plain steps of a known kind are many and alike, so only some are timed."""
         self._num_plain += 1
@@ -243,10 +287,10 @@ class Drafting:
         longest: int,
         seconds: float,
         block: int = 0,
-        draft: float = 0.0,
+        draft: float | None = None,
     ) -> None:
         """Tell the controllers the time of a step. A plain step goes to all of them; a step with several sources goes
-        to none. draft: its part before verifying, if it was timed; block: the depth of that part."""
+        to none. draft: its part before verifying, None if it was not timed; block: the depth of that part."""
         for source, controller in self.controllers.items():
             if sources <= {source}:
                 controller.measured(deepest, num, longest, seconds, block, draft)

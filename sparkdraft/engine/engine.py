@@ -21,7 +21,7 @@ from sparkdraft.cache.holdings import Holding
 from sparkdraft.cache.prefix import PrefixCache
 from sparkdraft.core import Batch, FinishReason, Request, SamplingParams, StepOutput, UserError
 from sparkdraft.engine.accept import committed
-from sparkdraft.engine.drafting import Drafting
+from sparkdraft.engine.drafting import Drafting, Outcome
 from sparkdraft.engine.drift import StepDrift
 from sparkdraft.engine.output import Output
 from sparkdraft.engine.overlap import AHEAD, OverlappedSteps
@@ -253,7 +253,9 @@ class Engine:
     def _overlap_step(self, overlap: OverlappedSteps, depths: dict[Request, int]) -> list[StepOutput]:
         """Launch a step, then read the one before it."""
         self.scheduler.holdings.send()
-        overlap.launch(self.scheduler.running, [depths.get(r, 0) for r in self.scheduler.running])
+        running = self.scheduler.running
+        terms = self.drafting.cut_terms(running, depths)
+        overlap.launch(running, [depths.get(r, 0) for r in running], terms)
         outputs = self._read_step(overlap) if overlap.num_unread == AHEAD else []
         if any(output.finish for output in outputs):
             outputs += self.read_launched()  # the step already launched still contains the request that ended
@@ -282,15 +284,15 @@ class Engine:
             output.num_accepted = _num_accepted(result.ids, output)
             self.scheduler.commit(request, len(output.ids))
             outputs.append(output)
-            steps.append((request, result.num_draft, output.num_accepted))
+            steps.append(Outcome(request, result.drafted, result.num_draft, output.num_accepted, result.gaps))
         if steps:
-            self.drafting.learn_overlapped(steps, overlap.step_seconds)
+            self.drafting.learn_overlapped(steps, overlap.step_seconds, overlap.verify_seconds)
             self.pace.learn(len(steps), 0, overlap.step_seconds)
-            rows, context = sum(1 + depth for _, depth, _ in steps), sum(r.num_tokens for r, _, _ in steps)
+            rows, context = sum(1 + step.verified for step in steps), sum(s.request.num_tokens for s in steps)
             self.drift.learn(len(steps), rows, context, overlap.step_seconds)
-        for output, (request, _, _) in zip(outputs, steps, strict=True):
-            if request.finish:  # it is removed once every launched step has been read
-                output.speculation = self.drafting.report(request)
+        for output, step in zip(outputs, steps, strict=True):
+            if step.request.finish:  # it is removed once every launched step has been read
+                output.speculation = self.drafting.report(step.request)
         return outputs
 
     # ---- the parts

@@ -77,6 +77,9 @@ class Proposer:
         self.chain = drafter.caps.chain
         self._keeps = bool(drafter.caps.kv)  # whether observing writes anything
         self.max_depth = drafter.caps.max_depth
+        # For benchmarks: how sure the drafter is said to be, None: as it is.
+        self.given_gaps: Callable[[list[Work]], list[list[float]] | None] | None = None
+        self.finds_gaps = True  # whether to find out how sure each draft is; engine/drafting.py decides
         max_blocks = -(-plan.max_model_len // plan.block_size)
         self._inputs = StepInputs(plan.max_seqs, plan.max_seqs, max_blocks, plan.block_size, device)  # the anchors
         self._anchors: dict[int, Anchors] = {}  # per number of anchors: views of the inputs
@@ -176,6 +179,8 @@ class Proposer:
         self._gaps_found = []
         ids = self.drafter.propose(self._anchors_of(len(works)), depth, self._pick).tolist()
         gaps = torch.cat(self._gaps_found, 1).tolist() if self._gaps_found else [[]] * len(works)
+        if self._gaps_found and self.given_gaps:
+            gaps = self.given_gaps(works) or gaps
         most = [work.most_drafts for work in works]
         return [Drafts(drafts[:room], sure[:room]) for drafts, sure, room in zip(ids, gaps, most, strict=True)]
 
@@ -185,7 +190,7 @@ class Proposer:
         self._passes, logits = self._replay(self._passes, self._run_pass, PassShape(len(works), each))
         requests, positions = [w.request for w in works], [w.request.num_tokens + drafted for w in works]
         draws = Draws.of(requests, positions, self.device, each)
-        if self.device.type != "cpu":
+        if not self.finds_gaps:
             return pick(self.ops, logits, draws, ids).view(len(works), each)
         sure = pick_sure(self.ops, logits, draws, ids)
         self._gaps_found.append(sure.gaps.view(len(works), each))

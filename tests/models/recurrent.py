@@ -27,9 +27,9 @@ def load(folder: Path, **options: Any) -> LLM:
     return LLM(str(folder), **(defaults | options))
 
 
-def overlapping(llm: LLM) -> LLM:
-    drafting = llm.engine.drafting
-    llm.engine.overlap = OverlappedSteps(llm.engine.runner, drafting.proposer, torch.device("cpu"), drafting.choices)
+def overlapping(llm: LLM, cuts: bool = False) -> LLM:
+    drafting, device = llm.engine.drafting, torch.device("cpu")
+    llm.engine.overlap = OverlappedSteps(llm.engine.runner, drafting.proposer, device, drafting.choices, cuts)
     return llm
 
 

@@ -33,21 +33,27 @@ def _flip(bits):
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["live"])
 def _route(
-    logits, scale, ids, weights, stride_logits,
+    logits, scale, live, ids, weights, stride_logits,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row. Whatever the logits hold, its experts are TOP_K different ones."""
+    """One row. Whatever the logits hold, its experts are TOP_K different ones; a dead row has none."""
     enter(PDL)
     row = tl.program_id(0).to(tl.int64)
+    choice = tl.arange(0, BLOCK_C)
+    mask = choice < TOP_K
+    if live is not None:  # noqa: SIM102 (the inner one is decided on the device)
+        if row >= tl.load(live):
+            tl.store(ids + row * TOP_K + choice, tl.full([BLOCK_C], -1, tl.int32), mask=mask)
+            tl.store(weights + row * TOP_K + choice, tl.zeros([BLOCK_C], tl.float32), mask=mask)
+            return
     expert = tl.arange(0, BLOCK_E)
     value = tl.load(logits + row * stride_logits + expert, mask=expert < EXPERTS, other=float("-inf"))
     key = _flip((value + 0.0).to(tl.int32, bitcast=True))  # -0 + 0 = 0, which it equals
     key = tl.where(value == value, key, _NAN)
     key = tl.where(expert < EXPERTS, key, _TAKEN)
-    choice = tl.arange(0, BLOCK_C)
     chosen = tl.zeros([BLOCK_C], tl.int32)
     best = tl.zeros([BLOCK_C], tl.int32)
     for number in tl.static_range(TOP_K):
@@ -56,7 +62,6 @@ def _route(
         chosen = tl.where(choice == number, first, chosen)
         best = tl.where(choice == number, top, best)
         key = tl.where(expert == first, _TAKEN, key)
-    mask = choice < TOP_K
     picked = tl.where(mask, _flip(best).to(tl.float32, bitcast=True), float("-inf"))
     peak = tl.max(picked, 0)
     share = tl.exp(picked - peak)
@@ -67,7 +72,14 @@ def _route(
     tl.store(weights + row * TOP_K + choice, share, mask=mask)
 
 
-def norm_route(normed: Normed, router: Linear, top_k: int, renormalise: bool, scale: Tensor | None = None) -> Routing:
+def norm_route(
+    normed: Normed,
+    router: Linear,
+    top_k: int,
+    renormalise: bool,
+    scale: Tensor | None = None,
+    live: Tensor | None = None,  # int32 [1]: the number of rows that are sent anywhere; None: all
+) -> Routing:
     logits = norm_logits(normed, router)
     rows, experts = logits.shape
     assert 0 < top_k <= min(experts, MOST_CHOICES) and experts <= MOST_EXPERTS, (experts, top_k)
@@ -77,7 +89,7 @@ def norm_route(normed: Normed, router: Linear, top_k: int, renormalise: bool, sc
     if rows:
         block = triton.next_power_of_2(experts)
         run(
-            _route, (rows,), logits, scale, ids, weights, logits.stride(0),
+            _route, (rows,), logits, scale, live, ids, weights, logits.stride(0),
             EXPERTS=experts, TOP_K=top_k, RENORMALISE=renormalise,
             BLOCK_E=block, BLOCK_C=triton.next_power_of_2(top_k), num_warps=1,
         )  # fmt: skip
@@ -109,8 +121,8 @@ def _cut(
     lane = tl.arange(0, BLOCK_P)
     counts = tl.zeros([BLOCK_E], tl.int32)
     for start in range(0, pairs, BLOCK_P):
-        inside = start + lane < pairs
-        counts += tl.histogram(tl.load(ids + start + lane, mask=inside, other=0), BLOCK_E, mask=inside)
+        found = tl.load(ids + start + lane, mask=start + lane < pairs, other=-1)
+        counts += tl.histogram(tl.maximum(found, 0), BLOCK_E, mask=found >= 0)
     blocks = (counts + SIZE - 1) // SIZE
     before = expert < mine
     first, count = tl.sum(tl.where(before, counts, 0), 0), tl.sum(tl.where(expert == mine, counts, 0), 0)
