@@ -66,7 +66,8 @@ class Drafting:
         self.proposer, self.ngram, self.default = proposer, ngram, default
         self.is_off = False  # whether no request drafts, whatever it asks for
         self.has_experts = reads(2) > reads(1)  # in the target: more rows read more weights
-        self.cuts = proposer is not None and self._pays_to_cut(cut, proposer)
+        self.whole = self._reason_not_to_cut(cut, proposer)  # why blocks of drafts are verified whole; "": they are cut
+        self.cuts = proposer is not None and not self.whole
         if proposer:
             proposer.finds_gaps = self.cuts
         self.max_depth = proposer.max_depth if proposer else (NGRAM_DEPTH if ngram else 0)
@@ -261,12 +262,16 @@ class Drafting:
         state = self._of(request).depth[self._model]
         return self.controllers[self._model].cut(state, gaps, request.params.temperature > 0)
 
-    def _pays_to_cut(self, cut: str, proposer: Proposer) -> bool:
-        """On a CPU every row costs time. On a GPU a few more rows cost next to nothing, unless they read more experts;
-        and a recorded step finds no gaps for the sake of the few requests that name another depth than the server's."""
-        if cut == "auto" and proposer.device.type != "cpu":
-            return self.has_experts and self.default is None
-        return cut != "off"
+    def _reason_not_to_cut(self, cut: str, proposer: Proposer | None) -> str:
+        """On a CPU every row costs time. On a GPU finding out how sure drafts are costs every drafted step a little,
+        for requests that name their depth too."""
+        if cut == "off":
+            return "cut is off"
+        if cut == "on" or proposer is None or proposer.device.type == "cpu":
+            return ""
+        if not self.has_experts:
+            return "a few more rows of a model without experts cost a GPU next to nothing"
+        return "" if self.default is None else "the depth is fixed"
 
     def _wants_plain(self, contexts: list[int]) -> bool:
         """Whether to time this plain step. Plain steps of a known kind are many and alike, so only some are timed."""

@@ -94,9 +94,12 @@ def _cut(engine: Engine) -> list[Fact]:
     name = "blocks of drafts"
     if not engine.drafting.proposer:
         return []
-    if engine.plan.device == "cpu":
-        return [Fact(name, "cut where their own confidence no longer pays, unless the depth is fixed")]
-    return [Fact(name, "verified whole", "a step on a GPU is recorded with a fixed number of rows")]
+    if not engine.drafting.cuts:
+        return [Fact(name, "verified whole", engine.drafting.whole)]
+    value = "cut where their own confidence no longer pays, unless the depth is fixed"
+    if engine.overlap:
+        return [Fact(name, f"{value}: on the device, where rows past the cut write nothing and reach no expert")]
+    return [Fact(name, f"{value}: by the host, before they are verified")]
 
 
 def _chain(engine: Engine) -> list[Fact]:

@@ -44,6 +44,7 @@ NOT_THERE = {  # fields that nothing in vLLM corresponds to, and what it does in
     "device": "it runs on what it was built for, a CPU only with its build for CPUs",
     "weights_cache": "weights are quantised anew at every load",
     "spec_depths": "the depth is fixed",
+    "cut": "the depth is fixed",
     "profile": "what `sparkdraft tune` measured is not read",
     "canary": "nothing is probed at the start",
     "watchdog": "nothing is watched",

@@ -1,4 +1,4 @@
-"""Blocks that the device cuts by itself: as the host would, without a change of the text, and nothing runs past the cut.
+"""Blocks that the device cuts by itself: as the host would, and without a change of the text.
 
 On a CPU overlapped steps run the same code eagerly (tests/engine/test_overlap.py).
 """
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.core import AUTO
+from sparkdraft.core import AUTO, Fact
 from sparkdraft.engine.drafting import Drafting, Outcome
 from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.kernels import reference
@@ -141,9 +141,34 @@ def test_the_host_learns_from_what_the_device_says(
     assert (fit.slope, fit.base) != known and controller.usual.weight > before + 5
     assert len({o.verified for o in outcomes}) > 2
     costs = controller.costs[1, 0]
-    assert 0 < costs.drafting[DEPTH] and any(costs.weight[1:DEPTH]), "of cut steps too"
+    assert costs.drafting[DEPTH] > 0 and any(costs.weight[1:DEPTH]), "of cut steps too"
 
 
 def test_a_named_depth_is_not_cut(llm: LLM, outcomes: list[Outcome]) -> None:
     llm.generate(TEXTS[:2], [SamplingParams(max_tokens=40, ignore_eos=True, num_draft=7)] * 2)
     assert all(o.verified == o.drafted for o in outcomes) and sum(o.drafted == 7 for o in outcomes) > 4
+
+
+def test_what_cuts_is_said(llm: LLM) -> None:
+    def said() -> Fact:
+        (fact,) = (fact for fact in llm.facts() if fact.name == "blocks of drafts")
+        return fact
+
+    assert "on the device" in said().value and not said().reason
+    overlap, llm.engine.overlap = llm.engine.overlap, None
+    assert "by the host" in said().value
+    llm.engine.overlap = overlap
+    proposer = llm.engine.drafting.proposer
+    assert proposer
+
+    def on_gpu(cut: str, default: int | None = None, experts: bool = True) -> tuple[bool, str]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(proposer, "device", torch.device("cuda"))
+            patch.setattr(proposer, "finds_gaps", True)
+            reads = (lambda rows: rows) if experts else (lambda rows: 1.0)
+            made = Drafting(512, proposer, False, default, reads, None, cut)
+            return made.cuts, made.whole
+
+    assert on_gpu("auto") == on_gpu("on", 7, False) == (True, "")
+    assert on_gpu("off") == (False, "cut is off") and on_gpu("auto", 7) == (False, "the depth is fixed")
+    assert not on_gpu("auto", experts=False)[0] and "without experts" in on_gpu("auto", experts=False)[1]

@@ -220,6 +220,7 @@ OTHER_VALUES: dict[str, tuple[Any, ...]] = {
     **{"tq_key_bits": (3,), "tq_value_bits": (4,), "tq_ring_capacity": (9,), "tq_initial_layers": (1,)},
     **{"tq_centre": (False,), "kv_tokens": (512,), "memory_fraction": (0.5,), "block_size": (32,)},
     **{"prefix_cache": (False,), "graphs": (True,), "threads": (3,), "spec": ("off", "3"), "spec_depths": ("0,3",)},
+    "cut": ("off",),
     **{"drafter": ("none", "mtp"), "ngram": (False,), "profile": ("none",)},
 }
 

@@ -59,7 +59,7 @@ def texts(llm: LLM, prompts: Texts, params: list[SamplingParams] | SamplingParam
 class Scripted:
     """Drafts a text that is known, with one id wrong: the one that 'wrong' names for the step's number."""
 
-    may_pass_over, chain = False, False
+    may_pass_over, chain, device = False, False, torch.device("cpu")
     unrecorded: tuple[str, ...] = ()
 
     def __init__(self, known: dict[tuple[int, ...], list[int]], depth: int, wrong: Callable[[int], int]) -> None:
