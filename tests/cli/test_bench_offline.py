@@ -295,9 +295,8 @@ def test_depths_that_are_chosen_find_their_costs_measured_and_the_acceptance_giv
 def test_blocks_that_vary_are_cut_by_the_gaps_that_are_given(overlaps: bool) -> None:
     """With rows that cost, whatever this machine says: fewer of them, and nearly as many tokens."""
     bench = toy_bench(VariedAcceptance(5.4, 15), overlaps, "auto")
-    drafting = bench.engine.drafting
-    (controller,) = drafting.controllers.values()
-    bench.engine.drafting.depths = lambda requests: dict.fromkeys(requests, 15)  # type: ignore[method-assign]
+    (controller,) = bench.engine.drafting.controllers.values()
+    controller.choose = lambda states, *context: [15] * len(states)  # type: ignore[method-assign]
     controller._rate, controller._price = 1.0, Price.of([0.0 + 0.1 * k for k in range(16)], 1)
     controller.measured = lambda *args: None  # type: ignore[method-assign]
     row, _ = bench.measure(Load(2, 20, 200), lambda done, total: None)
