@@ -87,7 +87,9 @@ class EngineConfig:
         "and on a GPU for models with experts; a depth that is fixed is never cut)",
     )
     drafter: str = option(
-        "auto", "a drafter's folder or hub id, mtp (the model's own head), none (auto: the known one)"
+        "auto",
+        "a drafter's folder or hub id, mtp (the model's own head), none, or race (the known drafter and the model's "
+        "own head draft in turns, and the faster one stays; race:NAME names the first) (auto: the known one)",
     )
     ngram: bool = option(True, "also draft from the request's own text")
     profile: str = option(

@@ -28,9 +28,10 @@ from sparkdraft.plan.resolve import Plan
 from sparkdraft.plan.sizes import model_sizes
 from sparkdraft.spec import registry
 from sparkdraft.spec.auto import Choice, choose
-from sparkdraft.spec.drafter import ReadsTarget
+from sparkdraft.spec.drafter import Drafter, ReadsTarget
 from sparkdraft.spec.mtp_config import MTP
 from sparkdraft.spec.pairs import check_pair
+from sparkdraft.spec.race import RACE, Racers, RaceSource, find_racers
 from sparkdraft.spec.registry import DraftSource
 from sparkdraft.text.tokenizer import Vocabulary
 from sparkdraft.weights.checkpoint import Checkpoint
@@ -49,6 +50,8 @@ def find_drafter(config: EngineConfig, target: ModelConfig, checkpoint: Checkpoi
         return choose(config.model, target, checkpoint)
     if config.drafter == MTP:
         return Choice(registry.find_head(checkpoint, target), [])
+    if config.drafter.partition(":")[0] == RACE:
+        return Choice(find_racers(config.model, config.drafter, target, checkpoint), [])
     check_pair(config.drafter, target)
     return Choice(registry.find_drafter(config.drafter, target), [])
 
@@ -59,7 +62,7 @@ def build_engine(
     model_config: ModelConfig,
     source: WeightSource,
     tokenizer: Vocabulary,
-    drafter: DraftSource | None = None,
+    drafter: DraftSource | RaceSource | None = None,
     progress: Progress | None = None,
     calibration: Sequence[int] = (),
     chosen: Sequence[Note] = (),
@@ -82,12 +85,8 @@ def build_engine(
         assert model.context >= plan.max_model_len, f"{model.context} positions for a context of {plan.max_model_len}"
         proposer, notes = None, [*chosen, *loader.notes]
         if drafter:
-            own = Loader(drafter.source, device, dtype, ops)
-            # The drafter's K/V are exact, whatever the target's format is.
-            own_kv = dense_cache(drafter.caps.kv, plan, dtype, device, ops)
-            made = drafter.build(own, ops, model, own_kv, plan.max_model_len, plan.max_seqs)
-            proposer = Proposer(made, plan, device, ops)
-            notes = [*notes, *(Note(f"in the drafter, {note.name}", note.reason) for note in own.notes)]
+            made, said = _build_drafter(drafter, plan, model)
+            proposer, notes = Proposer(made, plan, device, ops), [*notes, *said]
         ngram, reads = config.ngram and config.spec != "off", model_sizes(model_config).read
         drafting = Drafting(plan.max_model_len, proposer, ngram, config.num_draft, reads, config.depths, config.cut)
         centres = None
@@ -107,3 +106,15 @@ def build_engine(
     if plan.graphs and plan.device == "cuda":
         overlap = OverlappedSteps(runner, proposer, device, drafting.choices, drafting.cuts)
     return Engine(plan, runner, sampler, tokenizer, drafting, overlap, holdings, notes)
+
+
+def _build_drafter(drafter: DraftSource | RaceSource, plan: Plan, model: Decoder) -> tuple[Drafter, list[Note]]:
+    """A drafter, or several in one; and what loading it settled for. Its K/V are exact, whatever the target's are."""
+    device, dtype, notes, made = torch.device(plan.device), TORCH_DTYPES[plan.dtype], list[Note](), list[Drafter]()
+    racers = drafter.racers if isinstance(drafter, RaceSource) else (drafter,)
+    for racer in racers:
+        own, kv = Loader(racer.source, device, dtype, model.ops), racer.caps.kv
+        own_kv = dense_cache(kv, plan, dtype, device, model.ops)
+        made.append(racer.build(own, model.ops, model, own_kv, plan.max_model_len, plan.max_seqs))
+        notes += [Note(f"in the drafter, {note.name}", note.reason) for note in own.notes]
+    return (Racers(made) if len(made) > 1 else made[0]), notes

@@ -8,15 +8,17 @@ was accepted to the controllers and the statistics. Without a drafter and withou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sparkdraft.core import AUTO, Batch, Request, SamplingParams, UserError, Work
 from sparkdraft.engine.proposer import Proposer
+from sparkdraft.engine.racing import Racing, models_of
 from sparkdraft.engine.runner import Runner
 from sparkdraft.spec.depth import Bucket, DepthController, DepthState, bucket_of, depth_choices
 from sparkdraft.spec.ngram import NGRAM_DEPTH, NgramIndex
+from sparkdraft.spec.race import Racers
 from sparkdraft.spec.stats import SpecStats
 from sparkdraft.spec.step_costs import Reads
 
@@ -74,23 +76,32 @@ class Drafting:
         self._check("spec", default)
         if depths and self.max_depth:
             self._check("spec_depths", max(depths))
-        chain = proposer is not None and proposer.chain
-        self.choices = depth_choices(self.max_depth, default, depths if self.max_depth else None, chain)
+        self.race = Racing(proposer.drafter) if proposer and isinstance(proposer.drafter, Racers) else None
+        self._models = models_of(proposer)
+        named = depths if self.max_depth else None
+        own = {model.name: model.choices(default, named) for model in self._models}  # for each, depths to run at
+        self.choices = sorted({depth for each in own.values() for depth in each}) or depth_choices(
+            self.max_depth, default, named
+        )
         self.lookahead = self.max_depth
-        self._model = proposer.drafter.caps.name if proposer else ""
-        sources = (["ngram"] if ngram else []) + ([self._model] if proposer else [])
+        self.model = self._models[0].name if self._models else ""  # the one that drafts now
         self.controllers = {
-            source: DepthController(self.max_depth, START[source == "ngram"], depths or self.choices, reads)
-            for source in sources
+            source: DepthController(self.max_depth, START[source == "ngram"], within, reads)
+            for source, within in [
+                *([("ngram", depths or self.choices)] if ngram else []),
+                *((model.name, model.among(depths) or own[model.name]) for model in self._models),
+            ]
         }
+        self._counts = False  # whether the step is one of a race
         self.total = SpecStats()  # of requests that have ended
         self._max_model_len = max_model_len
         self._requests: dict[Request, Speculation] = {}
         self._num_plain = 0  # steps without drafts
         self._num_observed = 0  # number of calls of `observe`
+        self._num_written = 0  # ids, in the last of them
         self._pays: dict[Bucket, bool] = {}  # the answers of `could_pay`, per kind of batch
         self._plain_known: Bucket | None = None  # the kind of batch whose plain steps have been timed
-        self._num_steps: Counter[tuple[int, int]] = Counter()  # per (requests, rows)
+        self._num_steps: Counter[tuple[int, int, str]] = Counter()  # per (requests, rows, who may draft)
 
     def check(self, params: SamplingParams) -> None:
         self._check("num_draft", params.num_draft)
@@ -99,13 +110,17 @@ class Drafting:
         """The number of drafts wanted for each request that may draft in the coming step."""
         if not self.max_depth or self.is_off:
             return {}
+        if self.race:
+            self.model = self.race.take_turn()
         depths: dict[Request, int] = {}
         free: dict[str, list[Request]] = {}  # requests that name no depth, per source
+        self._counts = False
         for request in requests:
             asked = self._asked(request)
             if asked != 0 and (source := self._look_up(request)):
+                self._counts |= source == self.model
                 if asked is not None:
-                    depths[request] = asked
+                    depths[request] = min(asked, self._deepest)
                 else:
                     free.setdefault(source, []).append(request)
         for source, group in free.items():
@@ -131,7 +146,7 @@ class Drafting:
             for work, (drafts, gaps) in zip(neural, self.proposer.propose(neural), strict=True):
                 work.drafts = drafts[: self._cut(work, gaps)] if gaps else drafts
             if any(w.num_draft < w.most_drafts for w in neural):
-                self.controllers[self._model].cut_to([w.num_draft for w in neural], len(batch.work))
+                self.controllers[self.model].cut_to([w.num_draft for w in neural], len(batch.work))
 
     def observe(self, batch: Batch, num_accepted: list[int], runner: Runner) -> None:
         """After the step: show the drafter the committed rows; tell the controller and the statistics what was
@@ -139,6 +154,7 @@ class Drafting:
         if not self.max_depth:
             return
         self._num_observed += 1
+        self._num_written = sum(1 + n for w, n in zip(batch.work, num_accepted, strict=True) if w.decodes)
         if self._num_observed % PLAIN_SAMPLE == 0:
             self._pays.clear()  # asked again from time to time: asking takes 0.2 % of a step
         row, longest = 0, max(w.stop for w in batch.work)
@@ -169,29 +185,33 @@ class Drafting:
         if not self.cuts or not depths:
             return []
         chosen = (r in depths and self._asked(r) is None for r in requests)
-        states = [self._of(r).depth[self._model] if cut else None for r, cut in zip(requests, chosen, strict=True)]
-        return self.controllers[self._model].cut_terms(states)
+        states = [self._of(r).depth[self.model] if cut else None for r, cut in zip(requests, chosen, strict=True)]
+        return self.controllers[self.model].cut_terms(states)
 
-    def learn_overlapped(self, steps: list[Outcome], seconds: float, verify: float) -> None:
+    def learn_overlapped(self, steps: list[Outcome], seconds: float, verify: float, model: str = "") -> None:
         """Record one overlapped step. In these steps only the model drafts.
 
-        seconds: the time of the step; verify: the part of it after drafting. Each is 0 if it is not known.
+        seconds: the time of the step; verify: the part of it after drafting. Each is 0 if it is not known. model: the
+        one whose turn it was when the step was launched, by default the one whose turn it is.
         """
         if not self.max_depth:
             return
+        model = model or self.model
         num_drafting = sum(step.drafted > 0 for step in steps)
         for request, drafted, verified, accepted, gaps in steps:
             if gaps and self._asked(request) is None:
-                state = self._of(request).depth[self._model]
-                self.controllers[self._model].expect(state, gaps, request.params.temperature > 0)
-            self.learn(request, verified, accepted, self._model if drafted else "")
+                state = self._of(request).depth[model]
+                self.controllers[model].expect(state, gaps, request.params.temperature > 0)
+            self.learn(request, verified, accepted, model if drafted else "")
             if drafted:
                 draft = seconds - verify if verify else 0.0
                 self._of(request).stats.add_time(draft / num_drafting, (seconds - draft) / num_drafting)
         if seconds:
-            self._measured_overlapped(steps, seconds, verify)
+            self._measured_overlapped(steps, seconds, verify, model)
+        if self.race and self._counts:
+            self.race.count(model, sum(1 + step.accepted for step in steps), seconds)
 
-    def _measured_overlapped(self, steps: list[Outcome], seconds: float, verify: float) -> None:
+    def _measured_overlapped(self, steps: list[Outcome], seconds: float, verify: float, model: str) -> None:
         contexts, block = [s.request.num_tokens for s in steps], max(s.drafted for s in steps)
         shape = (len(steps), max(contexts), seconds)
         if not block and self._wants_plain(contexts):
@@ -201,19 +221,21 @@ class Drafting:
         verified = [s.verified for s in steps]
         cut = any(s.verified < s.drafted for s in steps)
         if cut and verify:  # else the time of drafting would be taken for that of verifying
-            self.controllers[self._model].cut_to(verified, len(steps))
+            self.controllers[model].cut_to(verified, len(steps))
         if verify or not cut:
-            self._measured({self._model}, max(verified), *shape, block, seconds - verify if verify else None)
+            self._measured({model}, max(verified), *shape, block, seconds - verify if verify else None)
 
     def timed(self, batch: Batch, draft: float, verify: float) -> None:
         if not self.max_depth or not batch.decodes:
             return
-        drafted = [w for w in batch.work if w.most_drafts and (w.drafts or w.source == self._model)]
+        drafted = [w for w in batch.work if w.most_drafts and (w.drafts or w.source == self.model)]
+        num, longest = len(batch.work), max(w.stop for w in batch.work)
+        shape = (num, num + sum(w.num_draft for w in drafted), self.model)
+        self._num_steps[shape] += 1
+        if self.race and self._counts and self._num_steps[shape] > UNRECORDED:
+            self.race.count(self.model, self._num_written, draft + verify)
         if not drafted and not self._wants_plain([w.stop for w in batch.work]):
             return
-        num, longest = len(batch.work), max(w.stop for w in batch.work)
-        shape = (num, num + sum(w.num_draft for w in drafted))
-        self._num_steps[shape] += 1
         # such a step drafted deeper than it verified, so its time is the cost of neither depth
         refused = any(w.num_refused for w in batch.work)
         if not refused and self._num_steps[shape] > UNRECORDED:
@@ -232,6 +254,14 @@ class Drafting:
 
     def reset_counts(self) -> None:
         self.total = SpecStats()
+        if self.race:
+            self.race.score.reset()
+
+    def trials(self) -> Iterator[list[int]]:
+        """The depths to be tried at start, of each model in turn."""
+        for name in self.race.each_in_turn() if self.race else [self.model]:
+            self.model = name
+            yield [depth for depth in self.choices if depth <= self._deepest]
 
     def so_far(self) -> SpecStats:
         """Statistics of all requests, including those that still run."""
@@ -254,13 +284,18 @@ class Drafting:
 
     # ---- the parts
 
+    @property
+    def _deepest(self) -> int:
+        """Of the model that drafts now; n-grams go as deep as any."""
+        return next((model.max_depth for model in self._models if model.name == self.model), self.max_depth)
+
     def _cut(self, work: Work, gaps: list[float]) -> int:
         """How many drafts of a block to verify. A depth that was asked for by name is kept."""
         request = work.request
-        if self._asked(request) is not None or work.source != self._model:
+        if self._asked(request) is not None or work.source != self.model:
             return len(gaps)
-        state = self._of(request).depth[self._model]
-        return self.controllers[self._model].cut(state, gaps, request.params.temperature > 0)
+        state = self._of(request).depth[self.model]
+        return self.controllers[self.model].cut(state, gaps, request.params.temperature > 0)
 
     def _reason_not_to_cut(self, cut: str, proposer: Proposer | None) -> str:
         """On a CPU every row costs time. On a GPU finding out how sure drafts are costs every drafted step a little,
@@ -306,7 +341,7 @@ class Drafting:
             return True
         bucket = bucket_of(num, longest)
         if bucket not in self._pays:
-            self._pays[bucket] = self.controllers[self._model].could_pay(num, longest)
+            self._pays[bucket] = self.controllers[self.model].could_pay(num, longest)
         return self._pays[bucket]
 
     def _check(self, name: str, depth: int | None) -> None:
@@ -341,7 +376,7 @@ class Drafting:
         """The source that would draft. A long match in the request's own text is preferred: it is free and seldom
         wrong."""
         kept = self._of(request)
-        kept.source = self._model if self.proposer and self.proposer.is_ready(request) else ""
+        kept.source = self.model if self.proposer and self.proposer.is_ready(request) else ""
         if self.ngram:
             index, known = kept.ngram, request.num_tokens
             if known - len(index) >= LOOK_EVERY or index.matches:

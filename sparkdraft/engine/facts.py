@@ -25,7 +25,7 @@ from sparkdraft.weights.linear import Linear
 
 def facts(engine: Engine) -> list[Fact]:
     model, plan = engine.runner.model, engine.plan
-    found = [_recordings(engine), _overlap(engine), _bits(engine), *_cut(engine), *_chain(engine)]
+    found = [_recordings(engine), _overlap(engine), _bits(engine), *_cut(engine), *_chain(engine), *_race(engine)]
     if plan.device == "cuda":
         found += model.ops.facts(asked(model, plan), torch.device(plan.device))
         if proposer := engine.drafting.proposer:
@@ -100,6 +100,11 @@ def _cut(engine: Engine) -> list[Fact]:
     if engine.overlap:
         return [Fact(name, f"{value}: on the device, where rows past the cut write nothing and reach no expert")]
     return [Fact(name, f"{value}: by the host, before they are verified")]
+
+
+def _race(engine: Engine) -> list[Fact]:
+    race = engine.drafting.race
+    return [Fact("race of drafters", race.score.describe())] if race else []
 
 
 def _chain(engine: Engine) -> list[Fact]:

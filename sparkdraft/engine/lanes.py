@@ -48,6 +48,7 @@ class StepKind(NamedTuple):
     depth: int
     draws: bool  # whether any lane samples; 'filters' says with which filters
     filters: Filters
+    turn: int = 0  # of a race (spec/race.py)
 
 
 class Lanes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from sparkdraft.engine.lanes import Lanes, StepKind
 from sparkdraft.engine.proposer import Proposer
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Draws, Filters
+from sparkdraft.spec.race import turn_of
 
 RING = 16  # plain steps after which the drafter observes their rows
 AHEAD = 2  # launched steps that are unread, at most: one runs, one waits for it
@@ -46,6 +47,7 @@ class Launched:
     # whether it was replayed; a step that is launched plainly or recorded takes the host many times as long
     usual: bool
     depth: int  # of the recording
+    model: str  # who drafted
 
     def read(self, requests: list[Request]) -> tuple[list[StepResult], float]:
         """The results of these requests, and the seconds that verifying took; 0 if they are not known."""
@@ -76,6 +78,7 @@ class OverlappedSteps:
         self.requests: list[Request] = []  # per lane
         self.step_seconds = 0.0  # time of the step read last; 0 if it says nothing about the next step of its kind
         self.verify_seconds = 0.0  # and the part of it after drafting; 0 if it is not known
+        self.model = ""  # who drafted in it
         self._runner, self._proposer, self._device, self._depths = runner, proposer, device, depths
         self._unread: deque[Launched] = deque()
         self._num_waiting = 0  # plain steps whose rows the drafter has not observed
@@ -121,9 +124,10 @@ class OverlappedSteps:
         """Rows of a step of this depth, including those of spare lanes."""
         return self._size(num_requests) * self.reach(depth)
 
-    def launch(self, requests: list[Request], depths: list[int], terms: Sequence[float] = ()) -> None:
+    def launch(self, requests: list[Request], depths: list[int], terms: Sequence[float] = (), model: str = "") -> None:
         """Launch one more step. The first one gives these requests their lanes. Their blocks must cover all that it may
-        write. terms: by what blocks of drafts are cut (Lanes.terms); none: as before."""
+        write. terms: by what blocks of drafts are cut (Lanes.terms); none: as before. model: the name of what
+        drafts."""
         if not self.requests:
             self._start(requests)
         assert self.requests == requests and self.num_unread < AHEAD
@@ -133,12 +137,13 @@ class OverlappedSteps:
         self._send(depths)
         if terms:
             self.lanes.terms[: len(terms)].copy_(self._staged(terms, torch.float32), non_blocking=True)
-        kind = StepKind(self._size(len(self.requests)), self._recorded(depth), self._draws, self._filters)
+        turn = turn_of(self._proposer.drafter) if self._proposer else 0
+        kind = StepKind(self._size(len(self.requests)), self._recorded(depth), self._draws, self._filters, turn)
         usual = self._steps is None or kind in self._steps
         if not usual:
             self._read_at = 0.0  # it keeps the host from reading the step before in time
         result = self._steps.replay(kind) if self._steps else self.lanes.step(kind)
-        self._unread.append(self._fetch(result, depths, usual, kind.depth))
+        self._unread.append(self._fetch(Launched(depths, result, None, usual, kind.depth, model)))
         self._num_waiting += self._proposer is not None and not self.lanes.chain and not depth
         if self._num_waiting == RING:
             self.catch_up()
@@ -148,7 +153,7 @@ class OverlappedSteps:
         launched = self._unread.popleft()
         (results, verify), now = launched.read(self.requests), time.perf_counter()
         self.step_seconds = now - self._read_at if self._read_at and launched.usual else 0.0
-        self.verify_seconds = min(verify, self.step_seconds)
+        self.verify_seconds, self.model = min(verify, self.step_seconds), launched.model
         self._read_at = now
         return results
 
@@ -237,12 +242,13 @@ class OverlappedSteps:
         on_gpu = self._device.type == "cuda"
         return torch.tensor(values, dtype=dtype, pin_memory=on_gpu)
 
-    def _fetch(self, result: Tensor, depths: list[int], usual: bool, depth: int) -> Launched:
+    def _fetch(self, launched: Launched) -> Launched:
         """Start copying a step's result to the host. The next replay overwrites it, but only after this copy."""
+        result = launched.result
         if self._device.type == "cpu":
-            return Launched(depths, result.clone(), None, usual, depth)
+            return replace(launched, result=result.clone())
         host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
         host.copy_(result, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-        return Launched(depths, host, done, usual, depth)
+        return replace(launched, result=host, done=done)

@@ -36,6 +36,7 @@ from sparkdraft.engine.sampler import Draws, pick
 from sparkdraft.kernels import Unrecordable
 from sparkdraft.plan.resolve import Plan
 from sparkdraft.spec.drafter import Anchors, CommittedRows, Drafter, Score
+from sparkdraft.spec.race import turn_of
 
 Table = Any  # a tensor; on a CPU its numpy view, because torch takes thirty microseconds to copy a few kilobytes
 Key = TypeVar("Key")
@@ -46,6 +47,14 @@ class PassShape(NamedTuple):
 
     seqs: int
     each: int  # rows of logits per sequence
+    turn: int  # of a race (spec/race.py)
+
+
+class RowsShape(NamedTuple):
+    """What a recording of observing is made for."""
+
+    rows: int
+    turn: int
 
 
 class Drafts(NamedTuple):
@@ -149,7 +158,7 @@ class Proposer:
         assert self._seen
         if self._keeps:
             num_rows = self._seen.fill(waiting, self.plan.block_size)
-            self._observing = self._replay(self._observing, self._observe, num_rows)[0]
+            self._observing = self._replay(self._observing, self._observe, RowsShape(num_rows, self._turn))[0]
         for _, pending in waiting:
             pending.start, pending.count = pending.start + pending.count, 0
 
@@ -187,7 +196,7 @@ class Proposer:
     def _pick(self, score: Score, each: int, drafted: int = 0, ids: Tensor | None = None) -> Tensor:
         """spec.drafter.Pick: replays the pass if it has been recorded; rows are sampled outside of the recording."""
         works, self._score = self._works, score
-        self._passes, logits = self._replay(self._passes, self._run_pass, PassShape(len(works), each))
+        self._passes, logits = self._replay(self._passes, self._run_pass, PassShape(len(works), each, self._turn))
         requests, positions = [w.request for w in works], [w.request.num_tokens + drafted for w in works]
         draws = Draws.of(requests, positions, self.device, each)
         if not self.finds_gaps:
@@ -282,9 +291,13 @@ class Proposer:
             self.unrecorded.append(f"the drafter's '{reason}' is not one of the CPU kernels")
             return None, run(key)
 
-    def _observe(self, num_rows: int) -> Tensor:
+    @property
+    def _turn(self) -> int:
+        return turn_of(self.drafter)
+
+    def _observe(self, shape: RowsShape) -> Tensor:
         assert self._seen
-        self.drafter.observe(self._seen.first(num_rows))
+        self.drafter.observe(self._seen.first(shape.rows))
         return self._seen.hidden
 
 

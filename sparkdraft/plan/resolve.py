@@ -167,9 +167,8 @@ def _held(
     model: ModelConfig, context: int, itemsize: float, drafter: DrafterCaps | None, stored: StoredBytes | None
 ) -> int:
     """Bytes of all weights, and of the tables that are made of numbers alone."""
-    own, beside = drafter.num_weights if drafter else 0, 0
-    if drafter and not drafter.in_target:
-        own, beside = 0, int(own * itemsize)
+    own = drafter.num_in_target if drafter else 0
+    beside = int((drafter.num_weights - own) * itemsize) if drafter else 0
     return beside + weight_bytes(model, itemsize, stored, own) + rope_bytes(model, context)
 
 

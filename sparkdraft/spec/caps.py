@@ -31,4 +31,8 @@ class DrafterCaps:
     # only must keep so many more.
     reads_back: int = 0
     num_read: int = 0  # of its weights, those that a pass over one row reads; 0: all. A layer with experts reads a few
-    in_target: bool = False  # its tensors are in the target's own file
+    num_in_target: int = 0  # of num_weights, those whose tensors are in the target's own file
+
+    @property
+    def in_target(self) -> bool:
+        return self.num_in_target > 0

@@ -142,14 +142,15 @@ def caps_of(head: MtpConfig) -> DrafterCaps:
     joined = 2 * hidden * hidden
     tables = (head.own_embedding + head.own_head) * head.model.vocab_size * hidden
     again = hidden * layer.kv  # keys and values a second time, as one matrix: committed rows need no more
+    own = joined + layer.held + again + tables
     return DrafterCaps(
         name=MTP,
         taps=(FINAL,),
         max_depth=MAX_DEPTH,
         kv=(head.attention,),
-        num_weights=joined + layer.held + again + tables,
+        num_weights=own,
         chain=True,
         own_head=head.own_head,
         num_read=joined + layer.active + head.own_head * head.model.vocab_size * hidden,
-        in_target=head.in_target,
+        num_in_target=own if head.in_target else 0,
     )
