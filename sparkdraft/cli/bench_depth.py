@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdraft.cli.bench_offline import VARY, acceptance_of, check_varied, make_engine, numbers
+from sparkdraft.cli.bench_offline import VARY, acceptance_of, check_varied, make_engine, numbers, show_race
 from sparkdraft.cli.options import add_engine_flags, load_llm
 from sparkdraft.core import AUTO, UserError
 from sparkdraft.progress import SELDOM, progress
@@ -61,6 +61,7 @@ def run(args: Namespace) -> int:
     print(table(cells) + ("  (synthetic)" if acceptance else ""))
     if not acceptance:
         print(_texts(cells))
+    show_race(engine)
     plan, summary = engine.plan, dict[str, Any](bench="depth", model=label)
     summary |= {
         "device": plan.device,
@@ -69,6 +70,7 @@ def run(args: Namespace) -> int:
         "temperature": args.temperature,
         "max_depth": most,
         "cut": engine.drafting.cuts,
+        "race": engine.drafting.race.score.as_dict() if engine.drafting.race else None,
     }
     process = {"length": acceptance.length, "process": acceptance.describe()} if acceptance else None
     text = json.dumps(summary | {"synthetic": process, "cells": [cell.as_dict() for cell in cells]})

@@ -96,6 +96,7 @@ def run(args: Namespace) -> int:
     if acceptance:
         print(f"SYNTHETIC ACCEPTANCE: {acceptance.describe()}")
     rows = _measure_all(bench, loads, args.profile)
+    show_race(engine)
     memory = bench.memory()
     if memory:
         print(memory.text())
@@ -104,6 +105,7 @@ def run(args: Namespace) -> int:
     summary["matmul_tflop_s"] = round(ceilings.matmul / 1e12, 1) if ceilings.matmul else None
     summary |= {"memory": memory.as_dict() if memory else None, "spec": args.spec, "cut": engine.drafting.cuts}
     summary |= {"drafter": args.drafter_shape if draft else None, "synthetic": bool(acceptance)}
+    summary["race"] = engine.drafting.race.score.as_dict() if engine.drafting.race else None
     if acceptance:
         summary["acceptance"] = {"length": acceptance.length, "depth": acceptance.depth, "varied": args.vary_blocks}
         summary["acceptance"] |= {"process": acceptance.describe()} | (
@@ -159,6 +161,11 @@ def _check(args: Namespace) -> tuple[Acceptance | None, DraftConfig | None]:
         raise UserError(f"--spec is {depth}; {args.drafter_shape} drafts at most {most} per step: ask for no more")
     length = args.synthetic_acceptance
     return None if length is None else acceptance_of(args, depth or most), draft
+
+
+def show_race(engine: Engine) -> None:
+    if race := engine.drafting.race:
+        print(f"race of drafters: {race.score.describe()}")
 
 
 def check_varied(args: Namespace) -> None:

@@ -154,6 +154,8 @@ def read_drafter(name: str, model_name: str, model: ModelConfig) -> DraftConfig 
     found = default_drafter(model_name) if name == "auto" else None if name == "none" else name
     if found is None:
         return None
+    if found.partition(":")[0] == "race":
+        raise UserError(f"--drafter is {found}; a plan is made for one drafter: name it, or mtp")
     if found in DRAFTER_FILES or found in DRAFTER_SHAPES or found == MTP:
         return drafter_shape(found, model)
     draft = read_draft_config(read_config_json(found))

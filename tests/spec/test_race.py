@@ -1,4 +1,4 @@
-"""Two drafters that race: both are in the plan, the text stays the plain one whoever drafts, and the faster one stays."""
+"""Two drafters that race: both are in the plan, the text is plain text whoever drafts, and the faster one stays."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_the_state_of_a_race_is_shown(pair: tuple[Path, Path], monkeypatch: pyte
 
 def test_a_race_needs_two(tmp_path: Path) -> None:
     lonely = write_tiny(tmp_path / "lonely", "qwen3")
-    with pytest.raises(UserError, match="two kinds of drafters.*none is there"):
+    with pytest.raises(UserError, match=r"two kinds of drafters.*none is there"):
         open_model(EngineConfig(model=str(lonely), drafter="race", device="cpu"))
     with pytest.raises(UserError, match="only dflash is there"):
         open_model(EngineConfig(model="smollm2", drafter="race", device="cpu"))
