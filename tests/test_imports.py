@@ -24,11 +24,16 @@ NO_TORCH = [
     "models.keys",
     "models.layers",
     "models.registry",  # and with it every architecture: reading a config.json needs no torch
+    "cli.cluster",
+    "cli.cluster_findings",
+    "cli.cluster_plan",
+    "cli.cluster_up",
     "cli.doctor",
     "cli.main",
     "cli.plan",
     "cli.plan_report",
     "canary",
+    "cluster",
     "bench.named_shapes",
     "interop",
     "spec.assistant_config",
@@ -89,6 +94,7 @@ FORBIDDEN = {
     "text": ["sparkdraft.engine", "sparkdraft.models", "sparkdraft.cache", "sparkdraft.kernels"],
     "server": [f"sparkdraft.{part}" for part in (*ENGINE_PARTS, "cli", "bench", "train")],
     "interop": [f"sparkdraft.{part}" for part in ("engine", "llm", "cache", "kernels", "cli", "bench", "train")],
+    "cluster": [f"sparkdraft.{part}" for part in ("engine", "llm", "cache", "kernels", "cli", "bench", "train")],
     "engine": ["sparkdraft.cli", "sparkdraft.bench", "sparkdraft.llm", "sparkdraft.train", "sparkdraft.server"],
 }
 

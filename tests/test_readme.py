@@ -20,7 +20,7 @@ COMMANDS = [
 # A hub model is out of reach of a test; training and serving are run by tests/train and tests/server.
 ELSEWHERE = (
     *("sparkdraft train", "sparkdraft serve", "sparkdraft bench serve"),
-    *("sparkdraft check --url", "sparkdraft recipe run"),
+    *("sparkdraft check --url", "sparkdraft recipe run", "sparkdraft cluster up"),
 )
 LONG = ("sparkdraft bench", "sparkdraft doctor", "sparkdraft check", "sparkdraft demo")  # commands that take seconds
 OFFLINE = [

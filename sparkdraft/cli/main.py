@@ -14,6 +14,7 @@ from sparkdraft.cli import (
     bench,
     chat,
     check,
+    cluster,
     demo,
     doctor,
     export,
@@ -47,6 +48,7 @@ VERBS = {
     "export": export,
     "import": import_,
     "recipe": recipe,
+    "cluster": cluster,
 }
 
 

@@ -7,23 +7,19 @@ found and ended too. If this process is killed, the kernel ends the child (PR_SE
 
 from __future__ import annotations
 
-import ctypes
-import os
 import shutil
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 
 import httpx
 
+from sparkdraft.cluster.node.processes import become_reaper, end_all, ends_with_parent
 from sparkdraft.core import UserError
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 POLL = 0.05
 VERSION_SECONDS = 120  # vLLM imports torch before it says its version
@@ -65,18 +61,11 @@ def run_child(
 ) -> int:
     """Run a server until it ends, or until a signal has ended it; returns the exit status, 0 after a signal that was
     passed on. drain: seconds that it may take to end. url: where its /health is asked."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    parent, told = os.getpid(), _Told()
+    become_reaper()
+    told = Told()
     previous = {each: signal.signal(each, told.note) for each in PASSED_ON}
-
-    def end_with_parent() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the call
-            os._exit(1)
-
     try:
-        child = subprocess.Popen(words, env=dict(environ), start_new_session=True, preexec_fn=end_with_parent)
+        child = subprocess.Popen(words, env=dict(environ), start_new_session=True, preexec_fn=ends_with_parent())
         threading.Thread(target=_say_ready, args=(child, url, say), daemon=True).start()
         status = _wait(child, told, drain, say)
     finally:
@@ -88,7 +77,7 @@ def run_child(
     return status if status >= 0 else 128 - status
 
 
-class _Told:
+class Told:
     """The signals that this process has got, in order."""
 
     def __init__(self) -> None:
@@ -98,7 +87,7 @@ class _Told:
         self.signals.append(number)
 
 
-def _wait(child: subprocess.Popen[bytes], told: _Told, drain: float, say: Callable[[str], None]) -> int:
+def _wait(child: subprocess.Popen[bytes], told: Told, drain: float, say: Callable[[str], None]) -> int:
     """Pass the first signal on, with which those count that came before it was passed on; a later one, or the end of
     its time, kills the child."""
     passed, deadline, is_killed = 0, float("inf"), False
@@ -113,24 +102,6 @@ def _wait(child: subprocess.Popen[bytes], told: _Told, drain: float, say: Callab
             is_killed = True
         time.sleep(POLL)
     return int(status)
-
-
-def end_all() -> None:
-    """Kill every process that is below this one, also those that have left the child's session."""
-    while below := _children(os.getpid()):
-        for pid in below:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            with suppress(ChildProcessError):
-                os.waitpid(pid, 0)
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            found += [int(word) for word in task.read_text().split()]
-    return found
 
 
 def _say_ready(child: subprocess.Popen[bytes], url: str, say: Callable[[str], None]) -> None:

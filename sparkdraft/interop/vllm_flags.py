@@ -35,7 +35,7 @@ TURBOQUANT = {
     "turboquant_k8v4": (8, 4),
 }
 MOST_BITS = 5  # of our codes
-ONE_MACHINE = "one machine, one GPU; `sparkdraft serve --engine vllm` hands it on from EXTRA_ARGS"
+ONE_MACHINE = "one machine, one GPU; `sparkdraft cluster` runs vLLM on several (docs/cluster.md)"
 TEXT_ONLY = "messages are text here, and a vision tower is not loaded"
 
 

@@ -42,6 +42,7 @@ class Question:
     streams: int = 1
     context: int = 4096  # tokens of each stream
     chances: Mapping[str, float] | None = None  # by class of text; None: CLASSES
+    engine: str = "sparkdraft"  # whose losses are reckoned with
 
 
 class Range(NamedTuple):
@@ -143,12 +144,13 @@ class Forecast:
     def seconds(self, depth: int = 0, context: int = 0, streams: int = 0, losses: Losses | None = None) -> Seconds:
         question = self.question
         load = Load(streams or question.streams, context or question.context, depth)
-        rates, found = question.machine.rates, losses or question.machine.losses().expected
+        rates, found = question.machine.rates, losses or question.machine.losses(question.engine).expected
         return step(rates, found, self.target, load, self.drafter)
 
     def speed(self, depth: int = 0, tokens: float = 1.0, context: int = 0, streams: int = 0) -> Range:
         """Tokens per second, all streams together, if a step commits so many of each."""
-        engine, count = self.question.machine.losses(), streams or self.question.streams
+        question = self.question
+        engine, count = question.machine.losses(question.engine), streams or question.streams
         error = engine.error.experts if self.target.experts or count >= MANY else engine.error.dense
         expected, low, high = (
             count * tokens / self.seconds(depth, context, count, losses).total

@@ -79,7 +79,7 @@ def test_every_verb_that_builds_an_engine_has_every_engine_flag() -> None:
     builders = {prog for prog, own in found.items() if "kv_tokens" in own}
     assert builders == {
         *(f"sparkdraft {verb}" for verb in ("serve", "demo", "generate", "chat", "check", "train eval")),
-        *("sparkdraft export vllm", "sparkdraft recipe run"),
+        *("sparkdraft export vllm", "sparkdraft recipe run", "sparkdraft cluster up"),
         *(
             f"sparkdraft bench {kind}"
             for kind in ("offline", "perplexity", "accept", "depth", "kv", "weights", "report", "long-prompt")

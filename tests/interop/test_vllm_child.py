@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from sparkdraft.interop.child import _say_ready, _Told, _wait, url_of
+from sparkdraft.interop.child import Told, _say_ready, _wait, url_of
 from tests.interop.fake_vllm import write_fake
 
 MODEL = ("--model", "Qwen/Qwen3-8B")
@@ -124,7 +124,7 @@ def test_a_child_is_killed_once_and_drains_after_signals_that_come_together() ->
             self.kills += 1
 
     for later in (False, True):
-        told, child, said = _Told(), Child(), list[str]()
+        told, child, said = Told(), Child(), list[str]()
         told.note(signal.SIGTERM, None)
         told.note(signal.SIGHUP, None)
         assert _wait(child, told, 5.0, said.append) == 0  # type: ignore[arg-type]

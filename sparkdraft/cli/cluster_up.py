@@ -1,0 +1,148 @@
+"""`sparkdraft cluster up`: checks, a measurement, then one supervised rank per machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparkdraft.cli.cluster_findings import refuse_broken, say, show_findings
+from sparkdraft.cli.export import read_choices, read_config
+from sparkdraft.core import UserError
+
+if TYPE_CHECKING:
+    from sparkdraft.cluster.hosts_file import Cluster
+    from sparkdraft.cluster.ranks import Job
+    from sparkdraft.cluster.survey import Seen
+    from sparkdraft.interop.vllm_command import VllmCommand
+    from sparkdraft.server.config import ServerConfig
+
+WATCH_EVERY, TOKEN_SECONDS = 10.0, 30.0  # between two looks at the server, and for one token
+USUAL_CONTEXT = 4096
+
+
+def run(args: Namespace) -> int:
+    from sparkdraft.cluster.checks import judge
+    from sparkdraft.cluster.ending import sweep
+    from sparkdraft.cluster.hosts_file import read_cluster
+    from sparkdraft.cluster.runs import FAILED, Run
+    from sparkdraft.cluster.supervisor import Supervisor
+    from sparkdraft.cluster.survey import survey
+    from sparkdraft.interop.child import url_of
+
+    cluster, config = read_cluster(args.file), read_config(args)
+    if args.tensor_parallel is not None:
+        raise UserError("--tensor-parallel is set by the cluster: it is the number of hosts; choose with --parallel")
+    paths = _paths(config.engine.model)
+    if args.detach:
+        return _detached(cluster)
+    run = Run(cluster.name, model=config.names[0], parallel=args.parallel, url=url_of(config.host, config.port))
+    try:
+        seen = survey(cluster, [cluster.port, config.port], paths)
+        findings = judge(seen, config.engine.memory_fraction)
+        show_findings(findings)
+        refuse_broken(findings)
+        command = _command(args, config, seen)
+        jobs = jobs_of(cluster, seen, command, config, args.parallel)
+        for each in seen:
+            if left := sweep(each.host):
+                say(f"note: {each.host.label}: {len(left)} processes of an earlier run were ended")
+        if not args.no_measure:
+            _measure(args, cluster, seen, config, run.folder)
+        if args.check:
+            run.enter("down")
+            return 0
+        say(f"starts vLLM on {len(seen)} machines, {args.parallel} parallel; logs: {run.folder}; ctrl-c ends it")
+        Supervisor(cluster, [each.host for each in seen], jobs, run, say).serve()
+    except BaseException as error:
+        run.enter(FAILED, error=str(error) or type(error).__name__)
+        raise
+    return 0
+
+
+def _paths(model: str) -> list[str]:
+    """That every machine must have: the model's folder, if it is one."""
+    if not (model.startswith(("/", ".", "~")) or Path(model).exists()):
+        return []
+    if not model.startswith("/"):
+        raise UserError(f"--model is '{model}'; every machine reads it, so give its absolute path, the same on all")
+    return [model]
+
+
+def _command(args: Namespace, config: ServerConfig, seen: list[Seen]) -> VllmCommand:
+    from sparkdraft.interop.vllm_command import vllm_command
+
+    version = seen[0].facts["vllm"]["vllm"]
+    command = vllm_command(config, read_choices(args, version))
+    for text in command.notes:
+        say(f"note: {text}")
+    return command
+
+
+def jobs_of(cluster: Cluster, seen: list[Seen], command: VllmCommand, config: ServerConfig, parallel: str) -> list[Job]:
+    """What each rank runs. The key and the watch are the head's alone."""
+    from sparkdraft.cluster.command import rank_environment, rank_words
+    from sparkdraft.cluster.ranks import Job
+    from sparkdraft.interop.child import url_of
+
+    watch: dict[str, Any] = {"url": url_of(config.host, config.port), "model": config.names[0], "key": config.api_key}
+    watch |= {"every": min(WATCH_EVERY, cluster.hang_seconds / 4), "patience": TOKEN_SECONDS}
+    jobs = []
+    for each in seen:
+        words = rank_words(command, cluster, each.host.rank, parallel)
+        environ = rank_environment(each.host.spec, cluster.ready_seconds)
+        is_head = not each.host.rank
+        environ |= command.secrets if is_head else {}
+        program = each.facts["vllm"]["program"]
+        jobs.append(Job([program, *words[1:]], environ, config.drain_seconds, watch if is_head else None))
+    return jobs
+
+
+def _measure(args: Namespace, cluster: Cluster, seen: list[Seen], config: ServerConfig, folder: Path) -> None:
+    """Time an all-reduce, and say what to expect of it."""
+    from sparkdraft.cli.cluster_plan import question_of
+    from sparkdraft.cluster.expect import ITEMSIZE, cases, explain
+    from sparkdraft.cluster.measure import measure
+
+    question, why = None, ""
+    asked = Namespace(model=config.engine.model, machine="gb10", weights="auto", kv="exact", drafter="none")
+    asked.concurrency, asked.context = 1, config.engine.max_model_len or USUAL_CONTEXT
+    try:
+        question = question_of(asked)
+    except UserError as error:
+        why = str(error)
+    hidden = question.model.hidden_size if question else 4096
+    latency = measure(cluster, seen, hidden * ITEMSIZE, folder, say)
+    if latency is None:
+        say("note: the all-reduce was not measured: no torch is installed where vLLM is")
+    elif question is None:
+        say(f"an all-reduce: {latency.origin}; what share of a token that is cannot be said: {why}")
+    else:
+        for line in explain(cases(question, [len(seen), 2 * len(seen)], latency), latency):
+            say(line if "all-reduce" in line else f"on Sparks, {line}")
+
+
+def _detached(cluster: Cluster) -> int:
+    """Start this command again in the background; returns when it is ready, or has failed."""
+    from sparkdraft.cluster.runs import READY, Run, read_state, run_folder
+
+    Run.check_free(cluster.name)
+    folder = run_folder(cluster.name)
+    folder.mkdir(parents=True, exist_ok=True)
+    words = [sys.executable, "-m", "sparkdraft.cli.main", *(each for each in sys.argv[1:] if each != "--detach")]
+    with open(folder / "supervisor.log", "wb") as log:
+        child = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=dict(os.environ)
+        )
+    while child.poll() is None:
+        state = read_state(cluster.name)
+        if state and state.phase == READY and state.supervisor[:1] == [child.pid]:
+            say(f"cluster {cluster.name} is ready: {state.url}/v1; log: {folder / 'supervisor.log'}")
+            return 0
+        time.sleep(0.3)
+    last = (folder / "supervisor.log").read_text(errors="replace").strip().splitlines()
+    raise UserError((last or ["it ended without a word"])[-1].removeprefix("sparkdraft: "))

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from .keep import end_recorded, keep
+from .look import look
+
+
+def main() -> int:
+    verb, *more = sys.argv[1:]
+    if verb == "keep":
+        return keep(Path.home() / more[0])
+    if verb == "allreduce":
+        from .allreduce import allreduce  # torch
+
+        return allreduce(json.loads(more[0]))
+    found = look(json.load(sys.stdin)) if verb == "look" else end_recorded(Path.home() / more[0])
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

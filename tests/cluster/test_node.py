@@ -1,0 +1,181 @@
+"""What runs on the machines: the keeper with its timer, the log, the watch, and one measurement of an all-reduce."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkdraft.cluster import measure as measure_module
+from sparkdraft.cluster.host import NODE, Host
+from sparkdraft.cluster.hosts_file import Cluster, HostSpec
+from sparkdraft.cluster.node import processes
+from sparkdraft.cluster.node.log import Log
+from sparkdraft.cluster.node.watch import COUNTERS
+from sparkdraft.cluster.survey import Seen
+from sparkdraft.core import UserError
+from tests.cluster.simulated import free_ports, wait_for
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print(os.getpid(), helper.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_it_needs_nothing_but_python() -> None:
+    """It is copied to machines where this package is not."""
+    for path in NODE.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [str(node.module)]
+            else:
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                top = name.partition(".")[0]
+                assert top in sys.stdlib_module_names or (top == "torch" and path.name == "allreduce.py"), path
+
+
+def keeper(home: Path, silence: float, drain: float = 0.3, words: Any = None) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "node", "keep", "run"],
+        cwd=NODE.parent,
+        env={**os.environ, "HOME": str(home)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdin
+    spec = {"words": words or [sys.executable, "-c", STUBBORN], "environ": {}, "drain": drain, "silence": silence}
+    process.stdin.write(json.dumps(spec).encode() + b"\n")
+    process.stdin.flush()
+    return process
+
+
+def pids_of(process: subprocess.Popen[bytes]) -> list[int]:
+    assert process.stdout
+    line = next(line for line in process.stdout if not line.startswith(b"\x1e"))
+    return [int(word) for word in line.split()]
+
+
+def ended(process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    assert process.stdout
+    events = [json.loads(line[1:]) for line in process.stdout if line.startswith(b"\x1e")]
+    assert process.wait(10) is not None
+    return dict(events[-1])
+
+
+def test_the_timer_ends_a_command_that_ignores_signals_and_its_helper(tmp_path: Path) -> None:
+    process = keeper(tmp_path, silence=1.0)
+    pids = pids_of(process)
+    assert ended(process) == {
+        "event": "ended",
+        "status": -9,
+        "why": "nothing was heard of its supervisor for 1 s",
+    }
+    assert not any(processes.identity(pid) for pid in pids)
+
+
+def test_a_closed_connection_ends_it_and_a_sign_of_life_keeps_it(tmp_path: Path) -> None:
+    process = keeper(tmp_path, silence=3.0)
+    pids = pids_of(process)
+    assert process.stdin
+    for _ in range(8):
+        process.stdin.write(b".")
+        process.stdin.flush()
+        time.sleep(0.5)
+    assert all(processes.identity(pid) for pid in pids), "4 s with signs of life are no silence"
+    recorded = json.loads((tmp_path / "run" / "processes.json").read_text())
+    assert {process.pid, *pids} <= {each[0] for each in recorded}
+    process.stdin.close()
+    assert ended(process)["why"] == "its supervisor has closed the connection"
+    assert not any(processes.identity(pid) for pid in pids) and not (tmp_path / "run" / "processes.json").exists()
+
+
+def test_what_a_killed_keeper_leaves_is_ended_by_number_and_time_of_start(tmp_path: Path) -> None:
+    process = keeper(tmp_path, silence=60.0)
+    pids = pids_of(process)
+    path = tmp_path / "run" / "processes.json"
+    wait_for(lambda: path.exists() and len(json.loads(path.read_text())) >= 3)
+    process.kill()
+    process.wait()
+    assert all(processes.identity(pid) for pid in pids)
+    known = json.loads(path.read_text())
+    bystander = subprocess.Popen(["sleep", "60"])
+    path.write_text(json.dumps([*known, [bystander.pid, 1]]))  # a number that was used again
+    command = [sys.executable, "-m", "node", "end", "run"]
+    for expected in (set(pids), set[int]()):
+        told = subprocess.run(command, cwd=NODE.parent, env={**os.environ, "HOME": str(tmp_path)}, capture_output=True)
+        assert set(json.loads(told.stdout)) == expected
+    assert not any(processes.identity(pid) for pid in pids) and bystander.poll() is None
+    bystander.kill()
+    bystander.wait()
+
+
+def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    process = keeper(tmp_path, silence=5.0, words=["/no/such/program"])
+    assert ended(process)["why"] == "/no/such/program cannot be started: No such file or directory"
+    assert process.returncode == 127
+
+
+def test_a_log_is_cut_and_survives_a_full_disk(tmp_path: Path) -> None:
+    log = Log(tmp_path / "log", most=20)
+    assert [log.write(b"0123456789\n") for _ in range(3)] == ["", "", ""]
+    assert (tmp_path / "log").read_bytes() == b"0123456789\n" and (tmp_path / "log.1").stat().st_size == 22
+    log.close()
+    full = Log(Path("/dev/full"))
+    assert full.write(b"x") == "the log /dev/full is no longer written: No space left on device"
+    assert full.write(b"x") == ""
+
+
+def test_the_counters_of_vllm() -> None:
+    told = (
+        b'# HELP vllm:generation_tokens_total x\nvllm:generation_tokens_total{engine="0",model_name="m"} 12.0\n'
+        b'vllm:prompt_tokens_total{engine="0",model_name="m"} 1.5e+03\nvllm:prompt_tokens_created{engine="0"} 7\n'
+    )
+    assert [float(each) for each in COUNTERS.findall(told)] == [12.0, 1500.0]
+
+
+# ---- the all-reduce
+
+
+def two_ranks(home: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Cluster, list[Seen]]:
+    monkeypatch.setenv("HOME", str(home))
+    spec = HostSpec("local", "127.0.0.1", ("lo",), python=sys.executable)
+    cluster = Cluster("pair", (spec, spec), port=free_ports(1)[0])
+    hosts = [Host(spec, f"local/{rank}", rank, "pair") for rank in (0, 1)]
+    for each in hosts:
+        each.install()
+    return cluster, [Seen(each, {"vllm": {"python": sys.executable}}) for each in hosts]
+
+
+@pytest.mark.slow
+def test_two_processes_measure_an_all_reduce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, seen = two_ranks(tmp_path, monkeypatch)
+    found = measure_module.measure(cluster, seen, 8192, tmp_path, print)
+    assert found and found.machines == 2 and "for 8 KB, gloo" in found.origin
+    assert 1e-6 < found.at(2, 8192) < 1.0 and found.at(2, 1 << 20) >= found.at(2, 8192)
+
+
+def test_machines_that_cannot_reduce_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, seen = two_ranks(tmp_path, monkeypatch)
+    fails = tmp_path / "python"
+    fails.write_text("#!/bin/sh\necho RuntimeError: connection refused >&2\nexit 1\n")
+    fails.chmod(0o755)
+    seen[1].facts["vllm"]["python"] = str(fails)
+    with pytest.raises(
+        UserError, match=r"local/1: the all-reduce was not measured: .* RuntimeError: connection refused"
+    ):
+        measure_module.measure(cluster, seen, 8192, tmp_path, print)
+    for each in seen:  # neither has torch
+        each.facts["vllm"]["python"] = str(fails)
+    fails.write_text("#!/bin/sh\nexit 3\n")
+    assert measure_module.measure(cluster, seen, 8192, tmp_path, print) is None
