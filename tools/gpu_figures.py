@@ -78,6 +78,14 @@ STEPS = [
         "depth-mtp", 180,
         f"bench depth --shape qwen3.5-27b {DRAFTED.format('mtp', '4.9')} --concurrency 1,4",
     ),
+    *(
+        Step(
+            f"cut-{cut}", 180,
+            f"bench offline --shape qwen3-30b-a3b {DRAFTED.format('dflash-5x', '5.4')} --vary-blocks --spec auto "
+            f"--prompt-len 256 --output-len 2048 --concurrency 1,4 --cut {cut}",
+        )
+        for cut in ("off", "auto")
+    ),
     Step("assistant", 480, "tools/cuda_assistant.py --limit 420"),
     Step(
         "depth-assistant", 180,

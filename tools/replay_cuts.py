@@ -147,7 +147,7 @@ def controlled(blocks: Blocks, machine: str, cut: bool) -> dict[str, float]:
     (draft, verify), dice = MACHINES[machine], random.Random(0)
     depths, lists = DepthController(DEPTHS[-1], 0.69, DEPTHS), blocks.gaps.tolist()
     for depth in DEPTHS * 3:
-        depths.measured(depth, 1, 100, draft(depth) + verify(depth), depth, draft(depth) if cut else 0.0)
+        depths.measured(depth, 1, 100, draft(depth) + verify(depth), depth, draft(depth) if cut else None)
     time = rows = tokens = steps = 0.0
     for first, count in blocks.texts():
         state, place = depths.open(), first
@@ -158,7 +158,7 @@ def controlled(blocks: Blocks, machine: str, cut: bool) -> dict[str, float]:
                 depths.cut_to([kept], 1)
             accepted = blocks.accepted(place, kept)
             parts = draft(depth) * dice.gauss(1, 0.03), verify(kept) * dice.gauss(1, 0.03)
-            depths.measured(kept, 1, 100, sum(parts), depth, parts[0] if cut else 0.0)
+            depths.measured(kept, 1, 100, sum(parts), depth, parts[0] if cut else None)
             depths.record(state, kept, accepted)
             time, rows, steps = time + draft(depth) + verify(kept), rows + 1 + kept, steps + 1
             tokens, place = tokens + 1 + accepted, place + 1 + accepted

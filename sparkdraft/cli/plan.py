@@ -99,7 +99,7 @@ def run(args: Namespace) -> int:
     if args.concurrency > MAX_SEQS[machine.hardware.device]:  # more than the engine takes by itself
         config = replace(config, max_seqs=args.concurrency)
     formats, label = read_formats(args.weights, raw, model, machine)
-    question = Question(model, machine, config, formats, drafter, args.concurrency, context, chances, names)
+    question = Question(model, machine, config, formats, drafter, args.concurrency, context, chances, names=names)
     forecast = _forecast(question)
     weights = label or forecast.plan.weights
     advice, alternatives = recommend(forecast), compare(question, weights) if args.compare else []
@@ -168,6 +168,8 @@ def read_drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftC
     found = default_drafter(model_name) if name == "auto" else None if name == "none" else name
     if found is None:
         return None, []
+    if found.partition(":")[0] == "race":
+        raise UserError(f"--drafter is {found}; a plan is made for one drafter: name it, or mtp")
     if found in DRAFTER_FILES or found in DRAFTER_SHAPES or found == MTP:
         return drafter_shape(found, model), []
     draft, folder = read_draft_config(read_config_json(found)), Path(found).expanduser()

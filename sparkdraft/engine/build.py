@@ -33,6 +33,7 @@ from sparkdraft.spec.drafter import Drafter, ReadsTarget
 from sparkdraft.spec.id_files import IdCounts
 from sparkdraft.spec.mtp_config import MTP
 from sparkdraft.spec.pairs import check_pair
+from sparkdraft.spec.race import RACE, Racers, RaceSource, find_racers
 from sparkdraft.spec.registry import DraftSource
 from sparkdraft.text.tokenizer import Vocabulary
 from sparkdraft.weights.checkpoint import Checkpoint
@@ -62,6 +63,8 @@ def _find(config: EngineConfig, target: ModelConfig, checkpoint: Checkpoint) -> 
         return choose(config.model, target, checkpoint)
     if config.drafter == MTP:
         return Choice(registry.find_head(checkpoint, target), [])
+    if config.drafter.partition(":")[0] == RACE:
+        return Choice(find_racers(config.model, config.drafter, target, checkpoint), [])
     check_pair(config.drafter, target)
     return Choice(registry.find_drafter(config.drafter, target), [])
 
@@ -72,7 +75,7 @@ def build_engine(
     model_config: ModelConfig,
     source: WeightSource,
     tokenizer: Vocabulary,
-    drafter: DraftSource | None = None,
+    drafter: DraftSource | RaceSource | None = None,
     progress: Progress | None = None,
     calibration: Sequence[int] = (),
     chosen: Sequence[Note] = (),
@@ -96,10 +99,10 @@ def build_engine(
         assert model.context >= plan.max_model_len, f"{model.context} positions for a context of {plan.max_model_len}"
         proposer, notes = None, [*chosen, *loader.notes]
         if drafter:
-            made, more = _build_drafter(drafter, config, plan, model)
-            proposer, notes = Proposer(made, plan, device, ops), [*notes, *more]
+            made, said = _build_drafter(drafter, config, plan, model)
+            proposer, notes = Proposer(made, plan, device, ops), [*notes, *said]
         ngram, reads = config.ngram and config.spec != "off", model_sizes(model_config).read
-        drafting = Drafting(plan.max_model_len, proposer, ngram, config.num_draft, reads, config.depths)
+        drafting = Drafting(plan.max_model_len, proposer, ngram, config.num_draft, reads, config.depths, config.cut)
         centres = None
         if plan.coded and config.tq_centre and len(calibration) > SKIPPED:
             scratch = scratch_cache(model_config, len(calibration), plan, dtype, device, ops)
@@ -113,16 +116,26 @@ def build_engine(
         torch.cuda.empty_cache()  # give back the memory that only loading needed
     runner = Runner(model, kv, plan, device, drafter.caps.taps if drafter else ())
     sampler = Sampler(model_config.vocab_size, tokenizer.eos_ids, device, ops)
-    overlap = (
-        OverlappedSteps(runner, proposer, device, drafting.choices) if plan.graphs and plan.device == "cuda" else None
-    )
+    overlap = None
+    if plan.graphs and plan.device == "cuda":
+        overlap = OverlappedSteps(runner, proposer, device, drafting.choices, drafting.cuts)
     return Engine(plan, runner, sampler, tokenizer, drafting, overlap, holdings, notes, counts)
 
 
 def _build_drafter(
-    source: DraftSource, config: EngineConfig, plan: Plan, target: Decoder
+    drafter: DraftSource | RaceSource, config: EngineConfig, plan: Plan, target: Decoder
 ) -> tuple[Drafter, list[Note]]:
-    """Its weights are quantised only if that is asked for, whatever the target's are; its K/V are exact."""
+    """A drafter, or several in one; and what loading it settled for. Its weights are quantised only if that is asked
+    for, whatever the target's are; its K/V are exact."""
+    notes, made = list[Note](), list[Drafter]()
+    for racer in drafter.racers if isinstance(drafter, RaceSource) else (drafter,):
+        built, said = _build_one(racer, config, plan, target)
+        made.append(built)
+        notes += said
+    return (Racers(made) if len(made) > 1 else made[0]), notes
+
+
+def _build_one(source: DraftSource, config: EngineConfig, plan: Plan, target: Decoder) -> tuple[Drafter, list[Note]]:
     device, dtype, ops = torch.device(plan.device), TORCH_DTYPES[plan.dtype], target.ops
     form, keeps = source.weights, config.weights_cache
     cache = open_cache(source.source.path, form, plan.device, "drafter") if keeps else None

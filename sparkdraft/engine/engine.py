@@ -21,7 +21,7 @@ from sparkdraft.cache.holdings import Holding
 from sparkdraft.cache.prefix import PrefixCache
 from sparkdraft.core import Batch, FinishReason, Request, SamplingParams, StepOutput, UserError
 from sparkdraft.engine.accept import committed
-from sparkdraft.engine.drafting import Drafting
+from sparkdraft.engine.drafting import Drafting, Outcome
 from sparkdraft.engine.drift import StepDrift
 from sparkdraft.engine.output import Output
 from sparkdraft.engine.overlap import AHEAD, OverlappedSteps
@@ -174,8 +174,9 @@ class Engine:
         steps, and measures the cost of a step at each depth for the depth controllers."""
         if self.drafting.proposer:
             self.runner.record_rows(1 + self.drafting.max_depth)
-        for depth in self.drafting.choices:
-            self._try(depth, [*range(16)], TRIAL_STEPS)  # drafted by the model
+        for depths in self.drafting.trials():
+            for depth in depths:
+                self._try(depth, [*range(16)], TRIAL_STEPS)  # drafted by the model
         for depth in self.drafting.choices:  # and by its own text
             if not self.drafting.has_experts:
                 self._try(depth, [5] * 16, TRIAL_STEPS, following=5)
@@ -258,7 +259,9 @@ class Engine:
     def _overlap_step(self, overlap: OverlappedSteps, depths: dict[Request, int]) -> list[StepOutput]:
         """Launch a step, then read the one before it."""
         self.scheduler.holdings.send()
-        overlap.launch(self.scheduler.running, [depths.get(r, 0) for r in self.scheduler.running])
+        running = self.scheduler.running
+        terms = self.drafting.cut_terms(running, depths) if overlap.lanes.cuts else []
+        overlap.launch(running, [depths.get(r, 0) for r in running], terms, self.drafting.model)
         outputs = self._read_step(overlap) if overlap.num_unread == AHEAD else []
         if any(output.finish for output in outputs):
             outputs += self.read_launched()  # the step already launched still contains the request that ended
@@ -287,15 +290,15 @@ class Engine:
             output.num_accepted = _num_accepted(result.ids, output)
             self.scheduler.commit(request, len(output.ids))
             outputs.append(output)
-            steps.append((request, result.num_draft, output.num_accepted))
+            steps.append(Outcome(request, result.drafted, result.num_draft, output.num_accepted, result.gaps))
         if steps:
-            self.drafting.learn_overlapped(steps, overlap.step_seconds)
+            self.drafting.learn_overlapped(steps, overlap.step_seconds, overlap.verify_seconds, overlap.model)
             self.pace.learn(len(steps), 0, overlap.step_seconds)
-            rows, context = sum(1 + depth for _, depth, _ in steps), sum(r.num_tokens for r, _, _ in steps)
+            rows, context = sum(1 + step.verified for step in steps), sum(s.request.num_tokens for s in steps)
             self.drift.learn(len(steps), rows, context, overlap.step_seconds)
-        for output, (request, _, _) in zip(outputs, steps, strict=True):
-            if request.finish:  # it is removed once every launched step has been read
-                output.speculation = self.drafting.report(request)
+        for output, step in zip(outputs, steps, strict=True):
+            if step.request.finish:  # it is removed once every launched step has been read
+                output.speculation = self.drafting.report(step.request)
         return outputs
 
     # ---- the parts

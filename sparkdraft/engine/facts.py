@@ -28,7 +28,7 @@ from sparkdraft.weights.linear import Linear
 def facts(engine: Engine) -> list[Fact]:
     model, plan = engine.runner.model, engine.plan
     found = [_recordings(engine), _overlap(engine), _bits(engine)]
-    found += [*_cut(engine), *_drafter(engine), *_chain(engine)]
+    found += [*_cut(engine), *_drafter(engine), *_chain(engine), *_race(engine)]
     if plan.device == "cuda":
         found += model.ops.facts(asked(model, plan), torch.device(plan.device))
         if proposer := engine.drafting.proposer:
@@ -97,9 +97,17 @@ def _cut(engine: Engine) -> list[Fact]:
     name = "blocks of drafts"
     if not engine.drafting.proposer:
         return []
-    if engine.plan.device == "cpu":
-        return [Fact(name, "cut where their own confidence no longer pays, unless the depth is fixed")]
-    return [Fact(name, "verified whole", "a step on a GPU is recorded with a fixed number of rows")]
+    if not engine.drafting.cuts:
+        return [Fact(name, "verified whole", engine.drafting.whole)]
+    value = "cut where their own confidence no longer pays, unless the depth is fixed"
+    if engine.overlap:
+        return [Fact(name, f"{value}: on the device, where rows past the cut write nothing and reach no expert")]
+    return [Fact(name, f"{value}: by the host, before they are verified")]
+
+
+def _race(engine: Engine) -> list[Fact]:
+    race = engine.drafting.race
+    return [Fact("race of drafters", race.score.describe())] if race else []
 
 
 def _drafter(engine: Engine) -> list[Fact]:

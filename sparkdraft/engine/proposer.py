@@ -36,6 +36,7 @@ from sparkdraft.engine.sampler import Draws, pick
 from sparkdraft.kernels import Unrecordable
 from sparkdraft.plan.resolve import Plan
 from sparkdraft.spec.drafter import Anchors, CommittedRows, Drafter, Score
+from sparkdraft.spec.race import turn_of
 
 Table = Any  # a tensor; on a CPU its numpy view, because torch takes thirty microseconds to copy a few kilobytes
 Key = TypeVar("Key")
@@ -46,6 +47,14 @@ class PassShape(NamedTuple):
 
     seqs: int
     each: int  # rows of logits per sequence
+    turn: int  # of a race (spec/race.py)
+
+
+class RowsShape(NamedTuple):
+    """What a recording of observing is made for."""
+
+    rows: int
+    turn: int
 
 
 class Drafts(NamedTuple):
@@ -77,6 +86,9 @@ class Proposer:
         self.chain = drafter.caps.chain
         self._keeps = bool(drafter.caps.kv)  # whether observing writes anything
         self.max_depth = drafter.caps.max_depth
+        # For benchmarks: how sure the drafter is said to be, None: as it is.
+        self.given_gaps: Callable[[list[Work]], list[list[float]] | None] | None = None
+        self.finds_gaps = True  # whether to find out how sure each draft is; engine/drafting.py decides
         max_blocks = -(-plan.max_model_len // plan.block_size)
         self._inputs = StepInputs(plan.max_seqs, plan.max_seqs, max_blocks, plan.block_size, device)  # the anchors
         self._anchors: dict[int, Anchors] = {}  # per number of anchors: views of the inputs
@@ -146,7 +158,7 @@ class Proposer:
         assert self._seen
         if self._keeps:
             num_rows = self._seen.fill(waiting, self.plan.block_size)
-            self._observing = self._replay(self._observing, self._observe, num_rows)[0]
+            self._observing = self._replay(self._observing, self._observe, RowsShape(num_rows, self._turn))[0]
         for _, pending in waiting:
             pending.start, pending.count = pending.start + pending.count, 0
 
@@ -176,16 +188,18 @@ class Proposer:
         self._gaps_found = []
         ids = self.drafter.propose(self._anchors_of(len(works)), depth, self._pick).tolist()
         gaps = torch.cat(self._gaps_found, 1).tolist() if self._gaps_found else [[]] * len(works)
+        if self._gaps_found and self.given_gaps:
+            gaps = self.given_gaps(works) or gaps
         most = [work.most_drafts for work in works]
         return [Drafts(drafts[:room], sure[:room]) for drafts, sure, room in zip(ids, gaps, most, strict=True)]
 
     def _pick(self, score: Score, each: int, drafted: int = 0, ids: Tensor | None = None) -> Tensor:
         """spec.drafter.Pick: replays the pass if it has been recorded; rows are sampled outside of the recording."""
         works, self._score = self._works, score
-        self._passes, logits = self._replay(self._passes, self._run_pass, PassShape(len(works), each))
+        self._passes, logits = self._replay(self._passes, self._run_pass, PassShape(len(works), each, self._turn))
         requests, positions = [w.request for w in works], [w.request.num_tokens + drafted for w in works]
         draws = Draws.of(requests, positions, self.device, each)
-        if self.device.type != "cpu":
+        if not self.finds_gaps:
             return pick(self.ops, logits, draws, ids).view(len(works), each)
         sure = pick_sure(self.ops, logits, draws, ids)
         self._gaps_found.append(sure.gaps.view(len(works), each))
@@ -277,9 +291,13 @@ class Proposer:
             self.unrecorded.append(f"the drafter's '{reason}' is not one of the CPU kernels")
             return None, run(key)
 
-    def _observe(self, num_rows: int) -> Tensor:
+    @property
+    def _turn(self) -> int:
+        return turn_of(self.drafter)
+
+    def _observe(self, shape: RowsShape) -> Tensor:
         assert self._seen
-        self.drafter.observe(self._seen.first(num_rows))
+        self.drafter.observe(self._seen.first(shape.rows))
         return self._seen.hidden
 
 

@@ -95,7 +95,8 @@ class Runner:
         slots, view = inputs.slots[:rows], inputs.view(shape.seqs, shape.max_query, max_context)
         if self.kv.begin:
             self.kv.begin(slots, view)
-        step = Step(inputs.token_ids[:rows], inputs.positions[:rows], slots, view, self.kv.layers)
+        live = None if self.plan.device == "cpu" else view.query_start[shape.seqs :]  # on a CPU nothing is padded
+        step = Step(inputs.token_ids[:rows], inputs.positions[:rows], slots, view, self.kv.layers, live)
         return self.model.forward(step, self.tap_layers, self.taps[:rows] if self.tap_layers else None)
 
     def _logits(self, shape: Shape, residual: Tensor) -> Tensor:

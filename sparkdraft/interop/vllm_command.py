@@ -47,6 +47,7 @@ NOT_THERE = {  # fields that nothing in vLLM corresponds to, and what it does in
     "drafter_weights": "a drafter is kept as its file has it",
     "draft_vocab": "a drafter drafts among the ids of its file",
     "count_ids": "ids are not counted",
+    "cut": "the depth is fixed",
     "profile": "what `sparkdraft tune` measured is not read",
     "canary": "nothing is probed at the start",
     "watchdog": "nothing is watched",

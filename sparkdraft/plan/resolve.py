@@ -172,12 +172,9 @@ def _held(
     on_cpu: bool,
 ) -> int:
     """Bytes of all weights, and of the tables that are made of numbers alone."""
-    inside, beside, stored = 0, 0, None if on_cpu else stored
-    if drafter and drafter.in_target:  # what is stored has counted it, as floats
-        inside, beside = drafter.num_weights, drafter.held(itemsize, not on_cpu) - int(drafter.num_weights * itemsize)
-    elif drafter:
-        beside = drafter.held(itemsize, not on_cpu)
-    return beside + weight_bytes(model, itemsize, stored, inside) + rope_bytes(model, context)
+    stored, own = None if on_cpu else stored, drafter.num_in_target if drafter else 0
+    beside = drafter.held(itemsize, not on_cpu) - int(own * itemsize) if drafter else 0  # own: stored has counted it
+    return beside + weight_bytes(model, itemsize, stored, own) + rope_bytes(model, context)
 
 
 def model_bytes(

@@ -32,11 +32,15 @@ class DrafterCaps:
     # only must keep so many more.
     reads_back: int = 0
     num_read: int = 0  # of its weights, those that a pass over one row reads; 0: all. A layer with experts reads a few
-    in_target: bool = False  # its tensors are in the target's own file
+    num_in_target: int = 0  # of num_weights, those whose tensors are in the target's own file
     num_ids: int = 0  # that it drafts among; 0: all of the target's
     # Of num_weights, the matrices that drafter_weights quantises: output rows, those of all experts, and width of each.
     matrices: tuple[tuple[int, int], ...] = ()
     stored: StoredBytes | None = None  # what a GPU keeps of num_weights; None: floats
+
+    @property
+    def in_target(self) -> bool:
+        return self.num_in_target > 0
 
     def held(self, itemsize: float, on_gpu: bool) -> int:
         """Bytes of num_weights, where floats, or all that a CPU keeps, take that size."""

@@ -133,7 +133,7 @@ class DFlash:
     def block(self, anchors: Anchors, depth: int) -> DraftBlock:
         seqs, width = anchors.tables.shape[0], self.width(depth)
         ids, positions, slots, context = self.ops.make_rows(
-            *(anchors.length, anchors.tables, anchors.ids, None),
+            *(anchors.length, anchors.tables, anchors.ids),
             *(width, anchors.block_size, self.draft.mask_token_id, anchors.positions),
         )
         starts, wanted = self._starts[depth][: seqs + 1], self._wanted[depth][: seqs * depth]

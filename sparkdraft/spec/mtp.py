@@ -96,9 +96,7 @@ class MtpHead:
     def _score(self, anchors: Anchors, seqs: int, likeliest: bool) -> Tensor:
         """One pass, over one row of each sequence; the row's state replaces the one that it began with."""
         ops, ids, hidden = self.ops, self._ids[:seqs], self._hidden[:seqs]
-        _, positions, slots, context = ops.make_rows(
-            self._length[:seqs], anchors.tables, ids, None, 1, anchors.block_size, 0
-        )
+        _, positions, slots, context = ops.make_rows(self._length[:seqs], anchors.tables, ids, 1, anchors.block_size, 0)
         view = AttentionView(self._starts[: seqs + 1], context, anchors.tables, 1, anchors.max_context)
         step = Step(ids, positions, slots, view, self.kv.layers)
         joined = Normed(self.join(ids, hidden), self.layer.input_norm)

@@ -145,16 +145,17 @@ def caps_of(head: MtpConfig) -> DrafterCaps:
     rows, table = (number or vocab) * hidden * own_head, head.own_embedding * vocab * hidden
     joined = 2 * hidden * hidden
     again = hidden * layer.kv  # keys and values a second time, as one matrix: committed rows need no more
+    own = joined + layer.held + again + rows + table
     return DrafterCaps(
         name=MTP,
         taps=(FINAL,),
         max_depth=MAX_DEPTH,
         kv=(head.attention,),
-        num_weights=joined + layer.held + again + rows + table,
+        num_weights=own,
         chain=True,
         own_head=own_head,
         num_read=joined + layer.active + rows,
-        in_target=head.in_target,
+        num_in_target=own if head.in_target else 0,
         num_ids=number,
         matrices=_matrices(head, own_head),
     )

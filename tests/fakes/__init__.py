@@ -151,7 +151,7 @@ class FakeBlock:
     gaps: by whether a draft is right, how sure the drafter says it is, on average; without them it says nothing.
     """
 
-    may_pass_over, chain = False, False
+    may_pass_over, chain, device = False, False, torch.device("cpu")
 
     def __init__(
         self, chance: float, block_size: int = 8, seed: int = 0, gaps: tuple[float, float] | None = None

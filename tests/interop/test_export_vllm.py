@@ -221,7 +221,7 @@ OTHER_VALUES: dict[str, tuple[Any, ...]] = {
     **{"tq_centre": (False,), "kv_tokens": (512,), "memory_fraction": (0.5,), "block_size": (32,)},
     **{"prefix_cache": (False,), "graphs": (True,), "threads": (3,), "spec": ("off", "3"), "spec_depths": ("0,3",)},
     **{"drafter": ("none", "mtp"), "ngram": (False,), "profile": ("none",), "drafter_weights": ("fp8",)},
-    **{"draft_vocab": ("ids.txt",), "count_ids": ("counts.txt",)},
+    **{"draft_vocab": ("ids.txt",), "count_ids": ("counts.txt",), "cut": ("off",)},
 }
 
 

@@ -121,6 +121,30 @@ def test_blocks_hold_every_pair_once(rows: int, top_k: int, count: int, size: in
     assert seen == order == sorted(range(len(flat)), key=lambda pair: (flat[pair], pair))
 
 
+@gpu
+@pytest.mark.parametrize("rows, count, top_k, live", [(6, 64, 2, 4), (16, 8, 2, 5), (16, 8, 2, 0), (40, 8, 2, 17)])
+def test_dead_rows_reach_no_expert(rows: int, count: int, top_k: int, live: int) -> None:
+    """Pair by pair, in blocks, and in batches of more rows: those before them are as if they were alone."""
+    problem, x = Problem.of(count, 40, 24, DTYPES[0]), randn(rows, 40, dtype=DTYPES[0])
+    router, number = DenseLinear(randn(count, 40, dtype=DTYPES[0])), integers([live])
+    got, expected = (
+        ops.norm_route(Normed(x, problem.norm), router, top_k, True, None, number) for ops in (cuda, reference)
+    )
+    assert torch.equal(got.ids, expected.ids) and (got.ids[live:] == -1).all() and (got.ids[:live] >= 0).all()
+    assert not got.weights[live:].any()
+    blocks = routing.cut(got, count, 16)
+    used = [entry for entry in blocks.table.tolist() if entry[0] >= 0]
+    assert {entry[0] for entry in used} == set(got.ids[:live].flatten().tolist())
+    assert sorted(pair for _, first, last in used for pair in blocks.order[first:last].tolist()) == [
+        *range(live * top_k)
+    ]
+    added = cuda.add_experts(Normed(x.clone(), problem.norm), got, *problem.arguments, problem.then)
+    wanted = reference.add_experts(Normed(x.clone(), problem.norm), expected, *problem.arguments, problem.then)
+    if live:
+        assert_close(added.x[:live], wanted.x[:live], DTYPES[0])
+    assert torch.equal(wanted.x[live:], x[live:])
+
+
 # Experts
 
 
@@ -393,7 +417,8 @@ def experts_step(name: str, rows: int, dtype: torch.dtype = torch.bfloat16) -> N
     )
     down = DenseExperts(empty(count, hidden, inter, dtype=dtype), empty(count, hidden, dtype=dtype) if bias else None)
     normed = Normed(x, norm)
-    chosen = cuda.norm_route(normed, DenseLinear(empty(count, hidden, dtype=dtype)), top_k, True)
+    live = empty(1, dtype=torch.int32) if rows > 1 else None
+    chosen = cuda.norm_route(normed, DenseLinear(empty(count, hidden, dtype=dtype)), top_k, True, None, live)
     cuda.add_experts(normed, chosen, gate_up, down, activation, norm)
 
 

@@ -200,6 +200,8 @@ def _row_down(
     """
     enter(PDL)
     row = tl.program_id(0).to(tl.int64)
+    if tl.load(ids + row * TOP_K) < 0:  # a dead row
+        return
     column = tl.program_id(1) * STRIP + tl.arange(0, STRIP)
     lane = tl.arange(0, BLOCK_C * STRIP)
     choice = lane // STRIP

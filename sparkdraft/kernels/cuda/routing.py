@@ -40,13 +40,13 @@ def _flip(bits):
 
 @triton.jit
 def _choose(
-    value, scale, ids, weights, row, real,
+    value, scale, live, ids, weights, row, real,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Store the choices of rows 'row', as far as they are 'real', from their logits [ROWS, BLOCK_E].
 
-    Whatever the logits hold, a row's experts are TOP_K different ones.
+    Whatever the logits hold, a row's experts are TOP_K different ones; a dead row has none, and -1 in their place.
     """
     expert = tl.arange(0, BLOCK_E)[None, :]
     value = tl.where(expert < EXPERTS, value, float("-inf"))
@@ -70,14 +70,17 @@ def _choose(
     mask = real[:, None] & (choice < TOP_K)
     if scale is not None:
         share *= tl.load(scale + chosen, mask=mask, other=0.0)
+    if live is not None:
+        alive = (row < tl.load(live))[:, None]
+        chosen, share = tl.where(alive, chosen, -1), tl.where(alive, share, 0.0)
     target = row.to(tl.int64)[:, None] * TOP_K + choice
     tl.store(ids + target, chosen, mask=mask)
     tl.store(weights + target, share, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["live"])
 def _route(
-    logits, scale, ids, weights, stride_logits,
+    logits, scale, live, ids, weights, stride_logits,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -87,12 +90,12 @@ def _route(
     expert = tl.arange(0, BLOCK_E)[None, :]
     place = logits + row.to(tl.int64)[:, None] * stride_logits + expert
     value = tl.load(place, mask=expert < EXPERTS, other=0.0)
-    _choose(value, scale, ids, weights, row, row >= 0, EXPERTS, TOP_K, RENORMALISE, 1, BLOCK_E, BLOCK_C)
+    _choose(value, scale, live, ids, weights, row, row >= 0, EXPERTS, TOP_K, RENORMALISE, 1, BLOCK_E, BLOCK_C)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "live"])
 def _route_few(
-    x, squares, weight, scale, offset, row_scale, bias, factors, ids, weights, sums, counter, rows, stride_x, eps,
+    x, squares, weight, scale, offset, row_scale, bias, factors, live, ids, weights, sums, counter, rows, stride_x, eps,
     LEVELS: tl.constexpr, PLANE: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr,
     PACKED: tl.constexpr, EXPERTS: tl.constexpr, IN: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
     TOP_K: tl.constexpr, RENORMALISE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
@@ -123,22 +126,30 @@ def _route_few(
     logits = logits * norm_scale(parts, eps, IN, ROWS, BLOCK_P)[:, None]
     if bias is not None:
         logits += tl.load(bias + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
-    _choose(logits, factors, ids, weights, row, row < rows, EXPERTS, TOP_K, RENORMALISE, ROWS, BLOCK_E, BLOCK_C)
+    _choose(logits, factors, live, ids, weights, row, row < rows, EXPERTS, TOP_K, RENORMALISE, ROWS, BLOCK_E, BLOCK_C)
 
 
-def norm_route(normed: Normed, router: Linear, top_k: int, renormalise: bool, scale: Tensor | None = None) -> Routing:
+def norm_route(
+    normed: Normed,
+    router: Linear,
+    top_k: int,
+    renormalise: bool,
+    scale: Tensor | None = None,
+    live: Tensor | None = None,  # int32 [1]: the number of rows that are sent anywhere; None: all
+) -> Routing:
     """One launch for few rows; else the router's logits, and then the choice."""
     rows, device = normed.x.shape[0], normed.x.device
     assert scale is None or scale.dtype == torch.float32, scale.dtype
     ids = torch.empty((rows, top_k), dtype=torch.int32, device=device)
     made = Routing(ids, torch.empty((rows, top_k), dtype=torch.float32, device=device))
     if ROUTE_FEW and router.tiles and 0 < rows <= few_rows.MOST_ROWS:
-        _run_route_few(normed, router.tiles, scale, made, _constants(router.tiles.shape[0], top_k, renormalise))
+        sizes = _constants(router.tiles.shape[0], top_k, renormalise)
+        _run_route_few(normed, router.tiles, scale, live, made, sizes)
     elif rows:
         logits = norm_logits(normed, router)
         assert logits.stride(1) == 1, logits.stride()
         sizes = _constants(logits.shape[1], top_k, renormalise)
-        run(_route, (rows,), logits, scale, *made, logits.stride(0), **sizes, num_warps=1)
+        run(_route, (rows,), logits, scale, live, *made, logits.stride(0), **sizes, num_warps=1)
     return made
 
 
@@ -152,7 +163,12 @@ def _constants(experts: int, top_k: int, renormalise: bool) -> dict[str, object]
 
 
 def _run_route_few(
-    normed: Normed, router: WeightTiles, scale: Tensor | None, made: Routing, sizes: dict[str, object]
+    normed: Normed,
+    router: WeightTiles,
+    scale: Tensor | None,
+    live: Tensor | None,
+    made: Routing,
+    sizes: dict[str, object],
 ) -> None:
     x, squares = few_rows.prepare(normed)
     launch, options = few_rows.start(x, router)
@@ -160,8 +176,8 @@ def _run_route_few(
     sums = torch.empty((split, few_rows.MOST_ROWS, router.shape[0]), dtype=torch.float32, device=device)
     few_rows.run_kernel(
         _route_few, (launch.programs * split,), x, squares, router.codes, router.scale, router.offset,
-        router.row_scale, router.bias, scale, *made, sums, counters(device), x.shape[0], x.stride(0), normed.norm.eps,
-        **sizes, **few_rows.parts_of(squares), SPLIT=split, **options,
+        router.row_scale, router.bias, scale, live, *made, sums, counters(device), x.shape[0], x.stride(0),
+        normed.norm.eps, **sizes, **few_rows.parts_of(squares), SPLIT=split, **options,
     )  # fmt: skip
 
 
@@ -190,8 +206,8 @@ def _cut(
     lane = tl.arange(0, BLOCK_P)
     counts = tl.zeros([BLOCK_E], tl.int32)
     for start in range(0, pairs, BLOCK_P):
-        inside = start + lane < pairs
-        counts += tl.histogram(tl.load(ids + start + lane, mask=inside, other=0), BLOCK_E, mask=inside)
+        found = tl.load(ids + start + lane, mask=start + lane < pairs, other=-1)
+        counts += tl.histogram(tl.maximum(found, 0), BLOCK_E, mask=found >= 0)
     blocks = (counts + SIZE - 1) // SIZE
     before = expert < mine
     first, count = tl.sum(tl.where(before, counts, 0), 0), tl.sum(tl.where(expert == mine, counts, 0), 0)
