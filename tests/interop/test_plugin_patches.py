@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from sparkdraft.interop import plugin
 from sparkdraft.interop.plugin import mends
@@ -23,11 +24,12 @@ from sparkdraft.interop.plugin.patches import (
     SKIPPED,
     WAITING,
     DoesNotApply,
+    DoesNotConcern,
     Patch,
     Patches,
 )
 
-FP8, TRITON, DRAFT, NEXT, GEMMA, TURBO = (patch.name for patch in MENDS)
+FP8, TRITON, DRAFT, NEXT, GEMMA, TURBO, KEYS = (patch.name for patch in MENDS)
 BY_NAME = {patch.name: patch for patch in MENDS}
 
 
@@ -50,7 +52,8 @@ def finders() -> Iterator[None]:
         ("0.22.1", {NEXT, TURBO}),
         ("0.23.0", {NEXT, TURBO}),
         ("0.24.0", {TURBO}),
-        ("0.32.0+cpu", {TURBO}),
+        ("0.25.1", {TURBO, KEYS}),
+        ("0.32.0+cpu", {TURBO, KEYS}),
     ],
 )
 def test_each_version_gets_the_patches_that_it_needs(version: str, needed: set[str]) -> None:
@@ -84,7 +87,13 @@ def test_a_patch_waits_for_its_module_and_changes_it(tmp_path: Path, monkeypatch
     def refuse(module: ModuleType) -> None:
         raise DoesNotApply("WIDTH is not what it was")
 
+    def leave(module: ModuleType) -> None:
+        raise DoesNotConcern
+
     said: list[str] = []
+    other = Patches([Patch("leave", "another machine", "json", leave, "0.20", "", ())], "0.20.2", "", said.append)
+    other.bind()  # its module is loaded
+    assert other.states == {"leave": NOT_NEEDED} and not said
     all_of_it = [
         Patch("widen", "it is narrow", right, widen, "0.20", "0.21", ()),
         Patch("refuse", "it is wide", wrong, refuse, "0.20", "", ()),
@@ -137,7 +146,9 @@ def test_fp8_kernels_are_refused_on_a_gb10_alone() -> None:
     BY_NAME[FP8].apply(gb10)
     assert not gb10.cutlass_fp8_supported() and not gb10.cutlass_block_fp8_supported()
     assert gb10.CUTLASS_FP8_SUPPORTED is gb10.CUTLASS_BLOCK_FP8_SUPPORTED is False
-    assert "not a GB10" in _refused(FP8, module((9, 0))) and "not a GB10" in _refused(FP8, module(None))
+    for capability in ((9, 0), None):
+        with pytest.raises(DoesNotConcern):
+            BY_NAME[FP8].apply(module(capability))
     assert "has no cutlass_fp8_supported" in _refused(FP8, SimpleNamespace(__name__="w8a8_utils"))
 
 
@@ -251,3 +262,38 @@ def test_batches_that_verify_are_not_recorded_with_turboquant() -> None:
     assert "not recorded anyway" in _refused(TURBO, module)
     module.TurboQuantMetadataBuilder = _Half
     assert "handled as decoding" in _refused(TURBO, module)
+
+
+class _Keys:
+    _rms_norm_eps = 1e-6
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        self._k_norm_weights = weights
+
+    def _normalize_context_k(self, all_k: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def test_keys_are_normed_by_layer_on_a_cpu_whose_kernel_does_not() -> None:
+    def rms_norm(out: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, eps: float) -> None:
+        scale = weights.reshape(-1, weights.shape[-1])[0]  # as the kernel for CPUs does
+        out.copy_(keys * torch.rsqrt(keys.pow(2).mean(-1, keepdim=True) + eps) * scale)
+
+    def module(is_cpu: bool = True, norm: Any = rms_norm, model: Any = _Keys) -> Any:
+        ops, platform = SimpleNamespace(rms_norm=norm), SimpleNamespace(is_cpu=lambda: is_cpu)
+        found = {"current_platform": platform, "ops": ops, "torch": torch, "DFlashQwen3Model": model}
+        return SimpleNamespace(__name__="qwen3_dflash", **found)
+
+    def right(out: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, eps: float) -> None:
+        rms_norm(out, keys, torch.ones(keys.shape[-1]), eps)
+        out *= weights[:, None, None]
+
+    for other in (module(is_cpu=False), module(norm=right)):
+        with pytest.raises(DoesNotConcern):
+            BY_NAME[KEYS].apply(other)
+    assert "not normed by" in _refused(KEYS, module(model=object))
+    BY_NAME[KEYS].apply(module())
+    keys, weights = torch.randn(3, 4, 2, 16), torch.randn(3, 16)
+    expected = torch.empty_like(keys)
+    right(expected, keys, weights, 1e-6)
+    assert torch.allclose(_Keys(weights)._normalize_context_k(keys), expected)

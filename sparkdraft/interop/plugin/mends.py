@@ -1,7 +1,7 @@
 """The patches that DGX Spark users apply to vLLM by hand, with the versions that need them.
 
-Only the last is for a current version. The others are for builds of spring 2026, which containers still pin. None of
-them edits a file: each changes a class or a name of a module after it was loaded.
+Only the last two are for current versions, one of them for CPUs. The others are for builds of spring 2026, which
+containers still pin. None of them edits a file: each changes a class or a name of a module after it was loaded.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import inspect
 from types import ModuleType
 from typing import Any
 
-from sparkdraft.interop.plugin.patches import DoesNotApply, Patch
+from sparkdraft.interop.plugin.patches import DoesNotApply, DoesNotConcern, Patch
 
 GB10 = (12, 1)  # its compute capability
 
@@ -29,7 +29,7 @@ def _no_cutlass_fp8(module: ModuleType) -> None:
         _attribute(module, name)
     capability = _attribute(module, "current_platform").get_device_capability()
     if capability is None or tuple(capability) != GB10:
-        raise DoesNotApply(f"the GPU is not a GB10 (compute capability {capability and tuple(capability)})")
+        raise DoesNotConcern
     for name in names:
         setattr(module, name, lambda: False)
         setattr(module, name.upper(), False)
@@ -116,6 +116,29 @@ def _turboquant_graphs(module: ModuleType) -> None:
     builder._cudagraph_support = support.UNIFORM_SINGLE_TOKEN_DECODE
 
 
+def _keys_by_layer(module: ModuleType) -> None:
+    """On a CPU the drafter's context keys are normed with one layer's weights for all, because the kernel there does
+    not know weights by layer. What the kernel does is tried, so a build that mends it is left alone."""
+    model, torch, ops = (_attribute(module, name) for name in ("DFlashQwen3Model", "torch", "ops"))
+    if not _attribute(module, "current_platform").is_cpu():
+        raise DoesNotConcern
+    if not hasattr(model, "_normalize_context_k"):
+        raise DoesNotApply("context keys are not normed by _normalize_context_k")
+    keys, weights = torch.ones(2, 1, 1, 16), torch.tensor([[1.0], [2.0]]).expand(2, 16).contiguous()
+    normed = torch.empty_like(keys)
+    ops.rms_norm(normed, keys, weights, 1e-6)
+    if normed[1, 0, 0, 0] > 1.5 or "_k_norm_weights[layer_idx]" in inspect.getsource(model._normalize_context_k):
+        raise DoesNotConcern
+
+    def by_layer(self: Any, all_k: Any) -> Any:
+        found = torch.empty_like(all_k)
+        for layer, weight in enumerate(self._k_norm_weights):
+            ops.rms_norm(found[layer], all_k[layer], weight, self._rms_norm_eps)
+        return found
+
+    model._normalize_context_k = by_layer
+
+
 MENDS = (
     Patch(
         "gb10-fp8-kernels",
@@ -171,5 +194,15 @@ MENDS = (
         "0.20",
         "",
         ("vllm #40831", "vllm #52475", "vllm #53180"),
+    ),
+    Patch(
+        "cpu-dflash-key-norm",
+        "a DFlash drafter on a CPU reads its context with the key norm of its first layer in all layers, and fewer of "
+        "its drafts are accepted",
+        "vllm.model_executor.models.qwen3_dflash",
+        _keys_by_layer,
+        "0.25",
+        "",
+        ("vllm/model_executor/models/qwen3_dflash.py of 0.31 and 0.32",),
     ),
 )

@@ -17,7 +17,7 @@ from types import ModuleType
 from sparkdraft.core import UserError
 from sparkdraft.interop.broken import parsed
 
-NOT_NEEDED = "not needed"  # this version does not have the problem
+NOT_NEEDED = "not needed"  # this version, or this machine, does not have the problem
 SKIPPED = "skipped"  # left out by the user
 WAITING = "waiting"  # its module has not been imported in this process
 APPLIED = "applied"
@@ -29,12 +29,16 @@ class DoesNotApply(Exception):
     """The module is not what the patch was written for; the text says how."""
 
 
+class DoesNotConcern(Exception):
+    """This machine does not have the problem."""
+
+
 @dataclass(frozen=True, slots=True)
 class Patch:
     name: str
     problem: str  # one line, for users
     module: str  # the module that is changed, by its whole name
-    apply: Callable[[ModuleType], None]  # raises DoesNotApply
+    apply: Callable[[ModuleType], None]  # raises DoesNotApply or DoesNotConcern
     since: str  # the first version that has the problem
     until: str  # the first version that does not; empty: none is known
     sources: tuple[str, ...]
@@ -88,6 +92,8 @@ class Patches:
     def _apply(self, patch: Patch, module: ModuleType) -> None:
         try:
             patch.apply(module)
+        except DoesNotConcern:
+            self.states[patch.name] = NOT_NEEDED
         except DoesNotApply as error:
             self.states[patch.name] = FAILED
             self._say(
