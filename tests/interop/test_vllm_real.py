@@ -1,9 +1,9 @@
 """What this package does with a real vLLM (its build for CPUs) and a real speculators, in an environment of their own:
 
     python tools/vllm_env.py /tmp/vllm-venv
-    SPARKDRAFT_VLLM_VENV=/tmp/vllm-venv python -m pytest -m slow tests/interop/test_vllm_real.py
+    TEST_VLLM_VENV=/tmp/vllm-venv python -m pytest -m slow tests/interop/test_vllm_real.py
 
-Minutes, most of which vLLM takes to start. Skipped where there is no such environment.
+Minutes, most of which vLLM takes to start. Skipped where the variable names no such environment.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sparkdraft.weights.checkpoint import open_checkpoint
 from tests.models.tiny import write_tiny
 from tests.spec.tiny_drafter import body, random_tensors, zlab
 
-VENV = Path(os.environ.get("SPARKDRAFT_VLLM_VENV", "/tmp/vllm-venv"))
+VENV = Path(os.environ.get("TEST_VLLM_VENV", "/nowhere"))
 PYTHON = VENV / "bin/python"
 PROGRAM = Path(__file__).with_name("in_vllm.py")
 START_SECONDS = 600
@@ -71,7 +71,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         not (VENV / "bin/vllm").exists(),
-        reason=f"no vLLM in {VENV}: `python tools/vllm_env.py {VENV}` makes it, SPARKDRAFT_VLLM_VENV names another",
+        reason="no vLLM: `python tools/vllm_env.py /tmp/vllm-venv` makes an environment, TEST_VLLM_VENV names it",
     ),
 ]
 
