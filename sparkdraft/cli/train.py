@@ -29,6 +29,7 @@ EXAMPLES = """a drafter for one's own model, in four commands:
   sparkdraft train fit  --model smollm2 --data corpus --out run --soft 0.5      (repeat it to continue the run)
   sparkdraft train fit  --model ./my-finetune --data corpus --out run --init ./drafter-of-its-base   (after fine-tuning)
   sparkdraft train export run --out my-drafter --layout speculators             (for vLLM)
+  sparkdraft train export smollm2 --out for-vllm --layout speculators           (the drafter in the package)
 """
 FIT_FLAGS = {
     "init": "a drafter to start from, a folder or hub id in z-lab's layout; further --layers are added to it",
@@ -84,7 +85,8 @@ def configure(parser: ArgumentParser) -> None:
     evaluate.add_argument("--temperature", default="0,0.7", help="a list (default 0,0.7)")
     add_engine_flags(evaluate, without=("ngram",))
     export = verbs.add_parser("export", help="a run's drafter as a checkpoint that engines load")
-    export.add_argument("run", metavar="RUN", help="the run's folder")
+    text = "the run's folder; or a drafter in z-lab's layout: a folder, a hub id, or smollm2 for the one in the package"
+    export.add_argument("run", metavar="RUN", help=text)
     export.add_argument("--out", required=True, metavar="FOLDER", help="the checkpoint")
     export.add_argument("--layout", default="zlab", help="zlab or speculators (default zlab)")
     export.add_argument("--bits", type=int, default=16, help="16, or 8: integers in groups of 32 (default 16)")
@@ -185,11 +187,41 @@ def _eval(args: Namespace) -> int:
 
 
 def _export(args: Namespace) -> int:
+    drafter = _drafter_folder(args.run)
     with progress(f"exporting {args.run}"):
-        step = _write_drafter(args)
+        what = _convert_drafter(args, drafter) if drafter else f"step {_write_drafter(args)}"
     size = sum(file.stat().st_size for file in Path(args.out).iterdir())
-    print(f"{args.out}: step {step}, {args.layout} layout, {size / 1e6:.1f} MB")
+    print(f"{args.out}: {what}, {args.layout} layout, {size / 1e6:.1f} MB")
     return 0
+
+
+def _drafter_folder(name: str) -> str:
+    """The drafter that this names, if it is one already; empty: a run's folder."""
+    from sparkdraft.spec.packaged import default_drafter
+
+    if packaged := default_drafter(name):
+        return packaged
+    folder = Path(name).expanduser()
+    is_hub_id = not folder.exists() and name.count("/") == 1 and not name.startswith((".", "~"))
+    return name if is_hub_id or (folder / "config.json").is_file() else ""
+
+
+def _convert_drafter(args: Namespace, drafter: str) -> str:
+    """Write a drafter that is a checkpoint already in another layout, or in other bits."""
+    from sparkdraft.spec.packaged import EMBEDDED
+    from sparkdraft.train.export import ExportTarget, export, read_drafter
+    from sparkdraft.weights.hub import portable_name
+
+    model = args.model or (args.run if args.run in EMBEDDED else "")
+    if args.layout == "speculators" and not model:
+        raise UserError("The speculators layout names the drafter's target: name it with --model")
+    if args.vocab is not None:
+        raise UserError("--vocab counts ids of a run's corpus, which a finished drafter does not have: leave it out")
+    config, tensors, ids = read_drafter(drafter)
+    head = _head_rows(model, ids, config) if ids is not None and args.layout == "speculators" else None
+    target = ExportTarget(portable_name(model)) if model else None
+    export(config, tensors, Path(args.out), args.layout, args.bits, target=target, vocabulary=ids, head=head)
+    return f"from {args.run}"
 
 
 def _write_drafter(args: Namespace) -> int:
