@@ -13,9 +13,8 @@ def caps_of(draft: DFlashConfig, names: Collection[str] = ()) -> DrafterCaps:
     """names: of the tensors in its file, where that is known: it may bring an embedding and a head of its own."""
     num_weights = drafter_bytes(draft, 1, _has(names, "embed_tokens.weight"), _has(names, "lm_head.weight"))
     own_head = draft.draft_vocab_size < draft.model.vocab_size
-    return DrafterCaps(
-        "dflash", draft.taps, draft.block_size - 1, draft.model.attention, num_weights, own_head=own_head
-    )
+    sizes = (draft.taps, draft.block_size - 1, draft.model.attention, num_weights)
+    return DrafterCaps("dflash", *sizes, own_head=own_head, sees=draft.sees)
 
 
 def _has(names: Collection[str], name: str) -> bool:

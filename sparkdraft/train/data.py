@@ -314,8 +314,10 @@ class _Job:
     messages_dropped: Counter[str] = field(default_factory=Counter)
 
     def run(self, prompts: Sequence[Prompt], lengths: Lengths) -> dict[str, Any]:
+        """lengths: those of conversations. In the summary, None "conversations" are as many as the template allows."""
         begin, glue = time.perf_counter(), Glue.of(self.model) if lengths else None
-        if lengths and glue is None:
+        impossible = bool(lengths) and glue is None
+        if impossible:
             lengths = ()
         rng = random.Random(self.seed + 1)
         goals = [0, *(min(goal, self.model.context) for goal, _ in lengths)]
@@ -331,7 +333,7 @@ class _Job:
             else:
                 self._answer(group)
         counts = self.desk.counts.as_dict(time.perf_counter() - begin, self.generated)
-        talks = None if glue is None else sum(len(group) for goal, group in groups.items() if goal)
+        talks = None if impossible else sum(len(group) for goal, group in groups.items() if goal)
         return counts | {"conversations": talks, "messages_dropped": dict(self.messages_dropped)}
 
     def _answer(self, prompts: Sequence[Prompt]) -> None:

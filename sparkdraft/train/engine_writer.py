@@ -15,11 +15,13 @@ import numpy as np
 
 from sparkdraft.core import FinishReason, SamplingParams
 from sparkdraft.llm import LLM
+from sparkdraft.models.registry import read_config
 from sparkdraft.text.loops import find_loops
 from sparkdraft.train.corpus import Finish
 from sparkdraft.train.generate import CHECK, LOOP, Follow, Prompt, Written, cut_loop
 from sparkdraft.train.stop import Stop
 from sparkdraft.train.target import ChatModel
+from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.loader import Progress
 
 SEATS = 8  # requests at once: the native kernels gain little from more rows
@@ -34,10 +36,11 @@ class EngineModel(ChatModel):
 
 
 def open_engine(
-    name: str, context: int = 0, seats: int = 0, progress: Progress | None = None, **options: Any
+    name: str, context: int, seats: int = 0, progress: Progress | None = None, **options: Any
 ) -> EngineModel:
-    """context: the longest document; 0: as long as the model's own."""
-    llm = LLM(name, progress, max_seqs=seats or SEATS, max_model_len=context, **options)
+    """context: the longest document, at most what the model was made for."""
+    longest = min(context, read_config(open_checkpoint(name).config).max_position)
+    llm = LLM(name, progress, max_seqs=seats or SEATS, max_model_len=longest, **options)
     source = llm.checkpoint
     about = (name, llm.model_config, llm.tokenizer, source.chat_template, source.special, llm.plan.max_model_len)
     return EngineModel(*about, llm)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from sparkdraft.train.corpus import Corpus
 from sparkdraft.train.features import Features
 from sparkdraft.train.graphs import StepGraphs
 from sparkdraft.train.loss import Labels, LossOptions, LossReport, draft_loss
-from sparkdraft.train.memory import check_fits
+from sparkdraft.train.memory import fit_in
 from sparkdraft.train.model import DraftModel
 from sparkdraft.train.optimizer import Optimizer
 from sparkdraft.train.recipe import drafter_config, find_mask_id, grown_config, trained_weights
@@ -46,6 +46,7 @@ CLIP = 1.0  # of AdamW's gradients; the size of Muon's steps does not depend on 
 
 Report = Callable[[dict[str, float]], None]
 Loading = Callable[[], AbstractContextManager[Progress | None]]  # entered while the target is loaded
+Say = Callable[[str], None]
 
 
 class Trainer:
@@ -54,8 +55,9 @@ class Trainer:
     def __init__(self, settings: FitSettings, target: Target, corpus: Corpus, draft: DFlashConfig) -> None:
         self.settings, self.target, self.draft = settings, target, draft
         longest = min(settings.longest, settings.context, target.context)  # the target has no positions beyond
+        window = draft.model.attention[0].window
         self.batches = Batches(
-            corpus, settings.context, settings.block_rows, settings.all_widths, longest, settings.seed
+            corpus, settings.context, settings.block_rows, settings.all_widths, longest, settings.seed, window
         )
         self.head, self.place = _head_of(target, corpus, settings.vocab)
         teach = DenseLinear(self.head) if settings.soft else None
@@ -163,7 +165,9 @@ class Meter:
         return {"loss": loss / steps, "first": first / steps, **length}
 
 
-def prepare(settings: FitSettings, device: str, progress: Progress | None) -> tuple[RunInfo, Target, Corpus]:
+def prepare(
+    settings: FitSettings, device: str, progress: Progress | None, shrinks: Collection[str] = (), say: Say = print
+) -> tuple[RunInfo, Target, Corpus]:
     """Everything a run needs; what can be refused is refused before the target's weights are read."""
     corpus = Corpus(Path(settings.data))
     checkpoint = open_checkpoint(settings.target)
@@ -183,12 +187,20 @@ def prepare(settings: FitSettings, device: str, progress: Progress | None) -> tu
         raise UserError(
             f"blocks of {width} rows were asked for; a GPU trains {WIDEST} at most: lower --block or --widths"
         )
-    check_fits(config, settings, hardware.free_bytes, on_gpu)
+    settings, note = fit_in(config, settings, hardware.free_bytes, on_gpu, shrinks)
+    if note:
+        say(note)
     target = load_target(settings.target, device, settings.longest, progress)
-    return RunInfo(settings, _draft_of(settings, target), corpus.fingerprint), target, corpus
+    return RunInfo(settings, _draft_of(settings, target, corpus), corpus.fingerprint), target, corpus
 
 
-def _draft_of(settings: FitSettings, target: Target) -> dict[str, Any]:
+def _draft_of(settings: FitSettings, target: Target, corpus: Corpus) -> dict[str, Any]:
+    """The drafter's config, with the longest text that it will have seen."""
+    seen = min(int(corpus.length.max()), settings.longest, settings.context, target.context)
+    return _config_of(settings, target) | {"trained_context": seen}
+
+
+def _config_of(settings: FitSettings, target: Target) -> dict[str, Any]:
     if settings.init:
         return grown_config(settings, target.config)
     embedding, mask = target.decoder.embedding, settings.mask_id
@@ -200,24 +212,27 @@ def _draft_of(settings: FitSettings, target: Target) -> dict[str, Any]:
 
 def fit(
     settings: FitSettings, folder: Path, device: str = "auto", every: int = 1000, report: Report = lambda entry: None,
-    loading: Loading = nullcontext,
+    loading: Loading = nullcontext, shrinks: Collection[str] = (), say: Say = print, stopped: Stop = lambda: False,
 ) -> int:  # fmt: skip
     """Train up to settings.steps, from the folder's last checkpoint on, and save one every 'every' steps.
 
-    Returns the number of steps done, which is lower if a signal ended it.
+    shrinks: settings that nobody asked for, which are made smaller where they do not fit; 'say' is told. A run that is
+    resumed keeps its own. stopped: ends the run like a signal. Returns the number of steps done, which is lower if it
+    was ended early.
     """
     run = Run(folder)
+    settings = run.as_before(settings, shrinks)
     run.check(settings)
     with loading() as progress:
-        info, target, corpus = prepare(settings, device, progress)
-    trainer = Trainer(settings, target, corpus, DFlashConfig.read(info.draft))
+        info, target, corpus = prepare(settings, device, progress, () if run.info_file.exists() else shrinks, say)
+    trainer = Trainer(info.settings, target, corpus, DFlashConfig.read(info.draft))
     step, before = 0, 0.0
     if state := run.begin(info):
         trainer.restore(state)
         step, before = state.step, state.seconds
     run.rewind_log(step)
     with stop_signals() as asked_to_stop, stream_of(target.device):
-        return train(trainer, run, step, before, every, report, asked_to_stop)
+        return train(trainer, run, step, before, every, report, lambda: asked_to_stop() or stopped())
 
 
 def train(trainer: Trainer, run: Run, step: int, before: float, every: int, report: Report, asked_to_stop: Stop) -> int:

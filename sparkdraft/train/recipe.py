@@ -60,20 +60,26 @@ def drafter_config(target: ModelConfig, settings: FitSettings, mask_id: int) -> 
         "num_key_value_heads": attention.num_kv_heads,
         "head_dim": attention.head_dim,
         "num_target_layers": target.num_layers,
-        "layer_types": ["full_attention"] * settings.layers,
         "max_position_embeddings": target.max_position,
-        "max_window_layers": settings.layers,
         "rms_norm_eps": target.rms_eps,
         "rope_theta": attention.rope.theta,
         "rope_scaling": dict(attention.rope.scaling) if attention.rope.scaling else None,
-        "sliding_window": None,
-        "use_sliding_window": False,
         "tie_word_embeddings": False,
         "vocab_size": target.vocab_size,
         "attention_bias": False,
         "attention_dropout": 0.0,
         "hidden_act": "silu",
+        **window_keys(settings.window, settings.layers),
     }
+
+
+def window_keys(window: int, layers: int) -> dict[str, Any]:
+    """The keys by which published drafters say what their layers see. Sliding layers would be causal within a block
+    unless is_causal says that they are not."""
+    kind = "sliding_attention" if window else "full_attention"
+    keys = {"layer_types": [kind] * layers, "max_window_layers": 0 if window else layers}
+    keys |= {"sliding_window": window or None, "use_sliding_window": bool(window)}
+    return keys | ({"is_causal": False} if window else {})
 
 
 # ---- a drafter that exists already
@@ -88,9 +94,9 @@ def grown_config(settings: FitSettings, target: ModelConfig) -> dict[str, Any]:
     draft = DFlashConfig.read(config)
     check_fits(draft, target)
     _trainable(draft, config, settings)
-    layers = {"num_hidden_layers": settings.layers, "max_window_layers": settings.layers}
     config.pop("quantization_config", None)
-    return config | layers | {"layer_types": ["full_attention"] * settings.layers}
+    window = settings.window or draft.model.attention[0].window
+    return config | {"num_hidden_layers": settings.layers} | window_keys(window, settings.layers)
 
 
 def _trainable(draft: DFlashConfig, config: Mapping[str, Any], settings: FitSettings) -> None:
@@ -98,10 +104,14 @@ def _trainable(draft: DFlashConfig, config: Mapping[str, Any], settings: FitSett
     own = settings.init
     if "dflash_config" not in config:
         raise UserError(f"--init names {own}, which is not in z-lab's layout: only those can be gone on from")
-    plain = not any(spec.window or spec.causal for spec in draft.model.attention)
+    plain = len({spec.window for spec in draft.model.attention}) == 1 and not any(
+        s.causal for s in draft.model.attention
+    )
     scaled = (draft.input_embedding_scale or 1.0, draft.output_multiplier, draft.softcap) != (1.0, 1.0, None)
     if not plain or scaled or draft.draft_vocab_size != draft.model.vocab_size or draft.model.uniform()[0].bias:
-        raise UserError(f"--init names {own}, which has windows, causal layers, biases or its own head: not supported")
+        raise UserError(
+            f"--init names {own}, which has windows that differ, causal layers, biases or its own head: not supported"
+        )
     if settings.layers < draft.model.num_layers:
         raise UserError(
             f"--layers is {settings.layers}; {own} has {draft.model.num_layers} already: give as many or more"
