@@ -8,8 +8,13 @@ come from the memory-mapped corpus one by one; tensors are made here, on the CPU
     anchors              ^  ^           ^  ^              ^              ^        A of them, sorted
     a block    [anchor, mask, mask, ...] at the anchor's position, W rows; its labels are the answer's ids after it
 
-With a window, a block sees only the last rows before its anchor. They are those that its first row sees in service,
-where each later row sees one less; and the drafter's work does not grow with the documents' lengths.
+A drafter that is shown the first and the last rows of a context only (spec/caps.py) has its context laid out anew: a
+long document is divided into chunks of anchors, and each chunk gets a copy of the rows that its blocks see. So what a
+block sees is always one stretch, and the work of attention does not grow with the lengths of documents.
+
+    a document        | first |                    | last rows | a chunk of anchors |
+    laid out      ... | first | last rows | a chunk |                                      'seen': the token of each row
+    a block sees      starts                 stops                                         up to its anchor
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import UserError
+from sparkdraft.spec.caps import SeenContext
 from sparkdraft.train.corpus import Corpus
 
 SHORT = 8  # a document of at most one part in so many of a batch may be cut at the batch's end
@@ -41,13 +47,15 @@ class TrainBatch:
     bounds: Tensor  # int32 [documents + 1]: where each begins, and where the last ends
     positions: Tensor  # int32 [N]: in the document
     anchors: Tensor  # int32 [A], ascending
-    starts: Tensor  # int32 [A]: the first token that each block sees: its document's, or its window's
+    starts: Tensor  # int32 [A]: the first row of the layout that each block sees
+    stops: Tensor  # int32 [A]: the first row after those
+    seen: Tensor  # int32 [R]: the token of each row of the layout; empty: the tokens themselves are the layout
     labels: Tensor  # int64 [A, W - 1]; -1 past the end of the answer
     temperature: Tensor  # float32 [A]: the temperature of the anchor's document; 0: greedy
     width: int  # W
 
     def tensors(self) -> dict[str, Tensor]:
-        names = ("ids", "bounds", "positions", "anchors", "starts", "labels", "temperature")
+        names = ("ids", "bounds", "positions", "anchors", "starts", "stops", "seen", "labels", "temperature")
         return {name: getattr(self, name) for name in names}
 
     def padded(self, multiple: int) -> TrainBatch:
@@ -65,12 +73,12 @@ class Batches:
         widths: tuple[int, ...],
         longest: int,
         seed: int,
-        window: int = 0,
+        sees: SeenContext | None = None,
     ) -> None:
         """context: tokens per batch. block_rows: rows of all blocks together. longest: tokens per document at most.
-        window: positions that a row sees, its own among them; 0: its whole document."""
+        sees: what the drafter is shown of a context; None: all of it."""
         self.corpus, self.context, self.block_rows, self.widths = corpus, context, block_rows, widths
-        self.longest, self.seed, self.window = min(longest, context), seed, window
+        self.longest, self.seed, self.sees = min(longest, context), seed, sees
         begins, ends = corpus.spans.T
         owner = np.repeat(np.arange(len(corpus)), np.diff(corpus.first_span))
         self.usable = np.unique(owner[np.minimum(ends, self.longest) - begins >= 2])  # an anchor and a label
@@ -144,13 +152,34 @@ class Batches:
         labels = np.where(inside, ids[np.minimum(where, self.context - 1)], -1).astype(np.int64)
         temperature = self.corpus.temperature[documents].astype(np.float32)[owner[anchors]]
         int32 = {"ids": ids, "bounds": bounds, "positions": positions, "anchors": anchors}
-        int32["starts"] = bounds[owner[anchors]]
-        if self.window:
-            int32["starts"] = np.maximum(int32["starts"], anchors - self.window + 1)
+        int32 |= self._layout(anchors, bounds, owner[anchors])
         tensors = {name: torch.from_numpy(value.astype(np.int32)) for name, value in int32.items()}
         return TrainBatch(
             **tensors, labels=torch.from_numpy(labels), temperature=torch.from_numpy(temperature), width=width
         )
+
+    def _layout(self, anchors: np.ndarray, bounds: np.ndarray, owner: np.ndarray) -> dict[str, np.ndarray]:
+        """What the blocks see. owner: the document of each anchor."""
+        if self.sees is None:
+            return {"starts": bounds[owner], "stops": anchors, "seen": anchors[:0]}
+        first, last = self.sees.first, self.sees.last
+        chunk = first + last  # so that the layout is at most twice as long as the batch
+        place = np.maximum(anchors - bounds[owner] - chunk, 0) // chunk  # of each anchor: its chunk in its document
+        new = np.concatenate(([True], (np.diff(owner) != 0) | (np.diff(place) != 0)))  # anchors that begin a chunk
+        parts, starts, moved, end = list[np.ndarray](), list[int](), list[int](), 0
+        for document, number in zip(owner[new].tolist(), place[new].tolist(), strict=True):
+            begin, stop = int(bounds[document]), int(bounds[document + 1])
+            shown = begin + (number + 1) * chunk - last if number else begin + first  # after the first rows
+            tail = np.arange(shown, min(begin + (number + 2) * chunk, stop))
+            head = np.arange(begin, min(begin + first, stop))
+            parts += [head, tail]
+            starts.append(end)
+            moved.append(end + first - shown)  # a token's row in the layout, less its number
+            end += len(head) + len(tail)
+        which = np.cumsum(new) - 1
+        seen = np.zeros(2 * self.context, dtype=np.int64)  # one size for all batches; rows past the end are not seen
+        seen[:end] = np.concatenate(parts)
+        return {"starts": np.array(starts)[which], "stops": anchors + np.array(moved)[which], "seen": seen}
 
     def _answer_ends(self, documents: list[int], bounds: np.ndarray) -> np.ndarray:  # int64 [N]
         """Of each token of an answer: where the answer ends, or is cut; 0 for all other tokens."""

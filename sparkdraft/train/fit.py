@@ -55,9 +55,8 @@ class Trainer:
     def __init__(self, settings: FitSettings, target: Target, corpus: Corpus, draft: DFlashConfig) -> None:
         self.settings, self.target, self.draft = settings, target, draft
         longest = min(settings.longest, settings.context, target.context)  # the target has no positions beyond
-        window = draft.model.attention[0].window
         self.batches = Batches(
-            corpus, settings.context, settings.block_rows, settings.all_widths, longest, settings.seed, window
+            corpus, settings.context, settings.block_rows, settings.all_widths, longest, settings.seed, draft.sees
         )
         self.head, self.place = _head_of(target, corpus, settings.vocab)
         teach = DenseLinear(self.head) if settings.soft else None

@@ -36,6 +36,8 @@ def parts(target: ModelConfig, settings: FitSettings, on_gpu: bool) -> dict[str,
     vocab = settings.vocab or target.vocab_size
     copies = 3 if settings.optimizer == "muon" else 4  # weights, gradients, one or two moments; all in float32
     context = taps * hidden * itemsize + drafter.layers[0].kv * itemsize * 9
+    if settings.window or settings.init:  # rows are laid out again, up to twice: copies and gradients of each layer
+        context += 2 * drafter.layers[0].kv * settings.layers * (2 * itemsize + 4)
     step = {
         "the target's step": target_step(target, settings.context, 0, itemsize) + settings.context * context,
         "the drafter's step": _drafter_step(target, settings, itemsize),

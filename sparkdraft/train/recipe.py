@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig
-from sparkdraft.spec.dflash_config import DFlashConfig, check_fits, spread_taps
+from sparkdraft.spec.dflash_config import SINK_KEY, WINDOW_KEY, DFlashConfig, check_fits, spread_taps
 from sparkdraft.spec.registry import open_drafter
 from sparkdraft.train.settings import FitSettings
 from sparkdraft.weights.quant.stored import as_float
@@ -51,7 +51,7 @@ def drafter_config(target: ModelConfig, settings: FitSettings, mask_id: int) -> 
         "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
         "model_type": "qwen3",
         "block_size": settings.block,
-        "dflash_config": {"mask_token_id": mask_id, "target_layer_ids": list(taps)},
+        "dflash_config": {"mask_token_id": mask_id, "target_layer_ids": list(taps), **_seen(settings)},
         "dtype": "bfloat16",
         "hidden_size": target.hidden_size,
         "intermediate_size": settings.intermediate or mlp.intermediate_size,
@@ -60,26 +60,25 @@ def drafter_config(target: ModelConfig, settings: FitSettings, mask_id: int) -> 
         "num_key_value_heads": attention.num_kv_heads,
         "head_dim": attention.head_dim,
         "num_target_layers": target.num_layers,
+        "layer_types": ["full_attention"] * settings.layers,
         "max_position_embeddings": target.max_position,
+        "max_window_layers": settings.layers,
         "rms_norm_eps": target.rms_eps,
         "rope_theta": attention.rope.theta,
         "rope_scaling": dict(attention.rope.scaling) if attention.rope.scaling else None,
+        "sliding_window": None,
+        "use_sliding_window": False,
         "tie_word_embeddings": False,
         "vocab_size": target.vocab_size,
         "attention_bias": False,
         "attention_dropout": 0.0,
         "hidden_act": "silu",
-        **window_keys(settings.window, settings.layers),
     }
 
 
-def window_keys(window: int, layers: int) -> dict[str, Any]:
-    """The keys by which published drafters say what their layers see. Sliding layers would be causal within a block
-    unless is_causal says that they are not."""
-    kind = "sliding_attention" if window else "full_attention"
-    keys = {"layer_types": [kind] * layers, "max_window_layers": 0 if window else layers}
-    keys |= {"sliding_window": window or None, "use_sliding_window": bool(window)}
-    return keys | ({"is_causal": False} if window else {})
+def _seen(settings: FitSettings) -> dict[str, int]:
+    """What the drafter is shown of a context, if it is not all of it."""
+    return {SINK_KEY: settings.sinks, WINDOW_KEY: settings.window} if settings.window else {}
 
 
 # ---- a drafter that exists already
@@ -94,9 +93,10 @@ def grown_config(settings: FitSettings, target: ModelConfig) -> dict[str, Any]:
     draft = DFlashConfig.read(config)
     check_fits(draft, target)
     _trainable(draft, config, settings)
+    layers: dict[str, Any] = {"num_hidden_layers": settings.layers, "max_window_layers": settings.layers}
+    layers["layer_types"] = ["full_attention"] * settings.layers
     config.pop("quantization_config", None)
-    window = settings.window or draft.model.attention[0].window
-    return config | {"num_hidden_layers": settings.layers} | window_keys(window, settings.layers)
+    return config | layers | {"dflash_config": {**config["dflash_config"], **_seen(settings)}}
 
 
 def _trainable(draft: DFlashConfig, config: Mapping[str, Any], settings: FitSettings) -> None:
@@ -109,9 +109,7 @@ def _trainable(draft: DFlashConfig, config: Mapping[str, Any], settings: FitSett
     )
     scaled = (draft.input_embedding_scale or 1.0, draft.output_multiplier, draft.softcap) != (1.0, 1.0, None)
     if not plain or scaled or draft.draft_vocab_size != draft.model.vocab_size or draft.model.uniform()[0].bias:
-        raise UserError(
-            f"--init names {own}, which has windows that differ, causal layers, biases or its own head: not supported"
-        )
+        raise UserError(f"--init names {own}, which has windows, causal layers, biases or its own head: not supported")
     if settings.layers < draft.model.num_layers:
         raise UserError(
             f"--layers is {settings.layers}; {own} has {draft.model.num_layers} already: give as many or more"

@@ -13,7 +13,7 @@ from sparkdraft.core import UserError
 
 OPTIMIZERS = {"muon": 0.02, "adamw": 1.5e-3}  # the learning rate of matrices if none is given
 WEIGHTS = ("dpace", "decay")
-NOT_NEGATIVE = ("intermediate", "window", "vocab", "warmup", "seed", "lr", "vector_lr")
+NOT_NEGATIVE = ("intermediate", "window", "sinks", "vocab", "warmup", "seed", "lr", "vector_lr")
 MAY_CHANGE = ("steps",)  # settings that may change when a run is resumed: it may be made longer
 
 
@@ -27,7 +27,8 @@ class FitSettings:
     block: int = 16  # rows of the drafter's block, including the anchor
     widths: tuple[int, ...] = ()  # blocks are trained in these widths, mixed; empty: the block and half of it
     taps: tuple[int, ...] = ()  # target layers it reads; empty: five, spread evenly
-    window: int = 0  # positions that its rows see, the last so many; 0: all, or as many as the drafter to start from
+    window: int = 0  # rows of the context that it is shown, the last so many; 0: all, or as the drafter to start from
+    sinks: int = 16  # with a window: rows at the beginning of the context that it is shown too
     vocab: int = 0  # the number of ids that can be drafted, the most common in the corpus; 0: all
     mask_id: int = -1  # the mask's id; -1: an id the target never learnt
     steps: int = 10000
@@ -59,8 +60,6 @@ class FitSettings:
                     raise UserError(f"{flag} is {getattr(self, name)}; it must be at least {least}")
         if any(not 2 <= w <= self.block for w in self.widths):
             raise UserError(f"--widths are {self.widths}; each must be 2 to {self.block}, the block")
-        if 0 < self.window < 2 * self.block:
-            raise UserError(f"--window is {self.window}; it must be 0 (none), or at least two blocks, {2 * self.block}")
         if self.block_rows < max(self.all_widths):
             raise UserError(f"--block-rows is {self.block_rows}; one block alone has {max(self.all_widths)} rows")
         if len(set(self.taps)) < len(self.taps):
