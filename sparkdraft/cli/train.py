@@ -211,11 +211,10 @@ def _export(args: Namespace) -> int:
 
 def _write_drafter(args: Namespace) -> int:
     """Returns the step of training that was exported."""
-    import torch
-
     from sparkdraft.train.corpus import Corpus
     from sparkdraft.train.export import ExportTarget, export
     from sparkdraft.train.model import folded
+    from sparkdraft.train.recipe import draft_ids
     from sparkdraft.train.run import Run
     from sparkdraft.weights.hub import portable_name
 
@@ -226,7 +225,7 @@ def _write_drafter(args: Namespace) -> int:
         raise UserError(f"{args.run} has no checkpoint yet: let `sparkdraft train fit` reach its first one")
     name, ids, head = args.model or info.settings.target, None, None
     if vocab := info.settings.vocab if args.vocab is None else args.vocab:
-        ids = torch.from_numpy(Corpus(info.settings.data).most_frequent(vocab))
+        ids = draft_ids(info.settings, Corpus(info.settings.data), vocab)
         head = _head_rows(name, ids, info.draft) if args.layout == "speculators" else None
     tensors, target = folded(state.model()), ExportTarget(portable_name(name))
     export(info.draft, tensors, Path(args.out), args.layout, args.bits, target=target, vocabulary=ids, head=head)

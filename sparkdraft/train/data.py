@@ -157,10 +157,12 @@ def make_corpus(
     report: Progress | None = None,  # (documents written, documents in all)
     exclude: Iterable[str] | None = None,  # None: the evaluation prompts
     lengths: Lengths = (),
+    until: Stop = lambda: False,
 ) -> dict[str, Any]:
     """Ask every prompt that the corpus has no answer to yet, and append the answers; returns a summary.
 
-    A signal ends it early and loses no finished answer: "stopped" says so, and "left" how many prompts wait.
+    A signal, or 'until', ends it early and loses no finished answer: "stopped" says so, and "left" how many prompts
+    wait.
     """
     questions = check_sources(prompts_file, synthesise, max_new, greedy_share, seats)
     target.config.uniform()  # what `train fit` needs: refused here, before hours of writing
@@ -170,7 +172,11 @@ def make_corpus(
     info = CorpusInfo(target.name, target.config.vocab_size, kinds)
     leave_out = {normalised(text) for text in (evaluation_prompts() if exclude is None else exclude)}
     # a folder that cannot be used is refused at once
-    with stop_signals() as stopped, CorpusWriter(folder, info) as writer:
+    with stop_signals() as asked_to_stop, CorpusWriter(folder, info) as writer:
+
+        def stopped() -> bool:
+            return asked_to_stop() or until()
+
         summary: dict[str, Any] = {}
         held = Counter(_prompts_of(Corpus(folder))) if writer.num_documents else Counter[_Key]()
         desk = _Desk(target, leave_out, max_new, held)

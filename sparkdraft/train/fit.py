@@ -32,7 +32,7 @@ from sparkdraft.train.loss import Labels, LossOptions, LossReport, draft_loss
 from sparkdraft.train.memory import fit_in
 from sparkdraft.train.model import DraftModel
 from sparkdraft.train.optimizer import Optimizer
-from sparkdraft.train.recipe import drafter_config, find_mask_id, grown_config, trained_weights
+from sparkdraft.train.recipe import draft_ids, drafter_config, find_mask_id, grown_config, trained_weights
 from sparkdraft.train.run import Run, RunInfo, State
 from sparkdraft.train.settings import FitSettings
 from sparkdraft.train.stop import Stop, stop_signals
@@ -58,7 +58,7 @@ class Trainer:
         self.batches = Batches(
             corpus, settings.context, settings.block_rows, settings.all_widths, longest, settings.seed, draft.sees
         )
-        self.head, self.place = _head_of(target, corpus, settings.vocab)
+        self.head, self.place = _head_of(target, corpus, settings)
         teach = DenseLinear(self.head) if settings.soft else None
         self.features = Features(target, draft.taps, settings.context, longest, teach)
         torch.manual_seed(settings.seed)
@@ -70,17 +70,18 @@ class Trainer:
         self.optimizer = Optimizer(self.model, settings.optimizer, settings.matrix_lr, settings.vector_lr)
         self.options = LossOptions(settings.weights, settings.decay, settings.alpha, settings.soft)
         self.meter = Meter(max(settings.all_widths), target.device)
+        self.fresh = True  # until the first step has shown how large taps are
         self.learn = self._learn if target.device.type == "cpu" else StepGraphs(self._learn, target.device)
 
     def step(self, number: int) -> None:
-        self.number = number
         self.optimizer.set_rate(self.settings.rate(number))
         self.learn(self.batches.take(number))
 
     def _learn(self, batch: TrainBatch) -> None:
         taps, teacher = self.features(batch)
-        if self.number == 0:
+        if self.fresh:
             self.model.scale_taps(taps, keep=bool(self.settings.init))
+            self.fresh = False
         report = self.loss(batch, taps, teacher)
         report.loss.backward()  # type: ignore[no-untyped-call]
         if self.settings.optimizer == "adamw":
@@ -121,23 +122,24 @@ class Trainer:
             raise UserError(
                 "the checkpoint is of another run: put this one's state.safetensors back, or begin a new one"
             )
+        self.fresh = False
         self.model.load_state_dict(state.model())
         self.optimizer.load(state.tensors)
         self.batches.cursor = state.cursor
 
 
-def _head_of(target: Target, corpus: Corpus, vocab: int) -> tuple[Tensor, Tensor | None]:
+def _head_of(target: Target, corpus: Corpus, settings: FitSettings) -> tuple[Tensor, Tensor | None]:
     """The rows of the target's head among which it drafts, and each id's row there; None: all rows, in place.
 
     An id that is not among them is treated like 'no label', which comes as -1.
     """
     head = target.decoder.head.rows()
     assert isinstance(head, Tensor), "a target in training is kept as floats"
-    if not vocab:
+    if not settings.vocab:
         return head, None
-    ids = torch.from_numpy(corpus.most_frequent(vocab)).to(target.device)
+    ids = draft_ids(settings, corpus, settings.vocab).to(target.device)
     place = torch.full((len(head) + 1,), -1, device=target.device)
-    place[ids] = torch.arange(vocab, device=target.device)
+    place[ids] = torch.arange(len(ids), device=target.device)
     return head[ids], place
 
 

@@ -16,6 +16,7 @@ from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.spec.dflash_config import SINK_KEY, WINDOW_KEY, DFlashConfig, check_fits, spread_taps
 from sparkdraft.spec.registry import open_drafter
+from sparkdraft.train.corpus import Corpus
 from sparkdraft.train.settings import FitSettings
 from sparkdraft.weights.quant.stored import as_float
 
@@ -126,3 +127,14 @@ def trained_weights(name: str) -> dict[str, Tensor]:
     source = open_drafter(name)
     parts = {tensor: source.read(tensor) for tensor in source.names() if tensor != "d2t"}
     return {n: as_float(p) for n, p in parts.items()}
+
+
+def draft_ids(settings: FitSettings, corpus: Corpus, count: int) -> Tensor:
+    """The 'count' ids that it drafts among, int64, ascending: those of the drafter that the run begins with if they are
+    as many, else the most frequent ones of the corpus."""
+    if settings.init:
+        source = open_drafter(settings.init)
+        if source.config.get("draft_vocab_size") == count and "d2t" in source.names():
+            offsets = as_float(source.read("d2t")).long()
+            return offsets + torch.arange(count)
+    return torch.from_numpy(corpus.most_frequent(count))
