@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from replay_acceptance import drafter_of, int32, observe_text, view
+from replay_acceptance import drafter_of, int32, observe_text, seen
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.bench.accept import LOOP
@@ -102,7 +102,8 @@ def record(path: Path, every: int, temperature: float) -> None:
                 int32(list(range(place, place + width))),
                 [ids[place]] + [drafter.draft.mask_token_id] * (width - 1),
             )
-            logits = drafter.logits(DraftBlock(int32(block), rows, rows, view(place, width), int32([*range(1, width)])))
+            where = seen(drafter, place, width)
+            logits = drafter.logits(DraftBlock(int32(block), rows, rows, where, int32([*range(1, width)])))
             draws = Draws.of([request], [place + 1], torch.device("cpu"), width - 1)
             drafts, gaps = pick_sure(ops, logits, draws, drafter.ends.ids)
             truth = torch.full((width - 1,), -1)

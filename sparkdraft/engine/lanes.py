@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.engine.gaps import pick_sure
-from sparkdraft.engine.proposer import Proposer
+from sparkdraft.engine.proposer import Proposer, max_context
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Draws, Filters, ids_of, pick
 from sparkdraft.kernels.stepping import CutTerms, PackedRows
@@ -78,6 +78,7 @@ class Lanes:
         self.hidden = torch.zeros((lanes if self.chain else 0, *tapped), dtype=runner.taps.dtype, device=device)
         deepest = proposer.max_depth if proposer else 0
         self._numbers = torch.arange(max(1 + deepest, ring), dtype=torch.int32, device=device)
+        self._columns = torch.arange(max_blocks, dtype=torch.int32, device=device)
         self._stamp = torch.zeros(1, dtype=torch.int64, device=device)
         # What the device cuts blocks by, in the order of DepthController.cut_terms; no lane is cut before it is sent.
         self.cuts = cuts and proposer is not None
@@ -149,11 +150,25 @@ class Lanes:
     def _draft(self, kind: StepKind) -> Tensor:  # int32 [seqs, depth]
         assert self.drafter
         seqs, plan = kind.seqs, self.plan
-        state = self.token[:seqs], self.length[:seqs], self.tables[:seqs]
+        length, tables, positions = self._seen(seqs)
         hidden = self.hidden[:seqs] if self.chain else None
-        anchors = Anchors(*state, plan.block_size, plan.max_model_len, hidden=hidden)
+        most = max_context(self.drafter, plan)
+        anchors = Anchors(self.token[:seqs], length, tables, plan.block_size, most, positions, hidden)
         self._gaps = []
         return self.drafter.propose(anchors, kind.depth, partial(self._pick, kind))
+
+    def _seen(self, seqs: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Lengths, tables and positions of the lanes as their anchors have them: without the blocks that the drafter is
+        not shown. The same as the host's Proposer._visible."""
+        assert self.drafter
+        length, tables, size = self.length[:seqs], self.tables[:seqs], self.plan.block_size
+        sees = self.drafter.caps.sees
+        if sees is None:
+            return length, tables, None
+        kept, column = sees.kept(size), self._columns[: -(-max_context(self.drafter, self.plan) // size) + 1]
+        left_out = ((length - 1 - sees.last).div(size, rounding_mode="floor") - kept).clamp(min=0).unsqueeze(1)
+        source = (column + left_out * (column >= kept)).clamp(max=tables.shape[1] - 1)
+        return length - left_out.squeeze(1) * size, tables.gather(1, source.long()), (length - 1).clamp(min=0)
 
     def _cut_by(self, kind: StepKind) -> Tensor:  # float32 [seqs, depth]
         """How sure the drafter is of the drafts that it has just made."""

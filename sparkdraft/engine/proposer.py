@@ -213,8 +213,8 @@ class Proposer:
         if seqs not in self._anchors:
             inputs, hidden = self._inputs, self._hidden[:seqs] if self.chain else None
             state = inputs.token_ids[:seqs], inputs.context_len[:seqs], inputs.block_tables[:seqs]
-            plan, positions = self.plan, inputs.positions[:seqs]
-            self._anchors[seqs] = Anchors(*state, plan.block_size, plan.max_model_len, positions, hidden)
+            size, positions = self.plan.block_size, inputs.positions[:seqs]
+            self._anchors[seqs] = Anchors(*state, size, max_context(self.drafter, self.plan), positions, hidden)
         return self._anchors[seqs]
 
     # ---- the hidden states that a chain drafter begins with
@@ -270,13 +270,19 @@ class Proposer:
             self._gaps[np.frombuffer(work.request.blocks, dtype=np.int32)[begun:end]] = gap
 
     def _visible(self, work: Work) -> IntArray | None:
-        """The request's blocks without gaps, and those that drafts are written to; None if these are all its blocks."""
-        if not self._has_gaps:
+        """The request's blocks that the drafter is shown; None if these are all its blocks. Blocks with gaps are left
+        out, and those between the first and the last that a drafter sees; the ones that drafts are written to stay."""
+        size, sees = self.plan.block_size, self.drafter.caps.sees
+        distant = sees.left_out(work.start, size) if sees else 0
+        if not self._has_gaps and not distant:
             return None
         blocks = np.frombuffer(work.request.blocks, dtype=np.int32)
-        gaps = self._gaps[blocks]
-        gaps[work.start // self.plan.block_size :] = False  # not written yet, or checked by `is_ready`
-        return blocks[~gaps] if gaps.any() else None
+        hidden = self._gaps[blocks]
+        hidden[work.start // size :] = False  # not written yet, or checked by `is_ready`
+        if sees and distant:
+            kept = sees.kept(size)
+            hidden[kept : kept + distant] = True
+        return blocks[~hidden] if hidden.any() else None
 
     def _replay(
         self, graphs: Graphs[Key] | None, run: Callable[[Key], Tensor], key: Key
@@ -299,6 +305,13 @@ class Proposer:
         assert self._seen
         self.drafter.observe(self._seen.first(shape.rows))
         return self._seen.hidden
+
+
+def max_context(drafter: Drafter, plan: Plan) -> int:
+    """An upper bound on the rows that a draft block sees, itself included."""
+    sees = drafter.caps.sees
+    most = sees.most(plan.block_size) + 1 + drafter.caps.max_depth if sees else plan.max_model_len
+    return min(most, plan.max_model_len)
 
 
 class SeenRows:

@@ -26,6 +26,7 @@ def caps_of(draft: DFlashConfig, names: Collection[str] = ()) -> DrafterCaps:
         num_read=count(matrices),
         num_ids=number if number < vocab else 0,
         matrices=matrices,
+        sees=draft.sees,
     )
 
 

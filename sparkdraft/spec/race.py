@@ -44,7 +44,7 @@ class RaceSource:
 
 
 def together(racers: Sequence[DrafterCaps]) -> DrafterCaps:
-    """All that several drafters need."""
+    """All that several drafters need. Where they are not shown the same part of the context, they are shown all of it."""
     return DrafterCaps(
         name=RACE,
         taps=tuple(dict.fromkeys(tap for caps in racers for tap in caps.taps)),
@@ -56,6 +56,7 @@ def together(racers: Sequence[DrafterCaps]) -> DrafterCaps:
         borrowed=tuple(spec for caps in racers for spec in caps.borrowed),
         reads_back=max(caps.reads_back for caps in racers),
         num_read=sum(caps.num_read or caps.num_weights for caps in racers),
+        sees=racers[0].sees if all(caps.sees == racers[0].sees for caps in racers) else None,
         num_in_target=sum(caps.num_in_target for caps in racers),
         matrices=tuple(matrix for caps in racers for matrix in caps.matrices),
         stored=_stored(racers),
