@@ -21,8 +21,8 @@ DEVICE ?= cpu
 VENV := .venv
 BIN := $(VENV)/bin
 # Two files at a time, each process on its own cores (tests/conftest.py): most tests are busy with one.
-# -rs: what was skipped is said with its reason, a line each (no GPU, no browser); then what took longest.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile -rs --durations 20 --durations-min 5
+# What took longest is said, why tests were skipped (no GPU, no browser), and last what failed.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile -rfE --durations 20 --durations-min 5
 
 .PHONY: setup dev serve demo test test-long lint bench check-speed clean
 

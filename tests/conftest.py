@@ -8,6 +8,7 @@ drafters lie in tests/fakes.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,14 @@ def pytest_configure() -> None:
         cores = sorted(os.sched_getaffinity(0))
         own = cores[int(worker.removeprefix("gw")) % len(cores) :: count]
         os.sched_setaffinity(0, own)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A line for each reason for which tests were skipped; failures come after it, last."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count:,} skipped: {reason}")
 
 
 @pytest.fixture(scope="session", autouse=True)

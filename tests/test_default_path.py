@@ -104,6 +104,7 @@ def test_make_demo_has_nothing_to_say(smollm2_path: Path) -> None:
     assert "The two texts are the same" in result.stdout
 
 
+@pytest.mark.slow
 def test_make_serve_has_nothing_to_say(smollm2_path: Path) -> None:
     assert recipe("serve") == ["serve"]
     with started() as server:

@@ -107,7 +107,7 @@ def chats(llm: LLM, each: int) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("device", "kv", "each", "max_tokens", "depths"),
     [
-        pytest.param("cpu", "exact", 1, 48, (None, 3, 15), id="some"),
+        pytest.param("cpu", "exact", 1, 48, (None, 3, 15), id="some", marks=pytest.mark.slow),
         pytest.param("cpu", "exact", 10, 128, (None, 1, 3, 7, 15), id="sixty-prompts", marks=pytest.mark.slow),
         pytest.param("cuda", "exact", 4, 128, (None, 1, 3, 7, 15), id="cuda", marks=pytest.mark.gpu),
         pytest.param("cuda", "turboquant", 4, 256, (None, 1, 3, 7, 15), id="cuda-coded", marks=pytest.mark.gpu),

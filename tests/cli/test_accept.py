@@ -46,6 +46,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> It
     yield json.loads(result.stdout.splitlines()[-1]), result.stdout, plot
 
 
+@pytest.mark.slow
 def test_counts_agree(measured: tuple[Any, str, Path]) -> None:
     report = measured[0]
     assert [(g["temperature"], g["context"]) for g in report["groups"]] == [(0, 40), (0.8, 40)]
@@ -62,6 +63,7 @@ def test_counts_agree(measured: tuple[Any, str, Path]) -> None:
             assert len(row["per_position"]) == report["depth"] and set(row["sources"]) == {"dflash"}
 
 
+@pytest.mark.slow
 def test_all_is_the_sum_of_the_classes(measured: tuple[Any, str, Path]) -> None:
     for group in measured[0]["groups"]:
         rows = list(group["classes"].values())
@@ -73,6 +75,7 @@ def test_all_is_the_sum_of_the_classes(measured: tuple[Any, str, Path]) -> None:
             assert group["all"][name] == [sum(each) for each in lists], name
 
 
+@pytest.mark.slow
 def test_the_table_the_bars_and_the_plot(measured: tuple[Any, str, Path]) -> None:
     report, printed, plot = measured
     for words in ("temperature 0, 40 tokens of added context", "temperature 0.8", "acceptance", "no loops", "█"):
@@ -83,6 +86,7 @@ def test_the_table_the_bars_and_the_plot(measured: tuple[Any, str, Path]) -> Non
     assert root.tag.endswith("svg") and len(root.findall(".//{*}polyline")) == 2 * 8
 
 
+@pytest.mark.slow
 def test_speed_is_tokens_over_seconds_and_loses_nothing(measured: tuple[Any, str, Path]) -> None:
     for row in measured[0]["speed"].values():
         assert row["same_text"] == row["prompts"] and row["plain_tokens"] == row["auto_tokens"]
@@ -145,6 +149,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("tiny"), "llama")
 
 
+@pytest.mark.slow
 def test_the_demo_writes_the_same_text_twice(smollm2_path: Path) -> None:
     result = sparkdraft("demo", "--max-tokens", "24")
     assert result.returncode == 0, result.stderr

@@ -135,6 +135,7 @@ def no_less(milliseconds: float, scripted: float) -> bool:
     return milliseconds >= 0.9e3 * scripted
 
 
+@pytest.mark.slow
 def test_the_figures_are_those_of_the_script(
     url: str, script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

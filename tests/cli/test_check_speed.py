@@ -254,6 +254,7 @@ def test_a_load_tells_tokens_and_first_tokens(llm: LLM) -> None:
     assert cpu._run_load(llm, 2, 4, 0.0).keys() == {"tok_s", "first_s"}
 
 
+@pytest.mark.slow
 def test_a_long_prompt_beside_streams(llm: LLM) -> None:
     free = llm.engine.pool.num_free
     test = LongPrompt(llm, streams=2, prompt_len=700)

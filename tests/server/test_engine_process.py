@@ -318,6 +318,7 @@ def test_a_server_that_does_not_read_loses_nothing(runner: asyncio.Runner, clien
 # ---- an engine that dies
 
 
+@pytest.mark.slow
 def test_killed_under_load(folder: Path) -> None:
     async def scenario() -> None:
         client = await started(folder)

@@ -395,6 +395,7 @@ def test_a_phone_dark_and_light(tab: Tab) -> None:
         tab.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+@pytest.mark.slow
 def test_the_embedded_model(driver: Any, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """The real server, model and drafter; and the picture for the documentation."""
     smollm2 = request.getfixturevalue("smollm2")  # only where there is a browser: it takes its time

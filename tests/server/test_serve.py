@@ -210,6 +210,7 @@ def test_a_signal_while_it_loads_ends_it_quietly(tiny_folder: Path, stage: str, 
 # ---- a new start of the engine
 
 
+@pytest.mark.slow
 def test_a_restart_counts_from_its_own_begin(tiny_folder: Path) -> None:
     with started("--model", str(tiny_folder), "--device", "cpu") as server:
         url = server.wait_for(r"chat +(http://127\.0\.0\.1:\d+)/").group(1)

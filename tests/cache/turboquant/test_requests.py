@@ -56,6 +56,7 @@ def test_sixteen_at_once_of_different_lengths(wide_tiny: Path, options: dict[str
     assert together == [llm.generate([ids], params)[0].completions[0].ids for ids in asked]
 
 
+@pytest.mark.slow
 def test_text_that_repeats_is_drafted_and_stays_the_same(wide_tiny: Path, any_weights: dict[str, Any]) -> None:
     llm = LLM(str(wide_tiny), **any_weights)
     asked = [ids + [9, 17, 30] * 8 for ids in prompts(6, 40)]
