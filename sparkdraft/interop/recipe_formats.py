@@ -88,12 +88,12 @@ def check(form: str, recipe: Mapping[str, Any]) -> None:
     unknown = set(PLACEHOLDER.findall(recipe.get("command", ""))) - {*recipe.get("defaults", {}), *rules.given}
     if unknown:
         raise UserError(f"the command of the {form} recipe has {{{unknown.pop()}}}, which is no key of defaults")
-    if form == SPARKRUN and needs_no_entrypoint(recipe.get("container", "")):
-        if recipe.get("executor_config", {}).get("entrypoint") != "":
-            raise UserError(
-                f"the image {recipe['container']} starts vLLM itself and would read the launcher's shell as its flags; "
-                'set entrypoint to "" in executor_config'
-            )
+    keeps_entrypoint = recipe.get("executor_config", {}).get("entrypoint") != ""
+    if form == SPARKRUN and keeps_entrypoint and needs_no_entrypoint(recipe.get("container", "")):
+        raise UserError(
+            f"the image {recipe['container']} starts vLLM itself and would read the launcher's shell as its flags; "
+            'set entrypoint to "" in executor_config'
+        )
     if "command" in recipe:
         rendered(form, recipe)
 

@@ -130,7 +130,17 @@ def _wheels(folder: Path) -> Path:
     """What the image installs, by this machine's pip, whose index and cache may be its own."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wanted = [torch_pin(), *project["project"]["dependencies"], *project["build-system"]["requires"]]
-    pip = (sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(folder), "-c", str(ROOT / "constraints.txt"))
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--dest",
+        str(folder),
+        "-c",
+        str(ROOT / "constraints.txt"),
+    )
     _run(*pip, "--only-binary=:all:", "--python-version", PYTHON, *wanted)
     return folder
 

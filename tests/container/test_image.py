@@ -89,7 +89,8 @@ def test_it_answers_as_another_user_on_a_root_that_cannot_be_written(
         extra_body={"return_speculation": True},
     )
     assert answer.model == "small" and answer.choices[0].message.content
-    assert answer.model_extra and answer.model_extra["speculation"]["num_spec_tokens"] == 4, answer
+    assert answer.model_extra
+    assert len(answer.model_extra["metrics"]["speculative_decoding"]["acceptance_histogram"]) == 5, "0 to 4 drafts"
     status_page = httpx.get(f"{client.base_url}status", headers={"Authorization": "Bearer key"})
     assert "context 2,048 tokens, 3 requests at once" in status_page.text, status_page.text
     said = container.said()
