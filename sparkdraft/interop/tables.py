@@ -62,6 +62,11 @@ class Server:
         return next(exact, None) or next(alike, None)
 
 
+def without(*rows: tuple[str, str, str]) -> tuple[Flag, ...]:
+    """Flags that nothing here corresponds to: their names, why, and what follows them."""
+    return tuple(Flag(tuple(names.split()), "", remark, kind) for names, remark, kind in rows)
+
+
 def field_of(name: str, convert: Callable[[str], Any] = str) -> Callable[[str], Found]:
     """A reader for a flag that sets one of our fields."""
     return lambda text: Found({name: convert(text)})
@@ -165,7 +170,10 @@ def _pieces(server: Server, words: list[str]) -> Iterable[tuple[str, str, tuple[
             continue
         name, equals, value = word.partition("=")
         name = name.replace("_", "-") if name.startswith("--") else name
-        name, _, key = server.shorthands.get(name, name).partition(".")
+        if server.find(name) is None or name in server.shorthands:  # a few flags have a dot in their names
+            name, _, key = server.shorthands.get(name, name).partition(".")
+        else:
+            key = ""
         flag = server.find(name)
         if flag is None and name.startswith("--no-") and (positive := server.find("--" + name[5:])):
             yield positive.names[0], OFF, (word,)

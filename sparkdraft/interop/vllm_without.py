@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparkdraft.interop.tables import LIST, SWITCH, VALUE, Flag
+from sparkdraft.interop.tables import LIST, SWITCH, VALUE, without
 
 ONE_MACHINE = "one machine, one GPU; `sparkdraft serve --engine vllm` hands it on from EXTRA_ARGS"
 TEXT_ONLY = "messages are text here, and a vision tower is not loaded"
@@ -21,8 +21,7 @@ CORES = "the cores that the process may use are used; `taskset` limits them"
 LOGS = "only warnings and errors are logged"
 NOT_BUILT = "not built"
 
-# their names, why nothing corresponds to them, and whether a value follows
-ROWS = (
+WITHOUT = without(
     ("--attention-backend", "accepted and not needed: one kernel runs targets and drafters", VALUE),
     ("--chat-template", "put the file into the model's folder as chat_template.jinja", VALUE),
     ("--trust-remote-code", NO_CODE, SWITCH),
@@ -161,4 +160,3 @@ ROWS = (
     ("--default-chat-template-kwargs", "a request sends chat_template_kwargs", VALUE),
     ("--api-server-count -asc --renderer-num-workers", "one API process", VALUE),
 )
-WITHOUT = tuple(Flag(tuple(names.split()), "", remark, kind) for names, remark, kind in ROWS)

@@ -43,13 +43,21 @@ def test_every_flag_is_known(server: Server, file: str) -> None:
 @pytest.mark.parametrize(("server", "file"), SERVERS, ids=["vllm", "llama.cpp"])
 def test_no_switch_takes_the_word_after_it(server: Server, file: str) -> None:
     """A model's name may follow a flag that has no value."""
+    model, flags = ["org/model"] if server is VLLM else ["-m", "org/model"], []
     for names, kind in listed(file):
-        for name in names if kind == SWITCH and server is VLLM else []:
-            assert read_flags(server, [name, "org/model"]).values["model"] == "org/model", name
-            if name.startswith("--"):
-                assert read_flags(server, [f"--no-{name[2:]}", "org/model"]).values["model"] == "org/model", name
+        flags += names if kind == SWITCH else []
+    flags += [f"--no-{name[2:]}" for name in flags if name.startswith("--") and not name.startswith("--no-")]
+    for name in flags:
+        assert read_flags(server, [name, *model]).values["model"] == "org/model", name
 
 
 def test_shorthands_of_the_speculative_config() -> None:
     short = read("vllm serve m --spec-method dflash --spec-model z-lab/Qwen3-8B-DFlash-b16 --spec-tokens 7")
     assert short.values == {"model": "m", "drafter": "z-lab/Qwen3-8B-DFlash-b16", "spec": "7"}
+
+
+def test_a_context_of_each_slot() -> None:
+    found = read("llama-server -m m.gguf -c 65536 -np 4 --kv-unified-per-slot 32768 --fim-qwen-1.5b-default")
+    assert found.values == {"model": "m.gguf", "kv_tokens": 65536, "max_model_len": 32768, "max_seqs": 4}
+    assert "--fim-qwen-1.5b-default: name the model: `--model`" in found.notes
+    assert read("llama-server --gpt-oss-120b-default").values == {"model": "openai/gpt-oss-120b"}
