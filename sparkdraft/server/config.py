@@ -81,7 +81,7 @@ class ServerConfig:
         if not (self.is_local or self.api_key or self.allow_public):
             raise UserError(
                 f"host {self.host} is reachable from other machines and there is no api_key; "
-                "set one, or allow it with --allow-public"
+                "set one, or allow it with --allow-public (SPARKDRAFT_ALLOW_PUBLIC=1)"
             )
 
     @property
