@@ -24,6 +24,8 @@ from sparkdraft.spec.drafter import Drafter
 from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.linear import Linear
 
+CUT, RACED = "blocks of drafts", "race of drafters"  # names of two facts
+
 
 def facts(engine: Engine) -> list[Fact]:
     model, plan = engine.runner.model, engine.plan
@@ -94,7 +96,7 @@ def _bits(engine: Engine) -> Fact:
 
 
 def _cut(engine: Engine) -> list[Fact]:
-    name = "blocks of drafts"
+    name = CUT
     if not engine.drafting.proposer:
         return []
     if not engine.drafting.cuts:
@@ -107,7 +109,7 @@ def _cut(engine: Engine) -> list[Fact]:
 
 def _race(engine: Engine) -> list[Fact]:
     race = engine.drafting.race
-    return [Fact("race of drafters", race.score.describe())] if race else []
+    return [Fact(RACED, race.score.describe())] if race else []
 
 
 def _drafter(engine: Engine) -> list[Fact]:
