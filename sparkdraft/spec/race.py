@@ -44,7 +44,7 @@ class RaceSource:
 
 
 def together(racers: Sequence[DrafterCaps]) -> DrafterCaps:
-    """All that several drafters need. Where they are not shown the same part of the context, they are shown all of it."""
+    """All that several drafters need. Where they are shown different parts of the context, each is shown all of it."""
     return DrafterCaps(
         name=RACE,
         taps=tuple(dict.fromkeys(tap for caps in racers for tap in caps.taps)),
