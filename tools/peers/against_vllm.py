@@ -99,27 +99,40 @@ def main() -> int:
     parser.add_argument("--venv", type=Path, default=Path("/tmp/vllm-venv"))
     parser.add_argument("--per-class", type=int, default=2)
     parser.add_argument("--output-len", type=int, default=96)
-    parser.add_argument(
-        "--bench", default="", metavar="CLASSES", help="classes for `bench serve` (default: it is not run)"
-    )
+    parser.add_argument("--bench", default="", metavar="CLASSES", help="classes for `bench serve` (default: not run)")
+    parser.add_argument("--keep", type=Path, help="a folder for files and answers; what is there is not made again")
     args = parser.parse_args()
     classes = read_prompts(args.per_class)
     prompts = [prompt for each in classes.values() for prompt in each]
     environ = {**os.environ, "PATH": f"{args.venv / 'bin'}:{os.environ['PATH']}"}
-    with tempfile.TemporaryDirectory() as place:
-        model, drafter = f"{place}/smollm2", f"{place}/drafter"
-        subprocess.run(sparkdraft("export", "safetensors", "--out", model), check=True)
-        convert = sparkdraft("train", "export", "smollm2", "--layout", "speculators", "--model", model)
-        subprocess.run([*convert, "--out", drafter], check=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        place = args.keep or Path(scratch)
+        model, drafter = convert(place)
         both = {}
         for name, flags in (("sparkdraft", OURS), ("vllm", THEIRS)):
-            words = sparkdraft("serve", "--model", model, "--drafter", drafter, *COMMON, *SAMPLING, *flags)
-            with served(words, environ) as url:
-                both[name] = ask(url, prompts, args.output_len)
-                if args.bench:
-                    bench = sparkdraft("bench", "serve", "--url", url, "--classes", args.bench, "--concurrency", "1,2")
-                    subprocess.run([*bench, "--requests", "2", "--output-len", str(args.output_len)], check=True)
+            answers = place / f"{name}.json"
+            if not answers.exists():
+                words = sparkdraft("serve", "--model", model, "--drafter", drafter, *COMMON, *SAMPLING, *flags)
+                with served(words, environ) as url:
+                    answers.write_text(json.dumps(ask(url, prompts, args.output_len)), encoding="utf-8")
+                    if args.bench:
+                        bench = ("bench", "serve", "--url", url, "--classes", args.bench, "--concurrency", "1,2")
+                        words = sparkdraft(*bench, "--requests", "2", "--output-len", str(args.output_len))
+                        subprocess.run(words, check=True)
+            both[name] = json.loads(answers.read_text(encoding="utf-8"))
     return report(classes, both)
+
+
+def convert(place: Path) -> tuple[str, str]:
+    """The model and the drafter as vLLM reads them."""
+    place.mkdir(parents=True, exist_ok=True)
+    model, drafter = place / "smollm2", place / "drafter"
+    if not model.exists():
+        subprocess.run(sparkdraft("export", "safetensors", "--out", str(model)), check=True)
+    if not drafter.exists():
+        words = sparkdraft("train", "export", "smollm2", "--layout", "speculators", "--model", str(model))
+        subprocess.run([*words, "--out", str(drafter)], check=True)
+    return str(model), str(drafter)
 
 
 def report(classes: dict[str, list[str]], both: dict[str, list[dict[str, Any]]]) -> int:
