@@ -77,10 +77,10 @@ def outcomes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Outcome
     drafting, seen = llm.engine.drafting, list[Outcome]()
     learn = drafting.learn_overlapped
 
-    def watched(steps: list[Outcome], seconds: float, verify: float) -> None:
+    def watched(steps: list[Outcome], seconds: float, verify: float, *rest: Any) -> None:
         assert 0 <= verify <= seconds or not seconds
         seen.extend(steps)
-        learn(steps, seconds, verify)
+        learn(steps, seconds, verify, *rest)
 
     monkeypatch.setattr(drafting, "learn_overlapped", watched)
     yield seen

@@ -6,7 +6,7 @@ On a CPU the same code runs eagerly, on kernels that give a row the same bits in
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -69,9 +69,9 @@ def watched(overlapped: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[i
     assert overlap
     launch = overlap.launch
 
-    def counted(requests: list[Request], depths: list[int], terms: Sequence[float]) -> None:
+    def counted(requests: list[Request], *rest: Any) -> None:
         steps.append(len(requests))
-        launch(requests, depths, terms)
+        launch(requests, *rest)
 
     monkeypatch.setattr(overlap, "launch", counted)
     yield steps
