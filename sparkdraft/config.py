@@ -17,6 +17,7 @@ DTYPES = ("auto", "quantised", "float32", "bfloat16")
 WEIGHTS = ("auto", "fp8", "int4", "nvfp4")
 KV_FORMATS = ("exact", "fp8", "turboquant")
 NO_PROFILE = "none"
+CUTS = ("auto", "on", "off")
 TQ_MODES = ("off", "hybrid", "full_tq", "capture_only")
 
 
@@ -80,9 +81,27 @@ class EngineConfig:
         "drafts per step that spec auto chooses from, such as 0,3,7, where 0 is plain decoding (auto: 0, 1, 3, 7 and "
         "so on up to the draft block)",
     )
-    drafter: str = option(
-        "auto", "a drafter's folder or hub id, mtp (the model's own head), none (auto: the known one)"
+    cut: str = option(
+        "auto",
+        "whether blocks of drafts are cut where their own confidence no longer pays: auto, on or off (auto: on a CPU, "
+        "and on a GPU for models with experts; a depth that is fixed is never cut)",
     )
+    drafter: str = option(
+        "auto",
+        "a drafter's folder or hub id, mtp (the model's own head), none, or race (the known drafter and the model's "
+        "own head draft in turns, and the faster one stays; race:NAME names the first) (auto: the known one)",
+    )
+    drafter_weights: str = option(
+        "auto",
+        "quantise the drafter's matrices of floats when they are loaded, its head too if that is its own: fp8, int4 or "
+        "nvfp4 (auto: they stay as its file has them, whatever `weights` is)",
+    )
+    draft_vocab: str = option(
+        "",
+        "a file of the only ids that are drafted, one per line or a JSON list, such as the first lines of a file of "
+        "`count_ids`; the text stays the same (empty: those of the drafter)",
+    )
+    count_ids: str = option("", "a file that counts how often each id is written by requests, over all runs")
     ngram: bool = option(True, "also draft from the request's own text")
     profile: str = option(
         "auto",
@@ -119,6 +138,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         choices = {"device": DEVICES, "dtype": DTYPES, "weights": WEIGHTS, "kv": KV_FORMATS, "tq_mode": TQ_MODES}
+        choices |= {"drafter_weights": WEIGHTS, "cut": CUTS}
         for name, allowed in choices.items():
             value = getattr(self, name)
             if value not in allowed:

@@ -253,7 +253,7 @@ class Case:
             if blocks is None:
                 experts.run_row_down(self.inside, routing, layer.down, normed.x, layer.norm)
                 return
-            parts = experts.run_down(self.inside, layer.down, blocks, torch.float32 if few else DTYPE)
+            parts = experts.run_down(self.inside, self.rows, layer.down, blocks, torch.float32 if few else DTYPE)
             experts.run_sum(parts, routing, layer.down, normed.x, layer.norm)
 
         sets = list(zip(self.layers, self.routings, self.normed, made, strict=True))
@@ -346,7 +346,7 @@ def launch_once(kernel: str, case: Case) -> None:
     elif kernel == ROW_DOWN:
         experts.run_row_down(case.inside, routing, layer.down, normed.x, layer.norm)
     elif blocks is not None:
-        experts.run_down(case.inside, layer.down, blocks, torch.float32 if few else DTYPE)
+        experts.run_down(case.inside, case.rows, layer.down, blocks, torch.float32 if few else DTYPE)
 
 
 def compare_ways(layers: list[Layer], results: dict[str, object], limit: float) -> None:

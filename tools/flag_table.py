@@ -17,6 +17,7 @@ from sparkdraft.cli import plan
 from sparkdraft.cli.parser import Parser
 from sparkdraft.interop import broken
 from sparkdraft.interop.llama_flags import LLAMA_CPP
+from sparkdraft.interop.plugin.mends import MENDS
 from sparkdraft.interop.tables import Server
 from sparkdraft.interop.vllm_flags import VLLM
 from sparkdraft.server.config import FIELDS
@@ -26,6 +27,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 HEADER = "| flag | default | meaning | container's name |\n|---|---|---|---|\n"
 PLAN_HEADER = "| flag of `plan` | meaning |\n|---|---|\n"
 VARIABLES_HEADER = "| variable | what it does here |\n|---|---|\n"
+PATCHES_HEADER = "| patch | versions | what happens without it | sources |\n|---|---|---|---|\n"
 BROKEN_HEADER = "| pair | broken | why | instead | sources |\n|---|---|---|---|---|\n"
 
 
@@ -75,6 +77,14 @@ def broken_table() -> str:
     return BROKEN_HEADER + "".join(rows)
 
 
+def patches_table() -> str:
+    rows = []
+    for patch in MENDS:
+        span = f"{patch.since} up to, without, {patch.until}" if patch.until else f"{patch.since} and newer"
+        rows.append(f"| `{patch.name}` | {span} | {patch.problem} | {', '.join(patch.sources)} |\n")
+    return PATCHES_HEADER + "".join(rows)
+
+
 def tables() -> list[tuple[Path, str, str]]:
     """Each page, the first lines of a table in it, and that table."""
     return [
@@ -83,6 +93,7 @@ def tables() -> list[tuple[Path, str, str]]:
         (DOCS / "from-vllm.md", flags_header(VLLM), flags_of(VLLM)),
         (DOCS / "from-vllm.md", VARIABLES_HEADER, variables_table()),
         (DOCS / "from-vllm.md", BROKEN_HEADER, broken_table()),
+        (DOCS / "from-vllm.md", PATCHES_HEADER, patches_table()),
         (DOCS / "from-llama-cpp.md", flags_header(LLAMA_CPP), flags_of(LLAMA_CPP)),
     ]
 

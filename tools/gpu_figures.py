@@ -71,10 +71,20 @@ STEPS = [
     Step("tests-engine", 300, _pytest("engine", "cache", "spec", "models", "doctor", processes=8)),
     Step("check-speed", 240, "bench check-speed --device cuda"),
     *_shapes(),
+    Step("switches-launches", 240, "tools/cuda_switches.py --only join,unit,route"),
+    Step("switches-eight", 240, "tools/cuda_switches.py --only eight"),
     Step("mtp", 300, "tools/cuda_mtp.py --limit 240"),
     Step(
         "depth-mtp", 180,
         f"bench depth --shape qwen3.5-27b {DRAFTED.format('mtp', '4.9')} --concurrency 1,4",
+    ),
+    *(
+        Step(
+            f"cut-{cut}", 180,
+            f"bench offline --shape qwen3-30b-a3b {DRAFTED.format('dflash-5x', '5.4')} --vary-blocks --spec auto "
+            f"--prompt-len 256 --output-len 2048 --concurrency 1,4 --cut {cut}",
+        )
+        for cut in ("off", "auto")
     ),
     Step("assistant", 480, "tools/cuda_assistant.py --limit 420"),
     Step(

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from replay_acceptance import drafter_of, int32, observe_text, view
+from replay_acceptance import drafter_of, int32, observe_text, seen
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.bench.accept import LOOP
@@ -102,7 +102,8 @@ def record(path: Path, every: int, temperature: float) -> None:
                 int32(list(range(place, place + width))),
                 [ids[place]] + [drafter.draft.mask_token_id] * (width - 1),
             )
-            logits = drafter.logits(DraftBlock(int32(block), rows, rows, view(place, width), int32([*range(1, width)])))
+            where = seen(drafter, place, width)
+            logits = drafter.logits(DraftBlock(int32(block), rows, rows, where, int32([*range(1, width)])))
             draws = Draws.of([request], [place + 1], torch.device("cpu"), width - 1)
             drafts, gaps = pick_sure(ops, logits, draws, drafter.ends.ids)
             truth = torch.full((width - 1,), -1)
@@ -147,7 +148,7 @@ def controlled(blocks: Blocks, machine: str, cut: bool) -> dict[str, float]:
     (draft, verify), dice = MACHINES[machine], random.Random(0)
     depths, lists = DepthController(DEPTHS[-1], 0.69, DEPTHS), blocks.gaps.tolist()
     for depth in DEPTHS * 3:
-        depths.measured(depth, 1, 100, draft(depth) + verify(depth), depth, draft(depth) if cut else 0.0)
+        depths.measured(depth, 1, 100, draft(depth) + verify(depth), depth, draft(depth) if cut else None)
     time = rows = tokens = steps = 0.0
     for first, count in blocks.texts():
         state, place = depths.open(), first
@@ -158,7 +159,7 @@ def controlled(blocks: Blocks, machine: str, cut: bool) -> dict[str, float]:
                 depths.cut_to([kept], 1)
             accepted = blocks.accepted(place, kept)
             parts = draft(depth) * dice.gauss(1, 0.03), verify(kept) * dice.gauss(1, 0.03)
-            depths.measured(kept, 1, 100, sum(parts), depth, parts[0] if cut else 0.0)
+            depths.measured(kept, 1, 100, sum(parts), depth, parts[0] if cut else None)
             depths.record(state, kept, accepted)
             time, rows, steps = time + draft(depth) + verify(kept), rows + 1 + kept, steps + 1
             tokens, place = tokens + 1 + accepted, place + 1 + accepted

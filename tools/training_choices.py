@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from sparkdraft.bench.accept import LOOP
 from sparkdraft.spec.dflash_config import DFlashConfig
 from sparkdraft.text.loops import loop_start
 from sparkdraft.train.batches import TrainBatch
@@ -73,6 +74,7 @@ def block_batch(ids: list[int], count: int, width: int, device: torch.device) ->
     where = anchors[:, None] + np.arange(1, width)
     labels = np.where(where < size, np.array(ids)[np.minimum(where, size - 1)], -1)
     arrays = {"ids": ids, "bounds": [0, size], "positions": range(size), "anchors": anchors, "starts": anchors * 0}
+    arrays |= {"stops": anchors, "seen": anchors[:0]}
     tensors = {n: torch.tensor(np.array(a), dtype=torch.int32, device=device) for n, a in arrays.items()}
     temperature = torch.zeros(len(anchors), device=device)
     return TrainBatch(**tensors, labels=torch.tensor(labels, device=device), temperature=temperature, width=width)
@@ -90,7 +92,7 @@ def lengths(trainer: Trainer, texts: Texts, width: int = 16) -> tuple[float, flo
         hidden = trainer.model(batch, taps, F.embedding(blocks.flatten(), trainer.target.decoder.embedding))
         drafts = (hidden.view(*blocks.shape, -1)[:, 1:] @ trainer.target.decoder.head.weight.t()).argmax(-1)
         accepted = (drafts == batch.labels).long().cumprod(1).sum(1).tolist()
-        loop, at = count + loop_start(ids[count:]), count
+        loop, at = count + loop_start(ids[count:], LOOP), count
         while at < len(ids) - 1:
             steps.append(accepted[at - count])
             cut += steps[-1:] if at < loop else []

@@ -13,10 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-import numpy as np
-
 from sparkdraft.bench.accept import ALL
-from sparkdraft.bench.synthetic import TABLE_ROWS, Acceptance, SyntheticLanes, SyntheticSampler
+from sparkdraft.bench.synthetic import TABLE_ROWS, Acceptance, Outcomes, SyntheticLanes, SyntheticSampler
 from sparkdraft.core import AUTO, SamplingParams, UserError
 from sparkdraft.engine.engine import Engine
 from sparkdraft.plot import Line, Panel
@@ -71,7 +69,7 @@ class DepthBench:
         self.acceptance = acceptance
         engine.scheduler.pace = None  # all streams begin together
         self._sampler = SyntheticSampler.install(engine) if acceptance else None
-        self._lanes = SyntheticLanes(engine.overlap.lanes) if acceptance and engine.overlap else None
+        self._lanes = SyntheticLanes(engine.overlap.lanes, acceptance) if acceptance and engine.overlap else None
         if acceptance:
             engine.warm_up()  # recordings keep the acceptance that they were made with
 
@@ -125,11 +123,11 @@ class DepthBench:
         if self.acceptance and depth:
             # As many steps as the deepest takes have the mean that was asked for; more of the same kind follow.
             steps = self.acceptance.steps(self.output_len)
-            tables = [self.acceptance.table(steps, streams, seed) for seed in range(-(-2 * self.output_len // steps))]
-            table = np.concatenate(tables)[:TABLE_ROWS]
+            seeds = range(-(-2 * self.output_len // steps))
+            parts = [self.acceptance.outcomes(steps, streams, seed) for seed in seeds]
             for each in (self._sampler, self._lanes):
                 if each:
-                    each.start(table)
+                    each.start(Outcomes.joined(parts, TABLE_ROWS))
 
     def _stop(self) -> None:
         for each in (self._sampler, self._lanes):

@@ -133,7 +133,7 @@ class Bench:
         self.engine, self.model, self.ceilings, self.acceptance = engine, model, ceilings, acceptance
         engine.scheduler.pace = None  # all streams begin together, and none waits for a token while prompts run
         self._sampler = SyntheticSampler.install(engine) if acceptance else None
-        self._lanes = SyntheticLanes(engine.overlap.lanes) if acceptance and engine.overlap else None
+        self._lanes = SyntheticLanes(engine.overlap.lanes, acceptance) if acceptance and engine.overlap else None
         if acceptance and engine.drafting.default is None:
             # depth controllers need the costs of depths; recordings keep the acceptance that they were made with
             engine.warm_up()
@@ -254,7 +254,7 @@ class Bench:
         enough = sys.maxsize if self.acceptance else load.output_len
         given = self._lanes if self.engine.overlap else self._sampler
         if given and self.acceptance:
-            given.start(self.acceptance.table(self.num_steps(load), load.streams))
+            given.start(self.acceptance.outcomes(self.num_steps(load), load.streams))
         before = self._num_drafted()
         wait(self.engine.plan.device)
         last = time.perf_counter()

@@ -21,6 +21,7 @@ from sparkdraft.bench.tensors import drafter_tensor_shapes, file_tensor_shapes, 
 from sparkdraft.config import EngineConfig
 from sparkdraft.engine.build import build_engine
 from sparkdraft.engine.engine import Engine
+from sparkdraft.engine.load import stored_of
 from sparkdraft.engine.machine import detect, plan_here
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.spec.draft_configs import DraftConfig
@@ -43,10 +44,17 @@ def random_engine(
     form: how the matrices of the target's layers are stored (bench/coded.py), but for routers; "" as published.
     """
     model, device = shape(config.model), detect(config).device
-    source = DraftSource(builder_of(draft), draft, RandomCheckpoint(draft, device)) if draft else None
-    weights = RandomCheckpoint(TARGET_FILES.get(config.model, model), device, form)
-    plan = plan_here(config, model, source.caps if source else None, weights.stored_bytes())
+    source = None
+    if draft:
+        source = DraftSource(builder_of(draft), draft, RandomCheckpoint(draft, device))
+        source = source.asked(config.drafter_weights, config.draft_vocab, model)
+    weights, caps = random_checkpoint(config.model, device, form), source.caps if source else None
+    plan = plan_here(config, model, caps, stored_of(config, weights, model, caps))
     return build_engine(plan, config, model, weights, SilentTokenizer(), source, progress)
+
+
+def random_checkpoint(name: str, device: str, form: str = "") -> RandomCheckpoint:
+    return RandomCheckpoint(TARGET_FILES.get(name, shape(name)), device, form)
 
 
 class RandomCheckpoint:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from sparkdraft.bench.nearness import Measured
 from sparkdraft.core import UserError
@@ -54,7 +55,8 @@ class FloatCheckpoint:
 
     def read(self, name: str) -> Stored:
         part = self._stored.read(name)
-        return part if isinstance(part, QuantisedExperts) else as_float(part)
+        is_integers = isinstance(part, Tensor) and not part.is_floating_point()  # such as ids
+        return part if is_integers or isinstance(part, QuantisedExperts) else as_float(part)
 
     def stored_bytes(self) -> StoredBytes:
         return StoredBytes(0, model_sizes(read_config(self.config)).held)

@@ -44,7 +44,7 @@ class LayeredKV(KVFormat):
             else:
                 layers.append(next(rest))
         self.layers, self.bytes_per_token = layers, full.bytes_per_token
-        self.begin, self.commit, self.meter = self._begin, full.commit, full.meter
+        self.begin, self.meter = self._begin, full.meter
 
     def bytes_read(self, context: int) -> int:
         slid = (min(size, context) * group.kv.bytes_per_token for size, group in self.windows.items())

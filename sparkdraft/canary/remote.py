@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 from sparkdraft.canary.findings import FAILED, PASSED, SKIPPED, Failed, Finding, Skipped
@@ -178,14 +179,20 @@ PROBES = (
 )
 
 
-def check_url(server: Server, report: Callable[[int, int], None] = lambda done, total: None) -> list[Finding]:
-    """Ask a server everything. Raises UserError if it cannot be reached at all."""
+def check_url(
+    server: Server, report: Callable[[int, int], None] = lambda done, total: None, budget: float = inf
+) -> list[Finding]:
+    """Ask a server everything. Raises UserError if it cannot be reached at all. budget: seconds after which no further
+    probe is begun."""
     found = []
     server.open()
+    deadline = time.monotonic() + budget
     for done, (name, probe) in enumerate(PROBES):
         report(done, len(PROBES))
         begin = time.monotonic()
         try:
+            if begin > deadline:
+                raise Skipped(f"the {budget:g} s are over; `sparkdraft check --url` asks without a limit")
             status, detail = PASSED, probe(server)
         except Skipped as reason:
             status, detail = SKIPPED, str(reason)

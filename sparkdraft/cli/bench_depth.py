@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdraft.cli.bench_offline import make_engine, numbers
+from sparkdraft.cli.bench_offline import VARY, acceptance_of, check_varied, make_engine, numbers, show_race
 from sparkdraft.cli.options import add_engine_flags, load_llm
 from sparkdraft.core import AUTO, UserError
 from sparkdraft.progress import SELDOM, progress
@@ -33,6 +33,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--synthetic-acceptance", type=float, metavar="LENGTH", help="tokens per step that the deepest draft commits"
     )
+    parser.add_argument("--vary-blocks", action="store_true", help=VARY)
     parser.add_argument("--plot", default="", metavar="FILE", help="draw speed over plain by depth, as SVG")
     parser.add_argument("--out", default="", metavar="FILE", help="write the JSON there too")
     add_engine_flags(parser, without=("prefix_cache", "ngram", "spec"))
@@ -44,7 +45,6 @@ def run(args: Namespace) -> int:
     args.max_seqs = args.max_seqs or max(streams)
     args.kv_tokens = args.kv_tokens or (max(streams) * (2 * args.output_len + 1024) if args.shape else 0)
     from sparkdraft.bench.depth import DepthBench, panels, table
-    from sparkdraft.bench.synthetic import Acceptance
     from sparkdraft.plot import svg
 
     engine, prompts, label = _engine(args)
@@ -52,8 +52,7 @@ def run(args: Namespace) -> int:
     if not engine.drafting.proposer:
         raise UserError(f"{label} has no drafter to measure; name one with --drafter, or --drafter-shape with --shape")
     depths = _depths(args.depths, engine.drafting.choices, most)
-    length = args.synthetic_acceptance
-    acceptance = None if length is None else Acceptance(length, most)
+    acceptance = None if args.synthetic_acceptance is None else acceptance_of(args, most)
     if acceptance:
         print(f"SYNTHETIC ACCEPTANCE: {acceptance.describe()}")
     bench = DepthBench(engine, args.output_len, args.temperature, acceptance)
@@ -62,6 +61,7 @@ def run(args: Namespace) -> int:
     print(table(cells) + ("  (synthetic)" if acceptance else ""))
     if not acceptance:
         print(_texts(cells))
+    show_race(engine)
     plan, summary = engine.plan, dict[str, Any](bench="depth", model=label)
     summary |= {
         "device": plan.device,
@@ -69,6 +69,8 @@ def run(args: Namespace) -> int:
         "output_len": args.output_len,
         "temperature": args.temperature,
         "max_depth": most,
+        "cut": engine.drafting.cuts,
+        "race": engine.drafting.race.score.as_dict() if engine.drafting.race else None,
     }
     process = {"length": acceptance.length, "process": acceptance.describe()} if acceptance else None
     text = json.dumps(summary | {"synthetic": process, "cells": [cell.as_dict() for cell in cells]})
@@ -93,6 +95,7 @@ def _check(args: Namespace) -> None:
         raise UserError("--shape and --drafter-shape go together: random weights need a drafter of random weights")
     if args.shape and args.synthetic_acceptance is None:
         raise UserError("random weights accept no drafts: give --synthetic-acceptance with --shape")
+    check_varied(args)
     for flag, path in (("--plot", args.plot), ("--out", args.out)):
         if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
             raise UserError(f"{flag} is {path}; give a file in a folder that exists")

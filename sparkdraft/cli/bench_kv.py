@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from sparkdraft.models.config import ModelConfig
     from sparkdraft.plan.resolve import Plan
     from sparkdraft.plot import Panel
+    from sparkdraft.weights.checkpoint import Checkpoint
 
 EXACT = "exact"
 FORMATS = "exact,fp8,k4v3,k5v4,k4v3-full"
@@ -63,7 +64,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--plot", default="", metavar="FILE", help="draw rise and divergence by position, speed by context, as SVG"
     )
-    add_engine_flags(parser, without=("prefix_cache", "tq_centre"), spec="off")
+    add_engine_flags(parser, without=("prefix_cache", "tq_centre", "count_ids"), spec="off")
 
 
 def run(args: Namespace) -> int:
@@ -76,7 +77,7 @@ def run(args: Namespace) -> int:
 
     checkpoint = None if args.shape else open_checkpoint(args.model)
     model = read_config(checkpoint.config) if checkpoint else shape(args.shape)
-    plans = _plans(args, formats, model)
+    plans = _plans(args, formats, model, checkpoint)
     plan = plans[EXACT]
     loads, comparison = (
         _loads(args, plan, streams),
@@ -132,16 +133,21 @@ def _check(args: Namespace) -> list[Format]:
     return formats
 
 
-def _plans(args: Namespace, formats: Sequence[Format], model: ModelConfig) -> dict[str, Plan]:
+def _plans(
+    args: Namespace, formats: Sequence[Format], model: ModelConfig, checkpoint: Checkpoint | None
+) -> dict[str, Plan]:
     """The plan of each format. Fills in the dtype if it was left open on a CPU, whose packed kernels keep only an exact
-    cache."""
+    cache. checkpoint: None for a shape."""
+    from sparkdraft.bench.shapes import random_checkpoint
+    from sparkdraft.engine.load import stored_of
     from sparkdraft.engine.machine import detect, plan_here
 
     if args.dtype == "auto" and detect(EngineConfig(device=args.device)).device == "cpu":
         args.dtype = "float32"
     named = {"model": args.shape or args.model}
-    options = {fmt.name: engine_options(_flags_of(args, fmt)) | named for fmt in formats}
-    return {name: plan_here(EngineConfig(**each), model) for name, each in options.items()}
+    configs = {fmt.name: EngineConfig(**engine_options(_flags_of(args, fmt)) | named) for fmt in formats}
+    source = checkpoint or random_checkpoint(args.shape, "cpu")
+    return {name: plan_here(each, model, stored=stored_of(each, source, model)) for name, each in configs.items()}
 
 
 def _flags_of(args: Namespace, fmt: Format) -> Namespace:

@@ -35,6 +35,10 @@ LEGEND = (
     "request starting when one ends"
 )
 
+VARY = (
+    "with --synthetic-acceptance: blocks of drafts differ as the embedded drafter's do, and the drafter is as sure of "
+    "them as it was there, so that cutting them (--cut) means something"
+)
 FORMS = ("mxfp4", "int4", "nvfp4", "fp8")  # of bench/coded.py
 EXPERTS = (
     "floor: of each layer's experts those are counted that rows reach which choose independently of each other, "
@@ -61,11 +65,13 @@ def configure(parser: ArgumentParser) -> None:
         metavar="LENGTH",
         help="ids per step that drafting is assumed to commit on average, including the target's own",
     )
+    parser.add_argument("--vary-blocks", action="store_true", help=VARY)
     parser.add_argument("--concurrency", "--batch", default="1,4", help="streams at once, a list (default 1,4)")
     parser.add_argument("--prompt-len", default="128", help="tokens of prompt, a list (default 128)")
     parser.add_argument("--output-len", type=int, default=64, help="tokens of output (default 64)")
     parser.add_argument("--profile", action="store_true", help="name the most expensive kernels and the idle gaps")
-    add_engine_flags(parser, without=("prefix_cache", "ngram"), spec="")  # off; with --drafter-shape the whole block
+    # spec: off, or with --drafter-shape the whole block
+    add_engine_flags(parser, without=("prefix_cache", "ngram", "count_ids"), spec="")
 
 
 def run(args: Namespace) -> int:
@@ -91,17 +97,22 @@ def run(args: Namespace) -> int:
     if acceptance:
         print(f"SYNTHETIC ACCEPTANCE: {acceptance.describe()}")
     rows = _measure_all(bench, loads, args.profile)
+    show_race(engine)
     memory = bench.memory()
     if memory:
         print(memory.text())
     summary: dict[str, Any] = {"bench": "offline", "model": label, "device": plan.device, "dtype": plan.weights}
     summary |= {"bandwidth_gb_s": round(ceilings.bandwidth / 1e9, 1), "output_len": args.output_len}
     summary["matmul_tflop_s"] = round(ceilings.matmul / 1e12, 1) if ceilings.matmul else None
-    summary |= {"memory": memory.as_dict() if memory else None, "spec": args.spec}
+    summary |= {"memory": memory.as_dict() if memory else None, "spec": args.spec, "cut": engine.drafting.cuts}
     summary |= {"drafter": args.drafter_shape if draft else None, "synthetic": bool(acceptance)}
+    summary |= {"drafter_weights": args.drafter_weights, "draft_ids": drafted_ids(engine)}
+    summary["race"] = engine.drafting.race.score.as_dict() if engine.drafting.race else None
     if acceptance:
-        summary["acceptance"] = {"length": acceptance.length, "p": round(acceptance.p, 6), "depth": acceptance.depth}
-        summary["acceptance"]["process"] = acceptance.describe()
+        summary["acceptance"] = {"length": acceptance.length, "depth": acceptance.depth, "varied": args.vary_blocks}
+        summary["acceptance"] |= {"process": acceptance.describe()} | (
+            {} if args.vary_blocks else {"p": round(acceptance.p, 6)}
+        )
     if bench.counts_experts:
         summary["floor"] = EXPERTS
     print(json.dumps(summary | {"split": LEGEND, "rows": [row.as_dict() for row in rows]}))
@@ -122,12 +133,19 @@ def numbers(flag: str, text: str, least: int = 1) -> list[int]:
 # ---- the parts
 
 
+def drafted_ids(engine: Engine) -> int | None:
+    """How many the drafter drafts among; None without one."""
+    proposer = engine.drafting.proposer
+    return (proposer.drafter.caps.num_ids or engine.sampler.vocab_size) if proposer else None
+
+
 def _check(args: Namespace) -> tuple[Acceptance | None, DraftConfig | None]:
     """Refuse what cannot be measured, before any weight is made; fills in the depth that --spec left open."""
     if args.output_len < 8:
         raise UserError(f"--output-len is {args.output_len}; fewer than 8 tokens measure nothing")
     if args.synthetic_acceptance is not None and not args.drafter_shape:
         raise UserError("--synthetic-acceptance needs drafts to accept: name a drafter with --drafter-shape dflash-5x")
+    check_varied(args)
     if args.drafter_shape and not args.shape:
         raise UserError(
             "--drafter-shape goes with a --shape: a model with real weights drafts with --spec and --drafter"
@@ -138,7 +156,6 @@ def _check(args: Namespace) -> tuple[Acceptance | None, DraftConfig | None]:
         args.spec = args.spec or "off"
         return None, None
     from sparkdraft.bench.shapes import drafter_shape, shape
-    from sparkdraft.bench.synthetic import Acceptance
 
     draft = drafter_shape(args.drafter_shape, shape(args.shape))
     most = draft.block_size - 1
@@ -151,7 +168,23 @@ def _check(args: Namespace) -> tuple[Acceptance | None, DraftConfig | None]:
     if depth is not None and depth > most:
         raise UserError(f"--spec is {depth}; {args.drafter_shape} drafts at most {most} per step: ask for no more")
     length = args.synthetic_acceptance
-    return None if length is None else Acceptance(length, depth or most), draft
+    return None if length is None else acceptance_of(args, depth or most), draft
+
+
+def show_race(engine: Engine) -> None:
+    if race := engine.drafting.race:
+        print(f"race of drafters: {race.score.describe()}")
+
+
+def check_varied(args: Namespace) -> None:
+    if args.vary_blocks and args.synthetic_acceptance is None:
+        raise UserError("--vary-blocks goes with --synthetic-acceptance: real drafts vary by themselves")
+
+
+def acceptance_of(args: Namespace, depth: int) -> Acceptance:
+    from sparkdraft.bench.synthetic import Acceptance, VariedAcceptance
+
+    return (VariedAcceptance if args.vary_blocks else Acceptance)(args.synthetic_acceptance, depth)
 
 
 def make_engine(args: Namespace, draft: DraftConfig | None) -> tuple[Engine, ModelConfig, str]:

@@ -128,6 +128,7 @@ def _measure(
 ) -> None:
     from sparkdraft.bench.decode import release
     from sparkdraft.bench.report import load_average
+    from sparkdraft.engine.facts import CUT, RACED
     from sparkdraft.engine.load import stored_of
 
     busy = load_average()
@@ -143,6 +144,8 @@ def _measure(
     found.notes += [f"{each.name}: {each.reason}" for each in llm.fallbacks()]
     found.start = _start(started, llm, ceilings) if started else None
     _speeds(args, found, budget, llm, ceilings, [(contexts[0], n, kind) for n, kind in product(streams, classes)])
+    shown = [fact for fact in llm.facts() if fact.name in (CUT, RACED)]
+    found.environment |= {f.name: f.value + (f" ({f.reason})" if f.reason else "") for f in shown}
     llm = None
     release(plan.device)
     _kv_formats(args, found, budget, formats, model, stored, plan, ceilings)

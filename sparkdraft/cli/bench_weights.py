@@ -60,7 +60,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--no-speed", dest="rows", action="store_const", const="", help="the same as --rows ''")
     parser.add_argument("--context", type=int, default=128, help="tokens before the timed steps (default 128)")
     parser.add_argument("--plot", default="", metavar="FILE", help="draw rise, divergence and speed, as SVG")
-    add_engine_flags(parser, without=("weights", "weights_cache", "prefix_cache"), spec="off")
+    add_engine_flags(parser, without=("weights", "weights_cache", "prefix_cache", "count_ids"), spec="off")
 
 
 def run(args: Namespace) -> int:
@@ -72,7 +72,7 @@ def run(args: Namespace) -> int:
     checkpoint = FloatCheckpoint(open_checkpoint(args.model))
     model = read_config(checkpoint.config)
     args.max_seqs = args.max_seqs or max(rows, default=1)
-    reading, timing = (_plan(args, model, each) for each in _dtypes(args))
+    reading, timing = (_plan(args, model, checkpoint, each) for each in _dtypes(args))
     loads, comparison = _loads(args, timing, rows), comparison_of(args.tokens, reading, checkpoint)
     size = 4 if reading.dtype == "float32" else 2
     found = {name: Found(format_bytes(name, model.hidden_size, size)) for name in formats}
@@ -119,10 +119,13 @@ def _dtypes(args: Namespace) -> tuple[str, str]:
     return ("float32", "auto") if args.dtype == "auto" and on_cpu else (args.dtype, args.dtype)
 
 
-def _plan(args: Namespace, model: ModelConfig, dtype: str) -> Plan:
+def _plan(args: Namespace, model: ModelConfig, checkpoint: Checkpoint, dtype: str) -> Plan:
+    """Of the floats, which take the most."""
+    from sparkdraft.engine.load import stored_of
     from sparkdraft.engine.machine import plan_here
 
-    return plan_here(EngineConfig(**engine_options(args) | {"dtype": dtype}), model)
+    config = EngineConfig(**engine_options(args) | {"dtype": dtype})
+    return plan_here(config, model, stored=stored_of(config, checkpoint, model))
 
 
 def _loads(args: Namespace, plan: Plan, rows: Sequence[int]) -> list[Load]:

@@ -35,7 +35,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--model", help=f"{ENGINE_FIELDS['model'].metadata['help']} (default smollm2); with --url, a name"
     )
-    add_engine_flags(parser, without=["model"])
+    add_engine_flags(parser, without=("model", "count_ids"))
 
 
 def run(args: Namespace) -> int:

@@ -44,8 +44,8 @@ def question_of(args: Namespace) -> Question:
     formats, _ = read_formats(args.weights, raw, model, machine)
     config = EngineConfig(model=args.model, kv=args.kv)
     config = replace(config, max_seqs=args.concurrency) if args.concurrency > 64 else config
-    drafter = read_drafter(args.drafter, args.model, model)
-    return Question(model, machine, config, formats, drafter, args.concurrency, args.context)
+    drafter, names = read_drafter(args.drafter, args.model, model)
+    return Question(model, machine, config, formats, drafter, args.concurrency, args.context, names=names)
 
 
 def _latency(args: Namespace, hidden: int) -> Latency:

@@ -20,7 +20,20 @@ EXAMPLES = """examples:
   sparkdraft doctor --json > report.json         for an issue: no keys, and no paths but the cache folder's
 exit status: 0 all is fine, 1 something should be changed, 2 the model cannot run
 """
-FLAGS = ("model", "device", "dtype", "weights", "kv", "drafter", "spec", "graphs", "threads", "profile")
+FLAGS = (
+    "model",
+    "device",
+    "dtype",
+    "weights",
+    "kv",
+    "drafter",
+    "drafter_weights",
+    "draft_vocab",
+    "spec",
+    "graphs",
+    "threads",
+    "profile",
+)
 
 
 def configure(parser: ArgumentParser) -> None:

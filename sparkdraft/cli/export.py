@@ -1,4 +1,7 @@
-"""`sparkdraft export vllm`: our configuration as a `vllm serve` command, a YAML file or a systemd unit."""
+"""`sparkdraft export vllm`: our configuration as a `vllm serve` command, a YAML file or a systemd unit.
+
+`sparkdraft export safetensors`: a model as a folder that other engines load.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,20 @@ from sparkdraft.cli.console import note
 from sparkdraft.cli.options import add_field
 from sparkdraft.config import ENGINE_FIELDS
 from sparkdraft.core import UserError
+from sparkdraft.progress import progress
 from sparkdraft.server.config import FIELDS, SERVER_FIELDS, ServerConfig, merge
 from sparkdraft.server.container_env import ATTENTION_BACKEND, container_notes, unread_args
 
 if TYPE_CHECKING:
     from sparkdraft.interop.vllm_command import Choices
 
-HELP = "write the configuration of `serve` as a command for another engine"
+HELP = "write the configuration of `serve`, or a model, for another engine"
 EXAMPLES = """examples:
   sparkdraft export vllm --model google/gemma-4-31B-it --weights fp8 --max-model-len 16384
   sparkdraft export vllm --model Qwen/Qwen3.5-27B --form systemd --out vllm.service
   sparkdraft export vllm --config server.toml --form yaml --out vllm.yaml     (vllm serve --config vllm.yaml)
   sparkdraft export vllm --model google/gemma-4-26B-A4B-it --method mtp --vllm-version 0.20.2   (refused, with the fix)
+  sparkdraft export safetensors --model smollm2 --out smollm2-hf      (a GGUF file for engines that read none)
 The command goes to standard output, and what is different in vLLM to standard error. Nothing is loaded or started.
 """
 FORMS = ("command", "yaml", "systemd")
@@ -33,7 +38,7 @@ CHOICES = {
     "draft_attention_backend": "of the drafter (default: vLLM's choice)",
     "chat_template": "a file with a chat template (default: the model's)",
     "tensor_parallel": "GPUs that share the model",
-    "machine": "gb10 (a DGX Spark) or other: some problems exist on one GPU only",
+    "machine": "gb10 (a DGX Spark), other or cpu: some problems exist on one GPU only (default: gb10; serve finds cpu)",
 }
 # the same by their names there
 OF_VLLM = {
@@ -51,6 +56,11 @@ def configure(parser: ArgumentParser) -> None:
     vllm.add_argument("--vllm-version", default="", metavar="X", help="the version it is for (default: 0.32.0)")
     add_vllm_flags(vllm)
     add_serve_flags(vllm)
+    text = "a model as a folder in the Hugging Face layout, its weights as floats"
+    folder = engines.add_parser("safetensors", help=text, description=text, epilog=EXAMPLES)
+    folder.add_argument("--model", default="smollm2", help="a known name, a folder, a .gguf file or a hub id")
+    folder.add_argument("--out", required=True, metavar="FOLDER", help="where it is written")
+    folder.add_argument("--dtype", default="float32", metavar="X", help="float32 or bfloat16 (default float32)")
 
 
 def add_vllm_flags(parser: ArgumentParser) -> None:
@@ -92,10 +102,27 @@ def read_choices(args: Namespace, version: str = "") -> Choices:
     given["extra"] = tuple(each for each in handed_on if each.name not in OF_VLLM)
     given["attention_backend"] = given["attention_backend"] or os.environ.get(ATTENTION_BACKEND) or None
     given["version"] = version or None
+    if given["machine"] is None and "cpu" in version:
+        given["machine"] = "cpu"
     return Choices(**{name: value for name, value in given.items() if value is not None})
 
 
 def run(args: Namespace) -> int:
+    return _safetensors(args) if args.to == "safetensors" else _vllm(args)
+
+
+def _safetensors(args: Namespace) -> int:
+    from sparkdraft.weights.checkpoint import open_checkpoint
+    from sparkdraft.weights.convert import write_checkpoint
+
+    with progress(f"writing {args.model}") as report:
+        write_checkpoint(open_checkpoint(args.model), Path(args.out), args.dtype, report)
+    size = sum(file.stat().st_size for file in Path(args.out).iterdir())
+    print(f"{args.out}: {args.dtype}, {size / 1e6:.1f} MB")
+    return 0
+
+
+def _vllm(args: Namespace) -> int:
     from sparkdraft.interop.vllm_command import vllm_command
     from sparkdraft.interop.written import write
 

@@ -55,6 +55,13 @@ def configure(parser: ArgumentParser) -> None:
         metavar="FORMAT",
         help="bfloat16, fp8, nvfp4, mxfp4 or int4; parts may differ: nvfp4,attention=fp8 (auto: as config.json states)",
     )
+    parser.add_argument(
+        "--drafter-weights",
+        default="auto",
+        metavar="FORMAT",
+        help="of a drafter of floats that is quantised at load: fp8, int4 or nvfp4 (auto: it is not)",
+    )
+    parser.add_argument("--draft-vocab", default="", metavar="FILE", help="a file of the only ids that are drafted")
     parser.add_argument("--concurrency", type=int, default=1, metavar="N", help="streams at once (default 1)")
     parser.add_argument("--context", type=int, metavar="N", help=f"tokens of each stream (default {USUAL_CONTEXT})")
     parser.add_argument(
@@ -78,15 +85,21 @@ def run(args: Namespace) -> int:
     from sparkdraft.spec.packaged import EMBEDDED
 
     keeps = args.weights if args.weights in DTYPES else "auto"  # how the engine keeps all matrices
-    config = EngineConfig(model=args.model, kv=args.kv, dtype=keeps)  # refuses before a machine is measured
+    drafts = {"drafter_weights": args.drafter_weights, "draft_vocab": args.draft_vocab}
+    config = EngineConfig(model=args.model, kv=args.kv, dtype=keeps, **drafts)  # refuses before a machine is measured
     model, raw = read_model(args.model)
-    drafter = read_drafter(args.drafter, args.model, model)
+    drafter, names = read_drafter(args.drafter, args.model, model)
+    drafter = _asked(drafter, names, config, model)
     context, chances = _check(args, model), _chances(args.acceptance, drafter)
     machine = _machine(args.machine)
+    if machine.hardware.device == "cpu" and args.drafter_weights != "auto":
+        raise UserError(
+            f"--drafter-weights is {args.drafter_weights}; on a CPU the sums are those of 8 bits: leave it out"
+        )
     if args.concurrency > MAX_SEQS[machine.hardware.device]:  # more than the engine takes by itself
         config = replace(config, max_seqs=args.concurrency)
     formats, label = read_formats(args.weights, raw, model, machine)
-    question = Question(model, machine, config, formats, drafter, args.concurrency, context, chances)
+    question = Question(model, machine, config, formats, drafter, args.concurrency, context, chances, names=names)
     forecast = _forecast(question)
     weights = label or forecast.plan.weights
     advice, alternatives = recommend(forecast), compare(question, weights) if args.compare else []
@@ -144,21 +157,38 @@ def read_formats(
     return held, " and ".join(names_of(held))
 
 
-def read_drafter(name: str, model_name: str, model: ModelConfig) -> DraftConfig | None:
+def read_drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftConfig | None, list[str]]:
+    """With the names of its tensors, where its file is at hand: it may bring tables of its own."""
     from sparkdraft.bench.named_shapes import DRAFTER_FILES, DRAFTER_SHAPES, drafter_shape
     from sparkdraft.spec.draft_configs import check_fits, read_draft_config
     from sparkdraft.spec.mtp_config import MTP
     from sparkdraft.spec.packaged import default_drafter
-    from sparkdraft.weights.checkpoint import read_config_json
+    from sparkdraft.weights.checkpoint import read_config_json, tensor_names
 
     found = default_drafter(model_name) if name == "auto" else None if name == "none" else name
     if found is None:
-        return None
+        return None, []
+    if found.partition(":")[0] == "race":
+        raise UserError(f"--drafter is {found}; a plan is made for one drafter: name it, or mtp")
     if found in DRAFTER_FILES or found in DRAFTER_SHAPES or found == MTP:
-        return drafter_shape(found, model)
-    draft = read_draft_config(read_config_json(found))
+        return drafter_shape(found, model), []
+    draft, folder = read_draft_config(read_config_json(found)), Path(found).expanduser()
     check_fits(draft, model)
-    return draft
+    return draft, tensor_names(folder) if folder.is_dir() else []
+
+
+def _asked(
+    drafter: DraftConfig | None, names: list[str], config: EngineConfig, model: ModelConfig
+) -> DraftConfig | None:
+    """The drafter with the ids that are asked for."""
+    from sparkdraft.spec.draft_configs import among
+    from sparkdraft.spec.id_files import read_ids
+
+    if drafter is None and (config.draft_vocab or config.drafter_weights != "auto"):
+        raise UserError("--drafter-weights and --draft-vocab need a drafter: name one with --drafter")
+    if drafter is None or not config.draft_vocab:
+        return drafter
+    return among(drafter, len(read_ids(config.draft_vocab, model.vocab_size)), names)
 
 
 def _check(args: Namespace, model: ModelConfig) -> int:

@@ -15,6 +15,7 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -72,21 +73,40 @@ def run(args: Namespace) -> int:
 
 
 def _serve_vllm(config: ServerConfig, args: Namespace) -> int:
-    """Run `vllm serve` with the same configuration, as a child, until it or a signal ends it."""
-    from sparkdraft.interop.child import find_program, run_child, url_of, version_of
+    """Run `vllm serve` with the same configuration, as a child behind our own front, until it or a signal ends it."""
+    from sparkdraft.interop.child import find_program, free_port, url_of, version_of
+    from sparkdraft.interop.front import create_front
+    from sparkdraft.interop.supervise import FrontServer, Supervised
     from sparkdraft.interop.vllm_command import vllm_command
     from sparkdraft.interop.written import shell
+    from sparkdraft.server.metrics import Metrics
+    from sparkdraft.server.run import address_of, listen
 
     for text in container_notes(os.environ, to_vllm=True):
         say(f"note: {text}")
     program = find_program("vllm")
     version = version_of(program)
-    command = vllm_command(config, read_choices(args, version))
+    inner = replace(config, host="127.0.0.1", port=free_port())
+    command = vllm_command(inner, read_choices(args, version), behind_front=True)
     for text in command.notes:
         say(f"note: {text}")
-    say(f"sparkdraft {__version__} starts vLLM {version}:\n{shell(command)}")
-    words, environ = [program, *command.words()[1:]], {**os.environ, **command.secrets}
-    return run_child(words, environ, config.drain_seconds, say, url_of(config.host, config.port))
+    listener = listen(config)
+    say(f"sparkdraft {__version__} serves {config.names[0]} by vLLM {version} on {address_of(listener)}:")
+    say(shell(command))
+    supervised = Supervised(
+        [program, *command.words()[1:]],
+        {**os.environ, **command.secrets},
+        url_of(inner.host, inner.port),
+        say,
+        version=version,
+        shown=shell(command),
+        notes=command.notes,
+        api_key=config.api_key,
+        canary=config.canary,
+        drain=config.drain_seconds,
+    )
+    server = FrontServer(create_front(config, supervised, Metrics()), supervised)
+    return asyncio.run(server.run_on(listener))
 
 
 def end_at_signals() -> None:

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 from sparkdraft.cli.options import add_engine_flags, load_llm, temperature_list
 from sparkdraft.core import UserError
 from sparkdraft.progress import errors, progress
+from sparkdraft.train.memory import SHRINKS
 from sparkdraft.train.settings import FitSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+SHORT_TEXTS = 2048  # tokens of a prompt and its one answer, at most
 STOPPED = 130  # the status after Ctrl-C, so that `fit && export` does not export half a run
 HELP = "train a drafter for a model"
 EXAMPLES = """a drafter for one's own model, in four commands:
@@ -29,6 +31,7 @@ EXAMPLES = """a drafter for one's own model, in four commands:
   sparkdraft train fit  --model smollm2 --data corpus --out run --soft 0.5      (repeat it to continue the run)
   sparkdraft train fit  --model ./my-finetune --data corpus --out run --init ./drafter-of-its-base   (after fine-tuning)
   sparkdraft train export run --out my-drafter --layout speculators             (for vLLM)
+  sparkdraft train export smollm2 --out for-vllm --layout speculators           (the drafter in the package)
 """
 FIT_FLAGS = {
     "init": "a drafter to start from, a folder or hub id in z-lab's layout; further --layers are added to it",
@@ -37,6 +40,8 @@ FIT_FLAGS = {
     "block": "rows of a draft block, including the anchor: it drafts one less",
     "widths": "block widths that are mixed in training, a list (default: the block and half of it)",
     "taps": "target layers it reads, a list counted from 0 (default: five, spread evenly)",
+    "window": "rows of the context that it is shown, the last N (0: all, or as the drafter of --init)",
+    "sinks": "with --window: rows at the beginning of the context that it is shown too",
     "vocab": "draft only the N most frequent ids of the corpus: a cheaper head (0: all)",
     "mask_id": "the mask token (-1: one the target never learnt)",
     "steps": "training steps; a finished run continues when this is raised",
@@ -64,6 +69,8 @@ def configure(parser: ArgumentParser) -> None:
     data.add_argument("--prompts", default="", metavar="FILE", help=".jsonl with 'prompt' or 'messages', or .txt")
     data.add_argument("--synthesise", type=int, default=0, metavar="N", help="prompts that the target writes, in all")
     data.add_argument("--max-new", type=int, default=384, help="longest response, in tokens (default 384)")
+    text = "conversations, as tokens:share of the documents, a list ('': none; default %(default)s)"
+    data.add_argument("--lengths", default="2048:0.03,4096:0.02,8192:0.01", metavar="LIST", help=text)
     data.add_argument("--greedy", type=float, default=0.5, help="share of greedy responses (default 0.5)")
     data.add_argument("--seats", type=int, default=0, help="texts written at once (0: what fits)")
     data.add_argument("--seed", type=int, default=0, help="seed of what is sampled")
@@ -77,6 +84,8 @@ def configure(parser: ArgumentParser) -> None:
         default: Any = defaults[name]
         kind, shown = (str, "") if isinstance(default, tuple) else (type(default), f" (default {default})")
         value = "" if isinstance(default, tuple) else default
+        if name in SHRINKS:
+            value, shown = None, f" (default {default}, or less where that does not fit)"
         fit.add_argument("--" + name.replace("_", "-"), type=kind, default=value, metavar="X", help=text + shown)
     evaluate = verbs.add_parser("eval", help="how many drafts are accepted, by class, greedy and sampled")
     evaluate.add_argument("--per-class", type=int, default=0, help="prompts of each class (default 0: all)")
@@ -84,7 +93,8 @@ def configure(parser: ArgumentParser) -> None:
     evaluate.add_argument("--temperature", default="0,0.7", help="a list (default 0,0.7)")
     add_engine_flags(evaluate, without=("ngram",))
     export = verbs.add_parser("export", help="a run's drafter as a checkpoint that engines load")
-    export.add_argument("run", metavar="RUN", help="the run's folder")
+    text = "the run's folder; or a drafter in z-lab's layout: a folder, a hub id, or smollm2 for the one in the package"
+    export.add_argument("run", metavar="RUN", help=text)
     export.add_argument("--out", required=True, metavar="FOLDER", help="the checkpoint")
     export.add_argument("--layout", default="zlab", help="zlab or speculators (default zlab)")
     export.add_argument("--bits", type=int, default=16, help="16, or 8: integers in groups of 32 (default 16)")
@@ -107,6 +117,9 @@ def _target_flags(parser: ArgumentParser) -> None:
 
 def _fit(args: Namespace) -> int:
     values = {name: getattr(args, name) for name in FIT_FLAGS}
+    shrinks = [name for name in SHRINKS if values[name] is None]
+    for name in shrinks:
+        del values[name]
     values |= {name: _ids(f"--{name}", values[name]) for name in ("widths", "taps")}
     settings = FitSettings(target=args.model, data=args.data, **values)
     if args.every < 1:
@@ -122,13 +135,17 @@ def _fit(args: Namespace) -> int:
 
     load = partial(progress, f"loading {args.model}")
     with progress("training") as meter:
-        reached = fit(settings, Path(args.out), args.device, args.every, report, load)
+        reached = fit(settings, Path(args.out), args.device, args.every, report, load, shrinks, _note)
     last = (Run(Path(args.out)).log() or [{}])[-1]
     print(json.dumps({"train": "fit", "run": args.out, **last}))
     if reached < settings.steps:
         errors.print(f"stopped after step {reached}: the same command continues from there", markup=False)
         return STOPPED
     return 0
+
+
+def _note(text: str) -> None:
+    errors.print(f"note: {text}", markup=False, soft_wrap=True)
 
 
 def _ids(flag: str, value: str) -> tuple[int, ...]:
@@ -139,17 +156,17 @@ def _ids(flag: str, value: str) -> tuple[int, ...]:
 
 
 def _data(args: Namespace) -> int:
-    from sparkdraft.train.data import check_sources, make_corpus
-    from sparkdraft.train.target import load_target
+    from sparkdraft.train.data import check_sources, make_corpus, open_model, read_lengths
 
     check_sources(args.prompts or None, args.synthesise, args.max_new, args.greedy, args.seats)
+    lengths = read_lengths(args.lengths)
+    longest = max([SHORT_TEXTS, *(tokens for tokens, _ in lengths)])
     with progress(f"loading {args.model}") as report:
-        target = load_target(args.model, args.device, progress=report)
+        target = open_model(args.model, args.device, longest, args.seats, report)
     with progress("writing responses") as report:
         sources = (args.prompts or None, args.synthesise)
-        summary = make_corpus(
-            target, args.out, *sources, args.max_new, args.greedy, seed=args.seed, seats=args.seats, report=report
-        )
+        options = {"seed": args.seed, "seats": args.seats, "report": report, "lengths": lengths}
+        summary = make_corpus(target, args.out, *sources, args.max_new, args.greedy, **options)
     speed, share = summary["tokens_per_second"], summary["loops"]
     print(f"{summary['documents']} documents, {summary['tokens']} tokens of responses in {summary['seconds']:.0f} s")
     print(f"{speed:,.0f} tokens per second; {share:.0%} ran into a loop and were cut; {summary['excluded']} left out")
@@ -163,6 +180,8 @@ def _said_of_data(folder: str, summary: dict[str, Any]) -> int:
         kept = f"{summary['all_documents']} documents of {folder} are kept"
         errors.print(f"stopped: {kept}; the same command continues from there", markup=False, soft_wrap=True)
         return STOPPED
+    if summary["conversations"] is None:
+        _note("the chat template writes earlier turns differently once others follow: no conversations were written")
     if missing := summary.get("self_written", {}).get("missing"):
         note = f"note: {missing} self-written prompts are missing, too few were worth asking: try another --seed"
         errors.print(note, markup=False, soft_wrap=True)
@@ -185,20 +204,49 @@ def _eval(args: Namespace) -> int:
 
 
 def _export(args: Namespace) -> int:
+    drafter = _drafter_folder(args.run)
     with progress(f"exporting {args.run}"):
-        step = _write_drafter(args)
+        what = _convert_drafter(args, drafter) if drafter else f"step {_write_drafter(args)}"
     size = sum(file.stat().st_size for file in Path(args.out).iterdir())
-    print(f"{args.out}: step {step}, {args.layout} layout, {size / 1e6:.1f} MB")
+    print(f"{args.out}: {what}, {args.layout} layout, {size / 1e6:.1f} MB")
     return 0
+
+
+def _drafter_folder(name: str) -> str:
+    """The drafter that this names, if it is one already; empty: a run's folder."""
+    from sparkdraft.spec.packaged import default_drafter
+
+    if packaged := default_drafter(name):
+        return packaged
+    folder = Path(name).expanduser()
+    is_hub_id = not folder.exists() and name.count("/") == 1 and not name.startswith((".", "~"))
+    return name if is_hub_id or (folder / "config.json").is_file() else ""
+
+
+def _convert_drafter(args: Namespace, drafter: str) -> str:
+    """Write a drafter that is a checkpoint already in another layout, or in other bits."""
+    from sparkdraft.spec.packaged import EMBEDDED
+    from sparkdraft.train.export import ExportTarget, export, read_drafter
+    from sparkdraft.weights.hub import portable_name
+
+    model = args.model or (args.run if args.run in EMBEDDED else "")
+    if args.layout == "speculators" and not model:
+        raise UserError("The speculators layout names the drafter's target: name it with --model")
+    if args.vocab is not None:
+        raise UserError("--vocab counts ids of a run's corpus, which a finished drafter does not have: leave it out")
+    config, tensors, ids = read_drafter(drafter)
+    head = _head_rows(model, ids, config) if ids is not None and args.layout == "speculators" else None
+    target = ExportTarget(portable_name(model)) if model else None
+    export(config, tensors, Path(args.out), args.layout, args.bits, target=target, vocabulary=ids, head=head)
+    return f"from {args.run}"
 
 
 def _write_drafter(args: Namespace) -> int:
     """Returns the step of training that was exported."""
-    import torch
-
     from sparkdraft.train.corpus import Corpus
     from sparkdraft.train.export import ExportTarget, export
     from sparkdraft.train.model import folded
+    from sparkdraft.train.recipe import draft_ids
     from sparkdraft.train.run import Run
     from sparkdraft.weights.hub import portable_name
 
@@ -209,7 +257,7 @@ def _write_drafter(args: Namespace) -> int:
         raise UserError(f"{args.run} has no checkpoint yet: let `sparkdraft train fit` reach its first one")
     name, ids, head = args.model or info.settings.target, None, None
     if vocab := info.settings.vocab if args.vocab is None else args.vocab:
-        ids = torch.from_numpy(Corpus(info.settings.data).most_frequent(vocab))
+        ids = draft_ids(info.settings, Corpus(info.settings.data), vocab)
         head = _head_rows(name, ids, info.draft) if args.layout == "speculators" else None
     tensors, target = folded(state.model()), ExportTarget(portable_name(name))
     export(info.draft, tensors, Path(args.out), args.layout, args.bits, target=target, vocabulary=ids, head=head)

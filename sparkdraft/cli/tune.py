@@ -48,7 +48,7 @@ def configure(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--out", default="", metavar="FILE", help="write the profile there too, to share it")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    add_engine_flags(parser, without=("max_model_len", "kv_tokens", "prefix_cache"), profile=True)
+    add_engine_flags(parser, without=("max_model_len", "kv_tokens", "prefix_cache", "count_ids"), profile=True)
 
 
 def run(args: Namespace) -> int:

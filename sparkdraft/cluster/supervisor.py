@@ -17,8 +17,8 @@ from sparkdraft.cluster.hosts_file import Cluster
 from sparkdraft.cluster.ranks import Job, Rank, end_ranks, start_ranks
 from sparkdraft.cluster.runs import DOWN, ENDING, READY, RESTARTING, STARTING, Run
 from sparkdraft.core import UserError
-from sparkdraft.interop.child import PASSED_ON, Told
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # that end it
 BEAT = 0.5  # seconds
 WRITE = 2.0  # seconds between two writings of the state
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0  # before a restart: a Spark's memory is freed up to a minute after a process
@@ -39,15 +39,15 @@ class Supervisor:
     ) -> None:
         self.cluster, self.hosts, self.jobs, self.run, self.say = cluster, hosts, jobs, run, say
         self.first_pause = first_pause
-        self.told, self._told_event = Told(), threading.Event()
+        self._told = threading.Event()  # by a signal, to end
         self._failures: list[float] = []
         self._was_ready = False
 
     def serve(self) -> None:
         """Until a signal. Raises UserError where it cannot start, or fails too often."""
-        previous = {each: signal.signal(each, self._note) for each in PASSED_ON}
+        previous = {each: signal.signal(each, self._note) for each in SIGNALS}
         try:
-            while (failure := self._serve_once()) and not self.told.signals:
+            while (failure := self._serve_once()) and not self._told.is_set():
                 self._count(failure)
             self.run.enter(DOWN)
         finally:
@@ -55,8 +55,7 @@ class Supervisor:
                 signal.signal(each, handler)
 
     def _note(self, number: int, frame: object) -> None:
-        self.told.signals.append(number)
-        self._told_event.set()
+        self._told.set()
 
     def _serve_once(self) -> str:
         """Start all ranks and watch them. Returns why they had to end; "" if a signal came."""
@@ -79,7 +78,7 @@ class Supervisor:
     def _watch(self, ranks: Sequence[Rank]) -> str:
         begin = written = time.monotonic()
         is_ready, head = False, ranks[0]
-        while not self.told.signals:
+        while not self._told.is_set():
             for each in ranks:
                 each.beat()
             if failure := self._failure(ranks, begin):
@@ -91,7 +90,7 @@ class Supervisor:
             if time.monotonic() - written > WRITE:
                 written = time.monotonic()
                 self._write(ranks)
-            self._told_event.wait(BEAT)
+            self._told.wait(BEAT)
         return ""
 
     def _failure(self, ranks: Sequence[Rank], begin: float) -> str:
@@ -129,7 +128,7 @@ class Supervisor:
         self.run.enter(RESTARTING)
         pause = min(self.first_pause * 2 ** (len(self._failures) - 1), LONGEST_PAUSE)
         self.say(f"{failure}; all ranks are restarted together in {pause:g} s")
-        self._told_event.wait(pause)
+        self._told.wait(pause)
         for host in self.hosts:
             self._await(host)
         self.run.enter(STARTING)
@@ -137,7 +136,7 @@ class Supervisor:
     def _await(self, host: Host) -> None:
         """A machine that restarts is waited for. Raises UserError when that takes too long."""
         begin, is_said = time.monotonic(), False
-        while not self.told.signals:
+        while not self._told.is_set():
             try:
                 host.run("true", ANSWER_SECONDS)
                 return
@@ -147,7 +146,7 @@ class Supervisor:
                 if not is_said:
                     self.say(f"waits for {host.label}: {error}")
                 is_said = True
-                self._told_event.wait(FIRST_PAUSE)
+                self._told.wait(FIRST_PAUSE)
 
     def _write(self, ranks: Sequence[Rank]) -> None:
         now = time.time()

@@ -16,7 +16,7 @@ from sparkdraft.doctor.finding import Finding, Status
 from sparkdraft.doctor.trials import Counted, run_counted, run_drafter_watched, run_watched
 from sparkdraft.doctor.watch import ENDS, Watch, listed
 from sparkdraft.engine.engine import Engine
-from sparkdraft.engine.facts import facts
+from sparkdraft.engine.facts import facts, formats
 from sparkdraft.engine.load import load
 from sparkdraft.progress import Meter
 
@@ -109,10 +109,10 @@ def _kernels(engine: Engine, prompt: Watch, row: Watch) -> list[Finding]:
     """Layers that are alike and ran alike are one finding."""
     model, groups = engine.runner.model, dict[Any, list[int]]()
     for number, (spec, layer) in enumerate(zip(model.config.layers, model.layers, strict=True)):
-        what = f"{words.describe(spec, engine.plan)}; weights {words.formats(layer.matrices)}"
+        what = f"{words.describe(spec, engine.plan)}; weights {formats(layer.matrices)}"
         groups.setdefault((what, row.of(number), prompt.of(number)), []).append(number)
     found = [_layer(f"layers {words.runs(at)}", *key) for key, at in groups.items()]
-    ends = f"embedding, final norm, head of {model.config.vocab_size:,} ids; weights {words.formats([model.head])}"
+    ends = f"embedding, final norm, head of {model.config.vocab_size:,} ids; weights {formats([model.head])}"
     return [*found, _layer("ends", ends, row.of(ENDS), prompt.of(ENDS))]
 
 
@@ -122,7 +122,7 @@ def _drafter(engine: Engine, drafts: Watch | None) -> list[Finding]:
         return []
     layers: Any = getattr(proposer.drafter, "layers", ())
     for number, (spec, layer) in enumerate(zip(proposer.drafter.caps.kv, layers, strict=True)):
-        what = f"{words.attention(spec, 'exact')}; weights {words.formats(layer.matrices)}"
+        what = f"{words.attention(spec, 'exact')}; weights {formats(layer.matrices)}"
         groups.setdefault((what, drafts.of(number)), []).append(number)
     return [
         _layer(f"drafter's layers {words.runs(at)}", what, ran, ran, "a block") for (what, ran), at in groups.items()

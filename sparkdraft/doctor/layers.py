@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from sparkdraft.models.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RecurrentSpec
 from sparkdraft.plan.resolve import Plan
-from sparkdraft.weights.experts import ExpertLinear
-from sparkdraft.weights.linear import Linear
 
 
 def describe(spec: LayerSpec, plan: Plan) -> str:
@@ -37,21 +34,6 @@ def _mlp(spec: DenseSpec | ExpertsSpec) -> str:
         shared = f" and a shared one of {spec.shared_size}" if spec.shared_size else ""
         return f"{spec.top_k} of {spec.num_experts} experts of {spec.intermediate_size}{shared}"
     return f"MLP of {spec.intermediate_size}"
-
-
-def formats(matrices: Sequence[Linear | ExpertLinear]) -> str:
-    return " and ".join(sorted({each for matrix in matrices for each in _formats(matrix)}))
-
-
-def _formats(matrix: Linear | ExpertLinear) -> list[str]:
-    if matrix.tiles:
-        return [matrix.tiles.format]
-    if isinstance(matrix, ExpertLinear):
-        return _formats(matrix.expert(0))
-    if matrix.parts:
-        return [each for part in matrix.parts for each in _formats(part)]
-    kept: Any = getattr(matrix, "matrix", None)  # of the native kernels
-    return [f"{kept.bits}bit"] if kept is not None else [type(matrix).__name__]
 
 
 def runs(numbers: Sequence[int]) -> str:

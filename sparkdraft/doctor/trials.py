@@ -6,7 +6,7 @@ What is counted and watched is caught where it happens: methods of the engine ar
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,8 +89,10 @@ def _counting(engine: Engine, counted: Counted) -> Iterator[None]:
     if overlap:
         launch = overlap.launch
 
-        def counted_launch(requests: list[Request], depths: list[int]) -> None:
-            launch(requests, depths)
+        def counted_launch(
+            requests: list[Request], depths: list[int], terms: Sequence[float] = (), model: str = ""
+        ) -> None:
+            launch(requests, depths, terms, model)
             counted.ahead += 1
 
         overlap.launch = counted_launch  # type: ignore[method-assign]

@@ -13,7 +13,8 @@ import torch
 
 from sparkdraft import kernels
 from sparkdraft.cache.turboquant.centre import SKIPPED, key_centres
-from sparkdraft.config import EngineConfig
+from sparkdraft.config import ENGINE_FIELDS, EngineConfig
+from sparkdraft.core import UserError
 from sparkdraft.engine.caches import dense_cache, scratch_cache, target_cache
 from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.engine import Engine
@@ -28,9 +29,11 @@ from sparkdraft.plan.resolve import Plan
 from sparkdraft.plan.sizes import model_sizes
 from sparkdraft.spec import registry
 from sparkdraft.spec.auto import Choice, choose
-from sparkdraft.spec.drafter import ReadsTarget
+from sparkdraft.spec.drafter import Drafter, ReadsTarget
+from sparkdraft.spec.id_files import IdCounts
 from sparkdraft.spec.mtp_config import MTP
 from sparkdraft.spec.pairs import check_pair
+from sparkdraft.spec.race import RACE, Racers, RaceSource, find_racers
 from sparkdraft.spec.registry import DraftSource
 from sparkdraft.text.tokenizer import Vocabulary
 from sparkdraft.weights.checkpoint import Checkpoint
@@ -43,12 +46,25 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def find_drafter(config: EngineConfig, target: ModelConfig, checkpoint: Checkpoint) -> Choice:
     """The drafter that a config means, or None. A drafter that was named and does not fit is refused. checkpoint: the
     target's, which may hold one."""
+    found = _find(config, target, checkpoint)
+    if found.drafter:
+        return found._replace(drafter=found.drafter.asked(config.drafter_weights, config.draft_vocab, target))
+    for name in ("drafter_weights", "draft_vocab"):
+        if config.spec != "off" and getattr(config, name) != ENGINE_FIELDS[name].default:
+            said = f"{name} is {getattr(config, name)}"
+            raise UserError(f"{said}, and there is no drafter: name one with drafter, or leave {name} out")
+    return found
+
+
+def _find(config: EngineConfig, target: ModelConfig, checkpoint: Checkpoint) -> Choice:
     if config.spec == "off" or config.drafter == "none":
         return Choice(None, [])
     if config.drafter == "auto":
         return choose(config.model, target, checkpoint)
     if config.drafter == MTP:
         return Choice(registry.find_head(checkpoint, target), [])
+    if config.drafter.partition(":")[0] == RACE:
+        return Choice(find_racers(config.model, config.drafter, target, checkpoint), [])
     check_pair(config.drafter, target)
     return Choice(registry.find_drafter(config.drafter, target), [])
 
@@ -59,7 +75,7 @@ def build_engine(
     model_config: ModelConfig,
     source: WeightSource,
     tokenizer: Vocabulary,
-    drafter: DraftSource | None = None,
+    drafter: DraftSource | RaceSource | None = None,
     progress: Progress | None = None,
     calibration: Sequence[int] = (),
     chosen: Sequence[Note] = (),
@@ -70,6 +86,7 @@ def build_engine(
     engine of the same context has loaded them before."""
     # The native kernels have their own threads. Torch runs only small operators beside them, and its threads, which
     # spin after each operator, would take the cores.
+    counts = IdCounts(config.count_ids, model_config.vocab_size) if config.count_ids else None
     torch.set_num_threads(1 if plan.kernels == "native" else plan.threads)
     device, dtype, ops = torch.device(plan.device), TORCH_DTYPES[plan.dtype], kernels.load(plan.kernels)
     if plan.kernels == "native":
@@ -82,14 +99,10 @@ def build_engine(
         assert model.context >= plan.max_model_len, f"{model.context} positions for a context of {plan.max_model_len}"
         proposer, notes = None, [*chosen, *loader.notes]
         if drafter:
-            own = Loader(drafter.source, device, dtype, ops)
-            # The drafter's K/V are exact, whatever the target's format is.
-            own_kv = dense_cache(drafter.caps.kv, plan, dtype, device, ops)
-            made = drafter.build(own, ops, model, own_kv, plan.max_model_len, plan.max_seqs)
-            proposer = Proposer(made, plan, device, ops)
-            notes = [*notes, *(Note(f"in the drafter, {note.name}", note.reason) for note in own.notes)]
+            made, said = _build_drafter(drafter, config, plan, model)
+            proposer, notes = Proposer(made, plan, device, ops), [*notes, *said]
         ngram, reads = config.ngram and config.spec != "off", model_sizes(model_config).read
-        drafting = Drafting(plan.max_model_len, proposer, ngram, config.num_draft, reads, config.depths)
+        drafting = Drafting(plan.max_model_len, proposer, ngram, config.num_draft, reads, config.depths, config.cut)
         centres = None
         if plan.coded and config.tq_centre and len(calibration) > SKIPPED:
             scratch = scratch_cache(model_config, len(calibration), plan, dtype, device, ops)
@@ -103,7 +116,31 @@ def build_engine(
         torch.cuda.empty_cache()  # give back the memory that only loading needed
     runner = Runner(model, kv, plan, device, drafter.caps.taps if drafter else ())
     sampler = Sampler(model_config.vocab_size, tokenizer.eos_ids, device, ops)
-    overlap = (
-        OverlappedSteps(runner, proposer, device, drafting.choices) if plan.graphs and plan.device == "cuda" else None
-    )
-    return Engine(plan, runner, sampler, tokenizer, drafting, overlap, holdings, notes)
+    overlap = None
+    if plan.graphs and plan.device == "cuda":
+        overlap = OverlappedSteps(runner, proposer, device, drafting.choices, drafting.cuts)
+    return Engine(plan, runner, sampler, tokenizer, drafting, overlap, holdings, notes, counts)
+
+
+def _build_drafter(
+    drafter: DraftSource | RaceSource, config: EngineConfig, plan: Plan, target: Decoder
+) -> tuple[Drafter, list[Note]]:
+    """A drafter, or several in one; and what loading it settled for. Its weights are quantised only if that is asked
+    for, whatever the target's are; its K/V are exact."""
+    notes, made = list[Note](), list[Drafter]()
+    for racer in drafter.racers if isinstance(drafter, RaceSource) else (drafter,):
+        built, said = _build_one(racer, config, plan, target)
+        made.append(built)
+        notes += said
+    return (Racers(made) if len(made) > 1 else made[0]), notes
+
+
+def _build_one(source: DraftSource, config: EngineConfig, plan: Plan, target: Decoder) -> tuple[Drafter, list[Note]]:
+    device, dtype, ops = torch.device(plan.device), TORCH_DTYPES[plan.dtype], target.ops
+    form, keeps = source.weights, config.weights_cache
+    cache = open_cache(source.source.path, form, plan.device, "drafter") if keeps else None
+    with cache or nullcontext():
+        load = Loader(source.source, device, dtype, ops, weights=form, cache=cache, option="drafter_weights")
+        kv = dense_cache(source.caps.kv, plan, dtype, device, ops)
+        made = source.build(load, ops, target, kv, plan.max_model_len, plan.max_seqs)
+    return made, [Note(f"in the drafter, {note.name}", note.reason) for note in load.notes]

@@ -8,15 +8,17 @@ was accepted to the controllers and the statistics. Without a drafter and withou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from sparkdraft.core import AUTO, Batch, Request, SamplingParams, UserError, Work
 from sparkdraft.engine.proposer import Proposer
+from sparkdraft.engine.racing import Racing, models_of
 from sparkdraft.engine.runner import Runner
 from sparkdraft.spec.depth import Bucket, DepthController, DepthState, bucket_of, depth_choices
 from sparkdraft.spec.ngram import NGRAM_DEPTH, NgramIndex
+from sparkdraft.spec.race import Racers
 from sparkdraft.spec.stats import SpecStats
 from sparkdraft.spec.step_costs import Reads
 
@@ -27,6 +29,16 @@ START = {True: 0.8, False: 0.69}
 LOOK_EVERY = 4  # while no match is found, a request's text is searched again after this many new ids
 UNRECORDED = 2  # the first steps of a new shape are launched plainly or recorded, and may take several times as long
 PLAIN_SAMPLE = 8  # one of this many plain steps is timed
+
+
+class Outcome(NamedTuple):
+    """What an overlapped step did to one request."""
+
+    request: Request
+    drafted: int
+    verified: int
+    accepted: int
+    gaps: list[float]  # of what was drafted; empty where blocks are not cut
 
 
 @dataclass(slots=True)
@@ -48,33 +60,48 @@ class Drafting:
         default: int | None = None,
         reads: Reads = lambda rows: 1.0,
         depths: Sequence[int] | None = None,
+        cut: str = "auto",
     ) -> None:
         """default: the depth of requests that name none; None chooses every step, 0 is off. reads: what a step reads of
-        the target's weights, in any unit. depths: those to choose from; None: automatic."""
+        the target's weights, in any unit. depths: those to choose from; None: automatic. cut: whether blocks of drafts
+        are cut by their confidence: auto, on or off."""
         self.proposer, self.ngram, self.default = proposer, ngram, default
         self.is_off = False  # whether no request drafts, whatever it asks for
         self.has_experts = reads(2) > reads(1)  # in the target: more rows read more weights
+        self.whole = self._reason_not_to_cut(cut, proposer)  # why blocks of drafts are verified whole; "": they are cut
+        self.cuts = proposer is not None and not self.whole
+        if proposer:
+            proposer.finds_gaps = self.cuts
         self.max_depth = proposer.max_depth if proposer else (NGRAM_DEPTH if ngram else 0)
         self._check("spec", default)
         if depths and self.max_depth:
             self._check("spec_depths", max(depths))
-        chain = proposer is not None and proposer.chain
-        self.choices = depth_choices(self.max_depth, default, depths if self.max_depth else None, chain)
+        self.race = Racing(proposer.drafter) if proposer and isinstance(proposer.drafter, Racers) else None
+        self._models = models_of(proposer)
+        named = depths if self.max_depth else None
+        own = {model.name: model.choices(default, named) for model in self._models}  # for each, depths to run at
+        self.choices = sorted({depth for each in own.values() for depth in each}) or depth_choices(
+            self.max_depth, default, named
+        )
         self.lookahead = self.max_depth
-        self._model = proposer.drafter.caps.name if proposer else ""
-        sources = (["ngram"] if ngram else []) + ([self._model] if proposer else [])
+        self.model = self._models[0].name if self._models else ""  # the one that drafts now
         self.controllers = {
-            source: DepthController(self.max_depth, START[source == "ngram"], depths or self.choices, reads)
-            for source in sources
+            source: DepthController(self.max_depth, START[source == "ngram"], within, reads)
+            for source, within in [
+                *([("ngram", depths or self.choices)] if ngram else []),
+                *((model.name, model.among(depths) or own[model.name]) for model in self._models),
+            ]
         }
+        self._counts = False  # whether the step is one of a race
         self.total = SpecStats()  # of requests that have ended
         self._max_model_len = max_model_len
         self._requests: dict[Request, Speculation] = {}
         self._num_plain = 0  # steps without drafts
         self._num_observed = 0  # number of calls of `observe`
+        self._num_written = 0  # ids, in the last of them
         self._pays: dict[Bucket, bool] = {}  # the answers of `could_pay`, per kind of batch
         self._plain_known: Bucket | None = None  # the kind of batch whose plain steps have been timed
-        self._num_steps: Counter[tuple[int, int]] = Counter()  # per (requests, rows)
+        self._num_steps: Counter[tuple[int, int, str]] = Counter()  # per (requests, rows, who may draft)
 
     def check(self, params: SamplingParams) -> None:
         self._check("num_draft", params.num_draft)
@@ -83,13 +110,17 @@ class Drafting:
         """The number of drafts wanted for each request that may draft in the coming step."""
         if not self.max_depth or self.is_off:
             return {}
+        if self.race:
+            self.model = self.race.take_turn()
         depths: dict[Request, int] = {}
         free: dict[str, list[Request]] = {}  # requests that name no depth, per source
+        self._counts = False
         for request in requests:
             asked = self._asked(request)
             if asked != 0 and (source := self._look_up(request)):
+                self._counts |= source == self.model
                 if asked is not None:
-                    depths[request] = asked
+                    depths[request] = min(asked, self._deepest)
                 else:
                     free.setdefault(source, []).append(request)
         for source, group in free.items():
@@ -115,7 +146,7 @@ class Drafting:
             for work, (drafts, gaps) in zip(neural, self.proposer.propose(neural), strict=True):
                 work.drafts = drafts[: self._cut(work, gaps)] if gaps else drafts
             if any(w.num_draft < w.most_drafts for w in neural):
-                self.controllers[self._model].cut_to([w.num_draft for w in neural], len(batch.work))
+                self.controllers[self.model].cut_to([w.num_draft for w in neural], len(batch.work))
 
     def observe(self, batch: Batch, num_accepted: list[int], runner: Runner) -> None:
         """After the step: show the drafter the committed rows; tell the controller and the statistics what was
@@ -123,6 +154,7 @@ class Drafting:
         if not self.max_depth:
             return
         self._num_observed += 1
+        self._num_written = sum(1 + n for w, n in zip(batch.work, num_accepted, strict=True) if w.decodes)
         if self._num_observed % PLAIN_SAMPLE == 0:
             self._pays.clear()  # asked again from time to time: asking takes 0.2 % of a step
         row, longest = 0, max(w.stop for w in batch.work)
@@ -148,34 +180,62 @@ class Drafting:
             compared = num_draft + bool(num_refused)  # the first draft that a grammar refused counts as compared
             self.controllers[source].record(kept.depth[source], compared, accepted)
 
-    def learn_overlapped(self, steps: list[tuple[Request, int, int]], seconds: float) -> None:
-        """Record one overlapped step: (request, drafts, accepted) of each request. In these steps only the model
-        drafts.
+    def cut_terms(self, requests: list[Request], depths: dict[Request, int]) -> list[float]:
+        """By what the device cuts the blocks of these requests in the coming step; none: there is nothing to cut."""
+        if not self.cuts or not depths:
+            return []
+        chosen = (r in depths and self._asked(r) is None for r in requests)
+        states = [self._of(r).depth[self.model] if cut else None for r, cut in zip(requests, chosen, strict=True)]
+        return self.controllers[self.model].cut_terms(states)
 
-        seconds: the time of the step, 0 if it is not known. Drafting and verifying are one launch and are not timed
-        apart.
+    def learn_overlapped(self, steps: list[Outcome], seconds: float, verify: float, model: str = "") -> None:
+        """Record one overlapped step. In these steps only the model drafts.
+
+        seconds: the time of the step; verify: the part of it after drafting. Each is 0 if it is not known. model: the
+        one whose turn it was when the step was launched, by default the one whose turn it is.
         """
         if not self.max_depth:
             return
-        deepest = max(depth for _, depth, _ in steps)
-        num_drafting = sum(depth > 0 for _, depth, _ in steps)
-        for request, depth, accepted in steps:
-            self.learn(request, depth, accepted, self._model if depth else "")
-            if depth:
-                self._of(request).stats.add_time(0.0, seconds / num_drafting)
-        contexts = [r.num_tokens for r, _, _ in steps]
-        if seconds and (deepest or self._wants_plain(contexts)):
-            self._measured({self._model} if deepest else set(), deepest, len(steps), max(contexts), seconds)
+        model = model or self.model
+        num_drafting = sum(step.drafted > 0 for step in steps)
+        for request, drafted, verified, accepted, gaps in steps:
+            if gaps and self._asked(request) is None:
+                state = self._of(request).depth[model]
+                self.controllers[model].expect(state, gaps, request.params.temperature > 0)
+            self.learn(request, verified, accepted, model if drafted else "")
+            if drafted:
+                draft = seconds - verify if verify else 0.0
+                self._of(request).stats.add_time(draft / num_drafting, (seconds - draft) / num_drafting)
+        if seconds:
+            self._measured_overlapped(steps, seconds, verify, model)
+        if self.race and self._counts:
+            self.race.count(model, sum(1 + step.accepted for step in steps), seconds)
+
+    def _measured_overlapped(self, steps: list[Outcome], seconds: float, verify: float, model: str) -> None:
+        contexts, block = [s.request.num_tokens for s in steps], max(s.drafted for s in steps)
+        shape = (len(steps), max(contexts), seconds)
+        if not block and self._wants_plain(contexts):
+            self._measured(set(), 0, *shape, draft=0.0)
+        if not block:
+            return
+        verified = [s.verified for s in steps]
+        cut = any(s.verified < s.drafted for s in steps)
+        if cut and verify:  # else the time of drafting would be taken for that of verifying
+            self.controllers[model].cut_to(verified, len(steps))
+        if verify or not cut:
+            self._measured({model}, max(verified), *shape, block, seconds - verify if verify else None)
 
     def timed(self, batch: Batch, draft: float, verify: float) -> None:
         if not self.max_depth or not batch.decodes:
             return
-        drafted = [w for w in batch.work if w.most_drafts and (w.drafts or w.source == self._model)]
+        drafted = [w for w in batch.work if w.most_drafts and (w.drafts or w.source == self.model)]
+        num, longest = len(batch.work), max(w.stop for w in batch.work)
+        shape = (num, num + sum(w.num_draft for w in drafted), self.model)
+        self._num_steps[shape] += 1
+        if self.race and self._counts and self._num_steps[shape] > UNRECORDED:
+            self.race.count(self.model, self._num_written, draft + verify)
         if not drafted and not self._wants_plain([w.stop for w in batch.work]):
             return
-        num, longest = len(batch.work), max(w.stop for w in batch.work)
-        shape = (num, num + sum(w.num_draft for w in drafted))
-        self._num_steps[shape] += 1
         # such a step drafted deeper than it verified, so its time is the cost of neither depth
         refused = any(w.num_refused for w in batch.work)
         if not refused and self._num_steps[shape] > UNRECORDED:
@@ -194,6 +254,14 @@ class Drafting:
 
     def reset_counts(self) -> None:
         self.total = SpecStats()
+        if self.race:
+            self.race.score.reset()
+
+    def trials(self) -> Iterator[list[int]]:
+        """The depths to be tried at start, of each model in turn."""
+        for name in self.race.each_in_turn() if self.race else [self.model]:
+            self.model = name
+            yield [depth for depth in self.choices if depth <= self._deepest]
 
     def so_far(self) -> SpecStats:
         """Statistics of all requests, including those that still run."""
@@ -216,13 +284,29 @@ class Drafting:
 
     # ---- the parts
 
+    @property
+    def _deepest(self) -> int:
+        """Of the model that drafts now; n-grams go as deep as any."""
+        return next((model.max_depth for model in self._models if model.name == self.model), self.max_depth)
+
     def _cut(self, work: Work, gaps: list[float]) -> int:
         """How many drafts of a block to verify. A depth that was asked for by name is kept."""
         request = work.request
-        if self._asked(request) is not None or work.source != self._model:
+        if self._asked(request) is not None or work.source != self.model:
             return len(gaps)
-        state = self._of(request).depth[self._model]
-        return self.controllers[self._model].cut(state, gaps, request.params.temperature > 0)
+        state = self._of(request).depth[self.model]
+        return self.controllers[self.model].cut(state, gaps, request.params.temperature > 0)
+
+    def _reason_not_to_cut(self, cut: str, proposer: Proposer | None) -> str:
+        """On a CPU every row costs time. On a GPU finding out how sure drafts are costs every drafted step a little,
+        for requests that name their depth too."""
+        if cut == "off":
+            return "cut is off"
+        if cut == "on" or proposer is None or proposer.device.type == "cpu":
+            return ""
+        if not self.has_experts:
+            return "a few more rows of a model without experts cost a GPU next to nothing"
+        return "" if self.default is None else "the depth is fixed"
 
     def _wants_plain(self, contexts: list[int]) -> bool:
         """Whether to time this plain step. Plain steps of a known kind are many and alike, so only some are timed."""
@@ -243,10 +327,10 @@ class Drafting:
         longest: int,
         seconds: float,
         block: int = 0,
-        draft: float = 0.0,
+        draft: float | None = None,
     ) -> None:
         """Tell the controllers the time of a step. A plain step goes to all of them; a step with several sources goes
-        to none. draft: its part before verifying, if it was timed; block: the depth of that part."""
+        to none. draft: its part before verifying, None if it was not timed; block: the depth of that part."""
         for source, controller in self.controllers.items():
             if sources <= {source}:
                 controller.measured(deepest, num, longest, seconds, block, draft)
@@ -257,7 +341,7 @@ class Drafting:
             return True
         bucket = bucket_of(num, longest)
         if bucket not in self._pays:
-            self._pays[bucket] = self.controllers[self._model].could_pay(num, longest)
+            self._pays[bucket] = self.controllers[self.model].could_pay(num, longest)
         return self._pays[bucket]
 
     def _check(self, name: str, depth: int | None) -> None:
@@ -292,7 +376,7 @@ class Drafting:
         """The source that would draft. A long match in the request's own text is preferred: it is free and seldom
         wrong."""
         kept = self._of(request)
-        kept.source = self._model if self.proposer and self.proposer.is_ready(request) else ""
+        kept.source = self.model if self.proposer and self.proposer.is_ready(request) else ""
         if self.ngram:
             index, known = kept.ngram, request.num_tokens
             if known - len(index) >= LOOK_EVERY or index.matches:

@@ -21,7 +21,7 @@ from sparkdraft.cache.holdings import Holding
 from sparkdraft.cache.prefix import PrefixCache
 from sparkdraft.core import Batch, FinishReason, Request, SamplingParams, StepOutput, UserError
 from sparkdraft.engine.accept import committed
-from sparkdraft.engine.drafting import Drafting
+from sparkdraft.engine.drafting import Drafting, Outcome
 from sparkdraft.engine.drift import StepDrift
 from sparkdraft.engine.output import Output
 from sparkdraft.engine.overlap import AHEAD, OverlappedSteps
@@ -30,6 +30,7 @@ from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow
 from sparkdraft.engine.scheduler import Scheduler
 from sparkdraft.plan.resolve import Fallback, Plan
+from sparkdraft.spec.id_files import IdCounts
 from sparkdraft.text.grammar import Grammar, GrammarCompiler
 from sparkdraft.text.tokenizer import Vocabulary
 from sparkdraft.weights.loader import Note
@@ -48,13 +49,15 @@ class Engine:
         overlap: OverlappedSteps | None = None,
         holdings: Sequence[Holding] = (),
         notes: Sequence[Note] = (),
+        counts: IdCounts | None = None,
     ) -> None:
         """overlap: runs the steps in which all requests only decode; without it the host runs every step.
 
         holdings: what requests hold beside their blocks (cache/holdings.py). notes: what loading settled for.
+        counts: of the ids that requests write, if they are counted.
         """
         self.plan, self.runner, self.sampler, self.tokenizer = plan, runner, sampler, tokenizer
-        self.drafting, self.overlap, self._notes = drafting, overlap, notes
+        self.drafting, self.overlap, self._notes, self._counts = drafting, overlap, notes, counts
         self.grammars = GrammarCompiler(tokenizer, sampler.vocab_size)
         self.pool = BlockPool(plan.num_blocks)
         prefix = PrefixCache(self.pool, plan.block_size, plan.prefix_cache)
@@ -171,8 +174,9 @@ class Engine:
         steps, and measures the cost of a step at each depth for the depth controllers."""
         if self.drafting.proposer:
             self.runner.record_rows(1 + self.drafting.max_depth)
-        for depth in self.drafting.choices:
-            self._try(depth, [*range(16)], TRIAL_STEPS)  # drafted by the model
+        for depths in self.drafting.trials():
+            for depth in depths:
+                self._try(depth, [*range(16)], TRIAL_STEPS)  # drafted by the model
         for depth in self.drafting.choices:  # and by its own text
             if not self.drafting.has_experts:
                 self._try(depth, [5] * 16, TRIAL_STEPS, following=5)
@@ -195,6 +199,8 @@ class Engine:
         self.scheduler.num_preempted = 0
         self.drafting.reset_counts()
         self.drift.forget_recent()
+        if self._counts:
+            self._counts.forget()
         if self.runner.kv.meter:
             self.runner.kv.meter.forget()
 
@@ -253,7 +259,9 @@ class Engine:
     def _overlap_step(self, overlap: OverlappedSteps, depths: dict[Request, int]) -> list[StepOutput]:
         """Launch a step, then read the one before it."""
         self.scheduler.holdings.send()
-        overlap.launch(self.scheduler.running, [depths.get(r, 0) for r in self.scheduler.running])
+        running = self.scheduler.running
+        terms = self.drafting.cut_terms(running, depths) if overlap.lanes.cuts else []
+        overlap.launch(running, [depths.get(r, 0) for r in running], terms, self.drafting.model)
         outputs = self._read_step(overlap) if overlap.num_unread == AHEAD else []
         if any(output.finish for output in outputs):
             outputs += self.read_launched()  # the step already launched still contains the request that ended
@@ -282,15 +290,15 @@ class Engine:
             output.num_accepted = _num_accepted(result.ids, output)
             self.scheduler.commit(request, len(output.ids))
             outputs.append(output)
-            steps.append((request, result.num_draft, output.num_accepted))
+            steps.append(Outcome(request, result.drafted, result.num_draft, output.num_accepted, result.gaps))
         if steps:
-            self.drafting.learn_overlapped(steps, overlap.step_seconds)
+            self.drafting.learn_overlapped(steps, overlap.step_seconds, overlap.verify_seconds, overlap.model)
             self.pace.learn(len(steps), 0, overlap.step_seconds)
-            rows, context = sum(1 + depth for _, depth, _ in steps), sum(r.num_tokens for r, _, _ in steps)
+            rows, context = sum(1 + step.verified for step in steps), sum(s.request.num_tokens for s in steps)
             self.drift.learn(len(steps), rows, context, overlap.step_seconds)
-        for output, (request, _, _) in zip(outputs, steps, strict=True):
-            if request.finish:  # it is removed once every launched step has been read
-                output.speculation = self.drafting.report(request)
+        for output, step in zip(outputs, steps, strict=True):
+            if step.request.finish:  # it is removed once every launched step has been read
+                output.speculation = self.drafting.report(step.request)
         return outputs
 
     # ---- the parts
@@ -335,8 +343,8 @@ class Engine:
             row += work.num_scheduled
 
     def _commit(self, batch: Batch, sampled: Sampled) -> list[StepOutput]:
-        """Accept drafts, make outputs and advance each request; tell the cache how many rows of each were committed."""
-        outputs, num_committed = [], []
+        """Accept drafts, make outputs and advance each request."""
+        outputs: list[StepOutput] = []
         ids, first = sampled.ids.tolist(), 0
         num_accepted = [0] * len(batch.work)
         for i, work in enumerate(batch.work):
@@ -349,8 +357,6 @@ class Engine:
                 outputs.append(output)
                 first += work.num_sampled
             self.scheduler.commit(work.request, num_rows)
-            num_committed.append(num_rows)
-        self.runner.commit(num_committed)
         self.drafting.observe(batch, num_accepted, self.runner)
         for output, work in zip(outputs, (w for w in batch.work if w.samples), strict=True):
             self._follow_up(output, work.request)
@@ -366,6 +372,8 @@ class Engine:
 
     def _remove(self, request: Request) -> None:
         self._removed.append(request.id)
+        if self._counts:
+            self._counts.add(request.output_ids)
         self.scheduler.finish(request)
         self.sampler.forget(request)
         self.drafting.release(request)

@@ -7,7 +7,9 @@ plan.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -22,10 +24,13 @@ from sparkdraft.spec.drafter import Drafter
 from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.linear import Linear
 
+CUT, RACED = "blocks of drafts", "race of drafters"  # names of two facts
+
 
 def facts(engine: Engine) -> list[Fact]:
     model, plan = engine.runner.model, engine.plan
-    found = [_recordings(engine), _overlap(engine), _bits(engine), *_cut(engine), *_chain(engine)]
+    found = [_recordings(engine), _overlap(engine), _bits(engine)]
+    found += [*_cut(engine), *_drafter(engine), *_chain(engine), *_race(engine)]
     if plan.device == "cuda":
         found += model.ops.facts(asked(model, plan), torch.device(plan.device))
         if proposer := engine.drafting.proposer:
@@ -91,12 +96,47 @@ def _bits(engine: Engine) -> Fact:
 
 
 def _cut(engine: Engine) -> list[Fact]:
-    name = "blocks of drafts"
+    name = CUT
     if not engine.drafting.proposer:
         return []
-    if engine.plan.device == "cpu":
-        return [Fact(name, "cut where their own confidence no longer pays, unless the depth is fixed")]
-    return [Fact(name, "verified whole", "a step on a GPU is recorded with a fixed number of rows")]
+    if not engine.drafting.cuts:
+        return [Fact(name, "verified whole", engine.drafting.whole)]
+    value = "cut where their own confidence no longer pays, unless the depth is fixed"
+    if engine.overlap:
+        return [Fact(name, f"{value}: on the device, where rows past the cut write nothing and reach no expert")]
+    return [Fact(name, f"{value}: by the host, before they are verified")]
+
+
+def _race(engine: Engine) -> list[Fact]:
+    race = engine.drafting.race
+    return [Fact(RACED, race.score.describe())] if race else []
+
+
+def _drafter(engine: Engine) -> list[Fact]:
+    """What its drafts cost in bytes: how its matrices are kept, and how many ids it drafts among."""
+    proposer, vocab = engine.drafting.proposer, engine.runner.model.config.vocab_size
+    if not proposer:
+        return []
+    drafter = proposer.drafter
+    ids = f"among {drafter.caps.num_ids:,} of {vocab:,} ids" if drafter.caps.num_ids else f"among all {vocab:,} ids"
+    size = drafter.reads(1).propose / 1e6
+    return [Fact("drafter's weights", f"{formats(drafter.matrices)}; a pass reads {size:.1f} MB and drafts {ids}")]
+
+
+def formats(matrices: Sequence[Linear | ExpertLinear]) -> str:
+    """How they are kept, in words."""
+    return " and ".join(sorted({each for matrix in matrices for each in _formats(matrix)}))
+
+
+def _formats(matrix: Linear | ExpertLinear) -> list[str]:
+    if matrix.tiles:
+        return [matrix.tiles.format]
+    if isinstance(matrix, ExpertLinear):
+        return _formats(matrix.expert(0))
+    if matrix.parts:
+        return [each for part in matrix.parts for each in _formats(part)]
+    kept: Any = getattr(matrix, "matrix", None)  # of the native kernels
+    return [f"{kept.bits}bit"] if kept is not None else [type(matrix).__name__]
 
 
 def _chain(engine: Engine) -> list[Fact]:

@@ -3,8 +3,7 @@
 For greedy rows it is the logit of the largest probability: its logit less the logarithm of the sum of the others'
 exponentials, of those that come within WIDEST of it. For rows that draw it is the gap between the two best scores,
 which are logits over temperature with the target's dice. The ids are those of `sampler.pick`, and the gap is found in
-the same logits, without another pass over the head. For the host's steps on a CPU; recorded steps on a GPU pick without
-gaps.
+the same logits, without another pass over the head.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from torch import Tensor
 
 from sparkdraft.engine.sampler import Draws, allowed, ids_of
 from sparkdraft.kernels.dice import gumbel
-
-WIDEST = 8.0  # a gap this wide or wider is reported as this: the draft is as sure as can be
+from sparkdraft.kernels.sure import WIDEST
 
 
 class Sure(NamedTuple):
@@ -32,9 +30,11 @@ def pick_sure(ops: ModuleType, logits: Tensor, draws: Draws | None, ids: Tensor 
         parameters = (None, None) if draws is None else (draws.floats, draws.integers)
         columns, gaps = ops.sample_sure(logits, *parameters, ids, WIDEST)
         return Sure(ids_of(columns, ids), gaps)
-    columns, gaps = largest(logits)
+    own = hasattr(ops, "largest_gap")  # kernels that read the logits as often as needed, without torch's passes
+    columns, gaps = ops.largest_gap(logits, WIDEST) if own else largest(logits)
     if draws is not None:
-        drawn, drawn_gaps = draw(logits, draws, ids)
+        scores = drawn_scores(logits, draws, ids)
+        drawn, drawn_gaps = ops.best_gap(scores, WIDEST) if own else best(scores)
         is_greedy = draws.floats.view(3, -1)[0] == 0
         columns, gaps = columns.where(is_greedy, drawn), gaps.where(is_greedy, drawn_gaps)
     return Sure(ids_of(columns, ids), gaps.clamp(max=WIDEST))
@@ -48,9 +48,14 @@ def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     return columns, top - others
 
 
-def draw(logits: Tensor, draws: Draws, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The definition for rows that draw, in torch: the two best of the scores."""
+def drawn_scores(logits: Tensor, draws: Draws, ids: Tensor | None = None) -> Tensor:
+    """Logits over temperature with the dice, of what the filters leave."""
     _, seeds, positions = draws.integers.view(3, -1).unsqueeze(2)
     columns = torch.arange(logits.shape[1], device=logits.device) if ids is None else ids
-    best = (allowed(logits, draws) + gumbel(seeds, positions, columns)).topk(2)
-    return best.indices[:, 0], best.values[:, 0] - best.values[:, 1]
+    return allowed(logits, draws) + gumbel(seeds, positions, columns)
+
+
+def best(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition for rows that draw, in torch: the two best of the scores."""
+    found = scores.topk(2)
+    return found.indices[:, 0], found.values[:, 0] - found.values[:, 1]

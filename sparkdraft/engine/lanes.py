@@ -1,32 +1,44 @@
 """The state of decoding requests on the device, one lane per request, and a whole step over all lanes as one function.
 
-Drafting, verifying, sampling, accepting and observing read and change the lanes in place. No number of a step passes
-through the host, so a step can be recorded as a whole and launched before the last one has been read. engine/overlap.py
-decides which request has which lane, and when.
+Drafting, cutting, verifying, sampling, accepting and observing read and change the lanes in place. No number of a step
+passes through the host, so a step can be recorded as a whole and launched before the last one has been read.
+engine/overlap.py decides which request has which lane, and when.
 
     a lane            token, the last committed id, at position length - 1: the anchor of the next step
-    rows of a step    | token | draft 1 | ... | draft depth |      positions length - 1 .. length - 1 + depth
+    rows of a step    | token | draft 1 | ... | draft kept |      positions length - 1 .. length - 1 + kept
     after it          length grows by 1 + accepted; rows behind the accepted ones are overwritten by the next step
+
+The number of rows of a recorded step is fixed, and how many of them are alive is decided on the device: a lane keeps as
+many drafts as the host asked for, or fewer where the drafter is not sure enough of them (`cut`). Rows that are not kept
+are dead (kernels/stepping.py): they write nothing, attend to nothing and reach no expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from sparkdraft.engine.proposer import Proposer
+from sparkdraft.engine.gaps import pick_sure
+from sparkdraft.engine.proposer import Proposer, max_context
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Draws, Filters, ids_of, pick
+from sparkdraft.kernels.stepping import CutTerms, PackedRows
 from sparkdraft.kernels.view import AttentionView
 from sparkdraft.models.blocks import Step
 from sparkdraft.spec.drafter import Anchors, CommittedRows, Score
 
-Accept = Callable[[Tensor], Tensor]  # samples int32 [seqs, 1 + depth] -> number of accepted drafts, int32 [seqs]
+
+class Given(Protocol):
+    """For benchmarks: what becomes of drafts, whatever was drafted and sampled."""
+
+    def gaps(self, seqs: int, depth: int) -> Tensor | None:
+        """float32 [seqs, depth]: how sure the drafter is said to be; None: as it is."""
+
+    def accepted(self, seqs: int, depth: int) -> Tensor:
+        """integers [seqs]: the number of drafts that the target accepts of whole blocks. Ends the step."""
 
 
 class StepKind(NamedTuple):
@@ -36,26 +48,20 @@ class StepKind(NamedTuple):
     depth: int
     draws: bool  # whether any lane samples; 'filters' says with which filters
     filters: Filters
-
-
-@dataclass(frozen=True, slots=True)
-class LaneRows:
-    """Rows of all lanes, the same number per lane, from the anchor on."""
-
-    ids: Tensor  # int32 [seqs * width], as are positions and slots
-    positions: Tensor
-    slots: Tensor  # -1 in an empty lane
-    view: AttentionView
+    turn: int = 0  # of a race (spec/race.py)
 
 
 class Lanes:
-    def __init__(self, runner: Runner, proposer: Proposer | None, ring: int, device: torch.device) -> None:
-        """ring: the number of plain steps whose hidden states are kept for a drafter that does not see them at once."""
+    def __init__(
+        self, runner: Runner, proposer: Proposer | None, ring: int, device: torch.device, cuts: bool = False
+    ) -> None:
+        """ring: the number of plain steps whose hidden states are kept for a drafter that does not see them at once.
+        cuts: whether blocks of drafts are cut."""
         plan = runner.plan
         self.runner, self.plan, self.device = runner, plan, device
         self.drafter = proposer.drafter if proposer else None
         self.chain = proposer is not None and proposer.chain
-        self.accept: Accept | None = None  # for benchmarks: sets how many drafts are accepted, whatever was sampled
+        self.given: Given | None = None
         lanes, max_blocks = plan.max_seqs, -(-plan.max_model_len // plan.block_size)
 
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -70,41 +76,50 @@ class Lanes:
         self.ring = torch.zeros(kept, dtype=runner.taps.dtype, device=device)  # indexed by position modulo its size
         # The hidden state of each lane's last committed row, for a chain drafter.
         self.hidden = torch.zeros((lanes if self.chain else 0, *tapped), dtype=runner.taps.dtype, device=device)
-        deepest = 1 + proposer.max_depth if proposer else 1
-        self._numbers = torch.arange(max(lanes + 1, deepest, ring), dtype=torch.int32, device=device)
+        deepest = proposer.max_depth if proposer else 0
+        self._numbers = torch.arange(max(1 + deepest, ring), dtype=torch.int32, device=device)
+        self._columns = torch.arange(max_blocks, dtype=torch.int32, device=device)
+        self._stamp = torch.zeros(1, dtype=torch.int64, device=device)
+        # What the device cuts blocks by, in the order of DepthController.cut_terms; no lane is cut before it is sent.
+        self.cuts = cuts and proposer is not None
+        sizes = (1 + deepest, 2 * (2 + deepest), lanes)
+        self.terms = torch.full((sum(sizes),), -1.0, device=device)
+        worth, fits, fair = self.terms.split(sizes)
+        self._terms = CutTerms(worth, fits.view(2, -1), fair)
+        self._gaps: list[Tensor] = []  # of the passes of one proposal: float32 [seqs, each]
 
     def step(self, kind: StepKind) -> Tensor:
-        """One step. Returns int32 [seqs, depth + 2]: the sample of each row, then the number of accepted drafts."""
+        """One step. Returns int32 [seqs, depth + 4]: the sample of each of a lane's rows, the number of accepted
+        drafts, that of verified ones, and the nanoseconds that verifying took. Where blocks are cut and the step
+        drafts, as many columns as it drafts follow: the bits of the gaps."""
         seqs, depth, model, taps = kind.seqs, kind.depth, self.runner.model, None
+        ops, size = model.ops, self.plan.block_size
         drafts = self._draft(kind) if depth else None
-        rows = self._rows(seqs, 1 + depth, drafts)
+        gaps = self._cut_by(kind) if depth and self.cuts else None
+        kept = self.most[:seqs] if gaps is None else self._cut(gaps)
+        state = tuple(t[:seqs] for t in (self.length, self.token, self.observed))
+        rows: PackedRows = ops.pack_rows(state[0], self.tables[:seqs], state[1], drafts, kept, size, self._stamp)
+        view = AttentionView(rows.query_start, rows.context_len, self.tables[:seqs], 1 + depth, self.plan.max_model_len)
         if self.runner.kv.begin:
-            self.runner.kv.begin(rows.slots, rows.view)
-        verify = Step(rows.ids, rows.positions, rows.slots, rows.view, self.runner.kv.layers)
+            self.runner.kv.begin(rows.slots, view)
+        verify = Step(rows.ids, rows.positions, rows.slots, view, self.runner.kv.layers, rows.query_start[seqs:])
         # Where the drafter drafts, it observes committed rows at once; rows of plain steps wait in the ring. A chain
         # drafter, which is cheap to run, observes all of them at once.
         at_once = depth > 0 or self.chain
         if self.drafter:
             taps = self.runner.taps[: seqs * (1 + depth)] if at_once else self.ring[:seqs]
         residual = model.forward(verify, self.runner.tap_layers, taps)
-        samples = self._pick(
-            kind, lambda best: model.likeliest(residual) if best else model.logits(residual), 1 + depth
-        )
-        given = self.accept(samples) if self.accept else None
-        state = (t[:seqs] for t in (self.most, self.length, self.token, self.observed))
-        result, kept_slots = model.ops.accept_drafts(drafts, samples, *state, rows.slots, given)
-        if self.runner.kv.commit:
-            alive = self.length[:seqs] > 0
-            self.runner.kv.commit((result[:, -1] + 1).where(alive, 0))
+        samples = self._sample(kind, residual, rows)
+        given = self.given.accepted(seqs, depth) if self.given else None
+        result, kept_slots = ops.accept_drafts(drafts, samples, kept, *state, rows, self._stamp, given)
+        accepted = result[:, depth + 1]
         if self.drafter and at_once:
             assert taps is not None
-            following = samples.flatten() if self.chain else None  # the id after a committed row is that row's sample
+            following = samples if self.chain else None  # the id after a committed row is that row's sample
             self.drafter.observe(CommittedRows(taps, rows.positions, kept_slots, following))
-            if self.chain:
-                accepted = self._count(seqs) * (1 + depth) + result[:, -1]  # the row of the last accepted draft
-                self.hidden[:seqs] = taps[accepted.long()]
-        out: Tensor = result
-        return out
+            if self.chain:  # the row of the last accepted draft
+                self.hidden[:seqs] = taps[rows.places.gather(1, accepted.long().unsqueeze(1)).squeeze(1).long()]
+        return result if gaps is None else torch.cat((result, gaps.view(torch.int32)), 1)
 
     def catch_up(self, seqs: int) -> Tensor:
         """Let the drafter observe the plain rows that wait in the ring, of all lanes in one pass."""
@@ -126,13 +141,6 @@ class Lanes:
     def _count(self, number: int) -> Tensor:  # int32 [number]
         return self._numbers[:number]
 
-    def _rows(self, seqs: int, width: int, drafts: Tensor | None) -> LaneRows:
-        state, size = (self.length[:seqs], self.tables[:seqs], self.token[:seqs]), self.plan.block_size
-        ids, positions, slots, context = self.runner.model.ops.make_rows(*state, drafts, width, size, 0)
-        starts = self._count(seqs + 1) * width
-        view = AttentionView(starts, context, self.tables[:seqs], width, self.plan.max_model_len)
-        return LaneRows(ids, positions, slots, view)
-
     def _slots(self, positions: Tensor) -> Tensor:  # int32 [seqs, n] -> int32 [seqs, n]
         size, number = self.plan.block_size, self.tables.shape[1]
         inside = (positions // size).clamp(max=number - 1).long()
@@ -142,17 +150,61 @@ class Lanes:
     def _draft(self, kind: StepKind) -> Tensor:  # int32 [seqs, depth]
         assert self.drafter
         seqs, plan = kind.seqs, self.plan
-        state = self.token[:seqs], self.length[:seqs], self.tables[:seqs]
+        length, tables, positions = self._seen(seqs)
         hidden = self.hidden[:seqs] if self.chain else None
-        anchors = Anchors(*state, plan.block_size, plan.max_model_len, hidden=hidden)
+        most = max_context(self.drafter, plan)
+        anchors = Anchors(self.token[:seqs], length, tables, plan.block_size, most, positions, hidden)
+        self._gaps = []
         return self.drafter.propose(anchors, kind.depth, partial(self._pick, kind))
 
+    def _seen(self, seqs: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Lengths, tables and positions of the lanes as their anchors have them: without the blocks that the drafter is
+        not shown. The same as the host's Proposer._visible."""
+        assert self.drafter
+        length, tables, size = self.length[:seqs], self.tables[:seqs], self.plan.block_size
+        sees = self.drafter.caps.sees
+        if sees is None:
+            return length, tables, None
+        kept, column = sees.kept(size), self._columns[: -(-max_context(self.drafter, self.plan) // size) + 1]
+        left_out = ((length - 1 - sees.last).div(size, rounding_mode="floor") - kept).clamp(min=0).unsqueeze(1)
+        source = (column + left_out * (column >= kept)).clamp(max=tables.shape[1] - 1)
+        return length - left_out.squeeze(1) * size, tables.gather(1, source.long()), (length - 1).clamp(min=0)
+
+    def _cut_by(self, kind: StepKind) -> Tensor:  # float32 [seqs, depth]
+        """How sure the drafter is of the drafts that it has just made."""
+        given = self.given.gaps(kind.seqs, kind.depth) if self.given else None
+        return torch.cat(self._gaps, 1) if given is None else given
+
+    def _cut(self, gaps: Tensor) -> Tensor:  # int32 [seqs]
+        seqs, (worth, fits, fair) = len(gaps), self._terms
+        lanes = self.most[:seqs], self.floats[0, :seqs]
+        kept: Tensor = self.runner.model.ops.cut_drafts(gaps, *lanes, CutTerms(worth, fits, fair[:seqs]))
+        return kept
+
     def _pick(self, kind: StepKind, score: Score, each: int, drafted: int = 0, ids: Tensor | None = None) -> Tensor:
-        """int32 [seqs, each]. spec.drafter.Pick within a step; it picks the target's own samples too."""
+        """int32 [seqs, each]. spec.drafter.Pick within a step."""
+        draws = None
+        if kind.draws:
+            lane = torch.arange(kind.seqs * each, device=self.device) // each
+            positions = (self.length[: kind.seqs].unsqueeze(1) + drafted + self._count(each)).flatten()
+            draws = self._draws(kind, lane, positions)
+        ops = self.runner.model.ops
+        if self.cuts:
+            picked, gaps = pick_sure(ops, score(False), draws, ids)
+            self._gaps.append(gaps.view(kind.seqs, each))
+        else:
+            picked = ids_of(score(True), ids) if draws is None else pick(ops, score(False), draws, ids)
+        return picked.view(kind.seqs, each).int()
+
+    def _sample(self, kind: StepKind, residual: Tensor, rows: PackedRows) -> Tensor:  # int32 [rows]
+        """The target's own ids, after each row."""
+        model = self.runner.model
         if not kind.draws:
-            return ids_of(score(True), ids).view(kind.seqs, each).int()
-        lane = torch.arange(kind.seqs * each, device=self.device) // each
-        positions = (self.length[: kind.seqs].unsqueeze(1) + drafted + self._count(each)).flatten()
+            return model.likeliest(residual).int()
+        draws = self._draws(kind, rows.lanes, rows.positions + 1)
+        return pick(model.ops, model.logits(residual), draws).int()
+
+    def _draws(self, kind: StepKind, lane: Tensor, positions: Tensor) -> Draws:
+        """The parameters of rows: the lane of each, and the position of the id that it samples."""
         integers = torch.cat((self.integers.index_select(1, lane), positions.unsqueeze(0)))
-        draws = Draws(self.floats.index_select(1, lane), integers, kind.filters, mixed=True)
-        return pick(self.runner.model.ops, score(False), draws, ids).view(kind.seqs, each).int()
+        return Draws(self.floats.index_select(1, lane), integers, kind.filters, mixed=True)

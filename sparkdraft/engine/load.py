@@ -7,6 +7,7 @@ together.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from sparkdraft.cache.turboquant.centre import TEXT
 from sparkdraft.config import EngineConfig
@@ -20,6 +21,7 @@ from sparkdraft.plan.resolve import model_bytes
 from sparkdraft.plan.weight_formats import quantised_at_load
 from sparkdraft.spec.caps import DrafterCaps
 from sparkdraft.spec.ngram import NGRAM_DEPTH
+from sparkdraft.spec.race import RaceSource
 from sparkdraft.spec.registry import DraftSource
 from sparkdraft.text.tokenizer import Tokenizer
 from sparkdraft.tune.profile import Subject, pick_up
@@ -45,7 +47,7 @@ class Opened:
     config: EngineConfig  # with the profile's settings
     checkpoint: Checkpoint
     model_config: ModelConfig
-    drafter: DraftSource | None
+    drafter: DraftSource | RaceSource | None
     subject: Subject  # what a profile of it is about
     notes: list[Note]  # about the choice of the drafter and of the settings
 
@@ -90,8 +92,12 @@ def load_opened(opened: Opened, progress: Progress | None = None, weights: Decod
     return Loaded(checkpoint, model, tokenizer, engine)
 
 
+class Sized(Protocol):
+    def stored_bytes(self) -> StoredBytes: ...
+
+
 def stored_of(
-    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, drafter: DrafterCaps | None = None
+    config: EngineConfig, checkpoint: Sized, model: ModelConfig, drafter: DrafterCaps | None = None
 ) -> StoredBytes:
     """What a GPU keeps of a checkpoint with these settings: as it is stored, or as --weights quantises it. A head in
     the target's file that drafts stays floats."""
@@ -99,4 +105,4 @@ def stored_of(
     if config.weights == "auto" or stored.quantised:
         return stored
     made = quantised_at_load(model, config.weights)
-    return made._replace(floats=made.floats + drafter.num_weights) if drafter and drafter.in_target else made
+    return made._replace(floats=made.floats + drafter.num_in_target) if drafter else made

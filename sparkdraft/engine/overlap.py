@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from sparkdraft.engine.lanes import Lanes, StepKind
 from sparkdraft.engine.proposer import Proposer
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Draws, Filters
+from sparkdraft.spec.race import turn_of
 
 RING = 16  # plain steps after which the drafter observes their rows
 AHEAD = 2  # launched steps that are unread, at most: one runs, one waits for it
@@ -33,30 +34,51 @@ class StepResult:
 
     request: Request
     ids: list[int]  # the accepted drafts, and the target's own sample after them
-    num_draft: int
+    drafted: int
+    num_draft: int  # that were verified: as many, or fewer where the block was cut
+    gaps: list[float]  # of what was drafted (engine/gaps.py); empty where blocks are not cut
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
     depths: list[int]  # per lane
-    result: Tensor  # int32 [seqs, depth + 2] on the host, complete once 'done'
+    result: Tensor  # as Lanes.step gives it, on the host, complete once 'done'
     done: torch.cuda.Event | None
     # whether it was replayed; a step that is launched plainly or recorded takes the host many times as long
     usual: bool
+    depth: int  # of the recording
+    model: str  # who drafted
 
-    def rows(self) -> list[list[int]]:
+    def read(self, requests: list[Request]) -> tuple[list[StepResult], float]:
+        """The results of these requests, and the seconds that verifying took; 0 if they are not known."""
         if self.done:
             self.done.synchronize()
-        rows: list[list[int]] = self.result.tolist()
-        return rows
+        end = self.depth + 4
+        rows: list[list[int]] = self.result[:, :end].tolist()
+        gaps: list[list[float]] = self.result[:, end:].contiguous().view(torch.float32).tolist()
+        results = [
+            StepResult(request, row[: row[-3] + 1], drafted, row[-2], sure[:drafted])
+            for request, drafted, row, sure in zip(requests, self.depths, rows, gaps, strict=False)
+        ]
+        return results, rows[0][-1] / 1e9
 
 
 class OverlappedSteps:
-    def __init__(self, runner: Runner, proposer: Proposer | None, device: torch.device, depths: Sequence[int]) -> None:
-        """depths: the depths at which steps are recorded. A step of another depth runs at the next larger one."""
-        self.lanes = Lanes(runner, proposer, RING, device)
+    def __init__(
+        self,
+        runner: Runner,
+        proposer: Proposer | None,
+        device: torch.device,
+        depths: Sequence[int],
+        cuts: bool = False,
+    ) -> None:
+        """depths: the depths at which steps are recorded. A step of another depth runs at the next larger one.
+        cuts: whether the device cuts blocks of drafts."""
+        self.lanes = Lanes(runner, proposer, RING, device, cuts)
         self.requests: list[Request] = []  # per lane
         self.step_seconds = 0.0  # time of the step read last; 0 if it says nothing about the next step of its kind
+        self.verify_seconds = 0.0  # and the part of it after drafting; 0 if it is not known
+        self.model = ""  # who drafted in it
         self._runner, self._proposer, self._device, self._depths = runner, proposer, device, depths
         self._unread: deque[Launched] = deque()
         self._num_waiting = 0  # plain steps whose rows the drafter has not observed
@@ -102,9 +124,10 @@ class OverlappedSteps:
         """Rows of a step of this depth, including those of spare lanes."""
         return self._size(num_requests) * self.reach(depth)
 
-    def launch(self, requests: list[Request], depths: list[int]) -> None:
+    def launch(self, requests: list[Request], depths: list[int], terms: Sequence[float] = (), model: str = "") -> None:
         """Launch one more step. The first one gives these requests their lanes. Their blocks must cover all that it may
-        write."""
+        write. terms: by what blocks of drafts are cut (Lanes.terms); none: as before. model: the name of what
+        drafts."""
         if not self.requests:
             self._start(requests)
         assert self.requests == requests and self.num_unread < AHEAD
@@ -112,12 +135,15 @@ class OverlappedSteps:
         if depth and self._num_waiting:
             self.catch_up()
         self._send(depths)
-        kind = StepKind(self._size(len(self.requests)), self._recorded(depth), self._draws, self._filters)
+        if terms:
+            self.lanes.terms[: len(terms)].copy_(self._staged(terms, torch.float32), non_blocking=True)
+        turn = turn_of(self._proposer.drafter) if self._proposer else 0
+        kind = StepKind(self._size(len(self.requests)), self._recorded(depth), self._draws, self._filters, turn)
         usual = self._steps is None or kind in self._steps
         if not usual:
             self._read_at = 0.0  # it keeps the host from reading the step before in time
         result = self._steps.replay(kind) if self._steps else self.lanes.step(kind)
-        self._unread.append(self._fetch(result, depths, usual))
+        self._unread.append(self._fetch(Launched(depths, result, None, usual, kind.depth, model)))
         self._num_waiting += self._proposer is not None and not self.lanes.chain and not depth
         if self._num_waiting == RING:
             self.catch_up()
@@ -125,13 +151,11 @@ class OverlappedSteps:
     def read(self) -> list[StepResult]:
         """Wait for the oldest unread step and return its results."""
         launched = self._unread.popleft()
-        rows, now = launched.rows(), time.perf_counter()
+        (results, verify), now = launched.read(self.requests), time.perf_counter()
         self.step_seconds = now - self._read_at if self._read_at and launched.usual else 0.0
+        self.verify_seconds, self.model = min(verify, self.step_seconds), launched.model
         self._read_at = now
-        return [
-            StepResult(request, row[: row[-1] + 1], drafts)
-            for request, row, drafts in zip(self.requests, rows, launched.depths, strict=False)
-        ]
+        return results
 
     def end(self) -> None:
         """Leave everything as the host expects it, once every step has been read."""
@@ -191,6 +215,8 @@ class OverlappedSteps:
             lanes.floats[:, : len(requests)] = draws.floats.view(3, -1)
             # without positions, which the device keeps itself
             lanes.integers[:, : len(requests)] = draws.integers.view(3, -1)[:2]
+        else:
+            lanes.floats.zero_()
         self._num_blocks, self._most = [0] * len(requests), []
 
     def _send(self, depths: list[int]) -> None:
@@ -211,17 +237,18 @@ class OverlappedSteps:
             both = self._staged([*places, *blocks]).to(self._device, non_blocking=True)
             lanes.tables.view(-1)[both[: len(places)].long()] = both[len(places) :]
 
-    def _staged(self, values: list[int]) -> Tensor:
+    def _staged(self, values: Sequence[float], dtype: torch.dtype = torch.int32) -> Tensor:
         """A copy in pinned memory. Torch's allocator does not reuse it while a copy from it is under way."""
         on_gpu = self._device.type == "cuda"
-        return torch.tensor(values, dtype=torch.int32, pin_memory=on_gpu)
+        return torch.tensor(values, dtype=dtype, pin_memory=on_gpu)
 
-    def _fetch(self, result: Tensor, depths: list[int], usual: bool) -> Launched:
+    def _fetch(self, launched: Launched) -> Launched:
         """Start copying a step's result to the host. The next replay overwrites it, but only after this copy."""
+        result = launched.result
         if self._device.type == "cpu":
-            return Launched(depths, result.clone(), None, usual)
+            return replace(launched, result=result.clone())
         host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
         host.copy_(result, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-        return Launched(depths, host, done, usual)
+        return replace(launched, result=host, done=done)

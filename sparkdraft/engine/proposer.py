@@ -36,6 +36,7 @@ from sparkdraft.engine.sampler import Draws, pick
 from sparkdraft.kernels import Unrecordable
 from sparkdraft.plan.resolve import Plan
 from sparkdraft.spec.drafter import Anchors, CommittedRows, Drafter, Score
+from sparkdraft.spec.race import turn_of
 
 Table = Any  # a tensor; on a CPU its numpy view, because torch takes thirty microseconds to copy a few kilobytes
 Key = TypeVar("Key")
@@ -46,6 +47,14 @@ class PassShape(NamedTuple):
 
     seqs: int
     each: int  # rows of logits per sequence
+    turn: int  # of a race (spec/race.py)
+
+
+class RowsShape(NamedTuple):
+    """What a recording of observing is made for."""
+
+    rows: int
+    turn: int
 
 
 class Drafts(NamedTuple):
@@ -77,6 +86,9 @@ class Proposer:
         self.chain = drafter.caps.chain
         self._keeps = bool(drafter.caps.kv)  # whether observing writes anything
         self.max_depth = drafter.caps.max_depth
+        # For benchmarks: how sure the drafter is said to be, None: as it is.
+        self.given_gaps: Callable[[list[Work]], list[list[float]] | None] | None = None
+        self.finds_gaps = True  # whether to find out how sure each draft is; engine/drafting.py decides
         max_blocks = -(-plan.max_model_len // plan.block_size)
         self._inputs = StepInputs(plan.max_seqs, plan.max_seqs, max_blocks, plan.block_size, device)  # the anchors
         self._anchors: dict[int, Anchors] = {}  # per number of anchors: views of the inputs
@@ -146,7 +158,7 @@ class Proposer:
         assert self._seen
         if self._keeps:
             num_rows = self._seen.fill(waiting, self.plan.block_size)
-            self._observing = self._replay(self._observing, self._observe, num_rows)[0]
+            self._observing = self._replay(self._observing, self._observe, RowsShape(num_rows, self._turn))[0]
         for _, pending in waiting:
             pending.start, pending.count = pending.start + pending.count, 0
 
@@ -176,16 +188,18 @@ class Proposer:
         self._gaps_found = []
         ids = self.drafter.propose(self._anchors_of(len(works)), depth, self._pick).tolist()
         gaps = torch.cat(self._gaps_found, 1).tolist() if self._gaps_found else [[]] * len(works)
+        if self._gaps_found and self.given_gaps:
+            gaps = self.given_gaps(works) or gaps
         most = [work.most_drafts for work in works]
         return [Drafts(drafts[:room], sure[:room]) for drafts, sure, room in zip(ids, gaps, most, strict=True)]
 
     def _pick(self, score: Score, each: int, drafted: int = 0, ids: Tensor | None = None) -> Tensor:
         """spec.drafter.Pick: replays the pass if it has been recorded; rows are sampled outside of the recording."""
         works, self._score = self._works, score
-        self._passes, logits = self._replay(self._passes, self._run_pass, PassShape(len(works), each))
+        self._passes, logits = self._replay(self._passes, self._run_pass, PassShape(len(works), each, self._turn))
         requests, positions = [w.request for w in works], [w.request.num_tokens + drafted for w in works]
         draws = Draws.of(requests, positions, self.device, each)
-        if self.device.type != "cpu":
+        if not self.finds_gaps:
             return pick(self.ops, logits, draws, ids).view(len(works), each)
         sure = pick_sure(self.ops, logits, draws, ids)
         self._gaps_found.append(sure.gaps.view(len(works), each))
@@ -199,8 +213,8 @@ class Proposer:
         if seqs not in self._anchors:
             inputs, hidden = self._inputs, self._hidden[:seqs] if self.chain else None
             state = inputs.token_ids[:seqs], inputs.context_len[:seqs], inputs.block_tables[:seqs]
-            plan, positions = self.plan, inputs.positions[:seqs]
-            self._anchors[seqs] = Anchors(*state, plan.block_size, plan.max_model_len, positions, hidden)
+            size, positions = self.plan.block_size, inputs.positions[:seqs]
+            self._anchors[seqs] = Anchors(*state, size, max_context(self.drafter, self.plan), positions, hidden)
         return self._anchors[seqs]
 
     # ---- the hidden states that a chain drafter begins with
@@ -256,13 +270,19 @@ class Proposer:
             self._gaps[np.frombuffer(work.request.blocks, dtype=np.int32)[begun:end]] = gap
 
     def _visible(self, work: Work) -> IntArray | None:
-        """The request's blocks without gaps, and those that drafts are written to; None if these are all its blocks."""
-        if not self._has_gaps:
+        """The request's blocks that the drafter is shown; None if these are all its blocks. Blocks with gaps are left
+        out, and those between the first and the last that a drafter sees; the ones that drafts are written to stay."""
+        size, sees = self.plan.block_size, self.drafter.caps.sees
+        distant = sees.left_out(work.start, size) if sees else 0
+        if not self._has_gaps and not distant:
             return None
         blocks = np.frombuffer(work.request.blocks, dtype=np.int32)
-        gaps = self._gaps[blocks]
-        gaps[work.start // self.plan.block_size :] = False  # not written yet, or checked by `is_ready`
-        return blocks[~gaps] if gaps.any() else None
+        hidden = self._gaps[blocks]
+        hidden[work.start // size :] = False  # not written yet, or checked by `is_ready`
+        if sees and distant:
+            kept = sees.kept(size)
+            hidden[kept : kept + distant] = True
+        return blocks[~hidden] if hidden.any() else None
 
     def _replay(
         self, graphs: Graphs[Key] | None, run: Callable[[Key], Tensor], key: Key
@@ -277,10 +297,21 @@ class Proposer:
             self.unrecorded.append(f"the drafter's '{reason}' is not one of the CPU kernels")
             return None, run(key)
 
-    def _observe(self, num_rows: int) -> Tensor:
+    @property
+    def _turn(self) -> int:
+        return turn_of(self.drafter)
+
+    def _observe(self, shape: RowsShape) -> Tensor:
         assert self._seen
-        self.drafter.observe(self._seen.first(num_rows))
+        self.drafter.observe(self._seen.first(shape.rows))
         return self._seen.hidden
+
+
+def max_context(drafter: Drafter, plan: Plan) -> int:
+    """An upper bound on the rows that a draft block sees, itself included."""
+    sees = drafter.caps.sees
+    most = sees.most(plan.block_size) + 1 + drafter.caps.max_depth if sees else plan.max_model_len
+    return min(most, plan.max_model_len)
 
 
 class SeenRows:

@@ -54,11 +54,6 @@ class Runner:
         self._residual = self._forward(shape, max_context)
         return self._logits(shape, self._residual)
 
-    def commit(self, counts: list[int]) -> None:
-        """Tell the cache, where it needs to know, how many rows of each sequence of the last step were committed."""
-        if self.kv.commit:
-            self.kv.commit(torch.tensor(counts, dtype=torch.int32, device=self.taps.device))
-
     def prompt_logprobs(self, work: Work, first_row: int, top: int) -> list[TokenLogprob]:
         """The log-probabilities of the prompt ids that follow the rows of one prompt chunk, which has just run."""
         request, start = work.request, work.start
@@ -100,7 +95,8 @@ class Runner:
         slots, view = inputs.slots[:rows], inputs.view(shape.seqs, shape.max_query, max_context)
         if self.kv.begin:
             self.kv.begin(slots, view)
-        step = Step(inputs.token_ids[:rows], inputs.positions[:rows], slots, view, self.kv.layers)
+        live = None if self.plan.device == "cpu" else view.query_start[shape.seqs :]  # on a CPU nothing is padded
+        step = Step(inputs.token_ids[:rows], inputs.positions[:rows], slots, view, self.kv.layers, live)
         return self.model.forward(step, self.tap_layers, self.taps[:rows] if self.tap_layers else None)
 
     def _logits(self, shape: Shape, residual: Tensor) -> Tensor:

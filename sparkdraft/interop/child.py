@@ -8,28 +8,28 @@ found and ended too. If this process is killed, the kernel ends the child (PR_SE
 from __future__ import annotations
 
 import shutil
-import signal
+import socket
 import subprocess
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
-import httpx
-
-from sparkdraft.cluster.node.processes import become_reaper, end_all, ends_with_parent
+from sparkdraft.cluster.node.processes import become_reaper, ends_with_parent
 from sparkdraft.core import UserError
 
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-POLL = 0.05
 VERSION_SECONDS = 120  # vLLM imports torch before it says its version
-GRACE = 30.0  # seconds beyond the drain before a child that was told to end is killed
 
 
 def url_of(host: str, port: int) -> str:
     """Where a server that listens on this address is asked from this machine."""
     host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def free_port() -> int:
+    """A port on which nothing listens on this machine now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def find_program(name: str) -> str:
@@ -56,64 +56,24 @@ def version_of(program: str) -> str:
     return words[-1]
 
 
-def run_child(
-    words: Sequence[str], environ: Mapping[str, str], drain: float, say: Callable[[str], None], url: str
-) -> int:
-    """Run a server until it ends, or until a signal has ended it; returns the exit status, 0 after a signal that was
-    passed on. drain: seconds that it may take to end. url: where its /health is asked."""
-    become_reaper()
-    told = Told()
-    previous = {each: signal.signal(each, told.note) for each in PASSED_ON}
-    try:
-        child = subprocess.Popen(words, env=dict(environ), start_new_session=True, preexec_fn=ends_with_parent())
-        threading.Thread(target=_say_ready, args=(child, url, say), daemon=True).start()
-        status = _wait(child, told, drain, say)
-    finally:
-        end_all()
-        for each, handler in previous.items():
-            signal.signal(each, handler)
-    if told.signals:
-        return 0
-    return status if status >= 0 else 128 - status
+class Child:
+    """One run of a program. Started from the main thread, which must live as long as the child."""
 
+    def __init__(self, words: Sequence[str], environ: Mapping[str, str]) -> None:
+        become_reaper()
+        self._process = subprocess.Popen(
+            words, env=dict(environ), start_new_session=True, preexec_fn=ends_with_parent()
+        )
 
-class Told:
-    """The signals that this process has got, in order."""
+    @property
+    def status(self) -> int | None:
+        """None while it runs, else as a shell says it: 128 and the signal's number for one that a signal ended."""
+        status = self._process.poll()
+        return status if status is None or status >= 0 else 128 - status
 
-    def __init__(self) -> None:
-        self.signals: list[int] = []
+    def tell(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            self._process.send_signal(number)
 
-    def note(self, number: int, frame: FrameType | None) -> None:
-        self.signals.append(number)
-
-
-def _wait(child: subprocess.Popen[bytes], told: Told, drain: float, say: Callable[[str], None]) -> int:
-    """Pass the first signal on, with which those count that came before it was passed on; a later one, or the end of
-    its time, kills the child."""
-    passed, deadline, is_killed = 0, float("inf"), False
-    while (status := child.poll()) is None:
-        if told.signals and not passed:
-            passed, deadline = len(told.signals), time.monotonic() + drain + GRACE
-            child.send_signal(told.signals[0])
-        again = len(told.signals) > passed
-        if not is_killed and (again or time.monotonic() > deadline):
-            say("killed: " + ("a second signal came" if again else f"it did not end in {drain + GRACE:.0f} s"))
-            child.kill()
-            is_killed = True
-        time.sleep(POLL)
-    return int(status)
-
-
-def _say_ready(child: subprocess.Popen[bytes], url: str, say: Callable[[str], None]) -> None:
-    """Say once when /health answers; until then a server loads. It is on this machine, so no proxy is asked."""
-    start = time.monotonic()
-    while child.poll() is None:
-        try:
-            if httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code == httpx.codes.OK:
-                say(f"ready after {time.monotonic() - start:.1f} s: {url}/v1")
-                return
-        except httpx.InvalidURL as error:
-            return say(f"note: whether it is ready is not asked: {url} is no address ({error})")
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.5)
+    def kill(self) -> None:
+        self._process.kill()

@@ -119,11 +119,10 @@ def _finish_numbers(values: dict[str, Any], notes: list[str]) -> None:
         values["kv_tokens"] = blocks * values.get("block_size", default_of("block_size"))
     if context := values.pop("context", 0):
         slots = max(values.get("max_seqs", 0), 1)
-        values |= {"kv_tokens": context, "max_model_len": context // slots}
+        each = values.get("max_model_len") or context // slots
+        values |= {"kv_tokens": context, "max_model_len": each}
         if slots > 1:
-            notes.append(
-                f"--ctx-size {context}: shared by {slots} slots there, so {context // slots} tokens per request"
-            )
+            notes.append(f"--ctx-size {context}: shared by {slots} slots there, so {each} tokens per request")
     if sampling := {name: values.pop(name) for name in list(values) if name.startswith(SAMPLING)}:
         values["sampling_defaults"] = ",".join(f"{name[len(SAMPLING) :]}={value:g}" for name, value in sampling.items())
 

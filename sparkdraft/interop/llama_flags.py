@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sparkdraft.core import UserError
+from sparkdraft.interop.llama_without import ONE_GPU, WITHOUT
 from sparkdraft.interop.tables import (
     SWITCH,
     Flag,
@@ -18,10 +19,6 @@ from sparkdraft.interop.tables import (
 
 KV = {"f32": "exact", "f16": "exact", "bf16": "exact", "q8_0": "fp8"}  # others have 4 or 5 bits
 ALL_LAYERS = 99  # what people write for all
-TEXT_ONLY = "messages are text here, and a vision tower is not loaded"
-ONE_GPU = "a model runs on one GPU, or on the CPU, as a whole"
-CORES = "the cores that the process may use are used; `taskset` limits them"
-PER_REQUEST = "a request names it"
 DRAFTERS = "DFlash drafters, MTP heads and Gemma 4's assistants"
 GGUF_HEAD = "the head in a GGUF file is not read: `--drafter` with the hub id of the original model takes its head"
 
@@ -48,6 +45,12 @@ def _hub(text: str) -> Found:
     repo, _, quant = text.partition(":")
     note = f"--hf-repo: name the file too, as in --model {repo}:FILE.gguf (of {quant or 'Q4_K_M'})"
     return Found({"model": repo}, [note])
+
+
+def _default(name: str) -> Flag:
+    """--gpt-oss-20b-default: the same model, as published."""
+    repo = f"openai/{name}"
+    return Flag((f"--{name}-default",), f"`--model {repo}`", "", SWITCH, lambda text: Found({"model": repo}))
 
 
 def _context(text: str) -> Found:
@@ -101,6 +104,7 @@ FLAGS = (
     Flag(("--model", "-m"), "`--model`", "", read=field_of("model")),
     Flag(("--hf-repo", "-hf", "-hfr"), "`--model`", "as repo:FILE.gguf; the file is not chosen for you", read=_hub),
     Flag(("--hf-file", "-hff"), "`--model`", "as repo:FILE.gguf", read=field_of("hub file")),
+    *(_default(name) for name in ("gpt-oss-20b", "gpt-oss-120b")),
     Flag(("--alias", "-a"), "`--served-name`", "", read=field_of("served_name")),
     Flag(("--host",), "`--host`", "", read=field_of("host")),
     Flag(("--port",), "`--port`", "our default is 8000", read=field_of("port", whole)),
@@ -111,6 +115,7 @@ FLAGS = (
         "shared by the slots there: each gets a part",
         read=_context,
     ),
+    Flag(("--kv-unified-per-slot",), "`--max-model-len`", "", read=field_of("max_model_len", whole)),
     Flag(("--parallel", "-np"), "`--max-seqs`", "", read=field_of("max_seqs", whole)),
     Flag(("--batch-size", "-b"), "`--max-rows`", "", read=field_of("max_rows", whole)),
     Flag(("--threads", "-t"), "`--threads`", "", read=field_of("threads", whole)),
@@ -145,110 +150,15 @@ FLAGS = (
     Flag(("--spec-type",), "`--drafter`, `--ngram`", f"draft-dflash and ngram-*; of MTP, {GGUF_HEAD}", read=_spec_type),
     Flag(("--reasoning-format",), "`--reasoning-parser`", "none, or by the model", read=_reasoning),
     *(_sampling(name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")),
-    Flag(("--cont-batching", "-cb"), "always on", "", SWITCH, always),
+    Flag(("--cont-batching", "-cb", "-nocb"), "always on", "", SWITCH, always),
     Flag(("--jinja",), "always on", "", SWITCH, always),
     Flag(("--metrics",), "always on", "", SWITCH, always),
     Flag(("--warmup",), "always on", "", SWITCH, always),
     Flag(("--ui", "--webui"), "always on", "a chat page at /", SWITCH, always),
-    Flag(("--kv-unified", "-kvu"), "always on", "", SWITCH, always),
+    Flag(("--kv-unified", "-kvu", "-no-kvu"), "always on", "", SWITCH, always),
     Flag(("--flash-attn", "-fa"), "always on", "", read=always),
-    Flag(
-        ("--ubatch-size", "-ub", "--cache-reuse", "--keep"),
-        "",
-        "prompts are read in chunks that `--max-step-ms` limits",
-    ),
-    Flag(
-        ("--threads-batch", "-tb", "--threads-http", "--cpu-mask", "-C", "--cpu-range", "-Cr", "--prio", "--numa"),
-        "",
-        CORES,
-    ),
-    Flag(
-        ("--mlock", "--no-mmap", "--mmap", "--swa-full", "--no-kv-offload", "-nkvo"),
-        "",
-        "how files and caches are held is not chosen",
-        SWITCH,
-    ),
-    Flag(("--load-mode", "-lm"), "", "how files and caches are held is not chosen"),
-    Flag(
-        ("--split-mode", "-sm", "--tensor-split", "-ts", "--main-gpu", "-mg", "--device", "-dev", "--rpc"), "", ONE_GPU
-    ),
-    Flag(("--override-tensor", "-ot", "--n-cpu-moe", "-ncmoe"), "", ONE_GPU),
-    Flag(("--cpu-moe", "-cmoe"), "", ONE_GPU, SWITCH),
-    Flag(("--rope-*", "--yarn-*", "--override-kv"), "", "the model's own file decides"),
-    Flag(("--chat-template", "--chat-template-file"), "", "the template of the model's file is used"),
-    Flag(
-        ("--chat-template-kwargs", "--reasoning-effort", "--reasoning", "-rea"),
-        "",
-        f"{PER_REQUEST}: chat_template_kwargs, reasoning_effort",
-    ),
-    Flag(
-        ("--reasoning-budget", "--reasoning-budget-message"),
-        "",
-        "thoughts have no limit of their own: max_tokens counts them",
-    ),
-    Flag(("--predict", "--n-predict", "-n"), "", f"{PER_REQUEST}: max_tokens"),
-    Flag(
-        ("--seed", "-s", "--presence-penalty", "--frequency-penalty", "--logit-bias", "-l", "--json-schema", "-j"),
-        "",
-        PER_REQUEST,
-    ),
-    Flag(("--grammar", "--grammar-file"), "", "a JSON schema in the request constrains the output"),
-    Flag(
-        (
-            "--samplers",
-            "--dry-*",
-            "--xtc-*",
-            "--mirostat*",
-            "--typical*",
-            "--top-n*",
-            "--dynatemp-*",
-            "--repeat-last-n",
-        ),
-        "",
-        "these samplers are not built",
-    ),
-    Flag(
-        (
-            "--spec-draft-n-min",
-            "--draft-min",
-            "--spec-draft-p-min",
-            "--draft-p-min",
-            "--spec-ngram-*",
-            "--spec-draft-*",
-            "-ngld",
-            "-ctkd",
-            "-ctvd",
-        ),
-        "",
-        "the depth is chosen every step from measured cost and acceptance",
-    ),
-    Flag(("--mmproj*", "-mm", "--image-*", "--media-path"), "", TEXT_ONLY),
     Flag(("--no-mmproj",), "always so", "messages are text here", SWITCH, always),
-    Flag(("--lora*", "--control-vector*"), "", "adapters are not read: merge them into the weights"),
-    Flag(
-        ("--embedding", "--embeddings", "--rerank", "--reranking"),
-        "",
-        "there are no embeddings and no reranking",
-        SWITCH,
-    ),
-    Flag(
-        ("--slots", "--props", "--context-shift", "--no-context-shift"),
-        "",
-        "`/v1/status` shows what runs; a context is never shifted",
-        SWITCH,
-    ),
-    Flag(("--slot-save-path", "--models-dir", "--models-preset"), "", "one model per server, and caches are not saved"),
-    Flag(
-        ("--ssl-*", "--api-key-file", "--path", "--api-prefix", "--cors-*"), "", "put a reverse proxy before the server"
-    ),
-    Flag(("--timeout", "-to", "--sse-ping-interval"), "", "limits are in docs/api.md"),
-    Flag(("--log-*", "--verbosity", "-lv"), "", "only warnings and errors are logged"),
-    Flag(
-        ("--verbose", "-v", "--offline", "--no-perf"),
-        "",
-        "only warnings and errors are logged",
-        SWITCH,
-    ),
+    *WITHOUT,
 )
 VARIABLES = (
     ("LLAMA_ARG_MODEL", "--model"),

@@ -14,6 +14,7 @@ from typing import Any
 from sparkdraft.core import UserError
 
 SPARKRUN, EUGR = "sparkrun", "eugr"
+VLLM_IMAGE = "vllm/vllm-openai"
 PLACEHOLDER = re.compile(r"(?<!\{)\{(\w+)\}(?!\})")
 
 
@@ -26,7 +27,7 @@ class Format:
     given: tuple[str, ...] = ()  # parameters that the launcher fills in itself
 
 
-COMMON: dict[str, type] = {
+COMMON: dict[str, type | tuple[type, ...]] = {
     "recipe_version": str,
     "container": str,
     "command": str,
@@ -37,7 +38,7 @@ COMMON: dict[str, type] = {
 FORMATS = {
     EUGR: Format(
         "1",
-        ("name", "container", "command"),
+        ("name", "recipe_version", "container", "command"),
         COMMON
         | {"name": str, "description": str, "cluster_only": bool, "solo_only": bool, "build_args": list, "mods": list},
         doubled=True,
@@ -47,6 +48,8 @@ FORMATS = {
         ("model",),
         COMMON
         | {"model_revision": str, "runtime": str, "runtime_version": str, "min_nodes": int, "max_nodes": int}
+        | {"containers": list, "runtime_config": dict, "runtime_cache": (bool, dict), "stop_after_post": bool}
+        | {"executor": str, "builder": str, "builder_config": dict}
         | {"metadata": dict, "benchmark": dict, "executor_config": dict, "readiness": dict}
         | {"pre_exec": list, "post_exec": list, "post_commands": list},
         doubled=False,
@@ -85,10 +88,30 @@ def check(form: str, recipe: Mapping[str, Any]) -> None:
     unknown = set(PLACEHOLDER.findall(recipe.get("command", ""))) - {*recipe.get("defaults", {}), *rules.given}
     if unknown:
         raise UserError(f"the command of the {form} recipe has {{{unknown.pop()}}}, which is no key of defaults")
+    keeps_entrypoint = recipe.get("executor_config", {}).get("entrypoint") != ""
+    if form == SPARKRUN and keeps_entrypoint and needs_no_entrypoint(recipe.get("container", "")):
+        raise UserError(
+            f"the image {recipe['container']} starts vLLM itself and would read the launcher's shell as its flags; "
+            'set entrypoint to "" in executor_config'
+        )
+    if "command" in recipe:
+        rendered(form, recipe)
+
+
+def needs_no_entrypoint(image: str) -> bool:
+    """Whether the image's own entrypoint is a server, as that of vLLM's images: sparkrun then needs it cleared."""
+    return image.split(":")[0].removeprefix("docker.io/") == VLLM_IMAGE
 
 
 def rendered(form: str, recipe: Mapping[str, Any]) -> str:
-    """The command as the launcher would run it."""
+    """The command as the launcher would run it: by Python's str.format for eugr's, and with only {name} replaced for
+    sparkrun's. Raises UserError."""
     values = {**{name: recipe[name] for name in FORMATS[form].given}, **recipe.get("defaults", {})}
-    text = PLACEHOLDER.sub(lambda found: str(values[found[1]]), recipe["command"])
-    return text.replace("{{", "{").replace("}}", "}") if FORMATS[form].doubled else text
+    if not FORMATS[form].doubled:
+        return PLACEHOLDER.sub(lambda found: str(values[found[1]]), recipe["command"])
+    try:
+        return str(recipe["command"].format(**values))
+    except (KeyError, IndexError, ValueError) as error:
+        raise UserError(
+            f"the command of the {form} recipe cannot be filled in ({error}); write braces of JSON twice"
+        ) from None

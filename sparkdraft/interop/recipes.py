@@ -18,7 +18,7 @@ import yaml
 
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.interop.recipe_formats import EUGR, SPARKRUN, check
+from sparkdraft.interop.recipe_formats import EUGR, SPARKRUN, VLLM_IMAGE, check, needs_no_entrypoint
 from sparkdraft.interop.vllm_command import Choices, VllmCommand, vllm_command
 from sparkdraft.server.config import ServerConfig
 from sparkdraft.spec import pairs
@@ -83,7 +83,7 @@ class Recipe:
             about = {"name": self.name, "description": self.describe()}
             found = {"recipe_version": "1", **about, "container": container or "vllm-node", "mods": [], **shared}
         elif form == SPARKRUN:
-            image = container or f"vllm/vllm-openai:v{version}"
+            image = container or f"{VLLM_IMAGE}:v{version}"
             about = {"description": self.describe(), "category": "chat"}
             found = {
                 "recipe_version": "2",
@@ -92,6 +92,7 @@ class Recipe:
                 "min_nodes": 1,
                 "max_nodes": 1,
             }
+            found |= {"executor_config": {"entrypoint": ""}} if needs_no_entrypoint(image) else {}
             found |= {**shared, "metadata": about}
         else:
             raise UserError(f"--form is '{form}'; it must be toml, {SPARKRUN} or {EUGR}")

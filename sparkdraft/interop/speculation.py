@@ -20,6 +20,7 @@ METHODS = ("auto", "dflash", "mtp", "ngram")
 ORDER = ("dflash", "mtp", "dflash2", "dspark")  # what auto prefers: what has run longest first
 NGRAM_DEPTH = 7
 HEAD_DEPTH = 4  # of an MTP head that is not in spec/pairs.json, as of most that are
+SCHEDULER = "--scheduler-cls sparkdraft.interop.plugin.scheduler.DepthScheduler, where this package is beside vLLM"
 NAMES = {"dflash2": "dflash", "assistant": "mtp"}  # kinds that vLLM runs under another's name
 
 
@@ -52,7 +53,7 @@ def speculate(target: Target, engine: EngineConfig, method: str, notes: list[str
     if kind != "mtp" and depth > most:
         raise UserError(f"spec is {depth}; {model} makes {most} drafts at most")
     if engine.num_draft is None:
-        notes.append(f"spec: the depth is fixed at {depth} drafts there; auto, chosen every step, is this engine's own")
+        notes.append(f"spec: the depth is fixed at {depth} drafts there; our choice of depth is {SCHEDULER}")
     if engine.ngram:
         notes.append("ngram: vLLM runs one drafter, so nothing is drafted from the request's own text")
     return Speculation(kind, model, depth)
@@ -63,6 +64,8 @@ def _chosen(target: Target, engine: EngineConfig, method: str, notes: list[str])
     if engine.drafter == "none":
         return None
     known = target.known.drafters if target.known else ()
+    if engine.drafter.partition(":")[0] == "race":
+        raise UserError("drafters race in this engine only, and vLLM runs one: name it with --drafter, or leave it out")
     if engine.drafter != "auto":
         if engine.drafter == MTP:
             return _own_head(target)

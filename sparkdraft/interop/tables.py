@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -54,11 +54,17 @@ class Server:
     prefix: str
     variables: tuple[tuple[str, str], ...] = ()  # variables that stand for flags
     host: str = ""  # the address that it listens on where no flag names one
+    shorthands: Mapping[str, str] = field(default_factory=dict)  # flags that stand for a key of a JSON flag
 
     def find(self, name: str) -> Flag | None:
         exact = (flag for flag in self.flags if name in flag.names)
         alike = (flag for flag in self.flags if any("*" in each and fnmatchcase(name, each) for each in flag.names))
         return next(exact, None) or next(alike, None)
+
+
+def without(*rows: tuple[str, str, str]) -> tuple[Flag, ...]:
+    """Flags that nothing here corresponds to: their names, why, and what follows them."""
+    return tuple(Flag(tuple(names.split()), "", remark, kind) for names, remark, kind in rows)
 
 
 def field_of(name: str, convert: Callable[[str], Any] = str) -> Callable[[str], Found]:
@@ -164,7 +170,10 @@ def _pieces(server: Server, words: list[str]) -> Iterable[tuple[str, str, tuple[
             continue
         name, equals, value = word.partition("=")
         name = name.replace("_", "-") if name.startswith("--") else name
-        name, _, key = name.partition(".")
+        if server.find(name) is None or name in server.shorthands:  # a few flags have a dot in their names
+            name, _, key = server.shorthands.get(name, name).partition(".")
+        else:
+            key = ""
         flag = server.find(name)
         if flag is None and name.startswith("--no-") and (positive := server.find("--" + name[5:])):
             yield positive.names[0], OFF, (word,)

@@ -31,7 +31,11 @@ PARSERS = {
     "gpt_oss": ("openai_gptoss", "openai"),
 }
 CODER = ("", "qwen3_xml")
-MACHINES = ("gb10", "other")
+CPU = "cpu"
+MACHINES = ("gb10", "other", CPU)
+CPU_SHARE = (
+    0.3  # of all memory: vLLM on a CPU reserves this for keys and values alone, and refuses to start if it is not free
+)
 NOT_THERE = {  # fields that nothing in vLLM corresponds to, and what it does instead
     "max_step_ms": "a prompt's chunks are limited by max_rows alone",
     "max_queue": "requests wait without limit",
@@ -44,11 +48,18 @@ NOT_THERE = {  # fields that nothing in vLLM corresponds to, and what it does in
     "device": "it runs on what it was built for, a CPU only with its build for CPUs",
     "weights_cache": "weights are quantised anew at every load",
     "spec_depths": "the depth is fixed",
+    "drafter_weights": "a drafter is kept as its file has it",
+    "draft_vocab": "a drafter drafts among the ids of its file",
+    "count_ids": "ids are not counted",
+    "cut": "the depth is fixed",
     "profile": "what `sparkdraft tune` measured is not read",
     "canary": "nothing is probed at the start",
     "watchdog": "nothing is watched",
     "allow_public": "it never asks whether other machines may reach it without a key",
 }
+
+FRONT = ("max_body", "allowed_hosts", "allow_public", "canary")  # what our own front does, where it is before vLLM
+SPEC_METRICS = (0, 29, 0)  # the first version that says per request what was accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +103,8 @@ class VllmCommand:
         return words + [word for each in self.extra for word in each.words]
 
 
-def vllm_command(config: ServerConfig, choices: Choices) -> VllmCommand:
-    """Raises UserError for what vLLM cannot do, or is known to do wrongly."""
+def vllm_command(config: ServerConfig, choices: Choices, behind_front: bool = False) -> VllmCommand:
+    """Raises UserError for what vLLM cannot do, or is known to do wrongly. behind_front: `serve` stands before it."""
     target, engine, notes = find_target(config.engine.model), config.engine, []
     notes += [target.doubt] if target.doubt else []
     named = {each.name.removeprefix("--") for each in choices.extra}
@@ -103,11 +114,11 @@ def vllm_command(config: ServerConfig, choices: Choices) -> VllmCommand:
         raise UserError("port is 0, any free one: vLLM must be told one, such as --port 8000")
     flags: dict[str, Any] = {"host": config.host, "port": config.port}
     flags |= {"served-model-name": config.names if config.served_name or config.names[0] != target.name else None}
-    flags |= _budgets(config)
+    flags |= _budgets(config) | (_on_cpu(config, notes) if choices.machine == CPU else {})
     flags |= {"kv-cache-dtype": kv} if kv != "auto" else {}
     if kv.startswith("turboquant") and target.family in WINDOWED:
         flags["kv-cache-dtype-skip-layers"] = ["sliding_window"]
-    flags |= _weights(config, notes)
+    flags |= _weights(config, notes, choices.machine == CPU)
     flags |= {
         "attention-backend": choices.attention_backend.upper() or None,
         "chat-template": choices.chat_template or None,
@@ -116,8 +127,11 @@ def vllm_command(config: ServerConfig, choices: Choices) -> VllmCommand:
     flags |= _parsers(config, target, notes) | _sampling(config)
     if speculation:
         flags["speculative-config"] = _speculative(speculation, config, choices, target, kv, notes)
+    if (speculation or "speculative-config" in named) and broken.parsed(choices.version) >= SPEC_METRICS:
+        flags["per-request-spec-decode-metrics"] = "summary"
     notes += broken.check(_facts(config, choices, target, speculation, kv), choices.version)
-    notes += [f"{name}: not in vLLM: {text}" for name, text in NOT_THERE.items() if _is_set(config, name)]
+    missing = {name: text for name, text in NOT_THERE.items() if not (behind_front and name in FRONT)}
+    notes += [f"{name}: not in vLLM: {text}" for name, text in missing.items() if _is_set(config, name)]
     notes += [f"handed on to vLLM: {shlex.join(each.words)}" for each in choices.extra]
     flags = {name: value for name, value in flags.items() if value is not None and name not in named}
     unknown = [name for name in flags if VLLM.find(f"--{name}") is None]
@@ -160,6 +174,16 @@ def _budgets(config: ServerConfig) -> dict[str, Any]:
     }
 
 
+def _on_cpu(config: ServerConfig, notes: list[str]) -> dict[str, Any]:
+    """What vLLM's build for CPUs reads otherwise."""
+    if _is_set(config, "memory_fraction"):
+        return {}
+    notes.append(
+        f"memory_fraction: on a CPU it is the share of all memory that keys and values get; {CPU_SHARE} is set"
+    )
+    return {"gpu-memory-utilization": CPU_SHARE}
+
+
 def _kv_type(config: ServerConfig, notes: list[str]) -> str:
     """vLLM's name for how keys and values are kept: of TurboQuant, the smallest with at least as many bits."""
     engine = config.engine
@@ -181,7 +205,7 @@ def _kv_type(config: ServerConfig, notes: list[str]) -> str:
     return name
 
 
-def _weights(config: ServerConfig, notes: list[str]) -> dict[str, Any]:
+def _weights(config: ServerConfig, notes: list[str], on_cpu: bool) -> dict[str, Any]:
     engine = config.engine
     if engine.weights not in (AUTO, "fp8"):
         raise UserError(
@@ -191,6 +215,9 @@ def _weights(config: ServerConfig, notes: list[str]) -> dict[str, Any]:
     if engine.dtype == "quantised":
         notes.append("dtype: quantised is a form of this engine; vLLM computes in the type of the checkpoint")
     dtype = engine.dtype if engine.dtype in ("float32", "bfloat16") else None
+    if dtype is None and on_cpu:
+        dtype = "float32"
+        notes.append("dtype: float32 is set, because vLLM crashes in 16 bits on CPUs without instructions for them")
     return {"quantization": "fp8" if engine.weights == "fp8" else None, "dtype": dtype}
 
 

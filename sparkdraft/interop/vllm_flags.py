@@ -20,6 +20,7 @@ from sparkdraft.interop.tables import (
     number,
     whole,
 )
+from sparkdraft.interop.vllm_without import ONE_MACHINE, WITHOUT
 from sparkdraft.spec import pairs
 from sparkdraft.spec.mtp_config import MAX_DEPTH, MTP
 
@@ -35,8 +36,11 @@ TURBOQUANT = {
     "turboquant_k8v4": (8, 4),
 }
 MOST_BITS = 5  # of our codes
-ONE_MACHINE = "one machine, one GPU; `sparkdraft cluster` runs vLLM on several (docs/cluster.md)"
-TEXT_ONLY = "messages are text here, and a vision tower is not loaded"
+SHORTHANDS = {
+    "--spec-method": "--speculative-config.method",
+    "--spec-model": "--speculative-config.model",
+    "--spec-tokens": "--speculative-config.num_speculative_tokens",
+}
 
 
 def _speculative(text: str) -> Found:
@@ -154,7 +158,7 @@ FLAGS = (
     Flag(("--max-num-seqs",), "`--max-seqs`", "", read=field_of("max_seqs", whole)),
     Flag(("--max-num-batched-tokens",), "`--max-rows`", "", read=field_of("max_rows", whole)),
     Flag(
-        ("--gpu-memory-utilization",),
+        ("--gpu-memory-utilization", "--device-memory-utilization"),
         "`--memory-fraction`",
         "vLLM's is a share of all memory (default 0.92), ours of the free memory (default 0.85)",
         read=field_of("memory_fraction", number),
@@ -167,7 +171,7 @@ FLAGS = (
     Flag(("--dtype",), "`--dtype`", "16-bit floats are bfloat16", read=_dtype),
     Flag(("--quantization", "-q"), "`--weights fp8`", "other methods are found from the files", read=_quantization),
     Flag(
-        ("--speculative-config", "-sc"),
+        ("--speculative-config", "-sc", *SHORTHANDS),
         "`--drafter`, `--spec`, `--ngram`",
         "dflash, ngram and mtp (without a model: `--drafter mtp`); `--spec` is the number of drafts, and chosen every "
         "step where it is left out",
@@ -185,80 +189,9 @@ FLAGS = (
     Flag(("--override-generation-config",), "`--sampling-defaults`", "as temperature=0.7,top_p=0.9", read=_sampling),
     Flag(("--shutdown-timeout",), "`--drain-seconds`", "", read=field_of("drain_seconds", number)),
     Flag(("--enable-chunked-prefill",), "always on", "`--max-step-ms` limits a chunk", SWITCH, always),
-    Flag(("--async-scheduling",), "always on", "", SWITCH, always),
+    Flag(("--async-scheduling", "--enable-prompt-tokens-details"), "always on", "", SWITCH, always),
+    Flag(("--max-num-queued-reqs",), "`--max-queue`", "", read=field_of("max_queue", whole)),
     Flag(("--tensor-parallel-size", "-tp"), "nothing, if it is 1", f"more: {ONE_MACHINE}", read=_parallel),
-    Flag(("--attention-backend",), "", "accepted and not needed: one kernel runs targets and drafters"),
-    Flag(("--chat-template",), "", "put the file into the model's folder as chat_template.jinja"),
-    Flag(("--trust-remote-code",), "", "no code of a checkpoint is ever run", SWITCH),
-    Flag(("--load-format",), "", "safetensors and GGUF files are recognised; nothing has to be chosen"),
-    Flag(("--tokenizer", "--tokenizer-mode", "--hf-config-path"), "", "all files are read from the model's folder"),
-    Flag(
-        ("--revision", "--tokenizer-revision", "--download-dir"),
-        "",
-        "`sparkdraft pull` fetches the newest, into the hub's cache",
-    ),
-    Flag(("--hf-overrides", "--rope-scaling", "--rope-theta"), "", "edit config.json in the model's folder"),
-    Flag(("--seed",), "", "requests have seeds, the server has none"),
-    Flag(
-        ("--compilation-config", "-cc", "--optimization-level", "-O"),
-        "",
-        "nothing is compiled by torch; `--no-graphs` turns recorded steps off",
-    ),
-    Flag(("--limit-mm-per-prompt", "--mm-*", "--media-*", "--allowed-local-media-path"), "", TEXT_ONLY),
-    Flag(("--language-model-only", "--skip-mm-profiling", "--enable-mm-embeds"), "", TEXT_ONLY, SWITCH),
-    Flag(("--enable-lora",), "", "adapters are not read: merge them into the weights", SWITCH),
-    Flag(("--lora-*", "--max-lora*", "--max-cpu-loras"), "", "adapters are not read: merge them into the weights"),
-    Flag(
-        ("--cpu-offload-gb", "--kv-offloading-*", "--offload-*", "--swap-space"),
-        "",
-        "nothing is moved out of memory: lower `--max-seqs` or `--kv-tokens`",
-    ),
-    Flag(("--kv-cache-memory-bytes",), "", "the cache's size is given in tokens: `--kv-tokens`"),
-    Flag(("--kv-cache-dtype-skip-layers", "--mamba-*"), "", "layers with a window or a state have caches of their own"),
-    Flag(
-        ("--pipeline-parallel-size", "-pp", "--data-parallel-*", "-dp*", "--nnodes", "--node-rank", "--master-*"),
-        "",
-        ONE_MACHINE,
-    ),
-    Flag(("--distributed-executor-backend", "--decode-context-parallel-size", "--all2all-backend"), "", ONE_MACHINE),
-    Flag(("--enable-expert-parallel", "-ep", "--headless", "--enable-eplb", "--enable-dbo"), "", ONE_MACHINE, SWITCH),
-    Flag(
-        ("--moe-backend", "--linear-backend", "--gdn-prefill-backend", "--attention-config", "-ac"),
-        "",
-        "kernels are chosen by the GPU and the format of the weights",
-    ),
-    Flag(
-        ("--scheduler-cls", "--scheduling-policy", "--long-prefill-token-threshold"),
-        "",
-        "one scheduler: first come, first served, prompts in chunks",
-    ),
-    Flag(
-        ("--enable-log-requests", "--disable-log-requests", "--disable-log-stats", "--enable-log-outputs"),
-        "",
-        "requests are not logged; `/metrics` and `/v1/status` have the statistics",
-        SWITCH,
-    ),
-    Flag(
-        ("--disable-uvicorn-access-log", "--disable-fastapi-docs"),
-        "",
-        "there is no access log and no docs page",
-        SWITCH,
-    ),
-    Flag(("--uvicorn-log-level", "--log-config-file", "--max-log-len"), "", "only warnings and errors are logged"),
-    Flag(
-        ("--enable-per-request-metrics", "--per-request-spec-decode-metrics"),
-        "",
-        "a request asks for it: `return_speculation`",
-    ),
-    Flag(
-        ("--allowed-origins", "--allowed-methods", "--allowed-headers"),
-        "",
-        "no CORS headers are sent; `--allowed-hosts` is about names of this server",
-    ),
-    Flag(("--ssl-*", "--root-path", "--uds", "--middleware"), "", "put a reverse proxy before the server"),
-    Flag(("--config",), "", "a YAML file of vLLM is not read: import the command with its flags"),
-    Flag(("--max-logprobs",), "", "the limit is fixed"),
-    Flag(("--default-chat-template-kwargs",), "", "a request sends chat_template_kwargs"),
-    Flag(("--api-server-count",), "", "one API process"),
+    *WITHOUT,
 )
-VLLM = Server("vLLM", FLAGS, field_of("model"), "VLLM_", host="0.0.0.0")
+VLLM = Server("vLLM", FLAGS, field_of("model"), "VLLM_", host="0.0.0.0", shorthands=SHORTHANDS)

@@ -16,6 +16,7 @@ from sparkdraft.kernels.delta_rule import causal_conv, delta_rule, find_states, 
 from sparkdraft.kernels.dice import draw
 from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.kernels.routing import Routing
+from sparkdraft.kernels.stepping import accept_drafts, cut_drafts, make_rows, pack_rows
 from sparkdraft.kernels.turboquant.reference import tq_attention, tq_write
 from sparkdraft.kernels.turboquant.store import CodedLayer
 from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
@@ -123,16 +124,28 @@ def norm_argmax(normed: Normed, head: Linear, softcap: float = 0.0) -> Tensor:  
     return norm_logits(normed, head, softcap).argmax(-1)
 
 
-def norm_route(normed: Normed, router: Linear, top_k: int, renormalise: bool, scale: Tensor | None = None) -> Routing:
+def norm_route(
+    normed: Normed,
+    router: Linear,
+    top_k: int,
+    renormalise: bool,
+    scale: Tensor | None = None,
+    live: Tensor | None = None,
+) -> Routing:
     """Send each row to the 'top_k' experts with the largest logits, which the router makes in float32.
 
     renormalise: weights are shares among the chosen, else among all. scale: float32 [experts], multiplies an expert's
-    weight after that. torch.topk promises no order of equal logits, so a stable sort stands here.
+    weight after that. live: int32 [1], the number of rows that are sent anywhere, the first ones; None: all. torch.topk
+    promises no order of equal logits, so a stable sort stands here.
     """
     logits = norm_logits(normed, router)
     order = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = logits.gather(1, order).softmax(-1) if renormalise else logits.softmax(-1).gather(1, order)
-    return Routing(order.int(), weights if scale is None else weights * scale[order])
+    weights = weights if scale is None else weights * scale[order]
+    if live is None:
+        return Routing(order.int(), weights)
+    is_live = (torch.arange(len(order), device=order.device) < live).unsqueeze(1)
+    return Routing(order.where(is_live, -1).int(), weights.where(is_live, 0.0))
 
 
 def norm_experts(
@@ -145,7 +158,7 @@ def norm_experts(
     """A row's sum is made in float32 and in the order of its own choice, so it depends on that row alone."""
     x = rms_norm(normed.x, *normed.norm)
     parts = torch.zeros(*routing.ids.shape, x.shape[1], dtype=torch.float32, device=x.device)
-    for number in routing.ids.unique().tolist():
+    for number in routing.ids[routing.ids >= 0].unique().tolist():
         row, rank = (routing.ids == number).nonzero(as_tuple=True)
         inside = gated(gate_up.expert(number).linear(x[row]), activation)
         parts[row, rank] = down.expert(number).linear(inside).float()
@@ -291,34 +304,6 @@ def group_linear(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None) -> 
     return y
 
 
-def make_rows(
-    length: Tensor,  # int32 [seqs]: committed ids of each lane; 0 where it is empty
-    tables: Tensor,  # int32 [seqs, max_blocks]
-    token: Tensor,  # int32 [seqs]: the last committed id
-    drafts: Tensor | None,  # integers [seqs, width - 1]
-    width: int,
-    block_size: int,
-    fill: int,
-    first: Tensor | None = None,  # int32 [seqs]: the position of 'token'; None: length - 1
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # int32 [seqs * width] three times, int32 [seqs]
-    """Ids, positions and slots of each lane's rows from its last id on, and the keys its last row sees.
-
-    What follows the id are the drafts, or 'fill' where there are none. An empty lane's rows, and rows past the last
-    block of the tables, have slot -1; an empty lane sees no keys. Where the tables leave out some of a lane's blocks,
-    'length' counts the ids in those that are left, and 'first' says at which position the last of them is.
-    """
-    alive, count = length > 0, torch.arange(width, dtype=torch.int32, device=length.device)
-    rest = token.new_full((len(token), width - 1), fill) if drafts is None else drafts.to(token.dtype)
-    ids = torch.cat([token.unsqueeze(1), rest], 1)
-    places = (length.unsqueeze(1) - 1 + count).clamp(min=0)
-    positions = places if first is None else first.unsqueeze(1) + count
-    block = places // block_size
-    numbers = tables.gather(1, block.clamp(max=tables.shape[1] - 1).long())
-    inside = alive.unsqueeze(1) & (block < tables.shape[1])
-    slots = (numbers * block_size + places % block_size).where(inside, -1)
-    return ids.flatten(), positions.flatten(), slots.flatten(), (length - 1 + width).where(alive, 0)
-
-
 def find_pages(
     page_of: Tensor,  # int32 [blocks]; -1: the block has none
     slots: Tensor,  # int32 [rows]: block * block_size + offset, or negative
@@ -333,33 +318,3 @@ def find_pages(
     page_slots.copy_((page * block_size + slots % block_size).where((slots >= 0) & (page >= 0), -1))
     page = page_of[tables.long()]
     page_tables.copy_(page.where(page >= 0, missing))
-
-
-def accept_drafts(
-    drafts: Tensor | None,  # integers [seqs, depth]; None: depth 0
-    samples: Tensor,  # integers [seqs, depth + 1], the target's own in each row
-    most: Tensor,  # int32 [seqs]: drafts that a lane takes at most
-    length: Tensor,  # int32 [seqs], changed in place, as are the next two
-    token: Tensor,
-    observed: Tensor,  # positions that the drafter has seen
-    slots: Tensor,  # int32 [seqs * (depth + 1)], of the step's rows
-    accepted: Tensor | None = None,  # integers [seqs]: how many drafts stand, where that is not what the samples say
-) -> tuple[Tensor, Tensor]:  # int32 [seqs, depth + 2], int32 [seqs * (depth + 1)]
-    """Accept each draft that, like all before it, equals the sample in its place, and move the lanes on.
-
-    Gives what was sampled and how many drafts stand, and the slots of the rows that are now committed, -1 for others.
-    A lane's last id becomes the sample after its last draft that stands; an empty lane stays empty. At depth 0 nothing
-    is drafted, so 'observed' stays too.
-    """
-    samples, rows = samples.int(), samples.shape[1]
-    if accepted is None:
-        same = samples[:, :0] if drafts is None else (drafts == samples[:, :-1]).int()
-        accepted = same.cumprod(1).sum(1)
-    count, alive = torch.minimum(accepted.int(), most), length > 0
-    committed = torch.arange(rows, device=samples.device) <= count.unsqueeze(1)
-    kept_slots = slots.view(-1, rows).where(committed, -1).flatten()
-    if rows > 1:
-        observed.copy_((length + count).where(alive, 0))
-    token.copy_(samples.gather(1, count.long().unsqueeze(1)).squeeze(1))
-    length += (count + 1).where(alive, 0)
-    return torch.cat([samples, count.unsqueeze(1)], 1), kept_slots

@@ -38,6 +38,9 @@ class Step:
     slots: Tensor  # int32 [rows], where each row's K/V goes; negative: nowhere
     view: AttentionView
     kv: Sequence[LayerKV | LayerState]  # by layer, each of the kind that its mixer uses
+    # int32 [1]: rows from here on belong to no sequence (view.query_start[-1]), and no expert is read for them. None:
+    # there are none.
+    live: Tensor | None = None
 
 
 class Attention:
@@ -119,7 +122,7 @@ class GatedMLP:
         """The gated rows, and the matrix that leads them back to the stream."""
         return self.ops.norm_gated(normed, self.gate_up, self.activation), self.down
 
-    def add_to(self, normed: Normed, then: Norm) -> Normed:
+    def add_to(self, normed: Normed, step: Step, then: Norm) -> Normed:
         added: Normed = self.ops.add_linear(normed.x, *self.result(normed), then)
         return added
 
@@ -139,7 +142,7 @@ class MLP(Protocol):
     @property
     def matrices(self) -> Sequence[Linear | ExpertLinear]: ...
 
-    def add_to(self, normed: Normed, then: Norm) -> Normed: ...
+    def add_to(self, normed: Normed, step: Step, then: Norm) -> Normed: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +159,7 @@ class DecoderLayer:
         return [*self.mixer.matrices, *self.mlp.matrices]
 
     def add_to(self, normed: Normed, step: Step, kv: Any, then: Norm) -> Normed:
-        return self.mlp.add_to(self.mixer.add_to(normed, step, kv, self.post_norm), then)
+        return self.mlp.add_to(self.mixer.add_to(normed, step, kv, self.post_norm), step, then)
 
 
 class Layer(Protocol):

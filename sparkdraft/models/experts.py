@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.kernels.routing import Routing
-from sparkdraft.models.blocks import MLP, GatedMLP
+from sparkdraft.models.blocks import MLP, GatedMLP, Step
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.layers import DenseSpec, ExpertsSpec
 from sparkdraft.weights.experts import ExpertLinear
@@ -42,14 +42,14 @@ class Experts:
     def matrices(self) -> list[Linear | ExpertLinear]:
         return [self.router, self.gate_up, self.down]
 
-    def route(self, normed: Normed) -> Routing:
+    def route(self, normed: Normed, step: Step) -> Routing:
         routing: Routing = self.ops.norm_route(
-            normed, self.router, self.spec.top_k, self.spec.renormalise, self.scale
-        )  # fmt: skip
+            normed, self.router, self.spec.top_k, self.spec.renormalise, self.scale, step.live
+        )
         return routing
 
-    def add_to(self, normed: Normed, then: Norm) -> Normed:
-        routing = self.route(normed)
+    def add_to(self, normed: Normed, step: Step, then: Norm) -> Normed:
+        routing = self.route(normed, step)
         added: Normed = self.ops.add_experts(normed, routing, self.gate_up, self.down, self.spec.activation, then)
         return added
 
@@ -75,11 +75,11 @@ class SharedExperts:
     def matrices(self) -> list[Linear | ExpertLinear]:
         return [*self.experts.matrices, *self.mlp.matrices, self.gate]
 
-    def add_to(self, normed: Normed, then: Norm) -> Normed:
+    def add_to(self, normed: Normed, step: Step, then: Norm) -> Normed:
         ops = self.experts.ops
         inside, down = self.mlp.result(normed)
         ops.sigmoid_gate(inside, ops.norm_linear(normed, self.gate))
-        self.experts.add_to(normed, then)
+        self.experts.add_to(normed, step, then)
         added: Normed = ops.add_linear(normed.x, inside, down, then)
         return added
 

@@ -29,7 +29,7 @@ class Sublayer(Protocol):
     @property
     def matrices(self) -> Sequence[Linear | ExpertLinear]: ...
 
-    def output(self, normed: Normed) -> Tensor:  # [rows, hidden]
+    def output(self, normed: Normed, step: Step) -> Tensor:  # [rows, hidden]
         ...
 
 
@@ -41,7 +41,7 @@ class DenseSublayer:
     def matrices(self) -> Sequence[Linear | ExpertLinear]:
         return self.mlp.matrices
 
-    def output(self, normed: Normed) -> Tensor:
+    def output(self, normed: Normed, step: Step) -> Tensor:
         out: Tensor = self.mlp.ops.linear(*self.mlp.result(normed))
         return out
 
@@ -61,10 +61,11 @@ class DenseAndExperts:
     def matrices(self) -> Sequence[Linear | ExpertLinear]:
         return [*self.mlp.matrices, *self.experts.matrices]
 
-    def output(self, normed: Normed) -> Tensor:
+    def output(self, normed: Normed, step: Step) -> Tensor:
         ops, x = self.mlp.ops, normed.x
         dense = ops.rms_norm(ops.linear(*self.mlp.result(normed)), *self.mlp_after)
-        routed = self.experts.result(Normed(x, self.experts_norm), self.experts.route(Normed(x, self.router_norm)))
+        routing = self.experts.route(Normed(x, self.router_norm), step)
+        routed = self.experts.result(Normed(x, self.experts_norm), routing)
         both: Normed = ops.add_normed(dense, routed, self.experts_after, self.experts_after)  # nobody reads that norm
         return both.x
 
@@ -89,7 +90,8 @@ class SandwichLayer:
     def add_to(self, normed: Normed, step: Step, kv: LayerKV, then: Norm) -> Normed:
         seen = self.ops.linear(*self.attention.result(normed, step, kv))
         normed = self.ops.add_normed(normed.x, seen, self.attention_after, self.mlp_norm)
-        added: Normed = self.ops.add_normed(normed.x, self.mlp.output(normed), self.mlp_after, then, self.scale)
+        output = self.mlp.output(normed, step)
+        added: Normed = self.ops.add_normed(normed.x, output, self.mlp_after, then, self.scale)
         return added
 
 

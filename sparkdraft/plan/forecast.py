@@ -7,7 +7,7 @@ speed depends on text: it is predicted for three classes, or for an acceptance t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from sparkdraft.plan.memory import MemoryPlan
 from sparkdraft.plan.resolve import ITEMSIZE, Plan, resolve
 from sparkdraft.plan.roofline import DraftPass, Load, Losses, Seconds, Target, step
 from sparkdraft.plan.sizes import model_sizes
-from sparkdraft.plan.weight_formats import WeightFormats, bytes_by_format, stored_bytes
+from sparkdraft.plan.weight_formats import AT_LOAD, WeightFormats, bytes_by_format, drafter_at_load, stored_bytes
 from sparkdraft.spec.best_depths import expected_tokens
 from sparkdraft.spec.depth import depth_choices
 from sparkdraft.spec.draft_configs import DraftConfig, caps_of
@@ -43,6 +43,7 @@ class Question:
     context: int = 4096  # tokens of each stream
     chances: Mapping[str, float] | None = None  # by class of text; None: CLASSES
     engine: str = "sparkdraft"  # whose losses are reckoned with
+    names: Collection[str] = ()  # of the tensors in the drafter's file, where that is at hand
 
 
 class Range(NamedTuple):
@@ -69,7 +70,8 @@ class Forecast:
     def __init__(self, question: Question) -> None:
         self.question = question
         model, machine = question.model, question.machine
-        self.caps = caps_of(question.drafter) if question.drafter else None
+        asked = question.config.drafter_weights
+        self.caps = drafter_at_load(caps_of(question.drafter, question.names), asked) if question.drafter else None
         self.held = stored_bytes(model, question.formats) if question.formats else None
         args = (question.config, model, machine.hardware, machine.native_problem)
         self.plan: Plan = resolve(*args, self.caps, self.held)
@@ -80,7 +82,7 @@ class Forecast:
         self.drafter = None
         if caps := self.caps:
             head, kept = model_sizes(model).head, (itemsize, self.plan.weights, self.plan.kv)
-            self.drafter = DraftPass.of(caps, head, caps.own_head, *kept)
+            self.drafter = DraftPass.of(caps, head, caps.own_head, *kept, AT_LOAD.get(asked, ""))
         self.chances = CLASSES if question.chances is None else question.chances
 
     # ---- memory

@@ -12,7 +12,6 @@ from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.layers import RopeSpec
 from sparkdraft.plan.sizes import model_sizes, most
 from sparkdraft.spec.caps import DrafterCaps
-from sparkdraft.spec.dflash_config import DFlashConfig
 from sparkdraft.weights.plane_layout import StoredBytes
 
 
@@ -81,21 +80,6 @@ def recording_bytes(kernels: str, drafts: bool) -> int:
     and a drafter's passes that propose and that observe."""
     kinds = 1 + (kernels == "cuda") + 2 * drafts
     return kinds * RECORDINGS[kernels].most * RECORDINGS[kernels].bytes_each
-
-
-def drafter_bytes(draft: DFlashConfig, itemsize: float, own_embedding: bool = False, own_head: bool = False) -> int:
-    """Bytes of a drafter's layers and of its projection of the target's states. Embedding and head are the target's, or
-    rows of its head, where its file does not bring its own."""
-    model, sizes = draft.model, model_sizes(draft.model)
-    hidden = model.hidden_size
-    count = sizes.active_in_layers
-    count += hidden * len(draft.taps) * draft.target_hidden_size
-    count += hidden * sizes.kv  # keys and values a second time, as one matrix
-    if own_head or draft.draft_vocab_size < model.vocab_size:
-        count += hidden * draft.draft_vocab_size
-    if own_embedding:
-        count += hidden * model.vocab_size
-    return int(count * itemsize)
 
 
 def scratch_bytes(

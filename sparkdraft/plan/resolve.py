@@ -113,7 +113,7 @@ def resolve(
     kernels = "cuda" if not on_cpu else ("native" if weights == "quantised" else "reference")
     graphs = _graphs(config, kernels, kv, fallbacks)
     recordings = recording_bytes(kernels, drafter is not None) if graphs else 0
-    held = _held(model, max_model_len, WEIGHT_ITEMSIZE[weights], drafter, None if on_cpu else stored)
+    held = _held(model, max_model_len, WEIGHT_ITEMSIZE[weights], drafter, stored, on_cpu)
     scratch = scratch_bytes(model, max_rows, max_seqs, itemsize, drafter)
     scratch += capture_bytes(model, max_rows, itemsize) if (kv, config.tq_mode) == CAPTURED else 0
     room = int(hardware.free_bytes * config.memory_fraction) - held - scratch - recordings
@@ -164,12 +164,16 @@ def _step_limits(config: EngineConfig, hardware: Hardware) -> tuple[int, int]:
 
 
 def _held(
-    model: ModelConfig, context: int, itemsize: float, drafter: DrafterCaps | None, stored: StoredBytes | None
+    model: ModelConfig,
+    context: int,
+    itemsize: float,
+    drafter: DrafterCaps | None,
+    stored: StoredBytes | None,
+    on_cpu: bool,
 ) -> int:
     """Bytes of all weights, and of the tables that are made of numbers alone."""
-    own, beside = drafter.num_weights if drafter else 0, 0
-    if drafter and not drafter.in_target:
-        own, beside = 0, int(own * itemsize)
+    stored, own = None if on_cpu else stored, drafter.num_in_target if drafter else 0
+    beside = drafter.held(itemsize, not on_cpu) - int(own * itemsize) if drafter else 0  # own: stored has counted it
     return beside + weight_bytes(model, itemsize, stored, own) + rope_bytes(model, context)
 
 
@@ -182,10 +186,9 @@ def model_bytes(
     stored: StoredBytes | None,
 ) -> int:
     """What a plan counts for the model without its drafter."""
-    itemsize = WEIGHT_ITEMSIZE[_weights(config, hardware, native_problem, [])]
-    stored = None if hardware.device == "cpu" else stored
-    held = _held(model, _max_model_len(config, model), itemsize, drafter, stored)
-    return held - int(drafter.num_weights * itemsize) if drafter else held
+    itemsize, on_cpu = WEIGHT_ITEMSIZE[_weights(config, hardware, native_problem, [])], hardware.device == "cpu"
+    held = _held(model, _max_model_len(config, model), itemsize, drafter, stored, on_cpu)
+    return held - drafter.held(itemsize, not on_cpu) if drafter else held
 
 
 class StepSize(NamedTuple):

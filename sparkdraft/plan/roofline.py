@@ -19,7 +19,7 @@ from typing import NamedTuple
 from sparkdraft.config import EngineConfig
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.layers import AttentionSpec, ExpertsSpec
-from sparkdraft.plan.sizes import kv_bytes_per_token, layer_sizes
+from sparkdraft.plan.sizes import count, kv_bytes_per_token, layer_sizes
 from sparkdraft.plan.turboquant import CodedPlan
 from sparkdraft.plan.weight_formats import BYTES, FLOATS, WeightFormats, parts_of
 from sparkdraft.spec.caps import DrafterCaps
@@ -158,6 +158,8 @@ class DraftPass(NamedTuple):
     format: str = "bfloat16"
     borrowed: tuple[Context, ...] = ()  # of the target's K/V, in the target's format
     kv: str = "exact"
+    coded: int = 0  # of the weights, those that drafter_weights quantises
+    coded_format: str = "bfloat16"
 
     @staticmethod
     def of(
@@ -167,12 +169,15 @@ class DraftPass(NamedTuple):
         itemsize: int = 2,
         fmt: str = "bfloat16",
         kv: str = "exact",
+        coded_fmt: str = "",
     ) -> DraftPass:
-        """kv: of the target."""
+        """kv: of the target. coded_fmt: of the matrices that are quantised at load, if any are."""
         contexts, borrowed = contexts_of(caps.kv, "exact", itemsize), contexts_of(caps.borrowed, kv, itemsize)
         head, layers = 0 if own_head else target_head, len(caps.kv) + len(caps.borrowed)
         weights = caps.num_read or caps.num_weights
-        return DraftPass(weights, head, contexts, layers, caps.chain, fmt, borrowed, kv)
+        share = count(caps.matrices) / caps.num_weights if coded_fmt else 0.0  # the same of the experts that are read
+        coded = int(weights * share)
+        return DraftPass(weights, head, contexts, layers, caps.chain, fmt, borrowed, kv, coded, coded_fmt or fmt)
 
 
 def contexts_of(layers: tuple[AttentionSpec, ...], kv: str, itemsize: int) -> tuple[Context, ...]:
@@ -220,9 +225,11 @@ def overlap(a: float, b: float) -> float:
 
 def _draft(rates: Rates, losses: Losses, drafter: DraftPass, load: Load) -> float:
     passes, rows = (load.depth, load.streams) if drafter.chain else (1, load.streams * (1 + load.depth))
-    weights, fmt = drafter.weights + drafter.head, drafter.format
-    read = weights * BYTES[fmt] / (_share(losses, fmt) * rates.bandwidth)
-    body = overlap(read, 2 * rows * weights / _arithmetic(rates, losses, fmt))
+    floats, read, work = drafter.weights + drafter.head - drafter.coded, 0.0, 0.0
+    for weights, fmt in ((floats, drafter.format), (drafter.coded, drafter.coded_format)):
+        read += weights * BYTES[fmt] / (_share(losses, fmt) * rates.bandwidth)
+        work += 2 * rows * weights / _arithmetic(rates, losses, fmt)
+    body = overlap(read, work)
     keys = _keys(losses, drafter.contexts, "exact", load) + _keys(losses, drafter.borrowed, drafter.kv, load)
     keys /= rates.bandwidth
     return losses.draft + passes * (body + keys + drafter.layers * losses.layer)

@@ -79,6 +79,39 @@ def _mlp(spec: DenseSpec | ExpertsSpec, hidden: int) -> LayerSizes:
     return LayerSizes(weights, weights, 0, 0, 0, 0, 3 * spec.intermediate_size)
 
 
+Matrices = tuple[tuple[int, int], ...]  # output rows, those of all experts, and width of each
+
+
+def layer_matrices(spec: LayerSpec, hidden: int) -> dict[str, Matrices]:
+    """The matrices of a layer by group; weight formats differ by these. Their sum, with a convolution's, is `held`."""
+    mixer, mlp = spec.mixer, spec.mlp
+    groups: dict[str, Matrices] = {}
+    if isinstance(mixer, RecurrentSpec):
+        values = mixer.num_value_heads * mixer.value_dim
+        made = mixer.conv_channels + values + 2 * mixer.num_value_heads
+        groups["recurrent"] = ((made, hidden), (hidden, values))
+    else:
+        made = layer_sizes(spec, hidden).projected
+        groups["attention"] = ((made, hidden), (hidden, mixer.query_width))
+    if isinstance(mlp, ExpertsSpec):
+        groups["experts"] = _gated(mlp.intermediate_size, hidden, mlp.num_experts)
+        groups["mlp"] = _gated(mlp.shared_size, hidden)
+        groups["router"] = ((mlp.num_experts + mlp.shared_gate, hidden),)
+    else:
+        groups["mlp"] = _gated(mlp.intermediate_size, hidden)
+    return {group: matrices for group, matrices in groups.items() if all(map(all, matrices))}
+
+
+def count(matrices: Matrices) -> int:
+    """Weights."""
+    return sum(rows * width for rows, width in matrices)
+
+
+def _gated(inner: int, hidden: int, count: int = 1) -> Matrices:
+    """Gate and up as one, and down."""
+    return (2 * inner * count, hidden), (hidden * count, inner)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
     layers: tuple[LayerSizes, ...]

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from typing import Any
 
 from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig
-from sparkdraft.models.layers import ExpertsSpec, LayerSpec, RecurrentSpec
+from sparkdraft.models.layers import RecurrentSpec
 from sparkdraft.plan.resolve import WEIGHT_ITEMSIZE
-from sparkdraft.plan.sizes import layer_sizes
+from sparkdraft.plan.sizes import Matrices, count, layer_matrices
+from sparkdraft.spec.caps import DrafterCaps
 from sparkdraft.weights.plane_layout import CodeForm, StoredBytes
 
 FLOATS = ("bfloat16", "float32")
@@ -104,9 +105,6 @@ def names_of(formats: WeightFormats) -> list[str]:
     return sorted({formats.default, *formats.groups.values(), *formats.layers.values()})
 
 
-Matrices = tuple[tuple[int, int], ...]  # output rows, those of all experts, and width of each
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
     group: str
@@ -116,7 +114,7 @@ class Part:
 
     @property
     def weights(self) -> int:
-        return sum(rows * width for rows, width in self.matrices)
+        return count(self.matrices)
 
     @property
     def nbytes(self) -> float:
@@ -132,7 +130,7 @@ def parts_of(model: ModelConfig, formats: WeightFormats) -> Iterator[Part]:
     """The whole model, part by part."""
     table = ((model.vocab_size, model.hidden_size),)
     for i, spec in enumerate(model.layers):
-        for group, matrices in _layer_groups(spec, model.hidden_size).items():
+        for group, matrices in layer_matrices(spec, model.hidden_size).items():
             yield Part(group, formats.of(group, i), matrices, i)
         if isinstance(spec.mixer, RecurrentSpec):
             own = formats.of("recurrent", i)
@@ -151,31 +149,6 @@ def bytes_by_format(model: ModelConfig, formats: WeightFormats) -> dict[str, int
     return {name: int(size) for name, size in found.items()}
 
 
-def _layer_groups(spec: LayerSpec, hidden: int) -> dict[str, Matrices]:
-    """Matrices of a layer's groups. Their sum, with a convolution's, is what plan/sizes.py counts."""
-    mixer, mlp = spec.mixer, spec.mlp
-    groups: dict[str, Matrices] = {}
-    if isinstance(mixer, RecurrentSpec):
-        values = mixer.num_value_heads * mixer.value_dim
-        made = mixer.conv_channels + values + 2 * mixer.num_value_heads
-        groups["recurrent"] = ((made, hidden), (hidden, values))
-    else:
-        made = layer_sizes(spec, hidden).projected
-        groups["attention"] = ((made, hidden), (hidden, mixer.query_width))
-    if isinstance(mlp, ExpertsSpec):
-        groups["experts"] = _gated(mlp.intermediate_size, hidden, mlp.num_experts)
-        groups["mlp"] = _gated(mlp.shared_size, hidden)
-        groups["router"] = ((mlp.num_experts + mlp.shared_gate, hidden),)
-    else:
-        groups["mlp"] = _gated(mlp.intermediate_size, hidden)
-    return {group: matrices for group, matrices in groups.items() if all(map(all, matrices))}
-
-
-def _gated(inner: int, hidden: int, count: int = 1) -> Matrices:
-    """Gate and up as one, and down."""
-    return (2 * inner * count, hidden), (hidden * count, inner)
-
-
 # The formats that --weights makes of floats (weights/quant/quantise.py). What is stacked of chosen rows stays floats.
 AT_LOAD = {"fp8": "fp8", "int4": "int4-g32", "nvfp4": "nvfp4"}
 
@@ -190,6 +163,14 @@ def quantised_at_load(model: ModelConfig, weights: str) -> StoredBytes:
     }
     formats = WeightFormats(AT_LOAD[weights], dict.fromkeys(USUALLY_FLOAT, "bfloat16"), layers)
     return stored_bytes(model, formats)
+
+
+def drafter_at_load(caps: DrafterCaps, weights: str) -> DrafterCaps:
+    """The same drafter, and what a GPU keeps of it if it is one of floats that --drafter-weights quantises."""
+    if weights == "auto":
+        return caps
+    part = Part("drafter", AT_LOAD[weights], caps.matrices)
+    return replace(caps, stored=StoredBytes(int(part.nbytes), caps.num_weights - part.weights))
 
 
 def stored_bytes(model: ModelConfig, formats: WeightFormats) -> StoredBytes:

@@ -23,7 +23,8 @@ from sparkdraft.text.families import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 
 PREFIX = "SPARKDRAFT_"
 # Variables that are not fields: read by weights/hub.py, cli/serve.py and kernels/native/build.py.
-OTHER_NAMES = ("SPARKDRAFT_CACHE", "SPARKDRAFT_CONFIG", "SPARKDRAFT_CXXFLAGS")
+# SPARKDRAFT_VLLM_SKIP: of the plugin in vLLM, which `serve --engine vllm` starts with the same environment
+OTHER_NAMES = ("SPARKDRAFT_CACHE", "SPARKDRAFT_CONFIG", "SPARKDRAFT_CXXFLAGS", "SPARKDRAFT_VLLM_SKIP")
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -80,7 +81,7 @@ class ServerConfig:
         if not (self.is_local or self.api_key or self.allow_public):
             raise UserError(
                 f"host {self.host} is reachable from other machines and there is no api_key; "
-                "set one, or allow it with --allow-public"
+                "set one, or allow it with --allow-public (SPARKDRAFT_ALLOW_PUBLIC=1)"
             )
 
     @property

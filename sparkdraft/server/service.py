@@ -72,6 +72,11 @@ class Service:
         return self.client.info.canary if self.client.info else []
 
     @property
+    def races(self) -> bool:
+        """Whether drafters race in the engine."""
+        return bool(self.client.info and self.client.info.drafter and self.client.info.drafter["name"] == "race")
+
+    @property
     def failed_probes(self) -> list[dict[str, Any]]:
         return [finding for finding in self.canary if finding["status"] == FAILED]
 

@@ -33,6 +33,7 @@ from sparkdraft.spec.assistant_config import POSITION, AssistantConfig, borrowin
 from sparkdraft.spec.drafter import Anchors, CommittedRows, DraftBytes, Pick
 from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.loader import Loader
+from sparkdraft.weights.quant.stored import take_rows
 
 
 class Head(Protocol):
@@ -111,10 +112,11 @@ class Assistant:
         head: Head,
         max_seqs: int,
         ops: ModuleType,
+        vocabulary: Tensor | None = None,  # int64: the id of each row of the head; None: the same ids
     ) -> None:
         self.caps, self.draft, self.target, self.ops = caps_of(draft), draft, target, ops
         self.before, self.after = joins
-        self.layers, self.norm, self.head = layers, norm, head
+        self.layers, self.norm, self.head, self.vocabulary = layers, norm, head, vocabulary
         self.reader: CacheReader | None = None
         device = norm.gain.device
 
@@ -143,7 +145,8 @@ class Assistant:
         self.positions[:seqs] = (last + POSITION).clamp(min=0)
         self.joined[:seqs, 1:] = anchors.hidden
         for number in range(depth):
-            drafts.append(pick(partial(self._score, anchors, seqs), each=1, drafted=number))
+            score = partial(self._score, anchors, seqs)
+            drafts.append(pick(score, each=1, drafted=number, ids=self.vocabulary))
             self.ids[:seqs] = drafts[-1][:, 0]
         return torch.cat(drafts, 1)
 
@@ -180,9 +183,16 @@ class Assistant:
 
 
 def build(
-    draft: AssistantConfig, load: Loader, ops: ModuleType, target: Decoder, kv: DenseKV, context: int, max_seqs: int
+    draft: AssistantConfig,
+    load: Loader,
+    ops: ModuleType,
+    target: Decoder,
+    kv: DenseKV,
+    context: int,
+    max_seqs: int,
+    ids: Tensor | None = None,
 ) -> Assistant:
-    """kv: has no layers. `read_from` must be called before the first draft."""
+    """kv: has no layers. ids: the only ones to be drafted. `read_from` must be called before the first draft."""
     model, wide, ropes = draft.model, draft.target_hidden_size, RopeTables(context, load.device)
     joins = (
         load.linear({"pre_projection": model.hidden_size}, 2 * wide),
@@ -199,17 +209,21 @@ def build(
         mlp = load_dense(replace(spec, mixer=mixer), model, load, name, ops)
         scale = float(load.vector(f"{name}.layer_scalar", 1, torch.float32))
         layers.append(SandwichLayer(norms[0], attention, norms[1], norms[2], mlp, norms[3], ops, scale))
-    norm, head = load_norm(model, load, "model.norm"), _head(draft, load, ops)
+    norm, head = load_norm(model, load, "model.norm"), _head(draft, load, ops, ids)
     load.finish()
-    return Assistant(draft, target, joins, layers, norm, head, max_seqs, ops)
+    return Assistant(draft, target, joins, layers, norm, head, max_seqs, ops, ids)
 
 
-def _head(draft: AssistantConfig, load: Loader, ops: ModuleType) -> Head:
+def _head(draft: AssistantConfig, load: Loader, ops: ModuleType, ids: Tensor | None) -> Head:
     """The table is the head alone: embeddings are the target's. A copy of it may be in the file as lm_head."""
     model, clusters = draft.model, draft.num_clusters
     if not clusters:
         table = load.embedding("model.embed_tokens", model.vocab_size, model.hidden_size)
-        return PlainHead(load.tied_head(table), ops)
+        if ids is None:
+            return PlainHead(load.tied_head(table, as_stored=False), ops)
+        load.ignore(["lm_head.weight"])
+        return PlainHead(load.head_of(take_rows(table, ids)), ops)
+    assert ids is None, "refused when it was found"
     load.ignore(["lm_head.weight"])
     name = "masked_embedding.token_ordering"
     order = load.integers(name, model.vocab_size).long()
@@ -217,5 +231,5 @@ def _head(draft: AssistantConfig, load: Loader, ops: ModuleType) -> Head:
         raise UserError(f"{load.source.path}: {name} does not hold every id once; the file is damaged")
     centroids = load.float_linear("masked_embedding.centroids", clusters, model.hidden_size)
     rows = load.floats("model.embed_tokens.weight", (model.vocab_size, model.hidden_size))[order]
-    ids = order.view(clusters, -1)
-    return OrderedHead(centroids, rows.view(*ids.shape, -1), ids, draft.top_clusters, ops)
+    by_cluster = order.view(clusters, -1)
+    return OrderedHead(centroids, rows.view(*by_cluster.shape, -1), by_cluster, draft.top_clusters, ops)

@@ -17,7 +17,7 @@ from sparkdraft.models.config import FINAL, ModelConfig, need
 from sparkdraft.models.keys import check_keys, only_values, refused
 from sparkdraft.models.layers import AttentionSpec
 from sparkdraft.models.nested import OUTER
-from sparkdraft.plan.sizes import model_sizes
+from sparkdraft.plan.sizes import Matrices, count, layer_matrices
 from sparkdraft.spec.caps import DrafterCaps
 from sparkdraft.spec.dflash_config import must_fit
 
@@ -45,6 +45,7 @@ class AssistantConfig:
     target_hidden_size: int
     num_clusters: int = 0  # of an ordered head, which scores the ids of a few clusters only; 0: the head is a plain one
     top_clusters: int = 0
+    draft_vocab_size: int = 0  # ids that it drafts among, by rows of a plain head; 0: all
 
     @property
     def block_size(self) -> int:
@@ -121,24 +122,31 @@ def check_fits(draft: AssistantConfig, target: ModelConfig) -> None:
 
 def caps_of(draft: AssistantConfig) -> DrafterCaps:
     borrowed = borrowing(draft)
+    matrices, model = _matrices(draft, borrowed), draft.model
+    # an ordered head's rows are looked up by number, and its centroids choose them: both stay floats
+    floats = model.hidden_size * (model.vocab_size + draft.num_clusters) if draft.num_clusters else 0
     return DrafterCaps(
         "assistant",
         taps=(FINAL,),
         max_depth=MAX_DEPTH,
         kv=(),
-        num_weights=_num_weights(draft, borrowed),
+        num_weights=count(matrices) + floats,
         chain=True,
         own_head=True,
         borrowed=borrowed,
         reads_back=WINDOW_BEYOND + 1,  # the target's next row reads nothing before its own window
+        num_ids=draft.draft_vocab_size,
+        matrices=matrices,
     )
 
 
-def _num_weights(draft: AssistantConfig, borrowed: tuple[AttentionSpec, ...]) -> int:
-    model = draft.model
-    layers = tuple(replace(layer, mixer=spec) for layer, spec in zip(model.layers, borrowed, strict=True))
-    joins = 3 * draft.target_hidden_size  # two states of the target come in, one goes out
-    return model_sizes(replace(model, layers=layers)).held + model.hidden_size * (joins + draft.num_clusters)
+def _matrices(draft: AssistantConfig, borrowed: tuple[AttentionSpec, ...]) -> Matrices:
+    """Two states of the target come in and one goes out; the layers; and a plain head."""
+    model, wide, hidden = draft.model, draft.target_hidden_size, draft.model.hidden_size
+    layers = [replace(layer, mixer=spec) for layer, spec in zip(model.layers, borrowed, strict=True)]
+    inside = [each for spec in layers for part in layer_matrices(spec, hidden).values() for each in part]
+    head = () if draft.num_clusters else ((draft.draft_vocab_size or model.vocab_size, hidden),)
+    return (hidden, 2 * wide), (wide, hidden), *inside, *head
 
 
 def _own_layers(text: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.spec import pairs
 from sparkdraft.spec.mtp_config import MTP, has_head
+from sparkdraft.spec.race import RaceSource
 from sparkdraft.spec.registry import DraftSource, default_drafter, find_drafter, find_head
 from sparkdraft.weights.checkpoint import Checkpoint
 from sparkdraft.weights.hub_repo import cached_snapshot
@@ -23,7 +24,7 @@ WITHOUT = "--drafter none goes without"
 
 
 class Choice(NamedTuple):
-    drafter: DraftSource | None
+    drafter: DraftSource | RaceSource | None
     notes: list[Note]
 
 

@@ -10,6 +10,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sparkdraft.models.layers import AttentionSpec
+from sparkdraft.weights.plane_layout import StoredBytes
+
+
+@dataclass(frozen=True, slots=True)
+class SeenContext:
+    """The rows before an anchor that a drafter is shown: the first ones, which its attention rests on where nothing
+    else matters, and the last ones. Whole blocks are left out between them, so it sees up to a block more of each."""
+
+    first: int
+    last: int
+
+    def kept(self, block_size: int) -> int:
+        """Blocks at the beginning."""
+        return -(-self.first // block_size)
+
+    def left_out(self, position: int, block_size: int) -> int:
+        """Blocks after these that an anchor at this position does not see."""
+        return max((position - self.last) // block_size - self.kept(block_size), 0)
+
+    def most(self, block_size: int) -> int:
+        """An upper bound on the rows that are seen, the anchor's own among them."""
+        return self.kept(block_size) * block_size + self.last + block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,4 +53,17 @@ class DrafterCaps:
     # only must keep so many more.
     reads_back: int = 0
     num_read: int = 0  # of its weights, those that a pass over one row reads; 0: all. A layer with experts reads a few
-    in_target: bool = False  # its tensors are in the target's own file
+    sees: SeenContext | None = None  # of the context; None: all of it
+    num_in_target: int = 0  # of num_weights, those whose tensors are in the target's own file
+    num_ids: int = 0  # that it drafts among; 0: all of the target's
+    # Of num_weights, the matrices that drafter_weights quantises: output rows, those of all experts, and width of each.
+    matrices: tuple[tuple[int, int], ...] = ()
+    stored: StoredBytes | None = None  # what a GPU keeps of num_weights; None: floats
+
+    @property
+    def in_target(self) -> bool:
+        return self.num_in_target > 0
+
+    def held(self, itemsize: float, on_gpu: bool) -> int:
+        """Bytes of num_weights, where floats, or all that a CPU keeps, take that size."""
+        return self.stored.kept(itemsize) if self.stored and on_gpu else int(self.num_weights * itemsize)

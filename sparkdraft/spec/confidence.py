@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-WIDEST = 8.0  # gaps are compared from -8 to 8
+from sparkdraft.kernels.sure import WIDEST
+
 # What the guess is worth, in observations of an even chance; and the most that is remembered.
 PRIOR, MEMORY = 4.0, 60.0
 OWN_PRIOR = 8.0  # of a position's own offset: positions differ little

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from sparkdraft.kernels.sure import MOST_SURE
 from sparkdraft.spec.best_depths import Offer, best_depths, conditional_acceptance, expected_tokens
 from sparkdraft.spec.confidence import Confidence
 from sparkdraft.spec.cut import OWN, USUAL, Profile, best_cuts, survivals
@@ -160,20 +161,30 @@ class DepthController:
     def cut(self, state: DepthState, gaps: Sequence[float], drawn: bool) -> int:
         """How many drafts of a block to verify, which the last choice made room for. A probe is not cut: it is made to
         learn. gaps: how sure the drafter is of each draft. drawn: whether the text is sampled."""
-        assert self._price, "a block was drafted before any depth was chosen"
-        fair = min((state.held + DOUBT) / (state.promised + DOUBT), 1.1)
-        chances = [min(fair * chance, 0.999) for chance in self.fits[drawn].chances(gaps)]
+        survival = self.expect(state, gaps, drawn)
+        return len(gaps) if state.parked is not None else best_cuts(survival, self._worth(), [len(gaps)])[0][1]
+
+    def cut_terms(self, states: Sequence[DepthState | None]) -> list[float]:
+        """What the device needs to cut blocks by itself (kernels/stepping.py, CutTerms): the worth of rows, two fits,
+        and a number for each lane; None: a lane that is not cut."""
+        fair = [-1.0 if state is None or state.parked is not None else _fair(state) for state in states]
+        fits = [number for fit in self.fits.values() for number in (fit.slope, fit.base, *fit.own)]
+        return [*(self._worth() if max(fair) > 0 else [0.0] * (self.max_depth + 1)), *fits, *fair]
+
+    def expect(self, state: DepthState, gaps: Sequence[float], drawn: bool) -> list[float]:
+        """A block is being verified, or some of it. By draft, the chance that it is committed."""
+        fair = _fair(state)
+        chances = [min(fair * chance, MOST_SURE) for chance in self.fits[drawn].chances(gaps)]
         state.block = Block(gaps, drawn, chances)
-        tokens, worth = self._tokens(state), [self._rate * seconds for seconds in self._price.verify]
-        survival = survivals(chances)
+        tokens, survival = self._tokens(state), survivals(chances)
         for depth in range(len(survival), self.max_depth):  # drafts that were not made do as well as usual
             before = tokens[depth] - tokens[depth - 1]
             survival.append(survival[-1] * (tokens[depth + 1] - tokens[depth]) / before if before > 1e-9 else 0.0)
-        cuts = best_cuts(survival, worth, self.depths)
+        cuts = best_cuts(survival, self._worth(), self.depths)
         state.profile = state.profile or Profile(len(self.depths), OWN)
         state.profile.add(cuts)
         self.usual.add(cuts)
-        return len(gaps) if state.parked is not None else best_cuts(survival, worth, [len(gaps)])[0][1]
+        return survival
 
     def cut_to(self, depths: Sequence[int], num_seqs: int) -> None:
         """The step verifies so many drafts of each request instead of as many as were chosen."""
@@ -211,11 +222,11 @@ class DepthController:
         state.tokens = []
 
     def measured(
-        self, depth: int, num_seqs: int, context: int, seconds: float, drafted: int = 0, draft: float = 0.0
+        self, depth: int, num_seqs: int, context: int, seconds: float, drafted: int = 0, draft: float | None = None
     ) -> None:
         """Wall time of a whole step without prompts: its deepest draft, its requests, their longest context.
 
-        draft: the part of the time before verifying, if it was timed; drafted: the depth of that part.
+        draft: the part of the time before verifying, None if it was not timed; drafted: the depth of that part.
         """
         assert 0 <= depth <= self.max_depth and seconds > 0, f"depth {depth} of {self.max_depth}, {seconds} s"
         bucket = bucket_of(num_seqs, context)
@@ -224,7 +235,7 @@ class DepthController:
         deepest, num, share = self.mixed
         # Where requests drafted to different depths the step was cheaper than one of that depth for all.
         share = share if (deepest, num) == (depth, num_seqs) else 1.0
-        if draft:
+        if draft is not None:
             self.costs[bucket].learn_part(depth, max(drafted, depth), draft, max(seconds / share - draft, 1e-9))
         else:
             self.costs[bucket].learn(depth, seconds / share)
@@ -243,6 +254,11 @@ class DepthController:
         return costs.price(num_seqs).can_pay(self.depths, HOPED)
 
     # ---- the parts
+
+    def _worth(self) -> list[float]:
+        """By number of drafts, what their rows cost in tokens, at the rate of the last choice."""
+        assert self._price, "a block was drafted before any depth was chosen"
+        return [self._rate * seconds for seconds in self._price.verify]
 
     def _park_all(self, states: Sequence[DepthState], bucket: Bucket, num: int) -> list[int]:
         """Rows are so dear in this batch that no acceptance pays for them: nobody drafts, and nobody probes."""
@@ -345,6 +361,11 @@ class DepthController:
         state.variance = FADE**2 * state.variance + variance
         if state.surprise**2 > SURPRISE * (state.variance + 0.5):  # the half: one refusal of a sure thing is no change
             state.forget()
+
+
+def _fair(state: DepthState) -> float:
+    """What multiplies a request's chances: its drafts have kept more or less than was promised."""
+    return min((state.held + DOUBT) / (state.promised + DOUBT), 1.1)
 
 
 def depth_choices(

@@ -24,10 +24,11 @@ from sparkdraft.models.blocks import Attention, Decoder, DecoderLayer, GatedMLP,
 from sparkdraft.models.rope import RopeTables
 from sparkdraft.spec.dflash_caps import caps_of
 from sparkdraft.spec.dflash_config import DFlashConfig
+from sparkdraft.spec.draft_head import rows_of_head
 from sparkdraft.spec.drafter import Anchors, CommittedRows, DraftBytes, Pick
 from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.loader import Loader
-from sparkdraft.weights.quant.stored import Stored, take_rows
+from sparkdraft.weights.quant.stored import Stored
 
 ENTRY = "fc.weight"  # in every DFlash checkpoint; what precedes it in its name is the prefix of all names
 UNUSED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")  # used by training only
@@ -132,7 +133,7 @@ class DFlash:
     def block(self, anchors: Anchors, depth: int) -> DraftBlock:
         seqs, width = anchors.tables.shape[0], self.width(depth)
         ids, positions, slots, context = self.ops.make_rows(
-            *(anchors.length, anchors.tables, anchors.ids, None),
+            *(anchors.length, anchors.tables, anchors.ids),
             *(width, anchors.block_size, self.draft.mask_token_id, anchors.positions),
         )
         starts, wanted = self._starts[depth][: seqs + 1], self._wanted[depth][: seqs * depth]
@@ -170,9 +171,17 @@ class DFlash:
 
 
 def build(
-    draft: DFlashConfig, load: Loader, ops: ModuleType, target: Decoder, kv: DenseKV, context: int, max_seqs: int
+    draft: DFlashConfig,
+    load: Loader,
+    ops: ModuleType,
+    target: Decoder,
+    kv: DenseKV,
+    context: int,
+    max_seqs: int,
+    ids: Tensor | None = None,
 ) -> DFlash:
-    """Build the drafter of a checkpoint. kv: its K/V, with layers and heads as in its config. context: the target's."""
+    """Build the drafter of a checkpoint. kv: its K/V, with layers and heads as in its config. context: the target's.
+    ids: as many as the config says; None: those of the file."""
     prefix, model = _prefix(load), draft.model
     fc = load.linear({f"{prefix}fc": model.hidden_size}, len(draft.taps) * draft.target_hidden_size)
     hidden_norm = load_norm(model, load, f"{prefix}hidden_norm")
@@ -188,7 +197,7 @@ def build(
     spec = model.attention[0]  # layers differ in their windows alone
     names = [f"{prefix}layers.{i}.self_attn.{part}_proj" for i in range(model.num_layers) for part in "kv"]
     context_kv = load.linear(dict.fromkeys(names, spec.kv_width), model.hidden_size, spec.bias)
-    ends = _ends(draft, load, prefix, target)
+    ends = _ends(draft, load, prefix, target, ids)
     load.finish()
     return DFlash(draft, fc, hidden_norm, context_kv, layers, attention, ends, kv, max_seqs, ops)
 
@@ -200,24 +209,25 @@ def _prefix(load: Loader) -> str:
     return found[0].removesuffix(ENTRY)
 
 
-def _ends(draft: DFlashConfig, load: Loader, prefix: str, target: Decoder) -> Ends:
+def _ends(draft: DFlashConfig, load: Loader, prefix: str, target: Decoder, ids: Tensor | None) -> Ends:
     """The checkpoint's own tables where it has them, else the target's. Of the target's head only the drafted rows are
-    taken."""
+    taken. ids: asked for in place of the file's."""
     names, model = frozenset(load.source.names()), draft.model
 
     def own(name: str) -> str | None:  # tables and maps may be outside the prefix
         return next((n for n in (prefix + name, name) if n in names), None)
 
-    embedding, head, ids = target.embedding, target.head, None
+    embedding, head = target.embedding, target.head
     if table := own("embed_tokens.weight"):
         embedding = load.embedding(table.removesuffix(".weight"), model.vocab_size, model.hidden_size)
     if matrix := own("lm_head.weight"):
+        assert ids is None, "refused when it was found"
         head = load.linear({matrix.removesuffix(".weight"): draft.draft_vocab_size}, model.hidden_size)
         ids = _target_ids(draft, load, own("d2t"))
     elif draft.draft_vocab_size < model.vocab_size:
-        ids = _target_ids(draft, load, own("d2t"))
+        ids = _target_ids(draft, load, own("d2t")) if ids is None else ids
         assert ids is not None
-        head = _some_rows(load, target, ids)
+        head = rows_of_head(load, target, ids)
     mask = own("mask_embedding") or own("mask_embedding.weight")
     if mask is None and any(load.source.path.glob("mask_embedding.*")):
         raise UserError(
@@ -228,19 +238,6 @@ def _ends(draft: DFlashConfig, load: Loader, prefix: str, target: Decoder) -> En
     scale = target.config.embedding_scale if draft.input_embedding_scale is None else draft.input_embedding_scale
     load.ignore(n for x in (*UNUSED, "d2t") for n in (prefix + x, x))
     return Ends(embedding, scale, mask_row, load_norm(model, load, f"{prefix}norm"), head, ids)
-
-
-def _some_rows(load: Loader, target: Decoder, ids: Tensor) -> Linear:
-    """A head over these ids alone, made of the target's own rows, so that the checkpoint need not hold any."""
-    rows = target.head.rows(ids)
-    if rows is None and target.config.tie_embeddings:
-        rows = take_rows(target.embedding, ids)
-    if rows is None:
-        raise UserError(
-            f"{load.source.path} drafts among {len(ids)} ids without a head of its own; rows of this target's head "
-            "cannot be taken out of its format: export the drafter with lm_head.weight"
-        )
-    return load.tied_head(rows)
 
 
 def _target_ids(draft: DFlashConfig, load: Loader, name: str | None) -> Tensor | None:

@@ -15,8 +15,10 @@ from typing import Any
 from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig, dense_config
 from sparkdraft.models.layers import LayerSpec
+from sparkdraft.spec.caps import SeenContext
 
 Config = Mapping[str, Any]
+WINDOW_KEY, SINK_KEY = "draft_window_size", "draft_sink_size"  # of dflash_config
 TAPS = 5  # of the drafters that are made here
 Mask = tuple[int, bool]  # of a layer: window (0: none), and whether a row is blind to the rows after it
 
@@ -54,6 +56,7 @@ class DFlashConfig:
     input_embedding_scale: float | None = 1.0  # None: the target's own, for rows that its first layer reads scaled
     output_multiplier: float = 1.0
     softcap: float | None = None
+    sees: SeenContext | None = None  # of the context; None: all of it
 
     @staticmethod
     def read(config: Config) -> DFlashConfig:
@@ -129,6 +132,7 @@ def _read_zlab(config: Config) -> DFlashConfig:
             input_embedding_scale=None if scale is None else float(scale),
             output_multiplier=float(both.get("output_multiplier", 1.0)),
             softcap=softcap if softcap > 0 else None,
+            sees=_seen_context(both),
         )
     )
 
@@ -199,6 +203,17 @@ def _windows(config: Config, num_layers: int) -> list[tuple[int, bool]]:
 
 
 # ---- the parts
+
+
+def _seen_context(config: Config) -> SeenContext | None:
+    """Keys of our own, which other programs ignore: they show the drafter all of the context. They are named after
+    SGLang's --speculative-dflash-draft-window-size and after attention sinks."""
+    if not config.get(WINDOW_KEY):
+        return None
+    first, last = int(config.get(SINK_KEY) or 0), _required(config, WINDOW_KEY)
+    if first < 0 or last < 1:
+        raise UserError(f"The drafter's {SINK_KEY} is {first} and its {WINDOW_KEY} {last}: check its config.json.")
+    return SeenContext(first, last)
 
 
 def _default_taps(target_layers: int | None, draft_layers: int) -> list[int]:

@@ -6,9 +6,11 @@ function here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
+from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.spec import assistant_config, dflash_caps, dflash_config, mtp_config
 from sparkdraft.spec.assistant_config import AssistantConfig
@@ -35,7 +37,22 @@ def check_fits(draft: DraftConfig, target: ModelConfig) -> None:
         dflash_config.check_fits(draft, target)
 
 
-def caps_of(draft: DraftConfig) -> DrafterCaps:
+def caps_of(draft: DraftConfig, names: Collection[str] = ()) -> DrafterCaps:
+    """names: of the tensors in its file, where that is known."""
     if isinstance(draft, AssistantConfig):
         return assistant_config.caps_of(draft)
-    return mtp_config.caps_of(draft) if isinstance(draft, MtpConfig) else dflash_caps.caps_of(draft)
+    return mtp_config.caps_of(draft) if isinstance(draft, MtpConfig) else dflash_caps.caps_of(draft, names)
+
+
+def among(draft: DraftConfig, number: int, names: Collection[str] = ()) -> DraftConfig:
+    """The same drafter, which drafts among so many ids. Raises UserError for one whose head cannot be cut."""
+    if isinstance(draft, AssistantConfig) and draft.num_clusters:
+        raise _uncut("this assistant's head scores a few clusters of ids, not all rows")
+    if isinstance(draft, DFlashConfig) and dflash_caps.has_table(names, "lm_head.weight"):
+        raise _uncut(f"this drafter brings a head of its own, of {draft.draft_vocab_size} ids")
+    whole = draft.model.vocab_size if isinstance(draft, DFlashConfig) else 0
+    return replace(draft, draft_vocab_size=number if number < draft.model.vocab_size else whole)
+
+
+def _uncut(why: str) -> UserError:
+    return UserError(f"draft_vocab leaves out rows of the head that a drafter reads, and {why}: leave draft_vocab out")

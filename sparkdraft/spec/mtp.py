@@ -25,6 +25,7 @@ from sparkdraft.models.blocks import Attention, Decoder, DecoderLayer, GatedMLP,
 from sparkdraft.models.experts import load_experts
 from sparkdraft.models.layers import ExpertsSpec
 from sparkdraft.models.rope import RopeTables
+from sparkdraft.spec.draft_head import rows_of_head
 from sparkdraft.spec.drafter import Anchors, CommittedRows, DraftBytes, Pick
 from sparkdraft.spec.mtp_config import MAX_DEPTH, MtpConfig, caps_of
 from sparkdraft.weights.experts import ExpertLinear
@@ -46,10 +47,11 @@ class MtpHead:
         kv: DenseKV,
         max_seqs: int,
         ops: ModuleType,
+        vocabulary: Tensor | None = None,  # int64: the id of each row of the head; None: the same ids
     ) -> None:
         self.caps, self.config, self.kv, self.ops = caps_of(config), config, kv, ops
         self.join, self.attention, self.layer, self.context_kv = join, attention, layer, context_kv
-        self.norm, self.head = norm, head
+        self.norm, self.head, self.vocabulary = norm, head, vocabulary
         # What a pass reads and leaves for the next, always in the same place, so that a pass can be recorded.
         device, dtype = norm.gain.device, kv.k[0].dtype
         self._ids, self._length = (torch.zeros(max_seqs, dtype=torch.int32, device=device) for _ in range(2))
@@ -69,7 +71,8 @@ class MtpHead:
         self._length[:seqs] = (anchors.length - 1).where(anchors.length > 1, -depth)  # empty in every pass
         self._hidden[:seqs] = anchors.hidden
         for number in range(depth):
-            drafts.append(pick(partial(self._score, anchors, seqs), each=1, drafted=number))
+            score = partial(self._score, anchors, seqs)
+            drafts.append(pick(score, each=1, drafted=number, ids=self.vocabulary))
             self._ids[:seqs] = drafts[-1][:, 0]
             self._length[:seqs] += 1
         return torch.cat(drafts, 1)
@@ -93,9 +96,7 @@ class MtpHead:
     def _score(self, anchors: Anchors, seqs: int, likeliest: bool) -> Tensor:
         """One pass, over one row of each sequence; the row's state replaces the one that it began with."""
         ops, ids, hidden = self.ops, self._ids[:seqs], self._hidden[:seqs]
-        _, positions, slots, context = ops.make_rows(
-            self._length[:seqs], anchors.tables, ids, None, 1, anchors.block_size, 0
-        )
+        _, positions, slots, context = ops.make_rows(self._length[:seqs], anchors.tables, ids, 1, anchors.block_size, 0)
         view = AttentionView(self._starts[: seqs + 1], context, anchors.tables, 1, anchors.max_context)
         step = Step(ids, positions, slots, view, self.kv.layers)
         joined = Normed(self.join(ids, hidden), self.layer.input_norm)
@@ -121,12 +122,20 @@ class Join:
 
 
 def build(
-    config: MtpConfig, load: Loader, ops: ModuleType, target: Decoder, kv: DenseKV, context: int, max_seqs: int
+    config: MtpConfig,
+    load: Loader,
+    ops: ModuleType,
+    target: Decoder,
+    kv: DenseKV,
+    context: int,
+    max_seqs: int,
+    ids: Tensor | None = None,
 ) -> MtpHead:
-    """Build the head of a checkpoint, whose other tensors are the target's. kv: of one layer. context: the target's."""
+    """Build the head of a checkpoint, whose other tensors are the target's. kv: of one layer. context: the target's.
+    ids: the only ones to be drafted."""
     load.ignore(name for name in load.source.names() if not name.startswith(config.prefix))
     try:
-        head = _build(config, load, ops, target, kv, context, max_seqs)
+        head = _build(config, load, ops, target, kv, context, max_seqs, ids)
         load.finish()
     except UserError as error:
         raise UserError(f"The model's MTP head cannot be used, --drafter none goes without: {error}") from error
@@ -134,15 +143,23 @@ def build(
 
 
 def _build(
-    config: MtpConfig, load: Loader, ops: ModuleType, target: Decoder, kv: DenseKV, context: int, max_seqs: int
+    config: MtpConfig,
+    load: Loader,
+    ops: ModuleType,
+    target: Decoder,
+    kv: DenseKV,
+    context: int,
+    max_seqs: int,
+    ids: Tensor | None,
 ) -> MtpHead:
     model, prefix, layer = config.model, config.prefix, f"{config.prefix}layers.0"
     hidden, spec = model.hidden_size, config.attention
-    embedding, head = target.embedding, target.head
+    embedding, own = target.embedding, None
     if config.own_embedding:
         embedding = load.embedding(f"{prefix}embed_tokens", model.vocab_size, hidden)
     if config.own_head:
-        head = load.linear({f"{prefix}lm_head": model.vocab_size}, hidden, as_stored=True)
+        own = load.linear({f"{prefix}lm_head": model.vocab_size}, hidden, as_stored=ids is not None)
+    head = (own or target.head) if ids is None else rows_of_head(load, target, ids, own)
     of_ids, of_hidden = (load_norm(model, load, f"{prefix}pre_fc_norm_{part}") for part in ("embedding", "hidden"))
     join = Join(load.linear({f"{prefix}fc": hidden}, 2 * hidden), embedding, (of_ids, of_hidden), ops)
     ropes = RopeTables(context + MAX_DEPTH, load.device)  # drafts may reach past the context's end
@@ -156,4 +173,4 @@ def _build(
     )
     rows = {f"{layer}.self_attn.{part}_proj": spec.kv_width for part in "kv"}
     context_kv, norm = load.linear(rows, hidden), load_norm(model, load, f"{prefix}norm")
-    return MtpHead(config, join, attention, decoder, context_kv, norm, head, kv, max_seqs, ops)
+    return MtpHead(config, join, attention, decoder, context_kv, norm, head, kv, max_seqs, ops, ids)

@@ -14,7 +14,7 @@ from typing import Any
 from sparkdraft.core import UserError
 from sparkdraft.models.config import FINAL, ModelConfig
 from sparkdraft.models.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec
-from sparkdraft.plan.sizes import model_sizes
+from sparkdraft.plan.sizes import Matrices, layer_matrices, model_sizes
 from sparkdraft.spec.caps import DrafterCaps
 
 MTP = "mtp"  # what a user calls it, and statistics too
@@ -32,6 +32,7 @@ class MtpConfig:
     own_embedding: bool = False  # otherwise the target's, as is the next
     own_head: bool = False
     in_target: bool = True  # whether its tensors are in the file of the target that it drafts for
+    draft_vocab_size: int = 0  # ids that it drafts among, by rows of the head; 0: all
 
     @property
     def layer(self) -> LayerSpec:
@@ -139,17 +140,32 @@ def _gated(name: str, hidden: int, inter: int) -> Shapes:
 def caps_of(head: MtpConfig) -> DrafterCaps:
     sizes, hidden = model_sizes(head.model), head.model.hidden_size
     (layer,) = sizes.layers
+    vocab, number = head.model.vocab_size, head.draft_vocab_size
+    own_head = head.own_head or bool(number)
+    rows, table = (number or vocab) * hidden * own_head, head.own_embedding * vocab * hidden
     joined = 2 * hidden * hidden
-    tables = (head.own_embedding + head.own_head) * head.model.vocab_size * hidden
     again = hidden * layer.kv  # keys and values a second time, as one matrix: committed rows need no more
+    own = joined + layer.held + again + rows + table
     return DrafterCaps(
         name=MTP,
         taps=(FINAL,),
         max_depth=MAX_DEPTH,
         kv=(head.attention,),
-        num_weights=joined + layer.held + again + tables,
+        num_weights=own,
         chain=True,
-        own_head=head.own_head,
-        num_read=joined + layer.active + head.own_head * head.model.vocab_size * hidden,
-        in_target=head.in_target,
+        own_head=own_head,
+        num_read=joined + layer.active + rows,
+        num_in_target=own if head.in_target else 0,
+        num_ids=number,
+        matrices=_matrices(head, own_head),
     )
+
+
+def _matrices(head: MtpConfig, own_head: bool) -> Matrices:
+    """Those that can be quantised at load: not the router, and not queries, keys and values that are picked by row."""
+    hidden, groups = head.model.hidden_size, layer_matrices(head.layer, head.model.hidden_size)
+    made, out = groups["attention"]
+    inside = [each for name in ("mlp", "experts") for each in groups.get(name, ())]
+    rows = ((head.draft_vocab_size or head.model.vocab_size, hidden),) if own_head else ()
+    attention = (out,) if head.attention.gated else (made, out)
+    return (hidden, 2 * hidden), *attention, *inside, (2 * head.attention.kv_width, hidden), *rows

@@ -9,21 +9,26 @@ part of the target's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.core import UserError
 from sparkdraft.models.blocks import Decoder
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.registry import read_config
+from sparkdraft.plan.weight_formats import drafter_at_load
 from sparkdraft.spec import assistant, assistant_config, dflash, dflash_config, mtp, mtp_config
 from sparkdraft.spec.caps import DrafterCaps
 from sparkdraft.spec.dflash_caps import caps_of
-from sparkdraft.spec.draft_configs import DraftConfig
+from sparkdraft.spec.draft_configs import DraftConfig, among
 from sparkdraft.spec.drafter import Drafter
+from sparkdraft.spec.id_files import read_ids
 from sparkdraft.spec.packaged import ASSETS, EMBEDDED
 from sparkdraft.spec.packaged import default_drafter as default_drafter
 from sparkdraft.weights.checkpoint import Checkpoint, open_checkpoint
@@ -36,9 +41,18 @@ class DrafterBuilder(Protocol):
     def caps(self, config: Any) -> DrafterCaps: ...
 
     def build(
-        self, config: Any, load: Loader, ops: ModuleType, target: Decoder, kv: DenseKV, context: int, max_seqs: int
+        self,
+        config: Any,
+        load: Loader,
+        ops: ModuleType,
+        target: Decoder,
+        kv: DenseKV,
+        context: int,
+        max_seqs: int,
+        ids: Tensor | None,
     ) -> Drafter:
-        """Build the drafter of a checkpoint. kv: shaped as its caps say. context, max_seqs: upper limits."""
+        """Build the drafter of a checkpoint. kv: shaped as its caps say. context, max_seqs: upper limits. ids: the only
+        ones to be drafted, ascending, in place of the file's; None: as the file says."""
 
 
 class DrafterKind(DrafterBuilder, Protocol):
@@ -95,17 +109,30 @@ class DraftSource:
     kind: DrafterBuilder
     config: Any  # as the kind reads it
     source: WeightSource
+    ids: tuple[int, ...] | None = None  # the only ones to be drafted, ascending; None: as the file says
+    weights: str = "auto"  # how its floats are quantised at load, as of EngineConfig.drafter_weights
 
     @property
     def caps(self) -> DrafterCaps:
+        caps = self.kind.caps(self.config)
         if isinstance(self.kind, DFlashKind):  # whose file may bring an embedding and a head of its own
-            return caps_of(self.config, self.source.names())
-        return self.kind.caps(self.config)
+            caps = caps_of(self.config, self.source.names())
+        return drafter_at_load(caps, self.weights)
+
+    def asked(self, weights: str, vocabulary: str, target: ModelConfig) -> DraftSource:
+        """The same with what the user asks for. vocabulary: a file of ids, or "". Raises UserError."""
+        source = replace(self, weights=weights)
+        if not vocabulary:
+            return source
+        ids, names = read_ids(vocabulary, target.vocab_size), self.source.names()
+        config = among(self.config, len(ids), names)
+        return replace(source, config=config, ids=ids if len(ids) < target.vocab_size else None)
 
     def build(
         self, load: Loader, ops: ModuleType, target: Decoder, kv: DenseKV, context: int, max_seqs: int
     ) -> Drafter:
-        return self.kind.build(self.config, load, ops, target, kv, context, max_seqs)
+        ids = None if self.ids is None else torch.tensor(self.ids, dtype=torch.int64, device=load.device)
+        return self.kind.build(self.config, load, ops, target, kv, context, max_seqs, ids)
 
 
 def find_drafter(name: str, target: ModelConfig) -> DraftSource:

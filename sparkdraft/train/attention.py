@@ -1,8 +1,9 @@
 """The attention of drafter training: draft blocks of W rows, each over the context before its anchor and over itself.
 
 All blocks of a batch attend at once, to context rows that are laid end to end, so many blocks share one document's keys
-and values. The dense masked form here defines the operator and runs on a CPU, at toy sizes; on a GPU
-kernels/cuda/block_attention.py computes the same without the mask. The model does projections, norms and rotation.
+and values. The dense masked form here defines the operator. A CPU runs it over a few neighbouring blocks at a time, on
+the stretch of context that they see, and again on the way back; on a GPU kernels/cuda/block_attention.py computes the
+same without the mask. The model does projections, norms and rotation.
 
     context rows     | document 0 .................... | document 1 .................... | ...
     block j                                              [starts[j] ... anchors[j]) + its own rows j*W .. j*W + W - 1
@@ -10,8 +11,13 @@ kernels/cuda/block_attention.py computes the same without the mask. The model do
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from sparkdraft.train.memory import CPU_SCORES
 
 WIDEST = 16  # most rows of a block that the GPU's kernel takes
 
@@ -22,7 +28,7 @@ def block_attention(
     block_v: Tensor,
     context_k: Tensor,  # [tokens, kv_heads, head_dim]
     context_v: Tensor,
-    starts: Tensor,  # int32 [blocks], never descending: the first token of the anchor's document
+    starts: Tensor,  # int32 [blocks], never descending: the first token that the block sees, of its own document
     anchors: Tensor,  # int32 [blocks], never descending: the first token that the block does not see as context
     width: int,
     scale: float,
@@ -37,7 +43,26 @@ def block_attention(
         from sparkdraft.kernels.cuda import block_attention as kernel
 
         return kernel.block_attention(q, block_k, block_v, context_k, context_v, starts, anchors, width, scale)
-    return reference_attention(q, block_k, block_v, context_k, context_v, starts, anchors, width, scale)
+    parts = []
+    for first, last in _neighbours(starts.tolist(), anchors.tolist(), width):
+        low, high = int(starts[first]), int(anchors[last - 1])
+        rows = (tensor[first * width : last * width] for tensor in (q, block_k, block_v))
+        context = (tensor[low:high] for tensor in (context_k, context_v))
+        places = (tensor[first:last] - low for tensor in (starts, anchors))
+        parts.append(checkpoint(reference_attention, *rows, *context, *places, width, scale, use_reentrant=False))
+    return torch.cat(parts) if parts else q
+
+
+def _neighbours(starts: list[int], anchors: list[int], width: int) -> Iterator[tuple[int, int]]:
+    """Runs of blocks that have few (row, key) pairs together: [first, last) of each."""
+    first = 0
+    for last in range(1, len(anchors) + 1):
+        if last < len(anchors):
+            keys = anchors[last] - starts[first] + width
+            if (last + 1 - first) * width * keys <= CPU_SCORES:
+                continue
+        yield first, last
+        first = last
 
 
 def reference_attention(

@@ -2,11 +2,13 @@
 
     corpus.json            version, target, vocab_size, kinds (names of the classes)
     00000.tokens           raw little-endian ids: uint16 where the vocabulary allows it, else uint32
-    00000.documents.npy    one record per document: length, num_prompt, kind, finish, temperature
+    00000.turns.npy        [turns, 2]: where each answer begins and ends in its document, document by document
+    00000.documents.npy    one record per document: length, num_prompt, turns, kind, finish, temperature
 
-Tokens are memory-mapped and never all in memory. Both files of the last shard grow as documents come: tokens are
-appended, then the table is replaced as a whole. Tokens that the table does not name do not count. So whatever ends a
-writer, every document of the last table is there.
+A document is a prompt and its answer, or a whole conversation with several answers. Tokens are memory-mapped and never
+all in memory. The files of the last shard grow as documents come: tokens are appended, then the turns and at last the
+table are replaced as a whole. What the table does not name does not count. So whatever ends a writer, every document of
+the last table is there.
 """
 
 from __future__ import annotations
@@ -30,18 +32,28 @@ import numpy.typing as npt
 
 from sparkdraft.core import UserError
 
-VERSION = 1
+VERSION = 2
 INFO = "corpus.json"
-TOKENS, DOCUMENTS = ".tokens", ".documents.npy"
+TOKENS, TURNS, DOCUMENTS = ".tokens", ".turns.npy", ".documents.npy"
 SHARD_TOKENS = 16_000_000
 FLUSH_TOKENS, FLUSH_SECONDS = 1_000_000, 30.0  # what a kill costs at most
 MOST_KINDS = 256
 Ids = npt.NDArray[Any]  # unsigned integers, read-only if they come from a file
-RECORD = np.dtype([("length", "<u4"), ("num_prompt", "<u4"), ("kind", "u1"), ("finish", "u1"), ("temperature", "<f4")])
+RECORD = np.dtype(
+    [
+        ("length", "<u4"),
+        ("num_prompt", "<u4"),
+        ("turns", "<u4"),
+        ("kind", "u1"),
+        ("finish", "u1"),
+        ("temperature", "<f4"),
+    ]
+)
+Span = tuple[int, int]  # of an answer: its first id, and the first after it
 
 
 class Finish(IntEnum):
-    """Why a document ends where it does."""
+    """Why a document, or its last answer, ends where it does."""
 
     END = 0  # the model ended it
     LENGTH = 1
@@ -91,6 +103,7 @@ class Corpus:
         if not names:
             raise UserError(f"The corpus {self.folder} has no complete shard: make it with `sparkdraft train data`.")
         tables = [_read_table(self.folder / (name + DOCUMENTS)) for name in names]
+        spans = [_read_turns(self.folder / (name + TURNS), table) for name, table in zip(names, tables, strict=True)]
         self._tokens = [
             _map(self.folder / (name + TOKENS), table, self.info) for name, table in zip(names, tables, strict=True)
         ]
@@ -100,6 +113,10 @@ class Corpus:
         columns = {field: np.concatenate([t[field] for t in tables]) for field in RECORD.names or ()}
         self.length, self.num_prompt = columns["length"], columns["num_prompt"]
         self.kind, self.finish, self.temperature = columns["kind"], columns["finish"], columns["temperature"]
+        self.spans = np.concatenate(spans).astype(np.int64)  # [answers of all documents, 2]
+        self.first_span = np.concatenate(
+            ([0], np.cumsum(columns["turns"], dtype=np.int64))
+        )  # per document, and the end
         self.fingerprint = self._fingerprint(names)
 
     def __len__(self) -> int:
@@ -112,6 +129,10 @@ class Corpus:
         shard = int(np.searchsorted(self._first, index, side="right")) - 1
         start = int(self._start[index])
         return self._tokens[shard][start : start + int(self.length[index])]
+
+    def answers(self, index: int) -> Ids:
+        """[answers, 2]: where the answers of one document begin and end."""
+        return self.spans[self.first_span[index] : self.first_span[index + 1]]
 
     def most_frequent(self, number: int) -> Ids:
         """The most frequent ids of the documents, as many as asked for, in ascending order."""
@@ -142,20 +163,33 @@ class CorpusWriter:
         known = _shards(self.folder)
         self.num_documents = sum(len(_read_table(self.folder / (name + DOCUMENTS))) for name in known)  # on the disk
         self._next = max(map(int, known), default=-1) + 1
-        self._table, self._tokens = np.empty(0, RECORD), 0  # of the current shard, as it is on disk
-        self._ids: list[Ids] = []  # this and the next: not written yet
-        self._records: list[tuple[int, int, int, int, float]] = []
+        self._table, self._tokens = np.empty(0, RECORD), 0  # this and the next: of the current shard, as it is on disk
+        self._turns = np.empty((0, 2), "<u4")
+        self._ids: list[Ids] = []  # this and the next two: not written yet
+        self._spans: list[Span] = []
+        self._records: list[tuple[int, int, int, int, int, float]] = []
         self._num_waiting, self._flushed = 0, time.monotonic()
         self._broken = False
         self.info = self._join(info)
 
-    def add(self, ids: Sequence[int] | Ids, num_prompt: int, kind: str, finish: Finish, temperature: float) -> None:
+    def add(
+        self,
+        ids: Sequence[int] | Ids,
+        num_prompt: int,
+        kind: str,
+        finish: Finish,
+        temperature: float,
+        answers: Sequence[Span] = (),  # none: all that follows the prompt is one answer
+    ) -> None:
         assert 0 < num_prompt <= len(ids) and kind in self.info.kinds, (num_prompt, len(ids), kind)
-        whole = np.asarray(ids)
+        whole, spans = np.asarray(ids), list(answers) or [(num_prompt, len(ids))]
+        bounds = [place for span in spans for place in span]
+        assert bounds == sorted(bounds) and num_prompt == bounds[0] and bounds[-1] <= len(ids), (spans, len(ids))
         assert int(whole.min()) >= 0 and int(whole.max()) < self.info.vocab_size, (whole.min(), whole.max())
         self._ids.append(whole.astype(self.info.dtype))
         index = self.info.kinds.index(kind)
-        self._records.append((len(whole), num_prompt, index, int(finish), temperature))
+        self._spans += spans
+        self._records.append((len(whole), num_prompt, len(spans), index, int(finish), temperature))
         self._num_waiting += len(whole)
         full = self._tokens + self._num_waiting >= self.shard_tokens
         if full or self._num_waiting >= FLUSH_TOKENS or time.monotonic() - self._flushed >= FLUSH_SECONDS:
@@ -192,15 +226,17 @@ class CorpusWriter:
 
     def _flush(self) -> None:
         name, ids, records = f"{self._next:05}", np.concatenate(self._ids), np.array(self._records, dtype=RECORD)
-        table, file = np.concatenate((self._table, records)), io.BytesIO()
-        np.save(file, table, allow_pickle=False)
+        table, turns = np.concatenate((self._table, records)), np.concatenate((self._turns, self._spans)).astype("<u4")
         self._append(name + TOKENS, ids.tobytes(), self._tokens * self.info.dtype.itemsize)
-        self._write(name + DOCUMENTS, file.getvalue())  # last: from here on the documents count
-        self._table, self._tokens = table, self._tokens + len(ids)
-        self._ids, self._records, self._num_waiting, self._flushed = [], [], 0, time.monotonic()
+        self._write(name + TURNS, _npy(turns))
+        self._write(name + DOCUMENTS, _npy(table))  # last: from here on the documents count
+        self._table, self._turns, self._tokens = table, turns, self._tokens + len(ids)
+        self._ids, self._spans, self._records = [], [], []
+        self._num_waiting, self._flushed = 0, time.monotonic()
         self.num_documents += len(records)
         if self._tokens >= self.shard_tokens:
-            self._table, self._tokens, self._next = np.empty(0, RECORD), 0, self._next + 1
+            self._table, self._turns = np.empty(0, RECORD), np.empty((0, 2), "<u4")
+            self._tokens, self._next = 0, self._next + 1
 
     def _append(self, name: str, data: bytes, begin: int) -> None:
         """Append data from byte 'begin' on, where the documents of the table end."""
@@ -252,6 +288,24 @@ def _read_table(path: Path) -> npt.NDArray[Any]:
     if table.dtype != RECORD or table.ndim != 1:
         raise UserError(f"{path} is not a table of documents: delete this shard, or make the corpus again.")
     return table
+
+
+def _read_turns(path: Path, table: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The answers that the table names: there may be more, of documents that were cut off while writing."""
+    count = int(table["turns"].sum(dtype=np.int64))
+    try:
+        turns: npt.NDArray[Any] = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{path} cannot be read ({error}): delete this shard, or make the corpus again.") from error
+    if turns.ndim != 2 or turns.shape[1] != 2 or len(turns) < count:
+        raise UserError(f"{path} has {len(turns)} answers, its documents {count}: delete this shard, or copy it again.")
+    return turns[:count]
+
+
+def _npy(array: npt.NDArray[Any]) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return file.getvalue()
 
 
 def _map(path: Path, table: npt.NDArray[Any], info: CorpusInfo) -> Ids:

@@ -1,9 +1,11 @@
 """`train data`: makes a corpus of the target's answers to prompts.
 
 Half of the answers are greedy and the others sampled, because a drafter meets both. Prompts of the evaluation set are
-never asked, whatever their source, because drafters are judged by them. Documents that the folder already holds count,
-so the same command continues where the last one ended, whatever ended it. prompts.py reads and makes prompts,
-generate.py writes the answers, and corpus.py keeps them.
+never asked, whatever their source, because drafters are judged by them. A share of the documents are conversations up
+to given lengths, because a drafter meets these too, and drafts badly in contexts longer than those it learnt from.
+Documents that the folder already holds count, so the same command continues where the last one ended, whatever ended
+it. prompts.py reads and makes prompts, conversation.py makes conversations of them, generate.py (on a GPU) or
+engine_writer.py (on a CPU) writes, and corpus.py keeps what was written.
 """
 
 from __future__ import annotations
@@ -19,10 +21,14 @@ from typing import Any
 import numpy as np
 
 from sparkdraft import bench
+from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
+from sparkdraft.engine.machine import detect
 from sparkdraft.progress import progress
-from sparkdraft.train.corpus import Corpus, CorpusInfo, CorpusWriter, Finish
-from sparkdraft.train.generate import BulkGenerator, Prompt
+from sparkdraft.train.conversation import Glue, Talk
+from sparkdraft.train.corpus import Corpus, CorpusInfo, CorpusWriter, Finish, Span
+from sparkdraft.train.engine_writer import EngineModel, EngineWriter, open_engine
+from sparkdraft.train.generate import BulkGenerator, Prompt, Writer
 from sparkdraft.train.prompts import (
     SELF,
     PromptFile,
@@ -34,7 +40,7 @@ from sparkdraft.train.prompts import (
     stop_ids,
 )
 from sparkdraft.train.stop import Stop, stop_signals
-from sparkdraft.train.target import Target
+from sparkdraft.train.target import ChatModel, Target, load_target
 from sparkdraft.weights.loader import Progress
 
 LEAST_ROOM = 16  # tokens that a prompt must leave for its answer
@@ -43,6 +49,38 @@ LEAST_KEPT = 0.1  # if a smaller share of them is worth asking, no more are writ
 OWN_PROMPTS = "prompts.jsonl"  # in the corpus's folder: the prompts that the target wrote
 Temperatures = Sequence[tuple[float, float]]  # (temperature, weight)
 SAMPLED: Temperatures = ((0.7, 2.0), (1.0, 1.0))
+Lengths = Sequence[tuple[int, float]]  # (tokens of a conversation, share of the documents); the others are one answer
+LENGTHS: Lengths = ((2048, 0.03), (4096, 0.02), (8192, 0.01))  # half of the tokens are in these
+
+
+def read_lengths(text: str) -> Lengths:
+    """'2048:0.03,8192:0.01' -> ((2048, 0.03), (8192, 0.01)); nothing: no conversations."""
+    try:
+        pairs = [part.split(":") for part in text.split(",") if part.strip()]
+        lengths = tuple((int(tokens), float(share)) for tokens, share in pairs)
+    except ValueError:
+        raise UserError(f"--lengths is '{text}'; give tokens:share, with commas between, as in 2048:0.03") from None
+    if any(tokens < 1 or not share >= 0 for tokens, share in lengths) or sum(share for _, share in lengths) > 1:
+        raise UserError(
+            f"--lengths is '{text}'; lengths must be 1 or more, and shares 0 or more and together at most 1"
+        )
+    return lengths
+
+
+def open_model(name: str, device: str, longest: int, seats: int = 0, progress: Progress | None = None) -> ChatModel:
+    """A model that writes: by generate.py on a GPU, by the engine on a CPU."""
+    if detect(EngineConfig(model=name, device=device)).device == "cuda":
+        return load_target(name, device, longest, progress)
+    return open_engine(name, longest, seats, progress, device="cpu")
+
+
+def writer_for(
+    model: ChatModel, max_len: int, seats: int, most_seats: int, stop_ids: set[int] | None, seed: int
+) -> Writer:
+    if isinstance(model, Target):
+        return BulkGenerator(model, max_len, seats, most_seats, stop_ids, seed)
+    assert isinstance(model, EngineModel)
+    return EngineWriter(model, max_len, stop_ids, seed)
 
 
 def evaluation_prompts() -> list[str]:
@@ -71,18 +109,29 @@ def check_sources(
 class _Counts:
     documents: int = 0
     tokens: int = 0  # tokens of kept answers
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # all other tokens
+    answers: int = 0
     held: int = 0  # prompts that had been answered before
     excluded: int = 0  # evaluation prompts
     too_long: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
     finishes: Counter[Finish] = field(default_factory=Counter)
 
+    def add(self, ids: Sequence[int], kind: str, finish: Finish, answers: Sequence[Span]) -> None:
+        tokens = sum(end - begin for begin, end in answers)
+        self.documents += 1
+        self.answers += len(answers)
+        self.tokens += tokens
+        self.prompt_tokens += len(ids) - tokens
+        self.kinds[kind] += 1
+        self.finishes[finish] += 1
+
     def as_dict(self, seconds: float, generated: int) -> dict[str, Any]:
         return {
             "documents": self.documents,
             "tokens": self.tokens,
             "prompt_tokens": self.prompt_tokens,
+            "answers": self.answers,
             "generated": generated,
             "seconds": round(seconds, 3),
             "tokens_per_second": generated / max(seconds, 1e-9),
@@ -96,7 +145,7 @@ class _Counts:
 
 
 def make_corpus(
-    target: Target,
+    target: ChatModel,
     folder: str | Path,
     prompts_file: str | None = None,
     synthesise: int = 0,  # self-written prompts that the corpus has in the end
@@ -107,10 +156,13 @@ def make_corpus(
     seats: int = 0,
     report: Progress | None = None,  # (documents written, documents in all)
     exclude: Iterable[str] | None = None,  # None: the evaluation prompts
+    lengths: Lengths = (),
+    until: Stop = lambda: False,
 ) -> dict[str, Any]:
     """Ask every prompt that the corpus has no answer to yet, and append the answers; returns a summary.
 
-    A signal ends it early and loses no finished answer: "stopped" says so, and "left" how many prompts wait.
+    A signal, or 'until', ends it early and loses no finished answer: "stopped" says so, and "left" how many prompts
+    wait.
     """
     questions = check_sources(prompts_file, synthesise, max_new, greedy_share, seats)
     target.config.uniform()  # what `train fit` needs: refused here, before hours of writing
@@ -120,7 +172,11 @@ def make_corpus(
     info = CorpusInfo(target.name, target.config.vocab_size, kinds)
     leave_out = {normalised(text) for text in (evaluation_prompts() if exclude is None else exclude)}
     # a folder that cannot be used is refused at once
-    with stop_signals() as stopped, CorpusWriter(folder, info) as writer:
+    with stop_signals() as asked_to_stop, CorpusWriter(folder, info) as writer:
+
+        def stopped() -> bool:
+            return asked_to_stop() or until()
+
         summary: dict[str, Any] = {}
         held = Counter(_prompts_of(Corpus(folder))) if writer.num_documents else Counter[_Key]()
         desk = _Desk(target, leave_out, max_new, held)
@@ -132,7 +188,8 @@ def make_corpus(
             raise UserError(desk.nothing_left())
         position = _position(seed, writer.num_documents)
         prompts = list(_with_temperatures(asked, greedy_share, temperatures, position))
-        summary |= _answer(target, writer, prompts, seats, position, desk.counts, stopped, report)
+        job = _Job(target, writer, seats, position, desk, stopped, report, len(prompts))
+        summary |= job.run(prompts, lengths)
         left = len(asked) - desk.counts.documents
         unwritten = summary.get("self_written", {}).get("missing", 0)
         summary |= {"left": left, "stopped": stopped() and left + unwritten > 0}
@@ -157,7 +214,7 @@ def _position(seed: int, done: int) -> int:
 class _Desk:
     """Decides what is asked: each question as often as it comes, less the answers that exist."""
 
-    target: Target
+    target: ChatModel
     leave_out: set[str]
     max_new: int
     held: Counter[_Key]  # answers for which no question has come yet
@@ -224,7 +281,7 @@ def _write_prompts(sieve: Sieve, file: PromptFile, count: int, seed: int, seats:
     """Let the target write messages as the user, and keep those worth asking; returns the number of ids it took."""
     prompts = list(message_prompts(sieve.target, count, seed))
     longest = min(max(len(p.ids) + p.max_new for p in prompts), sieve.target.context)
-    generator = BulkGenerator(sieve.target, longest, seats, len(prompts), sieve.ends, seed)
+    generator = writer_for(sieve.target, longest, seats, len(prompts), sieve.ends, seed)
     with progress("writing prompts") as report:
         for done, written in enumerate(generator.run(prompts, stopped), 1):
             if question := sieve.take(written):
@@ -247,30 +304,77 @@ def _with_temperatures(
         yield Prompt(prompt.ids, prompt.kind, temperature, prompt.max_new)
 
 
-def _answer(
-    target: Target,
-    writer: CorpusWriter,
-    prompts: Sequence[Prompt],
-    seats: int,
-    seed: int,
-    counts: _Counts,
-    stopped: Stop,
-    report: Progress | None,
-) -> dict[str, Any]:
-    if not prompts or stopped():
-        return counts.as_dict(0.0, 0)
-    max_len = min(max(len(p.ids) + p.max_new for p in prompts), target.context)
-    generator = BulkGenerator(target, max_len, seats, len(prompts), seed=seed)
-    begin = time.perf_counter()
-    for written in generator.run(prompts, stopped):
-        prompt = written.prompt
-        ids = [*prompt.ids, *written.ids.tolist()]
-        writer.add(ids, len(prompt.ids), prompt.kind, written.finish, prompt.temperature)
-        counts.documents += 1
-        counts.tokens += len(written.ids)
-        counts.prompt_tokens += len(prompt.ids)
-        counts.kinds[prompt.kind] += 1
-        counts.finishes[written.finish] += 1
-        if report:
-            report(counts.documents, len(prompts))
-    return counts.as_dict(time.perf_counter() - begin, generator.num_generated)
+@dataclass(slots=True)
+class _Job:
+    """Has prompts answered, and writes the documents."""
+
+    model: ChatModel
+    writer: CorpusWriter
+    seats: int
+    seed: int
+    desk: _Desk
+    stopped: Stop
+    report: Progress | None
+    total: int
+    generated: int = 0
+    messages_dropped: Counter[str] = field(default_factory=Counter)
+
+    def run(self, prompts: Sequence[Prompt], lengths: Lengths) -> dict[str, Any]:
+        """lengths: those of conversations. In the summary, None "conversations" are as many as the template allows."""
+        begin, glue = time.perf_counter(), Glue.of(self.model) if lengths else None
+        impossible = bool(lengths) and glue is None
+        if impossible:
+            lengths = ()
+        rng = random.Random(self.seed + 1)
+        goals = [0, *(min(goal, self.model.context) for goal, _ in lengths)]
+        shares = [1 - sum(share for _, share in lengths), *(share for _, share in lengths)]
+        groups: dict[int, list[Prompt]] = {}
+        for prompt in prompts:
+            groups.setdefault(rng.choices(goals, shares)[0], []).append(prompt)
+        for goal, group in sorted(groups.items()):  # each with seats of its own size
+            if self.stopped():
+                break
+            if glue and goal:
+                self._converse(group, goal, glue, rng)
+            else:
+                self._answer(group)
+        counts = self.desk.counts.as_dict(time.perf_counter() - begin, self.generated)
+        talks = None if impossible else sum(len(group) for goal, group in groups.items() if goal)
+        return counts | {"conversations": talks, "messages_dropped": dict(self.messages_dropped)}
+
+    def _answer(self, prompts: Sequence[Prompt]) -> None:
+        max_len = min(max(len(p.ids) + p.max_new for p in prompts), self.model.context)
+        generator = writer_for(self.model, max_len, self.seats, len(prompts), None, self.seed)
+        for written in generator.run(prompts, self.stopped):
+            first = len(written.prompt.ids)
+            ids = [*written.prompt.ids, *written.ids.tolist()]
+            self._keep(ids, written.prompt, written.finish, [(first, len(ids))])
+        self.generated += generator.num_generated
+
+    def _converse(self, prompts: Sequence[Prompt], goal: int, glue: Glue, rng: random.Random) -> None:
+        open_talks: dict[int, Talk] = {}
+
+        def begin() -> Iterator[Prompt]:
+            for prompt in prompts:
+                seed = random.Random(rng.getrandbits(62))
+                talk = Talk(self.model, glue, prompt, goal, self.desk.leave_out, seed)
+                open_talks[id(talk)] = talk
+                yield talk.begin()
+
+        generator = writer_for(self.model, goal, self.seats, len(prompts), set(glue.ends), self.seed)
+        for written in generator.run(begin(), self.stopped, lambda written: written.prompt.tag.follow(written)):
+            self._keep_talk(open_talks.pop(id(written.prompt.tag)))
+        for talk in open_talks.values():  # stopped: what has been said is a document too
+            if talk.answers:
+                self._keep_talk(talk)
+        self.generated += generator.num_generated
+
+    def _keep_talk(self, talk: Talk) -> None:
+        self.messages_dropped += talk.dropped
+        self._keep(talk.ids, talk.first, talk.finish, talk.answers)
+
+    def _keep(self, ids: Sequence[int], prompt: Prompt, finish: Finish, answers: Sequence[Span]) -> None:
+        self.writer.add(ids, len(prompt.ids), prompt.kind, finish, prompt.temperature, answers)
+        self.desk.counts.add(ids, prompt.kind, finish, answers)
+        if self.report:
+            self.report(self.desk.counts.documents, self.total)

@@ -23,8 +23,10 @@ from torch import Tensor
 
 from sparkdraft.core import UserError
 from sparkdraft.spec.dflash_config import DFlashConfig
+from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.quant.group import GROUP, GroupQuant
 from sparkdraft.weights.quant.int8 import INT8_GROUPS, SCALE
+from sparkdraft.weights.quant.stored import as_float
 from sparkdraft.weights.safetensors import INDEX
 
 LAYOUTS = ("zlab", "speculators")
@@ -87,6 +89,24 @@ def export(
         if card is not None:
             (place / "README.md").write_text(card, encoding="utf-8")
         _write_shards(place, stored, shard_bytes)
+
+
+def read_drafter(name: str) -> tuple[dict[str, Any], dict[str, Tensor], Tensor | None]:
+    """A drafter in z-lab's layout, as `export` takes it: config, float tensors, and the ids that it drafts, if not all.
+
+    name: a folder or a hub id.
+    """
+    source = open_checkpoint(name)
+    if "speculators_config" in source.config:
+        raise UserError(f"{name} is in the speculators layout; drafters in z-lab's layout are converted")
+    DFlashConfig.read(source.config)
+    names = source.names()
+    ids = None
+    if "d2t" in names:
+        offsets = source.read("d2t")
+        assert isinstance(offsets, Tensor)
+        ids = offsets.long() + torch.arange(len(offsets))
+    return source.config, {each: as_float(source.read(each)) for each in names if each not in ("d2t", "t2d")}, ids
 
 
 # ---- the configs

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,10 @@ from sparkdraft.train.corpus import Corpus
 from sparkdraft.train.features import Features
 from sparkdraft.train.graphs import StepGraphs
 from sparkdraft.train.loss import Labels, LossOptions, LossReport, draft_loss
-from sparkdraft.train.memory import check_fits
+from sparkdraft.train.memory import fit_in
 from sparkdraft.train.model import DraftModel
 from sparkdraft.train.optimizer import Optimizer
-from sparkdraft.train.recipe import drafter_config, find_mask_id, grown_config, trained_weights
+from sparkdraft.train.recipe import draft_ids, drafter_config, find_mask_id, grown_config, trained_weights
 from sparkdraft.train.run import Run, RunInfo, State
 from sparkdraft.train.settings import FitSettings
 from sparkdraft.train.stop import Stop, stop_signals
@@ -46,6 +46,7 @@ CLIP = 1.0  # of AdamW's gradients; the size of Muon's steps does not depend on 
 
 Report = Callable[[dict[str, float]], None]
 Loading = Callable[[], AbstractContextManager[Progress | None]]  # entered while the target is loaded
+Say = Callable[[str], None]
 
 
 class Trainer:
@@ -55,9 +56,9 @@ class Trainer:
         self.settings, self.target, self.draft = settings, target, draft
         longest = min(settings.longest, settings.context, target.context)  # the target has no positions beyond
         self.batches = Batches(
-            corpus, settings.context, settings.block_rows, settings.all_widths, longest, settings.seed
+            corpus, settings.context, settings.block_rows, settings.all_widths, longest, settings.seed, draft.sees
         )
-        self.head, self.place = _head_of(target, corpus, settings.vocab)
+        self.head, self.place = _head_of(target, corpus, settings)
         teach = DenseLinear(self.head) if settings.soft else None
         self.features = Features(target, draft.taps, settings.context, longest, teach)
         torch.manual_seed(settings.seed)
@@ -69,17 +70,18 @@ class Trainer:
         self.optimizer = Optimizer(self.model, settings.optimizer, settings.matrix_lr, settings.vector_lr)
         self.options = LossOptions(settings.weights, settings.decay, settings.alpha, settings.soft)
         self.meter = Meter(max(settings.all_widths), target.device)
+        self.fresh = True  # until the first step has shown how large taps are
         self.learn = self._learn if target.device.type == "cpu" else StepGraphs(self._learn, target.device)
 
     def step(self, number: int) -> None:
-        self.number = number
         self.optimizer.set_rate(self.settings.rate(number))
         self.learn(self.batches.take(number))
 
     def _learn(self, batch: TrainBatch) -> None:
         taps, teacher = self.features(batch)
-        if self.number == 0:
+        if self.fresh:
             self.model.scale_taps(taps, keep=bool(self.settings.init))
+            self.fresh = False
         report = self.loss(batch, taps, teacher)
         report.loss.backward()  # type: ignore[no-untyped-call]
         if self.settings.optimizer == "adamw":
@@ -120,23 +122,24 @@ class Trainer:
             raise UserError(
                 "the checkpoint is of another run: put this one's state.safetensors back, or begin a new one"
             )
+        self.fresh = False
         self.model.load_state_dict(state.model())
         self.optimizer.load(state.tensors)
         self.batches.cursor = state.cursor
 
 
-def _head_of(target: Target, corpus: Corpus, vocab: int) -> tuple[Tensor, Tensor | None]:
+def _head_of(target: Target, corpus: Corpus, settings: FitSettings) -> tuple[Tensor, Tensor | None]:
     """The rows of the target's head among which it drafts, and each id's row there; None: all rows, in place.
 
     An id that is not among them is treated like 'no label', which comes as -1.
     """
     head = target.decoder.head.rows()
     assert isinstance(head, Tensor), "a target in training is kept as floats"
-    if not vocab:
+    if not settings.vocab:
         return head, None
-    ids = torch.from_numpy(corpus.most_frequent(vocab)).to(target.device)
+    ids = draft_ids(settings, corpus, settings.vocab).to(target.device)
     place = torch.full((len(head) + 1,), -1, device=target.device)
-    place[ids] = torch.arange(vocab, device=target.device)
+    place[ids] = torch.arange(len(ids), device=target.device)
     return head[ids], place
 
 
@@ -163,7 +166,9 @@ class Meter:
         return {"loss": loss / steps, "first": first / steps, **length}
 
 
-def prepare(settings: FitSettings, device: str, progress: Progress | None) -> tuple[RunInfo, Target, Corpus]:
+def prepare(
+    settings: FitSettings, device: str, progress: Progress | None, shrinks: Collection[str] = (), say: Say = print
+) -> tuple[RunInfo, Target, Corpus]:
     """Everything a run needs; what can be refused is refused before the target's weights are read."""
     corpus = Corpus(Path(settings.data))
     checkpoint = open_checkpoint(settings.target)
@@ -183,12 +188,20 @@ def prepare(settings: FitSettings, device: str, progress: Progress | None) -> tu
         raise UserError(
             f"blocks of {width} rows were asked for; a GPU trains {WIDEST} at most: lower --block or --widths"
         )
-    check_fits(config, settings, hardware.free_bytes, on_gpu)
+    settings, note = fit_in(config, settings, hardware.free_bytes, on_gpu, shrinks)
+    if note:
+        say(note)
     target = load_target(settings.target, device, settings.longest, progress)
-    return RunInfo(settings, _draft_of(settings, target), corpus.fingerprint), target, corpus
+    return RunInfo(settings, _draft_of(settings, target, corpus), corpus.fingerprint), target, corpus
 
 
-def _draft_of(settings: FitSettings, target: Target) -> dict[str, Any]:
+def _draft_of(settings: FitSettings, target: Target, corpus: Corpus) -> dict[str, Any]:
+    """The drafter's config, with the longest text that it will have seen."""
+    seen = min(int(corpus.length.max()), settings.longest, settings.context, target.context)
+    return _config_of(settings, target) | {"trained_context": seen}
+
+
+def _config_of(settings: FitSettings, target: Target) -> dict[str, Any]:
     if settings.init:
         return grown_config(settings, target.config)
     embedding, mask = target.decoder.embedding, settings.mask_id
@@ -200,24 +213,27 @@ def _draft_of(settings: FitSettings, target: Target) -> dict[str, Any]:
 
 def fit(
     settings: FitSettings, folder: Path, device: str = "auto", every: int = 1000, report: Report = lambda entry: None,
-    loading: Loading = nullcontext,
+    loading: Loading = nullcontext, shrinks: Collection[str] = (), say: Say = print, stopped: Stop = lambda: False,
 ) -> int:  # fmt: skip
     """Train up to settings.steps, from the folder's last checkpoint on, and save one every 'every' steps.
 
-    Returns the number of steps done, which is lower if a signal ended it.
+    shrinks: settings that nobody asked for, which are made smaller where they do not fit; 'say' is told. A run that is
+    resumed keeps its own. stopped: ends the run like a signal. Returns the number of steps done, which is lower if it
+    was ended early.
     """
     run = Run(folder)
+    settings = run.as_before(settings, shrinks)
     run.check(settings)
     with loading() as progress:
-        info, target, corpus = prepare(settings, device, progress)
-    trainer = Trainer(settings, target, corpus, DFlashConfig.read(info.draft))
+        info, target, corpus = prepare(settings, device, progress, () if run.info_file.exists() else shrinks, say)
+    trainer = Trainer(info.settings, target, corpus, DFlashConfig.read(info.draft))
     step, before = 0, 0.0
     if state := run.begin(info):
         trainer.restore(state)
         step, before = state.step, state.seconds
     run.rewind_log(step)
     with stop_signals() as asked_to_stop, stream_of(target.device):
-        return train(trainer, run, step, before, every, report, asked_to_stop)
+        return train(trainer, run, step, before, every, report, lambda: asked_to_stop() or stopped())
 
 
 def train(trainer: Trainer, run: Run, step: int, before: float, every: int, report: Report, asked_to_stop: Stop) -> int:

@@ -2,21 +2,25 @@
 
 A seat permanently owns consecutive cache blocks and a row of ids, so a decode step is the same launches every time: one
 forward with one row per seat, one sample, one append, recorded as a graph. The host looks in every CHECK steps, takes
-the texts that have ended and seats new prompts; it returns texts while the device runs the next steps. Drafting, shared
-prefixes and streaming are left to the engine. data.py decides what is asked and what is kept.
+the texts that have ended and seats new prompts; it returns texts while the device runs the next steps. A text that goes
+on (the next turn of a conversation) keeps its seat and the K/V that it has. data.py decides what is asked and kept.
 
     written[seat]   . . . prompt . . . | response . . . |                          position of an id = its column
                     0         num_prompt          length  <- the id at length - 1 is the next step's row
+
+The engine does the same for other needs, and writes a corpus on a CPU (engine_writer.py). On a GPU it would be slower:
+its scheduler, blocks and outputs are Python for every request in every step, which is well for tens of requests, while
+a step of this file costs the host the same for 4,096 texts as for one.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +58,7 @@ class Prompt:
     temperature: float  # 0 is greedy
     max_new: int
     tag: Any = None  # the caller's own
+    held: int = 0  # of a text that goes on: ids at its beginning that have not changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,19 @@ class Written:
     prompt: Prompt
     ids: Array  # the response alone, including the id that ended it
     finish: Finish
+
+
+Follow = Callable[[Written], Prompt | None]  # how a text goes on; None: it has ended
+
+
+class Writer(Protocol):
+    """What data.py asks of a generator."""
+
+    num_generated: int  # ids sampled so far, including those that were cut off as loops
+
+    def run(self, prompts: Iterable[Prompt], stopped: Stop = ..., follow: Follow | None = None) -> Iterator[Written]:
+        """A response to each prompt, in the order in which they end; once stopped, to those that have ended. With
+        'follow', a text that ends may go on instead, and only its last part is returned."""
 
 
 class BulkGenerator:
@@ -86,6 +104,7 @@ class BulkGenerator:
         self._occupant: list[Prompt | None] = [None] * self.seats
         self._free = list(range(self.seats))
         self._waiting: deque[Prompt] = deque()
+        self._going_on: deque[tuple[int, Prompt]] = deque()  # with their seats
         self._recorded: dict[bool, Any] = {}  # keyed by whether any seat has a temperature
         # graphs support only the default generator
         self._generator = None if on_gpu else torch.Generator().manual_seed(seed)
@@ -93,17 +112,25 @@ class BulkGenerator:
             torch.cuda.manual_seed(seed)
         self._allocate(sorted(target.tokenizer.eos_ids if stop_ids is None else stop_ids))
 
-    def run(self, prompts: Iterable[Prompt], stopped: Stop = lambda: False) -> Iterator[Written]:
-        """A response to each prompt, in the order in which they end; once stopped, to those that have ended."""
-        source, ended = iter(prompts), list[_Ended]()
+    def run(
+        self, prompts: Iterable[Prompt], stopped: Stop = lambda: False, follow: Follow | None = None
+    ) -> Iterator[Written]:
+        source, ended = iter(prompts), list[Written]()
         self._clear()
         self._pull(source)
         while not stopped() and self._refill():
             self._advance()
-            yield from map(_written, ended)  # the device works meanwhile
+            yield from map(_cut, ended)  # the device works meanwhile
             self._pull(source)
-            ended = self._harvest()
-        yield from map(_written, ended)
+            ended = []
+            for seat, written in self._harvest():
+                if follow and (prompt := follow(_cut(written))):
+                    rows = len(written.prompt.ids) + len(written.ids) - 1  # the last id has not been run yet
+                    self._going_on.append((seat, replace(prompt, held=min(prompt.held, rows))))
+                else:
+                    self._free.append(seat)
+                    ended.append(written)
+        yield from map(_cut, ended)
 
     # ---- the device
 
@@ -189,6 +216,7 @@ class BulkGenerator:
         self._occupant = [None] * self.seats
         self._free = list(range(self.seats))
         self._waiting.clear()
+        self._going_on.clear()
         with torch.inference_mode():
             self._state.fill_(int(Finish.END))
 
@@ -198,46 +226,49 @@ class BulkGenerator:
 
     def _refill(self) -> bool:
         """Seat prompts while there are any and seats are free; returns whether any seat is taken."""
-        while self._waiting and self._free:
-            batch, rows = list[Prompt](), 0
-            while self._waiting and len(batch) < len(self._free):
-                rows += len(self._waiting[0].ids)
+        while self._going_on or (self._waiting and self._free):
+            batch, rows = list[tuple[int, Prompt]](), 0
+            while self._going_on or (self._waiting and self._free):
+                prompt = self._going_on[0][1] if self._going_on else self._waiting[0]
+                rows += len(prompt.ids) - prompt.held
                 if rows > self.max_rows and batch:
                     break
-                batch.append(self._waiting.popleft())
-            seats, self._free = self._free[: len(batch)], self._free[len(batch) :]
-            for seat, prompt in zip(seats, batch, strict=True):
                 assert 0 < len(prompt.ids) < self._limit_len and prompt.max_new > 0, (len(prompt.ids), prompt.max_new)
+                taken = self._going_on.popleft() if self._going_on else (self._free.pop(0), self._waiting.popleft())
+                batch.append(taken)
+            for seat, prompt in batch:
                 self._occupant[seat] = prompt
-            self._prefill(np.array(seats, np.int32), batch)
+            self._prefill(np.array([seat for seat, _ in batch], np.int32), [prompt for _, prompt in batch])
         return len(self._free) < self.seats
 
     @torch.inference_mode()
     def _prefill(self, seats: Array, batch: Sequence[Prompt]) -> None:
-        """Run the prompts of new seats in one ragged forward, and sample the first id of each response."""
-        ids = np.concatenate([np.asarray(prompt.ids, np.int32) for prompt in batch])
-        lengths = np.array([len(prompt.ids) for prompt in batch], np.int32)
-        limits = np.minimum(lengths + np.array([p.max_new for p in batch], np.int32), self._limit_len)
+        """Run the prompts of these seats in one ragged forward, and sample the first id of each response."""
+        ids = np.concatenate([np.asarray(prompt.ids[prompt.held :], np.int32) for prompt in batch])
+        held = np.array([prompt.held for prompt in batch], np.int32)  # rows that are in the cache already
+        whole = np.array([len(prompt.ids) for prompt in batch], np.int32)
+        lengths = whole - held
+        limits = np.minimum(whole + np.array([p.max_new for p in batch], np.int32), self._limit_len)
         warmth = np.array([prompt.temperature for prompt in batch], np.float32)
         starts = np.concatenate(([0], np.cumsum(lengths)))
-        positions = np.arange(len(ids)) - np.repeat(starts[:-1], lengths)
+        positions = np.arange(len(ids)) - np.repeat(starts[:-1] - held, lengths)
         slots = np.repeat(seats.astype(np.int64) * self.max_len, lengths) + positions
-        arrays = [ids, positions, slots, starts, lengths, limits, starts[1:] - 1, seats, warmth.view(np.int32)]
+        arrays = [ids, positions, slots, starts, whole, limits, starts[1:] - 1, seats, warmth.view(np.int32)]
         packed = torch.from_numpy(np.concatenate([a.astype(np.int32, copy=False) for a in arrays]))
         parts = packed.to(self.target.device).split([len(a) for a in arrays])  # one copy to the device
-        t_ids, t_positions, t_slots, t_starts, t_lengths, t_limits, last, seat, t_warmth = parts
-        seat, temperature, longest = seat.long(), t_warmth.view(torch.float32), int(lengths.max())
-        view = AttentionView(t_starts, t_lengths, self._tables[seat], longest, longest)
+        t_ids, t_positions, t_slots, t_starts, t_whole, t_limits, last, seat, t_warmth = parts
+        seat, temperature = seat.long(), t_warmth.view(torch.float32)
+        view = AttentionView(t_starts, t_whole, self._tables[seat], int(lengths.max()), int(whole.max()))
         residual = self.decoder.forward(Step(t_ids, t_positions, t_slots, view, self._kv.layers))
         picked = self._sample(residual[last.long()], temperature, bool(warmth.any()))
-        self._written[seat, t_lengths.long()] = picked
-        self._last[seat], self._num_prompt[seat], self._limit[seat] = picked, t_lengths, t_limits
-        self._temperature[seat], self._length[seat] = temperature, t_lengths + 1
-        self._state[seat] = self._outcome(picked, t_lengths + 1, t_limits)
+        self._written[seat, t_whole.long()] = picked
+        self._last[seat], self._num_prompt[seat], self._limit[seat] = picked, t_whole, t_limits
+        self._temperature[seat], self._length[seat] = temperature, t_whole + 1
+        self._state[seat] = self._outcome(picked, t_whole + 1, t_limits)
 
     @torch.inference_mode()
-    def _harvest(self) -> list[_Ended]:
-        """Wait for the queued steps, and free the seats whose text has ended."""
+    def _harvest(self) -> list[tuple[int, Written]]:
+        """Wait for the queued steps, and take the texts that have ended off their seats, loops included."""
         if self.target.device.type == "cuda":
             torch.cuda.synchronize()
         lengths, states = self._host.numpy()
@@ -249,9 +280,9 @@ class BulkGenerator:
         for row, seat in zip(rows, seats, strict=True):
             prompt, self._occupant[seat] = self._occupant[seat], None
             assert prompt is not None
-            ended.append(_Ended(prompt, row[len(prompt.ids) : lengths[seat]], Finish(int(states[seat]))))
-            self.num_generated += len(ended[-1].ids)
-        self._free += seats
+            written = Written(prompt, row[len(prompt.ids) : lengths[seat]], Finish(int(states[seat])))
+            self.num_generated += len(written.ids)
+            ended.append((seat, written))
         return ended
 
     def _seats_that_fit(self) -> int:
@@ -285,13 +316,7 @@ def cut_loop(ids: Array) -> Array:
     return ids
 
 
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    prompt: Prompt
-    ids: Array  # a view of what was copied from the device, including a loop
-    finish: Finish
-
-
-def _written(ended: _Ended) -> Written:
-    ids = cut_loop(ended.ids) if ended.finish is Finish.LOOP else ended.ids
-    return Written(ended.prompt, ids.copy(), ended.finish)
+def _cut(written: Written) -> Written:
+    """The same without its loop, and with ids of its own instead of a view of what was copied from the device."""
+    ids = cut_loop(written.ids) if written.finish is Finish.LOOP else written.ids
+    return replace(written, ids=ids.copy())

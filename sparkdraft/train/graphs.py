@@ -16,7 +16,7 @@ import torch
 from sparkdraft.train.batches import TrainBatch
 
 EAGER = 3  # steps of a shape before it is recorded
-DOCUMENTS = 256  # batches are padded to a multiple of this number of documents
+DOCUMENTS = 64  # batches are padded to a multiple of this number of documents: the target's attention visits them all
 
 
 @dataclass(slots=True)

@@ -7,7 +7,9 @@ refused. No torch.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig
@@ -20,6 +22,9 @@ CHUNK_ROWS = 15360  # rows whose logits a GPU holds at once in the loss: 1.5 GB 
 SHARES = tuple(part / 8 / 2**halved for halved in range(20) for part in (8, 7, 6, 5))  # shares of a step's text to try
 LEAST_CONTEXT, LEAST_BLOCKS = 1024, 64  # a smaller step teaches next to nothing
 CPU_LOGITS = 6  # copies of all logits in the plain form of the loss: logits, labels, products, gradients
+CPU_SCORES = 1 << 20  # (row, key) pairs of a head for which a CPU has weights at once, unless one block has more
+CPU_WEIGHTS = 6  # copies of the weights of attention that are there at once: scores, masks, weights, gradients
+SHRINKS = ("context", "block_rows")  # settings that are made smaller where nobody asked for a number
 
 
 def parts(target: ModelConfig, settings: FitSettings, on_gpu: bool) -> dict[str, int]:
@@ -31,6 +36,8 @@ def parts(target: ModelConfig, settings: FitSettings, on_gpu: bool) -> dict[str,
     vocab = settings.vocab or target.vocab_size
     copies = 3 if settings.optimizer == "muon" else 4  # weights, gradients, one or two moments; all in float32
     context = taps * hidden * itemsize + drafter.layers[0].kv * itemsize * 9
+    if settings.window or settings.init:  # rows are laid out again, up to twice: copies and gradients of each layer
+        context += 2 * drafter.layers[0].kv * settings.layers * (2 * itemsize + 4)
     step = {
         "the target's step": target_step(target, settings.context, 0, itemsize) + settings.context * context,
         "the drafter's step": _drafter_step(target, settings, itemsize),
@@ -76,26 +83,27 @@ def _logit_rows(settings: FitSettings, on_gpu: bool) -> int:
 
 
 def _dense_attention(target: ModelConfig, settings: FitSettings, itemsize: int) -> int:
-    """A CPU's attention has a weight for every row and token; each layer keeps its weights, and one has scores too."""
-    keys = settings.context + settings.block
-    return settings.block_rows * target.uniform()[0].num_heads * keys * itemsize * (settings.layers + 4)
+    """A CPU's attention has a weight for every row and token of a few blocks; what was computed is not kept."""
+    most = max(CPU_SCORES, settings.block * (min(settings.context, settings.longest) + settings.block))
+    rows = settings.block_rows * target.uniform()[0].query_width * (settings.layers + 1)  # the results
+    return (CPU_WEIGHTS * most * target.uniform()[0].num_heads + rows) * itemsize
 
 
 def total_bytes(target: ModelConfig, settings: FitSettings, on_gpu: bool) -> int:
     return sum(parts(target, settings, on_gpu).values())
 
 
-def fitting(target: ModelConfig, settings: FitSettings, free: int, on_gpu: bool) -> FitSettings | None:
-    """The same run made smaller until it fits: steps with less text first, then fewer layers; None if nothing fits."""
-    fewest = settings.layers if settings.init else 1  # a drafter that exists is not made shallower
+def fitting(
+    target: ModelConfig, settings: FitSettings, free: int, on_gpu: bool, shrinks: Collection[str] = (*SHRINKS, "layers")
+) -> FitSettings | None:
+    """The same run made smaller until it fits: steps with less text first, then fewer layers; None if nothing fits.
+    shrinks: the settings that may change."""
+    fewest = 1 if "layers" in shrinks and not settings.init else settings.layers  # what exists is not made shallower
+    least = {"context": LEAST_CONTEXT, "block_rows": LEAST_BLOCKS * settings.block}
     for layers in range(settings.layers, fewest - 1, -1):
         for share in SHARES:
-            smaller = replace(
-                settings,
-                layers=layers,
-                context=_shrunk(settings.context, share, LEAST_CONTEXT),
-                block_rows=_shrunk(settings.block_rows, share, LEAST_BLOCKS * settings.block),
-            )
+            sizes: dict[str, Any] = {n: _shrunk(getattr(settings, n), share, least[n]) for n in SHRINKS if n in shrinks}
+            smaller = replace(settings, layers=layers, **sizes)
             if total_bytes(target, smaller, on_gpu) <= free:
                 return smaller
     return None
@@ -105,17 +113,28 @@ def _shrunk(value: int, share: float, least: int) -> int:
     return max(int(value * share), min(value, least))
 
 
-def check_fits(target: ModelConfig, settings: FitSettings, free: int, on_gpu: bool) -> None:
-    """Raises UserError with the sums if they exceed the free bytes, and with what would fit."""
+def fit_in(
+    target: ModelConfig, settings: FitSettings, free: int, on_gpu: bool, shrinks: Collection[str] = ()
+) -> tuple[FitSettings, str]:
+    """Settings that fit into the free bytes, and a sentence if they are not the given ones. Only the settings in
+    'shrinks' are changed; raises UserError with the sums, and with what would fit, if that is not enough."""
     sums = parts(target, settings, on_gpu)
     total = sum(sums.values())
-    if total > free:
-        table = "\n".join(f"  {name:<22}{size / 2**30:8.2f} GiB" for name, size in sums.items())
-        raise UserError(
-            f"training a drafter for {settings.target} does not fit in memory:\n{table}\n"
-            f"  {'together':<22}{total / 2**30:8.2f} GiB of {free / 2**30:.2f} free\n"
-            + _advice(target, settings, free, on_gpu)
+    if total <= free:
+        return settings, ""
+    if smaller := fitting(target, settings, free, on_gpu, shrinks):
+        flags = " ".join(f"--{name.replace('_', '-')} {getattr(smaller, name)}" for name in SHRINKS if name in shrinks)
+        now = total_bytes(target, smaller, on_gpu)
+        return smaller, (
+            f"the defaults need {total / 2**30:.0f} GiB of memory and {free / 2**30:.0f} are free: training with "
+            f"{flags} ({now / 2**30:.1f} GiB), so that a step learns from less"
         )
+    table = "\n".join(f"  {name:<22}{size / 2**30:8.2f} GiB" for name, size in sums.items())
+    raise UserError(
+        f"training a drafter for {settings.target} does not fit in memory:\n{table}\n"
+        f"  {'together':<22}{total / 2**30:8.2f} GiB of {free / 2**30:.2f} free\n"
+        + _advice(target, settings, free, on_gpu)
+    )
 
 
 def _advice(target: ModelConfig, settings: FitSettings, free: int, on_gpu: bool) -> str:

@@ -8,7 +8,7 @@ separate draft. The target's embedding and head are borrowed and frozen. The los
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,27 @@ def norm_rope(x: Tensor, weight: Tensor, angles: Tensor, eps: float) -> Tensor:
 def silu_mul(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.float().chunk(2, -1)
     return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+class TakeRows(torch.autograd.Function):
+    """x[rows], where a row may be taken many times: its gradients are summed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.taken_from = x.shape
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (rows,), (grad,) = ctx.saved_tensors, grads
+        total = torch.zeros(ctx.taken_from, dtype=torch.float32, device=grad.device)
+        return total.index_add_(0, rows, grad.float()).to(grad.dtype), None
+
+
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    taken: Tensor = TakeRows.apply(x, rows)  # type: ignore[no-untyped-call]
+    return taken
 
 
 class Fused:
@@ -111,12 +132,14 @@ class DraftModel(nn.Module):
         """Final-normed rows [A * W, hidden], from taps [N, taps * hidden] of the context and the embedded block [A * W,
         hidden]."""
         offsets = torch.arange(batch.width, dtype=torch.int32, device=taps.device)
-        anchored = batch.anchors - batch.starts  # [A]: the anchor's position
+        anchored = batch.positions[batch.anchors.long()]  # [A]: the anchor's position
         rope = self.rope.index_select(0, (anchored.unsqueeze(1) + offsets).flatten())
         context = self.context_kv(taps, self.rope.index_select(0, batch.positions))
         x = block
         for layer, (k, v) in zip(self.layers, context, strict=True):
             assert isinstance(layer, DraftLayer)
+            if len(batch.seen):
+                k, v = take_rows(k, batch.seen), take_rows(v, batch.seen)
             normed = self.fused.rms_norm(x, layer.input_layernorm.weight, self.eps)
             x = x + self._attend(layer.self_attn, normed, k, v, rope, batch)
             x = x + self._mlp(layer.mlp, self.fused.rms_norm(x, layer.post_attention_layernorm.weight, self.eps))
@@ -144,7 +167,7 @@ class DraftModel(nn.Module):
         q = self.fused.norm_rope(q, attention.q_norm.weight, rope, self.eps)
         k = self.fused.norm_rope(k, attention.k_norm.weight, rope, self.eps)
         scale = attention.head_dim**-0.5
-        out = block_attention(q, k, v, context_k, context_v, b.starts, b.anchors, b.width, scale)
+        out = block_attention(q, k, v, context_k, context_v, b.starts, b.stops, b.width, scale)
         return _linear(out.flatten(1), attention.o_proj.weight)
 
     def _mlp(self, mlp: DraftMLP, x: Tensor) -> Tensor:

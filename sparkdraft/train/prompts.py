@@ -20,7 +20,7 @@ from typing import Any
 from sparkdraft.core import UserError
 from sparkdraft.train.corpus import Finish
 from sparkdraft.train.generate import Prompt, Written
-from sparkdraft.train.target import Target
+from sparkdraft.train.target import ChatModel
 
 GIVEN, SELF = "given", "self"  # kinds: of a file's prompts that name no class, and of self-written ones
 MARKER = "The_message_of_the_user_stands_here"
@@ -164,7 +164,7 @@ class Turn:
     end_id: int | None  # the first special id after the message, unless plain text follows
 
 
-def user_turn(target: Target, system: str | None = None) -> Turn:
+def user_turn(target: ChatModel, system: str | None = None) -> Turn:
     text = target.chat_text(_ask(MARKER, SELF, system).messages, add_generation_prompt=False)
     before, found, after = text.partition(MARKER)
     if not found:
@@ -177,13 +177,13 @@ def user_turn(target: Target, system: str | None = None) -> Turn:
     return Turn(before, next((token for token in following if token in special), None))
 
 
-def stop_ids(target: Target) -> set[int]:
+def stop_ids(target: ChatModel) -> set[int]:
     """Ids that end a message which the target writes as the user: the end of its turn, or of the text."""
     end = user_turn(target).end_id
     return set(target.tokenizer.eos_ids) | ({end} if end is not None else set())
 
 
-def message_prompts(target: Target, count: int, seed: int) -> Iterator[Prompt]:
+def message_prompts(target: ChatModel, count: int, seed: int) -> Iterator[Prompt]:
     """Prompts that a user's message follows. The tag is (system prompt, first words)."""
     rng = random.Random(seed)
     systems = [system for system in SYSTEMS if _takes(target, system)]
@@ -203,7 +203,7 @@ def message_prompts(target: Target, count: int, seed: int) -> Iterator[Prompt]:
         yield Prompt(ids, SELF, rng.choice(WARMTH), MESSAGE_TOKENS, (system, opening))
 
 
-def _takes(target: Target, system: str) -> bool:
+def _takes(target: ChatModel, system: str) -> bool:
     """Whether the template takes a system prompt: some refuse it, or write it as part of the user's message."""
     try:
         return system in user_turn(target, system).before
@@ -215,7 +215,7 @@ def _takes(target: Target, system: str) -> bool:
 class Sieve:
     """Keeps the messages that can be asked, each once."""
 
-    target: Target
+    target: ChatModel
     ends: set[int]
     dropped: Counter[str] = field(default_factory=Counter)
     seen: set[str] = field(default_factory=set)  # in normalised form

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig
-from sparkdraft.spec.dflash_config import DFlashConfig, check_fits, spread_taps
+from sparkdraft.spec.dflash_config import SINK_KEY, WINDOW_KEY, DFlashConfig, check_fits, spread_taps
 from sparkdraft.spec.registry import open_drafter
+from sparkdraft.train.corpus import Corpus
 from sparkdraft.train.settings import FitSettings
 from sparkdraft.weights.quant.stored import as_float
 
@@ -51,7 +52,7 @@ def drafter_config(target: ModelConfig, settings: FitSettings, mask_id: int) -> 
         "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
         "model_type": "qwen3",
         "block_size": settings.block,
-        "dflash_config": {"mask_token_id": mask_id, "target_layer_ids": list(taps)},
+        "dflash_config": {"mask_token_id": mask_id, "target_layer_ids": list(taps), **_seen(settings)},
         "dtype": "bfloat16",
         "hidden_size": target.hidden_size,
         "intermediate_size": settings.intermediate or mlp.intermediate_size,
@@ -76,6 +77,11 @@ def drafter_config(target: ModelConfig, settings: FitSettings, mask_id: int) -> 
     }
 
 
+def _seen(settings: FitSettings) -> dict[str, int]:
+    """What the drafter is shown of a context, if it is not all of it."""
+    return {SINK_KEY: settings.sinks, WINDOW_KEY: settings.window} if settings.window else {}
+
+
 # ---- a drafter that exists already
 
 
@@ -88,9 +94,10 @@ def grown_config(settings: FitSettings, target: ModelConfig) -> dict[str, Any]:
     draft = DFlashConfig.read(config)
     check_fits(draft, target)
     _trainable(draft, config, settings)
-    layers = {"num_hidden_layers": settings.layers, "max_window_layers": settings.layers}
+    layers: dict[str, Any] = {"num_hidden_layers": settings.layers, "max_window_layers": settings.layers}
+    layers["layer_types"] = ["full_attention"] * settings.layers
     config.pop("quantization_config", None)
-    return config | layers | {"layer_types": ["full_attention"] * settings.layers}
+    return config | layers | {"dflash_config": {**config["dflash_config"], **_seen(settings)}}
 
 
 def _trainable(draft: DFlashConfig, config: Mapping[str, Any], settings: FitSettings) -> None:
@@ -98,7 +105,9 @@ def _trainable(draft: DFlashConfig, config: Mapping[str, Any], settings: FitSett
     own = settings.init
     if "dflash_config" not in config:
         raise UserError(f"--init names {own}, which is not in z-lab's layout: only those can be gone on from")
-    plain = not any(spec.window or spec.causal for spec in draft.model.attention)
+    plain = len({spec.window for spec in draft.model.attention}) == 1 and not any(
+        s.causal for s in draft.model.attention
+    )
     scaled = (draft.input_embedding_scale or 1.0, draft.output_multiplier, draft.softcap) != (1.0, 1.0, None)
     if not plain or scaled or draft.draft_vocab_size != draft.model.vocab_size or draft.model.uniform()[0].bias:
         raise UserError(f"--init names {own}, which has windows, causal layers, biases or its own head: not supported")
@@ -118,3 +127,14 @@ def trained_weights(name: str) -> dict[str, Tensor]:
     source = open_drafter(name)
     parts = {tensor: source.read(tensor) for tensor in source.names() if tensor != "d2t"}
     return {n: as_float(p) for n, p in parts.items()}
+
+
+def draft_ids(settings: FitSettings, corpus: Corpus, count: int) -> Tensor:
+    """The 'count' ids that it drafts among, int64, ascending: those of the drafter that the run begins with if they are
+    as many, else the most frequent ones of the corpus."""
+    if settings.init:
+        source = open_drafter(settings.init)
+        if source.config.get("draft_vocab_size") == count and "d2t" in source.names():
+            offsets = as_float(source.read("d2t")).long()
+            return offsets + torch.arange(count)
+    return torch.from_numpy(corpus.most_frequent(count))

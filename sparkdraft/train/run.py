@@ -13,8 +13,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,13 @@ class Run:
             raise UserError(f"{self.folder} holds no training run: `sparkdraft train fit` makes one") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{self.info_file} cannot be read ({error}): the run is damaged, begin a new one") from None
+
+    def as_before(self, settings: FitSettings, names: Collection[str]) -> FitSettings:
+        """The settings with some of them as the folder's run has them, if there is one."""
+        if not self.info_file.exists():
+            return settings
+        held = self.open().settings
+        return replace(settings, **{name: getattr(held, name) for name in names})
 
     def check(self, settings: FitSettings) -> None:
         """Refuse a folder that cannot be this run's: another run's, or not a run's at all."""

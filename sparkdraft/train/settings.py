@@ -13,7 +13,7 @@ from sparkdraft.core import UserError
 
 OPTIMIZERS = {"muon": 0.02, "adamw": 1.5e-3}  # the learning rate of matrices if none is given
 WEIGHTS = ("dpace", "decay")
-NOT_NEGATIVE = ("intermediate", "vocab", "warmup", "seed", "lr", "vector_lr")
+NOT_NEGATIVE = ("intermediate", "window", "sinks", "vocab", "warmup", "seed", "lr", "vector_lr")
 MAY_CHANGE = ("steps",)  # settings that may change when a run is resumed: it may be made longer
 
 
@@ -27,12 +27,14 @@ class FitSettings:
     block: int = 16  # rows of the drafter's block, including the anchor
     widths: tuple[int, ...] = ()  # blocks are trained in these widths, mixed; empty: the block and half of it
     taps: tuple[int, ...] = ()  # target layers it reads; empty: five, spread evenly
+    window: int = 0  # rows of the context that it is shown, the last so many; 0: all, or as the drafter to start from
+    sinks: int = 16  # with a window: rows at the beginning of the context that it is shown too
     vocab: int = 0  # the number of ids that can be drafted, the most common in the corpus; 0: all
     mask_id: int = -1  # the mask's id; -1: an id the target never learnt
     steps: int = 10000
     context: int = 16384  # tokens of text per step
     block_rows: int = 49152  # rows of all blocks of a step
-    longest: int = 2048  # tokens per document at most
+    longest: int = 8192  # tokens per document at most
     optimizer: str = "muon"
     lr: float = 0.0  # of matrices; 0: the optimizer's default
     vector_lr: float = 2e-3  # of norms

@@ -28,22 +28,16 @@ from sparkdraft.weights.loader import Loader, Progress
 from sparkdraft.weights.quant.stored import take_rows
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+@dataclass(frozen=True)
+class ChatModel:
+    """What prompts and conversations ask of a model, whatever runs it."""
+
     name: str  # as the user named it
-    decoder: Decoder
     config: ModelConfig
     tokenizer: Tokenizer
     chat_template: str | None
     special: dict[str, Any]  # what the template may read: bos_token and so on
-    device: torch.device
-    dtype: torch.dtype
-    ops: ModuleType
-
-    @property
-    def context(self) -> int:
-        """The number of positions with RoPE angles: the longest document."""
-        return self.decoder.context
+    context: int  # the longest document
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         return chat.render(self.chat_template, messages, add_generation_prompt, **self.special)
@@ -52,6 +46,16 @@ class Target:
         """A conversation up to the assistant's turn, exactly as it is served (llm.py)."""
         control = self.tokenizer.control
         return self.tokenizer.encode_chat(chat.prompt_text(control, self.chat_template, messages, self.special))
+
+
+@dataclass(frozen=True)
+class Target(ChatModel):
+    """A model as floats: it is trained for, and on a GPU it writes its own texts."""
+
+    decoder: Decoder
+    device: torch.device
+    dtype: torch.dtype
+    ops: ModuleType
 
 
 def load_target(name: str, device: str = "auto", context: int = 2048, progress: Progress | None = None) -> Target:
@@ -65,7 +69,8 @@ def load_target(name: str, device: str = "auto", context: int = 2048, progress: 
     with torch.no_grad():  # not inference mode: a loss must be able to use the head
         loader = Loader(checkpoint, where, dtype, ops, progress)
         decoder = architecture(config.model_type).build(config, loader, ops, min(context, config.max_position))
-    return Target(name, decoder, config, tokenizer, checkpoint.chat_template, checkpoint.special, where, dtype, ops)
+    about = (name, config, tokenizer, checkpoint.chat_template, checkpoint.special, decoder.context)
+    return Target(*about, decoder, where, dtype, ops)
 
 
 def head_rows(name: str, ids: Tensor, draft: DFlashConfig) -> Tensor:

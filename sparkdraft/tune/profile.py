@@ -28,7 +28,13 @@ DIGITS = 12  # of a model's digest
 LIMITS = {"max_rows": (16, 131_072), "max_seqs": (1, 4096), "threads": (1, 1024)}  # of the numbers it may set
 DEEPEST = 63  # drafts per step
 OPTIONS = (*LIMITS, "spec_depths", "kv")
-CONDITIONS = ("dtype", "weights", "graphs")  # settings that it was measured with, and does not hold without
+CONDITIONS = (
+    "dtype",
+    "weights",
+    "drafter_weights",
+    "draft_vocab",
+    "graphs",
+)  # settings that it was measured with, and does not hold without
 REMEDY = "remove the file, write it again with `sparkdraft tune`, or pass --no-profile"
 
 

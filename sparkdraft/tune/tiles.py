@@ -101,9 +101,8 @@ def compiling(what: str, say: Say = say_now) -> Iterator[None]:
         from triton.runtime._async_compile import AsyncCompileMode
 
         with ExitStack() as stack:
-            for module in (few_rows, experts):
-                stack.callback(setattr, module, "_run", getattr(module, "_run"))  # noqa: B009  # of two modules
-                setattr(module, "_run", warm)  # noqa: B010
+            stack.callback(setattr, few_rows, "run_kernel", few_rows.run_kernel)
+            few_rows.run_kernel = warm
             pool = stack.enter_context(ThreadPoolExecutor(os.cpu_count()))
             stack.enter_context(AsyncCompileMode(pool, ignore_errors=True))
             yield

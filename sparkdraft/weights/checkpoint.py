@@ -132,6 +132,21 @@ def read_config_json(name: str) -> dict[str, Any]:
     return config
 
 
+def tensor_names(folder: Path) -> list[str]:
+    """Of the safetensors in a folder, from their headers alone; [] if there are none. Raises UserError."""
+    names: list[str] = []
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with path.open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                names += json.loads(file.read(min(size, path.stat().st_size)))
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"The safetensors file {path} is damaged or incomplete ({error}): fetch it again."
+            ) from error
+    return [name for name in names if name != "__metadata__"]
+
+
 def _open_hub(repo: str, file: str) -> Checkpoint:
     """From the hub, or from its local cache when the hub cannot be reached."""
     from huggingface_hub import hf_hub_download, snapshot_download

@@ -57,6 +57,7 @@ class Loader:
         under: str = "",  # only tensors whose names begin so are this model's; the rest is somebody else's
         weights: str = "auto",  # how float matrices are rounded, of quantise.QUANTISERS; auto: not at all
         cache: QuantisedCache | None = None,  # of what is rounded
+        option: str = "weights",  # by which the user asked for it
     ) -> None:
         self.source, self.device, self.dtype, self.ops = source, device, dtype, ops
         self.notes: list[Note] = []  # what could not be had as asked
@@ -65,7 +66,7 @@ class Loader:
         self._left = set(self._names)
         self._total = len(self._left)
         self._progress = progress
-        self._weights, self._num_quantised, self._cache = weights, 0, cache
+        self._weights, self._num_quantised, self._cache, self._option = weights, 0, cache, option
 
     def linear(
         self, rows: Mapping[str, int], width: int, bias: bool = False, fused: str = "", as_stored: bool = False
@@ -180,15 +181,20 @@ class Loader:
                 self._rounded.setdefault("an embedding has 8 bits or its own integers", []).append(name)
         return table
 
-    def tied_head(self, table: Stored, name: str = "lm_head") -> Linear:
+    def tied_head(self, table: Stored, name: str = "lm_head", as_stored: bool = True) -> Linear:
         """The output head of a model whose file holds that matrix once, as its embedding. A copy of it in the file is
-        left, but a quantised head is another matrix."""
+        left, but a quantised head is another matrix. as_stored: as in `linear`."""
         if f"{name}.weight" in self._left:
             own = self._take(f"{name}.weight")
             if not isinstance(own, Tensor):
                 self._check(f"{name}.weight", own.shape, (table.shape[0], table.shape[1]))
                 return self._keep([own], None, name)
-        return self._keep([table], None, "the embedding")
+        return self._keep([table if as_stored else self._quantise(table, name)], None, "the embedding")
+
+    def head_of(self, rows: Stored) -> Linear:
+        """A head of rows that were chosen, such as some of the target's own. The cache of what is rounded never holds
+        it: which rows they are is not known from this file."""
+        return self._keep([self._quantise(rows, "the head", cached=False)], None, "the head")
 
     def ignore(self, names: Iterable[str]) -> None:
         """Tensors that are known, and known not to be needed."""
@@ -214,8 +220,8 @@ class Loader:
             raise UserError(f"{self.source.path}: {len(left)} tensors belong to no part of the model: {_some(left)}")
         if self._weights != "auto" and not self._num_quantised:
             raise UserError(
-                f"weights is {self._weights}, and {self.source.path} has no matrix of floats that could be quantised: "
-                "leave it on auto"
+                f"{self._option} is {self._weights}, and {self.source.path} has no matrix of floats that could be "
+                "quantised: leave it on auto"
             )
         if self._cache:
             self._cache.finish()
@@ -258,7 +264,7 @@ class Loader:
             if bias in self._left and not isinstance(part, Tensor) and not bool(as_float(self.source.read(bias)).any()):
                 self._left.discard(bias)
 
-    def _quantise(self, part: Stored, name: str) -> Stored:
+    def _quantise(self, part: Stored, name: str, cached: bool = True) -> Stored:
         if self._weights == "auto" or not isinstance(part, Tensor):
             return part
         quantiser, multiple = QUANTISERS[self._weights]
@@ -268,7 +274,7 @@ class Loader:
             )
             return part
         self._num_quantised += 1
-        if self._cache is None:
+        if self._cache is None or not cached:
             return quantiser(part.to(self.device))
         key = self._cache.key(name)
         if kept := self._cache.read(key, (part.shape[0], part.shape[1])):

@@ -1,6 +1,7 @@
 """What `--weights` has quantised, kept in the user's cache, so that the next load need not read and round floats again.
 
-    quantised/NAME-FORMAT-DEVICE-PLACE-KEY/matrices   the numbers of all matrices, one after the other
+    quantised/NAME-FORMAT-DEVICE-PLACE-KEY/matrices   the numbers of all matrices, one after the other; of a drafter,
+                                                      NAME-drafter-FORMAT-...
     quantised/NAME-FORMAT-DEVICE-PLACE-KEY/index.json what lies where, with a checksum per matrix; written last
 
 PLACE stands for the checkpoint's path, and KEY for the state of its files, the format, the device, and the code that
@@ -74,16 +75,16 @@ def clear() -> int:
     return size
 
 
-def open_cache(checkpoint: Path, form: str, device: str) -> QuantisedCache | None:
+def open_cache(checkpoint: Path, form: str, device: str, part: str = "") -> QuantisedCache | None:
     """The cache of a checkpoint in a format; None if there is nothing to quantise, or no file whose state could be
-    compared."""
+    compared. part: of a checkpoint that several read, such as a target with its drafter in one file."""
     files = [checkpoint] if checkpoint.is_file() else sorted(checkpoint.glob("*.safetensors"))
     if form == "auto" or not files:
         return None
     states = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
     place = _digest(str(checkpoint.resolve()))
     key = _digest(json.dumps([states, form, device, _code_version()]))
-    name = re.sub(r"[^\w.]+", "-", checkpoint.name)[:40]
+    name = re.sub(r"[^\w.]+", "-", checkpoint.name)[:40] + (f"-{part}" if part else "")
     path, size = folder() / f"{name}-{form}-{device}-{place[:8]}-{key[:12]}", sum(state[1] for state in states)
     return QuantisedCache(path, checkpoint, form, size)
 

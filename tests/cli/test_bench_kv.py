@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,19 @@ from sparkdraft.bench.nearness import (
     read_texts,
     rise_by_position,
 )
+from sparkdraft.cli import bench_kv
 from sparkdraft.cli.main import main
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
+from sparkdraft.engine import machine
 from sparkdraft.engine.machine import plan_here
 from sparkdraft.llm import LLM
 from sparkdraft.models.config import uniform_config
+from sparkdraft.models.registry import read_config
+from sparkdraft.plan.hardware import Hardware
+from sparkdraft.plan.memory import rope_bytes
+from sparkdraft.plan.sizes import model_sizes
+from sparkdraft.plan.weight_formats import quantised_at_load
 from sparkdraft.text.tokenizer import Tokenizer
 from sparkdraft.weights.checkpoint import open_checkpoint
 from tests.cli.said import said
@@ -160,6 +168,24 @@ def test_memory_is_what_the_plans_say() -> None:
     assert pages and found["k4v3"].tokens_that_fit * found["k4v3"].bytes_per_token == pytest.approx(
         room - pages, rel=1e-3
     )
+
+
+@pytest.mark.parametrize("shape", ["", "toy"])
+def test_plans_count_weights_as_they_are_stored(
+    shape: str, smollm2_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, which keeps a file's codes, and what --weights quantises, as codes."""
+    gpu = Hardware("cuda", "a GPU", 8, 8 << 30, (9, 0))
+    monkeypatch.setattr(machine, "detect", lambda config: gpu)
+    checkpoint = None if shape else open_checkpoint("smollm2")
+    model = read_config(checkpoint.config) if checkpoint else TOY
+    stored = checkpoint.stored_bytes() if checkpoint else quantised_at_load(TOY, "fp8")
+    args = {"device": "cuda", "dtype": "auto", "shape": shape, "model": "smollm2", "uses_profile": False}
+    flags = Namespace(**args, weights="fp8" if shape else "auto")
+    plans = bench_kv._plans(flags, parse_formats("fp8"), model, checkpoint)
+    expected = stored.kept(2) + rope_bytes(model, plans["exact"].max_model_len)
+    assert [plan.memory.weights for plan in plans.values()] == [expected] * 2
+    assert stored.kept(2) < 0.9 * 2 * model_sizes(model).held
 
 
 # ---- the command

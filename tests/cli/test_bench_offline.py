@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from sparkdraft.bench import bandwidth, shapes
 from sparkdraft.bench.coded import FORMS
 from sparkdraft.bench.offline import Bench, Ceilings, Load
 from sparkdraft.bench.profile import MOST, Parts, Span, find_gaps, most_expensive, recorder, summary, timed_parts
-from sparkdraft.bench.synthetic import Acceptance, SyntheticSampler, spans
+from sparkdraft.bench.synthetic import Acceptance, Outcomes, SyntheticSampler, VariedAcceptance, spans
 from sparkdraft.bench.tensors import drafter_tensor_shapes
 from sparkdraft.cli.main import main
 from sparkdraft.config import EngineConfig
@@ -27,6 +28,7 @@ from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.engine.sampler import SampleRow
 from sparkdraft.models.config import uniform_config
 from sparkdraft.spec.registry import DFlashKind, DraftSource
+from sparkdraft.spec.step_costs import Price
 from sparkdraft.weights.planes import pack
 from sparkdraft.weights.quant.coded import Coded
 from tests.cli.said import said
@@ -65,7 +67,13 @@ def toy_bench(acceptance: Acceptance | None, overlaps: bool = False, spec: str =
     engine = build_engine(plan, config, TOY, target, shapes.SilentTokenizer(), source)
     if overlaps:
         engine.overlap = OverlappedSteps(
-            engine.runner, engine.drafting.proposer, torch.device("cpu"), engine.drafting.choices
+            *(
+                engine.runner,
+                engine.drafting.proposer,
+                torch.device("cpu"),
+                engine.drafting.choices,
+                engine.drafting.cuts,
+            )
         )
     return Bench(engine, TOY, Ceilings(1e9, None), acceptance)
 
@@ -95,6 +103,28 @@ def test_few_steps_have_the_length_too_and_a_table_is_always_the_same() -> None:
     assert process.steps(256) == 40 and process.steps(65) == 10
 
 
+def test_varied_blocks_are_those_of_the_embedded_drafter() -> None:
+    """At the same mean, as many blocks end early and as many are right to their end; and the gaps tell which."""
+    data = np.load(Path(__file__).parents[1] / "spec" / "drafted_blocks.npz")
+    real = data["right"].cumprod(1).sum(1)
+    process = VariedAcceptance(1 + real.mean(), 15)
+    accepted, gaps = process.outcomes(400, 4)
+    assert accepted.shape == (400, 4) and gaps is not None and gaps.shape == (400, 4, 15) and gaps.dtype == np.float32
+    assert accepted.mean() == pytest.approx(real.mean(), rel=0.02)
+    assert accepted.var() == pytest.approx(real.var(), rel=0.1)
+    alike = Acceptance(1 + real.mean(), 15).table(400, 4)
+    assert alike.var() < 0.85 * real.var(), "equal chances for all drafts do not show it"
+    for found, first in ((real, data["gaps"][:, :4].mean(1)), (accepted.ravel(), gaps.reshape(-1, 15)[:, :4].mean(1))):
+        unsure, sure = found[first < np.quantile(first, 0.25)].mean(), found[first > np.quantile(first, 0.75)].mean()
+        assert sure > 3 * unsure
+    for steps, streams in ((10, 1), (40, 1), (10, 16)):
+        few = process.outcomes(steps, streams)
+        assert few.accepted.mean() == pytest.approx(real.mean(), rel=0.12 if steps * streams == 10 else 0.05)
+        assert (few.accepted == process.outcomes(steps, streams).accepted).all()
+    longer = Outcomes.joined([process.outcomes(3, 2, seed) for seed in range(4)], 10)
+    assert longer.accepted.shape == (10, 2) and longer.gaps is not None and longer.gaps.shape == (10, 2, 15)
+
+
 @pytest.mark.parametrize("length", [0.99, 16.01, float("nan"), -3])
 def test_lengths_that_no_drafts_can_have(length: float) -> None:
     with pytest.raises(UserError, match="from 1 to 16"):
@@ -114,7 +144,7 @@ def test_the_sampler_is_overruled_only_after_its_work() -> None:
         return ids
 
     assert said()[0] != 5 and said()[4] != 3  # no table: nothing is accepted
-    sampler.start(np.array([[1, 2], [3, 0], [9, 1]], np.int32))
+    sampler.start(Outcomes(np.array([[1, 2], [3, 0], [9, 1]], np.int32), None))
     first, second, third = said(), said(), said()
     assert first[0] == 5 and first[1] != 6 and first[4:6] == [3, 3] and first[6] == 0
     assert second[:4] == [5, 6, 7, 2] and second[4] == 4  # its own id, where that is not the draft
@@ -164,7 +194,8 @@ def test_a_given_acceptance_comes_out_as_given(offline: Run) -> None:
     out, report = offline(*DRAFTED, "--concurrency", "1,3", "--output-len", "80")
     assert "SYNTHETIC" in out and "p = 0.8599" in out and "(synthetic)" in out
     assert report["synthetic"] is True and report["drafter"] == "dflash-3x" and report["spec"] == "15"
-    assert report["acceptance"] | {"process": ""} == {"length": 6.5, "p": 0.859903, "depth": 15, "process": ""}
+    given = {"length": 6.5, "p": 0.859903, "depth": 15, "process": "", "varied": False}
+    assert report["acceptance"] | {"process": ""} == given and report["cut"] is True
     assert [row["streams"] for row in report["rows"]] == [1, 3]
     for row in report["rows"]:
         assert row["steps"] == 13 and row["length"] == pytest.approx(6.5, rel=0.03)
@@ -258,6 +289,18 @@ def test_depths_that_are_chosen_find_their_costs_measured_and_the_acceptance_giv
     assert all(costs.weight[depth] for depth in bench.engine.drafting.choices)
     row, _ = bench.measure(Load(2, 20, 200), lambda done, total: None)
     assert 1 <= row.length < 6.6
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_blocks_that_vary_are_cut_by_the_gaps_that_are_given(overlaps: bool) -> None:
+    """With rows that cost, whatever this machine says: fewer of them, and nearly as many tokens."""
+    bench = toy_bench(VariedAcceptance(5.4, 15), overlaps, "auto")
+    (controller,) = bench.engine.drafting.controllers.values()
+    controller.choose = lambda states, *context: [15] * len(states)  # type: ignore[method-assign]
+    controller._rate, controller._price = 1.0, Price.of([0.0 + 0.1 * k for k in range(16)], 1)
+    controller.measured = lambda *args: None  # type: ignore[method-assign]
+    row, _ = bench.measure(Load(2, 20, 200), lambda done, total: None)
+    assert row.length > 4 and row.rows < 2 * 9, "whole blocks have 16 rows for 5.4 tokens"
 
 
 def test_the_floor_counts_what_a_drafted_step_reads() -> None:

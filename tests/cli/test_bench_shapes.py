@@ -74,6 +74,27 @@ def test_a_shape_runs_with_an_mtp_head(name: str, capsys: pytest.CaptureFixture[
     assert row["floor_gb"]["drafter"] == pytest.approx(3 * 4 * (head.num_read + 256 * 64) / 1e9, abs=1e-4)
 
 
+@pytest.mark.usefixtures("little")
+def test_a_shape_runs_with_a_quantised_drafter_and_few_ids(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARKDRAFT_CACHE", str(tmp_path / "cache"))
+    ids = tmp_path / "ids"
+    ids.write_text("".join(f"{each}\n" for each in range(0, 256, 4)))
+    flags = ["--shape", "qwen3.5-27b", "--drafter-shape", "qwen3.5-27b-dflash", "--dtype", "float32", "--threads", "1"]
+    flags += ["--synthetic-acceptance", "2.5", "--spec", "3", "--prompt-len", "20", "--concurrency", "1"]
+    flags += ["--output-len", "20", "--drafter-weights", "fp8", "--draft-vocab", str(ids), "--verbose"]
+    assert main(["bench", "offline", *flags]) == 0, capsys.readouterr().err
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["drafter_weights"] == "fp8" and found["draft_ids"] == 64
+    model = shapes.shape("qwen3.5-27b")
+    draft = shapes.drafter_shape("qwen3.5-27b-dflash", model)
+    layers = sum(layer.held for layer in model_sizes(draft.model).layers)
+    expected = 4 * (layers + 64 * 64) / 1e9  # a CPU's float32 kernels keep the rounded numbers as floats
+    assert found["rows"][0]["floor_gb"]["drafter"] == pytest.approx(expected, abs=1e-4)
+    assert not (tmp_path / "cache" / "quantised").exists(), "random weights are no file"
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("little")
 def test_depths_of_a_shape_with_a_synthetic_acceptance(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

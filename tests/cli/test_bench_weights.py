@@ -17,6 +17,7 @@ from sparkdraft.bench.weights import FloatCheckpoint, format_bytes, parse_format
 from sparkdraft.cli.main import main
 from sparkdraft.core import UserError
 from sparkdraft.llm import LLM
+from sparkdraft.spec.packaged import default_drafter
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.quant.stored import as_float
 from tests.cli.said import said
@@ -54,6 +55,8 @@ def test_a_quantised_file_becomes_floats_and_then_the_format(smollm2_path: Path)
     assert not isinstance(stored.read(name), torch.Tensor)
     assert torch.equal(torch.as_tensor(floats.read(name)), as_float(stored.read(name)))
     assert floats.names() == stored.names()
+    drafter = open_checkpoint(str(default_drafter("smollm2")))
+    assert torch.as_tensor(FloatCheckpoint(drafter).read("d2t")).dtype == torch.int64, "ids are no weights"
     with pytest.raises(UserError, match="no matrix of floats"):  # what the wrapper is for
         LLM("smollm2", dtype="float32", weights="fp8", spec="off", max_seqs=1, max_rows=16)
 

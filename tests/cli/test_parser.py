@@ -62,10 +62,11 @@ def leaves(top: ArgumentParser) -> Iterator[ArgumentParser]:
 
 
 DECIDED = {  # by the command itself
-    "sparkdraft bench offline": {"prefix_cache", "ngram"},
+    "sparkdraft bench offline": {"prefix_cache", "ngram", "count_ids"},
     "sparkdraft bench depth": {"prefix_cache", "spec", "ngram"},
-    "sparkdraft bench kv": {"prefix_cache", "tq_centre"},
-    "sparkdraft bench weights": {"prefix_cache", "weights", "weights_cache"},
+    "sparkdraft bench kv": {"prefix_cache", "tq_centre", "count_ids"},
+    "sparkdraft bench weights": {"prefix_cache", "weights", "weights_cache", "count_ids"},
+    "sparkdraft check": {"count_ids"},
     "sparkdraft bench report": {"prefix_cache", "spec", "kv", *(n for n in ENGINE_FIELDS if n.startswith("tq_"))},
     "sparkdraft bench long-prompt": {"prefix_cache"},
     "sparkdraft train eval": {"ngram"},

@@ -24,7 +24,8 @@ def question(model: str, weights: str = "auto", drafter: str = "none", spec: str
     machine, (shape, raw) = find_machine("gb10"), read_model(model)
     formats, _ = read_formats(weights, raw, shape, machine)
     config = EngineConfig(model=model, spec=spec)
-    return Question(shape, machine, config, formats, read_drafter(drafter, model, shape), context=1024)
+    draft, names = read_drafter(drafter, model, shape)
+    return Question(shape, machine, config, formats, draft, context=1024, names=names)
 
 
 def test_one_machine_is_the_plan_s_own_with_vllm_s_losses() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparkdraft.core import Request, SamplingParams
-from sparkdraft.engine.gaps import WIDEST, draw, largest, pick_sure
+from sparkdraft.engine.gaps import WIDEST, best, drawn_scores, largest, pick_sure
 from sparkdraft.engine.sampler import Draws, ids_of, pick
 from sparkdraft.kernels import native, reference
 
@@ -41,7 +41,7 @@ def test_ids_are_those_that_the_sampler_picks(ops: ModuleType, kind: str, subset
     assert sure.ids.tolist() == pick(ops, logits.clone(), draws, ids).tolist()
     columns, gaps = largest(logits)
     if draws:
-        drawn, drawn_gaps = draw(logits, draws, ids)
+        drawn, drawn_gaps = best(drawn_scores(logits, draws, ids))
         greedy = draws.floats.view(3, -1)[0] == 0
         columns, gaps = columns.where(greedy, drawn), gaps.where(greedy, drawn_gaps)
     assert sure.ids.tolist() == ids_of(columns, ids).tolist()

@@ -19,7 +19,7 @@ from sparkdraft.core import FinishReason, GrammarSpec, Request, StepOutput
 from sparkdraft.engine import overlap as overlap_module
 from sparkdraft.engine.lanes import StepKind
 from sparkdraft.engine.overlap import RING, OverlappedSteps
-from sparkdraft.kernels.reference import accept_drafts
+from sparkdraft.kernels.reference import accept_drafts, pack_rows
 from tests.models.tiny import write_tiny
 
 TEXTS = [
@@ -69,9 +69,9 @@ def watched(overlapped: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[i
     assert overlap
     launch = overlap.launch
 
-    def counted(requests: list[Request], depths: list[int]) -> None:
+    def counted(requests: list[Request], *rest: Any) -> None:
         steps.append(len(requests))
-        launch(requests, depths)
+        launch(requests, *rest)
 
     monkeypatch.setattr(overlap, "launch", counted)
     yield steps
@@ -162,7 +162,9 @@ def test_what_is_learnt_of_a_steps_time_is_not_that_of_its_recording(
     steps = SlowToRecord(overlap.lanes.step, clock)
     monkeypatch.setattr(overlap, "_steps", steps)
     monkeypatch.setattr(overlap_module, "time", clock)
-    monkeypatch.setattr(drafting, "learn_overlapped", lambda steps, seconds: seen.append((steps[0][1], seconds)))
+    monkeypatch.setattr(
+        drafting, "learn_overlapped", lambda steps, seconds, verify: seen.append((steps[0][1], seconds))
+    )
     depths = iter([0, 0, 0, 0, 3, 3, 3, 0, 3, 3] + [0] * 99)
     monkeypatch.setattr(drafting, "depths", lambda requests: dict.fromkeys(requests, next(depths)))
     overlapped.generate(TEXTS[:1], SamplingParams(max_tokens=24, ignore_eos=True))
@@ -283,14 +285,19 @@ def test_accepting() -> None:
     drafts = torch.tensor([[1, 2, 3], [1, 9, 3], [9, 2, 3], [1, 2, 3]])
     samples = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 4, 4]])
 
-    def count(drafts: torch.Tensor | None, samples: torch.Tensor) -> list[int]:
-        many = torch.full((4,), 9, dtype=torch.int32)
-        slots = torch.zeros(samples.numel(), dtype=torch.int32)
-        result, _ = accept_drafts(drafts, samples, many, many.clone(), many.clone(), many.clone(), slots)
-        return result[:, -1].tolist()
+    def count(drafts: torch.Tensor | None, samples: torch.Tensor, kept: list[int]) -> list[int]:
+        many, stamp = [torch.full((4,), 9, dtype=torch.int32) for _ in range(3)], torch.zeros(1, dtype=torch.int64)
+        most = torch.tensor(kept, dtype=torch.int32)
+        rows = pack_rows(many[0], torch.zeros(4, 2, dtype=torch.int32), many[1], drafts, most, 16, stamp)
+        packed = torch.empty(samples.numel(), dtype=torch.int64)
+        packed[rows.places.flatten().long()] = samples.flatten()
+        result, _ = accept_drafts(drafts, packed, most, *many, rows, stamp)
+        assert result[:, samples.shape[1] + 1].tolist() == [min(k, samples.shape[1] - 1) for k in kept]
+        return result[:, samples.shape[1]].tolist()
 
-    assert count(drafts, samples) == [3, 1, 0, 2]
-    assert count(None, samples[:, :1]) == [0, 0, 0, 0]
+    assert count(drafts, samples, [9] * 4) == [3, 1, 0, 2]
+    assert count(drafts, samples, [1, 1, 3, 0]) == [1, 1, 0, 0]
+    assert count(None, samples[:, :1], [9] * 4) == [0, 0, 0, 0]
 
 
 def test_drafts_before_a_stop_are_counted_as_accepted_all_of_them(overlapped: LLM, watched: list[int]) -> None:

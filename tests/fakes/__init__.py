@@ -128,13 +128,12 @@ class FakeRunner:
             rows += [hash_logits(past[: len(past) - back]) for back in reversed(range(work.num_sampled))]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
 
-    def commit(self, counts: list[int]) -> None:
-        """Each sequence of the last step stands where the rows that were committed end."""
-        assert len(counts) == len(self._work)
-        for work, count in zip(self._work, counts, strict=True):
-            assert work.start + count == work.request.num_computed and count <= work.num_scheduled
-            for check in self.checks:
-                check.commit(work, count)
+    def commit(self, request: Request, num_rows: int) -> None:
+        """A request of the last step stands where its rows that were committed end."""
+        (work,) = (each for each in self._work if each.request is request)
+        assert work.start + num_rows == request.num_computed and num_rows <= work.num_scheduled
+        for check in self.checks:
+            check.commit(work, num_rows)
 
     def _slot(self, request: Request, position: int) -> int:
         size = self.plan.block_size
@@ -151,7 +150,7 @@ class FakeBlock:
     gaps: by whether a draft is right, how sure the drafter says it is, on average; without them it says nothing.
     """
 
-    may_pass_over, chain = False, False
+    may_pass_over, chain, device = False, False, torch.device("cpu")
 
     def __init__(
         self, chance: float, block_size: int = 8, seed: int = 0, gaps: tuple[float, float] | None = None
@@ -235,4 +234,12 @@ def fake_engine(
     if (coded := plan.coded) and runner.pages:
         rows = (coded.first, coded.recent, MOST_AHEAD)
         holdings.append(RecentRows(PagePool(coded.pages), plan.block_size, *rows, runner.pages.send))
-    return Engine(plan, runner, sampler, tokenizer, drafting, holdings=holdings)  # type: ignore[arg-type]
+    engine = Engine(plan, runner, sampler, tokenizer, drafting, holdings=holdings)  # type: ignore[arg-type]
+    advance = engine.scheduler.commit
+
+    def commit(request: Request, num_rows: int) -> None:
+        advance(request, num_rows)
+        runner.commit(request, num_rows)
+
+    engine.scheduler.commit = commit  # type: ignore[method-assign]
+    return engine

@@ -1,4 +1,8 @@
-"""Commands and files of other servers as DGX Spark users have posted them, cut down to what matters."""
+"""Commands and files of other servers as DGX Spark users have posted them, cut down to what matters.
+
+POSTED_IN says where: a model page's discussion and a forum thread on Gemma 4 with DFlash, a thread on DFlash, the page
+of a container, and a report on Gemma 4 with its assistant.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,16 @@ GEMMA_DFLASH = """VLLM_DISABLE_COMPILE_CACHE=1 vllm serve google/gemma-4-31B-it 
   --gpu-memory-utilization 0.80 --enforce-eager --limit-mm-per-prompt '{"image":0,"video":0}' \\
   --speculative-config \
   '{"method":"dflash","model":"RedHatAI/gemma-4-31B-it-speculator.dflash","num_speculative_tokens":8}'
+"""
+GEMMA_TWO_SPARKS = """VLLM_DISABLE_COMPILE_CACHE=1 NCCL_IB_DISABLE=1 vllm serve google/gemma-4-31B-it \\
+  --quantization fp8 --tensor-parallel-size 2 --distributed-executor-backend ray --max-model-len 16384 \\
+  --max-num-batched-tokens 16384 --gpu-memory-utilization 0.80 --enforce-eager \\
+  --speculative-config \
+  '{"method":"dflash","model":"RedHatAI/gemma-4-31B-it-speculator.dflash","num_speculative_tokens":8}'
+"""
+GEMMA_INT4 = """vllm serve Intel/gemma-4-31B-it-int4-AutoRound --max-num-seqs 4 --attention-backend FLASH_ATTN \\
+  --speculative-config \
+  '{"method":"dflash","model":"RedHatAI/gemma-4-31B-it-speculator.dflash","num_speculative_tokens":7}'
 """
 QWEN_INT4 = """./launch-cluster.sh -t vllm-node-tf5 --solo --apply-mod mods/fix-qwen3.5-chat-template \\
 -e VLLM_MARLIN_USE_ATOMIC_ADD=1 \\
@@ -21,6 +35,7 @@ CODER_NEXT = """vllm serve saricles/Qwen3-Coder-Next-NVFP4-GB10 --enforce-eager 
   --speculative-config.method dflash --speculative-config.model z-lab/Qwen3-Coder-Next-DFlash \\
   --speculative-config.num_speculative_tokens 15
 """
+CODER_NEXT_COMPILED = CODER_NEXT.replace("--enforce-eager ", "")
 DFLASH_CONTAINER = """docker run -d --name vllm-dflash \\
 --gpus all --network host --ipc host --ulimit memlock=-1:-1 \\
 -v /models/DFlash-Qwen3.5-27B-Uncensored-NVFP4:/models/target:ro \\
@@ -40,6 +55,9 @@ GEMMA_MTP = """vllm serve RedHatAI/gemma-4-26B-A4B-it-FP8-Dynamic \\
 --served-model-name gemma4-fp8-mtp --max-model-len 65536 --gpu-memory-utilization 0.45 --max-num-seqs 4 \\
 --max-num-batched-tokens 8192 --enable-auto-tool-choice --tool-call-parser gemma4 --reasoning-parser gemma4 \\
 --port 11437 \\
+--speculative-config '{"method":"gemma4_mtp","model":"google/gemma-4-26B-A4B-it-assistant","num_speculative_tokens":4}'
+"""
+GEMMA_MTP_BARE = """vllm serve RedHatAI/gemma-4-26B-A4B-it-FP8-Dynamic --max-model-len 32768 --kv-cache-dtype auto \\
 --speculative-config '{"method":"gemma4_mtp","model":"google/gemma-4-26B-A4B-it-assistant","num_speculative_tokens":4}'
 """
 COMPOSE = """
@@ -81,3 +99,10 @@ services:
       LLAMA_ARG_N_PARALLEL: 2
       LLAMA_ARG_ENDPOINT_METRICS: 1
 """
+POSTED_IN = {
+    "discussion": ("GEMMA_DFLASH",),
+    "gemma thread": ("GEMMA_DFLASH", "GEMMA_TWO_SPARKS", "GEMMA_INT4"),
+    "dflash thread": ("QWEN_INT4", "CODER_NEXT", "CODER_NEXT_COMPILED"),
+    "container": ("DFLASH_CONTAINER", "TURBOQUANT_CONTAINER", "COMPOSE"),
+    "report": ("GEMMA_MTP", "GEMMA_MTP_BARE", "LLAMA"),
+}

@@ -1,5 +1,5 @@
-"""A program that behaves as `vllm` does where a parent can see it: it says its version, serves /health, has a helper
-process in another session, and ends on SIGTERM. Written to a file as an executable."""
+"""A program that behaves as `vllm` does where a parent and a client can see it: it says its version, serves /health,
+/metrics and chats, has a helper process in another session, and ends on SIGTERM. Written to a file as an executable."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import stat
 import sys
 from pathlib import Path
 
-PROGRAM = """#!{python}
-import json, os, signal, subprocess, sys, threading, time
+PROGRAM = r"""#!{python}
+import json, os, select, signal, subprocess, sys, threading, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 args = sys.argv[1:]
@@ -24,19 +24,76 @@ if "{mode}" == "fails":
     sys.exit(3)
 
 
+METRICS = '''# HELP vllm:generation_tokens_total Tokens.
+# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total{{engine="0"}} 7.0
+# TYPE sparkdraft_generation_tokens_total counter
+sparkdraft_generation_tokens_total 7.0
+sparkdraft_vllm_patches{{state="not needed"}} 5.0
+python_info 1.0
+'''
+
+
 class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
     def do_GET(self):
-        self.answer({{"served": args[args.index("--port") + 1]}})
+        if self.path == "/die":
+            os._exit(9)
+        if self.path == "/metrics":
+            return self.write(METRICS.encode(), "text/plain")
+        if self.path == "/health" and os.path.exists("{record}.sick"):
+            return self.send_error(503)
+        self.answer({{"path": self.path, "data": [{{"id": "m"}}]}})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/slow":
+            try:
+                for _ in range(600):
+                    time.sleep(0.05)
+                    if not select_closed(self.connection):
+                        continue
+                    open("{record}.gone", "w").close()
+                    return
+            finally:
+                self.close_connection = True
+            return
+        if not body.get("stream"):
+            message = {{"role": "assistant", "content": "one two"}}
+            usage = {{"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}}
+            choices = [{{"message": message, "finish_reason": "stop"}}]
+            return self.answer({{"model": "m", "choices": choices, "usage": usage}})
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for piece in ("one ", "two"):
+            self.event(json.dumps({{"choices": [{{"index": 0, "delta": {{"content": piece}}}}]}}))
+            time.sleep(0.2)
+        self.event("[DONE]")
+        self.wfile.write(b"0\r\n\r\n")
+
+    def event(self, text):
+        raw = ("data: " + text + "\n\n").encode()
+        self.wfile.write(hex(len(raw))[2:].encode() + b"\r\n" + raw + b"\r\n")
 
     def answer(self, body):
-        raw = json.dumps(body).encode()
+        self.write(json.dumps(body).encode(), "application/json")
+
+    def write(self, raw, kind):
         self.send_response(200)
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(raw)))
         self.end_headers()
         self.wfile.write(raw)
 
     def log_message(self, *rest):
         pass
+
+
+def select_closed(connection):
+    return bool(select.select([connection], [], [], 0)[0]) and not connection.recv(1)
 
 
 server = ThreadingHTTPServer((args[args.index("--host") + 1], int(args[args.index("--port") + 1])), Handler)

@@ -75,6 +75,7 @@ def test_a_whole_configuration() -> None:
             "num_speculative_tokens": 6,
             "attention_backend": "FLASH_ATTN",
         },
+        "per-request-spec-decode-metrics": "summary",
     }
     assert "secret" not in repr(command) and not any("secret" in word for word in command.words())
 
@@ -111,6 +112,29 @@ def test_the_drafter_and_its_depth() -> None:
     assert "makes 7 drafts at most" in refusal(Choices(), model=GEMMA, drafter=REDHAT, spec="8")
     assert "has no MTP head that is known" in refusal(Choices(), model="Qwen/Qwen3-8B", drafter="mtp")
     assert "no mtp drafter is known" in refusal(Choices(method="mtp"), model="Qwen/Qwen3-8B")
+
+
+def test_a_build_for_cpus_gets_what_it_can_run() -> None:
+    command = exported(Choices(machine="cpu"), model="Qwen/Qwen3-8B")
+    assert command.flags["gpu-memory-utilization"] == 0.3 and command.flags["dtype"] == "float32"
+    assert any(note.startswith("memory_fraction: on a CPU") for note in command.notes)
+    given = exported(Choices(machine="cpu"), model="Qwen/Qwen3-8B", memory_fraction=0.5, dtype="bfloat16")
+    assert given.flags["gpu-memory-utilization"] == 0.5 and given.flags["dtype"] == "bfloat16"
+    assert not any(note.startswith(("memory_fraction", "dtype")) for note in given.notes)
+
+
+def test_acceptance_per_request_is_asked_for_where_there_is_such_a_flag() -> None:
+    flag = "per-request-spec-decode-metrics"
+    assert flag not in exported(Choices(version="0.28.0"), model=QWEN, prefix_cache=False).flags
+    assert flag not in exported(model=QWEN, spec="off").flags  # vLLM refuses it without a drafter
+    assert exported(Choices(version="0.29.0"), model=QWEN, prefix_cache=False).flags[flag] == "summary"
+
+
+def test_what_our_front_does_is_not_noted_as_missing() -> None:
+    config = ServerConfig(EngineConfig(model=QWEN), max_body=2048, allowed_hosts="a.example", max_queue=3)
+    alone, behind = (vllm_command(config, Choices(), behind_front=front).notes for front in (False, True))
+    assert {note.split(":")[0] for note in set(alone) - set(behind)} == {"max_body", "allowed_hosts"}
+    assert any(note.startswith("max_queue: not in vLLM") for note in behind)
 
 
 def test_a_folder_is_read_and_named_by_its_path(tmp_path: Path) -> None:
@@ -220,7 +244,8 @@ OTHER_VALUES: dict[str, tuple[Any, ...]] = {
     **{"tq_key_bits": (3,), "tq_value_bits": (4,), "tq_ring_capacity": (9,), "tq_initial_layers": (1,)},
     **{"tq_centre": (False,), "kv_tokens": (512,), "memory_fraction": (0.5,), "block_size": (32,)},
     **{"prefix_cache": (False,), "graphs": (True,), "threads": (3,), "spec": ("off", "3"), "spec_depths": ("0,3",)},
-    **{"drafter": ("none", "mtp"), "ngram": (False,), "profile": ("none",)},
+    **{"drafter": ("none", "mtp"), "ngram": (False,), "profile": ("none",), "drafter_weights": ("fp8",)},
+    **{"draft_vocab": ("ids.txt",), "count_ids": ("counts.txt",), "cut": ("off",)},
 }
 
 

@@ -10,18 +10,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from sparkdraft.cli.main import main, parser
 from sparkdraft.core import UserError
-from sparkdraft.interop.importing import Imported, read
+from sparkdraft.interop.importing import read
 from sparkdraft.interop.llama_flags import LLAMA_CPP
 from sparkdraft.interop.tables import read_flags
 from sparkdraft.interop.vllm_flags import VLLM
 from sparkdraft.server.config import FIELDS, merge
 from tests.interop import commands
-from tests.server.test_serve import started
 
 POSTED = {
     "GEMMA_DFLASH": {
@@ -33,6 +31,14 @@ POSTED = {
             "spec": "7",
         },
     },
+    "GEMMA_TWO_SPARKS": {
+        **{"model": "google/gemma-4-31B-it", "weights": "fp8", "max_model_len": 16384, "max_rows": 16384, "spec": "7"},
+        **{"memory_fraction": 0.8, "graphs": False, "drafter": "RedHatAI/gemma-4-31B-it-speculator.dflash"},
+    },
+    "GEMMA_INT4": {
+        **{"model": "Intel/gemma-4-31B-it-int4-AutoRound", "max_seqs": 4, "spec": "7"},
+        **{"drafter": "RedHatAI/gemma-4-31B-it-speculator.dflash"},
+    },
     "QWEN_INT4": {
         **{"model": "Intel/Qwen3.5-35B-A3B-int4-AutoRound", "host": "0.0.0.0", "port": 8888, "allow_public": True},
         **{"max_model_len": 262144, "max_rows": 32768, "memory_fraction": 0.7, "tool_parser": "qwen3_xml"},
@@ -41,6 +47,10 @@ POSTED = {
     "CODER_NEXT": {
         **{"model": "saricles/Qwen3-Coder-Next-NVFP4-GB10", "max_rows": 32768, "max_seqs": 4, "memory_fraction": 0.6},
         **{"graphs": False, "drafter": "z-lab/Qwen3-Coder-Next-DFlash", "spec": "15"},
+    },
+    "CODER_NEXT_COMPILED": {
+        **{"model": "saricles/Qwen3-Coder-Next-NVFP4-GB10", "max_rows": 32768, "max_seqs": 4, "memory_fraction": 0.6},
+        **{"drafter": "z-lab/Qwen3-Coder-Next-DFlash", "spec": "15"},
     },
     "DFLASH_CONTAINER": {
         **{"model": "/models/DFlash-Qwen3.5-27B-Uncensored-NVFP4", "served_name": "qwen35-dflash", "max_seqs": 16},
@@ -57,6 +67,10 @@ POSTED = {
         **{"tool_parser": "gemma4", "reasoning_parser": "gemma4"},
         **{"drafter": "google/gemma-4-26B-A4B-it-assistant", "spec": "4"},
     },
+    "GEMMA_MTP_BARE": {
+        **{"model": "RedHatAI/gemma-4-26B-A4B-it-FP8-Dynamic", "max_model_len": 32768, "spec": "4"},
+        **{"drafter": "google/gemma-4-26B-A4B-it-assistant"},
+    },
     "LLAMA": {
         **{"model": "unsloth/Qwen3.6-35B-A3B-GGUF", "kv_tokens": 65536, "max_model_len": 16384, "max_seqs": 4},
         **{"kv": "fp8", "sampling_defaults": "temperature=0.7,top_k=20", "max_rows": 4096, "served_name": "qwen"},
@@ -65,6 +79,12 @@ POSTED = {
 }
 NAMED = {  # flags and variables that have no counterpart, which must be named
     "GEMMA_DFLASH": ("--limit-mm-per-prompt", "VLLM_DISABLE_COMPILE_CACHE", "makes 7 drafts at most, not 8"),
+    "GEMMA_TWO_SPARKS": (
+        "--tensor-parallel-size 2: one machine, one GPU",
+        "--distributed-executor-backend",
+        "NCCL_IB_DISABLE",
+    ),
+    "GEMMA_INT4": ("--attention-backend",),
     "QWEN_INT4": (
         "--load-format",
         "--chat-template",
@@ -73,11 +93,17 @@ NAMED = {  # flags and variables that have no counterpart, which must be named
         "--apply-mod",
     ),
     "CODER_NEXT": ("--attention-backend", "--enforce-eager"),
+    "CODER_NEXT_COMPILED": ("--attention-backend",),
     "DFLASH_CONTAINER": ("ATTENTION_BACKEND is flash_attn", "listens on all addresses"),
     "TURBOQUANT_CONTAINER": ("ATTENTION_BACKEND",),
     "GEMMA_MTP": ("the depth is fixed as there",),
+    "GEMMA_MTP_BARE": ("listens on all addresses",),
     "LLAMA": ("--mlock", "-ub", "name the file", "shared by 4 slots"),
 }
+
+
+def test_none_is_left_out() -> None:
+    assert {name for names in commands.POSTED_IN.values() for name in names} == {*POSTED, "COMPOSE"}
 
 
 @pytest.mark.parametrize("name", POSTED)
@@ -267,20 +293,3 @@ def test_a_file_has_no_key_and_that_is_said(capsys: pytest.CaptureFixture[str]) 
     assert main(["import", "vllm serve m --api-key hidden", "--toml"]) == 0
     out, notes = capsys.readouterr()
     assert out == 'model = "m"\n' and "api_key: not written into the file" in notes and "hidden" not in notes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["QWEN_INT4", "TURBOQUANT_CONTAINER", "LLAMA"])
-def test_what_is_printed_serves_the_embedded_model(name: str, smollm2_path: Path) -> None:
-    """All that does not depend on the model's shape: only its name, drafter and parsers, and budgets past its own
-    context, are left out."""
-    left_out = ("drafter", "port", "tool_parser", "max_model_len", "max_rows", "kv_tokens", "host", "allow_public")
-    kept = {key: value for key, value in POSTED[name].items() if key not in left_out}
-    kept |= {"model": "smollm2", "kv": "exact"}  # other formats of caches are tests/cache's, and slow on a CPU
-    words = shlex.split(Imported("", kept, []).command())
-    with started("--device", "cpu", *words[2:]) as server:
-        url = server.wait_for(r"chat +(http://127\.0\.0\.1:\d+)/").group(1)
-        server.wait_for("ready after", 240)
-        body = {"model": kept.get("served_name", "smollm2"), "prompt": "The sea is", "max_tokens": 4}
-        answer = httpx.post(url + "/v1/completions", json=body, timeout=60)
-        assert answer.status_code == 200 and answer.json()["choices"][0]["text"], answer.text

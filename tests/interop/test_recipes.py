@@ -89,6 +89,25 @@ def test_a_wrong_recipe_is_refused(form: str, change: dict[str, Any], words: str
             check(form, {key: value for key, value in good.items() if key != name})
 
 
+def test_an_image_that_is_a_server_itself_gets_no_entrypoint() -> None:
+    """sparkrun hands its launcher to the image as arguments, which vLLM's own image would read as its flags."""
+    recipe = find_recipe("qwen3-8b-dflash")
+    for image in ("", "vllm/vllm-openai:nightly", "docker.io/vllm/vllm-openai:v0.32.0"):
+        written = yaml.safe_load(recipe.launcher(SPARKRUN, "0.32.0", image))
+        assert written["executor_config"] == {"entrypoint": ""}
+        with pytest.raises(UserError, match='set entrypoint to "" in executor_config'):
+            check(SPARKRUN, {key: value for key, value in written.items() if key != "executor_config"})
+    assert "executor_config" not in yaml.safe_load(recipe.launcher(SPARKRUN, "0.32.0", "eugr/spark-vllm:latest"))
+
+
+def test_braces_that_python_would_fill_in_are_refused() -> None:
+    good = yaml.safe_load(find_recipe("qwen3-8b-dflash").launcher(EUGR, "0.32.0"))
+    for command in ("vllm serve x --hf-overrides '{\"a\": 1}'", "vllm serve x {", "vllm serve {}"):
+        with pytest.raises(UserError, match="write braces of JSON twice"):
+            check(EUGR, good | {"command": command})
+    assert rendered(EUGR, good | {"command": "x '{{\"a\": {{}}}}' {port}"}) == "x '{\"a\": {}}' 8000"
+
+
 def test_a_pair_that_is_broken_there_is_not_written() -> None:
     with pytest.raises(UserError, match=r"0\.30 mends it"):
         find_recipe("qwen3.5-27b-dflash").launcher(SPARKRUN, "0.25.0")

@@ -1,34 +1,28 @@
-"""`serve --engine vllm` over a fake `vllm` that is a real process: it is started with the exported command, gets our
-signals, and nothing of it stays behind."""
+"""`serve --engine vllm` over a fake `vllm` that is a real process: it is started with the exported command behind our
+front, gets our signals, is started again, and nothing of it stays behind."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-import select
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import pytest
 
-from sparkdraft.interop.child import Told, _say_ready, _wait, url_of
+from sparkdraft.interop.child import free_port, url_of
+from sparkdraft.interop.supervise import Supervised
 from tests.interop.fake_vllm import write_fake
 
 MODEL = ("--model", "Qwen/Qwen3-8B")
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def alive(pid: int) -> bool:
@@ -67,19 +61,33 @@ def started(folder: Path, *command: str, **environ: str) -> Iterator[tuple[subpr
                 os.kill(pid, signal.SIGKILL)
 
 
-def child(folder: Path, port: int) -> tuple[str, ...]:
-    """The part that runs the child alone, without the command around it: it starts in half the time."""
-    words = [str(folder / "vllm"), "serve", "m", "--host", "127.0.0.1", "--port", str(port)]
-    say = "lambda line: print(line, file=sys.stderr, flush=True)"
-    code = f"run_child({words!r}, os.environ, 5.0, {say}, 'http://127.0.0.1:{port}')"
-    return ("-c", f"import os, sys\nfrom sparkdraft.interop.child import run_child\nsys.exit({code})")
+CODE = """import asyncio, os, sys
+from sparkdraft.interop import supervise
+from sparkdraft.interop.child import free_port
+from sparkdraft.interop.front import create_front
+from sparkdraft.server.config import ServerConfig
+from sparkdraft.server.metrics import Metrics
+from sparkdraft.server.run import listen
+supervise.WATCH, supervise.PAUSE, supervise.UNWELL = 0.1, 0.1, 3
+port, config = free_port(), ServerConfig(port={port}, api_key={key!r})
+words = [{program!r}, "serve", "m", "--host", "127.0.0.1", "--port", str(port)]
+say = lambda line: print(line, file=sys.stderr, flush=True)
+more = dict(canary={canary}, drain=5.0, api_key={key!r})
+run = supervise.Supervised(words, os.environ, f"http://127.0.0.1:{{port}}", say, **more)
+sys.exit(asyncio.run(supervise.FrontServer(create_front(config, run, Metrics()), run).run_on(listen(config))))
+"""
+
+
+def child(folder: Path, port: int, key: str = "", canary: bool = False) -> tuple[str, ...]:
+    """The front and its child alone, without the command around them: it starts in half the time."""
+    return ("-c", CODE.format(program=str(folder / "vllm"), port=port, key=key, canary=canary))
 
 
 def test_it_runs_the_exported_command_and_a_signal_ends_all_of_it(tmp_path: Path) -> None:
     record, port = write_fake(tmp_path), free_port()
     command = ("-m", "sparkdraft.cli.main", "serve", "--engine", "vllm", "--port", str(port), *MODEL)
     with started(tmp_path, *command, SPARKDRAFT_API_KEY="hidden", EXTRA_ARGS="--seed 3") as (process, pids):
-        wait_for(lambda: _answers(port))
+        wait_for(lambda: _is_ready(port))
         called = json.loads(record.read_text())
         assert called["args"][:2] == ["serve", "Qwen/Qwen3-8B"] and called["key"] == "hidden"
         assert called["args"][-2:] == ["--seed", "3"]
@@ -89,14 +97,14 @@ def test_it_runs_the_exported_command_and_a_signal_ends_all_of_it(tmp_path: Path
         _, errors = process.communicate(timeout=30)
         assert process.returncode == 0 and (tmp_path / "called.json.signal").read_text() == "SIGTERM"
         assert not any(map(alive, pids)), "a process stayed behind"
-        assert "starts vLLM 0.32.0" in errors and "hidden" not in errors and "Traceback" not in errors
+        assert "by vLLM 0.32.0 on http://127.0.0.1" in errors and "hidden" not in errors and "Traceback" not in errors
 
 
 def test_a_child_that_ignores_signals_is_killed_by_the_second(tmp_path: Path) -> None:
     write_fake(tmp_path, mode="stubborn")
     port = free_port()
     with started(tmp_path, *child(tmp_path, port)) as (process, pids):
-        wait_for(lambda: _answers(port))
+        wait_for(lambda: _is_ready(port))
         process.send_signal(signal.SIGINT)
         wait_for((tmp_path / "called.json.signal").exists)
         assert process.poll() is None and alive(pids[0])
@@ -111,45 +119,106 @@ def test_a_child_is_killed_once_and_drains_after_signals_that_come_together() ->
 
         looks, signals, kills = 0, list[int](), 0
 
-        def poll(self) -> int | None:
+        @property
+        def status(self) -> int | None:
             self.looks += 1
             if self.looks == 3 and later:
-                told.note(signal.SIGINT, None)
+                supervised.note_signal(signal.SIGINT)
             return 0 if self.looks > 5 else None
 
-        def send_signal(self, number: int) -> None:
+        def tell(self, number: int) -> None:
             self.signals = [*self.signals, number]
 
         def kill(self) -> None:
             self.kills += 1
 
     for later in (False, True):
-        told, child, said = Told(), Child(), list[str]()
-        told.note(signal.SIGTERM, None)
-        told.note(signal.SIGHUP, None)
-        assert _wait(child, told, 5.0, said.append) == 0  # type: ignore[arg-type]
+        said, child = list[str](), Child()
+        supervised = Supervised([], {}, "http://127.0.0.1:9", said.append, drain=5.0)
+        supervised.note_signal(signal.SIGTERM)
+        supervised.note_signal(signal.SIGHUP)
+        assert asyncio.run(supervised._ended(child)) == 0  # type: ignore[arg-type]
         assert child.signals == [signal.SIGTERM] and child.kills == len(said) == int(later), said
 
 
-def test_readiness_is_asked_without_a_proxy_and_at_an_address_that_is_one(tmp_path: Path) -> None:
+def test_addresses_and_a_proxy_that_is_not_asked(tmp_path: Path) -> None:
     assert url_of("::1", 80) == url_of("::", 80) == "http://[::1]:80" and url_of("0.0.0.0", 8) == "http://127.0.0.1:8"
     write_fake(tmp_path)
     port, proxy = free_port(), "http://127.0.0.1:9"
-    with started(tmp_path, *child(tmp_path, port), HTTP_PROXY=proxy, http_proxy=proxy, NO_PROXY="") as (process, _):
-        assert process.stderr is not None
-        assert select.select([process.stderr], [], [], 15)[0], "it never said that it is ready"
-        assert "ready after" in process.stderr.readline()
-    said: list[str] = []
-    running = SimpleNamespace(poll=lambda: None)
-    _say_ready(running, "http://::1:80", said.append)  # type: ignore[arg-type]
-    assert said and "http://::1:80 is no address" in said[0]
+    with started(tmp_path, *child(tmp_path, port), HTTP_PROXY=proxy, http_proxy=proxy, NO_PROXY=""):
+        wait_for(lambda: _is_ready(port))
+
+
+def test_the_front_hands_on_requests_and_streams(tmp_path: Path) -> None:
+    write_fake(tmp_path)
+    port, chat = free_port(), {"messages": [{"role": "user", "content": "?"}]}
+    with started(tmp_path, *child(tmp_path, port, key="secret", canary=True)) as (process, _):
+        wait_for(lambda: _is_ready(port))
+        client = httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=30)
+        assert client.get("/health").json()["status"] == "degraded"  # the fake answers nothing that a model would
+        assert client.post("/v1/chat/completions", json=chat).status_code == 401
+        client.headers["Authorization"] = "Bearer secret"
+        answer = client.post("/v1/chat/completions?a=b%20c", json=chat)
+        assert answer.json()["choices"][0]["message"]["content"] == "one two"
+        assert client.get("/v1/models?a=b%20c").json()["path"] == "/v1/models?a=b%20c"
+        times = []
+        with client.stream("POST", "/v1/chat/completions", json=chat | {"stream": True}) as response:
+            assert response.headers["content-type"] == "text/event-stream"
+            for line in response.iter_lines():
+                if line.startswith("data:"):
+                    times.append(time.monotonic())
+        assert len(times) == 3 and times[1] - times[0] > 0.1, "pieces are handed on as they come"
+        text = client.get("/metrics").text
+        assert 'sparkdraft_generation_tokens_total{engine="0"} 7.0' in text and "vllm:" not in text
+        assert "\nsparkdraft_generation_tokens_total 7.0" not in text, "a number is there once"
+        assert 'sparkdraft_vllm_patches{state="not needed"} 5.0' in text and "python_info" not in text
+        assert "sparkdraft_engine_ready 1" in text and 'canary_probe_passed{probe="stream flows"}' in text
+        status = client.get("/v1/status").json()
+        assert status["engine"]["name"] == "vllm" and len(status["canary"]) == 6
+        assert client.post("/x", content=b"x" * (9 << 20)).status_code == 413
+        assert client.get("/health", headers={"Host": "elsewhere.example"}).status_code == 403
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+def test_a_client_that_hangs_up_ends_its_request(tmp_path: Path) -> None:
+    record = write_fake(tmp_path)
+    port = free_port()
+    with started(tmp_path, *child(tmp_path, port)):
+        wait_for(lambda: _is_ready(port))
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"http://127.0.0.1:{port}/slow", json={}, timeout=0.5, trust_env=False)
+        wait_for(Path(f"{record}.gone").exists)
+
+
+def test_a_child_that_dies_or_is_unwell_is_started_again(tmp_path: Path) -> None:
+    record = write_fake(tmp_path)
+    port = free_port()
+    with started(tmp_path, *child(tmp_path, port)) as (process, pids):
+        wait_for(lambda: _is_ready(port))
+        assert httpx.get(f"http://127.0.0.1:{port}/die", trust_env=False).status_code == 503
+        wait_for(lambda: _status(port) == 503)
+        wait_for(lambda: _is_ready(port))
+        assert not any(map(alive, pids)), "what the first left behind is ended too"
+        sick, second = Path(f"{record}.sick"), json.loads(record.read_text())["pids"]
+        sick.touch()
+        wait_for(lambda: not alive(second[0]))
+        sick.unlink()
+        wait_for(lambda: _is_ready(port))
+        text = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
+        assert "sparkdraft_engine_restarts 2" in text
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)
+        assert "started again (restart 1)" in errors and "/health has failed 3 times" in errors
+        assert process.returncode == 0 and "Traceback" not in errors
+        assert not any(map(alive, json.loads(record.read_text())["pids"]))
 
 
 def test_if_we_are_killed_the_child_is_told_to_end(tmp_path: Path) -> None:
     write_fake(tmp_path)
     port = free_port()
     with started(tmp_path, *child(tmp_path, port)) as (process, pids):
-        wait_for(lambda: _answers(port))
+        wait_for(lambda: _is_ready(port))
         process.kill()
         wait_for(lambda: not alive(pids[0]))
 
@@ -182,11 +251,15 @@ def test_flags_of_vllm_need_that_engine(tmp_path: Path) -> None:
     assert result.returncode == 1 and "--attention-backend is for --engine vllm" in result.stderr
 
 
-def _answers(port: int) -> bool:
+def _status(port: int) -> int:
     try:
-        return bool(httpx.get(f"http://127.0.0.1:{port}/health").json()["served"] == str(port))
+        return httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code
     except httpx.HTTPError:
-        return False
+        return 0
+
+
+def _is_ready(port: int) -> bool:
+    return _status(port) == 200
 
 
 def _run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:

@@ -23,7 +23,7 @@ from sparkdraft.kernels.cuda.argmax import argmax as cuda_argmax  # noqa: E402
 from sparkdraft.kernels.cuda.gpu import Gpu  # noqa: E402
 from sparkdraft.kernels.norm import Norm  # noqa: E402
 from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs  # noqa: E402
-from tests.kernels.ahead_of_time import GPUS  # noqa: E402
+from tests.kernels.ahead_of_time import GPUS, spilled_bytes  # noqa: E402
 from tests.kernels.triton_device import (  # noqa: E402
     DEVICE,
     DTYPES,
@@ -67,6 +67,20 @@ def test_gated(rows: int, inter: int, dtype: torch.dtype, activation: Activation
     assert_close(cuda.gated(gate_up, activation), reference.gated(gate_up.float(), activation), dtype)
     gate_up[0, 5], gate_up[0, inter + 6] = float("nan"), float("nan")
     assert cuda.gated(gate_up, activation)[0].isnan().nonzero().flatten().tolist() == [5, 6]
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows, width, gates", [(1, 64, 64), (3, 3000, 3000), (5, 1536, 1), (2, 1, 1)])
+def test_sigmoid_gate(rows: int, width: int, gates: int, dtype: torch.dtype) -> None:
+    """One gate per number, or one per row; gates and rows are columns of wider tensors."""
+    wide, gate = randn(rows, width + 8, dtype=dtype), 4 * randn(rows, gates + 40, dtype=dtype)[:, 40:]
+    gate[0, 0] = -100.0  # exp(100) overflows float32 on its way to zero
+    expected = wide.float()
+    reference.sigmoid_gate(expected[:, :width], gate)
+    cuda.sigmoid_gate(wide[:, :width], gate)
+    assert torch.equal(wide[:, width:].float(), expected[:, width:])
+    assert_close(wide, expected, dtype)
 
 
 @gpu
@@ -402,6 +416,16 @@ def test_a_full_gpu_splits_only_long_contexts() -> None:
     assert launch(1, 256, 32000).splits > 1  # a small chunk over a long context has too few tiles by itself
 
 
+@pytest.mark.parametrize("least", [32, 64, 128, 256])
+def test_a_split_is_whole_tiles_whatever_its_least_size(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "LEAST_UNIT", least)
+    for (kind, form), known in tuned.tables(Gpu(9, 0, 132)).items():
+        for tile in [tile for found in known.values() for tile in found] if kind == "attention_decode" else ():
+            made = attention.Tile(*tile)
+            unit, _ = attention._choose_cuts(made, 4, 4096, 300, False, True, Gpu(9, 0, 132))
+            assert unit >= least and unit % made.block_n == 0, (form, tile)
+
+
 def test_tile_numbers_leave_every_sequence_enough_tiles() -> None:
     for lengths in ([1], [0, 3, 0], [31, 32, 33, 1, 0, 64], [5] * 20):
         for queries in (1, 4, 32, 42):
@@ -442,14 +466,18 @@ def compile_kernel(
 
 def compile_attend(
     capability: int, dtype: torch.dtype, head_dim: int, tile: attention.Tile, search: bool, split: bool,
-    causal: bool = True, window: int = 0, group: int = 4, sinks: bool = False,
+    causal: bool = True, window: int = 0, group: int = 4, sinks: bool = False, inside: bool = False,
 ) -> object:  # fmt: skip
+    """inside: the parts, 64 at most, are joined by the last program."""
     pointer, ints = "*" + TYPES[dtype], ("query_start", "context_len", "block_tables")
     types = dict.fromkeys(("q", "k_cache", "v_cache"), pointer) | dict.fromkeys(ints, "*i32")
     types |= dict.fromkeys(("out", "lse"), "*fp32" if split else pointer) | {"scale": "fp32"}
     types |= {name: "i32" for name in attention._attend.arg_names if name.startswith("stride_")}
     types |= {"seqs": "i32"} | ({"sinks": "*fp32"} if sinks else {})
-    constants = ({} if sinks else {"sinks": None}) | {
+    types |= {"joined": pointer, "counters": "*i32"} if inside else {}
+    constants = {name: None for name in ("sinks", "joined", "counters") if name not in types}
+    constants |= attention._join_sizes(tile.block_m, 64, attention._padded(head_dim), tile.warps)
+    constants |= {
         "GROUP": group, "HEAD_DIM": head_dim, "DIM": triton.next_power_of_2(head_dim), "BLOCK_SIZE": 16,
         "CAUSAL": causal, "WINDOW": window, "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "RUN": 512 // tile.block_n, "SEARCH": search, "SPLIT": split,
@@ -467,7 +495,9 @@ def test_attention_compiles_within_shared_memory(capability: int, head_dim: int,
     chunk, decode = (known[f"attention_{kind}", form][head_dim,] for kind in ("chunk", "decode"))
     for numbers, search in [(chunk, True)] + [(tile, False) for tile in decode]:
         tile = attention.Tile(*numbers)
-        used = compile_attend(capability, dtype, head_dim, tile, search, split=not search).metadata.shared
+        made = compile_attend(capability, dtype, head_dim, tile, search, split=not search, inside=not search)
+        used = made.metadata.shared
+        assert search or dtype == torch.float32 or spilled_bytes(made) <= 64, "the join takes the scan's registers"
         kind = "chunk" if search else "few rows"
         print(f"sm_{capability} head_dim {head_dim} {TYPES[dtype]} {kind} {tile}: {used} bytes")
         assert used < LIMIT[capability]
@@ -480,11 +510,12 @@ def test_attention_variants_compile(capability: int) -> None:
         *((True, 100, 80, 3, False), (False, 0, 96, 1, False), (False, 100, 128, 8, False)),
         *((True, 128, 64, 8, True), (True, 0, 64, 8, True), (True, 0, 512, 8, True), (True, 0, 256, 6, True)),
     ):
-        for lanes, split in ((16, False), (16, True), (1000, False), (1000, True)):
+        for lanes, split, inside in ((16, 0, 0), (16, 1, 0), (16, 1, 1), (1000, 0, 0), (1000, 1, 0)):
             tile, search = attention._choose_tile(lanes, attention._padded(head_dim), 2, GPUS[capability])
             made = compile_attend(
-                capability, torch.bfloat16, head_dim, tile, search, split, causal, window, group, sinks
-            )
+                capability, torch.bfloat16, head_dim, tile, search, bool(split), causal, window, group, sinks,
+                bool(inside),
+            )  # fmt: skip
             assert made.metadata.shared < LIMIT[capability]
 
 
@@ -518,7 +549,7 @@ def test_tiles_of_all_heights_add_up_alike(heads: int, kv_heads: int, head_dim: 
     tiles = {(a.tile, a.search): None for a in alike(capability, heads, kv_heads, head_dim, 2, 1)}
     for tile, search in tiles:
         made = compile_attend(
-            capability, torch.bfloat16, head_dim, tile, search, split=True, group=heads // kv_heads
+            capability, torch.bfloat16, head_dim, tile, search, split=True, group=heads // kv_heads, inside=not search
         )  # fmt: skip
         reductions = re.findall(r'"tt\.reduce".*?tt\.reduce\.return', made.asm["ttgir"], re.S)
         assert reductions and all("maxnumf" in body and "addf" not in body for body in reductions)
@@ -541,8 +572,8 @@ def test_small_kernels_compile(capability: int) -> None:
     }
     for splits, lines, dim, warps in ((2, 8, 256, 4), (128, 1, 256, 4), (2, 4, 512, 8), (128, 1, 512, 8)):
         assert splits <= attention.MOST_SPLITS
-        sizes = {"HEADS": 32, "HEAD_DIM": dim, "DIM": dim, "SPLITS": splits, "LINES": lines, "PDL": False}
-        sizes |= {"SINKS": True}
+        sizes = {"HEADS": 32, "HEAD_DIM": dim, "DIM": dim, "SINKS": True, "PDL": False}
+        sizes |= attention._join_sizes(lines, splits, dim, warps)
         assert compile_kernel(attention._join, capability, join, sizes, warps).metadata.shared < LIMIT[121]
     norm = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "stride_x": "i32", "dim": "i32", "eps": "fp32"}
     sizes = {"BLOCK": 16384, "PDL": False}

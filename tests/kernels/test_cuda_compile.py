@@ -26,6 +26,7 @@ from sparkdraft.kernels import cuda  # noqa: E402
 from sparkdraft.kernels.activation import GELU_TANH  # noqa: E402
 from sparkdraft.kernels.cuda import block_attention, draft_loss  # noqa: E402
 from sparkdraft.kernels.norm import Norm  # noqa: E402
+from sparkdraft.kernels.view import AttentionParams, AttentionView  # noqa: E402
 from tests.kernels.ahead_of_time import LIMIT, captured_launches, compile_launch, empty  # noqa: E402
 from tests.kernels.test_cuda_delta_rule import recurrent_step  # noqa: E402
 from tests.kernels.test_cuda_experts import experts_step  # noqa: E402
@@ -60,11 +61,21 @@ def normed_step() -> None:
     rows, norm = empty(16, 2816), Norm(empty(2816, dtype=torch.float32), 1e-6)
     cuda.add_normed(rows, empty(16, 2816), norm, norm, 0.7)
     cuda.gated(empty(16, 4224), GELU_TANH)
+    cuda.sigmoid_gate(empty(16, 2816), empty(16, 2816))
+
+
+def block_step() -> None:
+    """A drafted block over a long context: its parts are too large for one program to join."""
+    q, caches = empty(16, 32, 128), [empty(64, 8, 16, 128) for _ in range(2)]
+    starts, context, tables = (empty(*shape, dtype=torch.int32) for shape in ((2,), (1,), (1, 2048)))
+    view = AttentionView(starts, context, tables, 16, 32768)
+    cuda.paged_attention(q, *caches, view, AttentionParams(0.1, sinks=empty(32, dtype=torch.float32)), 16)
 
 
 SHAPE = (4096, 4096, torch.bfloat16, 16)
 STEPS: dict[str, Callable[[], None]] = {
     "decode": lambda: decode_step(16, 32, 8, 128, 16),
+    "block": block_step,
     "linear": lambda: few_rows_step("linear", *SHAPE, False),
     "codes": lambda: planes_step("mxfp4", "linear", *SHAPE[:2]),
     "codes of experts": lambda: coded_experts_step("gpt-oss-20b", 16),
@@ -74,6 +85,7 @@ STEPS: dict[str, Callable[[], None]] = {
     "add_linear": lambda: few_rows_step("add_linear", *SHAPE, False),
     "experts of a row": lambda: experts_step("qwen3-30b-a3b", 1),
     "experts of rows": lambda: experts_step("gpt-oss-20b", 16),
+    "experts of many rows": lambda: experts_step("gpt-oss-20b", 64),
     "norms after": normed_step,
     "recurrent rows": lambda: recurrent_step(16, 48, torch.bfloat16, 16, tree=True),
     "recurrent prompts": lambda: recurrent_step(16, 48, torch.bfloat16, 2000),

@@ -121,6 +121,30 @@ def test_blocks_hold_every_pair_once(rows: int, top_k: int, count: int, size: in
     assert seen == order == sorted(range(len(flat)), key=lambda pair: (flat[pair], pair))
 
 
+@gpu
+@pytest.mark.parametrize("rows, count, top_k, live", [(6, 64, 2, 4), (16, 8, 2, 5), (16, 8, 2, 0), (40, 8, 2, 17)])
+def test_dead_rows_reach_no_expert(rows: int, count: int, top_k: int, live: int) -> None:
+    """Pair by pair, in blocks, and in batches of more rows: those before them are as if they were alone."""
+    problem, x = Problem.of(count, 40, 24, DTYPES[0]), randn(rows, 40, dtype=DTYPES[0])
+    router, number = DenseLinear(randn(count, 40, dtype=DTYPES[0])), integers([live])
+    got, expected = (
+        ops.norm_route(Normed(x, problem.norm), router, top_k, True, None, number) for ops in (cuda, reference)
+    )
+    assert torch.equal(got.ids, expected.ids) and (got.ids[live:] == -1).all() and (got.ids[:live] >= 0).all()
+    assert not got.weights[live:].any()
+    blocks = routing.cut(got, count, 16)
+    used = [entry for entry in blocks.table.tolist() if entry[0] >= 0]
+    assert {entry[0] for entry in used} == set(got.ids[:live].flatten().tolist())
+    assert sorted(pair for _, first, last in used for pair in blocks.order[first:last].tolist()) == [
+        *range(live * top_k)
+    ]
+    added = cuda.add_experts(Normed(x.clone(), problem.norm), got, *problem.arguments, problem.then)
+    wanted = reference.add_experts(Normed(x.clone(), problem.norm), expected, *problem.arguments, problem.then)
+    if live:
+        assert_close(added.x[:live], wanted.x[:live], DTYPES[0])
+    assert torch.equal(wanted.x[live:], x[live:])
+
+
 # Experts
 
 
@@ -274,6 +298,35 @@ def test_a_row_does_not_depend_on_its_neighbours(bias: bool) -> None:
         check_rows_alone(problem, 2, dtype, [(0, 1), (9, 10), (3, 5), (1, 8)])
 
 
+def check_padding(problem: Problem, top_k: int, rows: int, dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
+    x, chosen = randn(rows, problem.norm.gain.shape[0], dtype=dtype), random_routing(rows, problem.gate_up.count, top_k)
+    found = []
+    for eight in (True, False):
+        patch.setattr(few_rows, "EIGHT_ROWS", eight)
+        left = cuda.add_experts(few_rows_normed(x.clone(), problem.norm), chosen, *problem.arguments, problem.then)
+        found.append((left.x, left.scaled, left.squares))
+    assert not found[0][0].isnan().any() and all(map(torch.equal, *found))
+
+
+@gpu
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_a_row_does_not_depend_on_its_padding(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs one by one and in blocks; choices are columns too."""
+    for dtype in DTYPES:
+        check_padding(Problem.of(8, 100, 40, dtype, True), 2, rows, dtype, monkeypatch)
+
+
+@gpu_only
+@pytest.mark.parametrize("rows", [1, 4, 8])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_row_of_a_published_shape_does_not_depend_on_its_padding(
+    name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, top_k, hidden, inter, bias, activation = PUBLISHED[name]
+    problem = Problem.of(count, hidden, inter, torch.bfloat16, bias, activation)
+    check_padding(problem, top_k, rows, torch.bfloat16, monkeypatch)
+
+
 @gpu_only
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_row_of_a_published_shape_does_not_depend_on_its_neighbours(name: str) -> None:
@@ -364,7 +417,8 @@ def experts_step(name: str, rows: int, dtype: torch.dtype = torch.bfloat16) -> N
     )
     down = DenseExperts(empty(count, hidden, inter, dtype=dtype), empty(count, hidden, dtype=dtype) if bias else None)
     normed = Normed(x, norm)
-    chosen = cuda.norm_route(normed, DenseLinear(empty(count, hidden, dtype=dtype)), top_k, True)
+    live = empty(1, dtype=torch.int32) if rows > 1 else None
+    chosen = cuda.norm_route(normed, DenseLinear(empty(count, hidden, dtype=dtype)), top_k, True, None, live)
     cuda.add_experts(normed, chosen, gate_up, down, activation, norm)
 
 

@@ -280,6 +280,50 @@ def test_a_row_does_not_depend_on_its_neighbours(kind: str, out: int, in_: int) 
         check_rows_alone(kind, out, in_, dtype, [0, 11])
 
 
+def check_padding(
+    kind: str, out: int, in_: int, dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch,
+    weight: WeightTiles | None = None,
+) -> None:  # fmt: skip
+    """The same rows padded to 8 and to 16."""
+    x, problem, at = randn(rows, in_, dtype=dtype), Problem.of(out, in_, dtype, weight), slice(0, rows)
+    for written in (False, True)[: 1 + has_norm(kind)]:
+        found = []
+        for eight in (True, False):
+            monkeypatch.setattr(few_rows, "EIGHT_ROWS", eight)
+            found.append(problem.run(kind, x, at, written))
+        assert not found[0].isnan().any() and torch.equal(*found), f"{kind}{' after add_linear' * written}"
+
+
+@gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("out, in_, rows", [(48, 192, 1), (130 if INTERPRET else 500, 77, 8)])
+def test_a_row_does_not_depend_on_its_padding(
+    kind: str, out: int, in_: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for dtype in DTYPES:
+        check_padding(kind, out, in_, dtype, rows, monkeypatch)
+
+
+@gpu_only
+@pytest.mark.parametrize("out, in_", NAMED)
+def test_a_row_of_a_named_shape_does_not_depend_on_its_padding(
+    out: int, in_: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the switches stand: where 16 rows are a wgmma, both are 16 unless EIGHT_ROWS_OF_WGMMA is on."""
+    for rows in (1, 5, 8):
+        check_padding(NAMED[out, in_], out, in_, torch.bfloat16, rows, monkeypatch)
+
+
+def test_rows_are_padded_to_what_their_instruction_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper, spark, padded = GPUS[90], GPUS[121], few_rows.padded_rows
+    assert [padded(rows, 64, 2, hopper) for rows in (1, 8, 9, 16)] == [8, 8, 16, 16]
+    assert (padded(1, 64, 4, hopper), padded(1, 32, 4, hopper), padded(1, 64, 4, spark)) == (16, 8, 8)
+    monkeypatch.setattr(few_rows, "EIGHT_ROWS_OF_WGMMA", True)
+    assert padded(1, 64, 4, hopper) == 8
+    monkeypatch.setattr(few_rows, "EIGHT_ROWS", False)
+    assert padded(1, 64, 4, hopper) == padded(1, 16, 4, spark) == 16
+
+
 @gpu_only
 @pytest.mark.parametrize("out, in_", NAMED)
 def test_a_row_of_a_named_shape_does_not_depend_on_its_neighbours(out: int, in_: int) -> None:
@@ -394,7 +438,8 @@ def few_rows_step(kind: str, out: int, in_: int, dtype: torch.dtype, rows: int, 
 def test_rows_choose_nothing_of_a_launch(
     kind: str, capability: int, written: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the bits of a row could depend on how many lie beside it; only kernels of one program a row count them."""
+    """But for their padding; else the bits of a row could depend on how many lie beside it. Only kernels of one program
+    a row count them."""
     cases = [(4096, 4096, torch.bfloat16), (4000, 1000, torch.float16), (576, 77, torch.float32)]
     for out, in_, dtype in cases:
         seen = []
@@ -404,6 +449,8 @@ def test_rows_choose_nothing_of_a_launch(
             )
             assert all(launch.grid == (rows,) for launch in launches if launch.kernel in BY_ROW)
             grids = [launch.grid for launch in launches if launch.kernel not in BY_ROW]
+            padded = [launch.options.pop("ROWS") for launch in launches if launch.kernel not in BY_ROW]
+            assert set(padded) <= ({8, 16} if rows <= 8 else {16}) and (8 in padded) <= (rows <= 8)
             seen.append((grids, [(launch.kernel, launch.options) for launch in launches]))
         assert all(each == seen[0] for each in seen), seen
 
@@ -431,8 +478,10 @@ def check_compiled(
     target = GPUS[capability]
     launches: list[Launch] = []
     for written in (False, True)[: 1 + has_norm(kind)]:
-        step = partial(few_rows_step, kind, out, in_, dtype, 16, written)
-        launches += captured_launches(monkeypatch, capability, step)
+        for rows in (1, 16):
+            step = partial(few_rows_step, kind, out, in_, dtype, rows, written)
+            launches += captured_launches(monkeypatch, capability, step)
+    instructions: dict[tuple[object, ...], set[str]] = {}
     for launch in launches:
         made, _ = compile_launch(capability, launch)
         ptx, shared = made.asm["ptx"], made.metadata.shared
@@ -449,6 +498,8 @@ def check_compiled(
         assert len(used) == (dtype.itemsize == 2), used
         wide = target.wgmma and launch.options["BLOCK_N"] >= 64 and launch.options["num_warps"] % 4 == 0
         assert all(name.startswith("wgmma") == wide for name in used), used
+        seen = instructions.setdefault((launch.kernel, launch.grid, *size.values()), used)
+        assert seen == used, "the rows of a batch of 1 and of 16 are multiplied by different instructions"
 
 
 @compiled

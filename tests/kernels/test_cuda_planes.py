@@ -46,6 +46,7 @@ from tests.kernels.test_cuda_few_rows import (  # noqa: E402
     KINDS,
     Problem,
     assert_close,
+    check_padding,
     check_prepared,
     check_rows_alone,
     exact_norm,
@@ -119,6 +120,16 @@ def test_a_row_does_not_depend_on_its_neighbours(kind: str, name: str) -> None:
     out = 20 if INTERPRET else 130
     matrix, _ = kept(name, out, 128)
     check_rows_alone(kind, out, 128, dtype, [0, 11], matrix.tiles)
+
+
+@gpu
+@pytest.mark.parametrize("name", ["mxfp4", "int4 in groups of 128"] if INTERPRET else FORMATS)
+@pytest.mark.parametrize("kind", KINDS[2:4] if INTERPRET else KINDS)
+def test_a_row_does_not_depend_on_its_padding(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype, out = DTYPES[1] if INTERPRET else torch.bfloat16, 40 if INTERPRET else 500
+    matrix, _ = kept(name, out, 128)
+    for rows in (1, 7):
+        check_padding(kind, out, 128, dtype, rows, monkeypatch, matrix.tiles)
 
 
 @gpu
@@ -480,7 +491,7 @@ def planes_step(name: str, kind: str, out: int, in_: int, rows: int = 16) -> Non
     tiles = tiles_without_memory(name, out, in_)
     problem = Problem(tiles, Norm(empty(in_), EPS), empty(in_, 64), Norm(empty(out), EPS), empty(16, out))
     if rows <= few_rows.MOST_ROWS:
-        problem.run(kind, empty(16, in_), slice(16), written=False)
+        problem.run(kind, empty(16, in_)[:rows], slice(rows), written=False)
     else:
         few_rows.wide_linear(empty(rows, in_), tiles, empty(rows, out))
 
@@ -531,10 +542,11 @@ def check_compiled(capability: int, launch, few: bool) -> str:
 @pytest.mark.parametrize("name", NAMED)
 def test_named_shapes_compile(name: str, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for out, in_, kind in NAMED[name]:
-        launches = captured_launches(monkeypatch, capability, partial(planes_step, name, kind, out, in_))
-        matmuls = [launch for launch in launches if "LEVELS" in launch.options]
-        assert len(matmuls) == 1 and matmuls[0].options["PACKED"]
-        check_compiled(capability, matmuls[0], few=True)
+        for rows in (1, 16):
+            launches = captured_launches(monkeypatch, capability, partial(planes_step, name, kind, out, in_, rows))
+            matmuls = [launch for launch in launches if "LEVELS" in launch.options]
+            assert len(matmuls) == 1 and matmuls[0].options["PACKED"] and matmuls[0].options["ROWS"] == max(rows, 8)
+            check_compiled(capability, matmuls[0], few=True)
 
 
 @compiled

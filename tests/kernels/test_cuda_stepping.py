@@ -8,6 +8,7 @@ operator of a decode step launches, for sm_90 and sm_121, and reads the order ar
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -15,13 +16,17 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
+from sparkdraft.engine.gaps import best, largest  # noqa: E402
 from sparkdraft.kernels import cuda, reference  # noqa: E402
 from sparkdraft.kernels.activation import SILU  # noqa: E402
 from sparkdraft.kernels.cuda import argmax, pdl  # noqa: E402
+from sparkdraft.kernels.stepping import CutTerms  # noqa: E402
+from sparkdraft.kernels.sure import WIDEST  # noqa: E402
 from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs  # noqa: E402
 from tests.kernels.ahead_of_time import LIMIT, captured_launches, check_order, compile_launch  # noqa: E402
 from tests.kernels.ahead_of_time import empty as made  # noqa: E402
 from tests.kernels.triton_device import (  # noqa: E402
+    DEVICE,
     DTYPES,
     INTERPRET,
     assert_close,
@@ -134,12 +139,17 @@ def test_no_rows() -> None:
     cuda.rope_write(qkv[:0], args._replace(positions=args.positions[:0]), *caches, integers([]))
     assert all(torch.equal(a, b) for a, b in zip(before, caches, strict=True))
     empty = integers([])
-    assert [len(t) for t in cuda.make_rows(empty, integers([[]]).view(0, 0), empty, None, 4, 16, 0)] == [0] * 4
-    result, kept = cuda.accept_drafts(None, empty.view(0, 1), empty, empty, empty, empty, empty)
-    assert (result.shape, kept.shape) == ((0, 2), (0,))
+    assert [len(t) for t in cuda.make_rows(empty, integers([[]]).view(0, 0), empty, 4, 16, 0)] == [0] * 4
+    rows = cuda.pack_rows(empty, integers([[]]).view(0, 0), empty, None, empty, 16, STAMP)
+    assert rows.query_start.tolist() == [0] and rows.places.shape == (0, 1)
+    result, kept = cuda.accept_drafts(None, empty, empty, empty, empty, empty, rows, STAMP)
+    assert (result.shape, kept.shape) == ((0, 4), (0,))
 
 
 # The bookkeeping
+
+
+STAMP = integers([0], torch.int64) if INTERPRET or torch.cuda.is_available() else None
 
 
 @gpu
@@ -151,39 +161,78 @@ def test_make_rows(width: int) -> None:
         lengths = [dice.choice([0, 1, dice.randint(1, blocks * size)]) for _ in range(seqs)]
         length, token = integers(lengths), integers([dice.randint(0, 10**5) for _ in range(seqs)])
         tables = integers([[dice.randint(0, 10**5) for _ in range(blocks + 3)] for _ in range(seqs)])[:, :blocks]
-        wide = integers([[dice.randint(0, 10**5) for _ in range(width + 2)] for _ in range(seqs)])
-        drafts = [None, wide[:, : width - 1], wide[:, 2 : width + 1].long()][case % 3]  # rows apart, and 8 bytes an id
         first = integers([dice.randint(0, 10**5) for _ in range(seqs)]) if case > 2 else None
-        got = cuda.make_rows(length, tables, token, drafts, width, size, 77, first)
-        expected = reference.make_rows(length, tables, token, drafts, width, size, 77, first)
+        got = cuda.make_rows(length, tables, token, width, size, 77, first)
+        expected = reference.make_rows(length, tables, token, width, size, 77, first)
         for mine, wanted in zip(got, expected, strict=True):
             assert mine.dtype == torch.int32 and torch.equal(mine, wanted)
 
 
 @gpu
 @pytest.mark.parametrize("depth", [0, 1, 3, 7, 15])
-def test_accept_drafts(depth: int) -> None:
+def test_rows_are_packed_and_drafts_accepted(depth: int) -> None:
+    """Lanes of which some are empty, and of which each keeps as many drafts as it likes."""
     dice = random.Random(depth)
 
     def some(count: int, low: int, high: int) -> Tensor:
         return integers([dice.randint(low, high) for _ in range(count)])
 
     for case in range(8):
-        seqs = dice.choice([1, 3, 8])
-        samples, drafts = some(seqs * (depth + 3), 0, 1).view(seqs, -1), some(seqs * (depth + 1), 0, 1).view(seqs, -1)
-        samples, drafts = samples[:, 1 : depth + 2], drafts[:, :depth]  # rows apart
+        seqs, size, blocks = dice.choice([1, 3, 8]), dice.choice([1, 8, 16]), dice.randint(1, 5)
+        drafts: Tensor | None = some(seqs * (depth + 2), 0, 1).view(seqs, -1)[:, 1 : depth + 1]  # rows apart
+        samples, kept = some(seqs * (depth + 1), 0, 1), some(seqs, 0, depth + 1)
         if case % 2:
             samples, drafts = samples.long(), drafts.long().contiguous()
-        slots, most = some(seqs * (depth + 1), -1, 90), some(seqs, 0, depth)
+        drafts = drafts if depth or case % 3 else None
         accepted = some(seqs, 0, depth).long() if case % 4 == 3 else None
-        length = some(seqs + 2, 1, 50) * some(seqs + 2, 0, 1)
+        tables = some(seqs * (blocks + 3), 0, 10**5).view(seqs, -1)[:, :blocks]
+        length = some(seqs + 2, 1, blocks * size) * some(seqs + 2, 0, 1)
         lanes = [length, some(seqs + 2, 0, 9), some(seqs + 2, 0, 9)]  # more lanes than take part
         wanted = [t.clone() for t in lanes]
-        given = drafts if depth or case % 3 else None
-        got = cuda.accept_drafts(given, samples, most, *(t[:seqs] for t in lanes), slots, accepted)
-        expected = reference.accept_drafts(given, samples, most, *(t[:seqs] for t in wanted), slots, accepted)
-        assert all(t.dtype == torch.int32 for t in got)
-        assert all(torch.equal(mine, other) for mine, other in zip([*got, *lanes], [*expected, *wanted], strict=True))
+        packed = []
+        for ops, state in ((cuda, lanes), (reference, wanted)):
+            mine = [t[:seqs] for t in state]
+            rows = ops.pack_rows(mine[0], tables, mine[1], drafts, kept, size, STAMP)
+            result, slots = ops.accept_drafts(drafts, samples, kept, *mine, rows, STAMP, accepted)
+            packed.append([*rows, result[:, :-1], slots, *state])
+        assert all(t.dtype == torch.int32 for t in packed[0])
+        assert all(torch.equal(one, other) for one, other in zip(*packed, strict=True))
+
+
+@gpu
+@pytest.mark.parametrize("depth", [1, 3, 7, 15])
+def test_drafts_are_cut_as_the_reference_cuts_them(depth: int) -> None:
+    torch.manual_seed(depth)
+    deepest = depth + 3
+    for _ in range(4):
+        seqs = 40
+        gaps = randn(seqs, depth) * 4
+        gaps[0, 0], gaps[1, -1], gaps[2] = float("nan"), 99.0, -99.0
+        most = torch.randint(0, depth + 1, (seqs,), dtype=torch.int32, device=gaps.device)
+        worth = (torch.rand(deepest + 1, device=gaps.device) * 0.4).cumsum(0)
+        fits = torch.cat((randn(2, 1).abs() + 0.2, randn(2, 1), randn(2, deepest) * 0.2), 1)
+        fair = (torch.rand(seqs, device=gaps.device) + 0.2).where(torch.rand(seqs, device=gaps.device) < 0.8, -1.0)
+        temperature = torch.rand(seqs, device=gaps.device).round()
+        got = cuda.cut_drafts(gaps, most, temperature, CutTerms(worth, fits, fair))
+        expected = reference.cut_drafts(gaps, most, temperature, CutTerms(worth, fits, fair))
+        assert got.dtype == torch.int32 and torch.equal(got, expected)
+        assert len(set(expected.tolist())) > 1, "some are cut"
+
+
+@gpu
+@pytest.mark.parametrize("vocab", [40, 3000, 40000])
+def test_the_largest_and_its_gap(vocab: int) -> None:
+    torch.manual_seed(vocab)
+    logits = (randn(6, vocab + 5) * torch.linspace(0.1, 6, 6, device=DEVICE).unsqueeze(1))[:, :vocab]
+    logits[0, 7] = 50.0
+    logits[1, 3] = logits[1, 9] = 60.0  # equal ones: the first, and no gap
+    for got, expected in (
+        (cuda.largest_gap(logits, WIDEST), largest(logits)),
+        (cuda.best_gap(logits, WIDEST), best(logits)),
+    ):
+        assert got[0].tolist() == logits.argmax(-1).tolist() and got[0].dtype == torch.int64
+        torch.testing.assert_close(got[1], expected[1].clamp(max=WIDEST), atol=1e-4, rtol=1e-4)
+        assert got[1][1].item() == pytest.approx(0.0, abs=1e-5) and got[1][0].item() == WIDEST
 
 
 @gpu_only
@@ -196,9 +245,8 @@ def test_overlapped_launches_in_a_graph_equal_launches_one_by_one(rows: int, mon
     start = randn(seqs * rows, (heads + 2 * kv_heads) * dim, dtype=torch.bfloat16)
     gain = randn(start.shape[1], dtype=torch.bfloat16)
     tables = torch.randperm(seqs * blocks, device="cuda").int().view(seqs, blocks)
-    starts = integers([rows * s for s in range(seqs + 1)])
     samples = torch.randint(0, 2, (seqs, rows), device="cuda", dtype=torch.int32)
-    most = torch.full((seqs,), rows - 1, dtype=torch.int32, device="cuda")
+    kept = integers([rows - 1, 0, rows // 2, rows - 1])
     begin = integers([[5, 300, 0, 77], [1, 2, 3, 4], [0] * seqs])
 
     def chain() -> tuple[Tensor, ...]:
@@ -207,15 +255,16 @@ def test_overlapped_launches_in_a_graph_equal_launches_one_by_one(rows: int, mon
         qkv, out = start.clone(), start[:, : heads * dim].clone()
         for _ in range(12):
             drafts = samples[:, 1:].contiguous() if rows > 1 else None
-            _, positions, slots, context = cuda.make_rows(length, tables, token, drafts, rows, 16, 0)
-            view = AttentionView(starts, context, tables, rows, 1024)
+            made = cuda.pack_rows(length, tables, token, drafts, kept, 16, STAMP)
+            view = AttentionView(made.query_start, made.context_len, tables, rows, 1024)
             qkv = cuda.rms_norm(qkv, gain, 1e-6)
-            cuda.rope_write(qkv, RopeArgs(positions, table, heads, kv_heads, norm, norm, 1e-6), k, v, slots)
+            cuda.rope_write(qkv, RopeArgs(made.positions, table, heads, kv_heads, norm, norm, 1e-6), k, v, made.slots)
             q = qkv[:, : heads * dim].view(-1, heads, dim)
-            out = cuda.paged_attention(q, k, v, view, AttentionParams(0.09), 16)
+            alive = torch.arange(len(q), device="cuda").unsqueeze(1) < made.query_start[seqs]
+            out = cuda.paged_attention(q, k, v, view, AttentionParams(0.09), 16).where(alive, 0.0)
             gated = cuda.gated(torch.cat([out, out], 1), SILU)
             qkv = torch.cat([gated, qkv[:, gated.shape[1] :]], 1)
-            cuda.accept_drafts(drafts, samples, most, length, token, observed, slots)
+            cuda.accept_drafts(drafts, samples.flatten(), kept, length, token, observed, made, STAMP)
         return out, k, v, length, token, observed
 
     monkeypatch.setattr(pdl, "ENABLED", False)
@@ -243,17 +292,22 @@ def decode_step(rows: int, heads: int, kv_heads: int, dim: int, most: int) -> No
 
     tables, lanes = ints(seqs, 256), [ints(seqs) for _ in range(4)]
     drafts = ints(seqs, rows - 1).long() if rows > 1 else None
-    cuda.make_rows(lanes[0], tables, lanes[1], None, rows, 16, 7)
-    cuda.make_rows(lanes[0], tables, lanes[1], None, rows, 16, 7, lanes[2])
-    _, positions, slots, context = cuda.make_rows(lanes[0], tables, lanes[1], drafts, rows, 16, 7)
+    cuda.make_rows(lanes[0], tables, lanes[1], rows, 16, 7)
+    cuda.make_rows(lanes[0], tables, lanes[1], rows, 16, 7, lanes[2])
+    stamp, floats = made(1, dtype=torch.int64), partial(made, dtype=torch.float32)
+    if rows > 1:
+        terms = CutTerms(floats(rows), floats(2, rows + 1), floats(seqs))
+        cuda.cut_drafts(floats(seqs, rows - 1), lanes[2], floats(seqs), terms)
+    packed = cuda.pack_rows(lanes[0], tables, lanes[1], drafts, lanes[2], 16, stamp)
+    positions, slots, context = packed.positions, packed.slots, packed.context_len
     qkv, norm, table = made(seqs * rows, width), made(dim), made(4096, dim, dtype=torch.float32)
     caches = [made(1024, kv_heads, 16, dim) for _ in range(2)]
     cuda.rms_norm(qkv, made(width), 1e-6)
     args = RopeArgs(positions, table, heads, kv_heads, norm, norm, 1e-6)
     cuda.rope_write(qkv, args, *caches, slots)
     for norms in ((None, None), (norm, norm)):  # partial rotary
-        partial = args._replace(table=table[:, : dim // 2], q_norm=norms[0], k_norm=norms[1])
-        cuda.rope_write(qkv, partial, *caches, slots)
+        some = args._replace(table=table[:, : dim // 2], q_norm=norms[0], k_norm=norms[1])
+        cuda.rope_write(qkv, some, *caches, slots)
     cuda.rope_write(qkv[:, heads * dim :], args._replace(num_heads=0, q_norm=None), *caches, slots)
     eight = [cache.to(torch.float8_e4m3fn) for cache in caches]
     cuda.rope_write(qkv, args, *eight, slots)
@@ -269,11 +323,14 @@ def decode_step(rows: int, heads: int, kv_heads: int, dim: int, most: int) -> No
     for kept, window in ((caches, 0), (caches, 128), (eight, 0)):
         cuda.paged_attention(q, *kept, view, AttentionParams(0.1, True, window, sinks), most)
     cuda.gated(made(seqs * rows, 3072), SILU)
-    argmax.argmax(made(seqs * rows, 40000, dtype=torch.float32))
+    argmax.argmax(floats(seqs * rows, 40000))
+    cuda.largest_gap(floats(seqs * rows, 40000), WIDEST)
+    cuda.best_gap(floats(seqs * rows, 40000), WIDEST)
     cuda.tap(made(seqs * rows, 576), made(seqs * rows, 5, 576), 2, positions)
     cuda.tap(made(seqs, 576), made(seqs, 16, 5, 576), 2, positions)
-    cuda.accept_drafts(drafts, ints(seqs, rows), lanes[2], lanes[0], lanes[1], lanes[3], slots)
-    cuda.accept_drafts(drafts, ints(seqs, rows).long(), lanes[2], lanes[0], lanes[1], lanes[3], slots, lanes[2])
+    state = lanes[2], lanes[0], lanes[1], lanes[3], packed, stamp
+    cuda.accept_drafts(drafts, ints(seqs * rows), *state)
+    cuda.accept_drafts(drafts, ints(seqs * rows).long(), *state, lanes[2])
 
 
 @compiled

@@ -227,6 +227,23 @@ def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
     assert ids.tolist() == [[0, 1, 2], [0, 1, 4], [0, 1, 2]]
 
 
+@pytest.mark.parametrize("live", [0, 1, 4, 6])
+def test_dead_rows_reach_no_expert(live: int) -> None:
+    ours, _ = quantised(8, True)
+    weight, bias, normed = torch.randn(COUNT, HIDDEN), torch.randn(COUNT), rows(6)
+    number, then = torch.tensor([live], dtype=torch.int32), Norm(torch.ones(HIDDEN), 1e-5)
+    routing = native.norm_route(normed, native.FloatLinear(weight, bias), TOP, True, None, number)
+    expected = reference.norm_route(normed, DenseLinear(weight, bias), TOP, True, None, number)
+    assert torch.equal(routing.ids, expected.ids) and (routing.ids[live:] == -1).all()
+    some = Routing(routing.ids[:live].contiguous(), routing.weights[:live].contiguous())
+    made = native.norm_experts(normed, routing, *ours, CLAMPED)
+    assert not made[live:].any(), "nothing is added up"
+    if live:
+        assert torch.equal(made[:live], native.norm_experts(Normed(normed.x[:live], normed.norm), some, *ours, CLAMPED))
+    added = native.add_experts(Normed(normed.x.clone(), normed.norm), routing, *ours, CLAMPED, then)
+    assert torch.equal(added.x[live:], normed.x[live:])
+
+
 # ---- recording
 
 

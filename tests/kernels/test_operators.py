@@ -13,8 +13,10 @@ from sparkdraft.kernels import native, reference
 PACKAGE = Path(__file__).parent.parent.parent / "sparkdraft"
 CALL = re.compile(r"\bops\.([a-z]\w*)\(")
 OF_ONE = {
+    "best_gap",
     "draw",
     "facts",
+    "largest_gap",
     "sample",
     "sample_sure",
     "set_threads",

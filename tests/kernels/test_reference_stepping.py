@@ -24,13 +24,13 @@ def int32(values: list) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def laid_out(length: list[int], tables: list[list[int]], token: list[int], drafts: list[list[int]] | None, width: int,
-             size: int, first: list[int] | None) -> Rows:  # fmt: skip
+def laid_out(length: list[int], tables: list[list[int]], token: list[int], width: int, size: int,
+             first: list[int] | None) -> Rows:  # fmt: skip
     ids, positions, slots, contexts = [], [], [], []
     for lane, written in enumerate(length):
         for i in range(width):
             place = max(written - 1 + i, 0)
-            ids.append(token[lane] if i == 0 else FILL if drafts is None else drafts[lane][i - 1])
+            ids.append(token[lane] if i == 0 else FILL)
             positions.append(place if first is None else first[lane] + i)
             here = written > 0 and place < len(tables[lane]) * size
             slots.append(tables[lane][place // size] * size + place % size if here else -1)
@@ -46,13 +46,41 @@ def test_make_rows_is_what_a_loop_does(ops: ModuleType) -> None:
         length = [dice.choice([0, 1, dice.randint(1, blocks * size)]) for _ in range(seqs)]
         tables = [[dice.randint(0, 99) for _ in range(blocks)] for _ in range(seqs)]
         token = [dice.randint(0, 500) for _ in range(seqs)]
-        drafts = [[dice.randint(0, 500) for _ in range(width - 1)] for _ in range(seqs)] if case % 2 else None
-        given = None if drafts is None else torch.tensor(drafts, dtype=(torch.int32, torch.int64)[case % 4 // 2])
         first = [dice.randint(0, 500) for _ in range(seqs)] if case % 3 else None
         start = None if first is None else int32(first)
-        got = ops.make_rows(int32(length), int32(tables), int32(token), given, width, size, FILL, start)
+        got = ops.make_rows(int32(length), int32(tables), int32(token), width, size, FILL, start)
         assert all(t.dtype == torch.int32 for t in got)
-        assert tuple(t.tolist() for t in got) == laid_out(length, tables, token, drafts, width, size, first)
+        assert tuple(t.tolist() for t in got) == laid_out(length, tables, token, width, size, first)
+
+
+def test_pack_rows_is_what_a_loop_does() -> None:
+    dice = random.Random(0)
+    for case in range(300):
+        seqs, size, blocks = (dice.randint(1, 9) for _ in range(3))
+        depth = dice.choice([0, 0, 1, 3, 7])
+        length = [dice.choice([0, 1, dice.randint(1, blocks * size)]) for _ in range(seqs)]
+        tables = [[dice.randint(0, 99) for _ in range(blocks)] for _ in range(seqs)]
+        token = [dice.randint(0, 500) for _ in range(seqs)]
+        drafts = [[dice.randint(0, 500) for _ in range(depth)] for _ in range(seqs)]
+        kept = [dice.randint(0, depth + 2) for _ in range(seqs)]  # more than there are: all
+        stamp = torch.zeros(1, dtype=torch.int64)
+        given = torch.tensor(drafts, dtype=(torch.int32, torch.int64)[case % 2]) if depth else None
+        rows = reference.pack_rows(int32(length), int32(tables), int32(token), given, int32(kept), size, stamp)
+        assert all(t.dtype == torch.int32 for t in rows) and stamp.item() > 0
+        live, dead, starts, contexts = [], [], [0], []
+        for lane, written in enumerate(length):
+            alive = min(1 + kept[lane], 1 + depth) if written else 0
+            for i in range(1 + depth):
+                place = written - 1 + i
+                slot = tables[lane][place // size] * size + place % size if 0 <= place < blocks * size else -1
+                row = ([token[lane], *drafts[lane]][i], place, slot) if i < alive else (0, 0, -1)
+                (live if i < alive else dead).append((*row, lane, (lane, i)))
+            starts.append(starts[-1] + alive)
+            contexts.append(written - 1 + alive if written else 0)
+        found = list(zip(*(t.tolist() for t in rows[:4]), strict=True))
+        assert found == [row[:4] for row in live + dead]
+        assert rows.query_start.tolist() == starts and rows.context_len.tolist() == contexts
+        assert [rows.places[where].item() for *_, where in live + dead] == list(range(seqs * (1 + depth)))
 
 
 def test_accept_drafts_is_what_a_loop_does() -> None:
@@ -60,29 +88,32 @@ def test_accept_drafts_is_what_a_loop_does() -> None:
     for case in range(300):
         seqs, depth = dice.randint(1, 9), dice.randint(0, 6)
         drafts = [[dice.randint(0, 1) for _ in range(depth)] for _ in range(seqs)]
-        samples = [[dice.randint(0, 1) for _ in range(depth + 1)] for _ in range(seqs)]
-        most = [dice.randint(0, depth) for _ in range(seqs)]
+        samples = [dice.randint(0, 1) for _ in range(seqs * (depth + 1))]
+        kept = [dice.randint(0, depth) for _ in range(seqs)]
         length = [dice.choice([0, dice.randint(1, 50)]) for _ in range(seqs)]
-        slots = [dice.randint(-1, 50) for _ in range(seqs * (depth + 1))]
         given = [dice.randint(0, depth) for _ in range(seqs)] if case % 3 == 0 else None
-        kept = [int32(x) for x in (length, [-7] * seqs, [-8] * seqs)]
+        lanes, stamp = [int32(x) for x in (length, [-7] * seqs, [-8] * seqs)], torch.zeros(1, dtype=torch.int64)
+        verified = int32(drafts) if depth else None
+        tables = int32([[2 * lane, 2 * lane + 1] for lane in range(seqs)])
+        rows = reference.pack_rows(lanes[0], tables, lanes[1], verified, int32(kept), 32, stamp)
         result, kept_slots = reference.accept_drafts(
-            int32(drafts) if depth else None, int32(samples), int32(most), *kept, int32(slots),
-            None if given is None else torch.tensor(given),
-        )  # fmt: skip
-        assert result.dtype == kept_slots.dtype == torch.int32
+            verified, int32(samples), int32(kept), *lanes, rows, stamp, None if given is None else torch.tensor(given)
+        )
+        assert result.dtype == kept_slots.dtype == torch.int32 and result[:, -1].min() > 0
         for lane in range(seqs):
+            places = rows.places[lane].tolist()
+            own = [samples[place] for place in places]
             count = 0
-            while count < depth and drafts[lane][count] == samples[lane][count]:
+            while count < depth and drafts[lane][count] == own[count]:
                 count += 1
-            count = min(count if given is None else given[lane], most[lane])
-            assert result[lane].tolist() == [*samples[lane], count]
-            mine = slice(lane * (depth + 1), (lane + 1) * (depth + 1))
-            assert kept_slots[mine].tolist() == [s if i <= count else -1 for i, s in enumerate(slots[mine])]
-            now = [t[lane].item() for t in kept]
+            count = min(count if given is None else given[lane], kept[lane])
+            assert result[lane, :-1].tolist() == [*own, count, kept[lane]]
+            slots = [rows.slots[place].item() if i <= count else -1 for i, place in enumerate(places)]
+            assert [kept_slots[place].item() for place in places] == slots
+            now = [t[lane].item() for t in lanes]
             alive = length[lane] > 0
             seen = -8 if not depth else length[lane] + count if alive else 0
-            assert now == [length[lane] + count + 1 if alive else 0, samples[lane][count], seen]
+            assert now == [length[lane] + count + 1 if alive else 0, own[count], seen]
 
 
 @needs_compiler
@@ -121,9 +152,9 @@ def test_the_native_rope_write_is_the_reference_and_can_be_recorded(
 def test_the_native_make_rows_can_be_recorded() -> None:
     length, token, first = int32([5, 0, 9]), int32([11, 0, 12]), int32([21, 0, 9])
     tables = int32([[4, 2], [0, 0], [7, 3]])
-    before = native.make_rows(length, tables, token, None, 3, 8, FILL, first)[2]
-    recording = native.Recording(lambda: native.make_rows(length, tables, token, None, 3, 8, FILL, first)[2])
+    before = native.make_rows(length, tables, token, 3, 8, FILL, first)[2]
+    recording = native.Recording(lambda: native.make_rows(length, tables, token, 3, 8, FILL, first)[2])
     assert recording.kernels == ["make_rows"]
     length.add_(1)
-    expected = reference.make_rows(length, tables, token, None, 3, 8, FILL, first)[2]
+    expected = reference.make_rows(length, tables, token, 3, 8, FILL, first)[2]
     assert torch.equal(recording.replay(), expected) and not torch.equal(before, expected)

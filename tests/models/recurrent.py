@@ -27,9 +27,9 @@ def load(folder: Path, **options: Any) -> LLM:
     return LLM(str(folder), **(defaults | options))
 
 
-def overlapping(llm: LLM) -> LLM:
-    drafting = llm.engine.drafting
-    llm.engine.overlap = OverlappedSteps(llm.engine.runner, drafting.proposer, torch.device("cpu"), drafting.choices)
+def overlapping(llm: LLM, cuts: bool = False) -> LLM:
+    drafting, device = llm.engine.drafting, torch.device("cpu")
+    llm.engine.overlap = OverlappedSteps(llm.engine.runner, drafting.proposer, device, drafting.choices, cuts)
     return llm
 
 
@@ -59,7 +59,7 @@ def texts(llm: LLM, prompts: Texts, params: list[SamplingParams] | SamplingParam
 class Scripted:
     """Drafts a text that is known, with one id wrong: the one that 'wrong' names for the step's number."""
 
-    may_pass_over, chain = False, False
+    may_pass_over, chain, device = False, False, torch.device("cpu")
     unrecorded: tuple[str, ...] = ()
 
     def __init__(self, known: dict[tuple[int, ...], list[int]], depth: int, wrong: Callable[[int], int]) -> None:

@@ -15,6 +15,7 @@ from sparkdraft.plan.resolve import resolve
 from sparkdraft.plan.weight_formats import WeightFormats
 from sparkdraft.spec.depth import expected_tokens
 from sparkdraft.spec.dflash_caps import caps_of
+from sparkdraft.spec.draft_configs import among
 from tests.plan.published import MODELS
 
 QWEN = shape("qwen3-8b")
@@ -76,6 +77,28 @@ def test_a_drafter_takes_weights_and_room_for_its_own_keys() -> None:
     share = with_drafter.memory["drafter's K/V"] / with_drafter.memory["K/V of the target"]
     assert share == pytest.approx(5 / 36), "five layers beside 36 of the same heads"
     assert "drafter's K/V" not in without.memory
+
+
+def test_fewer_bytes_of_a_drafter_are_planned_and_are_faster() -> None:
+    plain = question(drafter="dflash-5x")
+    small = replace(plain, config=EngineConfig(drafter_weights="fp8"))
+    few = replace(small, drafter=among(small.drafter, 32768))  # type: ignore[arg-type]
+    found = [Forecast(each) for each in (plain, small, few)]
+    held = [each.memory["drafter's weights"] for each in found]
+    assert held[1] == pytest.approx(held[0] / 2, rel=0.001), "and a scale per row"
+    assert held[2] - held[1] == pytest.approx(32768 * QWEN.hidden_size, rel=0.001), "rows of the head, by themselves"
+    steps = [each.seconds(15).total for each in found]
+    assert steps[0] > 1.04 * steps[1] > 1.08 * steps[2]
+    assert [each.seconds(0).total for each in found] == [found[0].seconds(0).total] * 3
+
+
+def test_a_drafters_own_embedding_is_planned_where_its_file_is_at_hand() -> None:
+    plain = question(drafter="dflash-5x")
+    own = replace(plain, names=("embed_tokens.weight",))
+    table = 2 * QWEN.vocab_size * QWEN.hidden_size
+    held = [Forecast(each).memory["drafter's weights"] for each in (own, plain)]
+    assert held[0] - held[1] == table
+    assert Forecast(own).seconds(7) == Forecast(plain).seconds(7), "rows of it are looked up"
 
 
 @pytest.mark.parametrize("asked", CASES)

@@ -165,14 +165,12 @@ from sparkdraft.config import EngineConfig
 from sparkdraft.models.registry import read_config
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.resolve import resolve
-from sparkdraft.plan.memory import drafter_bytes
-from sparkdraft.spec.caps import DrafterCaps
+from sparkdraft.spec.dflash_caps import caps_of
 from sparkdraft.spec.dflash_config import DFlashConfig
 
 model, drafter = (json.load(open(path)) for path in sys.argv[1:])
 model, spark = read_config(model), Hardware("cuda", "GB10", 20, 110 << 30, (12, 1))
-draft = DFlashConfig.read(drafter)
-caps = DrafterCaps("dflash", draft.taps, draft.block_size - 1, draft.model.attention, drafter_bytes(draft, 1))
+caps = caps_of(DFlashConfig.read(drafter))
 plan = resolve(EngineConfig(kv="turboquant"), model, spark, drafter=caps)
 print(plan.kernels, plan.num_blocks > 0, plan.coded is not None, sorted({"torch", "triton"} & set(sys.modules)))
 """

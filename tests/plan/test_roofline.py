@@ -101,6 +101,14 @@ def test_a_block_is_one_pass_and_a_chain_one_per_draft() -> None:
     assert step(READS, NONE, target, Load(1, 0, 0), block).drafter == 0, "nothing is drafted"
 
 
+def test_a_quantised_drafter_reads_less_and_the_targets_head_as_it_is() -> None:
+    caps, head, target = caps_of(drafter_shape("dflash-5x", DENSE)), model_sizes(DENSE).head, Target.of(DENSE, FLOATS)
+    coded = DraftPass.of(caps, head, coded_fmt="fp8")
+    assert coded.coded == caps.num_weights == coded.weights and coded.head == head
+    found = step(READS, NONE, target, Load(1, 0, 7), coded).drafter
+    assert found == pytest.approx((caps.num_weights + 2 * head) / 1e12)
+
+
 def test_losses_lengthen_what_they_are_of() -> None:
     target, load = Target.of(MOE, WeightFormats.parse("nvfp4"), "turboquant"), Load(2, 4000, 7)
     drafter = DRAFTERS["z-lab/Qwen3.5-35B-A3B-DFlash"]

@@ -5,6 +5,7 @@ The heads are fitted to what their targets write, so that some drafts are accept
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,46 @@ def test_preempted_requests_write_the_same(case: Case, overlaps: bool) -> None:
         assert texts(llm, PROMPTS[:4], params) == case.texts(PROMPTS[:4], params)
         assert llm.engine.scheduler.num_preempted > before, "the test must exercise preemption"
     assert all_is_free(llm)
+
+
+@each_variant
+def test_rows_past_a_cut_reach_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are cut anywhere on the device: recurrent layers record the rows that are left, experts see no others, and
+    the text stays the plain one."""
+    llm, dice = overlapping(drafting(case, spec="auto"), cuts=True), random.Random(0)
+    engine, ops, sent, alive = llm.engine, llm.engine.runner.model.ops, list[int](), list[int]()
+    controller, route, pack = engine.drafting.controllers["mtp"], ops.norm_route, ops.pack_rows
+
+    def routed(*given: Any) -> Any:
+        routing = route(*given)
+        if given[-1] is not None:  # the target's layers, not the head's
+            sent.append(int((routing.ids >= 0).all(1).sum()))
+            assert int((routing.ids < 0).all(1).sum()) == len(routing.ids) - sent[-1]
+        return routing
+
+    def packed(*given: Any) -> Any:
+        rows = pack(*given)
+        alive.append(int(rows.query_start[-1]))
+        return rows
+
+    def terms(states: list[Any]) -> list[float]:
+        price, deepest = dice.choice([0.0, 0.3, 0.7]), controller.max_depth
+        fit = [0.8, 0.0, *[0.0] * deepest]
+        return [*(price * k for k in range(1 + deepest)), *fit, *fit, *(dice.choice([-1.0, 0.8, 1.0]) for _ in states)]
+
+    monkeypatch.setattr(ops, "norm_route", routed)
+    monkeypatch.setattr(ops, "pack_rows", packed)
+    monkeypatch.setattr(engine.drafting, "depths", lambda requests: dict.fromkeys(requests, MAX_DEPTH))
+    monkeypatch.setattr(controller, "cut_terms", terms)
+    for name in ("expect", "measured", "cut_to"):
+        monkeypatch.setattr(controller, name, lambda *given: None)
+    for params in ([GREEDY] * 4, sampled(4)):
+        assert texts(llm, PROMPTS[:4], params) == case.texts(PROMPTS[:4], params)
+    assert min(numbers(llm)) > 10 and all_is_free(llm)
+    assert len(set(alive)) > 3 and max(alive) <= 4 * (1 + MAX_DEPTH)
+    if sent:
+        layers = len(sent) // len(alive)
+        assert layers and sent == [rows for rows in alive for _ in range(layers)]
 
 
 CACHES = [

@@ -47,7 +47,15 @@ def caps_of(config: ModelConfig) -> DrafterCaps:
 
 class TinyChain:
     def __init__(
-        self, config: ModelConfig, load: Loader, ops: ModuleType, target: Decoder, kv: DenseKV, context: int, seqs: int
+        self,
+        config: ModelConfig,
+        load: Loader,
+        ops: ModuleType,
+        target: Decoder,
+        kv: DenseKV,
+        context: int,
+        seqs: int,
+        ids: Tensor | None,
     ) -> None:
         self.caps, self.kv, self.ops, self.target = caps_of(config), kv, ops, target
         size = config.hidden_size
@@ -102,9 +110,7 @@ class TinyChain:
 
     def _score(self, anchors: Anchors, seqs: int, likeliest: bool) -> Tensor:
         ops, ids = self.ops, self.ids[:seqs]
-        _, positions, slots, context = ops.make_rows(
-            self.length[:seqs], anchors.tables, ids, None, 1, anchors.block_size, 0
-        )
+        _, positions, slots, context = ops.make_rows(self.length[:seqs], anchors.tables, ids, 1, anchors.block_size, 0)
         view = AttentionView(self.starts[: seqs + 1], context, anchors.tables, 1, anchors.max_context)
         step = Step(ids, positions, slots, view, self.kv.layers)
         normed = self.layer.add_to(self._join(ids, self.hidden[:seqs]), step, self.kv.layers[0], self.norm)

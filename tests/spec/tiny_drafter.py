@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,17 +113,22 @@ class DraftHarness:
         kernel: str = "reference",
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
+        weights: str = "auto",
+        ids: list[int] | None = None,
     ) -> None:
+        """weights, ids: as drafter_weights and the ids of draft_vocab."""
         self.device, ops = torch.device(device), kernels.load(kernel)
         source = open_drafter(str(folder))
         draft = DFlashConfig.read(source.config)
         check_fits(draft, target.config)
+        draft = draft if ids is None else replace(draft, draft_vocab_size=len(ids))
         self.draft, self.caps = draft, caps_of(draft)
         self.kv = DenseKV(draft.model.attention, NUM_BLOCKS, BLOCK, dtype, self.device, ops)
         for cache in (*self.kv.k, *self.kv.v):
             cache.fill_(float("nan"))  # what was never written must never be read
-        load = Loader(source, self.device, dtype, ops)
-        self.drafter: DFlash = build(draft, load, ops, target, self.kv, CONTEXT, max_seqs=8)
+        load = Loader(source, self.device, dtype, ops, weights=weights)
+        chosen = None if ids is None else torch.tensor(ids, device=self.device)
+        self.drafter: DFlash = build(draft, load, ops, target, self.kv, CONTEXT, max_seqs=8, ids=chosen)
         self.lengths: dict[str, int] = {}
         self.tables: dict[str, list[int]] = {}
         self.free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(2)).tolist()

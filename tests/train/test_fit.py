@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -334,7 +335,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_lost(
             fit(settings(toy, 10), out, "cpu")
     with pytest.raises(UserError, match="is not empty and holds no training run"):
         fit(settings(toy, 10), toy / "corpus", "cpu")
-    with pytest.raises(UserError, match="no document has two response tokens within 2"):
+    with pytest.raises(UserError, match="no document has an answer of two tokens within 2"):
         fit(settings(toy, 10, longest=2), tmp_path / "short", "cpu")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
@@ -390,7 +391,7 @@ def test_sums_of_memory() -> None:
     smollm2 = uniform_config("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192, tie_embeddings=True)
     asked = FitSettings(target="smollm2", data="d")
     gpu, cpu = (sum(memory.parts(smollm2, asked, on_gpu).values()) / 2**30 for on_gpu in (True, False))
-    assert 8 < gpu < 24 and cpu > 100, "on a CPU all logits and all weights of attention are there at once"
+    assert 8 < gpu < 24 and 50 < cpu < 100, "on a CPU all logits are there at once"
     soft = memory.parts(smollm2, FitSettings(target="smollm2", data="d", soft=0.5), on_gpu=True)
     assert soft["the target's logits"] == 16384 * 49152 * 2
     assert (
@@ -406,11 +407,34 @@ def test_a_run_that_does_not_fit_is_told_what_would() -> None:
     for free, wanted in ((23, (1, 1024, 2688)), (78, (5, 7168, 21504)), (115, (5, 12288, 36864))):
         smaller = memory.fitting(qwen, asked, free << 30, True)
         assert smaller and (smaller.layers, smaller.context, smaller.block_rows) == wanted
-        memory.check_fits(qwen, smaller, free << 30, True)
+        assert memory.fit_in(qwen, smaller, free << 30, True) == (smaller, "")
         with pytest.raises(UserError, match=f"--context {wanted[1]} --block-rows {wanted[2]}: that takes"):
-            memory.check_fits(qwen, asked, free << 30, True)
+            memory.fit_in(qwen, asked, free << 30, True)
     assert memory.fitting(qwen, asked, 200 << 30, True) == asked
     with pytest.raises(UserError, match="take a smaller target"):
-        memory.check_fits(qwen, asked, 16 << 30, True)
+        memory.fit_in(qwen, asked, 16 << 30, True)
     grown = FitSettings(target="Qwen/Qwen3-8B", data="d", layers=5, init="drafter")
     assert memory.fitting(qwen, grown, 23 << 30, True) is None, "what exists keeps its layers"
+
+
+def test_what_nobody_asked_for_is_made_smaller_and_said(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smollm2 = uniform_config("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192, tie_embeddings=True)
+    asked = FitSettings(target="smollm2", data="d")
+    smaller, note = memory.fit_in(smollm2, asked, 20 << 30, False, memory.SHRINKS)
+    flags = f"--context {smaller.context} --block-rows {smaller.block_rows}"
+    assert smaller.context < asked.context and memory.total_bytes(smollm2, smaller, False) < 20 << 30
+    assert note.startswith("the defaults need ") and flags in note
+    one, note = memory.fit_in(smollm2, asked, 20 << 30, False, ("block_rows",))
+    assert one.context == asked.context and one.block_rows < asked.block_rows and "--context" not in note
+    with pytest.raises(UserError, match=r"does not fit in memory(.|\n)*Give --context"):
+        memory.fit_in(smollm2, asked, 20 << 30, False)
+    # a run that was made smaller goes on as it began, however much memory there is by then
+    said: list[str] = []
+    large = settings(toy, 2, block_rows=1 << 32)
+    fit(large, tmp_path / "run", "cpu", shrinks=("block_rows",), say=said.append)
+    taken = Run(tmp_path / "run").open().settings
+    assert len(said) == 1 and f"--block-rows {taken.block_rows} " in said[0]
+    assert fit(replace(large, steps=3), tmp_path / "run", "cpu", shrinks=("block_rows",), say=said.append) == 3
+    assert len(said) == 1 and Run(tmp_path / "run").open().settings == replace(taken, steps=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -212,7 +213,7 @@ def test_the_users_turn_is_cut_out_of_the_template(target: Target) -> None:
     assert [p.ids for p in prompts] == [p.ids for p in message_prompts(target, 60, seed=1)]
     texts = {target.tokenizer.decode(p.ids, skip_special=False) for p in prompts}
     assert "<s>user\n" in texts and len(texts) > 20 and {p.temperature for p in prompts} == {1.0, 0.85}
-    shouting = Target(**{f: getattr(target, f) for f in Target.__slots__} | {"chat_template": "{{ messages|length }}"})
+    shouting = replace(target, chat_template="{{ messages|length }}")
     with pytest.raises(UserError, match="give it a file of prompts"):
         user_turn(shouting)
 

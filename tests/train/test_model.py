@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +10,13 @@ import pytest
 import torch
 
 from sparkdraft.models.config import uniform_config
+from sparkdraft.spec.caps import SeenContext
 from sparkdraft.spec.dflash_config import DFlashConfig
 from sparkdraft.train.batches import Batches
 from sparkdraft.train.corpus import Corpus, CorpusInfo, CorpusWriter, Finish
 from sparkdraft.train.features import Features
 from sparkdraft.train.fit import Trainer
-from sparkdraft.train.model import folded
+from sparkdraft.train.model import folded, take_rows
 from sparkdraft.train.recipe import drafter_config, find_mask_id, spread_taps
 from sparkdraft.train.settings import FitSettings
 from sparkdraft.train.target import Target, load_target
@@ -70,6 +72,81 @@ def test_a_block_in_training_is_the_block_in_service(target: Target, corpus: Cor
         torch.testing.assert_close(served, trained[j], rtol=2e-3, atol=2e-3)
 
 
+@pytest.fixture(scope="module")
+def long_corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Conversations of up to a hundred tokens among short texts."""
+    folder, rng = tmp_path_factory.mktemp("long"), np.random.default_rng(4)
+    with CorpusWriter(folder, CorpusInfo("tiny", 320, ("any",))) as writer:
+        for i in range(120):
+            length = int(rng.integers(3, 20) if i % 6 else rng.integers(90, 110))
+            answers = [(b, min(b + 9, length)) for b in range(2, length - 1, 14)]
+            writer.add(rng.integers(3, 250, length), 2, "any", Finish.LENGTH, 0.0, answers)
+    return Corpus(folder)
+
+
+@pytest.mark.parametrize(("first", "last"), [(3, 10), (0, 7), (1, 40)])
+def test_a_block_is_shown_the_beginning_and_the_end(long_corpus: Corpus, first: int, last: int) -> None:
+    sees = SeenContext(first, last)
+    batches = Batches(long_corpus, 256, 160, (8, 4), 110, seed=2, sees=sees)
+    most = 0
+    for step in range(12):
+        batch = batches.take(step)
+        assert len(batch.seen) == 512 and (batch.starts.diff() >= 0).all() and (batch.stops.diff() >= 0).all()
+        for anchor, start, stop in zip(
+            batch.anchors.tolist(), batch.starts.tolist(), batch.stops.tolist(), strict=True
+        ):
+            begin = anchor - int(batch.positions[anchor])
+            shown = batch.seen[start:stop].tolist()
+            tail = list(range(max(begin, anchor - last), anchor))
+            assert shown == sorted(set(shown)) and set(range(begin, min(begin + first, anchor))) <= set(shown)
+            assert shown[len(shown) - len(tail) :] == tail and set(shown) <= set(range(begin, anchor))
+            assert (
+                len(shown) < 2 * (first + last) and shown[first:] == list(range(anchor))[anchor - len(shown[first:]) :]
+            )
+            most = max(most, int(batch.positions[anchor]))
+    assert most > 85, "anchors are drawn from the ends of long documents too"
+
+
+def test_what_a_block_is_not_shown_does_not_matter(target: Target, long_corpus: Corpus) -> None:
+    trainer = trainer_of(target, long_corpus, window=12, sinks=3, context=256, longest=110)
+    assert trainer.draft.sees == SeenContext(3, 12)
+    batch = trainer.batches.take(0)
+    taps, _ = trainer.features(batch)
+    blocks = trainer.block_ids(batch)
+    embedded = torch.nn.functional.embedding(blocks, target.decoder.embedding)
+    for parameter in trainer.model.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3 if parameter.dim() == 1 else 0.15)
+    with torch.no_grad():
+        together = trainer.model(batch, taps, embedded.flatten(0, 1)).view(*blocks.shape, -1)
+        for j in range(0, len(blocks), 5):
+            anchor = batch.anchors[j : j + 1]
+            shown = batch.seen[batch.starts[j] : batch.stops[j]]
+            rows = torch.cat((shown, anchor)).long()
+            zero, end = torch.zeros(1, dtype=torch.int32), torch.tensor([len(shown)], dtype=torch.int32)
+            alone = replace(
+                batch, ids=batch.ids[rows], positions=batch.positions[rows], anchors=end, starts=zero, stops=end,
+                seen=shown[:0],
+            )  # fmt: skip
+            served = trainer.model(alone, taps[rows], embedded[j]).view(batch.width, -1)
+            torch.testing.assert_close(together[j], served, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_that_are_taken_twice_have_both_gradients() -> None:
+    x, rows = torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True), torch.tensor([4, 1, 1, 0])
+    weight = torch.randn(4, 2, 3, dtype=torch.float64)
+    ours = torch.autograd.grad((take_rows(x, rows) * weight).sum(), x)[0]
+    torch.testing.assert_close(ours, torch.autograd.grad((x[rows] * weight).sum(), x)[0], rtol=1e-6, atol=1e-6)
+
+
+def test_long_documents_are_not_cut_where_short_ones_can_be(long_corpus: Corpus) -> None:
+    batches, whole = Batches(long_corpus, 256, 160, (8,), 110, seed=2), 0
+    for step in range(30):
+        batch = batches.take(step)
+        order = batch.bounds.diff().tolist()
+        whole += order[-1] <= 32 or order[-1] >= 90
+    assert whole >= 24, "the last document of a batch is a short one, or whole"
+
+
 def test_taps_are_those_of_each_document_alone(target: Target, corpus: Corpus) -> None:
     batch = Batches(corpus, 160, 96, (8,), 64, seed=1).take(0)
     taps, logits = Features(target, (0, 2), 160, 64, target.decoder.head)(batch)
@@ -80,7 +157,8 @@ def test_taps_are_those_of_each_document_alone(target: Target, corpus: Corpus) -
             batch.ids[first:last],
             torch.tensor([0, last - first], dtype=torch.int32),
             batch.positions[first:last],
-            *(batch.anchors[:0], batch.starts[:0], batch.labels[:0], batch.temperature[:0]),
+            *(batch.anchors[:0], batch.starts[:0], batch.stops[:0], batch.seen, batch.labels[:0]),
+            batch.temperature[:0],
             width=8,
         )
         torch.testing.assert_close(alone(piece)[0], taps[first:last], rtol=1e-3, atol=1e-3)

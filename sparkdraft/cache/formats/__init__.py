@@ -47,11 +47,15 @@ class Meter(Protocol):
 
 
 Begin = Callable[[Tensor, AttentionView], None]
-Commit = Callable[[Tensor], None]
 
 
 class KVFormat:
-    """A whole cache: the layers' parts, and what they share. An optional capability that a format lacks is None."""
+    """A whole cache: the layers' parts, and what they share. An optional capability that a format lacks is None.
+
+    A cache is never told which rows were committed. K/V depend on their own row alone: those of rejected drafts lie
+    behind the sequence's length, and the next step writes over them. States of recurrent layers lag behind and replay
+    what was committed (kernels/delta_rule.py).
+    """
 
     layers: Sequence[LayerKV | LayerState]
     bytes_per_token: int  # of the layers that keep every position
@@ -60,15 +64,6 @@ class KVFormat:
     # and its view. None where layers need nothing beyond what they are handed.
     begin: Begin | None = None
 
-    # Runs after a step: gets the number of committed rows per sequence, int32 [sequences] on the cache's device, in the
-    # order of the step's view; 0 for a padding sequence. Rows of rejected drafts come last and are not counted.
-    #
-    # None where rejected rows need no undoing: K/V depend on their own row alone, are behind the sequence's length, and
-    # are overwritten by the next step; states of recurrent layers lag behind and replay what was committed
-    # (kernels/delta_rule.py). Every step ends with one call, before the next step is launched. In overlapped steps the
-    # call is recorded within the step (engine/lanes.py): the counts stay on the device, and the call must not wait for
-    # them.
-    commit: Commit | None = None
     meter: Meter | None = None
 
     def bytes_read(self, context: int) -> int:

@@ -9,15 +9,24 @@ from typing import Any
 
 from sparkdraft.kernels.cuda.attention import paged_attention
 from sparkdraft.kernels.cuda.delta_steps import delta_rule
-from sparkdraft.kernels.cuda.elementwise import add_normed, gated, rms_norm, rope_queries, rope_write, tap
+from sparkdraft.kernels.cuda.elementwise import (
+    add_normed,
+    gated,
+    rms_norm,
+    rope_queries,
+    rope_write,
+    sigmoid_gate,
+    tap,
+)
 from sparkdraft.kernels.cuda.experts import add_experts, norm_experts
 from sparkdraft.kernels.cuda.facts import facts
+from sparkdraft.kernels.cuda.gaps import best_gap, largest_gap
 from sparkdraft.kernels.cuda.matmul import add_linear, linear, norm_argmax, norm_gated, norm_linear, norm_logits
 from sparkdraft.kernels.cuda.planes import keep_experts, keep_matrix, keep_table
 from sparkdraft.kernels.cuda.recording import Recording
 from sparkdraft.kernels.cuda.recurrent import causal_conv, find_states, gated_norm
 from sparkdraft.kernels.cuda.routing import norm_route
-from sparkdraft.kernels.cuda.stepping import accept_drafts, make_rows
+from sparkdraft.kernels.cuda.stepping import accept_drafts, cut_drafts, make_rows, pack_rows
 from sparkdraft.kernels.reference import (  # torch is at the ceiling, or near enough
     beside,
     draw,
@@ -25,7 +34,6 @@ from sparkdraft.kernels.reference import (  # torch is at the ceiling, or near e
     find_pages,
     keep_float_experts,
     keep_float_matrix,
-    sigmoid_gate,
 )
 
 NAME = "cuda"

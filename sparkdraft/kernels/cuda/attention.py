@@ -2,8 +2,9 @@
 
 A program takes a tile of (query rows x grouped heads) of one sequence and one K/V head, so that all rows of a
 tile share each read of K and V; where tiles are too few to fill the GPU the keys are split over further
-programs, and a second small kernel joins the parts by their log-sum-exp. Choosing dtypes, blocks and lengths
-is left to the caller: lengths are only read on the device, and the host integers of the view shape the
+programs. The parts are joined by their log-sum-exp: by the last of a tile's programs to end (ending.py) where a tile
+has few rows, else by a second small kernel, whose many programs read more at once. Choosing dtypes, blocks and
+lengths is left to the caller: lengths are only read on the device, and the host integers of the view shape the
 launch.
 
     rows of the batch      | seq 0: n0 rows | seq 1: n1 rows | ... | padding |
@@ -15,8 +16,8 @@ A row's bits depend on its own q and keys, BLOCK_N, the unit and S, never on the
 tile's height. Units are counted from a sequence's first key, so a row meets the same keys in the same order whatever
 the others see, and keys that it does not see add exact zeros. Nothing is summed across lanes but by `dot`, in the order
 of the keys whatever the layout: on Hopper mma.sync and wgmma both add 16 products at once and round alike, as the
-project MMA-Sim has measured. With `same_bits_up_to` BLOCK_N, unit and S are those of a larger block, and a drafted
-block and a single row agree to the bit.
+project MMA-Sim has measured. Parts are added one after the other (`_mix`), whoever joins them. With `same_bits_up_to`
+BLOCK_N, unit and S are those of a larger block, and a drafted block and a single row agree to the bit.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from sparkdraft.kernels.cuda import tuned
 from sparkdraft.kernels.cuda.elementwise import run
+from sparkdraft.kernels.cuda.ending import MOST_GROUPS, counters, is_last
 from sparkdraft.kernels.cuda.gpu import Gpu, gpu_of
 from sparkdraft.kernels.cuda.pdl import enter
 from sparkdraft.kernels.view import AttentionParams, AttentionView
@@ -39,8 +41,10 @@ from sparkdraft.kernels.view import AttentionParams, AttentionView
 MOST_SPLITS = 128
 LONG_SPLIT, MOST_LONG_SPLITS = 4096, 4  # keys and cuts where the batch alone fills the GPU
 SCRATCH_BYTES = 64 << 20  # most that the parts of a split launch may take
-JOIN_ELEMENTS = 4096  # that a program of the second kernel holds
-WIDE = 512  # columns from which that program has more warps: of 128 parts it has so many registers
+LEAST_UNIT = 128  # keys of a split: one to four tiles. Fewer would be a shorter chain of them, and more parts to join
+JOIN_INSIDE = 1 << 16  # numbers of all parts of a tile up to which its last program joins them; 0: never
+JOIN_NUMBERS = 1024  # of parts that a warp has on their way at once
+WIDE = 512  # columns from which a program of the second kernel has more warps
 LOG2E = tl.constexpr(math.log2(math.e))
 SUM_LANES = tl.constexpr(8)  # columns of a dot that adds up weights: the fewest that tensor cores take
 
@@ -214,15 +218,111 @@ def _find_tile(query_start, seqs, QUERIES: tl.constexpr, SEARCH: tl.constexpr):
     return seq, row_start, query_first
 
 
+@triton.jit
+def _load_power(lse, place, number, real, end, first, used, splits, WRITTEN: tl.constexpr):
+    """The log-sum-exp of parts 'number' of some lines, -inf where there is none, and whether there can be one."""
+    exists = real & (number < end)
+    if WRITTEN:
+        exists = exists & ((number + splits - first) % splits < used)
+    power = tl.load(lse + place + number, mask=exists, other=float("-inf"), cache_modifier=".cg")
+    return power, exists if WRITTEN else power > float("-inf")
+
+
+@triton.jit
+def _load_part(parts, place, number, exists, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+    dim = tl.arange(0, DIM)[None, :]
+    source = parts + (place + number)[:, None] * HEAD_DIM + dim
+    return tl.load(source, mask=exists[:, None] & (dim < HEAD_DIM), other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _mix(
+    parts, lse, sink, place, real, end, first, used, splits,
+    SINKS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, LINES: tl.constexpr, STEP: tl.constexpr,
+    MORE: tl.constexpr, WRITTEN: tl.constexpr,
+):  # fmt: skip
+    """[LINES, DIM]: the means of lines' parts weighted by 2 ** lse, added up one after the other.
+
+    place: of a line's first part. end: past the last part that exists. WRITTEN: those of the 'used' splits from 'first'
+    on, in a ring, were written and no others; else all lse were, and where it is -inf, the part was not. A head's sink
+    is one more part, of zeros. STEP parts are on their way at once, MORE: there may be more; the first do not wait for
+    the peak. They are read past the L1, because other programs have written them.
+
+    What goes around a loop is as wide as a part: a number per line would be in another layout, and each change of it
+    waits for all warps.
+    """
+    powers, held = (), ()  # tuples grow by sums: the compiler takes nothing else for it
+    for number in tl.static_range(STEP):
+        power, exists = _load_power(lse, place, number, real, end, first, used, splits, WRITTEN)
+        part = _load_part(parts, place, number, exists, HEAD_DIM, DIM)
+        powers, held = powers + (power,), held + (part,)  # type: ignore[assignment]  # noqa: RUF005
+    peaks = tl.full([LINES, DIM], float("-inf"), tl.float32)
+    for number in tl.static_range(STEP):
+        peaks = tl.maximum(peaks, powers[number][:, None])
+    if MORE:
+        for start in range(STEP, end, STEP):
+            for offset in tl.static_range(STEP):
+                power, _ = _load_power(lse, place, start + offset, real, end, first, used, splits, WRITTEN)
+                peaks = tl.maximum(peaks, power[:, None])
+    peak = tl.max(peaks, 1)
+    if SINKS:
+        peak = tl.maximum(peak, sink * LOG2E)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    total = tl.zeros([LINES, DIM], tl.float32)
+    acc = tl.zeros([LINES, DIM], tl.float32)
+    for number in tl.static_range(STEP):
+        weight = tl.broadcast_to(tl.exp2(powers[number] - base)[:, None], [LINES, DIM])
+        total += weight
+        acc = tl.fma(held[number], weight, acc)
+    if MORE:
+        for start in range(STEP, end, STEP):
+            for offset in tl.static_range(STEP):
+                later = start + offset
+                power, exists = _load_power(lse, place, later, real, end, first, used, splits, WRITTEN)
+                part = _load_part(parts, place, later, exists, HEAD_DIM, DIM)
+                weight = tl.broadcast_to(tl.exp2(power - base)[:, None], [LINES, DIM])
+                total += weight
+                acc = tl.fma(part, weight, acc)
+    if SINKS:
+        total += tl.exp2(tl.fma(sink, LOG2E, -base))[:, None]  # written out: the compiler would fuse it, or not
+    return acc / tl.where(total == 0.0, 1.0, total)
+
+
+@triton.jit
+def _join_tile(
+    parts, lse, sinks, out, lanes, row_start, query_first, first, units,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, LINES: tl.constexpr, STEP: tl.constexpr,
+    MORE: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """What `_join` does, for the lanes of this program's tile. Units of keys first .. first + units have been seen."""
+    splits, heads = tl.num_programs(2), tl.num_programs(1) * GROUP
+    end, used = tl.minimum(first + units, splits), tl.minimum(units, splits)
+    dim = tl.arange(0, DIM)[None, :]
+    for begin in range(0, lanes, LINES):
+        lane = begin + tl.arange(0, LINES)
+        head = tl.program_id(1) * GROUP + lane % GROUP
+        line = (row_start + query_first + lane // GROUP).to(tl.int64) * heads + head
+        sink = None
+        if SINKS:
+            sink = tl.load(sinks + head, mask=lane < lanes, other=0.0)
+        mixed = _mix(
+            parts, lse, sink, line * splits, lane < lanes, end, first % splits, used, splits,
+            SINKS, HEAD_DIM, DIM, LINES, STEP, MORE, True,
+        )  # fmt: skip
+        mask = (lane < lanes)[:, None] & (dim < HEAD_DIM)
+        tl.store(out + line[:, None] * HEAD_DIM + dim, mixed.to(out.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["sinks", "query_start", "context_len", "block_tables", "stride_table", "seqs"])
 def _attend(
-    q, k_cache, v_cache, sinks, out, lse, query_start, context_len, block_tables, seqs, scale,
+    q, k_cache, v_cache, sinks, out, lse, joined, counters, query_start, context_len, block_tables, seqs, scale,
     stride_row, stride_q_head, stride_block, stride_head, stride_position, stride_table,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RUN: tl.constexpr, SEARCH: tl.constexpr, SPLIT: tl.constexpr,
-    SINKS: tl.constexpr, PDL: tl.constexpr,
+    LINES: tl.constexpr, STEP: tl.constexpr, MORE: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """out: where the parts go if SPLIT, else the result. joined: where the result then goes; None: `_join` makes it."""
     enter(PDL)
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(1)
@@ -245,9 +345,14 @@ def _attend(
     split, splits = tl.program_id(2), tl.num_programs(2)
     begin = _count_tiles(low // BLOCK_N, split, splits, RUN, SPLIT)
     end = _count_tiles(tl.cdiv(tl.maximum(high, 0), BLOCK_N), split, splits, RUN, SPLIT)
+    first_unit = low // BLOCK_N // RUN
+    units = tl.maximum(tl.cdiv(high, BLOCK_N * RUN) - first_unit, 1)  # no keys: the first program still writes zeros
     if SPLIT:
         line = (row * (tl.num_programs(1) * GROUP) + head) * splits + split
-        if begin >= end:
+        if joined is not None:
+            if (split + splits - first_unit % splits) % splits >= units:
+                return
+        elif begin >= end:
             tl.store(lse + line, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=valid)
             return
     else:
@@ -280,38 +385,36 @@ def _attend(
     tl.store(out + line[:, None] * HEAD_DIM + dim, result.to(out.dtype.element_ty), mask=mask)
     if SPLIT:
         tl.store(lse + line, peak + tl.log2(sums), mask=valid)
+        if joined is not None:
+            counter = counters + tl.program_id(0) * tl.num_programs(1) + kv_head
+            if is_last(counter, tl.minimum(units, splits)):
+                lanes = tl.minimum(num_query - query_first, QUERIES) * GROUP
+                _join_tile(
+                    out, lse, sinks, joined, lanes, row_start, query_first, first_unit, units,
+                    GROUP, HEAD_DIM, DIM, LINES, STEP, MORE, SINKS,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["sinks", "query_start", "seqs", "splits"])
 def _join(
     parts, lse, sinks, out, query_start, seqs, splits,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    SPLITS: tl.constexpr, LINES: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+    LINES: tl.constexpr, STEP: tl.constexpr, MORE: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some lines (row, head): the mean of a line's parts weighted by 2 ** lse. Where lse = -inf none was written.
-
-    A head's sink is one more part, of zeros.
-    """
+    """Some lines (row, head) of all."""
     enter(PDL)
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
     real = line < tl.load(query_start + seqs).to(tl.int64) * HEADS
-    place = line[:, None] * splits + tl.arange(0, SPLITS)[None, :]
-    exists = real[:, None] & (tl.arange(0, SPLITS) < splits)[None, :]
-    power = tl.load(lse + place, mask=exists, other=float("-inf"))  # [LINES, SPLITS]
-    peak = tl.max(power, 1)
+    sink = None
     if SINKS:
-        sink = tl.load(sinks + line % HEADS) * LOG2E
-        peak = tl.maximum(peak, sink)
-    weight = tl.exp2(power - tl.where(peak == float("-inf"), 0.0, peak)[:, None])
-    total = tl.sum(weight, 1)
-    if SINKS:
-        total += tl.exp2(sink - peak)
-    dim = tl.arange(0, DIM)
-    mask = (power > float("-inf"))[:, :, None] & (dim < HEAD_DIM)[None, None, :]
-    part = tl.load(parts + place[:, :, None] * HEAD_DIM + dim[None, None, :], mask=mask, other=0.0)
-    mixed = tl.sum(part * weight[:, :, None], 1) / tl.where(total == 0.0, 1.0, total)[:, None]
-    target = out + line[:, None] * HEAD_DIM + dim[None, :]
-    tl.store(target, mixed.to(out.dtype.element_ty), mask=real[:, None] & (dim < HEAD_DIM)[None, :])
+        sink = tl.load(sinks + line % HEADS)
+    mixed = _mix(
+        parts, lse, sink, line * splits, real, splits, 0, splits, splits,
+        SINKS, HEAD_DIM, DIM, LINES, STEP, MORE, False,
+    )  # fmt: skip
+    dim = tl.arange(0, DIM)[None, :]
+    mask = real[:, None] & (dim < HEAD_DIM)
+    tl.store(out + line[:, None] * HEAD_DIM + dim, mixed.to(out.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,7 +502,7 @@ def _choose_cuts(
     if programs >= 0.8 * slots:  # full: only a context far longer than the others is still worth a cut
         return LONG_SPLIT, 1 if search else max(min(triton.cdiv(keys, LONG_SPLIT), MOST_LONG_SPLITS, most), 1)
     # Smaller, the parts, written and read, cost more than the cut saves; alike, it must suit single rows too.
-    unit = max(128, (2 if alike else 4) * tile.block_m)
+    unit = max(LEAST_UNIT, tile.block_n, (2 if alike else 4) * tile.block_m)
     return unit, _choose_splits(programs, slots, min(triton.cdiv(keys, unit), MOST_SPLITS, most))
 
 
@@ -424,27 +527,41 @@ def paged_attention(
     shape = (rows, seqs, heads, kv_heads, head_dim, q.element_size(), view.max_query, same_bits_up_to, keys)
     launch = _launch(*shape, gpu_of(device))
     tile, split = launch.tile, launch.splits > 1
-    parts, lse = out, out  # one split writes its result directly; lse is then not touched
+    parts, lse, joined, counts = out, out, None, None  # one split writes its result directly, and nothing else
+    sizes, inside = {"LINES": 1, "STEP": 1, "MORE": False}, False
     if split:
         parts = torch.empty((rows, heads, launch.splits, head_dim), dtype=torch.float32, device=device)
         lse = torch.empty((rows, heads, launch.splits), dtype=torch.float32, device=device)
+        lanes = min(view.max_query * heads // kv_heads, tile.block_m)
+        inside = lanes * launch.splits * dim <= JOIN_INSIDE and launch.tiles * kv_heads <= MOST_GROUPS
+    if inside:
+        joined, counts, sizes = out, counters(device), _join_sizes(lanes, launch.splits, dim, tile.warps)
     run(
         _attend, (launch.tiles, kv_heads, launch.splits),
-        q, k_cache, v_cache, params.sinks, parts, lse, view.query_start, view.context_len, view.block_tables,
-        seqs, params.scale * math.log2(math.e),
+        q, k_cache, v_cache, params.sinks, parts, lse, joined, counts, view.query_start, view.context_len,
+        view.block_tables, seqs, params.scale * math.log2(math.e),
         q.stride(0), q.stride(1), *k_cache.stride()[:3], view.block_tables.stride(0),
         GROUP=heads // kv_heads, HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=block_size,
         CAUSAL=params.causal, WINDOW=window, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, RUN=launch.unit // tile.block_n if split else 1,
-        SEARCH=launch.search, SPLIT=split, SINKS=params.sinks is not None, num_warps=tile.warps, num_stages=tile.stages,
+        SEARCH=launch.search, SPLIT=split, **sizes, SINKS=params.sinks is not None,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    if split:
-        splits = triton.next_power_of_2(launch.splits)
-        lines = max(JOIN_ELEMENTS // (splits * dim), 1)
+    if split and not inside:
+        warps = 4 if dim < WIDE else 8
+        sizes = _join_sizes(warps * JOIN_NUMBERS // (launch.splits * dim), launch.splits, dim, warps)
         run(
-            _join, (triton.cdiv(rows * heads, lines),),
+            _join, (triton.cdiv(rows * heads, sizes["LINES"]),),
             parts, lse, params.sinks, out, view.query_start, seqs, launch.splits,
-            HEADS=heads, HEAD_DIM=head_dim, DIM=dim, SPLITS=splits, LINES=lines, SINKS=params.sinks is not None,
-            num_warps=4 if dim < WIDE else 8,
+            HEADS=heads, HEAD_DIM=head_dim, DIM=dim, **sizes, SINKS=params.sinks is not None,
+            num_warps=warps,
         )  # fmt: skip
     return out
+
+
+def _join_sizes(lanes: int, splits: int, dim: int, warps: int) -> dict[str, int]:
+    """Constants of `_mix` for so many lines at a time, or a few of them: 4 parts of each at least are on their way."""
+    numbers, most = warps * JOIN_NUMBERS, triton.next_power_of_2(splits)
+    lines = min(triton.next_power_of_2(max(lanes, 1)), max(numbers // 4 // dim, 1))
+    step = min(most, numbers // (lines * dim))
+    return {"LINES": lines, "STEP": step, "MORE": step < most}

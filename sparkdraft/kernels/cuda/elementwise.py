@@ -229,6 +229,32 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:  # [rows, 2 * inte
 
 
 @triton.jit
+def _sigmoid_gate(
+    x, gate, stride_x, stride_gate, width, PER_ROW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    enter(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    z = tl.load(gate + row * stride_gate + (column * 0 if PER_ROW else column), mask=inside, other=0.0).to(tl.float32)
+    place = x + row * stride_x + column
+    value = tl.load(place, mask=inside, other=0.0).to(tl.float32) * (1.0 / (1.0 + tl.exp(-z)))
+    tl.store(place, value.to(x.dtype.element_ty), mask=inside)
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor) -> None:  # [rows, width] twice, or one gate per row: [rows, 1]
+    """x *= sigmoid(gate), in place."""
+    rows, width = x.shape
+    assert x.stride(1) == gate.stride(1) == 1 and gate.shape in ((rows, width), (rows, 1)), (x.stride(), gate.shape)
+    if rows:
+        block = min(triton.next_power_of_2(width), TILE // 2)
+        run(
+            _sigmoid_gate, (rows, triton.cdiv(width, block)), x, gate, x.stride(0), gate.stride(0), width,
+            PER_ROW=gate.shape[1] == 1 < width, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit
 def _add_normed(
     residual, y, weight, gain, scaled, squares, stride_residual, stride_y, eps, scale,
     DIM: tl.constexpr, PREPARE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

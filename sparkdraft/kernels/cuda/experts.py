@@ -10,7 +10,7 @@ experts alone:
                                                          a program per block and strip of gate_up, one of down, and a
                                                          third kernel that adds up the results of each row
 
-As in few_rows.py a weight is the dot's left side and pairs are its right, padded to 16 at least. An expert's lines are
+As in few_rows.py a weight is the dot's left side and pairs are its right, padded to 8 at least. An expert's lines are
 read once per block; blocks of an expert run side by side, so memory is read once where there are several. In batches
 of up to few_rows.MOST_ROWS rows of a 16 bit type, a row's result is the same to the bit whatever rows lie beside it:
 
@@ -43,8 +43,12 @@ from sparkdraft.kernels.cuda.few_rows import (
     check_weight,
     constants,
     fit_stages,
+    load_squares,
+    norm_scale,
+    padded_rows,
     parts_of,
     prepare,
+    runs_wgmma,
     step_of,
 )
 from sparkdraft.kernels.cuda.gpu import Gpu, gpu_of
@@ -57,7 +61,6 @@ from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.linear import WeightTiles
 
 SPARSE = 4  # pairs are taken one by one where there are this many experts for each
-COLUMNS = tl.constexpr(MOST_CHOICES)  # of the dot of a row's choices
 SUM_BLOCK = 512  # columns that a program of the sum takes
 GATE_UP, DOWN, ROW_DOWN = "experts_gate_up", "experts_down", "experts_row_down"  # in the tables of tuned tiles
 
@@ -96,15 +99,13 @@ def _gate_up(
     line = tl.minimum(tl.program_id(1) * HALF + lane // 2, INTER - 1) + (lane % 2) * INTER
     row = pair // TOP_K
     if PARTS > 0:
-        part = tl.arange(0, BLOCK_P)
-        mask = real[:, None] & (part < PARTS)[None, :]
-        parts = tl.load(squares + row[:, None] * PARTS + part[None, :], mask=mask, other=0.0)
+        parts = load_squares(squares, row, real, PARTS, BLOCK_P)
     acc = sweep(
         x + row * stride_x, real, weight, scale, offset, row_scale, expert * (2 * INTER) + line, None, 0,
         LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, 1,
     )  # fmt: skip
     if PARTS > 0:
-        acc = acc * tl.rsqrt(tl.sum(parts, 1) / IN + eps)[None, :]
+        acc = acc * norm_scale(parts, eps, IN, BLOCK_M, BLOCK_P)[None, :]
     if bias is not None:
         acc += tl.load(bias + expert * (2 * INTER) + line).to(tl.float32)[:, None]
     gate, up = tl.split(tl.permute(tl.reshape(acc, [HALF, 2, BLOCK_M]), (0, 2, 1)))  # [HALF, BLOCK_M]
@@ -191,11 +192,16 @@ def _row_down(
     LEVELS: tl.constexpr, PLANE: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr,
     PACKED: tl.constexpr, ADD: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, STRIPS: tl.constexpr,
     TOP_K: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
-    STRIP: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, STRIP: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A strip of one row: the lines of all of its experts times x of all of its pairs, of which a line wants one."""
+    """A strip of one row: the lines of all of its experts times x of all of its pairs, of which a line wants one.
+
+    COLUMNS: of the dot, one for each choice.
+    """
     enter(PDL)
     row = tl.program_id(0).to(tl.int64)
+    if tl.load(ids + row * TOP_K) < 0:  # a dead row
+        return
     column = tl.program_id(1) * STRIP + tl.arange(0, STRIP)
     lane = tl.arange(0, BLOCK_C * STRIP)
     choice = lane // STRIP
@@ -289,7 +295,7 @@ def _choose(kernel: str, out: int, in_: int, size: int, itemsize: int, step: int
 def _same_instruction(tile: Tile, lines: int, gpu: Gpu, coded: bool = False) -> bool:
     """Where a GPU has wgmma, whose sums may differ from mma.sync's in the last bit, all tiles of few rows run it for
     floats, and none for codes (few_rows._choose_coded)."""
-    return not gpu.wgmma or (lines >= 64 and tile.warps % 4 == 0) != coded
+    return not gpu.wgmma or runs_wgmma(lines, tile.warps, gpu) != coded
 
 
 def tile_keys(gate_up: ExpertLinear, down: ExpertLinear, top_k: int, most_rows: int) -> list[tuned.Key]:
@@ -367,9 +373,9 @@ class _Weight:
         }  # fmt: skip
 
 
-def _run(kernel, grid: tuple[int, ...], *arguments: object, **options: object) -> None:
-    """All launches pass here; the bench takes its place to compile without one."""
-    kernel[grid](*arguments, **options)
+def _padded(most: int, size: int, tile: Tile, x: Tensor) -> int:
+    """Columns of a dot over blocks of 'size' pairs, of which none has more than 'most'."""
+    return size if size > few_rows.MOST_ROWS else padded_rows(most, tile.block_n, tile.warps, gpu_of(x.device))
 
 
 def run_gate_up(
@@ -385,24 +391,27 @@ def run_gate_up(
     size, programs = (blocks.size, blocks.most) if blocks else (16, pairs)
     launch, options = weight.launch(GATE_UP, size, programs, x)
     order, table = (blocks.order, blocks.table) if blocks else (None, None)
-    inter = weight.shape[0] // 2
+    inter, tile = weight.shape[0] // 2, launch.tile
     assert weight.shape == (2 * inter, x.shape[1]) and x.stride(1) == 1, (weight.shape, x.shape, x.stride())
     out = torch.empty((pairs, inter), dtype=x.dtype, device=x.device)
-    _run(
+    few_rows.run_kernel(
         _gate_up, (programs, launch.strips), x, squares, *weight.arguments, routing.ids, order, table, out,
         x.stride(0), normed.norm.eps, ACT=activation.kind, LIMIT=activation.limit, INTER=inter, TOP_K=top_k, **norm,
-        BLOCK_M=size, BLOCK_N=launch.tile.block_n, **options,
+        BLOCK_M=_padded(rows if blocks else 1, size, tile, x), BLOCK_N=tile.block_n, **options,
     )  # fmt: skip
     return out
 
 
-def run_down(x: Tensor, down: ExpertLinear, blocks: Blocks, dtype: torch.dtype) -> Tensor:  # [pairs, hidden]
+def run_down(
+    x: Tensor, rows: int, down: ExpertLinear, blocks: Blocks, dtype: torch.dtype
+) -> Tensor:  # [pairs, inter] -> [pairs, hidden]
     weight = _Weight.of(down, x)
     launch, options = weight.launch(DOWN, blocks.size, blocks.most, x)
+    tile = launch.tile
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
-    _run(
+    few_rows.run_kernel(
         _down, (blocks.most, launch.strips), x, *weight.arguments, blocks.order, blocks.table, out,
-        OUT=weight.shape[0], BLOCK_M=blocks.size, BLOCK_N=launch.tile.block_n, **options,
+        OUT=weight.shape[0], BLOCK_M=_padded(rows, blocks.size, tile, x), BLOCK_N=tile.block_n, **options,
     )  # fmt: skip
     return out
 
@@ -437,9 +446,10 @@ def run_row_down(x: Tensor, routing: Routing, down: ExpertLinear, residual: Tens
     weight, choices = _Weight.of(down, x), triton.next_power_of_2(top_k)
     launch, options = weight.launch(ROW_DOWN, choices, rows, x)
     target = _Target(rows, launch.tile.block_n, launch.strips, x, residual, then)
-    _run(
+    columns = padded_rows(top_k, choices * launch.tile.block_n, launch.tile.warps, gpu_of(x.device))
+    few_rows.run_kernel(
         _row_down, (rows, launch.strips), x, *weight.arguments, routing.ids, routing.weights,
-        *target.arguments, **target.constants, TOP_K=top_k, BLOCK_C=choices, **options,
+        *target.arguments, **target.constants, TOP_K=top_k, BLOCK_C=choices, COLUMNS=columns, **options,
     )  # fmt: skip
     return target
 
@@ -450,7 +460,7 @@ def run_sum(parts: Tensor, routing: Routing, down: ExpertLinear, residual: Tenso
     dim, on = residual.shape[1], pdl.active(parts.device)
     launch, _ = _Weight.of(down, residual).launch(ROW_DOWN, triton.next_power_of_2(top_k), rows, residual)
     target = _Target(rows, launch.tile.block_n, launch.strips, residual, residual, then)
-    _run(
+    few_rows.run_kernel(
         _sum, (rows, triton.cdiv(dim, SUM_BLOCK)), parts, routing.weights, *target.arguments, **target.constants,
         TOP_K=top_k, BLOCK=SUM_BLOCK, PDL=on, num_warps=4, **pdl.options(on),
     )  # fmt: skip
@@ -472,7 +482,7 @@ def _experts(
     inside = run_gate_up(normed, routing, gate_up, blocks, activation)
     if blocks is None:
         return run_row_down(inside, routing, down, residual, then)
-    parts = run_down(inside, down, blocks, torch.float32 if rows <= few_rows.MOST_ROWS else inside.dtype)
+    parts = run_down(inside, rows, down, blocks, torch.float32 if rows <= few_rows.MOST_ROWS else inside.dtype)
     return run_sum(parts, routing, down, residual, then)
 
 

@@ -5,13 +5,15 @@ in flight and does everything else at its end. A row's result is the same to the
 drafted text must equal plain text. How a weight is stored is known to sweep.py alone, which tile runs to tuned/.
 
     weight [out, in]     | program 0: BLOCK_N lines | program 1 | ...        a tile is [BLOCK_N, BLOCK_K]
-    x [rows, in]         | all rows, padded to 16 |                          a tile is [ROWS, BLOCK_K]
+    x [rows, in]         | all rows, padded to 8 or 16 |                     a tile is [ROWS, BLOCK_K]
     a program's dot      W tile . x tile^T, added up over 'in' in order  ->  [BLOCK_N, ROWS]
 
 The weight is the dot's left side, so BLOCK_N and the warps alone decide which tensor core instruction runs (64 lines
-and 4 warps: wgmma on Hopper, else mma.sync). Nothing of a launch depends on the rows. Where 'out' is so small that its
-strips do not fill the GPU, a tile may split 'in' into a fixed number of parts, a program each: the last of a strip to
-end adds up all parts, in order. `wide_linear` runs the same kernel for more rows of a coded weight, in blocks of rows.
+and 4 warps: wgmma on Hopper, else mma.sync). Nothing of a launch depends on the rows but their padding, which changes
+no row's bits: an instruction's columns do not know each other, and other sums are in a written order (ending.py). Where
+'out' is so small that its strips do not fill the GPU, a tile may split 'in' into a fixed number of parts, a program
+each: the last of a strip to end adds up all parts, in order. `wide_linear` runs the same kernel for more rows of a
+coded weight, in blocks of rows.
 
 A norm costs its reader next to nothing, because its writer (`add_linear`) leaves x * gain and the sum of squares of
 each strip behind, which alone is known where a strip ends; the reader multiplies by x * gain and by 1 / rms at its end
@@ -34,6 +36,7 @@ from torch import Tensor
 from sparkdraft.kernels.activation import SILU, Activation
 from sparkdraft.kernels.cuda import pdl, tuned
 from sparkdraft.kernels.cuda.activation import activate
+from sparkdraft.kernels.cuda.ending import MOST_GROUPS, counters, is_last, sum_columns, sum_rows
 from sparkdraft.kernels.cuda.gpu import Gpu, gpu_of
 from sparkdraft.kernels.cuda.pdl import enter
 from sparkdraft.kernels.cuda.sweep import sweep
@@ -41,6 +44,7 @@ from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.weights.linear import WeightTiles
 
 MOST_ROWS = 16
+EIGHT_ROWS, EIGHT_ROWS_OF_WGMMA = True, False  # switches of `padded_rows`
 KERNEL, WIDE = "few_rows", "wide_rows"  # in the tables of tuned tiles
 
 
@@ -59,19 +63,13 @@ def _sweep(
 
 @triton.jit
 def _add_parts(acc, sums, counters, strip, part, rows, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
-    """Leave a part of a strip's sums for the program that ends last, which gets them all, added in order: (sums, True).
-
-    Its counter is 0 before a launch and after it.
-    """
+    """Leave a part of a strip's sums for the program that ends last, which gets all, added in order: (sums, True)."""
     lane, column = tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
     place = sums + strip.to(tl.int64) * (SPLIT * BLOCK_N * ROWS) + lane[:, None] * ROWS + column[None, :]
     real = (column < rows)[None, :]
     tl.store(place + part * (BLOCK_N * ROWS), acc, mask=real)
-    tl.debug_barrier()  # all threads of the program have stored before one of them says so
-    ended = tl.atomic_add(counters + strip, 1, sem="acq_rel", scope="gpu")
-    last = ended == SPLIT - 1
+    last = is_last(counters + strip, SPLIT)
     if last:
-        tl.store(counters + strip, 0)
         acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
         for each in tl.static_range(SPLIT):
             acc += tl.load(place + each * (BLOCK_N * ROWS), mask=real, other=0.0, cache_modifier=".cg")
@@ -79,17 +77,17 @@ def _add_parts(acc, sums, counters, strip, part, rows, SPLIT: tl.constexpr, BLOC
 
 
 @triton.jit
-def _load_squares(squares, row, rows, PARTS: tl.constexpr, BLOCK_P: tl.constexpr):
+def load_squares(squares, row, real, PARTS: tl.constexpr, BLOCK_P: tl.constexpr):
     """[ROWS, BLOCK_P], asked for before the sweep and summed only after it, so that nobody waits for it."""
     part = tl.arange(0, BLOCK_P)
-    mask = (row < rows)[:, None] & (part < PARTS)[None, :]
+    mask = real[:, None] & (part < PARTS)[None, :]
     return tl.load(squares + row[:, None] * PARTS + part[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def _scale(squares, eps, IN: tl.constexpr):
-    """1 / rms of each row, to multiply [.., ROWS] by."""
-    return tl.rsqrt(tl.sum(squares, 1) / IN + eps)[None, :]
+def norm_scale(squares, eps, IN: tl.constexpr, ROWS: tl.constexpr, BLOCK_P: tl.constexpr):
+    """1 / rms of each row."""
+    return tl.rsqrt(sum_columns(squares, ROWS, BLOCK_P) / IN + eps)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -114,7 +112,7 @@ def _linear(
         if gain is not None:
             factor = tl.load(gain + line)
     if PARTS > 0:
-        parts = _load_squares(squares, row, rows, PARTS, BLOCK_P)
+        parts = load_squares(squares, row, row < rows, PARTS, BLOCK_P)
     acc = _sweep(
         x, weight, scale, offset, row_scale, line, row, rows, stride_x, part,
         LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, SPLIT,
@@ -124,7 +122,7 @@ def _linear(
         if not last:
             return
     if PARTS > 0:
-        acc = acc * _scale(parts, eps, IN)
+        acc = acc * norm_scale(parts, eps, IN, ROWS, BLOCK_P)[None, :]
     if BIAS:
         acc += tl.load(bias + line).to(tl.float32)[:, None]
     if ADD:
@@ -135,7 +133,7 @@ def _linear(
         wide = value.to(tl.float32)
         product = (wide * factor.to(tl.float32)[:, None]).to(scaled.dtype.element_ty)
         tl.store(scaled + row[None, :] * OUT + column[:, None], product, mask=mask)
-        square = tl.sum(tl.where(mask, wide * wide, 0.0), 0)
+        square = sum_rows(tl.where(mask, wide * wide, 0.0), BLOCK_N, ROWS)
         tl.store(new_squares + row * (tl.num_programs(0) // SPLIT) + strip, square, mask=row < rows)
 
 
@@ -153,12 +151,12 @@ def _gated(
     lane = tl.arange(0, BLOCK_N)
     line = tl.minimum(tl.program_id(0) * COLUMNS + lane // 2, INTER - 1) + (lane % 2) * INTER
     row = tl.arange(0, ROWS)
-    parts = _load_squares(squares, row, rows, PARTS, BLOCK_P)
+    parts = load_squares(squares, row, row < rows, PARTS, BLOCK_P)
     acc = _sweep(
         x, weight, scale, offset, row_scale, line, row, rows, stride_x, 0,
         LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, 1,
     )  # fmt: skip
-    acc = acc * _scale(parts, eps, IN)
+    acc = acc * norm_scale(parts, eps, IN, ROWS, BLOCK_P)[None, :]
     gate, up = tl.split(tl.permute(tl.reshape(acc, [COLUMNS, 2, ROWS]), (0, 2, 1)))  # [COLUMNS, ROWS]
     value = activate(gate, up, ACT, LIMIT)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -178,12 +176,12 @@ def _argmax(
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     line = tl.minimum(column, OUT - 1)
     row = tl.arange(0, ROWS)
-    parts = _load_squares(squares, row, rows, PARTS, BLOCK_P)
+    parts = load_squares(squares, row, row < rows, PARTS, BLOCK_P)
     logits = _sweep(
         x, weight, scale, offset, row_scale, line, row, rows, stride_x, 0,
         LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, 1,
     )  # fmt: skip
-    logits = logits * _scale(parts, eps, IN)
+    logits = logits * norm_scale(parts, eps, IN, ROWS, BLOCK_P)[None, :]
     seen = (column < OUT)[:, None] & (logits == logits)  # NaN never wins
     peak, place = tl.max(tl.where(seen, logits, float("-inf")), 0, return_indices=True)  # the lowest wins a tie
     target = row * tl.num_programs(0) + tl.program_id(0)
@@ -250,11 +248,27 @@ def _choose_coded(out: int, in_: int, step: int, itemsize: int, sms: int, offset
     return Tile(block_n, step, 2, 6, max(split, 1))
 
 
+def runs_wgmma(lines: int, warps: int, gpu: Gpu) -> bool:
+    """Whether a dot of so many lines of 16 bit numbers is Hopper's instruction; else, and elsewhere, it is mma.sync."""
+    return gpu.wgmma and lines >= 64 and warps % 4 == 0
+
+
+def padded_rows(rows: int, lines: int, warps: int, gpu: Gpu) -> int:
+    """Columns of the dot of few rows: 8 are the fewest that tensor cores take, and 16 serve all.
+
+    Both are the same instruction, mma.sync over 8 columns, once or twice, so a row has the same bits. Where 16 are one
+    wgmma, Triton makes 8 of them an mma.sync, whose sums may differ in the last bit: there, EIGHT_ROWS_OF_WGMMA decides
+    (tools/cuda_switches.py compares bits and times). EIGHT_ROWS turns all off.
+    """
+    eight = EIGHT_ROWS and (EIGHT_ROWS_OF_WGMMA or not runs_wgmma(lines, warps, gpu))
+    return 8 if rows <= 8 and eight else MOST_ROWS
+
+
 def fit_stages(tile: Tile, programs: int, weight_bits: int, x_bytes: int, gpu: Gpu, rows: int = MOST_ROWS) -> int:
     """Stages whose buffers fit beside those of the other programs that must share an SM to run all at once."""
     buffer = (tile.block_n * weight_bits // 8 + rows * x_bytes) * tile.block_k
     # wgmma reads from shared memory, so one more tile of each is held; mma.sync reads registers.
-    held = buffer if gpu.wgmma and x_bytes == 2 and tile.block_n >= 64 and tile.warps % 4 == 0 else 0
+    held = buffer if x_bytes == 2 and runs_wgmma(tile.block_n, tile.warps, gpu) else 0
     for beside in range(min(triton.cdiv(programs, gpu.sms), max(12 // tile.warps, 3) if gpu.roomy else 3), 0, -1):
         room = min(gpu.shared, (gpu.shared + 1024) // beside - 1024) - held
         buffers = room // buffer
@@ -281,8 +295,8 @@ def _launch(
     return Launch(tile, programs, fit_stages(tile, programs * tile.split, weight_bits, x_bytes, gpu))
 
 
-def _run(kernel, grid: tuple[int, ...], *arguments: object, **options: object) -> None:
-    """All launches pass here; the bench and the tests take its place to compile without one."""
+def run_kernel(kernel, grid: tuple[int, ...], *arguments: object, **options: object) -> None:
+    """All launches of matmuls pass here, those of experts too; the search for tiles and tests take its place."""
     kernel[grid](*arguments, **options)
 
 
@@ -309,7 +323,7 @@ def step_of(weight: WeightTiles) -> int:
     return weight.layout.tile if weight.layout else 0
 
 
-def _start(x: Tensor, weight: WeightTiles, lines: int = 1) -> tuple[Launch, dict[str, object]]:
+def start(x: Tensor, weight: WeightTiles, lines: int = 1) -> tuple[Launch, dict[str, object]]:
     """Check what all functions have in common: the launch, and the constants and options that all kernels take."""
     rows, in_ = x.shape
     assert 0 < rows <= MOST_ROWS, f"{rows} rows: these kernels take 1 to {MOST_ROWS}"
@@ -318,7 +332,8 @@ def _start(x: Tensor, weight: WeightTiles, lines: int = 1) -> tuple[Launch, dict
     launch = _launch(
         weight.shape, weight.format, weight.line_bits, x.element_size(), lines, gpu_of(x.device), step_of(weight)
     )
-    return launch, constants(weight, x) | _options(launch, MOST_ROWS, x.device)
+    padded = padded_rows(rows, launch.tile.block_n, launch.tile.warps, gpu_of(x.device))
+    return launch, constants(weight, x) | _options(launch, padded, x.device)
 
 
 def _options(launch: Launch, rows: int, device: torch.device) -> dict[str, object]:
@@ -329,27 +344,21 @@ def _options(launch: Launch, rows: int, device: torch.device) -> dict[str, objec
     }  # fmt: skip
 
 
-@lru_cache
-def _counters(device: torch.device) -> Tensor:
-    """One for each strip: how many of its parts have ended. Launches of a stream share them, one after the other."""
-    return torch.zeros((1 << 16,), dtype=torch.int32, device=device)
-
-
 def _run_linear(
     x: Tensor, squares: Tensor | None, eps: float, weight: WeightTiles, out: Tensor, launch: Launch,
     options: dict[str, object], add: bool = False, left: tuple[Tensor, Tensor, Tensor] | None = None, blocks: int = 1,
 ) -> None:  # fmt: skip
     """left: a norm's gain, and where x * gain and the squares go. blocks: of rows."""
-    split, sums, counters = launch.tile.split, None, None
+    split, sums, counts = launch.tile.split, None, None
     if split > 1:
-        counters = _counters(x.device)
-        assert launch.programs <= counters.shape[0] and blocks == 1, (launch.programs, blocks)
+        counts = counters(x.device)
+        assert launch.programs <= MOST_GROUPS and blocks == 1, (launch.programs, blocks)
         size = (launch.programs, split, launch.tile.block_n * MOST_ROWS)
         sums = torch.empty(size, dtype=torch.float32, device=x.device)
     norm = {"PARTS": 0, "BLOCK_P": 1} if squares is None else parts_of(squares)
-    _run(
+    run_kernel(
         _linear, (launch.programs * split, blocks), x, squares, weight.codes, weight.scale, weight.offset,
-        weight.row_scale, weight.bias, out, *(left or (None, None, None)), sums, counters,
+        weight.row_scale, weight.bias, out, *(left or (None, None, None)), sums, counts,
         x.shape[0], x.stride(0), out.stride(0), eps, OUT=weight.shape[0], **norm, BIAS=weight.bias is not None,
         ADD=add, SPLIT=split, **options,
     )  # fmt: skip
@@ -373,7 +382,7 @@ def prepare(normed: Normed) -> tuple[Tensor, Tensor]:
     squares = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     block, on = triton.next_power_of_2(dim), pdl.active(x.device)
     warps = min(max(block // 512, 1), 16)
-    _run(
+    run_kernel(
         _prepare, (rows,), x, gain, scaled, squares, x.stride(0),
         DIM=dim, BLOCK=block, PDL=on, num_warps=warps, **pdl.options(on),
     )  # fmt: skip
@@ -385,7 +394,7 @@ def parts_of(squares: Tensor) -> dict[str, int]:
 
 
 def linear(x: Tensor, weight: WeightTiles) -> Tensor:  # [rows, in] -> [rows, out]
-    launch, options = _start(x, weight)
+    launch, options = start(x, weight)
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     _run_linear(x, None, 0.0, weight, out, launch, options)
     return out
@@ -397,7 +406,7 @@ def norm_linear(
     dtype: torch.dtype | None = None,  # of the result, for logits whose argmax is that of `norm_argmax`: float32
 ) -> Tensor:  # [rows, out]: linear(rms_norm(x), weight)
     x, squares = prepare(normed)
-    launch, options = _start(x, weight)
+    launch, options = start(x, weight)
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype or x.dtype, device=x.device)
     _run_linear(x, squares, normed.norm.eps, weight, out, launch, options)
     return out
@@ -408,7 +417,7 @@ def add_linear(residual: Tensor, x: Tensor, weight: WeightTiles, then: Norm) -> 
     rows, out = x.shape[0], weight.shape[0]
     assert residual.stride(1) == 1 and residual.shape == (rows, out), (residual.shape, residual.stride(), weight.shape)
     check_gain(then.gain, out, x.dtype)
-    launch, options = _start(x, weight)
+    launch, options = start(x, weight)
     scaled = torch.empty((rows, out), dtype=x.dtype, device=x.device)
     squares = torch.empty((rows, launch.programs), dtype=torch.float32, device=x.device)
     left = then.gain, scaled, squares
@@ -422,10 +431,10 @@ def norm_gated(
     activation: Activation = SILU,
 ) -> Tensor:  # [rows, inter]
     x, squares = prepare(normed)
-    launch, options = _start(x, weight, lines=2)
+    launch, options = start(x, weight, lines=2)
     rows, inter = x.shape[0], weight.shape[0] // 2
     out = torch.empty((rows, inter), dtype=x.dtype, device=x.device)
-    _run(
+    run_kernel(
         _gated, (launch.programs,), x, squares, weight.codes, weight.scale, weight.offset, weight.row_scale, out,
         rows, x.stride(0), normed.norm.eps,
         ACT=activation.kind, LIMIT=activation.limit, INTER=inter, **parts_of(squares), **options,
@@ -438,18 +447,18 @@ def norm_argmax(
     weight: WeightTiles,  # [vocabulary, in], without a bias
 ) -> Tensor:  # int64 [rows]: the largest of the float32 logits; the lowest id wins a tie, NaN never wins
     x, squares = prepare(normed)
-    launch, options = _start(x, weight)
+    launch, options = start(x, weight)
     rows, parts, device, on = x.shape[0], launch.programs, x.device, pdl.active(x.device)
     out = torch.empty((rows,), dtype=torch.int64, device=device)
     best = torch.empty((rows, parts), dtype=torch.float32, device=device)
     best_id = torch.empty((rows, parts), dtype=torch.int32, device=device)
-    _run(
+    run_kernel(
         _argmax, (parts,), x, squares, weight.codes, weight.scale, weight.offset, weight.row_scale, best, best_id,
         rows, x.stride(0), normed.norm.eps, OUT=weight.shape[0], **parts_of(squares), **options,
     )  # fmt: skip
     block = triton.next_power_of_2(parts)
     warps = min(max(block // 512, 1), 8)
-    _run(_pick, (rows,), best, best_id, out, PARTS=parts, BLOCK=block, PDL=on, num_warps=warps, **pdl.options(on))
+    run_kernel(_pick, (rows,), best, best_id, out, PARTS=parts, BLOCK=block, PDL=on, num_warps=warps, **pdl.options(on))
     return out
 
 

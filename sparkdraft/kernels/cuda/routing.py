@@ -13,14 +13,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparkdraft.kernels.cuda import few_rows
 from sparkdraft.kernels.cuda.elementwise import run
+from sparkdraft.kernels.cuda.ending import counters, is_last, sum_columns
+from sparkdraft.kernels.cuda.few_rows import load_squares, norm_scale
 from sparkdraft.kernels.cuda.matmul import norm_logits
 from sparkdraft.kernels.cuda.pdl import enter
+from sparkdraft.kernels.cuda.sweep import sweep
 from sparkdraft.kernels.norm import Normed
 from sparkdraft.kernels.routing import Routing
-from sparkdraft.weights.linear import Linear
+from sparkdraft.weights.linear import Linear, WeightTiles
 
 MOST_EXPERTS, MOST_CHOICES = 512, 16
+ROUTE_FEW = True  # whether the router of few rows chooses itself; tests and tools compare with a kernel of its own
 CHUNK = 4096  # pairs that a program looks at in one go, at most
 _NAN = tl.constexpr(2**31 - 1)  # the key of NaN, which is the largest, as in torch's sort; it is NaN's bits too
 _TAKEN = tl.constexpr(-(2**31))  # below every key
@@ -34,54 +39,146 @@ def _flip(bits):
 
 
 @triton.jit
-def _route(
-    logits, scale, ids, weights, stride_logits,
+def _choose(
+    value, scale, live, ids, weights, row, real,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """One row. Whatever the logits hold, its experts are TOP_K different ones."""
-    enter(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, BLOCK_E)
-    value = tl.load(logits + row * stride_logits + expert, mask=expert < EXPERTS, other=float("-inf"))
+    """Store the choices of rows 'row', as far as they are 'real', from their logits [ROWS, BLOCK_E].
+
+    Whatever the logits hold, a row's experts are TOP_K different ones; a dead row has none, and -1 in their place.
+    """
+    expert = tl.arange(0, BLOCK_E)[None, :]
+    value = tl.where(expert < EXPERTS, value, float("-inf"))
     key = _flip((value + 0.0).to(tl.int32, bitcast=True))  # -0 + 0 = 0, which it equals
     key = tl.where(value == value, key, _NAN)
     key = tl.where(expert < EXPERTS, key, _TAKEN)
-    choice = tl.arange(0, BLOCK_C)
-    chosen = tl.zeros([BLOCK_C], tl.int32)
-    best = tl.zeros([BLOCK_C], tl.int32)
+    choice = tl.arange(0, BLOCK_C)[None, :]
+    chosen = tl.zeros([ROWS, BLOCK_C], tl.int32)
+    best = tl.zeros([ROWS, BLOCK_C], tl.int32)
     for number in tl.static_range(TOP_K):
-        top = tl.max(key, 0)
-        first = tl.min(tl.where(key == top, expert, BLOCK_E), 0)
+        top = tl.max(key, 1)[:, None]
+        first = tl.min(tl.where(key == top, expert, BLOCK_E), 1)[:, None]
         chosen = tl.where(choice == number, first, chosen)
         best = tl.where(choice == number, top, best)
         key = tl.where(expert == first, _TAKEN, key)
-    mask = choice < TOP_K
-    picked = tl.where(mask, _flip(best).to(tl.float32, bitcast=True), float("-inf"))
-    peak = tl.max(picked, 0)
+    picked = tl.where(choice < TOP_K, _flip(best).to(tl.float32, bitcast=True), float("-inf"))
+    peak = tl.max(picked, 1)[:, None]
     share = tl.exp(picked - peak)
-    share /= tl.sum(share, 0) if RENORMALISE else tl.sum(tl.exp(value - peak), 0)
+    total = sum_columns(share, ROWS, BLOCK_C) if RENORMALISE else sum_columns(tl.exp(value - peak), ROWS, BLOCK_E)
+    share /= total[:, None]
+    mask = real[:, None] & (choice < TOP_K)
     if scale is not None:
         share *= tl.load(scale + chosen, mask=mask, other=0.0)
-    tl.store(ids + row * TOP_K + choice, chosen, mask=mask)
-    tl.store(weights + row * TOP_K + choice, share, mask=mask)
+    if live is not None:
+        alive = (row < tl.load(live))[:, None]
+        chosen, share = tl.where(alive, chosen, -1), tl.where(alive, share, 0.0)
+    target = row.to(tl.int64)[:, None] * TOP_K + choice
+    tl.store(ids + target, chosen, mask=mask)
+    tl.store(weights + target, share, mask=mask)
 
 
-def norm_route(normed: Normed, router: Linear, top_k: int, renormalise: bool, scale: Tensor | None = None) -> Routing:
-    logits = norm_logits(normed, router)
-    rows, experts = logits.shape
+@triton.jit(do_not_specialize=["live"])
+def _route(
+    logits, scale, live, ids, weights, stride_logits,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row."""
+    enter(PDL)
+    row = tl.program_id(0) + tl.arange(0, 1)
+    expert = tl.arange(0, BLOCK_E)[None, :]
+    place = logits + row.to(tl.int64)[:, None] * stride_logits + expert
+    value = tl.load(place, mask=expert < EXPERTS, other=0.0)
+    _choose(value, scale, live, ids, weights, row, row >= 0, EXPERTS, TOP_K, RENORMALISE, 1, BLOCK_E, BLOCK_C)
+
+
+@triton.jit(do_not_specialize=["rows", "live"])
+def _route_few(
+    x, squares, weight, scale, offset, row_scale, bias, factors, live, ids, weights, sums, counter, rows, stride_x, eps,
+    LEVELS: tl.constexpr, PLANE: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr,
+    PACKED: tl.constexpr, EXPERTS: tl.constexpr, IN: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
+    TOP_K: tl.constexpr, RENORMALISE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The router's matmul as few_rows.py cuts it; the last program of all adds up its parts, in order, and chooses."""
+    enter(PDL)
+    strip, part = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
+    line = strip * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.arange(0, ROWS)
+    parts = load_squares(squares, row, row < rows, PARTS, BLOCK_P)
+    acc = sweep(
+        x + row.to(tl.int64) * stride_x, row < rows, weight, scale, offset, row_scale,
+        tl.minimum(line, EXPERTS - 1).to(tl.int64), None, part,
+        LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, SPLIT,
+    )  # fmt: skip
+    place = sums + (part * ROWS + row)[None, :] * EXPERTS + line[:, None]
+    tl.store(place, acc, mask=(row < rows)[None, :] & (line < EXPERTS)[:, None])
+    if not is_last(counter, tl.num_programs(0)):
+        return
+    expert = tl.arange(0, BLOCK_E)[None, :]
+    place = sums + row[:, None] * EXPERTS + expert
+    mask = (row < rows)[:, None] & (expert < EXPERTS)
+    logits = tl.zeros([ROWS, BLOCK_E], tl.float32)
+    for each in tl.static_range(SPLIT):
+        logits += tl.load(place + each * (ROWS * EXPERTS), mask=mask, other=0.0, cache_modifier=".cg")
+    logits = logits * norm_scale(parts, eps, IN, ROWS, BLOCK_P)[:, None]
+    if bias is not None:
+        logits += tl.load(bias + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
+    _choose(logits, factors, live, ids, weights, row, row < rows, EXPERTS, TOP_K, RENORMALISE, ROWS, BLOCK_E, BLOCK_C)
+
+
+def norm_route(
+    normed: Normed,
+    router: Linear,
+    top_k: int,
+    renormalise: bool,
+    scale: Tensor | None = None,
+    live: Tensor | None = None,  # int32 [1]: the number of rows that are sent anywhere; None: all
+) -> Routing:
+    """One launch for few rows; else the router's logits, and then the choice."""
+    rows, device = normed.x.shape[0], normed.x.device
+    assert scale is None or scale.dtype == torch.float32, scale.dtype
+    ids = torch.empty((rows, top_k), dtype=torch.int32, device=device)
+    made = Routing(ids, torch.empty((rows, top_k), dtype=torch.float32, device=device))
+    if ROUTE_FEW and router.tiles and 0 < rows <= few_rows.MOST_ROWS:
+        sizes = _constants(router.tiles.shape[0], top_k, renormalise)
+        _run_route_few(normed, router.tiles, scale, live, made, sizes)
+    elif rows:
+        logits = norm_logits(normed, router)
+        assert logits.stride(1) == 1, logits.stride()
+        sizes = _constants(logits.shape[1], top_k, renormalise)
+        run(_route, (rows,), logits, scale, live, *made, logits.stride(0), **sizes, num_warps=1)
+    return made
+
+
+def _constants(experts: int, top_k: int, renormalise: bool) -> dict[str, object]:
+    """Of what chooses."""
     assert 0 < top_k <= min(experts, MOST_CHOICES) and experts <= MOST_EXPERTS, (experts, top_k)
-    assert logits.stride(1) == 1 and (scale is None or scale.dtype == torch.float32), logits.stride()
-    ids = torch.empty((rows, top_k), dtype=torch.int32, device=logits.device)
-    weights = torch.empty((rows, top_k), dtype=torch.float32, device=logits.device)
-    if rows:
-        block = triton.next_power_of_2(experts)
-        run(
-            _route, (rows,), logits, scale, ids, weights, logits.stride(0),
-            EXPERTS=experts, TOP_K=top_k, RENORMALISE=renormalise,
-            BLOCK_E=block, BLOCK_C=triton.next_power_of_2(top_k), num_warps=1,
-        )  # fmt: skip
-    return Routing(ids, weights)
+    return {
+        "EXPERTS": experts, "TOP_K": top_k, "RENORMALISE": renormalise,
+        "BLOCK_E": triton.next_power_of_2(experts), "BLOCK_C": triton.next_power_of_2(top_k),
+    }  # fmt: skip
+
+
+def _run_route_few(
+    normed: Normed,
+    router: WeightTiles,
+    scale: Tensor | None,
+    live: Tensor | None,
+    made: Routing,
+    sizes: dict[str, object],
+) -> None:
+    x, squares = few_rows.prepare(normed)
+    launch, options = few_rows.start(x, router)
+    split, device = launch.tile.split, x.device
+    sums = torch.empty((split, few_rows.MOST_ROWS, router.shape[0]), dtype=torch.float32, device=device)
+    few_rows.run_kernel(
+        _route_few, (launch.programs * split,), x, squares, router.codes, router.scale, router.offset,
+        router.row_scale, router.bias, scale, live, *made, sums, counters(device), x.shape[0], x.stride(0),
+        normed.norm.eps, **sizes, **few_rows.parts_of(squares), SPLIT=split, **options,
+    )  # fmt: skip
 
 
 class Blocks(NamedTuple):
@@ -109,8 +206,8 @@ def _cut(
     lane = tl.arange(0, BLOCK_P)
     counts = tl.zeros([BLOCK_E], tl.int32)
     for start in range(0, pairs, BLOCK_P):
-        inside = start + lane < pairs
-        counts += tl.histogram(tl.load(ids + start + lane, mask=inside, other=0), BLOCK_E, mask=inside)
+        found = tl.load(ids + start + lane, mask=start + lane < pairs, other=-1)
+        counts += tl.histogram(tl.maximum(found, 0), BLOCK_E, mask=found >= 0)
     blocks = (counts + SIZE - 1) // SIZE
     before = expert < mine
     first, count = tl.sum(tl.where(before, counts, 0), 0), tl.sum(tl.where(expert == mine, counts, 0), 0)

@@ -35,7 +35,9 @@ from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.kernels.reference import (
     accept_drafts,
     add_linear,  # these two are the matrix's own
+    cut_drafts,
     linear,
+    pack_rows,
     tq_attention,
     tq_rope_write,
 )
@@ -146,8 +148,19 @@ def add_normed(residual: Tensor, y: Tensor, norm: Norm, then: Norm, scale: float
     return Normed(residual, then)
 
 
-def norm_route(normed: Normed, router: Linear, top_k: int, renormalise: bool, scale: Tensor | None = None) -> Routing:
-    return Routing(*choose_experts(norm_linear(normed, router), top_k, renormalise, scale))
+def norm_route(
+    normed: Normed,
+    router: Linear,
+    top_k: int,
+    renormalise: bool,
+    scale: Tensor | None = None,
+    live: Tensor | None = None,
+) -> Routing:
+    routing = Routing(*choose_experts(norm_linear(normed, router), top_k, renormalise, scale))
+    if live is not None:  # only steps that a GPU takes by itself have dead rows; here tests do
+        routing.ids[int(live) :] = -1
+        routing.weights[int(live) :] = 0
+    return routing
 
 
 def norm_experts(
@@ -226,14 +239,11 @@ def make_rows(
     length: Tensor,  # int32 [seqs]: committed ids of each lane; 0 where it is empty
     tables: Tensor,  # int32 [seqs, max_blocks]
     token: Tensor,  # int32 [seqs]: the last committed id
-    drafts: Tensor | None,  # integers [seqs, width - 1]
     width: int,
     block_size: int,
     fill: int,
     first: Tensor | None = None,  # int32 [seqs]: the position of 'token'; None: length - 1
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # int32 [seqs * width] three times, int32 [seqs]
-    if drafts is not None:  # only steps that a GPU takes by itself lay out drafts; here tests do
-        return reference.make_rows(length, tables, token, drafts, width, block_size, fill, first)
     assert tables.is_contiguous()
     seqs, max_blocks = tables.shape
     rows = seqs * width

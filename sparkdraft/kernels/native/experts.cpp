@@ -18,7 +18,7 @@ constexpr int64_t MOST_ROWS = 512;  // at once: more take more memory, and read 
 struct Call {  // mirrored in experts.py
     const float* x;  // [rows, width], normed
     int64_t x_stride, rows;
-    const int32_t* ids;    // [rows, top_k]
+    const int32_t* ids;    // [rows, top_k]; negative: none
     const float* weights;  // [rows, top_k]
     int64_t top_k, experts;
     const Matrix* gate_up;  // one per expert, as 'down'
@@ -50,11 +50,12 @@ T* room(std::vector<T>& v, int64_t size) {
     return v.data();
 }
 
-// Sorts the pairs of (row, choice) by expert; within an expert they keep their order.
-void gather(const Call& c, Scratch& s) {
+// Sorts the pairs of (row, choice) by expert; within an expert they keep their order. Returns how many have an expert.
+int64_t gather(const Call& c, Scratch& s) {
     const int64_t pairs = c.rows * c.top_k;
     s.count.assign(size_t(c.experts), 0);
-    for (int64_t p = 0; p < pairs; ++p) ++s.count[size_t(c.ids[p])];
+    for (int64_t p = 0; p < pairs; ++p)
+        if (c.ids[p] >= 0) ++s.count[size_t(c.ids[p])];
     s.chosen.clear();
     int64_t first = 0, bytes[2] = {0, 0};
     for (int64_t e = 0; e < c.experts; ++e) {
@@ -66,11 +67,14 @@ void gather(const Call& c, Scratch& s) {
     }
     int64_t *row_of = room(s.row_of, pairs), *pair_of = room(s.pair_of, pairs), *of = room(s.chosen_of, pairs);
     for (int64_t p = 0; p < pairs; ++p) {
+        pair_of[p] = -1;
+        if (c.ids[p] < 0) continue;
         const int64_t sorted = s.count[size_t(c.ids[p])]++;
         row_of[sorted] = p / c.top_k, pair_of[p] = sorted;
     }
     for (size_t i = 0; i < s.chosen.size(); ++i) std::fill_n(of + s.chosen[i].first, s.chosen[i].rows, int64_t(i));
     room(s.prepared, std::max(bytes[0], bytes[1]));
+    return first;
 }
 
 // One projection of all chosen experts: prepared rows to 'y' [pairs, out].
@@ -121,6 +125,7 @@ void weigh(const Call& c, const Scratch& s, int64_t width) {
             const int64_t r = p / pieces, first = p % pieces * piece, n = std::min(width - first, piece);
             float total[piece] = {};
             for (int64_t k = 0; k < c.top_k; ++k) {
+                if (s.pair_of[size_t(r * c.top_k + k)] < 0) continue;
                 const float* part = s.down.data() + s.pair_of[size_t(r * c.top_k + k)] * width + first;
                 const float weight = c.weights[r * c.top_k + k];
                 for (int64_t i = 0; i < n; ++i) total[i] = multiply_add(weight, part[i], total[i]);
@@ -134,8 +139,8 @@ void weigh(const Call& c, const Scratch& s, int64_t width) {
 void run(const Call& c) {
     thread_local Scratch scratch;  // of the caller; workers get its address
     Scratch& s = scratch;
-    const int64_t pairs = c.rows * c.top_k, width = c.down->out_features, inter = c.down->width;
-    gather(c, s);
+    const int64_t width = c.down->out_features, inter = c.down->width, pairs = gather(c, s);
+    if (!pairs) return weigh(c, s, width);
     float *gate_up = room(s.gate_up, pairs * 2 * inter), *down = room(s.down, pairs * width);
     prepare(c.gate_up, 0, s, pairs, 4 * double(pairs * width), [&](int64_t p) {
         return c.x + s.row_of[size_t(p)] * c.x_stride;

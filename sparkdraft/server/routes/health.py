@@ -34,7 +34,10 @@ async def health(request: Request) -> JSONResponse:
         wait = service.gate.retry_after(RESTING)
         return JSONResponse({"status": "overloaded"} | found, status_code=503, headers={"Retry-After": str(wait)})
     if service.ready:
-        return JSONResponse({"status": "degraded" if found else "ok"} | found)
+        state: dict[str, Any] = {"status": "degraded" if found else "ok"}
+        if service.races and (race := (await service.engine_status()).get("race")):
+            state["race"] = race
+        return JSONResponse(state | found)
     return JSONResponse(
         _state(service) | found, status_code=503, headers={"Retry-After": str(service.client.retry_after)}
     )
@@ -53,6 +56,8 @@ async def metrics(request: Request) -> PlainTextResponse:
     counted.preemptions.set(engine.get("preemptions", 0))
     if errors := engine.get("kv_errors"):
         counted.coding(errors)
+    if race := engine.get("race"):
+        counted.race(race)
     counted.canary(service.canary)
     counted.watch(service.watchdog.alarms.values())
     return PlainTextResponse(counted.render(), media_type="text/plain; version=0.0.4")

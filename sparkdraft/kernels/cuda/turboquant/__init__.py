@@ -20,7 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
-from sparkdraft.kernels.cuda.attention import JOIN_ELEMENTS, MOST_SPLITS, SCRATCH_BYTES, _choose_splits
+from sparkdraft.kernels.cuda.attention import MOST_SPLITS, SCRATCH_BYTES, _choose_splits
 from sparkdraft.kernels.cuda.elementwise import run
 from sparkdraft.kernels.cuda.gpu import Gpu, gpu_of
 from sparkdraft.kernels.cuda.turboquant.attention import attend
@@ -35,6 +35,7 @@ from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 
 DIMS, BLOCK_SIZE = KERNEL_LIMITS["cuda"]
 BLOCK_N = 64  # keys of a tile
+JOIN_ELEMENTS = 4096  # that a program of the second kernel holds
 FEW_LANES = 16  # of a sequence, up to which programs of one warp take them
 LANES = {1: 8, 4: 64}  # of a program, by its warps
 MOST_REGISTERS = {1: {64: 128, 128: 168, 256: 255}, 4: {64: 168, 128: 255, 256: 255}}  # of a thread, by warps and dim

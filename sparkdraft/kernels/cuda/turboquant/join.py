@@ -16,7 +16,11 @@ def join(
     HEADS: tl.constexpr, DIM: tl.constexpr, STEPS: tl.constexpr,
     SHARES: tl.constexpr, LINES: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `_join` in attention.py, and rotated back: the mean of a line's parts weighted by 2 ** lse."""
+    """The mean of a line's parts weighted by 2 ** lse, rotated back. Where lse = -inf no part was written.
+
+    A kernel of its own even where rows are few: results must be rotated back in any case, and the warp or four of
+    `attend`, in layouts of its codes, would take longer for it than this launch.
+    """
     dim = tl.arange(0, DIM)
     sign = tl.load(signs + dim)[None, :]
     enter(PDL)

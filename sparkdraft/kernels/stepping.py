@@ -1,0 +1,163 @@
+"""The bookkeeping of a step that the device takes by itself, in plain torch: what kernels/cuda/stepping.py computes.
+
+A lane (engine/lanes.py) drafts, and its drafts are cut where they no longer pay (`cut_drafts`). The rows that are left
+lie side by side at the front of the step, lane by lane; those that were cut, and those of empty lanes, lie behind
+them. They are dead: they belong to no sequence and have slot -1, so no kernel writes, attends or routes for them.
+
+    columns    | lane 0: token d1 d2 d3 | lane 1: token d1 d2 d3 |     width 4; lane 0 keeps 1 draft, lane 1 keeps 2
+    rows       | token d1 | token d1 d2 | dead dead dead |             query_start 0, 2, 5
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparkdraft.kernels.sure import MOST_SURE, WIDEST
+
+MOST_NANOSECONDS = 2**31 - 1
+
+
+class PackedRows(NamedTuple):
+    """The rows of a step of all lanes; dead ones are behind those of the last lane."""
+
+    ids: Tensor  # int32 [seqs * width], as are the next three
+    positions: Tensor
+    slots: Tensor  # -1: dead, or past the last block
+    lanes: Tensor  # whose row it is, also of a dead one
+    context_len: Tensor  # int32 [seqs]: keys that a lane's last row sees
+    query_start: Tensor  # int32 [seqs + 1]
+    places: Tensor  # int32 [seqs, width]: the row of each column of each lane
+
+
+class CutTerms(NamedTuple):
+    """What says how sure drafts are and what their rows cost (spec/cut.py), as the host knows it; all float32."""
+
+    worth: Tensor  # [deepest + 1]: what the rows of so many drafts of a lane cost, in tokens
+    fits: Tensor  # [2, 2 + deepest]: slope, base and offsets by position, of greedy text and of text that is drawn
+    fair: Tensor  # [seqs]: multiplies a lane's chances; negative: the lane is not cut
+
+
+def cut_drafts(
+    gaps: Tensor,  # float32 [seqs, depth]: how sure the drafter is of each draft
+    most: Tensor,  # int32 [seqs]: drafts of a lane that may be verified
+    temperature: Tensor,  # float32 [seqs]; 0: greedy text
+    terms: CutTerms,
+) -> Tensor:  # int32 [seqs]: drafts of a lane that are verified
+    """The first so many drafts whose survivals exceed the cost of their rows by most; of equal numbers the smallest.
+    spec/cut.py does the same on the host, one block at a time."""
+    depth = gaps.shape[1]
+    slope, base, own = (part.squeeze(-1) for part in terms.fits.split((1, 1, terms.fits.shape[1] - 2), dim=1))
+    drawn = (temperature > 0).long()
+    gap = gaps.nan_to_num(-WIDEST).clamp(-WIDEST, WIDEST)
+    score = slope[drawn].unsqueeze(1) * gap + base[drawn].unsqueeze(1) + own.view(2, -1)[drawn, :depth]
+    chances = (terms.fair.unsqueeze(1) * torch.sigmoid(score)).clamp(max=MOST_SURE)
+    tokens = torch.cat((torch.ones_like(chances[:, :1]), 1 + chances.cumprod(1).cumsum(1)), 1)
+    number = torch.arange(depth + 1, device=gaps.device)
+    gain = (tokens - terms.worth[: depth + 1]).masked_fill(number > most.unsqueeze(1), float("-inf"))
+    return gain.argmax(1).int().where(terms.fair >= 0, most)
+
+
+def make_rows(
+    length: Tensor,  # int32 [seqs]: committed ids of each lane; 0 where it is empty
+    tables: Tensor,  # int32 [seqs, max_blocks]
+    token: Tensor,  # int32 [seqs]: the last committed id
+    width: int,
+    block_size: int,
+    fill: int,
+    first: Tensor | None = None,  # int32 [seqs]: the position of 'token'; None: length - 1
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # int32 [seqs * width] three times, int32 [seqs]
+    """Ids, positions and slots of each lane's rows from its last id on, and the keys its last row sees: as many rows
+    of every lane, for a drafter.
+
+    What follows the id is 'fill'. An empty lane's rows, and rows past the last block of the tables, have slot -1; an
+    empty lane sees no keys. Where the tables leave out some of a lane's blocks, 'length' counts the ids in those that
+    are left, and 'first' says at which position the last of them is.
+    """
+    alive, count = length > 0, torch.arange(width, dtype=torch.int32, device=length.device)
+    ids = torch.cat([token.unsqueeze(1), token.new_full((len(token), width - 1), fill)], 1)
+    places, slots = _slots(length, tables, count, block_size)
+    positions = places if first is None else first.unsqueeze(1) + count
+    return ids.flatten(), positions.flatten(), slots.flatten(), (length - 1 + width).where(alive, 0)
+
+
+def pack_rows(
+    length: Tensor,  # int32 [seqs]: committed ids of each lane; 0 where it is empty
+    tables: Tensor,  # int32 [seqs, max_blocks]
+    token: Tensor,  # int32 [seqs]: the last committed id
+    drafts: Tensor | None,  # integers [seqs, depth]; None: depth 0
+    kept: Tensor,  # int32 [seqs]: drafts of a lane that are verified, at most 'depth'
+    block_size: int,
+    stamp: Tensor,  # int64 [1], written: the time in nanoseconds
+) -> PackedRows:
+    """The rows from each lane's last id on. A dead row has id 0 and stands at position 0."""
+    stamp.fill_(time.perf_counter_ns())
+    seqs, device = len(length), length.device
+    width = 1 if drafts is None else 1 + drafts.shape[1]
+    count, lane = (torch.arange(n, dtype=torch.int32, device=device) for n in (width, seqs))
+    rows = (1 + kept.clamp(max=width - 1)).where(length > 0, 0).int()
+    ends, live = rows.cumsum(0, dtype=torch.int32), count < rows.unsqueeze(1)
+    starts = (ends - rows).unsqueeze(1)
+    behind = rows.sum() + lane.unsqueeze(1) * width - starts + count - rows.unsqueeze(1)
+    places = torch.where(live, starts + count, behind).int()
+    ids = token.unsqueeze(1) if drafts is None else torch.cat([token.unsqueeze(1), drafts.int()], 1)
+    positions, slots = _slots(length, tables, count, block_size)
+
+    def packed(values: Tensor) -> Tensor:
+        return torch.empty_like(values.flatten()).scatter_(0, places.flatten().long(), values.flatten())
+
+    context = (length - 1 + rows).where(length > 0, 0)
+    query_start = torch.cat([ends.new_zeros(1), ends])
+    lanes = lane.unsqueeze(1).expand(-1, width).contiguous()
+    of_rows = packed(ids.where(live, 0)), packed(positions.where(live, 0)), packed(slots.where(live, -1)), packed(lanes)
+    return PackedRows(*of_rows, context, query_start, places)
+
+
+def accept_drafts(
+    drafts: Tensor | None,  # integers [seqs, depth]; None: depth 0
+    samples: Tensor,  # integers [seqs * (depth + 1)]: the target's own in each row
+    kept: Tensor,  # int32 [seqs]: drafts of a lane that were verified, as `pack_rows` was told
+    length: Tensor,  # int32 [seqs], changed in place, as are the next two
+    token: Tensor,
+    observed: Tensor,  # positions that the drafter has seen
+    rows: PackedRows,
+    stamp: Tensor,  # int64 [1], from `pack_rows`
+    accepted: Tensor | None = None,  # integers [seqs]: how many drafts stand, where that is not what the samples say
+) -> tuple[Tensor, Tensor]:  # int32 [seqs, depth + 4], int32 [seqs * (depth + 1)]
+    """Accept each draft that, like all before it, was verified and equals the sample in its place, and move the lanes
+    on.
+
+    Gives for each lane what was sampled in its columns (nothing that means anything where a row is dead), how many
+    drafts stand, how many were verified, and the nanoseconds since the stamp; and by row, the slots of those that are
+    now committed, -1 for others. A lane's last id becomes the sample after its last draft that stands; an empty lane
+    stays empty. At depth 0 nothing is drafted, so 'observed' stays too.
+    """
+    seqs, width = rows.places.shape
+    places = rows.places.flatten().long()
+    samples = samples.int()[places].view(seqs, width)
+    if accepted is None:
+        same = samples[:, :0] if drafts is None else (drafts == samples[:, :-1]).int()
+        accepted = same.cumprod(1).sum(1)
+    kept = kept.clamp(max=width - 1)
+    count, alive = torch.minimum(accepted.int(), kept), length > 0
+    committed = torch.arange(width, device=samples.device) <= count.unsqueeze(1)
+    kept_slots = torch.full_like(rows.slots, -1)
+    kept_slots[places] = rows.slots[places].where(committed.flatten(), -1)
+    if width > 1:
+        observed.copy_((length + count).where(alive, 0))
+    token.copy_(samples.gather(1, count.long().unsqueeze(1)).squeeze(1))
+    length += (count + 1).where(alive, 0)
+    passed = (time.perf_counter_ns() - stamp).clamp(max=MOST_NANOSECONDS).int().expand(seqs)
+    return torch.cat([samples, torch.stack((count, kept, passed), 1)], 1), kept_slots
+
+
+def _slots(length: Tensor, tables: Tensor, count: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Places of a lane's columns, counted in its blocks, and their slots; -1 in an empty lane and past the blocks."""
+    places = (length.unsqueeze(1) - 1 + count).clamp(min=0)
+    block = places // block_size
+    numbers = tables.gather(1, block.clamp(max=tables.shape[1] - 1).long())
+    inside = (length > 0).unsqueeze(1) & (block < tables.shape[1])
+    return places, (numbers * block_size + places % block_size).where(inside, -1)

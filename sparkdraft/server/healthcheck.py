@@ -1,0 +1,51 @@
+"""`python -m sparkdraft.server.healthcheck`: whether the server of this container would answer a request now.
+
+It asks /health where the same variables and file let `sparkdraft serve` listen, so an image needs no curl and no second
+place for the port. A port that is only a flag of `serve` is not seen here: use SPARKDRAFT_PORT.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+
+from sparkdraft.core import UserError
+from sparkdraft.server.config import ServerConfig, merge
+
+TIMEOUT = 5.0
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+
+
+def url_of(config: ServerConfig) -> str:
+    """Of /health, from within the machine or container."""
+    host = EVERYWHERE.get(config.host, config.host)
+    return f"http://[{host}]:{config.port}/health" if ":" in host else f"http://{host}:{config.port}/health"
+
+
+def check(environ: Mapping[str, str]) -> str:
+    """An empty text, or what is wrong."""
+    try:
+        url = url_of(merge({}, environ.get("SPARKDRAFT_CONFIG"), environ))
+    except UserError as error:
+        return str(error)
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=TIMEOUT):
+            return ""
+    except urllib.error.HTTPError as error:
+        return f"{url} answers {error.code}: {error.read().decode(errors='replace')[:500]}"
+    except OSError as error:
+        return f"{url} does not answer: {error}"
+
+
+def main() -> int:
+    problem = check(os.environ)
+    if problem:
+        print(problem, file=sys.stderr)
+    return 1 if problem else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

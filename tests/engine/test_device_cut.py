@@ -1,0 +1,174 @@
+"""Blocks that the device cuts by itself: as the host would, and without a change of the text.
+
+On a CPU overlapped steps run the same code eagerly (tests/engine/test_overlap.py).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from sparkdraft import LLM, SamplingParams
+from sparkdraft.core import AUTO, Fact
+from sparkdraft.engine.drafting import Drafting, Outcome
+from sparkdraft.engine.overlap import OverlappedSteps
+from sparkdraft.kernels import reference
+from sparkdraft.kernels.stepping import CutTerms
+from sparkdraft.spec.depth import DepthController
+from sparkdraft.spec.step_costs import Price
+
+DEPTH = 15
+TEXTS = ["def merge(a, b):", "The sea is", '{"name": "Ada", "born": 1815,', "Once upon a time", "1, 2, 3, 4, 5,"]
+
+
+def split(terms: list[float], lanes: int) -> CutTerms:
+    worth, fits, fair = torch.tensor(terms).split((1 + DEPTH, 2 * (2 + DEPTH), lanes))
+    return CutTerms(worth, fits.view(2, -1), fair)
+
+
+def test_the_device_keeps_as_many_drafts_as_the_host() -> None:
+    """Fits that have learnt, requests that kept more or less than was promised, greedy and drawn, of several depths."""
+    dice, depths = random.Random(0), DepthController(DEPTH, 0.7, [0, 1, 3, 7, 15])
+    for depth in [0, 1, 3, 7, 15] * 3:
+        depths.measured(depth, 8, 100, 5 + 0.6 * bool(depth) + 0.4 * depth, depth, 0.6 * bool(depth))
+    states, found = [depths.open() for _ in range(8)], set()
+    for _ in range(200):
+        depths.choose(states, [100] * len(states))
+        for state in states:
+            state.parked = None
+        states[3].parked = (0, 0)  # it probes
+        gaps = [[dice.gauss(3, 4) for _ in range(DEPTH)] for _ in states]
+        gaps[0][2], gaps[1][0] = float("nan"), 30.0
+        drawn, most = [dice.random() < 0.5 for _ in states], [dice.choice([1, 3, 7, 15]) for _ in states]
+        asked = [state if i != 5 else None for i, state in enumerate(states)]  # one names its depth
+        terms = split(depths.cut_terms(asked), len(states))
+        on_device = reference.cut_drafts(
+            torch.tensor(gaps), torch.tensor(most, dtype=torch.int32), torch.tensor(drawn).float(), terms
+        ).tolist()
+        on_host = [
+            depths.cut(state, row[:room], is_drawn) if state is not states[5] else room
+            for state, row, room, is_drawn in zip(states, gaps, most, drawn, strict=True)
+        ]
+        assert on_device == on_host
+        found |= set(on_host)
+        for state, kept in zip(states, on_host, strict=True):
+            depths.record(state, kept, dice.randint(0, kept))
+    assert len(found) > 8, "blocks are cut at many places"
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    made = LLM("smollm2", device="cpu", ngram=False, max_seqs=5, kv_tokens=4096)
+    drafting = made.engine.drafting
+    assert drafting.cuts and drafting.proposer
+    made.engine.overlap = OverlappedSteps(
+        made.engine.runner, drafting.proposer, torch.device("cpu"), drafting.choices, cuts=True
+    )
+    return made
+
+
+@pytest.fixture
+def outcomes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Outcome]]:
+    """What became of the drafts of overlapped steps."""
+    drafting, seen = llm.engine.drafting, list[Outcome]()
+    learn = drafting.learn_overlapped
+
+    def watched(steps: list[Outcome], seconds: float, verify: float, *rest: Any) -> None:
+        assert 0 <= verify <= seconds or not seconds
+        seen.extend(steps)
+        learn(steps, seconds, verify, *rest)
+
+    monkeypatch.setattr(drafting, "learn_overlapped", watched)
+    yield seen
+
+
+def written(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
+    return [r.completions[0].ids for r in llm.generate(TEXTS[: len(params)], params)]
+
+
+def dear_rows(drafting: Drafting, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Every step some price per row and any confidence in a request, and blocks of 15 for all."""
+    dice, controller = random.Random(seed), drafting.controllers["dflash"]
+    monkeypatch.setattr(drafting, "depths", lambda requests: dict.fromkeys(requests, DEPTH))
+    monkeypatch.setattr(controller, "expect", lambda *given: [])
+    monkeypatch.setattr(controller, "measured", lambda *given: None)
+    monkeypatch.setattr(controller, "cut_to", lambda *given: None)
+
+    def terms(states: list[Any]) -> list[float]:
+        price = dice.choice([0.0, 0.1, 0.3, 0.6])
+        fits = [0.78, -0.25, *[0.0] * DEPTH, 0.57, -0.96, *[0.0] * DEPTH]
+        return [*(price * k for k in range(1 + DEPTH)), *fits, *(dice.choice([-1.0, 0.7, 1.0, 1.1]) for _ in states)]
+
+    monkeypatch.setattr(controller, "cut_terms", terms)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("streams", [1, 5])
+def test_wherever_blocks_are_cut_the_text_is_plain_text(
+    llm: LLM, outcomes: list[Outcome], streams: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def params(depth: int) -> list[SamplingParams]:
+        sampling: dict[str, Any] = {"temperature": temperature, "top_p": 0.9, "ignore_eos": True, "num_draft": depth}
+        return [SamplingParams(max_tokens=28 + 5 * i, seed=i, **sampling) for i in range(streams)]
+
+    plain = written(llm, params(0))
+    dear_rows(llm.engine.drafting, monkeypatch, streams)
+    outcomes.clear()
+    assert written(llm, params(AUTO)) == plain
+    cut = [o for o in outcomes if o.verified < o.drafted]
+    assert len({o.verified for o in cut}) > 2 and any(o.verified == o.drafted for o in outcomes)
+    assert all(o.accepted <= o.verified and len(o.gaps) == o.drafted for o in outcomes)
+    assert sum(o.accepted for o in outcomes) > 10
+
+
+def test_the_host_learns_from_what_the_device_says(
+    llm: LLM, outcomes: list[Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The calibration, what cut blocks bring, and what drafting and verifying cost, timed apart."""
+    drafting = llm.engine.drafting
+    controller = drafting.controllers["dflash"]
+    monkeypatch.setattr(drafting, "depths", lambda requests: dict.fromkeys(requests, DEPTH))
+    monkeypatch.setattr(controller, "_rate", 1.0)
+    monkeypatch.setattr(controller, "_price", Price.of([0.15 * k for k in range(1 + DEPTH)], 1))
+    params = [SamplingParams(max_tokens=60, ignore_eos=True, num_draft=AUTO)] * 2
+    fit, before = controller.fits[False], controller.usual.weight
+    known = fit.slope, fit.base
+    llm.generate(TEXTS[:2], params)
+    assert (fit.slope, fit.base) != known and controller.usual.weight > before + 5
+    assert len({o.verified for o in outcomes}) > 2
+    costs = controller.costs[1, 0]
+    assert costs.drafting[DEPTH] > 0 and any(costs.weight[1:DEPTH]), "of cut steps too"
+
+
+def test_a_named_depth_is_not_cut(llm: LLM, outcomes: list[Outcome]) -> None:
+    llm.generate(TEXTS[:2], [SamplingParams(max_tokens=40, ignore_eos=True, num_draft=7)] * 2)
+    assert all(o.verified == o.drafted for o in outcomes) and sum(o.drafted == 7 for o in outcomes) > 4
+
+
+def test_what_cuts_is_said(llm: LLM) -> None:
+    def said() -> Fact:
+        (fact,) = (fact for fact in llm.facts() if fact.name == "blocks of drafts")
+        return fact
+
+    assert "on the device" in said().value and not said().reason
+    overlap, llm.engine.overlap = llm.engine.overlap, None
+    assert "by the host" in said().value
+    llm.engine.overlap = overlap
+    proposer = llm.engine.drafting.proposer
+    assert proposer
+
+    def on_gpu(cut: str, default: int | None = None, experts: bool = True) -> tuple[bool, str]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(proposer, "device", torch.device("cuda"))
+            patch.setattr(proposer, "finds_gaps", True)
+            reads = (lambda rows: rows) if experts else (lambda rows: 1.0)
+            made = Drafting(512, proposer, False, default, reads, None, cut)
+            return made.cuts, made.whole
+
+    assert on_gpu("auto") == on_gpu("on", 7, False) == (True, "")
+    assert on_gpu("off") == (False, "cut is off") and on_gpu("auto", 7) == (False, "the depth is fixed")
+    assert not on_gpu("auto", experts=False)[0] and "without experts" in on_gpu("auto", experts=False)[1]
