@@ -53,6 +53,7 @@ def _ask(
     try:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as asked:
             deadline = time.monotonic() + SECONDS
+            meanwhile()  # once at least, however soon it answers
             while asked.poll() is None and time.monotonic() < deadline:
                 meanwhile()
             is_late = asked.poll() is None

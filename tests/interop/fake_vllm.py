@@ -96,7 +96,13 @@ def select_closed(connection):
     return bool(select.select([connection], [], [], 0)[0]) and not connection.recv(1)
 
 
-server = ThreadingHTTPServer((args[args.index("--host") + 1], int(args[args.index("--port") + 1])), Handler)
+class Server(ThreadingHTTPServer):
+    def handle_error(self, request, client):
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # a client may leave in the middle of an answer
+            super().handle_error(request, client)
+
+
+server = Server((args[args.index("--host") + 1], int(args[args.index("--port") + 1])), Handler)
 
 
 def end(number, frame):

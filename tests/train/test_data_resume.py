@@ -174,7 +174,7 @@ def test_a_full_disk_is_a_sentence_and_the_same_command_goes_on(
     synced = os.fsync
 
     def full(file: int) -> None:
-        if list(tmp_path.glob("*.npy")) and len(Corpus(tmp_path)) > 20:
+        if list(tmp_path.glob("*.documents.npy")) and len(Corpus(tmp_path)) > 20:
             raise OSError(errno.ENOSPC, "No space left on device")
         synced(file)
 
