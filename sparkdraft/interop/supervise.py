@@ -33,6 +33,7 @@ from sparkdraft.server.warm_up_requests import send_warm_up_requests
 POLL = 0.05
 ASK = 0.5  # seconds between two looks whether a child that starts is healthy
 WATCH = 5.0  # the same while it runs
+LOOK = 5.0  # seconds that it may take to answer a look
 UNWELL = 6  # looks in a row that fail before a child that runs is ended
 GRACE = 30.0  # seconds beyond the drain before a child that was told to end is killed
 PAUSE = 3.0  # seconds before a child is started again
@@ -104,7 +105,7 @@ class Supervised:
         """Wait until it answers, send it warm-up requests, and ask it the canary's questions."""
         start = time.monotonic()
         self._enter("loading")
-        while not await self.proxy.is_healthy(ASK):
+        while not await self.proxy.is_healthy(LOOK):
             if child.status is not None or self._signals:
                 return False
             await asyncio.sleep(ASK)
@@ -150,7 +151,7 @@ class Supervised:
             await asyncio.sleep(POLL)
             if time.monotonic() < next_look:
                 continue
-            unwell = 0 if await self.proxy.is_healthy(WATCH) else unwell + 1
+            unwell = 0 if await self.proxy.is_healthy(LOOK) else unwell + 1
             next_look = time.monotonic() + WATCH
             if unwell >= UNWELL and child.status is None and not self._signals:
                 self._say(f"the engine's /health has failed {unwell} times in a row: it is killed")

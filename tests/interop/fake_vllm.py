@@ -49,6 +49,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/slow":
+            open("{record}.asked", "w").close()
             try:
                 for _ in range(600):
                     time.sleep(0.05)
@@ -70,7 +71,8 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         for piece in ("one ", "two"):
             self.event(json.dumps({{"choices": [{{"index": 0, "delta": {{"content": piece}}}}]}}))
-            time.sleep(0.2)
+            while body.get("user") == "waits" and not os.path.exists("{record}.read"):
+                time.sleep(0.01)
         self.event("[DONE]")
         self.wfile.write(b"0\r\n\r\n")
 
