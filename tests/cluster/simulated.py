@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+PATIENT = 240.0  # seconds until a test gives up
 NOT_THEIRS = ("NCCL_", "GLOO_", "SPARKDRAFT_")  # variables of this machine
 SSH = """#!{python}
 import json, os, subprocess, sys, time
@@ -198,7 +199,7 @@ class Simulation:
     def words(self, *args: str) -> list[str]:
         return [sys.executable, "-m", "sparkdraft.cli.main", "cluster", args[0], str(self.file), *args[1:]]
 
-    def command(self, *args: str, seconds: float = 90) -> subprocess.CompletedProcess[str]:
+    def command(self, *args: str, seconds: float = PATIENT) -> subprocess.CompletedProcess[str]:
         return subprocess.run(self.words(*args), capture_output=True, text=True, timeout=seconds, env=self.environ)
 
     def state(self) -> dict[str, Any]:
@@ -224,7 +225,7 @@ class Simulation:
         return (self.root / "up.log").read_text()
 
 
-def wait_for(what: Callable[[], Any], seconds: float = 60, why: Callable[[], str] = str) -> Any:
+def wait_for(what: Callable[[], Any], seconds: float = PATIENT, why: Callable[[], str] = str) -> Any:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if found := what():

@@ -20,7 +20,7 @@ from sparkdraft.cluster.node import look
 from sparkdraft.cluster.survey import Seen, survey
 from sparkdraft.core import UserError
 from sparkdraft.doctor.finding import Finding, Status
-from tests.cluster.simulated import Simulation, clean, write_program, write_vllm
+from tests.cluster.simulated import Simulation, clean, wait_for, write_program, write_vllm
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def sparks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Simulati
         for name in ("PATH", "FAKE_CLUSTER"):
             monkeypatch.setenv(name, simulation.environ[name])
         yield simulation
-        assert not simulation.processes(), "a process was left behind"
+        wait_for(lambda: not simulation.processes(), why=lambda: "a process was left behind")
 
 
 def findings(simulation: Simulation, **more: Any) -> list[Finding]:

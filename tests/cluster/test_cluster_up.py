@@ -11,11 +11,18 @@ from pathlib import Path
 import pytest
 
 from sparkdraft.cli.main import main
-from tests.cluster.simulated import Simulation, clean, wait_for
+from tests.cluster.simulated import PATIENT, Simulation, clean, wait_for
 
 
 @pytest.fixture
 def sparks(tmp_path: Path) -> Iterator[Simulation]:
+    with clean(Simulation(tmp_path, silence_seconds=60, hang_seconds=60, restarts=1)) as simulation:
+        yield simulation
+
+
+@pytest.fixture
+def hasty(tmp_path: Path) -> Iterator[Simulation]:
+    """For tests that wait until a silence is noticed."""
     with clean(Simulation(tmp_path, silence_seconds=8, hang_seconds=8, restarts=1)) as simulation:
         yield simulation
 
@@ -25,12 +32,12 @@ def until_ready(simulation: Simulation, process: subprocess.Popen[str], restarts
         state = simulation.state()
         return bool(state and state["phase"] == "ready" and len(state["restarts"]) >= restarts)
 
-    wait_for(lambda: is_ready() or process.poll() is not None, 120, simulation.said)
+    wait_for(lambda: is_ready() or process.poll() is not None, why=simulation.said)
     assert is_ready(), simulation.said()
 
 
 def nothing_left(simulation: Simulation) -> None:
-    wait_for(lambda: not simulation.processes(), 20, lambda: str(simulation.processes()))
+    wait_for(lambda: not simulation.processes(), why=lambda: str(simulation.processes()))
 
 
 def test_two_ranks_on_one_machine_come_up_and_go_down(
@@ -60,7 +67,7 @@ def test_two_ranks_on_one_machine_come_up_and_go_down(
         assert status == 1 and "cluster sparks is up already (ready" in shown
         for _ in range(2):  # the second time there is nothing to do
             assert run("down") == (0, "cluster sparks is down\n")
-        assert process.wait(10) == 0
+        assert process.wait(PATIENT) == 0
         nothing_left(here)
         assert "stand-in rank 1 of 2" in (here.cache / "cluster/sparks/rank1.log").read_text()
         assert run("status") == (1, "cluster sparks is down\n")
@@ -79,7 +86,7 @@ def test_a_machine_that_dies_restarts_all_ranks_together_once_then_it_gives_up(s
         assert "rank 1 on spark-2 ended" in sparks.state()["restarts"][0]
         assert "restarted: rank 1 on spark-2 ended" in sparks.command("status").stdout
         sparks.signal("spark-2", signal.SIGKILL)
-        assert process.wait(60) == 1
+        assert process.wait(PATIENT) == 1
         last = sparks.said().strip().splitlines()[-1]
         assert "all ranks were restarted 1 times within an hour, and failed again: rank 1 on spark-2 ended" in last
         nothing_left(sparks)
@@ -88,34 +95,34 @@ def test_a_machine_that_dies_restarts_all_ranks_together_once_then_it_gives_up(s
 
 
 @pytest.mark.slow
-def test_a_machine_that_freezes_is_noticed_and_ends_its_rank_when_it_wakes(sparks: Simulation) -> None:
-    with sparks.up() as process:
-        until_ready(sparks, process)
-        frozen = sparks.processes("spark-2")
-        sparks.signal("spark-2", signal.SIGSTOP)
-        sparks.fault("spark-2", refuses="ssh: connect to host spark-2 port 22: Connection timed out")
-        wait_for(lambda: "spark-2 has not been heard of for 8 s" in sparks.said(), why=sparks.said)
-        wait_for(lambda: "waits for spark-2: spark-2 cannot be reached over ssh" in sparks.said(), why=sparks.said)
-        assert not sparks.processes("spark-1"), "the other rank waits for ever"
+def test_a_machine_that_freezes_is_noticed_and_ends_its_rank_when_it_wakes(hasty: Simulation) -> None:
+    with hasty.up() as process:
+        until_ready(hasty, process)
+        frozen = hasty.processes("spark-2")
+        hasty.signal("spark-2", signal.SIGSTOP)
+        hasty.fault("spark-2", refuses="ssh: connect to host spark-2 port 22: Connection timed out")
+        wait_for(lambda: "spark-2 has not been heard of for 8 s" in hasty.said(), why=hasty.said)
+        wait_for(lambda: "waits for spark-2: spark-2 cannot be reached over ssh" in hasty.said(), why=hasty.said)
+        assert not hasty.processes("spark-1"), "the other rank waits for ever"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(PATIENT) == 0
         for pid in frozen:
-            sparks.signal("spark-2", signal.SIGCONT)
+            hasty.signal("spark-2", signal.SIGCONT)
             assert pid
-        nothing_left(sparks)
+        nothing_left(hasty)
 
 
 @pytest.mark.slow
-def test_a_server_that_hangs_is_restarted(sparks: Simulation) -> None:
-    with sparks.up() as process:
-        until_ready(sparks, process)
-        (sparks.root / "spark-1" / "hangs").touch()
-        wait_for(lambda: "has made no token for 8 s though it was asked for one: it hangs" in sparks.said())
-        (sparks.root / "spark-1" / "hangs").unlink()
-        until_ready(sparks, process, restarts=1)
+def test_a_server_that_hangs_is_restarted(hasty: Simulation) -> None:
+    with hasty.up() as process:
+        until_ready(hasty, process)
+        (hasty.root / "spark-1" / "hangs").touch()
+        wait_for(lambda: "has made no token for 8 s though it was asked for one: it hangs" in hasty.said())
+        (hasty.root / "spark-1" / "hangs").unlink()
+        until_ready(hasty, process, restarts=1)
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
-        nothing_left(sparks)
+        assert process.wait(PATIENT) == 0
+        nothing_left(hasty)
 
 
 def test_ranks_end_when_their_supervisor_is_killed(sparks: Simulation) -> None:
@@ -132,7 +139,7 @@ def test_ranks_end_when_their_supervisor_is_killed(sparks: Simulation) -> None:
 def test_a_rank_that_cannot_start_is_not_tried_again(sparks: Simulation) -> None:
     (sparks.root / "spark-2" / "fails").touch()
     with sparks.up() as process:
-        assert process.wait(60) == 1
+        assert process.wait(PATIENT) == 1
         last = sparks.said().strip().splitlines()[-1]
         assert last.startswith("sparkdraft: the cluster did not start: rank 1 on spark-2 ended: its process ended with")
         assert "its last line was: ValueError: the stand-in cannot load this model" in last
@@ -148,9 +155,9 @@ def test_a_full_disk_ends_the_log_and_not_the_server(sparks: Simulation) -> None
     (here / "rank0.log").symlink_to("/dev/full")
     with sparks.up() as process:
         until_ready(sparks, process)
-        assert sparks.said().count("is no longer written: No space left on device") == 2
+        wait_for(lambda: sparks.said().count("is no longer written: No space left on device") == 2, why=sparks.said)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(PATIENT) == 0
         nothing_left(sparks)
 
 

@@ -7,7 +7,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from sparkdraft.cluster.node.log import Log
 from sparkdraft.cluster.node.watch import COUNTERS
 from sparkdraft.cluster.survey import Seen
 from sparkdraft.core import UserError
-from tests.cluster.simulated import free_ports, wait_for
+from tests.cluster.simulated import PATIENT, free_ports, wait_for
 
 STUBBORN = """
 import os, signal, subprocess, sys, time
@@ -60,26 +63,47 @@ def keeper(home: Path, silence: float, drain: float = 0.3, words: Any = None) ->
     return process
 
 
+@contextmanager
+def alive(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Signs of life, while this lasts."""
+    stop, stdin = threading.Event(), process.stdin
+    assert stdin
+
+    def beat() -> None:
+        while not stop.wait(0.1):
+            stdin.write(b".")
+            stdin.flush()
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        beating.join()
+
+
 def pids_of(process: subprocess.Popen[bytes]) -> list[int]:
     assert process.stdout
-    line = next(line for line in process.stdout if not line.startswith(b"\x1e"))
+    with alive(process):
+        line = next(line for line in process.stdout if not line.startswith(b"\x1e"))
     return [int(word) for word in line.split()]
 
 
 def ended(process: subprocess.Popen[bytes]) -> dict[str, Any]:
     assert process.stdout
     events = [json.loads(line[1:]) for line in process.stdout if line.startswith(b"\x1e")]
-    assert process.wait(10) is not None
+    assert process.wait(PATIENT) is not None
     return dict(events[-1])
 
 
 def test_the_timer_ends_a_command_that_ignores_signals_and_its_helper(tmp_path: Path) -> None:
-    process = keeper(tmp_path, silence=1.0)
+    process = keeper(tmp_path, silence=2.0)
     pids = pids_of(process)
     assert ended(process) == {
         "event": "ended",
         "status": -9,
-        "why": "nothing was heard of its supervisor for 1 s",
+        "why": "nothing was heard of its supervisor for 2 s",
     }
     assert not any(processes.identity(pid) for pid in pids)
 
@@ -88,11 +112,9 @@ def test_a_closed_connection_ends_it_and_a_sign_of_life_keeps_it(tmp_path: Path)
     process = keeper(tmp_path, silence=3.0)
     pids = pids_of(process)
     assert process.stdin
-    for _ in range(8):
-        process.stdin.write(b".")
-        process.stdin.flush()
-        time.sleep(0.5)
-    assert all(processes.identity(pid) for pid in pids), "4 s with signs of life are no silence"
+    with alive(process):
+        time.sleep(4.0)
+        assert all(processes.identity(pid) for pid in pids), "4 s with signs of life are no silence"
     recorded = json.loads((tmp_path / "run" / "processes.json").read_text())
     assert {process.pid, *pids} <= {each[0] for each in recorded}
     process.stdin.close()
@@ -162,7 +184,7 @@ def test_two_processes_measure_an_all_reduce(tmp_path: Path, monkeypatch: pytest
     cluster, seen = two_ranks(tmp_path, monkeypatch)
     found = measure_module.measure(cluster, seen, 8192, tmp_path, print)
     assert found and found.machines == 2 and "for 8 KB, gloo" in found.origin
-    assert 1e-6 < found.at(2, 8192) < 1.0 and found.at(2, 1 << 20) >= found.at(2, 8192)
+    assert 0 < found.at(2, 8192) <= found.at(2, 1 << 20)
 
 
 def test_machines_that_cannot_reduce_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
