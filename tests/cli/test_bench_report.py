@@ -193,9 +193,8 @@ def test_a_start_of_its_own(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFi
     args = ("--classes", "qa", "--context", "0", "--concurrency", "1", "--kv-formats", "exact", "--no-ngram")
     assert main(["bench", "report", "--model", str(tiny), *QUICK, *args, "--out", str(tmp_path)]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (
-        found["start"]["seconds"] > 1 and 0 < found["start"]["floor_seconds"] < 0.1 and found["start"]["peak_mb"] > 50
-    )
+    start = found["start"]
+    assert 0 < start["floor_seconds"] < start["seconds"] and start["peak_mb"] > 50
     assert found["speeds"][0]["drafted"] is None and "drafted" not in (tmp_path / "report.md").read_text()
 
 

@@ -264,4 +264,6 @@ def _restarts(port: int) -> int:
 def _run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """With nothing but the folder on the PATH."""
     command = [sys.executable, "-m", "sparkdraft.cli.main", "serve", "--engine", "vllm", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENT, env={**os.environ, "PATH": str(folder)})
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENT, env={**os.environ, "PATH": str(folder)}
+    )

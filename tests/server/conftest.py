@@ -30,6 +30,7 @@ from sparkdraft.server.messages import TokenEvent
 from sparkdraft.server.run import Server, address_of, listen
 from tests.models.tiny import byte_tokenizer, write_tiny
 
+PATIENT = 240.0  # seconds until a test gives up
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 Say = Callable[[str, SamplingParams], str | EngineError]
 
@@ -145,8 +146,9 @@ class Live:
     def __init__(self, url: str, server: Server, config: ServerConfig) -> None:
         self.url, self.server, self.service = url, server, server.service
         headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
-        self.http = httpx.Client(base_url=url, headers=headers, timeout=60)
-        self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key=config.api_key or "none", max_retries=0, timeout=60)
+        self.http = httpx.Client(base_url=url, headers=headers, timeout=PATIENT)
+        key = config.api_key or "none"
+        self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=PATIENT)
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
@@ -162,7 +164,7 @@ class Live:
         assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
         return [json.loads(line[6:]) for line in lines[:-1]]
 
-    def wait_for(self, what: Callable[[], bool], seconds: float = 60.0) -> None:
+    def wait_for(self, what: Callable[[], bool], seconds: float = PATIENT) -> None:
         deadline = time.monotonic() + seconds
         while not what():
             assert time.monotonic() < deadline, "it did not happen in time"
@@ -170,7 +172,7 @@ class Live:
 
 
 @contextmanager
-def live(client: Any, ready_within: float = 60.0, warms_up: bool | None = None, **options: Any) -> Iterator[Live]:
+def live(client: Any, ready_within: float = PATIENT, warms_up: bool | None = None, **options: Any) -> Iterator[Live]:
     config = ServerConfig(port=0, **{"watchdog": False, **options})  # tests shall not depend on a busy machine
     listener = listen(config)
     if warms_up is None:
@@ -187,7 +189,7 @@ def live(client: Any, ready_within: float = 60.0, warms_up: bool | None = None, 
         running.http.close()
         running.openai.close()
         server.should_exit = True
-        thread.join(60)
+        thread.join(PATIENT)
         assert not thread.is_alive(), "the server did not end"
 
 

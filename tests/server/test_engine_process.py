@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -31,7 +32,9 @@ OPTIONS = {"dtype": "float32", "device": "cpu", "kv_tokens": 4096, "threads": 1}
 LONG = SamplingParams(max_tokens=450, ignore_eos=True, num_draft=0)
 PROMPT = [*range(10, 40)]
 QUICK = RestartPolicy(first=0.1)
-STARTS = 60.0  # seconds at most, on a busy machine
+STARTS = 240.0  # seconds until a test gives up
+LOADING = "import time; from sparkdraft.server.engine_process import main; main(load=lambda *given: time.sleep(600))"
+LOADS_FOR_EVER = (sys.executable, "-c", LOADING)
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +84,17 @@ async def settled(client: EngineClient) -> dict[str, Any]:
             return await client.status()
         assert time.monotonic() < deadline, status
         await asyncio.sleep(0.01)
+
+
+@contextmanager
+def held(client: EngineClient) -> Iterator[None]:
+    """The engine makes no token meanwhile, however long that is."""
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(client.pid, signal.SIGCONT)
 
 
 def alive(pid: int) -> bool:
@@ -271,11 +285,12 @@ def test_whoever_leaves_aborts(runner: asyncio.Runner, client: EngineClient) -> 
         assert await collect(stream) == []
 
     async def is_cancelled() -> None:
-        task = asyncio.create_task(collect(client.submit("left-2", PROMPT, LONG)))
-        await asyncio.sleep(0.02)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        with held(client):
+            task = asyncio.create_task(collect(client.submit("left-2", PROMPT, LONG)))
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
 
     async def never_reads() -> None:
         client.submit("left-3", PROMPT, LONG)
@@ -440,13 +455,14 @@ def test_a_process_that_can_not_be_started_leaves_no_socket_open(
 def test_drain(folder: Path) -> None:
     async def scenario() -> None:
         client = await started(folder)
-        running = asyncio.create_task(collect(client.submit("running", PROMPT, LONG)))
-        await asyncio.sleep(0.02)
-        stopping = asyncio.create_task(client.stop(drain_seconds=STARTS))
-        await asyncio.sleep(0)
-        assert client.state == "draining" and not running.done()
-        with pytest.raises(EngineError, match="shutting down"):
-            client.submit("late", PROMPT, LONG)
+        with held(client):
+            running = asyncio.create_task(collect(client.submit("running", PROMPT, LONG)))
+            await asyncio.sleep(0.02)
+            stopping = asyncio.create_task(client.stop(drain_seconds=STARTS))
+            await asyncio.sleep(0)
+            assert client.state == "draining" and not running.done()
+            with pytest.raises(EngineError, match="shutting down"):
+                client.submit("late", PROMPT, LONG)
         assert len(await running) == 450
         await stopping
         assert client.pid is not None and not alive(client.pid)
@@ -459,34 +475,37 @@ def test_a_drain_has_a_limit_and_ctrl_c_is_the_servers(folder: Path) -> None:
         client = await started(folder)
         assert client.pid is not None
         os.kill(client.pid, signal.SIGINT)
-        running = asyncio.create_task(collect(client.submit("running", PROMPT, LONG)))
-        await asyncio.sleep(0.01)
-        await client.stop(drain_seconds=0.02)
-        with pytest.raises(EngineError, match="shutting down"):
-            await running
+        with held(client):
+            running = asyncio.create_task(collect(client.submit("running", PROMPT, LONG)))
+            await asyncio.sleep(0.01)
+            stopping = asyncio.create_task(client.stop(drain_seconds=0.02))
+            with pytest.raises(EngineError, match="shutting down"):
+                await running
+        await stopping
         assert not alive(client.pid)
 
     asyncio.run(scenario())
 
 
-def test_stop_does_not_wait_for_loading(folder: Path) -> None:
+def test_stop_does_not_wait_for_loading() -> None:
     async def scenario() -> None:
-        client = EngineClient(OPTIONS | {"model": str(folder)})
+        client = EngineClient({}, command=LOADS_FOR_EVER)
         await client.start()
         await until(lambda: client.stage == "opening", STARTS)
         await client.stop(drain_seconds=STARTS)
         assert client.pid is not None and not alive(client.pid)
-        assert client.info is None, "it waited until the model was loaded"
 
     asyncio.run(scenario())
 
 
-PARENT = """
+PARENT = f"""
 import asyncio, sys
-from sparkdraft.server.engine_client import EngineClient
+from sparkdraft.server.engine_client import COMMAND, EngineClient
 
 async def main():
-    client = EngineClient({"model": sys.argv[1], "dtype": "float32", "threads": 1})
+    options = {{"model": sys.argv[1], "dtype": "float32", "threads": 1}}
+    command = {LOADS_FOR_EVER!r} if sys.argv[2] == "opening" else COMMAND
+    client = EngineClient(options, command=command)
     await client.start()
     while client.stage != sys.argv[2]:
         await asyncio.sleep(0.01)

@@ -65,7 +65,7 @@ class Slow:
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         self.texts.append(text)
         self.inside.release()
-        assert self.go.wait(60)
+        assert self.go.wait(240)
         return self.right.encode(text, add_special)
 
     def encode_chat(self, chat: ChatText) -> list[int]:
@@ -73,7 +73,7 @@ class Slow:
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         self.inside.release()
-        assert self.go.wait(60)
+        assert self.go.wait(240)
         return self.right.decode(ids, skip_special)
 
 
@@ -95,7 +95,7 @@ def test_others_are_answered_while_a_text_is_tokenised(path: str, body: dict[str
         answers: list[int] = []
         asking = threading.Thread(target=lambda: answers.append(server.post(path, **body).status_code))
         asking.start()
-        assert slow.inside.acquire(timeout=30)
+        assert slow.inside.acquire(timeout=240)
         for _ in range(20):
             assert server.http.get("/health").status_code == 200
         assert not answers, "the slow request was answered before it was let go"
@@ -116,7 +116,7 @@ def test_few_texts_are_tokenised_at_once() -> None:
         for thread in threads:
             thread.start()
         for _ in range(TEXT_THREADS):
-            assert slow.inside.acquire(timeout=30)
+            assert slow.inside.acquire(timeout=240)
         server.wait_for(lambda: server.service.gate.num_inside == TEXT_THREADS + 3)
         assert len(slow.texts) == TEXT_THREADS
         slow.go.set()
@@ -128,22 +128,29 @@ def test_few_texts_are_tokenised_at_once() -> None:
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_encoding_lets_other_threads_run(is_chat: bool) -> None:
     """Python threads take turns only where one of them lets go of the interpreter's lock, so this one goes on before
-    the encoding has ended only if the library let go of it."""
-    tokenizer, text, began, ended = Tokenizer(byte_tokenizer()), "ab" * 500_000, threading.Event(), []
+    the encoding has ended only if the library let go of it. A busy machine may not give it a core so soon, once."""
+    tokenizer, text = Tokenizer(byte_tokenizer()), "ab" * 500_000
 
-    def encode() -> None:
-        began.set()
-        ended.append(tokenizer.encode_chat(ChatText(text, (0,))) if is_chat else tokenizer.encode(text))
+    def goes_on() -> bool:
+        began, ended = threading.Event(), []
 
-    usual, thread = sys.getswitchinterval(), threading.Thread(target=encode)
-    sys.setswitchinterval(1000)
-    try:
+        def encode() -> None:
+            began.set()
+            ended.append(tokenizer.encode_chat(ChatText(text, (0,))) if is_chat else tokenizer.encode(text))
+
+        thread = threading.Thread(target=encode)
         thread.start()
         began.wait()
-        assert not ended
+        is_first = not ended
+        thread.join()
+        return is_first
+
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        assert any(goes_on() for _ in range(20))
     finally:
         sys.setswitchinterval(usual)
-        thread.join()
 
 
 # ---- texts that cannot fit
@@ -407,7 +414,7 @@ def test_options_that_no_command_line_can_hold() -> None:
         await client.stop()
         return client
 
-    client = asyncio.run(asyncio.wait_for(run(), 30))
+    client = asyncio.run(asyncio.wait_for(run(), 240))
     assert client.last_error is not None and "null byte" in client.last_error
 
 

@@ -128,7 +128,7 @@ def test_building_is_quick(smollm2_path: Path) -> None:
     checkpoint = open_checkpoint(str(smollm2_path))
     start = time.process_time()
     checkpoint.tokenizer_json()
-    assert time.process_time() - start < 1.0  # 0.1 s when the machine is quiet
+    assert time.process_time() - start < 10.0  # 0.1 s of a core; minutes where each token is searched for in a list
 
 
 def test_ends_and_special_ids(smollm2: Tokenizer) -> None:
