@@ -72,10 +72,18 @@ def test_the_tree_names_what_exists() -> None:
     }
 
 
-def test_links_lead_somewhere() -> None:
+PAGES = [ROOT / "README.md", ROOT / "tests" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
     """Files exist, and so do the headings that a link names."""
-    for target in re.findall(r"\]\(([^)]+)\)", README):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         path, _, heading = target.partition("#")
-        assert (ROOT / path).exists(), target
-        headings = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(), re.MULTILINE) if heading else []
-        assert not heading or heading in [each.lower().replace(" ", "-") for each in headings], target
+        if "://" in path:
+            continue
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE) if heading else []
+        named = [re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings]
+        assert not heading or heading in named, target

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import fields
 from functools import partial
@@ -206,7 +207,9 @@ def _eval(args: Namespace) -> int:
 def _export(args: Namespace) -> int:
     drafter = _drafter_folder(args.run)
     with progress(f"exporting {args.run}"):
-        what = _convert_drafter(args, drafter) if drafter else f"step {_write_drafter(args)}"
+        what, note = _convert_drafter(args, drafter) if drafter else _write_drafter(args)
+    if note:
+        print(f"note: {note}", file=sys.stderr)
     size = sum(file.stat().st_size for file in Path(args.out).iterdir())
     print(f"{args.out}: {what}, {args.layout} layout, {size / 1e6:.1f} MB")
     return 0
@@ -223,8 +226,9 @@ def _drafter_folder(name: str) -> str:
     return name if is_hub_id or (folder / "config.json").is_file() else ""
 
 
-def _convert_drafter(args: Namespace, drafter: str) -> str:
-    """Write a drafter that is a checkpoint already in another layout, or in other bits."""
+def _convert_drafter(args: Namespace, drafter: str) -> tuple[str, str]:
+    """Write a drafter that is a checkpoint already in another layout, or in other bits. Returns what it was made from,
+    and a note or nothing."""
     from sparkdraft.spec.packaged import EMBEDDED
     from sparkdraft.train.export import ExportTarget, export, read_drafter
     from sparkdraft.weights.hub import portable_name
@@ -237,12 +241,12 @@ def _convert_drafter(args: Namespace, drafter: str) -> str:
     config, tensors, ids = read_drafter(drafter)
     head = _head_rows(model, ids, config) if ids is not None and args.layout == "speculators" else None
     target = ExportTarget(portable_name(model)) if model else None
-    export(config, tensors, Path(args.out), args.layout, args.bits, target=target, vocabulary=ids, head=head)
-    return f"from {args.run}"
+    note = export(config, tensors, Path(args.out), args.layout, args.bits, target=target, vocabulary=ids, head=head)
+    return f"from {args.run}", note
 
 
-def _write_drafter(args: Namespace) -> int:
-    """Returns the step of training that was exported."""
+def _write_drafter(args: Namespace) -> tuple[str, str]:
+    """Returns the step of training that was exported, and a note or nothing."""
     from sparkdraft.train.corpus import Corpus
     from sparkdraft.train.export import ExportTarget, export
     from sparkdraft.train.model import folded
@@ -260,8 +264,8 @@ def _write_drafter(args: Namespace) -> int:
         ids = draft_ids(info.settings, Corpus(info.settings.data), vocab)
         head = _head_rows(name, ids, info.draft) if args.layout == "speculators" else None
     tensors, target = folded(state.model()), ExportTarget(portable_name(name))
-    export(info.draft, tensors, Path(args.out), args.layout, args.bits, target=target, vocabulary=ids, head=head)
-    return state.step
+    note = export(info.draft, tensors, Path(args.out), args.layout, args.bits, target=target, vocabulary=ids, head=head)
+    return f"step {state.step}", note
 
 
 def _head_rows(name: str, ids: Tensor, draft: dict[str, Any]) -> Tensor:

@@ -9,7 +9,7 @@ everything else is handed on as it is, streams included.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from sparkdraft.server.hosts import Hosts, accepted_hosts
 from sparkdraft.server.limits import BodyLimit, Linger
 from sparkdraft.server.metrics import PREFIX, Metrics
 from sparkdraft.server.protocol.errors import ApiError, unavailable
+from sparkdraft.server.protocol.shapes import dumps
 
 if TYPE_CHECKING:
     from sparkdraft.interop.supervise import Supervised
@@ -168,13 +169,34 @@ class Proxy:
             headers.append((b"content-length", response.headers["content-length"].encode()))
         try:
             await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
-            async for piece in response.aiter_raw():
-                if gone.done():
-                    return
+            pieces = response.aiter_raw()
+            while piece := await _unless(gone, anext(pieces, b"")):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            if not gone.done():
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except httpx.HTTPError as error:
+            # The engine ended within its answer: a stream says so, and any other answer breaks off.
+            if response.headers.get("content-type", "").startswith("text/event-stream"):
+                sentence = f"The engine ended within its answer ({type(error).__name__}); send it again."
+                failure = ApiError(503, sentence, code="no_answer")
+                event = b"data: " + dumps(failure.body()) + b"\n\n"
+                await send({"type": "http.response.body", "body": event, "more_body": False})
         finally:
             await response.aclose()
+
+
+async def _unless(gone: asyncio.Future[Any], work: Awaitable[bytes]) -> bytes:
+    """What comes, or nothing where the client has gone before."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({gone, task}, return_when=asyncio.FIRST_COMPLETED)
+        if not gone.done():
+            return task.result()
+    finally:
+        task.cancel()
+    with suppress(asyncio.CancelledError, httpx.HTTPError):
+        await task
+    return b""
 
 
 async def _body(receive: Receive) -> bytes:

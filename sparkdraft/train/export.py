@@ -58,8 +58,9 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     vocabulary: Tensor | None = None,
     head: Tensor | None = None,
-) -> None:
+) -> str:
     """config: a whole config.json in z-lab's layout. tensors: floats under z-lab's names. Replaces an older export.
+    Returns what the layout does not say of this drafter, in a sentence for users; empty: it says all.
 
     A file is larger than 'shard_bytes' only if a single tensor is. vocabulary: int64, ascending: the only ids to be
     drafted. The engine takes their rows of the target's head; z-lab's own program drafts among all ids as before. The
@@ -89,6 +90,13 @@ def export(
         if card is not None:
             (place / "README.md").write_text(card, encoding="utf-8")
         _write_shards(place, stored, shard_bytes)
+    sees = DFlashConfig.read(config).sees
+    if layout == "zlab" or sees is None:
+        return ""
+    return (
+        f"this layout does not say that the drafter is shown the first {sees.first} and the last {sees.last} tokens of "
+        f"a context: vLLM shows it all of them, and past {sees.first + sees.last} fewer drafts may be accepted"
+    )
 
 
 def read_drafter(name: str) -> tuple[dict[str, Any], dict[str, Tensor], Tensor | None]:
@@ -153,7 +161,7 @@ def speculators_config(config: Mapping[str, Any], target: ExportTarget | None) -
         "transformer_layer_config": body,
     }
     scale = draft.input_embedding_scale or 1.0  # targets that the trainer takes do not scale their embedding
-    if DFlashConfig.read(written) != replace(draft, num_target_layers=None, input_embedding_scale=scale):
+    if DFlashConfig.read(written) != replace(draft, num_target_layers=None, input_embedding_scale=scale, sees=None):
         raise UserError(
             "The speculators layout cannot express this drafter's masks or scales (causal full layers, windows that "
             "differ, an embedding scale, a multiplier or a softcap): export it as zlab."

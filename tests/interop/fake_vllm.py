@@ -72,6 +72,8 @@ class Handler(BaseHTTPRequestHandler):
         for piece in ("one ", "two"):
             self.event(json.dumps({{"choices": [{{"index": 0, "delta": {{"content": piece}}}}]}}))
             while body.get("user") == "waits" and not os.path.exists("{record}.read"):
+                if select_closed(self.connection):
+                    return open("{record}.gone", "w").close()
                 time.sleep(0.01)
         self.event("[DONE]")
         self.wfile.write(b"0\r\n\r\n")

@@ -189,7 +189,13 @@ def test_a_client_that_hangs_up_ends_its_request(tmp_path: Path) -> None:
         with socket.create_connection(("127.0.0.1", port)) as client:
             client.sendall(b"POST /slow HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 2\r\n\r\n{}")
             wait_for(Path(f"{record}.asked").exists)
-        wait_for(Path(f"{record}.gone").exists)
+        gone = Path(f"{record}.gone")
+        wait_for(gone.exists)
+        gone.unlink()
+        stream = {"stream": True, "user": "waits"}  # the second piece never comes
+        with httpx.stream("POST", f"http://127.0.0.1:{port}/x", json=stream, trust_env=False, timeout=PATIENT) as asked:
+            assert "one " in next(asked.iter_lines())
+        wait_for(gone.exists)
 
 
 def test_a_child_that_dies_or_is_unwell_is_started_again(tmp_path: Path) -> None:
@@ -197,7 +203,12 @@ def test_a_child_that_dies_or_is_unwell_is_started_again(tmp_path: Path) -> None
     port = free_port()
     with started(tmp_path, *child(tmp_path, port)) as (process, pids):
         wait_for(lambda: _is_ready(port))
-        assert httpx.get(f"http://127.0.0.1:{port}/die", trust_env=False, timeout=PATIENT).status_code == 503
+        stream = {"stream": True, "user": "waits"}
+        with httpx.stream("POST", f"http://127.0.0.1:{port}/x", json=stream, trust_env=False, timeout=PATIENT) as asked:
+            lines = (line for line in asked.iter_lines() if line)
+            assert "one " in next(lines)
+            assert httpx.get(f"http://127.0.0.1:{port}/die", trust_env=False, timeout=PATIENT).status_code == 503
+            assert '"code":"no_answer"' in next(lines) and not list(lines), "a stream says that it is not whole"
         wait_for(lambda: _restarts(port) == 1 and _is_ready(port))
         assert not any(map(alive, pids)), "what the first left behind is ended too"
         sick, second = Path(f"{record}.sick"), json.loads(record.read_text())["pids"]

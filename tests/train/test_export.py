@@ -18,8 +18,9 @@ from torch import Tensor
 from sparkdraft.core import UserError
 from sparkdraft.kernels import native
 from sparkdraft.spec.dflash_config import DFlashConfig
+from sparkdraft.spec.packaged import default_drafter
 from sparkdraft.spec.registry import open_drafter
-from sparkdraft.train.export import ExportTarget, export
+from sparkdraft.train.export import ExportTarget, export, speculators_config
 from sparkdraft.train.target import head_rows
 from sparkdraft.weights.quant.coded import Coded
 from sparkdraft.weights.quant.group import GroupQuant
@@ -160,6 +161,20 @@ def test_what_speculators_cannot_say_is_refused(tmp_path: Path, config: dict[str
     with pytest.raises(UserError, match="export it as zlab"):
         write(tmp_path / "d", "speculators", config=config)
     assert files(tmp_path) == []
+
+
+def test_how_much_a_drafter_is_shown_is_noted_where_a_layout_cannot_say_it(tmp_path: Path) -> None:
+    """The embedded drafter is such a one, and vLLM shall draft with it."""
+    embedded = default_drafter("smollm2")
+    assert embedded
+    config = json.loads((Path(embedded) / "config.json").read_text())
+    assert speculators_config(config, TARGET)["draft_vocab_size"] == config["draft_vocab_size"]
+    config = zlab(body(), inner={"draft_sink_size": 4, "draft_window_size": 16})
+    assert export(config, TENSORS, tmp_path / "own", "zlab") == ""
+    note = export(config, TENSORS, tmp_path / "other", "speculators", target=TARGET)
+    assert "the first 4 and the last 16 tokens" in note and "past 20 fewer drafts" in note
+    read = DFlashConfig.read(open_drafter(str(tmp_path / "other")).config)
+    assert read.sees is None and read.model == DFlashConfig.read(config).model
 
 
 # ---- 8 bits
