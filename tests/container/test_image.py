@@ -16,7 +16,7 @@ import httpx
 import openai
 import pytest
 
-from tests.container.built import Container, Image, unavailable
+from tests.container.built import Container, Image, remove, unavailable
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(unavailable()), reason=unavailable())]
 CHECK = ("python", "-m", "sparkdraft.server.healthcheck")
@@ -25,8 +25,10 @@ CHECK = ("python", "-m", "sparkdraft.server.healthcheck")
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
     folder = tmp_path_factory.mktemp("image")
-    yield (built := Image(folder))
-    built.remove()
+    try:
+        yield Image(folder)
+    finally:
+        remove(folder)
 
 
 @pytest.fixture(scope="module")

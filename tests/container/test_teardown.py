@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.container.built import NAMESPACES, START, TOOLS
+from tests.container.built import NAMESPACES, START, TOOLS, remove
 
 USED = [name for name in TOOLS if name not in ("buildah", "debootstrap", "nsenter")]
 PARENT = """
@@ -51,3 +51,17 @@ def test_nothing_is_left_behind_by_a_test_that_is_killed() -> None:
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left, "a process was left behind"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="it takes root: mounts")
+def test_a_build_that_was_broken_off_leaves_no_mount(tmp_path: Path) -> None:
+    folder, other = tmp_path / "image", tmp_path / "image-of-another"
+    inner = folder / "storage" / "inner"
+    inner.mkdir(parents=True)
+    other.mkdir()
+    (other / "kept").touch()
+    if subprocess.run(["mount", "--bind", other, folder / "storage"], capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    remove(folder)
+    assert not folder.exists() and (other / "kept").exists()
+    assert str(folder) not in Path("/proc/mounts").read_text()
