@@ -104,7 +104,8 @@ def renamed(text: str) -> Iterator[str]:
     for line in lines:
         name = _name(line)
         if name.startswith(THEIRS):
-            yield line.replace(name, PREFIX + name.removeprefix(THEIRS), 1)
+            # Texts of help name other metrics; values of labels are not ours to change.
+            yield line.replace(THEIRS, PREFIX) if line.startswith("#") else line.replace(THEIRS, PREFIX, 1)
         elif name.startswith(PREFIX) and name.removeprefix(PREFIX) not in theirs:
             yield line
 

@@ -24,7 +24,7 @@ if "{mode}" == "fails":
     sys.exit(3)
 
 
-METRICS = '''# HELP vllm:generation_tokens_total Tokens.
+METRICS = '''# HELP vllm:generation_tokens_total Tokens; the sum over engines equals vllm:all_tokens.
 # TYPE vllm:generation_tokens_total counter
 vllm:generation_tokens_total{{engine="0"}} 7.0
 # TYPE sparkdraft_generation_tokens_total counter
