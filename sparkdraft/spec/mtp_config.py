@@ -146,6 +146,8 @@ def caps_of(head: MtpConfig) -> DrafterCaps:
     joined = 2 * hidden * hidden
     again = hidden * layer.kv  # keys and values a second time, as one matrix: committed rows need no more
     own = joined + layer.held + again + rows + table
+    # Keys and values a second time are in no file, and rows of a head are made at load; a whole one is in the file.
+    stored = joined + layer.held + table + head.own_head * vocab * hidden
     return DrafterCaps(
         name=MTP,
         taps=(FINAL,),
@@ -155,7 +157,7 @@ def caps_of(head: MtpConfig) -> DrafterCaps:
         chain=True,
         own_head=own_head,
         num_read=joined + layer.active + rows,
-        num_in_target=own if head.in_target else 0,
+        num_in_target=stored if head.in_target else 0,
         num_ids=number,
         matrices=_matrices(head, own_head),
     )

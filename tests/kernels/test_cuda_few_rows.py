@@ -21,6 +21,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 from sparkdraft.kernels import reference  # noqa: E402
 from sparkdraft.kernels.activation import GELU_TANH, Activation  # noqa: E402
 from sparkdraft.kernels.cuda import few_rows, pdl  # noqa: E402
+from sparkdraft.kernels.cuda.gpu import Gpu  # noqa: E402
 from sparkdraft.kernels.cuda.tuned import measured  # noqa: E402
 from sparkdraft.kernels.norm import Norm, Normed  # noqa: E402
 from sparkdraft.weights.linear import WeightTiles  # noqa: E402
@@ -316,6 +317,8 @@ def test_a_row_of_a_named_shape_does_not_depend_on_its_padding(
 
 def test_rows_are_padded_to_what_their_instruction_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     hopper, spark, padded = GPUS[90], GPUS[121], few_rows.padded_rows
+    blackwell = Gpu(10, 0, 148)  # of a data centre: 16 columns are a tcgen05.mma, and 8 an mma.sync
+    assert [padded(1, *tile, blackwell) for tile in ((64, 4), (128, 8), (64, 2), (32, 4))] == [16, 16, 8, 8]
     assert [padded(rows, 64, 2, hopper) for rows in (1, 8, 9, 16)] == [8, 8, 16, 16]
     assert (padded(1, 64, 4, hopper), padded(1, 32, 4, hopper), padded(1, 64, 4, spark)) == (16, 8, 8)
     monkeypatch.setattr(few_rows, "EIGHT_ROWS_OF_WGMMA", True)

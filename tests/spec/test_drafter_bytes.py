@@ -5,6 +5,7 @@ text is the plain one, the plan counts what is kept, and what cannot be had is r
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -323,6 +324,7 @@ def test_what_is_counted_is_written_after_a_while(
     monkeypatch.setattr(id_files, "WRITE_AFTER", 0.01)
     counts = id_files.IdCounts(str(tmp_path / "counts"), 10)
     counts.add([3, 3, 4])
-    assert counts._timer
-    counts._timer.join()
-    assert (tmp_path / "counts").read_text() == "3 2\n4 1\n"
+    deadline = time.monotonic() + 30
+    while not (found := (tmp_path / "counts").read_text()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert found == "3 2\n4 1\n"

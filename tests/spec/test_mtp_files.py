@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub.constants as hf
@@ -326,7 +327,10 @@ def test_what_a_quantised_file_holds_is_counted_once() -> None:
         return resolve(config, model, gpu, None, caps_of(head) if head else None, stored).memory.weights
 
     inside, beside = MtpConfig.of(model), MtpConfig.of(model, in_target=False)
-    assert weights(inside) == weights(None)
+    again = 2 * inside.attention.kv_width * model.hidden_size  # keys and values a second time are in no file
+    assert weights(inside) == weights(None) + 2 * again
+    some = replace(inside, draft_vocab_size=4096)  # nor are rows of the target's head, which are a matrix of their own
+    assert weights(some) == weights(inside) + 2 * 4096 * model.hidden_size
     assert weights(beside) - weights(None) == 2 * caps_of(beside).num_weights
 
 

@@ -257,10 +257,11 @@ def padded_rows(rows: int, lines: int, warps: int, gpu: Gpu) -> int:
     """Columns of the dot of few rows: 8 are the fewest that tensor cores take, and 16 serve all.
 
     Both are the same instruction, mma.sync over 8 columns, once or twice, so a row has the same bits. Where 16 are one
-    wgmma, Triton makes 8 of them an mma.sync, whose sums may differ in the last bit: there, EIGHT_ROWS_OF_WGMMA decides
-    (tools/cuda_switches.py compares bits and times). EIGHT_ROWS turns all off.
+    wgmma, or one tcgen05.mma, Triton makes 8 of them an mma.sync, whose sums may differ in the last bit: there,
+    EIGHT_ROWS_OF_WGMMA decides (tools/cuda_switches.py compares bits and times). EIGHT_ROWS turns all off.
     """
-    eight = EIGHT_ROWS and (EIGHT_ROWS_OF_WGMMA or not runs_wgmma(lines, warps, gpu))
+    wide = runs_wgmma(lines, warps, gpu) or (gpu.tcgen05 and lines >= 64 and warps in (4, 8))
+    eight = EIGHT_ROWS and (EIGHT_ROWS_OF_WGMMA or not wide)
     return 8 if rows <= 8 and eight else MOST_ROWS
 
 

@@ -34,6 +34,11 @@ class Gpu:
         """Whether its tensor cores read shared memory by wgmma; no other GPU's do."""
         return self.major == 9
 
+    @property
+    def tcgen05(self) -> bool:
+        """Whether its tensor cores have a memory of their own, which Triton uses from 64 lines and 16 columns on."""
+        return self.major == 10
+
 
 INTERPRETED = Gpu(0, 0, 8)  # small, so that few rows still make several programs and splits
 

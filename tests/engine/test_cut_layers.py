@@ -1,0 +1,105 @@
+"""Blocks that the device cuts, of models whose layers keep more than keys and values: dead rows leave nothing behind.
+
+Drafts are the known text with mistakes, and how sure they are said to be is unlike from step to step, so that blocks
+are cut anywhere, before the first mistake and after it. On a GPU the steps are recorded.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparkdraft import LLM, SamplingParams
+from sparkdraft.core import AUTO, Request
+from sparkdraft.engine.drafting import Drafting, Outcome
+from sparkdraft.engine.engine import Engine
+from sparkdraft.engine.lanes import Lanes, StepKind
+from tests.models.recurrent import all_is_free, load, overlapping, texts
+from tests.spec.tiny_mtp import write_target
+
+LANES, DEPTH, OUTPUT = 4, 5, 40
+PROMPTS = [[(31 * k + 7 * i * i + i) % 250 + 3 for i in range(23 + k)] for k in range(LANES - 1)]  # a lane is left over
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])]
+
+
+def params(depth: int) -> list[SamplingParams]:
+    """They end one after the other, and one of them is sampled."""
+    sampling = [{"temperature": 0.7 * (i == 1), "seed": i, "num_draft": depth} for i in range(len(PROMPTS))]
+    return [SamplingParams(OUTPUT + 9 * i, ignore_eos=True, **each) for i, each in enumerate(sampling)]  # type: ignore[arg-type]
+
+
+class Script:
+    """Takes the place of a step's drafts: the known text, with every seventh id or so wrong, and gaps of all sizes."""
+
+    def __init__(self, lanes: Lanes, known: list[list[int]], vocab: int) -> None:
+        rows = [text + [0] * 200 for text in known] + [[0] * 200] * (LANES - len(known))
+        self.known = torch.tensor([row[:200] for row in rows], dtype=torch.int32, device=lanes.device)
+        self.lanes, self.vocab, self._draft = lanes, vocab, lanes._draft
+
+    def __call__(self, kind: StepKind) -> Tensor:
+        self._draft(kind)  # the drafter's own are made, and its keys and values written
+        length = self.lanes.length[: kind.seqs].unsqueeze(1)
+        places = length + torch.arange(kind.depth, device=length.device)
+        drafts = self.known[: kind.seqs].gather(1, places.clamp(max=199))
+        dice = (places * 1103515245 + 12345) // 65536 % 1000
+        self.lanes._gaps = [(dice % 17 - 6).float()]
+        return torch.where(dice % 7 == 0, (drafts + 1) % self.vocab, drafts).int()
+
+
+def dear_rows(drafting: Drafting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step another price per row, and blocks of 5 for all that have room for them."""
+    dice, controller, deepest = random.Random(0), drafting.controllers["mtp"], drafting.max_depth
+
+    def depths(requests: list[Request]) -> dict[Request, int]:
+        left = {r: min(DEPTH, r.max_output - len(r.output_ids) - 1) for r in requests}
+        return {r: depth for r, depth in left.items() if depth > 0 and drafting._asked(r) is None}
+
+    def terms(states: list[Any]) -> list[float]:
+        price, flat = dice.choice([0.0, 0.1, 0.3, 0.6]), [0.8, -0.2, *[0.0] * deepest] * 2
+        return [*(price * k for k in range(1 + deepest)), *flat, *(dice.choice([-1.0, 0.7, 1.0]) for _ in states)]
+
+    monkeypatch.setattr(drafting, "depths", depths)
+    monkeypatch.setattr(controller, "cut_terms", terms)
+    monkeypatch.setattr(controller, "expect", lambda *given: [])
+    monkeypatch.setattr(controller, "measured", lambda *given: None)
+    monkeypatch.setattr(controller, "cut_to", lambda *given: None)
+
+
+def cutting(folder: Path, device: str, **options: Any) -> LLM:
+    llm = load(folder, drafter="mtp", spec="auto", cut="on", device=device, max_seqs=LANES, **options)
+    if device == "cpu":
+        overlapping(llm, cuts=True)
+        llm.engine.overlap._size = lambda num_requests: LANES  # type: ignore[union-attr, method-assign]
+    return llm
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", [{}, {"kv": "fp8"}, {"kv": "turboquant"}], ids=["exact", "fp8", "turboquant"])
+@pytest.mark.parametrize("variant", ["qwen3_5_moe", "qwen3_next"])
+def test_cut_blocks_leave_states_experts_and_keys_as_plain_steps_do(
+    variant: str, options: dict[str, Any], device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (device, options.get("kv")) == ("cuda", "turboquant"):
+        pytest.skip("a GPU's kernels take heads of 64 numbers or more")
+    monkeypatch.setattr(Engine, "warm_up", lambda self: None)
+    folder, _ = write_target(tmp_path, variant)
+    if device == "cuda" or options.get("kv") == "fp8":  # in half precision a last bit may depend on the rows
+        options = options | {"dtype": "float32"}
+    plain = texts(load(folder, max_seqs=LANES, device=device, **options), PROMPTS, params(0))
+    llm, seen = cutting(folder, device, **options), list[Outcome]()
+    drafting, overlap = llm.engine.drafting, llm.engine.overlap
+    assert overlap and overlap.lanes.cuts
+    known = [prompt + text for prompt, text in zip(PROMPTS, plain, strict=True)]
+    monkeypatch.setattr(overlap.lanes, "_draft", Script(overlap.lanes, known, llm.model_config.vocab_size))
+    dear_rows(drafting, monkeypatch)
+    learn = drafting.learn_overlapped
+    monkeypatch.setattr(drafting, "learn_overlapped", lambda steps, *rest: (seen.extend(steps), learn(steps, *rest)))
+    assert texts(llm, PROMPTS, params(AUTO)) == plain and all_is_free(llm)
+    assert len({o.verified for o in seen if o.verified < o.drafted}) > 2, "blocks are cut at several places"
+    assert any(o.accepted < o.verified for o in seen) and sum(o.accepted for o in seen) > OUTPUT
