@@ -163,6 +163,46 @@ def test_a_corpus_has_its_share_of_conversations(
     assert again["documents"] == 0 and again["held"] == 8
 
 
+def ask(folder: Path, name: str, prompts: list[str]) -> str:
+    path = folder / f"{name}.txt"
+    path.write_text("\n".join(prompts))
+    return str(path)
+
+
+def conversations(folder: Path) -> set[bytes]:
+    """The prompts of the documents that have several answers."""
+    corpus = Corpus(folder)
+    several = np.flatnonzero(np.diff(corpus.first_span) > 1)
+    return {corpus.ids(int(i))[: corpus.num_prompt[i]].tobytes() for i in several}
+
+
+def test_a_corpus_that_is_continued_has_the_conversations_of_an_unbroken_one(target: Target, tmp_path: Path) -> None:
+    file, written = ask(tmp_path, "some", [f"say {i}" for i in range(16)]), 0
+
+    def count(done: int, total: int) -> None:
+        nonlocal written
+        written = done
+
+    options = {"max_new": 16, "seats": 4, "lengths": ((160, 0.3),), "seed": 1}
+    make_corpus(target, tmp_path / "whole", file, **options)
+    first = make_corpus(target, tmp_path / "parts", file, report=count, until=lambda: written > 7, **options)
+    assert first["stopped"] and not conversations(tmp_path / "parts"), "short texts come first"
+    assert not make_corpus(target, tmp_path / "parts", file, **options)["stopped"]
+    assert conversations(tmp_path / "parts") == conversations(tmp_path / "whole") and conversations(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("kind", ["bulk", "engine"])
+def test_a_prompt_longer_than_a_conversation_is_answered(
+    kind: str, target: Target, served: EngineModel, tmp_path: Path
+) -> None:
+    file = ask(tmp_path, "long", ["word " * 60, "word " * 85, "short"])
+    model = target if kind == "bulk" else served
+    summary = make_corpus(model, tmp_path / "c", file, max_new=16, seats=4, lengths=((100, 1.0), (400, 0.0)))
+    corpus = Corpus(tmp_path / "c")
+    assert summary["documents"] == 3 and sorted(corpus.num_prompt > 400) == [False, False, True]
+    assert corpus.length[corpus.num_prompt < 400].max() <= 400 and (np.diff(corpus.first_span) > 1).sum() == 2
+
+
 def test_lengths_are_read(tmp_path: Path) -> None:
     assert read_lengths("2048:0.03, 8192:0.5") == ((2048, 0.03), (8192, 0.5)) and read_lengths("") == ()
     for text in ("2048", "a:1", "0:0.1", "9:0.6,8:0.6", "9:-1", "9:nan"):
