@@ -15,8 +15,8 @@ given texts of replay_acceptance.py, by class and after conversations. What is l
     log.jsonl       loss and length by step
 
 A call that is killed leaves weights/ and results.json of the last quarter. The packaged drafter is measured as far as
-the time allows. --texts takes the files *.npz.xz with arrays tok, len, plen and temp (all documents end to end, lengths,
-prompt lengths, temperatures). --small: a dry run for a CPU.
+the time allows. --texts takes the files *.npz.xz with arrays tok, len, plen and temp (all documents end to end, their
+lengths, prompt lengths, temperatures). --small: a dry run for a CPU.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -183,7 +184,7 @@ def test_a_corpus_that_is_continued_has_the_conversations_of_an_unbroken_one(tar
         nonlocal written
         written = done
 
-    options = {"max_new": 16, "seats": 4, "lengths": ((160, 0.3),), "seed": 1}
+    options: dict[str, Any] = {"max_new": 16, "seats": 4, "lengths": ((160, 0.3),), "seed": 1}
     make_corpus(target, tmp_path / "whole", file, **options)
     first = make_corpus(target, tmp_path / "parts", file, report=count, until=lambda: written > 7, **options)
     assert first["stopped"] and not conversations(tmp_path / "parts"), "short texts come first"
