@@ -50,7 +50,7 @@ RECORD = np.dtype(
         ("temperature", "<f4"),
     ]
 )
-FIRST_RECORD = np.dtype([(name, kind) for name, kind in RECORD.descr if name != "turns"])  # of version 1
+FIRST_RECORD = np.dtype([field for field in RECORD.descr if field[0] != "turns"])  # of version 1
 Span = tuple[int, int]  # of an answer: its first id, and the first after it
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.spec.dflash import DFlash, DraftBlock
@@ -45,7 +47,7 @@ def test_a_block_in_training_sees_what_the_engine_shows_it(tmp_path: Path) -> No
     output, served = drafted(llm, prompt)
     with CorpusWriter(tmp_path / "corpus", CorpusInfo(name, 320, ("any",))) as writer:
         writer.add(prompt + output, PROMPT, "any", Finish.LENGTH, 0.0)
-    sizes = {"context": PROMPT + OUTPUT, "longest": PROMPT + OUTPUT, "block_rows": WIDTH * (OUTPUT - 1)}
+    sizes: dict[str, Any] = {"context": PROMPT + OUTPUT, "longest": PROMPT + OUTPUT, "block_rows": WIDTH * (OUTPUT - 1)}
     settings = FitSettings(name, str(tmp_path / "corpus"), drafter, layers=2, block=8, widths=(WIDTH,), **sizes)
     target = load_target(name, "cpu", PROMPT + OUTPUT)
     trainer = Trainer(
@@ -54,12 +56,14 @@ def test_a_block_in_training_sees_what_the_engine_shows_it(tmp_path: Path) -> No
     batch = trainer.batches.take(0)
     assert batch.anchors.tolist() == list(range(PROMPT, PROMPT + OUTPUT - 1)), "every anchor that there is"
     blocks = trainer.block_ids(batch)
-    embedded = torch.nn.functional.embedding(blocks.flatten(), target.decoder.embedding)
+    embedding, head = target.decoder.embedding, target.decoder.head.rows()
+    assert isinstance(embedding, Tensor) and isinstance(head, Tensor)
+    embedded = torch.nn.functional.embedding(blocks.flatten(), embedding)
     with torch.no_grad():
         taps, _ = trainer.features(batch)
         trainer.model.scale_taps(taps, keep=True)
         hidden = trainer.model(batch, taps, embedded).view(*blocks.shape, -1)[:, 1:]
-        trained = hidden @ target.decoder.head.rows().t()
+        trained = hidden @ head.t()
     compared = [p for p in served if p < PROMPT + OUTPUT - 1 and len(served[p]) == WIDTH - 1]
     assert len(compared) > 40 and max(compared) > FIRST + LAST + 4 * SIZE
     for position in compared:
