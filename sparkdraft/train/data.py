@@ -192,7 +192,7 @@ def make_corpus(
         summary |= job.run(prompts, lengths)
         left = len(asked) - desk.counts.documents
         unwritten = summary.get("self_written", {}).get("missing", 0)
-        summary |= {"left": left, "stopped": stopped() and left + unwritten > 0}
+        summary |= {"left": left, "stopped": stopped() and left + unwritten + summary["cut"] > 0}
     fingerprint = Corpus(folder).fingerprint if writer.num_documents else None
     return summary | {"folder": str(folder), "all_documents": writer.num_documents, "fingerprint": fingerprint}
 
@@ -318,6 +318,7 @@ class _Job:
     report: Progress | None
     total: int
     generated: int = 0
+    cut: int = 0  # conversations that would have gone on
     messages_dropped: Counter[str] = field(default_factory=Counter)
 
     def run(self, prompts: Sequence[Prompt], lengths: Lengths) -> dict[str, Any]:
@@ -341,7 +342,7 @@ class _Job:
                 self._answer(group)
         counts = self.desk.counts.as_dict(time.perf_counter() - begin, self.generated)
         talks = None if impossible else sum(len(group) for goal, group in groups.items() if goal)
-        return counts | {"conversations": talks, "messages_dropped": dict(self.messages_dropped)}
+        return counts | {"conversations": talks, "cut": self.cut, "messages_dropped": dict(self.messages_dropped)}
 
     def _goal(self, prompt: Prompt, goals: Sequence[int], shares: Sequence[float]) -> int:
         """The length of the prompt's conversation; 0: one answer alone. It depends on seed and prompt only: short texts
@@ -376,6 +377,7 @@ class _Job:
             self._keep_talk(open_talks.pop(id(written.prompt.tag)))
         for talk in open_talks.values():  # stopped: what has been said is a document too
             if talk.answers:
+                self.cut += 1
                 self._keep_talk(talk)
         self.generated += generator.num_generated
 

@@ -192,6 +192,15 @@ def test_a_corpus_that_is_continued_has_the_conversations_of_an_unbroken_one(tar
     assert conversations(tmp_path / "parts") == conversations(tmp_path / "whole") and conversations(tmp_path / "whole")
 
 
+def test_conversations_that_are_cut_short_are_kept_and_it_is_said(target: Target, tmp_path: Path) -> None:
+    file, looks = ask(tmp_path, "some", ["say a", "say b", "say c"]), iter(range(1000))
+    options: dict[str, Any] = {"max_new": 16, "seats": 4, "lengths": ((160, 1.0),)}
+    cut = make_corpus(target, tmp_path / "c", file, until=lambda: next(looks) > 4, **options)
+    assert cut["documents"] == 3 == cut["cut"] and cut["left"] == 0 and cut["stopped"]
+    assert Corpus(tmp_path / "c").length.max() < 120
+    assert not make_corpus(target, tmp_path / "c", file, **options)["stopped"], "they stay as short as they are"
+
+
 @pytest.mark.parametrize("kind", ["bulk", "engine"])
 def test_a_prompt_longer_than_a_conversation_is_answered(
     kind: str, target: Target, served: EngineModel, tmp_path: Path
