@@ -14,7 +14,9 @@ lies where the response only repeats itself. The embedded drafter's file has 8 b
 as floats, and those are quantised. Ends in one line of JSON.
 
 With --preceding the texts are answers within conversations of the model with itself (conversations.npz), greedy too:
-of each conversation, the ones that begin nearest to so many tokens. They come from two commands:
+of each conversation, the ones that begin nearest to so many tokens, if any is near. The two commands below write such
+a file. The one that is here was ended early: five conversations have 4,000 to 4,700 tokens; three were made longer with
+turns of another conversation, whose answers do not count, and went on from there to 6,300 to 6,600 tokens:
 
     sparkdraft train data --out talks --device cpu --synthesise 8 --lengths 6700:1 --greedy 1 --max-new 256 --seed 3
     python tools/replay_acceptance.py --keep talks
@@ -49,6 +51,7 @@ from sparkdraft.train.corpus import Corpus
 
 TEXTS, TALKS = (Path(__file__).with_name(name) for name in ("responses.npz", "conversations.npz"))
 PRECEDING, NEAREST = "256,720,1024,2048,4096,6000", 3  # tokens before an answer; answers of each conversation
+NEAR = 0.25  # an answer that begins further off, by this share of the length, does not count
 CLASSES = ("code", "maths", "json", "qa", "dialogue", "prose", "summary")
 Steps = dict[str, list[int]]  # class -> accepted drafts of each step
 Text = tuple[list[int], int]  # ids, and how many of them are the prompt's
@@ -197,6 +200,7 @@ def answers_after(lengths: list[int]) -> Named:
             ids = data["tok"][end - size : end].astype(int).tolist()
             spans = data["answers"][data["talk"] == talk].tolist()
             near = sorted(spans, key=lambda span: abs(span[0] - length))[:NEAREST]
+            near = [span for span in near if abs(span[0] - length) <= NEAR * length]
             found += [(f"{length:,}", (ids[:stop], begin)) for begin, stop in near if stop - begin > 1]
     return found
 

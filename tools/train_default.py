@@ -14,21 +14,24 @@ given texts of replay_acceptance.py, by class and after conversations. What is l
     results.json    figures before and after, times, tokens, steps; written as far as it is known after every stage
     log.jsonl       loss and length by step
 
-A call that is killed leaves weights/ and results.json of the last quarter. --texts takes the files *.npz.xz with arrays
-tok, len, plen and temp (all documents end to end, lengths, prompt lengths, temperatures). --small: a dry run for a CPU.
+A call that is killed leaves weights/ and results.json of the last quarter. The packaged drafter is measured as far as
+the time allows. --texts takes the files *.npz.xz with arrays tok, len, plen and temp (all documents end to end, their
+lengths, prompt lengths, temperatures). --small: a dry run for a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import io
 import json
 import lzma
+import math
 import shutil
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -61,7 +64,7 @@ class Plan:
 
     conversations: tuple[tuple[int, int, float], ...]  # (tokens, how many, share of the data's time); 0 tokens: answers
     data: float = 0.28  # of all seconds
-    evaluation: float = 0.18
+    evaluation: float = 0.2
     max_new: int = 384
     context: int = 16384
     block_rows: int = 49152
@@ -122,6 +125,7 @@ def write_data(call: Call, folder: Path, seed: int) -> None:
 
 
 def _free_memory() -> None:
+    gc.collect()  # engines and trainers refer to themselves
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -140,7 +144,7 @@ def add_texts(call: Call, folder: Path, texts: Path) -> None:
     each, added = call.plan.texts // len(files), 0
     info = Corpus(folder).info
     with (
-        ProcessPoolExecutor(min(len(files), 8)) as pool,
+        ThreadPoolExecutor(min(len(files), 8)) as pool,  # lzma lets others run; a process with a GPU must not fork
         CorpusWriter(folder, replace(info, kinds=("texts",))) as writer,
     ):
         for data in pool.map(_read_texts, files):
@@ -161,7 +165,8 @@ Save = Callable[[dict[str, Any], Trainer, int], None]  # config, trainer, step
 
 
 def train(call: Call, settings: FitSettings, offset: int, save: Save) -> None:
-    """Train until the time of the evaluation begins. offset: steps of earlier calls; the rate goes on from there."""
+    """Train until the time of the evaluation begins. offset: steps of earlier calls; the rate goes on from there. If
+    the loss is no number, what was saved before stays."""
     info, target, corpus = prepare(settings, call.device, None)
     trainer = Trainer(settings, target, corpus, DFlashConfig.read(info.draft))
     end = call.end - (call.end - call.begin) * call.plan.evaluation
@@ -180,6 +185,8 @@ def train(call: Call, settings: FitSettings, offset: int, save: Save) -> None:
             trainer.settings = replace(settings, steps=step + 1 + int(max(end - now, 0) / each))
             log.write(json.dumps(entry | {"seconds": round(now - begin, 1), "ms": round(each * 1e3, 1)}) + "\n")
             log.flush()
+            if not math.isfinite(entry["loss"]):
+                return call.note(failed=f"the loss is no number after step {step}")
             if now - saved > (end - begin) / 4:
                 save(info.draft, trainer, step)
                 saved = now
@@ -210,15 +217,18 @@ def chosen(plan: Plan) -> dict[str, Named]:
     return {"by_class": given, "after_conversations": answers_after(list(plan.lengths))}
 
 
-def evaluate(call: Call, name: str, drafter: Path) -> None:
+def evaluate(call: Call, name: str, drafter: Path, texts: dict[str, Named]) -> None:
     """Acceptance through the engine on fixed texts, as replay_acceptance.py measures it."""
     llm = LLM("smollm2", device=call.device, drafter=str(drafter), ngram=False, max_seqs=32)
     llm.engine.overlap = None  # the device would sample by itself
-    for kind, named in chosen(call.plan).items():
-        if call.left < 5 and kind in call.results.get("packaged", {}):
-            break
-        found = measure(llm, named)
+    for kind, named in texts.items():
+        known = call.results.get("trained", {}).get(kind, {})
+        if known and call.left < known["seconds"]:
+            continue  # the trained one took longer than there is left
+        begin = time.monotonic()
+        found: dict[str, Any] = measure(llm, named)
         kept = {key: found[key] for key in ("length", "length_loops_cut")}
+        kept["seconds"] = round(time.monotonic() - begin, 1)
         call.note(**{name: call.results.get(name, {}) | {kind: kept}})
     del llm
     _free_memory()
@@ -231,19 +241,21 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, help="a folder of given texts, *.npz.xz")
     parser.add_argument("--resume", type=Path, help="the --out of an earlier call: go on from its weights and step")
     parser.add_argument(
-        "--work", type=Path, default=Path("/tmp/train_default"), help="for the corpus (default in /tmp)"
+        "--work", type=Path, default=Path("/tmp/train_default"), help="its folder corpus is replaced (default in /tmp)"
     )
     parser.add_argument("--device", default="cuda", help="cuda or cpu (default cuda)")
     parser.add_argument("--seed", type=int, default=0, help="another one for every call, so that texts differ")
     parser.add_argument("--small", action="store_true", help="a dry run with toy sizes")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(args.work, ignore_errors=True)
+    corpus = args.work / "corpus"
+    shutil.rmtree(corpus, ignore_errors=True)
     call = Call(args.out, time.monotonic() + args.seconds, SMALL if args.small else LARGE, args.device)
     earlier = json.loads((args.resume / "results.json").read_text()) if args.resume else {}
     init = args.resume / "weights" if args.resume else PACKAGED
-    corpus = args.work / "corpus"
+    texts = chosen(call.plan)  # now, so that a file that is missing is missed before the time is spent
     write_data(call, corpus, args.seed)
+    _free_memory()
     if args.texts:
         add_texts(call, corpus, args.texts)
     plan = call.plan
@@ -252,9 +264,11 @@ def main() -> None:
     call.note(corpus=about(Corpus(corpus)), settings=settings.as_dict())
     train(call, settings, int(earlier.get("checkpoint", {}).get("step", 0)), exporter(call, settings, Corpus(corpus)))
     _free_memory()
-    evaluate(call, "trained", args.out / "drafter")
+    if "checkpoint" not in call.results:
+        sys.exit("nothing was saved: see log.jsonl")
+    evaluate(call, "trained", args.out / "drafter", texts)
     if call.left > 0:
-        evaluate(call, "packaged", PACKAGED)
+        evaluate(call, "packaged", PACKAGED, texts)
     print(json.dumps(call.results))
 
 

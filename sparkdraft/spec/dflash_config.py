@@ -165,6 +165,7 @@ def _read_speculators(config: Config) -> DFlashConfig:
             mask_token_id=_required(config, "mask_token_id"),
             draft_vocab_size=int(config.get("draft_vocab_size") or model.vocab_size),
             target_hidden_size=int(config.get("target_hidden_size") or model.hidden_size),
+            sees=_seen_context(body),
         )
     )
 

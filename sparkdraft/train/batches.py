@@ -10,7 +10,8 @@ come from the memory-mapped corpus one by one; tensors are made here, on the CPU
 
 A drafter that is shown the first and the last rows of a context only (spec/caps.py) has its context laid out anew: a
 long document is divided into chunks of anchors, and each chunk gets a copy of the rows that its blocks see. So what a
-block sees is always one stretch, and the work of attention does not grow with the lengths of documents.
+block sees is always one stretch, and the work of attention does not grow with the lengths of documents. A block sees up
+to a quarter more than it must, as it sees up to a block of the cache more in service; finer chunks take more rows.
 
     a document        | first |                    | last rows | a chunk of anchors |
     laid out      ... | first | last rows | a chunk |                                      'seen': the token of each row
@@ -29,6 +30,7 @@ from torch import Tensor
 from sparkdraft.core import UserError
 from sparkdraft.spec.caps import SeenContext
 from sparkdraft.train.corpus import Corpus
+from sparkdraft.train.memory import CHUNKS, LAID_OUT
 
 SHORT = 8  # a document of at most one part in so many of a batch may be cut at the batch's end
 
@@ -163,21 +165,23 @@ class Batches:
         if self.sees is None:
             return {"starts": bounds[owner], "stops": anchors, "seen": anchors[:0]}
         first, last = self.sees.first, self.sees.last
-        chunk = first + last  # so that the layout is at most twice as long as the batch
-        place = np.maximum(anchors - bounds[owner] - chunk, 0) // chunk  # of each anchor: its chunk in its document
+        most = first + last  # rows that a block must see
+        chunk = -(-most // CHUNKS)
+        place = np.maximum(anchors - bounds[owner] - most, 0) // chunk  # of each anchor: its chunk in its document
         new = np.concatenate(([True], (np.diff(owner) != 0) | (np.diff(place) != 0)))  # anchors that begin a chunk
         parts, starts, moved, end = list[np.ndarray](), list[int](), list[int](), 0
         for document, number in zip(owner[new].tolist(), place[new].tolist(), strict=True):
             begin, stop = int(bounds[document]), int(bounds[document + 1])
-            shown = begin + (number + 1) * chunk - last if number else begin + first  # after the first rows
-            tail = np.arange(shown, min(begin + (number + 2) * chunk, stop))
+            shown = begin + first + number * chunk  # the first row after the first ones
+            tail = np.arange(shown, min(begin + most + (number + 1) * chunk, stop))
             head = np.arange(begin, min(begin + first, stop))
             parts += [head, tail]
             starts.append(end)
             moved.append(end + first - shown)  # a token's row in the layout, less its number
             end += len(head) + len(tail)
         which = np.cumsum(new) - 1
-        seen = np.zeros(2 * self.context, dtype=np.int64)  # one size for all batches; rows past the end are not seen
+        # One size for all batches. Nothing sees rows past the end; their gradients, 0, are added to different tokens.
+        seen = np.arange(LAID_OUT * self.context) % self.context
         seen[:end] = np.concatenate(parts)
         return {"starts": np.array(starts)[which], "stops": anchors + np.array(moved)[which], "seen": seen}
 

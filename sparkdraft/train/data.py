@@ -188,11 +188,11 @@ def make_corpus(
             raise UserError(desk.nothing_left())
         position = _position(seed, writer.num_documents)
         prompts = list(_with_temperatures(asked, greedy_share, temperatures, position))
-        job = _Job(target, writer, seats, position, desk, stopped, report, len(prompts))
+        job = _Job(target, writer, seats, position, seed, desk, stopped, report, len(prompts))
         summary |= job.run(prompts, lengths)
         left = len(asked) - desk.counts.documents
         unwritten = summary.get("self_written", {}).get("missing", 0)
-        summary |= {"left": left, "stopped": stopped() and left + unwritten > 0}
+        summary |= {"left": left, "stopped": stopped() and left + unwritten + summary["cut"] > 0}
     fingerprint = Corpus(folder).fingerprint if writer.num_documents else None
     return summary | {"folder": str(folder), "all_documents": writer.num_documents, "fingerprint": fingerprint}
 
@@ -311,12 +311,14 @@ class _Job:
     model: ChatModel
     writer: CorpusWriter
     seats: int
-    seed: int
+    seed: int  # of what is sampled: depends on how much is done
+    draw: int  # the seed of lengths: the user's own
     desk: _Desk
     stopped: Stop
     report: Progress | None
     total: int
     generated: int = 0
+    cut: int = 0  # conversations that would have gone on
     messages_dropped: Counter[str] = field(default_factory=Counter)
 
     def run(self, prompts: Sequence[Prompt], lengths: Lengths) -> dict[str, Any]:
@@ -330,7 +332,7 @@ class _Job:
         shares = [1 - sum(share for _, share in lengths), *(share for _, share in lengths)]
         groups: dict[int, list[Prompt]] = {}
         for prompt in prompts:
-            groups.setdefault(rng.choices(goals, shares)[0], []).append(prompt)
+            groups.setdefault(self._goal(prompt, goals, shares), []).append(prompt)
         for goal, group in sorted(groups.items()):  # each with seats of its own size
             if self.stopped():
                 break
@@ -340,7 +342,16 @@ class _Job:
                 self._answer(group)
         counts = self.desk.counts.as_dict(time.perf_counter() - begin, self.generated)
         talks = None if impossible else sum(len(group) for goal, group in groups.items() if goal)
-        return counts | {"conversations": talks, "messages_dropped": dict(self.messages_dropped)}
+        return counts | {"conversations": talks, "cut": self.cut, "messages_dropped": dict(self.messages_dropped)}
+
+    def _goal(self, prompt: Prompt, goals: Sequence[int], shares: Sequence[float]) -> int:
+        """The length of the prompt's conversation; 0: one answer alone. It depends on seed and prompt only: short texts
+        are written first, so draws among what is left would give a corpus that is continued hardly any conversation. A
+        prompt that leaves no room takes the next length that has some."""
+        ids = np.asarray(prompt.ids, np.uint32).tobytes()
+        drawn = random.Random(f"{self.draw} ".encode() + ids).choices(goals, shares)[0]
+        least = len(prompt.ids) + LEAST_ROOM
+        return min((goal for goal in goals if goal >= max(drawn, least)), default=0) if drawn else 0
 
     def _answer(self, prompts: Sequence[Prompt]) -> None:
         max_len = min(max(len(p.ids) + p.max_new for p in prompts), self.model.context)
@@ -366,6 +377,7 @@ class _Job:
             self._keep_talk(open_talks.pop(id(written.prompt.tag)))
         for talk in open_talks.values():  # stopped: what has been said is a document too
             if talk.answers:
+                self.cut += 1
                 self._keep_talk(talk)
         self.generated += generator.num_generated
 

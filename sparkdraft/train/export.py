@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparkdraft.core import UserError
-from sparkdraft.spec.dflash_config import DFlashConfig
+from sparkdraft.spec.dflash_config import SINK_KEY, WINDOW_KEY, DFlashConfig
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.quant.group import GROUP, GroupQuant
 from sparkdraft.weights.quant.int8 import INT8_GROUPS, SCALE
@@ -139,6 +139,8 @@ def speculators_config(config: Mapping[str, Any], target: ExportTarget | None) -
     body = {k: v for k, v in config.items() if k not in (*OUTER, "quantization_config")}
     body |= {"layer_types": ["sliding_attention" if window else "full_attention" for window in windows]}
     body |= {"sliding_window": max(windows) or None, "use_sliding_window": any(windows)}
+    if draft.sees:  # among the layers' dimensions, where other programs pass over keys that they do not know
+        body |= {SINK_KEY: draft.sees.first, WINDOW_KEY: draft.sees.last}
     written = {
         "architectures": ["DFlashSpeculator"],
         "speculators_model_type": "dflash",

@@ -196,9 +196,10 @@ def prepare(
 
 
 def _draft_of(settings: FitSettings, target: Target, corpus: Corpus) -> dict[str, Any]:
-    """The drafter's config, with the longest text that it will have seen."""
+    """The drafter's config, with the longest text that it will have seen, in the runs before too."""
     seen = min(int(corpus.length.max()), settings.longest, settings.context, target.context)
-    return _config_of(settings, target) | {"trained_context": seen}
+    config = _config_of(settings, target)
+    return config | {"trained_context": max(seen, int(config.get("trained_context", 0)))}
 
 
 def _config_of(settings: FitSettings, target: Target) -> dict[str, Any]:

@@ -24,6 +24,8 @@ LEAST_CONTEXT, LEAST_BLOCKS = 1024, 64  # a smaller step teaches next to nothing
 CPU_LOGITS = 6  # copies of all logits in the plain form of the loss: logits, labels, products, gradients
 CPU_SCORES = 1 << 20  # (row, key) pairs of a head for which a CPU has weights at once, unless one block has more
 CPU_WEIGHTS = 6  # copies of the weights of attention that are there at once: scores, masks, weights, gradients
+CHUNKS = 4  # anchors of so small a part of what a block sees share a copy of it: a block sees at most that much more
+LAID_OUT = CHUNKS + 1  # rows of these copies for each of a batch's tokens, at most
 SHRINKS = ("context", "block_rows")  # settings that are made smaller where nobody asked for a number
 
 
@@ -36,8 +38,8 @@ def parts(target: ModelConfig, settings: FitSettings, on_gpu: bool) -> dict[str,
     vocab = settings.vocab or target.vocab_size
     copies = 3 if settings.optimizer == "muon" else 4  # weights, gradients, one or two moments; all in float32
     context = taps * hidden * itemsize + drafter.layers[0].kv * itemsize * 9
-    if settings.window or settings.init:  # rows are laid out again, up to twice: copies and gradients of each layer
-        context += 2 * drafter.layers[0].kv * settings.layers * (2 * itemsize + 4)
+    if settings.window or settings.init:  # rows are laid out again: copies and gradients of each layer
+        context += LAID_OUT * drafter.layers[0].kv * settings.layers * (2 * itemsize + 4)
     step = {
         "the target's step": target_step(target, settings.context, 0, itemsize) + settings.context * context,
         "the drafter's step": _drafter_step(target, settings, itemsize),

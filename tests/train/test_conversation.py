@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -161,6 +162,55 @@ def test_a_corpus_has_its_share_of_conversations(
     assert all(inside[anchor] for anchor in batch.anchors.tolist()), "an anchor is in an answer, and a label follows"
     again = make_corpus(model, tmp_path, synthesise=8, max_new=16, seats=4, lengths=((120, 0.25), (200, 0.25)))
     assert again["documents"] == 0 and again["held"] == 8
+
+
+def ask(folder: Path, name: str, prompts: list[str]) -> str:
+    path = folder / f"{name}.txt"
+    path.write_text("\n".join(prompts))
+    return str(path)
+
+
+def conversations(folder: Path) -> set[bytes]:
+    """The prompts of the documents that have several answers."""
+    corpus = Corpus(folder)
+    several = np.flatnonzero(np.diff(corpus.first_span) > 1)
+    return {corpus.ids(int(i))[: corpus.num_prompt[i]].tobytes() for i in several}
+
+
+def test_a_corpus_that_is_continued_has_the_conversations_of_an_unbroken_one(target: Target, tmp_path: Path) -> None:
+    file, written = ask(tmp_path, "some", [f"say {i}" for i in range(16)]), 0
+
+    def count(done: int, total: int) -> None:
+        nonlocal written
+        written = done
+
+    options: dict[str, Any] = {"max_new": 16, "seats": 4, "lengths": ((160, 0.3),), "seed": 1}
+    make_corpus(target, tmp_path / "whole", file, **options)
+    first = make_corpus(target, tmp_path / "parts", file, report=count, until=lambda: written > 7, **options)
+    assert first["stopped"] and not conversations(tmp_path / "parts"), "short texts come first"
+    assert not make_corpus(target, tmp_path / "parts", file, **options)["stopped"]
+    assert conversations(tmp_path / "parts") == conversations(tmp_path / "whole") and conversations(tmp_path / "whole")
+
+
+def test_conversations_that_are_cut_short_are_kept_and_it_is_said(target: Target, tmp_path: Path) -> None:
+    file, looks = ask(tmp_path, "some", ["say a", "say b", "say c"]), iter(range(1000))
+    options: dict[str, Any] = {"max_new": 16, "seats": 4, "lengths": ((160, 1.0),)}
+    cut = make_corpus(target, tmp_path / "c", file, until=lambda: next(looks) > 4, **options)
+    assert cut["documents"] == 3 == cut["cut"] and cut["left"] == 0 and cut["stopped"]
+    assert Corpus(tmp_path / "c").length.max() < 120
+    assert not make_corpus(target, tmp_path / "c", file, **options)["stopped"], "they stay as short as they are"
+
+
+@pytest.mark.parametrize("kind", ["bulk", "engine"])
+def test_a_prompt_longer_than_a_conversation_is_answered(
+    kind: str, target: Target, served: EngineModel, tmp_path: Path
+) -> None:
+    file = ask(tmp_path, "long", ["word " * 60, "word " * 85, "short"])
+    model = target if kind == "bulk" else served
+    summary = make_corpus(model, tmp_path / "c", file, max_new=16, seats=4, lengths=((100, 1.0), (400, 0.0)))
+    corpus = Corpus(tmp_path / "c")
+    assert summary["documents"] == 3 and sorted(corpus.num_prompt > 400) == [False, False, True]
+    assert corpus.length[corpus.num_prompt < 400].max() <= 400 and (np.diff(corpus.first_span) > 1).sum() == 2
 
 
 def test_lengths_are_read(tmp_path: Path) -> None:

@@ -147,13 +147,14 @@ def test_what_speculators_says(tmp_path: Path) -> None:
         zlab(body("sss", window=5), is_causal=False),
         zlab(body("fff"), inner={"use_swa": True, "swa_window_size": 5}),
         zlab(body("ff", rope_theta=None, rope_parameters={"rope_type": "yarn", "rope_theta": 5e3, "factor": 4.0})),
+        zlab(body("ff"), inner={"draft_sink_size": 5, "draft_window_size": 40}),
     ],
-    ids=["mixed", "open", "forced", "yarn"],
+    ids=["mixed", "open", "forced", "yarn", "shown"],
 )
 def test_masks_and_rotations_survive_the_other_dialect(tmp_path: Path, config: dict[str, Any]) -> None:
     source = open_drafter(str(write(tmp_path / "d", "speculators", config=config)))
     draft, ours = DFlashConfig.read(source.config), DFlashConfig.read(config)
-    assert (draft.model, draft.taps) == (ours.model, ours.taps)
+    assert (draft.model, draft.taps, draft.sees) == (ours.model, ours.taps, ours.sees)
 
 
 @pytest.mark.parametrize("config", [zlab(body(), is_causal=True), zlab(body(), inner={"output_multiplier": 0.5})])

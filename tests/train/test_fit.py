@@ -244,6 +244,7 @@ def test_a_drafter_can_be_gone_on_from_and_grown(toy: Path, run: Path, tmp_path:
     old = Run(run).log()[-1]["loss"]
     grown = settings(toy, 50, init=str(tmp_path / "old"), layers=2, lr=1e-4, vector_lr=1e-5)
     fit(grown, tmp_path / "grown", "cpu")
+    assert Run(tmp_path / "grown").open().draft["trained_context"] == Run(run).open().draft["trained_context"]
     log = Run(tmp_path / "grown").log()
     assert log[-1]["loss"] < old * 1.3, "the first steps are as good as the last ones were"
     with pytest.raises(UserError, match="--block is 4"):

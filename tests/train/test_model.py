@@ -16,6 +16,7 @@ from sparkdraft.train.batches import Batches
 from sparkdraft.train.corpus import Corpus, CorpusInfo, CorpusWriter, Finish
 from sparkdraft.train.features import Features
 from sparkdraft.train.fit import Trainer
+from sparkdraft.train.memory import CHUNKS, LAID_OUT
 from sparkdraft.train.model import folded, take_rows
 from sparkdraft.train.recipe import drafter_config, find_mask_id, spread_taps
 from sparkdraft.train.settings import FitSettings
@@ -91,7 +92,9 @@ def test_a_block_is_shown_the_beginning_and_the_end(long_corpus: Corpus, first: 
     most = 0
     for step in range(12):
         batch = batches.take(step)
-        assert len(batch.seen) == 512 and (batch.starts.diff() >= 0).all() and (batch.stops.diff() >= 0).all()
+        assert (
+            len(batch.seen) == LAID_OUT * 256 and (batch.starts.diff() >= 0).all() and (batch.stops.diff() >= 0).all()
+        )
         for anchor, start, stop in zip(
             batch.anchors.tolist(), batch.starts.tolist(), batch.stops.tolist(), strict=True
         ):
@@ -101,7 +104,8 @@ def test_a_block_is_shown_the_beginning_and_the_end(long_corpus: Corpus, first: 
             assert shown == sorted(set(shown)) and set(range(begin, min(begin + first, anchor))) <= set(shown)
             assert shown[len(shown) - len(tail) :] == tail and set(shown) <= set(range(begin, anchor))
             assert (
-                len(shown) < 2 * (first + last) and shown[first:] == list(range(anchor))[anchor - len(shown[first:]) :]
+                len(shown) < first + last + -(-(first + last) // CHUNKS)
+                and shown[first:] == list(range(anchor))[anchor - len(shown[first:]) :]
             )
             most = max(most, int(batch.positions[anchor]))
     assert most > 85, "anchors are drawn from the ends of long documents too"
