@@ -94,8 +94,8 @@ def export(
     if layout == "zlab" or sees is None:
         return ""
     return (
-        f"this layout does not say that the drafter is shown the first {sees.first} and the last {sees.last} tokens of "
-        f"a context: vLLM shows it all of them, and past {sees.first + sees.last} fewer drafts may be accepted"
+        f"this drafter is to be shown the first {sees.first} and the last {sees.last} tokens of a context: vLLM shows "
+        f"it all of them, and past {sees.first + sees.last} fewer drafts may be accepted"
     )
 
 
@@ -163,7 +163,7 @@ def speculators_config(config: Mapping[str, Any], target: ExportTarget | None) -
         "transformer_layer_config": body,
     }
     scale = draft.input_embedding_scale or 1.0  # targets that the trainer takes do not scale their embedding
-    if DFlashConfig.read(written) != replace(draft, num_target_layers=None, input_embedding_scale=scale, sees=None):
+    if DFlashConfig.read(written) != replace(draft, num_target_layers=None, input_embedding_scale=scale):
         raise UserError(
             "The speculators layout cannot express this drafter's masks or scales (causal full layers, windows that "
             "differ, an embedding scale, a multiplier or a softcap): export it as zlab."

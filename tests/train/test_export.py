@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sparkdraft.core import UserError
 from sparkdraft.kernels import native
+from sparkdraft.spec.caps import SeenContext
 from sparkdraft.spec.dflash_config import DFlashConfig
 from sparkdraft.spec.packaged import default_drafter
 from sparkdraft.spec.registry import open_drafter
@@ -164,7 +165,7 @@ def test_what_speculators_cannot_say_is_refused(tmp_path: Path, config: dict[str
     assert files(tmp_path) == []
 
 
-def test_how_much_a_drafter_is_shown_is_noted_where_a_layout_cannot_say_it(tmp_path: Path) -> None:
+def test_how_much_a_drafter_is_shown_is_kept_and_noted_where_others_ignore_it(tmp_path: Path) -> None:
     """The embedded drafter is such a one, and vLLM shall draft with it."""
     embedded = default_drafter("smollm2")
     assert embedded
@@ -175,7 +176,7 @@ def test_how_much_a_drafter_is_shown_is_noted_where_a_layout_cannot_say_it(tmp_p
     note = export(config, TENSORS, tmp_path / "other", "speculators", target=TARGET)
     assert "the first 4 and the last 16 tokens" in note and "past 20 fewer drafts" in note
     read = DFlashConfig.read(open_drafter(str(tmp_path / "other")).config)
-    assert read.sees is None and read.model == DFlashConfig.read(config).model
+    assert read.sees == SeenContext(4, 16) and read.model == DFlashConfig.read(config).model
 
 
 # ---- 8 bits
