@@ -120,6 +120,7 @@ def test_layers_with_windows_sinks_and_states_are_measured_too(
     assert errors and all(0.5 * each.limit < each.error <= each.limit for each in errors), errors
 
 
+@pytest.mark.slow
 def test_a_coded_cache_beyond_its_bound_is_replaced_by_an_exact_one(
     coded_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

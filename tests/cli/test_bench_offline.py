@@ -291,7 +291,7 @@ def test_depths_that_are_chosen_find_their_costs_measured_and_the_acceptance_giv
     assert 1 <= row.length < 6.6
 
 
-@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.parametrize("overlaps", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_blocks_that_vary_are_cut_by_the_gaps_that_are_given(overlaps: bool) -> None:
     """With rows that cost, whatever this machine says: fewer of them, and nearly as many tokens."""
     bench = toy_bench(VariedAcceptance(5.4, 15), overlaps, "auto")

@@ -118,6 +118,7 @@ def test_a_chat_at_a_terminal(folder: Path, tmp_path: Path) -> None:
 # ---- a pipe
 
 
+@pytest.mark.slow
 def test_each_line_of_a_pipe_is_a_message(folder: Path) -> None:
     lines = b"hello\n\n/stats\n/zzzz\nmore\n/quit\nnever asked\n"
     result = subprocess.run(chat(folder), input=lines, capture_output=True, timeout=240)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.said import said
+from tests.cli.said import in_process, said
 from tests.models.tiny import write_tiny
 
 
@@ -75,7 +75,7 @@ def test_a_prompt_from_standard_input(tiny: Path) -> None:
 )
 def test_bad_input(args: list[str | bytes], words: str, tiny: Path, tmp_path: Path) -> None:
     given = ["--model", str(tiny), "--prompt", "hello", "--dtype", "float32", *args]
-    refused(sparkdraft("generate", *given, SPARKDRAFT_CACHE=str(tmp_path)), words)
+    refused(in_process("generate", *given, SPARKDRAFT_CACHE=str(tmp_path)), words)
     assert not [p for p in tmp_path.rglob("*") if p.is_file()], "nothing half-written"
 
 
@@ -83,15 +83,16 @@ def test_a_truncated_gguf(tmp_path: Path, smollm2_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     with smollm2_path.open("rb") as whole:
         broken.write_bytes(whole.read(5_000_000))
-    refused(sparkdraft("generate", "--model", str(broken), "--prompt", "x"), "broken.gguf")
+    refused(in_process("generate", "--model", str(broken), "--prompt", "x"), "broken.gguf")
 
 
 def test_a_missing_prompt_file_and_a_file_of_bytes(tmp_path: Path) -> None:
-    refused(sparkdraft("generate", "--prompt-file", str(tmp_path / "none.txt")), "none.txt cannot be read")
+    refused(in_process("generate", "--prompt-file", str(tmp_path / "none.txt")), "none.txt cannot be read")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
-    refused(sparkdraft("generate", "--prompt-file", str(tmp_path / "bytes")), "not valid UTF-8 at byte 0")
+    refused(in_process("generate", "--prompt-file", str(tmp_path / "bytes")), "not valid UTF-8 at byte 0")
 
 
+@pytest.mark.slow
 def test_chat_answers_and_keeps_its_history(smollm2_path: Path) -> None:
     talk = b"My name is Ada. Say hello.\n/clear\n/quit\n"
     result = sparkdraft("chat", "--max-tokens", "8", "--temperature", "0", stdin=talk)
@@ -114,11 +115,11 @@ def test_bench_offline_ends_in_json(tiny: Path) -> None:
 
 
 def test_bench_refuses_nonsense() -> None:
-    refused(sparkdraft("bench", "offline", "--concurrency", "1,x"), "--concurrency is '1,x'")
-    refused(sparkdraft("bench", "offline", "--shape", "gpt-9"), "shape 'gpt-9' is not known")
+    refused(in_process("bench", "offline", "--concurrency", "1,x"), "--concurrency is '1,x'")
+    refused(in_process("bench", "offline", "--shape", "gpt-9"), "shape 'gpt-9' is not known")
 
 
 def test_every_verb_has_help_with_examples() -> None:
     for verb in ("generate", "chat", "models", "bench"):
-        text = sparkdraft(verb, "--help").stdout.decode()
+        text = in_process(verb, "--help").stdout.decode()
         assert "examples:" in text and f"sparkdraft {verb}" in text

@@ -125,6 +125,7 @@ def test_a_server_that_hangs_is_restarted(hasty: Simulation) -> None:
         nothing_left(hasty)
 
 
+@pytest.mark.slow
 def test_ranks_end_when_their_supervisor_is_killed(sparks: Simulation) -> None:
     with sparks.up() as process:
         until_ready(sparks, process)
@@ -146,6 +147,7 @@ def test_a_rank_that_cannot_start_is_not_tried_again(sparks: Simulation) -> None
         nothing_left(sparks)
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_log_and_not_the_server(sparks: Simulation) -> None:
     folder = sparks.root / "spark-2/.cache/sparkdraft/cluster/sparks/rank1"
     folder.mkdir(parents=True)

@@ -302,6 +302,7 @@ def test_sampled_text_of_the_embedded_model_fits_its_schema(llm: LLM, schema: di
         jsonschema.validate(json.loads(completion.text), schema)
 
 
+@pytest.mark.slow
 def test_greedy_text_of_the_embedded_model_is_the_same_drafted(llm: LLM) -> None:
     def written(depth: int | None) -> list[Completion]:
         plain = SamplingParams(max_tokens=40, num_draft=depth)

@@ -107,7 +107,7 @@ def dear_rows(drafting: Drafting, monkeypatch: pytest.MonkeyPatch, seed: int) ->
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("streams", [1, 5])
+@pytest.mark.parametrize("streams", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_wherever_blocks_are_cut_the_text_is_plain_text(
     llm: LLM, outcomes: list[Outcome], streams: int, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,7 +116,10 @@ def test_pages_are_given_back_too(after: int) -> None:
         assert ids == greedy(PROMPTS[name], 6)
 
 
-@pytest.mark.parametrize("place", ["overlap.lanes.step", "overlap.read", "overlap.catch_up"])
+@pytest.mark.parametrize(
+    "place",
+    ["overlap.lanes.step", *(pytest.param(p, marks=pytest.mark.slow) for p in ("overlap.read", "overlap.catch_up"))],
+)
 def test_steps_in_the_air_are_abandoned(place: str) -> None:
     llm = with_overlap(LLM("smollm2", device="cpu", ngram=False, max_seqs=4, kv_tokens=2048, prefix_cache=False))
     params = SamplingParams(max_tokens=24, ignore_eos=True, num_draft=0)

@@ -87,7 +87,9 @@ def written(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
     return [c.ids for r in results for c in r.completions]
 
 
-@pytest.mark.parametrize("depth", [0, 3, 6, 15, None])
+@pytest.mark.parametrize(
+    "depth", [0, 3, pytest.param(6, marks=pytest.mark.slow), pytest.param(15, marks=pytest.mark.slow), None]
+)
 @pytest.mark.parametrize("streams", [1, 5])
 def test_greedy_text_is_that_of_the_hosts_steps(
     host: LLM, overlapped: LLM, watched: list[int], depth: int | None, streams: int

@@ -298,7 +298,11 @@ def test_a_depth_above_the_block_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "params",
-    [{"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.6}, {"temperature": 1.0, "presence_penalty": 1.5}],
+    [
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_p": 0.6},
+        pytest.param({"temperature": 1.0, "presence_penalty": 1.5}, marks=pytest.mark.slow),
+    ],
     ids=["plain", "top_p", "penalties"],
 )
 @pytest.mark.parametrize("count", [2000, pytest.param(10000, marks=pytest.mark.slow)])

@@ -313,6 +313,7 @@ def test_a_slow_reader_stalls_nobody(runner: asyncio.Runner, client: EngineClien
     assert runner.run(one_sleeps()) == 450
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_read_loses_nothing(runner: asyncio.Runner, client: EngineClient) -> None:
     async def reads_late() -> list[TokenEvent]:
         transport = client._transport
@@ -378,6 +379,7 @@ def test_how_long_to_wait_for_a_start_is_what_the_last_one_took(monkeypatch: pyt
     assert client.retry_after == 1  # a start that takes longer than it did
 
 
+@pytest.mark.slow
 def test_preemptions_are_counted(folder: Path) -> None:
     async def scenario() -> None:
         client = EngineClient(OPTIONS | {"model": str(folder), "kv_tokens": 640}, QUICK)

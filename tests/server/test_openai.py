@@ -262,7 +262,9 @@ def accepted_of(answer: ChatCompletion | ChatCompletionChunk) -> int:
     return int(record["num_accepted_draft_tokens"]) if record else 0
 
 
-@pytest.mark.parametrize("name", DRAFTED)
+@pytest.mark.parametrize(
+    "name", [n if n in ("all", "stops") else pytest.param(n, marks=pytest.mark.slow) for n in DRAFTED]
+)
 def test_a_drafted_text_is_the_plain_one_whatever_shapes_it(smollm2: Live, name: str) -> None:
     options: Any = {"messages": [{"role": "user", "content": "Count from one to twenty in words."}], "max_tokens": 64}
     options |= DRAFTED[name]

@@ -136,7 +136,7 @@ def test_what_outlasts_the_drain_gets_an_error() -> None:
         running.wait_for(lambda: server.should_exit)
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("second", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_second_signal_does_not_wait(tiny_folder: Path, second: signal.Signals) -> None:
     with started("--model", str(tiny_folder), "--device", "cpu", "--max-seqs", "1", "--drain-seconds", "600") as server:
         url = server.wait_for(r"chat +(http://127\.0\.0\.1:\d+)/").group(1)
@@ -197,7 +197,7 @@ def test_a_signal_at_any_step_before_loading_ends_it_quietly(
         ("process", 1),
         ("opening", 2),
         ("weights|warm-up", 1),
-        ("warm-up requests|ready after", 2),
+        pytest.param("warm-up requests|ready after", 2, marks=pytest.mark.slow),
     ],  # some may be too short to see
 )
 def test_a_signal_while_it_loads_ends_it_quietly(tiny_folder: Path, stage: str, times: int) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_cli import refused, sparkdraft
+from tests.cli.said import in_process
+from tests.cli.test_cli import refused
 from tests.models.tiny import write_tiny
 from tests.spec.tiny_drafter import body, random_tensors, write_drafter, zlab
 
@@ -38,7 +39,7 @@ def write(tiny: Path, drafter: Path, *args: str) -> list[str]:
 
 
 def test_the_good_one_is_used(tiny: Path, drafters: Path) -> None:
-    result = sparkdraft(*write(tiny, drafters / "good", "--spec", "7"))
+    result = in_process(*write(tiny, drafters / "good", "--spec", "7"))
     assert result.returncode == 0, result.stderr.decode()
 
 
@@ -52,9 +53,9 @@ def test_the_good_one_is_used(tiny: Path, drafters: Path) -> None:
     ],
 )
 def test_a_drafter_that_can_not_be_used_is_named(name: str, words: str, tiny: Path, drafters: Path) -> None:
-    refused(sparkdraft(*write(tiny, drafters / name)), words)
+    refused(in_process(*write(tiny, drafters / name)), words)
 
 
 @pytest.mark.parametrize("depth", ["99", "banana", "-1"])
 def test_a_depth_that_can_not_be_had_is_named(depth: str, tiny: Path, drafters: Path) -> None:
-    refused(sparkdraft(*write(tiny, drafters / "good", f"--spec={depth}")), depth)
+    refused(in_process(*write(tiny, drafters / "good", f"--spec={depth}")), depth)

@@ -26,7 +26,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])])
-@pytest.mark.parametrize("block", [2, 5, 7, 9, 10, 11])
+@pytest.mark.parametrize("block", [2, 5, 7, *(pytest.param(n, marks=pytest.mark.slow) for n in (9, 10, 11))])
 def test_any_block_size_starts_and_writes_the_plain_text(block: int, device: str, target: Path, tmp_path: Path) -> None:
     folder = write_drafter(tmp_path / "drafter", zlab(body(), block), random_tensors(body()))
     options = {"device": device, "dtype": "float32", "threads": 1, "ngram": False, "max_seqs": 2}

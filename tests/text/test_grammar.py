@@ -296,6 +296,7 @@ def test_a_grammar_that_met_a_limit_is_compiled_anew_for_the_next_request() -> N
     assert compiler.compile(SPECS[3]) is second
 
 
+@pytest.mark.slow
 def test_long_strings_with_a_limit_are_written_to_their_end_by_one_request_after_the_other() -> None:
     embedded = Tokenizer.of(open_checkpoint("smollm2"))
     schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 4000}}, "required": ["a"]}

@@ -272,6 +272,7 @@ def test_a_smaller_vocabulary_is_trained_among_its_own_rows(toy: Path, tmp_path:
     assert not (tmp_path / "wide").exists()
 
 
+@pytest.mark.slow
 def test_a_smaller_vocabulary_is_exported_to_speculators_with_its_head(
     toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -425,6 +426,7 @@ def test_a_run_that_does_not_fit_is_told_what_would() -> None:
     assert memory.fitting(qwen, grown, 23 << 30, True) is None, "what exists keeps its layers"
 
 
+@pytest.mark.slow
 def test_what_nobody_asked_for_is_made_smaller_and_said(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

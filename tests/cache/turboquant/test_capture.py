@@ -44,6 +44,7 @@ def captured(wide_tiny: Path, options: dict[str, Any]) -> LLM:
     return LLM(str(wide_tiny), **options, **CAPTURE, kv_tokens=400)
 
 
+@pytest.mark.slow
 def test_the_text_is_that_of_an_exact_cache(wide_tiny: Path, options: dict[str, Any], captured: LLM) -> None:
     """To the bit on a CPU. On a GPU a prompt's chunks follow the clock, and float32's last bits follow the chunks."""
     rng = random.Random(5)

@@ -32,7 +32,11 @@ def prompts(count: int, longest: int = 90) -> list[list[int]]:
     return [[rng.randrange(3, 259) for _ in range(rng.randint(1, longest))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("form", [{"tq_mode": "hybrid"}, {"tq_mode": "full_tq"}, {"kv": "fp8"}], ids=str)
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param({"tq_mode": "hybrid"}, marks=pytest.mark.slow), {"tq_mode": "full_tq"}, {"kv": "fp8"}],
+    ids=str,
+)
 def test_each_request_writes_what_it_writes_alone(
     wide_tiny: Path, any_weights: dict[str, Any], form: dict[str, str]
 ) -> None:
@@ -48,6 +52,7 @@ def test_each_request_writes_what_it_writes_alone(
         assert [r.completions[0].ids for r in crowd.generate(asked, params)] == expected
 
 
+@pytest.mark.slow
 def test_sixteen_at_once_of_different_lengths(wide_tiny: Path, options: dict[str, Any]) -> None:
     asked = [(ids * 9)[: 5 + 7 * i] for i, ids in enumerate(prompts(16))]
     params = SamplingParams(max_tokens=5, ignore_eos=True)
