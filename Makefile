@@ -3,8 +3,8 @@
 #   make serve   the embedded model behind an OpenAI-compatible API and a chat page, on 127.0.0.1:8000
 #   make demo    the embedded model writes a few lines, on this machine, GPU or not
 #   make test    lint, types and tests: under ten minutes on two quiet cores
-#   make test-long  what takes longer, 25 minutes at most: GPU kernels in Triton's interpreter and compiled for sm_90 and
-#                sm_121 in every shape, drafted text against plain text over 60 prompts, endurance, fuzzing in full size
+#   make test-long  what takes longer, under an hour on two cores: GPU kernels in Triton's interpreter and compiled for
+#                sm_90 and sm_121 in every shape, drafted text against plain text over 60 prompts, endurance, fuzzing in full size
 #   make bench   decode and prefill speed of the embedded model against the memory bandwidth
 #   make check-speed [DEVICE=cuda]   ratios of speeds against sparkdraft/bench/speed/expected_ratios.json
 #
@@ -51,7 +51,7 @@ lint: dev
 bench: setup
 	$(BIN)/sparkdraft bench offline
 
-# Under eight minutes on two quiet cores. Fails with 1 where a line fell, with 2 where the machine is too noisy to tell.
+# About 13 minutes on two quiet cores. Fails with 1 where a line fell, with 2 where the machine is too noisy to tell.
 check-speed: setup
 	$(BIN)/sparkdraft bench check-speed --device $(DEVICE)
 
