@@ -4,7 +4,7 @@
 #   make demo    the embedded model writes a few lines, on this machine, GPU or not
 #   make test    lint, types and tests: under ten minutes on two quiet cores
 #   make test-long  what takes longer, under an hour on two cores: GPU kernels in Triton's interpreter and compiled for
-#                sm_90 and sm_121 in every shape, drafted text against plain text over 60 prompts, endurance, fuzzing in full size
+#                sm_90 and sm_121 in every shape, drafted text against plain text over 60 prompts, endurance, fuzzing
 #   make bench   decode and prefill speed of the embedded model against the memory bandwidth
 #   make check-speed [DEVICE=cuda]   ratios of speeds against sparkdraft/bench/speed/expected_ratios.json
 #
