@@ -548,7 +548,8 @@ def test_named_shapes_compile(name: str, capability: int, monkeypatch: pytest.Mo
             assert len(matmuls) == 1 and matmuls[0].options["PACKED"]
             is_wgmma = capability == 90 and matmuls[0].options["BLOCK_N"] >= 64
             assert matmuls[0].options["ROWS"] == (16 if is_wgmma else max(rows, 8))
-            check_compiled(capability, matmuls[0], few=True)
+            used = check_compiled(capability, matmuls[0], few=not is_wgmma)
+            assert used.startswith("wgmma") == is_wgmma, "whatever the number of rows"
 
 
 @compiled
