@@ -67,7 +67,7 @@ def load_target(name: str, device: str = "auto", context: int = 2048, progress: 
     dtype, ops = torch.bfloat16 if on_gpu else torch.float32, kernels.load("cuda" if on_gpu else "reference")
     tokenizer = Tokenizer.of(checkpoint)
     with torch.no_grad():  # not inference mode: a loss must be able to use the head
-        loader = Loader(checkpoint, where, dtype, ops, progress)
+        loader = Loader(checkpoint, where, dtype, ops, progress, all_floats=True)
         decoder = architecture(config.model_type).build(config, loader, ops, min(context, config.max_position))
     about = (name, config, tokenizer, checkpoint.chat_template, checkpoint.special, decoder.context)
     return Target(*about, decoder, where, dtype, ops)

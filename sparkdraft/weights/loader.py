@@ -58,6 +58,7 @@ class Loader:
         weights: str = "auto",  # how float matrices are rounded, of quantise.QUANTISERS; auto: not at all
         cache: QuantisedCache | None = None,  # of what is rounded
         option: str = "weights",  # by which the user asked for it
+        all_floats: bool = False,  # keep every matrix as floats, whatever the file holds
     ) -> None:
         self.source, self.device, self.dtype, self.ops = source, device, dtype, ops
         self.notes: list[Note] = []  # what could not be had as asked
@@ -67,6 +68,7 @@ class Loader:
         self._total = len(self._left)
         self._progress = progress
         self._weights, self._num_quantised, self._cache, self._option = weights, 0, cache, option
+        self._all_floats = all_floats
 
     def linear(
         self, rows: Mapping[str, int], width: int, bias: bool = False, fused: str = "", as_stored: bool = False
@@ -128,7 +130,7 @@ class Loader:
 
         name: for the note, where they have no form.
         """
-        experts = [[self._quantise(part, name) for part in parts] for parts in experts]
+        experts = [[self._wanted(self._quantise(part, name)) for part in parts] for parts in experts]
         try:
             kept: ExpertLinear = self.ops.keep_experts(experts, bias, self._float)
         except CannotKeep as reason:
@@ -172,7 +174,7 @@ class Loader:
 
     def embedding(self, name: str, count: int, width: int) -> Stored:
         """A table that kernels look rows up in."""
-        part = self._matrix(f"{name}.weight", (count, width))
+        part = self._wanted(self._matrix(f"{name}.weight", (count, width)))
         table: Stored = self.ops.keep_table(part, self._float)
         if not isinstance(table, Tensor) and not isinstance(part, Tensor):
             some = torch.arange(0, count, max(1, count // 64))
@@ -292,6 +294,7 @@ class Loader:
             )
 
     def _keep(self, parts: list[Stored], bias: Tensor | None, name: str) -> Linear:
+        parts = [self._wanted(part) for part in parts]
         try:
             kept: Linear = self.ops.keep_matrix(parts, bias, self._float)
         except CannotKeep as reason:
@@ -307,6 +310,9 @@ class Loader:
     def _note_floats(self, name: str, reason: CannotKeep) -> None:
         kind = str(self.dtype).removeprefix("torch.")
         self.note(f"a {kind} matrix among quantised ones", f"{name}: {reason}, kept in {kind}")
+
+    def _wanted(self, part: Stored) -> Stored:
+        return self._float(part) if self._all_floats else part
 
     def _float(self, part: Stored) -> Tensor:
         if isinstance(part, Tensor):

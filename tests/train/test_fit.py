@@ -151,7 +151,13 @@ def kill_at(instant: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "instant"), [("muon", "step"), ("adamw", "step"), ("muon", "checkpoint"), ("muon", "log")]
+    ("optimizer", "instant"),
+    [
+        ("muon", "checkpoint"),
+        pytest.param("muon", "step", marks=pytest.mark.slow),
+        pytest.param("adamw", "step", marks=pytest.mark.slow),
+        pytest.param("muon", "log", marks=pytest.mark.slow),
+    ],
 )
 def test_a_killed_run_goes_on_as_if_unbroken(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, instant: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -227,3 +228,18 @@ def test_a_quantised_embedding_that_is_rounded_again_is_said(tmp_path: Path) -> 
     exact.embedding("e", 16, 64)
     exact.finish()
     assert not exact.notes
+
+
+@pytest.mark.parametrize("kernels", ["reference", "cuda"])
+def test_all_floats_if_asked_whatever_the_kernels_could_keep(kernels: str, smollm2_path: Path) -> None:
+    """A target in training: the loss reads its embedding and its head, and many rows are faster over floats."""
+    if kernels == "cuda":
+        pytest.importorskip("triton")
+    ops, found = import_module(f"sparkdraft.kernels.{kernels}"), {}
+    for all_floats in (False, True):
+        loader = Loader(open_checkpoint("smollm2"), CPU, torch.bfloat16, ops, all_floats=all_floats)
+        table = loader.embedding("model.embed_tokens", 49152, 576)
+        found[all_floats] = table, loader.tied_head(table), loader.linear({"model.layers.0.mlp.down_proj": 576}, 1536)
+    table, head, matrix = found[True]
+    assert isinstance(table, Tensor) and isinstance(head, DenseLinear) and isinstance(matrix, DenseLinear)
+    assert isinstance(found[False][2], DenseLinear) == (kernels == "reference"), "else this would show nothing"
