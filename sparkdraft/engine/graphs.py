@@ -60,20 +60,19 @@ class Graphs(Generic[Key]):
     def record(self, shapes: list[Key]) -> None:
         """Make recordings that stay. The largest is made first: on a GPU the smaller ones then fit into its memory."""
         for shape in sorted(shapes, reverse=True):  # type: ignore[type-var]
-            if not self._ops.Recording.RUNS:
+            if self._ops.Recording.AFTER_A_RUN:
                 self._run(shape)  # this compiles the kernels
             self._kept[shape] = self._make(shape)
 
     def replay(self, shape: Key) -> Tensor:
-        """Run one step of this shape, and record a new shape where that does not cost an extra step.
+        """Run one step of this shape, recorded.
 
-        On a CPU a shape is recorded while it runs. A GPU runs it plainly the first time: recording takes as long as ten
+        On a CPU a new shape is recorded at once. A GPU runs it plainly the first time: recording takes as long as ten
         launches, and many shapes come only once.
         """
         recording = self._kept.get(shape, self._recent.get(shape))
         if recording is None:
-            runs = self._ops.Recording.RUNS
-            if not runs and shape not in self._seen:
+            if self._ops.Recording.AFTER_A_RUN and shape not in self._seen:
                 self._remember(self._seen, shape, None)
                 return self._run(shape)
             self._seen.pop(shape, None)
@@ -81,9 +80,6 @@ class Graphs(Generic[Key]):
             # The oldest recording is dropped after the new one is made, not before: making it has waited for everything
             # that ran on the device, so the dropped one is no longer in use.
             self._remember(self._recent, shape, recording)
-            if runs:
-                first: Tensor = recording.output
-                return first
         elif shape in self._recent:
             self._recent.move_to_end(shape)
         out: Tensor = recording.replay()

@@ -103,16 +103,16 @@ def long_contexts(setup: Setup, wanted: Names, progress: Progress) -> dict[str, 
     """One chunk of a prompt against a matmul's rate, and steps at a long context against bandwidth and TurboQuant."""
     samples: dict[str, Sample] = {}
     streams, tokens = setup.context_streams, setup.context + setup.context_len
-    exact = setup.bench(streams, tokens)
+    exact, total = setup.bench(streams, tokens), 2 * ROUNDS + 1
     if "prompt-of-matmul" in wanted:
         chunk = Load(1, setup.chunk, setup.context_len)
-        samples["prompt-of-matmul"] = _of_matmul(exact, chunk, part(progress, 0, ROUNDS + 2))
+        samples["prompt-of-matmul"] = _of_matmul(exact, chunk, part(progress, 0, total))
     if "floor-32000-tokens" in wanted:
         alone = Load(1, setup.context, setup.context_len)
-        samples["floor-32000-tokens"] = _of_bandwidth(setup, exact, alone, part(progress, ROUNDS, ROUNDS + 2), rounds=1)
+        samples["floor-32000-tokens"] = _of_bandwidth(setup, exact, alone, part(progress, ROUNDS, total))
     if names := wanted & {"turboquant-32000-tokens", "turboquant-prompt"}:
         load, coded = Load(streams, setup.context, setup.context_len), setup.bench(streams, tokens, kv="turboquant")
-        found = in_turn(_warm(exact, load), _warm(coded, load), 1, part(progress, ROUNDS + 1, ROUNDS + 2))
+        found = in_turn(_warm(exact, load), _warm(coded, load), 1, part(progress, 2 * ROUNDS, total))
         metrics = {"turboquant-32000-tokens": "tok_s", "turboquant-prompt": "prompt_tok_s"}
         samples |= {name: found[metrics[name]] for name in names}
     return samples
@@ -130,7 +130,7 @@ def _speeds(bench: Bench, load: Load) -> Metrics:
     return {"tok_s": result.tok_s, "prompt_tok_s": load.streams * load.prompt_len / result.prefill}
 
 
-def _of_bandwidth(setup: Setup, bench: Bench, load: Load, progress: Progress, rounds: int = ROUNDS) -> Sample:
+def _of_bandwidth(setup: Setup, bench: Bench, load: Load, progress: Progress) -> Sample:
     """The bytes that a step must read over the time it takes, against the bandwidth measured before and after."""
     _warm(bench, load)
 
@@ -141,7 +141,7 @@ def _of_bandwidth(setup: Setup, bench: Bench, load: Load, progress: Progress, ro
         result = bench.run(load)
         return {"bytes_s": sum(bench.floor_bytes(load, result.drafted, depth=result.depth).values()) / result.step}
 
-    return in_turn(ceiling, reached, rounds, progress)["bytes_s"]
+    return in_turn(ceiling, reached, ROUNDS, progress)["bytes_s"]
 
 
 def _of_matmul(bench: Bench, load: Load, progress: Progress) -> Sample:

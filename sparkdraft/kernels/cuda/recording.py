@@ -31,10 +31,11 @@ def _no_garbage_collected() -> Iterator[None]:
 
 
 class Recording:
-    RUNS = False  # making one computes nothing
+    AFTER_A_RUN = True  # whether 'run' must have run before
 
     def __init__(self, run: Callable[[], Tensor], beside: Recording | None = None) -> None:
-        """run: has run before, which compiled and loaded what a capture may not; capturing it computes nothing.
+        """run: has run before, which compiled and loaded what a capture may not. Nothing is computed: 'output' is
+        filled by `replay`.
 
         beside: an earlier recording of the same owner; here all share their memory, whoever owns them.
         """

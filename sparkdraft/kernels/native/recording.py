@@ -1,7 +1,7 @@
 """A function's kernel calls, recorded once and run again by a single call into C: what a CUDA graph is to a GPU.
 
-While a function is recorded, the kernels it calls run as usual and their arguments are written down; all that the
-kernels allocate stays allocated, so that the addresses stay true. Inputs must therefore live at fixed addresses.
+While a function is recorded, the arguments of the kernels it calls are written down, and nothing is computed; all that
+the kernels allocate stays allocated, so that the addresses stay true. Inputs must therefore live at fixed addresses.
 Recordings of one owner, of which one runs at a time, lay what they allocate over each other, so a hundred shapes take
 the memory of the largest. A torch operator that computes would be missing from the replay: it makes the recording fail,
 with its name.
@@ -58,14 +58,13 @@ class Arena:
         return self.take(count)
 
 
+_Integers, _Reals = ctypes.c_int64 * MOST_INTEGERS, ctypes.c_double * MOST_REALS
+
+
 class _Call(ctypes.Structure):
     """Mirrors 'Recorded' of replay.cpp."""
 
-    _fields_ = (
-        ("kernel", ctypes.c_int64),
-        ("integers", ctypes.c_int64 * MOST_INTEGERS),
-        ("reals", ctypes.c_double * MOST_REALS),
-    )
+    _fields_ = (("kernel", ctypes.c_int64), ("integers", _Integers), ("reals", _Reals))
 
 
 _current: Recording | None = None  # the recording that is being made
@@ -84,10 +83,10 @@ def keep(thing: object) -> None:
 
 
 class Recording:
-    RUNS = True  # making one is a run, and 'output' its result
+    AFTER_A_RUN = False  # whether 'run' must have run before
 
     def __init__(self, run: Callable[[], Tensor], beside: Recording | None = None) -> None:
-        """Runs 'run' once. Raises Unrecordable.
+        """Calls 'run' once, which computes nothing: 'output' is filled by `replay`. Raises Unrecordable.
 
         beside: an earlier recording of the same owner, whose memory this one shares: only one replays at a time.
         """
@@ -95,7 +94,7 @@ class Recording:
         self.arena: Arena = beside.arena if beside else Arena()
         self.arena.restart()
         calls: list[_Call] = []
-        with self._recorders(calls), _OnlyViews():
+        with _recorders(self, calls), _OnlyViews():
             self.output = run()
         self._array = (_Call * len(calls))(*calls)
 
@@ -109,29 +108,30 @@ class Recording:
         c.sd_replay(ctypes.addressof(self._array), len(self._array))
         return self.output
 
-    @contextmanager
-    def _recorders(self, calls: list[_Call]) -> Iterator[None]:
-        global _current
-        originals = {name: getattr(c, f"sd_{name}") for name in KERNELS}
-        _current = self
-        for number, name in enumerate(KERNELS):
-            setattr(c, f"sd_{name}", self._recorder(calls, number, originals[name]))
-        try:
-            yield
-        finally:
-            _current = None
-            for name, function in originals.items():
-                setattr(c, f"sd_{name}", function)
 
-    def _recorder(self, calls: list[_Call], number: int, function: Callable[..., None]) -> Callable[..., None]:
-        def record(*arguments: int | float | None) -> None:
-            function(*arguments)
-            integers = [a or 0 for a in arguments if not isinstance(a, float)]
-            reals = [a for a in arguments if isinstance(a, float)]
-            lists = (ctypes.c_int64 * MOST_INTEGERS)(*integers), (ctypes.c_double * MOST_REALS)(*reals)
-            calls.append(_Call(number, *lists))
+@contextmanager
+def _recorders(recording: Recording, calls: list[_Call]) -> Iterator[None]:
+    """In place of the kernels, as long as it is entered."""
+    global _current
+    originals = {name: getattr(c, f"sd_{name}") for name in KERNELS}
+    _current = recording
+    for number, name in enumerate(KERNELS):
+        setattr(c, f"sd_{name}", _recorder(calls, number))
+    try:
+        yield
+    finally:
+        _current = None
+        for name, function in originals.items():
+            setattr(c, f"sd_{name}", function)
 
-        return record
+
+def _recorder(calls: list[_Call], number: int) -> Callable[..., None]:
+    def record(*arguments: int | float | None) -> None:
+        integers = [a or 0 for a in arguments if not isinstance(a, float)]
+        reals = [a for a in arguments if isinstance(a, float)]
+        calls.append(_Call(number, _Integers(*integers), _Reals(*reals)))
+
+    return record
 
 
 class _OnlyViews(TorchFunctionMode):
