@@ -50,6 +50,10 @@ class Profile:
         self.weight, self._memory, self._trust = 0.0, memory, TRUST
         self.tokens, self.kept = [0.0] * num_depths, [0.0] * num_depths  # decayed sums
 
+    def begin(self, tokens: Sequence[float], depths: Sequence[int], weight: float) -> None:
+        """As if so many blocks had been seen that brought these tokens by depth, and were not cut."""
+        self.weight, self.tokens, self.kept = weight, [weight * t for t in tokens], [weight * d for d in depths]
+
     def add(self, cuts: Sequence[tuple[float, int]]) -> None:
         memory = self._memory
         self.weight, self._trust = self.weight * memory + 1, self._trust * memory

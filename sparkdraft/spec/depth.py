@@ -183,6 +183,9 @@ class DepthController:
         cuts = best_cuts(survival, self._worth(), self.depths)
         state.profile = state.profile or Profile(len(self.depths), OWN)
         state.profile.add(cuts)
+        if not self.usual.weight:  # else the first blocks of the first text alone would decide whether it is drafted
+            usual = expected_tokens(self.prior)
+            self.usual.begin([usual[depth] for depth in self.depths], self.depths, TRUST)
         self.usual.add(cuts)
         return survival
 

@@ -175,6 +175,23 @@ def test_text_that_defeats_drafting_is_still_parked(easy: float) -> None:
     assert run(easy, True)[0] > 0.975
 
 
+def test_the_first_blocks_of_a_process_do_not_decide_alone() -> None:
+    """Of a text that is easy but begins with two blocks of which the drafter is not sure."""
+    depths = controller()
+    state, unsure = depths.open(), [0.6] * MAX_DEPTH
+    for accepted in (0, 1):
+        (depth,) = depths.choose([state], [100])
+        kept = depths.cut(state, unsure[:depth], False)
+        depths.cut_to([kept], 1)
+        depths.record(state, kept, min(accepted, kept))
+    assert depths.choose([state], [100])[0] > 0 and state.parked is None
+    for _ in range(20):  # and then it stays so
+        (depth,) = depths.choose([state], [100])
+        if depth:
+            depths.record(state, depths.cut(state, [-1.0] * depth, False), 0)
+    assert state.parked is not None
+
+
 def steps_after_change(seed: int, before: float, after: float) -> int:
     """Steps from where the drafter's gaps change their mean until the request changes sides: parks, or drafts because
     it pays."""
