@@ -26,8 +26,7 @@ from sparkdraft.cluster.node.processes import end_all
 from sparkdraft.core import UserError
 from sparkdraft.interop.child import Child
 from sparkdraft.interop.front import Proxy
-from sparkdraft.server.connection import HttpConnection
-from sparkdraft.server.run import BACKLOG
+from sparkdraft.server.run import http_config
 from sparkdraft.server.warm_up_requests import send_warm_up_requests
 
 POLL = 0.05
@@ -38,7 +37,6 @@ UNWELL = 6  # looks in a row that fail before a child that runs is ended
 GRACE = 30.0  # seconds beyond the drain before a child that was told to end is killed
 PAUSE = 3.0  # seconds before a child is started again
 CANARY_SECONDS = 20.0  # after which no further probe is begun
-LAST_WORDS = 2
 
 STARTING, READY, RESTARTING, DRAINING = "starting", "ready", "restarting", "draining"
 
@@ -180,18 +178,7 @@ class FrontServer(uvicorn.Server):
     """uvicorn, whose signals go to the supervised engine: the server ends when that has ended."""
 
     def __init__(self, app: ASGIApp, supervised: Supervised) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=HttpConnection,
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                backlog=BACKLOG,
-                timeout_graceful_shutdown=LAST_WORDS,
-                server_header=False,
-            )
-        )
+        super().__init__(http_config(app, lifespan="off"))
         self.supervised = supervised
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

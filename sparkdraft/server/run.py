@@ -12,9 +12,11 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
 from types import FrameType
+from typing import Literal
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from sparkdraft.core import UserError
 from sparkdraft.server.config import ServerConfig
@@ -49,22 +51,25 @@ def address_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def http_config(app: ASGIApp, lifespan: Literal["on", "off"] = "on") -> uvicorn.Config:
+    """How uvicorn serves here; what is logged, our own middleware logs."""
+    return uvicorn.Config(
+        app,
+        http=HttpConnection,
+        log_config=None,
+        access_log=False,
+        lifespan=lifespan,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=LAST_WORDS,
+        server_header=False,
+    )
+
+
 class Server(uvicorn.Server):
     """uvicorn with our own shutdown."""
 
     def __init__(self, app: FastAPI, config: ServerConfig) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=HttpConnection,
-                log_config=None,
-                access_log=False,
-                lifespan="on",
-                backlog=BACKLOG,
-                timeout_graceful_shutdown=LAST_WORDS,
-                server_header=False,
-            )
-        )
+        super().__init__(http_config(app))
         self.service: Service = app.state.service
         self.drain_seconds = config.drain_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
