@@ -169,6 +169,7 @@ def _losses(data: Mapping[str, Any]) -> Losses:
     if unknown := sorted(data.keys() - known):
         raise ValueError(f"'{unknown[0]}' is no loss; losses are {', '.join(sorted(known))}")
     losses = Losses(**data)
-    if min(losses.floats, losses.coded, losses.experts, losses.kv, losses.rows, losses.compute) <= 0:
+    shares = (losses.floats, losses.coded, losses.experts, losses.kv, losses.rows, losses.compute)
+    if min(*shares, *losses.formats.values()) <= 0:
         raise ValueError("shares must be above 0")
     return losses

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from sparkdraft.config import EngineConfig
@@ -49,8 +49,13 @@ class Losses:
     draft: float = 0.0  # seconds per step that drafts: acceptance, what the drafter observes, more rows to sample
     experts_layer: float = 0.0  # seconds per layer with experts: the choice, and smaller kernels
     compute: float = 1.0  # share of the machine's arithmetic
+    formats: Mapping[str, float] = field(default_factory=dict)  # as coded, by format, where decoding takes longer
     own_arithmetic: bool = False  # quantised matrices are multiplied in their own format, not in bfloat16
     snapshots: bool = False  # recurrent states are written for every row of a step, not once
+
+    def share(self, fmt: str) -> float:
+        """At which matrices of a format are read; those of int4 are alike in groups of any size."""
+        return self.floats if fmt in FLOATS else self.formats.get(fmt.partition("-")[0], self.coded)
 
     def kv_share(self, kv: str, several_rows: bool) -> float:
         share = {"fp8": self.kv_fp8, "turboquant": self.kv_coded}.get(kv) or self.kv
@@ -201,11 +206,11 @@ def step(rates: Rates, losses: Losses, target: Target, load: Load, drafter: Draf
     floor = rates.bandwidth
     read, work = 0.0, 0.0
     for fmt, weights in target.dense:
-        read += weights * BYTES[fmt] / (_share(losses, fmt) * floor)
+        read += weights * BYTES[fmt] / (losses.share(fmt) * floor)
         work += 2 * rows * weights / _arithmetic(rates, losses, fmt)
     for fmt, spec, one, layers in target.experts:
         reached = layers * spec.reached(rows**target.spread)
-        read += reached * one * BYTES[fmt] / (_share(losses, fmt) * losses.experts * floor)
+        read += reached * one * BYTES[fmt] / (losses.share(fmt) * losses.experts * floor)
         work += 2 * rows * layers * spec.top_k * one / _arithmetic(rates, losses, fmt)
     keys = _keys(losses, target.contexts, target.kv, load) / floor
     scores = sum(4 * rows * each.queries * each.keys(load.context) * each.layers for each in target.contexts)
@@ -227,7 +232,7 @@ def _draft(rates: Rates, losses: Losses, drafter: DraftPass, load: Load) -> floa
     passes, rows = (load.depth, load.streams) if drafter.chain else (1, load.streams * (1 + load.depth))
     floats, read, work = drafter.weights + drafter.head - drafter.coded, 0.0, 0.0
     for weights, fmt in ((floats, drafter.format), (drafter.coded, drafter.coded_format)):
-        read += weights * BYTES[fmt] / (_share(losses, fmt) * rates.bandwidth)
+        read += weights * BYTES[fmt] / (losses.share(fmt) * rates.bandwidth)
         work += 2 * rows * weights / _arithmetic(rates, losses, fmt)
     body = overlap(read, work)
     keys = _keys(losses, drafter.contexts, "exact", load) + _keys(losses, drafter.borrowed, drafter.kv, load)
@@ -243,10 +248,6 @@ def _keys(losses: Losses, contexts: tuple[Context, ...], kv: str, load: Load) ->
         share = losses.kv_share(kept, several_rows=bool(load.depth) and not each.window)
         total += load.streams * each.layers * each.token_bytes * each.keys(load.context) / share
     return total
-
-
-def _share(losses: Losses, fmt: str) -> float:
-    return losses.floats if fmt in FLOATS else losses.coded
 
 
 def _arithmetic(rates: Rates, losses: Losses, fmt: str) -> float:
