@@ -24,6 +24,7 @@ from sparkdraft.kernels.cuda.gpu import Gpu
 
 COLD_BYTES = 256 << 20  # a graph reads this much at least, five times the L2 of an H200
 FEW = [(64, 2), (128, 2), (32, 1), (64, 4)]  # lines and warps over codes; all but the last run mma.sync
+SLICED = [(16, 4), (32, 4), (32, 2), (64, 2), (16, 8)]  # lines, and slices of 'in', a warp each
 WIDE = [(64, 2), (64, 4), (128, 4)]
 Launch = Callable[[], object]
 Say = Callable[[str], None]
@@ -180,7 +181,8 @@ class TileSearch:
 
 
 def numbers(tile: Tile) -> list[int]:
-    return [tile.block_n, tile.block_k, tile.warps, tile.stages, *([tile.split] if tile.split > 1 else [])]
+    more = [tile.split, tile.slices] if tile.slices > 1 else [tile.split] if tile.split > 1 else []
+    return [tile.block_n, tile.block_k, tile.warps, tile.stages, *more]
 
 
 def float_tiles(out: int, in_: int, gpu: Gpu, may_split: bool = True) -> list[list[int]]:
@@ -201,6 +203,8 @@ def float_tiles(out: int, in_: int, gpu: Gpu, may_split: bool = True) -> list[li
     if may_split and out < 64 * gpu.sms:  # too few strips to fill it
         splits = (2, 3, 4, 8) if out >= 1024 else (4, 8, 16)
         tiles += [[n, k, w, 8, s] for n, k, w in ((64, 128, 4), (32, 128, 4), (16, 128, 4)) for s in splits]
+    if out < 64 * gpu.sms:
+        tiles += [[n, 128, slices, 4, 1, slices] for n, slices in SLICED]
     return tiles
 
 
@@ -210,7 +214,8 @@ def coded_tiles(out: int, in_: int, step: int, form: str, gpu: Gpu, may_split: b
     splits = sorted({1, 2, 4, rule.split}) if may_split else [1]
     found = [[64, step, 2, 6, k] for k in splits]
     found += [[n, step, w, s, k] for n, w in FEW for s in (3, 6) for k in splits[-2:]]
-    return [numbers(rule), *(tile if tile[4] > 1 else tile[:4] for tile in found)]
+    sliced = [[n, step, slices, 4, 1, slices] for n, slices in SLICED]
+    return [numbers(rule), *(tile if tile[4] > 1 else tile[:4] for tile in found), *sliced]
 
 
 def wide_tiles(step: int, rows: int) -> list[list[int]]:

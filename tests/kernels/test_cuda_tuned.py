@@ -79,7 +79,7 @@ def test_saving_keeps_what_a_file_has(own_cache: Path) -> None:
         '{"few_row": {"16bit": {"1x2": [1, 2, 3, 4]}}}',
         '{"few_rows": {"16bit": {"1x2": [1, 2, 3]}}}',
         '{"few_rows": {"16bit": {"1x2": [1, 2, 3, 0]}}}',
-        '{"few_rows": {"16bit": {"1x2": [1, 2, 3, 4, 5, 6]}}}',
+        '{"few_rows": {"16bit": {"1x2": [1, 2, 3, 4, 5, 6, 7]}}}',
         '{"wide_rows": {"16bit": {"1x2": [1, 2, 3, 4, 5]}}}',
         '{"few_rows": {"16bit": {"1x2": [1, 2, 3, true]}}}',
         '{"few_rows": {"16bit": {"wide": [1, 2, 3, 4]}}}',

@@ -9,6 +9,8 @@ replayed on that stream too; target and drafter run on one. Whoever launches the
 needs counters for each. A launch that is refused has counted nothing, and a kernel that dies takes its context along.
 
 Sums are written out as halves of halves here, because that of `tl.sum` follows a layout, which differs between kernels.
+For the same reason a product that is summed is rounded first (`square`), or is an fma by name: left to itself, the
+compiler joins a product and a sum into an fma in one kernel and not in the next.
 """
 
 from __future__ import annotations
@@ -40,6 +42,12 @@ def is_last(counter, count):
     if last:
         tl.store(counter, 0)
     return last
+
+
+@triton.jit
+def square(value):
+    """value * value, rounded: an fma that adds 0 is not joined with another sum."""
+    return tl.fma(value, value, 0.0)
 
 
 @triton.jit

@@ -37,6 +37,7 @@ from sparkdraft.kernels.activation import Activation
 from sparkdraft.kernels.cuda import few_rows, pdl, tuned
 from sparkdraft.kernels.cuda.activation import activate
 from sparkdraft.kernels.cuda.elementwise import rms_norm
+from sparkdraft.kernels.cuda.ending import square
 from sparkdraft.kernels.cuda.few_rows import (
     Tile,
     check_gain,
@@ -104,10 +105,11 @@ def _gate_up(
         x + row * stride_x, real, weight, scale, offset, row_scale, expert * (2 * INTER) + line, None, 0,
         LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, 1,
     )  # fmt: skip
-    if PARTS > 0:
-        acc = acc * norm_scale(parts, eps, IN, BLOCK_M, BLOCK_P)[None, :]
+    factors = norm_scale(parts, eps, IN, BLOCK_M, BLOCK_P)[None, :] if PARTS > 0 else 1.0
     if bias is not None:
-        acc += tl.load(bias + expert * (2 * INTER) + line).to(tl.float32)[:, None]
+        acc = tl.fma(acc, factors, tl.load(bias + expert * (2 * INTER) + line).to(tl.float32)[:, None])
+    elif PARTS > 0:
+        acc = acc * factors
     gate, up = tl.split(tl.permute(tl.reshape(acc, [HALF, 2, BLOCK_M]), (0, 2, 1)))  # [HALF, BLOCK_M]
     value = activate(gate, up, ACT, LIMIT)
     column = tl.program_id(1) * HALF + tl.arange(0, HALF)
@@ -182,8 +184,8 @@ def _finish(
         wide = value.to(tl.float32)
         product = (wide * factor.to(tl.float32)).to(scaled.dtype.element_ty)
         tl.store(scaled + row * OUT + column, product, mask=mask)
-        square = tl.reshape(tl.where(mask, wide * wide, 0.0), [COUNT, STRIP])
-        tl.store(squares + row * STRIPS + strip, _tree(square, COUNT, STRIP), mask=strip < STRIPS)
+        each = tl.reshape(tl.where(mask, square(wide), 0.0), [COUNT, STRIP])
+        tl.store(squares + row * STRIPS + strip, _tree(each, COUNT, STRIP), mask=strip < STRIPS)
 
 
 @triton.jit

@@ -12,8 +12,8 @@ The weight is the dot's left side, so BLOCK_N and the warps alone decide which t
 and 4 warps: wgmma on Hopper, else mma.sync). Nothing of a launch depends on the rows but their padding, which changes
 no row's bits: an instruction's columns do not know each other, and other sums are in a written order (ending.py). Where
 'out' is so small that its strips do not fill the GPU, a tile may split 'in' into a fixed number of parts, a program
-each: the last of a strip to end adds up all parts, in order. `wide_linear` runs the same kernel for more rows of a
-coded weight, in blocks of rows.
+each: the last of a strip to end adds up all parts, in order. Or a tile has few lines, and its program's warps share
+'in' (sweep.py, SLICES). `wide_linear` runs the same kernel for more rows of a coded weight, in blocks of rows.
 
 A norm costs its reader next to nothing, because its writer (`add_linear`) leaves x * gain and the sum of squares of
 each strip behind, which alone is known where a strip ends; the reader multiplies by x * gain and by 1 / rms at its end
@@ -36,7 +36,7 @@ from torch import Tensor
 from sparkdraft.kernels.activation import SILU, Activation
 from sparkdraft.kernels.cuda import pdl, tuned
 from sparkdraft.kernels.cuda.activation import activate
-from sparkdraft.kernels.cuda.ending import MOST_GROUPS, counters, is_last, sum_columns, sum_rows
+from sparkdraft.kernels.cuda.ending import MOST_GROUPS, counters, is_last, square, sum_columns, sum_rows
 from sparkdraft.kernels.cuda.gpu import Gpu, gpu_of
 from sparkdraft.kernels.cuda.pdl import enter
 from sparkdraft.kernels.cuda.sweep import sweep
@@ -53,11 +53,12 @@ def _sweep(
     x, weight, scale, offset, row_scale, line, row, rows, stride_x, part,
     LEVELS: tl.constexpr, PLANE: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr,
     PACKED: tl.constexpr, IN: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
+    SLICES: tl.constexpr,
 ):  # fmt: skip
     """The weight's rows 'line' times rows of x: float32 [BLOCK_N, ROWS]. Places in a weight may pass 2 ** 31."""
     return sweep(
         x + row.to(tl.int64) * stride_x, row < rows, weight, scale, offset, row_scale, line.to(tl.int64), None, part,
-        LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, SPLIT,
+        LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, SPLIT, SLICES,
     )  # fmt: skip
 
 
@@ -97,7 +98,7 @@ def _linear(
     LEVELS: tl.constexpr, PLANE: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr,
     PACKED: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
     BIAS: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """PARTS: of the squares of x; 0: no norm is meant. ADD: to what is there, and prepare it for the norm of 'gain'."""
     enter(PDL)
@@ -115,16 +116,17 @@ def _linear(
         parts = load_squares(squares, row, row < rows, PARTS, BLOCK_P)
     acc = _sweep(
         x, weight, scale, offset, row_scale, line, row, rows, stride_x, part,
-        LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, SPLIT,
+        LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, SPLIT, SLICES,
     )  # fmt: skip
     if SPLIT > 1:
         acc, last = _add_parts(acc, sums, counters, strip, part, rows, SPLIT, BLOCK_N, ROWS)
         if not last:
             return
-    if PARTS > 0:
-        acc = acc * norm_scale(parts, eps, IN, ROWS, BLOCK_P)[None, :]
+    factors = norm_scale(parts, eps, IN, ROWS, BLOCK_P)[None, :] if PARTS > 0 else 1.0
     if BIAS:
-        acc += tl.load(bias + line).to(tl.float32)[:, None]
+        acc = tl.fma(acc, factors, tl.load(bias + line).to(tl.float32)[:, None])
+    elif PARTS > 0:
+        acc = acc * factors
     if ADD:
         acc += before.to(tl.float32)
     value = acc.to(out.dtype.element_ty)
@@ -133,8 +135,8 @@ def _linear(
         wide = value.to(tl.float32)
         product = (wide * factor.to(tl.float32)[:, None]).to(scaled.dtype.element_ty)
         tl.store(scaled + row[None, :] * OUT + column[:, None], product, mask=mask)
-        square = sum_rows(tl.where(mask, wide * wide, 0.0), BLOCK_N, ROWS)
-        tl.store(new_squares + row * (tl.num_programs(0) // SPLIT) + strip, square, mask=row < rows)
+        total = sum_rows(tl.where(mask, square(wide), 0.0), BLOCK_N, ROWS)
+        tl.store(new_squares + row * (tl.num_programs(0) // SPLIT) + strip, total, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -143,7 +145,7 @@ def _gated(
     LEVELS: tl.constexpr, PLANE: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr,
     PACKED: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr, INTER: tl.constexpr, IN: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # A program's lines are those of gate and up of the same columns in turn: g0 u0 g1 u1 ...
     enter(PDL)
@@ -154,7 +156,7 @@ def _gated(
     parts = load_squares(squares, row, row < rows, PARTS, BLOCK_P)
     acc = _sweep(
         x, weight, scale, offset, row_scale, line, row, rows, stride_x, 0,
-        LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, 1,
+        LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, 1, SLICES,
     )  # fmt: skip
     acc = acc * norm_scale(parts, eps, IN, ROWS, BLOCK_P)[None, :]
     gate, up = tl.split(tl.permute(tl.reshape(acc, [COLUMNS, 2, ROWS]), (0, 2, 1)))  # [COLUMNS, ROWS]
@@ -169,7 +171,8 @@ def _argmax(
     x, squares, weight, scale, offset, row_scale, best, best_id, rows, stride_x, eps,
     LEVELS: tl.constexpr, PLANE: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr,
     PACKED: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The largest logit of this program's columns and its column, for every row."""
     enter(PDL)
@@ -179,7 +182,7 @@ def _argmax(
     parts = load_squares(squares, row, row < rows, PARTS, BLOCK_P)
     logits = _sweep(
         x, weight, scale, offset, row_scale, line, row, rows, stride_x, 0,
-        LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, 1,
+        LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, 1, SLICES,
     )  # fmt: skip
     logits = logits * norm_scale(parts, eps, IN, ROWS, BLOCK_P)[None, :]
     seen = (column < OUT)[:, None] & (logits == logits)  # NaN never wins
@@ -220,6 +223,7 @@ class Tile:
     warps: int
     stages: int  # at most: as many as fit into shared memory are used
     split: int = 1  # parts of 'in', a program each, which `linear` and its like take
+    slices: int = 1  # parts of a program's 'in', shared among its warps
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,12 +252,12 @@ def _choose_coded(out: int, in_: int, step: int, itemsize: int, sms: int, offset
     return Tile(block_n, step, 2, 6, max(split, 1))
 
 
-def runs_wgmma(lines: int, warps: int, gpu: Gpu) -> bool:
+def runs_wgmma(lines: int, warps: int, gpu: Gpu, slices: int = 1) -> bool:
     """Whether a dot of so many lines of 16 bit numbers is Hopper's instruction; else, and elsewhere, it is mma.sync."""
-    return gpu.wgmma and lines >= 64 and warps % 4 == 0
+    return gpu.wgmma and lines >= 64 and warps % 4 == 0 and slices == 1
 
 
-def padded_rows(rows: int, lines: int, warps: int, gpu: Gpu) -> int:
+def padded_rows(rows: int, lines: int, warps: int, gpu: Gpu, slices: int = 1) -> int:
     """Columns of the dot of few rows: 8 are the fewest that tensor cores take, and 16 serve all.
 
     Both are the same instruction, mma.sync over 8 columns, once or twice, so a row has the same bits. Where 16 are one
@@ -261,15 +265,15 @@ def padded_rows(rows: int, lines: int, warps: int, gpu: Gpu) -> int:
     EIGHT_ROWS_OF_WGMMA decides (tools/cuda_switches.py compares bits and times). EIGHT_ROWS turns all off.
     """
     wide = runs_wgmma(lines, warps, gpu) or (gpu.tcgen05 and lines >= 64 and warps in (4, 8))
-    eight = EIGHT_ROWS and (EIGHT_ROWS_OF_WGMMA or not wide)
+    eight = EIGHT_ROWS and (EIGHT_ROWS_OF_WGMMA or not wide or slices > 1)  # batches of dots are mma.sync
     return 8 if rows <= 8 and eight else MOST_ROWS
 
 
 def fit_stages(tile: Tile, programs: int, weight_bits: int, x_bytes: int, gpu: Gpu, rows: int = MOST_ROWS) -> int:
     """Stages whose buffers fit beside those of the other programs that must share an SM to run all at once."""
-    buffer = (tile.block_n * weight_bits // 8 + rows * x_bytes) * tile.block_k
+    buffer = (tile.block_n * weight_bits // 8 + rows * x_bytes) * tile.block_k * tile.slices
     # wgmma reads from shared memory, so one more tile of each is held; mma.sync reads registers.
-    held = buffer if x_bytes == 2 and runs_wgmma(tile.block_n, tile.warps, gpu) else 0
+    held = buffer if x_bytes == 2 and runs_wgmma(tile.block_n, tile.warps, gpu, tile.slices) else 0
     for beside in range(min(triton.cdiv(programs, gpu.sms), max(12 // tile.warps, 3) if gpu.roomy else 3), 0, -1):
         room = min(gpu.shared, (gpu.shared + 1024) // beside - 1024) - held
         buffers = room // buffer
@@ -333,14 +337,15 @@ def start(x: Tensor, weight: WeightTiles, lines: int = 1) -> tuple[Launch, dict[
     launch = _launch(
         weight.shape, weight.format, weight.line_bits, x.element_size(), lines, gpu_of(x.device), step_of(weight)
     )
-    padded = padded_rows(rows, launch.tile.block_n, launch.tile.warps, gpu_of(x.device))
+    tile = launch.tile
+    padded = padded_rows(rows, tile.block_n, tile.warps, gpu_of(x.device), tile.slices)
     return launch, constants(weight, x) | _options(launch, padded, x.device)
 
 
 def _options(launch: Launch, rows: int, device: torch.device) -> dict[str, object]:
     tile, on = launch.tile, pdl.active(device)
     return {
-        "ROWS": rows, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "PDL": on,
+        "ROWS": rows, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "SLICES": tile.slices, "PDL": on,
         "num_warps": tile.warps, "num_stages": launch.stages, **pdl.options(on),
     }  # fmt: skip
 

@@ -99,7 +99,7 @@ def _route_few(
     LEVELS: tl.constexpr, PLANE: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr,
     PACKED: tl.constexpr, EXPERTS: tl.constexpr, IN: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
     TOP_K: tl.constexpr, RENORMALISE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The router's matmul as few_rows.py cuts it; the last program of all adds up its parts, in order, and chooses."""
@@ -111,7 +111,7 @@ def _route_few(
     acc = sweep(
         x + row.to(tl.int64) * stride_x, row < rows, weight, scale, offset, row_scale,
         tl.minimum(line, EXPERTS - 1).to(tl.int64), None, part,
-        LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, SPLIT,
+        LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, SPLIT, SLICES,
     )  # fmt: skip
     place = sums + (part * ROWS + row)[None, :] * EXPERTS + line[:, None]
     tl.store(place, acc, mask=(row < rows)[None, :] & (line < EXPERTS)[:, None])
@@ -123,9 +123,8 @@ def _route_few(
     logits = tl.zeros([ROWS, BLOCK_E], tl.float32)
     for each in tl.static_range(SPLIT):
         logits += tl.load(place + each * (ROWS * EXPERTS), mask=mask, other=0.0, cache_modifier=".cg")
-    logits = logits * norm_scale(parts, eps, IN, ROWS, BLOCK_P)[:, None]
-    if bias is not None:
-        logits += tl.load(bias + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
+    added = 0.0 if bias is None else tl.load(bias + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
+    logits = tl.fma(logits, norm_scale(parts, eps, IN, ROWS, BLOCK_P)[:, None], added)
     _choose(logits, factors, live, ids, weights, row, row < rows, EXPERTS, TOP_K, RENORMALISE, ROWS, BLOCK_E, BLOCK_C)
 
 

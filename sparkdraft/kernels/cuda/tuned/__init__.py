@@ -44,7 +44,8 @@ LISTS = ("attention_decode",)  # kernels that have a list of tiles per shape
 NUMBERS = {"few_rows": 4, "attention_chunk": 4, "attention_decode": 4, "block_attention": 5}  # integers of a tile
 NUMBERS |= {"experts_gate_up": 4, "experts_down": 4, "experts_row_down": 4, "wide_rows": 4}
 NUMBERS |= {"delta_rule": 2, "delta_inside": 1, "delta_through": 3}
-SPLITS = ("few_rows",)  # kernels whose tiles may have one more number: into how many parts 'in' is split
+# Kernels whose tiles may have more numbers: into how many parts 'in' is split, and into how many slices each part.
+MORE = {"few_rows": 2}
 
 
 def user_file(gpu: Gpu) -> Path:
@@ -126,7 +127,7 @@ def _tile(kernel: str, tile: Any) -> Any:
     if kernel not in NUMBERS:
         raise ValueError(f"there is no kernel {kernel}")
     for each in tile if kernel in LISTS else [tile]:
-        good = isinstance(each, list) and NUMBERS[kernel] <= len(each) <= NUMBERS[kernel] + (kernel in SPLITS)
+        good = isinstance(each, list) and NUMBERS[kernel] <= len(each) <= NUMBERS[kernel] + MORE.get(kernel, 0)
         if not good or not all(type(number) is int and number > 0 for number in each):
             raise ValueError(f"a tile of {kernel} is {NUMBERS[kernel]} integers above 0, not {each}")
     return tile
