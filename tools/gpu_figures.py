@@ -62,6 +62,13 @@ def _shapes() -> list[Step]:
         )
         for name, (drafter, length, streams) in drafted.items()
     ]  # fmt: skip
+    steps += [
+        Step(
+            f"drafted-8b-{form}", 90,
+            f"{OFFLINE} --shape qwen3-8b {FORMS[form]}{DRAFTED.format('dflash-5x', '6.5')} --concurrency 1",
+        )
+        for form in ("bf16", "int4")
+    ]  # fmt: skip
     prompt = f"{OFFLINE} --shape qwen3.5-27b --concurrency 1"
     return [*steps, Step("prompt-qwen3.5-27b", 120, prompt.replace("--prompt-len 256", "--prompt-len 32000"))]
 
@@ -81,8 +88,8 @@ STEPS = [
     *(
         Step(
             f"cut-{cut}", 180,
-            f"bench offline --shape qwen3-30b-a3b {DRAFTED.format('dflash-5x', '5.4')} --vary-blocks --spec auto "
-            f"--prompt-len 256 --output-len 2048 --concurrency 1,4 --cut {cut}",
+            f"bench offline --shape qwen3-30b-a3b {DRAFTED.format('qwen3-30b-a3b-dflash', '5.4')} --vary-blocks "
+            f"--spec auto --prompt-len 256 --output-len 2048 --concurrency 1,4 --cut {cut}",
         )
         for cut in ("off", "auto")
     ),

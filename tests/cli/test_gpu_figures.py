@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparkdraft.bench.named_shapes import shape
+from sparkdraft.bench.named_shapes import drafter_shape, shape
 from sparkdraft.cli.main import parser
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,8 @@ def test_every_command_can_be_typed(name: str) -> None:
     else:
         args = parser().parse_args([first, *words])
         if getattr(args, "shape", None):
-            assert shape(args.shape)
+            target = shape(args.shape)
+            assert not args.drafter_shape or drafter_shape(args.drafter_shape, target)
 
 
 def test_a_step_that_fails_or_hangs_stops_no_other(

@@ -137,6 +137,7 @@ def test_ranks_end_when_their_supervisor_is_killed(sparks: Simulation) -> None:
         assert sparks.command("down").returncode == 0 and sparks.state()["phase"] == "down"
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_start_is_not_tried_again(sparks: Simulation) -> None:
     (sparks.root / "spark-2" / "fails").touch()
     with sparks.up() as process:

@@ -211,6 +211,7 @@ def test_no_wrong_field_breaks_the_engine(tiny: Live) -> None:
 # ---- the embedded one, which drafts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "bodies"), [BODIES[1], BODIES[3]])
 def test_no_case_breaks_an_engine_that_drafts(smollm2: Live, path: str, bodies: Any) -> None:
     @given(body=bodies, wrong=WRONG)
