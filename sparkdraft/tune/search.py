@@ -156,7 +156,7 @@ class Search:
 
     def _turn(self, knob: Knob, outcome: Outcome) -> None:
         """Try all values of a knob, and take up the fastest if it is faster."""
-        best, gain = None, 0.0
+        best, ratio = None, 0.0
         for value in knob.values:
             setting = f"{knob.name} {value}"
             if self.budget.left < self._reserve() + self.budget.round_seconds(knob.loads, RUNS + UNCOUNTED):
@@ -169,8 +169,8 @@ class Search:
                 outcome.tried.append((setting, f"cannot run: {error}"))
             else:
                 outcome.tried.append((setting, found.text()))
-                if found.is_faster and found.ratio - 1 > gain:
-                    best, gain = value, found.ratio - 1
+                if found.is_faster and found.ratio > ratio:
+                    best, ratio = value, found.ratio
             self.say(": ".join(outcome.tried[-1]))
         if best is not None:
             outcome.new[knob.name] = best
