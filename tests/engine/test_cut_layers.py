@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.core import AUTO, Request
 from sparkdraft.engine.drafting import Drafting, Outcome
 from sparkdraft.engine.engine import Engine
-from sparkdraft.engine.lanes import Lanes, StepKind
+from tests.models.known_text import KnownText
 from tests.models.recurrent import all_is_free, load, overlapping, texts
 from tests.spec.tiny_mtp import write_target
 
@@ -32,24 +31,6 @@ def params(depth: int) -> list[SamplingParams]:
     """They end one after the other, and one of them is sampled."""
     sampling = [{"temperature": 0.7 * (i == 1), "seed": i, "num_draft": depth} for i in range(len(PROMPTS))]
     return [SamplingParams(OUTPUT + 9 * i, ignore_eos=True, **each) for i, each in enumerate(sampling)]  # type: ignore[arg-type]
-
-
-class Script:
-    """Takes the place of a step's drafts: the known text, with every seventh id or so wrong, and gaps of all sizes."""
-
-    def __init__(self, lanes: Lanes, known: list[list[int]], vocab: int) -> None:
-        rows = [text + [0] * 200 for text in known] + [[0] * 200] * (LANES - len(known))
-        self.known = torch.tensor([row[:200] for row in rows], dtype=torch.int32, device=lanes.device)
-        self.lanes, self.vocab, self._draft = lanes, vocab, lanes._draft
-
-    def __call__(self, kind: StepKind) -> Tensor:
-        self._draft(kind)  # the drafter's own are made, and its keys and values written
-        length = self.lanes.length[: kind.seqs].unsqueeze(1)
-        places = length + torch.arange(kind.depth, device=length.device)
-        drafts = self.known[: kind.seqs].gather(1, places.clamp(max=199))
-        dice = (places * 1103515245 + 12345) // 65536 % 1000
-        self.lanes._gaps = [(dice % 17 - 6).float()]
-        return torch.where(dice % 7 == 0, (drafts + 1) % self.vocab, drafts).int()
 
 
 def dear_rows(drafting: Drafting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +77,7 @@ def test_cut_blocks_leave_states_experts_and_keys_as_plain_steps_do(
     drafting, overlap = llm.engine.drafting, llm.engine.overlap
     assert overlap and overlap.lanes.cuts
     known = [prompt + text for prompt, text in zip(PROMPTS, plain, strict=True)]
-    monkeypatch.setattr(overlap.lanes, "_draft", Script(overlap.lanes, known, llm.model_config.vocab_size))
+    monkeypatch.setattr(overlap.lanes, "_draft", KnownText(overlap.lanes, known, llm.model_config.vocab_size))
     dear_rows(drafting, monkeypatch)
     learn = drafting.learn_overlapped
     monkeypatch.setattr(drafting, "learn_overlapped", lambda steps, *rest: (seen.extend(steps), learn(steps, *rest)))

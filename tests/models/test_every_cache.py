@@ -1,0 +1,118 @@
+"""Every architecture in every cache, on a CPU and on a GPU: drafts, prefixes, company and preemption change no text.
+
+Drafts are the known text with mistakes, so blocks are accepted and rejected at all their places. On a GPU the steps are
+recorded and overlapped, as in service; on a CPU the same steps run unrecorded.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from sparkdraft import LLM, SamplingParams
+from sparkdraft.engine.engine import Engine
+from tests.models.known_text import KnownText
+from tests.models.recurrent import Texts, load, overlapping, texts
+from tests.models.tiny import write_tiny
+from tests.spec.tiny_drafter import body, random_tensors, write_drafter, zlab
+
+VARIANTS = ["llama", "qwen3", "qwen3-windows", "gemma3", "qwen3_moe", "gpt_oss", "gemma4", "gemma4-experts"]
+VARIANTS += ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
+ON_A_CPU = ["gemma4-experts", "qwen3_next"]  # the others have tests of their own there
+CACHES: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "fp8": {"kv": "fp8"},
+    "turboquant": {"kv": "turboquant", "tq_ring_capacity": 32},
+    "all-coded": {"kv": "turboquant", "tq_mode": "full_tq"},
+}
+SEEDS = range(16)
+PROMPTS = [[(31 * k + 7 * i * i + i) % 250 + 3 for i in range(5 + 3 * k)] for k in SEEDS]
+PARAMS = [SamplingParams(12 + k % 5, temperature=0.8 * (k % 3 == 2), seed=k, ignore_eos=True) for k in SEEDS]
+FEW, DEPTH, LONG = 3, 5, 160  # requests whose drafts are known, fewer than there are lanes; drafts per step; context
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+CASES = [pytest.param((variant, "cuda"), marks=[pytest.mark.gpu, no_gpu], id=f"{variant}-cuda") for variant in VARIANTS]
+CASES += [pytest.param((variant, "cpu"), marks=pytest.mark.slow, id=f"{variant}-cpu") for variant in ON_A_CPU]
+
+
+class Case(NamedTuple):
+    device: str
+    target: Path
+    drafter: Path  # DFlash
+
+    def options(self, cache: str, **more: Any) -> dict[str, Any]:
+        dtype = "auto" if self.device == "cpu" else "float32"  # in half precision a last bit may depend on the rows
+        return {"device": self.device, "dtype": dtype, "max_seqs": 16, "max_model_len": LONG, **CACHES[cache], **more}
+
+    def drafted(self, cache: str, **more: Any) -> LLM:
+        llm = load(self.target, **self.options(cache, spec=str(DEPTH), drafter=str(self.drafter), **more))
+        return overlapping(llm) if llm.engine.overlap is None else llm
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    variant, device = request.param
+    # A GPU's kernels of a coded cache take heads of 64 numbers or more.
+    wide = {"head_dim": 64} | ({"global_head_dim": 128} if variant.startswith("gemma4") else {})
+    target = write_tiny(tmp_path_factory.mktemp("target"), variant, **wide)
+    config = json.loads((target / "config.json").read_text())
+    config = config.get("text_config", config)
+    shape = body("sf", window=16, hidden_size=config["hidden_size"], vocab_size=config["vocab_size"], head_dim=64)
+    described = zlab(shape, num_target_layers=config["num_hidden_layers"])
+    return Case(device, target, write_drafter(tmp_path_factory.mktemp("drafter"), described, random_tensors(shape)))
+
+
+@pytest.fixture(params=list(CACHES))
+def cache(request: pytest.FixtureRequest, case: Case) -> str:
+    if (case.device, request.param) == ("cpu", "fp8"):
+        pytest.skip("torch's sums depend on the number of rows, and so may a key's last step: a CPU has no fp8 kernels")
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recordings are made when they are needed: most would not be."""
+    monkeypatch.setattr(Engine, "warm_up", lambda self: None)
+
+
+def free(llm: LLM) -> list[int]:
+    """Blocks, pages and slots that nobody holds."""
+    parts = llm.engine.scheduler.holdings.parts
+    return [llm.engine.pool.num_free, *(getattr(part, "pages", part).num_free for part in parts)]  # type: ignore[attr-defined]
+
+
+def test_company_prefixes_and_drafts_change_no_text(case: Case, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = load(case.target, **case.options(cache, prefix_cache=False))
+    expected = [texts(alone, [prompt], [params])[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+    assert len({tuple(text) for text in expected}) > 8
+    for llm in (load(case.target, **case.options(cache)), case.drafted(cache)):
+        before = free(llm)
+        assert texts(llm, PROMPTS, PARAMS) == expected, "16 at once, cold"
+        assert texts(llm, PROMPTS, PARAMS) == expected, "16 at once, from the prefix cache"
+        assert free(llm) == before
+    known_drafts(case.drafted(cache), expected, monkeypatch)
+
+
+def known_drafts(llm: LLM, expected: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter that is loaded is mostly wrong; this one mostly right."""
+    overlap, prompts, params = llm.engine.overlap, PROMPTS[-FEW:], PARAMS[-FEW:]
+    assert overlap
+    known = [prompt + text for prompt, text in zip(prompts, expected[-FEW:], strict=True)]
+    monkeypatch.setattr(overlap.lanes, "_draft", KnownText(overlap.lanes, known, llm.model_config.vocab_size))
+    assert texts(llm, prompts, params) == expected[-FEW:]
+    seen = llm.engine.drafting.so_far()
+    assert 10 < seen.num_accepted_draft_tokens < seen.num_draft_tokens
+    assert llm.engine.runner.unrecorded == [] and llm.engine.drafting.proposer.unrecorded == []
+
+
+def test_requests_that_give_their_blocks_back_write_the_same(case: Case, cache: str) -> None:
+    """They are admitted with pages for their windows, and then grow to more blocks than there are for two."""
+    params = SamplingParams(120, ignore_eos=True)
+    expected = texts(load(case.target, **case.options(cache)), PROMPTS[:FEW], params)
+    tight = case.drafted(cache, kv_tokens=LONG)
+    before = free(tight)
+    assert texts(tight, PROMPTS[:FEW], params) == expected
+    assert tight.engine.scheduler.num_preempted and free(tight) == before
