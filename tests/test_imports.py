@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "sparkdraft"
@@ -154,6 +155,29 @@ def test_borders() -> None:
                 used = {i for i in imports(path, anywhere=True) if not within(i, ALLOWED.get(name, "nothing"))}
                 wrong = [i for i in used if any(within(i, b) for b in banned)]
                 assert not wrong, f"{name} must not know {wrong}"
+
+
+def test_no_two_modules_need_each_other() -> None:
+    """Not even inside a function. What a type checker alone reads does not count."""
+    known, needs = modules(), dict[str, set[str]]()
+    for name, path in known.items():
+        tree = ast.parse(path.read_text())
+        tree.body = [node for node in tree.body if not is_for_type_checkers(node)]
+        named = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and within(node.module or "", "sparkdraft")
+        ]
+        places = [(str(node.module)[11:], alias.name) for node in named for alias in node.names]
+        whole = [f"{module}.{part}".strip(".") for module, part in places]
+        needs[name] = {part if part in known else module for part, (module, _) in zip(whole, places, strict=True)} - {
+            name
+        }
+    TopologicalSorter(needs).prepare()  # raises CycleError, which names them
+
+
+def is_for_type_checkers(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def test_transformers_is_never_imported_and_no_pickle_is_opened() -> None:

@@ -8,14 +8,13 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from sparkdraft.interop.sources import Source, find_source, split_words
-from sparkdraft.interop.tables import Found, read_flags
-from sparkdraft.interop.vllm_flags import VLLM
+from sparkdraft.interop.extra_args import finish_numbers
+from sparkdraft.interop.sources import Source, find_source
+from sparkdraft.interop.tables import read_flags
 from sparkdraft.server.config import FIELDS, default_of, merge
 from sparkdraft.server.container_env import container_notes, is_container_name
 
 PLACE_OF_KEY = "SPARKDRAFT_API_KEY"
-SAMPLING = "sampling "  # before the name of a value that --sampling-defaults takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +52,6 @@ def read(text: str, service: str = "") -> Imported:
     return Imported(source.server.name, kept, notes)
 
 
-def read_extra_args(text: str) -> Found:
-    """Flags of `vllm serve` alone, as containers have them in EXTRA_ARGS."""
-    found = read_flags(VLLM, split_words(text, "EXTRA_ARGS"))
-    _finish_numbers(found.values, found.notes)
-    return found
-
-
 def _from_variables(source: Source, notes: list[str]) -> dict[str, Any]:
     """Our fields for the variables that a command is started with. Those of its own flags are read as flags."""
     ours = {key: value for key, value in source.environ.items() if is_container_name(key)}
@@ -82,7 +74,7 @@ def _from_variables(source: Source, notes: list[str]) -> dict[str, Any]:
 
 def _finish(values: dict[str, Any], notes: list[str], source: Source) -> None:
     """What needs more than one flag to be known."""
-    _finish_numbers(values, notes)
+    finish_numbers(values, notes)
     if file := values.pop("hub file", ""):
         values["model"] = f"{values.get('model', '')}:{file}"
         notes[:] = [note for note in notes if not note.startswith("--hf-repo: name the file")]
@@ -112,19 +104,6 @@ def _publish(values: dict[str, Any], notes: list[str], ports: list[str]) -> None
             values["port"] = int(outside)
             values["host"] = address[0] if address else "0.0.0.0"
             return
-
-
-def _finish_numbers(values: dict[str, Any], notes: list[str]) -> None:
-    if blocks := values.pop("blocks", 0):
-        values["kv_tokens"] = blocks * values.get("block_size", default_of("block_size"))
-    if context := values.pop("context", 0):
-        slots = max(values.get("max_seqs", 0), 1)
-        each = values.get("max_model_len") or context // slots
-        values |= {"kv_tokens": context, "max_model_len": each}
-        if slots > 1:
-            notes.append(f"--ctx-size {context}: shared by {slots} slots there, so {each} tokens per request")
-    if sampling := {name: values.pop(name) for name in list(values) if name.startswith(SAMPLING)}:
-        values["sampling_defaults"] = ",".join(f"{name[len(SAMPLING) :]}={value:g}" for name, value in sampling.items())
 
 
 def _quoted(value: Any) -> str:

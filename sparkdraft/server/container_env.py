@@ -52,7 +52,7 @@ def extra_args(environ: Mapping[str, str]) -> dict[str, Any]:
     """Our fields for the flags in EXTRA_ARGS."""
     if not environ.get(EXTRA_ARGS):
         return {}
-    from sparkdraft.interop.importing import read_extra_args
+    from sparkdraft.interop.extra_args import read_extra_args
 
     return read_extra_args(environ[EXTRA_ARGS]).values
 
@@ -61,7 +61,7 @@ def unread_args(environ: Mapping[str, str]) -> list[Unread]:
     """The flags in EXTRA_ARGS that set nothing here: vLLM can be given them."""
     if not environ.get(EXTRA_ARGS):
         return []
-    from sparkdraft.interop.importing import read_extra_args
+    from sparkdraft.interop.extra_args import read_extra_args
 
     return read_extra_args(environ[EXTRA_ARGS]).unread
 
@@ -73,7 +73,7 @@ def container_notes(environ: Mapping[str, str], to_vllm: bool = False) -> list[s
     if environ.get(ATTENTION_BACKEND) and not to_vllm:
         notes.append(f"{ATTENTION_BACKEND} is {environ[ATTENTION_BACKEND]}: {OTHERS[ATTENTION_BACKEND]}")
     if environ.get(EXTRA_ARGS):
-        from sparkdraft.interop.importing import read_extra_args
+        from sparkdraft.interop.extra_args import read_extra_args
 
         found = read_extra_args(environ[EXTRA_ARGS])
         handed_on = [note for each in found.unread for note in each.notes] if to_vllm else []
