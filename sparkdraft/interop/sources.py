@@ -178,7 +178,7 @@ def _from_compose(text: str, name: str, wanted: str) -> Source:
 
 def _check_service(service: Any, key: str, name: str) -> None:
     """Raises UserError for what compose would refuse too."""
-    kinds = {"volumes": list, "ports": list, "environment": (list, Mapping), "command": (list, str)}
+    kinds: dict[str, Any] = {"volumes": list, "ports": list, "environment": (list, Mapping), "command": (list, str)}
     given = service if isinstance(service, Mapping) else {}
     wrong = [part for part, kind in kinds.items() if given.get(part) is not None and not isinstance(given[part], kind)]
     if wrong or not given:
