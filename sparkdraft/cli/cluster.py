@@ -56,7 +56,7 @@ def configure(parser: ArgumentParser) -> None:
     plan = verbs.add_parser(
         "plan", help="what fits and how fast it will be", description="say what fits", epilog=PLAN_EXAMPLES
     )
-    plan.add_argument("file", nargs="?", default="", help="the hosts file, for --measure")
+    plan.add_argument("file", nargs="?", default="", help="the hosts file: for so many machines, and for --measure")
     _configure_plan(plan)
     up = verbs.add_parser("up", help="check, start and supervise", description=HELP, epilog=UP_EXAMPLES)
     up.add_argument("file", help="the hosts file")
@@ -78,7 +78,7 @@ def configure(parser: ArgumentParser) -> None:
 def _configure_plan(plan: ArgumentParser) -> None:
     plan.add_argument("--model", default="gpt-oss-120b", help="as for `plan` (default gpt-oss-120b)")
     plan.add_argument("--machine", default="gb10", help="of which there are several (default gb10, a DGX Spark)")
-    plan.add_argument("--machines", default="2,4", metavar="N,N", help="how many (default 2,4)")
+    plan.add_argument("--machines", default="", metavar="N,N", help="how many (default: those of the file, or 2,4)")
     plan.add_argument("--drafter", default="none", help="as for `plan` (default none)")
     plan.add_argument("--weights", default="auto", metavar="FORMAT", help="as for `plan` (default auto)")
     plan.add_argument("--kv", default="exact", help="as for `plan` (default exact)")

@@ -14,15 +14,21 @@ from sparkdraft.core import UserError
 
 if TYPE_CHECKING:
     from sparkdraft.cluster.expect import Case, Latency
+    from sparkdraft.cluster.hosts_file import Cluster
     from sparkdraft.plan.forecast import Question
+
+USUAL = "2,4"  # machines
 
 
 def run(args: Namespace) -> int:
     from sparkdraft.cluster.expect import cases, explain
+    from sparkdraft.cluster.hosts_file import read_cluster
 
+    cluster = read_cluster(args.file) if args.file else None
+    counts = _counts(args.machines or (str(len(cluster.hosts)) if cluster else USUAL))
     question = question_of(args)
-    latency = _latency(args, question.model.hidden_size)
-    found = cases(question, _counts(args.machines), latency)
+    latency = _latency(args, cluster, question.model.hidden_size)
+    found = cases(question, counts, latency)
     print("\n".join([_title(args, question), *_table(found, bool(question.drafter)), "", *explain(found, latency)]))
     if args.json:
         print(json.dumps({"plan": args.model, "cases": [_as_dict(each) for each in found]}))
@@ -48,11 +54,13 @@ def question_of(args: Namespace) -> Question:
     return Question(model, machine, config, formats, drafter, args.concurrency, args.context, names=names)
 
 
-def _latency(args: Namespace, hidden: int) -> Latency:
+def _latency(args: Namespace, cluster: Cluster | None, hidden: int) -> Latency:
     from sparkdraft.cluster.expect import ITEMSIZE, LINKS, Latency
 
     if args.measure:
-        return _measured(args.file, hidden * ITEMSIZE)
+        if cluster is None:
+            raise UserError("--measure needs the hosts file: sparkdraft cluster plan FILE --measure")
+        return _measured(cluster, hidden * ITEMSIZE)
     if args.link not in LINKS:
         raise UserError(f"--link is '{args.link}'; it must be one of {', '.join(LINKS)}")
     if args.latency is None:
@@ -62,16 +70,12 @@ def _latency(args: Namespace, hidden: int) -> Latency:
     return Latency(args.latency * 1e-6, LINKS[args.link].per_byte, 2, f"{args.latency:g} us, as given")
 
 
-def _measured(file: str, row: int) -> Latency:
+def _measured(cluster: Cluster, row: int) -> Latency:
     from sparkdraft.cluster.checks import judge
-    from sparkdraft.cluster.hosts_file import read_cluster
     from sparkdraft.cluster.measure import measure
     from sparkdraft.cluster.runs import Run, run_folder
     from sparkdraft.cluster.survey import survey
 
-    if not file:
-        raise UserError("--measure needs the hosts file: sparkdraft cluster plan FILE --measure")
-    cluster = read_cluster(file)
     seen = survey(cluster, [cluster.port])
     findings = judge(seen)
     show_findings(findings)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from sparkdraft.cli.console import note, show_fallbacks
 from sparkdraft.config import DTYPES, ENGINE_FIELDS, EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.progress import progress
+from sparkdraft.weights import hub
 
 if TYPE_CHECKING:
     from sparkdraft.models.config import ModelConfig
@@ -128,8 +130,20 @@ def read_model(name: str) -> tuple[ModelConfig, dict[str, Any]]:
     name = SHAPES_OF.get(name, name)
     if (name in SHAPES or name in TARGET_FILES) and not Path(name).exists():
         return shape(name), TARGET_FILES.get(name, {})
+    _check_name("model", name, [*SHAPES, *TARGET_FILES])
     raw = read_config_json(name)
     return read_config(raw), raw
+
+
+def _check_name(what: str, name: str, known: list[str]) -> None:
+    """Raises UserError for a word that can only be a shape's name and is none."""
+    if "/" in name or name.endswith((".gguf", ".safetensors")) or name in hub.KNOWN or Path(name).expanduser().exists():
+        return
+    near = get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    raise UserError(
+        f"Unknown {what} '{name}': {f'did you mean {near[0]}? ' if near else ''}Known shapes are {', '.join(known)}; "
+        "a folder or a hub id such as org/name work too"
+    )
 
 
 def read_formats(
@@ -172,6 +186,7 @@ def read_drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftC
         raise UserError(f"--drafter is {found}; a plan is made for one drafter: name it, or mtp")
     if found in DRAFTER_FILES or found in DRAFTER_SHAPES or found == MTP:
         return drafter_shape(found, model), []
+    _check_name("drafter", found, [*DRAFTER_FILES, *DRAFTER_SHAPES, MTP])
     draft, folder = read_draft_config(read_config_json(found)), Path(found).expanduser()
     check_fits(draft, model)
     return draft, tensor_names(folder) if folder.is_dir() else []

@@ -52,7 +52,10 @@ def check(facts: Mapping[str, Any], version: str) -> list[str]:
     refused = [entry for entry in concerned if entry.level == REFUSE]
     if refused:
         raise UserError(max(refused, key=lambda entry: parsed(entry.until or "999")).sentence(version))
-    return [f"{entry.name}: {entry.why}; {entry.instead} ({', '.join(entry.sources)})" for entry in concerned]
+    notes = [f"{entry.name}: {entry.why}; {entry.instead} ({', '.join(entry.sources)})" for entry in concerned]
+    if parsed(version) > parsed(NEWEST):
+        notes.append(f"vLLM {version} is newer than {NEWEST}, up to which flags and broken pairs are known here")
+    return notes
 
 
 def parsed(version: str) -> tuple[int, int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sparkdraft.config import EngineConfig
-from sparkdraft.interop.sources import split_words
+from sparkdraft.interop.shell_text import split_words
 from sparkdraft.interop.tables import Found, read_flags
 from sparkdraft.interop.vllm_flags import VLLM
 

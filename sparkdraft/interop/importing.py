@@ -85,14 +85,15 @@ def _finish(values: dict[str, Any], notes: list[str], source: Source) -> None:
                 values[name] = host + value[len(inside.rstrip("/")) :]
                 notes.append(f"{name}: {value} of the container is {values[name]}")
                 break
+    if not values.get("model"):
+        notes.append(f"no model is named: name one with --model, or ours serves {default_of('model')}")
     _publish(values, notes, source.ports)
     if values.get("host", "") in ("0.0.0.0", "::") and not values.get("api_key"):
         values["allow_public"] = True
         notes.append(f"--host {values['host']}: other machines can reach it without a key, as there")
     elif "host" not in values and source.server.host == "0.0.0.0":
-        notes.append(
-            f"{source.server.name} listens on all addresses, ours on this machine: add --host 0.0.0.0 and a key"
-        )
+        more = "" if values.get("api_key") else " and a key"
+        notes.append(f"{source.server.name} listens on all addresses, ours on this machine: add --host 0.0.0.0{more}")
 
 
 def _publish(values: dict[str, Any], notes: list[str], ports: list[str]) -> None:

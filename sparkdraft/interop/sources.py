@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ import yaml
 
 from sparkdraft.core import UserError
 from sparkdraft.interop.llama_flags import LLAMA_CPP
+from sparkdraft.interop.shell_text import ASSIGNMENT, commands, filled, split_words
 from sparkdraft.interop.tables import Server
 from sparkdraft.interop.vllm_flags import VLLM
 
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)
-REFERENCE = re.compile(r"\$\{(\w+)(?:(:?[-?])([^}]*))?\}")  # ${NAME}, ${NAME:-default}, ${NAME:?message}
 DOCKER_SWITCHES = (
     "--detach",
     "--rm",
@@ -28,10 +26,6 @@ DOCKER_SWITCHES = (
     "--read-only",
     "--no-healthcheck",
 )
-# A shell's text: comments, what ends a command (with the number of a stream that is redirected), and pieces of words
-PIECE = r"""'[^']*'|"(?:[^"\\]|\\.)*"|\\.|\$\([^()]*\)|[^\s'"\\();<>|&]"""
-LEXEME = re.compile(rf"(?P<skip>[^\S\n]+|\#[^\n]*)|(?P<end>\d*[();<>|&]+|\n)|(?P<word>(?:{PIECE})+)", re.S)
-SHOWN = 80  # characters of what follows a command, in a note
 LLAMA_SERVER, API_SERVER = "llama-server", "vllm.entrypoints.openai.api_server"
 
 
@@ -56,15 +50,16 @@ def find_source(text: str, service: str = "") -> Source:
         text = path.read_text(encoding="utf-8", errors="replace")
         if path.suffix in (".yml", ".yaml"):
             return _from_compose(text, str(path), service)
+    if service:
+        raise UserError(f"--service is {service}, and a command has no services: leave it out, or give a compose file")
     return _from_shell(text)
 
 
 def _from_shell(text: str) -> Source:
     """The first command of a server, and the variables that are set before it. A command ends at an operator, such as a
     redirection or a pipe, and at the end of its line."""
-    text = text.replace("\\\r\n", " ").replace("\\\n", " ")
     before: list[str] = []
-    for words, rest in _commands(text):
+    for words, rest in commands(text):
         notes = [f"left out, after the command: {rest}"] if rest else []
         if "run" in words[:4] and any(Path(word).name in ("docker", "podman") for word in words[:3]):
             source = _from_docker(words[words.index("run") + 1 :])
@@ -82,44 +77,6 @@ def _from_shell(text: str) -> Source:
         "no `vllm serve` and no `llama-server` is in it; give such a command in quotes, a `docker run` of a "
         "server's image, or a compose file"
     )
-
-
-def _commands(text: str) -> Iterator[tuple[list[str], str]]:
-    """The words of each command, without their quotes; and what stands behind it, for a note."""
-    words: list[str] = []
-    place = 0
-    while place < len(text):
-        found = LEXEME.match(text, place)
-        if found is None:
-            raise UserError(f"the command cannot be read: No closing quotation after {text[place : place + 20]}")
-        place = found.end()
-        if found["word"]:
-            words.append(re.sub(PIECE, _unquoted, found["word"], flags=re.S))
-        elif found["end"] and words:
-            yield words, _shortened(text[found.start() :])
-            words = []
-    if words:
-        yield words, ""
-
-
-def _unquoted(piece: re.Match[str]) -> str:
-    text = piece[0]
-    if text[0] == '"':
-        return re.sub(r'\\(["\\$`])', r"\1", text[1:-1])
-    return text[1:-1] if text[0] == "'" else text[1:] if text[0] == "\\" else text
-
-
-def _shortened(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."
-
-
-def split_words(text: str, what: str) -> list[str]:
-    """Words that no shell sees, only a splitter of words. Raises UserError. what: where they stand."""
-    try:
-        return shlex.split(text.replace("\\\n", " "))
-    except ValueError as error:
-        raise UserError(f"{what} cannot be read: {error} in {_shortened(text)}") from None
 
 
 def _program(words: list[str]) -> tuple[Server, list[str], list[str]] | None:
@@ -150,6 +107,7 @@ def _from_docker(words: list[str]) -> Source:
     mounts: dict[str, str] = {}
     ports: list[str] = []
     entrypoint: list[str] = []
+    notes: list[str] = []
     while words and words[0].startswith("-"):
         name, equals, value = words.pop(0).partition("=")
         is_switch = name in DOCKER_SWITCHES or re.fullmatch(r"-[ditP]+", name)
@@ -157,15 +115,27 @@ def _from_docker(words: list[str]) -> Source:
         if name in ("-e", "--env"):
             key, equals, text = value.partition("=")
             environ[key] = text if equals else f"${key}"
+        elif name == "--env-file":
+            notes.append(_unread_file(name, value))
         elif name in ("-v", "--volume"):
             _mount(mounts, value)
+        elif name == "--mount":
+            given = dict(each.partition("=")[::2] for each in value.split(","))
+            target = given.get("target") or given.get("dst") or given.get("destination") or ""
+            _mount(mounts, f"{given.get('source') or given.get('src') or ''}:{target}")
         elif name in ("-p", "--publish"):
             ports.append(value)
         elif name == "--entrypoint":
             entrypoint = [value]
     if not words:
         raise UserError("the `docker run` names no image")
-    return _in_container(words[0], entrypoint + words[1:], environ, mounts, ports)
+    source = _in_container(words[0], entrypoint + words[1:], environ, mounts, ports)
+    source.notes += notes
+    return source
+
+
+def _unread_file(name: str, value: str) -> str:
+    return f"{name}: the variables of {value} are not read; set them where ours starts, or name them in the command"
 
 
 def _mount(mounts: dict[str, str], text: str) -> None:
@@ -201,7 +171,19 @@ def _from_compose(text: str, name: str, wanted: str) -> Source:
     if not wanted and len(serving) != 1:
         what = f"several servers: {', '.join(serving)}" if serving else f"no server among {', '.join(services)}"
         raise UserError(f"{name} has {what}; name one with --service")
-    return _of_service(services[wanted or serving[0]])
+    chosen = wanted or serving[0]
+    _check_service(services[chosen], chosen, name)
+    return _of_service(services[chosen])
+
+
+def _check_service(service: Any, key: str, name: str) -> None:
+    """Raises UserError for what compose would refuse too."""
+    kinds: dict[str, Any] = {"volumes": list, "ports": list, "environment": (list, Mapping), "command": (list, str)}
+    given = service if isinstance(service, Mapping) else {}
+    wrong = [part for part, kind in kinds.items() if given.get(part) is not None and not isinstance(given[part], kind)]
+    if wrong or not given:
+        what = f"{wrong[0]} of the service '{key}'" if wrong else f"the service '{key}'"
+        raise UserError(f"{name}: {what} is {given.get(wrong[0]) if wrong else service!r}, which compose cannot read")
 
 
 def _of_service(service: Mapping[str, Any]) -> Source:
@@ -210,14 +192,17 @@ def _of_service(service: Mapping[str, Any]) -> Source:
         if isinstance(volume, Mapping):
             mounts[str(volume.get("target"))] = str(volume.get("source"))
         else:
-            _mount(mounts, _filled(str(volume)))
+            _mount(mounts, filled(str(volume), {}))
     ports = [
-        f"{port.get('published')}:{port.get('target')}" if isinstance(port, Mapping) else _filled(str(port))
+        f"{port.get('published')}:{port.get('target')}" if isinstance(port, Mapping) else filled(str(port), {})
         for port in service.get("ports") or []
     ]
     words = _words(service.get("entrypoint")) + _words(service.get("command"))
     environ = _environment(service.get("environment"))
-    return _in_container(str(service.get("image", "")), words, environ, mounts, ports)
+    source = _in_container(str(service.get("image", "")), words, environ, mounts, ports)
+    files = service.get("env_file") or []
+    source.notes += [_unread_file("env_file", str(each)) for each in (files if isinstance(files, list) else [files])]
+    return source
 
 
 def _serves(service: Mapping[str, Any]) -> bool:
@@ -232,8 +217,8 @@ def _serves(service: Mapping[str, Any]) -> bool:
 def _words(command: Any) -> list[str]:
     """A command as compose has it: a list of words, or one text for a shell."""
     if isinstance(command, list):
-        return [_filled(str(word)) for word in command]
-    return split_words(_filled(str(command)), "the command") if command else []
+        return [filled(str(word), {}) for word in command]
+    return split_words(filled(str(command), {}), "the command") if command else []
 
 
 def _environment(given: Any) -> dict[str, str]:
@@ -242,11 +227,6 @@ def _environment(given: Any) -> dict[str, str]:
     else:
         pairs = [
             (key, value if equals else None)
-            for key, equals, value in (str(each).partition("=") for each in given or [])
+            for key, equals, value in (str(each).partition("=") for each in (given if isinstance(given, list) else []))
         ]
-    return {key: f"${key}" if value is None else _filled(str(value)) for key, value in pairs}
-
-
-def _filled(text: str) -> str:
-    """References to variables: the default that they name, else a plain reference."""
-    return REFERENCE.sub(lambda found: found[3] if found[2] in ("-", ":-") else f"${found[1]}", text)
+    return {key: f"${key}" if value is None else filled(str(value), {}) for key, value in pairs}

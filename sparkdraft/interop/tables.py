@@ -92,6 +92,7 @@ def whole(text: str) -> int:
     """A whole number, also with a letter as vLLM allows: 64k is 64,000 and 64K is 65,536. Auto and -1 are our 0."""
     if text.lower() == "auto" or text == "-1":
         return 0
+    _check_known(text)
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG]?)", text)
     if not found:
         raise UserError(f"'{text}' is no whole number")
@@ -99,10 +100,16 @@ def whole(text: str) -> int:
 
 
 def number(text: str) -> float:
+    _check_known(text)
     try:
         return float(text)
     except ValueError:
         raise UserError(f"'{text}' is no number") from None
+
+
+def _check_known(text: str) -> None:
+    if text.startswith("$"):
+        raise UserError(f"{text} is a variable, and nothing here gives it a value: put the number in its place")
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -199,11 +206,12 @@ def _value(flag: Flag | None, words: list[str]) -> str:
         while words and not _is_flag(words[0]):
             taken.append(words.pop(0))
         return ",".join(taken)
-    if not words or (_is_flag(words[0]) and (flag is None or "*" in flag.names[0])):
-        return ON
-    if not flag or "*" in flag.names[0] or not _is_flag(words[0]):
+    follows = words[0] if words else "nothing"
+    if words and not _is_flag(follows):
         return words.pop(0)
-    raise UserError(f"{flag.names[0]} needs a value, and {words[0]} follows it")
+    if flag is None or "*" in flag.names[0]:
+        return ON
+    raise UserError(f"{flag.names[0]} needs a value, and {follows} follows it")
 
 
 def _is_flag(word: str) -> bool:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from sparkdraft import defaults
@@ -31,6 +33,18 @@ PARSERS = {
     "gpt_oss": ("openai_gptoss", "openai"),
 }
 CODER = ("", "qwen3_xml")
+# the attention backends of vLLM 0.32
+BACKENDS = (
+    *("FLASH_ATTN", "FLASH_ATTN_DIFFKV", "TRITON_ATTN", "TRITON_ATTN_DIFFKV", "TRITON_FLASH_ATTN", "ROCM_ATTN"),
+    *("ROCM_SEGMENTED_ATTN", "ROCM_AITER_MLA", "ROCM_AITER_TRITON_MLA", "ROCM_AITER_FA", "ROCM_AITER_MLA_SPARSE"),
+    *("XPU_MLA_SPARSE", "TORCH_SDPA", "FLASHINFER", "TRITON_FLASHINFER", "FLASHINFER_MLA", "TOKENSPEED_MLA"),
+    *("FLASHINFER_MLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM120", "FLASHINFER_MLA_SPARSE_SM90", "TRITON_MLA"),
+    *("CUTLASS_MLA", "FLASHMLA", "FLASHMLA_SPARSE", "FLASHMLA_SPARSE_DSV4", "FLASHINFER_MLA_SPARSE_DSV4"),
+    *("ROCM_FLASHMLA_SPARSE_DSV4", "FLASHMLA_SPARSE_DSV41", "FLASHINFER_MLA_SPARSE_DSV41"),
+    *("FLASHMLA_MEGA_ATTN_DSV41", "B12X", "FLASH_ATTN_MLA", "FLASH_ATTN_MLA_SPARSE", "MINIMAX_M3_SPARSE"),
+    *("CUTLASS_MSA", "TRITON_MSA", "NO_ATTENTION", "FLEX_ATTENTION", "HPC_ATTN", "ROCM_AITER_UNIFIED_ATTN"),
+    *("CPU_ATTN", "CPU_MLA", "AMX_MLA", "TURBOQUANT", "ULTRAQUANT", "CUSTOM"),
+)
 CPU = "cpu"
 MACHINES = ("gb10", "other", CPU)
 CPU_SHARE = (
@@ -81,6 +95,30 @@ class Choices:
         if self.tensor_parallel < 1:
             raise UserError(f"--tensor-parallel is {self.tensor_parallel}; it must be 1 or more")
         broken.parsed(self.version)
+        for flag, name in self.backends().items():
+            near = get_close_matches(name, BACKENDS, n=1, cutoff=0.8) if name not in BACKENDS else []
+            if near:
+                raise UserError(f"{flag} is '{name}', which vLLM does not have; did you mean {near[0]}?")
+
+    def backends(self) -> dict[str, str]:
+        """Those that are named, by their flags."""
+        given = {
+            "--attention-backend": self.attention_backend,
+            "--draft-attention-backend": self.draft_attention_backend,
+        }
+        return {flag: name.upper() for flag, name in given.items() if name}
+
+    def doubts(self) -> list[str]:
+        """What is named and not known here: a plugin may add backends, and another machine has other files."""
+        found = [
+            f"{flag}: {name} is none of the backends of vLLM {broken.NEWEST}"
+            for flag, name in self.backends().items()
+            if name not in BACKENDS
+        ]
+        template = self.chat_template
+        if template and not any(sign in template for sign in "{}\n") and not Path(template).is_file():
+            found.append(f"--chat-template: there is no file {template} here; vLLM needs it where it runs")
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +144,7 @@ class VllmCommand:
 def vllm_command(config: ServerConfig, choices: Choices, behind_front: bool = False) -> VllmCommand:
     """Raises UserError for what vLLM cannot do, or is known to do wrongly. behind_front: `serve` stands before it."""
     target, engine, notes = find_target(config.engine.model), config.engine, []
-    notes += [target.doubt] if target.doubt else []
+    notes += [*([target.doubt] if target.doubt else []), *choices.doubts()]
     named = {each.name.removeprefix("--") for each in choices.extra}
     speculation = speculate(target, engine, choices.method, notes) if "speculative-config" not in named else None
     kv = _kv_type(config, notes)

@@ -47,7 +47,7 @@ def _speculative(text: str) -> Found:
     """--speculative-config. What it says beyond method, model and number of drafts has no counterpart."""
     config = json_object(text)
     method, model = str(config.pop("method", "")), str(config.pop("model", "") or "")
-    count = int(config.pop("num_speculative_tokens", 0) or 0)
+    count = whole(str(config.pop("num_speculative_tokens", 0) or 0))
     found = Found(notes=[f"--speculative-config: {key} has no counterpart" for key in config])
     if "attention_backend" in config:
         found.notes[list(config).index("attention_backend")] += ", and none is needed: one kernel runs both"
@@ -58,19 +58,28 @@ def _speculative(text: str) -> Found:
         count, note = _within(model, count)
         found.notes += note
     elif method == "dflash" or (not method and "dflash" in model.lower()):
-        found.values["drafter"] = model
-        count, note = _within(model, count)
+        found.values |= {"drafter": model} if model else {}
+        found.notes += (
+            [] if model else ["--speculative-config: it names no model, so the drafter known for it is taken"]
+        )
+        count, note = _within(model, count) if model else (count, [])
         found.notes += note
     else:
         found.notes.append(
-            f"--speculative-config: the method {method or 'of ' + model} is not run here; drafts come from the drafter "
-            "that is known for the model, if there is one (`sparkdraft models`), and from the request's own text"
+            f"--speculative-config: {_named(method, model)}; drafts come from the drafter that is known for the model, "
+            "if there is one (`sparkdraft models`), and from the request's own text"
         )
         return found
     if count:
         found.values["spec"] = str(count)
         found.notes.append("--speculative-config: the depth is fixed as there; without --spec it is chosen every step")
     return found
+
+
+def _named(method: str, model: str) -> str:
+    if not method and not model:
+        return "it names neither a method nor a model"
+    return f"the method {method or 'of ' + model} is not run here"
 
 
 def _within(repo: str, count: int) -> tuple[int, list[str]]:

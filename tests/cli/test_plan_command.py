@@ -135,7 +135,9 @@ def test_a_drafter_may_be_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--model", "no-such-model"], "Unknown model 'no-such-model'"),
+        (["--model", "no-such-model"], "Unknown model 'no-such-model': Known shapes are tiny, .*gpt-oss-120b"),
+        (["--model", "gpt-oss-129b"], "did you mean gpt-oss-120b"),
+        (["--drafter", "dflash-6x"], "Unknown drafter 'dflash-6x': did you mean dflash-5x"),
         (["--model", "gemma4-31b", "--machine", "rtx-5090"], "does not fit.*in nvfp4 it would fit"),
         (["--machine", "gb20"], "machine 'gb20' is not known"),
         (["--kv", "fp4"], "kv is 'fp4'"),

@@ -145,7 +145,7 @@ def write_vllm(path: Path, version: str = "0.32.0") -> None:
 
 
 class Simulation:
-    """Two machines, spark-1 and spark-2, or this machine twice (local)."""
+    """Two machines, spark-1 and spark-2, or more, or this machine so many times (local)."""
 
     def __init__(self, root: Path, count: int = 2, local: bool = False, **settings: Any) -> None:
         self.root, self.cache = root, root / "cache"
@@ -167,13 +167,11 @@ class Simulation:
             (root / "home").mkdir()
             self.environ["HOME"] = str(root / "home")
         lines = [f"port = {self.master}", *(f"{name} = {value!r}" for name, value in settings.items())]
-        for each in self.labels:
-            address = "local" if local else each
-            lines += ["[[host]]", f'address = "{address}"', 'ip = "127.0.0.1"', 'interfaces = ["lo"]']
+        for i, each in enumerate(self.labels):
+            address, ip = ("local", "127.0.0.1") if local else (each, f"127.0.0.{count - i}")  # no two have the same
+            lines += ["[[host]]", f'address = "{address}"', f'ip = "{ip}"', 'interfaces = ["lo"]']
         self.file = root / "sparks.toml"
         self.file.write_text("\n".join(lines) + "\n")
-        if not local:  # two hosts of one ip are refused, and this machine has but one
-            self.file.write_text(self.file.read_text().replace('"127.0.0.1"', '"127.0.0.2"', 1))
 
     def fault(self, host: str, **fault: Any) -> None:
         """refuses: what ssh says. frozen: ssh never answers. environ: variables there."""

@@ -95,6 +95,22 @@ def test_a_machine_that_dies_restarts_all_ranks_together_once_then_it_gives_up(s
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["tensor", "pipeline"])
+def test_four_machines_come_up_and_go_down_together(tmp_path: Path, parallel: str) -> None:
+    with clean(Simulation(tmp_path, count=4, restarts=1)) as four, four.up("--parallel", parallel) as process:
+        until_ready(four, process)
+        for rank in range(4):
+            args = " ".join(four.called(rank)["args"])
+            assert f"--nnodes 4 --node-rank {rank} " in args and f"--{parallel}-parallel-size 4" in args
+            assert ("--headless" in args) == (rank > 0)
+        four.signal("spark-4", signal.SIGKILL)
+        until_ready(four, process, restarts=1)
+        assert "rank 3 on spark-4 ended" in four.state()["restarts"][0]
+        assert four.command("down").returncode == 0 and process.wait(PATIENT) == 0
+        nothing_left(four)
+
+
+@pytest.mark.slow
 def test_a_machine_that_freezes_is_noticed_and_ends_its_rank_when_it_wakes(hasty: Simulation) -> None:
     with hasty.up() as process:
         until_ready(hasty, process)

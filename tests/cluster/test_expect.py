@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -113,6 +114,15 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "23 us, as given" in capsys.readouterr().out
 
 
+def test_the_machines_are_those_of_the_hosts_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = "".join(f'[[host]]\naddress = "spark-{i}"\nip = "192.168.177.{i}"\n' for i in (1, 2, 3, 4))
+    (tmp_path / "sparks.toml").write_text(hosts)
+    for flags, counts in (((), {1, 4}), (("--machines", "2"), {1, 2})):
+        assert main(["cluster", "plan", str(tmp_path / "sparks.toml"), *GEMMA, "--json", *flags]) == 0
+        told = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert {each["machines"] for each in told["cases"]} == counts
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
@@ -121,6 +131,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         ("--link wifi", "--link is 'wifi'; it must be one of roce, tcp"),
         ("--latency 0", "--latency is 0"),
         ("--measure", "--measure needs the hosts file"),
+        ("missing.toml", "the hosts file missing.toml cannot be read: No such file or directory"),
         ("--machine cpu --model tiny", "has no losses of 'vllm'"),
         ("--context 0", "--context 0; ask for 1 stream or more"),
     ],

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,10 @@ class Image:
         self.folder = folder
         overlay = "overlay" in Path("/proc/filesystems").read_text()  # vfs, which works everywhere, copies every layer
         self._environ = os.environ | {"BUILDAH_ISOLATION": "chroot", "STORAGE_DRIVER": "overlay" if overlay else "vfs"}
-        self._base()
-        wheels = _wheels(folder / "wheels")
+        with ThreadPoolExecutor() as pool:  # one waits for Debian's servers, the other for an index of packages
+            fetched = pool.submit(_wheels, folder / "wheels")
+            self._base()
+            wheels = fetched.result()
         volume, pip = f"{wheels}:/wheels:ro", "PIP_ARGS=--no-index --find-links /wheels"
         arguments = ("--build-arg", "BASE=localhost/base", "--build-arg", pip)
         self.buildah("build", "--format", "docker", *arguments, "--volume", volume, "-t", "localhost/image", str(ROOT))

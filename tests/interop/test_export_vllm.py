@@ -148,10 +148,10 @@ def test_a_folder_is_read_and_named_by_its_path(tmp_path: Path) -> None:
 
 def test_a_drafter_in_a_folder_is_known_by_its_config(tmp_path: Path) -> None:
     """An assistant, and another file of the target whose head is used."""
-    for config, depth in ((published(), 7), ({"model_type": "qwen3_5"}, 4)):
+    for config in (published(), {"model_type": "qwen3_5"}):
         (tmp_path / "config.json").write_text(json.dumps(config))
         found = exported(model=GEMMA, drafter=str(tmp_path)).flags["speculative-config"]
-        assert found == {"method": "mtp", "model": str(tmp_path), "num_speculative_tokens": depth}
+        assert found == {"method": "mtp", "model": str(tmp_path), "num_speculative_tokens": 4}
 
 
 def test_turboquant_becomes_the_smallest_type_that_holds_as_many_bits() -> None:
@@ -308,6 +308,30 @@ def test_the_three_forms_say_the_same() -> None:
     assert shlex.split(start.removeprefix("ExecStart=/usr/bin/env ")) == command.words()
     assert "TimeoutStopSec=60" in unit and "EnvironmentFile=" in unit
     assert not any("se%cret" in form for form in (text, as_yaml(command), unit))
+
+
+def test_a_misspelt_backend_is_refused_and_an_unknown_one_is_named() -> None:
+    with pytest.raises(UserError, match=r"--attention-backend is 'FLASHATTN', .*; did you mean FLASH_ATTN\?"):
+        Choices(attention_backend="flashattn")
+    with pytest.raises(UserError, match=r"--draft-attention-backend is 'TRITON_ATT', .*; did you mean TRITON_ATTN\?"):
+        Choices(draft_attention_backend="triton_att")
+    own = exported(Choices(attention_backend="of_a_plugin"), model="Qwen/Qwen3-8B")
+    assert own.flags["attention-backend"] == "OF_A_PLUGIN"
+    assert any("OF_A_PLUGIN is none of the backends of vLLM 0.32.0" in note for note in own.notes)
+    known = exported(Choices(attention_backend="flash_attn"), model="Qwen/Qwen3-8B")
+    assert not any("backends" in note for note in known.notes)
+
+
+def test_a_template_that_is_not_here_and_a_version_that_is_not_known(tmp_path: Path) -> None:
+    def says(words: str, **choices: Any) -> bool:
+        return any(words in note for note in exported(Choices(**choices), model="Qwen/Qwen3-8B").notes)
+
+    (tmp_path / "there.jinja").touch()
+    missing = "--chat-template: there is no file /nowhere.jinja here"
+    assert says(missing, chat_template="/nowhere.jinja")
+    assert not says("--chat-template", chat_template=str(tmp_path / "there.jinja"))
+    assert not says("--chat-template", chat_template="{{ messages }}")
+    assert says("vLLM 0.33.1 is newer than 0.32.0", version="0.33.1") and not says("is newer", version="0.32.0")
 
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")

@@ -190,6 +190,37 @@ def test_a_command_ends_where_a_shell_ends_it(text: str, left_out: str) -> None:
 @pytest.mark.parametrize(
     ("text", "values"),
     [
+        ('MODEL=a/b\nexport PORT=9000\nvllm serve "$MODEL" --port ${PORT}', {"model": "a/b", "port": 9000}),
+        ("ARGS='--port 9 --max-num-seqs 4'\nvllm serve m $ARGS", {"model": "m", "port": 9, "max_seqs": 4}),
+        ("vllm serve ${MODEL:-a/b} --port ${PORT:-9000}", {"model": "a/b", "port": 9000}),
+        ("KEY=x\nvllm serve m --api-key 'a$KEY'", {"model": "m", "api_key": "a$KEY"}),
+        ('KEY=x\nvllm serve m --api-key "a\\$KEY$KEY"', {"model": "m", "api_key": "a$KEYx"}),
+        ("KEY=$(openssl rand -hex 9)\nvllm serve m --api-key $KEY", {"model": "m", "api_key": "$KEY"}),
+        ("docker run --mount type=bind,src=/a,dst=/b i/vllm --model /b/m", {"model": "/a/m"}),
+    ],
+)
+def test_what_a_script_says_elsewhere(text: str, values: dict[str, Any]) -> None:
+    """Variables that it sets or has defaults for, as a shell reads them, and folders that it mounts."""
+    assert read(text).values == values
+
+
+def test_what_is_not_read_is_named(tmp_path: Path) -> None:
+    def says(text: str, words: str) -> bool:
+        return any(words in note for note in read(text).notes)
+
+    assert says("docker run --env-file .env i/vllm --model m", "--env-file: the variables of .env are not read")
+    path = tmp_path / "compose.yaml"
+    path.write_text("services: {server: {image: i/vllm, command: --model m, env_file: [a.env]}}")
+    assert says(str(path), "env_file: the variables of a.env are not read")
+    assert says("vllm serve --port 9", "no model is named: name one with --model, or ours serves smollm2")
+    assert not says("vllm serve m", "no model is named")
+    assert says("vllm serve m", "add --host 0.0.0.0 and a key")
+    assert not says("vllm serve m --api-key k", "and a key")
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
         ("--max_model_len=64K --port=9000", {"max_model_len": 65536, "port": 9000}),
         ("--max-model-len auto", {"max_model_len": 0}),
         ("--kv-cache-dtype turboquant_3bit_nc", {"kv": "turboquant", "tq_key_bits": 3, "tq_value_bits": 3}),
@@ -202,6 +233,8 @@ def test_a_command_ends_where_a_shell_ends_it(text: str, left_out: str) -> None:
         ("""--speculative-config '{"method":"ngram","num_speculative_tokens":4}'""",
          {"drafter": "none", "ngram": True, "spec": "4"}),
         ("""--speculative-config '{"method":"mtp","num_speculative_tokens":9}'""", {"drafter": "mtp", "spec": "6"}),
+        ("""--speculative-config '{"method":"dflash","num_speculative_tokens":9}'""", {"spec": "9"}),
+        ("--speculative-config '{}'", {}),
         ("""--speculative-config '{"method":"qwen3_next_mtp","model":"a/b","num_speculative_tokens":2}'""",
          {"drafter": "a/b", "spec": "2"}),
     ],
@@ -238,7 +271,13 @@ def test_a_file_of_the_hub_is_named_with_its_repository() -> None:
         ("ls -l", "no `vllm serve` and no `llama-server` is in it"),
         ("vllm serve m --max-num-seqs many", "--max-num-seqs: 'many' is no whole number"),
         ("vllm serve m --speculative-config {method", "is not valid JSON"),
-        ("vllm serve m --port --host x", "--port needs a value"),
+        ("vllm serve m --port --host x", "--port needs a value, and --host follows it"),
+        ("vllm serve m --port", "--port needs a value, and nothing follows it"),
+        ("vllm serve m --port $PORT", "--port: $PORT is a variable, and nothing here gives it a value"),
+        (
+            "vllm serve m --speculative-config.num_speculative_tokens few",
+            "--speculative-config: 'few' is no whole number",
+        ),
         ("vllm serve 'm", "No closing quotation"),
         ("vllm serve m tee", "'tee' follows no flag, and m is the model already"),
         ('EXTRA_ARGS="--seed \'3" vllm serve m', "EXTRA_ARGS cannot be read: No closing quotation"),
@@ -250,6 +289,27 @@ def test_a_file_of_the_hub_is_named_with_its_repository() -> None:
 def test_mistakes_are_one_sentence(text: str, words: str) -> None:
     with pytest.raises(UserError, match=re.escape(words)):
         read(text)
+
+
+@pytest.mark.parametrize(
+    ("service", "words"),
+    [
+        ("{image: i/vllm, environment: 5}", "environment of the service 'server' is 5, which compose cannot read"),
+        ("{image: i/vllm, ports: '80:80'}", "ports of the service 'server' is '80:80', which compose cannot read"),
+        ("{image: nginx, environment: 5}", "has no server among server"),
+        ("5", "has no server among server"),
+    ],
+)
+def test_a_compose_file_that_compose_cannot_read(tmp_path: Path, service: str, words: str) -> None:
+    path = tmp_path / "compose.yaml"
+    path.write_text(f"services: {{server: {service}}}")
+    with pytest.raises(UserError, match=re.escape(words)):
+        read(str(path))
+
+
+def test_a_service_of_a_command_is_refused() -> None:
+    with pytest.raises(UserError, match="a command has no services"):
+        read("vllm serve m", "server")
 
 
 def test_a_flag_that_nobody_knows_is_named() -> None:

@@ -56,9 +56,16 @@ def test_each_is_a_recipe_of_a_launcher(recipe: Recipe, form: str) -> None:
     assert {name: back.values[name] for name in expected} == expected
     if recipe.drafter.is_read:
         assert back.values["drafter"] == (recipe.drafter.repo or "mtp")
-        assert back.values["spec"] == str(recipe.drafter.block - 1)
+        assert back.values["spec"] == str(4 if recipe.drafter.kind == "assistant" else recipe.drafter.block - 1)
     else:
         assert '"method": "' in command and f'"num_speculative_tokens": {recipe.drafter.block - 1}' in command
+
+
+def test_a_recipe_has_the_depth_of_its_report() -> None:
+    """The one with Gemma 4's assistant names 4 drafts, the best of those that were tried."""
+    recipe = find_recipe("gemma-4-26b-a4b-fp8-spark")
+    assert "with 4 drafts" in recipe.source
+    assert recipe.for_vllm("0.32.0").flags["speculative-config"]["num_speculative_tokens"] == 4
 
 
 def test_launchers_get_the_same_command() -> None:
