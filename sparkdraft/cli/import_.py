@@ -1,4 +1,4 @@
-"""`sparkdraft import`: a command of vLLM or of llama.cpp, or a compose file, as ours."""
+"""`sparkdraft import`: a command of vLLM or of llama.cpp, a compose file, or vLLM's YAML file, as ours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from sparkdraft.cli.console import note
 from sparkdraft.core import UserError
 
-HELP = "read a command of vLLM or llama.cpp, or a compose file, and print ours"
+HELP = "read a command of vLLM or llama.cpp, a compose file or vLLM's YAML, and print ours"
 EXAMPLES = """examples:
   sparkdraft import "vllm serve Qwen/Qwen3-8B --max-num-seqs 16 --gpu-memory-utilization 0.8"
   sparkdraft import "llama-server -m model.gguf -c 32768 -np 4 -ngl 99"
@@ -20,7 +20,9 @@ Our command goes to standard output; what has no counterpart is named on standar
 
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "source", metavar="COMMAND", help="a command in quotes, a compose file, a script, or - for stdin"
+        "source",
+        metavar="COMMAND",
+        help="a command in quotes, a compose file, vLLM's YAML file, a script, or - for stdin",
     )
     parser.add_argument(
         "--service", default="", metavar="NAME", help="which service of a compose file that has several"

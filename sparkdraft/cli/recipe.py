@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace
 
 from sparkdraft.cli import serve
 from sparkdraft.cli.console import note
+from sparkdraft.core import UserError
 
 HELP = "serve a known pair of model and drafter by its name, or write it for a launcher"
 EXAMPLES = """examples:
@@ -53,6 +54,10 @@ def _show(args: Namespace) -> int:
 
     recipe = find_recipe(args.name)
     if args.form == "toml":
+        if args.container:
+            raise UserError(
+                "--container names a launcher's image, and our own file has none: add --form sparkrun or eugr"
+            )
         print(recipe.toml(), end="")
         return 0
     for text in recipe.for_vllm(args.vllm_version).notes:

@@ -1,4 +1,4 @@
-"""Finds another server's command in what a user has: a command line, a `docker run`, or a compose file."""
+"""Finds another server's command in what a user has: a command line, a `docker run`, a compose file, vLLM's YAML."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from sparkdraft.core import UserError
 from sparkdraft.interop.llama_flags import LLAMA_CPP
 from sparkdraft.interop.shell_text import ASSIGNMENT, commands, filled, split_words
 from sparkdraft.interop.tables import Server
 from sparkdraft.interop.vllm_flags import VLLM
+from sparkdraft.interop.vllm_yaml import flags_of, is_config, read_yaml, with_config
 
 DOCKER_SWITCHES = (
     "--detach",
@@ -42,14 +41,14 @@ class Source:
 
 
 def find_source(text: str, service: str = "") -> Source:
-    """text: a command, or the name of a compose file or of a script. service: which one of a compose file's."""
+    """text: a command, or the name of a compose file, of vLLM's YAML file or of a script. service: of a compose."""
     path = Path(text) if "\n" not in text and len(text) < 4096 else None
     if path is not None and " " not in text and path.suffix in (".yml", ".yaml", ".sh") and not path.is_file():
         raise UserError(f"the file {path} does not exist")
     if path is not None and path.is_file():
         text = path.read_text(encoding="utf-8", errors="replace")
         if path.suffix in (".yml", ".yaml"):
-            return _from_compose(text, str(path), service)
+            return _from_yaml(text, str(path), service)
     if service:
         raise UserError(f"--service is {service}, and a command has no services: leave it out, or give a compose file")
     return _from_shell(text)
@@ -85,9 +84,9 @@ def _program(words: list[str]) -> tuple[Server, list[str], list[str]] | None:
         if Path(word).name == LLAMA_SERVER:
             return LLAMA_CPP, words[:i], words[i + 1 :]
         if Path(word).name == "vllm" and words[i + 1 : i + 2] == ["serve"]:
-            return VLLM, words[:i], words[i + 2 :]
+            return VLLM, words[:i], with_config(words[i + 2 :])
         if word == API_SERVER:
-            return VLLM, words[: max(i - 2, 0)], words[i + 1 :]
+            return VLLM, words[: max(i - 2, 0)], with_config(words[i + 1 :])
     return None
 
 
@@ -157,14 +156,13 @@ def _in_container(
     return Source(server, words, environ, mounts, ports, [f"the command is that of the image {image}"])
 
 
-def _from_compose(text: str, name: str, wanted: str) -> Source:
-    try:
-        found = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"{name} is not valid YAML: {str(error).splitlines()[0]}") from None
+def _from_yaml(text: str, name: str, wanted: str) -> Source:
+    found = read_yaml(text, name)
     services = found.get("services") if isinstance(found, Mapping) else None
+    if not services and not wanted and is_config(found):
+        return Source(VLLM, flags_of(found))
     if not isinstance(services, Mapping) or not services:
-        raise UserError(f"{name} has no services; give a compose file, or a command in quotes")
+        raise UserError(f"{name} has no services; give a compose file, vLLM's own YAML file, or a command in quotes")
     if wanted and wanted not in services:
         raise UserError(f"{name} has no service '{wanted}', only {', '.join(services)}")
     serving = [key for key, service in services.items() if isinstance(service, Mapping) and _serves(service)]

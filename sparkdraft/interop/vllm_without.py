@@ -155,7 +155,7 @@ WITHOUT = without(
     ("--grpc", "HTTP only", SWITCH),
     ("--grpc-port", "HTTP only", VALUE),
     ("--fingerprint-mode --fingerprint-value", "answers have no system_fingerprint", VALUE),
-    ("--config", "a YAML file of vLLM is not read: import the command with its flags", VALUE),
+    ("--config", "there is no such file here, so nothing of it was read: import it where it is", VALUE),
     ("--max-logprobs --logprobs-mode", "the limit is fixed, and log-probabilities are the model's own", VALUE),
     ("--default-chat-template-kwargs", "a request sends chat_template_kwargs", VALUE),
     ("--api-server-count -asc --renderer-num-workers", "one API process", VALUE),

@@ -353,3 +353,63 @@ def test_a_file_has_no_key_and_that_is_said(capsys: pytest.CaptureFixture[str]) 
     assert main(["import", "vllm serve m --api-key hidden", "--toml"]) == 0
     out, notes = capsys.readouterr()
     assert out == 'model = "m"\n' and "api_key: not written into the file" in notes and "hidden" not in notes
+
+
+YAML = """
+model: google/gemma-4-31B-it
+max-model-len: 16384
+enable-prefix-caching: false
+enforce-eager: true
+kv-cache-dtype: null
+speculative-config:
+  method: dflash
+  model: RedHatAI/gemma-4-31B-it-speculator.dflash
+  num_speculative_tokens: 7
+swap-space: 4
+"""
+
+
+def test_the_yaml_file_of_vllm_is_its_flags(tmp_path: Path) -> None:
+    """By itself, and named by a command, whose flags beat it."""
+    file = tmp_path / "vllm.yaml"
+    file.write_text(YAML)
+    drafter = {"drafter": "RedHatAI/gemma-4-31B-it-speculator.dflash", "spec": "7"}
+    values = {
+        "model": "google/gemma-4-31B-it",
+        "max_model_len": 16384,
+        "prefix_cache": False,
+        "graphs": False,
+    } | drafter
+    alone = read(str(file))
+    assert alone.values == values and any(note.startswith("--swap-space") for note in alone.notes)
+    for named in (f"--config {file}", f"--config={file}"):
+        assert read(f"vllm serve other/model {named} --max-model-len 4096").values == values | {
+            "model": "other/model",
+            "max_model_len": 4096,
+        }
+    missing = read("vllm serve other/model --config /not/here.yaml")
+    assert missing.values == {"model": "other/model"} and "--config: there is no such file here" in str(missing.notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [("- a\n- b\n", "has no services"), ("a: [", "is not valid YAML"), ("colour: red\n", "has no services")],
+)
+def test_a_yaml_file_of_something_else_is_refused(text: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(UserError, match=sentence):
+        read(str(tmp_path / "a.yaml"))
+
+
+def test_what_export_writes_as_yaml_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--model Qwen/Qwen3.5-27B --max-seqs 8 --max-model-len 32768 --host 127.0.0.1 --memory-fraction 0.7"
+    assert main(["export", "vllm", *flags.split(), "--form", "yaml"]) == 0
+    (tmp_path / "vllm.yaml").write_text(capsys.readouterr().out)
+    found = read(str(tmp_path / "vllm.yaml")).values
+    assert {
+        "model": "Qwen/Qwen3.5-27B",
+        "max_seqs": 8,
+        "max_model_len": 32768,
+        "memory_fraction": 0.7,
+    }.items() <= found.items()
+    assert found["drafter"] == "z-lab/Qwen3.5-27B-DFlash" and found["spec"] == "15"

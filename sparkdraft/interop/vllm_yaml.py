@@ -1,0 +1,53 @@
+"""vLLM's own YAML file, which `vllm serve --config` reads, as the flags that it stands for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sparkdraft.core import UserError
+from sparkdraft.interop.vllm_flags import VLLM
+
+CONFIG = "--config"
+
+
+def read_yaml(text: str, name: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{name} is not valid YAML: {str(error).splitlines()[0]}") from None
+
+
+def is_config(found: Any) -> bool:
+    """Whether a YAML file is one of vLLM's: some of its names are flags'."""
+    return isinstance(found, Mapping) and any(VLLM.find(f"--{name}") for name in found)
+
+
+def flags_of(found: Mapping[str, Any]) -> list[str]:
+    words = []
+    for name, value in found.items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif value is not None:
+            words.append(f"--{name}={json.dumps(value) if isinstance(value, Mapping | list) else value}")
+    return words
+
+
+def with_config(words: list[str]) -> list[str]:
+    """The words of a command, after those of the file that its --config names: what the command says beats the file.
+    Without such a file here the words are as they were, and --config is reported like other flags that set nothing."""
+    for i, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if flag == CONFIG:
+            path = Path(value if equals else "".join(words[i + 1 : i + 2]))
+            if not path.is_file():
+                return words
+            found = read_yaml(path.read_text(encoding="utf-8", errors="replace"), str(path))
+            if not isinstance(found, Mapping):
+                raise UserError(f"{path} is no file for vLLM's --config: it has no names with values")
+            return [*flags_of(found), *words[:i], *words[i + (1 if equals else 2) :]]
+    return words
