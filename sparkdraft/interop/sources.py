@@ -41,7 +41,7 @@ class Source:
 
 
 def find_source(text: str, service: str = "") -> Source:
-    """text: a command, or the name of a compose file, of vLLM's YAML file or of a script. service: of a compose."""
+    """text: a command, or a file's name: compose's, vLLM's YAML or a script. service: which one of a compose file's."""
     path = Path(text) if "\n" not in text and len(text) < 4096 else None
     if path is not None and " " not in text and path.suffix in (".yml", ".yaml", ".sh") and not path.is_file():
         raise UserError(f"the file {path} does not exist")
