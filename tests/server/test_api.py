@@ -60,6 +60,16 @@ def test_a_stream_has_its_parts_in_order(echo: Live) -> None:
     assert len({c["id"] for c in [*chunks, usage]}) == 1
 
 
+def test_no_end_of_a_line_in_a_text_ends_a_line_of_the_stream(echo: Live) -> None:
+    """`events` reads lines as httpx does, by Unicode's ends of lines, and so do other clients."""
+    ends = "".join(chr(code) for code in range(0x3000) if len(f"a{chr(code)}b".splitlines()) > 1)
+    assert len(ends) > 9
+    said = "|".join(ends)
+    events = echo.events(CHAT, messages=[{"role": "user", "content": said}])
+    assert said in "".join(choice["delta"].get("content", "") for event in events for choice in event["choices"])
+    assert said in echo.chat(said).json()["choices"][0]["message"]["content"]
+
+
 def test_without_usage_the_last_chunk_has_the_metrics(echo: Live) -> None:
     *others, last = echo.events(CHAT, messages=USER, n=2, return_speculation=True)
     assert last["metrics"]["speculative_decoding"]["num_spec_steps"] == 4

@@ -25,11 +25,14 @@ class TokenBytes(Protocol):
 
 
 def dumps(value: Any) -> bytes:
-    """JSON as it goes out; half a character that a client smuggled in must not break the answer."""
-    return _encoder.encode(value).encode("utf-8", "replace")
+    """JSON as it goes out; half a character that a client smuggled in must not break the answer, nor a model's rare
+    end of a line the stream: clients that cut it by Unicode's lines, as httpx does, would cut an event in two."""
+    text = _encoder.encode(value)
+    return (text if text.isascii() else text.translate(LINE_ENDS)).encode("utf-8", "replace")
 
 
 _encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # the others JSON escapes itself
 
 
 # ---- counts
