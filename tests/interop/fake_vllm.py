@@ -35,9 +35,16 @@ python_info 1.0
 '''
 
 
-CALL = {{"name": "get_weather", "arguments": '{{"city": "Paris"}}'}}
-CALLS = {{"tool_calls": [{{"id": "1", "index": 0, "type": "function", "function": CALL}}]}}
 NO_PARSER = "requires --tool-call-parser to be set"
+
+
+def said(body):
+    # A small model: vLLM holds the arguments of a required call to their schema only if the tool is strict.
+    if not body.get("tools"):
+        return {{"content": "one two"}}
+    is_strict = body["tools"][0]["function"].get("strict")
+    call = {{"name": "get_weather", "arguments": '{{"city": "Paris"}}' if is_strict else '"Paris"'}}
+    return {{"tool_calls": [{{"id": "1", "index": 0, "type": "function", "function": call}}]}}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -69,7 +76,7 @@ class Handler(BaseHTTPRequestHandler):
         if body.get("tools") and "--tool-call-parser" not in args:
             return self.write(json.dumps({{"error": {{"message": NO_PARSER}}}}).encode(), "application/json", 400)
         if not body.get("stream"):
-            message = {{"role": "assistant", **(CALLS if body.get("tools") else {{"content": "one two"}})}}
+            message = {{"role": "assistant", **said(body)}}
             usage = {{"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}}
             choices = [{{"message": message, "finish_reason": "stop"}}]
             return self.answer({{"model": "m", "choices": choices, "usage": usage}})
@@ -77,7 +84,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        pieces = [CALLS] if body.get("tools") else [{{"content": "one "}}, {{"content": "two"}}]
+        pieces = [said(body)] if body.get("tools") else [{{"content": "one "}}, {{"content": "two"}}]
         for piece in pieces:
             self.event(json.dumps({{"choices": [{{"index": 0, "delta": piece}}]}}))
             while body.get("user") == "waits" and not os.path.exists("{record}.read"):
