@@ -19,6 +19,10 @@ FIXED = {"temperature": 0, "seed": 1}  # nothing is left to chance
 class Refused(Exception):
     """The server answered with an error; the message has the status and what it said."""
 
+    def __init__(self, response: httpx.Response) -> None:
+        super().__init__(f"status {response.status_code}: {response.text[:200]}")
+        self.not_offered = response.status_code in (400, 422)  # the request asks for what the server does not have
+
 
 class Unreachable(Exception):
     """No answer came, or not one that can be read."""
@@ -106,7 +110,7 @@ class Server:
             with self._http.stream("POST", self.root + "/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:
                     response.read()
-                    raise Refused(f"status {response.status_code}: {response.text[:200]}")
+                    raise Refused(response)
                 for line in response.iter_lines():
                     data = line.removeprefix("data:").strip()
                     if not line.startswith("data:") or not data:
@@ -130,7 +134,7 @@ class Server:
         except httpx.HTTPError as error:
             raise Unreachable(f"{type(error).__name__}: {error}") from None
         if response.status_code != 200:
-            raise Refused(f"status {response.status_code}: {response.text[:200]}")
+            raise Refused(response)
         try:
             value = response.json()
         except ValueError:

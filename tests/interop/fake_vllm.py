@@ -1,5 +1,6 @@
 """A program that behaves as `vllm` does where a parent and a client can see it: it says its version, serves /health,
-/metrics and chats, has a helper process in another session, and ends on SIGTERM. Written to a file as an executable."""
+/metrics and chats, refuses tools if it was given no parser of calls, has a helper process in another session, and ends
+on SIGTERM. Written to a file as an executable."""
 
 from __future__ import annotations
 
@@ -34,6 +35,18 @@ python_info 1.0
 '''
 
 
+NO_PARSER = "requires --tool-call-parser to be set"
+
+
+def said(body):
+    # A small model: vLLM holds the arguments of a required call to their schema only if the tool is strict.
+    if not body.get("tools"):
+        return {{"content": "one two"}}
+    is_strict = body["tools"][0]["function"].get("strict")
+    call = {{"name": "get_weather", "arguments": '{{"city": "Paris"}}' if is_strict else '"Paris"'}}
+    return {{"tool_calls": [{{"id": "1", "index": 0, "type": "function", "function": call}}]}}
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
@@ -60,8 +73,10 @@ class Handler(BaseHTTPRequestHandler):
             finally:
                 self.close_connection = True
             return
+        if body.get("tools") and "--tool-call-parser" not in args:
+            return self.write(json.dumps({{"error": {{"message": NO_PARSER}}}}).encode(), "application/json", 400)
         if not body.get("stream"):
-            message = {{"role": "assistant", "content": "one two"}}
+            message = {{"role": "assistant", **said(body)}}
             usage = {{"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}}
             choices = [{{"message": message, "finish_reason": "stop"}}]
             return self.answer({{"model": "m", "choices": choices, "usage": usage}})
@@ -69,8 +84,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        for piece in ("one ", "two"):
-            self.event(json.dumps({{"choices": [{{"index": 0, "delta": {{"content": piece}}}}]}}))
+        pieces = [said(body)] if body.get("tools") else [{{"content": "one "}}, {{"content": "two"}}]
+        for piece in pieces:
+            self.event(json.dumps({{"choices": [{{"index": 0, "delta": piece}}]}}))
             while body.get("user") == "waits" and not os.path.exists("{record}.read"):
                 if select_closed(self.connection):
                     return open("{record}.gone", "w").close()
@@ -85,8 +101,8 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, body):
         self.write(json.dumps(body).encode(), "application/json")
 
-    def write(self, raw, kind):
-        self.send_response(200)
+    def write(self, raw, kind, status=200):
+        self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(raw)))
         self.end_headers()

@@ -27,7 +27,7 @@ def texts(model: str, prompts: list[list[int]], tokens: int, **options: Any) -> 
         max_model_len=512,
         max_num_seqs=4,
         enforce_eager=True,
-        gpu_memory_utilization=0.1,
+        kv_cache_memory_bytes=256 << 20,  # a share of the memory would have to hold the weights too
         disable_log_stats=False,
         **options,
     )

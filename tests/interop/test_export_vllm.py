@@ -94,6 +94,30 @@ def test_parsers_are_those_of_the_family(model: str, parsers: tuple[str | None, 
     assert (flags.get("reasoning-parser"), flags["tool-call-parser"]) == parsers and flags["enable-auto-tool-choice"]
 
 
+@pytest.mark.parametrize(
+    ("template", "parser", "said"),
+    [
+        ("{{ messages }}", "hermes", "tools: the chat template knows none"),
+        ("{{ tools }}<tool_call>{{ messages[0].arguments }}", "hermes", ""),
+        ("{{ tools }}<function=x><parameter=y>", "qwen3_xml", ""),
+        ("{{ tools }}[AVAILABLE_TOOLS]", None, "tools: no parser of vLLM is known"),
+        (None, None, "tools: no parser of vLLM is known"),
+    ],
+)
+def test_the_template_of_an_unknown_family_decides_how_calls_are_read(
+    template: str | None, parser: str | None, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"model_type": "unheard_of"}))
+    if template:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    command = exported(model=str(tmp_path))
+    assert command.flags.get("tool-call-parser") == parser
+    assert command.flags.get("enable-auto-tool-choice") is (True if parser else None)
+    notes = [note for note in command.notes if note.startswith("tools:")]
+    assert [said in note for note in notes] == ([True] if said else [])
+    assert exported(model=str(tmp_path), server={"tool_parser": "hermes"}).flags["tool-call-parser"] == "hermes"
+
+
 def test_the_drafter_and_its_depth() -> None:
     assert exported(model=QWEN).flags["speculative-config"] == {
         "method": "dflash",

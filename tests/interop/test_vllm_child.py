@@ -181,6 +181,34 @@ def test_the_front_hands_on_requests_and_streams(tmp_path: Path) -> None:
         process.wait(PATIENT)
 
 
+def test_a_model_whose_template_knows_no_tools_answers_calls_and_one_without_a_parser_is_no_fault(
+    tmp_path: Path,
+) -> None:
+    """Without a parser vLLM refuses every request with tools, which once was a failure that no user could act on."""
+    probe, model = "tool call is a call", tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "unheard_of"}))
+    for template, status, said in (
+        ("{{ messages[0].content }}", "passed", "a required call of get_weather"),
+        ("{{ messages[0].content }}{{ tools }}", "skipped", "requires --tool-call-parser"),
+    ):
+        record, port = write_fake(tmp_path), free_port()
+        record.unlink(missing_ok=True)
+        (model / "chat_template.jinja").write_text(template)
+        command = ("-m", "sparkdraft.cli.main", "serve", "--engine", "vllm", "--port", str(port), "--model", str(model))
+        with started(tmp_path, *command) as (process, _):
+            wait_for(lambda port=port: _is_ready(port))
+            args = json.loads(record.read_text())["args"]
+            assert ("--tool-call-parser" in args) == ("--enable-auto-tool-choice" in args) == (status == "passed")
+            asked = httpx.get(f"http://127.0.0.1:{port}/v1/status", trust_env=False, timeout=PATIENT).json()["canary"]
+            found = next(finding for finding in asked if finding["probe"] == probe)
+            assert found["status"] == status and said in found["detail"], found
+            health = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, timeout=PATIENT).json()
+            assert probe not in health["canary"]  # the fake fails others
+            process.send_signal(signal.SIGTERM)
+            process.wait(PATIENT)
+
+
 def test_a_client_that_hangs_up_ends_its_request(tmp_path: Path) -> None:
     record = write_fake(tmp_path)
     port = free_port()

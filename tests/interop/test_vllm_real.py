@@ -8,6 +8,7 @@ Minutes, most of which vLLM takes to start. Skipped where the variable names no 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -22,10 +23,12 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from sparkdraft.bench import serve, serve_report
 from sparkdraft.cli.main import main
+from sparkdraft.core import SamplingParams
 from sparkdraft.interop.child import free_port
+from sparkdraft.llm import LLM
 from sparkdraft.train.export import ExportTarget, export
-from sparkdraft.weights.checkpoint import open_checkpoint
 from tests.models.tiny import write_tiny
 from tests.spec.tiny_drafter import body, random_tensors, zlab
 
@@ -33,6 +36,13 @@ VENV = Path(os.environ.get("TEST_VLLM_VENV", "/nowhere"))
 PYTHON = VENV / "bin/python"
 PROGRAM = Path(__file__).with_name("in_vllm.py")
 START_SECONDS = 600
+CALL = "tool call is a call"
+ASKED = (
+    "Write a Python function that adds two numbers.",
+    "Count from 1 to 30.",
+    "Why is the sky blue?",
+    "Name three fruits and say what each tastes like.",
+)
 SPECULATORS = """
 import json, sys
 from speculators import SpeculatorModel
@@ -109,18 +119,25 @@ def test_a_tiny_model_writes_the_same_with_a_tiny_drafter(tmp_path: Path) -> Non
     assert states.count("not needed") == 5 and "failed" not in states
 
 
-def test_the_embedded_model_writes_the_same_and_many_drafts_are_accepted(
+def test_the_embedded_model_writes_the_same_and_as_many_drafts_are_accepted_as_here(
     tmp_path: Path, embedded: tuple[Path, Path]
 ) -> None:
-    tokenizer = open_checkpoint(str(embedded[0])).tokenizer_json()
-    asked = ("Write a Python function that adds two numbers.", "Count from 1 to 30.")
-    texts = [f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in asked]
+    """Both engines in float32. Steps are compared: vLLM also counts drafts past the last token that was asked for."""
+    model, drafter = map(str, embedded)
+    options = {"drafter": drafter, "spec": "15", "ngram": False, "max_model_len": 512, "max_seqs": 4}
+    own = LLM(model, dtype="float32", profile="none", **options)
+    ids = [own.chat_ids([{"role": "user", "content": text}]) for text in ASKED]
     prompts = tmp_path / "prompts.json"
-    prompts.write_text(json.dumps([tokenizer.encode(text).ids for text in texts]))
+    prompts.write_text(json.dumps(ids))
     found = run(PROGRAM, *embedded, "15", "64", prompts)
+    print(json.dumps({how: found[how] | {"ids": []} for how in ("drafted", "chosen")}))  # for the figures in docs
     assert found["plain"]["ids"] == found["drafted"]["ids"] == found["chosen"]["ids"]
-    length = {how: 1 + found[how]["accepted_tokens"] / found[how]["drafts"] for how in ("drafted", "chosen")}
-    assert length["drafted"] > 2.5, length
+    ours = [result.completions[0] for result in own.generate(ids, SamplingParams(max_tokens=64, ignore_eos=True))]
+    assert [each.ids for each in ours] == found["plain"]["ids"]
+    steps = sum((each.speculation or {})["num_spec_steps"] for each in ours)
+    print(f"steps: {steps} here, {found['drafted']['drafts']} in vLLM")
+    assert abs(found["drafted"]["drafts"] / steps - 1) <= 0.05, "within 5 %"
+    assert steps < len(ids) * 64 / 2.5, "over 2.5 tokens a step"
     assert found["drafted"]["draft_tokens"] == 15 * found["drafted"]["drafts"]
     assert found["chosen"]["draft_tokens"] < 15 * found["chosen"]["drafts"], "some steps verified fewer drafts"
 
@@ -163,18 +180,12 @@ def test_patches_apply_to_the_files_of_old_versions(version: str, applied: set[s
     assert len(found["said"]) == len(applied)
 
 
-@pytest.fixture(scope="module")
-def front(embedded: tuple[Path, Path]) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """`serve --engine vllm`, from the moment that it is ready."""
-    port = free_port()
-    model, drafter = map(str, embedded)
-    flags = ("--max-model-len", "1024", "--max-seqs", "4", "--no-graphs", "--memory-fraction", "0.1")
-    command = (sys.executable, "-m", "sparkdraft.cli.main", "serve", "--engine", "vllm", "--model", model)
-    env = {**os.environ, "PATH": f"{VENV / 'bin'}:{os.environ['PATH']}", "SPARKDRAFT_API_KEY": "key"}
-    process = subprocess.Popen(
-        [*command, "--drafter", drafter, "--served-name", "m", *flags, "--port", str(port)], env=env
-    )
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
+def _serving(url: str, *flags: str, **environ: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """`serve`, from the moment that it is ready."""
+    command = (sys.executable, "-m", "sparkdraft.cli.main", "serve", "--served-name", "m", "--max-model-len", "1024")
+    port = url.rpartition(":")[2]
+    process = subprocess.Popen([*command, "--port", port, *flags], env={**os.environ, **environ})
+    deadline = time.monotonic() + START_SECONDS
     try:
         while _health(url) != 200:
             assert process.poll() is None and time.monotonic() < deadline, "it did not become ready"
@@ -185,6 +196,21 @@ def front(embedded: tuple[Path, Path]) -> Iterator[tuple[str, subprocess.Popen[b
         process.wait()
 
 
+@pytest.fixture(scope="module")
+def front(embedded: tuple[Path, Path]) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    model, drafter = map(str, embedded)
+    flags = ("--engine", "vllm", "--model", model, "--drafter", drafter, "--max-seqs", "4", "--no-graphs")
+    path = f"{VENV / 'bin'}:{os.environ['PATH']}"
+    yield from _serving(f"http://127.0.0.1:{free_port()}", *flags, PATH=path, SPARKDRAFT_API_KEY="key")
+
+
+@pytest.fixture(scope="module")
+def own(embedded: tuple[Path, Path]) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """Our own engine on the same files and in the same numbers; it computes slowly in float32 on a CPU."""
+    flags = ("--model", str(embedded[0]), "--dtype", "float32", "--spec", "off", "--no-canary", "--profile", "none")
+    yield from _serving(f"http://127.0.0.1:{free_port()}", *flags)
+
+
 def _health(url: str) -> int:
     try:
         return httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code
@@ -192,8 +218,12 @@ def _health(url: str) -> int:
         return 0
 
 
+def _get(url: str, path: str) -> httpx.Response:
+    return httpx.get(f"{url}{path}", headers={"Authorization": "Bearer key"}, timeout=30, trust_env=False)
+
+
 def test_it_is_served_behind_our_front(front: tuple[str, subprocess.Popen[bytes]]) -> None:
-    url, process = front
+    url, _ = front
     client = OpenAI(base_url=f"{url}/v1", api_key="key", timeout=120)
     messages: Any = [{"role": "user", "content": "Count from 1 to 20."}]
     answer = client.chat.completions.create(model="m", messages=messages, max_tokens=32, temperature=0)
@@ -203,11 +233,47 @@ def test_it_is_served_behind_our_front(front: tuple[str, subprocess.Popen[bytes]
     pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
     assert "".join(pieces) == answer.choices[0].message.content and len(pieces) > 2
     assert httpx.get(f"{url}/v1/models", trust_env=False).status_code == 401
-    metrics = httpx.get(f"{url}/metrics", headers={"Authorization": "Bearer key"}, trust_env=False).text
+    metrics = _get(url, "/metrics").text
     assert "\nsparkdraft_spec_decode_num_accepted_tokens_total{" in metrics and "vllm:" not in metrics
     assert 'sparkdraft_vllm_patches{state="not needed"} 5' in metrics
     assert 'sparkdraft_spec_decode_num_draft_tokens_per_pos_total{position="14"}' in metrics
-    assert "sparkdraft_engine_ready 1" in metrics and 'canary_probe_passed{probe="stream flows"} 1' in metrics
+    assert "sparkdraft_engine_ready 1" in metrics and f'canary_probe_passed{{probe="{CALL}"}} 1' in metrics
+
+
+def test_it_answers_every_question_and_is_not_degraded(front: tuple[str, subprocess.Popen[bytes]]) -> None:
+    """A slow machine skips the last questions at the start; `check --url` asks all of them."""
+    url, _ = front
+    findings = _get(url, "/v1/status").json()["canary"]
+    assert _get(url, "/health").json() == {"status": "ok"}, findings
+    call = next(finding for finding in findings if finding["probe"] == CALL)
+    assert call["status"] == "passed" and "a required call of get_weather" in call["detail"], call
+    assert main(["check", "--url", url, "--api-key", "key", "--timeout", "120"]) == 0
+
+
+def test_both_engines_write_the_same(
+    front: tuple[str, subprocess.Popen[bytes]], own: tuple[str, subprocess.Popen[bytes]]
+) -> None:
+    """By the openai client, and by what `bench serve` sends and reads."""
+    texts, benched = [], []
+    for url, _ in (front, own):
+        client = OpenAI(base_url=f"{url}/v1", api_key="key", timeout=300)
+        answers = [
+            client.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": text}], max_tokens=24, temperature=0
+            )
+            for text in ASKED
+        ]
+        texts.append([(each.choices[0].message.content, each.usage and each.usage.prompt_tokens) for each in answers])
+        result = serve.Result(serve.Settings(url, "key", streams=(1,), classes=("qa",), output_len=24, requests=2))
+        asyncio.run(serve.measure(result.settings, result, lambda what, done, total: None))
+        print(serve_report.markdown(serve_report.summary(result)))  # for the figures in docs
+        benched.append([(sample.text, sample.tokens, sample.error) for sample in result.cells[0].load.samples])
+    assert texts[0] == texts[1]
+    assert benched[0] == benched[1] and len(benched[0]) == 2 and all(text for text, _, _ in benched[0])
+
+
+def test_a_signal_ends_all_of_it(front: tuple[str, subprocess.Popen[bytes]]) -> None:
+    _, process = front
     below = _below(process.pid)
     assert len(below) >= 3, "vLLM runs in several processes"
     process.send_signal(signal.SIGTERM)
