@@ -42,16 +42,24 @@ class Source:
 
 def find_source(text: str, service: str = "") -> Source:
     """text: a command, or a file's name: compose's, vLLM's YAML or a script. service: which one of a compose file's."""
-    path = Path(text) if "\n" not in text and len(text) < 4096 else None
-    if path is not None and " " not in text and path.suffix in (".yml", ".yaml", ".sh") and not path.is_file():
+    path = Path(text)
+    is_file = _is_file(path)
+    if not is_file and path.suffix in (".yml", ".yaml", ".sh") and not set(" \n") & set(text):
         raise UserError(f"the file {path} does not exist")
-    if path is not None and path.is_file():
+    if is_file:
         text = path.read_text(encoding="utf-8", errors="replace")
         if path.suffix in (".yml", ".yaml"):
             return _from_yaml(text, str(path), service)
     if service:
         raise UserError(f"--service is {service}, and a command has no services: leave it out, or give a compose file")
     return _from_shell(text)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a command is often longer than a file's name may be
+        return False
 
 
 def _from_shell(text: str) -> Source:

@@ -307,6 +307,13 @@ def test_a_compose_file_that_compose_cannot_read(tmp_path: Path, service: str, w
         read(str(path))
 
 
+@pytest.mark.parametrize("more", [300, 5000])
+def test_a_command_may_be_longer_than_the_name_of_a_file(more: int) -> None:
+    """It is looked for as a file first, which no operating system lets have so long a name."""
+    text = f"llama-server -m model.gguf --alias {'a' * more}"
+    assert read(text).values == {"model": "model.gguf", "served_name": "a" * more}
+
+
 def test_a_service_of_a_command_is_refused() -> None:
     with pytest.raises(UserError, match="a command has no services"):
         read("vllm serve m", "server")
