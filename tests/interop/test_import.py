@@ -197,11 +197,39 @@ def test_a_command_ends_where_a_shell_ends_it(text: str, left_out: str) -> None:
         ('KEY=x\nvllm serve m --api-key "a\\$KEY$KEY"', {"model": "m", "api_key": "a$KEYx"}),
         ("KEY=$(openssl rand -hex 9)\nvllm serve m --api-key $KEY", {"model": "m", "api_key": "$KEY"}),
         ("docker run --mount type=bind,src=/a,dst=/b i/vllm --model /b/m", {"model": "/a/m"}),
+        ("ARGS=''\nvllm serve m $ARGS --port 9", {"model": "m", "port": 9}),
+        ("END=\nvllm serve m$END ${END:---port} ${END-8}9", {"model": "m", "port": 9}),
+        ('S=\'{"method":"mtp"}\'\nvllm serve m --speculative-config $S', {"model": "m", "drafter": "mtp"}),
+        ('KEY="it\'s"\nvllm serve m --api-key $KEY', {"model": "m", "api_key": "it's"}),
+        ("vllm serve m --api-key `cat a file` --port 9", {"model": "m", "api_key": "`cat a file`", "port": 9}),
     ],
 )
 def test_what_a_script_says_elsewhere(text: str, values: dict[str, Any]) -> None:
     """Variables that it sets or has defaults for, as a shell reads them, and folders that it mounts."""
     assert read(text).values == values
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "MODEL=a\nMODEL=$(choose)",
+        "if [ $SIZE = big ]; then\n  MODEL=a\nelse\n  MODEL=b\nfi",
+        "MODEL=a; if [ $SIZE = big ]; then MODEL=b; fi",
+        "MODEL=a\n[ $SIZE = big ] && MODEL=b",
+        "MODEL=a\ntest -d a || MODEL=b",
+        "for each in a b; do\n  MODEL=$each\ndone",
+    ],
+)
+def test_a_variable_of_which_no_one_knows_the_value_stays_one(text: str) -> None:
+    assert read(f"{text}\nvllm serve $MODEL").values == {"model": "$MODEL"}
+    assert read(f"{text}\nMODEL=c\nvllm serve $MODEL").values == {"model": "c"}
+
+
+def test_a_comment_ends_with_its_line() -> None:
+    """A shell ends the command there, so the flags behind it are named and not swallowed."""
+    found = read("# as in vllm serve x \\\nvllm serve m --port 9 \\\n  # --seed 3 \\\n  --max-num-seqs 4")
+    assert found.values == {"model": "m", "port": 9}
+    assert "left out, after the command: --max-num-seqs 4" in found.notes
 
 
 def test_what_is_not_read_is_named(tmp_path: Path) -> None:
