@@ -155,7 +155,7 @@ WITHOUT = without(
     ("--grpc", "HTTP only", SWITCH),
     ("--grpc-port", "HTTP only", VALUE),
     ("--fingerprint-mode --fingerprint-value", "answers have no system_fingerprint", VALUE),
-    ("--config", "there is no such file here, so nothing of it was read: import it where it is", VALUE),
+    ("--config", "not read where it is not here, in a container or in EXTRA_ARGS: import the file by itself", VALUE),
     ("--max-logprobs --logprobs-mode", "the limit is fixed, and log-probabilities are the model's own", VALUE),
     ("--default-chat-template-kwargs", "a request sends chat_template_kwargs", VALUE),
     ("--api-server-count -asc --renderer-num-workers", "one API process", VALUE),

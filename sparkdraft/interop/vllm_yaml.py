@@ -18,28 +18,34 @@ CONFIG = "--config"
 def read_yaml(text: str, name: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: what looks like a date and is none
         raise UserError(f"{name} is not valid YAML: {str(error).splitlines()[0]}") from None
 
 
 def is_config(found: Any) -> bool:
     """Whether a YAML file is one of vLLM's: some of its names are flags'."""
-    return isinstance(found, Mapping) and any(VLLM.find(f"--{name}") for name in found)
+    return isinstance(found, Mapping) and any(VLLM.find(_flag(name)) for name in found)
+
+
+def _flag(name: Any) -> str:
+    return f"--{name}".replace("_", "-")
 
 
 def flags_of(found: Mapping[str, Any]) -> list[str]:
     words = []
-    for name, value in found.items():
+    for flag, value in ((_flag(name), value) for name, value in found.items()):
         if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
+            words += [flag] if value else [f"--no-{flag[2:]}"] if not flag.startswith("--no-") else []
+        elif isinstance(value, list):  # in vLLM each is a word of its own
+            words.append(f"{flag}={','.join(map(str, value))}")
         elif value is not None:
-            words.append(f"--{name}={json.dumps(value) if isinstance(value, Mapping | list) else value}")
+            words.append(f"{flag}={json.dumps(value, default=str) if isinstance(value, Mapping) else value}")
     return words
 
 
 def with_config(words: list[str]) -> list[str]:
     """The words of a command, after those of the file that its --config names: what the command says beats the file.
-    Without such a file here the words are as they were, and --config is reported like other flags that set nothing."""
+    Without such a file the words are as they were, and --config is reported like other flags that set nothing."""
     for i, word in enumerate(words):
         flag, equals, value = word.partition("=")
         if flag == CONFIG:

@@ -422,13 +422,28 @@ def test_the_yaml_file_of_vllm_is_its_flags(tmp_path: Path) -> None:
             "model": "other/model",
             "max_model_len": 4096,
         }
+    file.write_text(
+        "max_model_len: 16384\nserved-model-name: [a, b]\napi-key:\n- k\nno-enable-prefix-caching: false\n"
+        "speculative-config: {method: mtp, revision: 2026-01-01}\n"
+    )
+    values = {"max_model_len": 16384, "served_name": "a,b", "api_key": "k", "drafter": "mtp"}
+    assert read(str(file)).values == values
+    unread = "--config: not read where it is not here, in a container or in EXTRA_ARGS"
+    for text in (f"docker run i/vllm --model m --config {file}", f"EXTRA_ARGS='--config {file}' vllm serve m"):
+        found = read(text)
+        assert found.values == {"model": "m"} and unread in str(found.notes)
     missing = read("vllm serve other/model --config /not/here.yaml")
-    assert missing.values == {"model": "other/model"} and "--config: there is no such file here" in str(missing.notes)
+    assert missing.values == {"model": "other/model"} and unread in str(missing.notes)
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
-    [("- a\n- b\n", "has no services"), ("a: [", "is not valid YAML"), ("colour: red\n", "has no services")],
+    [
+        ("- a\n- b\n", "has no services"),
+        ("a: [", "is not valid YAML"),
+        ("colour: red\n", "has no services"),
+        ("model: m\nrevision: 2026-13-45\n", "is not valid YAML: month must be in 1..12"),
+    ],
 )
 def test_a_yaml_file_of_something_else_is_refused(text: str, sentence: str, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(text)
