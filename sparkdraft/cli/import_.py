@@ -38,7 +38,8 @@ def run(args: Namespace) -> int:
         raise UserError('the command is empty; give one such as "vllm serve Qwen/Qwen3-8B"')
     found = read(text, args.service)
     secret = ["api_key: not written into the file; set SPARKDRAFT_API_KEY where the server starts"]
-    for line in found.notes + (secret if args.toml and "api_key" in found.values else []):
+    unwritten = [*(secret if "api_key" in found.values else []), *found.unfilled()]
+    for line in found.notes + (unwritten if args.toml else []):
         note(line)
     print(found.toml() if args.toml else found.command(), end="" if args.toml else "\n")
     return 0

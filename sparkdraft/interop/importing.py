@@ -15,6 +15,10 @@ from sparkdraft.server.config import FIELDS, default_of, merge
 from sparkdraft.server.container_env import container_notes, is_container_name
 
 PLACE_OF_KEY = "SPARKDRAFT_API_KEY"
+PATHS = ("model", "drafter")
+# What a shell fills in where ours is started: a variable or a command's output; and a path with variables in it
+FILLED = re.compile(r"""\$\w+|\$\{\w+\}|\$\([^()"]*\)|`[^`"]*`""")
+FILLED_PATH = re.compile(r"(?:\$\w+|\$\{\w+\}|[\w./:@+~-])+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,9 @@ class Imported:
         for name in (name for name in FIELDS if name in self.values and name != "api_key"):
             value, flag = self.values[name], name.replace("_", "-")
             words.append(
-                f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag} {_quoted(value)}"
+                f"--{'' if value else 'no-'}{flag}"
+                if isinstance(value, bool)
+                else f"--{flag} {_quoted(value, is_path=name in PATHS)}"
             )
         return " ".join(words)
 
@@ -38,6 +44,15 @@ class Imported:
         """As a file for `serve --config`. The key is left out: it belongs into the environment."""
         given = {name: self.values[name] for name in FIELDS if name in self.values and name != "api_key"}
         return "".join(f"{name} = {json.dumps(value)}\n" for name, value in given.items())
+
+    def unfilled(self) -> list[str]:
+        """What a shell would fill in, for a note: no one fills it into a file."""
+        given = {name: str(self.values[name]) for name in self.values if name != "api_key"}
+        return [
+            f"{name}: {text} is for a shell to fill in, and none reads the file: write what it stands for"
+            for name, text in given.items()
+            if FILLED.fullmatch(text) or (name in PATHS and "$" in text)
+        ]
 
 
 def read(text: str, service: str = "") -> Imported:
@@ -78,7 +93,7 @@ def _finish(values: dict[str, Any], notes: list[str], source: Source) -> None:
     if file := values.pop("hub file", ""):
         values["model"] = f"{values.get('model', '')}:{file}"
         notes[:] = [note for note in notes if not note.startswith("--hf-repo: name the file")]
-    for name in ("model", "drafter"):
+    for name in PATHS:
         value = values.get(name, "")
         for inside, host in source.mounts.items():
             if value == inside or value.startswith(inside.rstrip("/") + "/"):
@@ -107,6 +122,7 @@ def _publish(values: dict[str, Any], notes: list[str], ports: list[str]) -> None
             return
 
 
-def _quoted(value: Any) -> str:
+def _quoted(value: Any, is_path: bool = False) -> str:
     text = f"{value:g}" if isinstance(value, float) else str(value)
-    return f'"{text}"' if re.fullmatch(r"\$\{?\w+\}?", text) else shlex.quote(text)
+    is_filled = FILLED.fullmatch(text) or (is_path and "$" in text and FILLED_PATH.fullmatch(text))
+    return f'"{text}"' if is_filled else shlex.quote(text)

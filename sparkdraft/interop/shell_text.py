@@ -91,7 +91,7 @@ def filled(text: str, values: Mapping[str, str]) -> str:
         name, sign = found[1] or found[2], found[3] or ""
         if name in values and (values[name] or not sign.startswith(":")):
             return values[name]
-        return found[4] if sign.endswith("-") else f"${name}"
+        return found[4] if sign.endswith("-") else f"${name}" if found[1] else f"${{{name}}}"
 
     return REFERENCE.sub(value, text)
 

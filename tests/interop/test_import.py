@@ -134,7 +134,7 @@ def test_a_compose_file_of_variables(tmp_path: Path) -> None:
     found = read(str(path))
     assert found.values == {
         **{"model": "/models/DFlash-Qwen3.5-27B-Uncensored-NVFP4", "served_name": "qwen35-dflash", "spec": "15"},
-        **{"drafter": "z-lab/Qwen3.5-27B-DFlash", "max_model_len": 65536, "api_key": "$VLLM_API_KEY", "kv": "fp8"},
+        **{"drafter": "z-lab/Qwen3.5-27B-DFlash", "max_model_len": 65536, "api_key": "${VLLM_API_KEY}", "kv": "fp8"},
     }
     assert any("--seed: requests have seeds" in note for note in found.notes)
 
@@ -388,6 +388,29 @@ def test_a_file_has_no_key_and_that_is_said(capsys: pytest.CaptureFixture[str]) 
     assert main(["import", "vllm serve m --api-key hidden", "--toml"]) == 0
     out, notes = capsys.readouterr()
     assert out == 'model = "m"\n' and "api_key: not written into the file" in notes and "hidden" not in notes
+
+
+@pytest.mark.parametrize(
+    ("text", "ours"),
+    [
+        ("docker run -v $HOME/a:/b i/vllm --model /b/m", 'sparkdraft serve --model "$HOME/a/m"'),
+        ("vllm serve /a/${NAME}_it", 'sparkdraft serve --model "/a/${NAME}_it"'),
+        ("vllm serve '/a/$5 (x)'", "sparkdraft serve --model '/a/$5 (x)'"),
+        ("vllm serve m --api-key $(cat key)", 'SPARKDRAFT_API_KEY="$(cat key)" sparkdraft serve --model m'),
+        ("vllm serve m --api-key `cat key`", 'SPARKDRAFT_API_KEY="`cat key`" sparkdraft serve --model m'),
+        ("vllm serve m --api-key 'a$b'", "SPARKDRAFT_API_KEY='a$b' sparkdraft serve --model m"),
+    ],
+)
+def test_what_a_shell_fills_in_is_left_to_it(text: str, ours: str) -> None:
+    assert read(text).command() == ours
+
+
+def test_a_file_has_no_shell_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", "vllm serve $HOME/m --port 9 --api-key $KEY", "--toml"]) == 0
+    out, notes = capsys.readouterr()
+    assert 'model = "$HOME/m"' in out and "model: $HOME/m is for a shell to fill in" in notes
+    assert main(["import", "vllm serve $HOME/m"]) == 0
+    assert "fill in" not in capsys.readouterr().err
 
 
 YAML = """
