@@ -171,6 +171,7 @@ def _from_yaml(text: str, name: str, wanted: str) -> Source:
         return Source(VLLM, flags_of(found))
     if not isinstance(services, Mapping) or not services:
         raise UserError(f"{name} has no services; give a compose file, vLLM's own YAML file, or a command in quotes")
+    services = {str(key): service for key, service in services.items()}  # YAML makes a number of 1
     if wanted and wanted not in services:
         raise UserError(f"{name} has no service '{wanted}', only {', '.join(services)}")
     serving = [key for key, service in services.items() if isinstance(service, Mapping) and _serves(service)]

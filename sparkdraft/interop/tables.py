@@ -186,7 +186,7 @@ def _pieces(server: Server, words: list[str]) -> Iterable[tuple[str, str, tuple[
             yield positive.names[0], OFF, (word,)
         elif key:
             value = value if equals or not words else words.pop(0)
-            _put(parts.setdefault(name, {}), key.replace("-", "_").split("."), value)
+            _put(parts.setdefault(name, {}), word.partition("=")[0], key.replace("-", "_").split("."), value)
         elif equals:
             yield name, value, (word,)
         else:
@@ -218,9 +218,11 @@ def _is_flag(word: str) -> bool:
     return word.startswith("-") and len(word) > 1 and not re.fullmatch(r"-\d+(\.\d+)?", word)
 
 
-def _put(target: dict[str, Any], keys: list[str], value: str) -> None:
+def _put(target: dict[str, Any], word: str, keys: list[str], value: str) -> None:
     for key in keys[:-1]:
         target = target.setdefault(key, {})
+        if not isinstance(target, dict):
+            raise UserError(f"{word}: '{key}' has a value already, {target!r}, and can have no parts")
     try:
         target[keys[-1]] = json.loads(value)
     except ValueError:

@@ -306,6 +306,10 @@ def test_a_file_of_the_hub_is_named_with_its_repository() -> None:
             "vllm serve m --speculative-config.num_speculative_tokens few",
             "--speculative-config: 'few' is no whole number",
         ),
+        (
+            "vllm serve m --speculative-config.model a --speculative-config.model.revision b",
+            "--speculative-config.model.revision: 'model' has a value already, 'a', and can have no parts",
+        ),
         ("vllm serve 'm", "No closing quotation"),
         ("vllm serve m tee", "'tee' follows no flag, and m is the model already"),
         ('EXTRA_ARGS="--seed \'3" vllm serve m', "EXTRA_ARGS cannot be read: No closing quotation"),
@@ -332,6 +336,14 @@ def test_a_compose_file_that_compose_cannot_read(tmp_path: Path, service: str, w
     path = tmp_path / "compose.yaml"
     path.write_text(f"services: {{server: {service}}}")
     with pytest.raises(UserError, match=re.escape(words)):
+        read(str(path))
+
+
+def test_a_service_may_have_a_number_for_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "compose.yaml"
+    path.write_text("services: {1: {image: i/vllm, command: --model m}, 2: {image: i/vllm, command: --model n}}")
+    assert read(str(path), "2").values == {"model": "n"}
+    with pytest.raises(UserError, match="has several servers: 1, 2; name one with --service"):
         read(str(path))
 
 
