@@ -288,7 +288,8 @@ def _by_template(target: Target, notes: list[str]) -> str:
         return ""
     if found := TOOLS.get(by_marks(target.template)[0].name):
         return found
-    if "tools" in variables_of(target.template):
+    known = variables_of(target.template)  # none if it cannot be parsed here, and then its text decides
+    if "tools" in (known or target.template):
         return ""
     notes.append(
         "tools: the chat template knows none, so the model sees none there: it writes the calls that a request "

@@ -24,8 +24,12 @@ def read_json(path: Path, optional: bool = False, unique: bool = False) -> dict[
 
 def read_chat_template(folder: Path) -> str | None:
     """A file of its own wins over tokenizer_config.json, as in Hugging Face; of several, the one named default."""
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UserError(f"{file} cannot be read as text ({error}): fetch it again.") from error
     template = read_json(folder / "chat_template.json", optional=True).get("chat_template")
     template = template or read_json(folder / "tokenizer_config.json", optional=True).get("chat_template")
     if isinstance(template, list):

@@ -101,6 +101,7 @@ def test_parsers_are_those_of_the_family(model: str, parsers: tuple[str | None, 
         ("{{ tools }}<tool_call>{{ messages[0].arguments }}", "hermes", ""),
         ("{{ tools }}<function=x><parameter=y>", "qwen3_xml", ""),
         ("{{ tools }}[AVAILABLE_TOOLS]", None, "tools: no parser of vLLM is known"),
+        ("{% unheard_of %}{{ tools }}", None, "tools: no parser of vLLM is known"),
         (None, None, "tools: no parser of vLLM is known"),
     ],
 )
@@ -116,6 +117,13 @@ def test_the_template_of_an_unknown_family_decides_how_calls_are_read(
     notes = [note for note in command.notes if note.startswith("tools:")]
     assert [said in note for note in notes] == ([True] if said else [])
     assert exported(model=str(tmp_path), server={"tool_parser": "hermes"}).flags["tool-call-parser"] == "hermes"
+
+
+def test_a_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"chat_template.jinja cannot be read as text .*: fetch it again"):
+        exported(model=str(tmp_path))
 
 
 def test_the_drafter_and_its_depth() -> None:
