@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from sparkdraft.core import UserError
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.roofline import Losses, Rates
+from sparkdraft.plan.weight_formats import BYTES
 
 FOLDER = Path(__file__).parent / "machines"
 HERE = "this"
@@ -168,7 +169,9 @@ def _losses(data: Mapping[str, Any]) -> Losses:
     known = {each.name for each in fields(Losses)}
     if unknown := sorted(data.keys() - known):
         raise ValueError(f"'{unknown[0]}' is no loss; losses are {', '.join(sorted(known))}")
-    losses = Losses(**data)
+    losses, formats = Losses(**data), {fmt.partition("-")[0] for fmt in BYTES}
+    if unknown := sorted(losses.formats.keys() - formats):
+        raise ValueError(f"'{unknown[0]}' is no format; formats are {', '.join(sorted(formats))}")
     shares = (losses.floats, losses.coded, losses.experts, losses.kv, losses.rows, losses.compute)
     if min(*shares, *losses.formats.values()) <= 0:
         raise ValueError("shares must be above 0")

@@ -44,6 +44,11 @@ def without(key: str) -> Any:
     return lambda data: {name: value for name, value in data.items() if name != key}
 
 
+def with_formats(data: Any, formats: Any) -> Any:
+    engine = data["engines"]["sparkdraft"]
+    return data | {"engines": {"sparkdraft": engine | {"losses": engine["losses"] | {"formats": formats}}}}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -54,6 +59,9 @@ def without(key: str) -> Any:
         (lambda data: data | {"capability": []}, "cannot be used"),
         (lambda data: data | {"engines": []}, "cannot be used"),
         (lambda data: data | {"engines": {"sparkdraft": {"from": "", "losses": {"speed": 1}}}}, "'speed' is no loss"),
+        (lambda data: with_formats(data, {"nvpf4": 0.4}), "'nvpf4' is no format; formats are .*nvfp4"),
+        (lambda data: with_formats(data, {"nvfp4": 0}), "shares must be above 0"),
+        (lambda data: with_formats(data, 0.4), "cannot be used"),
         (lambda data: [data], "cannot be used"),
     ],
 )
