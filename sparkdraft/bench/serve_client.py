@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from sparkdraft.core import UserError
+from sparkdraft.sse import async_lines_of
 
 Messages = list[dict[str, str]]
 USAGE = {"stream_options": {"include_usage": True}}
@@ -227,7 +228,7 @@ def _added(mine: list[int], more: list[int], sign: int) -> list[int]:
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    async for line in response.aiter_lines():
+    async for line in async_lines_of(response):
         data = line.removeprefix("data:").strip()
         if line.startswith("data:") and data != "[DONE]":
             chunk = json.loads(data)

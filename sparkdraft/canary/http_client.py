@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from sparkdraft.core import UserError
+from sparkdraft.sse import lines_of
 
 Messages = list[dict[str, Any]]
 FIXED = {"temperature": 0, "seed": 1}  # nothing is left to chance
@@ -111,7 +112,7 @@ class Server:
                 if response.status_code != 200:
                     response.read()
                     raise Refused(response)
-                for line in response.iter_lines():
+                for line in lines_of(response):
                     data = line.removeprefix("data:").strip()
                     if not line.startswith("data:") or not data:
                         continue

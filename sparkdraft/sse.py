@@ -1,0 +1,31 @@
+"""Lines of an event stream, for clients. They end where the standard says, at a line feed; httpx's own lines end at all
+of Unicode's line ends too, which a text within an event may hold."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import httpx
+
+
+class Cutter:
+    def __init__(self) -> None:
+        self._rest = ""
+
+    def take(self, piece: str) -> list[str]:
+        """The lines that end in this piece; what follows them is kept for the next."""
+        *lines, self._rest = (self._rest + piece).split("\n")
+        return [line.removesuffix("\r") for line in lines]
+
+
+def lines_of(response: httpx.Response) -> Iterator[str]:
+    cutter = Cutter()
+    for piece in response.iter_text():
+        yield from cutter.take(piece)
+
+
+async def async_lines_of(response: httpx.Response) -> AsyncIterator[str]:
+    cutter = Cutter()
+    async for piece in response.aiter_text():
+        for line in cutter.take(piece):
+            yield line
