@@ -17,16 +17,29 @@ DEVICE = "cpu" if INTERPRET else "cuda"
 DTYPES = [torch.float32, torch.float16] if INTERPRET else [torch.bfloat16, torch.float16, torch.float32]
 NO_GPU = not torch.cuda.is_available()
 
-if INTERPRET:  # triton 3.6 takes int() of arrays of one element, which numpy 2.4 refuses
+if INTERPRET:
+    import numpy as np
+    import triton.language as tl
     from triton.runtime import interpreter
 
-    _patch = interpreter._patch_lang_tensor
+    _patch, _dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
 
     def _patch_index(tensor: type, scope: object) -> None:
+        """triton 3.6 takes int() of arrays of one element, which numpy 2.4 refuses."""
         _patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    def _dot_by_row(self: object, a: object, b: object, d: interpreter.TensorHandle, *precision: object) -> object:
+        """What a tensor core sums for a row does not depend on the rows beside it. numpy's float32 sums do on some
+        processors; its float64 sums, rounded once, do not."""
+        if d.data.dtype != np.float32:
+            return _dot(self, a, b, d, *precision)
+        zeros = interpreter.TensorHandle(np.zeros(d.data.shape), tl.float64)
+        sums = _dot(self, a, b, zeros, *precision).data.astype(np.float32)
+        return interpreter.TensorHandle(sums + d.data, d.dtype.scalar)
+
     interpreter._patch_lang_tensor = _patch_index
+    interpreter.InterpreterBuilder.create_dot = _dot_by_row
 
 
 def gpu(test: Callable[..., None]) -> Callable[..., None]:
