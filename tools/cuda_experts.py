@@ -36,7 +36,7 @@ from sparkdraft.bench.bandwidth import memory_bandwidth  # noqa: E402
 from sparkdraft.kernels import cuda, reference  # noqa: E402
 from sparkdraft.kernels.activation import GELU_TANH, SILU, Activation  # noqa: E402
 from sparkdraft.kernels.cuda import experts, few_rows, pdl, tuned  # noqa: E402
-from sparkdraft.kernels.cuda.experts import DOWN, GATE_UP, ROW_DOWN  # noqa: E402
+from sparkdraft.kernels.cuda.experts import DOWN, FEW_DOWN, FEW_GATE_UP, GATE_UP, ROW_DOWN  # noqa: E402
 from sparkdraft.kernels.cuda.gpu import gpu_of  # noqa: E402
 from sparkdraft.kernels.cuda.routing import cut  # noqa: E402
 from sparkdraft.kernels.norm import Norm, Normed  # noqa: E402
@@ -263,12 +263,12 @@ class Case:
         return self.each(lambda layer, routing, normed: cuda.norm_logits(normed, layer.router))
 
     def time(self, kernel: str) -> float:
-        return {ROUTER: self.logits, GATE_UP: self.gate_up}.get(kernel, self.down)()
+        return {ROUTER: self.logits, GATE_UP: self.gate_up, FEW_GATE_UP: self.gate_up}.get(kernel, self.down)()
 
     def nbytes(self, kernel: str) -> float:
         if kernel == ROUTER:
             return self.layers[0].router.nbytes
-        return self.distinct * self.model.expert_bytes * (2 / 3 if kernel == GATE_UP else 1 / 3)
+        return self.distinct * self.model.expert_bytes * (2 / 3 if kernel in (GATE_UP, FEW_GATE_UP) else 1 / 3)
 
     def cutting(self) -> float:
         if self.blocks(self.routings[0]) is None:
@@ -310,28 +310,27 @@ def bench(layers: list[Layer], rows: int, bandwidth: float, results: dict[str, o
 # Tiles
 
 
-def candidates(kernel: str, model: Model, size: int) -> list[list[int]]:
-    """size: pairs in a block, or choices of a row."""
+def candidates(kernel: str, key: tuple[int, ...]) -> list[list[int]]:
     if kernel == ROUTER:  # so small that all of it may be in flight at once
         return [[16, 128, 4, 8], [16, 64, 4, 16], [16, 128, 4, 16], [16, 256, 4, 9], [16, 256, 2, 9], [16, 512, 4, 6]]
-    return expert_tiles(kernel, model.hidden if kernel == GATE_UP else model.inter, size, 0, DTYPE.itemsize)
+    return expert_tiles(kernel, key, FORMAT, GPU, 0, DTYPE.itemsize)
 
 
 def jobs(model: Model) -> list[tuple[str, tuple[int, ...], list[int]]]:
     """Kernel, its key in the table, and the rows that count."""
     wide, narrow = model.gate_up[1:], model.down[1:]
     if DRY:
-        return [(GATE_UP, (*wide, 16), [1, 3]), (ROW_DOWN, (*narrow, 2), [1]), (DOWN, (*narrow, 16), [3])]
+        return [(FEW_GATE_UP, (*wide, 2), [1, 3]), (ROW_DOWN, (*narrow, 2), [1]), (FEW_DOWN, (*narrow, 2), [3])]
     found: list[tuple[str, tuple[int, ...], list[int]]] = [(ROUTER, (model.experts, model.hidden), [1, 16])]
     few = [n for n in (1, 4) if experts.one_by_one(n, model.top_k, model.experts)]
-    found = [
-        (GATE_UP, (*wide, 16), [1, 8, 16]),
+    found += [
+        (FEW_GATE_UP, (*wide, model.top_k), [1, 8, 16]),
         (ROW_DOWN, (*narrow, model.top_k), few),
-        (DOWN, (*narrow, 16), [8, 16]),
+        (FEW_DOWN, (*narrow, model.top_k), [8, 16]),
     ]
-    for rows in (256, 1024, 2048):
+    for rows in (64, 256, 1024, 2048):
         size = experts.block_size(rows, model.top_k, model.experts)
-        if size > 16 and (GATE_UP, (*wide, size)) not in [job[:2] for job in found]:
+        if (GATE_UP, (*wide, size)) not in [job[:2] for job in found]:
             found += [(GATE_UP, (*wide, size), [rows]), (DOWN, (*narrow, size), [rows])]
     return found
 
@@ -341,7 +340,7 @@ def launch_once(kernel: str, case: Case) -> None:
     blocks, few = case.blocks(routing), case.rows <= few_rows.MOST_ROWS
     if kernel == ROUTER:
         cuda.norm_logits(normed, layer.router)
-    elif kernel == GATE_UP:
+    elif kernel in (GATE_UP, FEW_GATE_UP):
         experts.run_gate_up(normed, routing, layer.gate_up, blocks, case.model.activation)
     elif kernel == ROW_DOWN:
         experts.run_row_down(case.inside, routing, layer.down, normed.x, layer.norm)
@@ -390,7 +389,7 @@ def tune(search: TileSearch, model: Model, layers: list[Layer], kernels: list[st
                 launch_once(kernel, case)
 
         measured = partial(lambda k, c: [case.time(k) for case in c], kernel, cases)
-        tried = candidates(kernel, model, key[-1])
+        tried = candidates(kernel, key)
         search.best(kernel, FORMAT, key, tried, measured, once, describe=describe)
 
 
@@ -400,9 +399,10 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 256, 2048])
     parser.add_argument("--tune", action="store_true", help="try tiles, and all ways for each number of rows")
     parser.add_argument("--out", type=Path, help="a file of tiles to lay the best over, such as the user's own")
-    kernels = [ROUTER, GATE_UP, ROW_DOWN, DOWN]
+    kernels = [ROUTER, FEW_GATE_UP, ROW_DOWN, FEW_DOWN, GATE_UP, DOWN]
     parser.add_argument("--kernels", nargs="+", default=kernels, choices=kernels, help="whose tiles to try")
     parser.add_argument("--limit", type=float, default=200, help="seconds after which nothing more is tried")
+    parser.add_argument("--most", type=int, help="tiles of a matrix that are tried at most")
     parser.add_argument("--dry", action="store_true", help="tiny shapes in the interpreter, to try the script")
     arguments = parser.parse_args()
     models = [m for m in MODELS if m.name in arguments.models]
@@ -413,7 +413,7 @@ def main() -> None:
     results: dict[str, object] = {"device": where, "GB/s": round(bandwidth / 1e9)}
     pool = normal(LAYERS * max(m.experts * m.expert_bytes for m in models) // DTYPE.itemsize, scale=0.02)
     limit = 0.0
-    search = TileSearch(GPU, lambda: time.perf_counter() - BEGIN < limit, most=2 if DRY else None)
+    search = TileSearch(GPU, lambda: time.perf_counter() - BEGIN < limit, most=2 if DRY else arguments.most)
     for place, model in enumerate(models, 1):
         layers = make_layers(model, pool)
         run_checks(model, layers[0], results)

@@ -205,7 +205,8 @@ def tune(
     inputs, may_split = [Inputs(shape, count) for count in rows], shape.kind not in ("norm_gated", "norm_argmax")
     best = search.best(
         few_rows.KERNEL, FORMAT, shape.key, float_tiles(shape.out, shape.in_, GPU, may_split), measure,
-        lambda: ours(shape, inputs[0], weights[0]), [ROWS[count] for count in rows], describe,
+        lambda: [ours(shape, each, weights[0]) for each in (inputs[0], inputs[-1])], [ROWS[count] for count in rows],
+        describe,
     )  # fmt: skip
     if not best:
         return {"F.linear_us": micros(library), "best": None}
@@ -296,6 +297,7 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="tiny shapes in the interpreter, to try the script")
     parser.add_argument("--only", default="", help="shapes whose name begins so, and no whole layers")
     parser.add_argument("--out", type=Path, default=tuned.user_file(GPU), help="the file of tiles to write to")
+    parser.add_argument("--most", type=int, help="tiles of a matrix that are tried at most")
     arguments = parser.parse_args()
     quick = arguments.quick
     SHAPES[:] = [shape for shape in SHAPES if shape.name.startswith(tuple(arguments.only.split(",")))]
@@ -305,7 +307,7 @@ def main() -> None:
     print(f"{device}: copy {bandwidth / 1e9:.0f} GB/s", flush=True)
     rows = [1, 16] if quick or DRY else list(ROWS)
     weights = Weights()
-    search = TileSearch(GPU, lambda: True, most=1 if quick else 2 if DRY else None)
+    search = TileSearch(GPU, lambda: True, most=1 if quick else 2 if DRY else arguments.most)
     shapes = {shape.name: tune(search, shape, weights.of(shape), rows, bandwidth) for shape in SHAPES}
     if not DRY:
         search.save(arguments.out)

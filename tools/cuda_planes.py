@@ -405,16 +405,16 @@ def tune_shape(search: TileSearch, shape: Shape, form: str) -> None:
         print(f"{shape.name} {form}: {kernel}, rows {rows}", flush=True)
         search.best(
             kernel, tiles.format, key, tried, lambda r=rows: list(time_shape(shape, matrices, r).values()),
-            lambda r=rows: launch(shape, Inputs(shape, r[0]), matrices[0]),
+            lambda r=rows: [launch(shape, Inputs(shape, each), matrices[0]) for each in (r[0], r[-1])],
         )  # fmt: skip
 
 
 def tune_experts(search: TileSearch, model: Model, layers: list[Layer]) -> None:
     wide, narrow = (2 * model.inter, model.hidden), (model.hidden, model.inter)
     jobs: list[tuple[str, ExpertLinear, tuple[int, ...], list[int]]] = [
+        (experts.FEW_GATE_UP, layers[0].gate_up, (*wide, model.top_k), [1, 16]),
         (experts.ROW_DOWN, layers[0].down, (*narrow, model.top_k), [1, 2]),
-        (experts.GATE_UP, layers[0].gate_up, (*wide, 16), [1, 16]),
-        (experts.DOWN, layers[0].down, (*narrow, 16), [16]),
+        (experts.FEW_DOWN, layers[0].down, (*narrow, model.top_k), [16]),
     ]
     for rows in (64, 256, 1024):
         size = experts.block_size(rows, model.top_k, model.experts, coded=True)
@@ -432,11 +432,15 @@ def tune_experts(search: TileSearch, model: Model, layers: list[Layer]) -> None:
         cases = [Case(model, layers, 3 if DRY and n > 3 else n) for n in rows]
         print(f"{model.name} {kernel} {key}, rows {rows}", flush=True)
         search.best(
-            kernel, tiles.format, key, expert_tiles(kernel, key[1], key[-1], tiles.layout.tile, DTYPE.itemsize),
+            kernel, tiles.format, key, expert_tiles(kernel, key, tiles.format, GPU, tiles.layout.tile, DTYPE.itemsize),
             lambda c=cases: [case.seconds() for case in c],
-            lambda c=cases: cuda.add_experts(
-                c[0].normed[0], c[0].routings[0], layers[0].gate_up, layers[0].down, model.activation, layers[0].norm
-            ),
+            lambda c=cases: [
+                cuda.add_experts(
+                    case.normed[0], case.routings[0], layers[0].gate_up, layers[0].down, model.activation,
+                    layers[0].norm,
+                )
+                for case in c
+            ],
         )  # fmt: skip
 
 
@@ -450,6 +454,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="try tiles")
     parser.add_argument("--out", type=Path, default=tuned.user_file(GPU), help="the file of tiles to write to")
     parser.add_argument("--limit", type=float, default=300, help="seconds after which nothing more is tried")
+    parser.add_argument("--most", type=int, help="tiles of a matrix that are tried at most")
     parser.add_argument("--dry", action="store_true", help="tiny shapes in the interpreter, to try the script")
     arguments = parser.parse_args()
     begins = tuple(arguments.only.split(","))
@@ -459,14 +464,18 @@ def main() -> None:
     results: dict[str, object] = {"device": where, "GB/s": round(bandwidth / 1e9)}
     good = arguments.no_check or run_checks(results)
     rows, share = [1, 3, 20] if DRY else arguments.rows, 0.0
-    search = TileSearch(GPU, lambda: time.perf_counter() - BEGIN < share * arguments.limit, most=2 if DRY else None)
-    for place, shape in enumerate([] if arguments.check else [s for s in SHAPES if s.name.startswith(begins)], 1):
-        share = place / (len(SHAPES) + 4)
+    search = TileSearch(
+        GPU, lambda: time.perf_counter() - BEGIN < share * arguments.limit, most=2 if DRY else arguments.most
+    )
+    shapes = [] if arguments.check else [s for s in SHAPES if s.name.startswith(begins)]
+    models = [] if arguments.check else [m for m in MODELS if m.name.startswith(begins)]
+    for place, shape in enumerate(shapes, 1):
+        share = place / (len(shapes) + 2 * len(models))
         for form in arguments.formats if arguments.tune else ():
             tune_shape(search, shape, form)
         bench_shape(shape, arguments.formats, rows, bandwidth, results)
     share = 1.0
-    for model in [] if arguments.check else [m for m in MODELS if m.name.startswith(begins)]:
+    for model in models:
         bench_experts(model, rows, bandwidth, results, search if arguments.tune else None)
     print(f"{time.perf_counter() - BEGIN:.0f} s", flush=True)
     if arguments.tune and not DRY:

@@ -219,16 +219,21 @@ def search_experts(search: TileSearch, group: list[Experts], device: torch.devic
     choices = 1 << (top_k - 1).bit_length()
     jobs = [(kernels.ROW_DOWN, (*narrow, choices), few)] if few else []
     for rows in EXPERT_ROWS:
-        size = kernels.block_size(rows, top_k, count, coded)
-        jobs += [(kernels.GATE_UP, (*wide, size), [rows]), (kernels.DOWN, (*narrow, size), [rows])]
+        if rows <= few_rows.MOST_ROWS:
+            names, size = (kernels.FEW_GATE_UP, kernels.FEW_DOWN), choices
+        else:
+            names, size = (kernels.GATE_UP, kernels.DOWN), kernels.block_size(rows, top_k, count, coded)
+        both = [1, rows] if rows <= few_rows.MOST_ROWS else [rows]
+        jobs += [(names[0], (*wide, size), both), (names[1], (*narrow, size), [rows])]
     seen = set[tuple[str, tuple[int, ...]]]()
     for kernel, key, each in jobs:
         if (kernel, key) in seen:
             continue
         seen.add((kernel, key))
-        matrix = first.gate_up if kernel == kernels.GATE_UP else first.down
+        matrix = first.gate_up if key[:2] == wide else first.down
         assert matrix.tiles
-        tried = tiles.expert_tiles(kernel, key[1], key[-1], few_rows.step_of(matrix.tiles), dtype.itemsize)
+        form, step = matrix.tiles.format, few_rows.step_of(matrix.tiles)
+        tried = tiles.expert_tiles(kernel, key, form, search.gpu, step, dtype.itemsize)
         cases = [_expert_launches(group, rows, device, dtype) for rows in each]
         search.best(kernel, matrix.tiles.format, key, tried, partial(_case_times, cases), cases[0][0])
 

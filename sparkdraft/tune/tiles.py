@@ -24,7 +24,7 @@ from sparkdraft.kernels.cuda.gpu import Gpu
 
 COLD_BYTES = 256 << 20  # a graph reads this much at least, five times the L2 of an H200
 FEW = [(64, 2), (128, 2), (32, 1), (64, 4)]  # lines and warps over codes; all but the last run mma.sync
-SLICED = [(16, 4), (32, 4), (32, 2), (64, 2), (16, 8)]  # lines, and slices of 'in', a warp each
+SLICED = [(16, 4), (32, 4), (16, 8), (32, 2), (64, 2)]  # lines, and slices of 'in', a warp each
 WIDE = [(64, 2), (64, 4), (128, 4)]
 Launch = Callable[[], object]
 Say = Callable[[str], None]
@@ -185,6 +185,18 @@ def numbers(tile: Tile) -> list[int]:
     return [tile.block_n, tile.block_k, tile.warps, tile.stages, *more]
 
 
+def sliced(steps: Sequence[int], across: int = 1, only: int = 0) -> list[list[int]]:
+    """Tiles whose warps share 'in'. across: lines of each line of the tile. only: so many slices."""
+    made = [
+        [max(lines // across, 8 if across > 1 else 16), step, slices, stages, 1, slices]
+        for lines, slices in SLICED
+        for step in steps
+        for stages in (3, 5)
+        if slices == (only or slices)
+    ]
+    return [list(tile) for tile in dict.fromkeys(map(tuple, made))]
+
+
 def float_tiles(out: int, in_: int, gpu: Gpu, may_split: bool = True) -> list[list[int]]:
     """Of few rows times floats of 16 bits: the rule's, then others of its kind. may_split: the kernel that runs may
     take parts of 'in'."""
@@ -199,12 +211,11 @@ def float_tiles(out: int, in_: int, gpu: Gpu, may_split: bool = True) -> list[li
         others += [[32, 64, 4, 10], [16, 128, 4, 13], [16, 256, 4, 8], [64, 64, 4, 10]]
     else:
         others = [[64, 128, 4, 5], [64, 128, 4, 8], [64, 64, 4, 8], [128, 64, 4, 6], [128, 128, 8, 4], [128, 128, 8, 5]]
-    tiles = [first] + [tile for tile in others if in_ % tile[1] == 0]
+    tiles = [first, *(sliced([64, 128]) if out < 64 * gpu.sms else [])]
+    tiles += [tile for tile in others if in_ % tile[1] == 0]
     if may_split and out < 64 * gpu.sms:  # too few strips to fill it
         splits = (2, 3, 4, 8) if out >= 1024 else (4, 8, 16)
         tiles += [[n, k, w, 8, s] for n, k, w in ((64, 128, 4), (32, 128, 4), (16, 128, 4)) for s in splits]
-    if out < 64 * gpu.sms:
-        tiles += [[n, 128, slices, 4, 1, slices] for n, slices in SLICED]
     return tiles
 
 
@@ -214,8 +225,7 @@ def coded_tiles(out: int, in_: int, step: int, form: str, gpu: Gpu, may_split: b
     splits = sorted({1, 2, 4, rule.split}) if may_split else [1]
     found = [[64, step, 2, 6, k] for k in splits]
     found += [[n, step, w, s, k] for n, w in FEW for s in (3, 6) for k in splits[-2:]]
-    sliced = [[n, step, slices, 4, 1, slices] for n, slices in SLICED]
-    return [numbers(rule), *(tile if tile[4] > 1 else tile[:4] for tile in found), *sliced]
+    return [numbers(rule), *sliced([step]), *(tile if tile[4] > 1 else tile[:4] for tile in found)]
 
 
 def wide_tiles(step: int, rows: int) -> list[list[int]]:
@@ -224,26 +234,33 @@ def wide_tiles(step: int, rows: int) -> list[list[int]]:
     return [rule, *([n, step, w, s] for n, w in WIDE for s in (3, 5))]
 
 
-def expert_tiles(kernel: str, in_: int, size: int, step: int = 0, itemsize: int = 2) -> list[list[int]]:
-    """Of experts. size: pairs in a block, or choices of a row (ROW_DOWN). step: columns of a tile of codes, 0 for
-    floats."""
-    rule = experts._choose(kernel, 0, in_, size, itemsize, step)
-    first = [rule.block_n, rule.block_k, rule.warps, rule.stages]
-    strips = [max(n // size, 8) for n in (64, 128, 256)]
+def expert_tiles(
+    kernel: str, shape: tuple[int, ...], form: str, gpu: Gpu, step: int = 0, itemsize: int = 2
+) -> list[list[int]]:
+    """Of experts. shape and form: as in the tables. step: columns of a tile of codes, 0 for floats."""
+    in_, size = shape[1:]
+    is_row, is_few = kernel == experts.ROW_DOWN, kernel in experts.FEW
+    across = size if is_row else 1
+    steps = [step] if step else [64, 128] if in_ % 128 == 0 else [64]
+    if kernel == experts.FEW_DOWN:
+        slices = experts.find_tile(experts.ROW_DOWN, shape, form, itemsize, gpu, step).slices
+        if slices > 1:  # it adds up as ROW_DOWN does
+            return sliced(steps, only=slices)
+    first = numbers(experts.choose(kernel, shape, itemsize, step))
+    found = sliced(steps, across) if is_few and kernel != experts.FEW_DOWN else []
     if step:
-        few = [(max(n // size, 8) if kernel == experts.ROW_DOWN else n, w) for n, w in FEW[:3]]
-        is_few = kernel == experts.ROW_DOWN or size <= 16
-        return [
-            first,
-            *([n, step, w, s] for n, w in (few if is_few else WIDE) for s in ((3, 5, 8) if is_few else (3, 5))),
-        ]
+        lines = [(max(n // across, 8) if is_row else n, w) for n, w in FEW[:3]]
+        few = is_few or size <= 16
+        forms, stages = (lines, (3, 5, 8)) if few else (WIDE, (3, 5))
+        return [first, *found, *([n, step, w, s] for n, w in forms for s in stages)]
     deep = [128, 256] if in_ % 128 == 0 else [64, 128]
-    if kernel == experts.ROW_DOWN:
-        found = [[n, k, 4, s] for n in strips[:2] for k in deep for s in (4, 10)]
+    if is_row:
+        strips = [max(n // size, 8) for n in (64, 128, 256)]
+        found += [[n, k, 4, s] for n in strips[:2] for k in deep for s in (4, 10)]
         found += [[strips[2], deep[0], 4, 10], [strips[2], deep[0], 8, 10], [strips[1], deep[0], 8, 10]]
         found += [[strips[1], 64, 4, 6], [strips[0], 64, 4, 6]]
-    elif size == 16:
-        found = [[n, k, w, s] for n, w in ((64, 4), (128, 4)) for k in deep for s in (4, 8)]
+    elif is_few or size == 16:
+        found += [[n, k, w, s] for n, w in ((64, 4), (128, 4)) for k in deep for s in (4, 8)]
         found += [[64, 64, 4, 6], [128, 64, 4, 6], [128, deep[0], 8, 6]]
     elif size == 32:
         found = [[64, 128, 4, 4], [64, 64, 4, 5], [128, 64, 4, 5], [128, 128, 8, 4], [128, 64, 8, 5]]

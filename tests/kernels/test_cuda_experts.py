@@ -393,8 +393,8 @@ def test_tiles_of_few_rows_run_one_instruction(capability: int) -> None:
     }
     for count, top_k, hidden, inter, *_ in [*PUBLISHED.values(), (16, 1, 512, 256), (64, 6, 1024, 640)]:
         wide, narrow, choices = (2 * inter, hidden), (hidden, inter), triton.next_power_of_2(top_k)
-        known |= {(experts.GATE_UP, (*wide, 16)), (experts.DOWN, (*narrow, 16))}
-        known |= {(experts.ROW_DOWN, (*narrow, choices))}
+        known |= {(experts.FEW_GATE_UP, (*wide, choices)), (experts.FEW_DOWN, (*narrow, choices))}
+        known |= {(experts.ROW_DOWN, (*narrow, choices)), (experts.GATE_UP, (*wide, 16)), (experts.DOWN, (*narrow, 16))}
         known |= {(kernel, (*narrow, size)) for kernel in (experts.DOWN,) for size in (32, 64, 128)}
         assert experts.one_by_one(1, top_k, count)
     for kernel, (out, in_, size) in known:

@@ -480,7 +480,7 @@ def test_choices_fill_the_gpu_and_keep_to_one_instruction(
         assert 1 <= split <= 8 and launch.stages >= 2 and launch.tile.warps == 2, launch
         assert split == 1 or programs * split <= 4 * target.sms
         assert split == 8 or (split + 1) * programs > 4 * target.sms or (split + 1) * 4 > in_ // tiles.layout.tile
-        for kernel, size in ((experts.GATE_UP, 16), (experts.DOWN, 16), (experts.ROW_DOWN, 8), (experts.DOWN, 64)):
+        for kernel, size in (*((few, 8) for few in experts.FEW), (experts.GATE_UP, 16), (experts.DOWN, 64)):
             experts._launch(  # asserts that few rows run mma.sync
                 kernel, tiles.shape, size, 32, tiles.format, tiles.line_bits, 2, target, few_rows.step_of(tiles)
             )

@@ -87,8 +87,9 @@ def test_a_tile_is_taken_out_again() -> None:
 @pytest.mark.parametrize(("out", "in_"), [(960, 576), (128, 2048), (6144, 4096), (151936, 4096), (2880, 2880)])
 def test_every_tile_that_is_tried_can_be_written_into_a_file(out: int, in_: int, tmp_path: Path) -> None:
     listed = {few_rows.KERNEL: tiles.float_tiles(out, in_, HOPPER), few_rows.WIDE: tiles.wide_tiles(128, 32)}
-    listed |= {kernel: tiles.expert_tiles(kernel, in_, 16) for kernel in (experts.GATE_UP, experts.DOWN)}
-    listed |= {experts.ROW_DOWN: tiles.expert_tiles(experts.ROW_DOWN, in_, 8, step=128)}
+    for kernel, size in ((experts.GATE_UP, 16), (experts.DOWN, 64), *((few, 8) for few in experts.FEW)):
+        listed[kernel] = tiles.expert_tiles(kernel, (out, in_, size), "16bit", HOPPER)
+        listed[kernel] += tiles.expert_tiles(kernel, (out, in_, size), "int4", HOPPER, step=128)
     listed |= {kernel: tiles.delta_tiles(kernel, 128) for kernel in ("delta_rule", "delta_inside", "delta_through")}
     listed[few_rows.KERNEL] += tiles.coded_tiles(out, in_, 128, "int4", HOPPER)
     for kernel, each in listed.items():

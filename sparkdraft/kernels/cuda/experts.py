@@ -15,7 +15,7 @@ read once per block; blocks of an expert run side by side, so memory is read onc
 of up to few_rows.MOST_ROWS rows of a 16 bit type, a row's result is the same to the bit whatever rows lie beside it:
 
     gate_up      one kernel with one tile serves both ways; a pair's column of a dot does not depend on the others
-    down         both ways run the same tensor core instruction (`_same_instruction`) over 'in' in order
+    down         both ways run the same tensor core instruction (`_same_instruction`) over the same slices of 'in'
     sum          in float32 by fma, in the row's order of choice
     squares      for the next norm, of the same strips in both ways, added up by the same tree (`_tree`)
 
@@ -25,7 +25,7 @@ kernels/reference.py, which is half the traffic.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -64,6 +64,8 @@ from sparkdraft.weights.linear import WeightTiles
 SPARSE = 4  # pairs are taken one by one where there are this many experts for each
 SUM_BLOCK = 512  # columns that a program of the sum takes
 GATE_UP, DOWN, ROW_DOWN = "experts_gate_up", "experts_down", "experts_row_down"  # in the tables of tuned tiles
+FEW_GATE_UP, FEW_DOWN = "experts_few_gate_up", "experts_few_down"  # of up to few_rows.MOST_ROWS rows
+FEW = (FEW_GATE_UP, FEW_DOWN, ROW_DOWN)  # whose tiles are kept by a row's choices; others by the pairs of a block
 
 
 @triton.jit
@@ -88,7 +90,7 @@ def _gate_up(
     LEVELS: tl.constexpr, PLANE: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr,
     PACKED: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr, INTER: tl.constexpr, IN: tl.constexpr,
     TOP_K: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [pairs, INTER]. Lines are those of gate and up of the same columns in turn. PARTS 0: x is normed already."""
     enter(PDL)
@@ -103,7 +105,7 @@ def _gate_up(
         parts = load_squares(squares, row, real, PARTS, BLOCK_P)
     acc = sweep(
         x + row * stride_x, real, weight, scale, offset, row_scale, expert * (2 * INTER) + line, None, 0,
-        LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, 1,
+        LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, 1, SLICES,
     )  # fmt: skip
     factors = norm_scale(parts, eps, IN, BLOCK_M, BLOCK_P)[None, :] if PARTS > 0 else 1.0
     if bias is not None:
@@ -122,7 +124,7 @@ def _down(
     x, weight, scale, offset, row_scale, bias, order, table, out,
     LEVELS: tl.constexpr, PLANE: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr,
     PACKED: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [pairs, OUT]: x [pairs, IN] times the expert of each pair."""
     enter(PDL)
@@ -133,7 +135,7 @@ def _down(
     line = tl.minimum(column, OUT - 1)
     acc = sweep(
         x + pair * IN, real, weight, scale, offset, row_scale, expert * OUT + line, None, 0,
-        LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, 1,
+        LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, 1, SLICES,
     )  # fmt: skip
     if bias is not None:
         acc += tl.load(bias + expert * OUT + line).to(tl.float32)[:, None]
@@ -194,7 +196,7 @@ def _row_down(
     LEVELS: tl.constexpr, PLANE: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, OFFSET: tl.constexpr,
     PACKED: tl.constexpr, ADD: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, STRIPS: tl.constexpr,
     TOP_K: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
-    COLUMNS: tl.constexpr, STRIP: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, STRIP: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A strip of one row: the lines of all of its experts times x of all of its pairs, of which a line wants one.
 
@@ -219,7 +221,7 @@ def _row_down(
     own = tl.arange(0, COLUMNS)
     acc = sweep(
         x + (row * TOP_K + own) * IN, own < TOP_K, weight, scale, offset, row_scale, expert * OUT + line, good, 0,
-        LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, 1,
+        LEVELS, PLANE, GROUP, SCALE, OFFSET, PACKED, IN, PRECISION, BLOCK_K, 1, SLICES,
     )  # fmt: skip
     result = tl.sum(tl.where(choice[:, None] == own[None, :], acc, 0.0), 1)  # exact: one number, and zeros
     if bias is not None:
@@ -277,9 +279,16 @@ def block_size(rows: int, top_k: int, experts: int, coded: bool = False) -> int:
     return next((size for size, most in ((16, 8), (32, 16), (64, 96)) if share <= most), 64 if coded else 128)
 
 
-def _choose(kernel: str, out: int, in_: int, size: int, itemsize: int, step: int = 0) -> Tile:
-    """For shapes that nobody measured. size: pairs in a block, or a row's choices, a power of two. step: columns of a
-    coded tile, or 0."""
+def choose(kernel: str, shape: tuple[int, ...], itemsize: int, step: int = 0, slices: int = 1) -> Tile:
+    """For a shape that nobody measured: out, in, and pairs in a block or, of FEW, a row's choices, a power of two.
+
+    step: columns of a coded tile, or 0. slices: that the tile must have.
+    """
+    _, in_, size = shape
+    if slices > 1:
+        return Tile(16, step or (32 if itemsize == 4 else 64), slices, 4, 1, slices)
+    if kernel in (FEW_GATE_UP, FEW_DOWN):
+        size = few_rows.MOST_ROWS
     if step:
         if kernel == ROW_DOWN:
             return Tile(max(64 // size, 8), step, 2, 6)
@@ -296,25 +305,37 @@ def _choose(kernel: str, out: int, in_: int, size: int, itemsize: int, step: int
 
 def _same_instruction(tile: Tile, lines: int, gpu: Gpu, coded: bool = False) -> bool:
     """Where a GPU has wgmma, whose sums may differ from mma.sync's in the last bit, all tiles of few rows run it for
-    floats, and none for codes (few_rows._choose_coded)."""
-    return not gpu.wgmma or runs_wgmma(lines, tile.warps, gpu) != coded
+    floats, and none for codes (few_rows._choose_coded) or slices."""
+    return not gpu.wgmma or tile.slices > 1 or runs_wgmma(lines, tile.warps, gpu) != coded
 
 
 def tile_keys(gate_up: ExpertLinear, down: ExpertLinear, top_k: int, most_rows: int) -> list[tuned.Key]:
     """All that launches of up to so many rows look up."""
     if gate_up.tiles is None or down.tiles is None:
         return []
-    count, coded = gate_up.count, gate_up.tiles.layout is not None
-    cut = {
-        block_size(rows, top_k, count, coded) for rows in range(1, most_rows + 1) if not one_by_one(rows, top_k, count)
-    }
-    sizes = {GATE_UP: cut | ({16} if one_by_one(1, top_k, count) else set()), DOWN: cut}
-    sizes[ROW_DOWN] = {triton.next_power_of_2(top_k)}  # the strips of `run_sum` are those of this tile too
+    count, coded, choices = gate_up.count, gate_up.tiles.layout is not None, triton.next_power_of_2(top_k)
+    few = range(1, min(most_rows, few_rows.MOST_ROWS) + 1)
+    blocks = {block_size(rows, top_k, count, coded) for rows in range(few.stop, most_rows + 1)}
+    kinds = [(GATE_UP, gate_up.tiles, blocks), (DOWN, down.tiles, blocks), (FEW_GATE_UP, gate_up.tiles, {choices})]
+    kinds.append((ROW_DOWN, down.tiles, {choices}))  # the strips and slices of FEW_DOWN are those of this tile too
+    if not all(one_by_one(rows, top_k, count) for rows in few):
+        kinds.append((FEW_DOWN, down.tiles, {choices}))
     return [
         tuned.Key(kernel, tiles.format, (tiles.shape[0] // count, tiles.shape[1], size))
-        for kernel, tiles in ((GATE_UP, gate_up.tiles), (DOWN, down.tiles), (ROW_DOWN, down.tiles))
-        for size in sorted(sizes[kernel])
+        for kernel, tiles, sizes in kinds
+        for size in sorted(sizes)
     ]
+
+
+def find_tile(kernel: str, shape: tuple[int, ...], format_: str, x_bytes: int, gpu: Gpu, step: int) -> Tile:
+    """shape: as in the tables."""
+    found = tuned.find(gpu, tuned.Key(kernel, format_, shape))
+    tile = Tile(*found) if found else choose(kernel, shape, x_bytes, step)
+    if kernel == FEW_DOWN:  # a row is added up in the same slices, alone or not
+        slices = find_tile(ROW_DOWN, shape, format_, x_bytes, gpu, step).slices
+        if tile.slices != slices:
+            tile = choose(kernel, shape, x_bytes, step, slices)
+    return tile
 
 
 @lru_cache(maxsize=4096)
@@ -322,16 +343,16 @@ def _launch(
     kernel: str, shape: tuple[int, int], size: int, programs: int, format_: str, weight_bits: int, x_bytes: int,
     gpu: Gpu, step: int = 0,
 ) -> Launch:  # fmt: skip
-    """size: pairs in a block, or, for ROW_DOWN, choices of a row, a power of two; programs: by blocks or rows."""
-    out, in_ = shape
-    found = tuned.find(gpu, tuned.Key(kernel, format_, (*shape, size)))
-    tile = Tile(*found) if found else _choose(kernel, out, in_, size, x_bytes, step)
+    """size: pairs in a block, or, of FEW, choices of a row, a power of two; programs: by blocks or rows."""
+    tile = find_tile(kernel, (*shape, size), format_, x_bytes, gpu, step)
     assert not step or tile.block_k == step, f"a tile of {format_} has {step} columns, not {tile.block_k}"
-    across, columns = (size, MOST_CHOICES) if kernel == ROW_DOWN else (1, size)
+    assert tile.split == 1, (kernel, shape, tile)
+    across, columns = (size, MOST_CHOICES) if kernel == ROW_DOWN else (1, few_rows.MOST_ROWS if kernel in FEW else size)
     lines = across * tile.block_n
-    assert x_bytes == 4 or columns > 16 or _same_instruction(tile, lines, gpu, step > 0), (kernel, shape, tile)
-    strips = triton.cdiv(out // 2, tile.block_n // 2) if kernel == GATE_UP else triton.cdiv(out, tile.block_n)
-    wide = Tile(lines, tile.block_k, tile.warps, tile.stages)
+    assert x_bytes == 4 or kernel not in FEW or _same_instruction(tile, lines, gpu, step > 0), (kernel, shape, tile)
+    out, pair = shape[0], 2 if kernel in (GATE_UP, FEW_GATE_UP) else 1
+    strips = triton.cdiv(out // pair, tile.block_n // pair)
+    wide = replace(tile, block_n=lines)
     return Launch(tile, strips, fit_stages(wide, programs * strips, weight_bits, x_bytes, gpu, columns))
 
 
@@ -371,13 +392,21 @@ class _Weight:
         )  # fmt: skip
         tile, on = launch.tile, pdl.active(x.device)
         return launch, constants(tiles, x) | {
-            "BLOCK_K": tile.block_k, "PDL": on, "num_warps": tile.warps, "num_stages": launch.stages, **pdl.options(on),
+            "BLOCK_K": tile.block_k, "SLICES": tile.slices, "PDL": on, "num_warps": tile.warps,
+            "num_stages": launch.stages, **pdl.options(on),
         }  # fmt: skip
 
 
 def _padded(most: int, size: int, tile: Tile, x: Tensor) -> int:
     """Columns of a dot over blocks of 'size' pairs, of which none has more than 'most'."""
-    return size if size > few_rows.MOST_ROWS else padded_rows(most, tile.block_n, tile.warps, gpu_of(x.device))
+    if size > few_rows.MOST_ROWS:
+        return size
+    return padded_rows(most, tile.block_n, tile.warps, gpu_of(x.device), tile.slices)
+
+
+def _few_or(many: str, few: str, size: int, rows: int, top_k: int) -> tuple[str, int]:
+    """Which kernel runs, and by which size its tiles are kept."""
+    return (few, triton.next_power_of_2(top_k)) if rows <= few_rows.MOST_ROWS else (many, size)
 
 
 def run_gate_up(
@@ -390,8 +419,8 @@ def run_gate_up(
     else:
         x, squares, norm = rms_norm(normed.x, *normed.norm), None, {"PARTS": 0, "BLOCK_P": 1}
     weight, pairs = _Weight.of(gate_up, x), rows * top_k
-    size, programs = (blocks.size, blocks.most) if blocks else (16, pairs)
-    launch, options = weight.launch(GATE_UP, size, programs, x)
+    size, programs = (blocks.size, blocks.most) if blocks else (few_rows.MOST_ROWS, pairs)
+    launch, options = weight.launch(*_few_or(GATE_UP, FEW_GATE_UP, size, rows, top_k), programs, x)
     order, table = (blocks.order, blocks.table) if blocks else (None, None)
     inter, tile = weight.shape[0] // 2, launch.tile
     assert weight.shape == (2 * inter, x.shape[1]) and x.stride(1) == 1, (weight.shape, x.shape, x.stride())
@@ -408,7 +437,7 @@ def run_down(
     x: Tensor, rows: int, down: ExpertLinear, blocks: Blocks, dtype: torch.dtype
 ) -> Tensor:  # [pairs, inter] -> [pairs, hidden]
     weight = _Weight.of(down, x)
-    launch, options = weight.launch(DOWN, blocks.size, blocks.most, x)
+    launch, options = weight.launch(*_few_or(DOWN, FEW_DOWN, blocks.size, rows, len(x) // rows), blocks.most, x)
     tile = launch.tile
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
     few_rows.run_kernel(
@@ -447,8 +476,9 @@ def run_row_down(x: Tensor, routing: Routing, down: ExpertLinear, residual: Tens
     rows, top_k = routing.ids.shape
     weight, choices = _Weight.of(down, x), triton.next_power_of_2(top_k)
     launch, options = weight.launch(ROW_DOWN, choices, rows, x)
-    target = _Target(rows, launch.tile.block_n, launch.strips, x, residual, then)
-    columns = padded_rows(top_k, choices * launch.tile.block_n, launch.tile.warps, gpu_of(x.device))
+    tile = launch.tile
+    target = _Target(rows, tile.block_n, launch.strips, x, residual, then)
+    columns = padded_rows(top_k, choices * tile.block_n, tile.warps, gpu_of(x.device), tile.slices)
     few_rows.run_kernel(
         _row_down, (rows, launch.strips), x, *weight.arguments, routing.ids, routing.weights,
         *target.arguments, **target.constants, TOP_K=top_k, BLOCK_C=choices, COLUMNS=columns, **options,

@@ -101,7 +101,6 @@ def sweep(
     x_rows: where rows of x begin. good: which lines are read; None: all. row_scale: float32 per line, or None. SPLIT:
     'in' is cut into so many parts, of which this is one. SLICES: of a program's own part.
     """
-    tl.static_assert(SLICES == 1 or good is None, "all lines are read")
     if LEVELS == "plain":
         acc = _plain(x_rows, real, weight + line * IN, good, part, IN, PRECISION, BLOCK_K, SPLIT, SLICES)
     else:
@@ -129,15 +128,16 @@ def _plain(
     k = tl.arange(0, BLOCK_K)
     weight_tile, x_tile = _tile(lines, k, BLOCK_K, SLICES), _tile(x_rows, k, BLOCK_K, SLICES)
     real, column = _by_line(real, SLICES), _by_column(k, BLOCK_K, SLICES)
+    read = None if good is None else _by_line(good, SLICES)
     acc = _zeros(lines.shape[0], x_rows.shape[0], SLICES)
     begin = 0 if SPLIT == 1 else part * EACH
     end = IN if SPLIT == 1 else tl.minimum(begin + EACH, IN)
     for first in tl.range(begin, end, STEP):
         if EVEN:
-            w = _load(weight_tile + first, None if good is None else good[:, None])
+            w = _load(weight_tile + first, read)
         else:
             inside = column < IN - first
-            w = _load(weight_tile + first, inside if good is None else good[:, None] & inside)
+            w = _load(weight_tile + first, inside if read is None else read & inside)
         acc = _dot(w, _load_x(x_tile, real, column, first, IN, EVEN), acc, PRECISION, SLICES)
     return acc
 
@@ -216,6 +216,8 @@ def _coded(
     word_tile = _tile(weight + line_of_strip(line, TILES, PLANE), k, STRIP * PLANE, SLICES)
     x_tile = _tile(x_rows, k, TILE, SLICES)
     real, columns = _by_line(real, SLICES), _by_column(k, TILE, SLICES)
+    read = None if good is None else _by_line(good, SLICES)
+    good = None if good is None else _of_lines(good, SLICES)
     acc = _zeros(LINES, ROWS, SLICES)
     begin = 0 if SPLIT == 1 else part * EACH
     end = TILES if SPLIT == 1 else tl.minimum(begin + EACH, TILES)
@@ -231,9 +233,10 @@ def _coded(
         next_offset = _word(offsets, first, good, OFFSET, GROUP)
     for tile in tl.range(begin, end, SLICES):
         if EVEN or SLICES == 1:
-            words = _load(word_tile + tile * (STRIP * PLANE), None if good is None else good[:, None])
+            words = _load(word_tile + tile * (STRIP * PLANE), read)
         else:
-            words = _load(word_tile + tile * (STRIP * PLANE), columns < (TILES - tile) * TILE)
+            inside = columns < (TILES - tile) * TILE
+            words = _load(word_tile + tile * (STRIP * PLANE), inside if read is None else read & inside)
         following = _tiles(tile + SLICES, TILES, SLICES) * TILE
         if AHEAD:
             scale_word = next_scale

@@ -8,8 +8,9 @@ and "attention_decode" has a list of tiles, in order of their rows. Files are la
     <cache folder>/tuned/sm_90.json    measured on this machine, by `sparkdraft tune` or tools/cuda_*.py --tune
 
 The shape of a recurrent layer is its key and value dimensions, for prompts after its number of value heads. The shape
-of experts ends in the pairs of a block, or in a row's choices ("experts_row_down"), that of "wide_rows" in the rows of
-a block. A format is the floats' bits, or the name of a layout of codes (weights/plane_layout.py).
+of experts ends in the pairs of a block, or, of few rows ("experts_few_gate_up", "experts_few_down" and
+"experts_row_down"), in a row's choices, that of "wide_rows" in the rows of a block. A format is the floats' bits, or
+the name of a layout of codes (weights/plane_layout.py).
 
 A shape that no file has is left to the kernel's own rule. The files are read once per process.
 """
@@ -42,10 +43,11 @@ class Key(NamedTuple):
 Tables = dict[tuple[str, str], dict[Shape, Any]]  # (kernel, format) -> shape -> tile
 LISTS = ("attention_decode",)  # kernels that have a list of tiles per shape
 NUMBERS = {"few_rows": 4, "attention_chunk": 4, "attention_decode": 4, "block_attention": 5}  # integers of a tile
-NUMBERS |= {"experts_gate_up": 4, "experts_down": 4, "experts_row_down": 4, "wide_rows": 4}
+NUMBERS |= {"experts_gate_up": 4, "experts_down": 4, "wide_rows": 4}
+NUMBERS |= {"experts_few_gate_up": 4, "experts_few_down": 4, "experts_row_down": 4}
 NUMBERS |= {"delta_rule": 2, "delta_inside": 1, "delta_through": 3}
 # Kernels whose tiles may have more numbers: into how many parts 'in' is split, and into how many slices each part.
-MORE = {"few_rows": 2}
+MORE = {"few_rows": 2, "experts_few_gate_up": 2, "experts_few_down": 2, "experts_row_down": 2}
 
 
 def user_file(gpu: Gpu) -> Path:
