@@ -352,11 +352,14 @@ class Case:
 
 
 def bench_experts(
-    model: Model, rows: list[int], bandwidth: float, results: dict[str, object], search: TileSearch | None
-) -> None:
-    for form in ("", *model.formats):
+    model: Model, formats: list[str], rows: list[int], bandwidth: float, results: dict[str, object],
+    search: TileSearch | None,
+) -> None:  # fmt: skip
+    for form in ("", *(each for each in model.formats if each in formats)):
         layers = make_layers(model, form)
-        if form:
+        if form and search:
+            tune_experts(search, model, layers)
+        if form:  # with the tiles just found
             try:
                 wrong = check_experts(model, layers[0])
             except Exception as error:
@@ -366,8 +369,6 @@ def bench_experts(
                 flush=True,
             )
             results[f"check {model.name} experts {form}"] = wrong or "ok"
-            if search:
-                tune_experts(search, model, layers)
         for count in rows:
             try:
                 case = Case(model, layers, count)
@@ -390,7 +391,7 @@ def bench_experts(
 # Tiles
 
 
-def tune_shape(search: TileSearch, shape: Shape, form: str) -> None:
+def tune_shape(search: TileSearch, shape: Shape, form: str, few: bool) -> None:
     if form == "mxfp4" and not shape.name.startswith(("gpt-oss", "dry")):
         return
     matrices, size = make(form, shape), (shape.out, shape.in_)
@@ -399,7 +400,7 @@ def tune_shape(search: TileSearch, shape: Shape, form: str) -> None:
     step, may_split = tiles.layout.tile, shape.kind not in ("norm_gated", "norm_argmax")
     tried = coded_tiles(*size, step, tiles.format, GPU, may_split)
     jobs = [(few_rows.KERNEL, size, tried, [1, 3] if DRY else [1, 4, 16])]
-    for count in () if shape.kind == "norm_argmax" else (20,) if DRY else (32, 64):
+    for count in () if few or shape.kind == "norm_argmax" else (20,) if DRY else (32, 64):
         jobs.append((few_rows.WIDE, (*size, few_rows.block_rows(count)), wide_tiles(step, count), [count]))
     for kernel, key, tried, rows in jobs:
         print(f"{shape.name} {form}: {kernel}, rows {rows}", flush=True)
@@ -448,6 +449,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--formats", nargs="+", default=list(TIMED), choices=TIMED)
     parser.add_argument("--only", default="", help="shapes and models whose name begins so; several with commas")
+    parser.add_argument("--part", choices=("matrices", "experts"), help="these alone")
+    parser.add_argument("--few", action="store_true", help="tiles of up to 16 rows alone")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64, 512])
     parser.add_argument("--check", action="store_true", help="compare with float64, and time nothing")
     parser.add_argument("--no-check", action="store_true", help="time alone")
@@ -467,16 +470,16 @@ def main() -> None:
     search = TileSearch(
         GPU, lambda: time.perf_counter() - BEGIN < share * arguments.limit, most=2 if DRY else arguments.most
     )
-    shapes = [] if arguments.check else [s for s in SHAPES if s.name.startswith(begins)]
-    models = [] if arguments.check else [m for m in MODELS if m.name.startswith(begins)]
+    shapes = [s for s in SHAPES if s.name.startswith(begins) and not arguments.check and arguments.part != "experts"]
+    models = [m for m in MODELS if m.name.startswith(begins) and not arguments.check and arguments.part != "matrices"]
     for place, shape in enumerate(shapes, 1):
         share = place / (len(shapes) + 2 * len(models))
         for form in arguments.formats if arguments.tune else ():
-            tune_shape(search, shape, form)
+            tune_shape(search, shape, form, arguments.few)
         bench_shape(shape, arguments.formats, rows, bandwidth, results)
     share = 1.0
     for model in models:
-        bench_experts(model, rows, bandwidth, results, search if arguments.tune else None)
+        bench_experts(model, arguments.formats, rows, bandwidth, results, search if arguments.tune else None)
     print(f"{time.perf_counter() - BEGIN:.0f} s", flush=True)
     if arguments.tune and not DRY:
         search.save(arguments.out)
