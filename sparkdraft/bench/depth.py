@@ -1,7 +1,8 @@
 """Fixed depths of drafting against the depth that the engine chooses, by class of prompt and number of streams.
 
-All depths of a group of prompts run in turn, so that a machine that slows down slows all of them. Steps count while all
-streams of the group decode. With a synthetic acceptance (bench/synthetic.py) the same table decides at every depth how
+All depths of a group of prompts run in turn, so that a machine that slows down slows all of them. Each depth runs for a
+few tokens before, at each number of streams, so that no recording or compiling is timed. Steps count while all streams
+of the group decode. With a synthetic acceptance (bench/synthetic.py) the same table decides at every depth how
 many drafts are accepted, so a sweep can be drawn for any machine and any model's shape.
 """
 
@@ -21,6 +22,7 @@ from sparkdraft.plot import Line, Panel
 
 Prompts = dict[str, list[list[int]]]  # class -> ids of its prompts
 Report = Callable[[int, int], None]
+WARM_UP = 8  # tokens of a run that is not timed
 
 
 @dataclass(slots=True)
@@ -77,10 +79,14 @@ class DepthBench:
         """A cell per class, number of streams and depth, and 'all' for the sum of the classes. depths: 0 is first."""
         cells: list[Cell] = []
         groups = [(kind, n, group) for n in streams for kind, ids in prompts.items() for group in _groups(ids, n)]
+        warm = set[int]()
         for done, (kind, n, group) in enumerate(groups):
             plain: list[list[int]] = []
+            for depth in depths if n not in warm else ():
+                self._run(kind, group, depth, WARM_UP)
+            warm.add(n)
             for depth in depths:
-                cell, texts = self._run(kind, group, depth)
+                cell, texts = self._run(kind, group, depth, self.output_len)
                 plain = plain or texts
                 cell.same_text = sum(_begins_alike(a, b) for a, b in zip(texts, plain, strict=True))
                 for name in (kind, ALL):
@@ -88,9 +94,10 @@ class DepthBench:
             report(done + 1, len(groups))
         return sorted(cells, key=lambda cell: (streams.index(cell.streams), cell.kind == ALL))  # stable
 
-    def _run(self, kind: str, group: list[list[int]], depth: int) -> tuple[Cell, list[list[int]]]:
+    def _run(self, kind: str, group: list[list[int]], depth: int, length: int) -> tuple[Cell, list[list[int]]]:
+        """length: tokens that every stream writes at least."""
         engine, cell = self.engine, Cell(kind, len(group), depth, prompts=len(group))
-        most = 2 * (self.output_len + engine.drafting.max_depth + 1)  # a stream may be ahead of the slowest
+        most = 2 * (length + engine.drafting.max_depth + 1)  # a stream may be ahead of the slowest
         params = SamplingParams(most, temperature=self.temperature, seed=0, num_draft=depth, ignore_eos=True)
         texts: dict[str, list[int]] = {engine.add(ids, params): [] for ids in group}
         while not all(texts.values()):
@@ -99,7 +106,7 @@ class DepthBench:
         begun = {name: len(ids) for name, ids in texts.items()}
         self._start(len(group), depth)
         before, begin = engine.drafting.so_far(), time.perf_counter()
-        while min(len(ids) - begun[name] for name, ids in texts.items()) < self.output_len:
+        while min(len(ids) - begun[name] for name, ids in texts.items()) < length:
             pieces = engine.step()
             for piece in pieces:
                 texts[piece.request_id] += piece.ids

@@ -2,11 +2,16 @@
 
 Drafts are the known text with mistakes, so blocks are accepted and rejected at all their places. On a GPU the steps are
 recorded and overlapped, as in service; on a CPU the same steps run unrecorded.
+
+In an exact cache texts are equal. A coded cache rounds keys and values, on a GPU after sums whose last bit may depend
+on the number of rows: one code among thousands may be its neighbour then, and where the two likeliest ids are nearly
+as likely as each other (NEAR) the other one may be written. Only there may such texts part, and few of them.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +21,7 @@ import torch
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.engine.engine import Engine
 from tests.models.known_text import KnownText
-from tests.models.recurrent import Texts, load, overlapping, texts
+from tests.models.recurrent import load, overlapping, texts
 from tests.models.tiny import write_tiny
 from tests.spec.tiny_drafter import body, random_tensors, write_drafter, zlab
 
@@ -32,10 +37,45 @@ CACHES: dict[str, dict[str, Any]] = {
 SEEDS = range(16)
 PROMPTS = [[(31 * k + 7 * i * i + i) % 250 + 3 for i in range(5 + 3 * k)] for k in SEEDS]
 PARAMS = [SamplingParams(12 + k % 5, temperature=0.8 * (k % 3 == 2), seed=k, ignore_eos=True) for k in SEEDS]
+NEAR, MOST_APART = 0.1, 4  # nats between the two likeliest ids; texts of 16
 FEW, DEPTH, LONG = 3, 5, 160  # requests whose drafts are known, fewer than there are lanes; drafts per step; context
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 CASES = [pytest.param((variant, "cuda"), marks=[pytest.mark.gpu, no_gpu], id=f"{variant}-cuda") for variant in VARIANTS]
 CASES += [pytest.param((variant, "cpu"), marks=pytest.mark.slow, id=f"{variant}-cpu") for variant in ON_A_CPU]
+
+
+class Expected(NamedTuple):
+    """What requests write, and where another id was nearly as likely."""
+
+    ids: list[list[int]]
+    gaps: list[list[float]]  # between the two likeliest ids, in nats; infinite where the text must be this
+    may_part: bool
+
+    @classmethod
+    def of(cls, llm: LLM, prompts: list[list[int]], params: list[SamplingParams], may_part: bool) -> Expected:
+        """Each by itself."""
+        found = [
+            llm.generate([prompt], replace(each, logprobs=2))[0].completions[0]
+            for prompt, each in zip(prompts, params, strict=True)
+        ]
+        gaps = [[a[1] - b[1] for a, b in (token.top[:2] for token in each.logprobs or [])] for each in found]
+        return cls([each.ids for each in found], gaps, may_part)
+
+    def last(self, count: int) -> Expected:
+        return Expected(self.ids[-count:], self.gaps[-count:], self.may_part)
+
+    def check(self, found: list[list[int]], params: list[SamplingParams], when: str) -> None:
+        if not self.may_part:
+            assert found == self.ids, when
+        parted = 0
+        for ids, own, gaps, each in zip(found, self.ids, self.gaps, params, strict=True):
+            if each.temperature:
+                continue  # the noise that chose is not among the logprobs; in an exact cache these are compared
+            place = next((i for i, (a, b) in enumerate(zip(ids, own, strict=True)) if a != b), None)
+            if place is not None:
+                parted += 1
+                assert gaps[place] < NEAR, f"{when}: {ids[place]} for {own[place]}, which was likelier by {gaps[place]}"
+        assert parted <= MOST_APART, f"{when}: {parted} texts part"
 
 
 class Case(NamedTuple):
@@ -46,6 +86,10 @@ class Case(NamedTuple):
     def options(self, cache: str, **more: Any) -> dict[str, Any]:
         dtype = "auto" if self.device == "cpu" else "float32"  # in half precision a last bit may depend on the rows
         return {"device": self.device, "dtype": dtype, "max_seqs": 16, "max_model_len": LONG, **CACHES[cache], **more}
+
+    def expected(self, cache: str, prompts: list[list[int]], params: list[SamplingParams]) -> Expected:
+        llm = load(self.target, **self.options(cache, prefix_cache=False))
+        return Expected.of(llm, prompts, params, may_part=self.device == "cuda" and cache != "exact")
 
     def drafted(self, cache: str, **more: Any) -> LLM:
         llm = load(self.target, **self.options(cache, spec=str(DEPTH), drafter=str(self.drafter), **more))
@@ -85,24 +129,23 @@ def free(llm: LLM) -> list[int]:
 
 
 def test_company_prefixes_and_drafts_change_no_text(case: Case, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = load(case.target, **case.options(cache, prefix_cache=False))
-    expected = [texts(alone, [prompt], [params])[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
-    assert len({tuple(text) for text in expected}) > 8
+    expected = case.expected(cache, PROMPTS, PARAMS)
+    assert len({tuple(ids) for ids in expected.ids}) > 8
     for llm in (load(case.target, **case.options(cache)), case.drafted(cache)):
         before = free(llm)
-        assert texts(llm, PROMPTS, PARAMS) == expected, "16 at once, cold"
-        assert texts(llm, PROMPTS, PARAMS) == expected, "16 at once, from the prefix cache"
+        expected.check(texts(llm, PROMPTS, PARAMS), PARAMS, "16 at once, cold")
+        expected.check(texts(llm, PROMPTS, PARAMS), PARAMS, "16 at once, from the prefix cache")
         assert free(llm) == before
-    known_drafts(case.drafted(cache), expected, monkeypatch)
+    known_drafts(case.drafted(cache), expected.last(FEW), monkeypatch)
 
 
-def known_drafts(llm: LLM, expected: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
+def known_drafts(llm: LLM, expected: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drafter that is loaded is mostly wrong; this one mostly right."""
     overlap, prompts, params = llm.engine.overlap, PROMPTS[-FEW:], PARAMS[-FEW:]
     assert overlap
-    known = [prompt + text for prompt, text in zip(prompts, expected[-FEW:], strict=True)]
+    known = [prompt + ids for prompt, ids in zip(prompts, expected.ids, strict=True)]
     monkeypatch.setattr(overlap.lanes, "_draft", KnownText(overlap.lanes, known, llm.model_config.vocab_size))
-    assert texts(llm, prompts, params) == expected[-FEW:]
+    expected.check(texts(llm, prompts, params), params, "drafts mostly right")
     seen = llm.engine.drafting.so_far()
     assert 10 < seen.num_accepted_draft_tokens < seen.num_draft_tokens
     assert llm.engine.runner.unrecorded == [] and llm.engine.drafting.proposer.unrecorded == []
@@ -110,9 +153,9 @@ def known_drafts(llm: LLM, expected: Texts, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_requests_that_give_their_blocks_back_write_the_same(case: Case, cache: str) -> None:
     """They are admitted with pages for their windows, and then grow to more blocks than there are for two."""
-    params = SamplingParams(120, ignore_eos=True)
-    expected = texts(load(case.target, **case.options(cache)), PROMPTS[:FEW], params)
+    params = [SamplingParams(120, ignore_eos=True)] * FEW
+    expected = case.expected(cache, PROMPTS[:FEW], params)
     tight = case.drafted(cache, kv_tokens=LONG)
     before = free(tight)
-    assert texts(tight, PROMPTS[:FEW], params) == expected
+    expected.check(texts(tight, PROMPTS[:FEW], params), params, "given back and read again")
     assert tight.engine.scheduler.num_preempted and free(tight) == before
