@@ -6,7 +6,8 @@ recorded and overlapped, as in service; on a CPU the same steps run unrecorded.
 In an exact cache texts are equal. A coded cache rounds keys and values, on a GPU (and those of fp8 on a CPU) after sums
 whose last bit may depend on the number of rows: one code among thousands may be its neighbour then, and where the two
 likeliest ids are nearly as likely as each other the other one may be written. Only there may such texts part, and few
-of them. A row that is sent to another expert moves more than one that is not.
+of them. (On a CPU, fp8 keys and values with noise of a millionth before they are rounded: 10 of 96 texts of "llama"
+part, at gaps of up to 0.28 nats, and 20 of "gemma4-experts", up to 0.39, where a row may reach another expert.)
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ CACHES: dict[str, dict[str, Any]] = {
 SEEDS = range(16)
 PROMPTS = [[(31 * k + 7 * i * i + i) % 250 + 3 for i in range(5 + 3 * k)] for k in SEEDS]
 PARAMS = [SamplingParams(12 + k % 5, temperature=0.8 * (k % 3 == 2), seed=k, ignore_eos=True) for k in SEEDS]
-NEAR, NEAR_OF_EXPERTS, MOST_APART = 0.1, 0.5, 4  # nats between the two likeliest ids; texts of 16
+NEAR, MOST_APART = 0.5, 5  # nats between the two likeliest ids; texts, of the 11 greedy ones
 FEW, DEPTH, LONG = 3, 5, 160  # requests whose drafts are known, fewer than there are lanes; drafts per step; context
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 CASES = [pytest.param((variant, "cuda"), marks=[pytest.mark.gpu, no_gpu], id=f"{variant}-cuda") for variant in VARIANTS]
@@ -85,7 +86,6 @@ class Case(NamedTuple):
     device: str
     target: Path
     drafter: Path  # DFlash
-    near: float  # of texts in a cache that rounds
 
     def options(self, cache: str, **more: Any) -> dict[str, Any]:
         own = self.device == "cpu" and cache != "fp8"  # a CPU's own kernels have no fp8
@@ -95,7 +95,7 @@ class Case(NamedTuple):
     def expected(self, cache: str, prompts: list[list[int]], params: list[SamplingParams]) -> Expected:
         llm = load(self.target, **self.options(cache, prefix_cache=False))
         rounded = cache != "exact" and (self.device == "cuda" or cache == "fp8")
-        return Expected.of(llm, prompts, params, self.near if rounded else 0.0)
+        return Expected.of(llm, prompts, params, NEAR if rounded else 0.0)
 
     def drafted(self, cache: str, **more: Any) -> LLM:
         llm = load(self.target, **self.options(cache, spec=str(DEPTH), drafter=str(self.drafter), **more))
@@ -113,8 +113,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     shape = body("sf", window=16, hidden_size=config["hidden_size"], vocab_size=config["vocab_size"], head_dim=64)
     described = zlab(shape, num_target_layers=config["num_hidden_layers"])
     drafter = write_drafter(tmp_path_factory.mktemp("drafter"), described, random_tensors(shape))
-    experts = any(config.get(name) for name in ("num_experts", "num_local_experts"))
-    return Case(device, target, drafter, NEAR_OF_EXPERTS if experts else NEAR)
+    return Case(device, target, drafter)
 
 
 @pytest.fixture(params=list(CACHES))
