@@ -156,7 +156,7 @@ class FakeBlock:
         self, chance: float, block_size: int = 8, seed: int = 0, gaps: tuple[float, float] | None = None
     ) -> None:
         self.chance, self.max_depth, self.gaps = chance, block_size - 1, gaps
-        self.drafter = SimpleNamespace(caps=SimpleNamespace(name="fake"))
+        self.drafter = SimpleNamespace(caps=SimpleNamespace(name="fake"), propose=None)  # this one drafts itself
         self._random = random.Random(seed)
         self.observed: dict[Request, int] = {}
 
