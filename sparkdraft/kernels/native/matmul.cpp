@@ -272,7 +272,7 @@ INLINE void add_groups(const Strip& strip, int64_t g, const uint8_t* tile, vfloa
 }
 
 template <class Strip, int ROWS>
-void multiply_tile(const Matrix& m, const uint8_t* data, const uint8_t* tile, const float* bias, Output out,
+void multiply_tile(const Matrix& m, const uint8_t* data, const uint8_t* tile, const float* bias, const Output& out,
                    int64_t lanes) {
     constexpr int AT_ONCE = ROWS <= PAIR_ROWS ? 2 : 1;
     const int64_t groups = m.groups();
@@ -304,7 +304,7 @@ INLINE void add_part(const Strip& strip, int64_t g, vfloat scale, const int8_t* 
 }
 
 template <class Strip, int ROWS>
-void multiply_leveled(const Matrix& m, const uint8_t* data, const uint8_t* tile, const float* bias, Output out,
+void multiply_leveled(const Matrix& m, const uint8_t* data, const uint8_t* tile, const float* bias, const Output& out,
                       int64_t lanes) {
     const Strip strip(m, data);
     const bool halved = m.levels->scales == 2, offset = m.levels->offsets;
@@ -333,7 +333,7 @@ void multiply_leveled(const Matrix& m, const uint8_t* data, const uint8_t* tile,
     });
 }
 
-using Multiply = void (*)(const Matrix&, const uint8_t*, const uint8_t*, const float*, Output, int64_t);
+using Multiply = void (*)(const Matrix&, const uint8_t*, const uint8_t*, const float*, const Output&, int64_t);
 
 template <class Strip>
 Multiply leveled_for(int rows) {

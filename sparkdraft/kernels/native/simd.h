@@ -452,7 +452,7 @@ INLINE void dot_rows(const vbytes* w, const int8_t* x, vfloat* biased) {
     unroll<ROWS>(EACH(r) { biased[r] = as_floats(PAIRS ? add_integers(bias, widen_pairs(sums[r])) : sums[r]); });
 }
 
-// The 32 registers of AVX-512 hold the sums of all rows; the 16 of AVX2 rather the weights, and row after row meets them.
+// The 32 registers of AVX-512 hold the sums of all rows; the 16 of AVX2 the weights, and row after row meets them.
 template <bool SMALL, int ROWS, int COUNT>
 INLINE void dot_tile(const vbytes* w, const int8_t* x, vfloat* biased) {
     constexpr int STEP = SPARKDRAFT_AVX512 ? ROWS : 1;
