@@ -135,7 +135,7 @@ INLINE const float* make_shift(vfloat scale, float* spare) {
 }
 
 // Weights are read once, from end to end: ask for what will be needed this many bytes later, be it in the next strip.
-constexpr int AHEAD = LANES > 8 ? 4096 : 2048;  // wide strips are done sooner
+constexpr int AHEAD = LANES > 4 ? 4096 : 2048;  // wide strips are done sooner
 
 template <int BYTES>
 INLINE void prefetch_ahead(const void* strip, int64_t g) {

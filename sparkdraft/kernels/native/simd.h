@@ -299,6 +299,17 @@ INLINE vbytes add_pairs(vbytes a, vbytes b) { return _mm512_add_epi16(a, b); }
 INLINE vbytes add_integers(vbytes a, vbytes b) { return _mm512_add_epi32(a, b); }
 INLINE vbytes widen_pairs(vbytes pairs) { return _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)); }
 INLINE vfloat as_floats(vbytes v) { return _mm512_castsi512_ps(v); }
+
+INLINE vfloat add_halves(vfloat a, vfloat b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+INLINE f32x4 sum_lanes(vfloat a, vfloat b, vfloat c, vfloat d) {
+    vfloat v = add_halves(add_halves(a, b), add_halves(c, d));  // four lanes of each
+    v = _mm512_add_ps(v, _mm512_permute_ps(v, 0x4e));
+    v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xb1));
+    const __m512i firsts = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
+    return (f32x4)_mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, v));
+}
 #if SPARKDRAFT_VNNI
 INLINE vbytes add_quads(vbytes w, vbytes x, vbytes sum) { return _mm512_dpbusd_epi32(sum, w, x); }
 #endif
@@ -338,6 +349,11 @@ INLINE vbytes add_pairs(vbytes a, vbytes b) { return _mm256_add_epi16(a, b); }
 INLINE vbytes add_integers(vbytes a, vbytes b) { return _mm256_add_epi32(a, b); }
 INLINE vbytes widen_pairs(vbytes pairs) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)); }
 INLINE vfloat as_floats(vbytes v) { return _mm256_castsi256_ps(v); }
+
+INLINE f32x4 sum_lanes(vfloat a, vfloat b, vfloat c, vfloat d) {
+    const vfloat v = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    return (f32x4)_mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+}
 #if SPARKDRAFT_VNNI
 INLINE vbytes add_quads(vbytes w, vbytes x, vbytes sum) { return _mm256_dpbusd_avx_epi32(sum, w, x); }
 #endif
