@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import stat
 import subprocess
 import sys
@@ -67,6 +68,20 @@ def test_linear_takes_zeros_ties_and_extremes() -> None:
     x[1] = torch.arange(128) - 64.5  # ties when rounded
     x[2, :32], x[3, 5] = 1e-30, 1e30
     torch.testing.assert_close(native.PackedLinear.pack([w]).linear(x), expected_linear(x, w), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_is_no_number_spoils_its_own_row_alone(value: float, bits: int) -> None:
+    packed = native.PackedLinear.pack([random_quant(20, 128, bits)])
+    x = torch.randn(9, 128)
+    expected = packed.linear(x)
+    for column in (0, 37, 127):
+        spoilt = x.clone()
+        spoilt[4, column] = value
+        y = packed.linear(spoilt)
+        assert not y[4].isfinite().any()
+        assert torch.equal(y[:4], expected[:4]) and torch.equal(y[5:], expected[5:])
 
 
 def test_parts_are_stacked_with_and_without_offsets() -> None:
@@ -294,6 +309,36 @@ def test_attention_never_reads_past_the_context() -> None:
     last = int(view.block_tables[0, 1])
     k[last, :, 5:], v[last, :, 5:] = float("nan"), float("nan")
     assert native.paged_attention(q, k, v, view, AttentionParams(0.125)).isfinite().all()
+
+
+# ---- other vectors --------------------------------------------------------------------------------------------------
+
+MATMUL_BITS = """
+import hashlib, torch
+from tests.kernels.test_native import native, random_quant
+torch.manual_seed(0)
+digest = hashlib.sha256()
+for out, width, bits in ((101, 576, 4), (53, 224, 8)):
+    packed = native.PackedLinear.pack([random_quant(out, width, bits)])
+    for rows in (1, 3, 8, 60):
+        digest.update(packed.linear(torch.randn(rows, width)).numpy().tobytes())
+print(digest.hexdigest())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="x86 has vectors of several widths")
+@pytest.mark.parametrize("flag", ["-mno-avx512f", "-DSPARKDRAFT_PLAIN"])
+def test_narrower_vectors_are_the_reference_too_and_give_a_matmul_the_same_bits(flag: str) -> None:
+    def run(flags: str, *arguments: str) -> str:
+        command = [sys.executable, *arguments]
+        environment = os.environ | {"SPARKDRAFT_CXXFLAGS": flags}
+        done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, env=environment, timeout=900)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run(flag, "-m", "pytest", *map(str, Path(__file__).parent.glob("test_native*.py")))
+    assert run(flag, "-c", MATMUL_BITS) == run("", "-c", MATMUL_BITS)
 
 
 # ---- building -------------------------------------------------------------------------------------------------------

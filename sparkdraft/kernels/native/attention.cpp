@@ -67,6 +67,56 @@ Range keys_seen(const Call& c, int64_t position, int64_t context) {
 
 // scores[n][0 .. 3] = q[n] . k[0 .. 3] for N queries; each product is summed over the dimension in the same order
 // always.
+#if SPARKDRAFT_AVX2
+template <int N>
+INLINE void score_keys(const float* const* q, const float* const* k, int64_t dim, float scale, float* scores) {
+    constexpr int SOME = SPARKDRAFT_AVX512 || N < 2 ? N : 2;  // so many have their sums in registers
+    vfloat sums[SOME * KEYS];
+    unroll<SOME * KEYS>(EACH(i) { sums[i] = vzero(); });
+    int64_t d = 0;
+    for (; d + LANES <= dim; d += LANES) {
+        unroll<KEYS>(EACH(i) {
+            const vfloat key = vload(k[i] + d);
+            unroll<SOME>(EACH(n) { sums[n * KEYS + i] = vfma(vload(q[n] + d), key, sums[n * KEYS + i]); });
+        });
+    }
+    f32x4 totals[SOME];
+    unroll<SOME>(EACH(n) {
+        const vfloat* s = sums + n * KEYS;
+        totals[n] = sum_lanes(s[0], s[1], s[2], s[3]);
+    });
+    for (; d < dim; d += 4) {  // what is left of a dimension that is no multiple of LANES
+        unroll<SOME>(EACH(n) {
+            f32x4 p[KEYS];
+            unroll<KEYS>(EACH(i) { p[i] = load4(q[n] + d) * load4(k[i] + d); });
+            totals[n] = totals[n] + sum_lanes(p[0], p[1], p[2], p[3]);
+        });
+    }
+    unroll<SOME>(EACH(n) { store4(scores + n * SPAN, totals[n] * splat4(scale)); });
+    if constexpr (SOME < N) score_keys<N - SOME>(q + SOME, k, dim, scale, scores + SOME * SPAN);
+}
+
+// mix_values for VECTORS * LANES dimensions.
+template <int N, int VECTORS>
+INLINE void mix_wide(const float* weights, const float* v, const int64_t* place, int64_t keys, float* values,
+                     int64_t stride) {
+    vfloat sums[N * VECTORS];
+    unroll<N>(EACH(n) {
+        unroll<VECTORS>(EACH(j) { sums[n * VECTORS + j] = vload(values + n * stride + LANES * j); });
+    });
+    for (int64_t key = 0; key < keys; ++key) {
+        vfloat value[VECTORS];
+        unroll<VECTORS>(EACH(j) { value[j] = vload(v + place[key] + LANES * j); });
+        unroll<N>(EACH(n) {
+            const vfloat weight = vsplat(weights[n * SPAN + key]);
+            unroll<VECTORS>(EACH(j) { sums[n * VECTORS + j] = vfma(value[j], weight, sums[n * VECTORS + j]); });
+        });
+    }
+    unroll<N>(EACH(n) {
+        unroll<VECTORS>(EACH(j) { vstore(values + n * stride + LANES * j, sums[n * VECTORS + j]); });
+    });
+}
+#else
 template <int N>
 INLINE void score_keys(const float* const* q, const float* const* k, int64_t dim, float scale, float* scores) {
     f32x4 sums[N * KEYS];
@@ -87,6 +137,7 @@ INLINE void score_keys(const float* const* q, const float* const* k, int64_t dim
         store4(scores + n * SPAN, sum_lanes(s[0], s[1], s[2], s[3]) * splat4(scale));
     });
 }
+#endif
 
 // values[n][d ..] += sum over keys of weights[n][key] * v[place[key]][d ..], for VECTORS * 4 dimensions of N queries.
 template <int N, int VECTORS>
@@ -224,6 +275,15 @@ void mix_tile(const Call& c, const Span& span, Range keys, const float* weights,
     const int64_t *place = span.place + keys.begin, count = keys.end - keys.begin;
     weights += keys.begin;
     int64_t d = 0;
+#if SPARKDRAFT_AVX2
+    constexpr int MANY = SPARKDRAFT_AVX512 ? 4 : 2;
+    for (; d + MANY * LANES <= c.head_dim; d += MANY * LANES) {
+        mix_wide<N, MANY>(weights, c.v_cache + d, place, count, values + d, c.state());
+    }
+    for (; d + LANES <= c.head_dim; d += LANES) {
+        mix_wide<N, 1>(weights, c.v_cache + d, place, count, values + d, c.state());
+    }
+#endif
     for (; d + 16 <= c.head_dim; d += 16) {
         mix_values<N, 4>(weights, c.v_cache + d, place, count, values + d, c.state());
     }

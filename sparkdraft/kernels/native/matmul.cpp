@@ -49,6 +49,40 @@ INLINE int32_t round_group(const float* x, float inverse, int8_t* q) {
     }
     return vaddvq_s32(total);
 }
+#elif SPARKDRAFT_AVX2
+template <class F>
+INLINE int32_t reduce(__m256i v, F f) {
+    __m128i four = f(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    four = f(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(f(four, _mm_shuffle_epi32(four, 0xb1)));
+}
+
+// As integers, the bits of sizes have the order of the sizes, and those of what is no number are above all.
+INLINE float peak_of(const float* x) {
+    __m256i peak = _mm256_setzero_si256();
+    for (int i = 0; i < GROUP; i += 8) {
+        const __m256i bits = _mm256_loadu_si256((const __m256i*)(x + i));
+        peak = _mm256_max_epi32(peak, _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff)));
+    }
+    const int32_t most = reduce(peak, [](__m128i a, __m128i b) { return _mm_max_epi32(a, b); });
+    float size;
+    std::memcpy(&size, &most, 4);
+    return size;
+}
+
+INLINE int32_t round_group(const float* x, float inverse, int8_t* q) {
+    const __m256 most = _mm256_set1_ps(127), least = _mm256_set1_ps(-127);
+    __m256i n[4];
+    for (int i = 0; i < 4; ++i) {
+        const __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps(x + 8 * i), _mm256_set1_ps(inverse));
+        n[i] = _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(scaled, least), most));  // ties to even, as torch.round
+    }
+    const __m256i total = _mm256_add_epi32(_mm256_add_epi32(n[0], n[1]), _mm256_add_epi32(n[2], n[3]));
+    const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(n[0], n[1]), _mm256_packs_epi32(n[2], n[3]));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packing keeps to halves of vectors
+    _mm256_storeu_si256((__m256i*)q, _mm256_permutevar8x32_epi32(bytes, order));
+    return reduce(total, [](__m128i a, __m128i b) { return _mm_add_epi32(a, b); });
+}
 #else
 INLINE float peak_of(const float* x) {
     float peak = 0;
@@ -101,7 +135,7 @@ INLINE const float* make_shift(vfloat scale, float* spare) {
 }
 
 // Weights are read once, from end to end: ask for what will be needed this many bytes later, be it in the next strip.
-constexpr int AHEAD = 2048;
+constexpr int AHEAD = LANES > 4 ? 4096 : 2048;  // wide strips are done sooner
 
 template <int BYTES>
 INLINE void prefetch_ahead(const void* strip, int64_t g) {
@@ -238,7 +272,7 @@ INLINE void add_groups(const Strip& strip, int64_t g, const uint8_t* tile, vfloa
 }
 
 template <class Strip, int ROWS>
-void multiply_tile(const Matrix& m, const uint8_t* data, const uint8_t* tile, const float* bias, Output out,
+void multiply_tile(const Matrix& m, const uint8_t* data, const uint8_t* tile, const float* bias, const Output& out,
                    int64_t lanes) {
     constexpr int AT_ONCE = ROWS <= PAIR_ROWS ? 2 : 1;
     const int64_t groups = m.groups();
@@ -270,7 +304,7 @@ INLINE void add_part(const Strip& strip, int64_t g, vfloat scale, const int8_t* 
 }
 
 template <class Strip, int ROWS>
-void multiply_leveled(const Matrix& m, const uint8_t* data, const uint8_t* tile, const float* bias, Output out,
+void multiply_leveled(const Matrix& m, const uint8_t* data, const uint8_t* tile, const float* bias, const Output& out,
                       int64_t lanes) {
     const Strip strip(m, data);
     const bool halved = m.levels->scales == 2, offset = m.levels->offsets;
@@ -299,7 +333,7 @@ void multiply_leveled(const Matrix& m, const uint8_t* data, const uint8_t* tile,
     });
 }
 
-using Multiply = void (*)(const Matrix&, const uint8_t*, const uint8_t*, const float*, Output, int64_t);
+using Multiply = void (*)(const Matrix&, const uint8_t*, const uint8_t*, const float*, const Output&, int64_t);
 
 template <class Strip>
 Multiply leveled_for(int rows) {

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstring>
 
+#define SPARKDRAFT_8_LANES 1  // dimensions are multiples of 8
 #include "activation.h"
 #include "pool.h"
 #include "simd.h"

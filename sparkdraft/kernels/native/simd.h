@@ -1,4 +1,4 @@
-// The few vector operations that the kernels are written in, for NEON, for AVX2 and in plain C++ for the rest.
+// The few vector operations that the kernels are written in, for NEON, AVX2, AVX-512 and in plain C++ for the rest.
 // Everything that must give the same bits in every tiling goes through these: multiply-adds are explicit (the compiler
 // is told to fuse none by itself), and a function of one lane never looks at another.
 // Algorithms are in matmul.cpp, experts.cpp, attention.cpp, recurrent.cpp, elementwise.cpp and sampling.cpp.
@@ -13,8 +13,18 @@
 #define SPARKDRAFT_NEON 1
 #include <arm_neon.h>
 #elif !defined(SPARKDRAFT_PLAIN) && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-#define SPARKDRAFT_AVX2 1
+#define SPARKDRAFT_AVX2 1  // AVX-512 too: it widens the integer dot products, and nothing else
 #include <immintrin.h>
+#if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && !SPARKDRAFT_8_LANES
+#define SPARKDRAFT_AVX512 1
+#else
+#define SPARKDRAFT_AVX512 0
+#endif
+#if SPARKDRAFT_AVX512 ? defined(__AVX512VNNI__) : defined(__AVXVNNI__)
+#define SPARKDRAFT_VNNI 1  // one instruction adds four products of bytes to a sum
+#else
+#define SPARKDRAFT_VNNI 0
+#endif
 #endif
 
 #define INLINE inline __attribute__((always_inline))
@@ -254,6 +264,56 @@ INLINE void dot_group(const Strip& strip, int64_t g, const int8_t* x, vfloat* bi
     });
 }
 
+#elif SPARKDRAFT_AVX512
+
+constexpr int LANES = 16, PAIR_ROWS = 0;
+typedef __m512 vfloat;
+typedef __m512i vbytes;
+
+INLINE vfloat vload(const float* p) { return _mm512_loadu_ps(p); }
+INLINE void vstore(float* p, vfloat v) { _mm512_storeu_ps(p, v); }
+INLINE vfloat vzero() { return _mm512_setzero_ps(); }
+INLINE vfloat vsplat(float x) { return _mm512_set1_ps(x); }
+INLINE vfloat vadd(vfloat a, vfloat b) { return _mm512_add_ps(a, b); }
+INLINE vfloat vscale(vfloat a, float b) { return _mm512_mul_ps(a, _mm512_set1_ps(b)); }
+INLINE vfloat vfma(vfloat a, vfloat b, vfloat c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE vfloat vfma(vfloat a, float b, vfloat c) { return _mm512_fmadd_ps(a, _mm512_set1_ps(b), c); }
+INLINE vfloat load_halves(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+INLINE vbytes load_bytes(const void* p) { return _mm512_loadu_si512(p); }
+INLINE void store_bytes(void* p, vbytes v) { _mm512_storeu_si512(p, v); }
+
+INLINE vfloat vmultiply(vfloat a, vfloat b) { return _mm512_mul_ps(a, b); }
+INLINE vbytes load_table(const int8_t* table) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)); }
+INLINE vbytes look_up(vbytes table, vbytes codes) { return _mm512_shuffle_epi8(table, codes); }
+
+INLINE vbytes low_nibbles(vbytes v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
+INLINE vbytes high_nibbles(vbytes v) { return low_nibbles(_mm512_srli_epi16(v, 4)); }
+
+INLINE vbytes splat_integer(int32_t n) { return _mm512_set1_epi32(n); }
+INLINE vbytes sizes_of(vbytes v) { return _mm512_abs_epi8(v); }
+INLINE vbytes with_signs_of(vbytes w, vbytes x) {
+    return _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), _mm512_setzero_si512(), x);
+}
+INLINE vbytes multiply_pairs(vbytes w, vbytes x) { return _mm512_maddubs_epi16(w, x); }
+INLINE vbytes add_pairs(vbytes a, vbytes b) { return _mm512_add_epi16(a, b); }
+INLINE vbytes add_integers(vbytes a, vbytes b) { return _mm512_add_epi32(a, b); }
+INLINE vbytes widen_pairs(vbytes pairs) { return _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)); }
+INLINE vfloat as_floats(vbytes v) { return _mm512_castsi512_ps(v); }
+
+INLINE vfloat add_halves(vfloat a, vfloat b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+INLINE f32x4 sum_lanes(vfloat a, vfloat b, vfloat c, vfloat d) {
+    vfloat v = add_halves(add_halves(a, b), add_halves(c, d));  // four lanes of each
+    v = _mm512_add_ps(v, _mm512_permute_ps(v, 0x4e));
+    v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xb1));
+    const __m512i firsts = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
+    return (f32x4)_mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, v));
+}
+#if SPARKDRAFT_VNNI
+INLINE vbytes add_quads(vbytes w, vbytes x, vbytes sum) { return _mm512_dpbusd_epi32(sum, w, x); }
+#endif
+
 #elif SPARKDRAFT_AVX2
 
 constexpr int LANES = 8, PAIR_ROWS = 0;
@@ -281,30 +341,22 @@ INLINE vbytes look_up(vbytes table, vbytes codes) { return _mm256_shuffle_epi8(t
 INLINE vbytes low_nibbles(vbytes v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
 INLINE vbytes high_nibbles(vbytes v) { return low_nibbles(_mm256_srli_epi16(v, 4)); }
 
-INLINE __m256i splat_quad(const int8_t* x) {
-    int32_t quad;
-    std::memcpy(&quad, x, 4);
-    return _mm256_set1_epi32(quad);
-}
+INLINE vbytes splat_integer(int32_t n) { return _mm256_set1_epi32(n); }
+INLINE vbytes sizes_of(vbytes v) { return _mm256_abs_epi8(v); }
+INLINE vbytes with_signs_of(vbytes w, vbytes x) { return _mm256_sign_epi8(x, w); }
+INLINE vbytes multiply_pairs(vbytes w, vbytes x) { return _mm256_maddubs_epi16(w, x); }
+INLINE vbytes add_pairs(vbytes a, vbytes b) { return _mm256_add_epi16(a, b); }
+INLINE vbytes add_integers(vbytes a, vbytes b) { return _mm256_add_epi32(a, b); }
+INLINE vbytes widen_pairs(vbytes pairs) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)); }
+INLINE vfloat as_floats(vbytes v) { return _mm256_castsi256_ps(v); }
 
-template <bool SMALL, int COUNT = 8>
-INLINE vfloat group_dot(const vbytes w[COUNT], const int8_t* x) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    __m256i sum = _mm256_set1_epi32(0x4b400000);
-    if (SMALL) {  // 8 pairs of at most 2 * 15 * 127 fit 16 bits: widen once
-        __m256i pairs = _mm256_maddubs_epi16(w[0], splat_quad(x));
-        for (int j = 1; j < COUNT; ++j) {
-            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(w[j], splat_quad(x + 4 * j)));
-        }
-        return _mm256_castsi256_ps(_mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones)));
-    }
-    for (int j = 0; j < COUNT; ++j) {  // |w| * (x with the sign of w): a pair is at most 2 * 128 * 127, within 16 bits
-        const __m256i signed_x = _mm256_sign_epi8(splat_quad(x + 4 * j), w[j]);
-        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w[j]), signed_x);
-        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
-    }
-    return _mm256_castsi256_ps(sum);
+INLINE f32x4 sum_lanes(vfloat a, vfloat b, vfloat c, vfloat d) {
+    const vfloat v = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    return (f32x4)_mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
 }
+#if SPARKDRAFT_VNNI
+INLINE vbytes add_quads(vbytes w, vbytes x, vbytes sum) { return _mm256_dpbusd_avx_epi32(sum, w, x); }
+#endif
 
 #else
 
@@ -387,7 +439,54 @@ template <int ROWS, int STRIDE>
 INLINE void add_scaled(vfloat* sums, const vfloat* a, const float* factors) {
     unroll<ROWS>(EACH(r) { sums[r] = vfma(a[STRIDE * r], factors[r], sums[r]); });
 }
+#endif
 
+#if SPARKDRAFT_AVX2
+// The products of COUNT vectors of weights with ROWS rows, vector by vector over all rows. Instructions multiply sizes
+// of weights by x, which takes over their signs. Where none adds four products to a sum, some are added in 16 bits
+// first: two of at most 128 * 127, or of small weights all 16 of at most 15 * 127.
+template <bool SMALL, int ROWS, int COUNT>
+INLINE void dot_rows(const vbytes* w, const int8_t* x, vfloat* biased) {
+    constexpr bool PAIRS = SMALL && !SPARKDRAFT_VNNI;
+    const vbytes bias = splat_integer(0x4b400000);
+    vbytes sums[ROWS];
+    unroll<ROWS>(EACH(r) { sums[r] = PAIRS ? splat_integer(0) : bias; });
+    unroll<COUNT>(EACH(j) {
+        const vbytes sizes = SMALL ? w[j] : sizes_of(w[j]);
+        unroll<ROWS>(EACH(r) {
+            int32_t four;
+            std::memcpy(&four, x + r * GROUP + 4 * j, 4);
+            const vbytes quad = SMALL ? splat_integer(four) : with_signs_of(w[j], splat_integer(four));
+#if SPARKDRAFT_VNNI
+            sums[r] = add_quads(sizes, quad, sums[r]);
+#else
+            const vbytes pairs = multiply_pairs(sizes, quad);
+            sums[r] = PAIRS ? add_pairs(sums[r], pairs) : add_integers(sums[r], widen_pairs(pairs));
+#endif
+        });
+    });
+    unroll<ROWS>(EACH(r) { biased[r] = as_floats(PAIRS ? add_integers(bias, widen_pairs(sums[r])) : sums[r]); });
+}
+
+// The 32 registers of AVX-512 hold the sums of all rows; the 16 of AVX2 the weights, and row after row meets them.
+template <bool SMALL, int ROWS, int COUNT>
+INLINE void dot_tile(const vbytes* w, const int8_t* x, vfloat* biased) {
+    constexpr int STEP = SPARKDRAFT_AVX512 ? ROWS : 1;
+    unroll<ROWS / STEP>(EACH(i) { dot_rows<SMALL, STEP, COUNT>(w, x + STEP * i * GROUP, biased + STEP * i); });
+}
+
+template <int ROWS, int COUNT>
+INLINE void dot_part(const vbytes* w, const int8_t* x, vfloat* biased) {
+    dot_tile<false, ROWS, COUNT>(w, x, biased);
+}
+
+template <class Strip, int ROWS>
+INLINE void dot_group(const Strip& strip, int64_t g, const int8_t* x, vfloat* biased) {
+    vbytes w[8];
+    unroll<8>(EACH(j) { w[j] = strip.template weight<j>(g); });
+    dot_tile<Strip::SMALL, ROWS, 8>(w, x, biased);
+}
+#elif !SPARKDRAFT_NEON
 template <int ROWS, int COUNT>
 INLINE void dot_part(const vbytes* w, const int8_t* x, vfloat* biased) {
     unroll<ROWS>(EACH(r) { biased[r] = group_dot<false, COUNT>(w, x + r * GROUP); });
