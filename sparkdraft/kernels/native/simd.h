@@ -13,7 +13,7 @@
 #define SPARKDRAFT_NEON 1
 #include <arm_neon.h>
 #elif !defined(SPARKDRAFT_PLAIN) && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-#define SPARKDRAFT_AVX2 1  // AVX-512 too: it widens the integer dot products, and nothing else
+#define SPARKDRAFT_AVX2 1  // AVX-512 too, whose vectors are twice as wide
 #include <immintrin.h>
 #if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && !SPARKDRAFT_8_LANES
 #define SPARKDRAFT_AVX512 1
