@@ -113,7 +113,7 @@ def test_wherever_blocks_are_cut_the_text_is_plain_text(
 ) -> None:
     def params(depth: int) -> list[SamplingParams]:
         sampling: dict[str, Any] = {"temperature": temperature, "top_p": 0.9, "ignore_eos": True, "num_draft": depth}
-        return [SamplingParams(max_tokens=28 + 5 * i, seed=i, **sampling) for i in range(streams)]
+        return [SamplingParams(max_tokens=60 + 5 * i, seed=i, **sampling) for i in range(streams)]
 
     plain = written(llm, params(0))
     dear_rows(llm.engine.drafting, monkeypatch, streams)
