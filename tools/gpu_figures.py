@@ -69,6 +69,15 @@ def _shapes() -> list[Step]:
         )
         for form in ("bf16", "int4")
     ]  # fmt: skip
+    steps += [  # what an 8-bit drafter brings per step
+        Step(
+            f"drafter-fp8-{name}", 90,
+            f"{OFFLINE} --shape {name} {DRAFTED.format(drafter, '6.5')} --drafter-weights fp8 --concurrency 1",
+        )
+        for name, drafter in {"qwen3-8b": "dflash-5x", "qwen3.5-27b": "qwen3.5-27b-dflash"}.items()
+    ]  # fmt: skip
+    experts = f"{OFFLINE} --shape qwen3-30b-a3b --shape-weights int4 --concurrency 1,16"
+    steps.append(Step("weights-experts-int4", 90, experts))
     prompt = f"{OFFLINE} --shape qwen3.5-27b --concurrency 1"
     return [*steps, Step("prompt-qwen3.5-27b", 120, prompt.replace("--prompt-len 256", "--prompt-len 32000"))]
 
@@ -80,28 +89,29 @@ STEPS = [
     *_shapes(),
     Step("switches-launches", 240, "tools/cuda_switches.py --only join,unit,route"),
     Step("switches-eight", 240, "tools/cuda_switches.py --only eight"),
-    Step("mtp", 300, "tools/cuda_mtp.py --limit 240"),
+    Step("mtp", 120, "tools/cuda_mtp.py --limit 90"),
     Step(
-        "depth-mtp", 180,
-        f"bench depth --shape qwen3.5-27b {DRAFTED.format('mtp', '4.9')} --concurrency 1,4",
+        "depth-mtp", 150,
+        f"bench depth --shape qwen3.5-27b {DRAFTED.format('mtp', '4.9')} --concurrency 1,4 --output-len 192",
     ),
     *(
         Step(
-            f"cut-{cut}", 180,
+            f"cut-{cut}", 110,
             f"bench offline --shape qwen3-30b-a3b {DRAFTED.format('qwen3-30b-a3b-dflash', '5.4')} --vary-blocks "
-            f"--spec auto --prompt-len 256 --output-len 2048 --concurrency 1,4 --cut {cut}",
+            f"--spec auto --prompt-len 256 --output-len 1024 --concurrency 1,4 --cut {cut}",
         )
         for cut in ("off", "auto")
     ),
-    Step("assistant", 480, "tools/cuda_assistant.py --limit 420"),
+    Step("assistant", 120, "tools/cuda_assistant.py --no-times"),
     Step(
-        "depth-assistant", 180,
+        "depth-assistant", 150,
         f"bench depth --shape gemma4-26b-a4b {DRAFTED.format('gemma4-26b-a4b-assistant', '5.3')} "
-        "--depths 0,1,2,3,4,5,7 --concurrency 1,4",
+        "--depths 0,1,2,3,4,5,7 --concurrency 1,4 --output-len 384",
     ),
     Step("doctor", 60, "doctor --device cuda"),
     *(Step(f"check-{kv}", 60, f"check --device cuda --kv {kv}") for kv in ("exact", "fp8", "turboquant")),
-    Step("tune", 400, "tune --minutes 5 --json"),
+    Step("tune", 120, "tune --minutes 1 --json"),
+    *(Step(f"load-{form}", 120, f"tools/load_time.py --format {form}") for form in ("int4", "fp8")),
 ]  # fmt: skip
 
 
