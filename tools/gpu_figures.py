@@ -13,6 +13,7 @@ was cut off goes on where it was.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -115,6 +116,11 @@ STEPS = [
 ]  # fmt: skip
 
 
+def with_tests() -> dict[str, str]:
+    """Tools import the tests that lie beside them."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (".", os.environ.get("PYTHONPATH"))))}
+
+
 def run(step: Step, folder: Path) -> str:
     """What came of it, in a few words; its output lies in the folder, under another name until it has ended."""
     begin, going = time.monotonic(), folder / f"{step.name}.part"
@@ -123,7 +129,7 @@ def run(step: Step, folder: Path) -> str:
         file.flush()
         try:
             status = subprocess.run(
-                step.arguments(), stdout=file, stderr=subprocess.STDOUT, timeout=step.limit
+                step.arguments(), stdout=file, stderr=subprocess.STDOUT, timeout=step.limit, env=with_tests()
             ).returncode
         except subprocess.TimeoutExpired:
             return f"ended after its limit of {step.limit} s"

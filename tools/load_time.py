@@ -1,12 +1,13 @@
 """Times how long a published checkpoint takes to load, from a disk whose files the system still holds in memory.
 
 A checkpoint of Qwen3-8B's shape is written with random numbers, a file per layer, as compressed-tensors would write it.
-Then processes of their own load it, the first of which also finds compiled kernels missing. Each says what it took to
-read and place the weights, what to warm up, and what memory that is beside the plan. It ends in a line of JSON.
+Then two processes of their own load it; where kernels have not been compiled yet, the first compiles them. Each says
+what it took to read and place the weights, what to warm up, and what memory that is beside the plan. It ends in a line
+of JSON.
 
-    python tools/load_time.py                            INT4: 6 GB of files, under a minute on an H200
-    python tools/load_time.py --format bf16              16 GB of files
-    python tools/load_time.py --layers 2 --device cpu    whether the script itself works
+    PYTHONPATH=. python tools/load_time.py                            INT4: 6 GB of files
+    PYTHONPATH=. python tools/load_time.py --format bf16              16 GB of files
+    PYTHONPATH=. python tools/load_time.py --layers 2 --device cpu    whether the script itself works
 """
 
 from __future__ import annotations

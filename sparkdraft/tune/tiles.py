@@ -141,7 +141,8 @@ class TileSearch:
         on. tiles: the rule's first. once: launches the kernel, so that all tiles are compiled at once. weights: how
         much each time counts."""
         in_use = tuned.tables(self.gpu).get((kernel, form), {}).get(shape) or list(tiles[0])
-        tried = [list(tile) for tile in dict.fromkeys(map(tuple, [in_use, *tiles]))][: self.most]
+        first = [in_use] if runs(kernel, in_use, tiles) else []
+        tried = [list(tile) for tile in dict.fromkeys(map(tuple, [*first, *tiles]))][: self.most]
         if once and self.has_time():
             with compiling(f"  {len(tried)} tiles of {kernel} {form} {shape}", self.say):
                 for tile in tried:
@@ -175,6 +176,12 @@ class TileSearch:
     def save(self, path: Path) -> None:
         tuned.save(path, self.found)
         self.say(f"{sum(map(len, self.found.values()))} tiles written to {path}")
+
+
+def runs(kernel: str, tile: Sequence[int], tiles: Sequence[Sequence[int]]) -> bool:
+    """Whether the tile of a table is the one that runs: that of FEW_DOWN gives way if it adds up otherwise than those
+    that may be tried."""
+    return kernel != experts.FEW_DOWN or experts.adds_up_alike(Tile(*tile), Tile(*tiles[0]))
 
 
 # ---- which tiles are tried
@@ -243,9 +250,9 @@ def expert_tiles(
     across = size if is_row else 1
     steps = [step] if step else [64, 128] if in_ % 128 == 0 else [64]
     if kernel == experts.FEW_DOWN:
-        slices = experts.find_tile(experts.ROW_DOWN, shape, form, itemsize, gpu, step).slices
-        if slices > 1:  # it adds up as ROW_DOWN does
-            return sliced(steps, only=slices)
+        row = experts.find_tile(experts.ROW_DOWN, shape, form, itemsize, gpu, step)
+        if row.slices > 1:  # it adds up as ROW_DOWN does
+            return sliced([row.block_k], only=row.slices)
     first = numbers(experts.choose(kernel, shape, itemsize, step))
     found = sliced(steps, across) if is_few and kernel != experts.FEW_DOWN else []
     if step:

@@ -281,7 +281,8 @@ def recurrent_step(
 @pytest.mark.parametrize("capability", GPUS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_kernels_of_a_27b_compile(dtype: torch.dtype, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bfloat16, which is what such models run in, nothing is spilled."""
+    """In bfloat16, which is what such models run in, nothing is spilled, but for a tile that was measured: the widest
+    of prompts spills 140 bytes and is a quarter faster than the next (docs/numbers/recurrent-h200.md)."""
     found = {}
     for rows, tree in ((1, False), (16, True), (2000, False)):
         step = lambda rows=rows, tree=tree: recurrent_step(16, 48, dtype, rows, tree=tree)  # noqa: E731
@@ -292,7 +293,8 @@ def test_the_kernels_of_a_27b_compile(dtype: torch.dtype, capability: int, monke
     for launch in found.values():
         made, signature = compile_launch(capability, launch)
         assert made.metadata.shared <= LIMIT[capability] and made.metadata.launch_pdl, launch
-        assert dtype != torch.bfloat16 or spilled_bytes(made) == 0, (launch.kernel, launch.options)
+        most = 140 if launch.kernel is delta_chunks._through and capability == 90 else 0
+        assert dtype != torch.bfloat16 or spilled_bytes(made) <= most, (launch.kernel, launch.options)
         check_order(launch.kernel, signature, made.asm["ptx"])
 
 

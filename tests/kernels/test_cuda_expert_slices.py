@@ -97,18 +97,32 @@ def test_a_row_depends_on_itself_alone(name: str) -> None:
         check_rows_alone(problem, 2, dtype, [(0, 1), (9, 10), (3, 5)])
 
 
+@gpu
+def test_a_row_of_floats_is_added_up_in_the_same_columns() -> None:
+    """So wide that sums in another order would show; the table has a tile for blocks that adds up otherwise."""
+    problem, here = Problem.of(8, 1024, 256, DTYPES[1]), gpu_of(torch.device(DEVICE))
+    other = [16, 64, 4, 3, 1, 4]
+    with (
+        sliced(problem.gate_up, problem.down, 2, 4),
+        tiles.using(here, experts.FEW_DOWN, "16bit", (1024, 256, 2), other),
+    ):
+        check_rows_alone(problem, 2, DTYPES[1], [(0, 1), (2, 3)])
+
+
 def test_blocks_add_up_in_the_slices_of_single_rows() -> None:
     """Whatever their own tile says: else a row would have other bits in company."""
     hopper, shape, key = GPUS[90], (2880, 2880), (2880, 2880, 4)
     find = partial(experts.find_tile, format_="16bit", x_bytes=2, gpu=hopper, step=0)
     assert find(experts.FEW_DOWN, key).slices == 1
     with tiles.using(hopper, experts.ROW_DOWN, "16bit", key, [8, 64, 4, 3, 1, 4]):
-        assert find(experts.FEW_DOWN, key).slices == 4
-        assert all(
-            len(tile) == 6 and tile[5] == 4 for tile in tiles.expert_tiles(experts.FEW_DOWN, key, "16bit", hopper)
-        )
+        assert find(experts.FEW_DOWN, key) == few_rows.Tile(16, 64, 4, 4, 1, 4)
+        tried = tiles.expert_tiles(experts.FEW_DOWN, key, "16bit", hopper)
+        assert {(tile[1], tile[5]) for tile in tried} == {(64, 4)}
+        assert tiles.runs(experts.FEW_DOWN, tried[0], tried) and not tiles.runs(experts.FEW_DOWN, [64, 64, 4, 6], tried)
         with tiles.using(hopper, experts.FEW_DOWN, "16bit", key, [32, 64, 4, 5, 1, 4]):
             assert find(experts.FEW_DOWN, key).block_n == 32
+        with tiles.using(hopper, experts.FEW_DOWN, "16bit", key, [32, 128, 4, 5, 1, 4]):
+            assert find(experts.FEW_DOWN, key).block_k == 64, "slices of other columns would add up otherwise"
         assert experts._launch(experts.DOWN, shape, 16, 8, "16bit", 16, 2, hopper).tile.slices == 1
     with tiles.using(hopper, experts.FEW_DOWN, "16bit", key, [32, 64, 4, 5, 1, 4]):
         assert find(experts.FEW_DOWN, key).slices == 1

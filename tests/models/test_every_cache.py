@@ -5,15 +5,16 @@ recorded and overlapped, as in service; on a CPU the same steps run unrecorded.
 
 In an exact cache texts are equal. A coded cache rounds keys and values, on a GPU (and those of fp8 on a CPU) after sums
 whose last bit may depend on the number of rows: one code among thousands may be its neighbour then, and where the two
-likeliest ids are nearly as likely as each other the other one may be written. Only there may such texts part, and few
-of them. (On a CPU, fp8 keys and values with noise of a millionth before they are rounded: 10 of 96 texts of "llama"
-part, at gaps of up to 0.28 nats, and 20 of "gemma4-experts", up to 0.39, where a row may reach another expert.)
+likeliest ids are nearly as likely as each other the other one may be written. So each id of such a text is scored, as a
+request by itself reads it: nearly all must be nearly the likeliest. (On a CPU, fp8 keys and values with noise of a
+millionth before they are rounded: of 1280 ids of "llama" the furthest is 0.28 nats below the likeliest; of
+"gemma4-experts", where a row may reach another expert, 6 are further than 0.5. Of ids at random 97 to 99 % are.)
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,47 +40,48 @@ CACHES: dict[str, dict[str, Any]] = {
 SEEDS = range(16)
 PROMPTS = [[(31 * k + 7 * i * i + i) % 250 + 3 for i in range(5 + 3 * k)] for k in SEEDS]
 PARAMS = [SamplingParams(12 + k % 5, temperature=0.8 * (k % 3 == 2), seed=k, ignore_eos=True) for k in SEEDS]
-NEAR, MOST_APART = 0.5, 5  # nats between the two likeliest ids; texts, of the 11 greedy ones
+NEAR, FAR = 0.5, 0.02  # nats; the share of ids that may be further below the likeliest
 FEW, DEPTH, LONG = 3, 5, 160  # requests whose drafts are known, fewer than there are lanes; drafts per step; context
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 CASES = [pytest.param((variant, "cuda"), marks=[pytest.mark.gpu, no_gpu], id=f"{variant}-cuda") for variant in VARIANTS]
 CASES += [pytest.param((variant, "cpu"), marks=pytest.mark.slow, id=f"{variant}-cpu") for variant in ON_A_CPU]
 
 
-class Expected(NamedTuple):
-    """What requests write, and where another id was nearly as likely."""
+@dataclass(frozen=True)
+class Expected:
+    """What requests write, each by itself."""
 
+    alone: LLM
+    prompts: list[list[int]]
+    params: list[SamplingParams]
     ids: list[list[int]]
-    gaps: list[list[float]]  # between the two likeliest ids, in nats; infinite where the text must be this
-    near: float  # where texts may part; 0: nowhere
+    rounded: bool  # other texts are as good, if each of their ids is nearly the likeliest
 
     @classmethod
-    def of(cls, llm: LLM, prompts: list[list[int]], params: list[SamplingParams], near: float) -> Expected:
-        """Each by itself."""
-        found = [
-            llm.generate([prompt], replace(each, logprobs=2))[0].completions[0]
-            for prompt, each in zip(prompts, params, strict=True)
-        ]
-        gaps = [[a[1] - b[1] for a, b in (token.top[:2] for token in each.logprobs or [])] for each in found]
-        return cls([each.ids for each in found], gaps, near)
+    def of(cls, alone: LLM, prompts: list[list[int]], params: list[SamplingParams], rounded: bool) -> Expected:
+        ids = [texts(alone, [prompt], [each])[0] for prompt, each in zip(prompts, params, strict=True)]
+        return cls(alone, prompts, params, ids, rounded)
 
     def last(self, count: int) -> Expected:
-        return Expected(self.ids[-count:], self.gaps[-count:], self.near)
+        return replace(self, prompts=self.prompts[-count:], params=self.params[-count:], ids=self.ids[-count:])
 
-    def check(self, found: list[list[int]], params: list[SamplingParams], when: str) -> None:
-        if not self.near:
+    def check(self, found: list[list[int]], when: str) -> None:
+        if not self.rounded:
             assert found == self.ids, when
             return
-        parted = 0
-        for ids, own, gaps, each in zip(found, self.ids, self.gaps, params, strict=True):
-            if each.temperature:
-                continue  # the noise that chose is not among the logprobs; in an exact cache these are compared
-            place = next((i for i, (a, b) in enumerate(zip(ids, own, strict=True)) if a != b), None)
-            if place is not None:
-                parted += 1
-                more = f"{when}: {ids[place]} for {own[place]}, which was likelier by {gaps[place]}"
-                assert gaps[place] < self.near, more
-        assert parted <= MOST_APART, f"{when}: {parted} texts part"
+        short = []  # nats of greedy ids below the likeliest; the noise that chose others is not among the logprobs
+        for prompt, ids, params in zip(self.prompts, found, self.params, strict=True):
+            if not params.temperature:
+                short += self.below(prompt, ids)
+        far = sorted(each for each in short if each > NEAR)
+        assert len(far) <= 1 + FAR * len(short), f"{when}: {len(far)} of {len(short)} ids are far off: {far}"
+
+    def below(self, prompt: list[int], ids: list[int]) -> list[float]:
+        """How much less likely each id is than the likeliest at its place, read by itself as a prompt."""
+        (result,) = self.alone.generate([prompt + ids], SamplingParams(1, prompt_logprobs=1, ignore_eos=True))
+        scored = result.completions[0].prompt_logprobs
+        assert scored is not None
+        return [token.top[0][1] - token.logprob for token in scored[len(prompt) :] if token is not None]
 
 
 class Case(NamedTuple):
@@ -95,7 +97,7 @@ class Case(NamedTuple):
     def expected(self, cache: str, prompts: list[list[int]], params: list[SamplingParams]) -> Expected:
         llm = load(self.target, **self.options(cache, prefix_cache=False))
         rounded = cache != "exact" and (self.device == "cuda" or cache == "fp8")
-        return Expected.of(llm, prompts, params, NEAR if rounded else 0.0)
+        return Expected.of(llm, prompts, params, rounded)
 
     def drafted(self, cache: str, **more: Any) -> LLM:
         llm = load(self.target, **self.options(cache, spec=str(DEPTH), drafter=str(self.drafter), **more))
@@ -138,8 +140,8 @@ def test_company_prefixes_and_drafts_change_no_text(case: Case, cache: str, monk
     assert len({tuple(ids) for ids in expected.ids}) > 8
     for llm in (load(case.target, **case.options(cache)), case.drafted(cache)):
         before = free(llm)
-        expected.check(texts(llm, PROMPTS, PARAMS), PARAMS, "16 at once, cold")
-        expected.check(texts(llm, PROMPTS, PARAMS), PARAMS, "16 at once, from the prefix cache")
+        expected.check(texts(llm, PROMPTS, PARAMS), "16 at once, cold")
+        expected.check(texts(llm, PROMPTS, PARAMS), "16 at once, from the prefix cache")
         assert free(llm) == before
     known_drafts(case.drafted(cache), expected.last(FEW), monkeypatch)
 
@@ -150,7 +152,7 @@ def known_drafts(llm: LLM, expected: Expected, monkeypatch: pytest.MonkeyPatch) 
     assert overlap
     known = [prompt + ids for prompt, ids in zip(prompts, expected.ids, strict=True)]
     monkeypatch.setattr(overlap.lanes, "_draft", KnownText(overlap.lanes, known, llm.model_config.vocab_size))
-    expected.check(texts(llm, prompts, params), params, "drafts mostly right")
+    expected.check(texts(llm, prompts, params), "drafts mostly right")
     seen = llm.engine.drafting.so_far()
     assert 10 < seen.num_accepted_draft_tokens < seen.num_draft_tokens
     assert llm.engine.runner.unrecorded == [] and llm.engine.drafting.proposer.unrecorded == []
@@ -162,5 +164,5 @@ def test_requests_that_give_their_blocks_back_write_the_same(case: Case, cache: 
     expected = case.expected(cache, PROMPTS[:FEW], params)
     tight = case.drafted(cache, kv_tokens=LONG)
     before = free(tight)
-    expected.check(texts(tight, PROMPTS[:FEW], params), params, "given back and read again")
+    expected.check(texts(tight, PROMPTS[:FEW], params), "given back and read again")
     assert tight.engine.scheduler.num_preempted and free(tight) == before

@@ -15,7 +15,8 @@ read once per block; blocks of an expert run side by side, so memory is read onc
 of up to few_rows.MOST_ROWS rows of a 16 bit type, a row's result is the same to the bit whatever rows lie beside it:
 
     gate_up      one kernel with one tile serves both ways; a pair's column of a dot does not depend on the others
-    down         both ways run the same tensor core instruction (`_same_instruction`) over the same slices of 'in'
+    down         both ways run the same tensor core instruction (`_same_instruction`) over the same slices of 'in',
+                 which are cut by the tile's columns (`find_tile`)
     sum          in float32 by fma, in the row's order of choice
     squares      for the next norm, of the same strips in both ways, added up by the same tree (`_tree`)
 
@@ -279,14 +280,14 @@ def block_size(rows: int, top_k: int, experts: int, coded: bool = False) -> int:
     return next((size for size, most in ((16, 8), (32, 16), (64, 96)) if share <= most), 64 if coded else 128)
 
 
-def choose(kernel: str, shape: tuple[int, ...], itemsize: int, step: int = 0, slices: int = 1) -> Tile:
+def choose(kernel: str, shape: tuple[int, ...], itemsize: int, step: int = 0, like: Tile | None = None) -> Tile:
     """For a shape that nobody measured: out, in, and pairs in a block or, of FEW, a row's choices, a power of two.
 
-    step: columns of a coded tile, or 0. slices: that the tile must have.
+    step: columns of a coded tile, or 0. like: a sliced tile that adds up as this one must.
     """
     _, in_, size = shape
-    if slices > 1:
-        return Tile(16, step or (32 if itemsize == 4 else 64), slices, 4, 1, slices)
+    if like:
+        return Tile(16, like.block_k, like.slices, 4, 1, like.slices)
     if kernel in (FEW_GATE_UP, FEW_DOWN):
         size = few_rows.MOST_ROWS
     if step:
@@ -331,11 +332,16 @@ def find_tile(kernel: str, shape: tuple[int, ...], format_: str, x_bytes: int, g
     """shape: as in the tables."""
     found = tuned.find(gpu, tuned.Key(kernel, format_, shape))
     tile = Tile(*found) if found else choose(kernel, shape, x_bytes, step)
-    if kernel == FEW_DOWN:  # a row is added up in the same slices, alone or not
-        slices = find_tile(ROW_DOWN, shape, format_, x_bytes, gpu, step).slices
-        if tile.slices != slices:
-            tile = choose(kernel, shape, x_bytes, step, slices)
+    if kernel == FEW_DOWN:  # a row is added up in the same slices of the same columns, alone or not
+        row = find_tile(ROW_DOWN, shape, format_, x_bytes, gpu, step)
+        if not adds_up_alike(tile, row):
+            tile = choose(kernel, shape, x_bytes, step, row if row.slices > 1 else None)
     return tile
+
+
+def adds_up_alike(tile: Tile, row: Tile) -> bool:
+    """Whether a tile of FEW_DOWN may stand beside one of ROW_DOWN. Without slices 'in' is gone through in order."""
+    return tile.slices == row.slices and (row.slices == 1 or tile.block_k == row.block_k)
 
 
 @lru_cache(maxsize=4096)

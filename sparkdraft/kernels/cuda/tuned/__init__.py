@@ -132,4 +132,6 @@ def _tile(kernel: str, tile: Any) -> Any:
         good = isinstance(each, list) and NUMBERS[kernel] <= len(each) <= NUMBERS[kernel] + MORE.get(kernel, 0)
         if not good or not all(type(number) is int and number > 0 for number in each):
             raise ValueError(f"a tile of {kernel} is {NUMBERS[kernel]} integers above 0, not {each}")
+        if kernel.startswith("experts") and each[4:5] not in ([], [1]):
+            raise ValueError(f"a tile of {kernel} splits 'in' into 1 part, not {each[4]}")
     return tile
