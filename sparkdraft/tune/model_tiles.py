@@ -220,11 +220,10 @@ def search_experts(search: TileSearch, group: list[Experts], device: torch.devic
     jobs = [(kernels.ROW_DOWN, (*narrow, choices), few)] if few else []
     for rows in EXPERT_ROWS:
         if rows <= few_rows.MOST_ROWS:
-            names, size = (kernels.FEW_GATE_UP, kernels.FEW_DOWN), choices
+            jobs += [(kernels.FEW_GATE_UP, (*wide, choices), [1, rows]), (kernels.FEW_DOWN, (*narrow, choices), [rows])]
         else:
-            names, size = (kernels.GATE_UP, kernels.DOWN), kernels.block_size(rows, top_k, count, coded)
-        both = [1, rows] if rows <= few_rows.MOST_ROWS else [rows]
-        jobs += [(names[0], (*wide, size), both), (names[1], (*narrow, size), [rows])]
+            size = kernels.block_size(rows, top_k, count, coded)
+            jobs += [(kernels.GATE_UP, (*wide, size), [rows]), (kernels.DOWN, (*narrow, size), [rows])]
     seen = set[tuple[str, tuple[int, ...]]]()
     for kernel, key, each in jobs:
         if (kernel, key) in seen:
