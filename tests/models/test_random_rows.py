@@ -1,0 +1,62 @@
+"""Rows of one text, random weights and a mixture of experts: benchmarks stand on their reaching many experts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparkdraft.bench import shapes
+from sparkdraft.bench.named_shapes import TARGET_FILES
+from sparkdraft.bench.shapes import RandomCheckpoint
+from sparkdraft.cache.formats.dense import DenseKV
+from sparkdraft.kernels import reference as ops
+from sparkdraft.kernels.view import AttentionView
+from sparkdraft.models.blocks import Step
+from sparkdraft.models.experts import Experts
+from sparkdraft.models.layers import ExpertsSpec
+from sparkdraft.models.registry import architecture, read_config
+from sparkdraft.weights.loader import Loader
+
+SMALL = {
+    "num_hidden_layers": 6, "hidden_size": 1024, "moe_intermediate_size": 16, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 2048,
+}  # fmt: skip
+PROMPT, DRAFTS = 128, 16
+
+
+def reached(monkeypatch: pytest.MonkeyPatch) -> float:
+    """Experts that a block of drafts reaches, over those that independent rows would reach."""
+    device = torch.device("cpu")
+    file = TARGET_FILES["qwen3-30b-a3b"] | SMALL
+    config, count = read_config(file), PROMPT + DRAFTS
+    found: list[int] = []
+    route = Experts.route
+
+    def counted(self, normed, step):  # type: ignore[no-untyped-def]
+        routing = route(self, normed, step)
+        found.append(len(routing.ids.unique()))
+        return routing
+
+    monkeypatch.setattr(Experts, "route", counted)
+    load = Loader(RandomCheckpoint(file, "cpu"), device, torch.float32, ops)
+    model = architecture(config.model_type).build(config, load, ops, count)
+    kv = DenseKV(config.attention, count // 16, 16, torch.float32, device, ops)
+    ids = torch.randint(config.vocab_size, (count,), generator=torch.Generator().manual_seed(0)).int()
+    places, table = torch.arange(count).int(), torch.arange(count // 16).int()[None]
+    for first, last in ((0, PROMPT), (PROMPT, count)):
+        found.clear()
+        starts, length = torch.tensor([0, last - first]).int(), torch.tensor([last]).int()
+        view = AttentionView(starts, length, table, last - first, count)
+        model.forward(Step(ids[first:last], places[first:last], places[first:last], view, kv.layers))
+    mlp = config.layers[0].mlp
+    assert isinstance(mlp, ExpertsSpec)
+    return sum(found) / len(found) / mlp.reached(DRAFTS)
+
+
+def test_rows_of_one_text_reach_as_many_experts_as_independent_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0.9 < reached(monkeypatch) < 1.1
+
+
+def test_small_embeddings_would_make_rows_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "EMBEDDED", shapes.DEVIATION)
+    assert reached(monkeypatch) < 0.5
