@@ -79,6 +79,9 @@ def _shapes() -> list[Step]:
     ]  # fmt: skip
     experts = f"{OFFLINE} --shape qwen3-30b-a3b --shape-weights int4 --concurrency 1,16"
     steps.append(Step("weights-experts-int4", 90, experts))
+    full = "bench offline --prompt-len 576 --output-len 16 --concurrency 16"  # its prompts fill a step, and its memory
+    steps += [Step(f"memory-{name}", 90, f"{full} --shape {name}") for name in ("qwen3-8b", *plain)]
+    steps.append(Step("memory-int4", 90, f"{full} --shape qwen3-8b --shape-weights int4"))
     prompt = f"{OFFLINE} --shape qwen3.5-27b --concurrency 1"
     return [*steps, Step("prompt-qwen3.5-27b", 120, prompt.replace("--prompt-len 256", "--prompt-len 32000"))]
 
@@ -109,9 +112,9 @@ STEPS = [
         f"bench depth --shape gemma4-26b-a4b {DRAFTED.format('gemma4-26b-a4b-assistant', '5.3')} "
         "--depths 0,1,2,3,4,5,7 --concurrency 1,4 --output-len 384",
     ),
-    Step("doctor", 60, "doctor --device cuda"),
+    *(Step(f"doctor-{each}", 150, "doctor --device cuda") for each in ("first", "again")),  # the first compiles kernels
     *(Step(f"check-{kv}", 60, f"check --device cuda --kv {kv}") for kv in ("exact", "fp8", "turboquant")),
-    Step("tune", 120, "tune --minutes 1 --json"),
+    Step("tune", 240, "tune --device cuda --minutes 3 --json"),
     *(Step(f"load-{form}", 120, f"tools/load_time.py --format {form}") for form in ("int4", "fp8")),
 ]  # fmt: skip
 

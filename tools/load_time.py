@@ -2,8 +2,8 @@
 
 A checkpoint of Qwen3-8B's shape is written with random numbers, a file per layer, as compressed-tensors would write it.
 Then two processes of their own load it; where kernels have not been compiled yet, the first compiles them. Each says
-what it took to read and place the weights, what to warm up, and what memory that is beside the plan. It ends in a line
-of JSON.
+what it took to read and place the weights, what to warm up, and what memory is taken beside the plan once prompts have
+filled a step. It ends in a line of JSON.
 
     PYTHONPATH=. python tools/load_time.py                            INT4: 6 GB of files
     PYTHONPATH=. python tools/load_time.py --format bf16              16 GB of files
@@ -45,6 +45,7 @@ STATED: dict[str, dict[str, Any]] = {
     "int4": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True},
     "fp8": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
 }
+STREAMS, ROWS = 16, 600  # of the prompts that fill the memory after loading: more than a step takes
 FORMATS = {"int4": "pack-quantized", "fp8": "float-quantized"}
 
 
@@ -101,7 +102,7 @@ def write(folder: Path, form: str, layers: int) -> int:
 
 def load(folder: str, device: str) -> dict[str, object]:
     """In a process of its own."""
-    from sparkdraft import LLM
+    from sparkdraft import LLM, SamplingParams
     from sparkdraft.engine.engine import Engine
 
     warm_up, spent = Engine.warm_up, [0.0]
@@ -115,8 +116,9 @@ def load(folder: str, device: str) -> dict[str, object]:
     if device == "cuda":
         torch.cuda.init()  # the driver's own start is not a model's
     begin = time.perf_counter()
-    llm = LLM(folder, device=device, max_seqs=16, max_model_len=4096, kv_tokens=16384)
+    llm = LLM(folder, device=device, max_seqs=STREAMS, max_model_len=4096, kv_tokens=16384)
     total, memory = time.perf_counter() - begin, llm.engine.plan.memory
+    llm.generate([[3] * ROWS] * STREAMS, SamplingParams(4, ignore_eos=True))  # a step of as many rows as are planned
     found: dict[str, object] = {"load_s": round(total - spent[0], 2), "warm_up_s": round(spent[0], 2)}
     if device == "cuda":
         taken = torch.cuda.max_memory_reserved()

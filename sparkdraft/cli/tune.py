@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import date
 from functools import partial
@@ -123,18 +123,22 @@ def _search(
 
     old = {name: getattr(opened.config, name) for name in OPTIONS if getattr(opened.config, name) != _default(name)}
     cores = engines.plan.threads if engines.plan.device != "cpu" else _cores()
-    todo = knobs(config, engines.plan, engines.depths, cores, formats)
     search = Search(engines.speed, LOADS, budget, stage, say)
-    if engines.plan.device == "cuda":
-        from sparkdraft.tune.model_tiles import find_tiles
 
-        stage("tiles of kernels")
-        engines.speed(old, LOADS[0])  # loads the weights
-        assert engines.model
-        if found := find_tiles(engines.model, budget, stage, say):
-            engines.tables = found
-            todo.insert(0, Knob(TILES, False, (True,), LOADS[:2]))
-    return search.run(todo, old)
+    def todo() -> Iterator[Knob]:
+        """Asked for when the old settings have run and there is time for more."""
+        if engines.plan.device == "cuda":
+            from sparkdraft.tune.model_tiles import SHARE, find_tiles
+
+            stage("tiles of kernels")
+            assert engines.model
+            end = budget.spent + SHARE * (budget.left - search.reserve())
+            if found := find_tiles(engines.model, lambda: budget.spent < end, stage, say):
+                engines.tables = found
+                yield Knob(TILES, False, (True,), LOADS[:2])
+        yield from knobs(config, engines.plan, engines.depths, cores, formats)
+
+    return search.run(todo(), old)
 
 
 def _finish(

@@ -1,7 +1,7 @@
 """Measures settings: builds an engine for each, all over the same weights, and runs the user's prompts through it.
 
-Every run is the same work: whole requests, greedy, of a fixed length, without the prefix cache. An engine's first run
-of a load is not counted, because it compiles kernels and records steps. Caches are as large as the loads need, so that
+Every run is the same work: whole requests, greedy, of a fixed length, without the prefix cache. An engine's first runs
+of a load are not counted, because they compile kernels and record steps. Caches are as large as the loads need, so that
 two engines fit beside each other; whether a setting fits with the cache of a real server is asked of the plan.
 """
 
@@ -35,6 +35,7 @@ STREAMS = 4  # of "several streams"
 BURST_FACTOR = 2  # requests of a burst, in requests that run at once by default
 LONG_FACTOR = 2  # rows of the long prompt, in rows of a step
 AFTER_LONG = 4  # tokens written after it
+MOST_WARM, STEADY = 4, 0.9  # runs that are not counted, at most; a run that takes this much of the one before is steady
 Key = tuple[tuple[str, Any], ...]
 
 
@@ -103,11 +104,20 @@ class Engines:
         key = tuple(sorted(options.items()))
         engine = self._engine(key)
         if (key, name) not in self._warm:
-            self._run(engine, self.loads[name])
+            self._warm_up(engine, self.loads[name])
             self._warm.add((key, name))
         return self._run(engine, self.loads[name])
 
     # ---- the parts
+
+    def _warm_up(self, engine: Engine, load: Load) -> None:
+        """One run; on a GPU as many as find new shapes of steps to record, which takes longer than running them."""
+        last = self._run(engine, load).seconds
+        for _ in range(MOST_WARM - 1 if self.plan.device == "cuda" else 0):
+            seconds = self._run(engine, load).seconds
+            if seconds > STEADY * last:
+                return
+            last = seconds
 
     def _run(self, engine: Engine, load: Load) -> Run:
         params = SamplingParams(load.output_len, ignore_eos=True)

@@ -25,11 +25,11 @@ from sparkdraft.kernels.routing import Routing
 from sparkdraft.models.blocks import Decoder, GatedMLP
 from sparkdraft.models.experts import Experts
 from sparkdraft.tune import tiles
-from sparkdraft.tune.search import Budget, Say
+from sparkdraft.tune.search import Say
 from sparkdraft.tune.tiles import TileSearch
 from sparkdraft.weights.linear import Linear, WeightTiles
 
-SHARE = 0.4  # of the time that is left, for all tiles
+SHARE = 0.4  # of the time that is left for a search, for all tiles
 ROWS = {1: 2.0, 4: 1.0, 16: 2.0}  # rows of a step, and how much each counts in the choice of a tile
 WIDE_ROWS = (32, 64)
 EXPERT_ROWS = (16, 64, 256, 1024)
@@ -59,12 +59,12 @@ class FoundTiles:
         tuned.save(self.path, self.found)
 
 
-def find_tiles(model: Decoder, budget: Budget, stage: Say, say: Say) -> FoundTiles | None:
+def find_tiles(model: Decoder, has_time: Callable[[], bool], stage: Say, say: Say) -> FoundTiles | None:
     """Tiles that are better than those in use; None if there are none. Those in use stay in use."""
     device, dtype = model.norm.gain.device, model.dtype
-    gpu, end = gpu_of(device), budget.spent + SHARE * budget.left
+    gpu = gpu_of(device)
     before = {key: dict(each) for key, each in tuned.tables(gpu).items()}  # some tiles in use are by rule, in no table
-    search = TileSearch(gpu, lambda: budget.spent < end, lambda text: None)
+    search = TileSearch(gpu, has_time, lambda text: None)
     with torch.inference_mode():
         for family in families(model):
             stage(f"tiles of {family.kind}, {family.shape[0]} x {family.shape[1]} ({family.form})")

@@ -128,6 +128,7 @@ class Search:
         return run.tok_s
 
     def run(self, knobs: Iterable[Knob], old: Options) -> Outcome:
+        """knobs: the first is asked for when the old settings have run, and there is time to try others."""
         outcome = Outcome(dict(old), dict(old))
         for load in self.loads:
             self.stage(f"the old settings, {load}")
@@ -149,6 +150,10 @@ class Search:
             found |= in_turn(before, after, rounds, lambda done, total: None)
         return Compared(found)
 
+    def reserve(self) -> float:
+        """Seconds that the last comparison needs at least."""
+        return LEAST_ROUNDS * self.budget.round_seconds(self.loads)
+
     # ---- the parts
 
     def _metric(self, options: Options, load: str) -> dict[str, float]:
@@ -159,7 +164,7 @@ class Search:
         best, ratio = None, 0.0
         for value in knob.values:
             setting = f"{knob.name} {value}"
-            if self.budget.left < self._reserve() + self.budget.round_seconds(knob.loads, RUNS + UNCOUNTED):
+            if self.budget.left < self.reserve() + self.budget.round_seconds(knob.loads, RUNS + UNCOUNTED):
                 outcome.skipped.append(setting)
                 continue
             self.stage(setting)
@@ -175,17 +180,13 @@ class Search:
         if best is not None:
             outcome.new[knob.name] = best
 
-    def _reserve(self) -> float:
-        """Seconds that the last comparison needs at least."""
-        return LEAST_ROUNDS * self.budget.round_seconds(self.loads)
-
     def _rounds(self) -> int:
         each = max(self.budget.round_seconds(self.loads), 1e-9)
         return min(max(int(self.budget.left / each), LEAST_ROUNDS), MOST_ROUNDS)
 
     def _check_budget(self) -> None:
         """Before anything is tried: is there time for the comparison at the end?"""
-        if (needed := self._reserve()) > LARGEST_SHARE * self.budget.left:
+        if (needed := self.reserve()) > LARGEST_SHARE * self.budget.left:
             minutes = math.ceil((self.budget.spent + needed / LARGEST_SHARE) / 60)
             raise UserError(
                 f"a comparison of old and new takes {needed:.0f} s here, and {self.budget.left:.0f} s are left: give "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
 
@@ -110,6 +111,24 @@ def test_it_ends_in_time_and_says_what_was_not_tried() -> None:
     assert machine.clock <= 80 and "max_seqs 32" in outcome.skipped and not outcome.is_kept
     with pytest.raises(UserError, match=r"takes 32 s here, and 36 s are left: give --minutes 2 or more"):
         Machine(lambda options, load: 1.0).tune(ROWS, seconds=40)
+
+
+def test_knobs_are_asked_for_only_when_there_is_time_to_try_them() -> None:
+    """The tiles of a GPU's kernels are searched by whoever asks for the first knob: half of a small budget."""
+    asked = list[float]()
+    machine = Machine(faster("max_rows", 256, 0.1))
+
+    def todo(budget: Budget) -> Iterator[Knob]:
+        asked.append(budget.spent)
+        yield ROWS
+
+    for seconds, expected in ((40.0, []), (300.0, [4.0])):
+        machine.clock = 0.0
+        budget = Budget(seconds, lambda: machine.clock)
+        search = Search(machine.measure, LOADS, budget, lambda text: None, lambda text: None)
+        with pytest.raises(UserError) if not expected else nullcontext():
+            assert search.run(todo(budget), {}).is_kept
+        assert asked == expected
 
 
 def test_one_slow_run_does_not_end_the_search() -> None:
