@@ -1,11 +1,12 @@
 """Compares what `sparkdraft plan` predicts for this machine with what `sparkdraft bench offline` measures on it, and
 fits the engine's losses to that.
 
-Shapes with random weights, each load in a process of its own; the bandwidth is the one that each command measures. It
-prints predicted over measured with the losses of plan/machines and with the fitted ones, and ends in a line of JSON.
---write makes a machine file of them, for `sparkdraft plan --machine FILE` or for plan/machines.
+Shapes with random weights and, on a CPU, the embedded model, each load in a process of its own; the bandwidth is the
+one that each command measures. It prints predicted over measured with the losses that a plan would take and with fitted
+ones, and ends in a line of JSON. --write makes a machine file of them, for `sparkdraft plan --machine FILE` or for
+plan/machines.
 
-    python tools/plan_check.py                             on a GPU: some six minutes on an H200
+    python tools/plan_check.py                             some six minutes on an H200, three on two cores
     python tools/plan_check.py --limit 300                 begins no load after so many seconds
     python tools/plan_check.py --write spark.json          also writes what was fitted
     python tools/plan_check.py --loads tiny                two loads of a tiny shape: whether the script itself works
@@ -27,11 +28,12 @@ from functools import cache
 from pathlib import Path
 
 from sparkdraft.bench.named_shapes import drafter_shape, shape
+from sparkdraft.cli.plan import FORMATS_OF, SHAPES_OF
 from sparkdraft.core import UserError
 from sparkdraft.plan.machine import FOLDER, Machine, read_machine, this_machine
 from sparkdraft.plan.roofline import DraftPass, Load, Losses, Rates, Target, step
 from sparkdraft.plan.sizes import model_sizes
-from sparkdraft.plan.weight_formats import WeightFormats
+from sparkdraft.plan.weight_formats import EIGHT_BITS, WeightFormats
 from sparkdraft.spec.dflash_caps import caps_of
 
 ROUNDS = 60
@@ -68,7 +70,8 @@ class Case:
         return f"{self.shape}, {self.streams} x {self.prompt}, {self.kv}{drafted}"
 
     def command(self) -> list[str]:
-        given = {"shape": self.shape, "concurrency": self.streams, "prompt-len": self.prompt, "output-len": self.output}
+        of = {"model": self.shape, "spec": "off"} if self.shape in SHAPES_OF else {"shape": self.shape}
+        given = {**of, "concurrency": self.streams, "prompt-len": self.prompt, "output-len": self.output}
         if self.kv != "exact":
             given["kv"] = self.kv
         if self.drafter:
@@ -93,7 +96,11 @@ LOADS = {
         Case("qwen3-30b-a3b", 16, 256),
         Case("gpt-oss-20b", 1, 256),
     ],
-    "cpu": [Case("smollm2-135m", streams, prompt) for prompt in (128, 512) for streams in (1, 8)],
+    "cpu": [
+        *(Case("smollm2", streams, prompt) for prompt in (128, 2000) for streams in (1, 4)),
+        Case("smollm2", 8, 128),
+        *(Case("smollm2-135m", streams, 128) for streams in (1, 8)),
+    ],
     "tiny": [Case("tiny", 1, 64, 16), Case("tiny", 2, 64, 16)],
 }
 
@@ -118,7 +125,7 @@ def main() -> None:
     before = machine.losses().expected
     after = fit(machine, found, before)
     rows = [(each, ratio(machine, each, before), ratio(machine, each, after)) for each in found]
-    print("predicted / measured: as in plan/machines, fitted")
+    print(f"predicted / measured: with losses {machine.losses().origin}; fitted to these loads")
     for each, old, new in rows:
         print(f"{old:8.2f}{new:8.2f}   {each.case.name}: {each.tok_s:.1f} tok/s")
     errors = [abs(old - 1) for _, old, _ in rows]
@@ -158,14 +165,15 @@ def ratio(machine: Machine, each: Measured, losses: Losses) -> float:
 @cache
 def _work(case: Case, on_cpu: bool) -> tuple[Target, Load, DraftPass | None]:
     """Random weights choose experts independently."""
-    model, itemsize = shape(case.shape), 4 if on_cpu else 2
-    fmt = "quantised" if on_cpu else "bfloat16"
+    model, itemsize = shape(SHAPES_OF.get(case.shape, case.shape)), 4 if on_cpu else 2
+    fmt = EIGHT_BITS if on_cpu else "bfloat16"
+    formats = WeightFormats.parse(FORMATS_OF[case.shape]) if case.shape in FORMATS_OF and on_cpu else WeightFormats(fmt)
     drafter, depth = None, 0
     if case.drafter:
         draft = drafter_shape(case.drafter, model)
         depth = draft.block_size - 1
         drafter = DraftPass.of(caps_of(draft), model_sizes(model).head, False, itemsize, fmt)
-    target = Target.of(model, WeightFormats(fmt), case.kv, itemsize, spread=1.0)
+    target = Target.of(model, formats, case.kv, itemsize, spread=1.0)
     return target, Load(case.streams, case.prompt + case.output // 2, depth), drafter
 
 

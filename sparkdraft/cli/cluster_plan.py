@@ -47,7 +47,7 @@ def question_of(args: Namespace) -> Question:
             f"{model.max_position:,} tokens"
         )
     machine = find_machine(args.machine)
-    formats, _ = read_formats(args.weights, raw, model, machine)
+    formats, _ = read_formats(args.model, args.weights, raw, model, machine)
     config = EngineConfig(model=args.model, kv=args.kv)
     config = replace(config, max_seqs=args.concurrency) if args.concurrency > 64 else config
     drafter, names = read_drafter(args.drafter, args.model, model)

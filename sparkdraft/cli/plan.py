@@ -34,7 +34,8 @@ EXAMPLES = """examples:
   sparkdraft plan --model ./my-model --weights nvfp4,head=fp8 --machine rtx-5090 --compare
   sparkdraft plan --model qwen3-30b-a3b --machine h200 --plot speed.svg --json
 """
-SHAPES_OF = {"smollm2": "smollm2-135m"}  # known models whose dimensions are a named shape
+SHAPES_OF = {"smollm2": "smollm2-135m"}  # known models whose dimensions are a named shape,
+FORMATS_OF = {"smollm2": "quantised4,head=quantised,embedding=quantised"}  # and what CPU kernels keep of their files
 USUAL_CONTEXT = 4096
 
 
@@ -100,7 +101,7 @@ def run(args: Namespace) -> int:
         )
     if args.concurrency > MAX_SEQS[machine.hardware.device]:  # more than the engine takes by itself
         config = replace(config, max_seqs=args.concurrency)
-    formats, label = read_formats(args.weights, raw, model, machine)
+    formats, label = read_formats(args.model, args.weights, raw, model, machine)
     question = Question(model, machine, config, formats, drafter, args.concurrency, context, chances, names=names)
     forecast = _forecast(question)
     weights = label or forecast.plan.weights
@@ -147,11 +148,11 @@ def _check_name(what: str, name: str, known: list[str]) -> None:
 
 
 def read_formats(
-    asked: str, raw: dict[str, Any], model: ModelConfig, machine: Machine
+    name: str, asked: str, raw: dict[str, Any], model: ModelConfig, machine: Machine
 ) -> tuple[WeightFormats | None, str]:
     """Formats of coded matrices and their name. None and no name: all are as the engine keeps matrices on the
     machine. What the engine does not keep is noted."""
-    from sparkdraft.plan.weight_formats import KEPT_ON_GPU, WeightFormats, kept, names_of, stated
+    from sparkdraft.plan.weight_formats import KEPT_ON_GPU, WeightFormats, kept, kept_on_cpu, names_of, stated
 
     on_cpu = machine.hardware.device == "cpu"
     if asked not in DTYPES:
@@ -161,9 +162,12 @@ def read_formats(
         if unread := [name for name in names_of(formats) if name not in KEPT_ON_GPU]:
             note(f"no GPU kernel of this engine reads {' or '.join(unread)} yet: these are sums, not what would run")
         return formats, asked
-    found = stated(raw, model.num_layers) if asked == "auto" and not on_cpu else None
+    known = WeightFormats.parse(FORMATS_OF[name]) if on_cpu and name in FORMATS_OF else None
+    found = known or stated(raw, model.num_layers) if asked == "auto" else None
     if found is None:
         return None, ""
+    if on_cpu:
+        return kept_on_cpu(found), ""
     held = kept(found)
     if held != found:
         decoded = [name for name in names_of(found) if name not in KEPT_ON_GPU]

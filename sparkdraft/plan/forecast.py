@@ -19,7 +19,14 @@ from sparkdraft.plan.memory import MemoryPlan
 from sparkdraft.plan.resolve import ITEMSIZE, Plan, resolve
 from sparkdraft.plan.roofline import DraftPass, Load, Losses, Seconds, Target, step
 from sparkdraft.plan.sizes import model_sizes
-from sparkdraft.plan.weight_formats import AT_LOAD, WeightFormats, bytes_by_format, drafter_at_load, stored_bytes
+from sparkdraft.plan.weight_formats import (
+    AT_LOAD,
+    EIGHT_BITS,
+    WeightFormats,
+    bytes_by_format,
+    drafter_at_load,
+    stored_bytes,
+)
 from sparkdraft.spec.best_depths import expected_tokens
 from sparkdraft.spec.depth import depth_choices
 from sparkdraft.spec.draft_configs import DraftConfig, caps_of
@@ -72,11 +79,13 @@ class Forecast:
         model, machine = question.model, question.machine
         asked = question.config.drafter_weights
         self.caps = drafter_at_load(caps_of(question.drafter, question.names), asked) if question.drafter else None
-        self.held = stored_bytes(model, question.formats) if question.formats else None
+        on_gpu = machine.hardware.device == "cuda"
+        self.held = stored_bytes(model, question.formats) if question.formats and on_gpu else None
         args = (question.config, model, machine.hardware, machine.native_problem)
         self.plan: Plan = resolve(*args, self.caps, self.held)
         self.without: Plan = resolve(*args, None, self.held) if self.caps else self.plan  # the same, and no drafter
-        self.formats = question.formats or WeightFormats(self.plan.weights)
+        coded = on_gpu or self.plan.weights == EIGHT_BITS  # not where the CPU kernels do not run
+        self.formats = (question.formats if coded else None) or WeightFormats(self.plan.weights)
         itemsize = ITEMSIZE[self.plan.dtype]
         self.target = Target.of(model, self.formats, self.plan.kv, itemsize)
         self.drafter = None
@@ -104,7 +113,7 @@ class Forecast:
     @property
     def weights(self) -> dict[str, int]:
         """Of the target, by format."""
-        if self.question.formats:
+        if self.held and self.question.formats:
             return bytes_by_format(self.question.model, self.formats)
         return {self.plan.weights: self.without.memory.weights}
 

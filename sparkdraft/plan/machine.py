@@ -1,7 +1,8 @@
 """The machines that speed is predicted for: the files of plan/machines, a file of the user's, or the machine at hand.
 
 A file has what the machine reaches, what engines lose on it, and where each number comes from. The machine at hand is
-measured in a few seconds and takes the losses of the file that its GPU's name matches. No torch until it is measured.
+measured in a few seconds. A GPU takes the losses of the file that its name matches; a CPU's are measured too. No torch
+until then.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 from sparkdraft.core import UserError
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.roofline import Losses, Rates
+from sparkdraft.plan.this_cpu import ERROR, fit
 from sparkdraft.plan.weight_formats import BYTES
 
 FOLDER = Path(__file__).parent / "machines"
@@ -103,35 +105,48 @@ def read_machine(path: Path) -> Machine:
 
 
 def this_machine() -> Machine:
-    """Measured now: its free memory, its bandwidth, and on a GPU the speed of its matmuls."""
+    """Measured now: its free memory, its bandwidth, and the speed of a GPU's matmuls or of the CPU kernels."""
     from sparkdraft.bench.bandwidth import matmul_rate, memory_bandwidth
     from sparkdraft.config import EngineConfig
     from sparkdraft.engine.machine import detect, native_problem
 
     config = EngineConfig()
     found = detect(config)
-    base = _like(found)
+    problem, base = native_problem(config, found), _like(found)
     bandwidth = memory_bandwidth(found.device, found.cores, repeats=3)
     if found.device == "cuda":
-        arithmetic = {"bfloat16": matmul_rate()}
+        base = replace(base, rates=Rates(bandwidth, {"bfloat16": matmul_rate()}), notes=_notes(found, base))
     else:
-        share = found.cores / base.hardware.cores
-        arithmetic = {fmt: rate * share for fmt, rate in base.rates.arithmetic.items()}
-    title = f"this machine ({found.name})"
-    notes = (f"losses are those of {base.title}",) if found.device == "cpu" else _notes(found, base)
+        base = _cpu_like(base, found, bandwidth, measured=problem is None)
+    notes = base.notes
     if bandwidth < base.slow_below and _is(found, base):
         slow = f"memory reads {bandwidth / 1e9:.0f} GB/s, below {base.slow_below / 1e9:.0f}: is it in a slow state?"
         notes = (slow, *notes)
     return replace(
         base,
         name=HERE,
-        title=title,
+        title=f"this machine ({found.name})",
         hardware=found,
-        rates=Rates(bandwidth, arithmetic),
         notes=notes,
-        sources=("bandwidth and arithmetic: measured now, by bench/bandwidth.py",),
-        native_problem=native_problem(config, found),
+        sources=("bandwidth and arithmetic: measured now, by bench/bandwidth.py and bench/cpu_rates.py",),
+        native_problem=problem,
     )
+
+
+def _cpu_like(base: Machine, found: Hardware, bandwidth: float, measured: bool) -> Machine:
+    """A CPU with the losses that its own kernels have now, or, where they do not run, with those of the file."""
+    share = found.cores / base.hardware.cores
+    arithmetic = {fmt: rate * share for fmt, rate in base.rates.arithmetic.items()}
+    if not measured:
+        return replace(base, rates=Rates(bandwidth, arithmetic), notes=(f"losses are those of {base.title}",))
+    from sparkdraft import kernels
+    from sparkdraft.bench.cpu_rates import measure_cpu
+
+    engine = base.losses()
+    losses, quantised = fit(engine.expected, measure_cpu(kernels.load("native"), found.cores), bandwidth)
+    origin = "measured now, on its own CPU kernels"
+    engines = dict(base.engines) | {"sparkdraft": EngineLosses(origin, losses, losses, losses, Error(*ERROR))}
+    return replace(base, rates=Rates(bandwidth, arithmetic | quantised), engines=engines)
 
 
 def describing(name: str) -> Machine | None:

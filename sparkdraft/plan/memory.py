@@ -83,17 +83,17 @@ def recording_bytes(kernels: str, drafts: bool) -> int:
 
 
 def scratch_bytes(
-    model: ModelConfig, max_rows: int, max_seqs: int, itemsize: int, draft: DrafterCaps | None = None
+    model: ModelConfig, max_rows: int, max_seqs: int, itemsize: int, kernels: str, draft: DrafterCaps | None = None
 ) -> int:
     """Bytes of a step's scratch: a layer's activations, what a drafter reads of them, and the logits of sampled rows.
 
     All activations of a layer are counted: once they have been allocated, the allocator keeps their memory. Logits of
-    drafted rows are counted twice, because a step runs once before it is recorded.
+    drafted rows are counted twice on a GPU, where a step runs once before it is recorded.
     """
     sizes = model_sizes(model)
     width = 2 * sizes.hidden + sizes.projected + sizes.mixed + sizes.mlp
     sampled = 4 * max_seqs  # the logits, and what the filters need
     if draft:
         width += len(draft.taps) * model.hidden_size
-        sampled += 2 * max_seqs * draft.max_depth
+        sampled += (2 if kernels == "cuda" else 1) * max_seqs * draft.max_depth
     return max_rows * width * itemsize + sampled * model.vocab_size * 4

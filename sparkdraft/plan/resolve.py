@@ -114,7 +114,7 @@ def resolve(
     graphs = _graphs(config, kernels, kv, fallbacks)
     recordings = recording_bytes(kernels, drafter is not None) if graphs else 0
     held = _held(model, max_model_len, WEIGHT_ITEMSIZE[weights], drafter, stored, on_cpu)
-    scratch = scratch_bytes(model, max_rows, max_seqs, itemsize, drafter)
+    scratch = scratch_bytes(model, max_rows, max_seqs, itemsize, kernels, drafter)
     scratch += capture_bytes(model, max_rows, itemsize) if (kv, config.tq_mode) == CAPTURED else 0
     room = int(hardware.free_bytes * config.memory_fraction) - held - scratch - recordings
     states = _states(config, model, drafter, max_seqs, itemsize, room, fallbacks)

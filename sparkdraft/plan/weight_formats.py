@@ -46,6 +46,9 @@ DESC_ACT = "int4-desc-act"  # groups of columns that are not neighbours
 # Bytes per weight, with the scales of its group
 BYTES: dict[str, float] = {**WEIGHT_ITEMSIZE, **{name: form.per_weight for name, form in CODES.items()}}
 BYTES[DESC_ACT] = BYTES["int4"]
+# What CPU kernels keep: codes of 4 bits as such, all else in 8 ("quantised").
+EIGHT_BITS, FOUR_BITS = "quantised", "quantised4"
+BYTES[FOUR_BITS] = 0.625  # a group of 32, with scale and offset
 # The parts of a model, and names of one of their modules, by which the patterns of a quantization_config find them.
 GROUPS: dict[str, tuple[str, ...]] = {
     "attention": ("self_attn.q_proj",),
@@ -96,6 +99,16 @@ def kept(formats: WeightFormats) -> WeightFormats:
 
     def one(fmt: str) -> str:
         return fmt if fmt in KEPT_ON_GPU else "bfloat16"
+
+    groups = {group: one(fmt) for group, fmt in formats.groups.items()}
+    return WeightFormats(one(formats.default), groups, {place: one(fmt) for place, fmt in formats.layers.items()})
+
+
+def kept_on_cpu(formats: WeightFormats) -> WeightFormats:
+    """What the CPU kernels hold of them."""
+
+    def one(fmt: str) -> str:
+        return FOUR_BITS if fmt == FOUR_BITS or (fmt in CODES and CODES[fmt].bits == 4) else EIGHT_BITS
 
     groups = {group: one(fmt) for group, fmt in formats.groups.items()}
     return WeightFormats(one(formats.default), groups, {place: one(fmt) for place, fmt in formats.layers.items()})

@@ -23,7 +23,7 @@ NO_TIME = Latency(0.0, 0.0, 2, "none")
 
 def question(model: str, weights: str = "auto", drafter: str = "none", spec: str = "auto") -> Question:
     machine, (shape, raw) = find_machine("gb10"), read_model(model)
-    formats, _ = read_formats(weights, raw, shape, machine)
+    formats, _ = read_formats(model, weights, raw, shape, machine)
     config = EngineConfig(model=model, spec=spec)
     draft, names = read_drafter(drafter, model, shape)
     return Question(shape, machine, config, formats, draft, context=1024, names=names)

@@ -10,9 +10,16 @@ from typing import Any
 import pytest
 
 from sparkdraft.bench import bandwidth
+from sparkdraft.bench.cpu_rates import CpuRates, MatmulRate
+from sparkdraft.cli.plan import read_formats, read_model
+from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
+from sparkdraft.plan.forecast import Forecast, Question
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.machine import FOLDER, _like, find_machine, known_machines, this_machine
+from sparkdraft.plan.roofline import overlap
+from sparkdraft.plan.this_cpu import fit
+from sparkdraft.plan.weight_formats import WeightFormats, kept_on_cpu, names_of
 
 
 @pytest.mark.parametrize("name", known_machines())
@@ -96,6 +103,44 @@ def test_the_machine_at_hand_is_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     machine = this_machine()
     assert machine.name == "this" and machine.rates.bandwidth > 1e8 and machine.hardware.free_bytes > 0
     if machine.hardware.device == "cpu":
-        per_core = find_machine("cpu").rates.arithmetic["quantised"] / 2
-        assert machine.rates.arithmetic["quantised"] == pytest.approx(per_core * machine.hardware.cores)
-        assert any("two Neoverse" in note for note in machine.notes), "whose losses these are"
+        losses = machine.losses()
+        assert losses.origin == "measured now, on its own CPU kernels" and losses.is_measured and not machine.notes
+        assert min(losses.expected.coded, losses.expected.kv, losses.expected.layer) > 0
+        assert {*losses.expected.formats} == {"quantised", "quantised4"} < {*machine.rates.arithmetic}
+
+
+def test_without_its_kernels_a_cpu_gets_the_losses_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bandwidth.SIZE, "cpu", 16 << 20)
+    monkeypatch.setattr("sparkdraft.engine.machine.native_problem", lambda config, found: "no compiler")
+    machine, file = this_machine(), find_machine("cpu")
+    assert machine.native_problem == "no compiler" and machine.losses() == file.losses()
+    per_core = file.rates.arithmetic["quantised"] / 2
+    assert machine.rates.arithmetic["quantised"] == pytest.approx(per_core * machine.hardware.cores)
+    assert any("two Neoverse" in note for note in machine.notes), "whose losses these are"
+
+
+@pytest.mark.parametrize("read, row", [(1.0, 0.05), (1.0, 0.5), (0.2, 0.9)])
+def test_reading_and_multiplying_are_told_apart(read: float, row: float) -> None:
+    """What is measured at one row and at several is what the model of a step makes of both."""
+    each = MatmulRate(overlap(read, row), overlap(read, 16 * row), nbytes=1000, rows=16, operations=2000)
+    losses, arithmetic = fit(find_machine("cpu").losses().expected, CpuRates(each, each, 500.0, 1e-5), 2000.0)
+    assert losses.coded == pytest.approx(1000 / read / 2000, rel=0.01)
+    assert arithmetic["quantised4"] == pytest.approx(2000 / row, rel=0.01)
+    assert losses.kv == 0.25 and losses.layer == 1e-5
+
+
+def test_a_matrix_that_costs_nothing_more_for_more_rows_is_all_reading() -> None:
+    each = MatmulRate(1.0, 1.0, nbytes=1000, rows=16, operations=2000)
+    losses, arithmetic = fit(find_machine("cpu").losses().expected, CpuRates(each, each, 500.0, 1e-5), 2000.0)
+    assert losses.coded == pytest.approx(0.5, rel=0.01) and arithmetic["quantised"] >= 1000 * 2000
+
+
+def test_codes_of_four_bits_are_counted_on_a_cpu_only_where_its_kernels_run() -> None:
+    machine, (model, raw) = find_machine("cpu"), read_model("smollm2")
+    formats, label = read_formats("smollm2", "auto", raw, model, machine)
+    assert formats and not label and formats.of("mlp") == "quantised4" and formats.of("head") == "quantised"
+    question = Question(model, machine, EngineConfig(model="smollm2"), formats)
+    assert Forecast(question).formats == formats
+    without = replace(question, machine=replace(machine, native_problem="no compiler"))
+    assert names_of(Forecast(without).formats) == ["float32"]
+    assert names_of(kept_on_cpu(WeightFormats.parse("nvfp4,attention=fp8"))) == ["quantised", "quantised4"]
