@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sparkdraft.cli.console import note, show_fallbacks
 from sparkdraft.config import DTYPES, ENGINE_FIELDS, EngineConfig
 from sparkdraft.core import UserError
+from sparkdraft.paths import user_path
 from sparkdraft.progress import progress
 from sparkdraft.weights import hub
 
@@ -138,7 +139,7 @@ def read_model(name: str) -> tuple[ModelConfig, dict[str, Any]]:
 
 def _check_name(what: str, name: str, known: list[str]) -> None:
     """Raises UserError for a word that can only be a shape's name and is none."""
-    if "/" in name or name.endswith((".gguf", ".safetensors")) or name in hub.KNOWN or Path(name).expanduser().exists():
+    if "/" in name or name.endswith((".gguf", ".safetensors")) or name in hub.KNOWN or user_path(name).exists():
         return
     near = get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     raise UserError(
@@ -191,7 +192,7 @@ def read_drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftC
     if found in DRAFTER_FILES or found in DRAFTER_SHAPES or found == MTP:
         return drafter_shape(found, model), []
     _check_name("drafter", found, [*DRAFTER_FILES, *DRAFTER_SHAPES, MTP])
-    draft, folder = read_draft_config(read_config_json(found)), Path(found).expanduser()
+    draft, folder = read_draft_config(read_config_json(found)), user_path(found)
     check_fits(draft, model)
     return draft, tensor_names(folder) if folder.is_dir() else []
 

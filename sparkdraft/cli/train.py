@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkdraft.cli.options import add_engine_flags, load_llm, temperature_list
 from sparkdraft.core import UserError
+from sparkdraft.paths import user_path
 from sparkdraft.progress import errors, progress
 from sparkdraft.train.memory import SHRINKS
 from sparkdraft.train.settings import FitSettings
@@ -221,7 +222,7 @@ def _drafter_folder(name: str) -> str:
 
     if packaged := default_drafter(name):
         return packaged
-    folder = Path(name).expanduser()
+    folder = user_path(name)
     is_hub_id = not folder.exists() and name.count("/") == 1 and not name.startswith((".", "~"))
     return name if is_hub_id or (folder / "config.json").is_file() else ""
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkdraft.core import UserError
+from sparkdraft.paths import user_path
 
 LOCAL = "local"  # the address of this machine, reached without ssh
 NAME = re.compile(r"[\w.-]+")
@@ -52,7 +53,7 @@ class Cluster:
 
 def read_cluster(path: str) -> Cluster:
     try:
-        data = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        data = tomllib.loads(user_path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"the hosts file {path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 from sparkdraft import __version__
 from sparkdraft.doctor.finding import Finding, Status
+from sparkdraft.paths import user_path
 from sparkdraft.weights.hub import cache_dir
 
 EXIT = {Status.FINE: 0, Status.NOTE: 0, Status.CHANGE: 1, Status.BROKEN: 2}
@@ -89,7 +90,7 @@ def without_paths(text: str, model: str = "") -> str:
     the user named it. Its folder and the home folder are looked for as they are, because names may have spaces."""
     cache = _from_home(str(cache_dir()))
     if _is_path(model):
-        path = Path(model).expanduser()
+        path = user_path(model)
         text = text.replace(model, f".../{path.name}")
         for folder in {str(each.parent) for each in (path.absolute(), path.resolve())}:
             if folder != "/" and not f"{cache_dir()}/".startswith(f"{folder}/"):

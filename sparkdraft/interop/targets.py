@@ -10,6 +10,7 @@ from typing import Any
 
 from sparkdraft.core import UserError
 from sparkdraft.models.registry import read_config
+from sparkdraft.paths import user_path
 from sparkdraft.spec import pairs
 from sparkdraft.weights.checkpoint import read_config_json
 from sparkdraft.weights.folder_files import read_chat_template
@@ -42,7 +43,7 @@ class Target:
 def find_target(model: str) -> Target:
     """Asks the network for config.json only if neither a file nor the name says enough."""
     name = portable_name(model)
-    by_name = None if Path(name).expanduser().exists() or _is_cached(name) else _named(name)
+    by_name = None if user_path(name).exists() or _is_cached(name) else _named(name)
     if by_name:
         doubt = "" if by_name.name == name else f"{name} is taken for {by_name.name} by its name"
         return Target(name, by_name.model_type, _weights(name, {}), by_name, doubt=doubt)
@@ -51,7 +52,7 @@ def find_target(model: str) -> Target:
         match = pairs.match(name, read_config(raw))
     except UserError:  # an architecture that this engine does not have, and others may
         match = None
-    family, folder = str(raw.get("model_type") or "").removesuffix("_text"), Path(name).expanduser()
+    family, folder = str(raw.get("model_type") or "").removesuffix("_text"), user_path(name)
     known, doubt = (match.target, match.doubt) if match else (None, "")
     template = read_chat_template(folder) if folder.is_dir() else None
     return Target(name, family, _weights(name, raw), known, template, doubt)

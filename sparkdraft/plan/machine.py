@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparkdraft.core import UserError
+from sparkdraft.paths import user_path
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.roofline import Losses, Rates
 from sparkdraft.plan.this_cpu import ERROR, fit
@@ -74,7 +75,7 @@ def find_machine(name: str) -> Machine:
         return this_machine()
     if name in known_machines():
         return read_machine(FOLDER / f"{name}.json")
-    path = Path(name).expanduser()
+    path = user_path(name)
     if not path.is_file():
         raise UserError(
             f"machine '{name}' is not known: use {', '.join(known_machines())}, {HERE}, or a file like those of "

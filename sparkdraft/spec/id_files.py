@@ -14,12 +14,12 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from threading import Timer
 
 import numpy as np
 
 from sparkdraft.core import UserError
+from sparkdraft.paths import user_path
 
 WRITE_AFTER = 30.0  # seconds from the first id that is counted and not written
 
@@ -42,7 +42,7 @@ class IdCounts:
 
     def __init__(self, path: str, vocab_size: int) -> None:
         """Raises UserError where the file is something else, or cannot be written."""
-        self.path = Path(path).expanduser()
+        self.path = user_path(path)
         counts = dict(_read(path, "count_ids")) if self.path.exists() else {}
         _check(path, "count_ids", list(counts), vocab_size)
         self._before, self._counts = (np.zeros(vocab_size, dtype=np.int64) for _ in range(2))
@@ -85,7 +85,7 @@ class IdCounts:
 def _read(path: str, option: str) -> list[tuple[int, int]]:
     """Ids and their counts; 1 where there are none."""
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        text = user_path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
         raise UserError(f"{option} is {path}, which cannot be read: {reason}") from None

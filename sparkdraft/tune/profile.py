@@ -19,6 +19,7 @@ from typing import Any
 
 from sparkdraft.config import ENGINE_FIELDS, KV_FORMATS, NO_PROFILE, EngineConfig
 from sparkdraft.core import UserError
+from sparkdraft.paths import user_path
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.resolve import Fallback
 from sparkdraft.weights.hub import cache_dir
@@ -62,7 +63,7 @@ class Subject:
 
     @property
     def stem(self) -> str:
-        path = Path(self.model).expanduser()
+        path = user_path(self.model)
         return _slug(path.absolute().name if path.exists() else self.model)
 
 
@@ -122,7 +123,7 @@ def pick_up(config: EngineConfig, subject: Subject, deepest: int = DEEPEST) -> t
     the most that is drafted per step here."""
     if config.profile == NO_PROFILE:
         return config, []
-    path = subject.path if config.profile == "auto" else Path(config.profile).expanduser()
+    path = subject.path if config.profile == "auto" else user_path(config.profile)
     if config.profile == "auto" and not path.is_file():
         return config, _others(config, subject)
     profile = read_profile(path)

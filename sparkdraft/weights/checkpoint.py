@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sparkdraft.core import UserError
+from sparkdraft.paths import user_path
 from sparkdraft.progress import progress
 from sparkdraft.weights import hub
 from sparkdraft.weights.hub_repo import ALLOW, IGNORE, explained
@@ -58,7 +59,7 @@ def open_checkpoint(name: str) -> Checkpoint:
     name = str(name)
     if name in hub.KNOWN:
         return _open_file(hub.fetch(name))
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.is_dir():
         return _open_folder(path)
     if path.is_file():
@@ -111,7 +112,7 @@ def _open_folder(path: Path) -> Checkpoint:
 def read_config_json(name: str) -> dict[str, Any]:
     """The config.json that a name stands for, and nothing else of its checkpoint: a folder, the file itself, a .gguf
     file (whose header is translated) or a hub id, of which this one file is fetched. Raises UserError."""
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.suffix == ".gguf" or name in hub.KNOWN:
         return open_checkpoint(name).config
     if not path.exists() and HUB_ID.fullmatch(name) and not name.endswith((".json", ".safetensors")):

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparkdraft.core import UserError
+from sparkdraft.paths import user_path
 from sparkdraft.progress import progress
 
 MB = 1_000_000
@@ -64,9 +65,9 @@ def cache_dir() -> Path:
     """SPARKDRAFT_CACHE, else the user's cache folder as the XDG rules say. Creates nothing."""
     chosen = os.environ.get("SPARKDRAFT_CACHE")
     if chosen:
-        return Path(chosen).expanduser().absolute()
+        return user_path(chosen).absolute()
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "sparkdraft"
+    return user_path(home) / "sparkdraft"
 
 
 def known() -> list[KnownModel]:
@@ -77,7 +78,7 @@ def portable_name(model: str) -> str:
     """The name under which other programs find a model: a hub id, or a whole path."""
     if model in KNOWN:
         return KNOWN[model].hub_id or model
-    path = Path(model).expanduser()
+    path = user_path(model)
     return str(path.resolve()) if path.exists() else model
 
 

@@ -60,7 +60,7 @@ def look(spec: dict[str, Any]) -> dict[str, Any]:
         "has_ip": has_address(spec["ip"]),
         "ports": {str(each): port_problem(each) for each in spec["ports"]},
         "reach": reach(*spec["head"]) if spec["head"] else "",
-        "missing": [path for path in spec["paths"] if not Path(path).expanduser().exists()],
+        "missing": [path for path in spec["paths"] if not Path(os.path.expanduser(path)).exists()],
     }
     time.sleep(max(0.0, spec["gap"] - (time.monotonic() - started)))
     found["errors"] = [first, errors(root, spec["interfaces"], spec["rdma"])]
