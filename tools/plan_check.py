@@ -33,7 +33,7 @@ from sparkdraft.core import UserError
 from sparkdraft.plan.machine import FOLDER, Machine, read_machine, this_machine
 from sparkdraft.plan.roofline import DraftPass, Load, Losses, Rates, Target, step
 from sparkdraft.plan.sizes import model_sizes
-from sparkdraft.plan.weight_formats import EIGHT_BITS, WeightFormats
+from sparkdraft.plan.weight_formats import EIGHT_BITS, WeightFormats, kept_on_cpu
 from sparkdraft.spec.dflash_caps import caps_of
 
 ROUNDS = 60
@@ -167,7 +167,9 @@ def _work(case: Case, on_cpu: bool) -> tuple[Target, Load, DraftPass | None]:
     """Random weights choose experts independently."""
     model, itemsize = shape(SHAPES_OF.get(case.shape, case.shape)), 4 if on_cpu else 2
     fmt = EIGHT_BITS if on_cpu else "bfloat16"
-    formats = WeightFormats.parse(FORMATS_OF[case.shape]) if case.shape in FORMATS_OF and on_cpu else WeightFormats(fmt)
+    formats = WeightFormats(fmt)
+    if case.shape in FORMATS_OF and on_cpu:
+        formats = kept_on_cpu(WeightFormats.parse(FORMATS_OF[case.shape]))
     drafter, depth = None, 0
     if case.drafter:
         draft = drafter_shape(case.drafter, model)

@@ -36,7 +36,7 @@ EXAMPLES = """examples:
   sparkdraft plan --model qwen3-30b-a3b --machine h200 --plot speed.svg --json
 """
 SHAPES_OF = {"smollm2": "smollm2-135m"}  # known models whose dimensions are a named shape,
-FORMATS_OF = {"smollm2": "quantised4,head=quantised,embedding=quantised"}  # and what CPU kernels keep of their files
+FORMATS_OF = {"smollm2": "int4-q4_1,head=int8-q8_0,embedding=int8-q8_0"}  # and those of their files
 USUAL_CONTEXT = 4096
 
 
@@ -153,7 +153,7 @@ def read_formats(
 ) -> tuple[WeightFormats | None, str]:
     """Formats of coded matrices and their name. None and no name: all are as the engine keeps matrices on the
     machine. What the engine does not keep is noted."""
-    from sparkdraft.plan.weight_formats import KEPT_ON_GPU, WeightFormats, kept, kept_on_cpu, names_of, stated
+    from sparkdraft.plan.weight_formats import KEPT_ON_GPU, WeightFormats, kept, kept_on_cpu, names_of, parts_of, stated
 
     on_cpu = machine.hardware.device == "cpu"
     if asked not in DTYPES:
@@ -163,8 +163,7 @@ def read_formats(
         if unread := [name for name in names_of(formats) if name not in KEPT_ON_GPU]:
             note(f"no GPU kernel of this engine reads {' or '.join(unread)} yet: these are sums, not what would run")
         return formats, asked
-    known = WeightFormats.parse(FORMATS_OF[name]) if on_cpu and name in FORMATS_OF else None
-    found = known or stated(raw, model.num_layers) if asked == "auto" else None
+    found = (_in_file(name) or stated(raw, model.num_layers)) if asked == "auto" else None
     if found is None:
         return None, ""
     if on_cpu:
@@ -173,7 +172,20 @@ def read_formats(
     if held != found:
         decoded = [name for name in names_of(found) if name not in KEPT_ON_GPU]
         note(f"{' and '.join(decoded)} weights of the file become bfloat16 at load: no kernel here reads them")
-    return held, " and ".join(names_of(held))
+    return held, " and ".join(sorted({part.format for part in parts_of(model, held)}))
+
+
+def _in_file(name: str) -> WeightFormats | None:
+    """Of a GGUF, whose header says it; None: of no such file."""
+    from sparkdraft.plan.weight_formats import WeightFormats, of_gguf
+
+    if name in FORMATS_OF:
+        return WeightFormats.parse(FORMATS_OF[name])
+    if not name.endswith(".gguf"):
+        return None
+    from sparkdraft.weights.gguf import GgufCheckpoint
+
+    return of_gguf(GgufCheckpoint(user_path(name)).matrix_types())
 
 
 def read_drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftConfig | None, list[str]]:

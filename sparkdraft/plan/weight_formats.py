@@ -8,6 +8,7 @@ before anything is loaded; the loader goes by the tensors themselves (weights/qu
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
@@ -19,7 +20,7 @@ from sparkdraft.models.layers import RecurrentSpec
 from sparkdraft.plan.resolve import WEIGHT_ITEMSIZE
 from sparkdraft.plan.sizes import Matrices, count, layer_matrices
 from sparkdraft.spec.caps import DrafterCaps
-from sparkdraft.weights.plane_layout import CodeForm, StoredBytes
+from sparkdraft.weights.plane_layout import GGUF_FORMS, CodeForm, StoredBytes
 
 FLOATS = ("bfloat16", "float32")
 # How quantised matrices lie in a GPU's memory. int4 and int8 without a number have groups of 128 columns; -asym: with
@@ -39,6 +40,7 @@ CODES: dict[str, CodeForm] = {
         for group in (128, 64, 32)
         for offset in ("", "f32")
     },
+    **{f"int{form.bits}-{name}": form for name, form in GGUF_FORMS.items()},
 }
 # Formats that a GPU's matrices stay in. Others are decoded to bfloat16 at load, and `plan` says so.
 KEPT_ON_GPU = (*FLOATS, *CODES)
@@ -150,7 +152,7 @@ def parts_of(model: ModelConfig, formats: WeightFormats) -> Iterator[Part]:
             shape = ((spec.mixer.conv_channels, spec.mixer.conv_width),)
             yield Part("convolution", own if own in WEIGHT_ITEMSIZE else "bfloat16", shape, i)
     yield Part("head", formats.of("head"), table)
-    if not model.tie_embeddings:
+    if not model.tie_embeddings or formats.of("embedding") in CODES:  # codes of both are kept in two orders
         yield Part("embedding", formats.of("embedding"), table)
 
 
@@ -193,6 +195,22 @@ def stored_bytes(model: ModelConfig, formats: WeightFormats) -> StoredBytes:
 
 
 # ---- what a config.json states
+
+
+def of_gguf(types: Mapping[str, tuple[str, int]]) -> WeightFormats:
+    """types: of each matrix, GGUF's name of its type, or "", and how many weights. A part of a layer that has several
+    types counts as the one that most of its weights have."""
+    found: dict[tuple[int, str], Counter[str]] = {}
+    for name, (kind, weights) in types.items():
+        layer = re.match(r"model\.layers\.(\d+)\.(\w+)", name)
+        group = {"self_attn": "attention", "mlp": "mlp"}.get(layer[2], "") if layer else ""
+        group = group or ("head" if name.startswith("lm_head") else "embedding" if "embed_tokens" in name else "")
+        if group:
+            fmt = f"int{GGUF_FORMS[kind].bits}-{kind}" if kind else "bfloat16"
+            found.setdefault((int(layer[1]) if layer else -1, group), Counter())[fmt] += weights
+    most = {place: kinds.most_common(1)[0][0] for place, kinds in found.items()}
+    ends = {group: fmt for (layer, group), fmt in most.items() if layer < 0}
+    return WeightFormats("bfloat16", {"head": ends.get("embedding", "bfloat16")} | ends, most)
 
 
 def stated(config: Mapping[str, Any], num_layers: int) -> WeightFormats | None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import UserError
-from sparkdraft.weights.gguf_blocks import BF16, BLOCKS, F16, F32, FORMS, read_blocks
+from sparkdraft.weights.gguf_blocks import BF16, BLOCKS, F16, F32, FORMS, NAMES, read_blocks
 from sparkdraft.weights.gguf_sampling import sampling_of
 from sparkdraft.weights.plane_layout import StoredBytes, StoredMatrix, count_stored
 from sparkdraft.weights.quant.checks import check_matrix
@@ -283,6 +283,11 @@ class GgufCheckpoint:
             self.file.broken(f"{name} has {value.shape[0]} rows for {heads} heads")
         rows = _half_split_rows(value.shape[0], heads)
         return take_rows(value, rows)
+
+    def matrix_types(self) -> dict[str, tuple[str, int]]:
+        """Of each matrix, by its name in a checkpoint: GGUF's name of its type, "" for floats, and how many weights."""
+        tensors = {name: self.file.tensors[own] for name, own in self._names.items()}
+        return {name: (NAMES.get(t.kind, ""), prod(t.shape)) for name, t in tensors.items() if len(t.shape) == 2}
 
     def stored_bytes(self) -> StoredBytes:
         sizes = ((t, t.shape[-1] if len(t.shape) > 1 else 1) for t in self.file.tensors.values())

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sparkdraft.weights.plane_layout import CodeForm
+from sparkdraft.weights.plane_layout import GGUF_FORMS
 from sparkdraft.weights.quant.coded import Coded
 from sparkdraft.weights.quant.group import GROUP, GroupQuant
 from sparkdraft.weights.quant.unpack import pairs
@@ -132,17 +132,9 @@ READERS: dict[int, Callable[[Tensor], GroupQuant | Coded]] = {
     Q4_0: _q4_0, Q4_1: _q4_1, Q8_0: _q8_0, Q5_0: _q5_0, Q5_1: _q5_1, Q4_K: _q4_k, Q5_K: _q5_k, Q6_K: _q6_k,
     IQ4_NL: _iq4_nl, IQ4_XS: _iq4_xs,
 }  # fmt: skip
-# As a GPU keeps them. Q4_1: its offsets get eight scales added, and are halves only if all these sums are.
-FORMS: dict[int, CodeForm] = {
-    Q4_0: CodeForm("int4", 4, GROUP, "f16"),
-    Q4_1: CodeForm("int4", 4, GROUP, "f16", "f32"),
-    Q8_0: CodeForm("int8", 8, GROUP, "f16"),
-    Q5_0: CodeForm("int8", 8, GROUP, "f16"),
-    Q5_1: CodeForm("int8", 8, GROUP, "f16", "f16"),
-    Q4_K: CodeForm("int4", 4, GROUP, "f32", "f32"),
-    Q5_K: CodeForm("int8", 8, GROUP, "f32", "f32"),
-    Q6_K: CodeForm("int8", 8, GROUP // 2, "f32"),
-    IQ4_NL: CodeForm("iq4_nl", 4, GROUP, "f16"),
-    IQ4_XS: CodeForm("iq4_nl", 4, GROUP, "f32"),
-}
+NAMES = {
+    Q4_0: "q4_0", Q4_1: "q4_1", Q8_0: "q8_0", Q5_0: "q5_0", Q5_1: "q5_1", Q4_K: "q4_k", Q5_K: "q5_k", Q6_K: "q6_k",
+    IQ4_NL: "iq4_nl", IQ4_XS: "iq4_xs",
+}  # fmt: skip
+FORMS = {kind: GGUF_FORMS[name] for kind, name in NAMES.items()}
 assert FORMS.keys() == READERS.keys()

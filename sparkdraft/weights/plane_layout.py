@@ -129,6 +129,21 @@ class CodeForm(NamedTuple):
         return (self.group or width) == width and not self.offset and not self.row_scale
 
 
+# GGUF's types as a GPU keeps them. Q4_1: its offsets get eight scales added, and are halves only if all these sums are.
+GGUF_FORMS = {
+    "q4_0": CodeForm("int4", 4, 32, "f16"),
+    "q4_1": CodeForm("int4", 4, 32, "f16", "f32"),
+    "q8_0": CodeForm("int8", 8, 32, "f16"),
+    "q5_0": CodeForm("int8", 8, 32, "f16"),
+    "q5_1": CodeForm("int8", 8, 32, "f16", "f16"),
+    "q4_k": CodeForm("int4", 4, 32, "f32", "f32"),
+    "q5_k": CodeForm("int8", 8, 32, "f32", "f32"),
+    "q6_k": CodeForm("int8", 8, 16, "f32"),
+    "iq4_nl": CodeForm("iq4_nl", 4, 32, "f16"),
+    "iq4_xs": CodeForm("iq4_nl", 4, 32, "f32"),
+}
+
+
 class StoredBytes(NamedTuple):
     """What a file holds, as a GPU keeps it."""
 

@@ -19,7 +19,8 @@ from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.machine import FOLDER, _like, find_machine, known_machines, this_machine
 from sparkdraft.plan.roofline import overlap
 from sparkdraft.plan.this_cpu import fit
-from sparkdraft.plan.weight_formats import WeightFormats, kept_on_cpu, names_of
+from sparkdraft.plan.weight_formats import WeightFormats, kept_on_cpu, names_of, of_gguf
+from sparkdraft.weights.gguf import GgufCheckpoint
 
 
 @pytest.mark.parametrize("name", known_machines())
@@ -138,9 +139,32 @@ def test_a_matrix_that_costs_nothing_more_for_more_rows_is_all_reading() -> None
 def test_codes_of_four_bits_are_counted_on_a_cpu_only_where_its_kernels_run() -> None:
     machine, (model, raw) = find_machine("cpu"), read_model("smollm2")
     formats, label = read_formats("smollm2", "auto", raw, model, machine)
-    assert formats and not label and formats.of("mlp") == "quantised4" and formats.of("head") == "quantised"
+    assert formats and not label and formats.of("mlp", 3) == "quantised4" and formats.of("head") == "quantised"
     question = Question(model, machine, EngineConfig(model="smollm2"), formats)
     assert Forecast(question).formats == formats
     without = replace(question, machine=replace(machine, native_problem="no compiler"))
     assert names_of(Forecast(without).formats) == ["float32"]
     assert names_of(kept_on_cpu(WeightFormats.parse("nvfp4,attention=fp8"))) == ["quantised", "quantised4"]
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_the_embedded_file_is_counted_as_a_gpu_keeps_it(smollm2_path: Path, by_name: bool) -> None:
+    """By its known name without the file, and by the header of the file: as an engine that opens it."""
+    name, h200 = "smollm2" if by_name else str(smollm2_path), find_machine("h200")
+    model, raw = read_model(name)
+    formats, label = read_formats(name, "auto", raw, model, h200)
+    assert formats and label == "int4-q4_1 and int8-q8_0"
+    planned = Forecast(Question(model, h200, EngineConfig(model=name), formats)).held
+    assert planned and planned.quantised == GgufCheckpoint(smollm2_path).stored_bytes().quantised
+
+
+def test_a_part_of_a_gguf_counts_as_most_of_its_weights() -> None:
+    types = {
+        "model.layers.0.self_attn.q_proj.weight": ("q4_k", 100), "model.layers.0.self_attn.v_proj.weight": ("q6_k", 20),
+        "model.layers.0.mlp.down_proj.weight": ("q6_k", 300), "model.layers.1.mlp.down_proj.weight": ("", 300),
+        "model.embed_tokens.weight": ("q8_0", 500), "model.norm.weight": ("", 1),
+    }  # fmt: skip
+    found = of_gguf(types)
+    assert (found.of("attention", 0), found.of("mlp", 0)) == ("int4-q4_k", "int8-q6_k")
+    assert found.of("mlp", 1) == "bfloat16" and found.of("embedding") == found.of("head") == "int8-q8_0"
+    assert of_gguf(types | {"lm_head.weight": ("q6_k", 500)}).of("head") == "int8-q6_k"
