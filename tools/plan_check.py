@@ -30,7 +30,7 @@ from pathlib import Path
 from sparkdraft.bench.named_shapes import drafter_shape, shape
 from sparkdraft.cli.plan import FORMATS_OF, SHAPES_OF
 from sparkdraft.core import UserError
-from sparkdraft.plan.machine import FOLDER, Machine, read_machine, this_machine
+from sparkdraft.plan.machine import FOLDER, Machine, like, this_machine
 from sparkdraft.plan.roofline import DraftPass, Load, Losses, Rates, Target, step
 from sparkdraft.plan.sizes import model_sizes
 from sparkdraft.plan.weight_formats import EIGHT_BITS, WeightFormats, kept_on_cpu
@@ -123,7 +123,8 @@ def main() -> None:
     print(f"{machine.title}: {machine.rates.bandwidth / 1e9:.0f} GB/s", flush=True)
     found = measure_all(LOADS[args.loads or ("cpu" if machine.hardware.device == "cpu" else "gpu")], args.limit)
     before = machine.losses().expected
-    after = fit(machine, found, before)
+    one_share = replace(before, formats={}) if machine.hardware.device == "cpu" else before  # of 4 and of 8 bits
+    after = fit(machine, found, one_share)
     rows = [(each, ratio(machine, each, before), ratio(machine, each, after)) for each in found]
     print(f"predicted / measured: with losses {machine.losses().origin}; fitted to these loads")
     for each, old, new in rows:
@@ -157,8 +158,9 @@ def measure_all(cases: Sequence[Case], limit: float) -> list[Measured]:
 
 def ratio(machine: Machine, each: Measured, losses: Losses) -> float:
     """Predicted over measured speed."""
-    rates = Rates(each.bandwidth, machine.rates.arithmetic)
-    seconds = step(rates, losses, *_work(each.case, machine.hardware.device == "cpu")).total
+    on_cpu = machine.hardware.device == "cpu"  # what was measured of its kernels does not hang on the bandwidth
+    rates = Rates(machine.rates.bandwidth if on_cpu else each.bandwidth, machine.rates.arithmetic)
+    seconds = step(rates, losses, *_work(each.case, on_cpu)).total
     return each.case.streams * each.length / seconds / each.tok_s
 
 
@@ -205,8 +207,7 @@ def fit(machine: Machine, found: Sequence[Measured], losses: Losses) -> Losses:
 
 def write(machine: Machine, losses: Losses, path: Path) -> None:
     """The file that the machine is like, with what was measured here."""
-    like = next(name for name in FOLDER.glob("*.json") if machine.engines == read_machine(name).engines)
-    data = json.loads(like.read_text(encoding="utf-8"))
+    data = json.loads((FOLDER / f"{like(machine.hardware).name}.json").read_text(encoding="utf-8"))
     data |= {"title": machine.title, "bandwidth_gb_s": round(machine.rates.bandwidth / 1e9, 1)}
     data["tflop_s"] = {fmt: round(rate / 1e12, 3) for fmt, rate in machine.rates.arithmetic.items()}
     data["memory_gib"] = round(machine.hardware.free_bytes / 2**30, 1)

@@ -4,9 +4,8 @@ Prompts without a word in common fill the KV cache, then texts of 1 to 16 stream
 holds alone (its unique set) is compared with what it held before the model was loaded, when all had been imported. It
 ends in a line of JSON.
 
-    python tools/plan_memory.py                         four minutes on two cores: a little more than half of the
-                                                        tokens that a start would plan room for on 24 GB
-    python tools/plan_memory.py --kv-tokens 16384       one minute
+    python tools/plan_memory.py                         four minutes on two cores
+    python tools/plan_memory.py --spec auto             the engine chooses how many drafts
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import sparkdraft.engine.build
 import sparkdraft.kernels.native  # noqa: F401
 from sparkdraft import LLM, SamplingParams
 
-CONTEXT, SEQS, STREAMS = 2048, 32, (1, 2, 3, 5, 8, 11, 16)
+CONTEXT, STREAMS = 4096, (1, 2, 3, 5, 8, 11, 16)
 
 
 def held() -> int:
@@ -34,9 +33,11 @@ def held() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kv-tokens", type=int, default=65536)
-    tokens = parser.parse_args().kv_tokens
+    parser.add_argument("--spec", default="15", help="drafts per step (default 15: the most memory)")
+    args = parser.parse_args()
+    tokens = args.kv_tokens
     before = held()
-    llm = LLM("smollm2", device="cpu", kv_tokens=tokens, max_model_len=CONTEXT, max_seqs=SEQS)
+    llm = LLM("smollm2", device="cpu", kv_tokens=tokens, max_model_len=CONTEXT, spec=args.spec)
     plan, dice = llm.engine.plan.memory, torch.Generator().manual_seed(0)
     ids = torch.randint(1000, 40000, (tokens // CONTEXT, CONTEXT - 18), generator=dice).tolist()
     llm.generate(ids, SamplingParams(16, ignore_eos=True))

@@ -1,7 +1,7 @@
 """Measures what the CPU kernels reach on this machine, in three seconds: predictions for it stand on that.
 
-Matrices and caches are larger together than what a CPU keeps near, as a model's are. What a layer costs beside them is
-measured on tiny ones.
+Matrices and caches are larger together than what most CPUs keep near, as a model's are. All run from recordings, as an
+engine's steps do. What a layer costs beside them is measured on tiny ones.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import cycle
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from sparkdraft.kernels.view import AttentionParams, AttentionView
 
@@ -45,10 +45,10 @@ def measure_cpu(ops: ModuleType, threads: int) -> CpuRates:
     ops.set_threads(threads)
     with torch.inference_mode():
         keys = 2 * CONTEXT * KV_HEADS * HEAD_DIM * 4 / _attention_seconds(ops)
-        return CpuRates(_matmul_rate(8), _matmul_rate(4), keys, _layer_seconds(ops))
+        return CpuRates(_matmul_rate(ops, 8), _matmul_rate(ops, 4), keys, _layer_seconds(ops))
 
 
-def _matmul_rate(bits: int) -> MatmulRate:
+def _matmul_rate(ops: ModuleType, bits: int) -> MatmulRate:
     from sparkdraft.kernels.native.packed import PackedLinear
     from sparkdraft.weights.quant.group import GROUP, GroupQuant
 
@@ -59,7 +59,7 @@ def _matmul_rate(bits: int) -> MatmulRate:
     matrices = [PackedLinear.pack([made])]
     matrices += [PackedLinear.pack([made]) for _ in range(int(MATRIX_BYTES / matrices[0].nbytes))]
     one, several = (torch.randn(rows, SIDE) for rows in (1, ROWS))
-    alone, together = (_seconds([partial(matrix.linear, x) for matrix in matrices]) for x in (one, several))
+    alone, together = (_seconds(ops, [partial(matrix.linear, x) for matrix in matrices]) for x in (one, several))
     return MatmulRate(alone, together, matrices[0].nbytes)
 
 
@@ -70,7 +70,7 @@ def _attention_seconds(ops: ModuleType) -> float:
     view = AttentionView(start, length, torch.arange(blocks).int()[None], 1, CONTEXT)
     q, params = torch.randn(1, HEADS, HEAD_DIM), AttentionParams(HEAD_DIM**-0.5)
 
-    return _seconds([partial(ops.paged_attention, q, *cache, view, params) for cache in caches])
+    return _seconds(ops, [partial(ops.paged_attention, q, *cache, view, params) for cache in caches])
 
 
 def _layer_seconds(ops: ModuleType) -> float:
@@ -86,19 +86,16 @@ def _layer_seconds(ops: ModuleType) -> float:
     kv = DenseKV(config.attention, 1, BLOCK, torch.float32, device, ops)
     zero, one = torch.zeros(1).int(), torch.ones(1).int()
     step = Step(zero, zero, zero, AttentionView(torch.tensor([0, 1]).int(), one, zero[None], 1, BLOCK), kv.layers)
-    recorded = ops.Recording(lambda: model.forward(step))
-    return _seconds([recorded.replay]) / config.num_layers
+    return _seconds(ops, [partial(model.forward, step)]) / config.num_layers
 
 
-def _seconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Per call, over all of them in turn, at least LEAST seconds long: the better of two."""
-    times = []
+def _seconds(ops: ModuleType, calls: Sequence[Callable[[], Tensor]]) -> float:
+    """Per call, of a recording of all of them that is replayed for LEAST seconds: the better of two such times."""
+    recorded, times = ops.Recording(lambda: [call() for call in calls][-1]), []
     for _ in range(2):
         count, begin = 0, time.perf_counter()
-        for call in cycle(calls):
-            call()
-            count += 1
-            if count % len(calls) == 0 and time.perf_counter() - begin > LEAST:
-                break
+        while time.perf_counter() - begin < LEAST:
+            recorded.replay()
+            count += len(calls)
         times.append((time.perf_counter() - begin) / count)
     return min(times)

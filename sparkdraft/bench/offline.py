@@ -154,8 +154,8 @@ class Bench:
         progress.done += steps
         overall = None if self.acceptance else throughput(self.engine, self._requests(load), load.streams).tok_s
         parts, found = Parts(), None
-        with self._host_driven() as elsewhere:
-            if elsewhere:  # their kernels are other ones, which the first pass compiles
+        with self._host_driven() as overlapped:
+            if overlapped:  # host-driven steps run other kernels, which a first pass compiles
                 self._run(load, short)
             timed = self._run(load, short, progress, timed_parts(self.engine, parts))
         if profiled:  # without progress, which would look like a gap
@@ -202,8 +202,8 @@ class Bench:
 
     @contextmanager
     def _host_driven(self) -> Iterator[bool]:
-        """Overlapped steps are one launch each. To time their parts, the host runs steps within this; whether it does
-        not do so anyway."""
+        """Overlapped steps are one launch each. To time their parts, the host runs steps within this. Yields whether
+        they would have been overlapped."""
         overlap, self.engine.overlap = self.engine.overlap, None
         yield overlap is not None
         self.engine.overlap = overlap

@@ -163,7 +163,14 @@ def read_formats(
         if unread := [name for name in names_of(formats) if name not in KEPT_ON_GPU]:
             note(f"no GPU kernel of this engine reads {' or '.join(unread)} yet: these are sums, not what would run")
         return formats, asked
-    found = (_in_file(name) or stated(raw, model.num_layers)) if asked == "auto" else None
+    if asked != "auto":
+        return None, ""
+    try:
+        found = _in_file(name) or stated(raw, model.num_layers)
+    except UserError:
+        if not on_cpu:
+            raise
+        found = None  # 8 bits is what the CPU kernels keep of it
     if found is None:
         return None, ""
     if on_cpu:

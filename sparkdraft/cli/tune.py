@@ -123,7 +123,7 @@ def _search(
 
     old = {name: getattr(opened.config, name) for name in OPTIONS if getattr(opened.config, name) != _default(name)}
     cores = engines.plan.threads if engines.plan.device != "cpu" else _cores()
-    search = Search(engines.speed, LOADS, budget, stage, say)
+    search = Search(engines.speed, LOADS, budget, stage, say, engines.uncounted)
 
     def todo() -> Iterator[Knob]:
         """Asked for when the old settings have run and there is time for more."""

@@ -113,7 +113,7 @@ def this_machine() -> Machine:
 
     config = EngineConfig()
     found = detect(config)
-    problem, base = native_problem(config, found), _like(found)
+    problem, base = native_problem(config, found), like(found)
     bandwidth = memory_bandwidth(found.device, found.cores, repeats=3)
     if found.device == "cuda":
         base = replace(base, rates=Rates(bandwidth, {"bfloat16": matmul_rate()}), notes=_notes(found, base))
@@ -129,7 +129,7 @@ def this_machine() -> Machine:
         title=f"this machine ({found.name})",
         hardware=found,
         notes=notes,
-        sources=("bandwidth and arithmetic: measured now, by bench/bandwidth.py and bench/cpu_rates.py",),
+        sources=("measured now, by bench/bandwidth.py and, of CPU kernels, bench/cpu_rates.py",),
         native_problem=problem,
     )
 
@@ -156,7 +156,7 @@ def describing(name: str) -> Machine | None:
     return next((each for each in files if any(part in name for part in each.matches)), None)
 
 
-def _like(found: Hardware) -> Machine:
+def like(found: Hardware) -> Machine:
     """The file whose losses hold for this hardware, or come nearest."""
     files = [read_machine(FOLDER / f"{name}.json") for name in known_machines()]
     if found.device == "cpu":

@@ -17,10 +17,11 @@ from sparkdraft.weights.plane_layout import StoredBytes
 
 class Recordings(NamedTuple):
     most: int  # kept per kind of step (engine/graphs.py), beside the few made at start
-    bytes_each: int  # an estimate: the launches and their arguments, without the buffers, which are a step's scratch
+    bytes_each: int  # an estimate: the launches and their arguments, without the buffers; per layer of native ones
 
 
-RECORDINGS = {"native": Recordings(256, 150_000), "cuda": Recordings(64, 1 << 20)}  # per kernels' name
+FILLED = 0.9  # of the memory of native recordings, which is taken in pieces
+RECORDINGS = {"native": Recordings(256, 2_000), "cuda": Recordings(64, 1 << 20)}  # per kernels' name
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +76,25 @@ def capture_bytes(model: ModelConfig, max_rows: int, itemsize: int) -> int:
     return max_rows * ((2 * queries + 3 * keys) * itemsize + (queries + 6 * keys) * 4)
 
 
-def recording_bytes(kernels: str, drafts: bool) -> int:
+def recording_bytes(
+    kernels: str, model: ModelConfig, max_rows: int, max_seqs: int, draft: DrafterCaps | None = None
+) -> int:
     """Bytes of recorded steps if each kind holds as many as it may: the target's steps, on a GPU also overlapped steps,
-    and a drafter's passes that propose and that observe."""
-    kinds = 1 + (kernels == "cuda") + 2 * drafts
-    return kinds * RECORDINGS[kernels].most * RECORDINGS[kernels].bytes_each
+    and a drafter's passes that propose and that observe.
+
+    The native kernels' recordings have memory of their own: the largest of each kind is counted with all that its
+    layers write, none of which is used again within a step. A GPU's lie over a step's scratch.
+    """
+    kept, each = RECORDINGS[kernels]
+    if kernels != "native":
+        return (2 + 2 * (draft is not None)) * kept * each
+    sizes, rows = model_sizes(model), min(max_seqs * (1 + (draft.max_depth if draft else 0)), max_rows)
+    widths = [2 * sizes.hidden + layer.projected + layer.mixed + layer.mlp for layer in sizes.layers]
+    numbers, layers = sum(widths) + model.vocab_size, len(widths)
+    if draft:
+        layers += 2 * len(draft.kv)
+        numbers += len(draft.kv) * max(widths) + (draft.num_ids or model.vocab_size)
+    return kept * each * layers + int(4 * rows * numbers / FILLED)
 
 
 def scratch_bytes(
@@ -88,7 +103,8 @@ def scratch_bytes(
     """Bytes of a step's scratch: a layer's activations, what a drafter reads of them, and the logits of sampled rows.
 
     All activations of a layer are counted: once they have been allocated, the allocator keeps their memory. Logits of
-    drafted rows are counted twice on a GPU, where a step runs once before it is recorded.
+    drafted rows are counted twice on a GPU, where a step runs once before it is recorded; recorded steps of the native
+    kernels have logits of their own.
     """
     sizes = model_sizes(model)
     width = 2 * sizes.hidden + sizes.projected + sizes.mixed + sizes.mlp

@@ -112,7 +112,7 @@ def resolve(
     check_kv(kv, hardware, weights)
     kernels = "cuda" if not on_cpu else ("native" if weights == "quantised" else "reference")
     graphs = _graphs(config, kernels, kv, fallbacks)
-    recordings = recording_bytes(kernels, drafter is not None) if graphs else 0
+    recordings = recording_bytes(kernels, model, max_rows, max_seqs, drafter) if graphs else 0
     held = _held(model, max_model_len, WEIGHT_ITEMSIZE[weights], drafter, stored, on_cpu)
     scratch = scratch_bytes(model, max_rows, max_seqs, itemsize, kernels, drafter)
     scratch += capture_bytes(model, max_rows, itemsize) if (kv, config.tq_mode) == CAPTURED else 0

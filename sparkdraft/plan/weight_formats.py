@@ -49,6 +49,7 @@ DESC_ACT = "int4-desc-act"  # groups of columns that are not neighbours
 BYTES: dict[str, float] = {**WEIGHT_ITEMSIZE, **{name: form.per_weight for name, form in CODES.items()}}
 BYTES[DESC_ACT] = BYTES["int4"]
 # What CPU kernels keep: codes of 4 bits as such, all else in 8 ("quantised").
+NAMED = tuple(BYTES)  # formats that a user may name
 EIGHT_BITS, FOUR_BITS = "quantised", "quantised4"
 BYTES[FOUR_BITS] = 0.625  # a group of 32, with scale and offset
 # The parts of a model, and names of one of their modules, by which the patterns of a quantization_config find them.
@@ -86,8 +87,8 @@ class WeightFormats:
         default, *rest = text.split(",")
         special = [part.partition("=") for part in rest]
         for name in (default, *(fmt for _, _, fmt in special)):
-            if name not in BYTES:
-                raise UserError(f"weights: '{name}' is no format; formats are {', '.join(BYTES)}")
+            if name not in NAMED:
+                raise UserError(f"weights: '{name}' is no format; formats are {', '.join(NAMED)}")
         for group, _, _ in special:
             if group not in GROUPS:
                 raise UserError(f"weights: '{group}' is no part of a model; parts are {', '.join(GROUPS)}")

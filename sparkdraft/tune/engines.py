@@ -94,6 +94,11 @@ class Engines:
         self._loaded, self._warm = dict[Key, Engine](), set[tuple[Key, str]]()
 
     @property
+    def uncounted(self) -> int:
+        """Runs that warm an engine up, at most."""
+        return MOST_WARM if self.plan.device == "cuda" else 1
+
+    @property
     def depths(self) -> list[int]:
         """The depths that are chosen from now; without a drafter there is nothing to choose."""
         drafter, config = self.opened.drafter, self.opened.config
@@ -113,7 +118,7 @@ class Engines:
     def _warm_up(self, engine: Engine, load: Load) -> None:
         """One run; on a GPU as many as find new shapes of steps to record, which takes longer than running them."""
         last = self._run(engine, load).seconds
-        for _ in range(MOST_WARM - 1 if self.plan.device == "cuda" else 0):
+        for _ in range(self.uncounted - 1):
             seconds = self._run(engine, load).seconds
             if seconds > STEADY * last:
                 return

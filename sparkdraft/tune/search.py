@@ -33,7 +33,7 @@ class Run(NamedTuple):
 Measure = Callable[[Options, str], Run]  # settings, load
 LEAST_GAIN = 0.01  # smaller gains are not worth a setting, whatever the noise seems to be
 LEAST_ROUNDS, MOST_ROUNDS = 2, 6  # of the last comparison
-RUNS, UNCOUNTED = 4, 1  # of a round: old, new, new, old; and the first run of new settings
+RUNS = 4  # of a round: old, new, new, old
 LARGEST_SHARE = 0.5  # of the budget that the last comparison may need
 
 
@@ -116,9 +116,12 @@ Say = Callable[[str], None]
 
 
 class Search:
-    def __init__(self, measure: Measure, loads: Sequence[str], budget: Budget, stage: Say, say: Say) -> None:
-        """stage: told what is being done. say: told each result."""
-        self._measure, self.loads, self.budget = measure, loads, budget
+    def __init__(
+        self, measure: Measure, loads: Sequence[str], budget: Budget, stage: Say, say: Say, uncounted: int = 1
+    ) -> None:
+        """stage: told what is being done. say: told each result. uncounted: runs of new settings that warm them up, at
+        most."""
+        self._measure, self.loads, self.budget, self.uncounted = measure, loads, budget, uncounted
         self.stage, self.say = stage, say
 
     def measure(self, options: Options, load: str) -> float:
@@ -164,7 +167,7 @@ class Search:
         best, ratio = None, 0.0
         for value in knob.values:
             setting = f"{knob.name} {value}"
-            if self.budget.left < self.reserve() + self.budget.round_seconds(knob.loads, RUNS + UNCOUNTED):
+            if self.budget.left < self.reserve() + self.budget.round_seconds(knob.loads, RUNS + self.uncounted):
                 outcome.skipped.append(setting)
                 continue
             self.stage(setting)

@@ -49,3 +49,12 @@ def test_commands_are_those_of_the_bench(tool: ModuleType) -> None:
     for cases in tool.LOADS.values():
         for case in cases:
             parser().parse_args(case.command()[3:])
+
+
+def test_a_cpu_that_was_measured_is_written_and_read(tool: ModuleType, tmp_path: Path) -> None:
+    """Its losses are those of no file."""
+    machine = find_machine("cpu")
+    losses = replace(machine.losses().expected, coded=0.9, formats={"quantised": 0.9, "quantised4": 0.8})
+    measured = replace(machine, engines={"sparkdraft": replace(machine.losses(), expected=losses)})
+    tool.write(measured, losses, tmp_path / "mine.json")
+    assert find_machine(str(tmp_path / "mine.json")).losses().expected == losses

@@ -16,7 +16,7 @@ from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.plan.forecast import Forecast, Question
 from sparkdraft.plan.hardware import Hardware
-from sparkdraft.plan.machine import FOLDER, _like, find_machine, known_machines, this_machine
+from sparkdraft.plan.machine import FOLDER, find_machine, known_machines, like, this_machine
 from sparkdraft.plan.roofline import overlap
 from sparkdraft.plan.this_cpu import fit
 from sparkdraft.plan.weight_formats import WeightFormats, kept_on_cpu, names_of, of_gguf
@@ -93,17 +93,17 @@ def test_text_that_is_no_json_and_names_that_are_not_known(tmp_path: Path) -> No
 
 def test_a_gpu_gets_the_losses_of_its_file_or_the_widest() -> None:
     card = Hardware("cuda", "NVIDIA GB10", 20, 100 << 30, (12, 1))
-    assert _like(card).name == "gb10"
-    assert _like(replace(card, name="NVIDIA H200")).name == "h200"
-    assert not _like(replace(card, name="another")).losses().is_measured
-    assert _like(Hardware("cpu", "a CPU", 8, 8 << 30)).name == "cpu"
+    assert like(card).name == "gb10"
+    assert like(replace(card, name="NVIDIA H200")).name == "h200"
+    assert not like(replace(card, name="another")).losses().is_measured
+    assert like(Hardware("cpu", "a CPU", 8, 8 << 30)).name == "cpu"
 
 
 def test_the_machine_at_hand_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bandwidth.SIZE, "cpu", 16 << 20)
     machine = this_machine()
     assert machine.name == "this" and machine.rates.bandwidth > 1e8 and machine.hardware.free_bytes > 0
-    if machine.hardware.device == "cpu":
+    if machine.hardware.device == "cpu" and machine.native_problem is None:
         losses = machine.losses()
         assert losses.origin == "measured now, on its own CPU kernels" and losses.is_measured and not machine.notes
         assert min(losses.expected.coded, losses.expected.kv, losses.expected.layer) > 0
@@ -120,7 +120,7 @@ def test_without_its_kernels_a_cpu_gets_the_losses_of_the_file(monkeypatch: pyte
     assert any("two Neoverse" in note for note in machine.notes), "whose losses these are"
 
 
-@pytest.mark.parametrize("read, row", [(1.0, 0.05), (1.0, 0.5), (0.2, 0.9)])
+@pytest.mark.parametrize("read, row", [(1.0, 0.05), (1.0, 0.5), (0.6, 0.9)])
 def test_reading_and_multiplying_are_told_apart(read: float, row: float) -> None:
     """What is measured at one row and at several is what the model of a step makes of both."""
     each = MatmulRate(overlap(read, row), overlap(read, 16 * row), nbytes=1000, rows=16, operations=2000)
@@ -168,3 +168,13 @@ def test_a_part_of_a_gguf_counts_as_most_of_its_weights() -> None:
     assert (found.of("attention", 0), found.of("mlp", 0)) == ("int4-q4_k", "int8-q6_k")
     assert found.of("mlp", 1) == "bfloat16" and found.of("embedding") == found.of("head") == "int8-q8_0"
     assert of_gguf(types | {"lm_head.weight": ("q6_k", 500)}).of("head") == "int8-q6_k"
+
+
+def test_formats_that_nobody_knows_are_eight_bits_on_a_cpu() -> None:
+    model, _ = read_model("qwen3-8b")
+    raw = {"quantization_config": {"quant_method": "hqq", "bits": 4}}
+    assert read_formats("some/model", "auto", raw, model, find_machine("cpu")) == (None, "")
+    with pytest.raises(UserError):
+        read_formats("some/model", "auto", raw, model, find_machine("h200"))
+    with pytest.raises(UserError, match="'quantised4' is no format"):
+        WeightFormats.parse("quantised4")

@@ -145,7 +145,8 @@ def test_a_context_that_memory_shortens_is_a_named_fallback() -> None:
 
 def test_recordings_are_counted_in_the_plan() -> None:
     plan, none = (resolve(EngineConfig(graphs=graphs), SMALL, LAPTOP) for graphs in (True, False))
-    assert plan.memory.recordings == RECORDINGS["native"].most * RECORDINGS["native"].bytes_each
+    least = RECORDINGS["native"].most * RECORDINGS["native"].bytes_each * SMALL.num_layers
+    assert plan.memory.recordings > least, "and what they write"
     assert "recorded steps" in plan.describe() and "recorded steps" not in none.describe()
     drafted = resolve(EngineConfig(), LARGE, SPARK, drafter=caps_of(drafter_shape("dflash-5x", LARGE))).memory
     assert drafted.recordings > resolve(EngineConfig(), LARGE, SPARK).memory.recordings > 0

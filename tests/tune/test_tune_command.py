@@ -139,3 +139,20 @@ def test_mistakes_are_one_sentence(
 ) -> None:
     assert main(["tune", "--model", str(tiny), *FLAGS, *flags]) == 1
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "device, taken, runs", [("cuda", [9, 3, 2.9], 3), ("cuda", [9, 7, 5, 3, 1], 4), ("cpu", [9], 1)]
+)
+def test_an_engine_is_warm_when_its_runs_take_the_same_time(device: str, taken: list[float], runs: int) -> None:
+    engines, seconds = Engines.__new__(Engines), iter(taken)
+    engines.plan = fake_plan(device=device)
+    made = list[float]()
+
+    def run(engine: object, load: object) -> search.Run:
+        made.append(next(seconds))
+        return search.Run(1.0, made[-1])
+
+    engines._run = run  # type: ignore[method-assign, assignment]
+    engines._warm_up(cast(Any, None), cast(Any, None))
+    assert len(made) == runs
