@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparkdraft.kernels.view import AttentionParams, AttentionView
+from sparkdraft.plan.this_cpu import CpuRates, MatmulRate
 
 SIDE = 2048  # rows and columns of a matrix
 MATRIX_BYTES = 110e6  # of its copies together
@@ -23,21 +23,6 @@ ROWS = 16
 CONTEXT, BLOCK, HEADS, KV_HEADS, HEAD_DIM = 1024, 16, 9, 3, 64
 CACHES = 48  # of one layer: 75 MB
 LEAST = 0.2  # seconds per figure
-
-
-class MatmulRate(NamedTuple):
-    one_row: float  # seconds of a matrix that meets one row,
-    several_rows: float  # or 'rows' of them
-    nbytes: int  # of the matrix
-    rows: int = ROWS
-    operations: int = 2 * SIDE * SIDE  # with one row
-
-
-class CpuRates(NamedTuple):
-    eight_bits: MatmulRate
-    four_bits: MatmulRate
-    keys: float  # bytes per second, of keys and values that one row of a stream sees
-    layer: float  # seconds of a layer of a recorded step that has tiny matrices
 
 
 def measure_cpu(ops: ModuleType, threads: int) -> CpuRates:
@@ -60,7 +45,7 @@ def _matmul_rate(ops: ModuleType, bits: int) -> MatmulRate:
     matrices += [PackedLinear.pack([made]) for _ in range(int(MATRIX_BYTES / matrices[0].nbytes))]
     one, several = (torch.randn(rows, SIDE) for rows in (1, ROWS))
     alone, together = (_seconds(ops, [partial(matrix.linear, x) for matrix in matrices]) for x in (one, several))
-    return MatmulRate(alone, together, matrices[0].nbytes)
+    return MatmulRate(alone, together, matrices[0].nbytes, ROWS, 2 * SIDE * SIDE)
 
 
 def _attention_seconds(ops: ModuleType) -> float:

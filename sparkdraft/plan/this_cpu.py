@@ -1,9 +1,9 @@
-"""The losses of the engine on the CPU at hand, from what its kernels were measured to reach. No torch."""
+"""The losses of the engine on the CPU at hand, from what bench/cpu_rates.py measured of its kernels. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple
 
 from sparkdraft.plan.roofline import OVERLAP, Losses
 from sparkdraft.plan.weight_formats import EIGHT_BITS, FOUR_BITS
@@ -11,40 +11,22 @@ from sparkdraft.plan.weight_formats import EIGHT_BITS, FOUR_BITS
 ERROR = 0.20, 0.30  # of dense models and of experts, as shares of the speed
 
 
-class Matmul(Protocol):
-    """Of one matrix: what bench/cpu_rates.py measures."""
-
-    @property
-    def one_row(self) -> float: ...  # seconds
-
-    @property
-    def several_rows(self) -> float: ...
-
-    @property
-    def rows(self) -> int: ...  # several
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def operations(self) -> int: ...  # with one row
+class MatmulRate(NamedTuple):
+    one_row: float  # seconds of a matrix that meets one row,
+    several_rows: float  # or 'rows' of them
+    nbytes: int  # of the matrix
+    rows: int
+    operations: int  # with one row
 
 
-class Measured(Protocol):
-    @property
-    def eight_bits(self) -> Matmul: ...
-
-    @property
-    def four_bits(self) -> Matmul: ...
-
-    @property
-    def keys(self) -> float: ...  # bytes per second
-
-    @property
-    def layer(self) -> float: ...  # seconds
+class CpuRates(NamedTuple):
+    eight_bits: MatmulRate
+    four_bits: MatmulRate
+    keys: float  # bytes per second, of keys and values that one row of a stream sees
+    layer: float  # seconds of a layer of a recorded step that has tiny matrices
 
 
-def fit(losses: Losses, found: Measured, bandwidth: float) -> tuple[Losses, dict[str, float]]:
+def fit(losses: Losses, found: CpuRates, bandwidth: float) -> tuple[Losses, dict[str, float]]:
     """The losses with which the model of a step gives what was measured, and operations per second by format.
 
     What a CPU kept near was read faster than its memory is: no share is above 1.
@@ -57,7 +39,7 @@ def fit(losses: Losses, found: Measured, bandwidth: float) -> tuple[Losses, dict
     return replace(losses, coded=shares[EIGHT_BITS], formats=shares, kv=kv, layer=found.layer), arithmetic
 
 
-def _apart(found: Matmul) -> tuple[float, float]:
+def _apart(found: MatmulRate) -> tuple[float, float]:
     """Seconds of reading a matrix, and of multiplying it with a row, which overlap as `roofline.overlap` says."""
     row = 0.0
     for _ in range(50):

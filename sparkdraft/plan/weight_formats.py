@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from typing import Any
@@ -81,6 +81,10 @@ class WeightFormats:
     def of(self, group: str, layer: int = -1) -> str:
         return self.layers.get((layer, group)) or self.groups.get(group, self.default)
 
+    def changed(self, change: Callable[[str], str]) -> WeightFormats:
+        groups = {group: change(fmt) for group, fmt in self.groups.items()}
+        return WeightFormats(change(self.default), groups, {at: change(fmt) for at, fmt in self.layers.items()})
+
     @staticmethod
     def parse(text: str) -> WeightFormats:
         """'nvfp4', or 'nvfp4,attention=fp8,head=fp8'. Heads, embeddings and routers stay in bfloat16 unless named."""
@@ -99,22 +103,12 @@ class WeightFormats:
 
 def kept(formats: WeightFormats) -> WeightFormats:
     """What a GPU's memory holds of them."""
-
-    def one(fmt: str) -> str:
-        return fmt if fmt in KEPT_ON_GPU else "bfloat16"
-
-    groups = {group: one(fmt) for group, fmt in formats.groups.items()}
-    return WeightFormats(one(formats.default), groups, {place: one(fmt) for place, fmt in formats.layers.items()})
+    return formats.changed(lambda fmt: fmt if fmt in KEPT_ON_GPU else "bfloat16")
 
 
 def kept_on_cpu(formats: WeightFormats) -> WeightFormats:
     """What the CPU kernels hold of them."""
-
-    def one(fmt: str) -> str:
-        return FOUR_BITS if fmt == FOUR_BITS or (fmt in CODES and CODES[fmt].bits == 4) else EIGHT_BITS
-
-    groups = {group: one(fmt) for group, fmt in formats.groups.items()}
-    return WeightFormats(one(formats.default), groups, {place: one(fmt) for place, fmt in formats.layers.items()})
+    return formats.changed(lambda fmt: FOUR_BITS if fmt in CODES and CODES[fmt].bits == 4 else EIGHT_BITS)
 
 
 def names_of(formats: WeightFormats) -> list[str]:

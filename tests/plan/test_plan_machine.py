@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from sparkdraft.bench import bandwidth
-from sparkdraft.bench.cpu_rates import CpuRates, MatmulRate
 from sparkdraft.cli.plan import read_formats, read_model
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
@@ -18,7 +17,7 @@ from sparkdraft.plan.forecast import Forecast, Question
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.machine import FOLDER, find_machine, known_machines, like, this_machine
 from sparkdraft.plan.roofline import overlap
-from sparkdraft.plan.this_cpu import fit
+from sparkdraft.plan.this_cpu import CpuRates, MatmulRate, fit
 from sparkdraft.plan.weight_formats import WeightFormats, kept_on_cpu, names_of, of_gguf
 from sparkdraft.weights.gguf import GgufCheckpoint
 
