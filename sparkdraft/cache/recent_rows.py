@@ -27,7 +27,7 @@ class RecentRows:
         """most_ahead: rows past its computed ones for which a decoding request may need blocks. tell: updates the
         device."""
         self.pages, self.block_size, self.first, self.recent = pages, block_size, first, recent
-        self.need = pages_of_a_request(block_size, first, recent, most_ahead)
+        self.most_ahead, self.need = most_ahead, pages_of_a_request(block_size, first, recent, most_ahead)
         self._tell = tell
         self._held: dict[Request, dict[int, int]] = {}  # request -> index among its blocks -> block, in order
 
@@ -87,8 +87,13 @@ class RecentRows:
 
     def _free_for(self, request: Request, running: Iterable[Request]) -> int:
         """Pages that no other request needs to continue decoding."""
-        owed = sum(max(self.need - len(self._held.get(r, ())), 0) for r in running if r is not request)
+        owed = sum(max(self._most_pages(r) - len(self._held.get(r, ())), 0) for r in running if r is not request)
         return self.num_free - owed
+
+    def _most_pages(self, request: Request) -> int:
+        """That the request will hold while it decodes. One that ends before it fills a window never needs all."""
+        rows = request.num_prompt + request.max_output + self.most_ahead
+        return min(self.need, -(-rows // self.block_size))
 
     def _is_read(self, index: int, computed: int) -> bool:
         """Whether a row at position 'computed' or later reads the block's page."""

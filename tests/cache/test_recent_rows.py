@@ -114,3 +114,23 @@ def test_requests_wait_for_pages_instead_of_taking_turns(pages: int, seqs: int, 
             if len(work.request.output_ids) >= output:
                 scheduler.finish(work.request)
     assert rows < 1.1 * seqs * (prompt + output - 1)
+
+
+def test_short_requests_wait_for_no_window_that_they_never_fill() -> None:
+    """Each needs 10 blocks at most, and there are pages for all of them together, but for 2 windows only."""
+    pages, window, ahead = 60, 100, 4
+    rows = RecentRows(PagePool(pages), SIZE, 0, window, ahead, tell=print)
+    requests = [Request(f"r{i}", 0, [0] * 26, SamplingParams(), 0, 10) for i in range(6)]
+    assert rows.need * 3 > pages
+    for number, request in enumerate(requests):
+        running = requests[:number]
+        assert rows.admits(request, 26, running) and rows.cut(request, 26, running) == 26, number
+        rows.adopt(request, 0)
+        request.blocks.extend(range(10 * number, 10 * number + 7))
+        rows.grow(request, 7)
+    seventh = Request("seventh", 0, [0] * 26, SamplingParams(), 0, 10)
+    assert not rows.admits(seventh, 26, requests)  # what is free the others will write to
+    for number, request in enumerate(requests):  # and they can
+        request.blocks.extend(range(10 * number + 7, 10 * number + 10))
+        assert rows.can_grow(request, 3)
+        rows.grow(request, 3)
