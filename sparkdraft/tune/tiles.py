@@ -8,17 +8,16 @@ and the times mean nothing.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sparkdraft.kernels.cuda import attention, delta_chunks, delta_steps, experts, few_rows, tuned
+from sparkdraft.kernels.cuda.compiling import only_compiling
 from sparkdraft.kernels.cuda.few_rows import Tile
 from sparkdraft.kernels.cuda.gpu import Gpu
 
@@ -91,26 +90,11 @@ def using(gpu: Gpu, kernel: str, form: str, shape: tuple[int, ...], tile: list[i
 
 @contextmanager
 def compiling(what: str, say: Say = say_now) -> Iterator[None]:
-    """Launches of matrix products within are compiled on all cores and not run; what fails, fails again when it is
-    timed."""
-
-    def warm(kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
-        kernel.warmup(*arguments, grid=grid, **options)
-
+    """Kernels that are launched within are compiled and not run; what fails, fails again when it is timed."""
     begin = time.perf_counter()
-    try:
-        from triton.runtime._async_compile import AsyncCompileMode
-
-        with ExitStack() as stack:
-            stack.callback(setattr, few_rows, "run_kernel", few_rows.run_kernel)
-            few_rows.run_kernel = warm
-            pool = stack.enter_context(ThreadPoolExecutor(os.cpu_count()))
-            stack.enter_context(AsyncCompileMode(pool, ignore_errors=True))
-            yield
-    except Exception as error:  # of the compiler or of its threads: all is compiled once more where it is used
-        say(f"compiling {what} ahead stopped: {error!r}")
-    finally:
-        say(f"{what} compiled in {time.perf_counter() - begin:.1f} s")
+    with only_compiling():
+        yield
+    say(f"{what} compiled in {time.perf_counter() - begin:.1f} s")
 
 
 def micros(times: Sequence[float]) -> str:

@@ -301,7 +301,7 @@ def _launch(
 
 
 def run_kernel(kernel, grid: tuple[int, ...], *arguments: object, **options: object) -> None:
-    """All launches of matmuls pass here, those of experts too; the search for tiles and tests take its place."""
+    """All launches of matmuls pass here, those of experts too; tests take its place."""
     kernel[grid](*arguments, **options)
 
 

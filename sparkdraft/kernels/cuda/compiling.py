@@ -1,0 +1,72 @@
+"""Compiles the kernels of steps on all cores, before the first of these steps runs.
+
+Triton compiles a kernel where it is first launched, and the launch waits. The steps of a model launch fifty kernels,
+each up to a few seconds' work of one core. Here a step is captured as if it were to be recorded (recording.py): what
+torch would launch goes into the capture, what Triton would launch goes to threads that compile it, and the capture is
+thrown away. So nothing runs on the GPU, and nothing is written. A kernel that does not compile fails again where it is
+launched, and says why there.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime._async_compile import AsyncCompileMode
+from triton.runtime.jit import KernelInterface
+
+from sparkdraft.kernels.cuda.recording import capture
+
+
+@contextmanager
+def only_compiling() -> Iterator[None]:
+    """Kernels that are launched within are not run but compiled, by as many threads as there are cores. When the block
+    has ended, all of them are compiled and loaded."""
+    launcher, seen = KernelInterface.__getitem__, set[object]()
+
+    def note(kernel: Any, grid: object, *arguments: object, **options: object) -> None:
+        kind = (kernel, *map(_kind, arguments), *sorted((name, _kind(value)) for name, value in options.items()))
+        if kind not in seen:  # Triton takes half a millisecond for each launch of a kernel that is still being compiled
+            seen.add(kind)
+            kernel.run(*arguments, grid=grid, warmup=True, **options)
+
+    with _threads() as threads:
+        with AsyncCompileMode(threads, ignore_errors=True) as compiled:
+            KernelInterface.__getitem__ = lambda kernel, grid: partial(note, kernel, grid)
+            try:
+                yield
+            finally:
+                KernelInterface.__getitem__ = launcher
+        list(threads.map(_load, [future.kernel for future in compiled.future_kernels.values()]))
+
+
+def compile_ahead(steps: Iterable[Callable[[], object]]) -> None:
+    """Compile what these functions launch. Each must be one that can be recorded; nothing of it is computed."""
+    with warnings.catch_warnings(), only_compiling():
+        warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # where all launches are Triton's
+        for step in steps:
+            capture(step, mode="relaxed")
+
+
+def _threads() -> ThreadPoolExecutor:
+    if not torch.cuda.is_available():  # in Triton's interpreter, which compiles nothing
+        return ThreadPoolExecutor(1)
+    return ThreadPoolExecutor(os.cpu_count(), "compiling", torch.cuda.set_device, (torch.cuda.current_device(),))
+
+
+def _kind(value: object) -> object:
+    """What distinguishes kernels: at least all that Triton distinguishes them by."""
+    return (value.dtype, value.data_ptr() % 16) if isinstance(value, Tensor) else value
+
+
+def _load(kernel: Any) -> None:
+    """Build what launches the kernel, by a C compiler, and load it; None: it did not compile."""
+    with suppress(Exception):
+        kernel.run  # noqa: B018  a property, which does that

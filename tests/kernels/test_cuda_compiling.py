@@ -1,0 +1,67 @@
+"""Kernels compiled ahead, on all cores: nothing runs meanwhile, and afterwards nothing is left to compile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+
+import triton.language as tl  # noqa: E402
+
+from sparkdraft.kernels.cuda.compiling import compile_ahead, only_compiling  # noqa: E402
+from tests.kernels.triton_device import DEVICE, gpu, gpu_only  # noqa: E402
+
+
+@triton.jit
+def _add(x, out, value, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out + at, tl.load(x + at) + value)
+
+
+@triton.jit
+def _broken(x, out, value, SIZE: tl.constexpr):
+    tl.static_assert(SIZE < 0, "no size will do")
+
+
+def launch(x: Tensor, kernel: object = _add, value: int = 7) -> Tensor:
+    out = torch.full_like(x, -1)
+    kernel[(1,)](x, out, value, SIZE=x.shape[0])  # type: ignore[index]
+    return out
+
+
+@gpu
+def test_what_is_launched_meanwhile_does_not_run() -> None:
+    x = torch.arange(16, device=DEVICE, dtype=torch.int32)
+    with only_compiling():
+        first = launch(x)
+    assert bool((first == -1).all())
+    assert torch.equal(launch(x), x + 7)
+
+
+@gpu_only
+def test_a_captured_step_computes_nothing_and_leaves_nothing_to_compile() -> None:
+    hook, compiled = triton.knobs.runtime.jit_post_compile_hook, []
+    x, y = torch.arange(64, device="cuda"), torch.zeros(64, device="cuda", dtype=torch.int64)
+
+    def step() -> Tensor:
+        y.copy_(launch(x, value=3) + launch(x.int(), value=16))  # torch's launches wait as well
+        return y
+
+    triton.knobs.runtime.jit_post_compile_hook = lambda **_: compiled.append(1)
+    try:
+        compile_ahead([step, step])
+        assert len(compiled) == 2 and not bool(y.any())
+        compiled.clear()
+        assert torch.equal(step(), 2 * x + 19) and not compiled
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = hook
+
+
+@gpu_only
+def test_a_kernel_that_does_not_compile_fails_where_it_is_launched() -> None:
+    x = torch.arange(32, device="cuda")
+    compile_ahead([lambda: launch(x, _broken)])
+    with pytest.raises(triton.CompilationError, match="no size will do"):
+        launch(x, _broken)
