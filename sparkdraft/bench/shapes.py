@@ -109,6 +109,9 @@ class RandomCheckpoint:
         return QuantisedExperts(made) if experts else made[0]
 
     def read(self, name: str) -> Stored:
+        if self._device.startswith("cuda"):
+            # A file's parts are not on the GPU and leave no gaps there; these do, unless they are given back.
+            torch.cuda.empty_cache()
         if self._form and self._is_coded(name):
             return self._coded(name)
         matrix = self._matrices.get(name)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparkdraft.weights.linear import DenseLinear, Linear, ToFloats, WeightTiles
+from sparkdraft.weights.linear import DenseLinear, Linear, ToFloats, WeightTiles, stacked
 from sparkdraft.weights.quant.stored import Stored
 
 
@@ -42,11 +42,8 @@ class DenseExperts(ExpertLinear):
 
 def keep_float_experts(experts: Sequence[Sequence[Stored]], bias: Tensor | None, floats: ToFloats) -> ExpertLinear:
     """experts: for each, the parts that its matrix is stacked of. One expert at a time is turned into floats."""
-    kept: Tensor | None = None
+    rows, width = sum(part.shape[0] for part in experts[0]), experts[0][0].shape[1]
+    kept = floats(torch.empty(0)).new_empty(len(experts), rows, width)
     for number, parts in enumerate(experts):
-        matrix = torch.cat([floats(part) for part in parts])
-        if kept is None:
-            kept = matrix.new_empty(len(experts), *matrix.shape)
-        kept[number] = matrix
-    assert kept is not None, "a layer of no experts"
+        stacked(parts, floats, kept[number])
     return DenseExperts(kept, bias)

@@ -119,5 +119,16 @@ ToFloats = Callable[[Stored], Tensor]  # in the activations' type, on the model'
 
 def keep_floats(parts: Sequence[Stored], bias: Tensor | None, floats: ToFloats) -> Linear:
     """One matrix stacked of the parts, as floats."""
-    whole = [floats(part) for part in parts]
-    return DenseLinear(whole[0] if len(whole) == 1 else torch.cat(whole), bias)  # a tied head is its embedding
+    # a tied head is its embedding
+    return DenseLinear(floats(parts[0]) if len(parts) == 1 else stacked(parts, floats), bias)
+
+
+def stacked(parts: Sequence[Stored], floats: ToFloats, into: Tensor | None = None) -> Tensor:
+    """The parts as the rows of one matrix. Each is copied to its place, not made beside it: a GPU's memory would keep
+    the gaps between what was made for a moment and what stays."""
+    rows, width = [part.shape[0] for part in parts], parts[0].shape[1]
+    if into is None:
+        into = floats(torch.empty(0)).new_empty(sum(rows), width)
+    for part, place in zip(parts, into.split(rows), strict=True):
+        place.copy_(part if isinstance(part, Tensor) else floats(part))
+    return into

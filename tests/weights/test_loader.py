@@ -17,13 +17,14 @@ from torch import Tensor
 from sparkdraft.core import UserError
 from sparkdraft.kernels import native, reference
 from sparkdraft.weights.checkpoint import open_checkpoint
-from sparkdraft.weights.linear import DenseLinear, StackedLinear
+from sparkdraft.weights.experts import keep_float_experts
+from sparkdraft.weights.linear import DenseLinear, StackedLinear, keep_floats
 from sparkdraft.weights.loader import Loader
 from sparkdraft.weights.quant import formats
 from sparkdraft.weights.quant.group import GroupQuant
 from sparkdraft.weights.quant.int8 import Int8
 from sparkdraft.weights.quant.stated import NOTHING, Said
-from sparkdraft.weights.quant.stored import as_float, take_rows
+from sparkdraft.weights.quant.stored import Stored, as_float, take_rows
 
 CPU, FLOAT = torch.device("cpu"), torch.float32
 needs_native = pytest.mark.skipif(native.unavailable_reason() is not None, reason="no C++ compiler")
@@ -108,6 +109,21 @@ def test_one_stacked_matrix_of_three_formats(tmp_path: Path, ops: ModuleType) ->
 
 
 @needs_native
+def test_parts_of_floats_are_copied_to_their_place_and_made_nowhere_else() -> None:
+    """Of several types, one of them turned around."""
+    parts = [torch.randn(n, 6, dtype=torch.float16) for n in (3, 1)] + [torch.randn(6, 2).t()]
+    made: list[int] = []
+
+    def floats(part: Stored) -> Tensor:
+        made.append(part.shape[0])
+        return as_float(part, torch.float32)
+
+    assert torch.equal(keep_floats(parts, None, floats).rows(), torch.cat([part.float() for part in parts]))
+    experts = keep_float_experts([parts, parts[::-1]], None, floats)
+    assert torch.equal(experts.expert(1).rows(), torch.cat([part.float() for part in parts[::-1]]))
+    assert made == [0, 0], "of no rows: for the type and the device alone"
+
+
 def test_four_and_eight_bits_in_one_matrix_stay_what_they_are() -> None:
     four = GroupQuant(4, torch.randint(0, 256, (8, 2, 16), dtype=torch.uint8), torch.rand(8, 2).half(), None)
     eight = GroupQuant.from_float(torch.randn(4, 64))
