@@ -43,7 +43,7 @@ class DenseExperts(ExpertLinear):
 def keep_float_experts(experts: Sequence[Sequence[Stored]], bias: Tensor | None, floats: ToFloats) -> ExpertLinear:
     """experts: for each, the parts that its matrix is stacked of. One expert at a time is turned into floats."""
     rows, width = sum(part.shape[0] for part in experts[0]), experts[0][0].shape[1]
-    kept = floats(torch.empty(0)).new_empty(len(experts), rows, width)
+    kept = floats(torch.zeros(0)).new_empty(len(experts), rows, width)
     for number, parts in enumerate(experts):
         stacked(parts, floats, kept[number])
     return DenseExperts(kept, bias)

@@ -128,7 +128,7 @@ def stacked(parts: Sequence[Stored], floats: ToFloats, into: Tensor | None = Non
     the gaps between what was made for a moment and what stays."""
     rows, width = [part.shape[0] for part in parts], parts[0].shape[1]
     if into is None:
-        into = floats(torch.empty(0)).new_empty(sum(rows), width)
+        into = floats(torch.zeros(0)).new_empty(sum(rows), width)
     for part, place in zip(parts, into.split(rows), strict=True):
         place.copy_(part if isinstance(part, Tensor) else floats(part))
     return into

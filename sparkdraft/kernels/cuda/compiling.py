@@ -1,17 +1,10 @@
-"""Compiles the kernels of steps on all cores, before the first of these steps runs.
-
-Triton compiles a kernel where it is first launched, and the launch waits. The steps of a model launch fifty kernels,
-each up to a few seconds' work of one core. Here a step is captured as if it were to be recorded (recording.py): what
-torch would launch goes into the capture, what Triton would launch goes to threads that compile it, and the capture is
-thrown away. So nothing runs on the GPU, and nothing is written. A kernel that does not compile fails again where it is
-launched, and says why there.
-"""
+"""Compiles kernels on all cores. Triton compiles a kernel where it is first launched, and the launch waits: one after
+the other, each up to a few seconds' work of one core."""
 
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -22,13 +15,12 @@ from torch import Tensor
 from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.jit import KernelInterface
 
-from sparkdraft.kernels.cuda.recording import capture
-
 
 @contextmanager
 def only_compiling() -> Iterator[None]:
     """Kernels that are launched within are not run but compiled, by as many threads as there are cores. When the block
-    has ended, all of them are compiled and loaded."""
+    has ended, all of them are compiled and loaded. One that does not compile fails again where it is launched, and says
+    why there. What torch launches within does run, on tensors that no kernel has written."""
     launcher, seen = KernelInterface.__getitem__, set[object]()
 
     def note(kernel: Any, grid: object, *arguments: object, **options: object) -> None:
@@ -45,14 +37,6 @@ def only_compiling() -> Iterator[None]:
             finally:
                 KernelInterface.__getitem__ = launcher
         list(threads.map(_load, [future.kernel for future in compiled.future_kernels.values()]))
-
-
-def compile_ahead(steps: Iterable[Callable[[], object]]) -> None:
-    """Compile what these functions launch. Each must be one that can be recorded; nothing of it is computed."""
-    with warnings.catch_warnings(), only_compiling():
-        warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # where all launches are Triton's
-        for step in steps:
-            capture(step, mode="relaxed")
 
 
 def _threads() -> ThreadPoolExecutor:

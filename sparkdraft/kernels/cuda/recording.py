@@ -10,13 +10,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-Output = TypeVar("Output")
 _living: WeakSet[Recording] = WeakSet()
 
 
@@ -32,19 +30,6 @@ def _no_garbage_collected() -> Iterator[None]:
             gc.enable()
 
 
-def capture(run: Callable[[], Output], mode: str = "global") -> tuple[torch.cuda.CUDAGraph, Output]:
-    """What 'run' launches, and its output, which is not computed. Memory is taken from the pool of all recordings.
-
-    mode: of errors. "relaxed" allows what only a first run does, as to load a library.
-    """
-    torch.cuda.synchronize()
-    graph, other = torch.cuda.CUDAGraph(), next(iter(_living), None)
-    pool = other._graph.pool() if other else None
-    with _no_garbage_collected(), torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
-        output = run()
-    return graph, output
-
-
 class Recording:
     AFTER_A_RUN = True  # whether 'run' must have run before
 
@@ -54,7 +39,11 @@ class Recording:
 
         beside: an earlier recording of the same owner; here all share their memory, whoever owns them.
         """
-        self._graph, self.output = capture(run)
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        other = next(iter(_living), None)
+        with _no_garbage_collected(), torch.cuda.graph(self._graph, pool=other._graph.pool() if other else None):
+            self.output = run()
         _living.add(self)
 
     def replay(self) -> Tensor:
