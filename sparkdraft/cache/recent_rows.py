@@ -50,7 +50,11 @@ class RecentRows:
         return max(min(rows, blocks * self.block_size - request.num_computed), 1)
 
     def admits(self, request: Request, rows: int, running: Iterable[Request]) -> bool:
-        return self._free_for(request, running) >= min(-(-rows // self.block_size), LEAST_CHUNK)
+        """One that never fills a window begins when there are pages for all of it: it would soon be preempted."""
+        most, free = self._most_pages(request), self._free_for(request, running)
+        if most < self.need:
+            return free >= most - len(self._held.get(request, ()))
+        return free >= min(-(-rows // self.block_size), LEAST_CHUNK)
 
     def can_grow(self, request: Request, num_blocks: int) -> bool:
         return num_blocks <= self.num_free

@@ -92,8 +92,11 @@ def using(gpu: Gpu, kernel: str, form: str, shape: tuple[int, ...], tile: list[i
 def compiling(what: str, say: Say = say_now) -> Iterator[None]:
     """Kernels that are launched within are compiled and not run; what fails, fails again when it is timed."""
     begin = time.perf_counter()
-    with only_compiling():
-        yield
+    try:
+        with only_compiling():
+            yield
+    except Exception as error:  # of Triton or of its threads: all is compiled once more where it is used
+        say(f"compiling {what} ahead stopped: {error!r}")
     say(f"{what} compiled in {time.perf_counter() - begin:.1f} s")
 
 

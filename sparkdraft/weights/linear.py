@@ -127,8 +127,10 @@ def stacked(parts: Sequence[Stored], floats: ToFloats, into: Tensor | None = Non
     """The parts as the rows of one matrix. Each is copied to its place, not made beside it: a GPU's memory would keep
     the gaps between what was made for a moment and what stays."""
     rows, width = [part.shape[0] for part in parts], parts[0].shape[1]
+    assert all(part.shape[1] == width for part in parts), [part.shape for part in parts]
     if into is None:
         into = floats(torch.zeros(0)).new_empty(sum(rows), width)
     for part, place in zip(parts, into.split(rows), strict=True):
-        place.copy_(part if isinstance(part, Tensor) else floats(part))
+        # A matrix that lies turned around in the file goes to a GPU as it lies, and is turned there.
+        place.copy_(part if isinstance(part, Tensor) and part.is_contiguous() else floats(part))
     return into

@@ -95,7 +95,10 @@ def test_a_long_prompt_is_cut_to_the_pages_that_are_free() -> None:
     assert max(rows) <= engine.plan.coded.pages * SIZE < 600 and sum(rows) >= 600
 
 
-@pytest.mark.parametrize(("pages", "seqs", "prompt", "output"), [(386, 64, 1500, 150), (214, 8, 4000, 300)])
+@pytest.mark.parametrize(
+    ("pages", "seqs", "prompt", "output"),
+    [(386, 64, 1500, 150), (214, 8, 4000, 300), (150, 32, 16, 500), (214, 16, 600, 300), (386, 64, 100, 700)],
+)
 def test_requests_wait_for_pages_instead_of_taking_turns(pages: int, seqs: int, prompt: int, output: int) -> None:
     """More requests than there are pages for: none is let in to run row by row and be preempted."""
     pool, window, size = BlockPool(100_000), 1024, 16
@@ -114,6 +117,7 @@ def test_requests_wait_for_pages_instead_of_taking_turns(pages: int, seqs: int, 
             if len(work.request.output_ids) >= output:
                 scheduler.finish(work.request)
     assert rows < 1.1 * seqs * (prompt + output - 1)
+    assert not scheduler.num_preempted or prompt > window
 
 
 def test_short_requests_wait_for_no_window_that_they_never_fill() -> None:

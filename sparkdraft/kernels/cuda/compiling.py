@@ -6,11 +6,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.jit import KernelInterface
@@ -18,9 +19,9 @@ from triton.runtime.jit import KernelInterface
 
 @contextmanager
 def only_compiling() -> Iterator[None]:
-    """Kernels that are launched within are not run but compiled, by as many threads as there are cores. When the block
-    has ended, all of them are compiled and loaded. One that does not compile fails again where it is launched, and says
-    why there. What torch launches within does run, on tensors that no kernel has written."""
+    """Kernels that are launched within, by whatever thread, are not run but compiled, by as many threads as there are
+    cores. When the block has ended, all of them are compiled and loaded. One that does not compile fails again where it
+    is launched, and says why there. What torch launches within does run, on tensors that no kernel has written."""
     launcher, seen = KernelInterface.__getitem__, set[object]()
 
     def note(kernel: Any, grid: object, *arguments: object, **options: object) -> None:
@@ -36,7 +37,7 @@ def only_compiling() -> Iterator[None]:
                 yield
             finally:
                 KernelInterface.__getitem__ = launcher
-        list(threads.map(_load, [future.kernel for future in compiled.future_kernels.values()]))
+        list(threads.map(_load, [each.kernel for each in compiled.future_kernels.values() if each.kernel]))
 
 
 def _threads() -> ThreadPoolExecutor:
@@ -47,10 +48,14 @@ def _threads() -> ThreadPoolExecutor:
 
 def _kind(value: object) -> object:
     """What distinguishes kernels: at least all that Triton distinguishes them by."""
-    return (value.dtype, value.data_ptr() % 16) if isinstance(value, Tensor) else value
+    return (value.dtype, value.data_ptr() % 16) if isinstance(value, Tensor) else (type(value), value)
 
 
 def _load(kernel: Any) -> None:
-    """Build what launches the kernel, by a C compiler, and load it; None: it did not compile."""
-    with suppress(Exception):
-        kernel.run  # noqa: B018  a property, which does that
+    """Build what launches the kernel, by a C compiler, and load it."""
+    try:
+        kernel._init_handles()
+    except triton.OutOfResources:
+        pass  # the kernel says so whenever it is launched
+    except Exception:
+        kernel._run = None  # else it would be launched without having been loaded
