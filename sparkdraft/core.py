@@ -98,6 +98,7 @@ class SamplingParams:
     num_draft: int | None = None  # drafts per step: AUTO chooses every step, 0 is off, None is the engine's default
     grammar: GrammarSpec | None = None
     keep_special: bool = False  # special tokens appear in the text, except the one that ends it
+    continues: bool = False  # the text goes on where the prompt ends: the blank before its first word is part of it
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

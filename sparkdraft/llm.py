@@ -103,7 +103,7 @@ class LLM:
     ) -> list[Result]:
         """Run all prompts in one batch; returns one result per prompt, in order."""
         requests = _as_list(prompts)
-        each = _params_for(requests, params)
+        each = [_continuing(p, own) for p, own in zip(requests, _params_for(requests, params), strict=True)]
         inbox = self._add([self.encode(p) for p in requests], each)
         done = {name: [Completion() for _ in range(p.n)] for name, p in zip(inbox.names, each, strict=True)}
         for piece in self._pieces(inbox):
@@ -129,7 +129,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StepOutput]:
         """The pieces of one request as they come; leaving the loop early aborts the request."""
-        yield from self._pieces(self._add([self.encode(prompt)], [params or SamplingParams()]))
+        yield from self._pieces(self._add([self.encode(prompt)], [_continuing(prompt, params or SamplingParams())]))
 
     def default_params(self, **changes: Any) -> SamplingParams:
         """The sampling parameters that the model's authors recommend (generation_config.json), with the given changes.
@@ -226,6 +226,11 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _continuing(prompt: Prompt, params: SamplingParams) -> SamplingParams:
+    """A text is continued where it ends; ids may be a conversation's, whose answer begins anew."""
+    return replace(params, continues=True) if isinstance(prompt, str) else params
 
 
 def _params_for(

@@ -87,7 +87,7 @@ def _template_is_read(asker: Asker, style: ChatStyle) -> str:
 
 def _prompt(asker: Asker, style: ChatStyle) -> ChatText:
     """The chat that asks for a call, with the tools in the template, in a system prompt or in the user's message."""
-    said, reason = style.tools.instructions([TOOL], NAME), ""
+    said, reason = style.tools.instructions([TOOL], only=NAME), ""
     chats: list[list[dict[str, Any]]] = [[ASKED]]
     if said:
         chats = [[{"role": "system", "content": said}, ASKED], [ASKED | {"content": f"{said}\n\n{ASKED['content']}"}]]
@@ -102,6 +102,6 @@ def _prompt(asker: Asker, style: ChatStyle) -> ChatText:
 def _chat(asker: Asker, style: ChatStyle, messages: list[dict[str, Any]], opens: bool) -> ChatText:
     """opens: whether the assistant's turn begins at the end."""
     info, control = asker.info, asker.tokenizer.control
-    tools = None if style.tools.instructions([TOOL], NAME) else [TOOL]
+    tools = None if style.tools.instructions([TOOL], only=NAME) else [TOOL]
     usual = style.thinking.variables(None)
     return chat.prompt_text(control, info.chat_template, messages, info.special, opens, tools, usual)

@@ -45,7 +45,7 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    params = sampling_params(args, DEFAULTS)
+    params = replace(sampling_params(args, DEFAULTS), continues=not args.chat)
     prompt = read_prompt(args)
     llm = load_llm(args)
     gc.freeze()  # the model stays; the garbage collector would take 2 ms to search it, in the middle of a step

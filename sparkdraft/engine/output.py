@@ -20,7 +20,8 @@ class Output:
         # Under a grammar an end-of-text id is possible only where nothing else is, so it ends the text even with
         # ignore_eos.
         self.eos_ids = frozenset() if request.params.ignore_eos and not grammar else tokenizer.eos_ids
-        self._text = Detokenizer(tokenizer, skip_special=not request.params.keep_special)
+        params = request.params
+        self._text = Detokenizer(tokenizer, not params.keep_special, params.continues)
         self._stops = StopFinder(list(request.params.stop))
         self._prompt_logprobs: list[TokenLogprob | None] = [None]  # no row predicts the first id
 

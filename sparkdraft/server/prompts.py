@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer as RawTokenizer
 
 from sparkdraft.core import GrammarSpec, SamplingParams, UserError
-from sparkdraft.server.protocol.chat import ChatMessage, ChatRequest, as_json
+from sparkdraft.server.protocol.chat import ChatMessage, ChatRequest, ResponseFormat, as_json
 from sparkdraft.server.protocol.errors import ApiError, as_sentence
 from sparkdraft.server.protocol.sampling import SamplingFields
 from sparkdraft.text import chat
 from sparkdraft.text.control import ChatText
 from sparkdraft.text.events import Parser, chain
 from sparkdraft.text.families import AUTO
-from sparkdraft.text.reasoning import ReasoningFormat, after_thinking
+from sparkdraft.text.reasoning import ReasoningFormat, after_thinking, answer_rule
 from sparkdraft.text.style import EFFORT, chat_style
 from sparkdraft.text.tokenizer import Tokenizer
 from sparkdraft.text.tools import ToolFormat
@@ -143,43 +143,57 @@ class ModelText:
         tools = Tools(self.tools, body) if body.choice != "none" else None
         variables = self.variables(body.chat_template_kwargs, body.reasoning_effort)
         messages = self.messages(body.messages)
-        if tools and tools.instructions is not None:
-            rendered = self._with_instructions(messages, tools.instructions, variables)
+        if tools:
+            rendered = self.with_tools(messages, tools.dicts, tools.instructions, variables)
         else:
-            rendered = self.render(messages, tools.dicts if tools else None, variables)
+            rendered = self.render(messages, None, variables)
         ids, text = self.encode_chat(rendered), rendered.text
         room = self.check_length(ids, "messages")
         params = body.sampling(
             self.sampling,
             room,
             logprobs=body.wanted_logprobs,
-            grammar=(tools and tools.constraint(self.reasoning, text)) or self._answer_grammar(body, text),
+            grammar=self._grammar(body, tools, text),
             keep_special=bool((tools and self.tools.keep_special) or (self.reasoning and self.reasoning.keep_special)),
         )
         return ChatPrompt(ids, params, lambda: self._parser(text, tools))
 
-    def _with_instructions(self, messages: list[dict[str, Any]], text: str, variables: dict[str, Any]) -> ChatText:
-        """The rendered prompt with a text for the model, also where the template takes no system prompt."""
+    def with_tools(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        instructions: str | None,
+        variables: dict[str, Any],
+        opens: bool = True,
+    ) -> ChatText:
+        """The rendered prompt with tools: shown by the template, or by a text for the model ('instructions'), also
+        where the template takes no system prompt. opens: it ends where the answer begins."""
+        if instructions is None:
+            return self.render(messages, tools, variables, opens)
         try:
-            return self.render(with_system(messages, text), None, variables)
+            return self.render(with_system(messages, instructions), None, variables, opens)
         except UserError:
-            return self.render(before_first_user(messages, text), None, variables)
+            return self.render(before_first_user(messages, instructions), None, variables, opens)
 
     def _parser(self, prompt: str, tools: Tools | None) -> Parser:
         thoughts = self.reasoning(prompt) if self.reasoning else None
         return chain(thoughts, tools.form.parser(tools.dicts) if tools else None)
 
-    def _answer_grammar(self, body: ChatRequest, prompt: str) -> GrammarSpec | None:
-        """The grammar of response_format, after the reasoning."""
-        form = body.response_format
-        if form is None or form.type == "text":
-            return None
-        schema = form.json_schema.schema_ if form.type == "json_schema" and form.json_schema else None
-        spec = GrammarSpec("json_object") if schema is None else GrammarSpec("json_schema", as_json(schema))
+    def _grammar(self, body: ChatRequest, tools: Tools | None, prompt: str) -> GrammarSpec | None:
+        """That of calls, of response_format, or of either; after the reasoning."""
+        answer = _answer_grammar(body.response_format)
         try:
-            return after_thinking(spec, self.reasoning, prompt)
+            calls = tools.constraint(self.reasoning, prompt, answer) if tools else None
+            return calls or (answer and after_thinking(answer, self.reasoning, prompt))
         except UserError as error:
             raise ApiError(400, as_sentence(str(error)), "response_format") from None
+
+
+def _answer_grammar(form: ResponseFormat | None) -> GrammarSpec | None:
+    if form is None or form.type == "text":
+        return None
+    schema = form.json_schema.schema_ if form.type == "json_schema" and form.json_schema else None
+    return GrammarSpec("json_object") if schema is None else GrammarSpec("json_schema", as_json(schema))
 
 
 class Tools:
@@ -187,16 +201,21 @@ class Tools:
 
     def __init__(self, form: ToolFormat, body: ChatRequest) -> None:
         self.form, self.dicts = form, body.tool_dicts()
-        self.choice = body.chosen or body.choice
+        self.is_free, self.only = body.choice == "auto", body.chosen
         self.parallel = body.parallel_tool_calls is not False
-        self.instructions = form.instructions(self.dicts, self.choice)
+        self.instructions = form.instructions(self.dicts, not self.is_free, self.only)
 
-    def constraint(self, reasoning: ReasoningFormat | None, prompt: str) -> GrammarSpec | None:
-        """The grammar that enforces a required or named call; None with "auto", where the model decides."""
-        if self.choice == "auto":
-            return None
-        thinking = reasoning.grammar(prompt) if reasoning else ""
-        return self.form.constraint(self.dicts, self.choice, self.parallel, thinking)
+    def constraint(
+        self, reasoning: ReasoningFormat | None, prompt: str, answer: GrammarSpec | None
+    ) -> GrammarSpec | None:
+        """The grammar that enforces a required or named call. With "auto" the model decides: between calls and what
+        response_format asks for, if that is given ('answer'), else freely."""
+        thinking, instead = reasoning.grammar(prompt) if reasoning else "", ""
+        if self.is_free:
+            if answer is None:
+                return None
+            instead = f"{reasoning.before_answer if reasoning else ''}answer\n{answer_rule(answer)}"
+        return self.form.constraint(self.dicts, self.only, self.parallel, thinking, instead)
 
 
 def _noun(param: str) -> str:
@@ -237,16 +256,16 @@ def _plain(message: ChatMessage, knows_developer: bool) -> dict[str, Any]:
         if getattr(message, name) is not None:
             plain[name] = getattr(message, name)
     if message.tool_calls:
-        plain["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+        plain["tool_calls"] = [call.model_dump() | {"type": "function"} for call in message.tool_calls]
     return plain
 
 
 def _num_chars(message: ChatMessage) -> int:
     content = message.content or ""
-    return len(content) if isinstance(content, str) else sum(len(part.text or "") for part in content)
+    return len(content) if isinstance(content, str) else sum(len(part.shown) for part in content)
 
 
 def _text(message: ChatMessage) -> str:
     if message.content is None or isinstance(message.content, str):
         return message.content or ""
-    return "".join(part.text or "" for part in message.content)
+    return "".join(part.shown for part in message.content)

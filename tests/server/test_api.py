@@ -97,10 +97,16 @@ def test_completions_of_ids_and_echo(echo: Live) -> None:
 
 
 def test_logprobs_of_completions(echo: Live) -> None:
-    body = echo.post(COMPLETIONS, prompt="a\u20acb", logprobs=2).json()["choices"][0]["logprobs"]
-    assert body["tokens"] == ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "b"]  # without the end
-    assert body["token_logprobs"] == [-0.5] * 5
-    assert body["top_logprobs"][0] == {"a": -0.5, "!": -9999.0} and body["text_offset"] == [0, 1, 2, 3, 4]
+    whole = echo.post(COMPLETIONS, prompt="a\u20acb", logprobs=2).json()
+    body = whole["choices"][0]["logprobs"]
+    assert body["tokens"] == ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "b", "</s>"]  # one per token
+    assert body["token_logprobs"] == [-0.5] * whole["usage"]["completion_tokens"]
+    assert body["top_logprobs"][0] == {"a": -0.5, "!": -9999.0} and body["text_offset"] == [0, 1, 1, 1, 2, 3]
+    echoed = echo.post(COMPLETIONS, prompt="\u20acb", logprobs=0, echo=True).json()["choices"][0]
+    assert echoed["text"] == "\u20acb\u20acb" and echoed["logprobs"]["text_offset"] == [0, 0, 0, 1, 2, 2, 2, 3, 4]
+    chunks = echo.events(COMPLETIONS, prompt="\u20acb", logprobs=0, echo=True)
+    offsets = [c["choices"][0]["logprobs"]["text_offset"] for c in chunks]
+    assert [each for part in offsets for each in part] == echoed["logprobs"]["text_offset"]
 
 
 def test_logprobs_of_a_chat(echo: Live) -> None:
@@ -238,6 +244,67 @@ def test_choices_reach_the_template_and_the_engine() -> None:
         unknown = {"type": "function", "function": {"name": "other"}}
         assert "weather" in error_of(server.chat(tools=[TOOL], tool_choice=unknown), 400)["message"]
         error_of(server.chat(tools=[TOOL, TOOL]), 400)
+
+
+HARMONY = "{% for m in messages %}<|channel|>{{ m.content }}<|message|>{% endfor %}{{ tools }}<|start|>assistant"
+
+
+def test_a_tool_may_have_the_name_of_a_choice() -> None:
+    client = FakeClient(lambda prompt, params: "ok")
+    with live(client) as server:
+        for name in ("auto", "required", "none"):
+            tool = {"type": "function", "function": {"name": name}}
+            assert server.chat(tools=[TOOL, tool], tool_choice=tool).status_code == 200
+            assert client.seen[-1].grammar and "weather" not in client.seen[-1].grammar.text
+
+
+def test_with_tools_and_a_response_format_the_model_may_call_or_answer() -> None:
+    client, form = FakeClient(lambda prompt, params: "ok", template=HERMES), {"type": "json_object"}
+    with live(client) as server:
+        assert server.chat(tools=[TOOL], response_format=form).status_code == 200
+        either = client.seen[-1].grammar
+        assert either and either.kind == "lark" and "call" in either.text and "answer: %json" in either.text
+        server.chat(tools=[TOOL], response_format=form, tool_choice="none")
+        server.chat(response_format=form)
+        assert client.seen[-1].grammar == client.seen[-2].grammar != either
+        server.chat(tools=[TOOL], response_format=form, tool_choice="required")
+        assert client.seen[-1].grammar and "answer" not in client.seen[-1].grammar.text
+
+
+def test_tools_are_counted_as_they_will_be_shown() -> None:
+    for template in (HERMES, NO_SYSTEM, None):
+        options = {} if template is None else {"template": template}
+        with live(FakeClient(lambda prompt, params: "ok", **options)) as server:
+            asked = server.chat(tools=[TOOL]).json()["usage"]["prompt_tokens"]
+            assert server.post("/tokenize", messages=USER, tools=[TOOL]).json()["count"] == asked
+            assert server.post("/tokenize", messages=USER).json()["count"] < asked
+
+
+def test_a_call_that_ends_without_arguments_has_none() -> None:
+    """gpt-oss ends such a message at once, with a token that is not shown."""
+    text = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+    with live(FakeClient(lambda prompt, params: text, template=HARMONY)) as server:
+        (call,) = server.chat(tools=[TOOL]).json()["choices"][0]["message"]["tool_calls"]
+        assert call["function"] == {"name": "weather", "arguments": "{}"}
+        deltas = [c["choices"][0]["delta"] for c in server.events(CHAT, messages=USER, tools=[TOOL])]
+        pieces = [piece["function"]["arguments"] for delta in deltas for piece in delta.get("tool_calls", [])]
+        assert "".join(pieces) == "{}"
+
+
+def test_nulls_within_earlier_calls_and_parts_of_a_refusal() -> None:
+    prompts: list[str] = []
+    call = {"id": "c", "type": None, "function": {"name": "weather", "arguments": None}}
+    refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}]}
+    with live(FakeClient(lambda prompt, params: prompts.append(prompt) or "ok")) as server:
+        messages = [*USER, {"role": "assistant", "tool_calls": [call]}, refused, *USER]
+        assert server.post(CHAT, messages=messages, user=3).status_code == 200
+        assert '{"name": "weather", "arguments": {}}' in prompts[0] and "I will not." in prompts[0]
+
+
+def test_the_answer_has_the_name_that_was_asked_for() -> None:
+    with live(FakeClient(lambda prompt, params: "ok"), served_name="a,b") as server:
+        assert [server.chat(model=name).json()["model"] for name in ("a", "b", None)] == ["a", "b", "a"]
+        assert server.post(COMPLETIONS, prompt="x", model="b").json()["model"] == "b"
 
 
 NO_SYSTEM = (

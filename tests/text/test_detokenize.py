@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models
 
+from sparkdraft.core import Request, SamplingParams
+from sparkdraft.engine.output import Output
 from sparkdraft.text.detokenize import Detokenizer
 from sparkdraft.text.tokenizer import Tokenizer
 from sparkdraft.weights.checkpoint import open_checkpoint
@@ -84,3 +86,11 @@ def test_byte_fallback(text: str) -> None:
     tokenizer = sentencepiece()
     ids = [1, *(3 + byte for byte in text.encode()), 2]
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids) == text.removeprefix(" ")
+
+
+def test_a_text_that_continues_its_prompt_keeps_the_blank_before_its_first_word() -> None:
+    tokenizer = sentencepiece()
+    word = 3 + 256 + 2  # "▁the"
+    for continues, text in ((False, "the"), (True, " the")):
+        request = Request("r", 0, [1], SamplingParams(continues=continues), 0, 9)
+        assert Output(request, tokenizer).push([word]).text == text

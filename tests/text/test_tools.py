@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RawTokenizer
 
+from sparkdraft.core import GrammarSpec
 from sparkdraft.text.events import Content, Event, Parser, Reasoning, ToolArguments, ToolCall, chain, joined
+from sparkdraft.text.reasoning import answer_rule
 from sparkdraft.text.style import chat_style
 from sparkdraft.text.tools.base import ToolFormat
 from sparkdraft.text.tools.gemma4 import Gemma4
@@ -443,8 +445,8 @@ def split(name: str) -> list[str]:
 def test_choices_are_held_by_grammar(name: str, judge: Judge) -> None:
     form, (weather, now) = FORMATS[name], split(name)
     wrong = weather.replace("get_weather", "get_whatever")
-    several = form.constraint(TOOLS, "required", True)
-    single = form.constraint(TOOLS, "required", False)
+    several = form.constraint(TOOLS, None, True)
+    single = form.constraint(TOOLS, None, False)
     named = form.constraint(TOOLS, "now", True)
     assert several and single and named and several.kind == "lark"
     for spec in (several, single):
@@ -480,10 +482,33 @@ def test_thoughts_may_come_before_forced_calls(name: str, judge: Judge) -> None:
     model_type, template, thought = THOUGHTS[name]
     form, reasoning, call = FORMATS[name], chat_style(model_type, template).reasoning, split(name)[0]
     assert reasoning
-    spec = form.constraint(TOOLS, "required", True, reasoning.grammar("user: hi"))
+    spec = form.constraint(TOOLS, None, True, reasoning.grammar("user: hi"))
     assert spec and judge.accepts(spec.text, thought + call) and judge.accepts(spec.text, call)
     events = same_in_any_cut(lambda: chain(reasoning("user: hi"), form.parser(TOOLS)), thought + call, 1)
     assert events[0] == Reasoning("I call it.") and plain(events)[1] == (0, "get_weather") and len(events) == 3
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_grammar_may_leave_the_choice_between_calls_and_an_answer(name: str, judge: Judge) -> None:
+    form, call = FORMATS[name], split(name)[0]
+    model_type, template, thought = THOUGHTS.get(name, ("llama", "", ""))
+    reasoning = chat_style(model_type, template).reasoning
+    thinking, before = (reasoning.grammar("user: hi"), reasoning.before_answer) if reasoning else ("", "")
+    rule = answer_rule(GrammarSpec("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}'))
+    spec = form.constraint(TOOLS, None, True, thinking, f"{before}answer\n{rule}")
+    assert spec
+    answer = ("<|channel|>final<|message|>" if name == "harmony" else "") + '{"a": 1}'
+    for text in (call, answer, thought + call, thought + answer):
+        assert judge.accepts(spec.text, text), text
+    assert not judge.accepts(spec.text, "Hello.") and not judge.accepts(spec.text, answer.replace("1", '"x"'))
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "1" * 5000])
+def test_numbers_that_cannot_be_written_again_make_no_call(number: str) -> None:
+    odd = f'<tool_call>{{"arguments": {{"x": {number}}}, "name": "now"}}</tool_call>'
+    for name in ("hermes", "generic"):
+        for event in run(FORMATS[name].parser(TOOLS), [odd]):
+            assert not isinstance(event, ToolArguments) or "Infinity" not in event.text
 
 
 ODD: list[Any] = [
@@ -518,15 +543,15 @@ def test_odd_schemas_never_raise_and_always_compile(name: str, vocabulary: llgui
     form = FORMATS[name]
     for schema in ODD:
         tools = [*TOOLS, {"type": "function", "function": {"name": "odd", "parameters": schema}}]
-        for choice in ("required", "odd"):
-            spec = form.constraint(tools, choice, True)
+        for only in (None, "odd"):
+            spec = form.constraint(tools, only, True)
             assert spec and len(spec.text) < 60_000
             grammar = llguidance.LLMatcher.grammar_from_lark(spec.text)
             error = llguidance.LLMatcher.validate_grammar(grammar, vocabulary)
             assert not error or error.startswith("WARNING"), (schema, error)
-        form.instructions(tools, "auto")
+        form.instructions(tools)
         run(form.parser(tools), [CALLS[name].replace("get_weather", "odd")])
-    assert form.constraint([], "required", True) is None and form.constraint(TOOLS, "unknown", True) is None
+    assert form.constraint([], None, True) is None and form.constraint(TOOLS, "unknown", True) is None
 
 
 def test_functions_of_odd_tools() -> None:
@@ -538,12 +563,12 @@ def test_functions_of_odd_tools() -> None:
 
 
 def test_generic_instructions_show_a_call_that_parses() -> None:
-    text = Generic().instructions(TOOLS, "auto")
+    text = Generic().instructions(TOOLS)
     assert text and "- get_weather: The weather in a city. {" in text
     line = next(line for line in text.splitlines() if line.startswith("<tool_call>"))
     assert values("generic", line) == ("", [("get_weather", {"city": "..."})])
-    assert "only a call of now" in (Generic().instructions(TOOLS, "now") or "")
-    assert Generic().instructions([], "auto") is None and Hermes().instructions(TOOLS, "auto") is None
+    assert "only a call of now" in (Generic().instructions(TOOLS, only="now") or "")
+    assert Generic().instructions([]) is None and Hermes().instructions(TOOLS) is None
 
 
 HISTORY: list[dict[str, Any]] = [

@@ -26,16 +26,21 @@ Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 class Part(Fields):
     type: str
     text: str | None = None
+    refusal: str | None = None
+
+    @property
+    def shown(self) -> str:
+        return self.text or self.refusal or ""
 
 
 class CalledFunction(Fields):
     name: Annotated[str, StringConstraints(min_length=1, max_length=128)]
-    arguments: str = "{}"
+    arguments: str | None = "{}"  # None: as left out
 
 
 class ToolCallIn(Fields):
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = "function"
     function: CalledFunction
 
 

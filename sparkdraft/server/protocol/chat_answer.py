@@ -66,6 +66,9 @@ class ChatAnswer:
             choice.begun = True
             chunks.append(self._chunk(event.index, {"role": "assistant", "content": ""}))
         deltas = [self._chunk(event.index, delta, choice) for delta in self._deltas(choice, events)]
+        if event.finish is FinishReason.STOP:
+            missing = self._deltas(choice, _missing_arguments(choice))
+            deltas += [self._chunk(event.index, delta, choice) for delta in missing]
         if deltas:
             chunks += deltas
             choice.accepted_chars = 0  # the remaining characters were markup, which is not shown
@@ -150,6 +153,11 @@ class ChatAnswer:
 
     def _finish_reason(self, choice: Choice, finish: FinishReason) -> str:
         return "tool_calls" if choice.calls and finish is FinishReason.STOP else finish.value
+
+
+def _missing_arguments(choice: Choice) -> list[Event]:
+    """The empty object for calls that have ended without arguments, as gpt-oss writes them: clients parse them."""
+    return [ToolArguments(index, "{}") for index, call in choice.calls.items() if not call["function"]["arguments"]]
 
 
 def _drafted(choice: Choice | None, delta: Json) -> Json:

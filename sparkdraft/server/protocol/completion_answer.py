@@ -10,17 +10,20 @@ from dataclasses import dataclass, field
 
 from sparkdraft.core import TokenLogprob
 from sparkdraft.server.messages import TokenEvent
-from sparkdraft.server.protocol.chat_answer import shown
-from sparkdraft.server.protocol.shapes import Json, Tally, TokenBytes, accepted_chars, completion_logprobs
+from sparkdraft.server.protocol.shapes import Json, Tally, accepted_chars, completion_logprobs
+from sparkdraft.text.detokenize import Detokenizer
+from sparkdraft.text.tokenizer import Vocabulary
 
 
 @dataclass(slots=True)
 class Text:
     """One text so far, and the log-probabilities of its tokens."""
 
+    decoder: Detokenizer  # of the tokens that have rows
     text: str = ""
     rows: list[tuple[int, TokenLogprob | None]] = field(default_factory=list)
-    num_chars: int = 0  # characters of the tokens so far, for their offsets
+    offsets: list[int] = field(default_factory=list)  # of each row's token in the text
+    num_chars: int = 0  # of the tokens so far
     finish: str | None = None
 
 
@@ -31,8 +34,7 @@ class CompletionAnswer:
     model: str
     n: int
     prompts: list[tuple[str, list[int]]]  # text and ids; the text is used only with echo
-    tokenizer: TokenBytes
-    eos_ids: frozenset[int]
+    tokenizer: Vocabulary
     echo: bool = False
     wants_logprobs: bool = False
     include_usage: bool = False
@@ -44,14 +46,14 @@ class CompletionAnswer:
         index = prompt_index * self.n + event.index
         text, rows = event.text, []
         if index not in self.texts:
-            self.texts[index] = Text()
+            self.texts[index] = Text(Detokenizer(self.tokenizer, continues=not self.echo))
             if self.echo:
                 prompt, ids = self.prompts[prompt_index]
                 text = prompt + text
                 rows = list(zip(ids, event.prompt_logprobs or [None] * len(ids), strict=False))
         choice = self.texts[index]
         choice.text += text
-        rows += [(row.id, row) for row in shown(event.logprobs or [], event, self.eos_ids)]
+        rows += [(row.id, row) for row in event.logprobs or []]  # clients count on one per token, the end included
         choice.finish = event.finish.value if event.finish else None
         if not (text or rows or event.finish or self.return_speculation):
             return []
@@ -60,11 +62,13 @@ class CompletionAnswer:
     def _logprobs(self, choice: Text, rows: list[tuple[int, TokenLogprob | None]]) -> Json | None:
         if not self.wants_logprobs:
             return None
-        shape = completion_logprobs(rows, self.tokenizer, choice.num_chars)
-        names = (self.tokenizer.token_bytes(token, skip_special=False).decode("utf-8", "replace") for token, _ in rows)
-        choice.num_chars += sum(map(len, names))
+        offsets = []
+        for token, _ in rows:
+            offsets.append(choice.num_chars)
+            choice.num_chars += len(choice.decoder.push(token))
         choice.rows += rows
-        return shape
+        choice.offsets += offsets
+        return completion_logprobs(rows, offsets, self.tokenizer)
 
     def _chunk(self, index: int, event: TokenEvent, text: str, logprobs: Json | None) -> Json:
         finish = self.texts[index].finish
@@ -91,7 +95,7 @@ class CompletionAnswer:
     def whole(self) -> Json:
         choices = []
         for index, choice in sorted(self.texts.items()):
-            logprobs = completion_logprobs(choice.rows, self.tokenizer) if self.wants_logprobs else None
+            logprobs = completion_logprobs(choice.rows, choice.offsets, self.tokenizer) if self.wants_logprobs else None
             choices.append({"index": index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish})
         answer = self._frame() | {"choices": choices, "usage": self.tally.usage()}
         return answer | ({"metrics": self.tally.metrics()} if self.return_speculation else {})

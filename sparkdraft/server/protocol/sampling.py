@@ -58,7 +58,6 @@ class SamplingFields(Fields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[TokenId, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
-    user: str | None = None
 
     # vLLM's extras
     top_k: int | None = Field(None, description="0 and -1: off")

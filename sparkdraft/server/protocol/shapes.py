@@ -113,16 +113,14 @@ def _chat_token(token: int, logprob: float, tokenizer: TokenBytes) -> Json:
 
 
 def completion_logprobs(
-    rows: Sequence[tuple[int, TokenLogprob | None]], tokenizer: TokenBytes, offset: int = 0
+    rows: Sequence[tuple[int, TokenLogprob | None]], offsets: Sequence[int], tokenizer: TokenBytes
 ) -> Json:
-    """Rows are (id, its log-probability; None for a prompt's first). The offset is of the first in the text."""
-    shape: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    """Rows are (id, its log-probability; None for a prompt's first); offsets are those of their tokens in the text."""
+    shape: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": list(offsets)}
     for token, row in rows:
         shape["tokens"].append(token_name(token, tokenizer))
         shape["token_logprobs"].append(None if row is None else finite(row.logprob))
         shape["top_logprobs"].append(None if row is None else _top(row, tokenizer))
-        shape["text_offset"].append(offset)
-        offset += len(tokenizer.token_bytes(token, skip_special=False).decode("utf-8", "replace"))
     return shape
 
 

@@ -24,7 +24,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     body.check()
     if body.choice != "none":
         service.check_tools()
-    text, name = service.require_ready(), service.name
+    text, name = service.require_ready(), body.model or service.name
     return Reply(service, bool(body.stream), body.n or 1, lambda: prepare(text, body, name))
 
 

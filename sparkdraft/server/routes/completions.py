@@ -23,7 +23,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     service = service_of(request)
     service.check_model(body.model)
     body.check()
-    text, name = service.require_ready(), service.name
+    text, name = service.require_ready(), body.model or service.name
     count = (body.n or 1) * len(body.prompts)
     return Reply(service, bool(body.stream), count, lambda: prepare(text, body, name))
 
@@ -36,7 +36,7 @@ def prepare(text: ModelText, body: CompletionRequest, name: str) -> Job:
     text.check_fields(body)
     echo = bool(body.echo)
     wanted = {"logprobs": body.logprobs, "prompt_logprobs": body.logprobs if echo else None}
-    params = body.sampling(text.sampling, DEFAULT_TOKENS, **wanted)
+    params = body.sampling(text.sampling, DEFAULT_TOKENS, continues=True, **wanted)
     shown = [p if isinstance(p, str) else text.tokenizer.decode(p) if echo else "" for p in body.prompts]
     answer = CompletionAnswer(
         id=f"cmpl-{uuid4().hex}",
@@ -45,7 +45,6 @@ def prepare(text: ModelText, body: CompletionRequest, name: str) -> Job:
         n=params.n,
         prompts=list(zip(shown, ids, strict=True)),
         tokenizer=text.tokenizer,
-        eos_ids=text.eos_ids,
         echo=echo,
         wants_logprobs=body.logprobs is not None,
         include_usage=body.include_usage,

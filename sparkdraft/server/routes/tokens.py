@@ -36,9 +36,11 @@ def _ids(text: ModelText, body: TokenizeRequest) -> list[int]:
         raise ApiError(400, "Send either prompt or messages.", "prompt")
     if body.messages is None:
         return text.encode(body.prompt or "", body.add_special_tokens is not False)
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] or None
-    opens = body.add_generation_prompt is not False
-    return text.encode_chat(text.render(text.messages(body.messages), tools, text.variables(), opens))
+    tools, messages = [tool.model_dump(exclude_none=True) for tool in body.tools or []], text.messages(body.messages)
+    opens, usual = body.add_generation_prompt is not False, text.variables()
+    if not tools:
+        return text.encode_chat(text.render(messages, None, usual, opens))
+    return text.encode_chat(text.with_tools(messages, tools, text.tools.instructions(tools), usual, opens))
 
 
 @router.post("/detokenize", response_model=None)

@@ -16,7 +16,7 @@ from sparkdraft.text.reasoning.gemma4 import Gemma4Thoughts
 from sparkdraft.text.reasoning.harmony import HarmonyAnalysis
 from sparkdraft.text.reasoning.think import Think
 
-__all__ = ["FORMATS", "ReasoningFormat", "after_thinking", "by_marks", "chain"]
+__all__ = ["FORMATS", "ReasoningFormat", "after_thinking", "answer_rule", "by_marks", "chain"]
 
 FORMATS: dict[str, type[ReasoningFormat]] = {form.name: form for form in (Think, Gemma4Thoughts, HarmonyAnalysis)}
 # What the template must contain, the most telling first.
@@ -41,6 +41,11 @@ def after_thinking(spec: GrammarSpec, form: ReasoningFormat | None, prompt: str)
     rules = form.answer_grammar(prompt) if form else ""
     if not rules or spec.kind == "lark":
         return spec
+    return GrammarSpec("lark", f"{rules}\n{answer_rule(spec)}\n")
+
+
+def answer_rule(spec: GrammarSpec) -> str:
+    """Lark with a rule `answer`, of a grammar that is no Lark itself."""
     is_regex = spec.kind == "regex"
     answer = "/" + re.sub(r"(?<!\\)/", r"\\/", spec.text) + "/" if is_regex else "%json " + json_source(spec)
-    return GrammarSpec("lark", f"{rules}\nanswer: {answer}\n")
+    return f"answer: {answer}"

@@ -17,6 +17,7 @@ class ReasoningFormat(ABC):
     keep_special: ClassVar[bool] = False  # whether the parser needs to see special tokens
     opening: ClassVar[str]
     closing: ClassVar[str]
+    before_answer: ClassVar[str] = ""  # Lark for what stands between the thoughts and the answer
 
     def __init__(self, template: str = "") -> None:
         self._template = template
@@ -42,4 +43,4 @@ class ReasoningFormat(ABC):
     def answer_grammar(self, prompt: str | None = None) -> str:
         """Lark with a rule `start`: thoughts, then a rule `answer`, which the caller must add."""
         thinking = self.grammar(prompt)
-        return f"start: thinking answer\n{thinking}" if thinking else ""
+        return f"start: thinking {self.before_answer}answer\n{thinking}" if thinking else ""

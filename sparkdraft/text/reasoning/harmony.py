@@ -15,6 +15,7 @@ class HarmonyAnalysis(ReasoningFormat):
     name = "harmony"
     keep_special = True
     opening, closing = f"{CHANNEL}analysis{MESSAGE}", "<|end|>"
+    before_answer = f'{CHANNEL} "final" {MESSAGE} '
 
     def __call__(self, prompt: str | None = None) -> Parser:
         return HarmonyParser([])
@@ -22,6 +23,3 @@ class HarmonyAnalysis(ReasoningFormat):
     def grammar(self, prompt: str | None = None) -> str:
         analysis = f'{CHANNEL} "analysis" {MESSAGE} THOUGHT <|end|> {START} "assistant"'
         return f"thinking: ({analysis})?\nTHOUGHT: /(?s:.*)/"
-
-    def answer_grammar(self, prompt: str | None = None) -> str:
-        return f'start: thinking {CHANNEL} "final" {MESSAGE} answer\n{self.grammar(prompt)}'

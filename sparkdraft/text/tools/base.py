@@ -30,27 +30,32 @@ class ToolFormat(ABC):
     @abstractmethod
     def parser(self, tools: Tools) -> Parser: ...
 
-    def constraint(self, tools: Tools, choice: str, parallel: bool, thinking: str = "") -> GrammarSpec | None:
-        """The grammar that enforces a choice: "required" is one call or more (just one if not 'parallel'), a name is
-        exactly one call of that function. thinking: Lark with a rule of that name for what may come before
-        (ReasoningFormat.grammar). None if no function fits."""
-        chosen = [function for function in functions(tools) if choice in ("required", function.name)]
+    def constraint(
+        self, tools: Tools, only: str | None, parallel: bool, thinking: str = "", answer: str = ""
+    ) -> GrammarSpec | None:
+        """The grammar of calls: one call or more (just one if not 'parallel'), or exactly one of the function 'only'.
+        thinking: Lark with a rule of that name for what may come before (ReasoningFormat.grammar). answer: Lark for
+        what may be there instead of calls, and on further lines the rules that it needs. None if no function fits."""
+        chosen = [function for function in functions(tools) if only in (None, function.name)]
         if not chosen:
             return None
-        others = f"({self.separator} call){{0,{MOST_CALLS - 1}}}" if parallel and choice == "required" else ""
-        text = self._grammar(chosen, others, thinking)
+        others = f" ({self.separator} call){{0,{MOST_CALLS - 1}}}" if parallel and only is None else ""
+        text = self._grammar(chosen, others, thinking, answer)
         if len(text) > MOST_LETTERS:
-            text = self._grammar([function.loosened() for function in chosen], others, thinking)
+            text = self._grammar([function.loosened() for function in chosen], others, thinking, answer)
         return GrammarSpec("lark", text)
 
-    def _grammar(self, chosen: list[Function], others: str, thinking: str) -> str:
+    def _grammar(self, chosen: list[Function], others: str, thinking: str, answer: str) -> str:
+        instead, _, more = answer.partition("\n")
+        calls = f"call{others}"
         rules = [
-            f"start: {'thinking ' if thinking else ''}call {others}".rstrip(),
+            f"start: {'thinking ' if thinking else ''}{f'({calls} | {instead})' if answer else calls}",
+            more,
             "call: " + " | ".join(f"call_{i}" for i in range(len(chosen))),
             *(self.call_rules(f"call_{i}", function) for i, function in enumerate(chosen)),
             self.common_rules(),
         ]
-        return "\n".join([*rules, thinking]).rstrip() + "\n"
+        return "\n".join(filter(None, [*rules, thinking])).rstrip() + "\n"
 
     @abstractmethod
     def call_rules(self, rule: str, function: Function) -> str:
@@ -59,8 +64,9 @@ class ToolFormat(ABC):
     def common_rules(self) -> str:
         return ""
 
-    def instructions(self, tools: Tools, choice: str) -> str | None:
-        """Text for the system prompt; None if the chat template itself describes the tools."""
+    def instructions(self, tools: Tools, required: bool = False, only: str | None = None) -> str | None:
+        """Text for the system prompt; None if the chat template itself describes the tools. required: there must be a
+        call; only: of this function."""
         return None
 
     def history(self, messages: Messages) -> list[dict[str, Any]]:

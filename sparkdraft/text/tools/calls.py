@@ -7,6 +7,7 @@ is content. Each format knows its own marks around a call.
 from __future__ import annotations
 
 import json
+import math
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,17 @@ def quoted(text: str) -> str:
     except UnicodeEncodeError:
         return json.dumps(text)
     return json.dumps(text, ensure_ascii=False)
+
+
+def read_json(text: str) -> Any:
+    """Raises ValueError too for numbers that could not be written again: 1e999, and integers of thousands of digits."""
+    return json.loads(text, strict=False, parse_float=_finite, parse_constant=_finite)
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text} is not a number in JSON")
+    return value
 
 
 class CallReader(Reader):
@@ -64,7 +76,10 @@ class CallReader(Reader):
             out += piece
             if scanner.broken or (not scanner.done and not (yield from self.more())):
                 return None
-        return {} if inside else dict(json.loads(out))
+        try:
+            return {} if inside else dict(read_json(out))
+        except ValueError:
+            return None
 
     def string(self) -> Reading[str | None]:
         """Read the JSON string that comes next."""
@@ -138,7 +153,7 @@ def call_of(value: dict[str, Any] | None) -> tuple[str, dict[str, Any]] | None:
     arguments: Any = next((value[key] for key in ARGUMENTS if key in value), {})
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = read_json(arguments or "{}")
         except (ValueError, RecursionError):
             return None
     return (name, arguments) if isinstance(arguments, dict) else None

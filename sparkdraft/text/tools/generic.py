@@ -71,15 +71,14 @@ class Generic(ToolFormat):
         tail = lark("}" + CLOSE)
         return f"{rule}: {head} {rule}_arguments {tail}\n{rule}_arguments: {json_rule(function.schema)}"
 
-    def instructions(self, tools: Tools, choice: str) -> str | None:
+    def instructions(self, tools: Tools, required: bool = False, only: str | None = None) -> str | None:
         known = functions(tools)
-        if not known or choice == "none":
+        if not known:
             return None
         lines = "\n".join(map(_described, known))
-        when = {
-            "auto": "If a function helps with the request, answer with only a call, else answer in plain text.",
-            "required": "Answer with only a call.",
-        }.get(choice, f"Answer with only a call of {choice}.")
+        when = "If a function helps with the request, answer with only a call, else answer in plain text."
+        if required or only:
+            when = f"Answer with only a call{f' of {only}' if only else ''}."
         return (
             f"You can call these functions (name, purpose, JSON schema of the arguments):\n{lines}\n"
             f"A call is written like this:\n{_call_text(known[0].name, _example(known[0]))}\n"

@@ -94,9 +94,11 @@ class Harmony(ToolFormat):
     def parser(self, tools: Tools) -> Parser:
         return HarmonyParser(tools)
 
-    def constraint(self, tools: Tools, choice: str, parallel: bool, thinking: str = "") -> GrammarSpec | None:
+    def constraint(
+        self, tools: Tools, only: str | None, parallel: bool, thinking: str = "", answer: str = ""
+    ) -> GrammarSpec | None:
         # For these models the end of a call is the end of the text, so there is one call at a time.
-        return super().constraint(tools, choice, False, thinking)
+        return super().constraint(tools, only, False, thinking, answer)
 
     def history(self, messages: Messages) -> list[dict[str, Any]]:
         """The template calls reasoning 'thinking', and takes it with a call only if there is no other content."""

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from sparkdraft.text.events import Content, Parser, Reading
 from sparkdraft.text.tools.base import ToolFormat, Tools, lark
-from sparkdraft.text.tools.calls import quoted
+from sparkdraft.text.tools.calls import quoted, read_json
 from sparkdraft.text.tools.hermes import CLOSE, OPEN, HermesParser
 from sparkdraft.text.tools.json_scanner import literal
 from sparkdraft.text.tools.schemas import Function, json_rule
@@ -115,14 +115,10 @@ def to_json(text: str, schema: Any, function: Function) -> str:
         return word.split(".")[0] if "number" not in types and kind == "number" else word
     if plain[:1] in ("{", "[") and (types & {"object", "array"} or not types):
         try:
-            return json.dumps(json.loads(plain, strict=False, parse_constant=_refuse), ensure_ascii=False)
+            return json.dumps(read_json(plain), ensure_ascii=False)
         except (ValueError, RecursionError):
             return quoted(text)
     return quoted(text)
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _types(schema: Any, function: Function, seen: list[int] | None = None) -> set[str]:
