@@ -80,8 +80,8 @@ class RandomCheckpoint:
         parts = {tensor for matrix in self._matrices.values() for tensor in matrix.tensors}
         return [*(name for name in self._shapes if name not in parts), *self._matrices]
 
-    def stored_bytes(self) -> StoredBytes:
-        return count_stored(map(self._stored, self.names()))
+    def stored_bytes(self, unread: tuple[str, ...] = ()) -> StoredBytes:
+        return count_stored(self._stored(name) for name in self.names() if not name.startswith(unread))
 
     def _stored(self, name: str) -> StoredMatrix:
         *rows, width = self._matrix_shape(name)

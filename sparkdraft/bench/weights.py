@@ -58,7 +58,7 @@ class FloatCheckpoint:
         is_integers = isinstance(part, Tensor) and not part.is_floating_point()  # such as ids
         return part if is_integers or isinstance(part, QuantisedExperts) else as_float(part)
 
-    def stored_bytes(self) -> StoredBytes:
+    def stored_bytes(self, unread: tuple[str, ...] = ()) -> StoredBytes:
         return StoredBytes(0, model_sizes(read_config(self.config)).held)
 
     def tokenizer_json(self) -> RawTokenizer:

@@ -148,10 +148,12 @@ class StateSlots:
         held = self._held.pop(request, None)
         if held is None:
             return
-        if self._has_pages and request.num_computed > held.start:
-            self._save(request, held, self._device.base_of(held.slot))
-        self._copies = deque(each for each in self._copies if each.saves or each.slot != held.slot)
-        self._free.append(held.slot)
+        try:
+            if self._has_pages and request.num_computed > held.start:
+                self._save(request, held, self._device.base_of(held.slot))
+        finally:  # an interrupt while the device is waited for must not cost the slot
+            self._copies = deque(each for each in self._copies if each.saves or each.slot != held.slot)
+            self._free.append(held.slot)
 
     def prefers(self, block: int, other: int) -> bool:
         return False

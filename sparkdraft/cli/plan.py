@@ -190,9 +190,12 @@ def _in_file(name: str) -> WeightFormats | None:
         return WeightFormats.parse(FORMATS_OF[name])
     if not name.endswith(".gguf"):
         return None
+    from sparkdraft.weights.checkpoint import open_checkpoint
     from sparkdraft.weights.gguf import GgufCheckpoint
 
-    return of_gguf(GgufCheckpoint(user_path(name)).matrix_types())
+    opened = open_checkpoint(name)
+    assert isinstance(opened, GgufCheckpoint), name
+    return of_gguf(opened.matrix_types())
 
 
 def read_drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftConfig | None, list[str]]:

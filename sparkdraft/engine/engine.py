@@ -88,7 +88,7 @@ class Engine:
         if params.grammar and grammar is None:
             grammar = self.grammars.compile(params.grammar)
         name = request_id or f"request-{next(self._numbers)}"
-        if name in self._by_id:
+        if name in self._by_id or any(output.request_id == name for output in self._ended):
             raise UserError(f"request id '{name}' is already running; choose another")
         max_output = min(params.max_tokens, self.plan.max_model_len - len(prompt_ids))
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(7), "little")
@@ -130,8 +130,9 @@ class Engine:
         for name in names:
             for request in list(self._by_id.get(name, ())):
                 self._remove(request)
-        for request in waiting:  # the drafter may still have rows of a request that was preempted in this step
+        for request in waiting:  # one that was preempted or refused in this step may still hold something
             self.drafting.release(request)
+            self.scheduler.holdings.drop(request)
         self.scheduler.prefix.clear()
         self._ended = [output for output in self._ended if output.request_id not in names]
         return list(dict.fromkeys(names))

@@ -16,6 +16,7 @@ from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.machine import detect, native_problem, plan_here
 from sparkdraft.models.blocks import Decoder
 from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.nested import unread_names
 from sparkdraft.models.registry import read_config
 from sparkdraft.plan.resolve import model_bytes
 from sparkdraft.plan.weight_formats import quantised_at_load
@@ -93,7 +94,7 @@ def load_opened(opened: Opened, progress: Progress | None = None, weights: Decod
 
 
 class Sized(Protocol):
-    def stored_bytes(self) -> StoredBytes: ...
+    def stored_bytes(self, unread: tuple[str, ...] = ()) -> StoredBytes: ...
 
 
 def stored_of(
@@ -101,7 +102,7 @@ def stored_of(
 ) -> StoredBytes:
     """What a GPU keeps of a checkpoint with these settings: as it is stored, or as --weights quantises it. A head in
     the target's file that drafts stays floats."""
-    stored = checkpoint.stored_bytes()
+    stored = checkpoint.stored_bytes(unread_names(drafts=bool(drafter and drafter.num_in_target)))
     if config.weights == "auto" or stored.quantised:
         return stored
     made = quantised_at_load(model, config.weights)

@@ -116,6 +116,8 @@ class Scheduler:
 
     def finish(self, request: Request) -> None:
         """Remove a request, whether it runs or waits, and release its blocks; the caller has set its finish reason."""
+        if request in self.running:
+            self._refused = None  # what was kept free for it is free for others, whether or not more is free in all
         for queue in (self.running, self.waiting):
             if request in queue:
                 queue.remove(request)

@@ -137,11 +137,20 @@ def decoder_config(config: Mapping[str, Any], layers: Sequence[LayerSpec]) -> Mo
         model_type=config["model_type"],
         hidden_size=need(config, "hidden_size"),
         vocab_size=need(config, "vocab_size"),
-        max_position=need(config, "max_position_embeddings"),
+        max_position=max([need(config, "max_position_embeddings"), *map(_stretched, layers)]),
         layers=tuple(layers),
         rms_eps=positive(config, "rms_norm_eps", 1e-6),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
     )
+
+
+def _stretched(layer: LayerSpec) -> int:
+    """Tokens that a yarn was added for: Qwen's cards add it to config.json, and leave the number of positions as it
+    was."""
+    scaling = layer.mixer.rope.scaling if isinstance(layer.mixer, AttentionSpec) and layer.mixer.rope else None
+    if not scaling or scaling.get("rope_type") != "yarn" or not scaling.get("original_max_position_embeddings"):
+        return 0
+    return int(scaling["factor"] * scaling["original_max_position_embeddings"])
 
 
 def rope_spec(config: Mapping[str, Any], head_dim: int, layer_type: str = "", reads: str = "") -> RopeSpec:

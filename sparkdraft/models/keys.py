@@ -74,7 +74,7 @@ ROPE_KINDS = {  # the numbers that each kind needs
 }
 ROPE_READ = _names("""
     rope_type type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings
-    beta_fast beta_slow attention_factor finetuned truncate
+    beta_fast beta_slow attention_factor attn_factor finetuned truncate
 """)
 ROPE_ONLY = only_values("partial_rotary_factor", 1)
 

@@ -34,11 +34,13 @@ def build(
     config: ModelConfig, load: Loader, ops: ModuleType, context: int, experts: LoadExperts | None = None
 ) -> Decoder:
     """experts: how those of a layer are found, where it is not as Qwen names them."""
+    import torch
+
     from sparkdraft.models.blocks import Attention, Decoder, DecoderLayer, GatedMLP, load_head, load_norm
     from sparkdraft.models.experts import load_experts
     from sparkdraft.models.rope import RopeTables
 
-    factors = load.optional_vector("rope_freqs", config.attention[0].head_dim // 2)
+    factors = load.optional_vector("rope_freqs", config.attention[0].head_dim // 2, torch.float32)
     ropes = RopeTables(context, load.device, factors)
     embedding = load.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
     layers = []

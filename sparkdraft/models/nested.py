@@ -34,6 +34,11 @@ OUTER = """
 """
 
 
+def unread_names(drafts: bool) -> tuple[str, ...]:
+    """How the names begin of what is not loaded. drafts: a drafter of the target's file is."""
+    return tuple(name for names, reason in OTHERS.values() if reason or not drafts for name in names.split())
+
+
 def text_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The text model's own config, named by the whole file's type, and outer keys that are not known."""
     inner = config.get("text_config")

@@ -41,7 +41,7 @@ def rope_table(spec: RopeSpec, length: int, freq_factors: Tensor | None = None) 
     frequency = spec.theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     frequency, magnitude = _stretch(frequency, spec)
     if freq_factors is not None:
-        frequency = frequency / freq_factors.double()
+        frequency = frequency / freq_factors.cpu().double()
     table = torch.empty((length, dim), dtype=torch.float32)
     for first in range(0, length, SLICE):
         angle = torch.arange(first, min(first + SLICE, length), dtype=torch.float64).unsqueeze(1) * frequency
@@ -96,4 +96,5 @@ def _yarn(frequency: Tensor, spec: RopeSpec, scaling: Mapping[str, Any]) -> tupl
     magnitude = scaling.get("attention_factor")
     if magnitude is None:
         magnitude = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+        magnitude *= scaling.get("attn_factor") or 1.0  # llama.cpp's and vLLM's name, of what multiplies the usual
     return frequency * (1 - ramp) + frequency / factor * ramp, float(magnitude)

@@ -62,14 +62,15 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "head": ("lm_head",),
     "embedding": ("embed_tokens",),
 }
+STATED = ("quantization_config", "compression_config")  # keys of config.json; the second is of older files
 USUALLY_FLOAT = ("router", "head", "embedding")
-METHODS = {"mxfp4": "mxfp4", "fp8": "fp8", "fbgemm_fp8": "fp8"}  # that name their format
+METHODS = {"mxfp4": "mxfp4", "fp8": "fp8"}  # that name their format
 # Parts of ModelOpt's names of algorithms; the first that is found counts.
 ALGORITHMS = {
     "NVFP4": "nvfp4", "MXFP4": "mxfp4", "MXFP8": "mxfp8", "FP8_PB": "fp8-block", "FP8_BLOCK": "fp8-block",
     "FP8": "fp8", "W4A16": "int4",
 }  # fmt: skip
-BY_BITS = ("gptq", "awq", "auto-round", "bitsandbytes")
+BY_BITS = ("gptq", "awq", "auto-round")
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +211,8 @@ def of_gguf(types: Mapping[str, tuple[str, int]]) -> WeightFormats:
 
 def stated(config: Mapping[str, Any], num_layers: int) -> WeightFormats | None:
     """The formats that a config.json describes, or None if it describes none. Raises UserError for those not known."""
-    found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    text = config.get("text_config") or {}
+    found = next((c[name] for c in (config, text) for name in STATED if c.get(name)), None)
     if not found:
         return None
     method = str(found.get("quant_method", "")).lower()

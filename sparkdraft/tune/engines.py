@@ -55,6 +55,10 @@ class Load:
 def make_loads(prompts: Sequence[list[int]], plan: Plan, output_len: int) -> dict[str, Load]:
     """prompts: ids of the user's own. They are cut, and joined for the long prompt, to fit the context."""
     room = plan.max_model_len - output_len - MOST_AHEAD
+    if room < 1:
+        most = plan.max_model_len - MOST_AHEAD - 1
+        context = f"a context of {plan.max_model_len} tokens"
+        raise UserError(f"--output-len is {output_len}; with {context} it must be {most} or less")
     fit = [ids[:room] for ids in prompts]
     burst = BURST_FACTOR * plan.max_seqs
     many = [fit[i % len(fit)] for i in range(max(burst, STREAMS))]

@@ -47,8 +47,8 @@ class Checkpoint(Protocol):
         Treat it as read-only.
         """
 
-    def stored_bytes(self) -> StoredBytes:
-        """What the file holds, for the plan."""
+    def stored_bytes(self, unread: tuple[str, ...] = ()) -> StoredBytes:
+        """What the file holds, for the plan. unread: beginnings of names that will not be loaded."""
 
     def tokenizer_json(self) -> RawTokenizer:
         """The tokenizer as the `tokenizers` library runs it."""

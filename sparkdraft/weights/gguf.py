@@ -289,7 +289,7 @@ class GgufCheckpoint:
         tensors = {name: self.file.tensors[own] for name, own in self._names.items()}
         return {name: (NAMES.get(t.kind, ""), prod(t.shape)) for name, t in tensors.items() if len(t.shape) == 2}
 
-    def stored_bytes(self) -> StoredBytes:
+    def stored_bytes(self, unread: tuple[str, ...] = ()) -> StoredBytes:
         sizes = ((t, t.shape[-1] if len(t.shape) > 1 else 1) for t in self.file.tensors.values())
         matrices = (
             StoredMatrix(t.name, prod(t.shape) // (width or 1), width, FORMS.get(t.kind) if len(t.shape) == 2 else None)
@@ -390,6 +390,7 @@ def _rope_scaling(file: GgufFile, arch: str) -> dict[str, Any] | None:
         "original_context_length": "original_max_position_embeddings",
         "yarn_beta_fast": "beta_fast",
         "yarn_beta_slow": "beta_slow",
+        "attn_factor": "attn_factor",
     }
     if kind == "yarn":
         scaling |= {names[key]: value for key, value in meta.items() if key in names}

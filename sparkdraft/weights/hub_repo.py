@@ -14,7 +14,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -92,8 +92,7 @@ def pull(repo: str, file: str = "") -> Path:
         blobs.mkdir(parents=True, exist_ok=True)
         with progress(f"fetching {repo}", unit="MB") as meter, _watching(meter, blobs, total):
             large = [(hf_hub_url(repo, f.rfilename, revision=info.sha), f.lfs) for f in files if f.lfs]
-            with ThreadPoolExecutor(AT_ONCE) as pool:
-                list(pool.map(lambda each: fetch_blob(each[0], blobs / each[1].sha256, each[1].size), large))
+            _fetch_all([(url, blobs / each.sha256, each.size) for url, each in large])
             disable_progress_bars()  # one bar, for all files, is drawn already
             allow, ignore = ([file], []) if file else (ALLOW, IGNORE)
             folder = Path(snapshot_download(repo, allow_patterns=allow, ignore_patterns=ignore))
@@ -108,21 +107,38 @@ def pull(repo: str, file: str = "") -> Path:
     return folder
 
 
-def fetch_blob(url: str, blob: Path, size: int) -> None:
-    """Fetch one file into the cache, from where an earlier attempt ended. blob: named by the SHA-256 of its content."""
+def _fetch_all(files: list[tuple[str, Path, int]]) -> None:
+    """Several at once. If the user stops the command, all end at once; what came of them is kept. If one fails, the
+    others are fetched first."""
+    stop = threading.Event()
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        fetched = [pool.submit(fetch_blob, *file, stop) for file in files]
+        try:
+            for each in as_completed(fetched):
+                each.result()
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def fetch_blob(url: str, blob: Path, size: int, stop: threading.Event | None = None) -> None:
+    """Fetch one file into the cache, from where an earlier attempt ended. blob: named by the SHA-256 of its content.
+    stop: once it is set, nothing more is read."""
     from httpx import TransportError
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     part, failed = blob.with_name(f"{blob.name}.incomplete"), 0
     with hub.lock(blob.with_name(f"{blob.name}.lock")):
-        while not blob.exists():
+        while not blob.exists() and not (stop and stop.is_set()):
             done = part.stat().st_size if part.exists() else 0
             if done < size:
                 headers = build_hf_headers() | ({"Range": f"bytes={done}-"} if done else {})
                 try:
                     with get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
                         hf_raise_for_status(response)
-                        _write(response, part, "ab" if response.status_code == PARTIAL else "wb")
+                        _write(response, part, "ab" if response.status_code == PARTIAL else "wb", stop)
                 except TransportError:
                     # A connection that breaks is taken up again as long as each attempt brings something.
                     failed = 0 if part.exists() and part.stat().st_size > done else failed + 1
@@ -136,10 +152,12 @@ def fetch_blob(url: str, blob: Path, size: int) -> None:
     blob.with_name(f"{blob.name}.lock").unlink(missing_ok=True)
 
 
-def _write(response: httpx.Response, part: Path, mode: str) -> None:
+def _write(response: httpx.Response, part: Path, mode: str, stop: threading.Event | None) -> None:
     with part.open(mode) as file:
         for chunk in response.iter_bytes(CHUNK):
             file.write(chunk)
+            if stop and stop.is_set():
+                return
 
 
 def verify(folder: Path) -> list[Path]:

@@ -162,8 +162,8 @@ class Loader:
         """dtype: None for the activations' own."""
         return self.floats(name, (size,), dtype).to(self.device)
 
-    def optional_vector(self, name: str, size: int) -> Tensor | None:
-        return self.vector(name, size) if name in self._names else None
+    def optional_vector(self, name: str, size: int, dtype: torch.dtype | None = None) -> Tensor | None:
+        return self.vector(name, size, dtype) if name in self._names else None
 
     def integers(self, name: str, size: int) -> Tensor:
         """Ids, offsets or flags, in the type they were saved in."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as RawTokenizer
 
 INDEX = "model.safetensors.index.json"
+HEAD = "lm_head.weight"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -86,10 +87,11 @@ class SafetensorsCheckpoint:
         check_matrix(what, read, said)
         return read
 
-    def stored_bytes(self) -> StoredBytes:
+    def stored_bytes(self, unread: tuple[str, ...] = ()) -> StoredBytes:
         text = self.config.get("text_config") or self.config
-        tied = bool(text.get("tie_word_embeddings")) and "lm_head.weight" not in self._matrices
-        return count_stored(map(self._stored, self.names()), tied)
+        tied = bool(text.get("tie_word_embeddings")) and HEAD not in self._matrices
+        names = (name for name in self.names() if not name.startswith(unread) and not (tied and name == HEAD))
+        return count_stored(map(self._stored, names), tied)
 
     def _stored(self, name: str) -> StoredMatrix:
         matrix = self._matrices.get(name)

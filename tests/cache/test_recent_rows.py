@@ -138,3 +138,28 @@ def test_short_requests_wait_for_no_window_that_they_never_fill() -> None:
         request.blocks.extend(range(10 * number + 7, 10 * number + 10))
         assert rows.can_grow(request, 3)
         rows.grow(request, 3)
+
+
+def test_a_refused_request_is_asked_again_when_another_ends() -> None:
+    """While requests grow, pages become fewer and so does what they are owed: when one ends, there may be room although
+    fewer pages are free than when the next was refused."""
+    pool, size = BlockPool(1000), 16
+    holding = RecentRows(PagePool(18), size, 0, 64, 64, lambda changes: None)
+    scheduler = Scheduler(pool, PrefixCache(pool, size, False), 4, 2048, 0, [holding])
+    outputs = {"long": 250, "short": 70, "next": 70, "last": 2}
+    begun: dict[str, int] = {}
+    ended: dict[str, int] = {}
+    for i, (name, output) in enumerate(outputs.items()):
+        scheduler.add(Request(name, 0, [i] * 10, SamplingParams(output), 0, output))
+    for step in range(1000):
+        if not scheduler.has_work:
+            break
+        for work in scheduler.schedule().work:
+            begun.setdefault(work.request.id, step)
+            work.request.output_ids.append(7)
+            scheduler.commit(work.request, work.num_known)
+            if len(work.request.output_ids) >= outputs[work.request.id]:
+                ended[work.request.id] = step
+                scheduler.finish(work.request)
+    assert begun["next"] > 0 and begun["next"] <= ended["short"] + 1 < ended["long"]
+    assert not scheduler.num_preempted

@@ -304,6 +304,19 @@ def test_at_its_end_a_request_leaves_the_state_that_the_device_has(device_base: 
     assert holding.num_free == 2
 
 
+def test_an_interrupt_at_the_end_of_a_request_costs_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Lists(2, 4, 16)
+    holding, request = StateSlots(2, 4, 16, MOST_ROWS, device), a_request(5)
+    admitted(holding, request, [1, 2])
+    request.num_computed = 32
+    monkeypatch.setattr(device, "base_of", lambda slot: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        holding.drop(request)
+    assert holding.num_free == 2
+    holding.drop(request)
+    assert holding.num_free == 2
+
+
 def test_a_refused_request_loads_nothing() -> None:
     """It was admitted for a moment: its slot goes to the next one, and so must not be written to any more."""
     engine, holding, device = engine_of()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from sparkdraft.bench.named_shapes import TARGET_FILES
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.llm import LLM
@@ -272,3 +273,11 @@ def test_a_gguf_file_that_computes_something_else_is_refused(
     path = write_gguf(tmp_path / "tiny.gguf", settings={f"llama.{key}": value})
     with pytest.raises(UserError, match=words):
         read_config(open_checkpoint(str(path)).config)
+
+
+def test_a_yarn_that_was_added_lengthens_the_context() -> None:
+    """As Qwen's cards say; max_position_embeddings stays as it was."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    config = TARGET_FILES["qwen3-30b-a3b"] | {"max_position_embeddings": 40960, "rope_scaling": yarn}
+    assert read_config(config).max_position == 131072
+    assert read_config(config | {"max_position_embeddings": 262144}).max_position == 262144

@@ -206,3 +206,19 @@ def test_only_who_reads_a_key_gets_past_it() -> None:
         rope_spec(config_of(256, rope), 256)
     spec = rope_spec(config_of(256, rope), 256, reads="partial_rotary_factor mrope_section")
     assert spec.width == 64
+
+
+def test_a_file_may_say_what_multiplies_the_usual_magnitude() -> None:
+    """As DeepSeek-R1-0528-Qwen3-8B does, so that none is left."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
+    plain, scaled = (rope_table(read(128, yarn | more), 40) for more in ({}, {"attn_factor": 0.8782488562869419}))
+    assert float(plain[0, 0]) == pytest.approx(0.1 * math.log(4) + 1) and float(scaled[0, 0]) == pytest.approx(1)
+
+
+def test_divisors_of_a_gguf_are_used_as_they_are() -> None:
+    """Whatever the activations' type, and on whatever device they were put."""
+    spec, factors = read(64, {"rope_type": "default", "rope_theta": 5e5}), torch.linspace(1, 8, 32)
+    exact = rope_table(spec, LENGTH, factors)
+    frequency = 5e5 ** -(torch.arange(0, 64, 2, dtype=torch.float64) / 64) / factors.double()
+    assert torch.allclose(exact[-1, :32].double(), ((LENGTH - 1) * frequency).cos(), atol=1e-6)
+    assert not torch.allclose(rope_table(spec, LENGTH, factors.bfloat16()), exact, atol=1e-2)

@@ -54,6 +54,11 @@ def test_what_gpt_oss_states_is_read() -> None:
 
 def test_a_config_without_quantised_weights_states_nothing() -> None:
     assert stated(TARGET_FILES["qwen3-30b-a3b"], 48) is None and stated({}, 4) is None
+    fp8 = {"quant_method": "fp8"}
+    assert stated({"compression_config": fp8}, 2) == stated({"quantization_config": fp8}, 2) is not None
+    for method in ("bitsandbytes", "fbgemm_fp8"):  # which are not read
+        with pytest.raises(UserError, match=method):
+            stated({"quantization_config": {"quant_method": method, "bits": 4}}, 2)
 
 
 STATED: list[tuple[dict[str, Any], dict[str, str]]] = [

@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparkdraft.core import UserError
+from sparkdraft.kernels import reference
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.gguf import GgufCheckpoint, GgufFile
 from sparkdraft.weights.gguf_blocks import read_blocks
+from sparkdraft.weights.loader import Loader
 from sparkdraft.weights.quant.coded import Coded
 from sparkdraft.weights.quant.group import GroupQuant
 from sparkdraft.weights.quant.stored import as_float
@@ -220,6 +222,9 @@ def test_llama3_rope_is_a_tensor(tmp_path: Path, write_gguf: Write) -> None:
     model = GgufCheckpoint(path)
     assert model.config["rope_scaling"] is None
     assert torch.equal(as_float(model.read("rope_freqs")), torch.full((8,), 2.0))
+    loader = Loader(model, torch.device("cpu"), torch.bfloat16, reference)
+    found = loader.optional_vector("rope_freqs", 8, torch.float32)
+    assert found is not None and found.dtype == torch.float32  # in the type of activations it would be rounded
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from sparkdraft.bench.coded import FORMS as RANDOM_FORMS
 from sparkdraft.bench.shapes import RandomCheckpoint
 from sparkdraft.kernels.cuda.planes import as_coded
 from sparkdraft.models.config import uniform_config
+from sparkdraft.models.nested import unread_names
 from sparkdraft.models.registry import read_config
 from sparkdraft.plan.weight_formats import (
     CODES,
@@ -33,6 +35,7 @@ from sparkdraft.weights.quant.coded import Coded
 from sparkdraft.weights.quant.quantise import QUANTISERS
 from sparkdraft.weights.quant.qweight import Permuted
 from sparkdraft.weights.quant.stored import Stored
+from sparkdraft.weights.safetensors import SafetensorsCheckpoint
 from tests.weights.formats_of_codes import fitting, random_coded
 
 CPU = torch.device("cpu")
@@ -158,3 +161,17 @@ def test_a_config_alone_says_what_its_file_takes(folder: Path) -> None:
         assert planned.quantised == 0 and planned.floats > file.floats
     elif folder.name != "compressed-tensors-fp8_block":
         assert planned.quantised == file.quantised
+
+
+def test_what_is_not_loaded_is_not_counted(tmp_path: Path) -> None:
+    """A vision tower, a head that nobody drafts with, and the copy of a tied head."""
+    tensors = {"model.embed_tokens.weight": torch.zeros(10, 4), "model.norm.weight": torch.zeros(4)}
+    others = {"model.visual.blocks.0.weight": torch.zeros(50, 4), "lm_head.weight": torch.zeros(10, 4)}
+    others["mtp.fc.weight"] = torch.zeros(8, 4)
+    sizes = {}
+    for name, held in (("text", tensors), ("all", tensors | others)):
+        (tmp_path / name).mkdir()
+        save_file(held, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text('{"tie_word_embeddings": true}')
+        sizes[name] = SafetensorsCheckpoint(tmp_path / name).stored_bytes(unread_names(drafts=False))
+    assert sizes["all"] == sizes["text"]

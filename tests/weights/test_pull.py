@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def test_an_interrupted_fetch_is_continued_by_the_next(web: FakeHub, monkeypatch
     """The process dies after 120 kB; the next one asks for the rest alone."""
     written = 0
 
-    def die(response: object, part: Path, mode: str) -> None:
+    def die(response: object, part: Path, mode: str, stop: object) -> None:
         nonlocal written
         with part.open(mode) as file:
             for chunk in response.iter_bytes(1 << 12):  # type: ignore[attr-defined]
@@ -87,6 +88,22 @@ def test_an_interrupted_fetch_is_continued_by_the_next(web: FakeHub, monkeypatch
     folder = pull(REPO)
     assert (folder / "model-1.safetensors").read_bytes() == WEIGHTS
     assert web.ranges and web.sent - before < len(WEIGHTS) - 100_000
+
+
+def test_who_stops_the_command_waits_for_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One file fails at once, the others would take for ever."""
+    fetched: list[str] = []
+
+    def fetch(url: str, blob: Path, size: int, stop: threading.Event) -> None:
+        if url == "bad":
+            raise KeyboardInterrupt
+        assert stop.wait(60), "it was not told to stop"
+        fetched.append(url)
+
+    monkeypatch.setattr(hub_repo, "fetch_blob", fetch)
+    with pytest.raises(KeyboardInterrupt):
+        hub_repo._fetch_all([(url, tmp_path / url, 1) for url in ("slow", "slower", "bad", "never", "begun", "at all")])
+    assert {"slow", "slower"} <= set(fetched)
 
 
 def test_a_hub_that_sends_other_bytes_is_not_believed(web: FakeHub) -> None:
