@@ -150,7 +150,10 @@ def _stretched(layer: LayerSpec) -> int:
     scaling = layer.mixer.rope.scaling if isinstance(layer.mixer, AttentionSpec) and layer.mixer.rope else None
     if not scaling or scaling.get("rope_type") != "yarn" or not scaling.get("original_max_position_embeddings"):
         return 0
-    return int(scaling["factor"] * scaling["original_max_position_embeddings"])
+    factor, original = scaling["factor"], need(scaling, "original_max_position_embeddings")
+    if not math.isfinite(factor):
+        raise UserError(f"config.json has a rope of factor {factor}, which must be a number: fetch it again.")
+    return int(factor * original)
 
 
 def rope_spec(config: Mapping[str, Any], head_dim: int, layer_type: str = "", reads: str = "") -> RopeSpec:

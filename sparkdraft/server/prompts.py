@@ -183,10 +183,11 @@ class ModelText:
         """That of calls, of response_format, or of either; after the reasoning."""
         answer = _answer_grammar(body.response_format)
         try:
-            calls = tools.constraint(self.reasoning, prompt, answer) if tools else None
-            return calls or (answer and after_thinking(answer, self.reasoning, prompt))
+            rule = answer_rule(answer) if answer else ""
+            alone = after_thinking(answer, self.reasoning, prompt) if answer else None
         except UserError as error:
             raise ApiError(400, as_sentence(str(error)), "response_format") from None
+        return (tools and tools.constraint(self.reasoning, prompt, rule)) or alone
 
 
 def _answer_grammar(form: ResponseFormat | None) -> GrammarSpec | None:
@@ -205,16 +206,14 @@ class Tools:
         self.parallel = body.parallel_tool_calls is not False
         self.instructions = form.instructions(self.dicts, not self.is_free, self.only)
 
-    def constraint(
-        self, reasoning: ReasoningFormat | None, prompt: str, answer: GrammarSpec | None
-    ) -> GrammarSpec | None:
+    def constraint(self, reasoning: ReasoningFormat | None, prompt: str, answer: str) -> GrammarSpec | None:
         """The grammar that enforces a required or named call. With "auto" the model decides: between calls and what
-        response_format asks for, if that is given ('answer'), else freely."""
+        response_format asks for, if that is given (answer: its Lark rule), else freely."""
         thinking, instead = reasoning.grammar(prompt) if reasoning else "", ""
         if self.is_free:
-            if answer is None:
+            if not answer:
                 return None
-            instead = f"{reasoning.before_answer if reasoning else ''}answer\n{answer_rule(answer)}"
+            instead = f"{reasoning.before_answer if reasoning else ''}answer\n{answer}"
         return self.form.constraint(self.dicts, self.only, self.parallel, thinking, instead)
 
 

@@ -14,7 +14,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -112,15 +112,15 @@ def _fetch_all(files: list[tuple[str, Path, int]]) -> None:
     others are fetched first."""
     stop = threading.Event()
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        fetched = [pool.submit(fetch_blob, *file, stop) for file in files]
         try:
-            for each in as_completed(fetched):
-                each.result()
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                stop.set()
-                pool.shutdown(wait=False, cancel_futures=True)
+            fetched = [pool.submit(fetch_blob, *file, stop) for file in files]
+            wait(fetched)
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
             raise
+    for each in fetched:
+        each.result()
 
 
 def fetch_blob(url: str, blob: Path, size: int, stop: threading.Event | None = None) -> None:

@@ -102,6 +102,8 @@ def test_logprobs_of_completions(echo: Live) -> None:
     assert body["tokens"] == ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "b", "</s>"]  # one per token
     assert body["token_logprobs"] == [-0.5] * whole["usage"]["completion_tokens"]
     assert body["top_logprobs"][0] == {"a": -0.5, "!": -9999.0} and body["text_offset"] == [0, 1, 1, 1, 2, 3]
+    marked = echo.post(COMPLETIONS, prompt="</s>ab", logprobs=0, echo=True, max_tokens=1).json()["choices"][0]
+    assert marked["text"].startswith("</s>ab") and marked["logprobs"]["text_offset"][:4] == [0, 4, 5, 6]
     echoed = echo.post(COMPLETIONS, prompt="\u20acb", logprobs=0, echo=True).json()["choices"][0]
     assert echoed["text"] == "\u20acb\u20acb" and echoed["logprobs"]["text_offset"] == [0, 0, 0, 1, 2, 2, 2, 3, 4]
     chunks = echo.events(COMPLETIONS, prompt="\u20acb", logprobs=0, echo=True)
@@ -289,6 +291,10 @@ def test_a_call_that_ends_without_arguments_has_none() -> None:
         deltas = [c["choices"][0]["delta"] for c in server.events(CHAT, messages=USER, tools=[TOOL])]
         pieces = [piece["function"]["arguments"] for delta in deltas for piece in delta.get("tool_calls", [])]
         assert "".join(pieces) == "{}"
+    text = "<tool_call>\n<function=weather>\n"  # in another format such a call has broken off
+    with live(FakeClient(lambda prompt, params: text, template="<function= <parameter= {{ tools }}")) as server:
+        (call,) = server.chat(tools=[TOOL]).json()["choices"][0]["message"]["tool_calls"]
+        assert call["function"] == {"name": "weather", "arguments": ""}
 
 
 def test_nulls_within_earlier_calls_and_parts_of_a_refusal() -> None:

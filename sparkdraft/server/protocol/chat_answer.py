@@ -45,6 +45,7 @@ class ChatAnswer:
     new_parser: Callable[[], Parser]
     wants_logprobs: bool = False
     parallel: bool = True  # False: only the first call counts
+    may_be_empty: bool = False  # ToolFormat.may_be_empty
     include_usage: bool = False  # this and the next are about chunks
     return_speculation: bool = False
     tally: Tally = field(default_factory=Tally)
@@ -66,7 +67,7 @@ class ChatAnswer:
             choice.begun = True
             chunks.append(self._chunk(event.index, {"role": "assistant", "content": ""}))
         deltas = [self._chunk(event.index, delta, choice) for delta in self._deltas(choice, events)]
-        if event.finish is FinishReason.STOP:
+        if self.may_be_empty and event.finish is FinishReason.STOP and event.ids and event.ids[-1] in self.eos_ids:
             missing = self._deltas(choice, _missing_arguments(choice))
             deltas += [self._chunk(event.index, delta, choice) for delta in missing]
         if deltas:
@@ -156,7 +157,7 @@ class ChatAnswer:
 
 
 def _missing_arguments(choice: Choice) -> list[Event]:
-    """The empty object for calls that have ended without arguments, as gpt-oss writes them: clients parse them."""
+    """The empty object for calls that the model has ended without arguments: clients parse them."""
     return [ToolArguments(index, "{}") for index, call in choice.calls.items() if not call["function"]["arguments"]]
 
 

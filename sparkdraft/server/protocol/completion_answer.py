@@ -65,10 +65,17 @@ class CompletionAnswer:
         offsets = []
         for token, _ in rows:
             offsets.append(choice.num_chars)
-            choice.num_chars += len(choice.decoder.push(token))
+            choice.num_chars += len(choice.decoder.push(token) or self._mark(choice, token))
         choice.rows += rows
         choice.offsets += offsets
         return completion_logprobs(rows, offsets, self.tokenizer)
+
+    def _mark(self, choice: Text, token: int) -> str:
+        """A special token's text where it stands in the text: a prompt may spell one."""
+        if not self.tokenizer.is_special(token):
+            return ""
+        mark = self.tokenizer.token_bytes(token, skip_special=False).decode("utf-8", "replace")
+        return mark if choice.text.startswith(mark, choice.num_chars) else ""
 
     def _chunk(self, index: int, event: TokenEvent, text: str, logprobs: Json | None) -> Json:
         finish = self.texts[index].finish

@@ -40,6 +40,7 @@ def prepare(text: ModelText, body: ChatRequest, name: str) -> Job:
         new_parser=prompt.new_parser,
         wants_logprobs=bool(body.logprobs),
         parallel=body.parallel_tool_calls is not False,
+        may_be_empty=text.tools.may_be_empty,
         include_usage=body.include_usage,
         return_speculation=bool(body.return_speculation),
     )

@@ -90,6 +90,7 @@ class HarmonyParser(CallReader):
 class Harmony(ToolFormat):
     name = "harmony"
     keep_special = True
+    may_be_empty = True
 
     def parser(self, tools: Tools) -> Parser:
         return HarmonyParser(tools)
