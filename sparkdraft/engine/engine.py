@@ -89,7 +89,7 @@ class Engine:
             grammar = self.grammars.compile(params.grammar)
         name = request_id or f"request-{next(self._numbers)}"
         if name in self._by_id or any(output.request_id == name for output in self._ended):
-            raise UserError(f"request id '{name}' is already running; choose another")
+            raise UserError(f"request id '{name}' is in use, or its end has not been read; choose another")
         max_output = min(params.max_tokens, self.plan.max_model_len - len(prompt_ids))
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(7), "little")
         self._by_id[name] = [

@@ -202,7 +202,7 @@ def test_the_context_ends_a_request_that_asks_for_more() -> None:
 def test_an_id_in_use_is_refused_and_an_unknown_one_aborts_quietly() -> None:
     engine = fake_engine()
     engine.add([1], SamplingParams(), "a")
-    with pytest.raises(UserError, match="already running"):
+    with pytest.raises(UserError, match="is in use"):
         engine.add([1], SamplingParams(), "a")
     engine.abort("nobody")
     engine.abort("a")

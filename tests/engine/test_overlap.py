@@ -271,6 +271,7 @@ def test_a_parked_drafter_catches_up(
         blocks = torch.tensor(request.blocks.tolist(), device=kv.k[0].device)[positions // 16]
         kept = torch.stack([k[blocks, :, positions % 16] for k in kv.k])
         engine.abort("x")
+        assert [output.finish for output in engine.step()] == [FinishReason.ABORT]
         return request.output_ids[:50], kept
 
     text, expected = caches(host, [0] * 99)
