@@ -112,6 +112,11 @@ STEPS = [
         f"bench depth --shape gemma4-26b-a4b {DRAFTED.format('gemma4-26b-a4b-assistant', '5.3')} "
         "--depths 0,1,2,3,4,5,7 --concurrency 1,4 --output-len 384",
     ),
+    Step(  # at a mean length that was published for it
+        "depth-dflash", 150,
+        f"bench depth --shape gemma4-26b-a4b {DRAFTED.format('gemma4-26b-a4b-dflash', '5.9')} "
+        "--depths 0,3,7,15 --concurrency 1,4 --output-len 384",
+    ),
     *(Step(f"doctor-{each}", 150, "doctor --device cuda") for each in ("first", "again")),  # the first compiles kernels
     *(Step(f"check-{kv}", 60, f"check --device cuda --kv {kv}") for kv in ("exact", "fp8", "turboquant")),
     Step("tune", 240, "tune --device cuda --minutes 3 --json"),
