@@ -17,7 +17,9 @@ from sparkdraft.core import UserError
 from sparkdraft.paths import user_path
 from sparkdraft.progress import progress
 from sparkdraft.weights import hub
+from sparkdraft.weights.folder_files import read_json
 from sparkdraft.weights.hub_repo import ALLOW, IGNORE, explained
+from sparkdraft.weights.quant.stated import FILES, read_stated
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RawTokenizer
@@ -111,7 +113,8 @@ def _open_folder(path: Path) -> Checkpoint:
 
 def read_config_json(name: str) -> dict[str, Any]:
     """The config.json that a name stands for, and nothing else of its checkpoint: a folder, the file itself, a .gguf
-    file (whose header is translated) or a hub id, of which this one file is fetched. Raises UserError."""
+    file (whose header is translated) or a hub id, of which this one file is fetched. What files beside it say of its
+    quantised matrices is added, where there are any. Raises UserError."""
     path = user_path(name)
     if path.suffix == ".gguf" or name in hub.KNOWN:
         return open_checkpoint(name).config
@@ -130,7 +133,9 @@ def read_config_json(name: str) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read as JSON ({error}): fetch it again.") from error
     if not isinstance(config, dict):
         raise UserError(f"{path} holds no JSON object: fetch it again.")
-    return config
+    beside = {file: read_json(path.with_name(file)) for file in FILES if path.with_name(file).is_file()}
+    stated = read_stated(path.parent, config, beside) if beside else None
+    return config | {"quantization_config": stated.said} if stated else config
 
 
 def tensor_names(folder: Path) -> list[str]:

@@ -10,7 +10,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 
 import triton.language as tl  # noqa: E402
 
-from sparkdraft.kernels.cuda.compiling import only_compiling  # noqa: E402
+from sparkdraft.tune.compiling import only_compiling  # noqa: E402
 from tests.kernels.triton_device import DEVICE, gpu, gpu_only  # noqa: E402
 
 
