@@ -1,9 +1,11 @@
-"""The CI script runs both stages, fails if one of them does, and does not silently skip kernels."""
+"""The CI script runs both stages, fails if one of them does, and does not silently skip kernels; and no test stops the
+clock of others."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -39,3 +41,16 @@ def test_a_stage_that_fails_fails_the_run(tmp_path: Path, failing: str, stages: 
 def test_the_gpu_kernels_are_not_skipped_for_lack_of_triton() -> None:
     """Without it all of tests/kernels/test_cuda*.py would be skipped unnoticed."""
     assert find_spec("triton"), "Triton is not installed: run make dev"
+
+
+def test_no_test_replaces_the_clock_of_the_whole_process() -> None:
+    """Servers of other tests run in threads beside. An event loop that reads a time of 0 once waits for hours: it takes
+    the time of its next timer for the seconds until then. Replace the name `time` in the module under test instead."""
+    replaced = re.compile(r"""setattr\((\w+\.)*time,|setattr\("([\w.]+\.)?time\.""")
+    found = {
+        f"{path.name}: {line.strip()}"
+        for path in Path(__file__).parent.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if replaced.search(line)
+    }
+    assert not found

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -190,7 +192,12 @@ def live(client: Any, ready_within: float = PATIENT, warms_up: bool | None = Non
         running.openai.close()
         server.should_exit = True
         thread.join(PATIENT)
-        assert not thread.is_alive(), "the server did not end"
+        assert not thread.is_alive(), f"the server did not end: {_where(thread)}"
+
+
+def _where(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "".join(traceback.format_stack(frame)) if frame else "its thread has just ended"
 
 
 @pytest.fixture(scope="module")
