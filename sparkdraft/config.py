@@ -7,9 +7,10 @@ fields and their help texts. An unknown name is an error. No torch.
 from __future__ import annotations
 
 from dataclasses import Field, dataclass, field, fields
+from pathlib import PurePath
 from typing import Any, TypeVar, cast
 
-from sparkdraft.core import UserError
+from sparkdraft.core import UserError, number, whole
 from sparkdraft.kernels.turboquant.layout import check_bits
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -116,7 +117,8 @@ class EngineConfig:
         """A config from options that the user has named; an unknown name is refused with the list of known names."""
         if unknown := sorted(options.keys() - ENGINE_FIELDS.keys()):
             raise UserError(f"unknown option {unknown[0]}; known are {', '.join(sorted(ENGINE_FIELDS))}")
-        return cls(**options, given=frozenset(options))
+        typed = {name: _typed(name, str(ENGINE_FIELDS[name].type), value) for name, value in options.items()}
+        return cls(**typed, given=frozenset(options))
 
     def is_open(self, name: str) -> bool:
         """Whether a profile may set this field: nobody has named it."""
@@ -173,6 +175,24 @@ class EngineConfig:
                     f"{each.name} is {value}, but kv is {self.kv} and only turboquant reads it: "
                     f"set kv to turboquant, or leave {each.name} out"
                 )
+
+
+def _typed(name: str, kind: str, value: Any) -> Any:
+    """A value as the config keeps it. From Python, a folder may be a Path, and drafts may be numbers: spec=7,
+    spec_depths=[0, 3, 7]."""
+    if kind == "int":
+        return whole(name, value)
+    if kind == "float":
+        return number(name, value)
+    if kind == "bool" and not isinstance(value, bool):
+        raise UserError(f"{name} is {value!r}; it must be true or false")
+    if kind == "str" and isinstance(value, PurePath | int):
+        return str(value)
+    if name == "spec_depths" and isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    if kind == "str" and not isinstance(value, str):
+        raise UserError(f"{name} is {value!r}; it must be a text")
+    return value
 
 
 def _are_depths(text: str) -> bool:

@@ -11,11 +11,13 @@ part fills it. Lengths have the same names everywhere:
 
 from __future__ import annotations
 
+import operator
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any
+from numbers import Real
+from typing import Any, cast
 
 MAX_LOGPROBS = 20
 AUTO = -1  # a depth that is chosen every step
@@ -62,6 +64,33 @@ def _require(ok: bool, message: str) -> None:
         raise UserError(message)
 
 
+def whole(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise UserError(f"{name} is {value!r}; it must be a whole number") from None
+
+
+def number(name: str, value: Any) -> float:
+    _require(isinstance(value, Real), f"{name} is {value!r}; it must be a number")
+    return cast(float, value)
+
+
+def _ids(name: str, values: Any) -> list[int]:
+    values = () if values is None else values
+    _require(isinstance(values, Iterable), f"{name} is {values!r}; it must be a list of token ids")
+    return [whole(f"a token id of {name}", value) for value in values]
+
+
+def _texts(stop: Any) -> tuple[str, ...]:
+    texts = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    _require(isinstance(texts, Iterable), f"stop is {stop!r}; it must be a text or a list of texts")
+    found = tuple(texts)
+    for text in found:
+        _require(isinstance(text, str), f"stop holds {text!r}; it must be a text")
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
     """What the output must look like. text/grammar.py compiles it and reports what is wrong with it."""
@@ -101,8 +130,7 @@ class SamplingParams:
     continues: bool = False  # the text goes on where the prompt ends: the blank before its first word is part of it
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
+        self._check_types()
         self._check_lengths()
         self._check_filters()
         self._check_penalties()
@@ -118,6 +146,23 @@ class SamplingParams:
             f"up to {MAX_COUNT}",
         )
         _require(1 <= self.n <= MAX_N, f"n is {self.n}; it must be between 1 and {MAX_N}")
+
+    def _check_types(self) -> None:
+        """Numbers may be numpy's; a list that is None is as if left out."""
+        known: dict[str, Any] = {"stop": _texts(self.stop), "stop_ids": _ids("stop_ids", self.stop_ids)}
+        biases = {} if self.logit_bias is None else self.logit_bias
+        _require(isinstance(biases, Mapping), f"logit_bias is {biases!r}; it must map token ids to numbers")
+        for value in biases.values():
+            number("logit_bias", value)
+        known["logit_bias"] = dict(zip(_ids("logit_bias", biases), biases.values(), strict=True))
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.type == "float":
+                number(each.name, value)
+            elif each.type == "int" or (each.type == "int | None" and value is not None):
+                known[each.name] = whole(each.name, value)
+        for name, value in known.items():
+            object.__setattr__(self, name, value)
 
     def _check_lengths(self) -> None:
         _require(
@@ -184,7 +229,7 @@ class Request:
     max_output: int  # max_tokens, or less if the context ends first
     output_ids: list[int] = field(default_factory=list)  # appended by engine/output
     num_computed: int = 0  # advanced by the scheduler, back to 0 when preempted
-    num_cached: int = 0  # prompt rows supplied by the prefix cache, set by the scheduler
+    num_cached: int | None = None  # prompt rows supplied by the prefix cache, set by the scheduler at first admission
     blocks: array[int] = field(default_factory=lambda: array("i"))  # owned by the scheduler
     chain: list[int] = field(default_factory=list)  # the prefix cache's keys of the full blocks
     finish: FinishReason | None = None  # set by engine/output or by abort

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sparkdraft.config import EngineConfig
-from sparkdraft.core import Fact, FinishReason, SamplingParams, StepOutput, TokenLogprob, UserError
+from sparkdraft.core import Fact, FinishReason, SamplingParams, StepOutput, TokenLogprob, UserError, whole
 from sparkdraft.defaults import OPENAI, model_defaults
 from sparkdraft.engine.facts import facts
 from sparkdraft.engine.load import load
@@ -149,7 +149,7 @@ class LLM:
         return [*facts(self.engine), *self.style.facts]
 
     def encode(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else [whole("a token id", i) for i in prompt]
 
     def chat_ids(self, messages: Sequence[Message]) -> list[int]:
         """A conversation as the model's own template writes it, up to the assistant's turn."""
@@ -223,7 +223,9 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    """Prompts, of which a single one may be given by itself. Ids may be integers of any kind, numpy's too."""
+    first = prompts[0] if len(prompts) else ""
+    if isinstance(prompts, str) or (hasattr(first, "__index__") and not getattr(first, "ndim", 0)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

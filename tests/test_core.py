@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
 import pytest
 
 from sparkdraft.config import EngineConfig
@@ -43,6 +47,17 @@ from sparkdraft.core import Request, SamplingParams, UserError
         ({"stop": ["x" * 257]}, "stop has a string of 257 characters"),
         ({"stop_ids": [1] * 65}, "stop_ids has 65 entries"),
         ({"num_draft": 2**70}, "num_draft is"),
+        ({"top_k": 2.5}, "top_k is 2.5; it must be a whole number"),
+        ({"max_tokens": "5"}, "max_tokens is '5'; it must be a whole number"),
+        ({"max_tokens": None}, "max_tokens is None; it must be a whole number"),
+        ({"seed": 1.5}, "seed is 1.5; it must be a whole number"),
+        ({"temperature": "hot"}, "temperature is 'hot'; it must be a number"),
+        ({"stop": 5}, "stop is 5; it must be a text or a list of texts"),
+        ({"stop": [5]}, "stop holds 5; it must be a text"),
+        ({"stop_ids": 5}, "stop_ids is 5; it must be a list of token ids"),
+        ({"stop_ids": ["a"]}, "a token id of stop_ids is 'a'; it must be a whole number"),
+        ({"logit_bias": [1]}, "logit_bias is .1.; it must map token ids to numbers"),
+        ({"logit_bias": {1: "high"}}, "logit_bias is 'high'; it must be a number"),
     ],
 )
 def test_wrong_sampling_parameters(params: dict[str, object], words: str) -> None:
@@ -57,6 +72,35 @@ def test_wrong_sampling_parameters(params: dict[str, object], words: str) -> Non
 def test_wrong_engine_options(field: dict[str, object]) -> None:
     with pytest.raises(UserError, match=next(iter(field))):
         EngineConfig(**field)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ({"spec": 7.5}, "spec is 7.5; it must be a text"),
+        ({"spec": -7}, "spec is '-7'; it must be auto, off or a number of drafts"),
+        ({"spec_depths": [3, 0]}, "spec_depths is '3,0'; it must be auto, or growing numbers"),
+        ({"max_seqs": 1.5}, "max_seqs is 1.5; it must be a whole number"),
+        ({"memory_fraction": "all"}, "memory_fraction is 'all'; it must be a number"),
+        ({"graphs": "no"}, "graphs is 'no'; it must be true or false"),
+    ],
+)
+def test_engine_options_of_a_wrong_type(field: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        EngineConfig.of(**field)
+
+
+def test_engine_options_as_python_writes_them() -> None:
+    config = EngineConfig.of(model=PurePath("models", "mine"), spec=7, spec_depths=[0, 3, 7])
+    assert (config.model, config.num_draft, config.depths) == (str(PurePath("models", "mine")), 7, [0, 3, 7])
+
+
+def test_numbers_may_be_those_of_numpy_and_lists_may_be_none() -> None:
+    made = SamplingParams(np.int64(5), seed=np.int64(3), temperature=np.float32(0.5), stop_ids=np.array([1, 2]))
+    assert (made.max_tokens, made.seed, made.stop_ids) == (5, 3, [1, 2])
+    assert {type(made.max_tokens), type(made.seed), *map(type, made.stop_ids)} == {int}
+    none: Any = None
+    assert SamplingParams(stop=none, stop_ids=none, logit_bias=none) == SamplingParams()
 
 
 def test_a_single_stop_string_is_a_list_of_one() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sparkdraft.core import Batch, GrammarSpec, SamplingParams, StepOutput, UserError
@@ -89,6 +90,14 @@ def test_several_completions_of_a_stream_beside_another(llm: LLM) -> None:
         next(other)
     assert got == expected
     other.close()
+    assert nothing_is_left(llm)
+
+
+def test_ids_may_be_those_of_numpy(llm: LLM, alone: list[list[int]]) -> None:
+    for prompts in (np.array(PROMPTS[0]), [np.array(PROMPTS[0])], np.array([PROMPTS[0]]), [*np.array(PROMPTS[0])]):
+        assert [r.completions[0].ids for r in llm.generate(prompts, params(8))] == alone[:1]
+    with pytest.raises(UserError, match=r"a token id is 1\.5; it must be a whole number"):
+        llm.generate([[1.5]])  # type: ignore[list-item]
     assert nothing_is_left(llm)
 
 

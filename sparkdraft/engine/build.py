@@ -97,7 +97,7 @@ def build_engine(
             loader = Loader(source, device, dtype, ops, progress, weights=config.weights, cache=cache)
             model = model or architecture(model_config.model_type).build(model_config, loader, ops, plan.max_model_len)
         assert model.context >= plan.max_model_len, f"{model.context} positions for a context of {plan.max_model_len}"
-        proposer, notes = None, [*chosen, *loader.notes]
+        proposer, notes = None, [*chosen, *loader.notes, *_unknown_ends(tokenizer, model_config.vocab_size)]
         if drafter:
             made, said = _build_drafter(drafter, config, plan, model)
             proposer, notes = Proposer(made, plan, device, ops), [*notes, *said]
@@ -120,6 +120,11 @@ def build_engine(
     if plan.graphs and plan.device == "cuda":
         overlap = OverlappedSteps(runner, proposer, device, drafting.choices, drafting.cuts)
     return Engine(plan, runner, sampler, tokenizer, drafting, overlap, holdings, notes, counts)
+
+
+def _unknown_ends(tokenizer: Vocabulary, vocab_size: int) -> list[Note]:
+    unknown = sorted(token for token in tokenizer.eos_ids if not 0 <= token < vocab_size)
+    return [Note(f"the end-of-text id {token} is ignored", f"ids go from 0 to {vocab_size - 1}") for token in unknown]
 
 
 def _build_drafter(

@@ -243,10 +243,8 @@ class Drafting:
             block = max((w.most_drafts for w in drafted), default=0)
             self._measured({w.source for w in drafted}, deepest, num, longest, draft + verify, block, draft)
         for work in drafted:
-            kept = self._requests.get(work.request)  # None if the request ended with this step
-            stats = kept.stats if kept else self.total
             # shared out, so that the sum over requests is the time that passed
-            stats.add_time(draft / len(drafted), verify / len(drafted))
+            self._of(work.request).stats.add_time(draft / len(drafted), verify / len(drafted))
 
     def drafts_from_text(self, requests: Iterable[Request]) -> bool:
         """Whether any of these requests, all of which draft, drafts from its own text."""

@@ -164,6 +164,8 @@ class Engine:
         outputs = self._commit(batch, sampled)
         end = time.perf_counter()
         self.drafting.timed(batch, drafted - begin, end - drafted)
+        for output, work in zip(outputs, (w for w in batch.work if w.samples), strict=True):
+            self._follow_up(output, work.request)
         if num_decoding := sum(work.decodes for work in batch.work):
             self.pace.learn(num_decoding, batch.num_prompt_rows, end - begin)
         if batch.decodes:
@@ -359,8 +361,6 @@ class Engine:
                 first += work.num_sampled
             self.scheduler.commit(work.request, num_rows)
         self.drafting.observe(batch, num_accepted, self.runner)
-        for output, work in zip(outputs, (w for w in batch.work if w.samples), strict=True):
-            self._follow_up(output, work.request)
         return outputs
 
     def _follow_up(self, output: StepOutput, request: Request) -> None:

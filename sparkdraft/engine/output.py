@@ -38,7 +38,7 @@ class Output:
             taken.append(token)
             request.finish = self._ends_with(token)
             ended_by_id = request.finish is FinishReason.STOP
-            piece, stopped = self._stops.push("" if ended_by_id else self._text.push(token))
+            piece, stopped = self._until_stop("" if ended_by_id else self._text.push(token))
             text += piece
             if self.grammar:
                 request.finish = self._follow(self.grammar, token)
@@ -57,7 +57,7 @@ class Output:
             logprobs[: len(taken)] if logprobs else None,
             self._prompt_logprobs if first and request.params.prompt_logprobs is not None else None,
             request.num_prompt,
-            request.num_cached,
+            request.num_cached or 0,
         )
 
     def _ends_with(self, token: int) -> FinishReason | None:
@@ -76,8 +76,15 @@ class Output:
 
     def _flush(self) -> str:
         """The end of the text that was held back; a stop string may still be completed in it."""
-        piece, stopped = self._stops.push(self._text.finish())
+        piece, stopped = self._until_stop(self._text.finish())
         if stopped:
             self.request.finish = FinishReason.STOP
             return piece
         return piece + self._stops.finish()
+
+    def _until_stop(self, text: str) -> tuple[str, bool]:
+        """What may be shown of this text and what was held back, and whether a stop string has ended it. The first
+        min_tokens ids are not searched."""
+        if len(self.request.output_ids) <= self.request.params.min_tokens:
+            return text, False
+        return self._stops.push(text)

@@ -124,7 +124,7 @@ class Sampler:
     ) -> None:
         self.vocab_size = vocab_size
         self.ops = ops
-        self.eos_ids = eos_ids
+        self.eos_ids = frozenset(token for token in eos_ids if 0 <= token < vocab_size)
         self.device = device
         self._tallies: dict[Request, Tallies] = {}
         self._biases: dict[Request, tuple[Tensor, Tensor]] = {}

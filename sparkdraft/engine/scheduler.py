@@ -206,7 +206,7 @@ class Scheduler:
                 self._release(request)
                 self._refused = request, self._room()
                 return
-            if not request.output_ids:
+            if request.num_cached is None:  # after a preemption, what it finds is its own work
                 request.num_cached = request.num_computed
             self.waiting.popleft()
             self.running.append(request)

@@ -22,7 +22,7 @@ def rows_of_head(load: Loader, target: Decoder, ids: Tensor, head: Linear | None
         rows = take_rows(target.embedding, ids)
     if rows is None:
         raise UserError(
-            f"{load.source.path} shall draft among {len(ids)} ids, and rows of the head cannot be taken out of its "
-            "format: leave draft_vocab out, or use a drafter with a head of its own (lm_head.weight)"
+            f"{load.source.path} shall draft among {len(ids)} ids, and rows of the model's head cannot be taken out of "
+            "its format: leave draft_vocab out, or choose another drafter"
         )
     return load.head_of(rows)

@@ -101,6 +101,7 @@ class GrammarCompiler:
         from llguidance import LLTokenizer
 
         raw, ends = getattr(self._tokenizer, "raw", None), sorted(self._tokenizer.eos_ids)
+        ends = [token for token in ends if 0 <= token < self._vocab_size]
         if raw is None or not ends:
             missing = "an end-of-text id" if raw is not None else "a tokenizer.json"
             raise UserError(f"grammars need {missing}, which this model's tokenizer lacks; leave the grammar out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -174,6 +175,25 @@ def test_a_stop_string_across_tokens_is_cut_out() -> None:
     assert len(full) == 40 and finish is FinishReason.LENGTH
     stop = full[6:9]
     assert run(["never", stop]) == (full[: full.index(stop)], FinishReason.STOP)
+
+
+@pytest.mark.parametrize("min_tokens", [1, 8, 9, 12, 40])
+def test_a_stop_string_within_the_first_min_tokens_does_not_count(min_tokens: int) -> None:
+    ascii_only = dict.fromkeys((*range(32), *range(127, EOS + 1)), -100.0)
+
+    def run(**params: Any) -> tuple[str, FinishReason | None]:
+        engine = fake_engine()
+        engine.add(list(b"start"), SamplingParams(max_tokens=40, logit_bias=ascii_only, **params))
+        pieces = []
+        while engine.has_work:
+            pieces += engine.step()
+        return "".join(p.text for p in pieces), pieces[-1].finish
+
+    full, _ = run()
+    stop = full[8]  # the ninth token
+    later = full.find(stop, min_tokens)
+    expected = (full, FinishReason.LENGTH) if later < 0 else (full[:later], FinishReason.STOP)
+    assert run(stop=[stop], min_tokens=min_tokens) == expected
 
 
 def test_bad_requests_are_refused_with_a_sentence() -> None:

@@ -197,6 +197,7 @@ def test_bias_and_min_tokens() -> None:
     assert sample(logits, [request(SamplingParams(logit_bias={7: 10.0}))]) == [7]
     assert sample(logits, [request(SamplingParams(min_tokens=1))], eos=frozenset({9})) != [9]
     assert sample(logits, [request(SamplingParams(min_tokens=1), output=[1])], eos=frozenset({9})) == [9]
+    assert sample(logits, [request(SamplingParams(min_tokens=1))], eos=frozenset({9, VOCAB, -1})) != [9]
 
 
 @pytest.mark.gpu

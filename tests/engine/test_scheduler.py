@@ -70,6 +70,19 @@ def test_prompt_log_probabilities_of_a_preempted_request_are_there_once() -> Non
     assert [each.id if each else None for each in scored] == [None, *prompt[1:]]
 
 
+def test_what_a_preempted_prompt_finds_of_itself_does_not_count_as_cached() -> None:
+    engine = fake_engine(num_blocks=64, max_seqs=2, max_rows=32)
+    engine.add([1] * 100, forever(max_tokens=60), "stream")
+    engine.step()
+    engine.add(list(range(200)), SamplingParams(max_tokens=1), "long")
+    pieces = []
+    while engine.has_work:
+        pieces += [piece for piece in engine.step() if piece.request_id == "long"]
+    rows = sum(rows for step in engine.runner.steps for name, rows in step if name == "long")  # type: ignore
+    assert engine.scheduler.num_preempted > 0
+    assert 200 <= rows < 2 * 200 and pieces[-1].num_cached == 0
+
+
 def test_drafts_still_use_blocks_that_are_free() -> None:
     engine = fake_engine(FakeBlock(1.0), spec=7, num_blocks=32, max_seqs=2)
     engine.add([1] * 4, forever(max_tokens=33), "a")

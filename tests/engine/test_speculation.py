@@ -161,6 +161,13 @@ def test_times_add_up_to_the_time_that_passed() -> None:
     assert (engine.drafting.total.draft_seconds, engine.drafting.total.verify_seconds) == (4.0, 8.0)
 
 
+def test_the_report_of_a_request_contains_its_last_step() -> None:
+    engine = fake_engine(FakeBlock(1.0), spec=7, **LONG)
+    engine.add([1, 2], SamplingParams(max_tokens=30, ignore_eos=True), "a")
+    report, total = drain(engine)[-1].speculation, engine.drafting.total
+    assert report and report["verify_ms"] == pytest.approx(total.verify_seconds * 1e3) and report["verify_ms"] > 0
+
+
 def test_always_wrong_is_parked_and_costs_next_to_nothing() -> None:
     """Times as on two CPU cores: the steps of a whole request take at most 2 % longer than plain ones."""
     engine = fake_engine(FakeBlock(0.0), **LONG)

@@ -268,7 +268,7 @@ def test_a_file_that_holds_something_else_is_refused(text: str, why: str, files:
 
 
 def test_a_head_that_cannot_be_cut_is_refused(files: Files, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="rows of the head cannot be taken out of its format"):
+    with pytest.raises(UserError, match="rows of the model's head cannot be taken out of its format"):
         load(files["dflash"], dtype="quantised", draft_vocab=ids_file(tmp_path))  # not tied, and packed by the kernels
     tensors = random_tensors(body()) | {"lm_head.weight": torch.zeros(100, 96), "d2t": torch.arange(100)}
     folder = write_drafter(tmp_path / "d", speculators(body(), draft_vocab_size=100), tensors)
