@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sparkdraft.bench import shapes
+from sparkdraft.bench.coded import FORMS
 from sparkdraft.bench.named_shapes import TARGET_FILES
 from sparkdraft.bench.shapes import RandomCheckpoint
 from sparkdraft.cache.formats.dense import DenseKV
@@ -18,13 +19,13 @@ from sparkdraft.models.registry import architecture, read_config
 from sparkdraft.weights.loader import Loader
 
 SMALL = {
-    "num_hidden_layers": 6, "hidden_size": 1024, "moe_intermediate_size": 16, "num_attention_heads": 16,
-    "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 2048,
+    "num_hidden_layers": 12, "hidden_size": 1024, "moe_intermediate_size": 32, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 2048, "num_experts": 48, "num_experts_per_tok": 3,
 }  # fmt: skip
 PROMPT, DRAFTS = 128, 16
 
 
-def reached(monkeypatch: pytest.MonkeyPatch) -> float:
+def reached(monkeypatch: pytest.MonkeyPatch, form: str = "") -> float:
     """Experts that a block of drafts reaches, over those that independent rows would reach."""
     device = torch.device("cpu")
     file = TARGET_FILES["qwen3-30b-a3b"] | SMALL
@@ -38,7 +39,7 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> float:
         return routing
 
     monkeypatch.setattr(Experts, "route", counted)
-    load = Loader(RandomCheckpoint(file, "cpu"), device, torch.float32, ops)
+    load = Loader(RandomCheckpoint(file, "cpu", form), device, torch.float32, ops)
     model = architecture(config.model_type).build(config, load, ops, count)
     kv = DenseKV(config.attention, count // 16, 16, torch.float32, device, ops)
     ids = torch.randint(config.vocab_size, (count,), generator=torch.Generator().manual_seed(0)).int()
@@ -53,8 +54,9 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> float:
     return sum(found) / len(found) / mlp.reached(DRAFTS)
 
 
-def test_rows_of_one_text_reach_as_many_experts_as_independent_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 0.9 < reached(monkeypatch) < 1.1
+@pytest.mark.parametrize("form", ["", "int4", *(pytest.param(f, marks=pytest.mark.slow) for f in FORMS if f != "int4")])
+def test_rows_of_one_text_reach_as_many_experts_as_independent_rows(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0.9 < reached(monkeypatch, form) < 1.1
 
 
 def test_small_embeddings_would_make_rows_alike(monkeypatch: pytest.MonkeyPatch) -> None:
