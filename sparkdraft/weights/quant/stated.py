@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import translate
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,12 @@ NOTHING = Said()
 
 
 class Stated:
-    """The whole config, asked matrix by matrix."""
+    """The whole config, asked matrix by matrix. A model has tens of thousands, and a config may name each of them: what
+    it lists is indexed once."""
 
     def __init__(self, said: Mapping[str, Any], where: str) -> None:
         self.said, self.where = said, where
         self.method = str(said.get("quant_method") or "").lower()
-
         self._lists: dict[str, Names] = {}
 
     def of(self, name: str) -> Said:
@@ -70,10 +71,34 @@ class Stated:
         return replace(NOTHING, by=self.where)
 
     def lists(self, key: str, name: str, pattern: Pattern | None) -> bool:
-        """Whether the list under that key names the module; a model has tens of thousands, so it is compiled once."""
+        """Whether the list under that key names the module."""
         if key not in self._lists:
             self._lists[key] = Names(_list(self.said.get(key)), pattern)
         return name in self._lists[key]
+
+    @cached_property
+    def targets(self) -> list[tuple[Names, dict[str, Any]]]:
+        """compressed-tensors: the groups, and the modules of each."""
+        return [(Names(_list(g.get("targets")), _compressed_pattern), g) for g in _groups(self.said).values()]
+
+    @cached_property
+    def layers(self) -> dict[str, dict[str, Any]]:
+        """ModelOpt: what is said of single modules."""
+        return _layers(self.said)
+
+    @cached_property
+    def overrides(self) -> tuple[dict[str, Any], list[tuple[re.Pattern[str], Any]]]:
+        """AutoRound: what is said of single modules, by their names or ends of these, and by patterns."""
+        extra = self.said.get("extra_config")
+        plain = extra if isinstance(extra, dict) else {}
+        return plain, [(re.compile(k), v) for k, v in plain.items() if re.search(r"[*+?\\^$(\[|]", k)]
+
+    @cached_property
+    def dynamic(self) -> list[tuple[re.Pattern[str], bool, Any]]:
+        """GPTQ: patterns of modules, whether these are left as floats, and what else is said of them."""
+        found = (self.said.get("dynamic") or {}).items()
+        signs = ("+:", "-:")
+        return [(re.compile(k[2:] if k[:2] in signs else k), k.startswith("-:"), v) for k, v in found]
 
 
 Pattern = Callable[[str], str | None]  # what an entry is as a regular expression, None if it is a plain name
@@ -187,14 +212,14 @@ def _list(value: Any) -> list[str]:
 # ---- the dialects: each has its own way to name modules
 
 
-def _compressed(stated: Stated, name: str) -> Said:
-    def pattern(entry: str) -> str | None:
-        return entry[3:] if entry.startswith("re:") else None
+def _compressed_pattern(entry: str) -> str | None:
+    return entry[3:] if entry.startswith("re:") else None
 
-    is_dense = stated.lists("ignore", name, pattern)
-    groups = _groups(stated.said).values()
-    own = [g for g in groups if name in Names(_list(g.get("targets")), pattern)]
-    own = own or [g for g in groups if "Linear" in _list(g.get("targets"))]
+
+def _compressed(stated: Stated, name: str) -> Said:
+    is_dense = stated.lists("ignore", name, _compressed_pattern)
+    own = [group for names, group in stated.targets if name in names]
+    own = own or [group for names, group in stated.targets if "Linear" in names]
     weights = own[0].get("weights") if len(own) == 1 else None
     if not isinstance(weights, dict):
         return Said(is_dense=is_dense)
@@ -213,7 +238,7 @@ def _modelopt(stated: Stated, name: str) -> Said:
     def pattern(entry: str) -> str | None:
         return translate(entry) if set(entry) & set("*?[") else None
 
-    own = _layers(stated.said).get(name, stated.said)
+    own = stated.layers.get(name, stated.said)
     algorithm = str(own.get("quant_algo")).upper()
     return Said(
         bits=MODELOPT.get(algorithm),
@@ -230,7 +255,7 @@ def _fp8(stated: Stated, name: str) -> Said:
 
 def _auto_round(stated: Stated, name: str) -> Said:
     said = stated.said
-    own = {**said, **_override(said.get("extra_config"), name)}
+    own = {**said, **_override(stated, name)}
     bits = own.get("bits")
     return Said(
         bits=bits,
@@ -242,22 +267,23 @@ def _auto_round(stated: Stated, name: str) -> Said:
     )
 
 
-def _override(extra: Any, name: str) -> dict[str, Any]:
-    """AutoRound: the exact name, then one that ends so, then a regular expression."""
-    if not isinstance(extra, dict):
-        return {}
-    exact = extra.get(name) or next((v for k, v in extra.items() if name.endswith(f".{k}")), None)
-    if exact is None:
-        exact = next((v for k, v in extra.items() if re.search(r"[*+?\\^$(\[|]", k) and re.search(k, name)), None)
-    return exact if isinstance(exact, dict) else {}
+def _override(stated: Stated, name: str) -> dict[str, Any]:
+    """AutoRound: the exact name, then its longest end that is named, then a regular expression."""
+    plain, patterns = stated.overrides
+    parts = name.split(".")
+    ends = (".".join(parts[i:]) for i in range(len(parts)))
+    found = next((plain[end] for end in ends if end in plain), None)
+    if found is None:
+        found = next((said for pattern, said in patterns if pattern.search(name)), None)
+    return found if isinstance(found, dict) else {}
 
 
 def _gptq(stated: Stated, name: str) -> Said:
     said = stated.said
     own, is_dense = dict(said), False
-    for pattern, change in (said.get("dynamic") or {}).items():
-        if re.match(pattern[2:] if pattern[:2] in ("+:", "-:") else pattern, name):
-            is_dense = pattern.startswith("-:")
+    for pattern, leaves, change in stated.dynamic:
+        if pattern.match(name):
+            is_dense = leaves
             own |= change if isinstance(change, dict) else {}
             break
     return Said(
