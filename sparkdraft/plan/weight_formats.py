@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatch
+from fnmatch import translate
+from itertools import accumulate
 from typing import Any
 
 from sparkdraft.core import UserError
@@ -62,6 +63,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "head": ("lm_head",),
     "embedding": ("embed_tokens",),
 }
+# Keys under which a quantization_config lists modules that stay floats, and what may come before a module's name.
+IGNORED = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
+PREFIXES = ("", "model.", "model.language_model.", "language_model.model.")
 STATED = ("quantization_config", "compression_config")  # keys of config.json; the second is of older files
 USUALLY_FLOAT = ("router", "head", "embedding")
 METHODS = {"mxfp4": "mxfp4", "fp8": "fp8"}  # that name their format
@@ -216,44 +220,76 @@ def stated(config: Mapping[str, Any], num_layers: int) -> WeightFormats | None:
     if not found:
         return None
     method = str(found.get("quant_method", "")).lower()
-    rules = _rules(method, found)
+    rules, ignored = _rules(method, found), Patterns(each for key in IGNORED for each in found.get(key) or ())
     # The others say "all linear layers", mean those of the layers, and leave the head out without a word.
     names_head = method.startswith(("modelopt", "compressed-tensors"))
-    head = _matched(rules, found, GROUPS["head"]) if names_head else "bfloat16"
+    head = _matched(rules, ignored, GROUPS["head"]) if names_head else "bfloat16"
     groups = {"head": head, "embedding": "bfloat16"}
     layers: dict[tuple[int, str], str] = {}
     for group, names in GROUPS.items():
         if group not in USUALLY_FLOAT:
-            by_layer = [_matched(rules, found, [f"layers.{i}.{name}" for name in names]) for i in range(num_layers)]
+            by_layer = [_matched(rules, ignored, [f"layers.{i}.{name}" for name in names]) for i in range(num_layers)]
             layers |= {(i, group): fmt for i, fmt in enumerate(by_layer)}
     return WeightFormats("bfloat16", groups, layers)
 
 
-Rules = list[tuple[tuple[str, ...], str]]  # patterns of names, and the format of what they match; the first counts
+class Patterns:
+    """Names of modules. Each kind of file spells them in its own way: as a regular expression, with stars, in full, or
+    as a part of the full name; and what comes before 'layers' differs. A file may list every expert of a model, so
+    plain names are not tried one by one."""
+
+    def __init__(self, entries: Iterable[Any]) -> None:
+        names = {str(each) for each in entries}
+        regular = [name for name in names if name.startswith("re:")]
+        starred = [name for name in names if "*" in name and not name.startswith("re:")]
+        self._plain = names.difference(regular, starred)
+        self._regular = [re.compile(name[3:]) for name in regular]
+        self._regular += [re.compile(translate(each)) for name in starred for each in (name, f"{name}.*")]
+
+    def match(self, names: Iterable[str]) -> bool:
+        """Whether one of these modules is named."""
+        wholes = [f"{prefix}{name}" for name in names for prefix in PREFIXES]
+        if any(pattern.match(whole) for whole in wholes for pattern in self._regular):
+            return True
+        return not self._plain.isdisjoint(run for whole in wholes for run in _runs(whole.split(".")))
+
+
+def _runs(parts: list[str]) -> Iterator[str]:
+    """All names that are a part of a full name: neighbours, joined by dots."""
+    for start in range(len(parts)):
+        yield from accumulate(parts[start:], "{}.{}".format)
+
+
+Rules = list[tuple[Patterns, str]]  # names, and the format of what they match; the first counts
+
+
+EVERYTHING = Patterns(["*"])
 
 
 def _rules(method: str, found: Mapping[str, Any]) -> Rules:
     if method in METHODS:
         block = "-block" if METHODS[method] == "fp8" and found.get("weight_block_size") else ""
-        return [(("*",), METHODS[method] + block)]
+        return [(EVERYTHING, METHODS[method] + block)]
     if method in BY_BITS:
         bits = found.get("bits") or found.get("w_bit") or (4 if found.get("load_in_4bit") else 8)
         group = int(found.get("group_size") or found.get("q_group_size") or 128)
         asym = found.get("sym") is False or (method == "awq" and found.get("zero_point", True))
-        return [(("*",), _integers(int(bits), group, bool(asym), bool(found.get("desc_act"))))]
+        return [(EVERYTHING, _integers(int(bits), group, bool(asym), bool(found.get("desc_act"))))]
     if method == "compressed-tensors":
         return [_compressed(group, found) for group in (found.get("config_groups") or {}).values()]
     if method.startswith("modelopt"):
-        mixed = found.get("quantized_layers") or {}
-        rules: Rules = [((str(name),), _algorithm(str(each.get("quant_algo")))) for name, each in mixed.items()]
-        return rules or [(("*",), _algorithm(str(found.get("quant_algo"))))]
+        mixed: dict[str, list[str]] = {}
+        for name, each in (found.get("quantized_layers") or {}).items():
+            mixed.setdefault(_algorithm(str(each.get("quant_algo"))), []).append(name)
+        rules = [(Patterns(names), fmt) for fmt, names in mixed.items()]
+        return rules or [(EVERYTHING, _algorithm(str(found.get("quant_algo"))))]
     raise UserError(
         f"config.json states weights of the kind '{method}', whose bytes are not known here: name the format with "
         f"--weights, one of {', '.join(BYTES)}"
     )
 
 
-def _compressed(group: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
+def _compressed(group: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[Patterns, str]:
     weights, spelled = group.get("weights") or {}, str(group.get("format") or found.get("format") or "")
     fmt = next((name for name in ("nvfp4", "mxfp4") if name in spelled), "")
     bits, kind = int(weights.get("num_bits", 8)), str(weights.get("type", "int"))
@@ -263,7 +299,7 @@ def _compressed(group: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[tup
         size = -1 if weights.get("strategy") in ("channel", "tensor") else int(weights.get("group_size") or 128)
         fmt = _integers(bits, size, weights.get("symmetric") is False, weights.get("actorder") in ("group", True))
     targets = tuple(str(target) for target in group.get("targets") or ())
-    return tuple("*" if "." not in target and ":" not in target else target for target in targets), fmt
+    return Patterns("*" if "." not in target and ":" not in target else target for target in targets), fmt
 
 
 def _algorithm(name: str) -> str:
@@ -291,27 +327,8 @@ def _integers(bits: int, group: int, asym: bool, desc_act: bool) -> str:
     return f"int{bits}{'' if sized == 128 else f'-g{sized}'}{'-asym' if asym else ''}"
 
 
-def _matched(rules: Rules, found: Mapping[str, Any], names: list[str] | tuple[str, ...]) -> str:
+def _matched(rules: Rules, ignored: Patterns, names: Sequence[str]) -> str:
     """The format of a group: bfloat16 if one of its modules' names is ignored, or matched by no rule."""
-    ignored = [
-        str(each)
-        for key in ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
-        for each in found.get(key) or ()
-    ]
-    if any(_matches(pattern, name) for pattern in ignored for name in names):
+    if ignored.match(names):
         return "bfloat16"
-    for patterns, fmt in rules:
-        if any(_matches(pattern, name) for pattern in patterns for name in names):
-            return fmt
-    return "bfloat16"
-
-
-def _matches(pattern: str, name: str) -> bool:
-    """Each kind of file spells names in its own way: as a regular expression, with stars, in full, or as a part of the
-    full name; and what comes before 'layers' differs."""
-    wholes = [f"{prefix}{name}" for prefix in ("", "model.", "model.language_model.", "language_model.model.")]
-    if pattern.startswith("re:"):
-        return any(re.match(pattern[3:], whole) for whole in wholes)
-    if "*" in pattern:
-        return any(fnmatch(whole, each) for whole in wholes for each in (pattern, f"{pattern}.*"))
-    return any(f".{pattern}." in f".{whole}." for whole in wholes)
+    return next((fmt for patterns, fmt in rules if patterns.match(names)), "bfloat16")
