@@ -113,16 +113,18 @@ def _open_folder(path: Path) -> Checkpoint:
 
 def read_config_json(name: str) -> dict[str, Any]:
     """The config.json that a name stands for, and nothing else of its checkpoint: a folder, the file itself, a .gguf
-    file (whose header is translated) or a hub id, of which this one file is fetched. What files beside it say of its
+    file (whose header is translated) or a hub id, of which nothing else is fetched. What files beside it say of its
     quantised matrices is added, where there are any. Raises UserError."""
     path = user_path(name)
     if path.suffix == ".gguf" or name in hub.KNOWN:
         return open_checkpoint(name).config
     if not path.exists() and HUB_ID.fullmatch(name) and not name.endswith((".json", ".safetensors")):
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import snapshot_download
 
         with explained(name), progress(f"fetching config.json of {name} from the hub", is_drawn=False):
-            path = Path(hf_hub_download(name, "config.json"))
+            path = Path(snapshot_download(name, allow_patterns=["config.json", *FILES]))
+        if not (path / "config.json").is_file():
+            raise UserError(f"The hub model {name} has no config.json: name a model in the Hugging Face layout.")
     if path.is_dir():
         path /= "config.json"
     if not path.is_file():

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
+import huggingface_hub.constants as hf
 import pytest
 
 from sparkdraft.core import UserError
 from sparkdraft.weights.checkpoint import read_config_json
+from tests.fakes.hub import FakeHub
+from tests.fakes.web import serving
 
 CONFIG = {"model_type": "qwen3", "hidden_size": 64}
 
@@ -19,29 +23,31 @@ def test_a_folder_and_the_file_itself(tmp_path: Path) -> None:
     assert read_config_json(str(tmp_path)) == read_config_json(str(path)) == CONFIG
 
 
-def test_of_a_hub_id_one_file_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    fetched = []
-
-    def download(repo: str, file: str) -> str:
-        fetched.append((repo, file))
-        (tmp_path / file).write_text(json.dumps(CONFIG), encoding="utf-8")
-        return str(tmp_path / file)
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    assert read_config_json("org/name") == CONFIG
-    assert fetched == [("org/name", "config.json")]
+@pytest.fixture
+def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    found = json.dumps(CONFIG).encode()
+    quantised = json.dumps({"quantization": {"quant_algo": "NVFP4", "group_size": 16}}).encode()
+    plain = {"config.json": found, "model.safetensors": b"x" * 5000, "README.md": b"# hello"}
+    web = FakeHub({"org/plain": plain, "org/coded": plain | {"hf_quant_config.json": quantised}, "org/gguf": {}})
+    monkeypatch.setattr(hf, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    with serving(web.app()) as url:
+        monkeypatch.setattr(hf, "ENDPOINT", url)
+        monkeypatch.setattr(hf, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+        yield web
 
 
-def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    def offline(*args: str) -> str:
-        raise LocalEntryNotFoundError("no network")
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
+def test_of_a_hub_id_only_what_describes_it_is_fetched(web: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_config_json("org/plain") == CONFIG
+    assert web.asked == {"config.json": 1}
+    coded = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+    assert read_config_json("org/coded") == CONFIG | {"quantization_config": coded}
+    assert web.asked == {"config.json": 2, "hf_quant_config.json": 1}
+    with pytest.raises(UserError, match=r"The hub model org/gguf has no config\.json"):
+        read_config_json("org/gguf")
+    with pytest.raises(UserError, match="The hub has no model org/nothing that you may read"):
+        read_config_json("org/nothing")
+    monkeypatch.setattr(hf, "ENDPOINT", "http://127.0.0.1:9")
+    assert read_config_json("org/plain") == CONFIG
     with pytest.raises(UserError, match="org/name is neither a folder here nor in the local hub cache"):
         read_config_json("org/name")
 
