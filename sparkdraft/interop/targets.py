@@ -12,6 +12,7 @@ from sparkdraft.core import UserError
 from sparkdraft.models.registry import read_config
 from sparkdraft.paths import user_path
 from sparkdraft.spec import pairs
+from sparkdraft.text.reasoning import by_marks
 from sparkdraft.weights.checkpoint import read_config_json
 from sparkdraft.weights.folder_files import read_chat_template
 from sparkdraft.weights.hub import portable_name
@@ -36,8 +37,23 @@ class Target:
 
     @property
     def writes_code(self) -> bool:
-        """Qwen's Coders do not think, and have a format of tool calls of their own."""
-        return "coder" in self.name.lower()
+        """Qwen's Coders have a format of tool calls of their own."""
+        return "coder" in self._title
+
+    @property
+    def thinks(self) -> bool:
+        """Some of Qwen's models do not: their names say so, whatever template a re-upload brings, or their template has
+        no thoughts. vLLM's parser takes all text for thoughts until these end, and would leave their answers empty."""
+        if not self.family.startswith("qwen"):
+            return True
+        is_named_so = "coder" in self._title or "instruct" in self._title
+        return not is_named_so and (self.template is None or by_marks(self.template)[0] is not None)
+
+    @property
+    def _title(self) -> str:
+        """The model's own name: folders above it say nothing, but for a snapshot in the hub's cache."""
+        parts = Path(self.name.lower()).parts
+        return parts[-3] if parts[-2:-1] == ("snapshots",) else parts[-1]
 
 
 def find_target(model: str) -> Target:

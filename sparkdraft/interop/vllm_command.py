@@ -34,7 +34,7 @@ PARSERS = {
     "gemma4": ("gemma4", "gemma4"),
     "gpt_oss": ("openai_gptoss", "openai"),
 }
-CODER = ("", "qwen3_xml")
+CODER = QWEN35
 # the attention backends of vLLM 0.32
 BACKENDS = (
     *("FLASH_ATTN", "FLASH_ATTN_DIFFKV", "TRITON_ATTN", "TRITON_ATTN_DIFFKV", "TRITON_FLASH_ATTN", "ROCM_ATTN"),
@@ -266,6 +266,7 @@ def _weights(config: ServerConfig, notes: list[str], on_cpu: bool) -> dict[str, 
 
 def _parsers(config: ServerConfig, target: Target, notes: list[str]) -> dict[str, Any]:
     thoughts, calls = CODER if target.writes_code else PARSERS.get(target.family, ("", ""))
+    thoughts = thoughts if target.thinks else ""
     if config.reasoning_parser != AUTO:
         thoughts = "" if config.reasoning_parser == NONE else REASONING[config.reasoning_parser]
         if thoughts == "qwen3" and not target.family.startswith("qwen"):

@@ -1,0 +1,116 @@
+"""The command for vLLM as a user gets it: its flags with those of EXTRA_ARGS, its forms, and the way back."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sparkdraft.cli.main import main
+from sparkdraft.core import UserError
+from sparkdraft.interop.importing import read
+from sparkdraft.interop.vllm_command import Choices
+from sparkdraft.interop.written import as_yaml, shell, systemd
+from tests.interop.test_export_vllm import GEMMA, QWEN, REDHAT, exported
+
+
+def test_what_extra_args_say_to_vllm_alone_is_handed_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = """--seed=3 -tp 2 --max-num-seqs 4 -cc.mode=3 --reasoning-parser x --no-enable-lora --attention-backend a"""
+    monkeypatch.setenv("EXTRA_ARGS", own)
+    monkeypatch.setenv("ATTENTION_BACKEND", "b")
+    monkeypatch.setenv("MAX_NUM_SEQ", "9")
+    assert main(["export", "vllm", "--model", QWEN]) == 0
+    out, notes = capsys.readouterr()
+    words = shlex.split(out.replace("\\\n", " "))
+    assert words[-6:] == ["--seed=3", "--reasoning-parser", "x", "--no-enable-lora", "-cc", '{"mode": 3}']
+    assert words[words.index("--tensor-parallel-size") + 1] == "2" and words[words.index("--max-num-seqs") + 1] == "4"
+    assert words[words.index("--attention-backend") + 1] == "A" and words.count("--reasoning-parser") == 1
+    assert "handed on to vLLM: --seed=3" in notes and "did you mean MAX_NUM_SEQS?" in notes
+    assert "one machine" not in notes
+    assert main(["export", "vllm", "--model", QWEN, "--form", "yaml", "--tensor-parallel", "4"]) == 0
+    found = yaml.safe_load(capsys.readouterr().out)
+    assert found["tensor-parallel-size"] == 4 and found["seed"] == "3" and found["no-enable-lora"] is True
+    assert found["compilation-config"] == {"mode": 3} and found["reasoning-parser"] == "x"
+    monkeypatch.setenv("EXTRA_ARGS", """--speculative-config '{"method": "eagle3", "model": "e"}'""")
+    assert main(["export", "vllm", "--model", QWEN]) == 0
+    out = capsys.readouterr().out
+    assert out.count("--speculative-config") == 1 and "eagle3" in out
+
+
+def test_the_three_forms_say_the_same() -> None:
+    command = exported(server={"api_key": "se%cret"}, model=GEMMA, drafter=REDHAT, weights="fp8")
+    text = shell(command)
+    assert text.startswith('VLLM_API_KEY="$VLLM_API_KEY" vllm serve')
+    assert shlex.split(text.replace("\\\n", " "))[1:] == command.words()
+    loaded = yaml.safe_load(as_yaml(command))
+    assert loaded == {"model": GEMMA, **command.flags}
+    unit = systemd(command)
+    (start,) = [line for line in unit.splitlines() if line.startswith("ExecStart=")]
+    assert shlex.split(start.removeprefix("ExecStart=/usr/bin/env ")) == command.words()
+    assert "TimeoutStopSec=60" in unit and "EnvironmentFile=" in unit
+    assert not any("se%cret" in form for form in (text, as_yaml(command), unit))
+
+
+def test_a_misspelt_backend_is_refused_and_an_unknown_one_is_named() -> None:
+    with pytest.raises(UserError, match=r"--attention-backend is 'FLASHATTN', .*; did you mean FLASH_ATTN\?"):
+        Choices(attention_backend="flashattn")
+    with pytest.raises(UserError, match=r"--draft-attention-backend is 'TRITON_ATT', .*; did you mean TRITON_ATTN\?"):
+        Choices(draft_attention_backend="triton_att")
+    own = exported(Choices(attention_backend="of_a_plugin"), model="Qwen/Qwen3-8B")
+    assert own.flags["attention-backend"] == "OF_A_PLUGIN"
+    assert any("OF_A_PLUGIN is none of the backends of vLLM 0.32.0" in note for note in own.notes)
+    known = exported(Choices(attention_backend="flash_attn"), model="Qwen/Qwen3-8B")
+    assert not any("backends" in note for note in known.notes)
+
+
+def test_a_template_that_is_not_here_and_a_version_that_is_not_known(tmp_path: Path) -> None:
+    def says(words: str, **choices: Any) -> bool:
+        return any(words in note for note in exported(Choices(**choices), model="Qwen/Qwen3-8B").notes)
+
+    (tmp_path / "there.jinja").touch()
+    missing = "--chat-template: there is no file /nowhere.jinja here"
+    assert says(missing, chat_template="/nowhere.jinja")
+    assert not says("--chat-template", chat_template=str(tmp_path / "there.jinja"))
+    assert not says("--chat-template", chat_template="{{ messages }}")
+    assert says("vLLM 0.33.1 is newer than 0.32.0", version="0.33.1") and not says("is newer", version="0.32.0")
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd is not installed")
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    command = exported(Choices(chat_template='a "b" $HOME 100%.jinja'), model=GEMMA)
+    path = tmp_path / "vllm.service"
+    path.write_text(systemd(command))
+    result = subprocess.run(["systemd-analyze", "verify", "--man=no", str(path)], capture_output=True, text=True)
+    assert "vllm.service" not in result.stderr, result.stderr
+    assert '"a \\"b\\" $$HOME 100%%.jinja"' in path.read_text()
+
+
+def test_what_is_exported_can_be_imported() -> None:
+    engine = {
+        "model": QWEN,
+        "kv": "fp8",
+        "max_model_len": 65536,
+        "max_seqs": 16,
+        "max_rows": 32768,
+        "kv_tokens": 131072,
+    }
+    engine |= {"spec": "15", "drafter": "z-lab/Qwen3.5-27B-DFlash", "memory_fraction": 0.7, "weights": "fp8"}
+    server = {"port": 9000, "sampling_defaults": "temperature=0.5", "drain_seconds": 5.0}
+    back = read(shell(exported(server=server, **engine))).values
+    parsers = {"reasoning_parser": "think", "tool_parser": "qwen3_xml"}
+    assert back == engine | server | parsers
+
+
+def test_the_command_prints_and_writes(tmp_path: Path) -> None:
+    flags = ["export", "vllm", "--model", GEMMA, "--form", "yaml", "--out", str(tmp_path / "v.yaml"), "--port", "9000"]
+    result = subprocess.run([sys.executable, "-m", "sparkdraft.cli.main", *flags], capture_output=True, text=True)
+    assert result.returncode == 0 and result.stdout == "" and "note: spec: the depth is fixed" in result.stderr
+    assert yaml.safe_load((tmp_path / "v.yaml").read_text())["port"] == 9000
