@@ -31,8 +31,11 @@ def shell(command: VllmCommand) -> str:
 
 
 def as_yaml(command: VllmCommand) -> str:
-    """Started by `vllm serve --config FILE`; a key stays in the environment, as VLLM_API_KEY."""
-    found: dict[str, Any] = {"model": command.model, **command.flags}
+    """Started by `vllm serve --config FILE`; a key stays in the environment, as VLLM_API_KEY. What is off is written by
+    its --no- name: vLLM's reader leaves out a name whose value is false."""
+    found: dict[str, Any] = {"model": command.model}
+    for name, value in command.flags.items():
+        found |= {f"no-{name}": True} if value is False else {name: value}
     for each in command.extra:
         if not each.name.startswith("--"):
             raise UserError(f"{each.name}: a YAML file has long names only; write the flag with its long name")

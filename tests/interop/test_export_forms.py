@@ -59,6 +59,15 @@ def test_the_three_forms_say_the_same() -> None:
     assert not any("se%cret" in form for form in (text, as_yaml(command), unit))
 
 
+def test_what_is_off_is_off_in_a_yaml_file_too() -> None:
+    """vLLM's reader of such files leaves out a name whose value is false."""
+    command = exported(model="Qwen/Qwen3-8B", prefix_cache=False)
+    assert "--no-enable-prefix-caching" in command.words()
+    loaded = yaml.safe_load(as_yaml(command))
+    assert loaded["no-enable-prefix-caching"] is True and False not in loaded.values()
+    assert "enable-prefix-caching" not in loaded
+
+
 def test_a_misspelt_backend_is_refused_and_an_unknown_one_is_named() -> None:
     with pytest.raises(UserError, match=r"--attention-backend is 'FLASHATTN', .*; did you mean FLASH_ATTN\?"):
         Choices(attention_backend="flashattn")
