@@ -5,15 +5,15 @@ A key is never written: the shell's form refers to a variable, the unit to a fil
 
 from __future__ import annotations
 
-import json
 import shlex
 from typing import Any
 
 import yaml
 
 from sparkdraft.core import UserError
-from sparkdraft.interop.tables import OFF, ON
+from sparkdraft.interop.tables import LIST, ON
 from sparkdraft.interop.vllm_command import VllmCommand
+from sparkdraft.interop.vllm_flags import VLLM
 
 KEY_FILE = "/etc/sparkdraft/vllm.env"
 GRACE = 30  # seconds after the drain until systemd kills what is left
@@ -23,7 +23,7 @@ def shell(command: VllmCommand) -> str:
     lines: list[str] = []
     for word in command.words()[3:]:
         if word.startswith("--"):
-            lines.append(word)
+            lines.append(shlex.quote(word))
         else:
             lines[-1] += f" {shlex.quote(word)}"
     start = "".join(f'{name}="${name}" ' for name in command.secrets) + shlex.join(command.words()[:3])
@@ -39,11 +39,11 @@ def as_yaml(command: VllmCommand) -> str:
     for each in command.extra:
         if not each.name.startswith("--"):
             raise UserError(f"{each.name}: a YAML file has long names only; write the flag with its long name")
-        name, value = each.name[2:], each.value
-        if value in (ON, OFF):
-            found[name if value == ON else f"no-{name}"] = True
+        flag, name = VLLM.find(each.name), each.name[2:]
+        if len(each.words) == 1 and "=" not in each.words[0]:
+            found[name if each.value == ON else f"no-{name}"] = True
         else:
-            found[name] = json.loads(value) if value.startswith("{") else value
+            found[name] = list(each.words[1:]) if flag and flag.kind == LIST and each.words[1:] else each.value
     return str(yaml.safe_dump(found, sort_keys=False, allow_unicode=True, width=100))
 
 

@@ -38,7 +38,7 @@ def test_what_extra_args_say_to_vllm_alone_is_handed_on(
     assert main(["export", "vllm", "--model", QWEN, "--form", "yaml", "--tensor-parallel", "4"]) == 0
     found = yaml.safe_load(capsys.readouterr().out)
     assert found["tensor-parallel-size"] == 4 and found["seed"] == "3" and found["no-enable-lora"] is True
-    assert found["compilation-config"] == {"mode": 3} and found["reasoning-parser"] == "x"
+    assert found["compilation-config"] == '{"mode": 3}' and found["reasoning-parser"] == "x"
     monkeypatch.setenv("EXTRA_ARGS", """--speculative-config '{"method": "eagle3", "model": "e"}'""")
     assert main(["export", "vllm", "--model", QWEN]) == 0
     out = capsys.readouterr().out
@@ -66,6 +66,20 @@ def test_what_is_off_is_off_in_a_yaml_file_too() -> None:
     loaded = yaml.safe_load(as_yaml(command))
     assert loaded["no-enable-prefix-caching"] is True and False not in loaded.values()
     assert "enable-prefix-caching" not in loaded
+
+
+def test_words_that_are_handed_on_arrive_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also those with a value behind an equals sign, values that only look like JSON, and lists."""
+    own = ["--tokenizer=my $(folder)", "--hf-overrides", "{broken", "--cudagraph-capture-sizes", "1", "2"]
+    monkeypatch.setenv("EXTRA_ARGS", shlex.join(own))
+    assert main(["export", "vllm", "--model", QWEN]) == 0
+    assert shlex.split(capsys.readouterr().out.replace("\\\n", " "))[-len(own) :] == own
+    assert main(["export", "vllm", "--model", QWEN, "--form", "yaml"]) == 0
+    found = yaml.safe_load(capsys.readouterr().out)
+    assert found["tokenizer"] == "my $(folder)" and found["hf-overrides"] == "{broken"
+    assert found["cudagraph-capture-sizes"] == ["1", "2"]
 
 
 def test_a_misspelt_backend_is_refused_and_an_unknown_one_is_named() -> None:
