@@ -18,7 +18,7 @@ THOUSANDS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G"
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A flag that sets nothing here, as it was given, and why."""
+    """A flag that sets nothing here, as it was given, and why; without a note, it asks for what is always done."""
 
     name: str  # the long one, where the table has it
     value: str
@@ -139,7 +139,7 @@ def read_flags(server: Server, words: Sequence[str]) -> Found:
             piece = Found(notes=[f"{name}: not a flag of {server.name} that is known here{_shown(value)}"])
         else:
             piece = _meaning(flag, name, value)
-        if name and piece.notes and not piece.values:
+        if name and not piece.values:
             result.unread.append(Unread(_long(flag, name), value, given, tuple(piece.notes)))
         result.values |= piece.values
         result.notes += piece.notes
@@ -149,6 +149,8 @@ def read_flags(server: Server, words: Sequence[str]) -> Found:
 def _meaning(flag: Flag, name: str, value: str) -> Found:
     if flag.read is None:
         return Found(notes=[f"{name}: {flag.remark}"])
+    if flag.read is always and value == OFF:
+        return Found(notes=[f"--no-{name[2:]}: it is always on here"])
     try:
         return flag.read(value)
     except UserError as error:
@@ -182,8 +184,8 @@ def _pieces(server: Server, words: list[str]) -> Iterable[tuple[str, str, tuple[
         else:
             key = ""
         flag = server.find(name)
-        if flag is None and name.startswith("--no-") and (positive := server.find("--" + name[5:])):
-            yield positive.names[0], OFF, (word,)
+        if flag is None and name.startswith("--no-") and server.find("--" + name[5:]):
+            yield "--" + name[5:], OFF, (word,)
         elif key:
             value = value if equals or not words else words.pop(0)
             _put(parts.setdefault(name, {}), word.partition("=")[0], key.replace("-", "_").split("."), value)

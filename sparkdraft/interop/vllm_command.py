@@ -166,7 +166,7 @@ def vllm_command(config: ServerConfig, choices: Choices, behind_front: bool = Fa
         "chat-template": choices.chat_template or None,
     }
     flags |= {"tensor-parallel-size": choices.tensor_parallel} if choices.tensor_parallel > 1 else {}
-    flags |= _parsers(config, target, notes) | _sampling(config)
+    flags |= _parsers(config, target, named, notes) | _sampling(config)
     if speculation:
         flags["speculative-config"] = _speculative(speculation, config, choices, target, kv, notes)
     if (speculation or "speculative-config" in named) and broken.parsed(choices.version) >= SPEC_METRICS:
@@ -264,13 +264,16 @@ def _weights(config: ServerConfig, notes: list[str], on_cpu: bool) -> dict[str, 
     return {"quantization": "fp8" if engine.weights == "fp8" else None, "dtype": dtype}
 
 
-def _parsers(config: ServerConfig, target: Target, notes: list[str]) -> dict[str, Any]:
+def _parsers(config: ServerConfig, target: Target, named: set[str], notes: list[str]) -> dict[str, Any]:
+    """named: flags that the user gives vLLM."""
     thoughts, calls = CODER if target.writes_code else PARSERS.get(target.family, ("", ""))
     thoughts = thoughts if target.thinks else ""
     if config.reasoning_parser != AUTO:
         thoughts = "" if config.reasoning_parser == NONE else REASONING[config.reasoning_parser]
         if thoughts == "qwen3" and not target.family.startswith("qwen"):
             thoughts = "deepseek_r1"
+    if "tool-call-parser" in named:
+        return {"reasoning-parser": thoughts or None, "enable-auto-tool-choice": True}
     if config.tool_parser != AUTO:
         calls = TOOLS.get(config.tool_parser, "")
     elif not calls:

@@ -51,6 +51,12 @@ def test_no_switch_takes_the_word_after_it(server: Server, file: str) -> None:
         assert read_flags(server, [name, *model]).values["model"] == "org/model", name
 
 
+def test_a_switch_that_is_turned_off_keeps_its_name() -> None:
+    found = read("vllm serve m --no-enable-prompt-tokens-details --no-enable-moe-shared-loras")
+    assert found.notes[0] == "--no-enable-prompt-tokens-details: it is always on here"
+    assert found.notes[1].startswith("--enable-moe-shared-loras: adapters")
+
+
 def test_shorthands_of_the_speculative_config() -> None:
     short = read("vllm serve m --spec-method dflash --spec-model z-lab/Qwen3-8B-DFlash-b16 --spec-tokens 7")
     assert short.values == {"model": "m", "drafter": "z-lab/Qwen3-8B-DFlash-b16", "spec": "7"}

@@ -45,6 +45,22 @@ def test_what_extra_args_say_to_vllm_alone_is_handed_on(
     assert out.count("--speculative-config") == 1 and "eagle3" in out
 
 
+def test_what_is_always_done_here_is_asked_of_vllm_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = "--enable-auto-tool-choice --tool-call-parser llama3_json --no-async-scheduling "
+    own += "--no-enable-prompt-tokens-details --enable-chunked-prefill"
+    monkeypatch.setenv("EXTRA_ARGS", own)
+    assert main(["export", "vllm", "--model", "meta-llama/Llama-3.1-8B-Instruct", "--drafter", "none"]) == 0
+    out, notes = capsys.readouterr()
+    words = shlex.split(out.replace("\\\n", " "))
+    assert words[-6:] == own.split() and words.count("--enable-auto-tool-choice") == 1
+    assert "no parser of vLLM is known" not in notes and "auto chooses by the model" not in notes
+    assert main(["export", "vllm", "--model", QWEN, "--form", "yaml"]) == 0
+    found = yaml.safe_load(capsys.readouterr().out)
+    assert found["no-async-scheduling"] and found["no-enable-prompt-tokens-details"] and found["enable-chunked-prefill"]
+
+
 def test_the_three_forms_say_the_same() -> None:
     command = exported(server={"api_key": "se%cret"}, model=GEMMA, drafter=REDHAT, weights="fp8")
     text = shell(command)
