@@ -52,7 +52,6 @@ MACHINES = ("gb10", "other", CPU)
 CPU_SHARE = 0.3  # of all memory, for weights, keys and values: vLLM ends if it is not free, or not enough for them
 NOT_THERE = {  # fields that nothing in vLLM corresponds to, and what it does instead
     "max_step_ms": "a prompt's chunks are limited by max_rows alone",
-    "max_queue": "requests wait without limit",
     "max_body": "bodies have no limit",
     "allowed_hosts": "every Host header is answered",
     "threads": "set OMP_NUM_THREADS",
@@ -78,6 +77,7 @@ NO_PARSER = (
 )
 FRONT = ("max_body", "allowed_hosts", "allow_public", "canary")  # what our own front does, where it is before vLLM
 SPEC_METRICS = (0, 29, 0)  # the first version that says per request what was accepted
+QUEUE = (0, 32, 0)  # a version that limits how many requests wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,8 @@ def vllm_command(config: ServerConfig, choices: Choices, behind_front: bool = Fa
         raise UserError("port is 0, any free one: vLLM must be told one, such as --port 8000")
     flags: dict[str, Any] = {"host": config.host, "port": config.port}
     flags |= {"served-model-name": config.names if config.served_name or config.names[0] != target.name else None}
-    flags |= _budgets(config) | (_on_cpu(config, notes) if choices.machine == CPU else {})
+    flags |= _budgets(config) | _queue(config, choices.version, notes)
+    flags |= _on_cpu(config, notes) if choices.machine == CPU else {}
     flags |= {"kv-cache-dtype": kv} if kv != "auto" else {}
     if kv.startswith("turboquant") and target.family in WINDOWED:
         flags["kv-cache-dtype-skip-layers"] = ["sliding_window"]
@@ -214,6 +215,16 @@ def _budgets(config: ServerConfig) -> dict[str, Any]:
         "enforce-eager": True if not engine.graphs else None,
         "shutdown-timeout": round(config.drain_seconds),
     }
+
+
+def _queue(config: ServerConfig, version: str, notes: list[str]) -> dict[str, Any]:
+    if not _is_set(config, "max_queue"):
+        return {}
+    if config.max_queue and broken.parsed(version) >= QUEUE:
+        return {"max-num-queued-reqs": config.max_queue}
+    known = "a limit of 0 is not known there" if broken.parsed(version) >= QUEUE else f"not in vLLM {version}"
+    notes.append(f"max_queue: {known}: requests wait without limit")
+    return {}
 
 
 def _on_cpu(config: ServerConfig, notes: list[str]) -> dict[str, Any]:

@@ -172,11 +172,20 @@ def test_acceptance_per_request_is_asked_for_where_there_is_such_a_flag() -> Non
     assert exported(Choices(version="0.29.0"), model=QWEN, prefix_cache=False).flags[flag] == "summary"
 
 
+def test_as_many_requests_wait_there_where_that_has_a_limit() -> None:
+    def limited(max_queue: int, version: str = "0.32.0") -> tuple[int | None, bool]:
+        command = exported(Choices(version=version), {"max_queue": max_queue}, model="Qwen/Qwen3-8B")
+        says = any(note.startswith("max_queue:") and "wait without limit" in note for note in command.notes)
+        return command.flags.get("max-num-queued-reqs"), says
+
+    assert limited(3) == (3, False) and limited(256) == (None, False)
+    assert limited(3, "0.31.0") == (None, True) and limited(0) == (None, True)
+
+
 def test_what_our_front_does_is_not_noted_as_missing() -> None:
-    config = ServerConfig(EngineConfig(model=QWEN), max_body=2048, allowed_hosts="a.example", max_queue=3)
+    config = ServerConfig(EngineConfig(model=QWEN), max_body=2048, allowed_hosts="a.example")
     alone, behind = (vllm_command(config, Choices(), behind_front=front).notes for front in (False, True))
     assert {note.split(":")[0] for note in set(alone) - set(behind)} == {"max_body", "allowed_hosts"}
-    assert any(note.startswith("max_queue: not in vLLM") for note in behind)
 
 
 def test_a_folder_is_read_and_named_by_its_path(tmp_path: Path) -> None:
@@ -270,8 +279,8 @@ def test_what_vllm_cannot_do_is_refused_or_said() -> None:
     assert "vLLM quantises only to fp8" in refusal(Choices(), model=QWEN, weights="int4")
     with pytest.raises(UserError, match="it must be one of gb10, other"):
         Choices(machine="b200")
-    command = exported(server={"max_queue": 3}, model=QWEN, max_step_ms=20)
-    assert {"max_queue", "max_step_ms"} <= {note.split(":")[0] for note in command.notes}
+    command = exported(server={"max_body": 2048}, model=QWEN, max_step_ms=20)
+    assert {"max_body", "max_step_ms"} <= {note.split(":")[0] for note in command.notes}
     with pytest.raises(UserError, match="port is 0"):
         exported(server={"port": 0}, model=QWEN)
 
