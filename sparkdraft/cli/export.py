@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from dataclasses import fields
@@ -45,6 +46,7 @@ OF_VLLM = {
     "--attention-backend": "attention_backend",
     "--chat-template": "chat_template",
     "--tensor-parallel-size": "tensor_parallel",
+    "--speculative-config.attention_backend": "draft_attention_backend",
 }
 
 
@@ -98,7 +100,8 @@ def read_choices(args: Namespace, version: str = "") -> Choices:
     for each in (each for each in handed_on if each.name in OF_VLLM):
         name = OF_VLLM[each.name]
         if given[name] is None:
-            given[name] = whole(each.value) if name == "tensor_parallel" else each.value
+            value = json.loads(each.value) if "." in each.name else each.value
+            given[name] = whole(value) if name == "tensor_parallel" else str(value)
     given["extra"] = tuple(each for each in handed_on if each.name not in OF_VLLM)
     given["attention_backend"] = given["attention_backend"] or os.environ.get(ATTENTION_BACKEND) or None
     given["version"] = version or None

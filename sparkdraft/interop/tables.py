@@ -18,12 +18,14 @@ THOUSANDS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G"
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A flag that sets nothing here, as it was given, and why; without a note, it asks for what is always done."""
+    """A flag that sets nothing here, or not all that it asks for, as it was given, and why; without a note, it asks for
+    what is always done."""
 
     name: str  # the long one, where the table has it
     value: str
     words: tuple[str, ...]
     notes: tuple[str, ...]
+    values: dict[str, Any] = field(default_factory=dict)  # our fields that come near to it
 
 
 @dataclass(slots=True)
@@ -33,6 +35,7 @@ class Found:
     values: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     unread: list[Unread] = field(default_factory=list)  # their notes are among those above
+    is_near: bool = False  # the values are not quite what the flag asks for
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +142,9 @@ def read_flags(server: Server, words: Sequence[str]) -> Found:
             piece = Found(notes=[f"{name}: not a flag of {server.name} that is known here{_shown(value)}"])
         else:
             piece = _meaning(flag, name, value)
-        if name and not piece.values:
-            result.unread.append(Unread(_long(flag, name), value, given, tuple(piece.notes)))
+        if name and (piece.is_near or not piece.values):
+            result.unread.append(Unread(_long(flag, name), value, given, tuple(piece.notes), piece.values))
+        result.unread += piece.unread
         result.values |= piece.values
         result.notes += piece.notes
     return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Container
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -76,6 +77,7 @@ NO_PARSER = (
     "names one, such as hermes"
 )
 FRONT = ("max_body", "allowed_hosts", "allow_public", "canary")  # what our own front does, where it is before vLLM
+PART = "speculative-config."  # before a key of that flag that is handed on by itself
 SPEC_METRICS = (0, 29, 0)  # the first version that says per request what was accepted
 QUEUE = (0, 32, 0)  # a version that limits how many requests wait
 
@@ -149,9 +151,10 @@ def vllm_command(config: ServerConfig, choices: Choices, behind_front: bool = Fa
     """Raises UserError for what vLLM cannot do, or is known to do wrongly. behind_front: `serve` stands before it."""
     target, engine, notes = find_target(config.engine.model), config.engine, []
     notes += [*([target.doubt] if target.doubt else []), *choices.doubts()]
-    named = {each.name.removeprefix("--") for each in choices.extra}
+    extra = tuple(each for each in choices.extra if _is_meant(config, each))
+    named = {each.name.removeprefix("--"): each.value for each in extra}
     speculation = speculate(target, engine, choices.method, notes) if "speculative-config" not in named else None
-    kv = _kv_type(config, notes)
+    kv = named.get("kv-cache-dtype") or _kv_type(config, notes)
     if not config.port:
         raise UserError("port is 0, any free one: vLLM must be told one, such as --port 8000")
     flags: dict[str, Any] = {"host": config.host, "port": config.port}
@@ -161,7 +164,7 @@ def vllm_command(config: ServerConfig, choices: Choices, behind_front: bool = Fa
     flags |= {"kv-cache-dtype": kv} if kv != "auto" else {}
     if kv.startswith("turboquant") and target.family in WINDOWED:
         flags["kv-cache-dtype-skip-layers"] = ["sliding_window"]
-    flags |= _weights(config, notes, choices.machine == CPU)
+    flags |= _weights(config, notes, choices.machine == CPU and "dtype" not in named)
     flags |= {
         "attention-backend": choices.attention_backend.upper() or None,
         "chat-template": choices.chat_template or None,
@@ -169,18 +172,26 @@ def vllm_command(config: ServerConfig, choices: Choices, behind_front: bool = Fa
     flags |= {"tensor-parallel-size": choices.tensor_parallel} if choices.tensor_parallel > 1 else {}
     flags |= _parsers(config, target, named, notes) | _sampling(config)
     if speculation:
-        flags["speculative-config"] = _speculative(speculation, config, choices, target, kv, notes)
+        flags["speculative-config"] = _speculative(speculation, config, choices, target, kv, notes) | {
+            name.removeprefix(PART): json.loads(value) for name, value in named.items() if name.startswith(PART)
+        }
     if (speculation or "speculative-config" in named) and broken.parsed(choices.version) >= SPEC_METRICS:
         flags["per-request-spec-decode-metrics"] = "summary"
     notes += broken.check(_facts(config, choices, target, speculation, kv), choices.version)
     missing = {name: text for name, text in NOT_THERE.items() if not (behind_front and name in FRONT)}
     notes += [f"{name}: not in vLLM: {text}" for name, text in missing.items() if _is_set(config, name)]
-    notes += [f"handed on to vLLM: {shlex.join(each.words)}" for each in choices.extra]
+    notes += [f"handed on to vLLM: {shlex.join(each.words)}" for each in extra]
     flags = {name: value for name, value in flags.items() if value is not None and name not in named}
     unknown = [name for name in flags if VLLM.find(f"--{name}") is None]
     assert not unknown, unknown
     secrets = {"VLLM_API_KEY": config.api_key} if config.api_key else {}
-    return VllmCommand(target.name, flags, secrets, notes, choices.extra)
+    whole = tuple(each for each in extra if not each.name.removeprefix("--").startswith(PART))
+    return VllmCommand(target.name, flags, secrets, notes, whole)
+
+
+def _is_meant(config: ServerConfig, given: Unread) -> bool:
+    """Whether a flag of vLLM that some of our fields come near to still holds: the fields may be set otherwise."""
+    return all(_value(config, name) == value for name, value in given.values.items())
 
 
 def _facts(
@@ -275,7 +286,7 @@ def _weights(config: ServerConfig, notes: list[str], on_cpu: bool) -> dict[str, 
     return {"quantization": "fp8" if engine.weights == "fp8" else None, "dtype": dtype}
 
 
-def _parsers(config: ServerConfig, target: Target, named: set[str], notes: list[str]) -> dict[str, Any]:
+def _parsers(config: ServerConfig, target: Target, named: Container[str], notes: list[str]) -> dict[str, Any]:
     """named: flags that the user gives vLLM."""
     thoughts, calls = CODER if target.writes_code else PARSERS.get(target.family, ("", ""))
     thoughts = thoughts if target.thinks else ""
@@ -336,4 +347,8 @@ def _speculative(
 
 
 def _is_set(config: ServerConfig, name: str) -> bool:
-    return bool(getattr(config.engine if hasattr(config.engine, name) else config, name) != default_of(name))
+    return bool(_value(config, name) != default_of(name))
+
+
+def _value(config: ServerConfig, name: str) -> Any:
+    return getattr(config.engine if hasattr(config.engine, name) else config, name)

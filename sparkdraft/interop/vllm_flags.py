@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from sparkdraft import defaults
@@ -12,6 +13,7 @@ from sparkdraft.interop.tables import (
     Flag,
     Found,
     Server,
+    Unread,
     always,
     field_of,
     first_key,
@@ -36,10 +38,11 @@ TURBOQUANT = {
     "turboquant_k8v4": (8, 4),
 }
 MOST_BITS = 5  # of our codes
+SPECULATIVE = "--speculative-config"
 SHORTHANDS = {
-    "--spec-method": "--speculative-config.method",
-    "--spec-model": "--speculative-config.model",
-    "--spec-tokens": "--speculative-config.num_speculative_tokens",
+    "--spec-method": f"{SPECULATIVE}.method",
+    "--spec-model": f"{SPECULATIVE}.model",
+    "--spec-tokens": f"{SPECULATIVE}.num_speculative_tokens",
 }
 
 
@@ -48,9 +51,12 @@ def _speculative(text: str) -> Found:
     config = json_object(text)
     method, model = str(config.pop("method", "")), str(config.pop("model", "") or "")
     count = whole(str(config.pop("num_speculative_tokens", 0) or 0))
-    found = Found(notes=[f"--speculative-config: {key} has no counterpart" for key in config])
-    if "attention_backend" in config:
-        found.notes[list(config).index("attention_backend")] += ", and none is needed: one kernel runs both"
+    found = Found()
+    for key, value in config.items():
+        needless = ", and none is needed: one kernel runs both" if key == "attention_backend" else ""
+        found.notes.append(f"{SPECULATIVE}: {key} has no counterpart{needless}")
+        words = (f"{SPECULATIVE}.{key}", json.dumps(value))
+        found.unread.append(Unread(*words, words, (found.notes[-1],), found.values))
     if method in ("ngram", "ngram_gpu"):
         found.values |= {"drafter": "none", "ngram": True}
     elif method == "mtp" or method.endswith("_mtp"):  # qwen3_next_mtp, gemma4_mtp and so on: names of earlier releases
@@ -69,6 +75,7 @@ def _speculative(text: str) -> Found:
             f"--speculative-config: {_named(method, model)}; drafts come from the drafter that is known for the model, "
             "if there is one (`sparkdraft models`), and from the request's own text"
         )
+        found.unread.clear()  # the flag is unread as a whole
         return found
     if count:
         found.values["spec"] = str(count)
@@ -99,11 +106,11 @@ def _kv(text: str) -> Found:
         found.notes += [f"--kv-cache-dtype {text}: keys have {MOST_BITS} bits at most"] if keys > MOST_BITS else []
         return found
     if text in ("auto", "float16", "bfloat16"):
-        return Found({"kv": "exact"})
-    if text.startswith("fp8") and "per_token" not in text:
+        return Found({"kv": "exact"}, is_near=text != "auto")
+    if text in ("fp8", "fp8_e4m3"):
         return Found({"kv": "fp8"})
     near = "fp8" if "8" in text else "turboquant"
-    return Found({"kv": near}, [f"--kv-cache-dtype {text}: the nearest is --kv {near}"])
+    return Found({"kv": near}, [f"--kv-cache-dtype {text}: the nearest is --kv {near}"], is_near=True)
 
 
 def _quantization(text: str) -> Found:
@@ -117,7 +124,7 @@ def _dtype(text: str) -> Found:
         return Found({"dtype": text})
     if text in ("float", "float32"):
         return Found({"dtype": "float32"})
-    return Found({"dtype": "bfloat16"}, [f"--dtype {text}: 16-bit floats are bfloat16 here"])
+    return Found({"dtype": "bfloat16"}, [f"--dtype {text}: 16-bit floats are bfloat16 here"], is_near=True)
 
 
 def _parser(name: str, known: dict[str, str]) -> Any:
@@ -143,7 +150,8 @@ def _sampling(text: str) -> Found:
     values = json_object(text)
     kept = {name: value for name, value in values.items() if name in defaults.KINDS}
     notes = [f"--override-generation-config: {name} has no counterpart" for name in values if name not in kept]
-    return Found({"sampling_defaults": ",".join(f"{k}={v}" for k, v in kept.items())} if kept else {}, notes)
+    text = ",".join(f"{name}={value}" for name, value in kept.items())
+    return Found({"sampling_defaults": text} if kept else {}, notes, is_near=bool(notes))
 
 
 def _eager(text: str) -> Found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import subprocess
@@ -59,6 +60,30 @@ def test_what_is_always_done_here_is_asked_of_vllm_too(
     assert main(["export", "vllm", "--model", QWEN, "--form", "yaml"]) == 0
     found = yaml.safe_load(capsys.readouterr().out)
     assert found["no-async-scheduling"] and found["no-enable-prompt-tokens-details"] and found["enable-chunked-prefill"]
+
+
+def test_what_comes_only_near_to_a_flag_of_extra_args_is_not_sent_in_its_place(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def exported_words(*flags: str) -> tuple[list[str], str]:
+        assert main(["export", "vllm", "--model", "Qwen/Qwen3-8B", *flags]) == 0
+        out, notes = capsys.readouterr()
+        return shlex.split(out.replace("\\\n", " ")), notes
+
+    drafter = {"method": "dflash", "model": "z-lab/Qwen3-8B-DFlash-b16", "num_speculative_tokens": 7}
+    own = ["--speculative-config", json.dumps(drafter | {"attention_backend": "FLASH_ATTN", "quantization": "fp8"})]
+    own += ["--kv-cache-dtype", "nvfp4", "--dtype", "float16", "--override-generation-config", '{"n": 2, "top_k": 3}']
+    monkeypatch.setenv("EXTRA_ARGS", shlex.join(own))
+    words, notes = exported_words()
+    assert words[-6:] == own[-6:] and "counterpart" not in notes and "nearest" not in notes
+    assert all(words.count(flag) == 1 for flag in own if flag.startswith("--"))
+    assert json.loads(words[words.index(own[0]) + 1]) == json.loads(own[1])
+    words, _ = exported_words("--dtype", "float32", "--kv", "fp8", "--drafter", "none")
+    assert words[words.index("--dtype") + 1] == "float32" and words[words.index("--kv-cache-dtype") + 1] == "fp8"
+    assert "--speculative-config" not in words
+    monkeypatch.setenv("EXTRA_ARGS", "--kv-cache-dtype fp8_e5m2")
+    assert exported_words()[0][-2:] == ["--kv-cache-dtype", "fp8_e5m2"]
+    assert "--kv-cache-dtype fp8_e5m2: the nearest is --kv fp8" in read("vllm serve m --kv-cache-dtype fp8_e5m2").notes
 
 
 def test_the_three_forms_say_the_same() -> None:
