@@ -9,6 +9,7 @@ from sparkdraft.interop.shell_text import split_words
 from sparkdraft.interop.tables import Found, read_flags
 from sparkdraft.interop.vllm_flags import VLLM
 
+BASE = "sampling base"  # what --sampling-defaults begins with
 SAMPLING = "sampling "  # before the name of a value that --sampling-defaults takes
 
 
@@ -28,5 +29,8 @@ def finish_numbers(values: dict[str, Any], notes: list[str]) -> None:
         values |= {"kv_tokens": context, "max_model_len": each}
         if slots > 1:
             notes.append(f"--ctx-size {context}: shared by {slots} slots there, so {each} tokens per request")
+    if base := values.pop(BASE, ""):
+        single = values.get("sampling_defaults")
+        values["sampling_defaults"] = f"{base},{single}" if single and base != "model" else single or base
     if sampling := {name: values.pop(name) for name in list(values) if name.startswith(SAMPLING)}:
         values["sampling_defaults"] = ",".join(f"{name[len(SAMPLING) :]}={value:g}" for name, value in sampling.items())

@@ -142,7 +142,7 @@ def _parallel(text: str) -> Found:
 
 def _generation(text: str) -> Found:
     if text in ("auto", "vllm"):
-        return Found({"sampling_defaults": "model" if text == "auto" else "openai"})
+        return Found({"sampling base": "model" if text == "auto" else "openai"})
     return Found(notes=[f"--generation-config {text}: the file is read from the model's own folder"])
 
 

@@ -167,7 +167,7 @@ def test_what_is_exported_can_be_imported() -> None:
         "kv_tokens": 131072,
     }
     engine |= {"spec": "15", "drafter": "z-lab/Qwen3.5-27B-DFlash", "memory_fraction": 0.7, "weights": "fp8"}
-    server = {"port": 9000, "sampling_defaults": "temperature=0.5", "drain_seconds": 5.0}
+    server = {"port": 9000, "sampling_defaults": "openai,temperature=0.5", "drain_seconds": 5.0}
     back = read(shell(exported(server=server, **engine))).values
     parsers = {"reasoning_parser": "think", "tool_parser": "qwen3_xml"}
     assert back == engine | server | parsers

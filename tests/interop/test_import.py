@@ -254,7 +254,7 @@ def test_what_is_not_read_is_named(tmp_path: Path) -> None:
         ("--kv-cache-dtype turboquant_3bit_nc", {"kv": "turboquant", "tq_key_bits": 3, "tq_value_bits": 3}),
         ("--kv-cache-dtype nvfp4", {"kv": "turboquant"}),
         ("--no-enable-prefix-caching", {"prefix_cache": False}),
-        ("--generation-config vllm", {"sampling_defaults": "openai"}),
+        ("--generation-config vllm", {"sampling base": "openai"}),
         ("--override-generation-config '{\"top_p\": 0.9}'", {"sampling_defaults": "top_p=0.9"}),
         ("--api-key a b --dtype half", {"api_key": "a", "dtype": "bfloat16"}),
         ("-cc.cudagraph_mode=PIECEWISE -tp 2 --enable-expert-parallel", {}),
@@ -371,7 +371,7 @@ def test_every_flag_of_the_tables_can_be_read() -> None:
     """Each row has a reader whose fields exist, or says why nothing corresponds to it."""
     samples = ("3", "auto", "true", '{"method": "dflash", "model": "z-lab/Qwen3-8B-DFlash-b16"}')
     passing = {"blocks", "hub file", "context", *(f"sampling {name}" for name in ("temperature", "top_p", "top_k"))}
-    passing |= {"sampling min_p", "sampling repetition_penalty"}
+    passing |= {"sampling base", "sampling min_p", "sampling repetition_penalty"}
     for server in (VLLM, LLAMA_CPP):
         names = [name for flag in server.flags for name in flag.names]
         assert len(names) == len(set(names)), sorted(name for name in names if names.count(name) > 1)
