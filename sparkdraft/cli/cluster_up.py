@@ -37,7 +37,7 @@ def run(args: Namespace) -> int:
     cluster, config = read_cluster(args.file), read_config(args)
     if args.tensor_parallel is not None:
         raise UserError("--tensor-parallel is set by the cluster: it is the number of hosts; choose with --parallel")
-    paths = _paths(config.engine.model)
+    paths = paths_of(config, read_choices(args).chat_template)
     if args.detach:
         return _detached(cluster)
     run = Run(cluster.name, model=config.names[0], parallel=args.parallel, url=url_of(config.host, config.port))
@@ -64,13 +64,19 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _paths(model: str) -> list[str]:
-    """That every machine must have: the model's folder, if it is one."""
-    if not (model.startswith(("/", ".", "~")) or Path(model).exists()):
-        return []
-    if not model.startswith("/"):
-        raise UserError(f"--model is '{model}'; every machine reads it, so give its absolute path, the same on all")
-    return [model]
+def paths_of(config: ServerConfig, chat_template: str) -> list[str]:
+    """That every machine must have: folders of the model and of the drafter, and the template's file, as they are sent
+    to vLLM. Raises UserError for one that would mean another place there."""
+    from sparkdraft.weights.hub import portable_name
+
+    folders = {"model": config.engine.model, "drafter": config.engine.drafter}
+    given = {name: each for name, each in folders.items() if each.startswith(("/", ".", "~")) or Path(each).exists()}
+    if chat_template and not set("{}\n") & set(chat_template):  # else it is the template itself
+        given["chat-template"] = chat_template
+    for name, value in given.items():
+        if not value.startswith("/"):
+            raise UserError(f"--{name} is '{value}'; every machine reads it: give its absolute path, the same on all")
+    return [portable_name(value) if name in folders else value for name, value in given.items()]
 
 
 def _command(args: Namespace, config: ServerConfig, seen: list[Seen]) -> VllmCommand:

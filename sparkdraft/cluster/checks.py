@@ -6,6 +6,7 @@ BROKEN: the ranks cannot run together. CHANGE: they can, slower or less safely t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import PurePosixPath
 
 from sparkdraft.cluster.nccl import judge_variables
 from sparkdraft.cluster.network import judge_errors, judge_interfaces, judge_rdma
@@ -106,10 +107,10 @@ def judge_reach(seen: Seen, head: Seen) -> Iterator[Finding]:
         yield _finding(seen, "network", value, Status.BROKEN, "check cable, addresses (`ip addr`) and firewalls")
 
 
-def judge_model(seen: Seen, head: Seen) -> Iterator[Finding]:
+def judge_files(seen: Seen, head: Seen) -> Iterator[Finding]:
     for path in seen.facts["missing"]:
-        advice = f"copy it: rsync -a {path}/ {seen.host.spec.address}:{path}/"
-        yield _finding(seen, "model", f"{path} is not there, and every rank reads it", Status.BROKEN, advice)
+        advice = f"copy it: rsync -a {path} {seen.host.spec.address}:{PurePosixPath(path).parent}/"
+        yield _finding(seen, "files", f"{path} is not there, and every rank reads it", Status.BROKEN, advice)
 
 
 def judge_memory(seen: Seen, fraction: float) -> Iterator[Finding]:
@@ -127,7 +128,7 @@ def judge_memory(seen: Seen, fraction: float) -> Iterator[Finding]:
 Check = Callable[[Seen, Seen], Iterator[Finding]]
 EACH: tuple[Check, ...] = (
     *(judge_versions, judge_gpus, judge_clock, judge_disk),
-    *(judge_ports, judge_reach, judge_model),
+    *(judge_ports, judge_reach, judge_files),
 )
 
 

@@ -13,13 +13,16 @@ from typing import Any
 import pytest
 
 from sparkdraft.cli.cluster_findings import refuse_broken
+from sparkdraft.cli.cluster_up import paths_of
 from sparkdraft.cluster.checks import judge
 from sparkdraft.cluster.host import Host, ssh_words
 from sparkdraft.cluster.hosts_file import HostSpec, read_cluster
 from sparkdraft.cluster.node import look
 from sparkdraft.cluster.survey import Seen, survey
+from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.doctor.finding import Finding, Status
+from sparkdraft.server.config import ServerConfig
 from tests.cluster.simulated import Simulation, clean, wait_for, write_program, write_vllm
 
 
@@ -183,10 +186,30 @@ def test_a_model_that_is_missing_and_a_port_that_is_taken(sparks: Simulation) ->
         found = findings(sparks, ports=[port], paths=["/no/such/model"])
     assert wrong(found) == [
         ("spark-1", f"port {port}", Status.BROKEN),
-        ("spark-1", "model", Status.BROKEN),
-        ("spark-2", "model", Status.BROKEN),
+        ("spark-1", "files", Status.BROKEN),
+        ("spark-2", "files", Status.BROKEN),
     ]
+    assert any("rsync -a /no/such/model spark-2:/no/such/" in each.advice for each in found)
     assert "it is in use" in sentence(found) and "(and 2 more, above)" in sentence(found)
+
+
+def test_what_every_machine_must_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter and the template too, and by names that mean the same place everywhere."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "link").symlink_to("drafter")
+
+    def paths(template: str = "", **engine: str) -> list[str]:
+        return paths_of(ServerConfig(EngineConfig(**{"model": "Qwen/Qwen3-8B", **engine})), template)
+
+    assert paths() == paths("{{ messages }}") == paths(drafter="z-lab/Qwen3-8B-DFlash-b16") == []
+    assert paths("/t.jinja", model="/m", drafter="/d") == ["/m", "/d", "/t.jinja"]
+    assert paths(drafter=str(tmp_path / "link")) == [str(tmp_path.resolve() / "drafter")]  # as it is sent
+    for flag, given in (("drafter", {"drafter": "drafter"}), ("model", {"model": "~/m"})):
+        with pytest.raises(UserError, match=f"--{flag} is .*; every machine reads it: give its absolute path"):
+            paths(**given)
+    with pytest.raises(UserError, match=r"--chat-template is 't\.jinja'; every machine reads it"):
+        paths("t.jinja")
 
 
 # ---- what only a Spark has
