@@ -9,6 +9,7 @@ import time
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from sparkdraft.cli.cluster_findings import refuse_broken, say, show_findings
 from sparkdraft.cli.export import read_choices, read_config
@@ -23,16 +24,16 @@ if TYPE_CHECKING:
 
 WATCH_EVERY, TOKEN_SECONDS = 10.0, 30.0  # between two looks at the server, and for one token
 USUAL_CONTEXT = 4096
+EVERYWHERE, HERE = ("", "0.0.0.0", "::"), ("127.0.0.1", "localhost", "::1")  # addresses to listen on
 
 
 def run(args: Namespace) -> int:
     from sparkdraft.cluster.checks import judge
     from sparkdraft.cluster.ending import sweep
-    from sparkdraft.cluster.hosts_file import read_cluster
+    from sparkdraft.cluster.hosts_file import LOCAL, read_cluster
     from sparkdraft.cluster.runs import FAILED, Run
     from sparkdraft.cluster.supervisor import Supervisor
     from sparkdraft.cluster.survey import survey
-    from sparkdraft.interop.child import url_of
 
     cluster, config = read_cluster(args.file), read_config(args)
     if args.tensor_parallel is not None:
@@ -40,7 +41,7 @@ def run(args: Namespace) -> int:
     paths = paths_of(config, read_choices(args).chat_template)
     if args.detach:
         return _detached(cluster)
-    run = Run(cluster.name, model=config.names[0], parallel=args.parallel, url=url_of(config.host, config.port))
+    run = Run(cluster.name, model=config.names[0], parallel=args.parallel, url=shown_url(cluster, config))
     try:
         seen = survey(cluster, [cluster.port, config.port], paths)
         findings = judge(seen, config.engine.memory_fraction)
@@ -56,12 +57,26 @@ def run(args: Namespace) -> int:
         if args.check:
             run.enter("down")
             return 0
+        if config.host in HERE and cluster.hosts[0].address != LOCAL:
+            say(f"note: --host {config.host}: only {seen[0].host.label} itself reaches it; else add --host 0.0.0.0")
         say(f"starts vLLM on {len(seen)} machines, {args.parallel} parallel; logs: {run.folder}; ctrl-c ends it")
         Supervisor(cluster, [each.host for each in seen], jobs, run, say).serve()
     except BaseException as error:
         run.enter(FAILED, error=str(error) or type(error).__name__)
         raise
     return 0
+
+
+def shown_url(cluster: Cluster, config: ServerConfig) -> str:
+    """Where the server is asked from here: it listens on the first machine."""
+    from sparkdraft.cluster.hosts_file import LOCAL
+    from sparkdraft.interop.child import url_of
+
+    head = cluster.hosts[0].address
+    if head == LOCAL or config.host not in EVERYWHERE:
+        return url_of(config.host, config.port)
+    name = urlsplit(head).hostname if head.startswith("ssh://") else head.rpartition("@")[2]
+    return url_of(name or head, config.port)
 
 
 def paths_of(config: ServerConfig, chat_template: str) -> list[str]:

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from sparkdraft.cli.cluster_up import shown_url
 from sparkdraft.cluster.command import PIPELINE, TENSOR, rank_environment, rank_words
 from sparkdraft.cluster.hosts_file import parse_cluster, read_cluster
+from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.interop.tables import Unread
 from sparkdraft.interop.vllm_command import VllmCommand
+from sparkdraft.server.config import ServerConfig
 
 HOSTS = """
 vllm = "/opt/vllm/bin/vllm"
@@ -95,6 +98,21 @@ def test_every_rank_has_the_same_flags_and_its_own_number() -> None:
     extra = VllmCommand("m", {}, {}, [], (Unread("--nnodes", "3", ("--nnodes", "3"), ()),))
     with pytest.raises(UserError, match="--nnodes is set by the cluster"):
         rank_words(extra, cluster, 0, TENSOR)
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "url"),
+    [
+        ("me@spark-1", "0.0.0.0", "http://spark-1:8000"),
+        ("ssh://me@spark-1:2222", "::", "http://spark-1:8000"),
+        ("local", "0.0.0.0", "http://127.0.0.1:8000"),
+        ("spark-1", "127.0.0.1", "http://127.0.0.1:8000"),
+        ("spark-1", "10.0.0.1", "http://10.0.0.1:8000"),
+    ],
+)
+def test_the_server_is_shown_where_it_is(address: str, host: str, url: str) -> None:
+    cluster = parse_cluster(tomllib.loads(HOSTS.replace('"spark-1"', f'"{address}"')), "sparks")
+    assert shown_url(cluster, ServerConfig(EngineConfig(), host=host, port=8000, allow_public=True)) == url
 
 
 def test_the_file_of_the_docs_is_read() -> None:
