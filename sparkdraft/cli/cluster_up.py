@@ -29,11 +29,11 @@ EVERYWHERE, HERE = ("", "0.0.0.0", "::"), ("127.0.0.1", "localhost", "::1")  # a
 
 def run(args: Namespace) -> int:
     from sparkdraft.cluster.checks import judge
-    from sparkdraft.cluster.ending import sweep
+    from sparkdraft.cluster.ending import sweep_all
     from sparkdraft.cluster.hosts_file import LOCAL, read_cluster
     from sparkdraft.cluster.runs import FAILED, Run
     from sparkdraft.cluster.supervisor import Supervisor
-    from sparkdraft.cluster.survey import survey
+    from sparkdraft.cluster.survey import hosts_of, survey
 
     cluster, config = read_cluster(args.file), read_config(args)
     if args.tensor_parallel is not None:
@@ -43,15 +43,15 @@ def run(args: Namespace) -> int:
         return _detached(cluster)
     run = Run(cluster.name, model=config.names[0], parallel=args.parallel, url=shown_url(cluster, config))
     try:
+        unswept = sweep_all(hosts_of(cluster), say, "clear")  # first: what is left takes memory and ports
         seen = survey(cluster, [cluster.port, config.port], paths)
         findings = judge(seen, config.engine.memory_fraction)
         show_findings(findings)
         refuse_broken(findings)
+        if unswept:
+            raise UserError(unswept[0])
         command = _command(args, config, seen)
         jobs = jobs_of(cluster, seen, command, config, args.parallel)
-        for each in seen:
-            if left := sweep(each.host):
-                say(f"note: {each.host.label}: {len(left)} processes of an earlier run were ended")
         if not args.no_measure:
             _measure(args, cluster, seen, config, run.folder)
         if args.check:

@@ -6,7 +6,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
@@ -36,13 +37,7 @@ def end_run(cluster: Cluster, say: Callable[[str], None], patience: float = PATI
                 os.kill(state.supervisor[0], signal.SIGKILL)
             while state.is_supervised:
                 time.sleep(0.05)
-    lost = []
-    for host in hosts_of(cluster):
-        try:
-            if left := sweep(host):
-                say(f"note: {host.label}: {len(left)} processes had been left behind and were ended")
-        except UserError as error:
-            lost.append(str(error))
+    lost = sweep_all(hosts_of(cluster), say)
     if not lost:
         run = Run(cluster.name)
         run.state = replace(state, supervisor=[], phase=DOWN, since=time.time())
@@ -50,11 +45,33 @@ def end_run(cluster: Cluster, say: Callable[[str], None], patience: float = PATI
     return lost
 
 
-def sweep(host: Host) -> list[int]:
-    """End what earlier runs have left on a machine; returns the numbers of processes. Where nothing was ever started
-    there is nothing to end."""
-    done = host.run(host.node_script("end", host.run_folder), SWEEP_SECONDS)
+def sweep_all(hosts: Sequence[Host], say: Callable[[str], None], verb: str = "end") -> list[str]:
+    """End what earlier runs have left on all machines; returns a sentence for each where that is not known. verb: end,
+    or clear, which leaves what another supervisor may have started."""
+
+    def one(host: Host) -> str:
+        try:
+            if left := sweep(host, verb):
+                say(f"note: {host.label}: {len(left)} processes of an earlier run were ended")
+            return ""
+        except UserError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        return [each for each in pool.map(one, hosts) if each]
+
+
+def sweep(host: Host, verb: str) -> list[int]:
+    """Returns the numbers of the processes that were ended. Raises UserError."""
+    script = host.node_script(verb, host.run_folder)
+    done = host.run(script, SWEEP_SECONDS)
+    if done.status:  # an earlier version was copied there, or nothing yet
+        host.install()
+        done = host.run(script, SWEEP_SECONDS)
     try:
-        return list(json.loads(done.out)) if not done.status else []
+        return list(json.loads(done.out))
     except ValueError:
-        return []
+        raise UserError(
+            f"{host.label}: what an earlier run left there cannot be ended ({done.last_line}): does "
+            f"`{host.spec.python}` run there?"
+        ) from None

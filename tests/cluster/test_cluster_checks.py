@@ -3,10 +3,13 @@ in the shape of /sys where it cannot (RoCE, cables)."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,15 @@ import pytest
 
 from sparkdraft.cli.cluster_findings import refuse_broken
 from sparkdraft.cli.cluster_up import paths_of
+from sparkdraft.cli.main import main
+from sparkdraft.cluster import survey as survey_module
 from sparkdraft.cluster.checks import judge
+from sparkdraft.cluster.ending import sweep
 from sparkdraft.cluster.host import Host, ssh_words
 from sparkdraft.cluster.hosts_file import HostSpec, read_cluster
 from sparkdraft.cluster.node import look
-from sparkdraft.cluster.survey import Seen, survey
+from sparkdraft.cluster.node.processes import identity
+from sparkdraft.cluster.survey import Seen, hosts_of, survey
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.doctor.finding import Finding, Status
@@ -210,6 +217,44 @@ def test_what_every_machine_must_have(tmp_path: Path, monkeypatch: pytest.Monkey
             paths(**given)
     with pytest.raises(UserError, match=r"--chat-template is 't\.jinja'; every machine reads it"):
         paths("t.jinja")
+
+
+LISTENS = "import socket, sys, time; s = socket.create_server(('127.0.0.1', int(sys.argv[1]))); time.sleep(600)"
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_what_a_killed_keeper_left_is_ended_before_ports_are_looked_at(
+    sparks: Simulation, is_kept: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a running keeper holds is another supervisor's, and is only reported."""
+    monkeypatch.setenv("SPARKDRAFT_CACHE", sparks.environ["SPARKDRAFT_CACHE"])
+    monkeypatch.setattr(survey_module, "survey", partial(survey, gap=0))
+    left = subprocess.Popen([sys.executable, "-c", LISTENS, str(sparks.port)], env=sparks.environ)
+    wait_for(lambda: look.port_problem(sparks.port))
+    folder = sparks.root / "spark-1/.cache/sparkdraft/cluster/sparks/rank0"
+    folder.mkdir(parents=True)
+    keeper = identity(os.getpid()) if is_kept else [1 << 30, 1]
+    (folder / "processes.json").write_text(json.dumps([keeper, identity(left.pid)]))
+    flags = ["--model", "Qwen/Qwen3-8B", "--port", str(sparks.port), "--no-measure", "--check"]
+    try:
+        status = main(["cluster", "up", str(sparks.file), *flags])
+        told = capsys.readouterr().err
+        assert (left.poll() is None) == is_kept
+        assert status == int(is_kept) and ("it is in use" in told) == is_kept, told
+        assert ("note: spark-1: 1 processes of an earlier run were ended" in told) != is_kept
+    finally:
+        left.kill()
+        left.wait()
+
+
+def test_a_sweep_that_fails_is_said(sparks: Simulation) -> None:
+    """Also where an older version of what runs there has been copied; it is replaced first."""
+    host = hosts_of(read_cluster(str(sparks.file)))[1]
+    assert sweep(host, "end") == []
+    assert (sparks.root / "spark-2" / host.code_folder).is_dir()
+    write_program(sparks.root / "spark-2" / "bin" / "python3", "#!/bin/sh\necho broken >&2\nexit 1\n")
+    with pytest.raises(UserError, match=r"spark-2: what an earlier run left there cannot be ended \(broken\)"):
+        sweep(host, "end")
 
 
 # ---- what only a Spark has

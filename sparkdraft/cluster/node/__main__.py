@@ -16,8 +16,10 @@ def main() -> int:
         from .allreduce import allreduce  # torch
 
         return allreduce(json.loads(more[0]))
-    found = look(json.load(sys.stdin)) if verb == "look" else end_recorded(Path.home() / more[0])
-    print(json.dumps(found))
+    if verb == "look":
+        print(json.dumps(look(json.load(sys.stdin))))
+    else:
+        print(json.dumps(end_recorded(Path.home() / more[0], even_kept=verb == "end")))
     return 0
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .log import Log
-from .processes import become_reaper, descendants, end_all, end_known, ends_with_parent, identity
+from .processes import become_reaper, descendants, end_all, end_known, ends_with_parent, identity, runs
 from .watch import watch
 
 EVENT = b"\x1e"
@@ -90,12 +90,15 @@ def keep(run: Path) -> int:
     return int(child.returncode)
 
 
-def end_recorded(run: Path) -> list[int]:
-    """End what an earlier one has written down and that still runs; returns the numbers of processes."""
+def end_recorded(run: Path, even_kept: bool = True) -> list[int]:
+    """End what an earlier one has written down and that still runs; returns the numbers of processes. even_kept: also
+    where that one runs itself."""
     path = run / "processes.json"
     try:
         known = json.loads(path.read_text())
     except (OSError, ValueError):
+        return []
+    if not even_kept and known and runs(known[0]):
         return []
     ended = end_known(known)
     path.unlink(missing_ok=True)
