@@ -93,8 +93,9 @@ def case(question: Question, machines: int, parallel: str, latency: Latency) -> 
         reduce = latency.at(machines, question.streams * row) if machines > 1 else 0.0
         plain = on_group(replace(question, drafter=None, chances=None), machines, parallel, reduce)
         tokens = fitting_tokens(plain, machines, parallel)
-        if tokens < question.context:
-            raise UserError(f"{tokens:,} tokens of context fit, and a stream has {question.context:,}")
+        if tokens < question.streams * question.context:
+            needs = f"{question.streams} streams have" if question.streams > 1 else "a stream has"
+            raise UserError(f"{tokens:,} tokens of context fit, and {needs} {question.streams * question.context:,}")
         if parallel == PIPELINE:
             batch = ceil(question.streams / min(question.streams, machines))  # streams that pass together
             speed = plain.speed(streams=batch).times(question.streams / batch)

@@ -84,6 +84,10 @@ def test_what_fits_and_what_is_refused() -> None:
     small = replace(llama.machine, hardware=replace(llama.machine.hardware, free_bytes=12 << 30))
     alone, both = (case(replace(llama, machine=small), count, TENSOR, NO_TIME) for count in (1, 2))
     assert alone.refusal and not alone.forecast and both.forecast and both.tokens > 1024
+    most = both.tokens // 1024
+    assert case(replace(llama, machine=small, streams=most), 2, TENSOR, NO_TIME).forecast
+    many = case(replace(llama, machine=small, streams=most + 1), 2, TENSOR, NO_TIME)
+    assert many.refusal.endswith(f"tokens of context fit, and {most + 1} streams have {(most + 1) * 1024:,}"), many
 
 
 def test_a_pipeline_helps_many_streams_and_not_one() -> None:
