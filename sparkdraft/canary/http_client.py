@@ -43,6 +43,9 @@ class Stream:
     broken: str = ""  # why it broke off
 
     def take(self, chunk: dict[str, Any], now: float) -> None:
+        if error := chunk.get("error"):
+            said = error.get("message") if isinstance(error, dict) else error
+            self.broken = self.broken or f"the server sent an error: {str(said)[:200]}"
         self.usage = chunk.get("usage") or self.usage
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {}

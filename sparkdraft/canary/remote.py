@@ -8,6 +8,7 @@ counts of tokens that cannot be. http_client.py sends the requests.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from math import inf
@@ -25,6 +26,7 @@ TOKENS = 48
 MOST_CHARS = 40  # per token of an answer, on average: no vocabulary has longer tokens for plain words
 # What OpenAI's API promises of arguments, it promises of strict tools alone; vLLM holds no others to their schema.
 STRICT = TOOL | {"function": TOOL["function"] | {"strict": True}}
+DATED = re.compile(r"[-@]\d{4}(-?\d\d-?\d\d)?")  # what a version of the model adds to the name that was asked
 UNFINISHED = "the answer ended by its length before it had any content: the model thinks longer than the probe allows"
 MARKS = ("<tool_call", "<function", '"name"', "[TOOL_CALLS]", "<|python_tag|>", f"{NAME}(")
 
@@ -34,9 +36,11 @@ def names_agree(server: Server) -> str:
     names = server.models()
     answers = [server.chat([ASKED], max_tokens=4)["model"] for _ in range(2)]
     for name in answers:
-        if name != server.model and name not in server.aliases:
+        is_dated = DATED.fullmatch(name.removeprefix(server.model))
+        if name != server.model and name not in server.aliases and not is_dated:
             raise Failed(f"'{server.model}' was asked and '{name}' answered: the endpoint has another model behind it")
-    return f"'{server.model}' answers" + (f", {len(names)} models are listed" if names else "")
+    other = f" as '{answers[-1]}'" if answers[-1] != server.model else ""
+    return f"'{server.model}' answers{other}" + (f", {len(names)} models are listed" if names else "")
 
 
 def answers_repeat(server: Server) -> str:
@@ -62,7 +66,9 @@ def call_is_a_call(server: Server) -> str:
     forced: dict[str, Any] = {"tools": [STRICT], "tool_choice": "required", "max_tokens": 128}
     try:
         answer, how = server.chat([ASKED], **forced), "a required call"
-    except Refused:
+    except Refused as reason:
+        if not reason.not_offered:
+            raise
         answer = _auto_call(server)
         forced |= {"tools": [TOOL], "tool_choice": "auto"}
         how = "a call"
@@ -122,6 +128,8 @@ def schema_holds(server: Server) -> str:
     try:
         answer = server.chat([ASKED], response_format=form, max_tokens=64)
     except Refused as reason:
+        if not reason.not_offered:
+            raise
         raise Skipped(f"the server takes no JSON schema: {reason}") from None
     _skip_unfinished(answer)
     text = _content(answer)
@@ -208,7 +216,7 @@ def check_url(
         except Failed as reason:
             status, detail = FAILED, str(reason)
         except (Refused, Unreachable) as reason:
-            status, detail = FAILED, f"a plain request was not answered: {reason}"
+            status, detail = FAILED, f"a request was not answered: {reason}"
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             status, detail = FAILED, f"an answer cannot be read ({type(error).__name__}: {error})"
         found.append(Finding(name, status, detail, seconds=round(time.monotonic() - begin, 2)))

@@ -42,8 +42,11 @@ class FakeServer:
             return JSONResponse({"error": {"message": "tool_choice is not known"}}, 400)
         if body.get("tools") and self.fault in ("no tools", "tools crash"):
             return JSONResponse({"error": {"message": "tools need a parser"}}, 400 if self.fault == "no tools" else 500)
-        if body.get("response_format") and self.fault == "no schema":
-            return JSONResponse({"error": {"message": "response_format is not known"}}, 400)
+        if body.get("response_format") and self.fault in ("no schema", "schema crashes"):
+            status = 400 if self.fault == "no schema" else 500
+            return JSONResponse({"error": {"message": "response_format is not known"}}, status)
+        if body.get("tool_choice") == "required" and self.fault == "required crashes":
+            return JSONResponse({"error": {"message": "no grammar"}}, 500)
         return StreamingResponse(self.stream(body)) if body.get("stream") else JSONResponse(self.whole(body))
 
     # ---- what it says
@@ -88,7 +91,8 @@ class FakeServer:
         return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
     def frame(self, **more: Any) -> dict[str, Any]:
-        frame: dict[str, Any] = {"model": "small" if self.fault == "model" else "big", **more}
+        names = {"model": "small", "dated": "big-2026-11-18", "sized": "big-2026b"}
+        frame: dict[str, Any] = {"model": names.get(self.fault, "big"), **more}
         if self.fault == "fingerprint":
             frame["system_fingerprint"] = f"system-{self.count % 2}"
         return frame
@@ -120,6 +124,9 @@ class FakeServer:
                 await asyncio.sleep(60)
             if i == 6 and counted and self.fault == "broken":
                 raise RuntimeError("the connection is lost")
+            if i == 6 and counted and self.fault == "error in a stream":
+                yield 'data: {"error": {"message": "EngineDeadError", "code": 500}}\n\n'
+                break
             yield self.event(choices=[{"delta": part}])
             await asyncio.sleep(0.002)
         if self.fault != "no finish":
@@ -181,6 +188,7 @@ CALL, SAME, STREAM, USAGE = (
 )
 FAULTS = [
     ("model", "the model that was asked answers", "'big' was asked and 'small' answered"),
+    ("sized", "the model that was asked answers", "'big' was asked and 'big-2026b' answered"),
     ("answers", SAME, "two answers part after 0 characters"),
     ("fingerprint", SAME, "answered by different systems"),
     ("call as text", CALL, "came back as text"),
@@ -188,10 +196,13 @@ FAULTS = [
     ("no required, call as text", CALL, "came back as text"),
     ("no call", CALL, "no call came although one was required"),
     ("tools crash", CALL, "status 500"),
+    ("required crashes", CALL, "status 500"),
     ("name", CALL, "the call names 'other'"),
     ("arguments", CALL, "must be a JSON object"),
     ("objects", CALL, "must be a JSON object"),
     ("schema", "JSON schema holds", "is not JSON"),
+    ("schema crashes", "JSON schema holds", "a request was not answered: status 500"),
+    ("error in a stream", STREAM, "broke off after 6 chunks: the server sent an error: EngineDeadError"),
     ("stall", STREAM, "stalled for"),
     ("hang", STREAM, "nothing came for 2 s"),
     ("broken", STREAM, "broke off after 6 chunks"),
@@ -248,6 +259,12 @@ def test_a_model_that_thinks_past_the_limit_is_no_fault(check: Checked) -> None:
 def test_an_answer_that_cannot_be_read_is_a_fault_and_no_traceback(check: Checked) -> None:
     status, found, printed = check("no message")
     assert status == 1 and "an answer cannot be read" in found[SAME]["detail"], printed
+
+
+def test_a_dated_version_of_the_model_is_no_other_model(check: Checked) -> None:
+    status, found, printed = check("dated")
+    detail = found["the model that was asked answers"]["detail"]
+    assert status == 0 and "'big' answers as 'big-2026-11-18'" in detail, printed
 
 
 def test_an_alias_of_the_model_is_no_other_model(check: Checked) -> None:
