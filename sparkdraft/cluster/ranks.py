@@ -46,7 +46,8 @@ class Rank:
         self.host, self.job, self.log = host, job, log
         self.pid = 0
         self.ready = self.token = 0.0
-        self.blind = ""  # why no token can be asked for
+        self.blind = ""  # why no token can be asked for now
+        self._refusals: set[str] = set()  # that were said
         self.ended: dict[str, Any] | None = None  # its status and why, as the machine told
         self.lines: deque[str] = deque(maxlen=LAST_LINES)
         self.heard = time.monotonic()
@@ -125,10 +126,12 @@ class Rank:
         elif name == "ready":
             self.ready = self.token = now
         elif name == "token":
-            self.token = now
+            self.token, self.blind = now, ""
         elif name == "blind":
             self.blind = event["why"]
-            self._say(f"note: {self.host.label}: {self.blind}, so a server that hangs is not noticed")
+            if self.blind not in self._refusals:
+                self._say(f"note: {self.host.label}: {self.blind}, so a server that hangs is not noticed")
+            self._refusals.add(self.blind)
         elif name == "note":
             self._say(f"note: {self.host.label}: {event['text']}")
         elif name == "ended":

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from sparkdraft.cluster.host import NODE, Host
 from sparkdraft.cluster.hosts_file import Cluster, HostSpec
 from sparkdraft.cluster.node import processes
 from sparkdraft.cluster.node.log import Log
-from sparkdraft.cluster.node.watch import COUNTERS
+from sparkdraft.cluster.node.watch import COUNTERS, watch
+from sparkdraft.cluster.ranks import Job, Rank
 from sparkdraft.cluster.survey import Seen
 from sparkdraft.core import UserError
 from tests.cluster.simulated import PATIENT, free_ports, wait_for
@@ -164,6 +166,45 @@ def test_the_counters_of_vllm() -> None:
         b'vllm:prompt_tokens_total{engine="0",model_name="m"} 1.5e+03\nvllm:prompt_tokens_created{engine="0"} 7\n'
     )
     assert [float(each) for each in COUNTERS.findall(told)] == [12.0, 1500.0]
+
+
+def test_one_refusal_does_not_end_the_watch() -> None:
+    """A request for a token may be refused once, or because too many wait; after that a server can still hang."""
+    answers = [400, 429, 200]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/health" else 404)
+            self.end_headers()
+
+        def do_POST(self) -> None:
+            self.send_response(answers.pop(0))
+            self.end_headers()
+
+        def log_message(self, *rest: Any) -> None:
+            pass
+
+    said: list[str] = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        spec = {"url": f"http://127.0.0.1:{server.server_port}", "model": "m", "every": 0.01, "patience": 5.0}
+        watch(spec, lambda name, **more: said.append(name), lambda: bool(answers))
+        server.shutdown()
+    assert said == ["ready", "blind", "token"]
+
+
+def test_a_token_ends_a_rank_s_blindness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    events = [{"event": "blind", "why": "status 400"}, {"event": "blind", "why": "status 400"}, {"event": "token"}]
+    lines = "".join(f"\x1e{json.dumps(each)}\n" for each in events)
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{lines}END\n")
+    program.chmod(0o755)
+    said: list[str] = []
+    host = Host(HostSpec("local", "127.0.0.1", python=str(program)), "here", 0, "x")
+    rank = Rank(host, Job([], {}), 5.0, Log(tmp_path / "log"), said.append)
+    assert rank.wait(PATIENT) and rank.token and not rank.blind
+    assert said == ["note: here: status 400, so a server that hangs is not noticed"]
 
 
 # ---- the all-reduce

@@ -16,13 +16,15 @@ from typing import Any
 
 COUNTERS = re.compile(rb"^vllm:(?:generation_tokens|prompt_tokens)_total(?:\{[^}]*\})? ([0-9.e+]+)$", re.M)
 READY_POLL = 0.5
+BUSY = (408, 429)  # no token came in time, or too many wait: as where there is no answer
 NO_ANSWER = (OSError, ValueError, http.client.HTTPException)
 # Without a proxy: the server is on this machine.
 OPEN = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 def watch(spec: dict[str, Any], say: Callable[..., None], running: Callable[[], bool]) -> None:
-    """Says `ready` once, then `token` at every sign of work; `blind` where no token can be asked for."""
+    """Says `ready` once, then `token` at every sign of work; `blind` where a request for a token is refused, until the
+    next one."""
     start = time.monotonic()
     while running() and not _is_healthy(spec["url"]):
         time.sleep(READY_POLL)
@@ -39,8 +41,8 @@ def watch(spec: dict[str, Any], say: Callable[..., None], running: Callable[[], 
             if status == 200:
                 say("token")
                 count = tokens_made(spec["url"], spec["patience"])
-            elif 400 <= status < 500:
-                return say("blind", why=f"a request for one token got status {status}")
+            elif 400 <= status < 500 and status not in BUSY:
+                say("blind", why=f"a request for one token got status {status}")
         last = last if count is None else count
         time.sleep(spec["every"])
 
