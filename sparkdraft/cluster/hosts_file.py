@@ -90,6 +90,8 @@ def _host(shared: dict[str, Any], given: dict[str, Any], number: int) -> HostSpe
     for key in ("address", "ip"):
         if key not in given:
             raise UserError(f"{where} {key} is missing")
+    for place, table in (("at the top", shared), (where, given)):
+        _check_environment(table.get("environment", {}), place)
     merged = {**shared, **given, "environment": {**shared.get("environment", {}), **given.get("environment", {})}}
     values = {key: _typed(f"{key} {where}", value, _kind(HostSpec, key)) for key, value in merged.items()}
     host = HostSpec(**values)
@@ -100,6 +102,14 @@ def _host(shared: dict[str, Any], given: dict[str, Any], number: int) -> HostSpe
     except ValueError:
         raise UserError(f"{where} the ip is '{host.ip}'; give the IPv4 address on the fast network") from None
     return HostSpec(**{**values, "folder": host.folder.removeprefix("~/")})
+
+
+def _check_environment(given: Any, where: str) -> None:
+    if not isinstance(given, dict):
+        raise UserError(f"environment {where} must be a table of variables, and is {given!r}")
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise UserError(f"{name} of the environment {where} must be a text or a number, and is {value!r}")
 
 
 def _check_keys(data: Mapping[str, Any], known: list[str], where: str) -> None:
@@ -124,10 +134,10 @@ def _typed(what: str, value: Any, kind: type) -> Any:
         value = float(value)
     if kind is tuple and isinstance(value, list) and all(isinstance(each, str) for each in value):
         return tuple(value)
-    if kind is dict and isinstance(value, dict):
-        return {str(name): str(each) for name, each in value.items()}
-    if kind in (tuple, dict) or not isinstance(value, kind) or isinstance(value, bool):
-        names = {tuple: "a list of names", dict: "a table of variables", str: "a text", int: "a whole number"}
+    if kind is dict:
+        return {name: str(each) for name, each in value.items()}
+    if kind is tuple or not isinstance(value, kind) or isinstance(value, bool):
+        names = {tuple: "a list of names", str: "a text", int: "a whole number"}
         raise UserError(f"{what} must be {names.get(kind, 'a number')}, and is {value!r}")
     if isinstance(value, int | float) and value < 0:
         raise UserError(f"{what} is {value}; it must be 0 or more")

@@ -69,6 +69,10 @@ def test_hosts_take_what_they_leave_out_from_the_top() -> None:
         ("[environment]", 'name = "a/b"\n[environment]', "the name is 'a/b'"),
         ("[environment]", "port = 99999\n[environment]", "port is 99999; it must be 1 to 65535"),
         ("[environment]", "port = true\n[environment]", "port must be a whole number, and is True"),
+        ("[environment]", "[[environment]]", "environment at the top must be a table of variables, and is [{"),
+        ("{NCCL_IB_TIMEOUT = 22}", '"a=b"', "environment in host 2 must be a table of variables, and is 'a=b'"),
+        ("= 22}", "= true}", "NCCL_IB_TIMEOUT of the environment in host 2 must be a text or a number, and is True"),
+        ('"WARN"', '["WARN"]', "NCCL_DEBUG of the environment at the top must be a text or a number, and is ['WARN']"),
         ("[environment]", "[[environment", "is not valid TOML"),
     ],
 )
