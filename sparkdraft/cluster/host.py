@@ -107,8 +107,9 @@ class Host:
 
     @property
     def code_folder(self) -> str:
-        """From the home folder; Python runs it as a program."""
-        return f"{self.spec.folder}/{self.run_name}/code-{sha256(_archive()).hexdigest()[:12]}"
+        """From the home folder; Python runs it as a program. Each rank has its own, because two that unpack into one
+        folder at once fail."""
+        return f"{self.run_folder}/code-{sha256(_archive()).hexdigest()[:12]}"
 
     def _advice(self, errors: str) -> str:
         found = next((text for part, text in ADVICE.items() if part in errors), "is it up, and does `ssh {0}` work?")

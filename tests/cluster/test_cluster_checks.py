@@ -180,6 +180,14 @@ def test_node_code_that_cannot_be_copied(sparks: Simulation) -> None:
     assert sentence(findings(sparks)).startswith("spark-2: the folder .cache/sparkdraft/cluster cannot be written (")
 
 
+def test_ranks_of_one_machine_do_not_unpack_into_one_folder(tmp_path: Path) -> None:
+    """They are asked at once, and tar fails on a file that another one makes."""
+    hosts = [Host(HostSpec("local", "127.0.0.1", folder=str(tmp_path)), f"local/{i}", i, "pair") for i in range(2)]
+    for each in hosts:
+        each.install()
+    assert len(list(tmp_path.glob("**/node/look.py"))) == 2
+
+
 def test_a_python_that_is_none(sparks: Simulation) -> None:
     write_program(sparks.root / "spark-2" / "bin" / "python3", "#!/bin/sh\necho broken >&2\nexit 1\n")
     assert "`python3` cannot look at the machine (broken): name a Python" in sentence(findings(sparks))
