@@ -36,9 +36,13 @@ def run(args: Namespace) -> int:
     from sparkdraft.cluster.survey import hosts_of, survey
 
     cluster, config = read_cluster(args.file), read_config(args)
-    if args.tensor_parallel is not None:
-        raise UserError("--tensor-parallel is set by the cluster: it is the number of hosts; choose with --parallel")
-    paths = paths_of(config, read_choices(args).chat_template)
+    choices = read_choices(args)
+    if args.tensor_parallel is not None or choices.tensor_parallel > 1:
+        raise UserError(
+            "--tensor-parallel is set by the cluster, to the number of hosts: leave it out, also of EXTRA_ARGS, and "
+            "choose with --parallel"
+        )
+    paths = paths_of(config, choices.chat_template)
     if args.detach:
         return _detached(cluster)
     run = Run(cluster.name, model=config.names[0], parallel=args.parallel, url=shown_url(cluster, config))

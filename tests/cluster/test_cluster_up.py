@@ -73,6 +73,19 @@ def test_two_ranks_on_one_machine_come_up_and_go_down(
         assert run("status") == (1, "cluster sparks is down\n")
 
 
+@pytest.mark.parametrize("way", ["tensor", "pipeline"])
+def test_the_cluster_alone_says_how_many_share_the_model(
+    sparks: Simulation, way: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["cluster", "up", str(sparks.file), "--model", "Qwen/Qwen3-8B", "--parallel", way]
+    monkeypatch.setenv("PATH", "/nowhere")  # no machine is asked
+    assert main([*flags, "--tensor-parallel", "2"]) == 1
+    assert "--tensor-parallel is set by the cluster" in capsys.readouterr().err
+    monkeypatch.setenv("EXTRA_ARGS", "-tp 2")
+    assert main(flags) == 1
+    assert "leave it out, also of EXTRA_ARGS" in capsys.readouterr().err.replace("\n", " ")
+
+
 @pytest.mark.slow
 def test_a_machine_that_dies_restarts_all_ranks_together_once_then_it_gives_up(sparks: Simulation) -> None:
     with sparks.up() as process:
