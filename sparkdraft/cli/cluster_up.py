@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -163,11 +164,20 @@ def _detached(cluster: Cluster) -> int:
         child = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=dict(os.environ)
         )
-    while child.poll() is None:
-        state = read_state(cluster.name)
-        if state and state.phase == READY and state.supervisor[:1] == [child.pid]:
-            say(f"cluster {cluster.name} is ready: {state.url}/v1; log: {folder / 'supervisor.log'}")
-            return 0
-        time.sleep(0.3)
+    try:
+        while child.poll() is None:
+            state = read_state(cluster.name)
+            if state and state.phase == READY and state.supervisor[:1] == [child.pid]:
+                say(f"cluster {cluster.name} is ready: {state.url}/v1; log: {folder / 'supervisor.log'}")
+                return 0
+            time.sleep(0.3)
+    except KeyboardInterrupt:
+        say("interrupted before it was ready: it is ended")
+        child.send_signal(signal.SIGINT)  # a session of its own: ctrl-c has not reached it
+        try:
+            child.wait()
+        except KeyboardInterrupt:
+            child.kill()  # ranks end by themselves
+        raise
     last = (folder / "supervisor.log").read_text(errors="replace").strip().splitlines()
     raise UserError((last or ["it ended without a word"])[-1].removeprefix("sparkdraft: "))

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from sparkdraft.cli.main import main
-from tests.cluster.simulated import PATIENT, Simulation, clean, wait_for
+from tests.cluster.simulated import PATIENT, Simulation, clean, wait_for, write_program
 
 
 @pytest.fixture
@@ -203,4 +204,18 @@ def test_in_the_background(sparks: Simulation) -> None:
     (sparks.root / "spark-2" / "fails").touch()
     failed = sparks.command("up", *flags)
     assert failed.returncode == 1 and failed.stderr.startswith("sparkdraft: the cluster did not start: rank 1")
+    nothing_left(sparks)
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_what_was_to_go_to_the_background(sparks: Simulation) -> None:
+    lines = ("import sys, time", "sys.argv[1:] == ['--version'] and sys.exit(print('0.32.0'))", "time.sleep(600)")
+    never_ready = "\n".join((f"#!{sys.executable}", *lines, ""))
+    write_program(sparks.root / "spark-2" / "bin" / "vllm", never_ready)
+    flags = ("--model", "Qwen/Qwen3-8B", "--port", str(sparks.port), "--no-measure", "--detach")
+    process = subprocess.Popen(sparks.words("up", *flags), stderr=subprocess.PIPE, text=True, env=sparks.environ)
+    wait_for(lambda: (sparks.root / "spark-1" / "called0.json").exists() or process.poll() is not None)
+    process.send_signal(signal.SIGINT)
+    assert "interrupted before it was ready: it is ended" in process.communicate(timeout=PATIENT)[1]
+    assert process.returncode == 130 and sparks.state()["phase"] == "down"
     nothing_left(sparks)
