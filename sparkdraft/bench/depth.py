@@ -75,6 +75,20 @@ class DepthBench:
         if acceptance:
             engine.warm_up()  # recordings keep the acceptance that they were made with
 
+    def check(self, prompts: Sequence[list[int]], streams: int) -> None:
+        """Raises UserError if so many streams do not run at once: some would wait, and speeds would be of fewer."""
+        plan, longest = self.engine.plan, max(map(len, prompts))
+        need = longest + self._max_tokens(self.output_len)
+        asked = f"{streams} streams at once of a prompt of {longest} tokens and --output-len {self.output_len}"
+        if need > plan.max_model_len:
+            raise UserError(f"{asked} need a context of {need} tokens; {plan.max_model_len} is the most: ask for less")
+        if streams > plan.max_seqs:
+            raise UserError(f"{asked} are more than the {plan.max_seqs} that run at once: ask for fewer")
+        blocks = streams * -(-need // plan.block_size)
+        if blocks > plan.num_blocks:
+            held = f"need a KV cache of {blocks * plan.block_size} tokens; it holds {plan.num_blocks * plan.block_size}"
+            raise UserError(f"{asked} {held}: ask for fewer, or raise --kv-tokens")
+
     def sweep(self, prompts: Prompts, streams: Sequence[int], depths: Sequence[int], report: Report) -> list[Cell]:
         """A cell per class, number of streams and depth, and 'all' for the sum of the classes. depths: 0 is first."""
         cells: list[Cell] = []
@@ -97,7 +111,7 @@ class DepthBench:
     def _run(self, kind: str, group: list[list[int]], depth: int, length: int) -> tuple[Cell, list[list[int]]]:
         """length: tokens that every stream writes at least."""
         engine, cell = self.engine, Cell(kind, len(group), depth, prompts=len(group))
-        most = 2 * (length + engine.drafting.max_depth + 1)  # a stream may be ahead of the slowest
+        most = self._max_tokens(length)
         params = SamplingParams(most, temperature=self.temperature, seed=0, num_draft=depth, ignore_eos=True)
         texts: dict[str, list[int]] = {engine.add(ids, params): [] for ids in group}
         while not all(texts.values()):
@@ -125,6 +139,10 @@ class DepthBench:
         while engine.has_work:
             engine.step()
         return cell, list(texts.values())
+
+    def _max_tokens(self, length: int) -> int:
+        """Of a stream; it may be ahead of the slowest."""
+        return 2 * (length + self.engine.drafting.max_depth + 1)
 
     def _start(self, streams: int, depth: int) -> None:
         if self.acceptance and depth:

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdraft.cli.bench_offline import VARY, acceptance_of, check_varied, make_engine, numbers, show_race
+from sparkdraft.cli.bench_offline import VARY, acceptance_of, check_varied, make_engine, numbers, show_race, streams_of
 from sparkdraft.cli.options import add_engine_flags, load_llm
 from sparkdraft.core import AUTO, UserError
 from sparkdraft.progress import SELDOM, progress
@@ -40,7 +40,7 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    streams = numbers("--concurrency", args.concurrency)
+    streams = streams_of(args)
     _check(args)
     args.max_seqs = args.max_seqs or max(streams)
     args.kv_tokens = args.kv_tokens or (max(streams) * (2 * args.output_len + 1024) if args.shape else 0)
@@ -56,6 +56,8 @@ def run(args: Namespace) -> int:
     if acceptance:
         print(f"SYNTHETIC ACCEPTANCE: {acceptance.describe()}")
     bench = DepthBench(engine, args.output_len, args.temperature, acceptance)
+    for ids in prompts.values():
+        bench.check(ids, max(streams))
     with progress("measuring depths", redraw=SELDOM) as report:
         cells = bench.sweep(prompts, streams, depths, report)
     print(table(cells) + ("  (synthetic)" if acceptance else ""))

@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdraft.cli.bench_offline import make_engine, numbers
+from sparkdraft.cli.bench_offline import make_engine, numbers, streams_of
 from sparkdraft.cli.bench_texts import (
     ceilings_of,
     check_plot,
@@ -68,7 +68,7 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    formats, streams = _check(args), numbers("--concurrency", args.concurrency)
+    formats, streams = _check(args), streams_of(args)
     from sparkdraft.bench import kv
     from sparkdraft.bench.decode import release
     from sparkdraft.bench.shapes import shape

@@ -75,7 +75,7 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    streams, prompts = numbers("--concurrency", args.concurrency), numbers("--prompt-len", args.prompt_len)
+    streams, prompts = streams_of(args), numbers("--prompt-len", args.prompt_len)
     acceptance, draft = _check(args)
     args.max_seqs = args.max_seqs or max(streams)
     block = draft.block_size if draft else 16
@@ -128,6 +128,16 @@ def numbers(flag: str, text: str, least: int = 1) -> list[int]:
         example = "1,4,8" if least else "0,1024"
         raise UserError(f"{flag} is '{text}'; give numbers from {least} with commas between them, such as {example}")
     return found
+
+
+def streams_of(args: Namespace) -> list[int]:
+    """What --concurrency lists. More than --max-seqs would wait for each other."""
+    streams = numbers("--concurrency", args.concurrency)
+    if args.max_seqs and max(streams) > args.max_seqs:
+        raise UserError(
+            f"--concurrency has {max(streams)}; --max-seqs lets {args.max_seqs} run at once: raise it or leave it out"
+        )
+    return streams
 
 
 # ---- the parts

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.cli.bench_kv import CONTEXTS, STEPS
-from sparkdraft.cli.bench_offline import numbers
+from sparkdraft.cli.bench_offline import numbers, streams_of
 from sparkdraft.cli.bench_texts import ceilings_of
 from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm
 from sparkdraft.config import ENGINE_FIELDS, EngineConfig
@@ -91,7 +91,7 @@ def _write(args: Namespace, found: Report, budget: Budget) -> None:
 
 def _check(args: Namespace) -> tuple[list[int], list[int], list[str]]:
     """Refuse what cannot be measured, before any weight is read."""
-    streams, contexts = numbers("--concurrency", args.concurrency), numbers("--context", args.context, 0)
+    streams, contexts = streams_of(args), numbers("--context", args.context, 0)
     if args.minutes <= 0:
         raise UserError(f"--minutes is {args.minutes:g}; give a positive number")
     if args.output_len < 8:
@@ -192,13 +192,15 @@ def _speeds(
     from sparkdraft.bench.report import speed_row
 
     bench, depths = Bench(llm.engine, llm.model_config, ceilings), DepthBench(llm.engine, args.output_len, 0.0, None)
-    texts, most = read_prompts(args.per_class), llm.plan.max_model_len
+    texts = read_prompts(args.per_class)
     for done, (context, streams, kind) in enumerate(cells):
         ids, what = chat_prompts(llm, texts[kind], context), f"{kind}, {context} tokens before, {streams} streams"
-        need = max(map(len, ids)) + 2 * (args.output_len + llm.engine.drafting.max_depth + 1)
-        if need > most or streams * need > llm.plan.num_blocks * llm.plan.block_size:
-            found.left_out.append(f"{what}: {need} tokens per stream do not fit; the context holds {most}")
-        elif budget.allows(f"speed at {context}", what):
+        try:
+            depths.check(ids, streams)
+        except UserError as error:
+            found.left_out.append(f"{what}: {error}")
+            continue
+        if budget.allows(f"speed at {context}", what):
             label = f"{what} (cell {done + 1} of {len(cells)})"
             with progress(label, redraw=SELDOM), budget.spent_on(f"speed at {context}"):
                 found.speeds.append(speed_row(bench, depths, kind, ids, context, streams))

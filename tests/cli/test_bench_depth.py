@@ -49,6 +49,22 @@ def test_a_synthetic_acceptance_holds_at_the_deepest_and_is_cut_above_it() -> No
     assert cells[1, "all", 0].length == 1.0
 
 
+@pytest.mark.parametrize(
+    "room, message",
+    [
+        ({"max_seqs": 2}, "3 streams at once .* are more than the 2 that run at once"),
+        ({"num_blocks": 50}, "3 streams at once .* need a KV cache of 204 tokens; it holds 200"),
+        ({"max_model_len": 64}, "need a context of 67 tokens; 64 is the most"),
+    ],
+)
+def test_streams_that_would_wait_for_each_other_are_refused(room: dict[str, int], message: str) -> None:
+    """Three prompts of three ids, and 2 * (24 + 7 + 1) tokens of output: 17 blocks of 4 each."""
+    limits = {"max_seqs": 3, "num_blocks": 51, "max_model_len": 67, "block_size": 4, "max_rows": 64}
+    DepthBench(fake_engine(FakeBlock(0.7), **limits), 24, 0.0, None).check(PROMPTS["easy"], 3)
+    with pytest.raises(UserError, match=message):
+        DepthBench(fake_engine(FakeBlock(0.7), **limits | room), 24, 0.0, None).check(PROMPTS["easy"], 3)
+
+
 def test_the_report() -> None:
     seconds = {0: 2.0, 1: 1.0, 3: 0.5, AUTO: 0.4}
     cells = [Cell(kind, 1, depth, 100, time, 50) for kind in ("code", "all") for depth, time in seconds.items()]
@@ -83,6 +99,7 @@ def test_prompts_of_a_user(tmp_path: Path) -> None:
         ("--plot /no/such/folder/x.svg", "a folder that exists"),
         ("--prompts /no/such/file", "no file"),
         ("--concurrency 0", "--concurrency is '0'"),
+        ("--concurrency 1,4 --max-seqs 2", "--concurrency has 4; --max-seqs lets 2 run at once"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_first(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

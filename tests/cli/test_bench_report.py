@@ -223,6 +223,7 @@ def test_no_time_is_said(
         (["--per-class", "0"], "--per-class is 0"),
         (["--kv-formats", "k9v9"], "--formats names 'k9v9'"),
         (["--concurrency", "x"], "--concurrency is 'x'"),
+        (["--concurrency", "1,4", "--max-seqs", "2"], "--concurrency has 4; --max-seqs lets 2 run at once"),
         (["--out", "/dev/null/here"], "--out is /dev/null/here, where nothing can be written"),
     ],
 )
