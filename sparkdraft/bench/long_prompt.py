@@ -10,10 +10,11 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any
 
 from sparkdraft.bench.accept import chat_prompts, read_prompts
-from sparkdraft.core import SamplingParams
+from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.engine.engine import Engine
 from sparkdraft.llm import LLM
 
@@ -54,8 +55,13 @@ class LongPrompt:
         """prompt_len: tokens of ordinary text in the prompt; the template and a question are added to them."""
         assert not llm.plan.prefix_cache, "the prompt would be found, not read"
         self.engine = llm.engine
+        if streams >= llm.plan.max_seqs:
+            raise UserError(
+                f"{streams} streams and the prompt do not run at once; {llm.plan.max_seqs} requests do: "
+                "ask for fewer streams, or raise --max-seqs"
+            )
         self.prompt = chat_prompts(llm, [QUESTION], prompt_len)[0]
-        self.others = chat_prompts(llm, read_prompts(0)["prose"][:streams])
+        self.others = chat_prompts(llm, list(islice(cycle(read_prompts(0)["prose"]), streams)))
 
     def alone(self) -> float:
         """Seconds to the prompt's first token in an engine that does nothing else."""
@@ -101,14 +107,22 @@ class _Watch:
         self.last = dict.fromkeys(names, 0.0)
         self.written = dict.fromkeys(names, 0)
         self.gaps: list[float] = []
+        self._preempted = engine.scheduler.num_preempted
 
     @property
     def fewest(self) -> int:
         return min(self.written.values())
 
     def step(self) -> set[str]:
-        """Returns the requests that got something."""
+        """Returns the requests that got something. Raises UserError if a stream ended, or had to wait for memory."""
         outputs, now = self.engine.step(), time.perf_counter()
+        ended = any(output.finish and output.request_id in self.last for output in outputs)
+        if ended or self.engine.scheduler.num_preempted > self._preempted:
+            plan = self.engine.plan
+            raise UserError(
+                f"not all streams ran on until the prompt was read: the context holds {plan.max_model_len} tokens and "
+                f"the KV cache {plan.num_blocks * plan.block_size}; ask for fewer streams or a shorter prompt"
+            )
         for output in outputs:
             name = output.request_id
             if name in self.last:

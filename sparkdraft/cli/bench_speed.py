@@ -89,6 +89,12 @@ def run_long_prompt(args: Namespace) -> int:
     for name in ("streams", "prompt_len", "rounds"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
+    if args.max_seqs and args.streams >= args.max_seqs:
+        raise UserError(
+            f"--streams is {args.streams}; --max-seqs lets {args.max_seqs} requests run at once, the prompt among them"
+            ": raise it or leave it out"
+        )
+    args.max_seqs = args.max_seqs or args.streams + 1
     from sparkdraft.bench.long_prompt import LongPrompt, summary
 
     llm = load_llm(args, prefix_cache=False)

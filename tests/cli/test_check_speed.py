@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sparkdraft.bench import bandwidth, shapes
+from sparkdraft.bench import bandwidth, long_prompt, shapes
 from sparkdraft.bench.long_prompt import Beside, Gaps, LongPrompt, summary
 from sparkdraft.bench.offline_throughput import throughput
 from sparkdraft.bench.speed import cpu, cuda, processes
@@ -23,6 +25,7 @@ from sparkdraft.cli.main import main
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.llm import LLM
 from sparkdraft.models.config import uniform_config
+from tests.models.tiny import write_tiny
 
 SPEED, LATENCY = Line("speed", "a speed"), Line("latency", "a time", lower_is_better=True)
 EXPECTED = {"speed": Expected(1.0, 0.02, "invented"), "latency": Expected(1.0, 0.1, "invented")}
@@ -201,6 +204,7 @@ def test_mistakes_are_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         (["check-speed", "--only", "drafted-cod"], "the nearest is 'drafted-code'"),
         (["check-speed", "--device", "cuda"], "no CUDA GPU"),
         (["long-prompt", "--streams", "0"], "--streams is 0; it must be at least 1"),
+        (["long-prompt", "--streams", "4", "--max-seqs", "4"], "--max-seqs lets 4 requests run at once, the prompt"),
     ):
         assert main(["bench", *args]) == 1
         assert words in capsys.readouterr().err
@@ -263,6 +267,25 @@ def test_a_long_prompt_beside_streams(llm: LLM) -> None:
     assert len(beside.before.seconds) == 2 * 24 and len(beside.during.seconds) >= 2 * chunks
     assert not llm.engine.has_work and llm.engine.pool.num_free == free
     assert alone > 0 and beside.first >= beside.during.largest > 0
+
+
+def test_as_many_streams_run_beside_a_prompt_as_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are 24 prompts, and 26 streams; where they cannot run on beside the prompt, they are refused."""
+    monkeypatch.setattr(long_prompt, "SETTLE", 2)
+    monkeypatch.setattr(long_prompt, "BEFORE", 4)
+    folder = write_tiny(tmp_path, "llama", shards="1GB", num_hidden_layers=1, max_position_embeddings=2048)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "threads": 1, "spec": "off", "profile": "none"}
+    llm = LLM(str(folder), max_seqs=27, prefix_cache=False, **options)
+    test = LongPrompt(llm, streams=26, prompt_len=40)
+    assert len(test.others) == 26 and len(test.beside().before.seconds) == 26 * 4
+    with pytest.raises(UserError, match="27 streams and the prompt do not run at once; 27 requests do"):
+        LongPrompt(llm, streams=27, prompt_len=40)
+    longest = max(map(len, test.others))
+    for room in ({"kv_tokens": 3 * longest}, {"max_model_len": longest + 4}):
+        small = LLM(str(folder), max_seqs=5, prefix_cache=False, **options, **room)
+        with pytest.raises(UserError, match="not all streams ran on until the prompt was read"):
+            LongPrompt(small, streams=4, prompt_len=20).beside()
 
 
 def test_the_figures_of_a_long_prompt() -> None:
