@@ -52,7 +52,7 @@ def run(args: Namespace) -> int:
     ids = llm.chat_ids([{"role": "user", "content": prompt}]) if args.chat else llm.encode(prompt)
     report = write(llm, ids, params, thoughts=llm.style.reasoning if args.chat else None)
     if args.json:
-        report["fallbacks"] = [asdict(fallback) for fallback in llm.fallbacks()]
+        report["fallbacks"] = [fallback.as_dict() for fallback in llm.fallbacks()]
         report["facts"] = [asdict(fact) for fact in llm.facts()]
         print(json.dumps(report, ensure_ascii=False))
     else:

@@ -18,6 +18,7 @@ from sparkdraft.doctor.watch import ENDS, Watch, listed
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.facts import facts, formats
 from sparkdraft.engine.load import load
+from sparkdraft.plan.resolve import Fallback
 from sparkdraft.progress import Meter
 
 PART, KERNELS = "engine", "kernels by layer"
@@ -72,8 +73,12 @@ def _plan(engine: Engine) -> list[Finding]:
         Finding(PART, "runs on", value),
         Finding(PART, "room", room),
         Finding(PART, "drafter", drafter),
-        *(Finding(PART, each.name, each.reason, Status.CHANGE) for each in engine.fallbacks),
+        *(_fallback(each) for each in engine.fallbacks),
     ]
+
+
+def _fallback(each: Fallback) -> Finding:
+    return Finding(PART, each.name, each.reason, Status.NOTE if each.is_choice else Status.CHANGE)
 
 
 def judge_facts(found: list[Fact], proofs: dict[str, str]) -> list[Finding]:

@@ -132,7 +132,7 @@ def model_info(loaded: Loaded, model: str) -> ModelInfo:
         sampling=sampling,
         plan=plan.describe(fallbacks),
         plan_facts=plan_facts,
-        fallbacks=[asdict(fallback) for fallback in fallbacks],
+        fallbacks=[fallback.as_dict() for fallback in fallbacks],
         drafter={"name": caps.name, "max_depth": caps.max_depth} if caps else None,
         created=int(time.time()),
         facts=[asdict(fact) for fact in facts(engine)],

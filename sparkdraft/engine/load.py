@@ -65,7 +65,7 @@ def open_model(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Op
     drafts_by = drafter.caps.name if drafter else ""
     subject = Subject.of(detect(config), config.model, checkpoint.config, checkpoint.stored_bytes(), drafts_by)
     config, said = pick_up(config, subject, drafter.caps.max_depth if drafter else NGRAM_DEPTH)
-    notes = [*(Note(each.name, each.reason) for each in said), *chosen]
+    notes = [*(Note(each.name, each.reason, each.is_choice) for each in said), *chosen]
     return Opened(config, checkpoint, model, drafter, subject, notes)
 
 

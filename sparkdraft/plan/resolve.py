@@ -50,6 +50,10 @@ WEIGHT_ITEMSIZE = {"quantised": 1.07, "float32": 4.0, "bfloat16": 2.0}
 class Fallback:
     name: str
     reason: str
+    is_choice: bool = False  # it says what was chosen for the user, and nothing is less for it
+
+    def as_dict(self) -> dict[str, str]:
+        return {"name": self.name, "reason": self.reason}
 
 
 @dataclass(frozen=True, slots=True)

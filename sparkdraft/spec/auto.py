@@ -45,7 +45,7 @@ def choose(model: str, config: ModelConfig, checkpoint: Checkpoint | None = None
             continue
         other = "; --drafter mtp takes the head in the model's own file" if holds else ""
         reason = f"it is in the hub's cache: {known.describe()}{doubt}{other}; {WITHOUT}"
-        return Choice(drafter, [*notes, Note(f"drafting with {known.repo}", reason)])
+        return Choice(drafter, [*notes, Note(f"drafting with {known.repo}", reason, True)])
     missing = _missing(found.target, doubt) if found else _undecided(pairs.alike(config))
     if checkpoint is not None and holds:
         try:
@@ -59,7 +59,8 @@ def _own_head(found: pairs.Match | None, missing: list[str]) -> Note:
     known = [d for d in found.target.drafters if d.kind == MTP and d.tokens] if found else []
     promise = f", {known[0].promise}" if known else ""
     instead = f"; no other drafter is in the hub's cache: {missing[0]}" if missing else ""
-    return Note("drafting with the MTP head in the model's own file", f"it is there{promise}{instead}; {WITHOUT}")
+    reason = f"it is there{promise}{instead}; {WITHOUT}"
+    return Note("drafting with the MTP head in the model's own file", reason, True)
 
 
 def _missing(target: pairs.KnownTarget, doubt: str) -> list[str]:

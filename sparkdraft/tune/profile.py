@@ -169,7 +169,7 @@ def _applied(
             used[name] = value
     kept = ", ".join(f"{name} {value}" for name, value in used.items()) or "nothing of it is used"
     reason = "; ".join([kept, *left, "--no-profile ignores it"])
-    return replace(config, **used), [Fallback(f"profile {path.name} from {profile.date}", reason)]
+    return replace(config, **used), [Fallback(f"profile {path.name} from {profile.date}", reason, is_choice=True)]
 
 
 def _others(config: EngineConfig, subject: Subject) -> list[Fallback]:

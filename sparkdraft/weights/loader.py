@@ -37,10 +37,11 @@ class WeightSource(Protocol):
 
 
 class Note(NamedTuple):
-    """What a user gets less of than a file has or a plan says, in words, and why."""
+    """What a user gets less of than a file has or a plan says, or what was chosen, in words, and why."""
 
     name: str
     reason: str
+    is_choice: bool = False  # nothing is less for it
 
 
 Progress = Callable[[int, int], None]  # tensors done, tensors in all

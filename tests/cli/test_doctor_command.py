@@ -17,12 +17,17 @@ import torch
 
 from sparkdraft.bench import bandwidth
 from sparkdraft.cli.main import main
+from sparkdraft.config import EngineConfig
 from sparkdraft.doctor import examine, hardware, software
 from sparkdraft.doctor.bandwidth import LEAST_CPU, Measured
 from sparkdraft.doctor.gpu import PART as GPU
+from sparkdraft.engine.load import open_model
 from sparkdraft.kernels import native, reference
 from sparkdraft.plan import hardware as plan_hardware
+from sparkdraft.tune import profile
+from sparkdraft.tune.profile import Profile
 from tests.models.tiny import write_tiny
+from tests.spec.tiny_mtp import write_target
 
 ROOT = Path(__file__).parent.parent.parent
 WITHOUT_TRITON = """
@@ -95,6 +100,20 @@ def test_the_embedded_model_is_examined_in_seconds(smollm2_path: Path, capsys: p
     of_a_moment = {"load", "left over", "files"}
     names = set(re.findall(r"^  (?:ok|note|change|broken) +([^:]+):", shown[1], re.M)) if shown else set()
     assert names - of_a_moment == {each["name"] for each in report["findings"]} - of_a_moment, "docs/doctor.md"
+
+
+def test_a_profile_and_a_drafter_that_are_used_are_no_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A profile of one's own, and a head in the model's file: both are as they should be."""
+    monkeypatch.setattr(profile, "folder", lambda: tmp_path / "profiles")
+    model, _ = write_target(tmp_path / "model", "qwen3_next", shared_expert_intermediate_size=64)
+    subject = open_model(EngineConfig(model=str(model), device="cpu")).subject
+    Profile(subject, {"max_seqs": 4}, "2026-11-18").write(subject.path)
+    status, report = looked(model, capsys)
+    assert status == 0, report["to_change"]
+    assert finding(report, f"profile {subject.path.name} from 2026-11-18")["status"] == "note"
+    assert finding(report, "drafting with the MTP head in the model's own file")["status"] == "note"
 
 
 def test_a_wrong_torch(tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
