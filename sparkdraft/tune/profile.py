@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -85,8 +86,14 @@ class Profile:
         return "\n".join(parts) + "\n"
 
     def write(self, path: Path) -> None:
+        """Whole, or not at all: a process that ends meanwhile leaves the profile that was there."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.text(), encoding="utf-8")
+        fresh = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            fresh.write_text(self.text(), encoding="utf-8")
+            os.replace(fresh, path)
+        finally:
+            fresh.unlink(missing_ok=True)
 
 
 def folder() -> Path:

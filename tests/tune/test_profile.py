@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,20 @@ def test_what_is_written_is_read_again() -> None:
     assert (found.subject, found.options, found.date) == (SUBJECT, OPTIONS, "2026-11-17")
     assert path.name == f"org-model-{SUBJECT.digest}@cpu-0xd0c-2-cores.toml"
     assert read_profile(path).text() == path.read_text()
+
+
+def test_an_end_while_it_is_written_leaves_the_old_one() -> None:
+    """The disk is full after a few bytes."""
+    path = written()
+    before = path.read_text()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, limit[1]))
+    try:
+        with pytest.raises(OSError):
+            written(max_rows=512)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert path.read_text() == before and list(path.parent.iterdir()) == [path]
 
 
 def test_it_is_picked_up_and_named_with_its_date() -> None:
