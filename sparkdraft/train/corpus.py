@@ -8,7 +8,8 @@
 A document is a prompt and its answer, or a whole conversation with several answers. Tokens are memory-mapped and never
 all in memory. The files of the last shard grow as documents come: tokens are appended, then the turns and at last the
 table are replaced as a whole. What the table does not name does not count. So whatever ends a writer, every document of
-the last table is there. A folder of version 1 is read, and grows in shards of this version.
+the last table is there. A folder of version 1 is read, and grows in shards of this version. One process writes to a
+folder at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
@@ -163,9 +164,6 @@ class CorpusWriter:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"The folder {self.folder} cannot be made ({error.strerror}): name another.") from error
-        known = _shards(self.folder)
-        self.num_documents = sum(len(_read_table(self.folder / (name + DOCUMENTS))) for name in known)  # on the disk
-        self._next = max(map(int, known), default=-1) + 1
         self._table, self._tokens = np.empty(0, RECORD), 0  # this and the next: of the current shard, as it is on disk
         self._turns = np.empty((0, 2), "<u4")
         self._ids: list[Ids] = []  # this and the next two: not written yet
@@ -173,7 +171,14 @@ class CorpusWriter:
         self._records: list[tuple[int, int, int, int, int, float]] = []
         self._num_waiting, self._flushed = 0, time.monotonic()
         self._broken = False
-        self.info = self._join(info)
+        with ExitStack() as until_close:
+            until_close.enter_context(_alone_in(self.folder))
+            known = _shards(self.folder)
+            tables = [_read_table(self.folder / (name + DOCUMENTS)) for name in known]
+            self.num_documents = sum(map(len, tables))  # on the disk
+            self._next = max(map(int, known), default=-1) + 1
+            self.info = self._join(info)
+            self._until_close = until_close.pop_all()
 
     def add(
         self,
@@ -199,8 +204,9 @@ class CorpusWriter:
             self._flush()
 
     def close(self) -> None:
-        if self._records and not self._broken:
-            self._flush()
+        with self._until_close:
+            if self._records and not self._broken:
+                self._flush()
 
     def __enter__(self) -> CorpusWriter:
         return self
@@ -276,6 +282,30 @@ class CorpusWriter:
                     f"The disk is full: {kept}; make room, and run the same command again to continue."
                 ) from error
             raise UserError(f"{self.folder / name} cannot be written ({error.strerror}): {kept}.") from error
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """One process writes to a folder at a time; the lock ends with the process. Raises UserError for a second one."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(place)
+        raise UserError(
+            f"Another process is writing to the corpus {folder}: wait for its end, or name another folder."
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        os.close(place)
 
 
 def _shards(folder: Path) -> list[str]:

@@ -29,6 +29,16 @@ def write(folder: Path, docs: list[list[int]], info: CorpusInfo = SMALL, shard_t
             writer.add(ids, 1 + i % (len(ids) - 1), kind, Finish(i % 3), (i % 2) * 0.7)
 
 
+def test_a_second_writer_is_refused_until_the_first_ends(tmp_path: Path) -> None:
+    """Both would write the same shard."""
+    with CorpusWriter(tmp_path, SMALL) as first:
+        with pytest.raises(UserError, match="Another process is writing to the corpus"):
+            CorpusWriter(tmp_path, SMALL)
+        first.add([1, 2], 1, "code", Finish.END, 0.0)
+    write(tmp_path, documents(3))
+    assert len(Corpus(tmp_path)) == 4
+
+
 @pytest.mark.parametrize("vocab", [320, 1 << 16, (1 << 16) + 1, 151_936])
 def test_round_trip(tmp_path: Path, vocab: int) -> None:
     docs = [*documents(40, vocab=vocab), [vocab - 1, 0]]
