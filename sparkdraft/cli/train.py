@@ -262,7 +262,8 @@ def _write_drafter(args: Namespace) -> tuple[str, str]:
         raise UserError(f"{args.run} has no checkpoint yet: let `sparkdraft train fit` reach its first one")
     name, ids, head = args.model or info.settings.target, None, None
     if vocab := info.settings.vocab if args.vocab is None else args.vocab:
-        ids = draft_ids(info.settings, Corpus(info.settings.data), vocab)
+        ids = state.ids if vocab == info.settings.vocab else None  # whatever the corpus has become since
+        ids = draft_ids(info.settings, Corpus(info.settings.data), vocab) if ids is None else ids
         head = _head_rows(name, ids, info.draft) if args.layout == "speculators" else None
     tensors, target = folded(state.model()), ExportTarget(portable_name(name))
     note = export(info.draft, tensors, Path(args.out), args.layout, args.bits, target=target, vocabulary=ids, head=head)

@@ -114,7 +114,8 @@ class Trainer:
 
     def state(self, step: int, seconds: float) -> State:
         model = {f"model.{n}": t for n, t in self.model.state_dict().items()}
-        return State(step, self.batches.cursor, seconds, model | self.optimizer.state())
+        ids = None if self.place is None else (self.place[:-1] >= 0).nonzero().flatten()
+        return State(step, self.batches.cursor, seconds, model | self.optimizer.state(), ids)
 
     def restore(self, state: State) -> None:
         expected = {name: tensor.shape for name, tensor in self.state(0, 0.0).tensors.items()}

@@ -1,7 +1,7 @@
 """A training run's folder: its settings, how far it came, and what it measured on the way.
 
     run.json            settings, the drafter's config, which data
-    state.safetensors   weights, optimizer and cursor at the last checkpoint; replaced whole, or not at all
+    state.safetensors   weights, optimizer, cursor and drafted ids at the last checkpoint; replaced whole, or not at all
     log.jsonl           one line per report
     progress.svg        loss and acceptance over the steps, drawn with each checkpoint
 
@@ -28,6 +28,7 @@ from sparkdraft.train.batches import Cursor
 from sparkdraft.train.settings import FitSettings
 
 VERSION = 1
+IDS = "draft_ids"  # the name of State.ids in the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class State:
     cursor: Cursor
     seconds: float  # of training so far
     tensors: dict[str, Tensor]  # model.*, muon.*, adam.*
+    ids: Tensor | None = None  # that it drafts among, int64, ascending; None: all
 
     def model(self) -> dict[str, Tensor]:
         return {n.removeprefix("model."): t for n, t in self.tensors.items() if n.startswith("model.")}
@@ -112,7 +114,8 @@ class Run:
         fresh = self.state_file.with_suffix(".new")
         facts = {"step": state.step, "epoch": state.cursor.epoch, "document": state.cursor.document}
         metadata = {k: str(v) for k, v in facts.items()} | {"seconds": repr(state.seconds)}
-        tensors = {n: t.detach().cpu().contiguous() for n, t in state.tensors.items()}
+        own = {} if state.ids is None else {IDS: state.ids}
+        tensors = {n: t.detach().cpu().contiguous() for n, t in (state.tensors | own).items()}
         try:
             save_file(tensors, fresh, metadata)
             _sync(fresh)
@@ -130,7 +133,8 @@ class Run:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
                 facts: Mapping[str, str] = file.metadata()
             cursor = Cursor(int(facts["epoch"]), int(facts["document"]))
-            return State(int(facts["step"]), cursor, float(facts["seconds"]), tensors)
+            ids = tensors.pop(IDS, None)
+            return State(int(facts["step"]), cursor, float(facts["seconds"]), tensors, ids)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"{self.state_file} cannot be read ({error}): the checkpoint is damaged") from None
 

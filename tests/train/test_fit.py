@@ -13,6 +13,7 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -26,8 +27,9 @@ from sparkdraft.spec.dflash_config import DFlashConfig
 from sparkdraft.train import fit as fit_module
 from sparkdraft.train import memory
 from sparkdraft.train import run as run_module
-from sparkdraft.train.corpus import CorpusInfo, CorpusWriter, Finish
+from sparkdraft.train.corpus import Corpus, CorpusInfo, CorpusWriter, Finish
 from sparkdraft.train.data import make_corpus
+from sparkdraft.train.export import read_drafter
 from sparkdraft.train.fit import fit
 from sparkdraft.train.graphs import StepGraphs
 from sparkdraft.train.run import Run
@@ -276,6 +278,19 @@ def test_a_smaller_vocabulary_is_trained_among_its_own_rows(toy: Path, tmp_path:
     with pytest.raises(UserError, match="--vocab is 320; it must be from 1 to 319"):
         fit(settings(toy, 5, vocab=320), tmp_path / "wide", "cpu")
     assert not (tmp_path / "wide").exists()
+
+
+def test_the_ids_that_were_trained_are_exported_when_the_corpus_has_grown_since(toy: Path, tmp_path: Path) -> None:
+    shutil.copytree(toy / "corpus", tmp_path / "corpus")
+    before = Corpus(tmp_path / "corpus")
+    fit(settings(toy, 2, vocab=40, data=str(tmp_path / "corpus")), tmp_path / "run", "cpu")
+    rare = np.bincount(np.concatenate([before.ids(i) for i in range(len(before))]), minlength=320).argsort()[:40]
+    with CorpusWriter(tmp_path / "corpus", before.info) as writer:
+        writer.add(np.tile(rare, 10_000), 1, before.info.kinds[0], Finish.END, 0.0)
+    assert not np.array_equal(Corpus(tmp_path / "corpus").most_frequent(40), before.most_frequent(40))
+    assert main(["train", "export", str(tmp_path / "run"), "--out", str(tmp_path / "made")]) == 0
+    ids = read_drafter(str(tmp_path / "made"))[2]
+    assert ids is not None and ids.tolist() == before.most_frequent(40).tolist()
 
 
 @pytest.mark.slow
