@@ -84,7 +84,7 @@ def _configure_serve(serve: ArgumentParser) -> None:
     serve.add_argument("--concurrency", default="1,4,8,16", help="streams at once, a list (default 1,4,8,16)")
     serve.add_argument("--classes", default="", help="classes of prompts, a list (default: all)")
     serve.add_argument("--output-len", type=int, default=256, help="most tokens per answer (default 256)")
-    serve.add_argument("--requests", type=int, default=0, help="requests per class (default: 8, or the streams)")
+    serve.add_argument("--requests", type=int, default=0, help="requests per class (default: 8, or as many as streams)")
     serve.add_argument("--temperature", type=float, default=0.0, help="default 0")
     serve.add_argument("--ignore-eos", action="store_true", help="write up to --output-len, past the model's own end")
     serve.add_argument("--out", default="", metavar="FOLDER", help="write serve.json, serve.md and serve.svg there")
@@ -141,6 +141,11 @@ def _serve_settings(args: Namespace) -> Settings:
     streams = tuple(dict.fromkeys(numbers("--concurrency", args.concurrency)))
     if max(streams) > 1024:
         raise UserError(f"--concurrency is '{args.concurrency}'; at most 1024 streams run at once")
+    if 0 < args.requests < max(streams):
+        raise UserError(
+            f"--requests is {args.requests}, too few for {max(streams)} streams at once: ask for as many or more, or "
+            "give fewer streams (--concurrency)"
+        )
     url, key = server_root(args.url), args.api_key or os.environ.get("SPARKDRAFT_API_KEY", "")
     read_prompts(classes)
     if args.out:

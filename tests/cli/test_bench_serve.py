@@ -240,6 +240,7 @@ def test_a_server_that_fails_every_time_is_one_sentence(
         (["--classes", "code,poetry"], "no class 'poetry'; --classes takes any of qa, code"),
         (["--output-len", "4"], "--output-len is 4"),
         (["--requests", "-1"], "--requests is -1"),
+        (["--requests", "3", "--concurrency", "1,4"], "--requests is 3, too few for 4 streams at once"),
         (["--temperature", "9"], "--temperature is 9"),
         (["--out", __file__], "where nothing can be written"),
     ],
