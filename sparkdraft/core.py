@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from numbers import Real
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 MAX_LOGPROBS = 20
 AUTO = -1  # a depth that is chosen every step
@@ -51,6 +51,14 @@ class Fact:
     name: str
     value: str
     reason: str = ""  # why, if it could be better
+
+
+class Note(NamedTuple):
+    """What a user gets less of than a file has or a plan says, or what was chosen, in words, and why."""
+
+    name: str
+    reason: str
+    is_choice: bool = False  # nothing is less for it
 
 
 class FinishReason(StrEnum):

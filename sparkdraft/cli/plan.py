@@ -50,7 +50,7 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--drafter",
         default="auto",
-        help="a folder, a hub id, a shape such as dflash-5x, or mtp (default: the known one)",
+        help="a folder, a hub id, a shape such as dflash-5x, or mtp (default: the one that `serve` would take)",
     )
     parser.add_argument("--kv", default="exact", help=f"{ENGINE_FIELDS['kv'].metadata['help']} (default exact)")
     parser.add_argument(
@@ -86,13 +86,12 @@ def run(args: Namespace) -> int:
     from sparkdraft.plan.advice import compare, recommend
     from sparkdraft.plan.forecast import Question
     from sparkdraft.plan.resolve import MAX_SEQS
-    from sparkdraft.spec.packaged import EMBEDDED
 
     keeps = args.weights if args.weights in DTYPES else "auto"  # how the engine keeps all matrices
     drafts = {"drafter_weights": args.drafter_weights, "draft_vocab": args.draft_vocab}
     config = EngineConfig(model=args.model, kv=args.kv, dtype=keeps, **drafts)  # refuses before a machine is measured
     model, raw = read_model(args.model)
-    drafter, names = read_drafter(args.drafter, args.model, model)
+    drafter, names, named = _drafter(args.drafter, args.model, model)
     drafter = _asked(drafter, names, config, model)
     context, chances = _check(args, model), _chances(args.acceptance, drafter)
     machine = _machine(args.machine)
@@ -107,7 +106,6 @@ def run(args: Namespace) -> int:
     forecast = _forecast(question)
     weights = label or forecast.plan.weights
     advice, alternatives = recommend(forecast), compare(question, weights) if args.compare else []
-    named = EMBEDDED.get(args.model, "none") if args.drafter == "auto" else args.drafter
     report = plan_report.Report(forecast, advice, alternatives, named, weights)
     show_fallbacks(forecast.plan.fallbacks)
     print(report.text())
@@ -130,11 +128,17 @@ def read_model(name: str) -> tuple[ModelConfig, dict[str, Any]]:
     from sparkdraft.weights.checkpoint import read_config_json
 
     name = SHAPES_OF.get(name, name)
-    if (name in SHAPES or name in TARGET_FILES) and not Path(name).exists():
+    if _is_shape(name):
         return shape(name), TARGET_FILES.get(name, {})
     _check_name("model", name, [*SHAPES, *TARGET_FILES])
     raw = read_config_json(name)
     return read_config(raw), raw
+
+
+def _is_shape(name: str) -> bool:
+    from sparkdraft.bench.named_shapes import SHAPES, TARGET_FILES
+
+    return (name in SHAPES or name in TARGET_FILES) and not Path(name).exists()
 
 
 def _check_name(what: str, name: str, known: list[str]) -> None:
@@ -198,13 +202,36 @@ def _in_file(name: str) -> WeightFormats | None:
     return of_gguf(opened.matrix_types())
 
 
+def _drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftConfig | None, list[str], str]:
+    """As read_drafter, and its name. Where none is named, the one that `serve` would take; a named shape has none."""
+    if name != "auto" or _is_shape(model_name):
+        return *read_drafter(name, model_name, model), name
+    from sparkdraft.spec.choice import pick
+    from sparkdraft.spec.mtp_config import MtpConfig, check_names
+    from sparkdraft.weights.checkpoint import HUB_ID, tensor_names
+    from sparkdraft.weights.hub_repo import cached_snapshot
+
+    folder: Path | None = user_path(model_name)
+    if folder and not folder.exists():
+        folder = cached_snapshot(model_name) if HUB_ID.fullmatch(model_name) else None
+    held = tensor_names(folder) if folder and folder.is_dir() else []
+
+    def head() -> tuple[DraftConfig, list[str]]:
+        found = MtpConfig.of(model, held)
+        check_names(found, held, Path(model_name))
+        return found, []
+
+    found = pick(model_name, model, held, lambda path: _open_drafter(path, model), head)
+    for each in found.notes:
+        note(f"{each.name}: {each.reason}")
+    return *(found.drafter or (None, [])), found.name
+
+
 def read_drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftConfig | None, list[str]]:
     """With the names of its tensors, where its file is at hand: it may bring tables of its own."""
     from sparkdraft.bench.named_shapes import DRAFTER_FILES, DRAFTER_SHAPES, drafter_shape
-    from sparkdraft.spec.draft_configs import check_fits, read_draft_config
     from sparkdraft.spec.mtp_config import MTP
     from sparkdraft.spec.packaged import default_drafter
-    from sparkdraft.weights.checkpoint import read_config_json, tensor_names
 
     found = default_drafter(model_name) if name == "auto" else None if name == "none" else name
     if found is None:
@@ -214,7 +241,15 @@ def read_drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftC
     if found in DRAFTER_FILES or found in DRAFTER_SHAPES or found == MTP:
         return drafter_shape(found, model), []
     _check_name("drafter", found, [*DRAFTER_FILES, *DRAFTER_SHAPES, MTP])
-    draft, folder = read_draft_config(read_config_json(found)), user_path(found)
+    return _open_drafter(found, model)
+
+
+def _open_drafter(name: str, model: ModelConfig) -> tuple[DraftConfig, list[str]]:
+    """Of a folder or a hub id. Raises UserError for one that does not fit."""
+    from sparkdraft.spec.draft_configs import check_fits, read_draft_config
+    from sparkdraft.weights.checkpoint import read_config_json, tensor_names
+
+    draft, folder = read_draft_config(read_config_json(name)), user_path(name)
     check_fits(draft, model)
     return draft, tensor_names(folder) if folder.is_dir() else []
 

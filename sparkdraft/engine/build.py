@@ -14,7 +14,7 @@ import torch
 from sparkdraft import kernels
 from sparkdraft.cache.turboquant.centre import SKIPPED, key_centres
 from sparkdraft.config import ENGINE_FIELDS, EngineConfig
-from sparkdraft.core import UserError
+from sparkdraft.core import Note, UserError
 from sparkdraft.engine.caches import dense_cache, scratch_cache, target_cache
 from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.engine import Engine
@@ -37,7 +37,7 @@ from sparkdraft.spec.race import RACE, Racers, RaceSource, find_racers
 from sparkdraft.spec.registry import DraftSource
 from sparkdraft.text.tokenizer import Vocabulary
 from sparkdraft.weights.checkpoint import Checkpoint
-from sparkdraft.weights.loader import Loader, Note, Progress, WeightSource
+from sparkdraft.weights.loader import Loader, Progress, WeightSource
 from sparkdraft.weights.quantised_cache import open_cache
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -19,7 +19,7 @@ from sparkdraft.backend import DRAFTING, GROWTH, PREFIX_CACHE
 from sparkdraft.cache.blocks import BlockPool
 from sparkdraft.cache.holdings import Holding
 from sparkdraft.cache.prefix import PrefixCache
-from sparkdraft.core import Batch, FinishReason, Request, SamplingParams, StepOutput, UserError
+from sparkdraft.core import Batch, FinishReason, Note, Request, SamplingParams, StepOutput, UserError
 from sparkdraft.engine.accept import committed
 from sparkdraft.engine.drafting import Drafting, Outcome
 from sparkdraft.engine.drift import StepDrift
@@ -33,7 +33,6 @@ from sparkdraft.plan.resolve import Fallback, Plan
 from sparkdraft.spec.id_files import IdCounts
 from sparkdraft.text.grammar import Grammar, GrammarCompiler
 from sparkdraft.text.tokenizer import Vocabulary
-from sparkdraft.weights.loader import Note
 
 TRIAL_STEPS = 5  # steps per depth at start: the first reads the prompt, the second is recorded, three are measured
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from sparkdraft.cache.turboquant.centre import TEXT
 from sparkdraft.config import EngineConfig
+from sparkdraft.core import Note
 from sparkdraft.engine.build import build_engine, find_drafter
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.machine import detect, native_problem, plan_here
@@ -27,7 +28,7 @@ from sparkdraft.spec.registry import DraftSource
 from sparkdraft.text.tokenizer import Tokenizer
 from sparkdraft.tune.profile import Subject, pick_up
 from sparkdraft.weights.checkpoint import Checkpoint, open_checkpoint
-from sparkdraft.weights.loader import Note, Progress
+from sparkdraft.weights.loader import Progress
 from sparkdraft.weights.plane_layout import StoredBytes
 
 

@@ -1,26 +1,15 @@
-"""Which drafter runs with a model when the user names none: the package's own, the best one in the hub's cache, or the
-MTP head in the model's own file.
-
-Nothing is fetched here: where a published drafter is missing, the user is told which one, what it is reported to bring
-and how to fetch it. A drafter that turns out not to fit is passed over, with the reason. What was chosen, and why, is
-said too.
-"""
+"""The drafter that the engine runs with when the user names none, opened: spec/choice.py decides."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from sparkdraft.core import UserError
+from sparkdraft.core import Note
 from sparkdraft.models.config import ModelConfig
-from sparkdraft.spec import pairs
-from sparkdraft.spec.mtp_config import MTP, has_head
+from sparkdraft.spec.choice import pick
 from sparkdraft.spec.race import RaceSource
-from sparkdraft.spec.registry import DraftSource, default_drafter, find_drafter, find_head
+from sparkdraft.spec.registry import DraftSource, find_drafter, find_head
 from sparkdraft.weights.checkpoint import Checkpoint
-from sparkdraft.weights.hub_repo import cached_snapshot
-from sparkdraft.weights.loader import Note
-
-WITHOUT = "--drafter none goes without"
 
 
 class Choice(NamedTuple):
@@ -30,50 +19,11 @@ class Choice(NamedTuple):
 
 def choose(model: str, config: ModelConfig, checkpoint: Checkpoint | None = None) -> Choice:
     """model: as the user named it. checkpoint: the model's, which may hold a head that drafts."""
-    if own := default_drafter(model):
-        return Choice(find_drafter(own, config), [])
-    found, holds = pairs.match(model, config), checkpoint is not None and has_head(checkpoint.names())
-    notes, doubt = [], f" ({found.doubt})" if found and found.doubt else ""
-    for known in found.target.published if found else []:
-        folder = cached_snapshot(known.repo)
-        if folder is None:
-            continue
-        try:
-            drafter = find_drafter(str(folder), config)
-        except UserError as error:
-            notes.append(Note(f"the drafter {known.repo} is passed over", str(error)))
-            continue
-        other = "; --drafter mtp takes the head in the model's own file" if holds else ""
-        reason = f"it is in the hub's cache: {known.describe()}{doubt}{other}; {WITHOUT}"
-        return Choice(drafter, [*notes, Note(f"drafting with {known.repo}", reason, True)])
-    missing = _missing(found.target, doubt) if found else _undecided(pairs.alike(config))
-    if checkpoint is not None and holds:
-        try:
-            return Choice(find_head(checkpoint, config), [*notes, _own_head(found, missing)])
-        except UserError as error:
-            notes.append(Note("the MTP head in the model's file is passed over", str(error)))
-    return Choice(None, [*notes, *(Note("no drafter", text) for text in missing)])
 
+    def head() -> DraftSource:
+        assert checkpoint is not None, "a head was found in it"
+        return find_head(checkpoint, config)
 
-def _own_head(found: pairs.Match | None, missing: list[str]) -> Note:
-    known = [d for d in found.target.drafters if d.kind == MTP and d.tokens] if found else []
-    promise = f", {known[0].promise}" if known else ""
-    instead = f"; no other drafter is in the hub's cache: {missing[0]}" if missing else ""
-    reason = f"it is there{promise}{instead}; {WITHOUT}"
-    return Note("drafting with the MTP head in the model's own file", reason, True)
-
-
-def _missing(target: pairs.KnownTarget, doubt: str) -> list[str]:
-    """What the user could fetch; empty if there is nothing."""
-    if not target.published:
-        return []
-    best = target.published[0]
-    return [f"`sparkdraft pull {best.repo}` fetches the one for {target.name}: {best.describe()}{doubt}"]
-
-
-def _undecided(alike: list[pairs.KnownTarget]) -> list[str]:
-    """The shape is that of several targets and the name is none of theirs: a wrong guess would only cost time."""
-    named = [f"{t.published[0].repo} for {t.name}" for t in alike if t.published]
-    if not named:
-        return []
-    return [f"the model's shape is that of several; name one with --drafter: {', '.join(named)}"]
+    names = checkpoint.names() if checkpoint else ()
+    found = pick(model, config, names, lambda folder: find_drafter(folder, config), head)
+    return Choice(found.drafter, found.notes)

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from sparkdraft.core import UserError
+from sparkdraft.core import Note, UserError
 from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.linear import CannotKeep, Linear
 from sparkdraft.weights.quant.quantise import QUANTISERS
@@ -34,14 +34,6 @@ class WeightSource(Protocol):
         """What can be read: a matrix X is X.weight, whatever tensors of the file it is made of."""
 
     def read(self, name: str) -> Stored: ...
-
-
-class Note(NamedTuple):
-    """What a user gets less of than a file has or a plan says, or what was chosen, in words, and why."""
-
-    name: str
-    reason: str
-    is_choice: bool = False  # nothing is less for it
 
 
 Progress = Callable[[int, int], None]  # tensors done, tensors in all

@@ -13,6 +13,8 @@ import pytest
 
 from sparkdraft.bench.named_shapes import TARGET_FILES
 from sparkdraft.cli.main import main
+from sparkdraft.models.registry import read_config
+from sparkdraft.spec.mtp_config import MtpConfig, tensor_shapes
 from sparkdraft.spec.packaged import default_drafter
 
 ROOT = Path(__file__).parent.parent.parent
@@ -49,6 +51,19 @@ def test_no_torch_is_imported(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *command], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["best_depth"] > 0
+
+
+def test_a_head_in_the_models_file_drafts_as_in_service_without_torch(tmp_path: Path) -> None:
+    config = TARGET_FILES["qwen3.5-27b"]
+    head = json.dumps(dict.fromkeys(tensor_shapes(MtpConfig.of(read_config(config))))).encode()
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (tmp_path / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
+    command = [sys.executable, "-c", WITHOUT_TORCH, *GB10, str(tmp_path), "--weights", "fp8", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["drafter"] == "mtp" and found["best_depth"] > 0
+    assert "drafting with the MTP head in the model's own file" in done.stderr
 
 
 def test_it_ends_with_one_object(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from sparkdraft.models.config import FINAL, ModelConfig
 from sparkdraft.models.registry import read_config
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.resolve import resolve
-from sparkdraft.spec import auto, pairs, registry
+from sparkdraft.spec import auto, choice, pairs, registry
 from sparkdraft.spec.assistant_config import AssistantConfig, borrowing, caps_of, check_fits
 from sparkdraft.spec.registry import find_drafter
 from tests.models.tiny import write_tiny
@@ -153,7 +153,7 @@ def test_one_in_the_hubs_cache_is_found_by_itself(tmp_path: Path, monkeypatch: p
     known = next(d for t in pairs.targets() for d in t.drafters if d.repo == "google/gemma-4-26B-A4B-it-assistant")
     shape = (config.num_layers, config.hidden_size, config.vocab_size)
     monkeypatch.setattr(pairs, "targets", lambda: (pairs.KnownTarget("google/tiny", "gemma4", *shape, (known,)),))
-    monkeypatch.setattr(auto, "cached_snapshot", lambda repo: folder if repo == known.repo else None)
+    monkeypatch.setattr(choice, "cached_snapshot", lambda repo: folder if repo == known.repo else None)
     found = auto.choose("google/tiny", config)
     assert found.drafter and found.drafter.caps.name == "assistant" and known.repo in found.notes[0].name
     pairs.check_pair(known.repo, config)

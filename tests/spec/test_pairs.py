@@ -156,6 +156,21 @@ def test_a_drafter_in_the_cache_is_used_and_said(tiny: Path, cache: Path) -> Non
     assert drafted.completions[0].speculation and drafted.completions[0].speculation["num_spec_steps"] > 0
 
 
+def test_a_plan_counts_the_drafter_that_would_run(tiny: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--machine", "cpu", "--model", str(tiny), "--context", "64", "--json"]
+    assert main(command) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out.splitlines()[-1])["drafter"] is None and f"`sparkdraft pull {DRAFTER}`" in printed.err
+    put(cache, DRAFTER, body("ff"))
+    assert main(command) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out.splitlines()[-1])
+    assert found["drafter"] == DRAFTER and "drafter's weights" in found["memory_gib"]
+    assert f"drafting with {DRAFTER}: it is in the hub's cache" in " ".join(printed.err.split())
+    assert main([*command, "--drafter", "none"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["drafter"] is None
+
+
 def test_a_drafter_that_is_not_there_is_named(tiny: Path, cache: Path) -> None:
     found = choose(str(tiny), read_config(json.loads((tiny / "config.json").read_text())))
     assert found.drafter is None and [n.name for n in found.notes] == ["no drafter"]
