@@ -171,7 +171,11 @@ class DepthBench:
 def read_user_prompts(path: Path) -> dict[str, list[str]]:
     """Class -> prompts, of a file: JSON lines with "prompt" and, where wanted, "class", or one prompt per line."""
     classes: dict[str, list[str]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # a line may hold other separators, such as U+2028
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read ({error}): check the path, and that it is UTF-8") from None
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         entry = {"prompt": line}

@@ -83,6 +83,11 @@ def test_prompts_of_a_user(tmp_path: Path) -> None:
     objects.write_text('{"class": "code", "prompt": "x"}\n{"prompt": "y"}\n')
     assert read_user_prompts(lines) == {"prompts": ["One?", "Two?"]}
     assert read_user_prompts(objects) == {"code": ["x"], "prompts": ["y"]}
+    lines.write_bytes("\ufeffOne\u2028and a half?\r\nTwo?".encode())
+    assert read_user_prompts(lines) == {"prompts": ["One\u2028and a half?", "Two?"]}
+    lines.write_bytes("Où?".encode("latin-1"))
+    with pytest.raises(UserError, match="check the path, and that it is UTF-8"):
+        read_user_prompts(lines)
     for text, message in (('{"prompt": 3}', "line 1 has no"), ("{", "line 1 is not JSON"), ("", "has no prompts")):
         broken.write_text(text)
         with pytest.raises(UserError, match=message):

@@ -254,3 +254,13 @@ def test_what_can_not_be_measured(args: list[str], words: str, tiny: Path, capsy
     assert main(["bench", "kv", "--model", str(tiny), *QUICK, *args]) == 1
     printed = capsys.readouterr()
     assert words in printed.err and printed.out == "" and len(said(printed.err)) == 1, printed.err
+
+
+@pytest.mark.parametrize("text", ["", "x"])
+def test_a_text_of_one_token_has_no_perplexity(
+    text: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text(text)
+    command = ["bench", "perplexity", "--model", str(tiny), *QUICK, "--text", str(tmp_path / "text.txt")]
+    assert main(command) == 1
+    assert f"the text has {len(text)} tokens, and a perplexity needs two or more" in capsys.readouterr().err
