@@ -31,7 +31,8 @@ from sparkdraft.weights.safetensors import INDEX
 
 LAYOUTS = ("zlab", "speculators")
 SHARD_BYTES = 15 * 2**20  # some hosts take no larger files
-FILES = ("config.json", "README.md", INDEX, "model*.safetensors")  # all files of an export
+CARD = "README.md"  # the user's own: it stays
+FILES = ("config.json", CARD, INDEX, "model*.safetensors")  # all files of an exported drafter's folder
 HEADER = 160  # most bytes of a file's header per tensor, beside its name
 OUTER = (
     "architectures", "auto_map", "block_size", "dflash_config", "draft_vocab_size", "num_target_layers", "is_causal",
@@ -53,14 +54,14 @@ def export(
     folder: Path,
     layout: str,
     bits: int = 16,
-    card: str | None = None,
     target: ExportTarget | None = None,
     shard_bytes: int = SHARD_BYTES,
     vocabulary: Tensor | None = None,
     head: Tensor | None = None,
 ) -> str:
-    """config: a whole config.json in z-lab's layout. tensors: floats under z-lab's names. Replaces an older export.
-    Returns what the layout does not say of this drafter, in a sentence for users; empty: it says all.
+    """config: a whole config.json in z-lab's layout. tensors: floats under z-lab's names. Replaces an older export,
+    but for its README.md. Returns what the layout does not say of this drafter, in a sentence for users; empty: it says
+    all.
 
     A file is larger than 'shard_bytes' only if a single tensor is. vocabulary: int64, ascending: the only ids to be
     drafted. The engine takes their rows of the target's head; z-lab's own program drafts among all ids as before. The
@@ -87,8 +88,6 @@ def export(
             stored |= _sixteen_bits({"lm_head.weight": head})
     with _new_folder(folder) as place:
         (place / "config.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-        if card is not None:
-            (place / "README.md").write_text(card, encoding="utf-8")
         _write_shards(place, stored, shard_bytes)
     sees = DFlashConfig.read(config).sees
     if layout == "zlab" or sees is None:
@@ -226,6 +225,8 @@ def _new_folder(folder: Path) -> Iterator[Path]:
         place.mkdir()
         yield place
         if folder.exists():
+            if (folder / CARD).is_file():
+                shutil.copy2(folder / CARD, place)
             folder.rename(old)
         place.rename(folder)
     except (OSError, SafetensorError) as error:

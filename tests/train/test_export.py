@@ -233,14 +233,16 @@ def test_packed_kernels_use_the_integers_as_they_are(target: Path, tmp_path: Pat
 
 
 def test_shards_and_card(tmp_path: Path) -> None:
-    folder = write(tmp_path / "deep" / "d", shard_bytes=60_000, card="# A drafter\n")
+    folder = write(tmp_path / "deep" / "d", shard_bytes=60_000)
+    (folder / "README.md").write_text("# My drafter\n")
     shards = sorted(folder.glob("model-*.safetensors"))
     assert len(shards) > 2 and all(path.stat().st_size <= 60_000 for path in shards)
     index = json.loads((folder / INDEX).read_text())
-    assert set(index["weight_map"]) == set(TENSORS) and (folder / "README.md").read_text() == "# A drafter\n"
+    assert set(index["weight_map"]) == set(TENSORS)
     assert index["metadata"]["total_size"] == sum(t.numel() * 2 for t in TENSORS.values())
-    write(folder)  # over it: nothing of the old one is left
-    assert files(folder) == ["config.json", "model.safetensors"] and files(folder.parent) == ["d"]
+    write(folder)  # over it: nothing of the old one is left but what the user wrote
+    assert files(folder) == ["README.md", "config.json", "model.safetensors"] and files(folder.parent) == ["d"]
+    assert (folder / "README.md").read_text() == "# My drafter\n"
 
 
 @contextmanager
@@ -268,7 +270,8 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_an_end_between_the_two_renames_brings_the_old_one_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tmp_path / "d", card="old")
+    write(tmp_path / "d", bits=8)
+    before = files(tmp_path / "d"), (tmp_path / "d" / "config.json").read_text()
     rename = Path.rename
 
     def interrupted(self: Path, to: Path) -> Path:
@@ -278,8 +281,9 @@ def test_an_end_between_the_two_renames_brings_the_old_one_back(
 
     monkeypatch.setattr(Path, "rename", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        write(tmp_path / "d", card="new")
-    assert files(tmp_path) == ["d"] and (tmp_path / "d" / "README.md").read_text() == "old"
+        write(tmp_path / "d")
+    assert files(tmp_path) == ["d"]
+    assert (files(tmp_path / "d"), (tmp_path / "d" / "config.json").read_text()) == before
 
 
 @pytest.mark.parametrize(
