@@ -135,7 +135,7 @@ def streams_of(args: Namespace) -> list[int]:
     streams = numbers("--concurrency", args.concurrency)
     if args.max_seqs and max(streams) > args.max_seqs:
         raise UserError(
-            f"--concurrency has {max(streams)}; --max-seqs lets {args.max_seqs} run at once: raise it or leave it out"
+            f"--concurrency has {max(streams)}; --max-seqs lets {args.max_seqs} run at once: raise --max-seqs"
         )
     return streams
 
