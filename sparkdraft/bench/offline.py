@@ -29,6 +29,7 @@ from sparkdraft.engine.engine import Engine
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.layers import ExpertsSpec
 from sparkdraft.plan.memory import MemoryPlan
+from sparkdraft.plan.resolve import Plan
 from sparkdraft.plan.sizes import model_sizes
 
 WARM_STEPS = 8  # plain decode steps: they compile kernels and record the one shape
@@ -185,18 +186,7 @@ class Bench:
 
     def check(self, load: Load) -> None:
         """Raises UserError for a load that this engine has no room for."""
-        plan, context = self.engine.plan, load.prompt_len + self._max_tokens(load)
-        asked = f"{load.streams} streams of --prompt-len {load.prompt_len} and --output-len {load.output_len}"
-        if context > plan.max_model_len:
-            raise UserError(
-                f"{asked} need a context of {context} tokens; {plan.max_model_len} is the most: ask for less"
-            )
-        if load.streams > plan.max_seqs:
-            raise UserError(f"{asked} do not run at once; {plan.max_seqs} do: raise --max-seqs")
-        room = plan.num_blocks * plan.block_size
-        if load.streams * context > room:
-            need = f"need a KV cache of {load.streams * context} tokens; this one holds {room}"
-            raise UserError(f"{asked} {need}: raise --kv-tokens")
+        check_load(self.engine.plan, load, self.engine.drafting.max_depth)
 
     # ---- a pass
 
@@ -239,8 +229,7 @@ class Bench:
         return ids
 
     def _max_tokens(self, load: Load) -> int:
-        """More than is measured: drafts are dropped at the end of an output, and all measured steps must be alike."""
-        return load.output_len + head_start(self.engine, load) + 4 * (self.engine.drafting.max_depth + 1)
+        return max_tokens(self.engine.plan, load, self.engine.drafting.max_depth)
 
     def _prompts(self, waiting: set[str]) -> float:
         """Seconds until each stream has its first id. No stream drafts meanwhile, because prompts are timed."""
@@ -357,6 +346,22 @@ class Counted:
         self.report(self.done, self.total)
 
 
-def head_start(engine: Engine, load: Load) -> int:
-    """Tokens that the first stream may write while the last one's prompt still runs."""
-    return 1 + load.streams * load.prompt_len // max(engine.plan.max_rows - load.streams, 1)
+def max_tokens(plan: Plan, load: Load, deepest: int) -> int:
+    """More than is measured: drafts are dropped at the end of an output, and all measured steps must be alike."""
+    # that the first stream may write while the last one's prompt still runs
+    head_start = 1 + load.streams * load.prompt_len // max(plan.max_rows - load.streams, 1)
+    return load.output_len + head_start + 4 * (deepest + 1)
+
+
+def check_load(plan: Plan, load: Load, deepest: int = 0) -> None:
+    """Raises UserError for a load that an engine of this plan has no room for. deepest: drafts per step."""
+    context = load.prompt_len + max_tokens(plan, load, deepest)
+    asked = f"{load.streams} streams of {load.prompt_len} tokens and {load.output_len} of output"
+    if context > plan.max_model_len:
+        raise UserError(f"{asked} need a context of {context} tokens; {plan.max_model_len} is the most: ask for less")
+    if load.streams > plan.max_seqs:
+        raise UserError(f"{asked} do not run at once; {plan.max_seqs} do: raise --max-seqs")
+    room = plan.num_blocks * plan.block_size
+    if load.streams * context > room:
+        need = f"need a KV cache of {load.streams * context} tokens; this one holds {room}"
+        raise UserError(f"{asked} {need}: raise --kv-tokens")

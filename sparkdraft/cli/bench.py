@@ -160,7 +160,7 @@ def _serve_settings(args: Namespace) -> Settings:
 
 def _accept(args: Namespace) -> int:
     contexts, temperatures = numbers("--context", args.context, 0), temperature_list(args.temperature)
-    _check_accept(args)
+    _check_accept(args, max(contexts))
     from sparkdraft import plot
     from sparkdraft.bench import accept
 
@@ -169,6 +169,7 @@ def _accept(args: Namespace) -> int:
     shown = "depth chosen every step" if depth is None else f"{depth} drafts per step"
     print(f"{args.model} on {llm.plan.device}, {llm.plan.weights}; {shown}{', n-grams too' if args.ngram else ''}")
     groups, panels, texts = [], [], accept.read_prompts(args.per_class)
+    _check_prompts(args, llm, max(contexts))
     llm.engine.drafting.ngram = args.ngram
     for context, temperature in product(contexts, temperatures):
         params = SamplingParams(args.output_len, temperature=temperature, seed=0, num_draft=depth)
@@ -203,7 +204,23 @@ def _speed(args: Namespace, llm: LLM, temperature: float) -> dict[str, dict[str,
     return {name: each.as_dict() for name, each in paces.items()}
 
 
-def _check_accept(args: Namespace) -> None:
+def _check_prompts(args: Namespace, llm: LLM, context: int) -> None:
+    """Refuse answers that the context would cut off, before anything is measured."""
+    from sparkdraft.bench import accept
+
+    texts = [text for each in accept.read_prompts(args.per_class).values() for text in each]
+    _check_room(args, max(map(len, accept.chat_prompts(llm, texts, context))), llm.plan.max_model_len)
+
+
+def _check_room(args: Namespace, prompt: int, most: int) -> None:
+    if prompt + args.output_len > most:
+        raise UserError(
+            f"--context is {args.context}: a prompt of {prompt} tokens and {args.output_len} of output do not fit into "
+            f"the {most} that a request may have; ask for less"
+        )
+
+
+def _check_accept(args: Namespace, context: int) -> None:
     """Refuse what cannot be measured, before any weight is read."""
     if args.per_class < 0:
         raise UserError(f"--per-class is {args.per_class}; it must be 0 (all) or positive")
@@ -214,13 +231,18 @@ def _check_accept(args: Namespace) -> None:
     plot = Path(args.plot).absolute()
     if args.plot and (plot.is_dir() or not plot.parent.is_dir()):
         raise UserError(f"--plot is {args.plot}; give a file in a folder that exists")
-    from sparkdraft.engine.build import find_drafter
-    from sparkdraft.models.registry import read_config
-    from sparkdraft.weights.checkpoint import open_checkpoint
+    from sparkdraft.engine.load import open_model, stored_of
+    from sparkdraft.engine.machine import plan_here
 
-    config, checkpoint = EngineConfig(**engine_options(args)), open_checkpoint(args.model)
-    if find_drafter(config, read_config(checkpoint.config), checkpoint).drafter is None:
+    found = open_model(EngineConfig(**engine_options(args)))
+    if found.caps is None:
         raise UserError(f"{args.model} has no drafter to measure; name one with --drafter, and leave --spec on auto")
+    if args.depth.isdecimal() and int(args.depth) > found.caps.max_depth:
+        raise UserError(
+            f"--depth is {args.depth}; this drafter drafts at most {found.caps.max_depth} per step: ask for no more"
+        )
+    stored = stored_of(found.config, found.checkpoint, found.model_config, found.caps)
+    _check_room(args, context, plan_here(found.config, found.model_config, found.caps, stored).max_model_len)
 
 
 def _perplexity(args: Namespace) -> int:

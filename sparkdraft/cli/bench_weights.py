@@ -129,9 +129,12 @@ def _plan(args: Namespace, model: ModelConfig, checkpoint: Checkpoint, dtype: st
 
 
 def _loads(args: Namespace, plan: Plan, rows: Sequence[int]) -> list[Load]:
-    from sparkdraft.bench.offline import Load
+    from sparkdraft.bench.offline import Load, check_load
 
-    return [Load(n, args.context, STEPS[plan.device]) for n in rows]
+    loads = [Load(n, args.context, STEPS[plan.device]) for n in rows]
+    for load in loads:
+        check_load(plan, load)
+    return loads
 
 
 # ---- measuring
@@ -183,7 +186,6 @@ def _time(name: str, llm: LLM, model: ModelConfig, own: Found, loads: Sequence[L
     bench = DecodeBench(llm.engine, model, ceilings)
     own.kept_bytes_per_weight = kept_bytes(llm.engine.runner.model, model)
     for load in loads:
-        bench.check(load)
         with progress(f"{name}: {load.streams} rows", redraw=SELDOM) as report:
             own.speeds.append(bench.decode(load, report))
 

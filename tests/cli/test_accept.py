@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,11 +19,13 @@ import pytest
 
 from sparkdraft.bench.accept import Trace, measure, traced_step
 from sparkdraft.cli.demo import _compare
+from sparkdraft.cli.main import main
 from sparkdraft.core import SamplingParams
 from sparkdraft.spec.stats import SpecStats
 from tests.cli.said import said
 from tests.fakes import FakeBlock, fake_engine
 from tests.models.tiny import write_tiny
+from tests.spec.tiny_mtp import write_target
 
 SUMS = ("prompts", "prompt_tokens", "tokens", "num_plain_steps", "num_spec_steps", "num_draft_tokens")
 SUMS += ("num_spec_steps_no_loops",)
@@ -142,6 +145,25 @@ def test_refusals(args: list[str], words: str, tiny: Path) -> None:
     result = sparkdraft("bench", "accept", "--model", str(tiny), *args)
     assert result.returncode == 1 and result.stdout == ""
     assert words in result.stderr and len(said(result.stderr)) == 1, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--depth", "7"], "--depth is 7; this drafter drafts at most 6 per step"),
+        (["--context", "0,4000"], "--context is 0,4000: a prompt of 4000 tokens and 128 of output do not fit into"),
+        (["--context", "60", "--output-len", "8"], "--context is 60: a prompt of .* tokens and 8 of output do not fit"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_it_is_measured(
+    args: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = write_target(tmp_path, "qwen3_next")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    flags = ["--device", "cpu", "--dtype", "float32", "--max-model-len", "100", "--per-class", "1"]
+    assert main(["bench", "accept", "--model", str(folder), *flags, *args]) == 1
+    err = " ".join(capsys.readouterr().err.split())
+    assert re.search(words, err) and "measuring" not in err
 
 
 @pytest.fixture(scope="module")

@@ -106,6 +106,8 @@ def test_speed_can_be_left_out(tiny: Path, capsys: pytest.CaptureFixture[str]) -
         (["--tokens", "3"], "--tokens is 3"),
         (["--tokens", "4000"], "--tokens is 4000; the context holds"),
         (["--context", "0"], "--context is 0"),
+        (["--context", "4000"], "streams of 4000 tokens and 16 of output need a context of 40"),
+        (["--rows", "1,4", "--max-seqs", "2"], "4 streams of 128 tokens and 16 of output do not run at once; 2 do"),
         (["--rows", "0"], "--rows is '0'"),
         (["--plot", "no-such-folder/a.svg"], "--plot is no-such-folder/a.svg"),
         (["--spec", "auto"], "--spec is auto"),
