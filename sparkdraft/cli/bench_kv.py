@@ -83,13 +83,12 @@ def run(args: Namespace) -> int:
         _loads(args, plan, streams),
         comparison_of(args.tokens, plan, checkpoint) if checkpoint else None,
     )
-    found = {
-        name: kv.Found(memory) for name, memory in kv.memories(plans, model, EngineConfig().memory_fraction).items()
-    }
+    found = {name: kv.Found(memory) for name, memory in kv.memories(plans, model, args.memory_fraction).items()}
     args.max_seqs = args.max_seqs or max(streams)
     ceilings = ceilings_of(plan) if loads else None
     label = f"{args.shape}, random weights" if args.shape else args.model
-    print(f"{label} on {plan.device}, {plan.weights}\n\n{_memory_table(found, plan)}\n{FORMAT_LEGEND}\n", flush=True)
+    sizes = _memory_table(found, plan, args.memory_fraction)
+    print(f"{label} on {plan.device}, {plan.weights}\n\n{sizes}\n{FORMAT_LEGEND}\n", flush=True)
     if comparison:
         print(text_header(comparison), flush=True)
     for fmt in formats:
@@ -211,13 +210,13 @@ def _measure(
 # ---- printing
 
 
-def _memory_table(found: Mapping[str, Found], plan: Plan) -> str:
+def _memory_table(found: Mapping[str, Found], plan: Plan, fraction: float) -> str:
     lines = [f"{'format':<20} bytes/token    bits/value    tokens/GiB  tokens that fit  of exact"]
     for name, each in found.items():
         memory = each.memory
         sizes = f"{memory.bytes_per_token:13}  {memory.bits_per_value:12.2f}  {memory.tokens_per_gib:12}"
         lines.append(f"{name:<20} {sizes}  {memory.tokens_that_fit:15}  {memory.of_exact:8.2f}")
-    share, value = round(100 * EngineConfig().memory_fraction), found[EXACT].memory.bits_per_value / 8
+    share, value = round(100 * fraction), found[EXACT].memory.bits_per_value / 8
     lines.append(
         f"tokens that fit: in {share} % of the {plan.memory.free / 2**30:.1f} free GiB, less weights, a "
         f"step's scratch and uncoded pages. exact keeps {value:g} bytes per value here"

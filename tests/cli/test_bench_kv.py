@@ -224,6 +224,17 @@ def test_random_weights_have_no_perplexity(capsys: pytest.CaptureFixture[str]) -
     )
 
 
+def test_the_memory_that_may_be_used_is_what_was_asked_for(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit = []
+    for fraction in ("0.8", "0.2"):
+        args = ("--formats", "exact", "--tokens", "40", "--no-speed", "--memory-fraction", fraction)
+        assert main(["bench", "kv", "--model", str(tiny), *QUICK, *args]) == 0
+        out = capsys.readouterr().out
+        assert f"tokens that fit: in {round(100 * float(fraction))} % of the" in out
+        fit.append(json.loads(out.splitlines()[-1])["formats"][0]["tokens_that_fit"])
+    assert fit[0] == pytest.approx(4 * fit[1], rel=0.25)
+
+
 def test_speed_can_be_left_out_and_float32_is_chosen(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ("--device", "cpu", "--threads", "1", "--formats", "fp8", "--tokens", "40", "--no-speed")
     assert main(["bench", "kv", "--model", str(tiny), *args]) == 0
