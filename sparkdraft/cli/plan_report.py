@@ -56,6 +56,8 @@ class Report:
         forecast, question = self.forecast, self.forecast.question
         many = "streams" if question.streams > 1 else "stream"
         yield f"speed, {question.streams} {many} of {question.context:,} tokens: tok/s together, ms per step"
+        if not forecast.holds_all:
+            yield f"  NOT ALL FIT AT ONCE: {forecast.max_streams:,} do, the others would wait; these are sums for all"
         heads = "".join(f"{head:>8}" for head in ("drafts", "tokens", "tok/s", "low", "high"))
         yield f"  {'':<30}{heads}   step = weights + K/V + states + drafter + fixed"
         yield self._speed_line("plain", 0, 1.0, forecast.plain)
@@ -159,6 +161,7 @@ class Report:
             "memory_gib": {name: round(size / GIB, 3) for name, size in (forecast.memory | sums).items()},
             "max_tokens": forecast.max_tokens,
             "max_streams": forecast.max_streams,
+            "holds_all": forecast.holds_all,
             "plain_tok_s": round(forecast.plain.expected, 2),
             "drafted_tok_s": round(middle.speed.expected, 2) if middle else None,
             "low": round(best.low, 2),

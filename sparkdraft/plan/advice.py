@@ -56,7 +56,7 @@ class Alternative:
 
     @property
     def holds_all(self) -> bool:
-        return self.forecast is not None and self.forecast.max_streams >= self.forecast.question.streams
+        return self.forecast is not None and self.forecast.holds_all
 
 
 def with_kv(question: Question, kv: str) -> Question:

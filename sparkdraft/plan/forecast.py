@@ -144,6 +144,11 @@ class Forecast:
         return min(fits, self.plan.max_seqs) if self.plan.windows or self.target.state else fits
 
     @property
+    def holds_all(self) -> bool:
+        """Whether the streams that are asked for fit at once."""
+        return self.max_streams >= self.question.streams
+
+    @property
     def _drafter_kv(self) -> int:
         if not self.caps:
             return 0

@@ -111,6 +111,16 @@ def test_the_embedded_model_has_its_drafter(capsys: pytest.CaptureFixture[str]) 
     )
 
 
+def test_streams_that_do_not_fit_at_once_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    for streams, fits in ((4, True), (64, False)):
+        assert main([*GB10, "qwen3-8b", "--concurrency", str(streams), "--context", "32768", "--json"]) == 0
+        *text, last = capsys.readouterr().out.splitlines()
+        found = json.loads(last)
+        assert found["holds_all"] == fits == (found["max_streams"] >= streams)
+        marks = [line for line in text if "NOT ALL FIT AT ONCE: 18 do" in line]
+        assert len(marks) == (not fits)
+
+
 def test_an_acceptance_takes_the_place_of_classes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*GB10, "qwen3-8b", "--drafter", "dflash-5x", "--acceptance", "6.5", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out.splitlines()[-1])["by_class"].values()
