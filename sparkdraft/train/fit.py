@@ -225,7 +225,7 @@ def fit(
     """
     run = Run(folder)
     settings = run.as_before(settings, shrinks)
-    run.check(settings)
+    run.check(settings, Corpus(Path(settings.data)).fingerprint)
     with loading() as progress:
         info, target, corpus = prepare(settings, device, progress, () if run.info_file.exists() else shrinks, say)
     trainer = Trainer(info.settings, target, corpus, DFlashConfig.read(info.draft))

@@ -13,7 +13,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,29 +76,29 @@ class Run:
         held = self.open().settings
         return replace(settings, **{name: getattr(held, name) for name in names})
 
-    def check(self, settings: FitSettings) -> None:
-        """Refuse a folder that cannot be this run's: another run's, or not a run's at all."""
+    def check(self, settings: FitSettings, corpus: str) -> None:
+        """Refuse a folder that cannot be this run's: another run's, or not a run's at all. corpus: the data's
+        fingerprint."""
         place = self.folder.absolute()
         nearest = next(path for path in (place, *place.parents) if path.exists())
         if not nearest.is_dir():
             raise UserError(f"{nearest} is a file: choose another folder for the run")
         if self.info_file.exists():
-            if different := settings.difference(self.open().settings):
+            held = self.open()
+            if different := settings.difference(held.settings):
                 raise self._another(different)
+            if corpus != held.corpus:
+                raise self._another("the data has changed since")
+            if (step := self._last_step()) > settings.steps:
+                raise UserError(f"{self.folder} has run {step} steps already: --steps cannot be less")
         # .new: left by a kill at the start
         elif nearest == place and any(path.suffix != ".new" for path in place.iterdir()):
             raise UserError(f"{self.folder} is not empty and holds no training run: choose a new folder")
 
     def begin(self, info: RunInfo) -> State | None:
         """Make the folder of a new run, or find the last checkpoint of one with the same settings; otherwise refuse."""
-        self.check(info.settings)
-        state = None
-        if self.info_file.exists():
-            if info.corpus != self.open().corpus:
-                raise self._another("the data has changed since")
-            state = self.load()
-            if state and state.step > info.settings.steps:
-                raise UserError(f"{self.folder} has run {state.step} steps already: --steps cannot be less")
+        self.check(info.settings, info.corpus)
+        state = self.load() if self.info_file.exists() else None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -128,13 +129,25 @@ class Run:
         """The last checkpoint, or None before the first."""
         if not self.state_file.exists():
             return None
-        try:
-            with safe_open(self.state_file, framework="pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                facts: Mapping[str, str] = file.metadata()
+        with self._state() as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            facts: Mapping[str, str] = file.metadata()
             cursor = Cursor(int(facts["epoch"]), int(facts["document"]))
             ids = tensors.pop(IDS, None)
             return State(int(facts["step"]), cursor, float(facts["seconds"]), tensors, ids)
+
+    def _last_step(self) -> int:
+        """Of the last checkpoint, whose tensors are not read; 0 before the first."""
+        if not self.state_file.exists():
+            return 0
+        with self._state() as file:
+            return int(file.metadata()["step"])
+
+    @contextmanager
+    def _state(self) -> Iterator[Any]:
+        try:
+            with safe_open(self.state_file, framework="pt") as file:
+                yield file
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"{self.state_file} cannot be read ({error}): the checkpoint is damaged") from None
 

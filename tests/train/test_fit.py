@@ -10,6 +10,8 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -376,6 +378,33 @@ def test_bad_input_is_one_sentence_and_nothing_is_lost(
     with pytest.raises(UserError, match="the disk is full"):
         fit(settings(toy, 251), run, "cpu")
     assert (run / "state.safetensors").read_bytes() == before
+
+
+def test_a_run_that_cannot_go_on_is_refused_before_its_target_is_loaded(toy: Path, tmp_path: Path) -> None:
+    loads, run, data = list[str](), tmp_path / "run", tmp_path / "corpus"
+    shutil.copytree(toy / "corpus", data)
+
+    @contextmanager
+    def loading() -> Iterator[None]:
+        loads.append("loaded")
+        yield
+
+    def trained(steps: int) -> int:
+        return fit(settings(toy, steps, data=str(data)), run, "cpu", loading=loading)
+
+    assert trained(2) == 2 and loads.pop() == "loaded"
+    with pytest.raises(UserError, match="has run 2 steps already: --steps cannot be less"):
+        trained(1)
+    whole = (run / "state.safetensors").read_bytes()
+    (run / "state.safetensors").write_bytes(whole[:100])
+    with pytest.raises(UserError, match="the checkpoint is damaged"):
+        trained(3)
+    (run / "state.safetensors").write_bytes(whole)
+    with CorpusWriter(data, Corpus(data).info) as writer:
+        writer.add(range(20), 3, writer.info.kinds[0], Finish.LENGTH, 0.0)
+    with pytest.raises(UserError, match="the data has changed since"):
+        trained(3)
+    assert not loads
 
 
 def test_another_vocabulary_and_another_runs_checkpoint_are_refused(toy: Path, tmp_path: Path) -> None:
