@@ -193,6 +193,10 @@ def _said_of_data(folder: str, summary: dict[str, Any]) -> int:
 
 
 def _eval(args: Namespace) -> int:
+    if args.per_class < 0:
+        raise UserError(f"--per-class is {args.per_class}; it must be 0 (all) or positive")
+    if args.output_len < 8:
+        raise UserError(f"--output-len is {args.output_len}; fewer than 8 tokens measure nothing")
     from sparkdraft.bench.accept import read_prompts
     from sparkdraft.train.evaluate import evaluate, table
 
@@ -239,7 +243,12 @@ def _convert_drafter(args: Namespace, drafter: str) -> tuple[str, str]:
         raise UserError("The speculators layout names the drafter's target: name it with --model")
     if args.vocab is not None:
         raise UserError("--vocab counts ids of a run's corpus, which a finished drafter does not have: leave it out")
-    config, tensors, ids = read_drafter(drafter)
+    try:
+        config, tensors, ids = read_drafter(drafter)
+    except UserError as error:
+        if user_path(drafter).exists():
+            raise
+        raise UserError(f"There is no run and no drafter in a folder {args.run}, and as a hub id: {error}") from None
     head = _head_rows(model, ids, config) if ids is not None and args.layout == "speculators" else None
     target = ExportTarget(portable_name(model)) if model else None
     note = export(config, tensors, Path(args.out), args.layout, args.bits, target=target, vocabulary=ids, head=head)

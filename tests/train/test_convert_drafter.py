@@ -51,3 +51,14 @@ def test_the_drafter_of_the_package_is_written_for_other_engines(tmp_path: Path,
         and written.read("lm_head.weight").shape[0] == len(ids)
     )
     assert torch.equal(as_float(written.read("fc.weight")), tensors["fc.weight"].bfloat16().float())
+
+
+def test_a_run_that_does_not_exist_is_named_as_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name with one slash may be a folder's, or the hub's."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(["train", "export", "runs/frist", "--out", str(tmp_path / "out")]) == 1
+    assert "There is no run and no drafter in a folder runs/frist, and as a hub id" in capsys.readouterr().err
+    assert main(["train", "export", str(tmp_path / "frist"), "--out", str(tmp_path / "out")]) == 1
+    assert "frist holds no training run" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from sparkdraft.cli.main import main
 from sparkdraft.core import UserError
 from sparkdraft.train.evaluate import evaluate, table
 from tests.fakes import FakeBlock, fake_engine
@@ -18,6 +19,15 @@ PROMPTS = {"code": ["one", "two"], "prose": ["three"]}
 def fake_llm(block: FakeBlock | None, **options: Any) -> Any:
     engine = fake_engine(block, num_blocks=400, max_rows=64, **options)
     return SimpleNamespace(engine=engine, chat_ids=lambda messages: list(messages[0]["content"].encode()))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [("--per-class -1", "--per-class is -1; it must be 0 (all) or positive"), ("--output-len 0", "--output-len is 0")],
+)
+def test_what_cannot_be_measured_is_refused_first(flags: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "eval", *flags.split()]) == 1
+    assert capsys.readouterr().err.startswith(f"sparkdraft: {words}")
 
 
 def test_a_report() -> None:
