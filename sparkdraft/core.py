@@ -58,7 +58,7 @@ class Note(NamedTuple):
 
     name: str
     reason: str
-    is_choice: bool = False  # nothing is less for it
+    is_choice: bool = False  # there is nothing to mend
 
 
 class FinishReason(StrEnum):

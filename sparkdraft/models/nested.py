@@ -59,4 +59,4 @@ def leave_others(load: Loader) -> None:
     """Leave what is not the text model's; the user is told once."""
     for what, (prefixes, reason) in OTHERS.items():
         if (count := sum(map(load.leave, prefixes.split()))) and reason:
-            load.note(f"{count} tensors of {what} are not loaded", reason)
+            load.note(f"{count} tensors of {what} are not loaded", reason, is_choice=True)

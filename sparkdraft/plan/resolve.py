@@ -50,7 +50,7 @@ WEIGHT_ITEMSIZE = {"quantised": 1.07, "float32": 4.0, "bfloat16": 2.0}
 class Fallback:
     name: str
     reason: str
-    is_choice: bool = False  # it says what was chosen for the user, and nothing is less for it
+    is_choice: bool = False  # it says what was chosen for the user: there is nothing to mend
 
     def as_dict(self) -> dict[str, str]:
         return {"name": self.name, "reason": self.reason}
@@ -161,7 +161,7 @@ def resolve(
 def _step_limits(config: EngineConfig, hardware: Hardware) -> tuple[int, int]:
     """Requests at once, and rows per step."""
     max_seqs = config.max_seqs or MAX_SEQS[hardware.device]
-    max_rows = config.max_rows or MAX_ROWS[hardware.device]
+    max_rows = config.max_rows or max(MAX_ROWS[hardware.device], max_seqs)
     if max_rows < max_seqs:
         raise UserError(f"max_rows is {max_rows}, below max_seqs ({max_seqs}); every request needs one row per step")
     return max_seqs, max_rows

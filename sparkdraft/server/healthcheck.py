@@ -28,7 +28,8 @@ def url_of(config: ServerConfig) -> str:
 def check(environ: Mapping[str, str]) -> str:
     """An empty text, or what is wrong."""
     try:
-        url = url_of(merge({}, environ.get("SPARKDRAFT_CONFIG"), environ))
+        # Who may ask the server, `serve` has decided: a key that is a flag of it is not seen here.
+        url = url_of(merge({"allow_public": True}, environ.get("SPARKDRAFT_CONFIG"), environ))
     except UserError as error:
         return str(error)
     try:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 POLL = 0.05  # seconds between two checks of the engine's state
+AT_ONCE = 0.2  # seconds that /health waits for the engine at most
 TEXT_THREADS = 4  # threads that tokenise and render; further such work waits for one of them
 T = TypeVar("T")
 
@@ -46,6 +48,7 @@ class Service:
         self.draining = False
         self.text: ModelText | None = None  # made by follow()
         self.refusal: str | None = None  # why this engine's tokenizer or template cannot be used, set by follow()
+        self._race: dict[str, Any] | None = None  # as the engine said last
         self._threads = ThreadPoolExecutor(TEXT_THREADS, "text")
         self.start_seconds = 0.0  # time of the engine's last start, set by follow()
 
@@ -178,6 +181,13 @@ class Service:
             return await self.client.status()
         except EngineError:
             return {}
+
+    async def race(self) -> dict[str, Any] | None:
+        """How the drafters' race stands; as it stood before, if the engine is busy with a step."""
+        with suppress(TimeoutError):
+            status = await asyncio.wait_for(self.engine_status(), AT_ONCE)
+            self._race = status.get("race") or self._race
+        return self._race
 
 
 def service_of(request: Request) -> Service:

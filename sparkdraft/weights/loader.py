@@ -204,9 +204,9 @@ class Loader:
         self.ignore(names)
         return len(names)
 
-    def note(self, name: str, reason: str) -> None:
+    def note(self, name: str, reason: str, is_choice: bool = False) -> None:
         """Something that the user shall know."""
-        self.notes.append(Note(name, reason))
+        self.notes.append(Note(name, reason, is_choice))
 
     def finish(self) -> None:
         """Every tensor of the file has found its place, or the file is not what its config says."""

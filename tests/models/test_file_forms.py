@@ -186,8 +186,8 @@ def test_what_is_not_loaded_is_said_once(tmp_path: Path) -> None:
     seen = sum("vision" in name for name in tensors_of(folder))
     llm = LLM(str(folder), device="cpu", dtype="float32")
     said = [f for f in llm.fallbacks() if "not loaded" in f.name]
-    assert [(f.name, f.reason) for f in said] == [
-        (f"{seen} tensors of the vision tower are not loaded", "only text is read")
+    assert [(f.name, f.reason, f.is_choice) for f in said] == [
+        (f"{seen} tensors of the vision tower are not loaded", "only text is read", True)
     ]
     assert seen and "vision tower" in llm.plan.describe(llm.fallbacks())
 

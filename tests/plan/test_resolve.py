@@ -103,6 +103,13 @@ def test_fp8_holds_twice_the_tokens_and_leaves_the_drafter_exact() -> None:
     assert fp8_drafts / exact_drafts == pytest.approx(2 * (target + own) / (target + 2 * own), rel=1e-3)
 
 
+def test_rows_per_step_follow_the_requests_at_once() -> None:
+    plan = resolve(
+        EngineConfig(max_seqs=1000, kv_tokens=64_000, max_model_len=64), LARGE, replace(LAPTOP, free_bytes=64 << 30)
+    )
+    assert (plan.max_seqs, plan.max_rows) == (1000, 1000)
+
+
 @pytest.mark.parametrize(
     ("config", "hardware", "words"),
     [

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -139,7 +140,7 @@ def test_every_field_reaches_the_engine(ear: tuple[Live, FakeClient]) -> None:
     assert server.chat(**same, **more, max_tokens=7, max_completion_tokens=9).status_code == 200  # the newer name wins
     (params,) = client.seen
     assert {name: getattr(params, name) for name in same} == same and params.max_tokens == 9
-    assert (params.stop, params.logit_bias, params.top_k, params.stop_ids) == (["x"], {5: 2.5}, 0, [4])
+    assert (params.stop, params.logit_bias, params.top_k, params.stop_ids) == (("x",), {5: 2.5}, 0, [4])
     assert params.num_draft == 0 and params.logprobs is None
 
 
@@ -493,6 +494,34 @@ def test_a_race_of_drafters_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         assert server.http.get("/health").json() == {"status": "ok", "race": race}
         assert server.http.get("/v1/status").json()["engine"]["race"] == race
         assert 'sparkdraft_drafter_race_won{drafter="mtp"} 1' in server.http.get("/metrics").text
+
+        async def busy() -> dict[str, Any]:
+            await asyncio.sleep(5)
+            return {}
+
+        monkeypatch.setattr(client, "status", busy)
+        begin = time.monotonic()
+        assert server.http.get("/health").json() == {"status": "ok", "race": race}
+        assert time.monotonic() - begin < 3, "/health does not wait for a long step"
+
+
+def test_metrics_of_an_engine_that_is_busy_with_a_step_are_those_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeClient(lambda prompt, params: "ok")
+    told = client.status
+
+    async def status() -> dict[str, Any]:
+        return await told() | {"running": 3, "waiting": 2, "preemptions": 7}
+
+    async def busy() -> dict[str, Any]:
+        raise EngineError("the engine did not answer in 5 s: a long step runs", True)
+
+    monkeypatch.setattr(client, "status", status)
+    with live(client) as server:
+        expected = [f"sparkdraft_num_{name}" for name in ("requests_running 3", "requests_waiting 2")]
+        for answer in (status, busy):
+            monkeypatch.setattr(client, "status", answer)
+            text = server.http.get("/metrics").text
+            assert all(line in text for line in [*expected, "sparkdraft_num_preemptions_total 7"]), text
 
 
 def test_not_ready_says_how_far_it_is() -> None:

@@ -43,6 +43,10 @@ def test_it_tells_the_truth(tmp_path: Path) -> None:
         assert subprocess.run(command, env=os.environ | environ, timeout=60).returncode == 0
 
 
+def test_a_key_that_is_a_flag_of_serve_is_not_missed() -> None:
+    assert "does not answer" in check({"SPARKDRAFT_HOST": "0.0.0.0", "SPARKDRAFT_PORT": "1"})
+
+
 def test_nobody_answers_and_a_wrong_variable() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen

@@ -58,6 +58,7 @@ class Script:
         self.go_on.set()
         self.loading = 0  # how often /health says that it is not ready
         self.needs_key = False
+        self.name = "tiny-scripted"
         self.fail: tuple[int, str] | None = None
 
     def refuses(self, request: Request) -> JSONResponse | None:
@@ -75,13 +76,15 @@ class Script:
         return JSONResponse({"status": "ready"})
 
     async def models(self, request: Request) -> Response:
-        return self.refuses(request) or JSONResponse({"data": [{"id": "tiny-scripted"}]})
+        return self.refuses(request) or JSONResponse({"data": [{"id": self.name}]})
 
     async def chat(self, request: Request) -> Response:
         if refusal := self.refuses(request):
             return refusal
         body = await request.json()
         self.bodies.append(body)
+        if body["model"] != self.name:
+            return JSONResponse({"error": {"message": f"{body['model']} is not served here.", "code": 404}}, 404)
         if self.fail:
             status, message = self.fail
             return JSONResponse({"error": {"message": message, "code": status}}, status, headers={"Retry-After": "7"})
@@ -366,6 +369,16 @@ def test_errors_are_sentences_in_place(fail: tuple[int, str], words: str, tab: T
     tab.find(".turn .after button").click()
     tab.wait(lambda: tab.text(".other"), "the second try")
     assert not tab.text(".turn .error")
+
+
+def test_another_model_is_served_after_a_restart(tab: Tab, script: Script) -> None:
+    tab.wait(lambda: tab.text("#model") == "tiny-scripted", "the title")
+    script.name = "other-scripted"
+    tab.ask("merge")
+    tab.wait(lambda: "tiny-scripted is not served here" in tab.text(".turn .error"), "the sentence")
+    tab.find(".turn .after button").click()
+    tab.wait(lambda: tab.text(".other"), "the second try")
+    assert script.bodies[-1]["model"] == "other-scripted" == tab.text("#model")
 
 
 def test_loading_shows_its_stage(driver: Any, url: str, script: Script) -> None:

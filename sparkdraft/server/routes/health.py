@@ -35,7 +35,7 @@ async def health(request: Request) -> JSONResponse:
         return JSONResponse({"status": "overloaded"} | found, status_code=503, headers={"Retry-After": str(wait)})
     if service.ready:
         state: dict[str, Any] = {"status": "degraded" if found else "ok"}
-        if service.races and (race := (await service.engine_status()).get("race")):
+        if service.races and (race := await service.race()):
             state["race"] = race
         return JSONResponse(state | found)
     return JSONResponse(
@@ -50,10 +50,11 @@ async def metrics(request: Request) -> PlainTextResponse:
     counted, engine = service.metrics, await service.engine_status()
     counted.ready.set(float(service.ready))
     counted.restarts.set(service.client.restarts)
-    counted.running.set(engine.get("running", 0))
-    counted.waiting.set(engine.get("waiting", 0))
-    counted.kv_usage.set(_kv_usage(engine))
-    counted.preemptions.set(engine.get("preemptions", 0))
+    if engine or not service.ready:  # else it is busy with a long step, and what it said before holds
+        counted.running.set(engine.get("running", 0))
+        counted.waiting.set(engine.get("waiting", 0))
+        counted.kv_usage.set(_kv_usage(engine))
+        counted.preemptions.set(engine.get("preemptions", 0))
     if errors := engine.get("kv_errors"):
         counted.coding(errors)
     if race := engine.get("race"):
@@ -74,6 +75,7 @@ async def status(request: Request) -> dict[str, Any]:
         "model": service.name,
         "names": service.config.names,
         "restarts": service.client.restarts,
+        "last_error": service.last_error,
         "source": info.model if info else service.config.engine.model,
         "model_type": info.model_type if info else None,
         "max_model_len": info.max_model_len if info else None,
@@ -97,7 +99,7 @@ def _state(service: Service) -> dict[str, Any]:
         "status": "ok" if service.ready else service.state,
         "stage": service.stage,
         "progress": {"done": done, "total": total},
-        "error": service.last_error,
+        "error": None if service.ready else service.last_error,
     }
 
 
