@@ -74,9 +74,10 @@ def memories(plans: Mapping[str, Plan], model: ModelConfig, fraction: float) -> 
     The limits that a plan puts on its cache do not apply: they would hide what a smaller format brings.
     """
     exact, values = plans[EXACT].memory, kv_bytes_per_token(model.attention, itemsize=1)
-    room = int(exact.free * fraction) - exact.weights - exact.scratch
+    room = int(exact.free * fraction)
     sizes = {name: plan.memory.kv // (plan.num_blocks * plan.block_size) for name, plan in plans.items()}
-    fit = {name: max(room - plan.memory.pages, 0) // sizes[name] for name, plan in plans.items()}
+    taken = {name: plan.memory.total - plan.memory.kv for name, plan in plans.items()}
+    fit = {name: max(room - taken[name], 0) // size for name, size in sizes.items()}
     return {
         name: Memory(size, 8 * size / values, (1 << 30) // size, fit[name], fit[name] / max(fit[EXACT], 1))
         for name, size in sizes.items()

@@ -218,8 +218,8 @@ def _memory_table(found: Mapping[str, Found], plan: Plan, fraction: float) -> st
         lines.append(f"{name:<20} {sizes}  {memory.tokens_that_fit:15}  {memory.of_exact:8.2f}")
     share, value = round(100 * fraction), found[EXACT].memory.bits_per_value / 8
     lines.append(
-        f"tokens that fit: in {share} % of the {plan.memory.free / 2**30:.1f} free GiB, less weights, a "
-        f"step's scratch and uncoded pages. exact keeps {value:g} bytes per value here"
+        f"tokens that fit: in {share} % of the {plan.memory.free / 2**30:.1f} free GiB, less weights, "
+        f"states, a step's scratch, recordings and pages. exact keeps {value:g} bytes per value here"
         f"{', twice what it does on a GPU' if value == 4 else ''}"
     )
     return "\n".join(lines)

@@ -16,6 +16,7 @@ import torch
 
 from sparkdraft.bench import bandwidth, shapes
 from sparkdraft.bench.kv import Format, memories, parse_formats
+from sparkdraft.bench.named_shapes import shape as named_shape
 from sparkdraft.bench.nearness import (
     KINDS,
     Comparison,
@@ -38,6 +39,7 @@ from sparkdraft.models.config import uniform_config
 from sparkdraft.models.registry import read_config
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.memory import rope_bytes
+from sparkdraft.plan.resolve import resolve
 from sparkdraft.plan.sizes import model_sizes
 from sparkdraft.plan.weight_formats import quantised_at_load
 from sparkdraft.text.tokenizer import Tokenizer
@@ -163,10 +165,19 @@ def test_memory_is_what_the_plans_say() -> None:
     assert found["exact"].of_exact == 1 and found["fp8"].of_exact == pytest.approx(4, rel=1e-4)
     assert found["exact"].bits_per_value == 32 and 3.5 < found["k4v3"].bits_per_value < 5
     assert found["k4v3"].tokens_per_gib == found["k4v3-full"].tokens_per_gib == 2**30 // found["k4v3"].bytes_per_token
-    room = 0.5 * plans["exact"].memory.free - plans["exact"].memory.weights - plans["exact"].memory.scratch
-    pages = plans["k4v3"].memory.pages
-    assert pages and found["k4v3"].tokens_that_fit * found["k4v3"].bytes_per_token == pytest.approx(
-        room - pages, rel=1e-3
+    for name, each in found.items():
+        memory = plans[name].memory
+        assert memory.pages or name != "k4v3"
+        room = 0.5 * plans["exact"].memory.free - (memory.total - memory.kv)
+        assert each.tokens_that_fit * each.bytes_per_token == pytest.approx(room, rel=1e-3)
+
+
+def test_what_recurrent_layers_keep_is_not_room_for_tokens() -> None:
+    model = named_shape("qwen3.5-27b")
+    plan = resolve(EngineConfig(), model, Hardware("cuda", "a GPU", 8, 90 << 30, (9, 0)))
+    found, memory = memories({"exact": plan}, model, fraction=0.85)["exact"], plan.memory
+    assert memory.states and found.tokens_that_fit * found.bytes_per_token + memory.total - memory.kv <= 0.85 * (
+        90 << 30
     )
 
 
