@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sparkdraft.core import UserError
+from sparkdraft.core import Note, UserError
 from sparkdraft.kernels import native, reference
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.experts import keep_float_experts
@@ -140,7 +140,7 @@ def test_what_kernels_have_no_form_for_is_kept_as_floats_with_a_note(tmp_path: P
     load = loader(tmp_path / "m", {"a.weight": weight, "a.bias": bias}, native)
     kept = load.linear({"a": 8}, 40, bias=True)
     reason = "a: width 40 is no multiple of 32, kept in float32"
-    assert isinstance(kept, native.FloatLinear) and load.notes == [("a float32 matrix among quantised ones", reason)]
+    assert isinstance(kept, native.FloatLinear) and load.notes == [Note("a float32 matrix among quantised ones", reason)]
     torch.testing.assert_close(kept.linear(torch.eye(40)), weight.t() + bias)
     assert kept.rows() is kept.weight and torch.equal(kept.rows(torch.tensor([3, 1])), weight[[3, 1]])
 
@@ -153,7 +153,7 @@ def test_experts_that_kernels_have_no_form_for_are_kept_as_floats_with_a_note(tm
         load = loader(tmp_path / name, tensors, native)
         kept = load.experts("mlp.experts", {"up_proj": 8}, 40, 2, "up_proj")
         reason = f"{name}: width 40 is no multiple of 32, kept in float32"
-        assert load.notes == [("a float32 matrix among quantised ones", reason)]
+        assert load.notes == [Note("a float32 matrix among quantised ones", reason)]
         assert kept.count == 2 and kept.nbytes == weights.nbytes
         torch.testing.assert_close(kept.expert(1).linear(torch.eye(40)), weights[1].t())
 
