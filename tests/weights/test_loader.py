@@ -140,7 +140,9 @@ def test_what_kernels_have_no_form_for_is_kept_as_floats_with_a_note(tmp_path: P
     load = loader(tmp_path / "m", {"a.weight": weight, "a.bias": bias}, native)
     kept = load.linear({"a": 8}, 40, bias=True)
     reason = "a: width 40 is no multiple of 32, kept in float32"
-    assert isinstance(kept, native.FloatLinear) and load.notes == [Note("a float32 matrix among quantised ones", reason)]
+    assert isinstance(kept, native.FloatLinear) and load.notes == [
+        Note("a float32 matrix among quantised ones", reason)
+    ]
     torch.testing.assert_close(kept.linear(torch.eye(40)), weight.t() + bias)
     assert kept.rows() is kept.weight and torch.equal(kept.rows(torch.tensor([3, 1])), weight[[3, 1]])
 
