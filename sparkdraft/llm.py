@@ -13,7 +13,7 @@ their inboxes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -127,9 +127,13 @@ class LLM:
         """The end of a prompt, with its marks: an answer may begin within thoughts that the prompt has opened."""
         return self.tokenizer.decode(ids[-OPENING:], skip_special=False)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StepOutput]:
-        """The pieces of one request as they come; leaving the loop early aborts the request."""
-        yield from self._pieces(self._add([self.encode(prompt)], [_continuing(prompt, params or SamplingParams())]))
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, stopped: Callable[[], bool] = lambda: False
+    ) -> Iterator[StepOutput]:
+        """The pieces of one request as they come; leaving the loop early aborts the request. stopped: asked before each
+        step, also while the prompt is read; True ends the stream."""
+        inbox = self._add([self.encode(prompt)], [_continuing(prompt, params or SamplingParams())])
+        yield from self._pieces(inbox, stopped)
 
     def default_params(self, **changes: Any) -> SamplingParams:
         """The sampling parameters that the model's authors recommend (generation_config.json), with the given changes.
@@ -173,13 +177,15 @@ class LLM:
             raise
         return inbox
 
-    def _pieces(self, inbox: Inbox) -> Iterator[StepOutput]:
+    def _pieces(self, inbox: Inbox, stopped: Callable[[], bool] = lambda: False) -> Iterator[StepOutput]:
         """The pieces of one caller's requests; the engine is stepped only when none is waiting."""
         try:
             while inbox.num_running:
                 while not inbox.pieces:
                     if inbox.failure:
                         raise RuntimeError(inbox.failure)
+                    if stopped():
+                        return
                     self._step()
                 piece = inbox.pieces.popleft()
                 inbox.num_running -= piece.finish is not None

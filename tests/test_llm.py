@@ -101,6 +101,14 @@ def test_ids_may_be_those_of_numpy(llm: LLM, alone: list[list[int]]) -> None:
     assert nothing_is_left(llm)
 
 
+def test_a_stream_can_be_stopped_before_its_first_piece(llm: LLM, alone: list[list[int]]) -> None:
+    kept, asked = llm.stream(PROMPTS[3], params(20)), iter([False, False, True])
+    begin = ids(itertools.islice(kept, 2))
+    assert len(ids(llm.stream(PROMPTS[1], params(50), stopped=lambda: next(asked)))) == 2
+    assert not list(llm.stream(PROMPTS[1], params(50), stopped=lambda: True))
+    assert begin + ids(kept) == alone[3] and nothing_is_left(llm)
+
+
 def test_a_stream_that_is_left_aborts_and_the_other_goes_on(llm: LLM, alone: list[list[int]]) -> None:
     kept, left = llm.stream(PROMPTS[3], params(20)), llm.stream(PROMPTS[1], params(50))
     begin = ids(itertools.islice(kept, 2))

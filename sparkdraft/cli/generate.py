@@ -127,15 +127,13 @@ def write(
     page = Page(thoughts(llm.opening(ids)) if thoughts else None)
     if thoughts and thoughts.keep_special:
         params = replace(params, keep_special=True)
-    with closing(waiting(llm.stream(ids, params), f"reading {len(ids)} tokens of prompt")) as pieces:
+    with closing(waiting(llm.stream(ids, params, stopped), f"reading {len(ids)} tokens of prompt")) as pieces:
         for piece in pieces:
             last = time.perf_counter()
             first = last if num_output == 0 else first
             num_output += len(piece.ids)
             finish, speculation = piece.finish, piece.speculation
             page.add(piece.text)
-            if stopped():
-                break
     page.end()
     decode = last - first
     return {

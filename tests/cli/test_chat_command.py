@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 from sparkdraft.cli.chat import DEFAULTS, answer
 from sparkdraft.cli.chat_commands import COMMANDS, Conversation, is_command, run_command
 from sparkdraft.core import FinishReason, SamplingParams, StepOutput, UserError
+from sparkdraft.llm import LLM
 from sparkdraft.text.style import chat_style
 from tests.cli.terminal import ALT_ENTER, CTRL_C, CTRL_D, ENTER, LEFT, READY, UP, Terminal, paste
 from tests.models.tiny import write_tiny
@@ -155,7 +156,7 @@ class Scripted:
         self.asked.append([(message["role"], message["content"]) for message in messages])
         return [0] * sum(len(message["content"]) for message in messages)
 
-    def stream(self, ids: list[int], params: SamplingParams) -> Iterator[StepOutput]:
+    def stream(self, ids: list[int], params: SamplingParams, stopped: Callable[[], bool]) -> Iterator[StepOutput]:
         if len(ids) > 100:
             raise UserError("the prompt is too long")
         self.params = params
@@ -170,6 +171,8 @@ class Scripted:
                 else:
                     is_last = text is self.pieces[-1]
                     yield StepOutput("r", 0, [1], text, FinishReason.STOP if is_last else None)
+                    if stopped():
+                        return
         finally:
             self.is_open = False
 
@@ -235,6 +238,26 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_written(capsys: pytest.Captu
     assert talk.turns[-1] == {"role": "assistant", "content": "one two three"}
     assert signal.getsignal(signal.SIGINT) is handler
     assert "stopped, so how it was drafted is not known" in str(run_command(talk, "/stats"))
+
+
+def test_ctrl_c_while_the_prompt_is_read_drops_the_question(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(str(folder), dtype="float32", max_rows=16)
+    talk = Conversation(llm, SamplingParams(max_tokens=3, ignore_eos=True))
+    answer(talk, "hello")
+    before, steps, step = talk.turns, 0, llm.engine.step
+
+    def interrupted() -> list[StepOutput]:
+        nonlocal steps
+        steps += 1
+        if steps == 2:
+            signal.raise_signal(signal.SIGINT)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    answer(talk, "long " * 60)  # about 20 steps
+    assert steps == 2 and talk.turns == before and len(before) == 2 and not llm._inboxes
+    answer(talk, "short")
+    assert len(talk.turns) == 4
 
 
 def test_a_second_ctrl_c_ends_the_program() -> None:
