@@ -55,7 +55,7 @@ def _compare(before: dict[str, Any], after: dict[str, Any], exact: bool) -> int:
     drafts = f"{length:.2f} tokens per drafting step" if length else "no step found a draft worth its cost"
     print(f"\nplainly      {before['tok_s']:7.1f} tok/s")
     print(f"with drafts  {after['tok_s']:7.1f} tok/s, {ratio:.2f} times as fast; acceptance length: {drafts}")
-    if before["text"] == after["text"]:
+    if all(before[part] == after[part] for part in ("reasoning", "text")):
         print(f"The two texts are the same, all {after['num_output']} tokens.")
     elif exact:
         return fail("the two texts differ, which is a bug; please report it with the prompt")
