@@ -30,7 +30,7 @@ PATIENCE = 2.0  # seconds before anything is shown
 REDRAW = 0.2  # seconds between two drawings of a bar
 SELDOM = 2.0  # the same while speed is measured: drawing takes about a millisecond
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0  # seconds between two lines of a log: each pause is twice the one before
-errors = Console(stderr=True, highlight=False)
+errors = Console(stderr=True, highlight=False, emoji=False)
 
 
 class Meter:

@@ -15,6 +15,7 @@ import pytest
 
 from sparkdraft.cli.chat import DEFAULTS, answer
 from sparkdraft.cli.chat_commands import COMMANDS, Conversation, is_command, run_command
+from sparkdraft.cli.console import note
 from sparkdraft.core import FinishReason, SamplingParams, StepOutput, UserError
 from sparkdraft.llm import LLM
 from sparkdraft.text.style import chat_style
@@ -203,6 +204,14 @@ def test_thoughts_are_shown_apart_and_are_no_part_of_the_conversation(
     assert talk.last and (talk.last["text"], talk.last["reasoning"]) == ("Yes.", "Hm.")
     answer(talk, "again")
     assert llm.asked[-1] == [("user", "hello"), ("assistant", "Yes."), ("user", "again")]
+
+
+def test_thoughts_and_notes_are_printed_to_the_letter(capsys: pytest.CaptureFixture[str]) -> None:
+    llm = Scripted([f"{ANALYSIS}a[b] :x: 1", "length"], "gpt_oss", "<|start|>assistant")
+    answer(Conversation(llm, DEFAULTS), "hello")  # type: ignore[arg-type]
+    note("/tmp/:x: [b] is gone")
+    printed = capsys.readouterr().err
+    assert "a[b] :x: 1" in printed and "/tmp/:x: [b] is gone" in printed
 
 
 def test_thoughts_that_leave_no_room_for_an_answer_are_said(capsys: pytest.CaptureFixture[str]) -> None:
