@@ -69,8 +69,5 @@ def _show(args: Namespace) -> int:
 def _run(args: Namespace) -> int:
     from sparkdraft.interop.recipes import find_recipe
 
-    recipe = find_recipe(args.name)
-    args.base = recipe.options()
-    if getattr(args, "model", recipe.checkpoint) != recipe.checkpoint:
-        args.base["drafter"] = "auto"  # the recipe's is for its own model
+    args.base = find_recipe(args.name).options()
     return serve.run(args)

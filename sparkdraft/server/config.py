@@ -119,10 +119,13 @@ def merge(
     environ: Mapping[str, str],
     base: Mapping[str, Any] | None = None,
 ) -> ServerConfig:
-    """One config from the three sources; a flag that was not given is None or missing. base: what all three beat."""
-    values = dict(base or {}) | (_from_toml(toml_path) if toml_path else {})
-    values |= _from_environment(environ)
-    values |= {name: value for name, value in flags.items() if value is not None}
+    """One config from the three sources; a flag that was not given is None or missing. base: what all three beat; its
+    drafter is only for its own model."""
+    named = (_from_toml(toml_path) if toml_path else {}) | _from_environment(environ)
+    named |= {name: value for name, value in flags.items() if value is not None}
+    values = dict(base or {}) | named
+    if base and "drafter" not in named and values["model"] != base["model"]:
+        values.pop("drafter", None)
     engine = {name: value for name, value in values.items() if name in ENGINE_FIELDS}
     server = {name: value for name, value in values.items() if name in SERVER_FIELDS}
     assert len(engine) + len(server) == len(values), values.keys() - FIELDS.keys()

@@ -139,6 +139,20 @@ def test_a_recipe_is_beaten_by_file_variables_and_flags(tmp_path: Path) -> None:
     assert (engine.model, engine.max_seqs, engine.max_rows, engine.kv_tokens, engine.threads) == ("m", 1, 2, 3, 4)
 
 
+def test_a_recipes_drafter_is_for_its_own_model_alone(tmp_path: Path) -> None:
+    base, file = find_recipe("qwen3-8b-dflash").options(), tmp_path / "other.toml"
+    file.write_text('model = "other"\n')
+    assert merge({}, None, {}, base).engine.drafter == base["drafter"]
+    assert merge({"model": base["model"]}, None, {}, base).engine.drafter == base["drafter"]
+    for config in (
+        merge({"model": "other"}, None, {}, base),
+        merge({}, file, {}, base),
+        merge({}, None, {"MODEL_PATH": "other"}, base),
+    ):
+        assert (config.engine.model, config.engine.drafter) == ("other", "auto")
+    assert merge({"drafter": "mine"}, None, {"MODEL_PATH": "other"}, base).engine.drafter == "mine"
+
+
 def test_run_starts_what_the_recipe_says(tmp_path: Path) -> None:
     """Without the model at hand it says so; the flags of `serve` are its own."""
     command = [sys.executable, "-m", "sparkdraft.cli.main", "recipe", "run", "qwen3-8b-dflash", "--host", "0.0.0.0"]
