@@ -26,7 +26,7 @@ HELP = "talk to a model in the terminal"
 EXAMPLES = """examples:
   sparkdraft chat
   sparkdraft chat --system "Answer in one sentence." --temperature 0.7
-  sparkdraft chat < questions.txt                                              (each line is a message)
+  sparkdraft chat < questions.txt               (each line is a message; status 1 if one has no answer)
 in the chat: /help lists the commands, ctrl-c stops an answer, ctrl-d ends
 """
 DEFAULTS = SamplingParams(max_tokens=512)  # except for what the model names
@@ -43,6 +43,8 @@ def run(args: Namespace) -> int:
     llm = load_llm(args)
     params = sampling_params(args, llm.default_params(max_tokens=DEFAULTS.max_tokens))
     talk = Conversation(llm, params, args.system)
+    talk.prompt("Hello!")  # refuse a model that cannot chat before anything is asked
+    all_answered = True
     if sys.stdin.isatty():
         errors.print(banner(args.model, talk), markup=False, soft_wrap=True)
     for text in messages():
@@ -52,8 +54,8 @@ def run(args: Namespace) -> int:
                 break
             errors.print(said, markup=False, soft_wrap=True)
         elif text.strip():
-            answer(talk, text)
-    return 0
+            all_answered &= answer(talk, text)
+    return 0 if all_answered or sys.stdin.isatty() else 1
 
 
 def banner(model: str, talk: Conversation) -> str:
@@ -70,12 +72,17 @@ def banner(model: str, talk: Conversation) -> str:
     )
 
 
-def answer(talk: Conversation, question: str) -> None:
+def answer(talk: Conversation, question: str) -> bool:
+    """Whether there is an answer, or was until it was stopped; if there is none, it says why."""
     try:
         with interruptible() as stopped:
-            talk.answer(question, stopped)
+            cut = talk.answer(question, stopped)
     except UserError as error:
         errors.print(str(error), style="yellow", markup=False, soft_wrap=True)
+        return False
+    if cut:
+        errors.print(f"({cut})", style="dim", markup=False, soft_wrap=True)
+    return True
 
 
 @contextmanager

@@ -26,23 +26,37 @@ class Conversation:
     turns: list[Message] = field(default_factory=list)
     last: dict[str, Any] | None = None  # what `write` reported about the last answer
 
-    def answer(self, question: str, stopped: Callable[[], bool]) -> None:
-        """Stream the answer to standard output. What was written before a stop is part of the conversation. A question
-        without an answer, because it does not fit or was stopped at once, is not."""
-        asked: list[Message] = [*self.turns, {"role": "user", "content": question}]
+    def prompt(self, question: str) -> list[int]:
+        """The conversation up to the answer to this question, as the model reads it."""
         opening: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
-        try:
-            ids = self.llm.chat_ids(opening + asked)
-            self.last = write(self.llm, ids, self.params, stopped, self.llm.style.reasoning)
-        except UserError as error:
-            raise UserError(f"{error}; /clear begins a new conversation") from error
-        if self.last["text"]:
-            self.turns = [*asked, {"role": "assistant", "content": self.last["text"]}]
-        elif self.last["finish_reason"] == FinishReason.LENGTH.value:
+        return self.llm.chat_ids([*opening, *self.turns, {"role": "user", "content": question}])
+
+    def answer(self, question: str, stopped: Callable[[], bool]) -> str:
+        """Stream the answer to standard output; returns why it was cut, if it was. What was written before a stop is
+        part of the conversation. A question without an answer, because it does not fit or was stopped at once, is
+        not."""
+        ids, context = self.prompt(question), self.llm.plan.max_model_len
+        if self.turns and len(ids) >= context:
             raise UserError(
-                f"the thoughts took all {self.params.max_tokens} tokens, and no answer was written: "
-                f"/set max_tokens {8 * self.params.max_tokens} allows more, then ask again"
+                f"the conversation has {len(ids)} tokens and the context holds {context} with the answer: "
+                "shorten the question, or begin a new conversation with /clear"
             )
+        self.last = write(self.llm, ids, self.params, stopped, self.llm.style.reasoning)
+        cut = self._cut() if self.last["finish_reason"] == FinishReason.LENGTH.value else ""
+        if self.last["text"]:
+            said = {"role": "assistant", "content": self.last["text"]}
+            self.turns = [*self.turns, {"role": "user", "content": question}, said]
+        elif cut:
+            raise UserError(f"no answer was written, because the thoughts were cut {cut}")
+        return cut and f"the answer was cut {cut}"
+
+    def _cut(self) -> str:
+        """Where the last answer was cut, and what allows a longer one."""
+        assert self.last
+        if self.last["num_output"] >= self.params.max_tokens:
+            most = self.params.max_tokens
+            return f"after {most} tokens: /set max_tokens {8 * most} allows more"
+        return f"at the end of the context of {self.llm.plan.max_model_len} tokens: /clear begins a new conversation"
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,10 @@ def render(
 ) -> str:
     """variables: what else the template may read, such as bos_token or enable_thinking."""
     if not template:
-        raise UserError("This model has no chat template: send a plain prompt (/v1/completions), or use a chat model.")
+        raise UserError(
+            "This model has no chat template: use a chat model, or have it continue a plain prompt (`sparkdraft "
+            "generate` without --chat, or /v1/completions)."
+        )
     values = {
         "messages": list(messages),
         "tools": list(tools) if tools is not None else None,

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from sparkdraft.cli.chat import DEFAULTS, answer
 from sparkdraft.cli.chat_commands import COMMANDS, Conversation, is_command, run_command
 from sparkdraft.cli.console import note
+from sparkdraft.cli.main import main
 from sparkdraft.core import FinishReason, SamplingParams, StepOutput, UserError
 from sparkdraft.llm import LLM
 from sparkdraft.text.style import chat_style
@@ -137,6 +139,24 @@ def test_a_pipe_that_is_no_text(folder: Path) -> None:
     assert result.returncode == 1 and b"standard input is not valid UTF-8 at byte 3" in result.stderr
 
 
+def test_a_piped_message_that_is_refused_gives_a_status(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for lines, status in (("hello\n/stats\n", 0), ("hello\n" + "x" * 600 + "\nhello\n", 1)):
+        monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(lines.encode())))
+        assert main(chat(folder)[3:]) == status
+        assert capsys.readouterr().out.count("\n") >= lines.count("hello")
+
+
+def test_a_model_without_a_template_can_not_chat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"hello\nhello\n")))
+    assert main(chat(write_tiny(tmp_path, "llama"))[3:]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("no chat template") == 1 and "/clear" not in printed.err
+
+
 # ---- commands
 
 
@@ -158,8 +178,8 @@ class Scripted:
         return [0] * sum(len(message["content"]) for message in messages)
 
     def stream(self, ids: list[int], params: SamplingParams, stopped: Callable[[], bool]) -> Iterator[StepOutput]:
-        if len(ids) > 100:
-            raise UserError("the prompt is too long")
+        if len(ids) >= self.plan.max_model_len:
+            raise UserError("the prompt is too long; shorten it")
         self.params = params
         self.is_open = True
         try:
@@ -219,11 +239,22 @@ def test_thoughts_that_leave_no_room_for_an_answer_are_said(capsys: pytest.Captu
         ["<|channel|>analysis<|message|>Hm, so", " many thoughts", "length"], "gpt_oss", "<|start|>assistant"
     )
     talk = Conversation(llm, DEFAULTS)  # type: ignore[arg-type]
-    answer(talk, "hello")
-    assert (
-        "the thoughts took all 512 tokens, and no answer was written: /set max_tokens 4096" in capsys.readouterr().err
-    )
-    assert talk.turns == []
+    assert not answer(talk, "hello")
+    assert "no answer was written, because the thoughts were cut at the end of the context" in capsys.readouterr().err
+    talk.params = SamplingParams(max_tokens=2)
+    assert not answer(talk, "hello") and talk.turns == []
+    assert "the thoughts were cut after 2 tokens: /set max_tokens 16 allows more" in capsys.readouterr().err
+
+
+def test_an_answer_that_is_cut_is_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:
+    talk, _ = talk_to("so", " many", "length")
+    assert answer(talk, "hello") and len(talk.turns) == 2
+    assert "(the answer was cut at the end of the context of 512 tokens: /clear begins" in capsys.readouterr().err
+    talk.params = SamplingParams(max_tokens=2)
+    assert answer(talk, "hello") and len(talk.turns) == 4
+    assert "(the answer was cut after 2 tokens: /set max_tokens 16 allows more)" in capsys.readouterr().err
+    talk, _ = talk_to("all", " of it")
+    assert answer(talk, "hello") and capsys.readouterr().err == ""
 
 
 def test_a_conversation_goes_on_until_it_is_cleared() -> None:
@@ -278,9 +309,10 @@ def test_a_second_ctrl_c_ends_the_program() -> None:
 
 def test_a_question_that_does_not_fit_is_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
     talk, _ = talk_to("yes")
-    answer(talk, "short")
-    answer(talk, "x" * 200)
-    assert "the prompt is too long; /clear begins a new conversation" in capsys.readouterr().err
+    assert not answer(talk, "x" * 600)
+    assert capsys.readouterr().err.endswith("shorten it\n"), "/clear would not help"
+    assert answer(talk, "short") and not answer(talk, "x" * 600)
+    assert "the context holds 512 with the answer: shorten the question, or begin a new" in capsys.readouterr().err
     assert len(talk.turns) == 2
 
 
