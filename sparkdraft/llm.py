@@ -19,7 +19,7 @@ from typing import Any
 
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import Fact, FinishReason, SamplingParams, StepOutput, TokenLogprob, UserError, whole
-from sparkdraft.defaults import OPENAI, model_defaults
+from sparkdraft.defaults import OPENAI, usable_defaults
 from sparkdraft.engine.facts import facts
 from sparkdraft.engine.load import load
 from sparkdraft.plan.resolve import Fallback
@@ -137,8 +137,9 @@ class LLM:
 
     def default_params(self, **changes: Any) -> SamplingParams:
         """The sampling parameters that the model's authors recommend (generation_config.json), with the given changes.
-        Methods of this class do not use them by themselves: SamplingParams() is greedy."""
-        return SamplingParams(**(OPENAI | model_defaults(self.checkpoint.generation) | changes))
+        Methods of this class do not use them by themselves: SamplingParams() is greedy. A value that is wrong there is
+        left out, and `fallbacks` names it."""
+        return SamplingParams(**(OPENAI | usable_defaults(self.checkpoint.generation)[0] | changes))
 
     def kv_errors(self) -> dict[str, Any] | None:
         """In tq_mode capture_only: the relative errors of keys, values and attention's results through coding."""

@@ -90,4 +90,13 @@ def test_python_programs_can_ask_for_them(tmp_path: Path) -> None:
     llm = LLM(str(folder), device="cpu", dtype="float32", kv_tokens=256, spec="off")
     params = llm.default_params(max_tokens=7, top_k=3)
     assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0.6, 0.95, 3, 7)
-    assert {1, 2} <= llm.tokenizer.eos_ids
+    assert {1, 2} <= llm.tokenizer.eos_ids and not any("default" in each.name for each in llm.fallbacks())
+
+
+def test_a_wrong_value_does_not_keep_a_model_from_running(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "llama", "llama")
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_p": 0}))
+    llm = LLM(str(folder), device="cpu", dtype="float32", kv_tokens=256, spec="off")
+    assert llm.default_params().temperature == 0.6 and llm.default_params().top_p == 1.0
+    found = {each.name: each.reason for each in llm.fallbacks()}
+    assert "top_p is 0.0; it must be" in found["the model's default top_p is not used"]

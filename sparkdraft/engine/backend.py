@@ -20,7 +20,6 @@ from sparkdraft.engine.facts import facts
 from sparkdraft.engine.load import Loaded, load
 from sparkdraft.engine.machine import gpu_facts
 from sparkdraft.engine.warm_up import warm_up
-from sparkdraft.plan.resolve import Fallback
 from sparkdraft.text.grammar import Grammar
 
 
@@ -112,9 +111,7 @@ def kv_usage(engine: Engine) -> float:
 def model_info(loaded: Loaded, model: str) -> ModelInfo:
     engine, checkpoint, config = loaded.engine, loaded.checkpoint, loaded.model_config
     plan, proposer = engine.plan, engine.drafting.proposer
-    sampling, problems = usable_defaults(checkpoint.generation)
     fallbacks = engine.fallbacks
-    fallbacks += [Fallback(f"the model's default {name} is not used", why) for name, why in problems.items()]
     plan_facts = asdict(plan)
     del plan_facts["fallbacks"], plan_facts["memory"]
     plan_facts |= gpu_facts(plan.device)
@@ -129,7 +126,7 @@ def model_info(loaded: Loaded, model: str) -> ModelInfo:
         special=checkpoint.special,
         eos_ids=sorted(loaded.tokenizer.eos_ids),
         chat_template=checkpoint.chat_template,
-        sampling=sampling,
+        sampling=usable_defaults(checkpoint.generation)[0],
         plan=plan.describe(fallbacks),
         plan_facts=plan_facts,
         fallbacks=[fallback.as_dict() for fallback in fallbacks],

@@ -12,6 +12,7 @@ from typing import Protocol
 from sparkdraft.cache.turboquant.centre import TEXT
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import Note
+from sparkdraft.defaults import usable_defaults
 from sparkdraft.engine.build import build_engine, find_drafter
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.machine import detect, native_problem, plan_here
@@ -51,7 +52,7 @@ class Opened:
     model_config: ModelConfig
     drafter: DraftSource | RaceSource | None
     subject: Subject  # what a profile of it is about
-    notes: list[Note]  # about the choice of the drafter and of the settings
+    notes: list[Note]  # about the choice of the drafter and of the settings, and the model's wrong defaults
 
     @property
     def caps(self) -> DrafterCaps | None:
@@ -67,6 +68,8 @@ def open_model(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Op
     subject = Subject.of(detect(config), config.model, checkpoint.config, checkpoint.stored_bytes(), drafts_by)
     config, said = pick_up(config, subject, drafter.caps.max_depth if drafter else NGRAM_DEPTH)
     notes = [*(Note(each.name, each.reason, each.is_choice) for each in said), *chosen]
+    wrong = usable_defaults(checkpoint.generation)[1]
+    notes += [Note(f"the model's default {name} is not used", why) for name, why in wrong.items()]
     return Opened(config, checkpoint, model, drafter, subject, notes)
 
 
