@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sparkdraft.core import whole
+
 AUTO, NONE = "auto", "none"
 REASONING_PARSERS = ("think", "gemma4", "harmony")  # text/reasoning
 TOOL_PARSERS = ("hermes", "qwen3_xml", "gemma4", "harmony", "generic")  # text/tools
@@ -72,7 +74,7 @@ def _known(id_of: Callable[[str], int | None], tokens: Iterable[str]) -> set[int
     return {index for index in map(id_of, tokens) if index is not None}
 
 
-def _ids(value: int | Iterable[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return [value] if isinstance(value, int) else [int(index) for index in value]
+def _ids(value: Any) -> list[int]:
+    """The value of a file, which may be wrong."""
+    values = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    return [whole("eos_token_id in the model's generation_config.json or config.json", each) for each in values]

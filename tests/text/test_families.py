@@ -201,6 +201,12 @@ def test_the_first_file_that_names_stops_is_heard() -> None:
     assert stops(raw, {"model_type": "other"}, {}) == set()
 
 
+@pytest.mark.parametrize("wrong", ["x", ["</s>"], 2.5, {"a": 1}, [None]])
+def test_an_end_that_is_no_id_is_one_sentence(wrong: Any) -> None:
+    with pytest.raises(UserError, match=r"eos_token_id in the model's generation_config.json or .*whole number"):
+        stops(vocabulary("<a>"), {"model_type": "other"}, {"eos_token_id": wrong})
+
+
 def test_qwen35_stops_at_the_end_of_a_turn_that_its_config_does_not_name() -> None:
     raw = vocabulary("<|endoftext|>", "<|im_start|>", "<|im_end|>")
     config = {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text", "eos_token_id": 100}}
