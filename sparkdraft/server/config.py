@@ -174,7 +174,7 @@ def _converted(name: str, value: Any, source: str) -> Any:
         if isinstance(value, bool):
             return value
         raise UserError(f"{source} is '{value}'; it must be true or false")
-    if isinstance(value, bool | list | dict):
+    if isinstance(value, bool | list | dict) or (kind is int and isinstance(value, float)):
         raise UserError(f"{source} is {value}; it must be a {_word(kind)}")
     try:
         return kind(value)

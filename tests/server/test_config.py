@@ -132,6 +132,8 @@ def test_variables_of_other_programs_are_left_alone() -> None:
         ("prot = 1", "unknown key 'prot'; the nearest known one is 'port'"),
         ("port = 'x'", "port in"),
         ("port = true", "whole number"),
+        ("port = inf", "port in .* is inf; it must be a whole number"),
+        ("max_seqs = 2.7", "max_seqs in .* is 2.7; it must be a whole number"),
         ("graphs = 3", "true or false"),
         ("port = ", "not valid TOML"),
         ("port = 70000", "between 0"),
