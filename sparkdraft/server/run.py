@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 from collections.abc import AsyncIterator, Callable
 from types import FrameType
@@ -37,7 +38,12 @@ def listen(config: ServerConfig) -> socket.socket:
         listener = socket.socket(family, kind, proto)  # asyncio disables Nagle's delay only for sockets created as TCP
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        if not isinstance(error, OSError) or isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise UserError(
+                f"host is '{config.host}', which is no address of this machine; choose another with --host, such as "
+                "127.0.0.1 (for this machine alone) or 0.0.0.0 (for others too)"
+            ) from None
         raise UserError(
             f"cannot listen on {config.host} port {config.port} ({error.strerror}); choose another with --port"
         ) from None

@@ -15,6 +15,7 @@ from sparkdraft.config import ENGINE_FIELDS
 from sparkdraft.core import UserError
 from sparkdraft.server.config import FIELDS, OTHER_NAMES, PREFIX, ServerConfig, default_of, merge
 from sparkdraft.server.container_env import CONTAINER_NAMES, container_notes
+from sparkdraft.server.run import listen
 
 
 @pytest.fixture
@@ -146,6 +147,17 @@ def test_a_wrong_file_is_told_so(tmp_path: Path, text: str, words: str) -> None:
     path.write_text(text)
     with pytest.raises(UserError, match=words):
         merge({}, path, {})
+
+
+@pytest.mark.parametrize("host", ["a..b", "", "203.0.113.5"])  # the last is the address of another machine
+def test_a_host_that_is_not_this_machine(host: str) -> None:
+    with pytest.raises(UserError, match=f"host is '{host}', which is no address of this machine; .* --host"):
+        listen(ServerConfig(host=host, port=0, allow_public=True))
+
+
+def test_a_port_that_is_taken() -> None:
+    with listen(ServerConfig(port=0)) as taken, pytest.raises(UserError, match=r"in use.*choose another with --port"):
+        listen(ServerConfig(port=taken.getsockname()[1]))
 
 
 def test_a_missing_file_and_a_wrong_variable() -> None:
