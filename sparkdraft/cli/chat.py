@@ -7,7 +7,6 @@ everything else to standard error.
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from types import FrameType
 from sparkdraft import __version__
 from sparkdraft.cli.chat_commands import Conversation, is_command, run_command, show_params
 from sparkdraft.cli.chat_input import messages
-from sparkdraft.cli.options import add_engine_flags, add_sampling_flags, load_llm, sampling_params
+from sparkdraft.cli.options import add_engine_flags, add_sampling_flags, load_llm, sampling_params, standard_input
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.defaults import KINDS
 from sparkdraft.progress import errors
@@ -40,12 +39,13 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     sampling_params(args, DEFAULTS)  # refuse a bad flag before anything is loaded
+    is_typed = standard_input().isatty()
     llm = load_llm(args)
     params = sampling_params(args, llm.default_params(max_tokens=DEFAULTS.max_tokens))
     talk = Conversation(llm, params, args.system)
     talk.prompt("Hello!")  # refuse a model that cannot chat before anything is asked
     all_answered = True
-    if sys.stdin.isatty():
+    if is_typed:
         errors.print(banner(args.model, talk), markup=False, soft_wrap=True)
     for text in messages():
         if is_command(text):
@@ -55,7 +55,7 @@ def run(args: Namespace) -> int:
             errors.print(said, markup=False, soft_wrap=True)
         elif text.strip():
             all_answered &= answer(talk, text)
-    return 0 if all_answered or sys.stdin.isatty() else 1
+    return 0 if all_answered or is_typed else 1
 
 
 def banner(model: str, talk: Conversation) -> str:

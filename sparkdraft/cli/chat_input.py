@@ -6,13 +6,12 @@ a paste of several lines one message.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparkdraft.cli.console import note
-from sparkdraft.cli.options import as_text
+from sparkdraft.cli.options import as_text, standard_input
 from sparkdraft.progress import errors
 from sparkdraft.weights.hub import cache_dir
 
@@ -25,12 +24,12 @@ PROMPT, CONTINUED = "> ", "  "
 
 def messages() -> Iterator[str]:
     """The user's messages, one after the other, until there are no more."""
-    return _typed(cache_dir() / "chat_history") if sys.stdin.isatty() else _piped()
+    return _typed(cache_dir() / "chat_history") if standard_input().isatty() else _piped()
 
 
 def _piped() -> Iterator[str]:
     """Each line is a message."""
-    for raw in sys.stdin.buffer:
+    for raw in standard_input().buffer:
         yield as_text(raw, "standard input").strip()
 
 

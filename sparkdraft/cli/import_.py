@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
 
 from sparkdraft.cli.console import note
+from sparkdraft.cli.options import read_text
 from sparkdraft.core import UserError
 
 HELP = "read a command of vLLM or llama.cpp, a compose file or vLLM's YAML, and print ours"
@@ -33,7 +33,7 @@ def configure(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     from sparkdraft.interop.importing import read
 
-    text = sys.stdin.read() if args.source == "-" else args.source
+    text = read_text("-") if args.source == "-" else args.source
     if not text.strip():
         raise UserError('the command is empty; give one such as "vllm serve Qwen/Qwen3-8B"')
     found = read(text, args.service)

@@ -7,7 +7,7 @@ from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace,
 from collections.abc import Collection, Sequence
 from dataclasses import Field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from sparkdraft.cli.console import show_fallbacks, show_plan
 from sparkdraft.config import ENGINE_FIELDS, NO_PROFILE, EngineConfig
@@ -120,18 +120,26 @@ def temperature_list(text: str) -> list[float]:
         raise UserError(f"--temperature is '{text}'; give comma-separated numbers, such as 0,0.7") from None
 
 
+def standard_input() -> TextIO:
+    if sys.stdin is None:  # the program was started with it closed
+        raise UserError("standard input is closed, and there is nothing to read; leave it open, or give it a file")
+    return sys.stdin
+
+
 def read_text(path: str) -> str:
     """A file's text, or that of standard input if the path is '-'."""
+    if path == "-":
+        return as_text(standard_input().buffer.read(), "standard input")
     try:
-        raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        return as_text(Path(path).read_bytes(), path)
     except OSError as error:
         raise UserError(f"the file {path} cannot be read: {error.strerror}") from None
-    return as_text(raw, path)
 
 
 def as_text(raw: bytes, what: str) -> str:
+    """The text without the byte-order mark that some editors write before it."""
     try:
-        return raw.decode("utf-8")
+        return raw.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise UserError(f"{what} is not valid UTF-8 at byte {error.start}; save it as UTF-8") from None
 

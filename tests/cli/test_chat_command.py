@@ -16,6 +16,7 @@ import pytest
 
 from sparkdraft.cli.chat import DEFAULTS, answer
 from sparkdraft.cli.chat_commands import COMMANDS, Conversation, is_command, run_command
+from sparkdraft.cli.chat_input import messages
 from sparkdraft.cli.console import note
 from sparkdraft.cli.main import main
 from sparkdraft.core import FinishReason, SamplingParams, StepOutput, UserError
@@ -146,6 +147,19 @@ def test_a_piped_message_that_is_refused_gives_a_status(
         monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(lines.encode())))
         assert main(chat(folder)[3:]) == status
         assert capsys.readouterr().out.count("\n") >= lines.count("hello")
+
+
+def test_a_mark_before_the_first_line_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"\xef\xbb\xbf/stats\nhello\n")))
+    assert list(messages()) == ["/stats", "hello"]
+
+
+@pytest.mark.parametrize("command", [("chat",), ("generate", "--prompt-file", "-"), ("import", "-")])
+def test_a_closed_standard_input(
+    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)  # as Python has it after <&-
+    assert main(command) == 1 and "standard input is closed" in capsys.readouterr().err
 
 
 def test_a_model_without_a_template_can_not_chat(
