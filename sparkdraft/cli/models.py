@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from rich.console import Console
-from rich.table import Table
-
 from sparkdraft.weights import hub
 
 HELP = "list known models and their drafters, or fetch one"
@@ -35,12 +32,11 @@ def run(args: Namespace) -> int:
     if args.fetch:
         print(hub.fetch(args.fetch))
         return 0
-    table = Table("name", "what", "licence", "size", "cached at")
+    print("Known names:")
     for model in hub.known():
         path = hub.cached_path(model.name)
-        size = f"{model.size / 1e6:.0f} MB"
-        table.add_row(model.name, model.description, model.licence, size, str(path) if path else "not yet")
-    Console().print(table)
+        where = f"cached at {path}" if path else "not cached yet"
+        print(f"{model.name}: {model.description}\n  {model.licence}, {model.size / 1e6:.0f} MB, {where}")
     print("\nPublished drafters (figures are others'; `sparkdraft pull MODEL --with-drafter` fetches both):")
     print("\n".join(pair_lines()))
     print("Any model: drafts from the request's own text where it repeats itself; nothing to fetch.")

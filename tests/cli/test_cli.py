@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sparkdraft.weights.hub import cached_path
 from tests.cli.said import in_process, said
 from tests.models.tiny import write_tiny
 
@@ -101,8 +102,8 @@ def test_chat_answers_and_keeps_its_history(smollm2_path: Path) -> None:
 
 
 def test_models_lists_what_is_known_and_cached(smollm2_path: Path) -> None:
-    result = sparkdraft("models", COLUMNS="200")
-    assert result.returncode == 0 and "smollm2" in result.stdout.decode()
+    result = in_process("models", COLUMNS="40")
+    assert result.returncode == 0 and f"cached at {cached_path('smollm2')}\n" in result.stdout.decode(), "in one piece"
 
 
 def test_bench_offline_ends_in_json(tiny: Path) -> None:
