@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sparkdraft.core import UserError
+from sparkdraft.train.alone import alone_in
 
 VERSION = 2
 OLDER = (1,)  # versions that are read too: documents of one answer each, no file of turns, no field for their number
@@ -172,7 +173,7 @@ class CorpusWriter:
         self._num_waiting, self._flushed = 0, time.monotonic()
         self._broken = False
         with ExitStack() as until_close:
-            until_close.enter_context(_alone_in(self.folder))
+            until_close.enter_context(alone_in(self.folder, "the corpus"))
             known = _shards(self.folder)
             tables = [_read_table(self.folder / (name + DOCUMENTS)) for name in known]
             self.num_documents = sum(map(len, tables))  # on the disk
@@ -282,30 +283,6 @@ class CorpusWriter:
                     f"The disk is full: {kept}; make room, and run the same command again to continue."
                 ) from error
             raise UserError(f"{self.folder / name} cannot be written ({error.strerror}): {kept}.") from error
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """One process writes to a folder at a time; the lock ends with the process. Raises UserError for a second one."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    place = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(place)
-        raise UserError(
-            f"Another process is writing to the corpus {folder}: wait for its end, or name another folder."
-        ) from None
-    except OSError:  # a file system without locks
-        pass
-    try:
-        yield
-    finally:
-        os.close(place)
 
 
 def _shards(folder: Path) -> list[str]:

@@ -226,16 +226,17 @@ def fit(
     run = Run(folder)
     settings = run.as_before(settings, shrinks)
     run.check(settings, Corpus(Path(settings.data)).fingerprint)
-    with loading() as progress:
-        info, target, corpus = prepare(settings, device, progress, () if run.info_file.exists() else shrinks, say)
-    trainer = Trainer(info.settings, target, corpus, DFlashConfig.read(info.draft))
-    step, before = 0, 0.0
-    if state := run.begin(info):
-        trainer.restore(state)
-        step, before = state.step, state.seconds
-    run.rewind_log(step)
-    with stop_signals() as asked_to_stop, stream_of(target.device):
-        return train(trainer, run, step, before, every, report, lambda: asked_to_stop() or stopped())
+    with run.alone():
+        with loading() as progress:
+            info, target, corpus = prepare(settings, device, progress, () if run.info_file.exists() else shrinks, say)
+        trainer = Trainer(info.settings, target, corpus, DFlashConfig.read(info.draft))
+        step, before = 0, 0.0
+        if state := run.begin(info):
+            trainer.restore(state)
+            step, before = state.step, state.seconds
+        run.rewind_log(step)
+        with stop_signals() as asked_to_stop, stream_of(target.device):
+            return train(trainer, run, step, before, every, report, lambda: asked_to_stop() or stopped())
 
 
 def train(trainer: Trainer, run: Run, step: int, before: float, every: int, report: Report, asked_to_stop: Stop) -> int:

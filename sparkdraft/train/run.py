@@ -14,7 +14,7 @@ import errno
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from sparkdraft.core import UserError
 from sparkdraft.plot import Line, Panel, svg
+from sparkdraft.train.alone import alone_in
 from sparkdraft.train.batches import Cursor
 from sparkdraft.train.settings import FitSettings
 
@@ -95,14 +96,24 @@ class Run:
         elif nearest == place and any(path.suffix != ".new" for path in place.iterdir()):
             raise UserError(f"{self.folder} is not empty and holds no training run: choose a new folder")
 
-    def begin(self, info: RunInfo) -> State | None:
-        """Make the folder of a new run, or find the last checkpoint of one with the same settings; otherwise refuse."""
-        self.check(info.settings, info.corpus)
-        state = self.load() if self.info_file.exists() else None
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within it the folder exists, and no other process trains in it. One that stayed empty is removed."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"The folder {self.folder} cannot be made ({error.strerror}): choose another") from error
+        with alone_in(self.folder, "the training run"):
+            try:
+                yield
+            finally:
+                with suppress(OSError):  # it is not empty
+                    self.folder.rmdir()
+
+    def begin(self, info: RunInfo) -> State | None:
+        """Begin a new run, or find the last checkpoint of one with the same settings; otherwise refuse."""
+        self.check(info.settings, info.corpus)
+        state = self.load() if self.info_file.exists() else None
         stored = {"version": VERSION, "settings": info.settings.as_dict(), "draft": info.draft, "corpus": info.corpus}
         self._write(self.info_file, json.dumps(stored, indent=1).encode())
         return state
