@@ -149,8 +149,9 @@ def test_xml_values_come_when_they_are_complete() -> None:
     parser, text = Qwen3Xml().parser(TOOLS), CALLS["qwen3_xml"]
     middle = text.index("Par") + 3
     assert plain(parser.feed(text[:middle])) == [(0, "get_weather")]
-    after = text.index("</parameter>") + len("</parameter>")
-    assert parser.feed(text[middle:after]) == [ToolArguments(0, '{"city": "Paris"')]
+    after = text.index("<parameter=days>")
+    assert parser.feed(text[middle:after]) == []  # the tag may be a part of the value until another one follows
+    assert parser.feed(text[after : after + len("<parameter=")]) == [ToolArguments(0, '{"city": "Paris"')]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,12 @@ def test_half_a_call_stays_half() -> None:
     assert read("hermes", text) == ("", [("now", '{"command": "rm -rf /tmp/x", "n": 12')])
     broken = '<tool_call>{"name": "now", "arguments": {"a": 1; "b"}}</tool_call> So.'
     assert read("hermes", broken) == ('; "b"}} So.', [("now", '{"a": 1')])
-    assert read("qwen3_xml", "<tool_call><function=now><parameter=a>\nrm /tm") == ("", [("now", '{"a": "rm /tm')])
+    for end in ("", "</parameter> x"):
+        text = f"<tool_call><function=now><parameter=a>\nrm /tm{end}"
+        assert read("qwen3_xml", text) == ("", [("now", f'{{"a": "rm /tm{end}')])
+    for end in ("", "\n", "\n<para"):
+        text = f"<tool_call><function=now><parameter=a>\nrm /tm\n</parameter>{end}"
+        assert read("qwen3_xml", text) == (end.strip(), [("now", '{"a": "rm /tm"')])
     assert read("gemma4", '<|tool_call>call:now{a:<|"|>rm /tm') == ("", [("now", '{"a": "rm /tm')])
     assert read("gemma4", "<|tool_call>call:now{a:12") == ("", [("now", '{"a": 12')])
 
@@ -229,11 +235,18 @@ def test_an_object_that_is_no_call_goes_out_early() -> None:
         ("<parameter=city>\nA\n<parameter=other>\n</parameter>", {"city": "A\n<parameter=other>"}),
         ("<parameter=city>\nA\n", {"city": "A"}),
         ("<parameter=city\nA\n</parameter>", {"city": "A"}),
+        ('<parameter=city>\n<a>\n<parameter name="b">1</parameter>\n<parameter name="c"/>\n</a>\n</parameter>',
+         {"city": '<a>\n<parameter name="b">1</parameter>\n<parameter name="c"/>\n</a>'}),
+        ("<parameter=city>a</parameter> b</parameter>  <parameter=days>\n3\n</parameter>",
+         {"city": "a</parameter> b", "days": 3}),
+        ('<parameter=place>{"x": 1, "a": "</parameter>"}</parameter>', {"place": {"x": 1, "a": "</parameter>"}}),
+        ("<parameter=city>a</parameter> b", {"city": "a</parameter> b"}),
     ],
-)
+)  # fmt: skip
 def test_xml_values_follow_the_schema(body: str, arguments: Any) -> None:
     text = f"<tool_call>\n<function=get_weather>\n{body}\n</function>\n</tool_call>"
     assert values("qwen3_xml", text) == ("", [("get_weather", arguments)])
+    same_in_any_cut(lambda: Qwen3Xml().parser(TOOLS), text, 0)
 
 
 def test_xml_with_forgotten_tags() -> None:
@@ -301,7 +314,8 @@ def test_harmony_channels() -> None:
 FRAGMENTS = {
     "hermes": ["<tool_call>", "</tool_call>", '{"name": "now", ', '"arguments": {', '"a": ', '"b"', "}}", "{", "1,"],
     "qwen3_xml": ["<tool_call>", "</tool_call>", "<function=now>", "<function=get_weather>", "<parameter=city>",
-                  "<parameter=days>", "</parameter>", "</function>", "\n", "7", "true", "{}"],
+                  "<parameter=days>", "</parameter>", "</function>", "\n", "7", "true", "{}", "</parameter> ",
+                  "<parameter n"],
     "gemma4": ["<|tool_call>", "<tool_call|>", "call:now{", '<|"|>', "a:", "b", ",", "}", "[", "]", "'", '"', "1"],
     "harmony": ["<|channel|>", "analysis", "commentary ", "to=functions.now", "<|message|>", "<|end|>", "<|call|>",
                 "<|start|>", "assistant", '{"a": 1}', "{", "<|constrain|>json"],

@@ -9,7 +9,8 @@
     </tool_call>
 
 Values are raw text; the tool's schema gives their JSON types, so each value is given out when it is complete. These
-models forget tags: the outer ones, or a closing one before the next parameter. Such calls are read too.
+models forget tags: the outer ones, or a closing one before the next parameter. Such calls are read too. A value may
+hold </parameter> itself, as XML files do: it ends there only if the next parameter or the end of the call follows.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from sparkdraft.text.tools.schemas import Function, json_rule
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+AFTER_VALUE = (PARAMETER, FUNCTION_END, CLOSE)
 SCALARS = {"integer": "INTEGER", "number": "NUMBER", "boolean": "BOOLEAN", "null": '"null"'}  # terminals defined below
 
 
@@ -88,16 +90,31 @@ class Qwen3XmlParser(HermesParser):
         others = [key for key in properties if key not in given] if isinstance(properties, dict) else []
         nexts = "|".join(map(re.escape, others)) or "(?!)"
         ends = re.compile(rf"{PARAMETER_END}|\n(?={PARAMETER}(?:{nexts})>)|\n?(?={FUNCTION_END}\s{{0,8}}{CLOSE})")
-        longest, seen = 64 + max(map(len, others), default=0), self.at
-        while (found := ends.search(self.text, seen)) is None:
-            seen = max(self.at, len(self.text) - longest)
+        longest, start = 64 + max(map(len, others), default=0), self.at
+        seen = start
+        while (found := ends.search(self.text, seen)) is None or not (yield from self._ends(found)):
+            if found:
+                seen = found.end()
+                continue
+            seen = max(seen, len(self.text) - longest)
             if not (yield from self.more()):
-                found = re.compile(rf"\n?(?={FUNCTION_END}\s*$)").search(self.text, self.at)
+                found = re.compile(rf"\n?(?={FUNCTION_END}\s*$)").search(self.text, start)
                 break
-        value = self.text[self.at : found.start() if found else len(self.text)]
+        value = self.text[start : found.start() if found else len(self.text)]
         self.at = found.end() if found else len(self.text)
         value = value.removeprefix("\n")
         return (value.removesuffix("\n") if found else value), found is not None
+
+    def _ends(self, found: re.Match[str]) -> Reading[bool]:
+        """Whether a value ends here: its closing tag is a part of it unless a tag of the call, or nothing, follows."""
+        if found.group() != PARAMETER_END:
+            return True
+        self.at = found.end()
+        yield from self.skip_space()
+        for tag in AFTER_VALUE:
+            if (yield from self.skip(tag)):
+                return True
+        return any(tag.startswith(self.text[self.at :]) for tag in AFTER_VALUE)  # the text breaks off here
 
 
 def to_json(text: str, schema: Any, function: Function) -> str:
