@@ -260,6 +260,14 @@ def test_xml_with_forgotten_tags() -> None:
     assert values("qwen3_xml", as_json) == ("", [("now", {})])
 
 
+def test_xml_with_an_object_as_its_body() -> None:
+    call = '<function=now>{"a": {"b": "</function>"}}</function>'
+    for text in (call, f"<tool_call>\n{call}\n</tool_call>", call.replace("{", "\n {", 1)):
+        assert values("qwen3_xml", f"{text}\n{text} Done.") == ("Done.", [("now", {"a": {"b": "</function>"}})] * 2)
+        same_in_any_cut(lambda text=text: Qwen3Xml().parser(TOOLS), text, 0)
+    assert read("qwen3_xml", call[: call.index("</")]) == ("", [("now", '{"a": {"b": "')])
+
+
 @pytest.mark.parametrize(
     ("body", "arguments"),
     [

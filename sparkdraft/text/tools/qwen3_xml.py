@@ -47,7 +47,14 @@ class Qwen3XmlParser(HermesParser):
             return False
         self.at = end + 1
         self.begin(name)
-        self.complete = yield from self._parameters(self.functions.get(name, Function(name, "", {})))
+        yield from self.skip_space()
+        if (yield from self.peek()) == "{":  # Llama 3.1's form: the arguments as one JSON object
+            self.complete = yield from self.stream_object()
+            if self.complete:
+                yield from self.skip_space()
+                yield from self.skip(FUNCTION_END)
+        else:
+            self.complete = yield from self._parameters(self.functions.get(name, Function(name, "", {})))
         return True
 
     def _parameters(self, function: Function) -> Reading[bool]:
