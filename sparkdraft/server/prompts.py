@@ -176,7 +176,7 @@ class ModelText:
             return self.render(before_first_user(messages, instructions), None, variables, opens)
 
     def _parser(self, prompt: str, tools: Tools | None) -> Parser:
-        thoughts = self.reasoning(prompt) if self.reasoning else None
+        thoughts = self.reasoning(prompt, calls=tools is not None) if self.reasoning else None
         return chain(thoughts, tools.form.parser(tools.dicts) if tools else None)
 
     def _grammar(self, body: ChatRequest, tools: Tools | None, prompt: str) -> GrammarSpec | None:

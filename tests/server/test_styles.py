@@ -95,6 +95,17 @@ def test_qwen_models_by_their_templates() -> None:
         assert server.chat(reasoning_effort="none").status_code == 200
 
 
+def test_only_with_tools_does_a_call_end_thoughts() -> None:
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    with served("qwen3", QWEN3, f"<think>\nIt is {call}.\n</think>\n\nYes.") as (server, _):
+        for asked in ({}, {"tools": tools, "tool_choice": "none"}):
+            message = server.chat(**asked).json()["choices"][0]["message"]
+            assert (message["reasoning_content"], message["content"]) == (f"It is {call}.", "Yes.")
+        message = server.chat(tools=tools).json()["choices"][0]["message"]
+        assert message["reasoning_content"] == "It is" and message["tool_calls"][0]["function"]["name"] == "now"
+
+
 # ---- parts that are no text
 
 

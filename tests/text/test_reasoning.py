@@ -72,7 +72,7 @@ def test_think(prompt: str, text: str, events: list[Event]) -> None:
 )  # fmt: skip
 def test_gemma4(prompt: str, text: str, events: list[Event]) -> None:
     for size in (1, 2, 3, 7, 99):
-        assert run(Gemma4Thoughts()(prompt), cut(text, size)) == events
+        assert run(Gemma4Thoughts()(prompt, calls=True), cut(text, size)) == events
 
 
 def test_thoughts_stream() -> None:
@@ -108,9 +108,24 @@ def test_a_call_ends_thoughts_that_were_not_closed() -> None:
     text = "I call.\n<tool_call>\n<function=f>\n</function>\n</tool_call>"
     tools = [{"type": "function", "function": {"name": "f"}}]
     for size in (1, 3, 99):
-        events = run(chain(Think()("<think>\n"), Qwen3Xml().parser(tools)), cut(text, size))
+        events = run(chain(Think()("<think>\n", calls=True), Qwen3Xml().parser(tools)), cut(text, size))
         assert events[0] == Reasoning("I call.")
         assert isinstance(events[1], ToolCall) and events[2:] == [ToolArguments(0, "{}")]
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (Think(), '<think>\nIt is <tool_call>\n{"name": "x", "arguments": {}}\n</tool_call>.\n</think>\n\nYes.'),
+        (Think(), "<think>\nIt is <tool_call>\n<function=x>\n</function>\n</tool_call>.\n</think>\n\nYes."),
+        (Gemma4Thoughts(), "<|channel>thought\nIt is <|tool_call>call:x{}<tool_call|>.<channel|>Yes."),
+    ],
+)
+def test_without_tools_a_quoted_call_does_not_end_thoughts(form: ReasoningFormat, text: str) -> None:
+    for size in (1, 3, 999):
+        thought, answer = run(chain(form(""), None), cut(text, size))
+        assert isinstance(thought, Reasoning) and thought.text.endswith(("</tool_call>.", "<tool_call|>."))
+        assert answer == Content("Yes.")
 
 
 def test_chain_of_less() -> None:
@@ -134,8 +149,9 @@ FRAGMENTS = ["<think>", "</think>", "<|channel>", "<channel|>", "thought\n", "<t
 @example(parts=["<think>", " a ", "</think>", " b"], name="think", prompt="", size=1)
 def test_any_cut_gives_the_same(parts: list[str], name: str, prompt: str, size: int) -> None:
     text = "".join(parts)
-    whole = run(chain(FORMATS[name](prompt), Hermes().parser([]) if name == "think" else None), [text])
-    events = run(chain(FORMATS[name](prompt), Hermes().parser([]) if name == "think" else None), cut(text, size))
+    calls = name == "think"
+    whole = run(chain(FORMATS[name](prompt, calls), Hermes().parser([]) if calls else None), [text])
+    events = run(chain(FORMATS[name](prompt, calls), Hermes().parser([]) if calls else None), cut(text, size))
     named = [e for e in events if not isinstance(e, ToolCall)]
     assert named == [e for e in whole if not isinstance(e, ToolCall)] and len(events) == len(whole)
 

@@ -506,7 +506,7 @@ def test_thoughts_may_come_before_forced_calls(name: str, judge: Judge) -> None:
     assert reasoning
     spec = form.constraint(TOOLS, None, True, reasoning.grammar("user: hi"))
     assert spec and judge.accepts(spec.text, thought + call) and judge.accepts(spec.text, call)
-    events = same_in_any_cut(lambda: chain(reasoning("user: hi"), form.parser(TOOLS)), thought + call, 1)
+    events = same_in_any_cut(lambda: chain(reasoning("user: hi", calls=True), form.parser(TOOLS)), thought + call, 1)
     assert events[0] == Reasoning("I call it.") and plain(events)[1] == (0, "get_weather") and len(events) == 3
 
 

@@ -23,8 +23,9 @@ class ReasoningFormat(ABC):
         self._template = template
 
     @abstractmethod
-    def __call__(self, prompt: str | None = None) -> Parser:
-        """The parser of the answer to a rendered prompt."""
+    def __call__(self, prompt: str | None = None, calls: bool = False) -> Parser:
+        """The parser of the answer to a rendered prompt. calls: the model was given tools, so the beginning of a call
+        ends thoughts that it did not close; without tools it is a quotation."""
 
     def is_open(self, prompt: str | None) -> bool:
         """Whether the answer begins within the thoughts. Without the prompt, judged by the end of the template."""

@@ -17,8 +17,9 @@ CALL = "<|tool_call>"
 
 
 class Gemma4ThoughtParser(Reader):
-    def __init__(self, is_open: bool) -> None:
+    def __init__(self, is_open: bool, calls: bool) -> None:
         self._open = is_open
+        self._ends = (CLOSE, CALL) if calls else (CLOSE,)
         super().__init__()
 
     def read(self) -> Reading[None]:
@@ -29,7 +30,7 @@ class Gemma4ThoughtParser(Reader):
                 return
             yield from self.skip(NAME)
             yield from self.skip_space()
-            tag = yield from self.copy_until((CLOSE, CALL), Reasoning)
+            tag = yield from self.copy_until(self._ends, Reasoning)
             if tag == CALL:  # thoughts that were not closed end where a call begins
                 self.give(Content(CALL))
             elif not tag:
@@ -42,8 +43,8 @@ class Gemma4Thoughts(ReasoningFormat):
     keep_special = True
     opening, closing = OPEN + NAME, CLOSE
 
-    def __call__(self, prompt: str | None = None) -> Parser:
-        return Gemma4ThoughtParser(self.is_open(prompt))
+    def __call__(self, prompt: str | None = None, calls: bool = False) -> Parser:
+        return Gemma4ThoughtParser(self.is_open(prompt), calls)
 
     def grammar(self, prompt: str | None = None) -> str:
         if self.is_closed(prompt):

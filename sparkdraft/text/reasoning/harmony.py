@@ -17,7 +17,7 @@ class HarmonyAnalysis(ReasoningFormat):
     opening, closing = f"{CHANNEL}analysis{MESSAGE}", "<|end|>"
     before_answer = f'{CHANNEL} "final" {MESSAGE} '
 
-    def __call__(self, prompt: str | None = None) -> Parser:
+    def __call__(self, prompt: str | None = None, calls: bool = False) -> Parser:
         return HarmonyParser([])
 
     def grammar(self, prompt: str | None = None) -> str:
