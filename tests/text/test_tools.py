@@ -317,6 +317,25 @@ def test_harmony_channels() -> None:
     assert values("harmony", odd) == (odd, [])
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        "<|start|>assistant<|channel|>final",
+        "<|channel|>commentary to=functions.now <|constrain|>json",
+        "<|start|>assistant to=functions.now<|channel|>commentary json",
+    ],
+)
+def test_half_a_harmony_header_is_nothing(header: str) -> None:
+    first = "<|channel|>analysis<|message|>Hm.<|end|>"
+    for size in range(header.index("|>") + 2, len(header) + 1):
+        half = header[:size]
+        if half.rpartition("<")[2] != half and ">" not in half.rpartition("<")[2]:
+            continue  # a special token comes whole
+        assert same_in_any_cut(lambda half=half: Harmony().parser(TOOLS), first + half, 0) == [Reasoning("Hm.")], half
+    quoted = "<|channel|>final<|message|>Write <|channel|> and its name."
+    assert values("harmony", quoted) == ("Write <|channel|> and its name.", [])
+
+
 # ---- any text, in any pieces
 
 FRAGMENTS = {

@@ -5,6 +5,7 @@
 
 The prompt ends with "<|start|>assistant", so the first header continues from there. The recipient is what makes a call:
 it may come before or after the channel, and in the analysis channel too. Analysis is reasoning, all else is content.
+A header that breaks off is nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
 LONGEST_HEADER = 512
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+WORD = r"<\|(?:start|channel|constrain)\|>|to=[^\s<]++|assistant|analysis|commentary|final|json|code"
+HALF_HEADER = re.compile(rf"(?:\s*(?:{WORD}))*\s*\S*")  # its last word may be half
 CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
@@ -45,6 +48,10 @@ class HarmonyParser(CallReader):
         """Read one message whose header began with this tag; returns the tag that ends it, "" at the end of the
         text."""
         end, mark = yield from self.find((MESSAGE, START, *ENDS), LONGEST_HEADER)
+        if tag and not mark and self.ended and HALF_HEADER.fullmatch(self.text):
+            self.at = len(self.text)
+            self.cut()
+            return ""
         if mark != MESSAGE:
             self.give(Content(tag))
             return (yield from self._copy(Content))
