@@ -160,6 +160,8 @@ def test_xml_values_come_when_they_are_complete() -> None:
         ("see <tool_call> in the docs", "see <tool_call> in the docs", []),
         ('<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', []),
         ('<tool_call>{"name": "now"}</tool_call>', "", [("now", {})]),
+        ('<tool_call>{"name": "now", "arguments": null}</tool_call>', "", [("now", {})]),
+        ('<tool_call>{"name": "now", "arguments": "null"}</tool_call>', "", [("now", {})]),
         ('<tool_call>{"arguments": {"a": 1}, "name": "now"}</tool_call>ok', "ok", [("now", {"a": 1})]),
         ('<tool_call>{"name": "now", "parameters": {"a": 1}}</tool_call>', "", [("now", {"a": 1})]),
         ('<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("now", {"a": 1})]),
@@ -197,6 +199,7 @@ def test_half_a_call_stays_half() -> None:
     ("text", "content", "calls"),
     [
         ('{"name": "now", "arguments": {}}', "", [("now", {})]),
+        ('{"name": "now", "arguments": null}', "", [("now", {})]),
         (' {"arguments": {"a": 1}, "name": "now"}\n{"name": "now", "arguments": {}}', "",
          [("now", {"a": 1}), ("now", {})]),
         ('{"name": "other", "arguments": {}}', '{"name": "other", "arguments": {}}', []),

@@ -156,4 +156,6 @@ def call_of(value: dict[str, Any] | None) -> tuple[str, dict[str, Any]] | None:
             arguments = read_json(arguments or "{}")
         except (ValueError, RecursionError):
             return None
+    if arguments is None:  # of a function without parameters
+        arguments = {}
     return (name, arguments) if isinstance(arguments, dict) else None
