@@ -172,11 +172,15 @@ def test_xml_values_come_when_they_are_complete() -> None:
          [("now", {"a": "x\ny\\d", "b": [True, None]})]),
         ('<tool_call>{"name": "now", "arguments": {}}\n<tool_call>{"name": "now", "arguments": {}}', "",
          [("now", {}), ("now", {})]),
+        ('<tool_call>\n{"name": "now", "arguments": {"a": 1}}\n{"name": "f", "arguments": {}}\n</tool_call> So.', "So.",
+         [("now", {"a": 1}), ("f", {})]),
+        ('<tool_call>{"name": "now", "arguments": {}}\n{"a": 1}</tool_call>', '{"a": 1}</tool_call>', [("now", {})]),
         ('<tool_call><tool_call>{"name": "now", "arguments": {}}</tool_call>', "<tool_call>", [("now", {})]),
     ],
 )  # fmt: skip
 def test_hermes_as_models_write_it(text: str, content: str, calls: list[Any]) -> None:
     assert values("hermes", text) == (content, calls)
+    same_in_any_cut(lambda: Hermes().parser(TOOLS), text, 0)
 
 
 def test_half_a_call_stays_half() -> None:

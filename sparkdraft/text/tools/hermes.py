@@ -5,6 +5,7 @@
     </tool_call>
 
 The name and the arguments are read as they come. White space around calls is not content; a tag without a call is.
+Some models write several objects within one pair of tags: each is a call.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from sparkdraft.text.tools.calls import CallReader
 from sparkdraft.text.tools.schemas import Function, json_rule
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+SURPLUS = " \t\r\n}"  # between calls: a brace too many is not content either
 
 
 class HermesParser(CallReader):
@@ -41,10 +43,22 @@ class HermesParser(CallReader):
     def call(self, tag: str) -> Reading[bool]:
         """Read what follows an opening tag; False, with nothing given out, if it is not a call."""
         yield from self.skip_space()
-        return (yield from self.peek()) == "{" and (yield from self.json_call())
+        found = (yield from self.peek()) == "{" and (yield from self.json_call())
+        while found and self.complete and (yield from self._further_call()):
+            pass
+        return found
+
+    def _further_call(self) -> Reading[bool]:
+        """Read another call within the same tags."""
+        yield from self.skip_space(SURPLUS)
+        self.cut()
+        if (yield from self.peek()) == "{" and (yield from self.json_call()):
+            return True
+        self.at = 0
+        return False
 
     def end_of_call(self) -> Reading[None]:
-        yield from self.skip_space(" \t\r\n}")  # a surplus brace is not content either
+        yield from self.skip_space(SURPLUS)
         yield from self.skip(CLOSE)
         yield from self.skip_space()
         self.cut()
