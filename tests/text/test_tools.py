@@ -613,6 +613,7 @@ def test_functions_of_odd_tools() -> None:
 def test_generic_instructions_show_a_call_that_parses() -> None:
     text = Generic().instructions(TOOLS)
     assert text and "- get_weather: The weather in a city. {" in text
+    assert "plain text" not in text  # response_format may ask for JSON
     line = next(line for line in text.splitlines() if line.startswith("<tool_call>"))
     assert values("generic", line) == ("", [("get_weather", {"city": "..."})])
     assert "only a call of now" in (Generic().instructions(TOOLS, only="now") or "")

@@ -76,7 +76,7 @@ class Generic(ToolFormat):
         if not known:
             return None
         lines = "\n".join(map(_described, known))
-        when = "If a function helps with the request, answer with only a call, else answer in plain text."
+        when = "If a function helps with the request, answer with only a call, else answer the request itself."
         if required or only:
             when = f"Answer with only a call{f' of {only}' if only else ''}."
         return (
