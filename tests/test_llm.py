@@ -31,6 +31,17 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(str(folder), dtype="float32", max_model_len=128, max_seqs=3)
 
 
+def test_a_wrong_chat_template_is_said_at_start(llm: LLM, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, "llama")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}\n{{ m.content }\n{% endfor %}")
+    wrong = LLM(str(folder), dtype="float32", max_model_len=128, max_seqs=3)
+    said = {note.name: note.reason for note in wrong.fallbacks()}
+    assert said["chats are refused"].startswith("line 2 of the chat template is wrong")
+    assert "chats are refused" not in {note.name for note in llm.fallbacks()}
+    with pytest.raises(UserError, match="Line 2 of the chat template is wrong"):
+        wrong.chat(CHAT)
+
+
 @pytest.fixture(scope="module")
 def alone(llm: LLM) -> list[list[int]]:
     """What each prompt gives alone: 8, 12, 16 and 20 ids."""

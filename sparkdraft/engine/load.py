@@ -26,6 +26,7 @@ from sparkdraft.spec.caps import DrafterCaps
 from sparkdraft.spec.ngram import NGRAM_DEPTH
 from sparkdraft.spec.race import RaceSource
 from sparkdraft.spec.registry import DraftSource
+from sparkdraft.text.chat import fault_of
 from sparkdraft.text.tokenizer import Tokenizer
 from sparkdraft.tune.profile import Subject, pick_up
 from sparkdraft.weights.checkpoint import Checkpoint, open_checkpoint
@@ -52,7 +53,7 @@ class Opened:
     model_config: ModelConfig
     drafter: DraftSource | RaceSource | None
     subject: Subject  # what a profile of it is about
-    notes: list[Note]  # about the choice of the drafter and of the settings, and the model's wrong defaults
+    notes: list[Note]  # about the drafter, the settings, the model's wrong defaults and its chat template
 
     @property
     def caps(self) -> DrafterCaps | None:
@@ -70,6 +71,8 @@ def open_model(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Op
     notes = [*(Note(each.name, each.reason, each.is_choice) for each in said), *chosen]
     wrong = usable_defaults(checkpoint.generation)[1]
     notes += [Note(f"the model's default {name} is not used", why) for name, why in wrong.items()]
+    if fault := fault_of(checkpoint.chat_template):
+        notes.append(Note("chats are refused", fault))
     return Opened(config, checkpoint, model, drafter, subject, notes)
 
 

@@ -80,7 +80,7 @@ def looked_for(template: str | None) -> frozenset[str]:
     it only writes, as most templates write <|im_end|>, are not among them."""
     try:
         tree = _environment().parse(template or "")
-    except jinja2.TemplateError:
+    except (jinja2.TemplateError, RecursionError):
         return frozenset()  # rendering will report what is wrong
     found: list[Node] = []
     for comparison in tree.find_all(jinja2.nodes.Compare):
@@ -98,8 +98,20 @@ def variables_of(template: str | None) -> frozenset[str]:
     """The variables that a template looks at: messages, tools, enable_thinking and the like."""
     try:
         return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(template or "")))
-    except jinja2.TemplateError:
+    except (jinja2.TemplateError, RecursionError):
         return frozenset()  # rendering says what is wrong
+
+
+@lru_cache(maxsize=16)
+def fault_of(template: str | None) -> str:
+    """Why no chat at all can be rendered by a template, with its line; "" if it is valid Jinja."""
+    try:
+        _compile(template or "")
+    except jinja2.TemplateSyntaxError as error:
+        return f"line {error.lineno} of the chat template is wrong ({error.message or error})"
+    except (SyntaxError, RecursionError):  # of the Python that Jinja makes of it
+        return "the chat template is nested too deeply"
+    return ""
 
 
 def render(
@@ -115,6 +127,8 @@ def render(
             "This model has no chat template: use a chat model, or have it continue a plain prompt (`sparkdraft "
             "generate` without --chat, or /v1/completions)."
         )
+    if fault := fault_of(template):
+        raise UserError(f"{fault[0].upper()}{fault[1:]}: correct it, or send a plain prompt (/v1/completions).")
     values = {
         "messages": list(messages),
         "tools": list(tools) if tools is not None else None,

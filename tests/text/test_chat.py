@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sparkdraft.core import UserError
-from sparkdraft.text.chat import render
+from sparkdraft.text.chat import looked_for, render, variables_of
 from sparkdraft.weights.checkpoint import open_checkpoint
 
 QWEN = r"""{%- if tools %}
@@ -136,7 +136,10 @@ def test_no_template() -> None:
     ("template", "message"),
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{% if %}", "Expected an expression"),
+        ("a\n\n{% if %}", r"^Line 3 of the chat template is wrong \(Expected an expression.*correct it, or send a"),
+        ("{% for m in messages %}" * 25 + "{% endfor %}" * 25, "^The chat template is nested too deeply: correct it"),
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "^The chat template is nested too deeply: correct it"),
+        ("{{ messages | nothing }}", r"^Line 1 of the chat template is wrong \(No filter named 'nothing'"),
         ("{{ messages[0]['nothing']['more'] }}", "nothing"),
         ("{{ 1 + 'a' }}", "unsupported operand"),
         ("{{ messages.append(1) }}", "not safely callable|unsafe"),
@@ -145,5 +148,6 @@ def test_no_template() -> None:
     ],
 )
 def test_template_errors(template: str, message: str) -> None:
+    variables_of(template), looked_for(template)  # never raise
     with pytest.raises(UserError, match=message):
         render(template, CHATS[0])
