@@ -517,6 +517,27 @@ def test_types_are_held_too(name: str, judge: Judge) -> None:
     assert not judge.accepts(spec.text, weather.replace(*missing.get(name, ('"city": "Paris", ', ""))))
 
 
+def test_forced_xml_values_are_those_that_the_parser_reads(judge: Judge) -> None:
+    """Also a value that holds closing tags; one that the parser would end earlier is not written."""
+    spec = Qwen3Xml().constraint(TOOLS, "get_weather", False)
+    note = {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a", "b"], "additionalProperties": False}
+    both = Qwen3Xml().constraint([{"type": "function", "function": {"name": "now", "parameters": note}}], None, False)
+    assert spec and both
+    allowed = ["", "A\nB", '<a>\n<parameter name="b">1</parameter>\n<parameter name="c"/>\n</a>', "</parameter> </a>",
+               "a </function> b", "</parameter>\n</functions>", "</tool_call>", "</parameter"]  # fmt: skip
+    refused = ["a</parameter>\n<parameter=b>", "a</parameter></function> b", "a</parameter> </tool_call> b",
+               "a</function>\n</tool_call> b"]  # fmt: skip
+    for value in allowed + refused:
+        for more, others in (("", {}), ("<parameter=days>\n3\n</parameter>\n", {"days": 3})):
+            given = f"<parameter=city>\n{value}\n</parameter>\n{more}"
+            text = f"<tool_call>\n<function=get_weather>\n{given}</function>\n</tool_call>"
+            is_read = values("qwen3_xml", text) == ("", [("get_weather", {"city": value} | others)])
+            assert judge.accepts(spec.text, text) == is_read == (value in allowed), text
+        given = f"<parameter=a>\n{value}\n</parameter>\n<parameter=b>\n{value}\n</parameter>\n"
+        text = f"<tool_call>\n<function=now>\n{given}</function>\n</tool_call>"
+        assert judge.accepts(both.text, text) == (value in allowed), text
+
+
 THOUGHTS = {
     "hermes": ("qwen3", "<think>\n{tools}</think>", "<think>\nI call it.\n</think>\n\n"),
     "qwen3_xml": ("qwen3_5", "<think>\n</think>", "<think>\nI call it.\n</think>\n\n"),

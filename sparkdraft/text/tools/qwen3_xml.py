@@ -28,7 +28,10 @@ from sparkdraft.text.tools.schemas import Function, json_rule
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+END = f"{FUNCTION_END}\n{CLOSE}"
 AFTER_VALUE = (PARAMETER, FUNCTION_END, CLOSE)
+SPACE = r"[ \t\r\n]"  # in a grammar, what skip_space skips
+MOST_OTHERS = 8  # parameters that the schema does not name
 SCALARS = {"integer": "INTEGER", "number": "NUMBER", "boolean": "BOOLEAN", "null": '"null"'}  # terminals defined below
 
 
@@ -173,41 +176,64 @@ class Qwen3Xml(ToolFormat):
         return Qwen3XmlParser(tools)
 
     def call_rules(self, rule: str, function: Function) -> str:
-        properties = function.schema.get("properties")
-        required = function.schema.get("required")
+        """The rule with a number i is what follows <parameter= once the first i parameters are written or left out."""
+        properties, required = function.schema.get("properties"), function.schema.get("required")
         keys = [k for k in properties if not re.search(r"[<>\n]", k)] if isinstance(properties, dict) else []
-        parts = [f"{rule}_{i}" + ("" if _in(key, required) else "?") for i, key in enumerate(keys)]
-        rules = [self._parameter(f"{rule}_{i}", key, function) for i, key in enumerate(keys)]
-        if function.schema.get("additionalProperties", True) is not False:
-            parts.append("any_parameter{0,8}")
-        head, tail = lark(f"{OPEN}\n{FUNCTION}{function.name}>\n"), lark(f"{FUNCTION_END}\n{CLOSE}")
-        return "\n".join([f"{rule}: {head} {' '.join(parts)} {tail}", *rules])
+        others = function.schema.get("additionalProperties", True) is not False
+        nexts = [*(f"{rule}_{i}" for i in range(len(keys))), f"others_{MOST_OTHERS}" if others else ""]
+        last_needed = max((i for i, key in enumerate(keys) if _in(key, required)), default=-1)
 
-    def _parameter(self, rule: str, key: str, function: Function) -> str:
-        head, tail = lark(f"{PARAMETER}{key}>\n"), lark(f"\n{PARAMETER_END}\n")
-        schema = function.property(key)
-        types = _types(schema, function)
-        choices = schema.get("enum") if isinstance(schema, dict) else None
-        if isinstance(choices, list) and choices and all(isinstance(choice, str) and choice for choice in choices):
-            return f"{rule}: {head} ({' | '.join(map(lark, choices))}) {tail}"
-        if types and types <= set(SCALARS):
-            return f"{rule}: {head} ({' | '.join(SCALARS[kind] for kind in sorted(types))}) {tail}"
-        if types and types <= {"array", "object"}:
-            any_value = {"type": sorted(types)}
-            return f"{rule}: {head} {rule}_json {tail}\n{rule}_json: {json_rule(function.whole(schema), any_value)}"
-        return f"{rule}: {head} text"
+        def then(i: int, more: str, last: str) -> str:
+            choices = [f"{more} {nexts[i]}" if nexts[i] else "", last if i > last_needed else ""]
+            return f"({' | '.join(filter(None, choices))})"
+
+        head = lark(f"{OPEN}\n{FUNCTION}{function.name}>\n")
+        rules = [f"{rule}: {head} {then(0, lark(PARAMETER), lark(END))}"]
+        for i, key in enumerate(keys):
+            name, value, begin = nexts[i], _value_rule(function, key), lark(f"{key}>\n")
+            if value:
+                rules.append(f"{name}_value: {value}")
+                text = f"{begin} {name}_value {then(i + 1, 'more', 'end')}"
+            else:
+                text = f"{begin} {then(i + 1, 'text_more', 'text_end')}"
+            rules.append(f"{name}: {text}{f' | {nexts[i + 1]}' if nexts[i + 1] and not _in(key, required) else ''}")
+        return "\n".join(rules)
 
     def common_rules(self) -> str:
+        """A text is held to what the parser reads as one value, so it may hold closing tags, but no end of a value."""
+        shut, tail, key = f"\n{PARAMETER_END}\n", lark(f"\n{CLOSE}"), '/[^<>\\n]+/ ">\\n"'
+        end, call_end = rf"<\/parameter>{SPACE}*", rf"<\/function>{SPACE}{{0,8}}<\/tool_call>"
+        numbers = range(2, MOST_OTHERS + 1)
         return "\n".join(
             [
-                'text: text_and_tag "\\n"',
-                f"text_and_tag[suffix={lark(PARAMETER_END)}]: /(?s:.*)/",
-                f'any_parameter: {lark(PARAMETER)} /[^<>\\n]+/ ">\\n" text',
+                f"others_1: {key} text_end",
+                *(f"others_{i}: {key} (text_more others_{i - 1} | text_end)" for i in numbers),
+                f"more: {lark(shut + PARAMETER)}",
+                f"end: {lark(shut + END)}",
+                "text_more[lazy]: MORE",
+                f"text_end: text_and_tag {tail}",
+                "text_and_tag[lazy]: LAST",
+                rf"MORE: /(?s:.*){end}<parameter=/ & ~/(?s:.*)({end}<\/(function|tool_call)>|{call_end})(?s:.*)/",
+                rf"LAST: /(?s:.*){end}<\/function>/ & ~/(?s:.*)({end}(<parameter=|<\/tool_call>)|{call_end})(?s:.*)/",
                 "INTEGER: /-?(0|[1-9][0-9]{0,17})/",
                 "NUMBER: /-?(0|[1-9][0-9]{0,17})(\\.[0-9]{1,17})?([eE][-+]?[0-9]{1,3})?/",
                 "BOOLEAN: /[Tt]rue|[Ff]alse/",
             ]
         )
+
+
+def _value_rule(function: Function, key: str) -> str:
+    """Lark for the values of a parameter; "" for any text."""
+    schema = function.property(key)
+    types = _types(schema, function)
+    choices = schema.get("enum") if isinstance(schema, dict) else None
+    if isinstance(choices, list) and choices and all(isinstance(choice, str) and choice for choice in choices):
+        return " | ".join(map(lark, choices))
+    if types and types <= set(SCALARS):
+        return " | ".join(SCALARS[kind] for kind in sorted(types))
+    if types and types <= {"array", "object"}:
+        return json_rule(function.whole(schema), {"type": sorted(types)})
+    return ""
 
 
 def _in(key: str, names: Any) -> bool:
