@@ -48,7 +48,7 @@ class KnownModel:
 KNOWN: dict[str, KnownModel] = {
     "smollm2": KnownModel(
         name="smollm2",
-        description="SmolLM2-135M-Instruct, 4 bits a weight: small, quick, runs anywhere",
+        description="SmolLM2-135M-Instruct, 4 bits per weight: small, quick, runs anywhere",
         licence="Apache-2.0",
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
         size=98_362_432,

@@ -1,4 +1,4 @@
-"""TurboQuant: keys and values as few bits a coordinate, after a rotation that makes every coordinate look alike.
+"""TurboQuant: keys and values as few bits per coordinate, after a rotation that makes every coordinate look alike.
 
     layout.py      planes, blocks and bytes, as integers
     codebook.py    the levels a coordinate may take, optimal for the density it has on the sphere

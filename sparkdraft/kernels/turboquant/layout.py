@@ -30,7 +30,7 @@ KERNEL_LIMITS = {"cuda": KernelLimits((64, 128, 256), 16)}
 
 def check_bits(bits: int, what: str = "bits") -> None:
     if bits not in PLANES:
-        raise UserError(f"{what} is {bits}; TurboQuant takes {min(PLANES)} to {max(PLANES)} bits a coordinate")
+        raise UserError(f"{what} is {bits}; TurboQuant takes {min(PLANES)} to {max(PLANES)} bits per coordinate")
 
 
 def block_width(dim: int) -> int:

@@ -39,7 +39,7 @@ class GroupQuant:
 
     @staticmethod
     def from_float(weight: Tensor) -> GroupQuant:
-        """Round a float matrix [out, in] to 8 bits a weight, symmetric in each group."""
+        """Round a float matrix [out, in] to 8 bits per weight, symmetric in each group."""
         out, width = weight.shape
         groups = weight.float().contiguous().view(out, width // GROUP, GROUP)
         scale = (groups.abs().amax(-1) / 127).to(torch.float16)
