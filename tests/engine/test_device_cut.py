@@ -6,6 +6,8 @@ On a CPU overlapped steps run the same code eagerly (tests/engine/test_overlap.p
 from __future__ import annotations
 
 import random
+import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.core import AUTO, Fact
 from sparkdraft.engine.drafting import Drafting, Outcome
-from sparkdraft.engine.overlap import OverlappedSteps
+from sparkdraft.engine.overlap import Launched, OverlappedSteps
 from sparkdraft.kernels import reference
 from sparkdraft.kernels.stepping import CutTerms
 from sparkdraft.spec.depth import DepthController
@@ -123,6 +125,19 @@ def test_wherever_blocks_are_cut_the_text_is_plain_text(
     assert len({o.verified for o in cut}) > 2 and any(o.verified == o.drafted for o in outcomes)
     assert all(o.accepted <= o.verified and len(o.gaps) == o.drafted for o in outcomes)
     assert sum(o.accepted for o in outcomes) > 10
+
+
+@pytest.mark.parametrize(("took", "verify", "known"), [(5.0, 0.25, 0.25), (0.0, 0.25, 0.0)])
+def test_a_part_that_is_longer_than_the_step_is_not_believed(
+    took: float, verify: float, known: float, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overlap = llm.engine.overlap
+    assert overlap
+    step = Launched([1], torch.tensor([[7, 8, 0, 1, int(verify * 1e9)]], dtype=torch.int32), None, True, 1, "dflash")
+    monkeypatch.setattr(overlap, "_unread", deque([step]))
+    monkeypatch.setattr(overlap, "_read_at", time.perf_counter() - took)
+    overlap.read()
+    assert overlap.step_seconds >= took and overlap.verify_seconds == pytest.approx(known)
 
 
 def test_the_host_learns_from_what_the_device_says(
