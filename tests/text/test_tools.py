@@ -149,9 +149,8 @@ def test_xml_values_come_when_they_are_complete() -> None:
     parser, text = Qwen3Xml().parser(TOOLS), CALLS["qwen3_xml"]
     middle = text.index("Par") + 3
     assert plain(parser.feed(text[:middle])) == [(0, "get_weather")]
-    after = text.index("<parameter=days>")
-    assert parser.feed(text[middle:after]) == []  # the tag may be a part of the value until another one follows
-    assert parser.feed(text[after : after + len("<parameter=")]) == [ToolArguments(0, '{"city": "Paris"')]
+    after = text.index("</parameter>") + len("</parameter>")
+    assert parser.feed(text[middle:after]) == [ToolArguments(0, '{"city": "Paris"')]
 
 
 @pytest.mark.parametrize(
@@ -248,6 +247,8 @@ def test_an_object_that_is_no_call_goes_out_early() -> None:
          {"city": "a</parameter> b", "days": 3}),
         ('<parameter=place>{"x": 1, "a": "</parameter>"}</parameter>', {"place": {"x": 1, "a": "</parameter>"}}),
         ("<parameter=city>a</parameter> b", {"city": "a</parameter> b"}),
+        ('<parameter=city>\n<parameter name="b">\n1\n</parameter>\n</parameter>',
+         {"city": '<parameter name="b">\n1\n</parameter>'}),
     ],
 )  # fmt: skip
 def test_xml_values_follow_the_schema(body: str, arguments: Any) -> None:
@@ -265,6 +266,15 @@ def test_xml_with_forgotten_tags() -> None:
     assert values("qwen3_xml", open_end) == ("after", [("now", {})])
     as_json = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
     assert values("qwen3_xml", as_json) == ("", [("now", {})])
+
+
+@pytest.mark.parametrize("surplus", ["</parameter>", "</parameters>", "I hope so.", "</parameter>\n</parameter>"])
+def test_what_stands_between_xml_parameters_is_part_of_none(surplus: str) -> None:
+    given = f"<parameter=city>\nA\n</parameter>\n{surplus}\n<parameter=days>3</parameter>{surplus}\n"
+    text = f"<tool_call>\n<function=get_weather>\n{given}</function>\n</tool_call>"
+    content, calls = values("qwen3_xml", text)
+    assert calls == [("get_weather", {"city": "A", "days": 3})] and content == surplus * 2
+    same_in_any_cut(lambda: Qwen3Xml().parser(TOOLS), text, 0)
 
 
 def test_xml_with_an_object_as_its_body() -> None:
@@ -523,9 +533,9 @@ def test_forced_xml_values_are_those_that_the_parser_reads(judge: Judge) -> None
     note = {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a", "b"], "additionalProperties": False}
     both = Qwen3Xml().constraint([{"type": "function", "function": {"name": "now", "parameters": note}}], None, False)
     assert spec and both
-    allowed = ["", "A\nB", '<a>\n<parameter name="b">1</parameter>\n<parameter name="c"/>\n</a>', "</parameter> </a>",
-               "a </function> b", "</parameter>\n</functions>", "</tool_call>", "</parameter"]  # fmt: skip
-    refused = ["a</parameter>\n<parameter=b>", "a</parameter></function> b", "a</parameter> </tool_call> b",
+    allowed = ["", "A\nB", '<a>\n<parameter name="b">1</parameter>\n<parameter name="c"/>\n</a>', "b</parameter> </a>",
+               "a </function> b", "b</parameter>\n</functions>", "</tool_call>", "</parameter"]  # fmt: skip
+    refused = ["a\n</parameter>\nb", "</parameter> b", "a</parameter>\n<parameter=b>", "a</parameter></function> b", "a</parameter> </tool_call> b",
                "a</function>\n</tool_call> b"]  # fmt: skip
     for value in allowed + refused:
         for more, others in (("", {}), ("<parameter=days>\n3\n</parameter>\n", {"days": 3})):

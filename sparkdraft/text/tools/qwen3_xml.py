@@ -9,8 +9,9 @@
     </tool_call>
 
 Values are raw text; the tool's schema gives their JSON types, so each value is given out when it is complete. These
-models forget tags: the outer ones, or a closing one before the next parameter. Such calls are read too. A value may
-hold </parameter> itself, as XML files do: it ends there only if the next parameter or the end of the call follows.
+models forget tags, the outer ones or a closing one before the next parameter, and write some twice. Such calls are read
+too. A text may hold </parameter> itself, as XML files do: within a line it is a part of the text unless the next
+parameter or the end of the call follows, and on a line of its own if it closes a <parameter ...> of the text.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 END = f"{FUNCTION_END}\n{CLOSE}"
 AFTER_VALUE = (PARAMETER, FUNCTION_END, CLOSE)
+INNER = re.compile(r"<parameter(?:\s[^<>]*)?(?<!/)>")  # opens an element of a text that is XML
 SPACE = r"[ \t\r\n]"  # in a grammar, what skip_space skips
 MOST_OTHERS = 8  # parameters that the schema does not name
 SCALARS = {"integer": "INTEGER", "number": "NUMBER", "boolean": "BOOLEAN", "null": '"null"'}  # terminals defined below
@@ -88,13 +90,13 @@ class Qwen3XmlParser(HermesParser):
         end, mark = yield from self.find((">", "\n"))
         key = self.text[self.at : end].strip()
         self.at = end + len(mark) if mark == ">" else end
-        value, complete = yield from self._value(function, {*given, key})
+        value, complete = yield from self._value(function, {*given, key}, _is_text(function, key))
         given.append(key)
         text = to_json(value, function.property(key), function) if complete else quoted(value)[:-1]
         self.write(f"{', ' if len(given) > 1 else '{'}{quoted(key)}: {text}")
         return complete
 
-    def _value(self, function: Function, given: set[str]) -> Reading[tuple[str, bool]]:
+    def _value(self, function: Function, given: set[str], is_text: bool) -> Reading[tuple[str, bool]]:
         """Read the value and its end: its tag, the end of the call, or a parameter that is still to come."""
         properties = function.schema.get("properties")
         others = [key for key in properties if key not in given] if isinstance(properties, dict) else []
@@ -102,7 +104,7 @@ class Qwen3XmlParser(HermesParser):
         ends = re.compile(rf"{PARAMETER_END}|\n(?={PARAMETER}(?:{nexts})>)|\n?(?={FUNCTION_END}\s{{0,8}}{CLOSE})")
         longest, start = 64 + max(map(len, others), default=0), self.at
         seen = start
-        while (found := ends.search(self.text, seen)) is None or not (yield from self._ends(found)):
+        while (found := ends.search(self.text, seen)) is None or (is_text and not (yield from self._ends(found, start))):
             if found:
                 seen = found.end()
                 continue
@@ -115,9 +117,12 @@ class Qwen3XmlParser(HermesParser):
         value = value.removeprefix("\n")
         return (value.removesuffix("\n") if found else value), found is not None
 
-    def _ends(self, found: re.Match[str]) -> Reading[bool]:
-        """Whether a value ends here: its closing tag is a part of it unless a tag of the call, or nothing, follows."""
+    def _ends(self, found: re.Match[str], start: int) -> Reading[bool]:
+        """Whether the text that begins at 'start' ends here, and this tag is not a part of it."""
+        text = self.text[start : found.start()]
         if found.group() != PARAMETER_END:
+            return True
+        if text[-1:] in ("", "\n") and len(INNER.findall(text)) <= text.count(PARAMETER_END):
             return True
         self.at = found.end()
         yield from self.skip_space()
@@ -200,7 +205,8 @@ class Qwen3Xml(ToolFormat):
         return "\n".join(rules)
 
     def common_rules(self) -> str:
-        """A text is held to what the parser reads as one value, so it may hold closing tags, but no end of a value."""
+        """A text is held to what the parser reads as one value: it may hold closing tags, but no end of a value, and none
+        on a line of its own."""
         shut, tail, key = f"\n{PARAMETER_END}\n", lark(f"\n{CLOSE}"), '/[^<>\\n]+/ ">\\n"'
         end, call_end = rf"<\/parameter>{SPACE}*", rf"<\/function>{SPACE}{{0,8}}<\/tool_call>"
         numbers = range(2, MOST_OTHERS + 1)
@@ -213,8 +219,9 @@ class Qwen3Xml(ToolFormat):
                 "text_more[lazy]: MORE",
                 f"text_end: text_and_tag {tail}",
                 "text_and_tag[lazy]: LAST",
-                rf"MORE: /(?s:.*){end}<parameter=/ & ~/(?s:.*)({end}<\/(function|tool_call)>|{call_end})(?s:.*)/",
-                rf"LAST: /(?s:.*){end}<\/function>/ & ~/(?s:.*)({end}(<parameter=|<\/tool_call>)|{call_end})(?s:.*)/",
+                r"TEXT: ~/((?s:.*)\n)?<\/parameter>(?s:.*)/",
+                rf"MORE: (TEXT /\n?{end}<parameter=/) & ~/(?s:.*)({end}<\/(function|tool_call)>|{call_end})(?s:.*)/",
+                rf"LAST: (TEXT /\n?{end}<\/function>/) & ~/(?s:.*)({end}(<parameter=|<\/tool_call>)|{call_end})(?s:.*)/",
                 "INTEGER: /-?(0|[1-9][0-9]{0,17})/",
                 "NUMBER: /-?(0|[1-9][0-9]{0,17})(\\.[0-9]{1,17})?([eE][-+]?[0-9]{1,3})?/",
                 "BOOLEAN: /[Tt]rue|[Ff]alse/",
@@ -234,6 +241,13 @@ def _value_rule(function: Function, key: str) -> str:
     if types and types <= {"array", "object"}:
         return json_rule(function.whole(schema), {"type": sorted(types)})
     return ""
+
+
+def _is_text(function: Function, key: str) -> bool:
+    """Whether a value of a parameter may hold any characters."""
+    schema = function.property(key)
+    types = _types(schema, function)
+    return not (types and types <= set(SCALARS)) and not (isinstance(schema, dict) and "enum" in schema)
 
 
 def _in(key: str, names: Any) -> bool:
