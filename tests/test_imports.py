@@ -46,6 +46,7 @@ NO_TORCH = [
     "spec.stats",
     "spec.ngram",
     "spec.caps",
+    "spec.choice",
     "spec.dflash_caps",
     "spec.draft_configs",
     "spec.dflash_config",

@@ -214,7 +214,12 @@ def _drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftConfi
     folder: Path | None = user_path(model_name)
     if folder and not folder.exists():
         folder = cached_snapshot(model_name) if HUB_ID.fullmatch(model_name) else None
-    held = tensor_names(folder) if folder and folder.is_dir() else []
+    held = list[str]()
+    if folder and folder.is_dir():
+        try:
+            held = tensor_names(folder)
+        except UserError as error:  # a plan needs no weights: they may be still to come
+            note(f"whether the model's file holds a head that drafts is not known: {error}")
 
     def head() -> tuple[DraftConfig, list[str]]:
         found = MtpConfig.of(model, held)

@@ -47,9 +47,9 @@ def find_published(model: str) -> str:
     if it is in the model's own file."""
     from sparkdraft.models.registry import read_config
     from sparkdraft.spec import pairs
-    from sparkdraft.weights.hub_repo import fetch_config
+    from sparkdraft.weights.checkpoint import read_config_json
 
-    config = read_config(fetch_config(model))
+    config = read_config(read_config_json(model))
     found = pairs.match(model, config)
     if found is None:
         several = ", ".join(t.name for t in pairs.alike(config))

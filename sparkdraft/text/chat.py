@@ -109,8 +109,10 @@ def fault_of(template: str | None) -> str:
         _compile(template or "")
     except jinja2.TemplateSyntaxError as error:
         return f"line {error.lineno} of the chat template is wrong ({error.message or error})"
-    except (SyntaxError, RecursionError):  # of the Python that Jinja makes of it
+    except RecursionError:
         return "the chat template is nested too deeply"
+    except SyntaxError as error:  # of the Python that Jinja makes of it
+        return f"the chat template is wrong ({error.msg})"
     return ""
 
 

@@ -18,7 +18,7 @@ from sparkdraft.paths import user_path
 from sparkdraft.progress import progress
 from sparkdraft.weights import hub
 from sparkdraft.weights.folder_files import read_json
-from sparkdraft.weights.hub_repo import ALLOW, IGNORE, explained
+from sparkdraft.weights.hub_repo import ALLOW, IGNORE, explained, fetch_config
 from sparkdraft.weights.quant.stated import FILES, read_stated
 
 if TYPE_CHECKING:
@@ -119,12 +119,7 @@ def read_config_json(name: str) -> dict[str, Any]:
     if path.suffix == ".gguf" or name in hub.KNOWN:
         return open_checkpoint(name).config
     if not path.exists() and HUB_ID.fullmatch(name) and not name.endswith((".json", ".safetensors")):
-        from huggingface_hub import snapshot_download
-
-        with explained(name), progress(f"fetching config.json of {name} from the hub", is_drawn=False):
-            path = Path(snapshot_download(name, allow_patterns=["config.json", *FILES]))
-        if not (path / "config.json").is_file():
-            raise UserError(f"The hub model {name} has no config.json: name a model in the Hugging Face layout.")
+        path = fetch_config(name, [*FILES])
     if path.is_dir():
         path /= "config.json"
     if not path.is_file():

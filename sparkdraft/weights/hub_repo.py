@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -59,17 +59,24 @@ def missing(folder: Path) -> list[str]:
     return [] if any(folder.glob("*.safetensors")) else ["model.safetensors"]
 
 
-def fetch_config(repo: str) -> dict[str, Any]:
-    """config.json alone, a few kilobytes."""
-    from huggingface_hub import hf_hub_download
+def fetch_config(repo: str, beside: Sequence[str] = ()) -> Path:
+    """config.json, and those of the files beside it that the repository has: a few kilobytes. Returns their folder,
+    from the local cache when the hub cannot be reached. Raises UserError."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import tqdm
 
-    with explained(repo):
-        path = Path(hf_hub_download(repo, "config.json"))
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"The config.json of {repo} is not JSON ({error}): it may be damaged.") from error
-    return dict(config)
+    class Silent(tqdm):  # type: ignore[type-arg]
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named | {"disable": True})
+
+    with explained(repo), progress(f"fetching config.json of {repo} from the hub", is_drawn=False):
+        folder = Path(snapshot_download(repo, allow_patterns=["config.json", *beside], tqdm_class=Silent))
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"The hub model {repo} has no config.json, or the hub cannot be reached and its local cache holds only "
+            "other files: name a model in the Hugging Face layout, or connect to a network."
+        )
+    return folder
 
 
 def pull(repo: str, file: str = "") -> Path:

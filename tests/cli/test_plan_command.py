@@ -66,6 +66,15 @@ def test_a_head_in_the_models_file_drafts_as_in_service_without_torch(tmp_path: 
     assert "drafting with the MTP head in the model's own file" in done.stderr
 
 
+def test_weights_that_are_still_to_come_are_not_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TARGET_FILES["qwen3.5-27b"]), encoding="utf-8")
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    assert main([*GB10, str(tmp_path)]) == 0
+    assert "whether the model's file holds a head that drafts is not known" in capsys.readouterr().err.replace(
+        "\n", " "
+    )
+
+
 def test_it_ends_with_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*GB10, "qwen3-8b", "--drafter", "dflash-5x", "--compare", "--json"]) == 0
     *text, last = capsys.readouterr().out.splitlines()

@@ -29,7 +29,7 @@ from sparkdraft.spec import pairs
 from sparkdraft.spec.auto import Choice, choose
 from sparkdraft.spec.mtp import MtpHead
 from sparkdraft.spec.mtp_config import MtpConfig, caps_of, tensor_shapes
-from sparkdraft.weights import hub_repo
+from sparkdraft.weights import checkpoint
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.plane_layout import StoredBytes
 from sparkdraft.weights.quant.stored import as_float
@@ -294,7 +294,7 @@ def test_tables_say_where_heads_are_read() -> None:
 
 
 def test_a_head_needs_no_fetching(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(hub_repo, "fetch_config", lambda repo: TARGET_FILES["qwen3.5-27b"])
+    monkeypatch.setattr(checkpoint, "read_config_json", lambda repo: TARGET_FILES["qwen3.5-27b"])
     assert find_published("Qwen/Qwen3.8-27B") == ""
     assert "Qwen/Qwen3.8-27B is an MTP head in the model's own file" in capsys.readouterr().err
     assert find_published("Qwen/Qwen3.5-27B") == "z-lab/Qwen3.5-27B-DFlash"

@@ -137,7 +137,11 @@ def test_no_template() -> None:
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("a\n\n{% if %}", r"^Line 3 of the chat template is wrong \(Expected an expression.*correct it, or send a"),
-        ("{% for m in messages %}" * 25 + "{% endfor %}" * 25, "^The chat template is nested too deeply: correct it"),
+        (
+            "{% for m in messages %}" * 25 + "{% endfor %}" * 25,
+            r"^The chat template is wrong \(too many.* nested",
+        ),
+        ("{% break %}", r"^The chat template is wrong \('break' outside loop\): correct it"),
         ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "^The chat template is nested too deeply: correct it"),
         ("{{ messages | nothing }}", r"^Line 1 of the chat template is wrong \(No filter named 'nothing'"),
         ("{{ messages[0]['nothing']['more'] }}", "nothing"),

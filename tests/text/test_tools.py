@@ -535,7 +535,8 @@ def test_forced_xml_values_are_those_that_the_parser_reads(judge: Judge) -> None
     assert spec and both
     allowed = ["", "A\nB", '<a>\n<parameter name="b">1</parameter>\n<parameter name="c"/>\n</a>', "b</parameter> </a>",
                "a </function> b", "b</parameter>\n</functions>", "</tool_call>", "</parameter"]  # fmt: skip
-    refused = ["a\n</parameter>\nb", "</parameter> b", "a</parameter>\n<parameter=b>", "a</parameter></function> b", "a</parameter> </tool_call> b",
+    refused = ["a\n</parameter>\nb", "</parameter> b",
+               "a</parameter>\n<parameter=b>", "a</parameter></function> b", "a</parameter> </tool_call> b",
                "a</function>\n</tool_call> b"]  # fmt: skip
     for value in allowed + refused:
         for more, others in (("", {}), ("<parameter=days>\n3\n</parameter>\n", {"days": 3})):

@@ -32,7 +32,7 @@ PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 END = f"{FUNCTION_END}\n{CLOSE}"
 AFTER_VALUE = (PARAMETER, FUNCTION_END, CLOSE)
 INNER = re.compile(r"<parameter(?:\s[^<>]*)?(?<!/)>")  # opens an element of a text that is XML
-SPACE = r"[ \t\r\n]"  # in a grammar, what skip_space skips
+SPACE, ANY = r"[ \t\r\n]", "(?s:.*)"  # in a grammar, what skip_space skips, and any text
 MOST_OTHERS = 8  # parameters that the schema does not name
 SCALARS = {"integer": "INTEGER", "number": "NUMBER", "boolean": "BOOLEAN", "null": '"null"'}  # terminals defined below
 
@@ -104,7 +104,9 @@ class Qwen3XmlParser(HermesParser):
         ends = re.compile(rf"{PARAMETER_END}|\n(?={PARAMETER}(?:{nexts})>)|\n?(?={FUNCTION_END}\s{{0,8}}{CLOSE})")
         longest, start = 64 + max(map(len, others), default=0), self.at
         seen = start
-        while (found := ends.search(self.text, seen)) is None or (is_text and not (yield from self._ends(found, start))):
+        while (found := ends.search(self.text, seen)) is None or (
+            is_text and not (yield from self._ends(found, start))
+        ):
             if found:
                 seen = found.end()
                 continue
@@ -205,8 +207,8 @@ class Qwen3Xml(ToolFormat):
         return "\n".join(rules)
 
     def common_rules(self) -> str:
-        """A text is held to what the parser reads as one value: it may hold closing tags, but no end of a value, and none
-        on a line of its own."""
+        """A text is held to what the parser reads as one value: it may hold closing tags, but no end of a value, and
+        no closing tag on a line of its own."""
         shut, tail, key = f"\n{PARAMETER_END}\n", lark(f"\n{CLOSE}"), '/[^<>\\n]+/ ">\\n"'
         end, call_end = rf"<\/parameter>{SPACE}*", rf"<\/function>{SPACE}{{0,8}}<\/tool_call>"
         numbers = range(2, MOST_OTHERS + 1)
@@ -219,9 +221,9 @@ class Qwen3Xml(ToolFormat):
                 "text_more[lazy]: MORE",
                 f"text_end: text_and_tag {tail}",
                 "text_and_tag[lazy]: LAST",
-                r"TEXT: ~/((?s:.*)\n)?<\/parameter>(?s:.*)/",
-                rf"MORE: (TEXT /\n?{end}<parameter=/) & ~/(?s:.*)({end}<\/(function|tool_call)>|{call_end})(?s:.*)/",
-                rf"LAST: (TEXT /\n?{end}<\/function>/) & ~/(?s:.*)({end}(<parameter=|<\/tool_call>)|{call_end})(?s:.*)/",
+                rf"TEXT: ~/({ANY}\n)?<\/parameter>{ANY}/",
+                rf"MORE: (TEXT /\n?{end}<parameter=/) & ~/{ANY}({end}<\/(function|tool_call)>|{call_end}){ANY}/",
+                rf"LAST: (TEXT /\n?{end}<\/function>/) & ~/{ANY}({end}(<parameter=|<\/tool_call>)|{call_end}){ANY}/",
                 "INTEGER: /-?(0|[1-9][0-9]{0,17})/",
                 "NUMBER: /-?(0|[1-9][0-9]{0,17})(\\.[0-9]{1,17})?([eE][-+]?[0-9]{1,3})?/",
                 "BOOLEAN: /[Tt]rue|[Ff]alse/",
