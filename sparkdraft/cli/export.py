@@ -17,7 +17,7 @@ from sparkdraft.cli.options import add_field
 from sparkdraft.config import ENGINE_FIELDS
 from sparkdraft.core import UserError
 from sparkdraft.progress import progress
-from sparkdraft.server.config import FIELDS, SERVER_FIELDS, ServerConfig, merge
+from sparkdraft.server.config import FIELDS, SERVER_FIELDS, ServerConfig, beats_extra_args, merge
 from sparkdraft.server.container_env import ATTENTION_BACKEND, container_notes, unread_args
 
 if TYPE_CHECKING:
@@ -97,12 +97,14 @@ def read_choices(args: Namespace, version: str = "") -> Choices:
 
     given = {each.name: getattr(args, each.name, None) for each in fields(Choices)}
     handed_on = unread_args(os.environ)
-    for each in (each for each in handed_on if each.name in OF_VLLM):
+    fixed = beats_extra_args(vars(args), os.environ)
+    chosen = [each for each in handed_on if each.name in OF_VLLM and not fixed.intersection(each.near)]
+    for each in chosen:
         name = OF_VLLM[each.name]
         if given[name] is None:
             value = json.loads(each.value) if "." in each.name else each.value
             given[name] = whole(value) if name == "tensor_parallel" else str(value)
-    given["extra"] = tuple(each for each in handed_on if each.name not in OF_VLLM)
+    given |= {"extra": tuple(each for each in handed_on if each not in chosen), "fixed": fixed}
     given["attention_backend"] = given["attention_backend"] or os.environ.get(ATTENTION_BACKEND) or None
     given["version"] = version or None
     if given["machine"] is None and "cpu" in version:

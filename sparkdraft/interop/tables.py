@@ -25,7 +25,7 @@ class Unread:
     value: str
     words: tuple[str, ...]
     notes: tuple[str, ...]
-    values: dict[str, Any] = field(default_factory=dict)  # our fields that come near to it
+    near: tuple[str, ...] = ()  # our fields that come near to it: where one is set by what beats it, it is void
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class Found:
     values: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     unread: list[Unread] = field(default_factory=list)  # their notes are among those above
-    is_near: bool = False  # the values are not quite what the flag asks for
+    near: tuple[str, ...] = ()  # our fields that the flag is about, where they are not quite what it asks for
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +142,10 @@ def read_flags(server: Server, words: Sequence[str]) -> Found:
             piece = Found(notes=[f"{name}: not a flag of {server.name} that is known here{_shown(value)}"])
         else:
             piece = _meaning(flag, name, value)
-        if name and (piece.is_near or not piece.values):
-            result.unread.append(Unread(_long(flag, name), value, given, tuple(piece.notes), piece.values))
+        again = {*piece.values, *piece.near}  # of two flags about the same, the last one holds
+        result.unread = [each for each in result.unread if not again.intersection(each.near)]
+        if name and (piece.near or not piece.values):
+            result.unread.append(Unread(_long(flag, name), value, given, tuple(piece.notes), piece.near))
         result.unread += piece.unread
         result.values |= piece.values
         result.notes += piece.notes

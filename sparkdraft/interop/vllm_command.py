@@ -94,6 +94,7 @@ class Choices:
     version: str = broken.NEWEST
     machine: str = "gb10"
     extra: tuple[Unread, ...] = ()  # flags of vLLM that are handed on; they beat those that are chosen here
+    fixed: frozenset[str] = frozenset()  # our fields that beat those flags, because a flag of ours sets them
 
     def __post_init__(self) -> None:
         if self.machine not in MACHINES:
@@ -151,7 +152,7 @@ def vllm_command(config: ServerConfig, choices: Choices, behind_front: bool = Fa
     """Raises UserError for what vLLM cannot do, or is known to do wrongly. behind_front: `serve` stands before it."""
     target, engine, notes = find_target(config.engine.model), config.engine, []
     notes += [*([target.doubt] if target.doubt else []), *choices.doubts()]
-    extra = tuple(each for each in choices.extra if _is_meant(config, each))
+    extra = tuple(each for each in choices.extra if not choices.fixed.intersection(each.near))
     named = {each.name.removeprefix("--"): each.value for each in extra}
     speculation = speculate(target, engine, choices.method, notes) if "speculative-config" not in named else None
     kv = named.get("kv-cache-dtype") or _kv_type(config, notes)
@@ -181,17 +182,17 @@ def vllm_command(config: ServerConfig, choices: Choices, behind_front: bool = Fa
     missing = {name: text for name, text in NOT_THERE.items() if not (behind_front and name in FRONT)}
     notes += [f"{name}: not in vLLM: {text}" for name, text in missing.items() if _is_set(config, name)]
     notes += [f"handed on to vLLM: {shlex.join(each.words)}" for each in extra]
+    notes += [
+        f"not handed on to vLLM: {shlex.join(each.words)}: {each.near[0]} is set by a flag or a SPARKDRAFT_ variable"
+        for each in choices.extra
+        if each not in extra
+    ]
     flags = {name: value for name, value in flags.items() if value is not None and name not in named}
     unknown = [name for name in flags if VLLM.find(f"--{name}") is None]
     assert not unknown, unknown
     secrets = {"VLLM_API_KEY": config.api_key} if config.api_key else {}
     whole = tuple(each for each in extra if not each.name.removeprefix("--").startswith(PART))
     return VllmCommand(target.name, flags, secrets, notes, whole)
-
-
-def _is_meant(config: ServerConfig, given: Unread) -> bool:
-    """Whether a flag of vLLM that some of our fields come near to still holds: the fields may be set otherwise."""
-    return all(_value(config, name) == value for name, value in given.values.items())
 
 
 def _facts(

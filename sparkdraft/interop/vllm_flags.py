@@ -56,7 +56,7 @@ def _speculative(text: str) -> Found:
         needless = ", and none is needed: one kernel runs both" if key == "attention_backend" else ""
         found.notes.append(f"{SPECULATIVE}: {key} has no counterpart{needless}")
         words = (f"{SPECULATIVE}.{key}", json.dumps(value))
-        found.unread.append(Unread(*words, words, (found.notes[-1],), found.values))
+        found.unread.append(Unread(*words, words, (found.notes[-1],), ("drafter",)))
     if method in ("ngram", "ngram_gpu"):
         found.values |= {"drafter": "none", "ngram": True}
     elif method == "mtp" or method.endswith("_mtp"):  # qwen3_next_mtp, gemma4_mtp and so on: names of earlier releases
@@ -76,6 +76,7 @@ def _speculative(text: str) -> Found:
             "if there is one (`sparkdraft models`), and from the request's own text"
         )
         found.unread.clear()  # the flag is unread as a whole
+        found.near = ("drafter",)
         return found
     if count:
         found.values["spec"] = str(count)
@@ -106,17 +107,18 @@ def _kv(text: str) -> Found:
         found.notes += [f"--kv-cache-dtype {text}: keys have {MOST_BITS} bits at most"] if keys > MOST_BITS else []
         return found
     if text in ("auto", "float16", "bfloat16"):
-        return Found({"kv": "exact"}, is_near=text != "auto")
+        return Found({"kv": "exact"}, near=("kv",) if text != "auto" else ())
     if text in ("fp8", "fp8_e4m3"):
         return Found({"kv": "fp8"})
     near = "fp8" if "8" in text else "turboquant"
-    return Found({"kv": near}, [f"--kv-cache-dtype {text}: the nearest is --kv {near}"], is_near=True)
+    return Found({"kv": near}, [f"--kv-cache-dtype {text}: the nearest is --kv {near}"], near=("kv",))
 
 
 def _quantization(text: str) -> Found:
     if text == "fp8":
         return Found({"weights": "fp8"})
-    return Found(notes=[f"--quantization {text}: how a checkpoint is quantised is read from its files"])
+    note = f"--quantization {text}: how a checkpoint is quantised is read from its files"
+    return Found(notes=[note], near=("weights",))
 
 
 def _dtype(text: str) -> Found:
@@ -124,14 +126,15 @@ def _dtype(text: str) -> Found:
         return Found({"dtype": text})
     if text in ("float", "float32"):
         return Found({"dtype": "float32"})
-    return Found({"dtype": "bfloat16"}, [f"--dtype {text}: 16-bit floats are bfloat16 here"], is_near=True)
+    return Found({"dtype": "bfloat16"}, [f"--dtype {text}: 16-bit floats are bfloat16 here"], near=("dtype",))
 
 
 def _parser(name: str, known: dict[str, str]) -> Any:
     def read(text: str) -> Found:
         if text in known:
             return Found({name: known[text]})
-        return Found(notes=[f"--{name.replace('_', '-')}: vLLM's {text} has no namesake; auto chooses by the model"])
+        note = f"--{name.replace('_', '-')}: vLLM's {text} has no namesake; auto chooses by the model"
+        return Found(notes=[note], near=(name,))
 
     return read
 
@@ -151,7 +154,7 @@ def _sampling(text: str) -> Found:
     kept = {name: value for name, value in values.items() if name in defaults.KINDS}
     notes = [f"--override-generation-config: {name} has no counterpart" for name in values if name not in kept]
     text = ",".join(f"{name}={value}" for name, value in kept.items())
-    return Found({"sampling_defaults": text} if kept else {}, notes, is_near=bool(notes))
+    return Found({"sampling_defaults": text} if kept else {}, notes, near=("sampling_defaults",) if notes else ())
 
 
 def _eager(text: str) -> Found:

@@ -132,6 +132,11 @@ def merge(
     return ServerConfig(EngineConfig.of(**engine), **server)
 
 
+def beats_extra_args(flags: Mapping[str, Any], environ: Mapping[str, str]) -> frozenset[str]:
+    """The fields that flags or SPARKDRAFT_ variables set."""
+    return frozenset(name for name in FIELDS if flags.get(name) is not None or environ.get(PREFIX + name.upper()))
+
+
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     """An empty variable counts as not set, because containers pass on variables that were never filled in. TQ_*
     variables of containers are not read if ENABLE_TURBOQUANT says that the feature is off. EXTRA_ARGS beats a

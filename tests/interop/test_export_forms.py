@@ -86,6 +86,43 @@ def test_what_comes_only_near_to_a_flag_of_extra_args_is_not_sent_in_its_place(
     assert "--kv-cache-dtype fp8_e5m2: the nearest is --kv fp8" in read("vllm serve m --kv-cache-dtype fp8_e5m2").notes
 
 
+def test_a_flag_beats_extra_args_whatever_its_value(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def value(flag: str, *flags: str) -> str:
+        assert main(["export", "vllm", "--model", "Qwen/Qwen3-8B", *flags]) == 0
+        out, notes = capsys.readouterr()
+        words = shlex.split(out.replace("\\\n", " "))
+        assert words.count(flag) == 1 and ("note: not handed on to vLLM: --" in notes) == bool(flags)
+        return words[words.index(flag) + 1]
+
+    monkeypatch.setenv("EXTRA_ARGS", "--dtype float16 --kv-cache-dtype fp8_e5m2 --reasoning-parser x")
+    assert value("--dtype") == "float16" and value("--dtype", "--dtype", "bfloat16") == "bfloat16"
+    assert value("--kv-cache-dtype") == "fp8_e5m2" and value("--kv-cache-dtype", "--kv", "fp8") == "fp8"
+    assert value("--reasoning-parser") == "x"
+    assert value("--reasoning-parser", "--reasoning-parser", "think") == "qwen3"
+    monkeypatch.setenv("EXTRA_ARGS", "--dtype float16 --dtype bfloat16")
+    assert value("--dtype") == "bfloat16"
+    monkeypatch.setenv("EXTRA_ARGS", "--dtype float16")
+    monkeypatch.setenv("SPARKDRAFT_DTYPE", "bfloat16")
+    assert value("--dtype", "--max-seqs", "4") == "bfloat16"
+
+
+def test_values_without_a_counterpart_are_handed_on_beside_those_with_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = '{"temperature": 0.5, "foo": 1}'
+    own = ["--generation-config", "vllm", "--override-generation-config", values]
+    monkeypatch.setenv("EXTRA_ARGS", shlex.join(own))
+    assert main(["export", "vllm", "--model", QWEN]) == 0
+    words = shlex.split(capsys.readouterr().out.replace("\\\n", " "))
+    assert words[-2:] == own[-2:] and words[words.index("--generation-config") + 1] == "vllm"
+    assert main(["export", "vllm", "--model", QWEN, "--sampling-defaults", "temperature=0.7"]) == 0
+    out, notes = capsys.readouterr()
+    assert '{"temperature": 0.7}' in out and "foo" not in out
+    assert "not handed on to vLLM: --override-generation-config" in notes and "sampling_defaults is set by" in notes
+
+
 def test_the_three_forms_say_the_same() -> None:
     command = exported(server={"api_key": "se%cret"}, model=GEMMA, drafter=REDHAT, weights="fp8")
     text = shell(command)
