@@ -47,6 +47,7 @@ OF_VLLM = {
     "--chat-template": "chat_template",
     "--tensor-parallel-size": "tensor_parallel",
     "--speculative-config.attention_backend": "draft_attention_backend",
+    "--speculative-config.method": "method",
 }
 
 

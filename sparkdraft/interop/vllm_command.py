@@ -152,9 +152,10 @@ def vllm_command(config: ServerConfig, choices: Choices, behind_front: bool = Fa
     """Raises UserError for what vLLM cannot do, or is known to do wrongly. behind_front: `serve` stands before it."""
     target, engine, notes = find_target(config.engine.model), config.engine, []
     notes += [*([target.doubt] if target.doubt else []), *choices.doubts()]
-    extra = tuple(each for each in choices.extra if not choices.fixed.intersection(each.near))
+    extra = [each for each in choices.extra if not choices.fixed.intersection(each.near)]
     named = {each.name.removeprefix("--"): each.value for each in extra}
     speculation = speculate(target, engine, choices.method, notes) if "speculative-config" not in named else None
+    extra = [each for each in extra if speculation or not each.name.startswith(f"--{PART}")]
     kv = named.get("kv-cache-dtype") or _kv_type(config, notes)
     if not config.port:
         raise UserError("port is 0, any free one: vLLM must be told one, such as --port 8000")
@@ -183,7 +184,7 @@ def vllm_command(config: ServerConfig, choices: Choices, behind_front: bool = Fa
     notes += [f"{name}: not in vLLM: {text}" for name, text in missing.items() if _is_set(config, name)]
     notes += [f"handed on to vLLM: {shlex.join(each.words)}" for each in extra]
     notes += [
-        f"not handed on to vLLM: {shlex.join(each.words)}: {each.near[0]} is set by a flag or a SPARKDRAFT_ variable"
+        f"not handed on to vLLM: {shlex.join(each.words)}: {_why_not(each, choices)}"
         for each in choices.extra
         if each not in extra
     ]
@@ -191,8 +192,13 @@ def vllm_command(config: ServerConfig, choices: Choices, behind_front: bool = Fa
     unknown = [name for name in flags if VLLM.find(f"--{name}") is None]
     assert not unknown, unknown
     secrets = {"VLLM_API_KEY": config.api_key} if config.api_key else {}
-    whole = tuple(each for each in extra if not each.name.removeprefix("--").startswith(PART))
+    whole = tuple(each for each in extra if not each.name.startswith(f"--{PART}"))
     return VllmCommand(target.name, flags, secrets, notes, whole)
+
+
+def _why_not(given: Unread, choices: Choices) -> str:
+    beaten = ", ".join(name for name in given.near if name in choices.fixed)
+    return f"{beaten} is set by a flag or a SPARKDRAFT_ variable" if beaten else "nothing is drafted"
 
 
 def _facts(

@@ -59,6 +59,8 @@ def _speculative(text: str) -> Found:
         found.unread.append(Unread(*words, words, (found.notes[-1],), ("drafter",)))
     if method in ("ngram", "ngram_gpu"):
         found.values |= {"drafter": "none", "ngram": True}
+        words = (f"{SPECULATIVE}.method", '"ngram"')
+        found.unread.append(Unread(*words, words, (), ("drafter", "ngram")))  # our fields alone mean no drafter to vLLM
     elif method == "mtp" or method.endswith("_mtp"):  # qwen3_next_mtp, gemma4_mtp and so on: names of earlier releases
         found.values["drafter"] = model or MTP
         count, note = _within(model, count)

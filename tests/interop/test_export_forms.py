@@ -123,6 +123,26 @@ def test_values_without_a_counterpart_are_handed_on_beside_those_with_one(
     assert "not handed on to vLLM: --override-generation-config" in notes and "sampling_defaults is set by" in notes
 
 
+def test_drafts_from_the_text_that_extra_args_ask_for_are_made_by_vllm_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 5}
+    monkeypatch.setenv("EXTRA_ARGS", shlex.join(["--speculative-config", json.dumps(own)]))
+    part = "handed on to vLLM: --speculative-config.prompt_lookup_max 5"
+    assert main(["export", "vllm", "--model", "Qwen/Qwen3-8B"]) == 0
+    out, notes = capsys.readouterr()
+    words = shlex.split(out.replace("\\\n", " "))
+    assert json.loads(words[words.index("--speculative-config") + 1]) == own and f"note: {part}\n" in notes
+    for flags in (["--spec", "off"], ["--no-ngram"]):
+        assert main(["export", "vllm", "--model", "Qwen/Qwen3-8B", *flags]) == 0
+        out, notes = capsys.readouterr()
+        assert "--speculative-config" not in out and f"note: not {part}: nothing is drafted" in notes
+    assert main(["export", "vllm", "--model", "Qwen/Qwen3-8B", "--drafter", "auto"]) == 0
+    out, notes = capsys.readouterr()
+    assert '"method": "dflash"' in out and "prompt_lookup_max" not in out
+    assert f"note: not {part}: drafter is set by a flag" in notes
+
+
 def test_the_three_forms_say_the_same() -> None:
     command = exported(server={"api_key": "se%cret"}, model=GEMMA, drafter=REDHAT, weights="fp8")
     text = shell(command)
