@@ -40,6 +40,11 @@ def as_yaml(command: VllmCommand) -> str:
         if not each.name.startswith("--"):
             raise UserError(f"{each.name}: a YAML file has long names only; write the flag with its long name")
         flag, name = VLLM.find(each.name), each.name[2:]
+        if name in found or f"no-{name}" in found:
+            raise UserError(
+                f"{each.name} is given twice, and a YAML file has a name once: give it once, or choose --form command "
+                "or systemd"
+            )
         if len(each.words) == 1 and "=" not in each.words[0]:
             found[name if each.value == ON else f"no-{name}"] = True
         else:

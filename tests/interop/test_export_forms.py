@@ -180,6 +180,18 @@ def test_words_that_are_handed_on_arrive_whole(
     assert found["cudagraph-capture-sizes"] == ["1", "2"]
 
 
+def test_a_flag_that_is_repeated_is_in_no_yaml_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM's reader of such files makes one flag of a list, and --middleware takes one value."""
+    own = ["--middleware", "a", "--middleware", "b"]
+    monkeypatch.setenv("EXTRA_ARGS", shlex.join(own))
+    assert main(["export", "vllm", "--model", QWEN]) == 0
+    assert shlex.split(capsys.readouterr().out.replace("\\\n", " "))[-4:] == own
+    assert main(["export", "vllm", "--model", QWEN, "--form", "yaml"]) != 0
+    assert "--middleware is given twice, and a YAML file has a name once: give it once" in capsys.readouterr().err
+
+
 def test_a_misspelt_backend_is_refused_and_an_unknown_one_is_named() -> None:
     with pytest.raises(UserError, match=r"--attention-backend is 'FLASHATTN', .*; did you mean FLASH_ATTN\?"):
         Choices(attention_backend="flashattn")
