@@ -109,7 +109,8 @@ def judge_reach(seen: Seen, head: Seen) -> Iterator[Finding]:
 
 def judge_files(seen: Seen, head: Seen) -> Iterator[Finding]:
     for path in seen.facts["missing"]:
-        advice = f"copy it: rsync -a {path} {seen.host.spec.address}:{PurePosixPath(path).parent}/"
+        plain = PurePosixPath(path)  # with a slash at its end rsync would copy what is in the folder, not the folder
+        advice = f"copy it: rsync -a {plain} {seen.host.spec.address}:{plain.parent}/"
         yield _finding(seen, "files", f"{path} is not there, and every rank reads it", Status.BROKEN, advice)
 
 

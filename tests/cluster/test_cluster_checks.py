@@ -198,7 +198,7 @@ def test_a_model_that_is_missing_and_a_port_that_is_taken(sparks: Simulation) ->
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        found = findings(sparks, ports=[port], paths=["/no/such/model"])
+        found = findings(sparks, ports=[port], paths=["/no/such/model/"])
     assert wrong(found) == [
         ("spark-1", f"port {port}", Status.BROKEN),
         ("spark-1", "files", Status.BROKEN),
