@@ -37,7 +37,7 @@ ATTENTION_BACKEND = "ATTENTION_BACKEND"
 OTHERS = {
     TURBOQUANT: "1 or true is `--kv turboquant`; with 0 the `TQ_` variables are not read",
     EXTRA_ARGS: "flags of `vllm serve`, read as `sparkdraft import` reads them (`--engine vllm` hands on what sets "
-    "nothing here)",
+    "nothing here, or not all that it asks for)",
     ATTENTION_BACKEND: "accepted and not needed: one kernel runs targets and drafters (`--engine vllm` hands it on)",
 }
 OWN_PREFIXES = ("DFLASH_", "TQ_")  # nobody else's
@@ -58,7 +58,7 @@ def extra_args(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def unread_args(environ: Mapping[str, str]) -> list[Unread]:
-    """The flags in EXTRA_ARGS that set nothing here: vLLM can be given them."""
+    """The flags in EXTRA_ARGS that set nothing here, or not all that they ask for: vLLM can be given them."""
     if not environ.get(EXTRA_ARGS):
         return []
     from sparkdraft.interop.extra_args import read_extra_args
