@@ -133,7 +133,7 @@ def _status_lines(cluster: Cluster, state: State) -> list[str]:
         ]
     now = time.time()
     lasts = f"{(now - state.since) / 60:.0f} min"
-    lines = [f"cluster {name} is {state.phase} ({lasts}): {state.model}, {state.parallel} parallel, {state.url}/v1"]
+    lines = [f"cluster {name} is {state.phase} ({lasts}): {state.model}, {state.parallel} parallel, {state.address}"]
     for rank, label in enumerate(cluster.labels()):
         if rank < len(state.pids):
             heard = f"process {state.pids[rank]}, heard of {max(now - state.heard[rank], 0):.0f} s ago"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 WATCH_EVERY, TOKEN_SECONDS = 10.0, 30.0  # between two looks at the server, and for one token
 USUAL_CONTEXT = 4096
-EVERYWHERE, HERE = ("", "0.0.0.0", "::"), ("127.0.0.1", "localhost", "::1")  # addresses to listen on
+EVERYWHERE = ("", "0.0.0.0", "::")  # addresses to listen on
 
 
 def run(args: Namespace) -> int:
@@ -46,7 +46,8 @@ def run(args: Namespace) -> int:
     paths = paths_of(config, choices.chat_template)
     if args.detach:
         return _detached(cluster)
-    run = Run(cluster.name, model=config.names[0], parallel=args.parallel, url=shown_url(cluster, config))
+    only = cluster.hosts[0].address if config.is_local and cluster.hosts[0].address != LOCAL else ""
+    run = Run(cluster.name, config.names[0], args.parallel, shown_url(cluster, config), only)
     try:
         unswept = sweep_all(hosts_of(cluster), say, "clear")  # first: what is left takes memory and ports
         seen = survey(cluster, [cluster.port, config.port], paths)
@@ -62,8 +63,11 @@ def run(args: Namespace) -> int:
         if args.check:
             run.enter("down")
             return 0
-        if config.host in HERE and cluster.hosts[0].address != LOCAL:
-            say(f"note: --host {config.host}: only {seen[0].host.label} itself reaches it; else add --host 0.0.0.0")
+        if only:
+            say(
+                f"note: --host is {config.host}, so only {only} itself reaches the server; so that others reach it, "
+                "add --host 0.0.0.0 and --api-key"
+            )
         say(f"starts vLLM on {len(seen)} machines, {args.parallel} parallel; logs: {run.folder}; ctrl-c ends it")
         Supervisor(cluster, [each.host for each in seen], jobs, run, say).serve()
     except BaseException as error:
@@ -168,7 +172,7 @@ def _detached(cluster: Cluster) -> int:
         while child.poll() is None:
             state = read_state(cluster.name)
             if state and state.phase == READY and state.supervisor[:1] == [child.pid]:
-                say(f"cluster {cluster.name} is ready: {state.url}/v1; log: {folder / 'supervisor.log'}")
+                say(f"cluster {cluster.name} is ready: {state.address}; log: {folder / 'supervisor.log'}")
                 return 0
             time.sleep(0.3)
     except KeyboardInterrupt:

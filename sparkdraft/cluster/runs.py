@@ -31,6 +31,12 @@ class State:
     pids: list[int] = field(default_factory=list)  # of each rank, on its machine
     restarts: list[str] = field(default_factory=list)  # why
     error: str = ""  # why it failed
+    only: str = ""  # the one machine that reaches the URL, where it is not this one
+
+    @property
+    def address(self) -> str:
+        """Of the API, for people."""
+        return f"{self.url}/v1{f' (on {self.only} only)' if self.only else ''}"
 
     @property
     def is_supervised(self) -> bool:
@@ -56,7 +62,7 @@ def read_state(name: str) -> State | None:
 class Run:
     """The writer's side."""
 
-    def __init__(self, name: str, model: str = "", parallel: str = "", url: str = "") -> None:
+    def __init__(self, name: str, model: str = "", parallel: str = "", url: str = "", only: str = "") -> None:
         """Raises UserError if such a cluster is up already."""
         self.check_free(name)
         self.folder = run_folder(name)
@@ -64,7 +70,7 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{self.folder} cannot be made: {error.strerror}; set SPARKDRAFT_CACHE") from None
-        self.state = State(name, STARTING, identity(os.getpid()), url, model, parallel, time.time())
+        self.state = State(name, STARTING, identity(os.getpid()), url, model, parallel, time.time(), only=only)
         self.write()
 
     @staticmethod

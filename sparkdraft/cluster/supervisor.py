@@ -86,7 +86,7 @@ class Supervisor:
             if head.ready and not is_ready:
                 is_ready = self._was_ready = True
                 self.run.enter(READY)
-                self.say(f"ready after {head.ready - begin:.1f} s: {self.run.state.url}/v1, {len(ranks)} machines")
+                self.say(f"ready after {head.ready - begin:.1f} s: {self.run.state.address}, {len(ranks)} machines")
             if time.monotonic() - written > WRITE:
                 written = time.monotonic()
                 self._write(ranks)

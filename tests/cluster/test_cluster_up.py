@@ -63,7 +63,7 @@ def test_two_ranks_on_one_machine_come_up_and_go_down(
         for name in ("SPARKDRAFT_CACHE", "HOME", "FAKE_CLUSTER"):
             monkeypatch.setenv(name, here.environ[name])
         status, shown = run("status")
-        assert status == 0 and "cluster sparks is ready" in shown and "logs: " in shown
+        assert status == 0 and "cluster sparks is ready" in shown and "logs: " in shown and " only)" not in shown
         status, shown = run("up", "--model", "Qwen/Qwen3-8B")
         assert status == 1 and "cluster sparks is up already (ready" in shown
         for _ in range(2):  # the second time there is nothing to do
@@ -199,6 +199,10 @@ def test_in_the_background(sparks: Simulation) -> None:
     flags = ("--model", "Qwen/Qwen3-8B", "--port", str(sparks.port), "--no-measure", "--detach")
     started = sparks.command("up", *flags)
     assert started.returncode == 0 and "cluster sparks is ready: http://127.0.0.1:" in started.stderr, started.stderr
+    url = f"http://127.0.0.1:{sparks.port}/v1 (on spark-1 only)"
+    assert url in started.stderr and url in sparks.command("status").stdout
+    log = (sparks.cache / "cluster/sparks/supervisor.log").read_text()
+    assert url in log and "only spark-1 itself reaches the server; so that others reach it, add --host 0.0.0.0" in log
     assert sparks.command("down").returncode == 0
     nothing_left(sparks)
     (sparks.root / "spark-2" / "fails").touch()
