@@ -7,13 +7,17 @@ and streams. All real work is still done: the sampler samples, and then its resu
 The ids of drafts are replaced too (`spread`). Random weights draft one id again and again, and rows of one id reach the
 same experts, so that a model with experts would read far fewer of them than it does for text.
 
+How sure the drafter is of its drafts (engine/gaps.py) is replaced as well, because random weights are sure of nothing,
+and blocks would be cut for it: the drafter is as sure as the one probability says.
+
 Real blocks are not all alike: some are right to their end, and the drafter knows of many that they are not. A varied
-acceptance draws them so, with the gaps that a drafter would give (engine/gaps.py), and so it shows what cutting them
-brings. How much they vary was measured on 3915 blocks of the embedded drafter (tests/spec/drafted_blocks.npz).
+acceptance draws them so, with the gaps that a drafter would give, and so it shows what cutting them brings. How much
+they vary was measured on 3915 blocks of the embedded drafter (tests/spec/drafted_blocks.npz).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +33,7 @@ from sparkdraft.core import Request, UserError, Work
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.lanes import Lanes
 from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow
-from sparkdraft.kernels.sure import WIDEST
+from sparkdraft.kernels.sure import MOST_SURE, WIDEST
 from sparkdraft.spec.drafter import Anchors, Pick
 
 Table = NDArray[np.int32]
@@ -48,14 +52,13 @@ class Outcomes(NamedTuple):
     """What becomes of the drafts of each step and stream."""
 
     accepted: Table  # [steps, streams]
-    gaps: NDArray[np.float32] | None  # [steps, streams, depth]; None: the drafter's own
+    gaps: NDArray[np.float32]  # [steps, streams, depth]: how sure the drafter is said to be of each
 
     @staticmethod
     def joined(parts: Sequence[Outcomes], steps: int) -> Outcomes:
         """One after the other, so many at most."""
-        accepted = np.concatenate([part.accepted for part in parts])[:steps]
-        gaps = [part.gaps for part in parts if part.gaps is not None]
-        return Outcomes(accepted, np.concatenate(gaps)[:steps] if gaps else None)
+        accepted, gaps = zip(*parts, strict=True)
+        return Outcomes(np.concatenate(accepted)[:steps], np.concatenate(gaps)[:steps])
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,12 @@ class Acceptance:
             low, high = (middle, high) if short else (low, middle)
         return (low + high) / 2
 
+    @property
+    def gap(self) -> float:
+        """How sure a drafter is that knows this probability of its drafts, and nothing else about them."""
+        p = min(max(self.p, 1 - MOST_SURE), MOST_SURE)
+        return min(max((math.log(p / (1 - p)) - BASE) / SLOPE, -WIDEST), WIDEST)
+
     def steps(self, tokens: int) -> int:
         """Steps that write at least this many tokens, on average."""
         return -int(-tokens // self.length)
@@ -103,7 +112,8 @@ class Acceptance:
         return cast(Table, (chance[:, :, None] < at_least).sum(2, dtype=np.int32))
 
     def outcomes(self, steps: int, streams: int, seed: int = 0) -> Outcomes:
-        return Outcomes(self.table(steps, streams, seed), None)
+        gaps = np.full((steps, streams, self.depth), self.gap, np.float32)
+        return Outcomes(self.table(steps, streams, seed), gaps)
 
     def describe(self) -> str:
         return (
@@ -195,9 +205,9 @@ class SyntheticSampler(Sampler):
 
     def gaps(self, works: list[Work], running: list[Request]) -> list[list[float]] | None:
         """How sure the drafter is said to be of the drafts that it makes for these; None: as it is."""
-        given = self._outcomes.gaps if self._outcomes else None
-        if given is None or self.num_applied >= len(given):
+        if self._outcomes is None or self.num_applied >= len(self._outcomes.gaps):
             return None
+        given = self._outcomes.gaps
         return [given[self.num_applied, running.index(w.request), : w.most_drafts].tolist() for w in works]
 
     def __call__(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
@@ -217,8 +227,7 @@ class SyntheticLanes:
         device, lane = lanes.device, (TABLE_ROWS, lanes.plan.max_seqs)
         self._lanes, self._step = lanes, torch.zeros(1, dtype=torch.int64, device=device)
         self._table = torch.zeros(lane, dtype=torch.int32, device=device)
-        varied = isinstance(acceptance, VariedAcceptance)
-        self._gaps = torch.zeros((*lane, acceptance.depth), device=device) if varied else None
+        self._gaps = torch.zeros((*lane, acceptance.depth), device=device)
         lanes.given = self
 
     @property
@@ -230,17 +239,15 @@ class SyntheticLanes:
         assert steps <= TABLE_ROWS, steps
         self.stop()
         self._table[:steps, :streams] = torch.from_numpy(outcomes.accepted).to(self._table.device)
-        if self._gaps is not None and outcomes.gaps is not None:
-            self._gaps[:steps, :streams] = torch.from_numpy(outcomes.gaps).to(self._gaps.device)
+        self._gaps[:steps, :streams] = torch.from_numpy(outcomes.gaps).to(self._gaps.device)
 
     def stop(self) -> None:
         self._table.zero_()
         self._step.zero_()
-        if self._gaps is not None:
-            self._gaps.zero_()
+        self._gaps.zero_()
 
-    def gaps(self, seqs: int, depth: int) -> Tensor | None:
-        return None if self._gaps is None else self._now(self._gaps)[:seqs, :depth].contiguous()
+    def gaps(self, seqs: int, depth: int) -> Tensor:
+        return self._now(self._gaps)[:seqs, :depth].contiguous()
 
     def accepted(self, seqs: int, depth: int) -> Tensor:
         counts = self._now(self._table)[:seqs]

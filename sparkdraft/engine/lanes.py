@@ -34,8 +34,8 @@ from sparkdraft.spec.drafter import Anchors, CommittedRows, Score
 class Given(Protocol):
     """For benchmarks: what becomes of drafts, whatever was drafted and sampled."""
 
-    def gaps(self, seqs: int, depth: int) -> Tensor | None:
-        """float32 [seqs, depth]: how sure the drafter is said to be; None: as it is."""
+    def gaps(self, seqs: int, depth: int) -> Tensor:
+        """float32 [seqs, depth]: how sure the drafter is said to be."""
 
     def accepted(self, seqs: int, depth: int) -> Tensor:
         """integers [seqs]: the number of drafts that the target accepts of whole blocks. Ends the step."""
@@ -172,8 +172,7 @@ class Lanes:
 
     def _cut_by(self, kind: StepKind) -> Tensor:  # float32 [seqs, depth]
         """How sure the drafter is of the drafts that it has just made."""
-        given = self.given.gaps(kind.seqs, kind.depth) if self.given else None
-        return torch.cat(self._gaps, 1) if given is None else given
+        return self.given.gaps(kind.seqs, kind.depth) if self.given else torch.cat(self._gaps, 1)
 
     def _cut(self, gaps: Tensor) -> Tensor:  # int32 [seqs]
         seqs, (worth, fits, fair) = len(gaps), self._terms

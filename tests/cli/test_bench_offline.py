@@ -27,6 +27,8 @@ from sparkdraft.engine.machine import plan_here
 from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.engine.sampler import SampleRow
 from sparkdraft.models.config import uniform_config
+from sparkdraft.spec.confidence import Confidence
+from sparkdraft.spec.depth import FIRST_FIT
 from sparkdraft.spec.registry import DFlashKind, DraftSource
 from sparkdraft.spec.step_costs import Price
 from sparkdraft.weights.planes import pack
@@ -109,7 +111,7 @@ def test_varied_blocks_are_those_of_the_embedded_drafter() -> None:
     real = data["right"].cumprod(1).sum(1)
     process = VariedAcceptance(1 + real.mean(), 15)
     accepted, gaps = process.outcomes(400, 4)
-    assert accepted.shape == (400, 4) and gaps is not None and gaps.shape == (400, 4, 15) and gaps.dtype == np.float32
+    assert accepted.shape == (400, 4) and gaps.shape == (400, 4, 15) and gaps.dtype == np.float32
     assert accepted.mean() == pytest.approx(real.mean(), rel=0.02)
     assert accepted.var() == pytest.approx(real.var(), rel=0.1)
     alike = Acceptance(1 + real.mean(), 15).table(400, 4)
@@ -122,7 +124,7 @@ def test_varied_blocks_are_those_of_the_embedded_drafter() -> None:
         assert few.accepted.mean() == pytest.approx(real.mean(), rel=0.12 if steps * streams == 10 else 0.05)
         assert (few.accepted == process.outcomes(steps, streams).accepted).all()
     longer = Outcomes.joined([process.outcomes(3, 2, seed) for seed in range(4)], 10)
-    assert longer.accepted.shape == (10, 2) and longer.gaps is not None and longer.gaps.shape == (10, 2, 15)
+    assert longer.accepted.shape == (10, 2) and longer.gaps.shape == (10, 2, 15)
 
 
 @pytest.mark.parametrize("length", [0.99, 16.01, float("nan"), -3])
@@ -144,7 +146,7 @@ def test_the_sampler_is_overruled_only_after_its_work() -> None:
         return ids
 
     assert said()[0] != 5 and said()[4] != 3  # no table: nothing is accepted
-    sampler.start(Outcomes(np.array([[1, 2], [3, 0], [9, 1]], np.int32), None))
+    sampler.start(Outcomes(np.array([[1, 2], [3, 0], [9, 1]], np.int32), np.zeros((3, 2, 3), np.float32)))
     first, second, third = said(), said(), said()
     assert first[0] == 5 and first[1] != 6 and first[4:6] == [3, 3] and first[6] == 0
     assert second[:4] == [5, 6, 7, 2] and second[4] == 4  # its own id, where that is not the draft
@@ -313,6 +315,25 @@ def test_blocks_that_vary_are_cut_by_the_gaps_that_are_given(overlaps: bool) -> 
     controller.measured = lambda *args: None  # type: ignore[method-assign]
     row, _ = bench.measure(Load(2, 20, 200), lambda done, total: None)
     assert row.length > 4 and row.rows < 2 * 9, "whole blocks have 16 rows for 5.4 tokens"
+
+
+@pytest.mark.parametrize("overlaps", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_blocks_that_are_alike_are_not_cut_because_random_weights_are_unsure(overlaps: bool) -> None:
+    """Every draft is accepted with 0.84 and pays for its row; a drafter with random weights gives it almost nothing."""
+    bench = toy_bench(Acceptance(5.9, 15), overlaps, "auto")
+    (controller,) = bench.engine.drafting.controllers.values()
+    controller.choose = lambda states, *context: [15] * len(states)  # type: ignore[method-assign]
+    controller._rate, controller._price = 1.0, Price.of([0.01 * k for k in range(16)], 1)
+    controller.measured = lambda *args: None  # type: ignore[method-assign]
+    row, _ = bench.measure(Load(2, 20, 200), lambda done, total: None)
+    assert row.length > 5.2 and row.rows > 2 * 14
+
+
+@pytest.mark.parametrize("length", [1, 1.5, 5.9, 16])
+def test_the_chance_of_drafts_that_are_alike_is_the_one_that_was_asked_for(length: float) -> None:
+    process = Acceptance(length, 15)
+    (chance, *_) = Confidence(15, *FIRST_FIT[False]).chances([process.gap])
+    assert chance == pytest.approx(process.p, abs=0.02)
 
 
 def test_the_floor_counts_what_a_drafted_step_reads() -> None:
