@@ -16,7 +16,8 @@ from sparkdraft.core import AUTO, Batch, Request, SamplingParams, UserError, Wor
 from sparkdraft.engine.proposer import Proposer
 from sparkdraft.engine.racing import Racing, models_of
 from sparkdraft.engine.runner import Runner
-from sparkdraft.spec.depth import Bucket, DepthController, DepthState, bucket_of, depth_choices
+from sparkdraft.spec.depth import DepthController, bucket_of, depth_choices
+from sparkdraft.spec.depth_state import Bucket, DepthState
 from sparkdraft.spec.ngram import NGRAM_DEPTH, NgramIndex
 from sparkdraft.spec.race import Racers
 from sparkdraft.spec.stats import SpecStats

@@ -18,7 +18,7 @@ from sparkdraft.plan.resolve import Plan
 
 BUDGET = {"cpu": 6.0, "cuda": 30.0}  # seconds
 BATCHES = (2, 4, 8, 16)
-SHALLOW = (1, 3)  # depths that pay in a batch; Engine.warm_up has tried all depths with one request
+SHALLOW = (1, 3)  # depths that pay in any batch; Engine.warm_up has tried all depths with one request
 SHORT = 40  # tokens per prompt
 STEPS = 4  # per trial: the prompt, a shape's first run, its recording, and one to measure it
 
@@ -32,7 +32,7 @@ class Trial:
     seqs: int = 1
 
 
-def trials(plan: Plan, max_depth: int) -> list[Trial]:
+def trials(plan: Plan, max_depth: int, has_experts: bool = False) -> list[Trial]:
     """The trials, ordered by how likely each is to be a user's first request."""
     most = STEPS * (1 + max_depth) + 1
     room = plan.max_model_len - most
@@ -43,7 +43,10 @@ def trials(plan: Plan, max_depth: int) -> list[Trial]:
     held = replace(drafted, grammar=GrammarSpec("json_object"))
     found = [Trial(SHORT, params) for params in (plain, drafted, sampled, held, scored)]
     found.append(Trial(200, drafted))
-    few = [plain, *(replace(plain, num_draft=depth) for depth in SHALLOW if depth < max_depth)]
+    # Many rows of a batch read hardly more experts than some of them: how cheap the last ones are must be measured.
+    deep = (max_depth,) if has_experts and plan.device == "cuda" and max_depth else ()
+    depths = (*(depth for depth in SHALLOW if depth < max_depth), *deep)
+    few = [plain, *(replace(plain, num_draft=depth) for depth in depths)]
     found += [Trial(SHORT, params, seqs) for seqs in BATCHES if seqs <= plan.max_seqs for params in few]
     found.append(Trial(plan.max_rows + SHORT, plain))
     fit = [replace(trial, num_prompt=min(trial.num_prompt, room)) for trial in found]
@@ -52,7 +55,7 @@ def trials(plan: Plan, max_depth: int) -> list[Trial]:
 
 def warm_up(engine: Engine, report: Callable[[int, int], None]) -> None:
     numbers = random.Random(0)
-    todo = trials(engine.plan, engine.drafting.max_depth)
+    todo = trials(engine.plan, engine.drafting.max_depth, engine.drafting.has_experts)
     deadline = time.monotonic() + BUDGET[engine.plan.device]
     for done, trial in enumerate(todo):
         report(done, len(todo))

@@ -18,7 +18,8 @@ class Offer(NamedTuple):
     """What one request's steps are expected to bring and to cost, for each depth that may be chosen."""
 
     tokens: Sequence[float]
-    rows: Sequence[float]  # seconds of its own rows
+    kept: Sequence[float]  # drafts that are verified
+    rows: Sequence[float]  # seconds of its own rows, beside as many of others as are supposed
 
 
 def best_depths(
@@ -34,27 +35,32 @@ def best_depths(
     plain_rate = (num + others) / price.plain
     least = plain_rate * (MARGIN if all(rest) else 1.0)
     if num + others == 1:
-        tokens, rows = offers[0]
+        tokens, _, rows = offers[0]
         rate, best = max((tokens[i] / (begun + rows[i]), i) for i in range(1, len(choice)))
         return ([choice[best]], rate) if rate > least else ([0], plain_rate)
-    # A step in which all of these draft alike, for a rate to begin with; with others beside them it is cheaper.
-    more = (num + others) / num
-    rate = max(
-        (others + sum(own.tokens[i] for own in offers)) / (begun + more * sum(own.rows[i] for own in offers))
-        for i in range(len(choice))
-    )
+
+    deeper = [price.deeper[depth] for depth in choice]
+
+    def reached(chosen: Sequence[int]) -> float:
+        tokens, kept, drafting = float(others), 0.0, 0.0
+        for own, i in zip(offers, chosen, strict=True):
+            tokens += own.tokens[i]
+            kept += own.kept[i]
+            drafting += deeper[i]
+        return tokens / (price.step(drafting, kept) if any(chosen) else price.plain)
+
+    rate, chosen = max((reached([i] * num), [i] * num) for i in range(len(choice)))
     for _ in range(4):
-        chosen = [_best_choice(own, rate, rests) for own, rests in zip(offers, rest, strict=True)]
-        time = sum((own.rows[i] for own, i in zip(offers, chosen, strict=True)), begun if any(chosen) else price.plain)
-        reached = (others + sum(own.tokens[i] for own, i in zip(offers, chosen, strict=True))) / time
-        if reached <= rate * 1.001:
+        each = [_best_choice(own, rate, rests) for own, rests in zip(offers, rest, strict=True)]
+        now = reached(each)
+        if now <= rate:
             break
-        rate = reached
+        rate, chosen = now, each
     return ([choice[i] for i in chosen], rate) if rate > least else ([0] * num, plain_rate)
 
 
 def _best_choice(offer: Offer, rate: float, rests: bool) -> int:
-    plain, *net = [tokens - rate * seconds for tokens, seconds in zip(*offer, strict=True)]
+    plain, *net = [tokens - rate * seconds for tokens, seconds in zip(offer.tokens, offer.rows, strict=True)]
     best = max(net)
     return 1 + net.index(best) if best > plain * (MARGIN if rests else 1.0) else 0
 

@@ -8,6 +8,10 @@ engine drafts and verifies, says what was accepted and how long the step took.
 Where the drafter says how sure it is of each draft (spec/confidence.py), a block is cut before it is verified
 (spec/cut.py). Its depth is then chosen by what cut blocks bring and cost.
 
+In a batch the drafts of all requests are verified together, and what one request's drafts add depends on how many the
+others have (Price.beside). So several answers to that are tried, and the one at which the whole batch is expected to
+write the most tokens a second is taken.
+
 A request at depth 0 is parked: a counter runs, and nothing else. It would never learn that its text has become easy, so
 it probes: one step with a small draft. A probe that costs x plain steps more than a plain step does, and is followed by
 x / 0.015 plain tokens, loses 1.5 % on any machine: x = 0.63 (two CPU cores, depth 1) asks for 42 tokens, x = 0.13 (a
@@ -19,75 +23,27 @@ save less than that 1.5 % and lose the 50 tokens within which drafting shall com
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from sparkdraft.kernels.sure import MOST_SURE
 from sparkdraft.spec.best_depths import Offer, best_depths, conditional_acceptance, expected_tokens
 from sparkdraft.spec.confidence import Confidence
 from sparkdraft.spec.cut import OWN, USUAL, Profile, best_cuts, survivals
+from sparkdraft.spec.depth_state import FIRST_WAIT, NOT_MIXED, TRUST, Block, Bucket, DepthState, Mixed
 from sparkdraft.spec.step_costs import Price, Reads, StepCosts, for_batch, start_curve
 
-Bucket = tuple[int, int]  # log2 of the batch, log4 of the context in units of 256 tokens
-
 MEMORY = 0.985  # what a step leaves of older steps' counts: about 65 steps are remembered
-TRUST = 6.0  # how many observations the shared prior is worth to a new request
 RECENT = 0.7  # what a request leaves of older requests' counts: text is most like the text before it
 SURPRISE = 8.0  # squared deviations after which the text is taken to have changed
 FADE = 0.85  # what a step leaves of older surprise
 BUDGET = 0.015  # share of time that probing may cost
 LIKELY = 1.5  # tokens expected with one draft: above, a probe that goes well is no sign that the text has changed
-FIRST_WAIT, LONG_WAIT = 16, 32  # tokens between probes: the first after parking, and where doubling ends
+LONG_WAIT = 32  # tokens between probes, where doubling ends
 MAX_PROBE = 4
 HOPED = 0.97  # chance of each draft with which drafting must pay somewhere, or a batch does not even probe
 PLAIN_FIRST = 2  # plain steps that are timed in a bucket before anything drafts there
 # The slope and base that a fit of gaps begins with: of greedy text, and of sampled text.
 FIRST_FIT = {False: (0.78, -0.25), True: (0.57, -0.96)}
 DOUBT = 4.0  # drafts as promised that a request is taken to have had before its first
-
-
-@dataclass(slots=True)
-class Block:
-    """A block of drafts on its way: how sure the drafter is of each, as gaps and as chances."""
-
-    gaps: Sequence[float]
-    drawn: bool
-    chances: list[float]
-
-
-@dataclass(slots=True)
-class DepthState:
-    """What one request has shown; the controller alone writes it."""
-
-    taken: list[float]  # by position: decayed count of drafts accepted
-    tried: list[float]  # by position: decayed count of drafts that were compared at all
-    trust: float = TRUST
-    surprise: float = 0.0  # decayed sum of accepted minus expected, and its variance
-    variance: float = 0.0
-    tokens: list[float] = field(default_factory=list)  # expected tokens by depth; empty when an observation came since
-    parked: Bucket | None = None  # the bucket it was parked in; in another the question is asked again
-    waited: int = 0  # plain tokens since it was parked or probed last
-    wait: int = FIRST_WAIT
-    probe: int = 0  # depth of the probe that must follow a probe that went well
-    price: float = 0.0  # of the probe under way, in tokens that plain steps would have written meanwhile
-    spent: float = 0.0  # on this run of probes, less what they brought
-    block: Block | None = None  # the block that is being verified, if its gaps are known
-    profile: Profile | None = None  # of its blocks so far
-    promised: float = 0.0  # decayed sum of the chances of drafts that were compared, and of those accepted
-    held: float = 0.0
-
-    def rests(self, bucket: Bucket) -> bool:
-        """Parked, and nothing to decide; costs are still learnt while it rests, so it looks again now and then."""
-        return self.parked == bucket and not self.probe and self.waited < self.wait and self.waited % FIRST_WAIT != 0
-
-    def forget(self) -> None:
-        """The text has changed: what was learnt, and what other requests showed, counts as one observation each."""
-        keep = 1 / max(self.tried[0], 1.0)
-        self.taken = [n * keep for n in self.taken]
-        self.tried = [n * keep for n in self.tried]
-        self.trust, self.surprise, self.variance = 1.0, 0.0, 0.0
-        self.promised = self.held = 0.0
-        if self.profile:
-            self.profile.forget()
 
 
 class DepthController:
@@ -107,12 +63,12 @@ class DepthController:
         self.costs: dict[Bucket, StepCosts] = {}
         self._reads = reads
         self._unmeasured: dict[int, StepCosts] = {}  # by log2 of the batch
-        self.mixed: tuple[int, int, float] = (0, 0, 1.0)  # last choice: deepest, requests, time over a uniform step's
+        self.mixed = NOT_MIXED  # of the last choice
         self.fits = {drawn: Confidence(max_depth, *first) for drawn, first in FIRST_FIT.items()}
-        self.usual = Profile(len(self.depths), USUAL)  # of all requests' blocks
+        self.usual: dict[int, Profile] = {}  # of all requests' blocks, by what others have
         self._unseen = Profile(len(self.depths), OWN)  # of a request without a block
         self._price: Price | None = None  # of the last choice, and the tokens a second that it promised
-        self._rate = 0.0
+        self._rate, self._level = 0.0, 0
 
     def open(self) -> DepthState:
         return DepthState([0.0] * self.max_depth, [0.0] * self.max_depth)
@@ -136,15 +92,18 @@ class DepthController:
         num = len(states) + others
         bucket = bucket_of(num, max(contexts))
         if (self.costs and not self._knows_plain(bucket)) or all(state.rests(bucket) for state in states):
-            self.mixed = (0, num, 1.0)
+            self.mixed = Mixed(0, num, 0, 1.0)
             return [0] * len(states)
         costs = self._costs(bucket)
         price = costs.price(num)
         if not self.could_pay(num, max(contexts)):
             return self._park_all(states, bucket, num)
         rest = [s.parked is not None or not s.tried[0] for s in states]
-        offers = [self._offer(s, price) for s in states]
-        depths, self._rate = best_depths(offers, rest, price, self.depths, others)
+        found = []
+        for level in price.beside:
+            offers = [self._offer(s, price, level) for s in states]
+            found.append((*best_depths(offers, rest, price, self.depths, others), level))
+        depths, self._rate, self._level = max(found, key=lambda one: one[1])
         self._price = price
         drafting = any(depths)
         for state, depth in zip(states, depths, strict=True):
@@ -155,21 +114,21 @@ class DepthController:
             else:
                 state.parked = bucket
         self._add_probes(states, depths, price, drafting, num)
-        self.mixed = (max(depths), num, price.step(depths) / costs.curve()[max(depths)])
+        self._mix(depths, num)
         return depths
 
     def cut(self, state: DepthState, gaps: Sequence[float], drawn: bool) -> int:
         """How many drafts of a block to verify, which the last choice made room for. A probe is not cut: it is made to
         learn. gaps: how sure the drafter is of each draft. drawn: whether the text is sampled."""
-        survival = self.expect(state, gaps, drawn)
-        return len(gaps) if state.parked is not None else best_cuts(survival, self._worth(), [len(gaps)])[0][1]
+        survival, whole = self.expect(state, gaps, drawn), len(gaps)
+        return whole if state.parked is not None else best_cuts(survival, self._worth(self._level), [whole])[0][1]
 
     def cut_terms(self, states: Sequence[DepthState | None]) -> list[float]:
         """What the device needs to cut blocks by itself (kernels/stepping.py, CutTerms): the worth of rows, two fits,
         and a number for each lane; None: a lane that is not cut."""
         fair = [-1.0 if state is None or state.parked is not None else _fair(state) for state in states]
         fits = [number for fit in self.fits.values() for number in (fit.slope, fit.base, *fit.own)]
-        return [*(self._worth() if max(fair) > 0 else [0.0] * (self.max_depth + 1)), *fits, *fair]
+        return [*(self._worth(self._level) if max(fair) > 0 else [0.0] * (self.max_depth + 1)), *fits, *fair]
 
     def expect(self, state: DepthState, gaps: Sequence[float], drawn: bool) -> list[float]:
         """A block is being verified, or some of it. By draft, the chance that it is committed."""
@@ -180,20 +139,16 @@ class DepthController:
         for depth in range(len(survival), self.max_depth):  # drafts that were not made do as well as usual
             before = tokens[depth] - tokens[depth - 1]
             survival.append(survival[-1] * (tokens[depth + 1] - tokens[depth]) / before if before > 1e-9 else 0.0)
-        cuts = best_cuts(survival, self._worth(), self.depths)
-        state.profile = state.profile or Profile(len(self.depths), OWN)
-        state.profile.add(cuts)
-        if not self.usual.weight:  # else the first blocks of the first text alone would decide whether it is drafted
-            usual = expected_tokens(self.prior)
-            self.usual.begin([usual[depth] for depth in self.depths], self.depths, TRUST)
-        self.usual.add(cuts)
+        assert self._price
+        for level in self._price.beside:
+            cuts = best_cuts(survival, self._worth(level), self.depths)
+            state.profiles.setdefault(level, Profile(len(self.depths), OWN)).add(cuts)
+            self._usual(level).add(cuts)
         return survival
 
     def cut_to(self, depths: Sequence[int], num_seqs: int) -> None:
         """The step verifies so many drafts of each request instead of as many as were chosen."""
-        assert self._price
-        deepest = max(depths)
-        self.mixed = (deepest, num_seqs, self._price.step(depths) / self._price.uniform[deepest] if deepest else 1.0)
+        self._mix(depths, num_seqs)
 
     def record(self, state: DepthState, drafted: int, accepted: int) -> None:
         """After a step. Nothing is known of drafts behind the first refused: they are neither taken nor refused."""
@@ -235,9 +190,10 @@ class DepthController:
         bucket = bucket_of(num_seqs, context)
         if bucket not in self.costs:
             self.costs[bucket] = StepCosts(self._borrowed(bucket))
-        deepest, num, share = self.mixed
-        # Where requests drafted to different depths the step was cheaper than one of that depth for all.
-        share = share if (deepest, num) == (depth, num_seqs) else 1.0
+        share, mixed = 1.0, self.mixed
+        if (mixed.deepest, mixed.num) == (depth, num_seqs):
+            depth, share = mixed.alike, mixed.share
+            self.mixed = NOT_MIXED  # a later step, whose depths are not chosen here, may look like this one
         if draft is not None:
             self.costs[bucket].learn_part(depth, max(drafted, depth), draft, max(seconds / share - draft, 1e-9))
         else:
@@ -258,16 +214,29 @@ class DepthController:
 
     # ---- the parts
 
-    def _worth(self) -> list[float]:
+    def _worth(self, level: int) -> list[float]:
         """By number of drafts, what their rows cost in tokens, at the rate of the last choice."""
         assert self._price, "a block was drafted before any depth was chosen"
-        return [self._rate * seconds for seconds in self._price.verify]
+        return [self._rate * seconds for seconds in self._price.beside[level]]
+
+    def _mix(self, depths: Sequence[int], num: int) -> None:
+        """Requests draft to different depths: find the depth at which all of them alike would cost about the same."""
+        price, deepest, mean = self._price, max(depths), sum(depths) / num
+        assert price
+        if not deepest:
+            self.mixed = Mixed(0, num, 0, 1.0)
+            return
+        alike = max(round(mean), 1)
+        drafting = sum(price.deeper[depth] for depth in depths) / num
+        self.mixed = Mixed(
+            deepest, num, alike, price.step(drafting * price.num, mean * price.num) / price.uniform[alike]
+        )
 
     def _park_all(self, states: Sequence[DepthState], bucket: Bucket, num: int) -> list[int]:
         """Rows are so dear in this batch that no acceptance pays for them: nobody drafts, and nobody probes."""
         for state in states:
             state.parked, state.probe, state.spent = bucket, 0, 0.0
-        self.mixed = (0, num, 1.0)
+        self.mixed = Mixed(0, num, 0, 1.0)
         return [0] * len(states)
 
     def _knows_plain(self, bucket: Bucket) -> bool:
@@ -288,14 +257,22 @@ class DepthController:
             state.tokens = expected_tokens(chances)
         return state.tokens
 
-    def _offer(self, state: DepthState, price: Price) -> Offer:
+    def _offer(self, state: DepthState, price: Price, level: int) -> Offer:
         """What a request's blocks bring and cost by depth: as they were cut, once any block was."""
-        if not self.usual.weight:
+        if not self.usual:
             tokens = self._tokens(state)
-            return Offer([tokens[d] for d in self.depths], [price.rows[d] for d in self.depths])
-        tokens, kept = (state.profile or self._unseen).means(self.usual)
-        rows = [price.rows_of(depth, mean) for depth, mean in zip(self.depths, kept, strict=True)]
-        return Offer(tokens, rows)
+            rows = price.own(self.depths, self.depths, level)
+            return Offer([tokens[d] for d in self.depths], self.depths, rows)
+        tokens, kept = state.profiles.get(level, self._unseen).means(self._usual(level))
+        return Offer(tokens, kept, price.own(self.depths, kept, level))
+
+    def _usual(self, level: int) -> Profile:
+        found = self.usual.get(level)
+        if found is None:  # begun, or the first blocks of the first text alone would decide whether it is drafted
+            found, usual = Profile(len(self.depths), USUAL), expected_tokens(self.prior)
+            found.begin([usual[depth] for depth in self.depths], self.depths, TRUST)
+            self.usual[level] = found
+        return found
 
     def _learn_block(self, state: DepthState, block: Block, drafted: int, accepted: int) -> None:
         """What became of a block whose drafts the drafter was more or less sure of."""

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 REDRAW = 8  # a mean of this many steps moves little with each: the curve is redrawn after as many more
 LATE = 1.5  # a step slower than this times the belief counts as this slow: something else ran
 # Rows of one text share experts: n of them reach as many as n ** 0.7 rows that have nothing to do with each other.
 OWN_ROWS = 0.7
+
+LEVELS = (3, 7)  # drafts that each other request of a batch is supposed to have, beside the most that it can have
+STRAIGHT = 1.1  # where the same drafts cost at most this much more beside few others than beside many, rows cost alike
 
 Reads = Callable[[float], float]  # of so many rows that choose experts independently: weights that a step reads
 
@@ -74,38 +78,69 @@ class StepCosts:
         return self._prices[num]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Price:
-    """The time of a step in parts: the plain step, the fixed cost of drafting, and the cost of each request's rows."""
+    """The time of a step in parts: the plain step, the fixed cost of drafting, drafting deeper, and verifying.
 
+    Verifying is a cost of all drafts of the step together, not so much per request. Where rows read more experts the
+    first drafts are dear and those beside many others nearly free, because most experts are read already.
+    """
+
+    num: int  # requests in the step
     plain: float
     fixed: float
-    rows: list[float]  # per depth, for one request
+    rows: list[float]  # per depth, for one request: its share of a step in which all draft that deep
     uniform: list[float]  # per depth, a step in which all requests draft that deep; at 0 it includes the fixed part
-    verify: list[float]  # per number of drafts, for one request: what verifying them costs, however deep it drafted
+    verify: list[float]  # per number of drafts of each request: what verifying all of them costs
+    deeper: list[float]  # per depth, for one request: what drafting costs beyond the fixed part, before verifying
 
     @classmethod
     def of(cls, curve: list[float], num: int, drafting: Sequence[float] = ()) -> Price:
         """drafting: by depth, the part of the curve that is spent before verifying; empty if it is not known."""
         slope = (curve[3] - curve[1]) / 2 if len(curve) > 3 else 0.0
         fixed = max(curve[1] - curve[0] - slope, 0.0)
-        rows = [max(seconds - curve[0] - fixed, 0.0) / num for seconds in curve]
-        verify = rows
+        over = [max(seconds - curve[0] - fixed, 0.0) for seconds in curve]
+        verify = over
         if drafting:
             apart = [seconds - draft for seconds, draft in zip(curve, drafting, strict=True)]
-            verify = [max(seconds - apart[0], 0.0) / num for seconds in never_falling(apart, [1.0] * len(apart))]
-        return cls(curve[0], fixed, rows, [curve[0] + fixed + num * seconds for seconds in rows], verify)
+            verify = [max(seconds - apart[0], 0.0) for seconds in never_falling(apart, [1.0] * len(apart))]
+        begun, deeper = curve[0] + fixed, [(both - last) / num for both, last in zip(over, verify, strict=True)]
+        return cls(num, curve[0], fixed, [s / num for s in over], [begun + s for s in over], verify, deeper)
 
-    def rows_of(self, depth: int, kept: float) -> float:
-        """The cost of one request's rows if it drafts to a depth and keeps so many of the drafts, on average."""
-        if kept >= depth:  # a mean of equal numbers may be a rounding error above them
-            return self.rows[depth]
-        low = int(kept)
-        part = self.verify[low] + (self.verify[low + 1] - self.verify[low]) * (kept - low)
-        return max(self.rows[depth] - self.verify[depth] + part, 0.0)
+    def verifying(self, drafts: float) -> float:
+        """What so many drafts of all requests cost to verify."""
+        each = min(drafts / self.num, len(self.verify) - 1.0)
+        low = min(int(each), len(self.verify) - 2)
+        return self.verify[low] + (self.verify[low + 1] - self.verify[low]) * (each - low)
 
-    def step(self, depths: Sequence[int]) -> float:
-        return self.plain + (self.fixed if any(depths) else 0.0) + sum(self.rows[d] for d in depths)
+    @cached_property
+    def beside(self) -> dict[int, list[float]]:
+        """What verifying k drafts of one request costs, by how many drafts each other request has. Where that makes no
+        difference, as where every row costs the same, one number of them stands for all."""
+        deepest = len(self.verify) - 1
+        levels = sorted({min(level, deepest) for level in (*LEVELS, deepest)}) if self.num > 1 else [0]
+        found = {}
+        for level in levels:
+            others = (self.num - 1) * level
+            before = self.verifying(others)
+            found[level] = [self.verifying(others + own) - before for own in range(1 + deepest)]
+        costs = [each[deepest] for each in found.values()]
+        return found if max(costs) > STRAIGHT * min(costs) else {levels[0]: found[levels[0]]}
+
+    def own(self, depths: Sequence[int], kept: Sequence[float], level: int) -> list[float]:
+        """For each depth, the cost of one request that drafts so deep and keeps so many of the drafts, on average,
+        beside others that have 'level' of them each."""
+        costs, deeper, found = self.beside[level], self.deeper, []
+        last = len(costs) - 2
+        for depth, mean in zip(depths, kept, strict=True):
+            low = min(int(mean), last)
+            part = costs[low] + (costs[low + 1] - costs[low]) * (mean - low)
+            found.append(max(deeper[depth] + part, 0.0))
+        return found
+
+    def step(self, deeper: float, kept: float) -> float:
+        """A step that drafts, of whose drafts so many are kept; deeper: the sum of what its depths cost."""
+        return self.plain + self.fixed + deeper + self.verifying(kept)
 
     def can_pay(self, choice: Sequence[int], acceptance: float) -> bool:
         """Whether some depth would beat plain steps if all drafted to it and each draft were accepted with this

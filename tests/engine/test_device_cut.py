@@ -150,10 +150,11 @@ def test_the_host_learns_from_what_the_device_says(
     monkeypatch.setattr(controller, "_rate", 1.0)
     monkeypatch.setattr(controller, "_price", Price.of([0.15 * k for k in range(1 + DEPTH)], 1))
     params = [SamplingParams(max_tokens=60, ignore_eos=True, num_draft=AUTO)] * 2
-    fit, before = controller.fits[False], controller.usual.weight
+    fit, before = controller.fits[False], sum(profile.weight for profile in controller.usual.values())
     known = fit.slope, fit.base
     llm.generate(TEXTS[:2], params)
-    assert (fit.slope, fit.base) != known and controller.usual.weight > before + 5
+    assert (fit.slope, fit.base) != known
+    assert sum(profile.weight for profile in controller.usual.values()) > before + 5
     assert len({o.verified for o in outcomes}) > 2
     costs = controller.costs[1, 0]
     assert costs.drafting[DEPTH] > 0 and any(costs.weight[1:DEPTH]), "of cut steps too"

@@ -10,7 +10,8 @@ import pytest
 
 from sparkdraft.spec.confidence import Confidence
 from sparkdraft.spec.cut import OWN, USUAL, Profile, best_cuts, survivals
-from sparkdraft.spec.depth import DepthController, DepthState
+from sparkdraft.spec.depth import DepthController
+from sparkdraft.spec.depth_state import DepthState
 from sparkdraft.spec.step_costs import Price, StepCosts, interpolate
 
 MAX_DEPTH = 15
@@ -151,14 +152,14 @@ def test_a_cut_step_teaches_the_cost_of_what_it_verified() -> None:
     assert costs.curve()[3] == pytest.approx(11.0) and costs.drafting_at(7) == pytest.approx(4.0)
     price = costs.price(1)
     assert price.verify[3] == pytest.approx(4.1) and price.verify[7] == pytest.approx(12.1)
-    assert price.rows_of(7, 3) == pytest.approx(price.rows[7] - 8.0)
-    assert price.rows_of(7, 7.0000001) == price.rows[7] and price.rows_of(0, 0.0) == price.rows[0]
-    assert price.rows_of(7, 5) == pytest.approx((price.rows_of(7, 4) + price.rows_of(7, 6)) / 2, rel=0.05)
+    few, five, whole, none = price.own([7, 7, 7, 0], [3, 5, 7.0000001, 0.0], 0)
+    assert few == pytest.approx(price.rows[7] - 8.0) and whole == pytest.approx(price.rows[7]) and none == price.rows[0]
+    assert five == pytest.approx(sum(price.own([7, 7], [4, 6], 0)) / 2, rel=0.05)
 
 
 def test_without_times_of_their_own_drafts_cost_what_their_rows_do() -> None:
     price = Price.of([5.0, 6.0, 7.0, 8.0], 1)
-    assert price.verify == price.rows and price.rows_of(3, 1) == price.rows[1]
+    assert price.verify == price.rows and price.own([3], [1], 0) == [price.rows[1]]
 
 
 # ---- the controller

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from sparkdraft.spec.depth import DepthController, DepthState
+from sparkdraft.spec.depth import DepthController
+from sparkdraft.spec.depth_state import DepthState
 
 
 def usual_depths(most: int) -> list[int]:
