@@ -15,17 +15,17 @@ compiler joins a product and a sum into an fma in one kernel and not in the next
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparkdraft.kernels.constants import device_constant
+
 MOST_GROUPS = 1 << 16  # of a launch
 
 
-@lru_cache
+@device_constant
 def counters(device: torch.device) -> Tensor:
     return torch.zeros((MOST_GROUPS,), dtype=torch.int32, device=device)
 

@@ -10,11 +10,12 @@ whatever is one number per output row: the scale of a tensor, of a channel, or o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from sparkdraft.kernels.constants import device_constant
 
 
 class Levels(NamedTuple):
@@ -95,7 +96,7 @@ class Coded:
         return Coded(self.levels, codes, self.group, rows(self.scale), rows(self.offset), rows(self.row_scale))
 
 
-@lru_cache
+@device_constant
 def _level_values(levels: str, device: torch.device) -> Tensor:
     """float32 by code. Made once per device: a recording cannot copy numbers to a GPU."""
     return torch.tensor(LEVELS[levels].values, device=device)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparkdraft.kernels.constants import device_constant
 from sparkdraft.kernels.turboquant.rotation import Rotation
 
 
@@ -34,7 +33,7 @@ def flip(x, signs):
     return tl.where(signs < 0, -x, x)
 
 
-@lru_cache
+@device_constant
 def signs(dim: int, device: torch.device) -> Tensor:
-    """float32 [dim]. Sent once, by the run that precedes every capture."""
+    """float32 [dim]."""
     return Rotation(dim).matrix()[0].sign().to(device=device, dtype=torch.float32)  # Hadamard's first row is all ones
