@@ -230,11 +230,13 @@ class Engine:
         """What runs differently from what was asked: the plan's fallbacks, and those that loading and running showed
         since."""
         slow, proposer = "are launched one operator at a time", self.drafting.proposer
+        late = getattr(self.runner.model.ops, "compiled_late", ())  # of GPU kernels alone
         return [
             *self.plan.fallbacks,
             *(Fallback(*note) for note in self._notes),
             *(Fallback(f"decode steps {slow}", why) for why in self.runner.unrecorded),
             *(Fallback(f"drafts {slow}", why) for why in (proposer.unrecorded if proposer else ())),
+            *(Fallback("GPU kernels are compiled one by one", why) for why in late),
         ]
 
     @property

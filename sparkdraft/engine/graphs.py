@@ -59,9 +59,11 @@ class Graphs(Generic[Key]):
 
     def record(self, shapes: list[Key]) -> None:
         """Make recordings that stay. The largest is made first: on a GPU the smaller ones then fit into its memory."""
+        if self._ops.Recording.AFTER_A_RUN:
+            self._ops.compile_ahead([partial(self._run, shape) for shape in shapes])
         for shape in sorted(shapes, reverse=True):  # type: ignore[type-var]
             if self._ops.Recording.AFTER_A_RUN:
-                self._run(shape)  # this compiles the kernels
+                self._run(shape)  # this loads what a capture may not
             self._kept[shape] = self._make(shape)
 
     def replay(self, shape: Key) -> Tensor:
@@ -74,6 +76,7 @@ class Graphs(Generic[Key]):
         if recording is None:
             if self._ops.Recording.AFTER_A_RUN and shape not in self._seen:
                 self._remember(self._seen, shape, None)
+                self._ops.compile_ahead([partial(self._run, shape)])
                 return self._run(shape)
             self._seen.pop(shape, None)
             recording = self._make(shape)

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from sparkdraft.kernels.cuda import attention, delta_chunks, delta_steps, experts, few_rows, tuned
+from sparkdraft.kernels.cuda.compiling import only_compiling
 from sparkdraft.kernels.cuda.few_rows import Tile
 from sparkdraft.kernels.cuda.gpu import Gpu
-from sparkdraft.tune.compiling import only_compiling
 
 COLD_BYTES = 256 << 20  # a graph reads this much at least, five times the L2 of an H200
 FEW = [(64, 2), (128, 2), (32, 1), (64, 4)]  # lines and warps over codes; all but the last run mma.sync

@@ -35,8 +35,12 @@ class Listed(Captured):
     NAME, AFTER_A_RUN = "native", False
 
 
-def kernels(kind: type[Captured]) -> Any:
-    return SimpleNamespace(Recording=kind, NAME=kind.NAME)
+def kernels(kind: type[Captured], compiled: list[int] | None = None) -> Any:
+    """compiled: the number of steps of each call that compiles ahead."""
+    found = SimpleNamespace(Recording=kind, NAME=kind.NAME)
+    if kind.AFTER_A_RUN:
+        found.compile_ahead = lambda steps: None if compiled is None else compiled.append(len(steps))
+    return found
 
 
 @pytest.mark.parametrize("kind", [Captured, Listed])
@@ -51,6 +55,17 @@ def test_a_call_is_one_step_whether_it_is_launched_recorded_or_replayed(kind: ty
     assert [int(graphs.replay(4)) for _ in range(4)] == [1, 2, 3, 4]
     graphs.record([1, 2])
     assert steps == [4, 4, 4, 4, *([2, 1] if kind.AFTER_A_RUN else [])], "recorded ahead, the largest first"
+
+
+def test_kernels_are_compiled_before_a_shape_runs_and_those_of_all_shapes_at_start_together() -> None:
+    compiled: list[int] = []
+    graphs = Graphs(lambda shape: torch.tensor(shape), kernels(Captured, compiled))
+    graphs.record([1, 2, 3])
+    assert compiled == [3]
+    for _ in range(3):
+        graphs.replay(4)
+        graphs.replay(1)
+    assert compiled == [3, 1]
 
 
 @pytest.mark.parametrize("kind", [Captured, Listed])

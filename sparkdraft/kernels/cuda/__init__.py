@@ -8,6 +8,7 @@ first use. Sampling and the layout of the cache belong to others.
 from typing import Any
 
 from sparkdraft.kernels.cuda.attention import paged_attention
+from sparkdraft.kernels.cuda.compiling import compile_ahead, compiled_late
 from sparkdraft.kernels.cuda.delta_steps import delta_rule
 from sparkdraft.kernels.cuda.elementwise import (
     add_normed,

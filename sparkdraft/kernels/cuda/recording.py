@@ -19,7 +19,7 @@ _living: WeakSet[Recording] = WeakSet()
 
 
 @contextmanager
-def _no_garbage_collected() -> Iterator[None]:
+def no_garbage_collected() -> Iterator[None]:
     """An old engine's graphs, freed in the middle of a capture, would end it."""
     enabled = gc.isenabled()
     gc.disable()
@@ -42,7 +42,7 @@ class Recording:
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         other = next(iter(_living), None)
-        with _no_garbage_collected(), torch.cuda.graph(self._graph, pool=other._graph.pool() if other else None):
+        with no_garbage_collected(), torch.cuda.graph(self._graph, pool=other._graph.pool() if other else None):
             self.output = run()
         _living.add(self)
 
