@@ -6,7 +6,7 @@ recording reads the step's fixed input buffers, lengths included, so it serves a
 On a GPU, recordings of plain decoding are made at start for a few batch sizes; a batch runs in the next larger one,
 padded with rows that write nowhere. Short prompts are recorded too. Longer prompts run eagerly, because they keep the
 GPU busy while the next operators are launched. All other recordings are made when a shape comes up: on a CPU at once,
-on a GPU the second time.
+on a GPU the second time. Before a shape first runs on a GPU, its kernels are compiled on all cores.
 
 Recordings made at start stay. Of the others a limited number is kept, and the least recently replayed one is dropped.
 The kernel modules say how to record.

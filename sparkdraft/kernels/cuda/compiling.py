@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.runtime._async_compile import AsyncCompileMode, active_mode
 from triton.runtime.jit import KernelInterface
 
 from sparkdraft.kernels.cuda.recording import no_garbage_collected
@@ -37,6 +36,8 @@ def only_compiling() -> Iterator[None]:
     """Kernels that are launched within, by whatever thread, are not run but compiled, by as many threads as there are
     cores. When the block has ended, all of them are compiled and loaded. One that does not compile fails again where it
     is launched, and says why there. What torch launches within does run, on tensors that no kernel has written."""
+    from triton.runtime._async_compile import AsyncCompileMode, active_mode  # not public: a start can do without it
+
     launcher, seen = KernelInterface.__getitem__, set[object]()
 
     def note(kernel: Any, grid: object, *arguments: object, **options: object) -> None:
@@ -78,7 +79,8 @@ def _thrown_away() -> Iterator[None]:
     """What is launched within is captured, and the capture is dropped, with its memory.
 
     It may do what only a first run does, as to load a library: hence "relaxed". Its memory is no recording's, so that
-    a failure does not touch theirs.
+    a failure does not touch theirs. The workspace that cuBLAS asks for on its stream stays: torch holds it, and
+    recordings, which are made on the same stream, read and write it.
     """
     device, pool = torch.cuda.current_device(), torch.cuda.graph_pool_handle()
     graph = torch.cuda.CUDAGraph(keep_graph=True)  # one that is not made ready for being launched
