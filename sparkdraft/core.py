@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from numbers import Real
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 MAX_LOGPROBS = 20
 AUTO = -1  # a depth that is chosen every step
@@ -53,12 +53,16 @@ class Fact:
     reason: str = ""  # why, if it could be better
 
 
-class Note(NamedTuple):
-    """What a user gets less of than a file has or a plan says, or what was chosen, in words, and why."""
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """Where a user gets less than was asked for or than a file has, or what was chosen for the user, and why."""
 
     name: str
     reason: str
-    is_choice: bool = False  # there is nothing to mend
+    is_choice: bool = False  # it says what was chosen for the user: there is nothing to mend
+
+    def as_dict(self) -> dict[str, str]:
+        return {"name": self.name, "reason": self.reason}
 
 
 class FinishReason(StrEnum):

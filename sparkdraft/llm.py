@@ -18,11 +18,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sparkdraft.config import EngineConfig
-from sparkdraft.core import Fact, FinishReason, SamplingParams, StepOutput, TokenLogprob, UserError, whole
+from sparkdraft.core import Fact, Fallback, FinishReason, SamplingParams, StepOutput, TokenLogprob, UserError, whole
 from sparkdraft.defaults import OPENAI, usable_defaults
 from sparkdraft.engine.facts import facts
 from sparkdraft.engine.load import load
-from sparkdraft.plan.resolve import Fallback
 from sparkdraft.text import chat
 from sparkdraft.text.events import Content, Reasoning
 from sparkdraft.text.style import chat_style

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 
-from sparkdraft.core import Fact
-from sparkdraft.plan.resolve import Fallback, Plan
+from sparkdraft.core import Fact, Fallback
+from sparkdraft.plan.resolve import Plan
 from sparkdraft.progress import errors
 
 

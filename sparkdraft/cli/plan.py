@@ -227,8 +227,7 @@ def _drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftConfi
         return found, []
 
     found = pick(model_name, model, held, lambda path: _open_drafter(path, model), head)
-    for each in found.notes:
-        note(f"{each.name}: {each.reason}")
+    show_fallbacks(found.fallbacks)
     return *(found.drafter or (None, [])), found.name
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdraft.cli.console import note
+from sparkdraft.cli.console import note, show_fallbacks
 from sparkdraft.cli.options import add_engine_flags, engine_options
 from sparkdraft.config import ENGINE_FIELDS, KV_FORMATS, EngineConfig
 from sparkdraft.core import UserError
@@ -99,8 +99,7 @@ def _check(args: Namespace) -> tuple[list[str], list[str]]:
 
 
 def _introduce(opened: Opened, engines: Engines, prompts: int, minutes: float) -> None:
-    for each in opened.notes:
-        note(f"{each.name}: {each.reason}")
+    show_fallbacks(opened.fallbacks)
     subject, plan = opened.subject, engines.plan
     print(f"{subject.model} on {subject.machine}, drafter {subject.drafter or 'none'}; {prompts} prompts")
     depths = ",".join(map(str, engines.depths))

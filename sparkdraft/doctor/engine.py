@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from sparkdraft.config import EngineConfig
-from sparkdraft.core import Fact, UserError
+from sparkdraft.core import Fact, Fallback, UserError
 from sparkdraft.doctor import layers as words
 from sparkdraft.doctor.finding import Finding, Status
 from sparkdraft.doctor.trials import Counted, run_counted, run_drafter_watched, run_watched
@@ -18,7 +18,6 @@ from sparkdraft.doctor.watch import ENDS, Watch, listed
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.facts import facts, formats
 from sparkdraft.engine.load import load
-from sparkdraft.plan.resolve import Fallback
 from sparkdraft.progress import Meter
 
 PART, KERNELS = "engine", "kernels by layer"

@@ -14,7 +14,7 @@ import torch
 from sparkdraft import kernels
 from sparkdraft.cache.turboquant.centre import SKIPPED, key_centres
 from sparkdraft.config import ENGINE_FIELDS, EngineConfig
-from sparkdraft.core import Note, UserError
+from sparkdraft.core import Fallback, UserError
 from sparkdraft.engine.caches import dense_cache, scratch_cache, target_cache
 from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.engine import Engine
@@ -78,7 +78,7 @@ def build_engine(
     drafter: DraftSource | RaceSource | None = None,
     progress: Progress | None = None,
     calibration: Sequence[int] = (),
-    chosen: Sequence[Note] = (),
+    chosen: Sequence[Fallback] = (),
     model: Decoder | None = None,
 ) -> Engine:
     """calibration: ids of any text, from which a coded cache learns its mean keys; with too few ids nothing is
@@ -97,10 +97,10 @@ def build_engine(
             loader = Loader(source, device, dtype, ops, progress, weights=config.weights, cache=cache)
             model = model or architecture(model_config.model_type).build(model_config, loader, ops, plan.max_model_len)
         assert model.context >= plan.max_model_len, f"{model.context} positions for a context of {plan.max_model_len}"
-        proposer, notes = None, [*chosen, *loader.notes, *_unknown_ends(tokenizer, model_config.vocab_size)]
+        proposer, fallbacks = None, [*chosen, *loader.fallbacks, *_unknown_ends(tokenizer, model_config.vocab_size)]
         if drafter:
             made, said = _build_drafter(drafter, config, plan, model)
-            proposer, notes = Proposer(made, plan, device, ops), [*notes, *said]
+            proposer, fallbacks = Proposer(made, plan, device, ops), [*fallbacks, *said]
         ngram, reads = config.ngram and config.spec != "off", model_sizes(model_config).read
         drafting = Drafting(plan.max_model_len, proposer, ngram, config.num_draft, reads, config.depths, config.cut)
         centres = None
@@ -119,28 +119,31 @@ def build_engine(
     overlap = None
     if plan.graphs and plan.device == "cuda":
         overlap = OverlappedSteps(runner, proposer, device, drafting.choices, drafting.cuts)
-    return Engine(plan, runner, sampler, tokenizer, drafting, overlap, holdings, notes, counts)
+    return Engine(plan, runner, sampler, tokenizer, drafting, overlap, holdings, fallbacks, counts)
 
 
-def _unknown_ends(tokenizer: Vocabulary, vocab_size: int) -> list[Note]:
+def _unknown_ends(tokenizer: Vocabulary, vocab_size: int) -> list[Fallback]:
     unknown = sorted(token for token in tokenizer.eos_ids if not 0 <= token < vocab_size)
-    return [Note(f"the end-of-text id {token} is ignored", f"ids go from 0 to {vocab_size - 1}") for token in unknown]
+    reason = f"ids go from 0 to {vocab_size - 1}"
+    return [Fallback(f"the end-of-text id {token} is ignored", reason) for token in unknown]
 
 
 def _build_drafter(
     drafter: DraftSource | RaceSource, config: EngineConfig, plan: Plan, target: Decoder
-) -> tuple[Drafter, list[Note]]:
+) -> tuple[Drafter, list[Fallback]]:
     """A drafter, or several in one; and what loading it settled for. Its weights are quantised only if that is asked
     for, whatever the target's are; its K/V are exact."""
-    notes, made = list[Note](), list[Drafter]()
+    fallbacks, made = list[Fallback](), list[Drafter]()
     for racer in drafter.racers if isinstance(drafter, RaceSource) else (drafter,):
         built, said = _build_one(racer, config, plan, target)
         made.append(built)
-        notes += said
-    return (Racers(made) if len(made) > 1 else made[0]), notes
+        fallbacks += said
+    return (Racers(made) if len(made) > 1 else made[0]), fallbacks
 
 
-def _build_one(source: DraftSource, config: EngineConfig, plan: Plan, target: Decoder) -> tuple[Drafter, list[Note]]:
+def _build_one(
+    source: DraftSource, config: EngineConfig, plan: Plan, target: Decoder
+) -> tuple[Drafter, list[Fallback]]:
     device, dtype, ops = torch.device(plan.device), TORCH_DTYPES[plan.dtype], target.ops
     form, keeps = source.weights, config.weights_cache
     cache = open_cache(source.source.path, form, plan.device, "drafter") if keeps else None
@@ -148,4 +151,4 @@ def _build_one(source: DraftSource, config: EngineConfig, plan: Plan, target: De
         load = Loader(source.source, device, dtype, ops, weights=form, cache=cache, option="drafter_weights")
         kv = dense_cache(source.caps.kv, plan, dtype, device, ops)
         made = source.build(load, ops, target, kv, plan.max_model_len, plan.max_seqs)
-    return made, [Note(f"in the drafter, {note.name}", note.reason) for note in load.notes]
+    return made, [Fallback(f"in the drafter, {each.name}", each.reason) for each in load.fallbacks]

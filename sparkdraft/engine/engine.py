@@ -19,7 +19,7 @@ from sparkdraft.backend import DRAFTING, GROWTH, PREFIX_CACHE
 from sparkdraft.cache.blocks import BlockPool
 from sparkdraft.cache.holdings import Holding
 from sparkdraft.cache.prefix import PrefixCache
-from sparkdraft.core import Batch, FinishReason, Note, Request, SamplingParams, StepOutput, UserError
+from sparkdraft.core import Batch, Fallback, FinishReason, Request, SamplingParams, StepOutput, UserError
 from sparkdraft.engine.accept import committed
 from sparkdraft.engine.drafting import Drafting, Outcome
 from sparkdraft.engine.drift import StepDrift
@@ -29,7 +29,7 @@ from sparkdraft.engine.pace import PromptPace
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow
 from sparkdraft.engine.scheduler import Scheduler
-from sparkdraft.plan.resolve import Fallback, Plan
+from sparkdraft.plan.resolve import Plan
 from sparkdraft.spec.id_files import IdCounts
 from sparkdraft.text.grammar import Grammar, GrammarCompiler
 from sparkdraft.text.tokenizer import Vocabulary
@@ -47,16 +47,16 @@ class Engine:
         drafting: Drafting,
         overlap: OverlappedSteps | None = None,
         holdings: Sequence[Holding] = (),
-        notes: Sequence[Note] = (),
+        fallbacks: Sequence[Fallback] = (),
         counts: IdCounts | None = None,
     ) -> None:
         """overlap: runs the steps in which all requests only decode; without it the host runs every step.
 
-        holdings: what requests hold beside their blocks (cache/holdings.py). notes: what loading settled for.
+        holdings: what requests hold beside their blocks (cache/holdings.py). fallbacks: what loading settled for.
         counts: of the ids that requests write, if they are counted.
         """
         self.plan, self.runner, self.sampler, self.tokenizer = plan, runner, sampler, tokenizer
-        self.drafting, self.overlap, self._notes, self._counts = drafting, overlap, notes, counts
+        self.drafting, self.overlap, self._fallbacks, self._counts = drafting, overlap, fallbacks, counts
         self.grammars = GrammarCompiler(tokenizer, sampler.vocab_size)
         self.pool = BlockPool(plan.num_blocks)
         prefix = PrefixCache(self.pool, plan.block_size, plan.prefix_cache)
@@ -233,7 +233,7 @@ class Engine:
         late = getattr(self.runner.model.ops, "compiled_late", ())  # of GPU kernels alone
         return [
             *self.plan.fallbacks,
-            *(Fallback(*note) for note in self._notes),
+            *self._fallbacks,
             *(Fallback(f"decode steps {slow}", why) for why in self.runner.unrecorded),
             *(Fallback(f"drafts {slow}", why) for why in (proposer.unrecorded if proposer else ())),
             *(Fallback("GPU kernels are compiled one by one", why) for why in late),

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from sparkdraft.cache.turboquant.centre import TEXT
 from sparkdraft.config import EngineConfig
-from sparkdraft.core import Note
+from sparkdraft.core import Fallback
 from sparkdraft.defaults import usable_defaults
 from sparkdraft.engine.build import build_engine, find_drafter
 from sparkdraft.engine.engine import Engine
@@ -53,7 +53,7 @@ class Opened:
     model_config: ModelConfig
     drafter: DraftSource | RaceSource | None
     subject: Subject  # what a profile of it is about
-    notes: list[Note]  # about the drafter, the settings, the model's wrong defaults and its chat template
+    fallbacks: list[Fallback]  # about the drafter, the settings, the model's wrong defaults and its chat template
 
     @property
     def caps(self) -> DrafterCaps | None:
@@ -68,12 +68,12 @@ def open_model(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Op
     drafts_by = drafter.caps.name if drafter else ""
     subject = Subject.of(detect(config), config.model, checkpoint.config, checkpoint.stored_bytes(), drafts_by)
     config, said = pick_up(config, subject, drafter.caps.max_depth if drafter else NGRAM_DEPTH)
-    notes = [*(Note(each.name, each.reason, each.is_choice) for each in said), *chosen]
+    fallbacks = [*said, *chosen]
     wrong = usable_defaults(checkpoint.generation)[1]
-    notes += [Note(f"the model's default {name} is not used", why) for name, why in wrong.items()]
+    fallbacks += [Fallback(f"the model's default {name} is not used", why) for name, why in wrong.items()]
     if fault := fault_of(checkpoint.chat_template):
-        notes.append(Note("chats are refused", fault))
-    return Opened(config, checkpoint, model, drafter, subject, notes)
+        fallbacks.append(Fallback("chats are refused", fault))
+    return Opened(config, checkpoint, model, drafter, subject, fallbacks)
 
 
 def load(config: EngineConfig, progress: Progress | None = None, checkpoint: Checkpoint | None = None) -> Loaded:
@@ -94,7 +94,7 @@ def load_opened(opened: Opened, progress: Progress | None = None, weights: Decod
     text = tokenizer.encode(TEXT.read_text(encoding="utf-8")) if plan.coded else []
     calibration = text[: plan.max_model_len]
     engine = build_engine(
-        plan, config, model, checkpoint, tokenizer, drafter, progress, calibration, opened.notes, weights
+        plan, config, model, checkpoint, tokenizer, drafter, progress, calibration, opened.fallbacks, weights
     )
     engine.warm_up()
     return Loaded(checkpoint, model, tokenizer, engine)

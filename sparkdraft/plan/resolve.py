@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sparkdraft.config import EngineConfig
-from sparkdraft.core import UserError
+from sparkdraft.core import Fallback, UserError
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.layers import AttentionSpec
 from sparkdraft.plan.hardware import Hardware
@@ -44,16 +44,6 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2}  # of activations, and of exact keys an
 MOST_AHEAD = 64
 # bytes per weight that is not kept as it is stored; "quantised": the CPU kernels', at most 8 bits and a scale
 WEIGHT_ITEMSIZE = {"quantised": 1.07, "float32": 4.0, "bfloat16": 2.0}
-
-
-@dataclass(frozen=True, slots=True)
-class Fallback:
-    name: str
-    reason: str
-    is_choice: bool = False  # it says what was chosen for the user: there is nothing to mend
-
-    def as_dict(self) -> dict[str, str]:
-        return {"name": self.name, "reason": self.reason}
 
 
 @dataclass(frozen=True, slots=True)

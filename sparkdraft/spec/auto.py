@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sparkdraft.core import Note
+from sparkdraft.core import Fallback
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.spec.choice import pick
 from sparkdraft.spec.race import RaceSource
@@ -14,7 +14,7 @@ from sparkdraft.weights.checkpoint import Checkpoint
 
 class Choice(NamedTuple):
     drafter: DraftSource | RaceSource | None
-    notes: list[Note]
+    fallbacks: list[Fallback]
 
 
 def choose(model: str, config: ModelConfig, checkpoint: Checkpoint | None = None) -> Choice:
@@ -26,4 +26,4 @@ def choose(model: str, config: ModelConfig, checkpoint: Checkpoint | None = None
 
     names = checkpoint.names() if checkpoint else ()
     found = pick(model, config, names, lambda folder: find_drafter(folder, config), head)
-    return Choice(found.drafter, found.notes)
+    return Choice(found.drafter, found.fallbacks)

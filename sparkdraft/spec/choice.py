@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Generic, NamedTuple, TypeVar
 
-from sparkdraft.core import Note, UserError
+from sparkdraft.core import Fallback, UserError
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.spec import pairs
 from sparkdraft.spec.mtp_config import MTP, has_head
@@ -25,7 +25,7 @@ Found = TypeVar("Found")
 
 class Picked(NamedTuple, Generic[Found]):
     drafter: Found | None
-    notes: list[Note]
+    fallbacks: list[Fallback]
     name: str = ""  # of the drafter
 
 
@@ -41,7 +41,7 @@ def pick(
     if own := default_drafter(model):
         return Picked(find(own), [], EMBEDDED[model])
     found, holds = pairs.match(model, config), has_head(names)
-    notes, doubt = list[Note](), f" ({found.doubt})" if found and found.doubt else ""
+    fallbacks, doubt = list[Fallback](), f" ({found.doubt})" if found and found.doubt else ""
     for known in found.target.published if found else []:
         folder = cached_snapshot(known.repo)
         if folder is None:
@@ -49,26 +49,26 @@ def pick(
         try:
             drafter = find(str(folder))
         except UserError as error:
-            notes.append(Note(f"the drafter {known.repo} is passed over", str(error)))
+            fallbacks.append(Fallback(f"the drafter {known.repo} is passed over", str(error)))
             continue
         other = "; --drafter mtp takes the head in the model's own file" if holds else ""
         reason = f"it is in the hub's cache: {known.describe()}{doubt}{other}; {WITHOUT}"
-        return Picked(drafter, [*notes, Note(f"drafting with {known.repo}", reason, True)], known.repo)
+        return Picked(drafter, [*fallbacks, Fallback(f"drafting with {known.repo}", reason, True)], known.repo)
     missing = _missing(found.target, doubt) if found else _undecided(pairs.alike(config))
     if holds:
         try:
-            return Picked(find_head(), [*notes, _own_head(found, missing)], MTP)
+            return Picked(find_head(), [*fallbacks, _own_head(found, missing)], MTP)
         except UserError as error:
-            notes.append(Note("the MTP head in the model's file is passed over", str(error)))
-    return Picked(None, [*notes, *(Note("no drafter", text) for text in missing)])
+            fallbacks.append(Fallback("the MTP head in the model's file is passed over", str(error)))
+    return Picked(None, [*fallbacks, *(Fallback("no drafter", text) for text in missing)])
 
 
-def _own_head(found: pairs.Match | None, missing: list[str]) -> Note:
+def _own_head(found: pairs.Match | None, missing: list[str]) -> Fallback:
     known = [d for d in found.target.drafters if d.kind == MTP and d.tokens] if found else []
     promise = f", {known[0].promise}" if known else ""
     instead = f"; no other drafter is in the hub's cache: {missing[0]}" if missing else ""
     reason = f"it is there{promise}{instead}; {WITHOUT}"
-    return Note("drafting with the MTP head in the model's own file", reason, True)
+    return Fallback("drafting with the MTP head in the model's own file", reason, True)
 
 
 def _missing(target: pairs.KnownTarget, doubt: str) -> list[str]:

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from sparkdraft.config import ENGINE_FIELDS, KV_FORMATS, NO_PROFILE, EngineConfig
-from sparkdraft.core import UserError
+from sparkdraft.core import Fallback, UserError
 from sparkdraft.paths import user_path
 from sparkdraft.plan.hardware import Hardware
-from sparkdraft.plan.resolve import Fallback
 from sparkdraft.weights.hub import cache_dir
 
 VERSION = 1

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sparkdraft.core import Note, UserError
+from sparkdraft.core import Fallback, UserError
 from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.linear import CannotKeep, Linear
 from sparkdraft.weights.quant.quantise import QUANTISERS
@@ -54,7 +54,7 @@ class Loader:
         all_floats: bool = False,  # keep every matrix as floats, whatever the file holds
     ) -> None:
         self.source, self.device, self.dtype, self.ops = source, device, dtype, ops
-        self.notes: list[Note] = []  # what could not be had as asked
+        self.fallbacks: list[Fallback] = []  # what could not be had as asked
         self._rounded: dict[str, list[str]] = {}  # reason -> matrices whose kept numbers are not the file's
         self._names = frozenset(name for name in source.names() if name.startswith(under))
         self._left = set(self._names)
@@ -206,7 +206,7 @@ class Loader:
 
     def note(self, name: str, reason: str, is_choice: bool = False) -> None:
         """Something that the user shall know."""
-        self.notes.append(Note(name, reason, is_choice))
+        self.fallbacks.append(Fallback(name, reason, is_choice))
 
     def finish(self) -> None:
         """Every tensor of the file has found its place, or the file is not what its config says."""

@@ -356,7 +356,7 @@ def test_a_gpus_loader_keeps_published_experts_as_codes() -> None:
         assert isinstance(router, DenseLinear) and router.tiles.layout is None
         assert isinstance(gate_up, planes.PlaneExperts) and gate_up.count == 4 and gate_up.bias.shape == (4, 192)
         assert gate_up.tiles.format == down.tiles.format == "e2m1_e8m0_32"
-    assert not load.notes
+    assert not load.fallbacks
 
 
 # The PTX

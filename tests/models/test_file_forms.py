@@ -110,7 +110,7 @@ def test_a_text_only_file_is_the_same(variant: str, prefix: str, tmp_path: Path)
     text = renamed(own, long, prefix)
     alone = write(tmp_path / "b", text, config_of(folder)["text_config"])
     assert torch.equal(logits(alone), logits(folder))
-    assert not Harness(alone).loader.notes and len(Harness(folder).loader.notes) == 1
+    assert not Harness(alone).loader.fallbacks and len(Harness(folder).loader.fallbacks) == 1
 
 
 def test_a_drafter_in_the_file_is_left(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_drafter_in_the_file_is_left(tmp_path: Path) -> None:
     mtp = {"mtp.fc.weight": torch.zeros(64, 128), "mtp.norm.weight": torch.zeros(64)}
     other = write(tmp_path / "b", tensors_of(folder) | mtp, config_of(folder))
     assert torch.equal(logits(other), logits(folder))
-    assert not Harness(other).loader.notes
+    assert not Harness(other).loader.fallbacks
 
 
 def test_the_number_of_experts_has_two_names(tmp_path: Path) -> None:

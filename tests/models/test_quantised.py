@@ -97,7 +97,7 @@ def test_published_files_have_the_logits_of_their_numbers(folder: Path, tmp_path
         run = Harness(folder, "native")
         near = run.run({"a": ids})[0]["a"]
         assert float((near - floats).norm() / floats.norm()) < 0.03  # activations of 8 bits
-        rounded = [note.name for note in run.loader.notes]
+        rounded = [note.name for note in run.loader.fallbacks]
         count = 4 if "fp8" in folder.name else 3 if "desc-act" in folder.name else 0  # down_proj has one group
         assert rounded == ([f"{count} quantised matrices are rounded to 8 bits"] if count else [])
 
@@ -190,7 +190,7 @@ def test_a_gguf_file_of_k_quants(tmp_path: Path, write_gguf: Callable[..., Path]
     exact, ours, rounded = (each.run({"a": list(range(16))})[0]["a"] for each in runs)
     error, most = (float((each - exact).norm() / exact.norm()) for each in (ours, rounded))
     assert error < 0.06 and error < 1.2 * most, "rounded activations are all that it loses"
-    assert not runs[1].loader.notes
+    assert not runs[1].loader.fallbacks
 
 
 # ---- quantised at load

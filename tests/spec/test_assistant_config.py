@@ -155,7 +155,7 @@ def test_one_in_the_hubs_cache_is_found_by_itself(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(pairs, "targets", lambda: (pairs.KnownTarget("google/tiny", "gemma4", *shape, (known,)),))
     monkeypatch.setattr(choice, "cached_snapshot", lambda repo: folder if repo == known.repo else None)
     found = auto.choose("google/tiny", config)
-    assert found.drafter and found.drafter.caps.name == "assistant" and known.repo in found.notes[0].name
+    assert found.drafter and found.drafter.caps.name == "assistant" and known.repo in found.fallbacks[0].name
     pairs.check_pair(known.repo, config)
 
 

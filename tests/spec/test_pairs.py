@@ -173,14 +173,15 @@ def test_a_plan_counts_the_drafter_that_would_run(tiny: Path, cache: Path, capsy
 
 def test_a_drafter_that_is_not_there_is_named(tiny: Path, cache: Path) -> None:
     found = choose(str(tiny), read_config(json.loads((tiny / "config.json").read_text())))
-    assert found.drafter is None and [n.name for n in found.notes] == ["no drafter"]
-    assert f"`sparkdraft pull {DRAFTER}` fetches" in found.notes[0].reason and "0.01 GiB" in found.notes[0].reason
+    (told,) = found.fallbacks
+    assert found.drafter is None and told.name == "no drafter"
+    assert f"`sparkdraft pull {DRAFTER}` fetches" in told.reason and "0.01 GiB" in told.reason
 
 
 def test_a_drafter_that_does_not_fit_is_passed_over(tiny: Path, cache: Path) -> None:
     put(cache, DRAFTER, body("ff", hidden_size=64, num_attention_heads=4))
     found = choose(str(tiny), read_config(json.loads((tiny / "config.json").read_text())))
-    assert found.drafter is None and "passed over" in found.notes[0].name and "hidden" in found.notes[0].reason
+    assert found.drafter is None and "passed over" in found.fallbacks[0].name and "hidden" in found.fallbacks[0].reason
 
 
 def test_models_lists_pairs(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,7 +119,7 @@ def test_depths_of_another_drafter_of_the_same_kind_are_left_out(tiny: Path) -> 
     own = open_model(EngineConfig.of(model=str(tiny), device="cpu", drafter="none")).subject
     written(own, spec_depths="0,63")
     opened = open_model(EngineConfig.of(model=str(tiny), device="cpu", drafter="none"))
-    assert opened.config.spec_depths == "auto" and "63 drafts are more than the" in opened.notes[0].reason
+    assert opened.config.spec_depths == "auto" and "63 drafts are more than the" in opened.fallbacks[0].reason
     written()
     for deepest, kept in ((7, "0,3,7"), (6, "auto")):
         config, notes = pick_up(EngineConfig.of(), SUBJECT, deepest)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sparkdraft.core import Note, UserError
+from sparkdraft.core import Fallback, UserError
 from sparkdraft.kernels import native, reference
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.experts import keep_float_experts
@@ -105,7 +105,7 @@ def test_one_stacked_matrix_of_three_formats(tmp_path: Path, ops: ModuleType) ->
     exact = ops is reference
     torch.testing.assert_close(matrix.linear(x), x @ torch.cat(parts).t(), rtol=1e-5, atol=1e-4 if exact else 0.5)
     assert isinstance(matrix.rows(), Tensor) == exact and (matrix.tiles is not None) == exact
-    assert [note.name for note in load.notes] == ([] if exact else ["1 quantised matrix is rounded to 8 bits"])
+    assert [note.name for note in load.fallbacks] == ([] if exact else ["1 quantised matrix is rounded to 8 bits"])
 
 
 def test_parts_of_floats_are_copied_to_their_place_and_made_nowhere_else() -> None:
@@ -140,8 +140,8 @@ def test_what_kernels_have_no_form_for_is_kept_as_floats_with_a_note(tmp_path: P
     load = loader(tmp_path / "m", {"a.weight": weight, "a.bias": bias}, native)
     kept = load.linear({"a": 8}, 40, bias=True)
     reason = "a: width 40 is no multiple of 32, kept in float32"
-    assert isinstance(kept, native.FloatLinear) and load.notes == [
-        Note("a float32 matrix among quantised ones", reason)
+    assert isinstance(kept, native.FloatLinear) and load.fallbacks == [
+        Fallback("a float32 matrix among quantised ones", reason)
     ]
     torch.testing.assert_close(kept.linear(torch.eye(40)), weight.t() + bias)
     assert kept.rows() is kept.weight and torch.equal(kept.rows(torch.tensor([3, 1])), weight[[3, 1]])
@@ -155,7 +155,7 @@ def test_experts_that_kernels_have_no_form_for_are_kept_as_floats_with_a_note(tm
         load = loader(tmp_path / name, tensors, native)
         kept = load.experts("mlp.experts", {"up_proj": 8}, 40, 2, "up_proj")
         reason = f"{name}: width 40 is no multiple of 32, kept in float32"
-        assert load.notes == [Note("a float32 matrix among quantised ones", reason)]
+        assert load.fallbacks == [Fallback("a float32 matrix among quantised ones", reason)]
         assert kept.count == 2 and kept.nbytes == weights.nbytes
         torch.testing.assert_close(kept.expert(1).linear(torch.eye(40)), weights[1].t())
 
@@ -165,7 +165,7 @@ def test_a_router_stays_as_precise_as_its_file(tmp_path: Path) -> None:
     weight, x = torch.randn(8, 64), torch.randn(5, 64)
     load = loader(tmp_path / "m", {"gate.weight": weight}, native)
     torch.testing.assert_close(load.float_linear("gate", 8, 64).linear(x), x @ weight.t(), rtol=1e-5, atol=1e-5)
-    assert not load.notes
+    assert not load.fallbacks
 
 
 @pytest.mark.usefixtures("two_formats")
@@ -241,11 +241,11 @@ def test_a_quantised_embedding_that_is_rounded_again_is_said(tmp_path: Path) -> 
     load = loader(tmp_path / "a", {"e.weight_packed": codes, "e.weight_scale": scale}, native)
     load.embedding("e", 16, 64)
     load.finish()
-    assert [note.name for note in load.notes] == ["1 quantised matrix is rounded to 8 bits"]
+    assert [note.name for note in load.fallbacks] == ["1 quantised matrix is rounded to 8 bits"]
     exact = loader(tmp_path / "b", int8(16, 64, "e"), native)
     exact.embedding("e", 16, 64)
     exact.finish()
-    assert not exact.notes
+    assert not exact.fallbacks
 
 
 @pytest.mark.parametrize("kernels", ["reference", "cuda"])
