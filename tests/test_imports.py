@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 PACKAGE = Path(__file__).parent.parent / "sparkdraft"
 HEAVY = {"torch", "triton", "transformers"}
@@ -101,6 +104,7 @@ FORBIDDEN = {
 }
 
 
+@cache
 def modules() -> dict[str, Path]:
     found = {}
     for path in PACKAGE.rglob("*.py"):
@@ -110,17 +114,45 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports(path: Path, anywhere: bool) -> set[str]:
-    """Modules that a file imports when it is loaded; 'anywhere' adds those inside functions and for type checkers."""
-    tree = ast.parse(path.read_text())
-    nodes = ast.walk(tree) if anywhere else iter(tree.body)
-    names: set[str] = set()
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+class Source(NamedTuple):
+    """What the tests ask about a file, which is parsed once for all of them."""
+
+    at_load: set[str]  # modules that it imports when it is loaded
+    anywhere: set[str]  # and those inside functions and for type checkers
+    needs: list[tuple[str, str]]  # what it takes from parts of the package, (module, name), but for type checkers
+    functions: dict[str, int]  # the number of lines of each; the longest of those with one name
+
+
+@cache
+def source(path: Path) -> Source:
+    found = Source(set(), set(), [], {})
+    for top in ast.parse(path.read_text()).body:
+        found.at_load.update(imported(top))
+        for node in (top, *statements(top)):
+            found.anywhere.update(imported(node))
+            if isinstance(node, ast.FunctionDef):
+                size = (node.end_lineno or 0) - node.lineno + 1
+                found.functions[node.name] = max(size, found.functions.get(node.name, 0))
+            elif isinstance(node, ast.ImportFrom) and within(node.module or "", "sparkdraft"):
+                taken = [] if is_for_type_checkers(top) else node.names
+                found.needs.extend((str(node.module)[11:], alias.name) for alias in taken)
+    return found
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Every statement inside a statement. Expressions, most of a tree, hold none and are left out."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.stmt, ast.ExceptHandler, ast.match_case)):
+            yield child
+            yield from statements(child)
+
+
+def imported(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    if isinstance(node, ast.ImportFrom) and node.module:
+        return {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return set()
 
 
 def within(name: str, folder: str) -> bool:
@@ -136,8 +168,8 @@ def reachable(start: str) -> set[str]:
             continue
         seen.add(name)
         if name in known:
-            for imported in imports(known[name], anywhere=False):
-                seen.add(imported) if not within(imported, "sparkdraft") else todo.append(imported[11:])
+            for each in source(known[name]).at_load:
+                seen.add(each) if not within(each, "sparkdraft") else todo.append(each[11:])
     return seen
 
 
@@ -153,7 +185,7 @@ def test_borders() -> None:
     for name, path in modules().items():
         for folder, banned in FORBIDDEN.items():
             if within(name, folder):
-                used = {i for i in imports(path, anywhere=True) if not within(i, ALLOWED.get(name, "nothing"))}
+                used = {i for i in source(path).anywhere if not within(i, ALLOWED.get(name, "nothing"))}
                 wrong = [i for i in used if any(within(i, b) for b in banned)]
                 assert not wrong, f"{name} must not know {wrong}"
 
@@ -162,14 +194,7 @@ def test_no_two_modules_need_each_other() -> None:
     """Not even inside a function. What a type checker alone reads does not count."""
     known, needs = modules(), dict[str, set[str]]()
     for name, path in known.items():
-        tree = ast.parse(path.read_text())
-        tree.body = [node for node in tree.body if not is_for_type_checkers(node)]
-        named = [
-            node
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and within(node.module or "", "sparkdraft")
-        ]
-        places = [(str(node.module)[11:], alias.name) for node in named for alias in node.names]
+        places = source(path).needs
         whole = [f"{module}.{part}".strip(".") for module, part in places]
         needs[name] = {part if part in known else module for part, (module, _) in zip(whole, places, strict=True)} - {
             name
@@ -183,7 +208,7 @@ def is_for_type_checkers(node: ast.stmt) -> bool:
 
 def test_transformers_is_never_imported_and_no_pickle_is_opened() -> None:
     for name, path in modules().items():
-        used = imports(path, anywhere=True)
+        used = source(path).anywhere
         assert not any(within(u, "transformers") or within(u, "pickle") for u in used), name
         assert "torch.load(" not in path.read_text(), name
 
@@ -192,7 +217,5 @@ def test_files_and_functions_stay_small() -> None:
     for name, path in modules().items():
         text = path.read_text()
         assert text.count("\n") <= 400 or within(name, "kernels"), f"{name} is past 400 lines: is there a seam?"
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef):
-                size = (node.end_lineno or 0) - node.lineno + 1
-                assert size <= 60 or within(name, "kernels"), f"{name}.{node.name} has {size} lines"
+        for function, size in source(path).functions.items():
+            assert size <= 60 or within(name, "kernels"), f"{name}.{function} has {size} lines"
