@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import io
 import re
 import shlex
 import subprocess
@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from sparkdraft.cli.main import parser
+from tests.cli.said import in_process
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -23,11 +26,7 @@ ELSEWHERE = (
     *("sparkdraft check --url", "sparkdraft recipe run", "sparkdraft cluster up"),
 )
 LONG = ("sparkdraft bench", "sparkdraft doctor", "sparkdraft check", "sparkdraft demo")  # commands that take seconds
-OFFLINE = [
-    pytest.param(c, marks=pytest.mark.slow) if c.startswith(LONG) else c
-    for c in COMMANDS
-    if "Qwen/" not in c and not c.startswith(ELSEWHERE)
-]
+OFFLINE = [c for c in COMMANDS if "Qwen/" not in c and not c.startswith(ELSEWHERE)]
 
 
 def test_the_first_line_and_the_first_commands() -> None:
@@ -39,26 +38,31 @@ def test_the_first_line_and_the_first_commands() -> None:
     assert (ROOT / ".ci/run").read_text().endswith("stage test\nstage test-long\n")
 
 
-@pytest.mark.parametrize("command", OFFLINE)
-def test_commands_run(command: str, smollm2_path: Path) -> None:
+@pytest.mark.parametrize("command", [c for c in OFFLINE if not c.startswith(LONG)])
+def test_commands_run(command: str, smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"/quit\n")))
+    result = in_process(*shlex.split(command)[1:])
+    assert result.returncode == 0, result.stderr.decode()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [c for c in OFFLINE if c.startswith(LONG)])
+def test_long_commands_run(command: str, smollm2_path: Path) -> None:
     args = [sys.executable, "-m", "sparkdraft.cli.main", *shlex.split(command)[1:]]
-    result = subprocess.run(args, input=b"/quit\n", capture_output=True, timeout=240, env={**os.environ})
+    result = subprocess.run(args, input=b"/quit\n", capture_output=True, timeout=240)
     fine = (0, 1) if "doctor" in command else (0,)  # what it would change about this machine is no fault of ours
     assert result.returncode in fine, result.stderr.decode()
 
 
 def test_hub_commands_are_at_least_well_formed() -> None:
-    from sparkdraft.cli.main import parser
-
     for command in COMMANDS:
         parser().parse_args(shlex.split(command)[1:])
 
 
-def test_the_python_runs(smollm2_path: Path) -> None:
+def test_the_python_runs(smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = [text for kind, text in BLOCKS if kind == "python"]
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=240, cwd=ROOT)
-    assert result.returncode == 0, result.stderr.decode()
-    assert len(result.stdout.split()) > 20
+    exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+    assert len(capsys.readouterr().out.split()) > 20
 
 
 def test_the_tree_names_what_exists() -> None:

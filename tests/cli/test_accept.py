@@ -22,7 +22,7 @@ from sparkdraft.cli.demo import _compare
 from sparkdraft.cli.main import main
 from sparkdraft.core import SamplingParams
 from sparkdraft.spec.stats import SpecStats
-from tests.cli.said import said
+from tests.cli.said import in_process, said
 from tests.fakes import FakeBlock, fake_engine
 from tests.models.tiny import write_tiny
 from tests.spec.tiny_mtp import write_target
@@ -142,9 +142,10 @@ def test_steps_inside_a_loop_are_left_out() -> None:
     ],
 )
 def test_refusals(args: list[str], words: str, tiny: Path) -> None:
-    result = sparkdraft("bench", "accept", "--model", str(tiny), *args)
-    assert result.returncode == 1 and result.stdout == ""
-    assert words in result.stderr and len(said(result.stderr)) == 1, result.stderr
+    result = in_process("bench", "accept", "--model", str(tiny), *args)
+    errors = result.stderr.decode()
+    assert result.returncode == 1 and result.stdout == b""
+    assert words in errors and len(said(errors)) == 1, errors
 
 
 @pytest.mark.parametrize(
@@ -180,9 +181,9 @@ def test_the_demo_writes_the_same_text_twice(smollm2_path: Path) -> None:
 
 
 def test_the_demo_refuses_and_helps() -> None:
-    assert "--spec is off" in sparkdraft("demo", "--spec", "off").stderr
-    assert "prompt is empty" in sparkdraft("demo", "--prompt", "").stderr
-    assert "examples:\n  sparkdraft demo" in sparkdraft("demo", "--help").stdout
+    assert b"--spec is off" in in_process("demo", "--spec", "off").stderr
+    assert b"prompt is empty" in in_process("demo", "--prompt", "").stderr
+    assert b"examples:\n  sparkdraft demo" in in_process("demo", "--help").stdout
 
 
 def test_the_demo_fails_where_the_texts_differ(capsys: pytest.CaptureFixture[str]) -> None:

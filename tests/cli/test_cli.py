@@ -50,7 +50,7 @@ def test_generate_streams_and_ends_in_json(tiny: Path) -> None:
 
 def test_verbose_says_what_was_settled_and_how_it_runs(tiny: Path) -> None:
     args = ("generate", "--model", str(tiny), "--prompt", "hello", "--max-tokens", "2", "--verbose")
-    errors = sparkdraft(*args).stderr.decode()
+    errors = in_process(*args).stderr.decode()
     assert "KV cache 8192 tokens" in errors and "overlapped steps: off (" in errors
 
 

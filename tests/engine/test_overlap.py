@@ -148,7 +148,7 @@ def test_recordings_do_not_multiply_with_what_clients_ask_for(
     for top_k, top_p, min_p in product((0, 1, 5, 20, 50), (0.5, 0.95, 1.0), (0.0, 0.05)):
         for temperature in (0.0, 0.7):
             asked = SamplingParams(
-                max_tokens=3, num_draft=0, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
+                max_tokens=2, num_draft=0, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
             )
             overlapped.generate(TEXTS[:1], asked)
     assert len(kinds) == 4, "greedy, temperature alone, top_p or min_p, and those with top_k"

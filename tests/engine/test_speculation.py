@@ -322,12 +322,13 @@ def test_sampled_sequences_with_and_without_drafts_are_of_one_distribution(
     for engine, seed in ((fake_engine(**wide), 0), (fake_engine(FakeBlock(0.6), spec=3, **wide), 10**6)):
         seen: Counter[tuple[int, ...]] = Counter()
         bias = dict.fromkeys(range(3, 257), -100.0)  # three letters are left: 27 sequences
-        for start in range(0, count, 50):
-            for i in range(start, start + 50):
-                engine.add([9], SamplingParams(max_tokens=3, seed=seed + i, logit_bias=bias, **params), f"{i}")
-            pieces = drain(engine)
-            for i in range(start, start + 50):
-                seen[tuple(text(pieces, f"{i}"))] += 1
+        for start in range(seed, seed + count, 50):  # the requests of one call have seeds that follow one another
+            engine.add([9], SamplingParams(max_tokens=3, seed=start, n=50, logit_bias=bias, **params))
+            written: dict[int, list[int]] = {}
+            for piece in drain(engine):
+                written.setdefault(piece.index, []).extend(piece.ids)
+            seen.update(map(tuple, written.values()))
+        assert seen.total() == count and all(len(each) == 3 for each in seen)
         counts.append(seen)
     keys = [k for k in set(counts[0]) | set(counts[1]) if counts[0][k] + counts[1][k] >= 10]
     chi = sum((counts[0][k] - counts[1][k]) ** 2 / (counts[0][k] + counts[1][k]) for k in keys)
