@@ -108,7 +108,7 @@ def test_models_lists_what_is_known_and_cached(smollm2_path: Path) -> None:
 
 def test_bench_offline_ends_in_json(tiny: Path) -> None:
     args = ("--model", str(tiny), "--batch", "1,3", "--prompt-len", "16", "--output-len", "12")
-    result = sparkdraft("bench", "offline", *args)
+    result = in_process("bench", "offline", *args)
     assert result.returncode == 0, result.stderr.decode()
     report = json.loads(result.stdout.splitlines()[-1])
     assert [row["streams"] for row in report["rows"]] == [1, 3]

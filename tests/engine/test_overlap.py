@@ -95,7 +95,7 @@ def test_greedy_text_is_that_of_the_hosts_steps(
     host: LLM, overlapped: LLM, watched: list[int], depth: int | None, streams: int
 ) -> None:
     """Requests of different lengths, so that they leave one after the other."""
-    params = [SamplingParams(max_tokens=24 + 7 * i, num_draft=depth, ignore_eos=True) for i in range(streams)]
+    params = [SamplingParams(max_tokens=20 + 5 * i, num_draft=depth, ignore_eos=True) for i in range(streams)]
     assert written(overlapped, params) == written(host, params)
     assert watched and max(watched) == streams
 

@@ -19,8 +19,8 @@ from sparkdraft.models.registry import architecture, read_config
 from sparkdraft.weights.loader import Loader
 
 SMALL = {
-    "num_hidden_layers": 12, "hidden_size": 1024, "moe_intermediate_size": 32, "num_attention_heads": 16,
-    "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 2048, "num_experts": 48, "num_experts_per_tok": 3,
+    "num_hidden_layers": 12, "hidden_size": 512, "moe_intermediate_size": 32, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 2048, "num_experts": 48, "num_experts_per_tok": 3,
 }  # fmt: skip
 PROMPT, DRAFTS = 128, 16
 
