@@ -17,13 +17,13 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 
 import triton.language as tl  # noqa: E402
 
+from sparkdraft.core import Fallback  # noqa: E402
 from sparkdraft.engine.engine import Engine  # noqa: E402
 from sparkdraft.engine.graphs import Graphs  # noqa: E402
 from sparkdraft.kernels import cuda  # noqa: E402
 from sparkdraft.kernels.cuda import compiling, ending  # noqa: E402
 from sparkdraft.kernels.cuda.compiling import compile_ahead, only_compiling  # noqa: E402
 from sparkdraft.kernels.view import AttentionParams  # noqa: E402
-from sparkdraft.plan.resolve import Fallback  # noqa: E402
 from sparkdraft.weights.quant.coded import LEVELS, Coded, _level_values  # noqa: E402
 from tests.kernels.triton_device import DEVICE, NO_GPU, gpu, gpu_only, integers, randn  # noqa: E402
 
@@ -259,7 +259,7 @@ def test_an_engine_says_why_its_kernels_are_compiled_one_by_one() -> None:
     def engine(ops: object) -> SimpleNamespace:
         runner = SimpleNamespace(model=SimpleNamespace(ops=ops), unrecorded=[])
         return SimpleNamespace(
-            runner=runner, drafting=SimpleNamespace(proposer=None), plan=SimpleNamespace(fallbacks=()), _notes=[]
+            runner=runner, drafting=SimpleNamespace(proposer=None), plan=SimpleNamespace(fallbacks=()), _fallbacks=[]
         )
 
     said = Engine.fallbacks.fget  # type: ignore[attr-defined]
