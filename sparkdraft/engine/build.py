@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -151,4 +152,4 @@ def _build_one(
         load = Loader(source.source, device, dtype, ops, weights=form, cache=cache, option="drafter_weights")
         kv = dense_cache(source.caps.kv, plan, dtype, device, ops)
         made = source.build(load, ops, target, kv, plan.max_model_len, plan.max_seqs)
-    return made, [Fallback(f"in the drafter, {each.name}", each.reason) for each in load.fallbacks]
+    return made, [replace(each, name=f"in the drafter, {each.name}") for each in load.fallbacks]
