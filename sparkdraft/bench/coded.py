@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from sparkdraft.weights.plane_layout import CodeForm
 from sparkdraft.weights.quant.coded import Coded
@@ -38,13 +39,18 @@ def random_coded(form: str, out: int, width: int, generator: torch.Generator) ->
         scale = torch.ones((out, width // 16), device=device).to(torch.float8_e4m3fn)
         return Coded("e2m1", codes, 16, scale, None, torch.full((out,), SPREAD / 2.9, device=device))
     assert form == "int4", form
-    # Codes are -8 to 7, whose mean is not 0: a matrix that adds the same to all of its outputs makes all rows alike,
-    # layer by layer, so that 16 of them reach 20 experts where independent rows reach 82. So -8 becomes 0.
-    for nibble, zero in ((0x0F, 0x08), (0xF0, 0x80)):
-        codes[codes & nibble == 0] |= zero
     group = _int4_group(width)
     scale = torch.full((out, width // group), SPREAD / 4.2, dtype=torch.float16, device=device)
-    return Coded("int4", codes, group, scale)
+    return Coded("int4", _centred(codes), group, scale)
+
+
+def _centred(codes: Tensor) -> Tensor:
+    """INT4 codes, two per byte, whose mean is 0, which that of -8 to 7 is not: -8 becomes 0. A matrix that adds the
+    same to all of its outputs makes all rows alike, layer by layer, so that 16 of them reach 20 experts where
+    independent rows reach 82."""
+    for nibble, zero in ((0x0F, 0x08), (0xF0, 0x80)):
+        codes[codes & nibble == 0] |= zero
+    return codes
 
 
 def _int4_group(width: int) -> int:

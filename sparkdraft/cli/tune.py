@@ -188,6 +188,6 @@ def _default(name: str) -> Any:
 
 
 def _cores() -> int:
-    from sparkdraft.plan.hardware import usable_cores
+    from sparkdraft.kernels.cores import usable_cores
 
     return usable_cores()

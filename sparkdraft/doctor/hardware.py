@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sparkdraft.doctor.finding import Finding, Status
 from sparkdraft.doctor.memory import GpuMemory
+from sparkdraft.kernels.cores import usable_cores
 from sparkdraft.plan import hardware
 
 PART = "CPU"
@@ -59,7 +60,7 @@ def read_cores() -> Cores:
         pass
     governor = GOVERNOR.read_text().strip() if GOVERNOR.is_file() else ""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    return Cores(hardware.cpu().name, hardware.usable_cores(), quota, load, governor)
+    return Cores(hardware.cpu().name, usable_cores(), quota, load, governor)
 
 
 def judge_cores(cores: Cores, device: str) -> list[Finding]:

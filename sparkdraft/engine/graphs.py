@@ -45,6 +45,7 @@ class Graphs(Generic[Key]):
         self._kept: dict[Key, Any] = {}  # recordings made at start
         self._recent: OrderedDict[Key, Any] = OrderedDict()  # recordings made later, the last replayed at the end
         self._seen: OrderedDict[Key, None] = OrderedDict()  # shapes that ran once and are not recorded yet
+        self._compiled = set[Key]()  # shapes whose kernels were compiled ahead; a recording may be dropped, these stay
 
     def __contains__(self, shape: Key) -> bool:
         return shape in self._kept or shape in self._recent
@@ -59,9 +60,9 @@ class Graphs(Generic[Key]):
 
     def record(self, shapes: list[Key]) -> None:
         """Make recordings that stay. The largest is made first: on a GPU the smaller ones then fit into its memory."""
-        if self._ops.Recording.AFTER_A_RUN:
-            self._ops.compile_ahead([partial(self._run, shape) for shape in shapes])
-        for shape in sorted(shapes, reverse=True):  # type: ignore[type-var]
+        shapes = sorted(shapes, reverse=True)  # type: ignore[type-var]
+        self._compile(shapes)
+        for shape in shapes:
             if self._ops.Recording.AFTER_A_RUN:
                 self._run(shape)  # this loads what a capture may not
             self._kept[shape] = self._make(shape)
@@ -76,7 +77,7 @@ class Graphs(Generic[Key]):
         if recording is None:
             if self._ops.Recording.AFTER_A_RUN and shape not in self._seen:
                 self._remember(self._seen, shape, None)
-                self._ops.compile_ahead([partial(self._run, shape)])
+                self._compile([shape])
                 return self._run(shape)
             self._seen.pop(shape, None)
             recording = self._make(shape)
@@ -87,6 +88,13 @@ class Graphs(Generic[Key]):
             self._recent.move_to_end(shape)
         out: Tensor = recording.replay()
         return out
+
+    def _compile(self, shapes: list[Key]) -> None:
+        """Compile kernels on all cores, before the run that would compile them one after the other."""
+        new = [shape for shape in shapes if shape not in self._compiled]
+        if new and self._ops.Recording.AFTER_A_RUN:
+            self._ops.compile_ahead([partial(self._run, shape) for shape in new])
+            self._compiled.update(new)
 
     def _make(self, shape: Key) -> Any:
         beside = next(iter((*self._kept.values(), *self._recent.values())), None)

@@ -13,6 +13,7 @@ import torch
 from sparkdraft import kernels
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
+from sparkdraft.kernels.cores import usable_cores
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.plan import hardware
 from sparkdraft.plan.hardware import Hardware
@@ -46,7 +47,7 @@ def plan_here(
 
 def detect(config: EngineConfig) -> Hardware:
     """The hardware that a config means: the device that it names, or the best one available."""
-    cores = hardware.usable_cores()
+    cores = usable_cores()
     if config.threads > cores:
         raise UserError(
             f"threads is {config.threads}; the cores this process may use are {cores}: ask for no more, or 0"

@@ -5,9 +5,10 @@ No torch, so that plans can be made and tested for other machines than this one.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
+
+from sparkdraft.kernels.cores import usable_cores
 
 MEMINFO = Path("/proc/meminfo")
 
@@ -19,11 +20,6 @@ class Hardware:
     cores: int  # CPU cores that this process may use
     free_bytes: int  # of the memory that weights and KV cache will use
     capability: tuple[int, int] = (0, 0)  # of a GPU
-
-
-def usable_cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def available_memory() -> int | None:

@@ -12,7 +12,7 @@ from sparkdraft.cli.options import engine_options
 from sparkdraft.config import ENGINE_FIELDS, EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.engine.machine import detect
-from sparkdraft.plan.hardware import usable_cores
+from sparkdraft.kernels.cores import usable_cores
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,11 @@ class Listed(Captured):
     NAME, AFTER_A_RUN = "native", False
 
 
-def kernels(kind: type[Captured], compiled: list[int] | None = None) -> Any:
-    """compiled: the number of steps of each call that compiles ahead."""
-    found = SimpleNamespace(Recording=kind, NAME=kind.NAME)
+def kernels(kind: type[Captured], compiled: list[list[int]] | None = None) -> Any:
+    """compiled: the shapes of each call that compiles ahead."""
+    found, calls = SimpleNamespace(Recording=kind, NAME=kind.NAME), [] if compiled is None else compiled
     if kind.AFTER_A_RUN:
-        found.compile_ahead = lambda steps: None if compiled is None else compiled.append(len(steps))
+        found.compile_ahead = lambda steps: calls.append([step.args[0] for step in steps])
     return found
 
 
@@ -58,14 +58,23 @@ def test_a_call_is_one_step_whether_it_is_launched_recorded_or_replayed(kind: ty
 
 
 def test_kernels_are_compiled_before_a_shape_runs_and_those_of_all_shapes_at_start_together() -> None:
-    compiled: list[int] = []
+    compiled: list[list[int]] = []
     graphs = Graphs(lambda shape: torch.tensor(shape), kernels(Captured, compiled))
     graphs.record([1, 2, 3])
-    assert compiled == [3]
+    assert compiled == [[3, 2, 1]], "the largest first, whose memory serves the others"
     for _ in range(3):
         graphs.replay(4)
         graphs.replay(1)
-    assert compiled == [3, 1]
+    assert compiled == [[3, 2, 1], [4]]
+
+
+def test_kernels_of_a_shape_are_compiled_once_however_often_its_recording_is_dropped() -> None:
+    compiled: list[list[int]] = []
+    graphs, shapes = Graphs(lambda shape: torch.tensor(shape), kernels(Captured, compiled)), range(500)
+    for _ in range(3):
+        for shape in shapes:
+            graphs.replay(shape)
+    assert compiled == [[shape] for shape in shapes]
 
 
 @pytest.mark.parametrize("kind", [Captured, Listed])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -61,6 +62,16 @@ def test_what_is_launched_meanwhile_does_not_run() -> None:
         first = launch(x)
     assert bool((first == -1).all())
     assert torch.equal(launch(x), x + 7)
+
+
+@gpu
+def test_what_another_thread_launches_meanwhile_runs() -> None:
+    x, found = torch.arange(16, device=DEVICE, dtype=torch.int32), list[Tensor]()
+    with only_compiling():
+        other = Thread(target=lambda: found.append(launch(x)))
+        other.start()
+        other.join()
+    assert torch.equal(found[0], x + 7)
 
 
 @gpu_only
@@ -230,7 +241,7 @@ def test_a_step_compiled_ahead_in_a_fresh_process_equals_one_that_ran_plainly(tm
 def test_what_cannot_be_captured_is_noted_and_stops_nobody(late: list[str]) -> None:
     runs: list[int] = []
     compile_ahead([lambda: runs.append(1)])
-    assert not runs and len(late) == 1 and late[0].startswith("compiling them ahead failed: ")
+    assert not runs and len(late) == 1 and late[0].startswith("compiling them ahead failed in this process: ")
     compile_ahead([lambda: runs.append(1)])
     assert not runs and len(late) == 1, "it is not tried again"
 

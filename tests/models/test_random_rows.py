@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparkdraft.bench import shapes
+from sparkdraft.bench import coded, shapes
 from sparkdraft.bench.coded import FORMS
 from sparkdraft.bench.named_shapes import TARGET_FILES
 from sparkdraft.bench.shapes import RandomCheckpoint
@@ -19,8 +19,8 @@ from sparkdraft.models.registry import architecture, read_config
 from sparkdraft.weights.loader import Loader
 
 SMALL = {
-    "num_hidden_layers": 12, "hidden_size": 512, "moe_intermediate_size": 32, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 2048, "num_experts": 48, "num_experts_per_tok": 3,
+    "num_hidden_layers": 12, "hidden_size": 768, "moe_intermediate_size": 32, "num_attention_heads": 12,
+    "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 2048, "num_experts": 48, "num_experts_per_tok": 3,
 }  # fmt: skip
 PROMPT, DRAFTS = 128, 16
 
@@ -57,6 +57,11 @@ def reached(monkeypatch: pytest.MonkeyPatch, form: str = "") -> float:
 @pytest.mark.parametrize("form", ["", "int4", *(pytest.param(f, marks=pytest.mark.slow) for f in FORMS if f != "int4")])
 def test_rows_of_one_text_reach_as_many_experts_as_independent_rows(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.9 < reached(monkeypatch, form) < 1.1
+
+
+def test_int4_codes_whose_mean_is_not_0_would_make_rows_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coded, "_centred", lambda codes: codes)
+    assert reached(monkeypatch, "int4") < 0.85
 
 
 def test_small_embeddings_would_make_rows_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """The operators of kernels/reference.py as Triton kernels for NVIDIA GPUs: same names, signatures, meaning.
 
 Every launch is shaped by host integers alone and reads lengths on the device, so a recording (a CUDA graph) stays
-right while they change; a shape must have run once before its capture, because Triton compiles and loads on
-first use. Sampling and the layout of the cache belong to others.
+right while they change; a shape must have run once before its recording, because Triton loads what it has
+compiled on first use. Sampling and the layout of the cache belong to others.
 """
 
 from typing import Any

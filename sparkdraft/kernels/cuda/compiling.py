@@ -12,7 +12,7 @@ host, the next run must replace. A step that fails here is compiled where it is 
 
 from __future__ import annotations
 
-import os
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +25,7 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
+from sparkdraft.kernels.cores import usable_cores
 from sparkdraft.kernels.cuda.recording import no_garbage_collected
 
 compiled_late: list[str] = []  # why kernels are not compiled ahead in this process; after one failure it is not tried
@@ -33,12 +34,13 @@ _broken: list[torch.cuda.CUDAGraph] = []  # graphs of failed captures, which tor
 
 @contextmanager
 def only_compiling() -> Iterator[None]:
-    """Kernels that are launched within, by whatever thread, are not run but compiled, by as many threads as there are
-    cores. When the block has ended, all of them are compiled and loaded. One that does not compile fails again where it
-    is launched, and says why there. What torch launches within does run, on tensors that no kernel has written."""
+    """Kernels that this thread launches within are not run but compiled, by as many threads as there are cores. When
+    the block has ended, all of them are compiled and loaded. One that does not compile fails again where it is
+    launched, and says why there. What torch launches within does run, unless it is captured, on tensors that no kernel
+    has written."""
     from triton.runtime._async_compile import AsyncCompileMode, active_mode  # not public: a start can do without it
 
-    launcher, seen = KernelInterface.__getitem__, set[object]()
+    launcher, seen, own = KernelInterface.__getitem__, set[object](), threading.get_ident()
 
     def note(kernel: Any, grid: object, *arguments: object, **options: object) -> None:
         kind = (kernel, *map(_kind, arguments), *sorted((name, _kind(value)) for name, value in options.items()))
@@ -49,7 +51,9 @@ def only_compiling() -> Iterator[None]:
     with _threads() as threads:
         try:
             with AsyncCompileMode(threads, ignore_errors=True) as compiled:
-                KernelInterface.__getitem__ = lambda kernel, grid: partial(note, kernel, grid)
+                KernelInterface.__getitem__ = lambda kernel, grid: (
+                    partial(note, kernel, grid) if threading.get_ident() == own else launcher(kernel, grid)
+                )
                 try:
                     yield
                 finally:
@@ -60,18 +64,25 @@ def only_compiling() -> Iterator[None]:
 
 
 def compile_ahead(steps: Iterable[Callable[[], object]]) -> None:
-    """Compile what these functions launch. Each must be one that can be recorded; nothing of it is computed. What goes
-    wrong is noted: the steps compile when they run."""
+    """Compile what these functions launch, the one that takes the most memory first. Each must be one that can be
+    recorded; nothing of it is computed. What goes wrong is noted, and the steps compile when they run. A lack of memory
+    is not: other steps may need less."""
     if compiled_late:
         return
+    broke: Exception | None = None  # of the step; ending its capture may fail too, and says less
     try:
         with only_compiling(), _thrown_away():
-            for step in steps:
-                step()
+            try:
+                for step in steps:
+                    step()
+            except Exception as error:
+                broke = error
+                raise
     except Exception as error:  # of the step, of CUDA, of Triton or of its threads
-        first = error.__context__ or error  # what broke the capture, before the error of ending it
-        words = str(first).partition("\n")[0]
-        compiled_late.append(f"compiling them ahead failed: {type(first).__name__}: {words}")
+        first = broke or error
+        if not isinstance(first, torch.OutOfMemoryError):
+            words = str(first).partition("\n")[0]
+            compiled_late.append(f"compiling them ahead failed in this process: {type(first).__name__}: {words}")
 
 
 @contextmanager
@@ -95,8 +106,8 @@ def _thrown_away() -> Iterator[None]:
                 yield
         finally:
             _end(graph, device, pool)
-    del graph
-    torch.cuda.empty_cache()  # now, since the cache of a model may have left little
+            del graph
+            torch.cuda.empty_cache()  # now, since the cache of a model may have left little
 
 
 def _end(graph: torch.cuda.CUDAGraph, device: int, pool: tuple[int, int]) -> None:
@@ -105,15 +116,15 @@ def _end(graph: torch.cuda.CUDAGraph, device: int, pool: tuple[int, int]) -> Non
         graph.pool()
     except RuntimeError:  # it has not ended well
         _broken.append(graph)
-        for tell in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-            with suppress(RuntimeError):
-                tell(device, pool)
+        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):  # not public
+            with suppress(RuntimeError, AttributeError):
+                getattr(torch._C, name)(device, pool)
 
 
 def _threads() -> ThreadPoolExecutor:
     if not torch.cuda.is_available():  # in Triton's interpreter, which compiles nothing
         return ThreadPoolExecutor(1)
-    return ThreadPoolExecutor(os.cpu_count(), "compiling", torch.cuda.set_device, (torch.cuda.current_device(),))
+    return ThreadPoolExecutor(usable_cores(), "compiling", torch.cuda.set_device, (torch.cuda.current_device(),))
 
 
 def _kind(value: object) -> object:

@@ -7,11 +7,11 @@ not be had, `unavailable_reason()` is one sentence for the user.
 from __future__ import annotations
 
 import ctypes
-import os
 from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from types import SimpleNamespace
 
+from sparkdraft.kernels.cores import usable_cores
 from sparkdraft.kernels.native import build
 
 _SIGNATURES = {
@@ -62,7 +62,7 @@ def load(cache: Path | None = None) -> None:
         function = getattr(library, name)
         function.argtypes, function.restype = types, c_int if name == "sd_lanes" else None
         setattr(c, name, function)
-    set_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    set_threads(usable_cores())
 
 
 def unavailable_reason() -> str | None:
