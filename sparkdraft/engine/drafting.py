@@ -221,9 +221,8 @@ class Drafting:
             return
         verified = [s.verified for s in steps]
         cut = any(s.verified < s.drafted for s in steps)
-        if cut and verify:  # else the time of drafting would be taken for that of verifying
-            self.controllers[model].cut_to(verified, len(steps))
-        if verify or not cut:
+        if verify or not cut:  # else the time of drafting would be taken for that of verifying
+            self.controllers[model].cut_to(verified, len(steps))  # the choice of a later step has been made since
             self._measured({model}, max(verified), *shape, block, seconds - verify if verify else None)
 
     def timed(self, batch: Batch, draft: float, verify: float) -> None:

@@ -40,23 +40,21 @@ def best_depths(
         return ([choice[best]], rate) if rate > least else ([0], plain_rate)
 
     deeper = [price.deeper[depth] for depth in choice]
-
-    def reached(chosen: Sequence[int]) -> float:
-        tokens, kept, drafting = float(others), 0.0, 0.0
-        for own, i in zip(offers, chosen, strict=True):
-            tokens += own.tokens[i]
-            kept += own.kept[i]
-            drafting += deeper[i]
-        return tokens / (price.step(drafting, kept) if any(chosen) else price.plain)
-
-    rate, chosen = max((reached([i] * num), [i] * num) for i in range(len(choice)))
+    tokens = [sum(each) for each in zip(*(own.tokens for own in offers), strict=True)]
+    kept = [sum(each) for each in zip(*(own.kept for own in offers), strict=True)]
+    common = [(others + tokens[i]) / price.step(num * deeper[i], kept[i]) for i in range(1, len(choice))]
+    rate = max(plain_rate, *common)
     for _ in range(4):
-        each = [_best_choice(own, rate, rests) for own, rests in zip(offers, rest, strict=True)]
-        now = reached(each)
-        if now <= rate:
+        chosen = [_best_choice(own, rate, rests) for own, rests in zip(offers, rest, strict=True)]
+        reached = plain_rate
+        if any(chosen):
+            picked = [(own.tokens[i], own.kept[i], deeper[i]) for own, i in zip(offers, chosen, strict=True)]
+            brought, verified, drafting = (sum(each) for each in zip(*picked, strict=True))
+            reached = (others + brought) / price.step(drafting, verified)
+        if reached <= rate * 1.001:
             break
-        rate, chosen = now, each
-    return ([choice[i] for i in chosen], rate) if rate > least else ([0] * num, plain_rate)
+        rate = reached
+    return ([choice[i] for i in chosen], reached) if reached > least else ([0] * num, plain_rate)
 
 
 def _best_choice(offer: Offer, rate: float, rests: bool) -> int:

@@ -23,6 +23,7 @@ save less than that 1.5 % and lose the 50 tokens within which drafting shall com
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 from sparkdraft.kernels.sure import MOST_SURE
 from sparkdraft.spec.best_depths import Offer, best_depths, conditional_acceptance, expected_tokens
@@ -92,16 +93,16 @@ class DepthController:
         num = len(states) + others
         bucket = bucket_of(num, max(contexts))
         if (self.costs and not self._knows_plain(bucket)) or all(state.rests(bucket) for state in states):
-            self.mixed = Mixed(0, num, 0, 1.0)
+            self.mixed = NOT_MIXED
             return [0] * len(states)
         costs = self._costs(bucket)
         price = costs.price(num)
         if not self.could_pay(num, max(contexts)):
-            return self._park_all(states, bucket, num)
+            return self._park_all(states, bucket)
         rest = [s.parked is not None or not s.tried[0] for s in states]
         found = []
         for level in price.beside:
-            offers = [self._offer(s, price, level) for s in states]
+            offers = self._offers(states, price, level)
             found.append((*best_depths(offers, rest, price, self.depths, others), level))
         depths, self._rate, self._level = max(found, key=lambda one: one[1])
         self._price = price
@@ -142,12 +143,15 @@ class DepthController:
         assert self._price
         for level in self._price.beside:
             cuts = best_cuts(survival, self._worth(level), self.depths)
-            state.profiles.setdefault(level, Profile(len(self.depths), OWN)).add(cuts)
+            if level not in state.profiles:  # the request was alone, say, and now it is not
+                state.profiles[level] = copy(state.profile(level) or self._unseen)
+            state.profiles[level].add(cuts)
             self._usual(level).add(cuts)
         return survival
 
     def cut_to(self, depths: Sequence[int], num_seqs: int) -> None:
-        """The step verifies so many drafts of each request instead of as many as were chosen."""
+        """The step that is measured next verifies so many drafts of each request, instead of as many as were chosen
+        last."""
         self._mix(depths, num_seqs)
 
     def record(self, state: DepthState, drafted: int, accepted: int) -> None:
@@ -222,9 +226,8 @@ class DepthController:
     def _mix(self, depths: Sequence[int], num: int) -> None:
         """Requests draft to different depths: find the depth at which all of them alike would cost about the same."""
         price, deepest, mean = self._price, max(depths), sum(depths) / num
-        assert price
-        if not deepest:
-            self.mixed = Mixed(0, num, 0, 1.0)
+        if not deepest or price is None:  # without a choice nothing is known to compare with
+            self.mixed = NOT_MIXED
             return
         alike = max(round(mean), 1)
         drafting = sum(price.deeper[depth] for depth in depths) / num
@@ -232,11 +235,11 @@ class DepthController:
             deepest, num, alike, price.step(drafting * price.num, mean * price.num) / price.uniform[alike]
         )
 
-    def _park_all(self, states: Sequence[DepthState], bucket: Bucket, num: int) -> list[int]:
+    def _park_all(self, states: Sequence[DepthState], bucket: Bucket) -> list[int]:
         """Rows are so dear in this batch that no acceptance pays for them: nobody drafts, and nobody probes."""
         for state in states:
             state.parked, state.probe, state.spent = bucket, 0, 0.0
-        self.mixed = Mixed(0, num, 0, 1.0)
+        self.mixed = NOT_MIXED
         return [0] * len(states)
 
     def _knows_plain(self, bucket: Bucket) -> bool:
@@ -257,14 +260,14 @@ class DepthController:
             state.tokens = expected_tokens(chances)
         return state.tokens
 
-    def _offer(self, state: DepthState, price: Price, level: int) -> Offer:
-        """What a request's blocks bring and cost by depth: as they were cut, once any block was."""
+    def _offers(self, states: Sequence[DepthState], price: Price, level: int) -> list[Offer]:
+        """What each request's blocks bring and cost by depth: as they were cut, once any block was."""
         if not self.usual:
-            tokens = self._tokens(state)
-            rows = price.own(self.depths, self.depths, level)
-            return Offer([tokens[d] for d in self.depths], self.depths, rows)
-        tokens, kept = state.profiles.get(level, self._unseen).means(self._usual(level))
-        return Offer(tokens, kept, price.own(self.depths, kept, level))
+            rows, tokens = price.own(self.depths, self.depths, level), [self._tokens(state) for state in states]
+            return [Offer([each[d] for d in self.depths], self.depths, rows) for each in tokens]
+        usual = self._usual(level)
+        means = [(state.profile(level) or self._unseen).means(usual) for state in states]
+        return [Offer(tokens, kept, price.own(self.depths, kept, level)) for tokens, kept in means]
 
     def _usual(self, level: int) -> Profile:
         found = self.usual.get(level)

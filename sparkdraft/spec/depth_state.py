@@ -60,6 +60,11 @@ class DepthState:
         """Parked, and nothing to decide; costs are still learnt while it rests, so it looks again now and then."""
         return self.parked == bucket and not self.probe and self.waited < self.wait and self.waited % FIRST_WAIT != 0
 
+    def profile(self, level: int) -> Profile | None:
+        """Of its blocks beside others that have 'level' drafts each, or as near to that as it has any."""
+        nearest = min(self.profiles, key=lambda known: abs(known - level), default=None)
+        return None if nearest is None else self.profiles[nearest]
+
     def forget(self) -> None:
         """The text has changed: what was learnt, and what other requests showed, counts as one observation each."""
         keep = 1 / max(self.tried[0], 1.0)

@@ -15,8 +15,10 @@ LATE = 1.5  # a step slower than this times the belief counts as this slow: some
 # Rows of one text share experts: n of them reach as many as n ** 0.7 rows that have nothing to do with each other.
 OWN_ROWS = 0.7
 
-LEVELS = (3, 7)  # drafts that each other request of a batch is supposed to have, beside the most that it can have
-STRAIGHT = 1.1  # where the same drafts cost at most this much more beside few others than beside many, rows cost alike
+LEVELS = (1, 3)  # drafts that each other request of a batch is supposed to have, beside the most that it can have
+# Rows cost alike where drafts beside few others cost at most this much more than beside many, or where the difference
+# is this small a part of a plain step.
+STRAIGHT, NOTHING = 1.1, 0.002
 
 Reads = Callable[[float], float]  # of so many rows that choose experts independently: weights that a step reads
 
@@ -115,8 +117,8 @@ class Price:
 
     @cached_property
     def beside(self) -> dict[int, list[float]]:
-        """What verifying k drafts of one request costs, by how many drafts each other request has. Where that makes no
-        difference, as where every row costs the same, one number of them stands for all."""
+        """What verifying k drafts of one request costs, by how many drafts each other request has. Where drafts are no
+        cheaper beside many others, one number of them stands for all."""
         deepest = len(self.verify) - 1
         levels = sorted({min(level, deepest) for level in (*LEVELS, deepest)}) if self.num > 1 else [0]
         found = {}
@@ -124,8 +126,8 @@ class Price:
             others = (self.num - 1) * level
             before = self.verifying(others)
             found[level] = [self.verifying(others + own) - before for own in range(1 + deepest)]
-        costs = [each[deepest] for each in found.values()]
-        return found if max(costs) > STRAIGHT * min(costs) else {levels[0]: found[levels[0]]}
+        few, many, middle = found[levels[0]][deepest], found[levels[-1]][deepest], levels[len(levels) // 2]
+        return found if few > STRAIGHT * many + NOTHING * self.plain else {middle: found[middle]}
 
     def own(self, depths: Sequence[int], kept: Sequence[float], level: int) -> list[float]:
         """For each depth, the cost of one request that drafts so deep and keeps so many of the drafts, on average,

@@ -23,7 +23,7 @@ def run(chance: float, steps: int = 300, num: int = 1, most: int = 15, row: floa
             accepted = next((i for i in range(depth) if dice.random() > chance), depth)
             depths.verified(name, depth, accepted)
             tokens += 1 + accepted
-        depths.ended(now, deepest, num, 100 + step, is_pure=True)
+        depths.ended(now, [*wanted.values()], num, 100 + step, is_pure=True)
         seen.append(deepest)
     depths.finished(wanted)
     return seen, tokens / now
@@ -48,10 +48,10 @@ def test_only_given_depths_are_chosen_and_odd_reports_do_no_harm() -> None:
         assert chosen["a"] in (0, 2, 7)
         depths.verified("a", chosen["a"], chosen["a"])
         depths.verified("never chosen", 3, 1)
-        depths.ended(step + 1.0, chosen["a"], 1, 50 + step, is_pure=step % 7 != 0)
+        depths.ended(step + 1.0, [chosen["a"]], 1, 50 + step, is_pure=step % 7 != 0)
     depths.idle()
-    depths.ended(1000.0, 0, 1, 10, is_pure=True)  # the pause before it is no step
-    depths.ended(1000.0, 0, 1, 10, is_pure=True)
-    depths.ended(1000.5, 0, 0, 0, is_pure=True)
+    depths.ended(1000.0, [], 1, 10, is_pure=True)  # the pause before it is no step
+    depths.ended(1000.0, [], 1, 10, is_pure=True)
+    depths.ended(1000.5, [], 0, 0, is_pure=True)
     depths.finished(["a", "a", "unknown"])
     assert depths.choose({}) == {}

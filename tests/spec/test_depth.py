@@ -221,7 +221,7 @@ def test_an_easy_and_a_hard_request_each_get_their_own_depth(machine: str) -> No
     easy, hard = (mean(d[100:]) for d in drafted)
     assert easy > (2.5 if machine == "cpu" else 13) and hard < (0.1 if machine == "cpu" else 4)  # a GPU's rows are free
     best = max((expected[0][a] + expected[1][b]) / step([a, b]) for a in DEPTHS for b in DEPTHS)
-    assert tokens / seconds > 0.96 * best
+    assert tokens / seconds > 0.94 * best, "7 drafts of the easy one are 3 % better than 3, which costs are known to"
 
 
 def test_parked_requests_probe_together_within_the_budget() -> None:
@@ -414,23 +414,29 @@ def test_arithmetic() -> None:
     assert untried[0] > untried[1] > untried[2] > 0.7  # from the nearest tried position, shrunk to the prior
 
 
-def lines_to_choose(chances: Sequence[float]) -> float:
-    """Lines of Python that a choice runs: the median of 1,000 steps."""
+def lines_to_choose(chances: Sequence[float], num: int = 1, cost: Cost = gpu) -> float:
+    """Lines of Python that a choice runs: the median of 300 steps."""
     rng = random.Random(0)
-    depths, taken = controller(gpu, rng), []
-    state = depths.open()
-    for _ in range(1000):
+    depths, taken = controller(cost, rng, num), []
+    states = [depths.open() for _ in range(num)]
+    for _ in range(300):
         chosen: list[int] = []
-        taken.append(lines_run(lambda to=chosen: to.extend(depths.choose([state], [100]))))
-        (depth,) = chosen
-        depths.measured(depth, 1, 100, gpu(depth))
-        depths.record(state, depth, accept(rng, chances, depth))
+        taken.append(lines_run(lambda to=chosen: to.extend(depths.choose(states, [100] * num))))
+        depths.measured(max(chosen), num, 100, cost(max(chosen)))
+        for state, depth in zip(states, chosen, strict=True):
+            depths.record(state, depth, accept(rng, chances, depth))
     return median(taken)
 
 
 def test_choosing_is_quick() -> None:
     """Twice what it takes now: a line takes some 0.3 us."""
     assert lines_to_choose(L3) < 400 and lines_to_choose(flat(0.02)) < 25
+
+
+def test_choosing_for_many_is_quick() -> None:
+    """Twice what it takes now, with one price for a draft and with three."""
+    saturating: Cost = lambda depth: (5.0 + 8.0 * (1 - 0.8**depth)) / 1e3  # noqa: E731
+    assert lines_to_choose(L3, 16) < 6500 and lines_to_choose(L3, 16, saturating) < 8500
 
 
 def main() -> None:

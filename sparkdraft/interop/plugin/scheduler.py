@@ -85,7 +85,7 @@ class DepthScheduler(AsyncScheduler):
                 self._depths.verified(name, *self._accepted[name])
             elif count == 1:
                 self._depths.verified(name, 0, 0)
-        self._depths.ended(time.perf_counter(), max(map(len, drafts.values()), default=0), len(rows), context, is_pure)
+        self._depths.ended(time.perf_counter(), [*map(len, drafts.values())], len(rows), context, is_pure)
         if not self.has_unfinished_requests():
             self._depths.idle()
         return result
