@@ -156,7 +156,7 @@ def controlled(blocks: Blocks, machine: str, cut: bool) -> dict[str, float]:
             (depth,) = depths.choose([state], [100])
             kept = depths.cut(state, lists[place][:depth], blocks.drawn) if depth and cut else depth
             if kept < depth:
-                depths.cut_to([kept], 1)
+                depths.verifies([kept], 1)
             accepted = blocks.accepted(place, kept)
             parts = draft(depth) * dice.gauss(1, 0.03), verify(kept) * dice.gauss(1, 0.03)
             depths.measured(kept, 1, 100, sum(parts), depth, parts[0] if cut else None)

@@ -147,7 +147,7 @@ class Drafting:
             for work, (drafts, gaps) in zip(neural, self.proposer.propose(neural), strict=True):
                 work.drafts = drafts[: self._cut(work, gaps)] if gaps else drafts
             if any(w.num_draft < w.most_drafts for w in neural):
-                self.controllers[self.model].cut_to([w.num_draft for w in neural], len(batch.work))
+                self.controllers[self.model].verifies([w.num_draft for w in neural], len(batch.work))
 
     def observe(self, batch: Batch, num_accepted: list[int], runner: Runner) -> None:
         """After the step: show the drafter the committed rows; tell the controller and the statistics what was
@@ -222,7 +222,7 @@ class Drafting:
         verified = [s.verified for s in steps]
         cut = any(s.verified < s.drafted for s in steps)
         if verify or not cut:  # else the time of drafting would be taken for that of verifying
-            self.controllers[model].cut_to(verified, len(steps))  # the choice of a later step has been made since
+            self.controllers[model].verifies(verified, len(steps))  # the choice of a later step has been made since
             self._measured({model}, max(verified), *shape, block, seconds - verify if verify else None)
 
     def timed(self, batch: Batch, draft: float, verify: float) -> None:

@@ -115,7 +115,7 @@ class DepthController:
             else:
                 state.parked = bucket
         self._add_probes(states, depths, price, drafting, num)
-        self._mix(depths, num)
+        self.verifies(depths, num)
         return depths
 
     def cut(self, state: DepthState, gaps: Sequence[float], drawn: bool) -> int:
@@ -149,10 +149,18 @@ class DepthController:
             self._usual(level).add(cuts)
         return survival
 
-    def cut_to(self, depths: Sequence[int], num_seqs: int) -> None:
-        """The step that is measured next verifies so many drafts of each request, instead of as many as were chosen
-        last."""
-        self._mix(depths, num_seqs)
+    def verifies(self, depths: Sequence[int], num_seqs: int) -> None:
+        """The step that is measured next verifies so many drafts of each request. Where they differ, this finds the
+        depth at which all of them alike would cost about the same. The last choice says so by itself; a step that is
+        cut, or that a later choice was made before, is told here."""
+        price, deepest, mean = self._price, max(depths), sum(depths) / num_seqs
+        if not deepest or price is None:  # without a choice nothing is known to compare with
+            self.mixed = NOT_MIXED
+            return
+        alike = max(round(mean), 1)
+        drafting = sum(price.deeper[depth] for depth in depths) / num_seqs
+        share = price.step(drafting * price.num, mean * price.num) / price.uniform[alike]
+        self.mixed = Mixed(deepest, num_seqs, alike, share)
 
     def record(self, state: DepthState, drafted: int, accepted: int) -> None:
         """After a step. Nothing is known of drafts behind the first refused: they are neither taken nor refused."""
@@ -222,18 +230,6 @@ class DepthController:
         """By number of drafts, what their rows cost in tokens, at the rate of the last choice."""
         assert self._price, "a block was drafted before any depth was chosen"
         return [self._rate * seconds for seconds in self._price.beside[level]]
-
-    def _mix(self, depths: Sequence[int], num: int) -> None:
-        """Requests draft to different depths: find the depth at which all of them alike would cost about the same."""
-        price, deepest, mean = self._price, max(depths), sum(depths) / num
-        if not deepest or price is None:  # without a choice nothing is known to compare with
-            self.mixed = NOT_MIXED
-            return
-        alike = max(round(mean), 1)
-        drafting = sum(price.deeper[depth] for depth in depths) / num
-        self.mixed = Mixed(
-            deepest, num, alike, price.step(drafting * price.num, mean * price.num) / price.uniform[alike]
-        )
 
     def _park_all(self, states: Sequence[DepthState], bucket: Bucket) -> list[int]:
         """Rows are so dear in this batch that no acceptance pays for them: nobody drafts, and nobody probes."""

@@ -49,7 +49,7 @@ def dear_rows(drafting: Drafting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(controller, "cut_terms", terms)
     monkeypatch.setattr(controller, "expect", lambda *given: [])
     monkeypatch.setattr(controller, "measured", lambda *given: None)
-    monkeypatch.setattr(controller, "cut_to", lambda *given: None)
+    monkeypatch.setattr(controller, "verifies", lambda *given: None)
 
 
 def cutting(folder: Path, device: str, **options: Any) -> LLM:

@@ -98,7 +98,7 @@ def dear_rows(drafting: Drafting, monkeypatch: pytest.MonkeyPatch, seed: int) ->
     monkeypatch.setattr(drafting, "depths", lambda requests: dict.fromkeys(requests, DEPTH))
     monkeypatch.setattr(controller, "expect", lambda *given: [])
     monkeypatch.setattr(controller, "measured", lambda *given: None)
-    monkeypatch.setattr(controller, "cut_to", lambda *given: None)
+    monkeypatch.setattr(controller, "verifies", lambda *given: None)
 
     def terms(states: list[Any]) -> list[float]:
         price = dice.choice([0.0, 0.1, 0.3, 0.6])

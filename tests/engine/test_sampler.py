@@ -202,9 +202,8 @@ def test_bias_and_min_tokens() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_a_gpu_draws_what_a_cpu_draws() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU")
     logits = torch.randn(64, 5000, generator=torch.Generator().manual_seed(6))
     rows = [request(SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=i)) for i in range(64)]
     gpu = Sampler(5000, frozenset(), torch.device("cuda"))(logits.cuda(), [SampleRow(r) for r in rows]).ids.tolist()

@@ -56,7 +56,7 @@ def run(text: float, cut: bool, slope: float = 0.8, base: float = -0.5, num_toke
         kept = depth
         if depth and cut:
             kept = depths.cut(state, gaps[:depth], False)
-            depths.cut_to([kept], 1)
+            depths.verifies([kept], 1)
         accepted = 0
         while accepted < kept and rng.random() < sigmoid(slope * gaps[accepted] + base):
             accepted += 1
@@ -183,7 +183,7 @@ def test_the_first_blocks_of_a_process_do_not_decide_alone() -> None:
     for accepted in (0, 1):
         (depth,) = depths.choose([state], [100])
         kept = depths.cut(state, unsure[:depth], False)
-        depths.cut_to([kept], 1)
+        depths.verifies([kept], 1)
         depths.record(state, kept, min(accepted, kept))
     assert depths.choose([state], [100])[0] > 0 and state.parked is None
     for _ in range(20):  # and then it stays so
@@ -206,7 +206,7 @@ def steps_after_change(seed: int, before: float, after: float) -> int:
         gaps = [rng.gauss(after if changed else before, 0.8) for _ in range(MAX_DEPTH)]
         kept = depths.cut(state, gaps[:depth], False) if depth else 0
         if kept < depth:
-            depths.cut_to([kept], 1)
+            depths.verifies([kept], 1)
         accepted = 0
         while accepted < kept and rng.random() < sigmoid(0.78 * gaps[accepted] - 0.25):
             accepted += 1
@@ -253,7 +253,7 @@ def test_a_block_that_is_cut_to_nothing_is_a_plain_step_that_parks_nothing() -> 
     state = depths.open()
     depths.choose([state], [100])
     assert depths.cut(state, [-3.0, 0.0, 0.0], False) == 0
-    depths.cut_to([0], 1)
+    depths.verifies([0], 1)
     depths.measured(0, 1, 100, drafting(3) + verifying(0), 3, drafting(3))
     depths.record(state, 0, 0)
     assert state.parked is None and state.waited == 0
@@ -290,7 +290,7 @@ def test_any_course_of_a_batch_leaves_numbers(seed: int) -> None:
         ]
         assert all(0 <= k <= depth for k, depth in zip(kept, chosen, strict=True))
         if kept != chosen:
-            depths.cut_to(kept, len(states))
+            depths.verifies(kept, len(states))
         draft, verify = rng.uniform(1e-5, 5e-3), rng.uniform(1e-3, 2e-2)
         depths.measured(max(kept), len(states), 100, draft + verify, max(chosen), draft)
         for state, k in zip(states, kept, strict=True):

@@ -74,7 +74,7 @@ def controlled(draft: Callable[[int], float], verify: Callable[[int], float], cu
             (depth,) = depths.choose([state], [100])
             kept = depths.cut(state, GAPS[place][:depth], False) if depth and cut else depth
             if kept < depth:
-                depths.cut_to([kept], 1)
+                depths.verifies([kept], 1)
             parts = draft(depth) * dice.gauss(1, 0.03), verify(kept) * dice.gauss(1, 0.03)
             depths.measured(kept, 1, 100, sum(parts), depth, parts[0])
             taken = accepted(place, kept)

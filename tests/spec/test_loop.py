@@ -22,6 +22,7 @@ from sparkdraft.llm import LLM, Completion
 from tests.models.tiny import oracle, write_tiny
 from tests.spec.tiny_drafter import MASK, body, random_tensors, speculators, write_drafter, zlab
 
+needs_compiler = pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
 LENGTH, OUTPUT, TAUGHT = 100, 48, 100
 BODIES = {"full": body("ff"), "sliding": body("ssf", window=6)}
 # Taps are blocks 0 and 2 of 4: of a last block, transformers shows z-lab the normed state, and no drafter reads that.
@@ -153,10 +154,8 @@ def test_text_and_every_step_are_those_of_zlabs_loop(pair: Pair, dflash: Any, bl
 # ---- against the plain text
 
 
-@pytest.mark.parametrize("dtype", ["float32", "quantised"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("quantised", marks=needs_compiler)])
 def test_text_is_the_plain_text_at_every_depth(pair: Pair, dtype: str) -> None:
-    if dtype == "quantised" and native.unavailable_reason():
-        pytest.skip(str(native.unavailable_reason()))
     llm = pair.llm(dtype=dtype)
     plain = texts(pair.llm(dtype=dtype, spec="off"), PROMPTS, replace(greedy(None), max_tokens=32))
     for depth in (None, *range(8)):

@@ -142,7 +142,7 @@ def test_rows_past_a_cut_reach_nothing(case: Case, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ops, "pack_rows", packed)
     monkeypatch.setattr(engine.drafting, "depths", lambda requests: dict.fromkeys(requests, MAX_DEPTH))
     monkeypatch.setattr(controller, "cut_terms", terms)
-    for name in ("expect", "measured", "cut_to"):
+    for name in ("expect", "measured", "verifies"):
         monkeypatch.setattr(controller, name, lambda *given: None)
     for params in ([GREEDY] * 4, sampled(4)):
         assert texts(llm, PROMPTS[:4], params) == case.texts(PROMPTS[:4], params)

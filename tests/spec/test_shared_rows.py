@@ -42,7 +42,7 @@ def auto(process: Acceptance, num: int, seed: int) -> float:
             accepted.append(min(int(outcomes.accepted[step, i]), kept[-1]))
         took = seconds(num + sum(kept), any(chosen)) * dice.gauss(1, 0.02)
         if any(chosen):
-            depths.cut_to(kept, num)
+            depths.verifies(kept, num)
         depths.measured(max(kept), num, 300, took, max(chosen), DRAFTING * any(chosen))
         for state, verified, right in zip(states, kept, accepted, strict=True):
             depths.record(state, verified, right)
@@ -102,7 +102,7 @@ def test_a_step_of_different_depths_teaches_what_its_rows_cost_together() -> Non
     states = [depths.open() for _ in range(4)]
     for _ in range(200):
         depths.choose(states, [300] * 4)
-        depths.cut_to([15, 15, 0, 0], 4)
+        depths.verifies([15, 15, 0, 0], 4)
         depths.measured(15, 4, 300, seconds(34), 15, DRAFTING)
     curve = depths.costs[2, 1].curve()
     assert curve[8] == pytest.approx(seconds(34), rel=0.04) and curve[15] == pytest.approx(seconds(64), rel=0.04)
@@ -114,7 +114,7 @@ def test_a_step_that_was_not_chosen_is_not_taken_for_one_that_was() -> None:
     for depth in DEPTHS * 3:
         depths.measured(depth, 4, 300, seconds(4 * (1 + depth), depth > 0), depth, DRAFTING * (depth > 0))
     depths.choose([depths.open() for _ in range(4)], [300] * 4)
-    depths.cut_to([15, 0, 0, 0], 4)
+    depths.verifies([15, 0, 0, 0], 4)
     before = depths.costs[2, 1].weight[4]
     for _ in range(20):
         depths.measured(15, 4, 300, seconds(64), 15, DRAFTING)

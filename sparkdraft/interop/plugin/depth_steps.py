@@ -50,7 +50,7 @@ class DepthSteps:
         if last is None or not is_pure or not num or now <= last:
             return
         if depths:
-            self._controller.cut_to(depths, num)  # the choice of a later step may have been made since
+            self._controller.verifies(depths, num)  # the choice of a later step may have been made since
         self._controller.measured(max(depths, default=0), num, max(context, 1), now - last)
 
     def idle(self) -> None:
