@@ -17,6 +17,7 @@ from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig, uniform_config
 from sparkdraft.models.layers import AttentionSpec, DenseSpec, LayerSpec
 from sparkdraft.models.registry import read_config
+from sparkdraft.names import did_you_mean, spelled
 from sparkdraft.spec.dflash_config import DFlashConfig, spread_taps
 from sparkdraft.spec.draft_configs import DraftConfig, check_fits, read_draft_config
 from sparkdraft.spec.mtp_config import MTP, MtpConfig
@@ -48,28 +49,38 @@ class DrafterShape:
 DRAFTER_SHAPES = {"dflash-5x": DrafterShape(5), "dflash-3x": DrafterShape(3)}
 
 
+def targets() -> list[str]:
+    """All names; each may be spelled in other ways (names.py)."""
+    return [*SHAPES, *TARGET_FILES]
+
+
+def drafters() -> list[str]:
+    return [*DRAFTER_SHAPES, MTP, *DRAFTER_FILES]
+
+
 def shape(name: str) -> ModelConfig:
-    if name in TARGET_FILES:
-        return read_config(TARGET_FILES[name])
-    if name not in SHAPES:
-        raise UserError(f"shape '{name}' is not known; known are {', '.join([*SHAPES, *TARGET_FILES])}")
-    return SHAPES[name]
+    found = spelled(name, targets())
+    if found is None:
+        raise UserError(f"shape '{name}' is not known: {_known(name, targets())}")
+    return read_config(TARGET_FILES[found]) if found in TARGET_FILES else SHAPES[found]
 
 
 def drafter_shape(name: str, target: ModelConfig) -> DraftConfig:
     """The drafter of this name, if it fits the target."""
-    draft: DraftConfig
-    if name == MTP:
+    found = spelled(name, drafters())
+    if found is None:
+        raise UserError(f"drafter shape '{name}' is not known: {_known(name, drafters())}")
+    if found == MTP:
         return MtpConfig.of(target, in_target=False)
-    if name in DRAFTER_FILES:
-        draft = read_draft_config(DRAFTER_FILES[name])
-    elif name in DRAFTER_SHAPES:
-        draft = _like(target, DRAFTER_SHAPES[name], name)
-    else:
-        known = ", ".join([*DRAFTER_SHAPES, MTP, *DRAFTER_FILES])
-        raise UserError(f"drafter shape '{name}' is not known; known are {known}")
+    is_shape = found in DRAFTER_SHAPES
+    draft = _like(target, DRAFTER_SHAPES[found], found) if is_shape else read_draft_config(DRAFTER_FILES[found])
     check_fits(draft, target)
     return draft
+
+
+def _known(name: str, names: list[str]) -> str:
+    question = did_you_mean(name, names)
+    return f"{question and question + ' '}Known are {', '.join(names)}"
 
 
 def _like(target: ModelConfig, own: DrafterShape, name: str) -> DFlashConfig:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.bench.coded import form_of, random_coded
-from sparkdraft.bench.named_shapes import DRAFTER_FILES, SHAPES, TARGET_FILES, drafter_shape, shape
+from sparkdraft.bench.named_shapes import DRAFTER_FILES, SHAPES, TARGET_FILES, drafter_shape, shape, targets
 from sparkdraft.bench.tensors import drafter_tensor_shapes, file_tensor_shapes, tensor_shapes
 from sparkdraft.config import EngineConfig
 from sparkdraft.engine.build import build_engine
@@ -24,6 +24,7 @@ from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.load import stored_of
 from sparkdraft.engine.machine import detect, plan_here
 from sparkdraft.models.config import ModelConfig
+from sparkdraft.names import spelled
 from sparkdraft.spec.draft_configs import DraftConfig
 from sparkdraft.spec.registry import DraftSource, builder_of
 from sparkdraft.weights.loader import Progress
@@ -58,7 +59,7 @@ def random_engine(
 
 
 def random_checkpoint(name: str, device: str, form: str = "") -> RandomCheckpoint:
-    return RandomCheckpoint(TARGET_FILES.get(name, shape(name)), device, form)
+    return RandomCheckpoint(TARGET_FILES.get(spelled(name, targets()) or name, shape(name)), device, form)
 
 
 class RandomCheckpoint:

@@ -5,11 +5,12 @@ Flags are written in full: an abbreviation gets an error that names the full fla
 
 from __future__ import annotations
 
-import difflib
 import sys
 from argparse import Action, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable
 from typing import Any, NoReturn
+
+from sparkdraft.names import did_you_mean
 
 MISUSED = 2  # the exit status of a wrong command line
 
@@ -49,7 +50,6 @@ class Parser(ArgumentParser):
 
 
 def suggestion(given: str, known: Iterable[str]) -> str:
-    """The name that was probably meant, as the end of a sentence; empty if none is near."""
-    names = list(known)
-    near = [name for name in names if name.startswith(given)] or difflib.get_close_matches(given, names, n=1)
-    return f": did you mean {near[0]}?" if near else ""
+    """The names that were probably meant, as the end of a sentence; empty if none is near."""
+    question = did_you_mean(given, known)
+    return f": {question}" if question else ""

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.cli.console import note, show_fallbacks
 from sparkdraft.config import DTYPES, ENGINE_FIELDS, EngineConfig
 from sparkdraft.core import UserError
+from sparkdraft.names import did_you_mean, spelled
 from sparkdraft.paths import user_path
 from sparkdraft.progress import progress
 from sparkdraft.weights import hub
@@ -123,31 +124,32 @@ def run(args: Namespace) -> int:
 
 def read_model(name: str) -> tuple[ModelConfig, dict[str, Any]]:
     """A named shape, or what a config.json describes; with the config.json, {} where there is none."""
-    from sparkdraft.bench.named_shapes import SHAPES, TARGET_FILES, shape
+    from sparkdraft.bench.named_shapes import TARGET_FILES, shape, targets
     from sparkdraft.models.registry import read_config
     from sparkdraft.weights.checkpoint import read_config_json
 
     name = SHAPES_OF.get(name, name)
-    if _is_shape(name):
-        return shape(name), TARGET_FILES.get(name, {})
-    _check_name("model", name, [*SHAPES, *TARGET_FILES])
+    if found := _shape_name(name):
+        return shape(found), TARGET_FILES.get(found, {})
+    _check_name("model", name, targets())
     raw = read_config_json(name)
     return read_config(raw), raw
 
 
-def _is_shape(name: str) -> bool:
-    from sparkdraft.bench.named_shapes import SHAPES, TARGET_FILES
+def _shape_name(name: str) -> str | None:
+    """As it is spelled here; None if it is another model, or a file or folder."""
+    from sparkdraft.bench.named_shapes import targets
 
-    return (name in SHAPES or name in TARGET_FILES) and not Path(name).exists()
+    return None if user_path(name).exists() else spelled(name, targets())
 
 
-def _check_name(what: str, name: str, known: list[str]) -> None:
+def _check_name(what: str, name: str, known: Sequence[str]) -> None:
     """Raises UserError for a word that can only be a shape's name and is none."""
     if "/" in name or name.endswith((".gguf", ".safetensors")) or name in hub.KNOWN or user_path(name).exists():
         return
-    near = get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    question = did_you_mean(name, known)
     raise UserError(
-        f"Unknown {what} '{name}': {f'did you mean {near[0]}? ' if near else ''}Known shapes are {', '.join(known)}; "
+        f"Unknown {what} '{name}': {question and question + ' '}Known shapes are {', '.join(known)}; "
         "a folder or a hub id such as org/name work too"
     )
 
@@ -204,7 +206,7 @@ def _in_file(name: str) -> WeightFormats | None:
 
 def _drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftConfig | None, list[str], str]:
     """As read_drafter, and its name. Where none is named, the one that `serve` would take; a named shape has none."""
-    if name != "auto" or _is_shape(model_name):
+    if name != "auto" or _shape_name(model_name):
         return *read_drafter(name, model_name, model), name
     from sparkdraft.spec.choice import pick
     from sparkdraft.spec.mtp_config import MtpConfig, check_names
@@ -233,8 +235,7 @@ def _drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftConfi
 
 def read_drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftConfig | None, list[str]]:
     """With the names of its tensors, where its file is at hand: it may bring tables of its own."""
-    from sparkdraft.bench.named_shapes import DRAFTER_FILES, DRAFTER_SHAPES, drafter_shape
-    from sparkdraft.spec.mtp_config import MTP
+    from sparkdraft.bench.named_shapes import drafter_shape, drafters
     from sparkdraft.spec.packaged import default_drafter
 
     found = default_drafter(model_name) if name == "auto" else None if name == "none" else name
@@ -242,9 +243,9 @@ def read_drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftC
         return None, []
     if found.partition(":")[0] == "race":
         raise UserError(f"--drafter is {found}; a plan is made for one drafter: name it, or mtp")
-    if found in DRAFTER_FILES or found in DRAFTER_SHAPES or found == MTP:
-        return drafter_shape(found, model), []
-    _check_name("drafter", found, [*DRAFTER_FILES, *DRAFTER_SHAPES, MTP])
+    if not user_path(found).exists() and (shaped := spelled(found, drafters())):
+        return drafter_shape(shaped, model), []
+    _check_name("drafter", found, drafters())
     return _open_drafter(found, model)
 
 

@@ -5,7 +5,6 @@ What a host leaves out is taken from the top of the file. A key that is not know
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import re
 import tomllib
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkdraft.core import UserError
+from sparkdraft.names import did_you_mean
 from sparkdraft.paths import user_path
 
 LOCAL = "local"  # the address of this machine, reached without ssh
@@ -115,8 +115,8 @@ def _check_environment(given: Any, where: str) -> None:
 def _check_keys(data: Mapping[str, Any], known: list[str], where: str) -> None:
     for key in data:
         if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            raise UserError(f"{where} '{key}' is not known" + (f": did you mean {near[0]}?" if near else ""))
+            question = did_you_mean(key, known)
+            raise UserError(f"{where} '{key}' is not known" + (f": {question}" if question else ""))
 
 
 def _kind(record: type, name: str) -> type:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Sequence
 
 from sparkdraft.cluster.command import rank_environment
 from sparkdraft.cluster.survey import Seen
 from sparkdraft.doctor.finding import Finding, Status
+from sparkdraft.names import alike
 
 # Those that people set on a Spark; a name that is near one of them and none of NCCL's is a slip.
 NAMES = """
@@ -60,10 +60,10 @@ def judge_variables(seen: Seen, others: Sequence[Seen]) -> Iterator[Finding]:
 def _misspelt(label: str, own: dict[str, str]) -> Iterator[Finding]:
     for name in own:
         if name.startswith(PREFIXES) and name not in KNOWN:
-            near = difflib.get_close_matches(name, KNOWN, 1, 0.9)
+            near = alike(name, KNOWN, near=0.9)
             if near:
-                value = f"{name}={own[name]} is read by nobody: did you mean {near[0]}?"
-                yield Finding(label, name, value, Status.CHANGE, f"rename it to {near[0]}, or remove it")
+                value = f"{name}={own[name]} is read by nobody: did you mean {near}?"
+                yield Finding(label, name, value, Status.CHANGE, f"rename it to {near}, or remove it")
 
 
 def _different(seen: Seen, own: dict[str, str], others: Sequence[Seen]) -> Iterator[Finding]:

@@ -9,7 +9,6 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.interop.recipe_formats import EUGR, SPARKRUN, VLLM_IMAGE, check, needs_no_entrypoint
 from sparkdraft.interop.vllm_command import Choices, VllmCommand, vllm_command
+from sparkdraft.names import did_you_mean, spelled
 from sparkdraft.server.config import ServerConfig
 from sparkdraft.spec import pairs
 from sparkdraft.spec.mtp_config import MTP
@@ -151,7 +151,7 @@ def recipes() -> dict[str, Recipe]:
 
 def find_recipe(name: str) -> Recipe:
     known = recipes()
-    if name not in known:
-        near = get_close_matches(name, known, n=1, cutoff=0.0)[0]
-        raise UserError(f"there is no recipe '{name}'; did you mean {near}? `sparkdraft recipe list` names them all")
-    return known[name]
+    if (found := spelled(name, known)) is None:
+        question = did_you_mean(name, known)
+        raise UserError(f"there is no recipe '{name}'; {question and question + ' '}`sparkdraft recipe list` names all")
+    return known[found]

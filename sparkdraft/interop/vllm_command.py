@@ -7,7 +7,6 @@ import json
 import shlex
 from collections.abc import Container
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from sparkdraft.interop.speculation import Speculation, speculate
 from sparkdraft.interop.tables import Unread
 from sparkdraft.interop.targets import WINDOWED, Target, find_target
 from sparkdraft.interop.vllm_flags import REASONING, TOOLS, TURBOQUANT, VLLM
+from sparkdraft.names import alike
 from sparkdraft.server.config import ServerConfig, default_of
 from sparkdraft.text.chat import variables_of
 from sparkdraft.text.families import AUTO, NONE
@@ -103,9 +103,8 @@ class Choices:
             raise UserError(f"--tensor-parallel is {self.tensor_parallel}; it must be 1 or more")
         broken.parsed(self.version)
         for flag, name in self.backends().items():
-            near = get_close_matches(name, BACKENDS, n=1, cutoff=0.8) if name not in BACKENDS else []
-            if near:
-                raise UserError(f"{flag} is '{name}', which vLLM does not have; did you mean {near[0]}?")
+            if name not in BACKENDS and (near := alike(name, BACKENDS)):
+                raise UserError(f"{flag} is '{name}', which vLLM does not have; did you mean {near}?")
 
     def backends(self) -> dict[str, str]:
         """Those that are named, by their flags."""

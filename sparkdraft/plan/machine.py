@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparkdraft.core import UserError
+from sparkdraft.names import spelled
 from sparkdraft.paths import user_path
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.roofline import Losses, Rates
@@ -73,8 +74,8 @@ def find_machine(name: str) -> Machine:
     """A known name, 'this', or a file. Raises UserError."""
     if name == HERE:
         return this_machine()
-    if name in known_machines():
-        return read_machine(FOLDER / f"{name}.json")
+    if found := spelled(name, known_machines()):
+        return read_machine(FOLDER / f"{found}.json")
     path = user_path(name)
     if not path.is_file():
         raise UserError(

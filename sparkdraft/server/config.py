@@ -7,7 +7,6 @@ the environment beats the file, and the file beats the defaults. Between file an
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import tomllib
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from typing import Any
 from sparkdraft import defaults
 from sparkdraft.config import ENGINE_FIELDS, EngineConfig, option
 from sparkdraft.core import UserError
+from sparkdraft.names import did_you_mean
 from sparkdraft.server.container_env import CONTAINER_NAMES, TURBOQUANT, extra_args
 from sparkdraft.text.families import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 
@@ -144,8 +144,10 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     own = {PREFIX + name.upper(): name for name in FIELDS}
     for key, value in environ.items():
         if key.startswith(PREFIX) and value and key not in own and key not in OTHER_NAMES:
-            near = difflib.get_close_matches(key, [*own, *OTHER_NAMES], n=1, cutoff=0.0)[0]
-            raise UserError(f"the environment variable {key} is not known; did you mean {near}? Rename or unset it")
+            question = did_you_mean(key, [*own, *OTHER_NAMES], PREFIX)
+            raise UserError(
+                f"the environment variable {key} is not known; {question and question + ' '}Rename or unset it"
+            )
     switch = environ.get(TURBOQUANT, "").lower()
     if switch and switch not in TRUE + FALSE:
         raise UserError(f"{TURBOQUANT} is '{environ[TURBOQUANT]}'; it must be true or false")
@@ -165,8 +167,8 @@ def _from_toml(path: str | Path) -> dict[str, Any]:
         raise UserError(f"the file {path} is not valid TOML: {error}") from None
     for key in found:
         if key not in FIELDS:
-            near = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.0)[0]
-            raise UserError(f"{path} has the unknown key '{key}'; the nearest known one is '{near}'")
+            question = did_you_mean(key, FIELDS) or "docs/api.md lists all keys"
+            raise UserError(f"{path} has the unknown key '{key}'; {question}")
     return {key: _converted(key, value, f"{key} in {path}") for key, value in found.items()}
 
 

@@ -6,9 +6,10 @@ reported, not refused.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from sparkdraft.names import alike, did_you_mean
 
 if TYPE_CHECKING:
     from sparkdraft.interop.tables import Unread
@@ -40,6 +41,7 @@ OTHERS = {
     "nothing here, or not all that it asks for)",
     ATTENTION_BACKEND: "accepted and not needed: one kernel runs targets and drafters (`--engine vllm` hands it on)",
 }
+KNOWN = (*CONTAINER_NAMES, *OTHERS)
 OWN_PREFIXES = ("DFLASH_", "TQ_")  # nobody else's
 NEAR = 0.87  # likeness from which a name is taken for a misspelt one
 
@@ -79,16 +81,7 @@ def container_notes(environ: Mapping[str, str], to_vllm: bool = False) -> list[s
         handed_on = [note for each in found.unread for note in each.notes] if to_vllm else []
         notes += [f"{EXTRA_ARGS}: {note}" for note in found.notes if note not in handed_on]
     for name, value in environ.items():
-        if value and (near := misspelt(name)):
-            notes.append(f"{name} is not read; did you mean {near}?")
+        if value and name not in KNOWN and (name.startswith(OWN_PREFIXES) or alike(name, KNOWN, NEAR)):
+            question = did_you_mean(name, KNOWN)
+            notes.append(f"{name} is not read" + (f"; {question}" if question else ""))
     return notes
-
-
-def misspelt(name: str) -> str:
-    """The name that was probably meant, or nothing if this one is known or unlike all of them."""
-    known = [*CONTAINER_NAMES, *OTHERS]
-    if name in known:
-        return ""
-    cutoff = 0.0 if name.startswith(OWN_PREFIXES) else NEAR
-    near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=cutoff)
-    return near[0] if near else ""

@@ -7,13 +7,13 @@ gguf.py's work, fetching the embedded model hub.py's; what the tensors mean is k
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sparkdraft.core import UserError
+from sparkdraft.names import did_you_mean
 from sparkdraft.paths import user_path
 from sparkdraft.progress import progress
 from sparkdraft.weights import hub
@@ -76,10 +76,9 @@ def _unknown(name: str, path: Path) -> str:
     known = sorted(hub.KNOWN)
     if "/" in name or name.endswith((".gguf", ".safetensors")):
         return f"There is no file or folder {path}: check the path, or use a known name ({', '.join(known)})."
-    close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    question = did_you_mean(name, known)
     return (
-        f"Unknown model {name!r}: {hint}Known names are {', '.join(known)}; "
+        f"Unknown model {name!r}: {question and question + ' '}Known names are {', '.join(known)}; "
         "a folder, a .gguf file or a hub id such as org/name work too."
     )
 

@@ -170,7 +170,7 @@ def test_every_line_is_expected_and_measured_by_one_group(device: str) -> None:
 
 def test_lines_can_be_chosen_by_name() -> None:
     assert select((SPEED, LATENCY), "") == {"speed", "latency"} and select((SPEED, LATENCY), " speed,") == {"speed"}
-    with pytest.raises(UserError, match="unknown line 'sped'; the nearest is 'speed'"):
+    with pytest.raises(UserError, match="unknown line 'sped'; did you mean speed"):
         select((SPEED, LATENCY), "sped")
 
 
@@ -201,7 +201,7 @@ def test_the_list_says_what_is_compared(capsys: pytest.CaptureFixture[str]) -> N
 def test_mistakes_are_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for args, words in (
-        (["check-speed", "--only", "drafted-cod"], "the nearest is 'drafted-code'"),
+        (["check-speed", "--only", "drafted-cod"], "did you mean drafted-code"),
         (["check-speed", "--device", "cuda"], "no CUDA GPU"),
         (["long-prompt", "--streams", "0"], "--streams is 0; it must be at least 1"),
         (["long-prompt", "--streams", "4", "--max-seqs", "4"], "--max-seqs lets 4 requests run at once, the prompt"),

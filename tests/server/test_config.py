@@ -130,7 +130,7 @@ def test_variables_of_other_programs_are_left_alone() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("prot = 1", "unknown key 'prot'; the nearest known one is 'port'"),
+        ("prot = 1", "unknown key 'prot'; did you mean port"),
         ("port = 'x'", "port in"),
         ("port = true", "whole number"),
         ("port = inf", "port in .* is inf; it must be a whole number"),

@@ -159,7 +159,7 @@ def test_folders_without_a_model(tmp_path: Path) -> None:
 
 
 def test_names_that_lead_nowhere(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="did you mean 'smollm2'"):
+    with pytest.raises(UserError, match="did you mean smollm2"):
         open_checkpoint("smolm2")
     with pytest.raises(UserError, match="Known names are smollm2"):
         open_checkpoint("gpt5")

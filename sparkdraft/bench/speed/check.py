@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from sparkdraft.bench.speed.lines import Line
 from sparkdraft.bench.speed.ratios import Progress, Sample
 from sparkdraft.bench.speed.verdict import Expected, Judged, Verdict, judge
 from sparkdraft.core import UserError
+from sparkdraft.names import did_you_mean
 
 Names = frozenset[str]
 Measure = Callable[[Names, Progress], dict[str, Sample]]  # the lines wanted -> a sample of each
@@ -35,8 +35,8 @@ def select(lines: Sequence[Line], only: str) -> Names:
     asked = [name.strip() for name in only.split(",") if name.strip()] or known
     for name in asked:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise UserError(f"--only names the unknown line '{name}'; the nearest is '{near}', and --list shows all")
+            question = did_you_mean(name, known)
+            raise UserError(f"--only names the unknown line '{name}'; {question and question + ' '}--list shows all")
     return frozenset(asked)
 
 
