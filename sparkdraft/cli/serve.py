@@ -122,7 +122,7 @@ def end_at_signals() -> None:
 
 async def _serve(config: ServerConfig) -> None:
     from sparkdraft.server.app import create_app
-    from sparkdraft.server.engine_client import EngineClient
+    from sparkdraft.server.engine_client import EngineClient, RestartPolicy
     from sparkdraft.server.run import Server, address_of, listen
 
     listener = listen(config)
@@ -132,24 +132,28 @@ async def _serve(config: ServerConfig) -> None:
     say(f"  chat  {address}/")
     if not (config.is_local or config.api_key):
         say("  note: other machines can reach this, and there is no key")
-    app = create_app(config, EngineClient(config.engine, canary=config.tool_parser if config.canary else None))
+    restart = RestartPolicy(hang=config.hang_seconds, step=config.step_seconds)
+    app = create_app(config, EngineClient(config.engine, restart, canary=config.tool_parser if config.canary else None))
     await Server(app, config).run_on(listener, narrate)
 
 
 async def narrate(service: Service) -> AsyncIterator[None]:
     """Print each stage, again while it lasts, the plan when it is ready, and every restart. A model that cannot be
     served at all ends the server: no client waits for it yet."""
-    last, was_ready, said = "", False, 0.0
+    last, was_ready, said, ready_text = "", False, 0.0, None
     while True:
         state = service.state
         now = service.stage if state == "starting" else state
         if state == "failed" and not was_ready:
             raise UserError(str(service.last_error))
         if service.ready and last != "ready":
-            _say_ready(service)
-            was_ready, last = True, "ready"
+            if service.text is ready_text:
+                say("the engine answers again")
+            else:
+                _say_ready(service)
+            was_ready, last, ready_text = True, "ready", service.text
         elif not service.ready and (now != last or (state == "starting" and time.monotonic() - said > SAY_AGAIN)):
-            error = service.last_error if state in ("restarting", "failed") else None
+            error = service.last_error if state in ("restarting", "failed", "unresponsive") else None
             say(f"{now}: {error}" if error else f"{now}{_count(service)} ...")
             last, said = now, time.monotonic()
         yield

@@ -69,6 +69,8 @@ NOT_THERE = {  # fields that nothing in vLLM corresponds to, and what it does in
     "profile": "what `sparkdraft tune` measured is not read",
     "canary": "nothing is probed at the start",
     "watchdog": "nothing is watched",
+    "hang_seconds": "an engine that hangs is not noticed",
+    "step_seconds": "an engine that hangs is not noticed",
     "allow_public": "it never asks whether other machines may reach it without a key",
 }
 

@@ -56,6 +56,12 @@ class ServerConfig:
     )
     tool_parser: str = option(AUTO, f"how tool calls are read: auto (by the model), {', '.join(TOOL_PARSERS)}")
     drain_seconds: float = option(30.0, "how long running requests may finish after SIGTERM")
+    hang_seconds: float = option(
+        60.0, "how long the engine process may give no sign of life before it is killed and started again (0: for ever)"
+    )
+    step_seconds: float = option(
+        600.0, "how long one step may last before the engine is killed and started again (0: for ever)"
+    )
     canary: bool = option(True, "ask probes with known answers at each start, and go on without what fails")
     watchdog: bool = option(True, "watch memory, throttling, step times and acceptance, and react")
 
@@ -68,6 +74,9 @@ class ServerConfig:
             raise UserError(f"max_body is {self.max_body}; it must be at least 1024 bytes")
         if not 0 <= self.drain_seconds <= 3600:
             raise UserError(f"drain_seconds is {self.drain_seconds}; it must be between 0 and 3600")
+        for name in ("hang_seconds", "step_seconds"):
+            if not 0 <= getattr(self, name) <= 86400:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be between 0 (no limit) and 86400")
         defaults.parse(self.sampling_defaults)
         parsers = {"reasoning_parser": (*REASONING_PARSERS, NONE), "tool_parser": TOOL_PARSERS}
         for name, known in parsers.items():

@@ -16,9 +16,9 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -30,6 +30,8 @@ from sparkdraft.server import messages
 from sparkdraft.server.engine_command import COMMAND, environment
 from sparkdraft.server.engine_errors import EngineError, RequestFailed, RequestRefused
 from sparkdraft.server.messages import Message, TokenEvent
+from sparkdraft.server.pulse import BEAT, RETRY, Pulse
+from sparkdraft.server.token_stream import Mailbox, TokenStream
 
 log = logging.getLogger(__name__)
 GRACE = 1.0  # seconds a child has to exit after its socket closed or after Shutdown, before it is killed
@@ -42,19 +44,13 @@ class RestartPolicy:
     first: float = 1.0  # seconds before the first restart; each failure in a row doubles them
     most: float = 30.0
     calm: float = 60.0  # an engine that was ready for this long died of something new: begin with 'first' again
-
-
-@dataclass(eq=False, slots=True)
-class Mailbox:
-    """The events of one request that wait for their reader. The client knows the mailbox and not the reader, so that a
-    reader that is dropped can be noticed."""
-
-    left: int  # those of its n texts whose end has not come from the engine
-    queue: asyncio.Queue[TokenEvent | EngineError] = field(default_factory=asyncio.Queue)
+    hang: float = 60.0  # seconds without a sign of life after which a ready engine is killed; 0: never
+    step: float = 600.0  # seconds of one step after which it is killed; 0: never
 
 
 class EngineClient:
-    """state: "starting", "ready", "restarting", "draining" or "failed" (a configuration that cannot run)."""
+    """state: "starting", "ready", "unresponsive" (it was ready and sends nothing), "restarting", "draining" or "failed"
+    (a configuration that cannot run)."""
 
     def __init__(
         self,
@@ -82,6 +78,7 @@ class EngineClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dying: messages.Dying | None = None
         self._ready_at = 0.0
+        self.pulse = Pulse()
         self._mailboxes: dict[str, Mailbox] = {}
         self._questions: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._idle = asyncio.Event()  # set while nothing is in flight
@@ -98,8 +95,20 @@ class EngineClient:
     @property
     def retry_after(self) -> int:
         """Whole seconds until requests will probably be accepted: as long as the last start took, from the beginning of
-        this one. If this start takes longer, 1."""
+        this one. If this start takes longer, 1. Nobody knows when an engine that hangs will go on."""
+        if self.state == "unresponsive":
+            return RETRY
         return max(1, math.ceil(self.start_began + self.start_seconds - time.monotonic()))
+
+    @property
+    def silence(self) -> str:
+        """In words, that the engine does not answer; "" if it does."""
+        if self.state != "unresponsive":
+            return ""
+        then = f"; after {self.restart.hang:g} s it is killed and started again" if self.restart.hang else ""
+        return (
+            f"the engine does not answer: its process has given no sign of life for {self.pulse.silent_for:.0f} s{then}"
+        )
 
     def start_took(self) -> float:
         """The engine accepts requests now: remember and return how long its start took."""
@@ -132,7 +141,7 @@ class EngineClient:
 
     async def status(self, timeout: float = 5.0) -> dict[str, Any]:
         """Live numbers of the engine, which answers between steps."""
-        if self._transport is None or not self._ready_at:
+        if self._transport is None or not self._ready_at or self.state == "unresponsive":
             raise self._not_ready()
         name = str(next(self._numbers))
         future = self._questions[name] = asyncio.get_running_loop().create_future()
@@ -221,9 +230,28 @@ class EngineClient:
         self._transport, _ = await loop.create_unix_connection(lambda: connection, sock=ours)
         if self._stopping.is_set():
             self._send(messages.Shutdown())
+        watching = asyncio.create_task(self._watch())
         await connection.lost
+        watching.cancel()
         self._child_lost()
         await self._bury()
+
+    async def _watch(self) -> None:
+        """Ping the engine once it is ready, and kill it when it hangs: then its socket closes, and it is restarted."""
+        self.pulse = pulse = Pulse()
+        while True:
+            await asyncio.sleep(BEAT)
+            if self.state not in ("ready", "unresponsive"):
+                continue
+            self._send(messages.Ping())
+            pulse.pinged()
+            if pulse.is_silent and self.state == "ready":
+                self.state = "unresponsive"
+                log.warning("%s", self.silence)
+            if reason := pulse.hung(self.restart.hang, self.restart.step):
+                log.error("%s", reason)
+                self._dying = messages.Dying(reason)
+                return self._kill()
 
     def _child_lost(self) -> None:
         self._transport, self.start_began = None, time.monotonic()
@@ -273,6 +301,8 @@ class EngineClient:
         if self.state == "draining":
             sentence = "the server is shutting down; send the request to another, or later"
             return EngineError(sentence, True, self.retry_after)
+        if self.state == "unresponsive":
+            return EngineError(self.silence, True, self.retry_after)
         done, total = self.progress
         shown = f"{self.stage}, {done} of {total}" if total else self.stage
         sentence = f"the engine is {self.state} ({shown}); try again in {self.retry_after} s"
@@ -285,7 +315,13 @@ class EngineClient:
             self._transport.write(messages.encode(message))
 
     def _receive(self, message: Message) -> None:
+        self.pulse.heard()
+        if self.state == "unresponsive":
+            self.state = "ready"
+            log.warning("the engine answers again")
         match message:
+            case messages.Pong():
+                self.pulse.answered(message.turn, message.idle)
             case messages.Tokens():
                 for event in message.events:
                     self._deliver(event)
@@ -335,41 +371,6 @@ class EngineClient:
         if self._mailboxes.get(id) is mailbox:
             self._forget(id)
             self._send(messages.Abort(id))
-
-
-class TokenStream(AsyncIterator[TokenEvent]):
-    """The events of one request, to its end. A reader that stops earlier (by aclose, by cancellation while it waits, or
-    by dropping this) aborts the request."""
-
-    def __init__(self, client: EngineClient, id: str, mailbox: Mailbox) -> None:
-        self.id = id
-        self._client, self._mailbox, self._left = client, mailbox, mailbox.left
-
-    async def __anext__(self) -> TokenEvent:
-        if not self._left:
-            raise StopAsyncIteration
-        try:
-            item = await self._mailbox.queue.get()
-        except asyncio.CancelledError:
-            self.close()
-            raise
-        if isinstance(item, EngineError):
-            self._left = 0
-            raise item
-        self._left -= item.finish is not None
-        return item
-
-    def close(self) -> None:
-        if self._left:
-            self._left = 0
-            self._client.leave(self.id, self._mailbox)
-
-    async def aclose(self) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if self._left:
-            self._client.leave_later(self.id, self._mailbox)
 
 
 class Connection(asyncio.Protocol):

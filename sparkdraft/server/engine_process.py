@@ -1,10 +1,10 @@
 """The engine's own process: loads a backend, then takes messages, steps it, and sends what each step wrote.
 
 The backend is known only by its protocol (sparkdraft/backend.py). A thread reads the socket, so that messages are there
-when a step ends, and the process exits as soon as its parent does, even while it loads or steps. Only the main thread
-writes, and it waits for the API only when more than a bounded amount is unsent. The reading thread continues meanwhile,
-so the two sides never wait for each other. Grammars are compiled in threads before their requests reach the backend.
-engine_client.py starts and restarts this process.
+when a step ends, and the process exits as soon as its parent does, even while it loads or steps. The main thread writes
+and waits for the API only when more than a bounded amount is unsent; the reading thread never waits, so the two sides
+never wait for each other. It writes nothing but the answers to pings, which show that this process runs. Grammars are
+compiled in threads before their requests reach the backend. engine_client.py starts and restarts this process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from queue import SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, NoReturn
 
 from sparkdraft.backend import Backend, LoadBackend, Report
@@ -55,16 +55,27 @@ class Wire:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._unsent = bytearray()
+        self._sending = Lock()
+        self.turn, self.idle = 0, True  # of the engine's loop; while it loads there is none
         self.inbox: SimpleQueue[Message | Compiled] = SimpleQueue()
         Thread(target=self._read, name="wire", daemon=True).start()
 
     def send(self, message: Message) -> None:
         """Send a message. Nothing is dropped: with more than MOST_UNSENT bytes unsent it waits."""
-        self._unsent += messages.encode(message)
-        self._push(MOST_UNSENT)
+        with self._sending:
+            self._unsent += messages.encode(message)
+            self._push(MOST_UNSENT)
 
     def flush(self) -> None:
-        self._push(0)
+        with self._sending:
+            self._push(0)
+
+    def _pong(self) -> None:
+        """Answer a ping without waiting. If the main thread is sending just now, that is answer enough."""
+        if self._sending.acquire(blocking=False):
+            self._unsent += messages.encode(messages.Pong(self.turn, self.idle))
+            self._push(len(self._unsent))
+            self._sending.release()
 
     def _push(self, may_stay: int) -> None:
         while self._unsent:
@@ -84,7 +95,10 @@ class Wire:
                 for message in lines.feed(data):
                     if isinstance(message, messages.Shutdown):
                         return
-                    self.inbox.put(message)
+                    if isinstance(message, messages.Ping):
+                        self._pong()
+                    else:
+                        self.inbox.put(message)
         except OSError:
             pass  # closed with something unread
         except Exception:
@@ -109,6 +123,7 @@ class EngineLoop:
 
     def run(self) -> None:
         while True:
+            self.wire.turn += 1
             self._take(wait=not self.backend.has_work)
             if self.backend.has_work:
                 self._step()
@@ -140,7 +155,10 @@ class EngineLoop:
         inbox = self.wire.inbox
         if wait:
             self.wire.flush()
-            self._handle(inbox.get())
+            self.wire.idle = True
+            message = inbox.get()
+            self.wire.idle = False
+            self._handle(message)
         for _ in range(inbox.qsize()):  # later messages wait for the next step, so that they cannot delay this one
             self._handle(inbox.get())
 

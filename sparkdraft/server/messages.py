@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, get_args
 
 from sparkdraft.backend import ModelInfo
 from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, StepOutput, TokenLogprob, UserError
@@ -47,6 +47,11 @@ class Switch:
 
     part: str
     on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Show that the process runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +115,14 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True)
+class Pong:
+    """The answer to a Ping, at once and whatever runs."""
+
+    turn: int  # of the engine's loop
+    idle: bool  # it waits for work
+
+
+@dataclass(frozen=True, slots=True)
 class Dying:
     """The last message of an engine that can still send one."""
 
@@ -118,12 +131,22 @@ class Dying:
 
 
 Message = (
-    Submit | Abort | AskStatus | CountAnew | Switch | Shutdown | Loading | Ready | Tokens | Refused | Status | Dying
+    Submit
+    | Abort
+    | AskStatus
+    | CountAnew
+    | Switch
+    | Ping
+    | Shutdown
+    | Loading
+    | Ready
+    | Tokens
+    | Refused
+    | Status
+    | Pong
+    | Dying
 )
-KINDS: dict[str, Callable[..., Message]] = {
-    kind.__name__: kind
-    for kind in (Submit, Abort, AskStatus, CountAnew, Switch, Shutdown, Loading, Ready, Tokens, Refused, Status, Dying)
-}
+KINDS: dict[str, Callable[..., Message]] = {kind.__name__: kind for kind in get_args(Message)}
 _event_fields = attrgetter(*(f.name for f in fields(TokenEvent)))
 _output_fields = attrgetter("request_id", *(f.name for f in fields(TokenEvent)[1:]))
 

@@ -118,6 +118,9 @@ class Metrics:
         self.alarm = Counter("watchdog_active", "1 while a cause lasts and is reacted to", "cause", "gauge")
         self.alarms = EngineCounter("watchdog_alarms_total", "times that a cause has begun", "cause")
         self.ready = Counter("engine_ready", "1 when requests are taken", kind="gauge")
+        self.silence = Counter(
+            "engine_silence_seconds", "seconds since the engine process last gave a sign of life", kind="gauge"
+        )
         self.restarts = Counter("engine_restarts", "times the engine process was started again", kind="gauge")
 
     def speculation(self, stats: Mapping[str, Any]) -> None:

@@ -114,6 +114,9 @@ class Service:
             raise unavailable(shutting, "draining", self.client.retry_after)
         if self.state == "failed":
             raise unavailable(f"The engine cannot run: {self.last_error}.", "engine_failed", 60)
+        if self.state == "unresponsive":
+            wait = self.client.retry_after
+            raise unavailable(f"{as_sentence(self.client.silence)} Retry in {wait} s.", "engine_unresponsive", wait)
         done, total = self.client.progress
         stage = f"{self.stage}, {done} of {total}" if total else self.stage
         wait = self.client.retry_after
@@ -129,11 +132,13 @@ class Service:
 
     @property
     def last_error(self) -> str | None:
-        return self.refusal or self.client.last_error
+        return self.refusal or self.client.silence or self.client.last_error
 
     @property
     def stage(self) -> str:
         """The stage of loading; warm-up requests come after everything that the engine does by itself."""
+        if self.client.state == "unresponsive":
+            return "waiting for the engine"
         return "warm-up requests" if self.client.state == "ready" and not self._has_text else self.client.stage
 
     # ---- the engine's facts
@@ -163,7 +168,7 @@ class Service:
         except Exception as error:
             log.error("a warm-up request failed; users' requests are taken nevertheless", exc_info=error)
         # otherwise it died meanwhile, and a new one is starting
-        if self.client.info is info and self.client.state == "ready":
+        if self.client.info is info and self.client.state in ("ready", "unresponsive"):
             self.text = text
             self.start_seconds = self.client.start_took()
 

@@ -31,6 +31,7 @@ SSE_HEADERS = [
     (b"x-accel-buffering", b"no"),  # tells nginx not to buffer the stream
 ]
 DONE = b"data: [DONE]\n\n"
+PING = 2.5  # seconds without an event after which a stream that has begun gets a comment, which clients skip
 
 
 class Answer(Protocol):
@@ -61,6 +62,7 @@ class Reply(Response):
         super().__init__()
         self.service, self.stream, self.count, self.prepare = service, stream, count, prepare
         self.started = False  # whether the first byte was sent
+        self._sent_at = 0.0  # when the last bytes were
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.create_task(_gone(receive))
@@ -102,15 +104,29 @@ class Reply(Response):
 
     async def _follow(self, job: Job, begin: float, send: Send) -> None:
         watch = Watch(self.service, job, begin)
-        async with aclosing(self._events(job)) as events:
-            async for prompt_index, event in events:
-                if event.finish is FinishReason.ABORT:
-                    raise unavailable("The request was ended by the server; send it again.", "aborted", 1)
-                watch.see(prompt_index, event)
-                chunks = job.answer.push(event, prompt_index)
-                if self.stream and chunks:
-                    await self._send(send, chunks)
+        pinging = asyncio.create_task(self._ping(send))
+        try:
+            async with aclosing(self._events(job)) as events:
+                async for prompt_index, event in events:
+                    if event.finish is FinishReason.ABORT:
+                        raise unavailable("The server ended this request; send it again.", "aborted", 1)
+                    watch.see(prompt_index, event)
+                    chunks = job.answer.push(event, prompt_index)
+                    if self.stream and chunks:
+                        await self._send(send, chunks)
+        finally:
+            pinging.cancel()
+            await asyncio.gather(pinging, return_exceptions=True)
         watch.end()
+
+    async def _ping(self, send: Send) -> None:
+        """While a stream that has begun waits for its next event, say so in comments. Before its first event an error
+        can still be a status, so nothing is sent."""
+        while self.stream:
+            await asyncio.sleep(PING)
+            if self.started and time.monotonic() - self._sent_at >= PING:
+                said = self.service.client.silence or "waiting for the next token"
+                await send({"type": "http.response.body", "body": f": {said}\n\n".encode(), "more_body": True})
 
     async def _finish(self, job: Job, send: Send) -> None:
         if self.stream:
@@ -136,6 +152,7 @@ class Reply(Response):
         if not self.started:
             self.started = True
             await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+        self._sent_at = time.monotonic()
         data = b"".join([b"data: " + dumps(chunk) + b"\n\n" for chunk in chunks]) + last
         await send({"type": "http.response.body", "body": data, "more_body": not last})
 

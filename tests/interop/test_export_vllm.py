@@ -289,6 +289,7 @@ OTHER_VALUES: dict[str, tuple[Any, ...]] = {
     **{"host": ("0.0.0.0",), "port": (9,), "api_key": ("k",), "served_name": ("n",), "allow_public": (True,)},
     **{"allowed_hosts": ("a",), "max_queue": (3,), "max_body": (9999,), "sampling_defaults": ("openai",)},
     **{"reasoning_parser": ("none",), "tool_parser": ("generic",), "drain_seconds": (1.0,), "canary": (False,)},
+    **{"hang_seconds": (9.0,), "step_seconds": (9.0,)},
     **{"watchdog": (False,), "model": (GEMMA,), "device": ("cpu",), "dtype": ("quantised", "float32", "bfloat16")},
     **{"weights": ("fp8", "int4"), "weights_cache": (False,), "max_model_len": (512,), "max_seqs": (3,)},
     **{"max_rows": (64,), "max_step_ms": (9,), "kv": ("exact", "fp8"), "tq_mode": ("off", "full_tq", "capture_only")},

@@ -29,6 +29,7 @@ from sparkdraft.server.config import ServerConfig
 from sparkdraft.server.engine_client import EngineClient
 from sparkdraft.server.engine_errors import EngineError
 from sparkdraft.server.messages import TokenEvent
+from sparkdraft.server.pulse import Pulse
 from sparkdraft.server.run import Server, address_of, listen
 from tests.models.tiny import byte_tokenizer, write_tiny
 
@@ -46,6 +47,7 @@ class FakeClient:
         self.state, self.stage, self.progress = "ready", "ready", (0, 0)
         self.last_error: str | None = None
         self.restarts, self.retry_after = 0, 7
+        self.pulse, self.silence = Pulse(), ""
         self.seen: list[SamplingParams] = []
         self.aborted: list[str] = []
         self.switched: list[tuple[str, bool]] = []
@@ -162,7 +164,7 @@ class Live:
         """The chunks of a stream; it must end as streams do."""
         with self.http.stream("POST", path, json=body | {"stream": True}) as response:
             assert response.status_code == 200, response.read()
-            lines = [line for line in response.iter_lines() if line]
+            lines = [line for line in response.iter_lines() if line and not line.startswith(":")]
         assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
         return [json.loads(line[6:]) for line in lines[:-1]]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, StepOutpu
 from sparkdraft.server.engine_process import main
 
 BUG, LOST = 1300, 1301  # seeds: a step raises while a request with one of them runs
+HELD = 1302  # a seed: after two ids, a step lasts until the file of the option "go_on" exists
 
 
 class LostDevice(Exception):
@@ -40,6 +42,7 @@ class EchoBackend:
     running: dict[str, Echo] = field(default_factory=dict)
     ended: list[StepOutput] = field(default_factory=list)
     num_steps: int = 0
+    go_on: str = ""
     dies: bool = False  # under the canary's first probe
 
     @property
@@ -67,6 +70,9 @@ class EchoBackend:
             raise ZeroDivisionError("the echo met a bug")
         if LOST in seeds:
             raise LostDevice("the echo has lost its device")
+        for echo in self.running.values():
+            while echo.params.seed == HELD and echo.num_prompt - len(echo.left) == 2 and not os.path.exists(self.go_on):
+                time.sleep(0.01)
         outputs, self.ended = self.ended, []
         for name, echo in list(self.running.items()):
             token = echo.left.pop(0)
@@ -131,6 +137,7 @@ def load_echo(options: dict[str, Any], report: Report) -> EchoBackend:
             drafter=None,
             created=1,
         ),
+        go_on=options.get("go_on", ""),
         dies="dies" in options,
     )
 

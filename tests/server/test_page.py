@@ -56,6 +56,7 @@ class Script:
         self.hung_up = threading.Event()
         self.go_on = threading.Event()  # while it is cleared, answers stay at their half
         self.go_on.set()
+        self.hang = ""  # why /health says 503
         self.loading = 0  # how often /health says that it is not ready
         self.needs_key = False
         self.name = "tiny-scripted"
@@ -73,6 +74,8 @@ class Script:
         if self.loading:
             self.loading -= 1
             return JSONResponse({"status": "starting", "stage": "loading weights", "progress": [2, 8]}, 503)
+        if self.hang:
+            return JSONResponse({"status": "unresponsive", "stage": "waiting for the engine", "error": self.hang}, 503)
         return JSONResponse({"status": "ready"})
 
     async def models(self, request: Request) -> Response:
@@ -379,6 +382,30 @@ def test_another_model_is_served_after_a_restart(tab: Tab, script: Script) -> No
     tab.find(".turn .after button").click()
     tab.wait(lambda: tab.text(".other"), "the second try")
     assert script.bodies[-1]["model"] == "other-scripted" == tab.text("#model")
+
+
+def test_an_answer_that_stops_coming_is_explained(tab: Tab, script: Script) -> None:
+    tab.wait(lambda: tab.text("#model") == "tiny-scripted", "the title")
+    tab.driver.execute_script("performance.now = (now => () => 20 * now())(performance.now.bind(performance))")
+    script.go_on.clear()
+    script.hang = "the engine does not answer: its process has given no sign of life for 3 s"
+    tab.ask("merge")
+    said = "The engine does not answer: its process has given no sign of life for 3 s. Waiting."
+    tab.wait(lambda: tab.text(".answer .note") == said, "the reason")
+    script.hang = ""
+    tab.wait(lambda: not tab.text(".answer .note"), "the engine to answer again, and the step to last")
+    assert tab.count(".busy")
+    script.go_on.set()
+    tab.answered()
+    assert tab.number(".tokens") == len(pieces()) and not tab.text(".turn .error")
+
+
+def test_a_connection_that_breaks_is_called_lost(tab: Tab, script: Script) -> None:
+    tab.wait(lambda: tab.text("#model") == "tiny-scripted", "the title")
+    tab.driver.execute_script("window.fetch = () => Promise.reject(new TypeError('Failed to fetch'))")
+    tab.ask("merge")
+    tab.wait(lambda: "Connection lost." in tab.text(".turn .error"), "the sentence")
+    tab.wait(lambda: "Connection lost; trying again" in tab.text("#health"), "the state of the server")
 
 
 def test_loading_shows_its_stage(driver: Any, url: str, script: Script) -> None:

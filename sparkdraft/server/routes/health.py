@@ -1,7 +1,7 @@
 """GET /health, /metrics and /v1/status: whether the server is ready, its counters, and what runs here and why.
 
-/health is for machines: 503 with the stage until a request would be answered at once. /v1/status is for people: the
-plan in words, each fallback with its reason, how the engine runs on this machine, and how drafting goes.
+/health is for machines: 503 with the stage or the reason, unless a request would be answered. /v1/status is for people:
+the plan in words, each fallback with its reason, how the engine runs on this machine, and how drafting goes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ router = APIRouter()
 @router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(request: Request) -> JSONResponse:
-    """200 when requests are answered, else 503 with the stage of loading. What the canary and the watchdog found wrong
-    is named in both."""
+    """200 when requests are answered, else 503 with the stage of loading, or with why the engine does not answer. What
+    the canary and the watchdog found wrong is named in both."""
     service = service_of(request)
     found: dict[str, Any] = {}
     if failed := service.failed_probes:
@@ -50,7 +50,8 @@ async def metrics(request: Request) -> PlainTextResponse:
     counted, engine = service.metrics, await service.engine_status()
     counted.ready.set(float(service.ready))
     counted.restarts.set(service.client.restarts)
-    if engine or not service.ready:  # else it is busy with a long step, and what it said before holds
+    counted.silence.set(service.client.pulse.silent_for)
+    if engine or service.client.state not in ("ready", "unresponsive"):  # else what it said before holds
         counted.running.set(engine.get("running", 0))
         counted.waiting.set(engine.get("waiting", 0))
         counted.kv_usage.set(_kv_usage(engine))
@@ -75,6 +76,8 @@ async def status(request: Request) -> dict[str, Any]:
         "model": service.name,
         "names": service.config.names,
         "restarts": service.client.restarts,
+        "silent_s": service.client.pulse.silent_for,
+        "step_s": service.client.pulse.step_for,
         "last_error": service.last_error,
         "source": info.model if info else service.config.engine.model,
         "model_type": info.model_type if info else None,
