@@ -52,7 +52,7 @@ class BackendStatus:
     drafting: dict[str, Any]  # SpecStats.as_dict (spec/stats.py), since the last reset_counts
     kv_errors: dict[str, Any] | None = None  # of a coded KV cache in the mode capture_only
     step_drift: float | None = None  # recent decode steps' time over what such steps took before; None: not known yet
-    steps_compared: int = 0  # steps that step_drift is made of so far
+    steps_compared: int | None = 0  # steps that step_drift is made of so far; None: they cannot be compared here
     # share of the caches' bytes that requests hold, 0 to 1; None: there is nothing beside the blocks
     kv_usage: float | None = None
     race: dict[str, Any] | None = None  # of drafters: steps, tokens and rate of each, and the winner once it is known

@@ -81,7 +81,7 @@ class EngineBackend:
             drafting=engine.drafting.so_far().as_dict(),
             kv_errors=engine.kv_errors(),
             step_drift=engine.drift.ratio,
-            steps_compared=engine.drift.num_compared,
+            steps_compared=engine.drift.num_compared if engine.drift.is_known else None,
             kv_usage=kv_usage(engine),
             race=engine.drafting.race.score.as_dict() if engine.drafting.race else None,
         )

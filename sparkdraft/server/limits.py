@@ -145,29 +145,30 @@ class Gate:
         self.max_seqs = 1  # set when the engine is ready
         self.num_inside = 0
         self.closed = ""  # why no request is admitted, set by the watchdog
-        self.no_queue = ""  # why only requests are admitted that run at once, likewise
+        self.slow, self.slowdown = "", 1.0  # why requests take longer than usual and how many times as long, likewise
         self._seconds: deque[float] = deque(maxlen=32)  # how long the last requests took
 
     @property
     def capacity(self) -> int:
-        return self.max_seqs + self.max_queue
+        """The queue is as much shorter as requests take longer, so that the last in it waits as long as ever."""
+        return self.max_seqs + int(self.max_queue / self.slowdown)
 
     @contextmanager
     def enter(self, count: int) -> Iterator[None]:
         """Count one request of 'count' sequences from here to the end of the with block. A request larger than the
         capacity is admitted when no other is inside; otherwise it never could be."""
         if self.closed:
-            raise unavailable(f"No new work is taken for now: {self.closed}.", "overloaded", self.retry_after(RESTING))
-        if self.no_queue and self.num_inside and self.num_inside + count > self.max_seqs:
-            text = f"Requests do not wait here for now: {self.no_queue}."
-            raise unavailable(text, "overloaded", self.retry_after())
+            wait = self.retry_after(RESTING)
+            text = f"The server is overloaded; retry in {wait} s. The reason: {self.closed}."
+            raise unavailable(text, "overloaded", wait)
         if self.num_inside and self.num_inside + count > self.capacity:
+            wait, lower = self.retry_after(), f" (lower than usual: {self.slow})" if self.slow else ""
             raise ApiError(
                 429,
-                f"{self.num_inside} sequences run or wait here, this request has {count}, and {self.capacity} is the "
-                "limit; try again later.",
+                f"The server is overloaded; retry in {wait} s. {self.num_inside} sequences run or wait, this request "
+                f"has {count}, and the limit is {self.capacity}{lower}.",
                 code="queue_full",
-                headers={"Retry-After": str(self.retry_after())},
+                headers={"Retry-After": str(wait)},
             )
         self.num_inside += count
         try:

@@ -28,7 +28,7 @@ class Memory:
     @property
     def said(self) -> str:
         share = self.available / self.total
-        return f"{share:.1%} of the memory can still be had ({self.available / GIB:.1f} GiB)"
+        return f"{share:.1%} of the memory is available ({self.available / GIB:.1f} GiB)"
 
 
 def memory_left(root: Path = Path("/")) -> Memory | None:

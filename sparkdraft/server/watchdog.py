@@ -2,15 +2,19 @@
 
 Each cause has a value that is read from time to time, a threshold at which it begins, a lower one at which it ends, and
 a number of readings in a row that both take, so that a value near a threshold does not switch back and forth. A cause
-also ends when it has not been read for that long, and what an engine was found to do ends with that engine.
+also ends when nothing runs that it could be read from for that long, and with the engine that showed it.
 
 | cause | value | reaction |
 |---|---|---|
 | memory low | share of memory, of at most 64 GiB, that can still be had | the KV cache takes no more memory |
 | memory critical | the same | new requests get 503; neither, but a warning, where a GPU has its own memory |
-| GPU throttled | 1 if the GPU is held back | no request waits: what cannot run at once gets 503 |
-| steps slow | time of decode steps over what they took | the same |
+| GPU throttled | 1 if the GPU is throttled | fewer requests may wait: the queue is halved |
+| steps slow | time of decode steps over what they took | the queue is shorter by this factor |
 | acceptance collapsed | share of first drafts that are accepted | nothing drafts, for a minute or more |
+
+A slow machine is no reason to refuse what can wait. The queue shrinks as far as requests take longer, so that the last
+in it waits no longer than before. Steps that are slow because other programs have the cores do not count at all
+(engine/drift.py).
 
 Acceptance cannot be seen while nothing drafts, so drafting is tried again after a pause, which doubles each time that
 it collapses again at once.
@@ -54,14 +58,15 @@ class Cause:
 
 MEMORY_LOW = Cause("memory low", 0.06, 0.09, "the KV cache takes no more memory")
 MEMORY_CRITICAL = Cause("memory critical", 0.03, 0.05, "new requests get 503", patience=2)
-THROTTLED = Cause("GPU throttled", 1, 0, "requests that cannot run at once get 503", 2, 2)
-SLOW = Cause("steps slow", 2.5, 1.5, "requests that cannot run at once get 503", patience=10)
+THROTTLED = Cause("GPU throttled", 1, 0, "half as many requests may wait", 2, 2)
+SLOW = Cause("steps slow", 2.5, 1.5, "fewer requests may wait, by the same factor", patience=10)
 COLLAPSED = Cause("acceptance collapsed", 0.05, 0.15, "nothing drafts for a while", patience=2)
 CAUSES = (MEMORY_LOW, MEMORY_CRITICAL, THROTTLED, SLOW, COLLAPSED)
 MEMORY = (MEMORY_LOW, MEMORY_CRITICAL)
 OF_ENGINE = (SLOW, COLLAPSED)  # a new engine begins without them
 OWN_MEMORY = "this is only said, because the model is in the GPU's own memory"
 UNUSED = "torch gives back the memory that it keeps unused"
+NOT_COMPARED = "the kernel does not say how long threads wait for a core, so other programs' load cannot be told apart"
 
 
 class Alarm:
@@ -203,16 +208,21 @@ class Watchdog:
             self.unread[THROTTLED.name] = problem
             return self._take(THROTTLED, None)
         self.unread.pop(THROTTLED.name, None)
-        said = f"the GPU is held back ({', '.join(names)})" if names else "the GPU is not held back"
+        said = f"the GPU is throttled ({', '.join(names)})" if names else "the GPU is not throttled"
         self._take(THROTTLED, float(bool(names)), said)
 
     def _step_times(self, status: Mapping[str, Any]) -> None:
-        """While no step runs, the last ratio says nothing new."""
-        drift, compared = status.get("step_drift"), int(status.get("steps_compared") or 0)
+        """Without new steps the last ratio says nothing new. Only if nothing runs, that is a reading of its own: steps
+        of a request that runs may be of a new kind, or beside other programs' load."""
+        drift, compared = status.get("step_drift"), status.get("steps_compared", 0)
+        if compared is None:
+            self.unread[SLOW.name] = NOT_COMPARED
+            return
         is_new, self._compared = compared != self._compared, compared
-        if drift is None or not is_new:
-            return self._take(SLOW, None)
-        self._take(SLOW, drift, f"decode steps take {drift:.1f} times as long as before")
+        if drift is not None and is_new:
+            self._take(SLOW, drift, f"decode steps take {drift:.1f} times as long as before")
+        elif status and not status.get("running"):
+            self._take(SLOW, None)
 
     def _acceptance(self, drafting: Mapping[str, Any]) -> None:
         """The acceptance of first drafts since the last reading that counted; while nothing drafts, when to try."""
@@ -243,7 +253,9 @@ class Watchdog:
         service, on = self.service, {name: alarm.active for name, alarm in self.alarms.items()}
         gate, reacts = service.gate, self._facts.get("gpu_memory") != "own"  # to memory
         gate.closed = self._reason(MEMORY_CRITICAL) if reacts else ""
-        gate.no_queue = self._reason(THROTTLED) or self._reason(SLOW)
+        gate.slow = self._reason(THROTTLED) or self._reason(SLOW)
+        slowdowns = 2.0 * on[THROTTLED.name], self.alarms[SLOW.name].value if on[SLOW.name] else 0.0
+        gate.slowdown = max(1.0, *slowdowns)
         wanted = {GROWTH: not (on[MEMORY_LOW.name] and reacts), DRAFTING: not on[COLLAPSED.name]}
         for part, is_on in wanted.items():
             if self._switched.get(part, True) != is_on and service.ready:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 
 from sparkdraft.backend import DRAFTING, GROWTH, PREFIX_CACHE
 from sparkdraft.core import SamplingParams
-from sparkdraft.engine.drift import LEARNT, StepDrift
+from sparkdraft.engine.drift import BATCH, LEARNT, CoreWait, StepDrift
 from sparkdraft.server.readings import GIB, Memory, memory_left, throttling
 from sparkdraft.server.watchdog import COLLAPSED, FIRST_PAUSE, LEAST_STEPS, SLOW, Alarm, Cause, Watchdog
 from tests.fakes import FakeBlock, fake_engine
@@ -84,7 +86,7 @@ def test_memory_that_runs_low_stops_growth_and_then_new_work(
     assert machine.client.switched == [(GROWTH, False)]
     health = machine.server.http.get("/health")
     assert health.status_code == 200 and health.json()["status"] == "degraded"
-    assert "memory low: 5.0% of the memory can still be had" in health.json()["warnings"][0]
+    assert "memory low: 5.0% of the memory is available" in health.json()["warnings"][0]
     assert machine.metric("active", "memory low") == 1 and machine.metric("value", "memory low") == 0.05
     assert machine.server.post("/v1/chat/completions", **ASKED).status_code == 200
 
@@ -94,7 +96,7 @@ def test_memory_that_runs_low_stops_growth_and_then_new_work(
     assert health.status_code == 503 and health.json()["status"] == "overloaded"
     refused = machine.server.post("/v1/chat/completions", **ASKED)
     assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 10
-    assert "2.0% of the memory can still be had" in refused.json()["error"]["message"]
+    assert "2.0% of the memory is available" in refused.json()["error"]["message"]
 
     machine.memory = 0.08  # between the thresholds of the one, and past those of the other
     machine.look(5)
@@ -111,8 +113,8 @@ def test_memory_that_runs_low_stops_growth_and_then_new_work(
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("cause", ["steps slow", "GPU throttled"])
-def test_a_slow_machine_closes_the_queue(machine: Machine, cause: str) -> None:
+@pytest.mark.parametrize(("cause", "capacity"), [("steps slow", 4 + 256 // 3), ("GPU throttled", 4 + 256 // 2)])
+def test_a_slow_machine_lets_fewer_requests_wait(machine: Machine, cause: str, capacity: int) -> None:
     if cause == "steps slow":
         machine.status["step_drift"] = 3.0
     else:
@@ -120,15 +122,41 @@ def test_a_slow_machine_closes_the_queue(machine: Machine, cause: str) -> None:
     machine.look(SLOW.patience)
     assert machine.metric("active", cause) == 1
     gate = machine.server.service.gate
-    assert machine.server.post("/v1/chat/completions", **ASKED).status_code == 200, "a free place is given"
+    assert gate.capacity == capacity
     with gate.enter(gate.max_seqs):
+        answer = machine.server.post("/v1/chat/completions", **ASKED, n=64)
+        assert answer.status_code == 200, "what must wait is not refused"
+    with gate.enter(capacity):
         refused = machine.server.post("/v1/chat/completions", **ASKED)
-        assert refused.status_code == 503 and "do not wait here for now" in refused.json()["error"]["message"]
+        message = refused.json()["error"]["message"]
+        assert refused.status_code == 429 and message.startswith("The server is overloaded; retry in 1 s.")
+        assert f"the limit is {capacity} (lower than usual: " in message
     machine.status["step_drift"], machine.throttled = 1.2, ([], "")
     machine.look(10)
-    assert machine.metric("active", cause) == 0
-    with gate.enter(gate.max_seqs):
-        assert machine.server.post("/v1/chat/completions", **ASKED).status_code == 200
+    assert machine.metric("active", cause) == 0 and gate.capacity == 4 + 256
+
+
+def test_slow_steps_do_not_end_for_want_of_readings_while_a_request_runs(machine: Machine) -> None:
+    machine.status |= {"step_drift": 3.0, "running": 1}
+    machine.look(SLOW.patience)
+    machine.idle = True  # its steps are of a new kind, or beside other programs' load
+    machine.look(20)
+    assert machine.metric("active", SLOW.name) == 1
+    machine.status["running"] = 0
+    machine.look(SLOW.calm)
+    assert machine.metric("active", SLOW.name) == 0
+
+
+def test_steps_that_cannot_be_compared_are_said_and_not_reacted_to(machine: Machine) -> None:
+    machine.idle, machine.status["steps_compared"] = True, None
+
+    async def status() -> dict[str, Any]:
+        return machine.status
+
+    machine.client.status = status  # type: ignore[method-assign]
+    machine.look(20)
+    assert "how long threads wait for a core" in machine.server.service.watchdog.unread[SLOW.name]
+    assert machine.server.service.watchdog.warnings == []
 
 
 def test_a_gpu_that_cannot_be_asked_is_said_and_not_reacted_to(machine: Machine) -> None:
@@ -144,10 +172,10 @@ def test_a_cause_that_is_no_longer_read_ends(machine: Machine, caplog: pytest.Lo
     machine.status["step_drift"] = 3.0
     machine.look(SLOW.patience)
     watchdog = machine.server.service.watchdog
-    assert len(watchdog.warnings) == 2 and "the GPU is held back (heat, by the driver)" in watchdog.warnings[0]
+    assert len(watchdog.warnings) == 2 and "the GPU is throttled (heat, by the driver)" in watchdog.warnings[0]
     machine.throttled, machine.idle = ([], "nvidia-smi does not run"), True
     machine.look(10)
-    assert watchdog.warnings == [] and not machine.server.service.gate.no_queue
+    assert watchdog.warnings == [] and machine.server.service.gate.slowdown == 1
     assert "steps slow has ended: there are no new readings; back to normal" in caplog.messages
     machine.throttled = [], ""
     machine.look(5)
@@ -156,16 +184,16 @@ def test_a_cause_that_is_no_longer_read_ends(machine: Machine, caplog: pytest.Lo
     machine.look(10)
     machine.throttled = [], ""
     machine.look(10)
-    assert "GPU throttled has ended: the GPU is not held back; back to normal" in caplog.messages
+    assert "GPU throttled has ended: the GPU is not throttled; back to normal" in caplog.messages
 
 
 def test_a_new_engine_is_not_slow_because_the_old_one_was(machine: Machine) -> None:
     machine.status["step_drift"] = 3.0
     machine.look(SLOW.patience)
-    assert machine.client.info and machine.server.service.gate.no_queue
+    assert machine.client.info and machine.server.service.gate.slowdown == 3
     machine.client.info, machine.idle = replace(machine.client.info, created=2), True
     machine.look()
-    assert not machine.server.service.gate.no_queue
+    assert machine.server.service.gate.slowdown == 1
 
 
 def test_little_of_a_large_memory_is_enough(machine: Machine) -> None:
@@ -282,7 +310,7 @@ def test_without_nvidia_smi_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_drift_is_against_the_fastest_steps_of_a_kind() -> None:
-    drift = StepDrift()
+    drift = StepDrift(lambda: 0.0)
     for _ in range(LEARNT + 80):
         drift.learn(1, 1, 100, 0.010)
         drift.learn(2, 8, 100, 0.030)
@@ -300,13 +328,56 @@ def test_drift_is_against_the_fastest_steps_of_a_kind() -> None:
 
 
 def test_steps_that_read_more_of_the_cache_are_another_kind() -> None:
-    drift = StepDrift()
+    drift = StepDrift(lambda: 0.0)
     for _ in range(LEARNT + 80):
         drift.learn(16, 16, 9_000, 0.018)
     before = drift.num_compared
     for _ in range(LEARNT + 80):
         drift.learn(16, 16, 15_000, 0.050)
-    assert drift.ratio == pytest.approx(1.0) and drift.num_compared == before + 80
+    assert drift.ratio == pytest.approx(1.0) and before < drift.num_compared <= before + 160
+
+
+def test_steps_beside_other_programs_load_are_not_compared() -> None:
+    waited = 0.0
+    drift = StepDrift(lambda: waited)
+    for _ in range(LEARNT + 100):
+        drift.learn(1, 1, 100, 0.010)
+    before = drift.num_compared
+    waited = 1.2 * BATCH  # of steps that take three times as long, two thirds
+    for _ in range(200):
+        drift.learn(1, 1, 100, 0.030)
+    assert drift.ratio == pytest.approx(1.0) and drift.num_compared == before
+    waited = 0.0
+    for _ in range(200):
+        drift.learn(1, 1, 100, 0.030)
+    assert drift.ratio and drift.ratio > 2.5, "the machine is free, and they still are slow"
+
+
+def test_waiting_for_a_core_is_read_per_thread(tmp_path: Path) -> None:
+    wait = CoreWait(tmp_path)
+    assert wait() is None, "no thread says how long"
+    for thread, waited in (("7", 5_000_000_000), ("8", 1_000_000_000)):
+        (tmp_path / thread).mkdir()
+        (tmp_path / thread / "schedstat").write_text(f"9 {waited} 3\n")
+    wait()
+    (tmp_path / "8" / "schedstat").write_text("9 3500000000 4\n")
+    (tmp_path / "9").mkdir()
+    (tmp_path / "9" / "schedstat").write_text("9 77000000000 4\n")
+    assert wait() == 2.5, "a thread that is new has no reading before"
+    assert not StepDrift(lambda: None).is_known
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel has no schedstat")
+def test_a_thread_that_shares_its_core_has_waited() -> None:
+    """Two processes that compute, on one core: each waits while the other runs."""
+    code = (
+        "import os, time; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); from sparkdraft.engine.drift import "
+        "CoreWait; child = os.fork(); wait = CoreWait(); wait(); end = time.process_time() + 0.2\n"
+        "while time.process_time() < end: pass\n"
+        "if child: print(wait()); os.waitpid(child, 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) > 0.02
 
 
 def test_a_step_reads_the_context_of_all_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
