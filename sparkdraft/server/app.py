@@ -9,6 +9,7 @@ its client, so nothing here imports torch. run.py starts a server around this.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware import Middleware
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,7 +30,7 @@ from sparkdraft.server.auth import Auth
 from sparkdraft.server.config import ServerConfig
 from sparkdraft.server.engine_errors import EngineError
 from sparkdraft.server.hosts import Hosts, accepted_hosts
-from sparkdraft.server.limits import BodyLimit, Linger
+from sparkdraft.server.limits import BodyLimit, Linger, check_head
 from sparkdraft.server.metrics import Metrics
 from sparkdraft.server.prompts import ModelText
 from sparkdraft.server.protocol.errors import ApiError, as_sentence
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from sparkdraft.server.engine_client import EngineClient
 
 log = logging.getLogger(__name__)
+LONGEST_PATH = 100  # characters that are compared with the routes
 
 
 def create_app(config: ServerConfig, client: EngineClient, warms_up: bool = True) -> FastAPI:
@@ -98,7 +101,21 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 async def _reraise(request: Request, error: Exception) -> Response:
     """Pass an exception on: FastAPI would answer some of them itself, but answers to errors are made in `Errors`."""
+    if isinstance(error, HTTPException) and error.status_code in (404, 405):
+        raise wrong_route(request.method, request.url.path, error) from None
     raise as_error(error) from None
+
+
+def wrong_route(method: str, path: str, error: HTTPException) -> ApiError:
+    """404 or 405 with the route that was probably meant."""
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        return ApiError(405, f"{path} does not take {method}; use {allowed}.", headers=error.headers)
+    routes = {r.path: r for router in ROUTERS for r in router.routes if isinstance(r, APIRoute) and "{" not in r.path}
+    near = difflib.get_close_matches(path[:LONGEST_PATH], routes, n=1, cutoff=0.5)
+    verb = "POST" if near and "POST" in routes[near[0]].methods else "GET"
+    meant = f"did you mean {verb} {near[0]}?" if near else "/openapi.json lists the routes."
+    return ApiError(404, f"There is no route {path}; {meant}")
 
 
 def as_error(error: Exception) -> ApiError:
@@ -113,8 +130,7 @@ def as_error(error: Exception) -> ApiError:
     if isinstance(error, HTTPException):
         if error.status_code == 400:  # FastAPI raises it only for a body that it could not read
             return unreadable(error.__cause__)
-        detail = {404: "There is no such route; see /openapi.json.", 405: "This route does not take that method."}
-        return ApiError(error.status_code, detail.get(error.status_code, str(error.detail)), headers=error.headers)
+        return ApiError(error.status_code, as_sentence(str(error.detail)), headers=error.headers)
     log.error("a request failed by a bug of the server", exc_info=error)
     return ApiError(500, "The server made a mistake; its log says more.", code="internal_error")
 
@@ -138,6 +154,7 @@ class Errors:
             await send(message)
 
         try:
+            check_head(scope)
             await self.app(scope, receive, counting)
         except Exception as error:
             failure = as_error(error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,9 +25,24 @@ MAX_PROMPTS = 256  # per /v1/completions request
 MAX_PARTS = 2000  # per message content
 VALUE_BYTES = 8  # bytes of a body per comma or opening bracket that it may have: lists of ids take about seven
 MIN_VALUES = 1 << 18  # commas and opening brackets that a body of any size may have; they take 0.1 s to parse
-BODY_SECONDS = 30.0  # may pass without a byte of a body
+BODY_SECONDS = 30.0  # may pass without a byte of a body, and for the whole body beside what its size allows
+BODY_RATE = 10_000  # bytes of a body for which another second is allowed
+MAX_HEADERS = 100  # as Apache's
 RESTING = 10  # seconds after which a client may try again while no new work is taken
 LINGER_SECONDS = 30.0  # for reading and dropping the rest of a refused body
+
+
+def check_head(scope: Scope) -> None:
+    """Refuse what the HTTP parser lets pass: two lengths (one of which a proxy may have believed), an unknown version,
+    and thousands of headers."""
+    names = [name for name, _ in scope["headers"]]
+    if scope["http_version"] not in ("1.0", "1.1"):
+        raise ApiError(400, f"HTTP/{scope['http_version']} is not supported; use HTTP/1.1.", headers=CLOSE)
+    if len(names) > MAX_HEADERS:
+        raise ApiError(431, f"The request has {len(names):,} headers; send at most {MAX_HEADERS}.", headers=CLOSE)
+    if b"transfer-encoding" in names and b"content-length" in names:
+        sentence = "The request has both Transfer-Encoding and Content-Length; send one of them."
+        raise ApiError(400, sentence, headers=CLOSE)
 
 
 class BodyLimit:
@@ -56,14 +72,18 @@ class BodyLimit:
 
     async def _read(self, receive: Receive) -> bytes | None:
         """Read the body, counted piece by piece, so that a large body does not block the event loop."""
-        body, num_values = bytearray(), 0
+        body, num_values, begin = bytearray(), 0, time.monotonic()
         while True:
+            left = BODY_SECONDS + len(body) / BODY_RATE - (time.monotonic() - begin)
             try:
-                async with asyncio.timeout(BODY_SECONDS):
+                async with asyncio.timeout(min(BODY_SECONDS, left)):
                     message = await receive()
             except TimeoutError:
                 raise ApiError(
-                    408, f"No byte of the body came for {BODY_SECONDS:g} s; send it again.", headers=CLOSE
+                    408,
+                    f"The body stopped or is too slow: {len(body):,} bytes came in {time.monotonic() - begin:.0f} s. "
+                    f"The limit is {BODY_SECONDS:g} s, plus 1 s for every {BODY_RATE:,} bytes; send it again, faster.",
+                    headers=CLOSE,
                 ) from None
             if message["type"] == "http.disconnect":
                 return None

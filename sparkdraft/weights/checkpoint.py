@@ -18,7 +18,7 @@ from sparkdraft.paths import user_path
 from sparkdraft.progress import progress
 from sparkdraft.weights import hub
 from sparkdraft.weights.folder_files import read_json
-from sparkdraft.weights.hub_repo import ALLOW, IGNORE, explained, fetch_config
+from sparkdraft.weights.hub_repo import ALLOW, IGNORE, cached_snapshot, explained, fetch_config
 from sparkdraft.weights.quant.stated import FILES, read_stated
 
 if TYPE_CHECKING:
@@ -66,10 +66,30 @@ def open_checkpoint(name: str) -> Checkpoint:
         return _open_folder(path)
     if path.is_file():
         return _open_file(path)
-    repo, _, file = name.partition(":")
-    if HUB_ID.fullmatch(repo) and (not file or file.endswith(".gguf")) and not repo.endswith((".gguf", ".safetensors")):
-        return _open_hub(repo, file)
+    if in_hub := _in_hub(name):
+        return _open_hub(*in_hub)
     raise UserError(_unknown(name, path))
+
+
+def check_name(name: str) -> None:
+    """Raise UserError if the name stands for no model: a look that takes no torch and fetches at most the config.json
+    of a hub id that is not cached."""
+    path = user_path(name)
+    if name in hub.KNOWN or path.is_file():
+        return
+    if path.is_dir():
+        _check_folder(path)
+    elif not (in_hub := _in_hub(name)):
+        raise UserError(_unknown(name, path))
+    elif not in_hub[1] and not cached_snapshot(in_hub[0]):
+        fetch_config(in_hub[0])
+
+
+def _in_hub(name: str) -> tuple[str, str] | None:
+    """The repository of a hub id, and the .gguf file that may follow it."""
+    repo, _, file = name.partition(":")
+    is_file = repo.endswith((".gguf", ".safetensors")) or (file and not file.endswith(".gguf"))
+    return (repo, file) if HUB_ID.fullmatch(repo) and not is_file else None
 
 
 def _unknown(name: str, path: Path) -> str:
@@ -96,10 +116,15 @@ def _open_file(path: Path) -> Checkpoint:
 
 
 def _open_folder(path: Path) -> Checkpoint:
+    _check_folder(path)
     from sparkdraft.weights.safetensors import SafetensorsCheckpoint
 
+    return SafetensorsCheckpoint(path)
+
+
+def _check_folder(path: Path) -> None:
     if (path / "config.json").is_file():
-        return SafetensorsCheckpoint(path)
+        return
     files = sorted(path.glob("*.gguf"))
     if files:
         raise UserError(

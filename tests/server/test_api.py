@@ -436,9 +436,21 @@ def test_wrong_names_routes_and_methods(echo: Live) -> None:
     error = error_of(echo.chat(model="gpt-7"), 404)
     assert "'gpt-7'" in error["message"] and "'smollm2'" in error["message"] and error["code"] == "model_not_found"
     assert error_of(echo.http.get("/v1/models/gpt-7"), 404)["param"] == "model"
-    error_of(echo.http.get("/v1/nothing"), 404)
+    assert error_of(echo.http.get("/x" * 9000), 404)["type"] == "not_found_error"
     assert echo.http.get(CHAT).headers["allow"] == "POST"
-    error_of(echo.http.get(CHAT), 405)
+    assert error_of(echo.http.get(CHAT), 405)["message"] == f"{CHAT} does not take GET; use POST."
+    for path, meant in (
+        ("/v1/chat/completion", "POST /v1/chat/completions"),
+        ("/chat/completions", "POST /v1/chat/completions"),
+        ("/v1/complete", "POST /v1/completions"),
+        ("/completions", "POST /v1/completions"),
+        ("/v1/model", "GET /v1/models"),
+        ("/v1/health", "GET /health"),
+    ):
+        assert (
+            error_of(echo.http.post(path, json={}), 404)["message"]
+            == f"There is no route {path}; did you mean {meant}?"
+        )
 
 
 def test_a_body_that_is_too_large() -> None:

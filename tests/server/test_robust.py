@@ -10,7 +10,9 @@ import json
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -270,7 +272,45 @@ def test_a_body_that_stalls_is_given_up(small: Live, monkeypatch: pytest.MonkeyP
     with connect(small) as raw:
         raw.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nabc".encode())
         answer = b"".join(iter(lambda: raw.recv(4000), b""))  # to the end: it is closed
-        assert b" 408 " in answer and b"No byte of the body" in answer
+        assert b" 408 " in answer and b"The body stopped or is too slow: 3 bytes came" in answer
+
+
+def test_a_body_that_drips_is_cut(small: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(limits, "LINGER_SECONDS", 0.05)
+    with connect(small) as raw:
+        raw.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3000\r\n\r\n".encode())
+        raw.settimeout(0.02)
+        answer, deadline = b"", time.monotonic() + 240
+        while b"too slow" not in answer:  # a byte every 20 ms, so that no pause is long
+            assert time.monotonic() < deadline
+            raw.sendall(b"x")
+            with suppress(TimeoutError):
+                answer += raw.recv(4000)
+        assert b" 408 " in answer
+
+
+# ---- heads
+
+
+GET, POST = "GET /health HTTP/1.1\r\nHost: localhost\r\n", f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n"
+TWO_LENGTHS = "Transfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n0\r\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "status", "words"),
+    [
+        (GET.replace("1.1", "9.9"), 400, "HTTP/9.9 is not supported"),
+        (GET + "a: b\r\n" * 5000, 431, "5,001 headers; send at most 100"),
+        (POST + TWO_LENGTHS, 400, "both Transfer-Encoding and Content-Length"),
+    ],
+    ids=["version", "headers", "lengths"],
+)
+def test_heads_that_are_refused(small: Live, head: str, status: int, words: str) -> None:
+    with connect(small) as raw:
+        raw.sendall(f"{head}\r\n".encode())
+        answer = b"".join(iter(lambda: raw.recv(4000), b"")).decode()  # to the end: it is closed
+    assert answer.startswith(f"HTTP/1.1 {status} ") and words in answer and answer.count("HTTP/1.1 ") == 1
 
 
 # ---- headers
