@@ -121,13 +121,14 @@ def end_at_signals() -> None:
 
 
 async def _serve(config: ServerConfig) -> None:
+    from sparkdraft.weights.checkpoint import check_name
+
+    check_name(config.engine.model)  # before an address is printed at which nothing would ever answer
     from sparkdraft.server.app import create_app
     from sparkdraft.server.engine_client import EngineClient, RestartPolicy
     from sparkdraft.server.run import Server, address_of, listen
-    from sparkdraft.weights.checkpoint import check_name
 
     listener = listen(config)
-    check_name(config.engine.model)  # before an address is printed that nothing would ever answer at
     address = address_of(listener)
     say(f"sparkdraft {__version__} serves {config.names[0]}; ctrl-c ends it")
     say(f"  API   {address}/v1" + ("  (with the key)" if config.api_key else ""))

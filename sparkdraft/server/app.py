@@ -113,7 +113,7 @@ def wrong_route(method: str, path: str, error: HTTPException) -> ApiError:
         return ApiError(405, f"{path} does not take {method}; use {allowed}.", headers=error.headers)
     routes = {r.path: r for router in ROUTERS for r in router.routes if isinstance(r, APIRoute) and "{" not in r.path}
     near = difflib.get_close_matches(path[:LONGEST_PATH], routes, n=1, cutoff=0.5)
-    verb = "POST" if near and "POST" in routes[near[0]].methods else "GET"
+    verb = "POST" if near and "POST" in (routes[near[0]].methods or ()) else "GET"
     meant = f"did you mean {verb} {near[0]}?" if near else "/openapi.json lists the routes."
     return ApiError(404, f"There is no route {path}; {meant}")
 
