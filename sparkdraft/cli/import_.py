@@ -12,6 +12,7 @@ HELP = "read a command of vLLM or llama.cpp, a compose file or vLLM's YAML, and 
 EXAMPLES = """examples:
   sparkdraft import "vllm serve Qwen/Qwen3-8B --max-num-seqs 16 --gpu-memory-utilization 0.8"
   sparkdraft import "llama-server -m model.gguf -c 32768 -np 4 -ngl 99"
+  sparkdraft import "llama-cli -m model.gguf --temp 0.7"      (becomes `sparkdraft chat`)
   sparkdraft import compose.yaml --toml > server.toml      (then: sparkdraft serve --config server.toml)
   cat run.sh | sparkdraft import -
 Our command goes to standard output; what has no counterpart is named on standard error, flag by flag.

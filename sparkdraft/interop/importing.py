@@ -8,6 +8,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
+from sparkdraft.config import ENGINE_FIELDS
 from sparkdraft.interop.extra_args import finish_numbers
 from sparkdraft.interop.sources import Source, find_source
 from sparkdraft.interop.tables import read_flags
@@ -16,6 +17,7 @@ from sparkdraft.server.container_env import container_notes, is_container_name
 
 PLACE_OF_KEY = "SPARKDRAFT_API_KEY"
 PATHS = ("model", "drafter")
+CHAT = "chat"
 # What a shell fills in where ours is started: a variable or a command's output; and a path with variables in it
 FILLED = re.compile(r"""\$\w+|\$\{\w+\}|\$\([^()"]*\)|`[^`"]*`""")
 FILLED_PATH = re.compile(r"(?:\$\w+|\$\{\w+\}|[\w./:@+~-])+")
@@ -26,18 +28,21 @@ class Imported:
     server: str
     values: dict[str, Any]  # our fields that differ from the defaults
     notes: list[str]
+    verb: str = "serve"
 
     def command(self) -> str:
         """For a shell. The key is a variable, which `ps` does not show."""
         words = [f"{PLACE_OF_KEY}={_quoted(self.values['api_key'])}"] if "api_key" in self.values else []
-        words += ["sparkdraft serve"]
+        words += [f"sparkdraft {self.verb}"]
         for name in (name for name in FIELDS if name in self.values and name != "api_key"):
             value, flag = self.values[name], name.replace("_", "-")
-            words.append(
-                f"--{'' if value else 'no-'}{flag}"
-                if isinstance(value, bool)
-                else f"--{flag} {_quoted(value, is_path=name in PATHS)}"
-            )
+            if isinstance(value, bool):
+                words.append(f"--{'' if value else 'no-'}{flag}")
+            elif self.verb == CHAT and name == "sampling_defaults":  # its values are flags of their own there
+                words += [f"--{key.replace('_', '-')} {x}" for key, x in (p.split("=") for p in value.split(","))]
+            else:
+                text = _quoted(value, is_path=name in PATHS)
+                words.append(f"--{flag}{'=' if text.startswith('-') else ' '}{text}")
         return " ".join(words)
 
     def toml(self) -> str:
@@ -64,7 +69,12 @@ def read(text: str, service: str = "") -> Imported:
     _finish(values, notes, source)
     merge(values, None, {})  # refuses what is wrong
     kept = {name: value for name, value in values.items() if value != default_of(name)}
-    return Imported(source.server.name, kept, notes)
+    if not source.is_chat:
+        return Imported(source.server.name, kept, notes)
+    of_servers = [name for name in kept if name not in ENGINE_FIELDS and name != "sampling_defaults"]
+    notes += [f"{name}: left out, a setting of servers" for name in of_servers]
+    kept = {name: value for name, value in kept.items() if name not in of_servers}
+    return Imported(source.server.name, kept, notes, CHAT)
 
 
 def _from_variables(source: Source, notes: list[str]) -> dict[str, Any]:

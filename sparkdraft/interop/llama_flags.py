@@ -1,4 +1,4 @@
-"""The flags of llama.cpp's `llama-server`, and what each one is here."""
+"""The flags of llama.cpp's `llama-server` and `llama-cli`, and what each one is here."""
 
 from __future__ import annotations
 
@@ -86,6 +86,14 @@ def _draft_model(text: str) -> Found:
     return Found({"drafter": text})
 
 
+def _draft_max(text: str) -> Found:
+    """It is a maximum there, and a fixed depth here would be refused by a drafter that makes fewer drafts."""
+    if text == "0":
+        return Found({"spec": "off"})
+    whole(text)
+    return Found(notes=[f"--draft-max {text}: the depth is chosen every step, up to what the drafter makes"])
+
+
 def _reasoning(text: str) -> Found:
     return Found({"reasoning_parser": "none" if text == "none" else "auto"})
 
@@ -97,7 +105,7 @@ def _cache_ram(text: str) -> Found:
 
 
 def _no_words(text: str) -> Found:
-    raise UserError(f"'{text}' follows no flag of llama-server")
+    raise UserError(f"'{text}' follows no flag of llama.cpp")
 
 
 FLAGS = (
@@ -143,9 +151,9 @@ FLAGS = (
     ),
     Flag(
         ("--spec-draft-n-max", "--draft-max", "--draft", "--draft-n"),
-        "`--spec`",
-        "chosen every step where it is left out",
-        read=lambda text: Found({"spec": str(whole(text))}),
+        "`--spec off` for 0",
+        "a maximum; the depth is chosen every step, up to what the drafter makes",
+        read=_draft_max,
     ),
     Flag(("--spec-type",), "`--drafter`, `--ngram`", f"draft-dflash and ngram-*; of MTP, {GGUF_HEAD}", read=_spec_type),
     Flag(("--reasoning-format",), "`--reasoning-parser`", "none, or by the model", read=_reasoning),

@@ -1,4 +1,4 @@
-"""The flags of `llama-server` that nothing here corresponds to, and why."""
+"""The flags of `llama-server` and `llama-cli` that nothing here corresponds to, and why."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ ONE_MODEL = "one model per server, and caches are not saved"
 NO_TOOLS = "the server runs no tools: a client does"
 PROXY = "put a reverse proxy before the server"
 LOGS = "only warnings and errors are logged"
+TYPED = "a chat is typed; `sparkdraft generate --prompt` writes one answer"
+TERMINAL = "how the terminal is used is not chosen"
 NAME_IT = "name the model: `--model`"
 
 WITHOUT = without(
@@ -63,7 +65,7 @@ WITHOUT = without(
     ),
     ("--reasoning-preserve --prefill-assistant", "the model's template decides", SWITCH),
     ("--skip-chat-parsing", "`--reasoning-parser none` leaves thoughts in the text", SWITCH),
-    ("--predict --n-predict -n", f"{PER_REQUEST}: max_tokens", VALUE),
+    ("--predict --n-predict -n", f"{PER_REQUEST}: max_tokens; chat and generate have `--max-tokens`", VALUE),
     ("--reverse-prompt -r", f"{PER_REQUEST}: stop", VALUE),
     ("--ignore-eos --special -sp", PER_REQUEST, SWITCH),
     ("--seed -s --presence-penalty --frequency-penalty --logit-bias -l", PER_REQUEST, VALUE),
@@ -108,6 +110,13 @@ WITHOUT = without(
     ("--timeout -to --sse-ping-interval", "limits are in docs/api.md", VALUE),
     ("--log-* --verbosity -lv", LOGS, VALUE),
     ("--log-disable --log-jsonl --log-verbose --log-prefix --log-timestamps --verbose -v --perf", LOGS, SWITCH),
+    ("--prompt -p --file -f --binary-file -bf --in-prefix --in-suffix", TYPED, VALUE),
+    ("--system-prompt -sys --system-prompt-file -sysf", "`/system` sets it in `sparkdraft chat`", VALUE),
+    ("--single-turn -st --conversation -cnv -no-cnv --interactive -i --interactive-first -if", TYPED, SWITCH),
+    ("--in-prefix-bos --display-prompt --verbose-prompt --prompt-cache-all --prompt-cache-ro", TYPED, SWITCH),
+    ("--prompt-cache", ONE_MODEL, VALUE),
+    ("--color -co --simple-io --multiline-input -mli --show-timings", TERMINAL, SWITCH),
+    ("--print-token-count -ptc", TERMINAL, VALUE),
     ("--offline", "set HF_HUB_OFFLINE=1", SWITCH),
     ("--escape -e", "prompts are taken as they are", SWITCH),
 )

@@ -25,7 +25,8 @@ DOCKER_SWITCHES = (
     "--read-only",
     "--no-healthcheck",
 )
-LLAMA_SERVER, API_SERVER = "llama-server", "vllm.entrypoints.openai.api_server"
+LLAMA_SERVER, LLAMA_CLI, API_SERVER = "llama-server", "llama-cli", "vllm.entrypoints.openai.api_server"
+WINDOWS = re.compile(r"\b[A-Za-z]:\\|(?:^|\s)\.{0,2}\\\w|\.exe\b", re.I)  # C:\models, .\build, llama-server.exe
 
 
 @dataclass(slots=True)
@@ -38,6 +39,7 @@ class Source:
     mounts: dict[str, str] = field(default_factory=dict)  # folder in the container -> folder on the host
     ports: list[str] = field(default_factory=list)  # as Docker writes them: [address:]port of the host:port
     notes: list[str] = field(default_factory=list)
+    is_chat: bool = False  # a program for a terminal, not a server
 
 
 def find_source(text: str, service: str = "") -> Source:
@@ -66,7 +68,7 @@ def _from_shell(text: str) -> Source:
     """The first command of a server, and the variables that are set before it. A command ends at an operator, such as a
     redirection or a pipe, and at the end of its line."""
     before: list[str] = []
-    for words, rest in commands(text):
+    for words, rest in commands(_slashes(text) if WINDOWS.search(text) else text):
         notes = [f"left out, after the command: {rest}"] if rest else []
         if "run" in words[:4] and any(Path(word).name in ("docker", "podman") for word in words[:3]):
             source = _from_docker(words[words.index("run") + 1 :])
@@ -79,19 +81,31 @@ def _from_shell(text: str) -> Source:
         environ, others = _variables(before + wrapper)
         if others and server is VLLM:
             notes.insert(0, f"left out, before the command: {' '.join(others)}")
-        return Source(server, after, environ, notes=notes)
+        is_chat = server is LLAMA_CPP and _program_name(words[len(wrapper)]) == LLAMA_CLI
+        return Source(server, after, environ, notes=notes, is_chat=is_chat)
     raise UserError(
-        "no `vllm serve` and no `llama-server` is in it; give such a command in quotes, a `docker run` of a "
+        "no `vllm serve`, `llama-server` or `llama-cli` is in it; give such a command in quotes, a `docker run` of a "
         "server's image, or a compose file"
     )
+
+
+def _slashes(text: str) -> str:
+    """A Windows command as a POSIX shell reads it: / in paths, which Windows reads too, and lines that go on joined."""
+    joined = re.sub(r"[\^`]\r?\n", " ", text)
+    return re.sub(r"\\(?![\r\n\"'])", "/", joined)
+
+
+def _program_name(word: str) -> str:
+    """llama-server for ./build/bin/llama-server and C:/llama/llama-server.exe."""
+    return re.sub(r"\.exe$", "", Path(word).name, flags=re.I)
 
 
 def _program(words: list[str]) -> tuple[Server, list[str], list[str]] | None:
     """The server, the words before its command, and its flags."""
     for i, word in enumerate(words):
-        if Path(word).name == LLAMA_SERVER:
+        if _program_name(word) in (LLAMA_SERVER, LLAMA_CLI):
             return LLAMA_CPP, words[:i], words[i + 1 :]
-        if Path(word).name == "vllm" and words[i + 1 : i + 2] == ["serve"]:
+        if _program_name(word) == "vllm" and words[i + 1 : i + 2] == ["serve"]:
             return VLLM, words[:i], with_config(words[i + 2 :])
         if word == API_SERVER:
             return VLLM, words[: max(i - 2, 0)], with_config(words[i + 1 :])

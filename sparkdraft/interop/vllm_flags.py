@@ -25,6 +25,7 @@ from sparkdraft.interop.tables import (
 from sparkdraft.interop.vllm_without import ONE_MACHINE, WITHOUT
 from sparkdraft.spec import pairs
 from sparkdraft.spec.mtp_config import MAX_DEPTH, MTP
+from sparkdraft.spec.ngram import NGRAM_DEPTH
 
 REASONING = {"think": "qwen3", "gemma4": "gemma4", "harmony": "openai_gptoss"}  # our parser -> vLLM's
 TOOLS = {"hermes": "hermes", "qwen3_xml": "qwen3_xml", "gemma4": "gemma4", "harmony": "openai"}
@@ -59,6 +60,10 @@ def _speculative(text: str) -> Found:
         found.unread.append(Unread(*words, words, (found.notes[-1],), ("drafter",)))
     if method in ("ngram", "ngram_gpu"):
         found.values |= {"drafter": "none", "ngram": True}
+        if count > NGRAM_DEPTH:
+            own = "drafts from the request's own text"
+            found.notes.append(f"--speculative-config: {own} go up to {NGRAM_DEPTH} per step, not {count}")
+            count = NGRAM_DEPTH
         words = (f"{SPECULATIVE}.method", '"ngram"')
         found.unread.append(Unread(*words, words, (), ("drafter", "ngram")))  # our fields alone mean no drafter to vLLM
     elif method == "mtp" or method.endswith("_mtp"):  # qwen3_next_mtp, gemma4_mtp and so on: names of earlier releases
@@ -68,9 +73,9 @@ def _speculative(text: str) -> Found:
     elif method == "dflash" or (not method and "dflash" in model.lower()):
         found.values |= {"drafter": model} if model else {}
         found.notes += (
-            [] if model else ["--speculative-config: it names no model, so the drafter known for it is taken"]
+            [] if model else ["--speculative-config: it names no model, so the known drafter chooses its own depth"]
         )
-        count, note = _within(model, count) if model else (count, [])
+        count, note = _within(model, count) if model else (0, [])
         found.notes += note
     else:
         found.notes.append(

@@ -261,7 +261,7 @@ def test_what_is_not_read_is_named(tmp_path: Path) -> None:
         ("""--speculative-config '{"method":"ngram","num_speculative_tokens":4}'""",
          {"drafter": "none", "ngram": True, "spec": "4"}),
         ("""--speculative-config '{"method":"mtp","num_speculative_tokens":9}'""", {"drafter": "mtp", "spec": "6"}),
-        ("""--speculative-config '{"method":"dflash","num_speculative_tokens":9}'""", {"spec": "9"}),
+        ("""--speculative-config '{"method":"dflash","num_speculative_tokens":9}'""", {}),
         ("--speculative-config '{}'", {}),
         ("""--speculative-config '{"method":"qwen3_next_mtp","model":"a/b","num_speculative_tokens":2}'""",
          {"drafter": "a/b", "spec": "2"}),
@@ -277,7 +277,7 @@ def test_single_flags_of_vllm(text: str, values: dict[str, Any]) -> None:
         ("-ngl 0 -t 8", {"device": "cpu", "threads": 8}),
         ("-ctk q4_0 -ctv q4_0", {"kv": "turboquant"}),
         ("--no-cache-prompt --cache-ram 0", {"prefix_cache": False}),
-        ("--spec-type ngram-simple --spec-draft-n-max 5", {"ngram": True, "spec": "5"}),
+        ("--spec-type ngram-simple --spec-draft-n-max 5", {"ngram": True}),
         ("-md draft.gguf --spec-type draft-mtp", {}),
         ("-md z-lab/Qwen3-8B-DFlash-b16", {"drafter": "z-lab/Qwen3-8B-DFlash-b16"}),
     ],
@@ -296,7 +296,7 @@ def test_a_file_of_the_hub_is_named_with_its_repository() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("ls -l", "no `vllm serve` and no `llama-server` is in it"),
+        ("ls -l", "no `vllm serve`, `llama-server` or `llama-cli` is in it"),
         ("vllm serve m --max-num-seqs many", "--max-num-seqs: 'many' is no whole number"),
         ("vllm serve m --speculative-config {method", "is not valid JSON"),
         ("vllm serve m --port --host x", "--port needs a value, and --host follows it"),
