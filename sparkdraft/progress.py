@@ -36,10 +36,11 @@ errors = Console(stderr=True, highlight=False, emoji=False)
 class Meter:
     """What is being done and how far it is. Called with (done, total), it is a `weights.loader.Progress`."""
 
-    def __init__(self, label: str, unit: str = "", is_drawn: bool = True) -> None:
-        self.label, self.unit, self.is_drawn = label, unit, is_drawn
+    def __init__(self, label: str, unit: str = "", is_drawn: bool = True, shows_left: bool = False) -> None:
+        self.label, self.unit, self.is_drawn, self.shows_left = label, unit, is_drawn, shows_left
         self.done = self.total = 0
         self._begin = time.monotonic()
+        self._first, self._before = 0, 0.0  # what was done before, and the seconds that it took
 
     def __call__(self, done: int, total: int) -> None:
         self.done, self.total = done, total
@@ -48,18 +49,41 @@ class Meter:
         """Switch to another stage."""
         self.label, self.done, self.total = label, done, total
 
+    def resume(self, done: int, total: int, seconds: float) -> None:
+        """Go on counting from what an earlier run has done in so many seconds."""
+        self.done, self.total = done, total
+        self._first, self._before, self._begin = done, seconds, time.monotonic() - seconds
+
     def state(self) -> str:
         count = f"{self.done} of {self.total}{self.unit and ' '}{self.unit}, " if self.total else ""
-        return f"{count}{time.monotonic() - self._begin:.0f} s"
+        return f"{count}{duration(time.monotonic() - self._begin)}{self._left()}"
+
+    def _left(self) -> str:
+        fresh = self.done - self._first
+        if not self.shows_left or fresh < 1:
+            return ""
+        each = (time.monotonic() - self._begin - self._before) / fresh
+        return f", about {duration(each * (self.total - self.done))} left"
+
+
+def duration(seconds: float) -> str:
+    """45 s, 12 min, 3 h 20 min."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
 _open: list[Meter] = []  # the innermost is last
 
 
 @contextmanager
-def progress(label: str, unit: str = "", redraw: float = REDRAW, is_drawn: bool = True) -> Iterator[Meter]:
-    """is_drawn: False if something else draws a bar for it on a terminal."""
-    meter, ended, shower = Meter(label, unit, is_drawn), threading.Event(), None
+def progress(
+    label: str, unit: str = "", redraw: float = REDRAW, is_drawn: bool = True, shows_left: bool = False
+) -> Iterator[Meter]:
+    """is_drawn: False if something else draws a bar for it on a terminal. shows_left: also show the time left, where
+    all parts take about as long as each other."""
+    meter, ended, shower = Meter(label, unit, is_drawn, shows_left), threading.Event(), None
     _open.append(meter)
     if len(_open) == 1:
         shower = threading.Thread(target=_show, args=(ended, redraw), daemon=True)

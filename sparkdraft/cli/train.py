@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 from sparkdraft.cli.options import add_engine_flags, load_llm, temperature_list
 from sparkdraft.core import UserError
 from sparkdraft.paths import user_path
-from sparkdraft.progress import errors, progress
+from sparkdraft.progress import duration, errors, progress
 from sparkdraft.train.memory import SHRINKS
 from sparkdraft.train.settings import FitSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+ALL_PROMPTS, LONG = 0, 384  # of a full evaluation: prompts of each class (0: all), and most tokens of an answer
 SHORT_TEXTS = 2048  # tokens of a prompt and its one answer, at most
 STOPPED = 130  # the status after Ctrl-C, so that `fit && export` does not export half a run
 HELP = "train a drafter for a model"
@@ -90,14 +91,15 @@ def configure(parser: ArgumentParser) -> None:
             value, shown = None, f" (default {default}, or less where that does not fit)"
         fit.add_argument("--" + name.replace("_", "-"), type=kind, default=value, metavar="X", help=text + shown)
     evaluate = verbs.add_parser("eval", help="how many drafts are accepted, by class, greedy and sampled")
-    evaluate.add_argument("--per-class", type=int, default=0, help="prompts of each class (default 0: all)")
-    evaluate.add_argument("--output-len", type=int, default=384, help="most tokens of output (default 384)")
+    evaluate.add_argument("--per-class", type=int, default=2, help="prompts of each class, 0 for all (default 2)")
+    evaluate.add_argument("--output-len", type=int, default=128, help="most tokens of output (default 128)")
     evaluate.add_argument("--temperature", default="0,0.7", help="a list (default 0,0.7)")
     add_engine_flags(evaluate, without=("ngram",))
     export = verbs.add_parser("export", help="a run's drafter as a checkpoint that engines load")
     text = "the run's folder; or a drafter in z-lab's layout: a folder, a hub id, or smollm2 for the one in the package"
     export.add_argument("run", metavar="RUN", help=text)
     export.add_argument("--out", required=True, metavar="FOLDER", help="the checkpoint")
+    export.add_argument("--force", action="store_true", help="replace a drafter that is in the folder already")
     export.add_argument("--layout", default="zlab", help="zlab or speculators (default zlab)")
     export.add_argument("--bits", type=int, default=16, help="16, or 8: integers in groups of 32 (default 16)")
     text = "draft only the N most frequent ids of the corpus (0: all; default: as it was trained)"
@@ -130,18 +132,28 @@ def _fit(args: Namespace) -> int:
     from sparkdraft.train.run import Run
 
     def report(entry: dict[str, float]) -> None:
-        meter(int(entry["step"]), settings.steps)
         line = "step {step:>7} of {steps} {seconds:7.0f} s  loss {loss:6.3f}  first draft {first:5.1%}"
         line += "  length {length:5.2f}" if "length" in entry else ""
         errors.print(line.format(**entry, steps=settings.steps), markup=False, soft_wrap=True)
 
+    def begin(step: int, seconds: float) -> None:
+        meter.resume(step, settings.steps, seconds)
+        if step >= settings.steps:
+            _note(f"the run has finished its {step} steps already: a larger --steps trains on")
+        elif step:
+            _note(f"continuing after step {step} of {settings.steps}, after {duration(seconds)} of training")
+
     load = partial(progress, f"loading {args.model}")
-    with progress("training") as meter:
-        reached = fit(settings, Path(args.out), args.device, args.every, report, load, shrinks, _note)
+    with progress("training", "steps", shows_left=True) as meter:
+        reached = fit(
+            settings, Path(args.out), args.device, args.every, report, load, shrinks, _note,
+            begin=begin, done=lambda step: meter(step, settings.steps),
+        )  # fmt: skip
     last = (Run(Path(args.out)).log() or [{}])[-1]
     print(json.dumps({"train": "fit", "run": args.out, **last}))
     if reached < settings.steps:
-        errors.print(f"stopped after step {reached}: the same command continues from there", markup=False)
+        then = "continues from there" if reached else "begins again, for there is no checkpoint yet"
+        errors.print(f"stopped after step {reached}: the same command {then}", markup=False, soft_wrap=True)
         return STOPPED
     return 0
 
@@ -202,15 +214,19 @@ def _eval(args: Namespace) -> int:
 
     temperatures = temperature_list(args.temperature)
     llm = load_llm(args, ngram=False)
-    with progress("measuring acceptance") as meter:
+    with progress("measuring acceptance", "answers", shows_left=True) as meter:
         report = evaluate(llm, read_prompts(args.per_class), args.output_len, temperatures, meter)
     print(table(report))
+    if args.per_class or args.output_len < LONG:
+        _note(f"a short run; the full one is --per-class {ALL_PROMPTS} --output-len {LONG}")
     print(json.dumps({"train": "eval", "model": args.model, "drafter": args.drafter, **report}))
     return 0
 
 
 def _export(args: Namespace) -> int:
-    drafter = _drafter_folder(args.run)
+    drafter, out = _drafter_folder(args.run), Path(args.out)
+    if out.is_dir() and any(out.iterdir()) and not args.force:
+        raise UserError(f"{out} is not empty: name another folder, or replace the drafter in it with --force")
     with progress(f"exporting {args.run}"):
         what, note = _convert_drafter(args, drafter) if drafter else _write_drafter(args)
     if note:

@@ -35,7 +35,7 @@ from sparkdraft.train.optimizer import Optimizer
 from sparkdraft.train.recipe import draft_ids, drafter_config, find_mask_id, grown_config, trained_weights
 from sparkdraft.train.run import Run, RunInfo, State
 from sparkdraft.train.settings import FitSettings
-from sparkdraft.train.stop import Stop, stop_signals
+from sparkdraft.train.stop import Signals, Stop, Stopped, stop_signals
 from sparkdraft.train.target import Target, load_target
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.linear import DenseLinear
@@ -47,6 +47,7 @@ CLIP = 1.0  # of AdamW's gradients; the size of Muon's steps does not depend on 
 Report = Callable[[dict[str, float]], None]
 Loading = Callable[[], AbstractContextManager[Progress | None]]  # entered while the target is loaded
 Say = Callable[[str], None]
+Begin = Callable[[int, float], None]  # told the step that training begins with, and the seconds it has taken so far
 
 
 class Trainer:
@@ -71,19 +72,27 @@ class Trainer:
         self.options = LossOptions(settings.weights, settings.decay, settings.alpha, settings.soft)
         self.meter = Meter(max(settings.all_widths), target.device)
         self.fresh = True  # until the first step has shown how large taps are
+        self.signals: Signals | None = None  # that end a step in the middle; None: it is always finished
         self.learn = self._learn if target.device.type == "cpu" else StepGraphs(self._learn, target.device)
 
     def step(self, number: int) -> None:
+        """Raises Stopped if the step was given up: all is as before it."""
+        cursor = self.batches.cursor
         self.optimizer.set_rate(self.settings.rate(number))
-        self.learn(self.batches.take(number))
+        try:
+            self.learn(self.batches.take(number))
+        except Stopped:
+            self.batches.cursor = cursor
+            raise
 
     def _learn(self, batch: TrainBatch) -> None:
-        taps, teacher = self.features(batch)
-        if self.fresh:
-            self.model.scale_taps(taps, keep=bool(self.settings.init))
-            self.fresh = False
-        report = self.loss(batch, taps, teacher)
-        report.loss.backward()  # type: ignore[no-untyped-call]
+        with self.signals.give_up() if self.signals else nullcontext():
+            taps, teacher = self.features(batch)
+            if self.fresh:
+                self.model.scale_taps(taps, keep=bool(self.settings.init))
+                self.fresh = False
+            report = self.loss(batch, taps, teacher)
+            report.loss.backward()  # type: ignore[no-untyped-call]
         if self.settings.optimizer == "adamw":
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP, foreach=True)
         self.optimizer.step()
@@ -161,8 +170,11 @@ class Meter:
         self.sums += torch.stack([part.double() for part in parts])
 
     def read(self) -> dict[str, float]:
+        """Means since the last reading; empty without a step."""
         loss, steps, first, accepted, wide = self.sums.tolist()
         self.sums.zero_()
+        if not steps:
+            return {}
         length = {"length": 1 + accepted / wide} if wide else {}  # without it, no block of the full width came up
         return {"loss": loss / steps, "first": first / steps, **length}
 
@@ -216,12 +228,13 @@ def _config_of(settings: FitSettings, target: Target) -> dict[str, Any]:
 def fit(
     settings: FitSettings, folder: Path, device: str = "auto", every: int = 1000, report: Report = lambda entry: None,
     loading: Loading = nullcontext, shrinks: Collection[str] = (), say: Say = print, stopped: Stop = lambda: False,
+    begin: Begin = lambda step, seconds: None, done: Callable[[int], None] = lambda step: None,
 ) -> int:  # fmt: skip
     """Train up to settings.steps, from the folder's last checkpoint on, and save one every 'every' steps.
 
     shrinks: settings that nobody asked for, which are made smaller where they do not fit; 'say' is told. A run that is
-    resumed keeps its own. stopped: ends the run like a signal. Returns the number of steps done, which is lower if it
-    was ended early.
+    resumed keeps its own. stopped: ends the run like a signal. begin: called once before the first step. done: called
+    with the number of steps after each. Returns the number of steps done, which is lower if it was ended early.
     """
     run = Run(folder)
     settings = run.as_before(settings, shrinks)
@@ -235,23 +248,35 @@ def fit(
             trainer.restore(state)
             step, before = state.step, state.seconds
         run.rewind_log(step)
-        with stop_signals() as asked_to_stop, stream_of(target.device):
-            return train(trainer, run, step, before, every, report, lambda: asked_to_stop() or stopped())
+        with stop_signals() as signals, stream_of(target.device):
+            if target.device.type == "cpu":  # where a step may take a minute; a GPU's is recorded
+                trainer.signals = signals
+            begin(step, before)
+            return train(trainer, run, step, before, every, report, lambda: signals() or stopped(), done)
 
 
-def train(trainer: Trainer, run: Run, step: int, before: float, every: int, report: Report, asked_to_stop: Stop) -> int:
+def train(
+    trainer: Trainer, run: Run, step: int, before: float, every: int, report: Report, asked_to_stop: Stop,
+    done: Callable[[int], None] = lambda step: None,
+) -> int:  # fmt: skip
     """Train from 'step' on, after 'before' seconds of training; returns the step reached, of which there is a
-    checkpoint."""
-    steps, begin, stop = trainer.settings.steps, time.perf_counter(), False
+    checkpoint (of step 0 there is none)."""
+    steps, begin, stop, saved = trainer.settings.steps, time.perf_counter(), False, step
     while step < steps and not stop:
-        trainer.step(step)
-        step += 1
-        # once per step: a signal that comes while the host waits for the device counts for the next step
-        stop = asked_to_stop()
+        try:
+            trainer.step(step)
+            step += 1
+            done(step)
+            # once per step: a signal that comes while the host waits for the device counts for the next step
+            stop = asked_to_stop()
+        except Stopped:
+            stop = True
         due = stop or step == steps or step % every == 0
-        if due or step % REPORT == 0:
-            measured = trainer.meter.read()  # waits for the device
-            seconds = before + time.perf_counter() - begin
+        if not (due or step % REPORT == 0):
+            continue
+        measured = trainer.meter.read()  # waits for the device
+        seconds = before + time.perf_counter() - begin
+        if measured:
             if not math.isfinite(measured["loss"]):
                 raise UserError(
                     f"the loss is not a number after step {step}; the last checkpoint is kept: begin a new run, "
@@ -261,9 +286,10 @@ def train(trainer: Trainer, run: Run, step: int, before: float, every: int, repo
             entry |= {name: round(value, 4) for name, value in measured.items()}
             run.add_log(entry)
             report(entry)
-        if due:
+        if due and step > saved:
             run.draw()
             run.save(trainer.state(step, seconds))
+            saved = step
     return step
 
 

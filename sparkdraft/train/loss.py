@@ -1,9 +1,9 @@
 """The loss of every draft position over the target's frozen head: cross-entropy, weighted by what a position is worth.
 
 A drafted token counts only if all before it in its block are right, so later positions have smaller weights: by a fixed
-decay, or (D-PACE) by the drafter's own probabilities of the labels before them. A CPU runs the plain form, which
-defines the loss. A GPU goes through the vocabulary chunk by chunk and computes the gradient on the way
-(kernels/cuda/draft_loss.py).
+decay, or (D-PACE) by the drafter's own probabilities of the labels before them. The plain form defines the loss. A CPU
+runs it over a few blocks at a time, and again on the way back, so that few logits are in memory. A GPU goes through the
+vocabulary chunk by chunk and computes the gradient on the way (kernels/cuda/draft_loss.py).
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from sparkdraft.core import UserError
-from sparkdraft.train.memory import CHUNK_ROWS
+from sparkdraft.train.memory import CHUNK_ROWS, CPU_CHUNK_ROWS
 
 if TYPE_CHECKING:
     from sparkdraft.kernels.cuda.draft_loss import Targets
@@ -52,6 +53,11 @@ class Labels:
         assert (self.teacher is None) == (self.teacher_rows is None), "a teacher needs its rows, and they need it"
         assert self.teacher_rows is None or self.teacher_rows.shape == self.ids.shape, self.ids.shape
 
+    def blocks(self, part: slice) -> Labels:
+        """Those of some of the blocks."""
+        rows, warmth = (None if each is None else each[part] for each in (self.teacher_rows, self.inverse_temperature))
+        return Labels(self.ids[part], self.teacher, rows, warmth)
+
     def temperatures(self) -> Tensor:  # float32 [blocks, width - 1]
         given = self.inverse_temperature
         return torch.ones(self.ids.shape, device=self.ids.device) if given is None else given
@@ -77,7 +83,13 @@ def draft_loss(
     assert hidden.shape[:2] == labels.ids.shape and hidden.shape[2] == head.shape[1], (hidden.shape, head.shape)
     if hidden.is_cuda:
         return chunked_loss(hidden, head, labels, options, chunk_rows)
-    return reference_loss(hidden, head, labels, options)
+    few = max(CPU_CHUNK_ROWS // hidden.shape[1], 1)
+    parts = [slice(first, first + few) for first in range(0, max(len(hidden), 1), few)]
+    return _combined(
+        [checkpoint(_rows, hidden[p], head, labels.blocks(p), options, use_reentrant=False) for p in parts],
+        labels,
+        options,
+    )
 
 
 def position_weights(probability: Tensor, labelled: Tensor, options: LossOptions) -> Tensor:
@@ -106,13 +118,22 @@ def weighted_mean(entropy: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def reference_loss(hidden: Tensor, head: Tensor, labels: Labels, options: LossOptions) -> LossReport:
     """Plain autograd in the inputs' own dtype, with all logits at once."""
+    return _combined([_rows(hidden, head, labels, options)], labels, options)
+
+
+def _rows(hidden: Tensor, head: Tensor, labels: Labels, options: LossOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row: the cross-entropy, the probability of its label, and whether that is the most likely id."""
     logits = hidden @ head.detach().t()  # [blocks, width - 1, vocab]
     labelled, ids = labels.ids >= 0, labels.ids.clamp(min=0)
     target = _label_distribution(logits.detach(), ids, labels, options)
     entropy = (logits.logsumexp(-1) - (target * logits).sum(-1)) * labelled
     probability = logits.detach().softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-    loss, _ = weighted_mean(entropy, position_weights(probability, labelled, options))
-    correct = (logits.argmax(-1) == ids) & labelled
+    return entropy, probability, (logits.argmax(-1) == ids) & labelled
+
+
+def _combined(rows: list[tuple[Tensor, Tensor, Tensor]], labels: Labels, options: LossOptions) -> LossReport:
+    entropy, probability, correct = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    loss, _ = weighted_mean(entropy, position_weights(probability, labels.ids >= 0, options))
     return LossReport(loss, correct, entropy.detach().float())
 
 

@@ -21,7 +21,10 @@ from sparkdraft.train.settings import FitSettings
 CHUNK_ROWS = 15360  # rows whose logits a GPU holds at once in the loss: 1.5 GB of bf16 over 49152 ids
 SHARES = tuple(part / 8 / 2**halved for halved in range(20) for part in (8, 7, 6, 5))  # shares of a step's text to try
 LEAST_CONTEXT, LEAST_BLOCKS = 1024, 64  # a smaller step teaches next to nothing
-CPU_LOGITS = 6  # copies of all logits in the plain form of the loss: logits, labels, products, gradients
+CPU_CHUNK_ROWS = 512  # rows whose logits a CPU holds at once in the loss
+CPU_LOGITS = 8  # copies of these logits: logits, labels (also as int64), products, gradients
+CPU_SHARE = 0.5  # of a CPU's free memory, for settings that nobody asked for: other programs need the rest
+CPU_STEP = {"context": 1024, "block_rows": 1024}  # the most by default on a CPU, where larger steps take minutes
 CPU_SCORES = 1 << 20  # (row, key) pairs of a head for which a CPU has weights at once, unless one block has more
 CPU_WEIGHTS = 6  # copies of the weights of attention that are there at once: scores, masks, weights, gradients
 CHUNKS = 4  # anchors of so small a part of what a block sees share a copy of it: a block sees at most that much more
@@ -81,7 +84,7 @@ def _drafter_sizes(target: ModelConfig, settings: FitSettings) -> ModelSizes:
 
 
 def _logit_rows(settings: FitSettings, on_gpu: bool) -> int:
-    return min(CHUNK_ROWS, settings.block_rows) if on_gpu else CPU_LOGITS * settings.block_rows
+    return min(CHUNK_ROWS, settings.block_rows) if on_gpu else CPU_LOGITS * min(CPU_CHUNK_ROWS, settings.block_rows)
 
 
 def _dense_attention(target: ModelConfig, settings: FitSettings, itemsize: int) -> int:
@@ -119,18 +122,21 @@ def fit_in(
     target: ModelConfig, settings: FitSettings, free: int, on_gpu: bool, shrinks: Collection[str] = ()
 ) -> tuple[FitSettings, str]:
     """Settings that fit into the free bytes, and a sentence if they are not the given ones. Only the settings in
-    'shrinks' are changed; raises UserError with the sums, and with what would fit, if that is not enough."""
+    'shrinks' are changed; raises UserError with the sums, and with what would fit, if that is not enough. On a CPU they
+    are also made small enough for a step of seconds, and to leave memory to other programs where that is possible."""
     sums = parts(target, settings, on_gpu)
     total = sum(sums.values())
-    if total <= free:
+    if total <= free and (on_gpu or not shrinks):
         return settings, ""
-    if smaller := fitting(target, settings, free, on_gpu, shrinks):
+    quick: dict[str, Any] = {n: min(getattr(settings, n), CPU_STEP[n]) for n in shrinks if not on_gpu}
+    first = replace(settings, **quick)
+    polite = None if on_gpu else fitting(target, first, int(free * CPU_SHARE), on_gpu, shrinks)
+    if smaller := polite or fitting(target, first, free, on_gpu, shrinks):
         flags = " ".join(f"--{name.replace('_', '-')} {getattr(smaller, name)}" for name in SHRINKS if name in shrinks)
-        now = total_bytes(target, smaller, on_gpu)
-        return smaller, (
-            f"the defaults need {total / 2**30:.0f} GiB of memory and {free / 2**30:.0f} are free: training with "
-            f"{flags} ({now / 2**30:.1f} GiB), so that a step learns from less"
-        )
+        now = f"({total_bytes(target, smaller, on_gpu) / 2**30:.1f} of {free / 2**30:.1f} GiB of free memory)"
+        why = f"the defaults need {total / 2**30:.0f} GiB of memory" if total > free else "the defaults are for a GPU"
+        less = "" if smaller == settings else f"{why}: training with {flags} {now}, so that a step learns from less"
+        return smaller, less
     table = "\n".join(f"  {name:<22}{size / 2**30:8.2f} GiB" for name, size in sums.items())
     raise UserError(
         f"training a drafter for {settings.target} does not fit in memory:\n{table}\n"

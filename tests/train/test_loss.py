@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import UserError
+from sparkdraft.train import loss as loss_module
 from sparkdraft.train.loss import Labels, LossOptions, draft_loss
 
 BLOCKS, POSITIONS, DIM, VOCAB, TOKENS = 4, 3, 5, 11, 6
@@ -80,9 +81,13 @@ def slow(
     return loss, weights, entropies, hits, slope * (torch.tensor(weights) / total).unsqueeze(-1)
 
 
+@pytest.mark.parametrize("chunk_rows", [1, 512])
 @pytest.mark.parametrize("soft", [False, True])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_values_and_gradient(options: LossOptions, soft: bool) -> None:
+def test_values_and_gradient(
+    options: LossOptions, soft: bool, chunk_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_module, "CPU_CHUNK_ROWS", chunk_rows)
     hidden, head, labels = make(soft)
     labels.ids[0, 0] = (hidden @ head.t())[0, 0].argmax()  # at least one that is right
     report = draft_loss(hidden, head, labels, options)
