@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparkdraft.cli.console import note
-from sparkdraft.cli.options import add_field
+from sparkdraft.cli.options import COMMON, TYPES, add_field, hide
 from sparkdraft.config import ENGINE_FIELDS
 from sparkdraft.core import UserError
 from sparkdraft.progress import progress
@@ -68,19 +68,24 @@ def configure(parser: ArgumentParser) -> None:
 
 def add_vllm_flags(parser: ArgumentParser) -> None:
     """What can be said to vLLM and has no field of ours."""
-    group = parser.add_argument_group("vLLM")
+    group, rare = parser.add_argument_group("vLLM"), list[Action]()
     for name, text in CHOICES.items():
         kind = int if name == "tensor_parallel" else str
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind, default=None, metavar="X", help=text)
+        flag = f"--{name.replace('_', '-')}"
+        rare.append(group.add_argument(flag, type=kind, default=None, metavar=TYPES[kind], help=text))
+    hide(parser, rare)
 
 
 def add_serve_flags(parser: ArgumentParser) -> None:
     """Every field of ServerConfig; one that is not given is left out of the result."""
     parser.add_argument("--config", metavar="FILE", help="a TOML file with any of these names as keys")
+    rare = list[Action]()
     for title, flags in (("server", SERVER_FIELDS), ("engine", ENGINE_FIELDS)):
         group = parser.add_argument_group(title)
-        for each in flags.values():
-            add_field(group, each, shown=each.default, given=SUPPRESS)
+        for name, each in flags.items():
+            added = add_field(group, each, shown=each.default, given=SUPPRESS)
+            rare += [] if name in COMMON else added
+    hide(parser, rare)
 
 
 def read_config(args: Namespace) -> ServerConfig:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace, _ArgumentGroup
+from argparse import SUPPRESS, Action, ArgumentParser, BooleanOptionalAction, Namespace, _ArgumentGroup
 from collections.abc import Collection, Sequence
 from dataclasses import Field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from sparkdraft.cli.console import show_fallbacks, show_plan
+from sparkdraft.cli.parser import Parser
 from sparkdraft.config import ENGINE_FIELDS, NO_PROFILE, EngineConfig
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.progress import progress
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from sparkdraft.llm import LLM
     from sparkdraft.weights.checkpoint import Checkpoint
 
+# What --help shows of the fields of EngineConfig and ServerConfig; --help-all shows the others too
+COMMON = ("model", "device", "dtype", "weights", "max_model_len", "max_seqs", "kv", "threads", "spec", "drafter")
+COMMON += ("host", "port", "api_key", "served_name")
+TYPES = {int: "INT", float: "FLOAT", str: "TEXT"}  # what --help shows for a flag's value
 SAMPLING_FLAGS = {
     "max_tokens": "most tokens to write",
     "temperature": "0 writes the most likely token, 1 follows the model's own probabilities",
@@ -35,30 +40,36 @@ def add_engine_flags(
     """Add a flag per field of EngineConfig, except those that the command decides itself. profile: whether a profile
     sets what the user leaves out; of other flags than --model only those that were given are then in the namespace.
     Without it no profile is used. defaults: those that differ here."""
-    group = parser.add_argument_group("engine")
+    group, rare = parser.add_argument_group("engine"), list[Action]()
     group.add_argument("--verbose", action="store_true", help="print the plan and how it runs on this machine")
     parser.set_defaults(uses_profile=profile)
     for name, each in ENGINE_FIELDS.items():
         if name not in without and (profile or name != "profile"):
             is_open = profile and name != "model"
-            add_field(group, each, defaults.get(name, each.default), SUPPRESS if is_open else None)
+            added = add_field(group, each, defaults.get(name, each.default), SUPPRESS if is_open else None)
+            rare += [] if name in COMMON else added
+    hide(parser, rare)
 
 
-def add_field(group: _ArgumentGroup, each: Field[Any], shown: Any, given: Any = None) -> None:
-    """Add a flag for a config's field. shown: the default in its help. given: the flag's value when it is left out, if
-    that is something else."""
+def hide(parser: ArgumentParser, rare: list[Action]) -> None:
+    assert isinstance(parser, Parser)
+    parser.hide(rare)
+
+
+def add_field(group: _ArgumentGroup, each: Field[Any], shown: Any, given: Any = None) -> list[Action]:
+    """Add a flag for a config's field, or two. shown: the default in its help. given: the flag's value when it is left
+    out, if that is something else."""
     text, flag = each.metadata["help"], _flag(each.name)
     text += f" (default {shown})" if shown != "" and "default" not in text else ""
     default = shown if given is None else given
     if isinstance(each.default, bool):
-        group.add_argument(flag, action=BooleanOptionalAction, default=default, help=text)
-        return
-    group.add_argument(flag, type=type(each.default), default=default, metavar="X", help=text)
+        return [group.add_argument(flag, action=BooleanOptionalAction, default=default, help=text)]
+    kind: type = type(each.default)
+    added = [group.add_argument(flag, type=kind, default=default, metavar=TYPES[kind], help=text)]
     if off := each.metadata["off"]:
-        without = f"--no-{flag[2:]}"
-        group.add_argument(
-            without, dest=each.name, action="store_const", const=off, default=default, help=f"{flag} {off}"
-        )
+        switch: dict[str, Any] = {"dest": each.name, "action": "store_const", "const": off, "default": default}
+        added.append(group.add_argument(f"--no-{flag[2:]}", **switch, help=f"{flag} {off}"))
+    return added
 
 
 def add_sampling_flags(parser: ArgumentParser, defaults: SamplingParams, from_model: Collection[str] = ()) -> None:
@@ -70,7 +81,8 @@ def add_sampling_flags(parser: ArgumentParser, defaults: SamplingParams, from_mo
     for name, text in SAMPLING_FLAGS.items():
         default = "the model's own" if name in from_model else getattr(defaults, name)
         shown = "" if default is None else f" (default {default})"
-        group.add_argument(_flag(name), type=flag_kind(name), metavar="X", help=text + shown)
+        kind = flag_kind(name)
+        group.add_argument(_flag(name), type=kind, metavar=TYPES[kind], help=text + shown)
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may repeat")
     group.add_argument("--ignore-eos", action="store_true", help="write up to --max-tokens, past the model's own end")
 

@@ -6,8 +6,8 @@ Flags are written in full: an abbreviation gets an error that names the full fla
 from __future__ import annotations
 
 import sys
-from argparse import Action, ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Iterable
+from argparse import SUPPRESS, Action, ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from sparkdraft.names import did_you_mean
@@ -21,6 +21,24 @@ class Parser(ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": RawDescriptionHelpFormatter, **options})
         self._has_verbs = False
+        self._rare: list[Action] = []
+
+    def hide(self, actions: Iterable[Action]) -> None:
+        """Show these flags by --help-all only, which --help names."""
+        if not self._rare:
+            self.add_argument("--help-all", action=HelpAll, help="show every flag of this command and exit")
+        self._rare += actions
+
+    def format_help(self, is_all: bool = False) -> str:
+        if is_all or not self._rare:
+            return super().format_help()
+        texts = [action.help for action in self._rare]
+        for action in self._rare:
+            action.help = SUPPRESS
+        short = super().format_help()
+        for action, text in zip(self._rare, texts, strict=True):
+            action.help = text
+        return f"{short}\n{len(self._rare)} more flags: `{self.prog} --help-all`\n"
 
     def add_subparsers(self, **options: Any) -> Any:
         self._has_verbs = True
@@ -47,6 +65,16 @@ class Parser(ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(MISUSED, f"{self.prog}: {message} (see `{self.prog} --help`)\n")
+
+
+class HelpAll(Action):
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, SUPPRESS, nargs=0, default=SUPPRESS, help=help)
+
+    def __call__(self, parser: ArgumentParser, *rest: Any) -> NoReturn:
+        assert isinstance(parser, Parser)
+        print(parser.format_help(is_all=True), end="")
+        parser.exit()
 
 
 def suggestion(given: str, known: Iterable[str]) -> str:

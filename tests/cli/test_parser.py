@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentParser, _SubParsersAction
 from collections.abc import Iterator
 
@@ -95,6 +96,26 @@ def test_every_flag_has_a_help_text_and_every_verb_an_example() -> None:
     for leaf in leaves(parser()):
         assert all(action.help for action in leaf._actions), leaf.prog
         assert f"  {leaf.prog}" in (leaf.epilog or ""), leaf.prog
+
+
+@pytest.mark.parametrize("verb", ["serve", "generate", "chat", "demo", "bench offline", "train eval", "export vllm"])
+def test_help_shows_common_flags_with_types_and_help_all_the_rest(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = {}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as ended:
+            main([*verb.split(), flag])
+        assert not ended.value.code
+        shown[flag] = capsys.readouterr().out
+    short, whole = shown["--help"], shown["--help-all"]
+    for flag in ("--max-seqs INT", "--drafter TEXT", "--help-all"):
+        assert f"\n  {flag}" in short and f"\n  {flag}" in whole
+    assert "--tq-key-bits" not in short and "--memory-fraction" not in short
+    assert "\n  --tq-key-bits INT" in whole and "\n  --memory-fraction FLOAT" in whole
+    hidden = len(set(re.findall(r"\n  (--[a-z-]+)", whole)) - set(re.findall(r"\n  (--[a-z-]+)", short)))
+    assert f"{hidden} more flags: `sparkdraft {verb} --help-all`" in short and hidden > 15
+    assert f"  sparkdraft {verb}" in short.split("\nexamples:")[-1]
 
 
 def test_flags_become_the_engine_s_options() -> None:
