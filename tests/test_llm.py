@@ -42,6 +42,17 @@ def test_a_wrong_chat_template_is_said_at_start(llm: LLM, tmp_path: Path) -> Non
         wrong.chat(CHAT)
 
 
+def test_a_chat_template_without_an_end_is_said_at_start(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, "llama")
+    (folder / "chat_template.jinja").write_text("{{ 'x' * 10 ** 10 }}")
+    wrong = LLM(str(folder), dtype="float32", max_model_len=128, max_seqs=3)
+    said = {note.name: note.reason for note in wrong.fallbacks()}
+    assert said["chats are refused"] == "the chat template takes more than 1,024 MiB of memory for a greeting"
+    with pytest.raises(UserError, match="takes more than 1,024 MiB of memory"):
+        wrong.chat(CHAT)
+    assert wrong.generate(["x"], params(2))[0].completions[0].ids
+
+
 @pytest.fixture(scope="module")
 def alone(llm: LLM) -> list[list[int]]:
     """What each prompt gives alone: 8, 12, 16 and 20 ids."""

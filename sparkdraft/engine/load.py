@@ -71,7 +71,7 @@ def open_model(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Op
     fallbacks = [*said, *chosen]
     wrong = usable_defaults(checkpoint.generation)[1]
     fallbacks += [Fallback(f"the model's default {name} is not used", why) for name, why in wrong.items()]
-    if fault := fault_of(checkpoint.chat_template):
+    if fault := fault_of(checkpoint.chat_template, checkpoint.special):
         fallbacks.append(Fallback("chats are refused", fault))
     return Opened(config, checkpoint, model, drafter, subject, fallbacks)
 

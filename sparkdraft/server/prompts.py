@@ -23,6 +23,7 @@ from sparkdraft.text.events import Parser, chain
 from sparkdraft.text.families import AUTO
 from sparkdraft.text.reasoning import ReasoningFormat, after_thinking, answer_rule
 from sparkdraft.text.style import EFFORT, chat_style
+from sparkdraft.text.template import PastLimit
 from sparkdraft.text.tokenizer import Tokenizer
 from sparkdraft.text.tools import ToolFormat
 
@@ -52,6 +53,7 @@ class ModelText:
         self.eos_ids = frozenset(info.eos_ids)
         self.style = chat_style(info.model_type, info.chat_template, reasoning_parser, tool_parser)
         self.tools, self.reasoning = self.style.tools, self.style.reasoning
+        self.fault = chat.fault_of(info.chat_template, info.special)  # why no chat can be rendered
 
     # ---- ids
 
@@ -117,6 +119,8 @@ class ModelText:
         variables: dict[str, Any] | None = None,
         add_generation_prompt: bool = True,
     ) -> ChatText:
+        if self.fault:
+            raise chat.unusable(self.fault)
         control, template, special = self.tokenizer.control, self.info.chat_template, self.info.special
         return chat.prompt_text(control, template, messages, special, add_generation_prompt, tools, variables)
 
@@ -172,6 +176,8 @@ class ModelText:
             return self.render(messages, tools, variables, opens)
         try:
             return self.render(with_system(messages, instructions), None, variables, opens)
+        except PastLimit:
+            raise
         except UserError:
             return self.render(before_first_user(messages, instructions), None, variables, opens)
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 POLL = 0.05  # seconds between two checks of the engine's state
 AT_ONCE = 0.2  # seconds that /health waits for the engine at most
-TEXT_THREADS = 4  # threads that tokenise and render; further such work waits for one of them
+TEXT_THREADS = 4  # threads that tokenise, and as many that render chats; further such work waits for one of them
 T = TypeVar("T")
 
 
@@ -50,6 +50,7 @@ class Service:
         self.refusal: str | None = None  # why this engine's tokenizer or template cannot be used, set by follow()
         self._race: dict[str, Any] | None = None  # as the engine said last
         self._threads = ThreadPoolExecutor(TEXT_THREADS, "text")
+        self._chat_threads = ThreadPoolExecutor(TEXT_THREADS, "chat")  # a slow chat template delays only chats
         self.start_seconds = 0.0  # time of the engine's last start, set by follow()
 
     # ---- what is served
@@ -157,7 +158,7 @@ class Service:
         self.refusal = None
         try:
             parsers = self.config.reasoning_parser, self.config.tool_parser
-            text = await self.in_thread(lambda: ModelText(info, self.sampling, *parsers))
+            text = await self.in_thread(lambda: ModelText(info, self.sampling, *parsers), renders=True)
         except Exception as error:  # the engine reads tokenizers too, but not all of them by the same way
             log.error("the tokenizer or the chat template of the model cannot be used", exc_info=error)
             self.refusal = f"the tokenizer or the chat template cannot be used: {error or type(error).__name__}"
@@ -172,13 +173,16 @@ class Service:
             self.text = text
             self.start_seconds = self.client.start_took()
 
-    async def in_thread(self, work: Callable[[], T]) -> T:
+    async def in_thread(self, work: Callable[[], T], renders: bool = False) -> T:
         """Run CPU-bound work (tokenising, templates) outside the event loop, in a few threads, so that large texts
-        delay only each other. Work that has not begun is dropped with its caller."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        delay only each other. renders: the work begins with a chat template. Work that has not begun is dropped with
+        its caller."""
+        threads = self._chat_threads if renders else self._threads
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._chat_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def engine_status(self) -> dict[str, Any]:
         """The engine's live numbers; empty while there is no engine, or it is too busy to answer."""

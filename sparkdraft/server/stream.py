@@ -56,11 +56,14 @@ class Job:
 
 
 class Reply(Response):
-    """count: the number of sequences. prepare: makes the job in a thread, and may raise ApiError or UserError."""
+    """count: the number of sequences. prepare: makes the job in a thread, and may raise ApiError or UserError. renders:
+    it begins with the chat template."""
 
-    def __init__(self, service: Service, stream: bool, count: int, prepare: Callable[[], Job]) -> None:
+    def __init__(
+        self, service: Service, stream: bool, count: int, prepare: Callable[[], Job], renders: bool = False
+    ) -> None:
         super().__init__()
-        self.service, self.stream, self.count, self.prepare = service, stream, count, prepare
+        self.service, self.stream, self.count, self.prepare, self.renders = service, stream, count, prepare, renders
         self.started = False  # whether the first byte was sent
         self._sent_at = 0.0  # when the last bytes were
 
@@ -83,7 +86,7 @@ class Reply(Response):
         # left before the last bytes are sent, so that a client with its answer can send the next request
         with self.service.gate.enter(self.count):
             try:
-                job = await self.service.in_thread(self.prepare)
+                job = await self.service.in_thread(self.prepare, self.renders)
                 await self._follow(job, begin, send)
             except ApiError as error:
                 failure = error

@@ -27,6 +27,7 @@ from sparkdraft.server.limits import Gate
 from sparkdraft.server.protocol.errors import ApiError
 from sparkdraft.server.protocol.shapes import finite
 from sparkdraft.server.service import TEXT_THREADS
+from sparkdraft.text import template as templates
 from sparkdraft.text.control import ChatText
 from sparkdraft.text.tokenizer import Tokenizer
 from tests.models.tiny import byte_tokenizer
@@ -125,6 +126,42 @@ def test_few_texts_are_tokenised_at_once() -> None:
         for thread in threads:
             thread.join()
         assert answers == [200] * (TEXT_THREADS + 3)
+
+
+LOOPS = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
+
+
+def test_others_are_answered_while_a_chat_template_loops() -> None:
+    template = "{% if messages[0].content == 'loop' %}" + LOOPS + "{% endif %}{{ messages[0].content }}"
+    with live(FakeClient(lambda prompt, params: "ok", template=template)) as server:
+        answers: list[Any] = []
+        ask = lambda: answers.append(server.chat("loop"))  # noqa: E731
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(templates, "SECONDS", 1000.0)
+            threads = [threading.Thread(target=ask) for _ in range(TEXT_THREADS + 2)]
+            for thread in threads:
+                thread.start()
+            server.wait_for(lambda: server.service.gate.num_inside == len(threads))
+            assert server.post(COMPLETIONS, prompt="x").status_code == 200
+            assert server.http.get("/health").status_code == 200
+            assert not answers, "no chat can be answered yet"
+            while any(thread.is_alive() for thread in threads):
+                if templates._worker:
+                    templates._worker.process.kill()
+                threads[0].join(0.01)
+        assert {answer.status_code for answer in answers} == {400}
+        assert "ends the process that it runs in (signal 9)" in answers[0].json()["error"]["message"]
+        assert server.chat("Hi").status_code == 200
+
+
+def test_a_chat_template_that_loops_on_every_chat_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "SECONDS", 0.1)
+    with live(FakeClient(lambda prompt, params: "ok", template=LOOPS)) as server:
+        monkeypatch.setattr(templates, "SECONDS", 1000.0)  # it does not run again
+        answer = server.chat("Hi")
+        assert answer.status_code == 400
+        assert "takes more than 0.1 s of CPU time for a greeting: correct it" in answer.json()["error"]["message"]
+        assert server.post(COMPLETIONS, prompt="x").status_code == 200
 
 
 @pytest.mark.parametrize("is_chat", [False, True])

@@ -25,7 +25,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     if body.choice != "none":
         service.check_tools()
     text, name = service.require_ready(), body.model or service.name
-    return Reply(service, bool(body.stream), body.n or 1, lambda: prepare(text, body, name))
+    return Reply(service, bool(body.stream), body.n or 1, lambda: prepare(text, body, name), renders=True)
 
 
 def prepare(text: ModelText, body: ChatRequest, name: str) -> Job:

@@ -22,7 +22,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     check_parts(body.messages or ())
     text = service.require_ready()
     with service.gate.enter(1):
-        return await service.in_thread(lambda: _tokenized(text, body))
+        return await service.in_thread(lambda: _tokenized(text, body), renders=body.messages is not None)
 
 
 def _tokenized(text: ModelText, body: TokenizeRequest) -> Response:

@@ -1,0 +1,163 @@
+"""Runs chat templates in a child process, with limits on time, memory and output (template_worker.py).
+
+A process that uses templates has one such child. It is started on first use, and again if a template has ended it; it
+ends with its parent. Callers in several threads take turns.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from sparkdraft.core import UserError
+
+SCRIPT = Path(__file__).parent / "template_worker.py"
+SECONDS = 5.0  # of CPU time for one chat; 2,000 messages take about 0.1
+HANGS = 60.0  # seconds without an answer, on a machine however busy
+MAX_BYTES = 1 << 30  # memory of the child process, and
+BYTES_PER_CHAR = 32  # more for each character that is sent to it
+MAX_CHARS = 1 << 20  # of a rendered chat, and
+CHARS_PER_CHAR = 8  # more for each character of what it is made from
+MAX_TEMPLATE = 1 << 20  # characters
+
+
+class PastLimit(UserError):
+    """A template takes too much time or memory, or writes too much. `what` continues "the chat template"."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"The chat template {what} for these messages, which is the limit: send fewer or shorter ones, or a plain "
+            "prompt (/v1/completions)."
+        )
+        self.what = what
+
+
+class Worker:
+    """The child process, and the connection to it."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()  # a fork of this process must start a worker of its own
+        self.socket, theirs = socket.socketpair()
+        # -P: without the script's folder among the places that modules come from
+        command = [sys.executable, "-P", str(SCRIPT)]
+        with theirs:
+            # its own session: Ctrl-C is for the parent, with which it ends anyway
+            self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, start_new_session=True)
+        self.socket.settimeout(HANGS)
+        self.file = self.socket.makefile("rwb")
+
+    def ask(self, task: bytes) -> bytes:
+        """The answer as a line; empty if the process has ended."""
+        try:
+            self.file.write(task + b"\n")
+            self.file.flush()
+            return self.file.readline()
+        except OSError:  # it has closed its end, or says nothing
+            self.process.kill()
+            return b""
+        except BaseException:  # Ctrl-C: its answer would be taken for that of the next task
+            self.process.kill()
+            raise
+
+    def end(self) -> int:
+        """End the process; returns its status."""
+        if self.owner != os.getpid():
+            return 0
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):
+            self.file.close()
+        self.socket.close()
+        return self.process.wait()
+
+
+_lock = threading.Lock()
+_worker: Worker | None = None
+
+
+def _ask(task: dict[str, Any]) -> dict[str, Any]:
+    """Raises PastLimit. A worker that something else has ended, such as the system for want of memory, gets a second
+    try."""
+    global _worker
+    try:
+        sent = json.dumps(task)
+    except RecursionError:
+        raise UserError("The messages or tools are nested too deeply to be read; flatten them.") from None
+    except (TypeError, ValueError) as error:
+        raise UserError(f"The messages, tools and template variables must be plain JSON values ({error}).") from None
+    limits = {
+        "seconds": SECONDS,
+        "max_bytes": MAX_BYTES + BYTES_PER_CHAR * len(sent),
+        "max_chars": MAX_CHARS + CHARS_PER_CHAR * len(sent),
+    }
+    line = f"{sent[:-1]}, {json.dumps(limits)[1:]}".encode()
+    with _lock:
+        for _ in range(2):
+            if _worker is None or _worker.owner != os.getpid():
+                _worker = Worker()
+            if reply := _worker.ask(line):
+                break
+            status, _worker = _worker.end(), None
+            if status == -signal.SIGPROF:
+                raise PastLimit(f"takes more than {SECONDS:g} s of CPU time")
+        else:
+            raise PastLimit(f"ends the process that it runs in ({_ending(status)})")
+    found: dict[str, Any] = json.loads(reply)
+    if "limit" in found:
+        raise PastLimit(found["limit"])
+    return found
+
+
+def _ending(status: int) -> str:
+    return f"signal {-status}" if status < 0 else f"exit status {status}"
+
+
+@atexit.register
+def close() -> None:
+    """End the worker, if there is one; the next use starts another."""
+    global _worker
+    with _lock:
+        if _worker is not None:
+            _worker.end()
+        _worker = None
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a template looks at."""
+
+    variables: frozenset[str] = frozenset()  # messages, tools, enable_thinking and the like
+    looked_for: frozenset[str] = frozenset()  # constants that it looks for in its texts
+    fault: str = ""  # why it cannot render any chat, with its line
+
+
+@lru_cache(maxsize=16)
+def about(template: str) -> About:
+    if len(template) > MAX_TEMPLATE:
+        return About(fault=f"the chat template has {len(template):,} characters and {MAX_TEMPLATE:,} is the limit")
+    try:
+        found = _ask({"do": "describe", "template": template})
+    except PastLimit as error:
+        return About(fault=f"the chat template {error.what} to be compiled")
+    return About(frozenset(found["variables"]), frozenset(found["looked_for"]), found["fault"])
+
+
+def render(template: str, values: Mapping[str, Any]) -> str:
+    """Raises PastLimit for a template that takes too much, UserError for messages that it does not take."""
+    found = _ask({"do": "render", "template": template, "values": dict(values)})
+    if "refused" in found:
+        raise UserError(f"The chat template does not take these messages{found['refused']}.")
+    text: str = found["text"]
+    return text

@@ -1,0 +1,154 @@
+"""The child process in which chat templates run. text/chat.py starts it and talks to it.
+
+A chat template is a program that comes with a model's files. Jinja's sandbox keeps it from files and from Python's
+internals, but not from loops without end, `'x' * 10**10` or `9 ** 10**9`, which hold the interpreter or take all
+memory. So templates are parsed, compiled and rendered here, under limits that the operating system enforces whatever
+the code does: the CPU time of each task, and the memory of the process. Jinja runs with exactly the settings and
+helpers that Hugging Face gives it.
+
+One task per line on standard input, one answer per line on standard output, both JSON. The process ends when its
+standard input does. It is run as a script and imports nothing of this package, so that it starts quickly and stays
+small.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+# methods of strings
+SEARCHES = ("split", "rsplit", "startswith", "endswith", "find", "rfind", "index", "count", "replace")
+MISTAKES = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError)  # of plain Python
+
+
+class _Generation(jinja2.ext.Extension):
+    """{% generation %} marks what the model wrote, for training; here its body is plain text."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        # In its own scope, as in Hugging Face, where it is a call block.
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return [jinja2.nodes.Scope(body)]
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as models saw it. Jinja's own filter escapes <, > and & for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+@lru_cache(maxsize=16)
+def _compile(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
+
+
+def describe(task: dict[str, Any]) -> dict[str, Any]:
+    """What a template looks at, and what is wrong with it."""
+    found: dict[str, Any] = {"variables": [], "looked_for": [], "fault": _fault(task["template"])}
+    if not found["fault"]:
+        tree = _environment().parse(task["template"])
+        found["variables"] = sorted(jinja2.meta.find_undeclared_variables(tree))
+        found["looked_for"] = sorted(_looked_for(tree))
+    return found
+
+
+def _fault(template: str) -> str:
+    """Why no chat at all can be rendered by a template, with its line; "" if it is valid Jinja."""
+    try:
+        _compile(template)
+    except jinja2.TemplateSyntaxError as error:
+        return f"line {error.lineno} of the chat template is wrong ({error.message or error})"
+    except RecursionError:
+        return "the chat template is nested too deeply"
+    except (SyntaxError, ValueError) as error:  # of the Python that Jinja makes of it
+        return f"the chat template is wrong ({getattr(error, 'msg', error)})"
+    return ""
+
+
+def _looked_for(tree: jinja2.nodes.Template) -> set[str]:
+    """The constants that a template looks for in its texts: what it compares with, and where it splits. Constants that
+    it only writes, as most templates write <|im_end|>, are not among them."""
+    found: list[Node] = []
+    for comparison in tree.find_all(jinja2.nodes.Compare):
+        found += [comparison.expr, *(operand.expr for operand in comparison.ops)]
+    for call in tree.find_all(jinja2.nodes.Call):
+        if isinstance(call.node, jinja2.nodes.Getattr) and call.node.attr in SEARCHES:
+            found += call.args[:1]
+    return {node.value for node in found if isinstance(node, jinja2.nodes.Const) and isinstance(node.value, str)}
+
+
+def render(task: dict[str, Any]) -> dict[str, Any]:
+    pieces, size = [], 0
+    try:
+        for piece in _compile(task["template"]).generate(task["values"]):
+            size += len(piece)
+            if size > task["max_chars"]:
+                return {"limit": f"writes more than {task['max_chars']:,} characters"}
+            pieces.append(piece)
+    except jinja2.TemplateError as error:
+        return {"refused": f": {error.message or error}"}
+    except MISTAKES as error:  # a missing role, a number where text should be
+        return {"refused": f" ({error}): check their form"}
+    return {"text": "".join(pieces)}
+
+
+def answer(line: bytes) -> bytes:
+    task = json.loads(line)
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    soft = task["max_bytes"] if hard == resource.RLIM_INFINITY else min(task["max_bytes"], hard)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    # SIGPROF is left at its default: it ends the process, also within one long operation of C code.
+    signal.setitimer(signal.ITIMER_PROF, task["seconds"])
+    try:
+        return json.dumps(describe(task) if task["do"] == "describe" else render(task)).encode()
+    except MemoryError:
+        return json.dumps({"limit": f"takes more than {task['max_bytes'] >> 20:,} MiB of memory"}).encode()
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def main() -> None:
+    for line in sys.stdin.buffer:
+        sys.stdout.buffer.write(answer(line) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()
