@@ -7,16 +7,16 @@ stream.py runs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as RawTokenizer
 
 from sparkdraft.core import GrammarSpec, SamplingParams, UserError
-from sparkdraft.server.protocol.chat import ChatMessage, ChatRequest, ResponseFormat, as_json
+from sparkdraft.server.protocol.chat import ChatFields, ChatMessage, ChatRequest, ResponseFormat, ToolCallIn, as_json
 from sparkdraft.server.protocol.errors import ApiError, as_sentence
-from sparkdraft.server.protocol.sampling import SamplingFields
+from sparkdraft.server.protocol.sampling import ALL, SamplingFields
 from sparkdraft.text import chat
 from sparkdraft.text.control import ChatText
 from sparkdraft.text.events import Parser, chain
@@ -30,7 +30,7 @@ from sparkdraft.text.tools import ToolFormat
 if TYPE_CHECKING:
     from sparkdraft.backend import ModelInfo
 
-RESERVED = {"template", "messages", "tools", "add_generation_prompt"}  # the template's own variables
+RESERVED = {"template", "messages", "tools", "add_generation_prompt"}  # variables of the template that are fields
 USUAL_CHARS = 8  # more than a token has on average in any language; of a longer text the opening is tokenised first
 
 
@@ -57,15 +57,27 @@ class ModelText:
 
     # ---- ids
 
-    def encode(self, text: str, add_special: bool = True, param: str = "prompt") -> list[int]:
-        """Tokenise a text. A text that cannot fit is refused with as little work as possible. Call it in a thread, as
-        encode_chat."""
-        self._check_length(text, param)
+    def encode(self, text: str, add_special: bool = True, cuts: bool = False) -> list[int]:
+        """Tokenise a text. A text that cannot fit is refused with as little work as possible. cuts: only the last
+        tokens will be used, so it may have more than fit. Call it in a thread, as encode_chat."""
+        if cuts:  # of twice the longest end that can be used, the first tokens may differ, and they are cut off
+            text = text[-2 * self.info.max_model_len * self._longest :]
+        else:
+            self._check_length(text, "prompt")
         return self.tokenizer.encode(text, add_special)
 
-    def encode_chat(self, rendered: ChatText) -> list[int]:
-        self._check_length(rendered.text, "messages")
+    def encode_chat(self, rendered: ChatText, cuts: bool = False) -> list[int]:
+        if not cuts:
+            self._check_length(rendered.text, "messages")
         return self.tokenizer.encode_chat(rendered)
+
+    def truncated(self, ids: list[int], body: SamplingFields) -> list[int]:
+        """The last ids, if the request asks for no more: as vLLM does."""
+        keep = body.truncate_prompt_tokens
+        if keep == ALL:
+            asked = body.wanted_tokens
+            keep = max(1, self.info.max_model_len - (1 if asked in (None, ALL) else asked))
+        return ids if keep is None else ids[-keep:]
 
     def _check_length(self, text: str, param: str) -> None:
         self._check_chars(len(text), param)
@@ -129,7 +141,7 @@ class ModelText:
         format. Raises if their text cannot fit, before any work is done with it."""
         self._check_chars(sum(map(_num_chars, given)), "messages")
         knows_developer = "developer" in (self.info.chat_template or "")
-        return self.tools.history([_plain(message, knows_developer) for message in given])
+        return self.tools.history([_plain(message, knows_developer) for message in _with_calls(given)])
 
     def variables(self, given: Mapping[str, Any] | None = None, effort: str | None = None) -> dict[str, Any]:
         """What else the template looks at: the model's own defaults, what an effort means to it, and over both what
@@ -146,29 +158,52 @@ class ModelText:
         self.check_fields(body)
         tools = Tools(self.tools, body) if body.choice != "none" else None
         variables = self.variables(body.chat_template_kwargs, body.reasoning_effort)
-        messages = self.messages(body.messages)
-        if tools:
-            rendered = self.with_tools(messages, tools.dicts, tools.instructions, variables)
-        else:
-            rendered = self.render(messages, None, variables)
-        ids, text = self.encode_chat(rendered), rendered.text
+        if body.documents:
+            variables["documents"] = self._documents(body.documents)
+        rendered = self.rendered(
+            body.messages, body, tools.dicts if tools else None, tools.instructions if tools else None, variables
+        )
+        ids = self.truncated(self.encode_chat(rendered, cuts=body.truncate_prompt_tokens is not None), body)
+        text = rendered.text
         room = self.check_length(ids, "messages")
         params = body.sampling(
             self.sampling,
             room,
             logprobs=body.wanted_logprobs,
             grammar=self._grammar(body, tools, text),
-            keep_special=bool((tools and self.tools.keep_special) or (self.reasoning and self.reasoning.keep_special)),
+            keep_special=body.skip_special_tokens is False
+            or bool((tools and self.tools.keep_special) or (self.reasoning and self.reasoning.keep_special)),
+            continues=bool(body.continue_final_message),
         )
         return ChatPrompt(ids, params, lambda: self._parser(text, tools))
 
-    def with_tools(
+    def _documents(self, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if "documents" in chat.variables_of(self.info.chat_template):
+            return given
+        sentence = "documents are not read by this model's chat template; put their text into a message."
+        raise ApiError(400, sentence, "documents")
+
+    def rendered(
         self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]],
+        given: list[ChatMessage],
+        body: ChatFields,
+        tools: list[dict[str, Any]] | None,
         instructions: str | None,
         variables: dict[str, Any],
-        opens: bool = True,
+    ) -> ChatText:
+        """The prompt of a request. It ends where the assistant's answer begins, unless the request says otherwise."""
+        messages = self.messages(given)
+        if body.continue_final_message:
+            return chat.cut_open(self._with_tools(chat.left_open(messages), tools, instructions, variables, False))
+        return self._with_tools(messages, tools, instructions, variables, body.add_generation_prompt is not False)
+
+    def _with_tools(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        instructions: str | None,
+        variables: dict[str, Any],
+        opens: bool,
     ) -> ChatText:
         """The rendered prompt with tools: shown by the template, or by a text for the model ('instructions'), also
         where the template takes no system prompt. opens: it ends where the answer begins."""
@@ -263,6 +298,19 @@ def _plain(message: ChatMessage, knows_developer: bool) -> dict[str, Any]:
     if message.tool_calls:
         plain["tool_calls"] = [call.model_dump() | {"type": "function"} for call in message.tool_calls]
     return plain
+
+
+def _with_calls(messages: list[ChatMessage]) -> Iterator[ChatMessage]:
+    """The messages with OpenAI's older function_call and role 'function' as tool calls and their results."""
+    name = ""
+    for i, message in enumerate(messages):
+        if message.function_call:
+            name = f"call{i:05}"  # nine letters and digits: Mistral's template takes nothing else
+            calls = [ToolCallIn(id=name, function=message.function_call)]
+            message = message.model_copy(update={"tool_calls": calls})
+        elif message.role == "function":
+            message = message.model_copy(update={"role": "tool", "tool_call_id": name})
+        yield message
 
 
 def _num_chars(message: ChatMessage) -> int:

@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from starlette.responses import Response
@@ -53,6 +53,7 @@ class Job:
     prompts: Sequence[list[int]]
     params: SamplingParams
     grammar_field: str | None = None  # the field of the request from which the grammar was made
+    scores: bool = False  # only the prompt counts: what is written is dropped
 
 
 class Reply(Response):
@@ -148,8 +149,8 @@ class Reply(Response):
                 stream = self.service.client.submit(f"{job.answer.id}-{i}", prompt, job.params)
                 streams.append(await stack.enter_async_context(aclosing(stream)))
             merging = await stack.enter_async_context(aclosing(merged(streams)))
-            async for pair in merging:
-                yield pair
+            async for i, event in merging:
+                yield i, scored(event) if job.scores else event
 
     async def _send(self, send: Send, chunks: Sequence[Json], last: bytes = b"") -> None:
         if not self.started:
@@ -161,6 +162,11 @@ class Reply(Response):
 
     async def _end(self, send: Send, *chunks: Json) -> None:
         await self._send(send, chunks, last=DONE)
+
+
+def scored(event: TokenEvent) -> TokenEvent:
+    """The event of a prompt that is only scored."""
+    return replace(event, ids=[], text="", logprobs=None, num_accepted=0, finish=event.finish and FinishReason.LENGTH)
 
 
 class Watch:

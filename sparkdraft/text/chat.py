@@ -8,6 +8,7 @@ template a model has.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from sparkdraft.text import template as templates
 from sparkdraft.text.control import ChatText, ControlTokens, clean
 from sparkdraft.text.template import PastLimit
 
+OPEN_END = f"end{secrets.token_hex(16)}"  # no request can contain it
 GREETING = [{"role": "user", "content": "Hi"}]
 
 
@@ -65,6 +67,26 @@ def render(
         "add_generation_prompt": add_generation_prompt,
     }
     return templates.render(template, values | variables)
+
+
+def left_open(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with a mark at the end of the last one, where `cut_open` ends the prompt."""
+    *before, last = map(dict, messages)
+    return [*before, last | {"content": f"{last['content']}{OPEN_END} "}]
+
+
+def cut_open(rendered: ChatText) -> ChatText:
+    """The prompt up to the mark: the model continues the last message."""
+    end = rendered.text.rfind(OPEN_END)
+    if end < 0:
+        raise UserError(
+            "The chat template does not write the last message as it is, so that it cannot be continued "
+            "(continue_final_message): leave it out."
+        )
+    text = rendered.text[:end]
+    if not rendered.text.startswith(" ", end + len(OPEN_END)):
+        text = text.rstrip()  # the template trims messages, and the mark kept it from doing so
+    return ChatText(text, tuple(mark for mark in rendered.marks if mark <= len(text)))
 
 
 def unusable(fault: str) -> UserError:

@@ -47,6 +47,8 @@ NUM_CACHED = CACHE_BYTES // (MAX_LEXER_STATES * STATE_BYTES)
 MAX_LATE = 2  # compilations that took too long and still run
 NUM_WALKS, NUM_STEPS = 16, 8  # how often and how far a new grammar is tried out
 DEEP_STACK = 256 << 20  # the compiler recurses along a schema's references: 64 KB of them overflow a usual stack
+EMPTY = ("NoExtension", "NoExtensionBias")  # llguidance's names where no token can follow
+COMPLEX = {"LexerTooComplex": "its strings have too many states", "ParserTooComplex": "it has too many alternatives"}
 NAMES = {"json_object": "JSON", "json_schema": "the JSON schema", "regex": "the regex", "lark": "the grammar"}
 
 Mask = NDArray[np.uint8]
@@ -250,6 +252,8 @@ def _matcher(known: LLTokenizer, text: str, name: str) -> LLMatcher:
     if matcher.is_error():
         raise UserError(f"{name} cannot be used: {_reason(matcher.get_error())}; change that part of it")
     problem = _try_out(matcher.deep_copy())
+    if problem and _reason(problem) in EMPTY:
+        raise UserError(f"{name} cannot be used: no text satisfies it; change it so that one does")
     if problem:
         raise UserError(f"{name} is too complex: {_reason(problem)}; make it smaller")
     return matcher
@@ -285,6 +289,7 @@ def _reason(message: str) -> str:
     """The informative line of an error message with several: a regex's comes after a picture of it."""
     lines = [line.strip() for line in message.strip().splitlines()] or ["unknown reason"]
     told = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+    told = COMPLEX.get(told, told).replace("Unimplemented keys", "unsupported keywords")
     told = told.replace(". Enable 'coerce_one_of' option to approximate oneOf with anyOf", ", use anyOf")
     return told[:200].rstrip(" .:")
 

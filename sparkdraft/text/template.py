@@ -54,7 +54,9 @@ class Worker:
         command = [sys.executable, "-P", str(SCRIPT)]
         with theirs:
             # its own session: Ctrl-C is for the parent, with which it ends anyway
-            self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True
+            )
         self.socket.settimeout(HANGS)
         self.file = self.socket.makefile("rwb")
 

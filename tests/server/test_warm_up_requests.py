@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import jinja2
 import pytest
 
 from sparkdraft.server import warm_up_requests
 from sparkdraft.server.engine_errors import EngineError
+from sparkdraft.text import template as templates
 from tests.models.tiny import write_tiny
 from tests.server.conftest import TEMPLATE, FakeClient, live
 from tests.server.test_serve import started
@@ -51,22 +51,12 @@ def test_the_first_request_finds_the_templates_opening_computed_and_nothing_coun
     assert "sparkdraft_generation_tokens_total 24\n" in metrics
 
 
-@pytest.mark.parametrize(("warms_up", "compiled"), [(True, 0), (False, 1)])
-def test_the_first_request_compiles_no_template(warms_up: bool, compiled: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How much time that saves is left to `make check-speed`."""
-    sources: list[object] = []
-    compile_template = jinja2.Environment.compile
-
-    def counted(self: jinja2.Environment, source: Any, *given: Any, **options: Any) -> Any:
-        sources.append(source)
-        return compile_template(self, source, *given, **options)
-
-    monkeypatch.setattr(jinja2.Environment, "compile", counted)
-    own = TEMPLATE + f"{{# warms_up: {warms_up} #}}"  # a template that no other test has compiled
-    with live(FakeClient(lambda prompt, params: "{}", template=own), warms_up=warms_up) as running:
-        sources.clear()
-        assert running.chat().status_code == 200
-        assert len(sources) == compiled
+def test_the_first_request_finds_the_template_compiled() -> None:
+    own = TEMPLATE + "{# a template that no other test has compiled #}"
+    with live(FakeClient(lambda prompt, params: "{}", template=own)) as running:
+        worker, misses = templates._worker, templates.about.cache_info().misses
+        assert worker and running.chat().status_code == 200
+        assert templates._worker is worker and templates.about.cache_info().misses == misses
 
 
 def test_nothing_is_ready_before_the_warm_up_requests_are_over() -> None:

@@ -175,6 +175,7 @@ def test_blanks_between_pieces_of_json_are_few() -> None:
         ("json_schema", '{"items":' * 120 + "{}" + "}" * 120 + "x", "not JSON"),
         ("json_schema", '{"x": NaN, "y": "\\ud800"}', "the JSON schema cannot be used"),
         ("json_schema", " " * 70_000 + "{}", "has 70,002 bytes and 65,536 are allowed; shorten it"),
+        ("json_schema", '{"$ref": "#"}', "cannot be used: no text satisfies it; change it so that one does"),
         ("json_schema", json.dumps({"properties": {f"p{i}": {"type": "null"} for i in range(1500)}}), "too complex"),
         ("regex", "a(", "the regex cannot be used: unclosed group"),
         ("regex", "a\ud800", "not valid Unicode"),
@@ -336,7 +337,7 @@ def test_no_schema_can_ask_to_be_held_less(key: str) -> None:
     own = {"lenient": True, "coerce_one_of": True}
     spec = GrammarSpec("json_schema", json.dumps({key: LENIENT[key], "x-guidance": own}))
     for form in (None, Think()):
-        with pytest.raises(UserError, match=f"cannot be used: .*({key}|Unimplemented keys)"):
+        with pytest.raises(UserError, match=f"cannot be used: .*({key}|unsupported keywords)"):
             BYTES.compile(after_thinking(spec, form, "<think>\n"))
 
 

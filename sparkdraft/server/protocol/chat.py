@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
 
-from sparkdraft.core import MAX_COUNT
 from sparkdraft.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_SCHEMA_BYTES, MAX_TOOLS
 from sparkdraft.server.protocol.errors import ApiError
-from sparkdraft.server.protocol.sampling import Fields, SamplingFields
+from sparkdraft.server.protocol.refused import COMPLETIONS_ONLY
+from sparkdraft.server.protocol.sampling import Fields, MaxTokens, SamplingFields
 from sparkdraft.server.protocol.validation import shown
 
 TEXT_PARTS = ("text", "refusal")
@@ -45,11 +45,12 @@ class ToolCallIn(Fields):
 
 
 class ChatMessage(Fields):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCallIn], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
+    function_call: CalledFunction | None = None  # OpenAI's older form of tool_calls
     reasoning_content: str | None = None
 
 
@@ -91,24 +92,67 @@ class ResponseFormat(Fields):
     json_schema: JsonSchema | None = None
 
 
-class ChatRequest(SamplingFields):
+class ChatFields(Fields):
+    """What is asked of the prompt, in a chat and in /tokenize."""
+
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="what else the chat template may look at")
+    add_generation_prompt: bool | None = Field(None, description="false: the prompt ends after the last message")
+    continue_final_message: bool | None = Field(None, description="the answer continues the last message")
+
+    def check_opening(self, messages: Sequence[ChatMessage]) -> None:
+        if not self.continue_final_message or not messages:
+            return
+        field, last = "continue_final_message", messages[-1]
+        if self.add_generation_prompt:
+            sentence = f"{field} continues the last message and add_generation_prompt begins a new one; set only one."
+            raise ApiError(400, sentence, field)
+        if last.tool_calls or last.function_call:
+            raise ApiError(400, f"{field} needs a last message of text, and the last one has tool calls.", field)
+
+
+class ChatRequest(ChatFields, SamplingFields):
+    refused: ClassVar[Mapping[str, str]] = COMPLETIONS_ONLY
     names: ClassVar[Mapping[str, str]] = {**SamplingFields.names, "logprobs": "top_logprobs"}
 
     messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    max_completion_tokens: MaxTokens | None = Field(None, description="-1: up to the end of the context")
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
+    functions: Annotated[list[Function], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
+        None, description="OpenAI's older form of tools; the answer then has function_call instead of tool_calls"
+    )
+    function_call: Literal["none", "auto"] | ChosenFunction | None = None
     reasoning_effort: str | None = Field(None, description="how much the model thinks, as far as it has a choice")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="what else the chat template may look at")
+    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS)] | None = Field(
+        None, description="for chat templates that look at documents"
+    )
+
+    @model_validator(mode="after")
+    def _functions_as_tools(self) -> Self:
+        """From here on OpenAI's older form is its newer one; chat_answer.py writes the older one again."""
+        if self.functions and (self.tools or self.tool_choice):
+            raise ApiError(400, "functions is the older form of tools; send one of the two.", "functions")
+        if self.functions:
+            self.tools = [Tool(type="function", function=function) for function in self.functions]
+            self.parallel_tool_calls = False
+        if isinstance(self.function_call, ChosenFunction):
+            self.tool_choice = NamedChoice(type="function", function=self.function_call)
+        elif self.function_call:
+            self.tool_choice = self.function_call
+        return self
 
     @property
     def wanted_tokens(self) -> int | None:
         """OpenAI's newer name wins where a request has both."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def tokens_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -134,15 +178,16 @@ class ChatRequest(SamplingFields):
         self.check_sampling(logprobs=self.wanted_logprobs)
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs; set logprobs to true.", param="top_logprobs")
+        self.check_opening(self.messages)
+        is_old = bool(self.functions or self.function_call)
+        tools, choice = ("functions", "function_call") if is_old else ("tools", "tool_choice")
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
-            raise ApiError(400, "tool_choice asks for a call and there are no tools; send tools.", param="tool_choice")
+            raise ApiError(400, f"{choice} asks for a call and there are no {tools}; send {tools}.", choice)
         names = [tool.function.name for tool in self.tools or []]
         if self.chosen is not None and self.chosen not in names:
-            raise ApiError(
-                400, f"tool_choice names '{self.chosen}'; the tools are {', '.join(names[:8])}.", param="tool_choice"
-            )
+            raise ApiError(400, f"{choice} names '{self.chosen}'; the {tools} are {', '.join(names[:8])}.", choice)
         if len(set(names)) < len(names):
-            raise ApiError(400, "Two tools have the same name; give each its own.", param="tools")
+            raise ApiError(400, f"Two {tools} have the same name; give each its own.", tools)
         self._check_schemas()
 
     def _check_schemas(self) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from sparkdraft.core import FinishReason, TokenLogprob
 from sparkdraft.server.messages import TokenEvent
-from sparkdraft.server.protocol.shapes import Json, Tally, TokenBytes, accepted_chars, chat_logprobs
+from sparkdraft.server.protocol.shapes import Json, Tally, TokenBytes, accepted_chars, chat_logprobs, prompt_logprobs
 from sparkdraft.text.events import Content, Event, Parser, Reasoning, ToolArguments, ToolCall, joined
 
 
@@ -45,11 +45,15 @@ class ChatAnswer:
     new_parser: Callable[[], Parser]
     wants_logprobs: bool = False
     parallel: bool = True  # False: only the first call counts
+    old_calls: bool = False  # OpenAI's older form: function_call instead of tool_calls
     may_be_empty: bool = False  # ToolFormat.may_be_empty
-    include_usage: bool = False  # this and the next are about chunks
+    prompt_logprobs: int | None = None  # how many alternatives beside each token of the prompt
+    include_usage: bool = False  # this and the next two are about chunks
+    usage_in_each: bool = False
     return_speculation: bool = False
     tally: Tally = field(default_factory=Tally)
     choices: dict[int, Choice] = field(default_factory=dict)
+    prompt_rows: list[TokenLogprob | None] | None = None
 
     # ---- as it comes
 
@@ -58,6 +62,7 @@ class ChatAnswer:
         choice = self.choices.get(event.index)
         if choice is None:
             choice = self.choices[event.index] = Choice(self.new_parser())
+        self.prompt_rows = self.prompt_rows or event.prompt_logprobs
         self._count(choice, event)
         events = choice.parser.feed(event.text)
         if event.finish:
@@ -105,17 +110,20 @@ class ChatAnswer:
                     yield {"reasoning_content": text}
                 case ToolCall(index, call_id, name) if self.parallel or index == 0:
                     choice.calls[index] = _call(call_id, name)
-                    yield {"tool_calls": [{"index": index} | _call(call_id, name)]}
+                    yield self._call_delta({"index": index} | _call(call_id, name))
                 case ToolArguments(index, text) if text and index in choice.calls:
                     choice.calls[index]["function"]["arguments"] += text
-                    yield {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+                    yield self._call_delta({"index": index, "function": {"arguments": text}})
+
+    def _call_delta(self, call: Json) -> Json:
+        return {"function_call": call["function"]} if self.old_calls else {"tool_calls": [call]}
 
     def _chunk(self, index: int, delta: Json, choice: Choice | None = None, finish: str | None = None) -> Json:
         """Make a chunk. With 'choice' it also carries what waits there."""
         body: Json = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
         chunk = self._frame("chat.completion.chunk") | {"choices": [body]}
         if self.include_usage:
-            chunk["usage"] = None
+            chunk["usage"] = self.tally.usage() if self.usage_in_each else None
         if self.return_speculation:
             chunk |= _drafted(choice, delta)
         if choice:
@@ -136,6 +144,8 @@ class ChatAnswer:
             "choices": [self._whole_choice(index, choice) for index, choice in sorted(self.choices.items())],
             "usage": self.tally.usage(),
         }
+        if self.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(self.prompt_rows or [], self.prompt_logprobs, self.tokenizer)
         return answer | ({"metrics": self.tally.metrics()} if self.return_speculation else {})
 
     def _whole_choice(self, index: int, choice: Choice) -> Json:
@@ -145,7 +155,7 @@ class ChatAnswer:
         if choice.reasoning:
             message["reasoning_content"] = choice.reasoning
         if calls:
-            message["tool_calls"] = calls
+            message |= {"function_call": calls[0]["function"]} if self.old_calls else {"tool_calls": calls}
         logprobs = {"content": choice.logprobs, "refusal": None} if self.wants_logprobs else None
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
 
@@ -153,7 +163,9 @@ class ChatAnswer:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def _finish_reason(self, choice: Choice, finish: FinishReason) -> str:
-        return "tool_calls" if choice.calls and finish is FinishReason.STOP else finish.value
+        if not choice.calls or finish is not FinishReason.STOP:
+            return finish.value
+        return "function_call" if self.old_calls else "tool_calls"
 
 
 def _missing_arguments(choice: Choice) -> list[Event]:

@@ -6,11 +6,11 @@ passed on unchanged; with `echo` the prompt precedes it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sparkdraft.core import TokenLogprob
 from sparkdraft.server.messages import TokenEvent
-from sparkdraft.server.protocol.shapes import Json, Tally, accepted_chars, completion_logprobs
+from sparkdraft.server.protocol.shapes import Json, Tally, accepted_chars, completion_logprobs, prompt_logprobs
 from sparkdraft.text.detokenize import Detokenizer
 from sparkdraft.text.tokenizer import Vocabulary
 
@@ -36,21 +36,27 @@ class CompletionAnswer:
     prompts: list[tuple[str, list[int]]]  # text and ids; the text is used only with echo
     tokenizer: Vocabulary
     echo: bool = False
-    wants_logprobs: bool = False
+    logprobs: int | None = None  # how many alternatives beside each token
+    prompt_logprobs: int | None = None  # the same for the prompt, in a list of its own
     include_usage: bool = False
+    usage_in_each: bool = False
     return_speculation: bool = False
     tally: Tally = field(default_factory=Tally)
     texts: dict[int, Text] = field(default_factory=dict)
+    prompt_rows: dict[int, list[TokenLogprob | None]] = field(default_factory=dict)  # by the prompt's number
 
     def push(self, event: TokenEvent, prompt_index: int = 0) -> list[Json]:
         index = prompt_index * self.n + event.index
         text, rows = event.text, []
+        if event.prompt_logprobs:
+            self.prompt_rows[prompt_index] = event.prompt_logprobs
         if index not in self.texts:
             self.texts[index] = Text(Detokenizer(self.tokenizer, continues=not self.echo))
             if self.echo:
                 prompt, ids = self.prompts[prompt_index]
                 text = prompt + text
-                rows = list(zip(ids, event.prompt_logprobs or [None] * len(ids), strict=False))
+                told = [row and replace(row, top=row.top[: self.logprobs]) for row in event.prompt_logprobs or []]
+                rows = list(zip(ids, told or [None] * len(ids), strict=False))
         choice = self.texts[index]
         choice.text += text
         rows += [(row.id, row) for row in event.logprobs or []]  # clients count on one per token, the end included
@@ -60,7 +66,7 @@ class CompletionAnswer:
         return [self._chunk(index, event, text, self._logprobs(choice, rows))]
 
     def _logprobs(self, choice: Text, rows: list[tuple[int, TokenLogprob | None]]) -> Json | None:
-        if not self.wants_logprobs:
+        if self.logprobs is None:
             return None
         offsets = []
         for token, _ in rows:
@@ -82,7 +88,7 @@ class CompletionAnswer:
         body = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
         chunk = self._frame() | {"choices": [body]}
         if self.include_usage:
-            chunk["usage"] = None
+            chunk["usage"] = self.tally.usage() if self.usage_in_each else None
         if self.return_speculation:
             chunk |= {"tokens": len(event.ids), "accepted": event.num_accepted}
             chunk["accepted_chars"] = accepted_chars(event, self.tokenizer)
@@ -102,8 +108,13 @@ class CompletionAnswer:
     def whole(self) -> Json:
         choices = []
         for index, choice in sorted(self.texts.items()):
-            logprobs = completion_logprobs(choice.rows, choice.offsets, self.tokenizer) if self.wants_logprobs else None
-            choices.append({"index": index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish})
+            told = self.logprobs is not None
+            logprobs = completion_logprobs(choice.rows, choice.offsets, self.tokenizer) if told else None
+            body = {"index": index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish}
+            if self.prompt_logprobs is not None:
+                rows = self.prompt_rows.get(index // self.n, [])
+                body["prompt_logprobs"] = prompt_logprobs(rows, self.prompt_logprobs, self.tokenizer)
+            choices.append(body)
         answer = self._frame() | {"choices": choices, "usage": self.tally.usage()}
         return answer | ({"metrics": self.tally.metrics()} if self.return_speculation else {})
 

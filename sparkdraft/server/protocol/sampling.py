@@ -1,7 +1,7 @@
 """The fields that both endpoints share, and how they become the engine's SamplingParams.
 
 OpenAI's names come first, then the extra fields that vLLM's clients send. Null is the same as not sent. Unknown fields
-are ignored, because clients send many, unless they would constrain the output (refused.py). Ranges that the engine also
+are ignored, because clients send many, unless they would change the answer (refused.py). Ranges that the engine also
 checks are checked by SamplingParams itself, so that there is one sentence for each.
 """
 
@@ -28,7 +28,9 @@ from sparkdraft.server.protocol.refused import check_refused
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+MaxTokens = Annotated[int, Field(le=MAX_COUNT)]
 INT64 = 2**63
+ALL = -1  # as a number of tokens: as many as fit in the context
 
 
 class Fields(BaseModel):
@@ -39,6 +41,7 @@ class Fields(BaseModel):
 
 class StreamOptions(Fields):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: the usage so far in every chunk
 
 
 class SamplingFields(Fields):
@@ -52,7 +55,7 @@ class SamplingFields(Fields):
     n: int | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    max_tokens: MaxTokens | None = Field(None, description="-1: up to the end of the context")
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
@@ -66,6 +69,11 @@ class SamplingFields(Fields):
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
+    skip_special_tokens: bool | None = Field(None, description="false: special tokens are part of the text")
+    prompt_logprobs: int | None = Field(None, description="how many alternatives are reported beside prompt tokens")
+    truncate_prompt_tokens: Annotated[int, Field(le=MAX_COUNT)] | None = Field(
+        None, description="keep only the last tokens of the prompt; -1: as many as fit"
+    )
 
     # ours
     speculation: Literal["auto", "off"] | Annotated[int, Field(ge=0, le=1024)] | None = Field(
@@ -84,6 +92,10 @@ class SamplingFields(Fields):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
+    def usage_in_each(self) -> bool:
+        return bool(self.include_usage and self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
     def num_draft(self) -> int | None:
         if isinstance(self.speculation, int):
             return self.speculation
@@ -91,6 +103,14 @@ class SamplingFields(Fields):
 
     def check_sampling(self, **more: Any) -> None:
         """Refuse what SamplingParams refuses, before the request is counted and its prompt is tokenised."""
+        asked = {self.tokens_field: self.wanted_tokens, "truncate_prompt_tokens": self.truncate_prompt_tokens}
+        for name, value in asked.items():
+            if value is not None and value < 1 and value != ALL:
+                limit = f"it must be at least 1, or {ALL} for as many as fit in the context"
+                raise ApiError(400, f"{name} is {value}; {limit}.", name)
+        if self.prompt_logprobs is not None and self.stream:
+            sentence = "prompt_logprobs cannot be streamed; set stream to false, or leave it out."
+            raise ApiError(400, sentence, "prompt_logprobs")
         self.sampling({}, MAX_COUNT, **more)
 
     @property
@@ -98,14 +118,21 @@ class SamplingFields(Fields):
         """The limit on an answer, under the name that the endpoint prefers."""
         return self.max_tokens
 
+    @property
+    def tokens_field(self) -> str:
+        """The field from which wanted_tokens comes."""
+        return "max_tokens"
+
     def sampling(self, defaults: Mapping[str, float], max_tokens: int, **more: Any) -> SamplingParams:
         """defaults, max_tokens: used where the request names nothing. more: what the endpoint adds."""
+        wanted = self.wanted_tokens
         given: dict[str, Any] = {
-            "max_tokens": max_tokens if self.wanted_tokens is None else self.wanted_tokens,
+            "max_tokens": max_tokens if wanted is None else MAX_COUNT if wanted == ALL else wanted,
             "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
             "stop_ids": self.stop_token_ids,
             "top_k": 0 if self.top_k == -1 else self.top_k,
             "num_draft": self.num_draft,
+            "keep_special": self.skip_special_tokens is False,
         }
         for name in SAME_NAME:
             given[name] = getattr(self, name)
@@ -134,4 +161,5 @@ SAME_NAME = (
     "repetition_penalty",
     "min_tokens",
     "ignore_eos",
+    "prompt_logprobs",
 )

@@ -124,6 +124,25 @@ def completion_logprobs(
     return shape
 
 
+def prompt_logprobs(rows: Sequence[TokenLogprob | None], num_top: int, tokenizer: TokenBytes) -> list[Json | None]:
+    """vLLM's form: for each token of the prompt its id and the likeliest ids; null for the first. The rank of a token
+    that is not among the likeliest is null."""
+    return [None if row is None else _ranked(row, num_top, tokenizer) for row in rows]
+
+
+def _ranked(row: TokenLogprob, num_top: int, tokenizer: TokenBytes) -> Json:
+    ranks = {token: rank for rank, (token, _) in enumerate(row.top, 1)}
+    pairs = {row.id: row.logprob} | dict(row.top[:num_top])
+    return {
+        str(token): {
+            "logprob": finite(value),
+            "rank": ranks.get(token),
+            "decoded_token": tokenizer.token_bytes(token, skip_special=False).decode("utf-8", "replace"),
+        }
+        for token, value in pairs.items()
+    }
+
+
 def _top(row: TokenLogprob, tokenizer: TokenBytes) -> Mapping[str, float]:
     """The likeliest tokens, and the one that was taken whether it is among them or not."""
     pairs = [*row.top, (row.id, row.logprob)]

@@ -33,9 +33,9 @@ JSON_MISTAKES = {
 ALLOWED = {
     "string_type": "a string",
     "string_unicode": "valid Unicode text",
-    "string_too_short": "a string of at least {min_length} characters",
+    "string_too_short": "a string that is not empty",  # no field needs more than one character
     "string_too_long": "a string of at most {max_length} characters",
-    "string_pattern_mismatch": "a string of the form {pattern}",
+    "string_pattern_mismatch": "1 to 128 letters, digits or characters of _.:-",  # the names of tools
     "int_type": "a whole number",
     "int_parsing": "a whole number",
     "int_from_float": "a whole number",
@@ -49,14 +49,15 @@ ALLOWED = {
     "dict_type": "an object",
     "model_type": "an object",
     "model_attributes_type": "an object",
-    "too_short": "at least {min_length} elements long",
-    "too_long": "at most {max_length} elements long",
+    "too_short": "a list that is not empty",  # no list needs more than one element
+    "too_long": "a list of at most {max_length} elements",
     "greater_than": "above {gt}",
     "greater_than_equal": "at least {ge}",
     "less_than": "below {lt}",
     "less_than_equal": "at most {le}",
     "literal_error": "{expected}",
 }
+PROMPT = "a string, a list of strings, or a list of token ids"  # of /v1/completions
 OTHERWISE = "of the form that /openapi.json gives"
 NO_OBJECT = "The body must be a JSON object, sent with the header 'Content-Type: application/json'."
 
@@ -67,7 +68,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     if errors[0]["type"] == "json_invalid":
         return broken_json(errors[0]["ctx"]["error"], errors[0]["loc"][-1], body)
     field = errors[0]["loc"][:2]
-    found = [(_path(error["loc"], body), error) for error in errors[:MAX_ERRORS] if error["loc"][:2] == field]
+    found = [(_path(error, body), error) for error in errors[:MAX_ERRORS] if error["loc"][:2] == field]
     path = max((path for path, _ in found), key=lambda path: path.count(".") + path.count("["))
     here = [error for where, error in found if where == path]
     if not path:
@@ -102,11 +103,21 @@ def unreadable(cause: BaseException | None) -> ApiError:
 def _sentence(path: str, errors: Sequence[Mapping[str, Any]]) -> str:
     if errors[0]["type"] == "missing":
         return f"{path} is missing; send it."
-    allowed = [ALLOWED.get(error["type"], OTHERWISE).format(**error.get("ctx", {})) for error in errors]
-    must = " or ".join(dict.fromkeys(allowed))
+    allowed = list(dict.fromkeys(map(_allowed, errors)))
+    # 'a', 'b' or an object: an "or" between the literals of one branch becomes a comma
+    must = " or ".join([*(each.replace(" or ", ", ") for each in allowed[:-1]), allowed[-1]])
     if errors[0]["loc"][-1] == "[key]":
         return f"{path} has the key {shown(errors[0]['input'])}; it must be {must}."
     return f"{path} is {shown(errors[0]['input'])}; it must be {must}."
+
+
+def _allowed(error: Mapping[str, Any]) -> str:
+    if error["loc"][-2:] == ("prompt", "text"):
+        return PROMPT
+    context = error.get("ctx", {})
+    if error["type"] == "too_long" and context.get("field_type") == "Dictionary":
+        return f"an object of at most {context['max_length']} entries"
+    return ALLOWED.get(error["type"], OTHERWISE).format(**context)
 
 
 def shown(value: Any) -> str:
@@ -114,18 +125,18 @@ def shown(value: Any) -> str:
     if isinstance(value, Mapping):
         return "an object"
     if isinstance(value, list | tuple):
-        return f"a list of {len(value)} elements"
+        return f"a list of {len(value)} element{'s' * (len(value) > 1)}" if value else "an empty list"
     if isinstance(value, str) and len(value) > MAX_SHOWN:
         return f"a string of {len(value)} characters"
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + " ..."
 
 
-def _path(loc: Sequence[Any], body: Any) -> str:
+def _path(error: Mapping[str, Any], body: Any) -> str:
     """'messages[0].role': the part of an error's location that is in the body; the rest names branches of a union."""
-    path = ""
+    path, loc = "", error["loc"]
     for i, part in enumerate(loc[1:]):
-        last_is_missing = i == len(loc) - 2 and isinstance(body, dict) and isinstance(part, str)
+        last_is_missing = i == len(loc) - 2 and error["type"] == "missing"
         if part == "[key]":
             return path.rpartition(".")[0]
         if isinstance(body, dict) and (part in body or last_is_missing):

@@ -40,8 +40,11 @@ def prepare(text: ModelText, body: ChatRequest, name: str) -> Job:
         new_parser=prompt.new_parser,
         wants_logprobs=bool(body.logprobs),
         parallel=body.parallel_tool_calls is not False,
+        old_calls=bool(body.functions),
         may_be_empty=text.tools.may_be_empty,
+        prompt_logprobs=body.prompt_logprobs,
         include_usage=body.include_usage,
+        usage_in_each=body.usage_in_each,
         return_speculation=bool(body.return_speculation),
     )
     return Job(

@@ -29,15 +29,16 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 
 def prepare(text: ModelText, body: CompletionRequest, name: str) -> Job:
-    ids = [text.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
-    for each in ids:
-        text.check_ids(each, "prompt")
-        text.check_length(each, "prompt")
     text.check_fields(body)
-    echo = bool(body.echo)
-    wanted = {"logprobs": body.logprobs, "prompt_logprobs": body.logprobs if echo else None}
-    params = body.sampling(text.sampling, DEFAULT_TOKENS, continues=True, **wanted)
-    shown = [p if isinstance(p, str) else text.tokenizer.decode(p) if echo else "" for p in body.prompts]
+    ids = [_ids(text, body, prompt) for prompt in body.prompts]
+    echo, wanted = bool(body.echo), [body.prompt_logprobs, body.logprobs if body.echo else None]
+    most = max((count for count in wanted if count is not None), default=None)
+    params = body.sampling(text.sampling, DEFAULT_TOKENS, continues=True, logprobs=body.logprobs, prompt_logprobs=most)
+    as_sent = body.truncate_prompt_tokens is None
+    shown = [
+        prompt if isinstance(prompt, str) and as_sent else text.tokenizer.decode(each) if echo else ""
+        for prompt, each in zip(body.prompts, ids, strict=True)
+    ]
     answer = CompletionAnswer(
         id=f"cmpl-{uuid4().hex}",
         created=int(time.time()),
@@ -46,8 +47,19 @@ def prepare(text: ModelText, body: CompletionRequest, name: str) -> Job:
         prompts=list(zip(shown, ids, strict=True)),
         tokenizer=text.tokenizer,
         echo=echo,
-        wants_logprobs=body.logprobs is not None,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.prompt_logprobs,
         include_usage=body.include_usage,
+        usage_in_each=body.usage_in_each,
         return_speculation=bool(body.return_speculation),
     )
-    return Job(answer, ids, params)
+    return Job(answer, ids, params, scores=body.scores)
+
+
+def _ids(text: ModelText, body: CompletionRequest, prompt: str | list[int]) -> list[int]:
+    if isinstance(prompt, str):
+        prompt = text.encode(prompt, body.add_special_tokens is not False, cuts=body.truncate_prompt_tokens is not None)
+    text.check_ids(prompt, "prompt")
+    ids = text.truncated(prompt, body)
+    text.check_length(ids, "prompt")
+    return ids

@@ -20,6 +20,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     service = service_of(request)
     service.check_model(body.model)
     check_parts(body.messages or ())
+    body.check_opening(body.messages or ())
     text = service.require_ready()
     with service.gate.enter(1):
         return await service.in_thread(lambda: _tokenized(text, body), renders=body.messages is not None)
@@ -36,11 +37,9 @@ def _ids(text: ModelText, body: TokenizeRequest) -> list[int]:
         raise ApiError(400, "Send either prompt or messages.", "prompt")
     if body.messages is None:
         return text.encode(body.prompt or "", body.add_special_tokens is not False)
-    tools, messages = [tool.model_dump(exclude_none=True) for tool in body.tools or []], text.messages(body.messages)
-    opens, usual = body.add_generation_prompt is not False, text.variables()
-    if not tools:
-        return text.encode_chat(text.render(messages, None, usual, opens))
-    return text.encode_chat(text.with_tools(messages, tools, text.tools.instructions(tools), usual, opens))
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] or None
+    said = text.tools.instructions(tools) if tools else None
+    return text.encode_chat(text.rendered(body.messages, body, tools, said, text.variables(body.chat_template_kwargs)))
 
 
 @router.post("/detokenize", response_model=None)
