@@ -7,6 +7,8 @@ everything else to standard error.
 from __future__ import annotations
 
 import signal
+import sys
+import termios
 import threading
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
@@ -98,6 +100,23 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 
     before = signal.signal(signal.SIGINT, stop)
     try:
-        yield asked.is_set
+        with no_control_echo():
+            yield asked.is_set
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def no_control_echo() -> Iterator[None]:
+    """Within it a terminal does not write ^C into the answer."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    quiet = list(before)
+    quiet[3] &= ~termios.ECHOCTL
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

@@ -41,7 +41,7 @@ class Conversation:
                 f"the conversation has {len(ids)} tokens and the context holds {context} with the answer: "
                 "shorten the question, or begin a new conversation with /clear"
             )
-        self.last = write(self.llm, ids, self.params, stopped, self.llm.style.reasoning)
+        self.last = write(self.llm, ids, self.params, stopped, self.llm.style.reasoning, wraps=True)
         cut = self._cut() if self.last["finish_reason"] == FinishReason.LENGTH.value else ""
         if self.last["text"]:
             said = {"role": "assistant", "content": self.last["text"]}

@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.cli import STARTED
+from sparkdraft.cli.console import WordWrap, terminal_width
 from sparkdraft.cli.options import add_engine_flags, add_sampling_flags, as_text, load_llm, read_text, sampling_params
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.progress import errors, waiting
@@ -89,27 +90,41 @@ def read_prompt(args: Namespace) -> str:
 class Page:
     """Where an answer is written as it comes: to standard output. Its thoughts go to standard error."""
 
-    def __init__(self, parser: Parser | None) -> None:
+    def __init__(self, parser: Parser | None, wraps: bool = False) -> None:
+        """wraps: whether lines of a terminal break between words."""
         self.parser = parser
         self.text = self.thoughts = ""
+        self._answer = WordWrap(_print, lambda: terminal_width(sys.stdout) if wraps else 0)
+        self._thoughts = WordWrap(_print_dim, lambda: terminal_width(sys.stderr) if wraps else 0)
 
     def add(self, text: str) -> None:
         self._show(self.parser.feed(text) if self.parser else [Content(text)])
 
     def end(self) -> None:
         self._show(self.parser.finish() if self.parser else [])
+        self._thoughts.end()
+        self._answer.end()
         print()
 
     def _show(self, events: list[Event]) -> None:
         for event in events:
             if isinstance(event, Reasoning):
-                errors.print(event.text, end="", style="dim", markup=False, soft_wrap=True)
+                self._thoughts.add(event.text)
                 self.thoughts += event.text
             elif isinstance(event, Content):
                 if self.thoughts and not self.text:
+                    self._thoughts.end()
                     errors.print("\n")
-                print(event.text, end="", flush=True)
+                self._answer.add(event.text)
                 self.text += event.text
+
+
+def _print(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _print_dim(text: str) -> None:
+    errors.print(text, end="", style="dim", markup=False, soft_wrap=True)
 
 
 def write(
@@ -118,13 +133,15 @@ def write(
     params: SamplingParams,
     stopped: Callable[[], bool] = lambda: False,
     thoughts: ReasoningFormat | None = None,
+    wraps: bool = False,
 ) -> dict[str, Any]:
     """Stream the text to standard output, to its end or until it is stopped. Returns what --json reports (start_ms:
-    from the command's start to the first token, including loading). thoughts: how they are told from the answer."""
+    from the command's start to the first token, including loading). thoughts: how they are told from the answer. wraps:
+    whether lines of a terminal break between words."""
     begin = time.perf_counter()
     first = last = begin
     num_output, finish, speculation = 0, None, None
-    page = Page(thoughts(llm.opening(ids)) if thoughts else None)
+    page = Page(thoughts(llm.opening(ids)) if thoughts else None, wraps)
     if thoughts and thoughts.keep_special:
         params = replace(params, keep_special=True)
     with closing(waiting(llm.stream(ids, params, stopped), f"reading {len(ids)} tokens of prompt")) as pieces:

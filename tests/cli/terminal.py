@@ -25,13 +25,19 @@ def paste(text: str) -> str:
     return f"\x1b[200~{text}\x1b[201~"
 
 
+def own_terminal() -> None:
+    """As a shell starts a program: ctrl-c at its terminal sends a signal to it."""
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 class Terminal:
-    def __init__(self, command: Sequence[str], **environment: str) -> None:
+    def __init__(self, command: Sequence[str], columns: int = 160, **environment: str) -> None:
         self._end, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         known = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", **environment}
         files = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
-        self.process = subprocess.Popen(command, **files, env=os.environ | known, start_new_session=True)
+        self.process = subprocess.Popen(command, **files, env=os.environ | known, preexec_fn=own_terminal)
         os.close(theirs)
         self.raw = ""
         self._read_up_to = 0

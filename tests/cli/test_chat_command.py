@@ -9,15 +9,17 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 
 from sparkdraft.cli.chat import DEFAULTS, answer
 from sparkdraft.cli.chat_commands import COMMANDS, Conversation, is_command, run_command
 from sparkdraft.cli.chat_input import messages
-from sparkdraft.cli.console import note
+from sparkdraft.cli.console import WordWrap, note
 from sparkdraft.cli.main import main
 from sparkdraft.core import FinishReason, SamplingParams, StepOutput, UserError
 from sparkdraft.llm import LLM
@@ -118,6 +120,61 @@ def test_a_chat_at_a_terminal(folder: Path, tmp_path: Path) -> None:
         terminal.wait_for(READY)
         terminal.type(CTRL_D)
         assert terminal.wait_for_end() == 0
+
+
+WAITS = """
+import time
+from types import SimpleNamespace
+from sparkdraft.cli.chat import DEFAULTS, answer
+from sparkdraft.cli.chat_commands import Conversation
+from sparkdraft.core import StepOutput
+
+class Waits:
+    plan, style = SimpleNamespace(max_model_len=512), SimpleNamespace(reasoning=None)
+    def chat_ids(self, messages): return [0]
+    def kv_errors(self): return None
+    def stream(self, ids, params, stopped):
+        for piece in ("The quick brown fox", " jum", "ps over the la", "zy dog. 東京は日本の首都です。 END "):
+            yield StepOutput("r", 0, [1], piece, None)
+        while not stopped():
+            time.sleep(0.01)
+
+answer(Conversation(Waits(), DEFAULTS), "hello")
+print("ended")
+"""
+
+
+def test_an_answer_breaks_between_words_and_shows_no_control_character() -> None:
+    with Terminal([sys.executable, "-c", WAITS], columns=20) as terminal:
+        terminal.wait_for("END")
+        terminal.type(CTRL_C)
+        terminal.wait_for("ended")
+        assert terminal.wait_for_end() == 0
+    lines = terminal.raw.replace("\r", "").replace("\x03", "").splitlines()
+    assert lines == ["The quick brown fox", "jumps over the lazy", "dog. 東京は日本の首", "都です。 END", "ended"]
+
+
+@pytest.mark.parametrize("width", [5, 8, 13, 40])
+def test_words_stay_whole_however_the_text_is_cut(width: int) -> None:
+    text = (
+        "  def f(x):\n\n    return x  # a longwordthatdoesnotfit, and \tshort ones\n日本語 and more🙂 e\u0301te\u0301 "
+    )
+    random = Random(width)
+    for _ in range(20):
+        written: list[str] = []
+        wrap = WordWrap(written.append, lambda: width)
+        places = sorted(random.sample(range(len(text)), 9))
+        for first, last in zip([0, *places], [*places, None], strict=True):
+            wrap.add(text[first:last])
+        wrap.end()
+        lines = "".join(written).split("\n")
+        assert all(cell_len(line) <= width or " " not in line.strip() for line in lines), lines
+        assert "".join("".join(lines).split()) == "".join(text.split())
+        narrow = [word for word in text.split() if word.isascii() and len(word) <= width]
+        assert all(any(word in line.split() for line in lines) for word in narrow), lines
+    whole: list[str] = []
+    WordWrap(whole.append, lambda: 0).add(text)
+    assert whole == [text]
 
 
 # ---- a pipe
