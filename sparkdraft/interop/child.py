@@ -2,14 +2,19 @@
 
 The child leads a session of its own, so that Ctrl-C in a terminal reaches it once, through us. This process becomes the
 parent of whatever the child leaves behind (PR_SET_CHILD_SUBREAPER), which is how helpers that changed their session are
-found and ended too. If this process is killed, the kernel ends the child (PR_SET_PDEATHSIG).
+found and ended too. If this process is killed, the kernel ends the child (PR_SET_PDEATHSIG). What the child writes goes
+to our standard error, and its last lines are kept.
 """
 
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 import subprocess
+import sys
+import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -17,6 +22,8 @@ from sparkdraft.cluster.node.processes import become_reaper, ends_with_parent
 from sparkdraft.core import UserError
 
 VERSION_SECONDS = 120  # vLLM imports torch before it says its version
+LAST_LINES = 12  # of a child's output, that are kept
+LAST_SECONDS = 2.0  # until its last output has been read; helpers that hold the pipe open are not waited for
 
 
 def url_of(host: str, port: int) -> str:
@@ -62,8 +69,27 @@ class Child:
     def __init__(self, words: Sequence[str], environ: Mapping[str, str]) -> None:
         become_reaper()
         self._process = subprocess.Popen(
-            words, env=dict(environ), start_new_session=True, preexec_fn=ends_with_parent()
-        )
+            words, env=dict(environ), start_new_session=True, preexec_fn=ends_with_parent(),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        self._lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._reader = threading.Thread(target=self._pass_on, daemon=True)
+        self._reader.start()
+
+    def _pass_on(self) -> None:
+        assert self._process.stdout
+        for raw in self._process.stdout:
+            line = raw.decode("utf-8", errors="replace").rstrip()
+            if line:
+                self._lines.append(line)
+            with suppress(OSError, ValueError):  # nobody reads our standard error any more
+                print(line, file=sys.stderr, flush=True)
+
+    def last_words(self) -> str:
+        """How it ended and its last lines, for a person."""
+        self._reader.join(LAST_SECONDS)
+        lines = "".join(f"\n  | {line}" for line in self._lines)
+        return f"{_in_words(self.status)}; " + (f"its last lines:{lines}" if lines else "it wrote nothing")
 
     @property
     def status(self) -> int | None:
@@ -77,3 +103,11 @@ class Child:
 
     def kill(self) -> None:
         self._process.kill()
+
+
+def _in_words(status: int | None) -> str:
+    if status is None or status <= 128:
+        return f"exit status {status}"
+    name = signal.Signals(status - 128).name if status - 128 in set(signal.Signals) else str(status - 128)
+    hint = ", often for want of memory" if name == "SIGKILL" else ""
+    return f"exit status {status}: killed by {name}{hint}"

@@ -1,6 +1,6 @@
 """Another engine's server, started, warmed up, probed, watched and started again, behind our front.
 
-A child that ends before it ever was ready ends us, with its status: its own output says why. One that ends later, or
+A child that ends before it ever was ready ends us, with its status and its last lines. One that ends later, or
 whose /health fails for a while, is started again. The first signal drains: new requests get 503, and the child is told,
 which finishes what it runs. A second signal, or the end of its time, kills it.
 """
@@ -89,11 +89,13 @@ class Supervised:
                 end_all()
                 if self._signals:
                     return 0
+                how = await asyncio.to_thread(child.last_words)
                 if not was_ready:
+                    self._say(f"vLLM ended before it was ready, with {how}")
                     return status
                 self.restarts += 1
                 self.state, self.stage = RESTARTING, f"it ended with status {status}"
-                self._say(f"the engine ended with status {status}; it is started again (restart {self.restarts})")
+                self._say(f"vLLM ended and is started again (restart {self.restarts}), with {how}")
                 await asyncio.sleep(PAUSE)
         finally:
             end_all()

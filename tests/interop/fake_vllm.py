@@ -21,6 +21,8 @@ with open("{record}.new", "w") as file:
     json.dump({{"args": args, "key": os.environ.get("VLLM_API_KEY"), "pids": [os.getpid(), helper.pid]}}, file)
 os.rename("{record}.new", "{record}")
 if "{mode}" == "fails":
+    for i in range(30):
+        print("line", i, flush=True)
     print("the fake fails", file=sys.stderr)
     sys.exit(3)
 

@@ -246,7 +246,9 @@ def test_a_child_that_dies_or_is_unwell_is_started_again(tmp_path: Path) -> None
         wait_for(lambda: _restarts(port) == 2 and _is_ready(port))
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=PATIENT)
-        assert "started again (restart 1)" in errors and "/health has failed 3 times" in errors
+        assert "started again (restart 1), with exit status 9; it wrote nothing" in errors
+        assert "/health has failed 3 times" in errors
+        assert "(restart 2), with exit status 137: killed by SIGKILL, often for want of memory; it wrote" in errors
         assert process.returncode == 0 and "Traceback" not in errors
         assert not any(map(alive, json.loads(record.read_text())["pids"]))
 
@@ -264,7 +266,9 @@ def test_a_child_that_fails_gives_its_status_and_leaves_no_helper(tmp_path: Path
     write_fake(tmp_path, mode="fails")
     with started(tmp_path, *child(tmp_path, free_port())) as (process, pids):
         _, errors = process.communicate(timeout=PATIENT)
-        assert process.returncode == 3 and "the fake fails" in errors
+        assert process.returncode == 3 and errors.count("the fake fails") == 2 and errors.count("line 18\n") == 1
+        last = "".join(f"  | line {i}\n" for i in range(19, 30)) + "  | the fake fails\n"
+        assert f"vLLM ended before it was ready, with exit status 3; its last lines:\n{last}" in errors
         assert not any(map(alive, pids))
 
 
