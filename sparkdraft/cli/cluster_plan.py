@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.cli.cluster_findings import refuse_broken, say, show_findings
@@ -49,7 +48,6 @@ def question_of(args: Namespace) -> Question:
     machine = find_machine(args.machine)
     formats, _ = read_formats(args.model, args.weights, raw, model, machine)
     config = EngineConfig(model=args.model, kv=args.kv)
-    config = replace(config, max_seqs=args.concurrency) if args.concurrency > 64 else config
     drafter, names = read_drafter(args.drafter, args.model, model)
     return Question(model, machine, config, formats, drafter, args.concurrency, args.context, names=names)
 
@@ -107,7 +105,8 @@ def _title(args: Namespace, question: Question) -> str:
 
 def _table(found: list[Case], drafts: bool) -> list[str]:
     drafted = f"{'drafted':>10}" if drafts else ""
-    lines = [f"  {'machines':<10}{'shared by':<11}{'tokens that fit':>16}{'tok/s':>9}{'low':>8}{'high':>8}{drafted}"]
+    rates = f"{'tok/s':>9}{'low':>8}{'high':>8}"
+    lines = [f"  {'machines':<10}{'shared by':<11}{'tokens that fit':>16}{'streams':>9}{rates}{drafted}"]
     for each in found:
         start = f"  {each.machines:<10}{each.parallel if each.machines > 1 else '-':<11}"
         if not each.forecast:
@@ -115,7 +114,7 @@ def _table(found: list[Case], drafts: bool) -> list[str]:
             continue
         rates = f"{each.plain.expected:9.1f}{each.plain.low:8.1f}{each.plain.high:8.1f}"
         more = f"{each.drafted.speed.expected:10.1f}" if each.drafted else f"{'-':>10}" if drafts else ""
-        lines.append(f"{start}{each.tokens:16,}{rates}{more}")
+        lines.append(f"{start}{each.tokens:16,}{each.streams:9,}{rates}{more}")
     return lines
 
 
@@ -125,6 +124,7 @@ def _as_dict(each: Case) -> dict[str, Any]:
         return known | {"refused": each.refusal}
     return known | {
         "max_tokens": each.tokens,
+        "streams": each.streams,
         "plain_tok_s": round(each.plain.expected, 2),
         "low": round(each.plain.low, 2),
         "high": round(each.plain.high, 2),

@@ -86,7 +86,6 @@ def run(args: Namespace) -> int:
     from sparkdraft.cli import plan_report
     from sparkdraft.plan.advice import compare, recommend
     from sparkdraft.plan.forecast import Question
-    from sparkdraft.plan.resolve import MAX_SEQS
 
     keeps = args.weights if args.weights in DTYPES else "auto"  # how the engine keeps all matrices
     drafts = {"drafter_weights": args.drafter_weights, "draft_vocab": args.draft_vocab}
@@ -100,8 +99,6 @@ def run(args: Namespace) -> int:
         raise UserError(
             f"--drafter-weights is {args.drafter_weights}; on a CPU the sums are those of 8 bits: leave it out"
         )
-    if args.concurrency > MAX_SEQS[machine.hardware.device]:  # more than the engine takes by itself
-        config = replace(config, max_seqs=args.concurrency)
     formats, label = read_formats(args.model, args.weights, raw, model, machine)
     question = Question(model, machine, config, formats, drafter, args.concurrency, context, chances, names=names)
     forecast = _forecast(question)
@@ -307,19 +304,22 @@ def _machine(name: str) -> Machine:
 
 
 def _forecast(question: Question) -> Forecast:
-    """Where the weights are what does not fit, the error says which would."""
-    from sparkdraft.plan.advice import SMALLER, tried
+    """Raises UserError where it does not fit, with what would: no drafter, or smaller weights."""
+    from sparkdraft.plan.advice import SMALLER, tried, without_drafter
     from sparkdraft.plan.forecast import Forecast
     from sparkdraft.plan.weight_formats import KEPT_ON_GPU, WeightFormats
 
     try:
         return Forecast(question)
     except UserError as error:
+        others = {"without the drafter": without_drafter(question)} if question.drafter else {}
         if question.machine.hardware.device == "cuda":
             for name in SMALLER:
-                if tried(replace(question, formats=WeightFormats.parse(name)))[0]:
-                    unread = "" if name in KEPT_ON_GPU else ", which no kernel here reads yet"
-                    raise UserError(f"{error}; in {name} it would fit{unread}") from None
+                unread = "" if name in KEPT_ON_GPU else ", which no kernel here reads yet,"
+                others[f"in {name}{unread}"] = replace(question, formats=WeightFormats.parse(name))
+        for name, other in others.items():
+            if (found := tried(other)[0]) and found.running():
+                raise UserError(f"{error}; {name} it would fit, with {found.max_tokens:,} tokens of context") from None
         raise
 
 

@@ -8,8 +8,9 @@ from functools import cached_property
 from typing import Any
 
 from sparkdraft import plot
+from sparkdraft.core import UserError
 from sparkdraft.plan.advice import Advice, Alternative, Bought, bought, tried, with_kv
-from sparkdraft.plan.forecast import Drafted, Forecast, Range
+from sparkdraft.plan.forecast import Chances, Drafted, Forecast, Range
 from sparkdraft.plan.weight_formats import BYTES, KEPT_ON_GPU
 
 CONTEXTS = (1024, 4096, 16384, 32768, 65536, 131072, 262144)  # of the plot
@@ -50,19 +51,26 @@ class Report:
         yield f"  {'head room':<34}{forecast.head_room / GIB:9.2f} GiB {left}"
         held, context = plan.num_blocks * plan.block_size, forecast.question.context
         yield f"  tokens of context that fit: {forecast.max_tokens:,}; streams of {context:,}: {forecast.max_streams:,}"
-        yield f"  (the plan has room for {held:,} tokens in at most {plan.max_seqs} requests)"
+        yield f"  (the plan has room for {held:,} tokens in at most {plan.max_seqs} request{'s' * (plan.max_seqs > 1)})"
 
     def _speed(self) -> Iterator[str]:
-        forecast, question = self.forecast, self.forecast.question
-        many = "streams" if question.streams > 1 else "stream"
-        yield f"speed, {question.streams} {many} of {question.context:,} tokens: tok/s together, ms per step"
+        forecast, question, runs = self.forecast, self.forecast.question, self.forecast.running()
+        if not runs:
+            fits = f"{forecast.max_tokens:,} tokens of context fit"
+            yield f"speed: none, because no stream of {question.context:,} tokens can run: {fits}"
+            return
+        many = "streams" if runs > 1 else "stream"
+        yield f"speed, {runs:,} {many} of {question.context:,} tokens: tok/s together, ms per step"
         if not forecast.holds_all:
-            yield f"  NOT ALL FIT AT ONCE: {forecast.max_streams:,} do, the others would wait; these are sums for all"
+            yield f"  NOT ALL FIT AT ONCE: {runs:,} of {question.streams:,} streams run, and the others wait for them"
         heads = "".join(f"{head:>8}" for head in ("drafts", "tokens", "tok/s", "low", "high"))
-        yield f"  {'':<30}{heads}   step = weights + K/V + states + drafter + fixed"
+        of_drafts = "text (chance of each draft)" if forecast.by_class else ""
+        yield f"  {of_drafts:<32}{heads}   step = weights + K/V + states + drafter + fixed"
         yield self._speed_line("plain", 0, 1.0, forecast.plain)
         for name, each in forecast.by_class.items():
-            yield self._speed_line(f"{name} ({each.chance:.2f} per draft)", each.depth, each.tokens, each.speed)
+            usual, low, high = forecast.chances[name]
+            chance = f"{usual:.2f}, {low:.2f} to {high:.2f}" if low < high else f"{usual:.2f} per draft"
+            yield self._speed_line(f"{name} ({chance})", each.depth, each.tokens, each.speed)
         if forecast.depths:
             depth = forecast.middle.depth if forecast.middle and forecast.middle.depth else forecast.depths[0]
             chance = f"a chance of {forecast.least_chance:.2f}" if forecast.least_chance else "no chance"
@@ -78,7 +86,7 @@ class Report:
         seconds = self.forecast.seconds(depth)
         shown = " + ".join(f"{part * 1e3:.1f}" for part in asdict(seconds).values())
         rates = "".join(f"{value:8.1f}" for value in speed)
-        return f"  {name:<30}{depth:8}{tokens:8.2f}{rates}   {seconds.total * 1e3:.1f} = {shown}"
+        return f"  {name:<32}{depth:8}{tokens:8.2f}{rates}   {seconds.total * 1e3:.1f} = {shown}"
 
     @cached_property
     def turboquant(self) -> dict[int, Bought | str]:
@@ -127,12 +135,15 @@ class Report:
         for name, chance in chances.items():
             for found in formats:
                 is_dashed = found is formats[1] and formats[0] is not None
-                if found:
-                    rates = [(float(c), found.drafted(chance, c).speed.expected) for c in contexts]
+                if found and found.running():
+                    held = [c for c in contexts if found.running(c)]
+                    rates = [(float(c), found.drafted(chance, c).speed.expected) for c in held]
                     by_context.append(plot.Line(name, rates, dashed=is_dashed))
-                    fit = [n for n in STREAMS if n <= max(found.max_streams, 1)]
+                    fit = [n for n in STREAMS if n <= found.max_streams]
                     rates = [(float(n), found.drafted(chance, streams=n).speed.expected) for n in fit]
                     by_streams.append(plot.Line(name, rates, dashed=is_dashed))
+        if not by_streams:
+            raise UserError(f"there is nothing to plot: no stream of {question.context:,} tokens fits")
         title = f"{question.config.model} on {question.machine.title}"
         title += " (dashed: TurboQuant)" if formats[1] else ""
         panels = (
@@ -143,9 +154,14 @@ class Report:
 
     # ---- JSON
 
+    def _recommended(self) -> dict[str, Any]:
+        advice = self.advice
+        known = {"kv": advice.kv, "drafts": advice.drafts, "drafter": advice.drafter, "max_seqs": advice.max_seqs}
+        return known | {"runs": advice.runs, "why": list(advice.reasons)}
+
     def as_dict(self) -> dict[str, Any]:
         forecast, question, middle = self.forecast, self.forecast.question, self.forecast.middle
-        best = middle.speed if middle else forecast.plain
+        best, runs = middle.speed if middle else forecast.plain, forecast.running()
         sums = {"total": forecast.plan.memory.total, "free": forecast.plan.memory.free, "head room": forecast.head_room}
         drafts = bool(middle and middle.depth)
         seconds = forecast.seconds()
@@ -162,23 +178,29 @@ class Report:
             "max_tokens": forecast.max_tokens,
             "max_streams": forecast.max_streams,
             "holds_all": forecast.holds_all,
-            "plain_tok_s": round(forecast.plain.expected, 2),
-            "drafted_tok_s": round(middle.speed.expected, 2) if middle else None,
-            "low": round(best.low, 2),
-            "high": round(best.high, 2),
+            "running": runs,  # streams, whose speeds follow
+            "plain_tok_s": round(forecast.plain.expected, 2) if runs else None,
+            "drafted_tok_s": round(middle.speed.expected, 2) if middle and runs else None,
+            "low": round(best.low, 2) if runs else None,
+            "high": round(best.high, 2) if runs else None,
             "best_depth": middle.depth if middle else 0,
             "break_even_tokens": round(forecast.break_even(middle.depth), 3) if middle and drafts else None,
             "break_even_chance": forecast.least_chance if forecast.depths else None,
             "plain_step_ms": {name: round(part * 1e3, 3) for name, part in asdict(seconds).items()},
-            "by_class": {name: _drafted(each) for name, each in forecast.by_class.items()},
+            "by_class": {
+                name: _drafted(each, forecast.chances[name]) for name, each in forecast.by_class.items() if runs
+            },
             "turboquant": {str(context): _bought(each) for context, each in self.turboquant.items()},
-            "recommended": {"kv": self.advice.kv, "drafts": self.advice.drafts, "why": list(self.advice.reasons)},
+            "recommended": self._recommended(),
             "alternatives": [_alternative(each) for each in self.alternatives],
         }
 
 
-def _drafted(each: Drafted) -> dict[str, float]:
-    known = {"chance": round(each.chance, 4), "depth": each.depth, "tokens_per_step": round(each.tokens, 3)}
+def _drafted(each: Drafted, chances: Chances) -> dict[str, float]:
+    known = {
+        name: round(chance, 4) for name, chance in zip(("chance", "chance_low", "chance_high"), chances, strict=True)
+    }
+    known |= {"depth": each.depth, "tokens_per_step": round(each.tokens, 3)}
     rates = zip(("tok_s", "low", "high"), each.speed, strict=True)
     return known | {name: round(value, 2) for name, value in rates}
 

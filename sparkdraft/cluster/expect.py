@@ -14,7 +14,7 @@ from math import ceil, log2
 
 from sparkdraft.cluster.command import PIPELINE, TENSOR
 from sparkdraft.core import UserError
-from sparkdraft.plan.forecast import Drafted, Forecast, Question, Range
+from sparkdraft.plan.forecast import NOTHING, Drafted, Forecast, Question, Range
 from sparkdraft.plan.machine import EngineLosses, Machine
 from sparkdraft.plan.roofline import Rates
 
@@ -22,7 +22,6 @@ ENGINE = "vllm"
 PER_LAYER, PER_STEP = 2, 2  # all-reduces
 NO_GAIN = 1.1  # times the speed, below which more machines are not worth it
 ITEMSIZE = 2  # of the numbers that are added up
-NOTHING = Range(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +59,7 @@ class Case:
 
     machines: int
     parallel: str
+    streams: int = 0  # of those that are asked for, the ones that run at once
     forecast: Forecast | None = None
     refusal: str = ""
     plain: Range = NOTHING
@@ -93,21 +93,25 @@ def case(question: Question, machines: int, parallel: str, latency: Latency) -> 
         reduce = latency.at(machines, question.streams * row) if machines > 1 else 0.0
         plain = on_group(replace(question, drafter=None, chances=None), machines, parallel, reduce)
         tokens = fitting_tokens(plain, machines, parallel)
-        if tokens < question.streams * question.context:
-            needs = f"{question.streams} streams have" if question.streams > 1 else "a stream has"
-            raise UserError(f"{tokens:,} tokens of context fit, and {needs} {question.streams * question.context:,}")
+        running = min(plain.running(), tokens // question.context)
+        if not running:
+            raise UserError(f"{tokens:,} tokens of context fit, and a stream has {question.context:,}")
+        if running < question.streams:  # the others wait: speeds are those of the streams that run at once
+            return case(replace(question, streams=running), machines, parallel, latency)
         if parallel == PIPELINE:
             batch = ceil(question.streams / min(question.streams, machines))  # streams that pass together
             speed = plain.speed(streams=batch).times(question.streams / batch)
-            return Case(machines, parallel, plain, "", speed, None, tokens, step=plain.seconds(streams=batch).total)
+            step = plain.seconds(streams=batch).total
+            return Case(machines, parallel, running, plain, "", speed, None, tokens, step=step)
         drafted = None
         if question.drafter:
             rows = question.streams * question.drafter.block_size
             reduce_rows = latency.at(machines, rows * row) if machines > 1 else 0.0
-            drafted = on_group(question, machines, parallel, reduce_rows).middle
+            group = on_group(question, machines, parallel, reduce_rows)
+            drafted = group.middle if group.running() else None
         reduces = PER_LAYER * question.model.num_layers + PER_STEP if machines > 1 else 0
         step = plain.seconds().total
-        return Case(machines, parallel, plain, "", plain.plain, drafted, tokens, reduces, reduce, step)
+        return Case(machines, parallel, running, plain, "", plain.plain, drafted, tokens, reduces, reduce, step)
     except UserError as error:
         return Case(machines, parallel, refusal=str(error))
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from sparkdraft.config import KV_FORMATS
 from sparkdraft.core import UserError
 from sparkdraft.plan.forecast import Forecast, Question
+from sparkdraft.plan.resolve import MAX_SEQS
 from sparkdraft.plan.weight_formats import FLOATS, WeightFormats
 
 GAIN = 1.1  # how much faster a K/V format that is not exact must be to be taken for its speed
@@ -21,13 +22,18 @@ class Advice:
     kv: str
     drafts: bool
     reasons: tuple[str, ...]
+    drafter: bool = True  # False: it is left out for the memory that it takes
+    max_seqs: int = 0  # 0: as many requests at once as `serve` runs by itself
+    runs: bool = True  # False: not one stream fits, whatever is chosen
 
     @property
     def flags(self) -> str:
-        return f"--kv {self.kv}" + ("" if self.drafts else " --spec off")
+        drafts = "" if self.drafts else " --spec off" if self.drafter else " --drafter none"
+        return f"--kv {self.kv}{drafts}" + (f" --max-seqs {self.max_seqs}" if self.max_seqs else "")
 
     def sentence(self) -> str:
-        return f"Serve it with {self.flags}: {'; '.join(self.reasons)}."
+        start = f"Serve it with {self.flags}" if self.runs else "This cannot be served"
+        return f"{start}: {'; '.join(self.reasons)}."
 
 
 class Bought(NamedTuple):
@@ -71,6 +77,11 @@ def tried(question: Question) -> tuple[Forecast | None, str]:
         return None, str(error)
 
 
+def without_drafter(question: Question) -> Question:
+    config = replace(question.config, drafter_weights="auto", draft_vocab="")
+    return replace(question, drafter=None, chances=None, config=config)
+
+
 def bought(asked: Forecast, kv: str) -> dict[int, Bought | str]:
     """What a K/V format brings at some contexts, or why it brings nothing."""
     found: dict[int, Bought | str] = {}
@@ -83,7 +94,11 @@ def bought(asked: Forecast, kv: str) -> dict[int, Bought | str]:
     return found
 
 
-def _bought(asked: Forecast, other: Forecast, context: int) -> Bought:
+def _bought(asked: Forecast, other: Forecast, context: int) -> Bought | str:
+    """Of the streams that run at once in each format."""
+    if not asked.running(context):
+        more = other.running(context)
+        return f"no stream fits with {asked.plan.kv} K/V, and {more or 'none'} with {other.plan.kv}"
     plain = [each.speed(context=context).expected for each in (other, asked)]
     drafted = None
     if asked.middle:
@@ -95,10 +110,17 @@ def _bought(asked: Forecast, other: Forecast, context: int) -> Bought:
 
 def recommend(asked: Forecast) -> Advice:
     """The K/V format and whether to draft, for the asked machine, weights and load."""
-    kv, why_kv = _choose_kv(asked.question)
-    chosen = tried(with_kv(asked.question, kv))[0] or asked
-    drafts, why_drafts = _choose_drafts(chosen)
-    return Advice(kv, drafts, (why_kv, why_drafts, _largest(chosen)))
+    question, why_not = asked.question, _in_the_way(asked)
+    if why_not:
+        question = without_drafter(question)
+    kv, why_kv = _choose_kv(question)
+    chosen = tried(with_kv(question, kv))[0] or asked
+    if not chosen.running():
+        shorter = f"ask for a --context of {chosen.max_tokens:,} or less, or for smaller weights"
+        return Advice(kv, False, (f"no stream of {question.context:,} tokens fits", shorter), runs=False)
+    drafts, why_drafts = (False, why_not) if why_not else _choose_drafts(chosen)
+    more = chosen.running() if chosen.running() > MAX_SEQS[chosen.plan.device] else 0
+    return Advice(kv, drafts, (why_kv, why_drafts, _largest(chosen)), drafter=not why_not, max_seqs=more)
 
 
 def compare(question: Question, weights: str) -> list[Alternative]:
@@ -119,12 +141,36 @@ def compare(question: Question, weights: str) -> list[Alternative]:
 # ---- the parts
 
 
+def _in_the_way(asked: Forecast) -> str:
+    """Why the drafter should be left out: fewer streams run beside it than without it, and together they are slower.
+    Empty if it should not."""
+    question = asked.question
+    if not question.drafter or asked.holds_all:
+        return ""
+    beside, alone = (_most(each) for each in (question, without_drafter(question)))
+    if not alone or (beside and (beside.running() >= alone.running() or _speed(beside) >= _speed(alone))):
+        return ""
+    tokens, runs = (beside.max_tokens, beside.running()) if beside else (0, 0)
+    fits = f"beside the drafter {tokens:,} tokens of context fit, {runs} of {_load(question)}"
+    return f"{fits}; without it {alone.max_tokens:,} do, {alone.max_streams} such streams"
+
+
+def _most(question: Question) -> Forecast | None:
+    """With the K/V format in which most streams run; of these the first."""
+    found = [each for kv in KV_FORMATS if (each := tried(with_kv(question, kv))[0])]
+    return max(found, key=Forecast.running, default=None)
+
+
+def _load(question: Question) -> str:
+    return f"{question.streams} {'streams' if question.streams > 1 else 'stream'} of {question.context:,} tokens"
+
+
 def _choose_kv(question: Question) -> tuple[str, str]:
     """Exact if it holds everything and no other format is much faster. TurboQuant before fp8: it is nearer to exact
     (docs/numbers/turboquant.md) and smaller."""
     exact, problem = tried(with_kv(question, "exact"))
     others = {kv: found for kv in ("turboquant", "fp8") if (found := tried(with_kv(question, kv))[0])}
-    load = f"{question.streams} {'streams' if question.streams > 1 else 'stream'} of {question.context:,} tokens"
+    load = _load(question)
     if exact is None or exact.max_streams < question.streams:
         largest = max(others, key=lambda kv: others[kv].max_streams, default=None)
         held = exact.max_streams if exact else 0
@@ -132,7 +178,7 @@ def _choose_kv(question: Question) -> tuple[str, str]:
             return largest, f"exact K/V hold {held} of {load}, {largest} {others[largest].max_streams}"
         if exact is None:
             raise UserError(problem)
-        return "exact", f"K/V hold {held} of {load} in any format: ask for fewer, or for smaller weights"
+        return "exact", f"K/V hold {held} of {load}, and no more in other formats: the rest would wait"
     gains = {kv: _speed(found) / _speed(exact) for kv, found in others.items()}
     kv = max(gains, key=lambda name: gains[name], default=None)
     if kv and gains[kv] >= GAIN:

@@ -8,15 +8,16 @@ speed depends on text: it is predicted for three classes, or for an acceptance t
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from sparkdraft.config import EngineConfig
+from sparkdraft.core import UserError
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.plan.machine import Machine
 from sparkdraft.plan.memory import MemoryPlan
-from sparkdraft.plan.resolve import ITEMSIZE, Plan, resolve
+from sparkdraft.plan.resolve import ITEMSIZE, MAX_SEQS, Plan, resolve
 from sparkdraft.plan.roofline import DraftPass, Load, Losses, Seconds, Target, step
 from sparkdraft.plan.sizes import model_sizes
 from sparkdraft.plan.weight_formats import (
@@ -31,8 +32,22 @@ from sparkdraft.spec.best_depths import expected_tokens
 from sparkdraft.spec.depth import depth_choices
 from sparkdraft.spec.draft_configs import DraftConfig, caps_of
 
-# Chance of each draft once it is reached: 2.0, 3.0 and 5.5 drafts accepted of 15 (AEON-7/vllm-dflash, Qwen3.5-27B).
-CLASSES = {"prose": 0.67, "dialogue": 0.75, "code": 0.86}
+
+class Chances(NamedTuple):
+    """Of each draft to be accepted, once it is reached."""
+
+    usual: float
+    low: float
+    high: float
+
+
+# What users have reported by class of text: the median, and what a tenth of the reports are below or above
+# (tests/plan/figures.json has them). Authors of drafters report more on benchmarks.
+CLASSES = {
+    "prose": Chances(0.60, 0.49, 0.78),
+    "dialogue": Chances(0.73, 0.61, 0.82),
+    "code": Chances(0.82, 0.67, 0.90),
+}
 MIDDLE = "dialogue"
 MANY = 8  # streams from which arithmetic and batching make a prediction as uncertain as experts do
 
@@ -48,7 +63,7 @@ class Question:
     drafter: DraftConfig | None = None
     streams: int = 1
     context: int = 4096  # tokens of each stream
-    chances: Mapping[str, float] | None = None  # by class of text; None: CLASSES
+    chances: Mapping[str, float] | None = None  # as measured, by class of text; None: CLASSES
     engine: str = "sparkdraft"  # whose losses are reckoned with
     names: Collection[str] = ()  # of the tensors in the drafter's file, where that is at hand
 
@@ -60,6 +75,9 @@ class Range(NamedTuple):
 
     def times(self, factor: float) -> Range:
         return Range(*(value * factor for value in self))
+
+
+NOTHING = Range(0.0, 0.0, 0.0)
 
 
 class Drafted(NamedTuple):
@@ -81,8 +99,9 @@ class Forecast:
         self.caps = drafter_at_load(caps_of(question.drafter, question.names), asked) if question.drafter else None
         on_gpu = machine.hardware.device == "cuda"
         self.held = stored_bytes(model, question.formats) if question.formats and on_gpu else None
-        args = (question.config, model, machine.hardware, machine.native_problem)
-        self.plan: Plan = resolve(*args, self.caps, self.held)
+        self.plan = self._planned(question.config)
+        asked_seqs = replace(question.config, max_seqs=self.plan.max_seqs)
+        args = (asked_seqs, model, machine.hardware, machine.native_problem)
         self.without: Plan = resolve(*args, None, self.held) if self.caps else self.plan  # the same, and no drafter
         coded = on_gpu or self.plan.weights == EIGHT_BITS  # not where the CPU kernels do not run
         self.formats = (question.formats if coded else None) or WeightFormats(self.plan.weights)
@@ -92,7 +111,36 @@ class Forecast:
         if caps := self.caps:
             head, kept = model_sizes(model).head, (itemsize, self.plan.weights, self.plan.kv)
             self.drafter = DraftPass.of(caps, head, caps.own_head, *kept, AT_LOAD.get(asked, ""))
-        self.chances = CLASSES if question.chances is None else question.chances
+        measured = question.chances
+        self.chances = CLASSES if measured is None else {name: Chances(c, c, c) for name, c in measured.items()}
+
+    def _planned(self, config: EngineConfig) -> Plan:
+        """As `serve` would make it. Where more streams are asked for than it runs by itself, as with `--max-seqs`: of
+        that number, or of as many as fit where a plan for all is refused, because each keeps a state."""
+        question, hardware = self.question, self.question.machine.hardware
+
+        def plan(max_seqs: int) -> Plan:
+            given = replace(config, max_seqs=max_seqs)
+            return resolve(given, question.model, hardware, question.machine.native_problem, self.caps, self.held)
+
+        if config.max_seqs or question.streams <= MAX_SEQS[hardware.device]:
+            return plan(config.max_seqs)
+        try:
+            return plan(question.streams)
+        except UserError:
+            best, low, high = plan(0), 0, question.streams
+        while high - low > 1:
+            middle = (low + high) // 2
+            try:
+                found = plan(middle)
+            except UserError:
+                high = middle
+                continue
+            if tokens_that_fit(found, config.memory_fraction) >= middle * question.context:
+                best, low = found, middle
+            else:
+                high = middle
+        return best
 
     # ---- memory
 
@@ -130,18 +178,21 @@ class Forecast:
     def max_tokens(self) -> int:
         """Tokens of context that fit beside everything else, over all streams. A plan may ask for fewer: it never
         holds more than a full context for each of max_seqs requests."""
-        plan = self.plan
-        if not plan.num_blocks or not plan.memory.kv:  # all layers slide: requests are bound by their windows' pages
-            return plan.max_seqs * plan.max_model_len
-        left = self.usable - (plan.memory.total - plan.memory.kv)
-        return left // (plan.memory.kv // plan.num_blocks) * plan.block_size
+        return tokens_that_fit(self.plan, self.question.config.memory_fraction)
 
     @property
     def max_streams(self) -> int:
-        """Streams of the asked context that fit. Pages of windows and recurrent states are kept for max_seqs requests,
-        and no more."""
-        fits = self.max_tokens // self.question.context
+        return self.fitting()
+
+    def fitting(self, context: int = 0) -> int:
+        """Streams of a context (0: the asked one) that fit. Pages of windows and recurrent states are kept for max_seqs
+        requests, and no more."""
+        fits = self.max_tokens // (context or self.question.context)
         return min(fits, self.plan.max_seqs) if self.plan.windows or self.target.state else fits
+
+    def running(self, context: int = 0) -> int:
+        """Of the streams that are asked for, those that run at once; the others wait."""
+        return min(self.question.streams, self.fitting(context))
 
     @property
     def holds_all(self) -> bool:
@@ -158,15 +209,18 @@ class Forecast:
     # ---- speed
 
     def seconds(self, depth: int = 0, context: int = 0, streams: int = 0, losses: Losses | None = None) -> Seconds:
+        """Of a step of the streams that run at once, or of so many."""
         question = self.question
-        load = Load(streams or question.streams, context or question.context, depth)
+        load = Load(streams or max(self.running(context), 1), context or question.context, depth)
         rates, found = question.machine.rates, losses or question.machine.losses(question.engine).expected
         return step(rates, found, self.target, load, self.drafter)
 
     def speed(self, depth: int = 0, tokens: float = 1.0, context: int = 0, streams: int = 0) -> Range:
-        """Tokens per second, all streams together, if a step commits so many of each."""
-        question = self.question
-        engine, count = question.machine.losses(question.engine), streams or question.streams
+        """Tokens per second, if a step commits so many of each stream: all streams together that run at once, or so
+        many. Nothing, if not one fits."""
+        engine, count = self.question.machine.losses(self.question.engine), streams or self.running(context)
+        if not count:
+            return NOTHING
         error = engine.error.experts if self.target.experts or count >= MANY else engine.error.dense
         expected, low, high = (
             count * tokens / self.seconds(depth, context, count, losses).total
@@ -197,7 +251,13 @@ class Forecast:
 
     @cached_property
     def by_class(self) -> dict[str, Drafted]:
-        return {name: self.drafted(chance) for name, chance in self.chances.items()} if self.depths else {}
+        """With the range of the text's chances too, at the best depth for each."""
+        found = {}
+        for name, chances in self.chances.items() if self.depths else ():
+            usual, low, high = map(self.drafted, chances)
+            speed = Range(usual.speed.expected, low.speed.low, high.speed.high)
+            found[name] = usual._replace(speed=speed)
+        return found
 
     @property
     def middle(self) -> Drafted | None:
@@ -218,6 +278,14 @@ class Forecast:
             if any(tokens[depth] > value for depth, value in cost.items()):
                 return percent / 100
         return None
+
+
+def tokens_that_fit(plan: Plan, memory_fraction: float) -> int:
+    """Tokens of context, over all streams, beside everything else that a plan has."""
+    if not plan.num_blocks or not plan.memory.kv:  # all layers slide: requests are bound by their windows' pages
+        return plan.max_seqs * plan.max_model_len
+    left = int(plan.memory.free * memory_fraction) - (plan.memory.total - plan.memory.kv)
+    return left // (plan.memory.kv // plan.num_blocks) * plan.block_size
 
 
 LABELS = {

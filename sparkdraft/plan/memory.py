@@ -38,17 +38,28 @@ class MemoryPlan:
     def total(self) -> int:
         return self.weights + self.kv + self.pages + self.scratch + self.recordings + self.states
 
+    @property
+    def parts(self) -> dict[str, int]:
+        rows = {
+            "weights": self.weights,
+            "KV cache": self.kv,
+            "pages": self.pages,
+            "recurrent states": self.states,
+            "a step's scratch": self.scratch,
+            "recorded steps": self.recordings,
+        }
+        return {name: size for name, size in rows.items() if size}
+
     def table(self) -> str:
-        rows = (
-            ("weights", self.weights),
-            ("KV cache", self.kv),
-            ("pages", self.pages),
-            ("recurrent states", self.states),
-            ("a step's scratch", self.scratch),
-            ("recorded steps", self.recordings),
-        )
-        lines = [f"  {name:<18}{size / 2**30:8.2f} GiB" for name, size in rows if size]
+        lines = [f"  {name:<18}{size / 2**30:8.2f} GiB" for name, size in self.parts.items()]
         return "\n".join([*lines, f"  {'together':<18}{self.total / 2**30:8.2f} GiB of {self.free / 2**30:.2f} free"])
+
+    def refusal(self, fraction: float) -> str:
+        """Of a model that leaves no room for K/V, with the sums: the largest first, which are mostly the weights."""
+        parts = sorted(self.parts.items(), key=lambda part: -part[1])
+        taken = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in parts)
+        usable = f"{self.free * fraction / 2**30:.1f} GiB of the {self.free / 2**30:.1f} that are free may be used"
+        return f"the model does not fit: {usable}, and it takes {self.total / 2**30:.1f} without K/V ({taken})"
 
 
 def weight_bytes(model: ModelConfig, itemsize: float, stored: StoredBytes | None = None, more: int = 0) -> int:

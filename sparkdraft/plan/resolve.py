@@ -9,7 +9,7 @@ loading and running add is in `Engine.fallbacks`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from sparkdraft.config import EngineConfig
@@ -96,8 +96,7 @@ def resolve(
 ) -> Plan:
     """native_problem: why the CPU kernels cannot run. drafter: counted too. stored: what the file holds, if that is
     known; a GPU's kernels keep quantised matrices as they are stored."""
-    on_cpu = hardware.device == "cpu"
-    fallbacks = [_unknown_keys(model.unknown_keys)] if model.unknown_keys else []
+    on_cpu, fallbacks = hardware.device == "cpu", _unknown_keys(model.unknown_keys)
     weights = _weights(config, hardware, native_problem, fallbacks)
     dtype = "float32" if weights == "quantised" else weights
     itemsize, max_model_len = ITEMSIZE[dtype], _max_model_len(config, model)
@@ -108,18 +107,19 @@ def resolve(
     graphs = _graphs(config, kernels, kv, fallbacks)
     recordings = recording_bytes(kernels, model, max_rows, max_seqs, drafter) if graphs else 0
     held = _held(model, max_model_len, WEIGHT_ITEMSIZE[weights], drafter, stored, on_cpu)
-    scratch = scratch_bytes(model, max_rows, max_seqs, itemsize, kernels, drafter)
-    scratch += capture_bytes(model, max_rows, itemsize) if (kv, config.tq_mode) == CAPTURED else 0
+    captured = capture_bytes(model, max_rows, itemsize) if (kv, config.tq_mode) == CAPTURED else 0
+    scratch = scratch_bytes(model, max_rows, max_seqs, itemsize, kernels, drafter) + captured
     room = int(hardware.free_bytes * config.memory_fraction) - held - scratch - recordings
     states = _states(config, model, drafter, max_seqs, itemsize, room, fallbacks)
     max_seqs, state_bytes = (states.slots, states.nbytes) if states else (max_seqs, 0)
     room, quarter = room - state_bytes, int(hardware.free_bytes * CPU_KV_SHARE)
     step = StepSize(max_model_len, max_seqs, max_rows)
     caches = _caches(config, model, drafter, kv, kernels, itemsize, step, min(room, quarter) if on_cpu else room)
-    per_block, pages = max(caches.block_bytes, 1), caches.page_bytes  # no blocks, if all layers slide
-    fallbacks += _fewer_requests(caches.requests, max_seqs, pages)
+    fallbacks += _fewer_requests(caches.requests, max_seqs, caches.page_bytes)
     max_seqs = min(max_seqs, caches.requests)
-    num_blocks = _num_blocks(config, hardware, room, pages, per_block, max_model_len, max_seqs)
+    memory = MemoryPlan(held, 0, scratch, hardware.free_bytes, caches.page_bytes, recordings, state_bytes)
+    per_block = max(caches.block_bytes, 1)  # no blocks, if all layers slide
+    num_blocks = _num_blocks(config, memory, on_cpu, room, per_block, max_model_len, max_seqs)
     context = min(max_model_len, num_blocks * config.block_size)
     if context < max_model_len and not config.kv_tokens:  # a context that follows from kv_tokens was asked for
         smaller = smaller_formats(model, kv, hardware, weights, kernels, config.block_size)
@@ -139,7 +139,7 @@ def resolve(
         num_blocks=num_blocks,
         prefix_cache=config.prefix_cache,
         graphs=graphs,
-        memory=MemoryPlan(held, num_blocks * per_block, scratch, hardware.free_bytes, pages, recordings, state_bytes),
+        memory=replace(memory, kv=num_blocks * per_block),
         coded=caches.coded,
         windows=caches.windows,
         states=states,
@@ -256,13 +256,14 @@ def _states(
     number = max_seqs if config.max_seqs else fewer_requests(model, max_seqs, deepest, itemsize, room)
     if number < max_seqs:
         reason = "the states of recurrent layers would leave less than half of the caches' memory to keys and values"
-        fallbacks.append(Fallback(f"{number} requests at once instead of {max_seqs}", reason))
+        fallbacks.append(Fallback(_at_once(number, max_seqs), reason))
     return plan_states(model, number, deepest, itemsize, room, config.prefix_cache)
 
 
-def _unknown_keys(keys: tuple[str, ...]) -> Fallback:
+def _unknown_keys(keys: tuple[str, ...]) -> list[Fallback]:
     reason = "if one of them changes what the model computes, its text is not the model's"
-    return Fallback("keys of config.json that are not known here are ignored", f"{', '.join(keys)}; {reason}")
+    name = "keys of config.json that are not known here are ignored"
+    return [Fallback(name, f"{', '.join(keys)}; {reason}")] if keys else []
 
 
 def _weights(config: EngineConfig, hardware: Hardware, native_problem: str | None, fallbacks: list[Fallback]) -> str:
@@ -311,26 +312,29 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _num_blocks(
-    config: EngineConfig, hardware: Hardware, room: int, pages: int, per_block: int, max_model_len: int, max_seqs: int
+    config: EngineConfig,
+    memory: MemoryPlan,  # without blocks
+    on_cpu: bool,
+    room: int,  # bytes for blocks and pages
+    per_block: int,
+    max_model_len: int,
+    max_seqs: int,
 ) -> int:
-    """Blocks of the KV cache. room: bytes for blocks and pages; pages: bytes of the latter."""
+    """Blocks of the KV cache. Raises UserError if too few fit, with the sums."""
+    pages = memory.pages
     room -= pages
     size, fits = config.block_size, max(room // per_block, 0)
     context = -(-max_model_len // size)  # in blocks
     wanted = -(-config.kv_tokens // size)
     if fits * size < min(LEAST_CONTEXT, max_model_len):
-        taken = int(hardware.free_bytes * config.memory_fraction) - room
-        raise UserError(
-            f"the model does not fit: weights, scratch, states and pages take {taken / 2**30:.1f} GiB, "
-            f"{hardware.free_bytes / 2**30:.1f} GiB are free and {config.memory_fraction:.0%} of that may be used"
-        )
+        raise UserError(memory.refusal(config.memory_fraction))
     if wanted > fits:
         raise UserError(
             f"kv_tokens is {config.kv_tokens}, {wanted * per_block / 2**30:.1f} GiB; weights, scratch and "
             f"{pages / 2**30:.1f} GiB of pages leave {room / 2**30:.1f} GiB: ask for {fits * size} or fewer"
         )
-    if hardware.device == "cpu":
-        fits = min(fits, max((int(hardware.free_bytes * CPU_KV_SHARE) - pages) // per_block, context))
+    if on_cpu:
+        fits = min(fits, max((int(memory.free * CPU_KV_SHARE) - pages) // per_block, context))
     fits = min(wanted or fits, max_seqs * context)
     if config.max_model_len and fits < context:
         holds = f"max_model_len is {max_model_len}, but the KV cache holds {fits * size} tokens"
@@ -347,12 +351,15 @@ def _fewer_requests(fits: int, wanted: int, pages: int) -> list[Fallback]:
     """None, if as many fit as are wanted."""
     if fits >= wanted:
         return []
-    name = f"at most {fits} {'requests' if fits > 1 else 'request'} at once instead of {wanted}"
     reason = (
         f"layers with a sliding window keep pages for every request, {pages / 2**30:.1f} GiB in all; the other layers' "
         "context comes first, so a smaller max_model_len or kv_tokens leaves more to pages"
     )
-    return [Fallback(name, reason)]
+    return [Fallback(f"at most {_at_once(fits, wanted)}", reason)]
+
+
+def _at_once(requests: int, wanted: int) -> str:
+    return f"{requests} request{'s' * (requests != 1)} at once instead of {wanted}"
 
 
 def _shorter_context(tokens: int, wanted: int, smaller: Sequence[str]) -> Fallback:

@@ -61,18 +61,18 @@ def plan_states(
     room: int,  # bytes for all caches
     has_prefixes: bool,
 ) -> StatePlan | None:
-    """None for a model without recurrent layers. Raises UserError where the slots do not fit."""
+    """None for a model without recurrent layers. Raises UserError where more slots are asked for than fit. If not one
+    fits, the weights are what is too large, so whoever adds everything up refuses."""
     layers = recurrent_layers(model)
     if not layers:
         return None
     most_rows = max(1 + deepest, FOLD)
     slot, page = state_bytes(layers, most_rows, itemsize)
-    if max_seqs * slot >= room:
-        fit = max(room - 1, 0) // slot
-        what = f"ask for max_seqs {fit} or fewer" if fit else "use a machine with more memory"
+    fit = max(room - 1, 0) // slot
+    if fit and max_seqs > fit:
         raise UserError(
             f"the recurrent states of {max_seqs} requests take {max_seqs * slot / 2**30:.1f} GiB, and "
-            f"{max(room, 0) / 2**30:.1f} GiB are left for all caches: {what}"
+            f"{room / 2**30:.1f} GiB are left for all caches: ask for max_seqs {fit} or fewer"
         )
     pages = max(min(room // PAGE_SHARE // page, MOST_PAGES * max_seqs), LEAST_PAGES) if has_prefixes else 0
     return StatePlan(max_seqs, pages, most_rows, slot, page)

@@ -126,8 +126,32 @@ def test_streams_that_do_not_fit_at_once_are_marked(capsys: pytest.CaptureFixtur
         *text, last = capsys.readouterr().out.splitlines()
         found = json.loads(last)
         assert found["holds_all"] == fits == (found["max_streams"] >= streams)
-        marks = [line for line in text if "NOT ALL FIT AT ONCE: 18 do" in line]
+        marks = [line for line in text if "NOT ALL FIT AT ONCE: 18 of 64 streams run" in line]
         assert len(marks) == (not fits)
+
+
+def test_speeds_are_those_of_streams_that_run(capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for streams in ("1000", "178"):
+        assert main(["plan", "--machine", "h200", "--model", "qwen3-8b", "--concurrency", streams, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    assert found[0]["running"] == found[1]["running"] == 178 and found[0]["plain_tok_s"] == found[1]["plain_tok_s"]
+
+
+def test_no_speed_is_printed_of_what_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The drafter takes the memory that a stream needs: that is said, and it is recommended to leave it out."""
+    command = ["plan", "--machine", "rtx-5090", "--model", "qwen3.5-27b", "--weights", "nvfp4", "--compare"]
+    command += ["--drafter", "qwen3.5-27b-dflash"]
+    assert main([*command, "--json"]) == 0
+    *text, last = capsys.readouterr().out.splitlines()
+    found, said = json.loads(last), "\n".join(text)
+    assert "speed: none, because no stream of 4,096 tokens can run" in said and "dialogue (" not in said
+    assert "recommended: Serve it with --kv exact --drafter none" in said and "; without it 48,688 do" in said
+    assert found["running"] == 0 and not found["by_class"]
+    assert not any(found[name] for name in ("plain_tok_s", "drafted_tok_s", "low", "high"))
+    assert all(each["tok_s"] == 0 for each in found["alternatives"] if "tok_s" in each and not each["max_streams"])
+    assert main([*command, "--plot", str(tmp_path / "plot.svg")]) == 1
+    assert "nothing to plot: no stream" in capsys.readouterr().err
 
 
 def test_an_acceptance_takes_the_place_of_classes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,6 +197,11 @@ def test_a_drafter_may_be_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "gpt-oss-129b"], "did you mean gpt-oss-120b"),
         (["--drafter", "dflash-6x"], "Unknown drafter 'dflash-6x': did you mean dflash-5x"),
         (["--model", "gemma4-31b", "--machine", "rtx-5090"], "does not fit.*in nvfp4 it would fit"),
+        (["--model", "qwen3.5-27b", "--machine", "rtx-5090"], "does not fit.*weights 50.2.*in nvfp4 it would fit"),
+        (
+            ["--model", "gemma4-31b", "--machine", "rtx-5090", "--weights", "nvfp4", "--drafter", "gemma4-31b-dflash"],
+            "without the drafter it would fit, with [0-9,]+ tokens of context",
+        ),
         (["--machine", "gb20"], "machine 'gb20' is not known"),
         (["--kv", "fp4"], "kv is 'fp4'"),
         (["--weights", "fp3"], "'fp3' is no format"),

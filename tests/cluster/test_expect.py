@@ -87,7 +87,11 @@ def test_what_fits_and_what_is_refused() -> None:
     most = both.tokens // 1024
     assert case(replace(llama, machine=small, streams=most), 2, TENSOR, NO_TIME).forecast
     many = case(replace(llama, machine=small, streams=most + 1), 2, TENSOR, NO_TIME)
-    assert many.refusal.endswith(f"tokens of context fit, and {most + 1} streams have {(most + 1) * 1024:,}"), many
+    assert most <= many.streams <= most + 1 and many.tokens >= 1024 * many.streams
+    crowd = case(replace(llama, machine=small, streams=1000), 2, TENSOR, NO_TIME)
+    assert crowd.forecast and crowd.streams < 1000 and crowd.plain == crowd.forecast.speed(streams=crowd.streams)
+    none = case(replace(llama, machine=small, context=131072), 2, TENSOR, NO_TIME)
+    assert none.refusal.endswith("tokens of context fit, and a stream has 131,072"), none
 
 
 def test_a_pipeline_helps_many_streams_and_not_one() -> None:

@@ -8,9 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from sparkdraft.models.layers import ExpertsSpec
+from sparkdraft.plan.forecast import CLASSES, MANY, Range
 from sparkdraft.plan.machine import find_machine, known_machines
 from sparkdraft.plan.roofline import Load, Rates, Target, step
 from sparkdraft.plan.weight_formats import WeightFormats
+from sparkdraft.spec.best_depths import expected_tokens
 from tests.plan.published import DRAFTERS, MODELS
 
 DATA: dict[str, Any] = json.loads(Path(__file__).with_name("figures.json").read_text(encoding="utf-8"))
@@ -50,6 +53,17 @@ def ratio(figure: dict[str, Any]) -> float:
     """Predicted over measured; of a range, over what is nearest in it."""
     predicted, (low, high) = speed(figure), figure["measured"]
     return predicted / min(max(predicted, low), high)
+
+
+def assumed(figure: dict[str, Any]) -> Range:
+    """What is predicted where nobody states an acceptance: by the class of text, with its range and the model's own."""
+    error, depth = MACHINES[figure["machine"]].losses(figure["engine"]).error, figure["depth"]
+    has_experts = any(isinstance(layer.mlp, ExpertsSpec) for layer in MODELS[figure["model"]].layers)
+    share = error.experts if has_experts or figure["streams"] >= MANY else error.dense
+    usual, low, high = (
+        speed(figure | {"tokens": expected_tokens([chance] * depth)[depth]}) for chance in CLASSES[figure["text"]]
+    )
+    return Range(usual, low * (1 - share), high * (1 + share))
 
 
 def table() -> str:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
-from sparkdraft.plan.advice import Alternative, Bought, bought, compare, recommend
-from sparkdraft.plan.forecast import Forecast
+from sparkdraft.bench.named_shapes import drafter_shape, shape
+from sparkdraft.config import KV_FORMATS, EngineConfig
+from sparkdraft.plan.advice import Alternative, Bought, bought, compare, recommend, tried, with_kv, without_drafter
+from sparkdraft.plan.forecast import NOTHING, Forecast, Question
+from sparkdraft.plan.machine import find_machine
+from sparkdraft.plan.weight_formats import WeightFormats
 from tests.plan.test_forecast import question
 
 
@@ -30,7 +35,7 @@ def test_which_cache_for_which_load(streams: int, context: int, kv: str, why: st
 
 def test_drafts_are_advised_where_they_pay() -> None:
     dense = recommend(Forecast(question(drafter="dflash-5x")))
-    assert dense.drafts and "to 5." in dense.reasons[1], "a dense model gains on every text"
+    assert dense.drafts and "2.0 to 4.3 times" in dense.reasons[1], "a dense model gains on every text"
     experts = question("gpt-oss-120b", drafter="gpt-oss-120b-dflash", weights="bfloat16,experts=mxfp4", streams=4,
                        context=32768)  # fmt: skip
     mixed = recommend(Forecast(experts))
@@ -40,6 +45,44 @@ def test_drafts_are_advised_where_they_pay() -> None:
     never = recommend(Forecast(hopeless))
     assert not never.drafts and "--spec off" in never.sentence()
     assert recommend(Forecast(question())).drafts, "the request's own text may repeat itself"
+
+
+def tight(streams: int = 1) -> Question:
+    """A pair that leaves next to nothing of the machine's memory."""
+    model, config = shape("qwen3.5-27b"), EngineConfig()
+    drafter = drafter_shape("qwen3.5-27b-dflash", model)
+    return Question(model, find_machine("rtx-5090"), config, WeightFormats.parse("nvfp4"), drafter, streams)
+
+
+def test_a_drafter_that_leaves_no_room_for_a_stream_is_left_out() -> None:
+    asked = tight()
+    forecast = Forecast(asked)
+    assert forecast.running() == 0 and forecast.plain == NOTHING == forecast.by_class["code"].speed
+    advice = recommend(forecast)
+    assert advice.runs and not advice.drafts and "--drafter none" in advice.flags
+    assert re.search(r"beside the drafter \d+ tokens.*; without it [\d,]+ do, \d+ such streams", advice.sentence())
+    short = recommend(Forecast(replace(asked, context=512)))
+    assert short.drafts and short.drafter, "a stream that fits beside it is drafted"
+
+
+def test_many_plain_streams_may_be_worth_more_than_few_drafted_ones() -> None:
+    crowd = tight(100)
+    advice = recommend(Forecast(crowd))
+    best = Forecast(with_kv(without_drafter(crowd), advice.kv))
+    assert not advice.drafter and best.plain.expected > max(
+        found.middle.speed.expected for kv in KV_FORMATS if (found := tried(with_kv(crowd, kv))[0]) and found.middle
+    )
+
+
+def test_where_nothing_runs_nothing_is_recommended() -> None:
+    advice = recommend(Forecast(question("gemma4-31b", machine="rtx-5090", weights="nvfp4", context=262144)))
+    assert not advice.runs and advice.sentence().startswith("This cannot be served: no stream of 262,144 tokens fits")
+    assert re.search(r"ask for a --context of [\d,]+ or less", advice.sentence())
+
+
+def test_more_streams_than_serve_runs_by_itself_need_a_flag() -> None:
+    assert "--max-seqs 100" in recommend(Forecast(question(machine="h200", streams=100))).flags
+    assert "--max-seqs" not in recommend(Forecast(question(machine="h200", streams=64))).flags
 
 
 def test_the_largest_part_of_a_step_names_the_remedy() -> None:
@@ -64,6 +107,8 @@ def test_what_turboquant_buys() -> None:
     assert isinstance(short, Bought) and isinstance(long, Bought)
     assert 1.0 < short.plain < 1.2 < long.plain < 2.0 and short.tokens == pytest.approx(4.3, abs=0.2)
     assert short.drafted is None and found[131072] == "the model was made for 40,960 tokens"
+    long = bought(Forecast(question("llama-3.1-8b", machine="rtx-5090", streams=4)), "turboquant")[131072]
+    assert long == "no stream fits with exact K/V, and 2 with turboquant"
     refused = bought(Forecast(question("gemma4-31b", weights="nvfp4")), "turboquant")
     assert all(isinstance(each, str) and "head dims" in each for each in refused.values())
 

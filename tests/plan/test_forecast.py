@@ -168,5 +168,33 @@ def test_recurrent_states_are_a_part_of_a_step_and_bound_the_streams() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_the_sums() -> None:
-    with pytest.raises(UserError, match=r"does not fit: weights, scratch.* take 6\d\.\d GiB"):
-        Forecast(question("gemma4-31b", machine="rtx-5090"))
+    """The largest part first, and that is the weights, of recurrent models too."""
+    for name in ("gemma4-31b", "qwen3.5-27b"):
+        with pytest.raises(
+            UserError, match=r"does not fit: .* it takes [56]\d\.\d without K/V \(weights 5\d\.\d, a step"
+        ):
+            Forecast(question(name, machine="rtx-5090"))
+
+
+def test_speeds_are_those_of_the_streams_that_run_at_once() -> None:
+    many, most = Forecast(question(machine="h200", streams=1000)), Forecast(question(machine="h200", streams=178))
+    assert many.running() == 178 == most.running() and not many.holds_all and most.holds_all
+    assert many.plain == most.plain and many.seconds() == most.seconds()
+    assert many.running(32768) < 178, "and of a longer context fewer"
+    assert many.speed(context=32768) == many.speed(context=32768, streams=many.running(32768))
+
+
+def test_more_recurrent_streams_than_fit_are_planned_as_far_as_they_do() -> None:
+    """Each keeps a state, so a plan for all of them would be refused."""
+    forecast = Forecast(question("qwen3.5-27b", machine="h200", streams=1000))
+    assert 64 < forecast.running() == forecast.max_streams == forecast.plan.max_seqs < 1000
+    with pytest.raises(UserError, match="ask for max_seqs"):
+        Forecast(replace(forecast.question, config=EngineConfig(max_seqs=1000)))
+
+
+def test_a_stated_acceptance_narrows_the_range() -> None:
+    asked = question(drafter="dflash-5x")
+    found = Forecast(asked).by_class["prose"]
+    stated = Forecast(replace(asked, chances={"prose": found.chance})).by_class["prose"]
+    assert stated.speed.expected == found.speed.expected
+    assert found.speed.low < stated.speed.low and stated.speed.high < found.speed.high

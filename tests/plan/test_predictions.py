@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.plan.predicted import DATA, FIGURES, ratio, seconds, table
+from sparkdraft.plan.forecast import CLASSES, chance_of
+from tests.plan.predicted import DATA, FIGURES, assumed, ratio, seconds, table
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
@@ -74,6 +75,30 @@ def test_every_miss_is_explained() -> None:
         assert (error > limit) == ("miss" in figure), f"{label(figure)}: {error:.1%} off"
         if "miss" in figure:
             assert figure["id"] in DOCS, f"{label(figure)} is not in docs/plan.md"
+
+
+@pytest.mark.parametrize("text", CLASSES)
+def test_the_chances_of_a_class_are_those_that_users_reported(text: str) -> None:
+    reports = [each for each in DATA["acceptances"] if each["text"] == text]
+    found = [chance_of(each["tokens"], each["depth"]) for each in reports]
+    tenths = statistics.quantiles(found, n=10, method="inclusive")
+    assert CLASSES[text] == pytest.approx((statistics.median(found), tenths[0], tenths[-1]), abs=0.006)
+    assert len({(each["pair"], each["source"]) for each in reports}) == len(reports) >= 6
+
+
+def test_without_a_stated_acceptance_speeds_lie_in_the_range() -> None:
+    """The acceptance that each figure states is put aside, and that of its class of text is taken."""
+    figures = [figure for figure in FIGURES if "text" in figure]
+    inside, ratios = 0, {}
+    for figure in figures:
+        usual, low, high = assumed(figure)
+        inside += low <= figure["measured"][1] and figure["measured"][0] <= high
+        ratios.setdefault((figure["model"], figure["drafter"], figure["text"]), usual / figure["measured"][0])
+    assert inside >= 0.9 * len(figures)
+    assert 0.9 < statistics.geometric_mean(ratios.values()) < 1.1, (
+        "neither too high nor too low, each pair counted once"
+    )
+    assert f"{inside} of {len(figures)} drafted speeds" in DOCS
 
 
 def test_the_best_depth_of_a_chain_comes_out_as_measured() -> None:
