@@ -146,7 +146,7 @@ def test_the_embedded_drafter_needs_no_flag() -> None:
     assert plain.speculation is None and plain.ids == drafted.ids
 
 
-def test_nothing_is_recorded_while_a_request_waits() -> None:
+def test_nothing_is_recorded_while_a_request_waits(untimed: None) -> None:
     """A block may be cut to any number of drafts: the steps of one request are all recorded at start."""
     model = LLM("smollm2")
     graphs = model.engine.runner.graphs

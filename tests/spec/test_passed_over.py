@@ -13,7 +13,6 @@ import torch
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.engine import proposer
-from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.gaps import Sure
 from tests.models.tiny import write_tiny
@@ -25,19 +24,17 @@ OUTPUT = 70
 
 
 @pytest.fixture
-def llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
-    """Alone a request gains by any draft; two at a time lose by every draft. The real times of steps are not learnt."""
+def llm(tmp_path: Path, untimed: None) -> LLM:
+    """Alone a request gains by any draft; two at a time lose by every draft."""
     target = write_tiny(tmp_path / "target", "qwen3")
     drafter = write_drafter(tmp_path / "drafter", zlab(body()), random_tensors(body()))
     llm = LLM(str(target), drafter=str(drafter), dtype="float32", threads=1, ngram=False, kv_tokens=16 * SIZE)
     controller = llm.engine.drafting.controllers["dflash"]
-    controller.costs.clear()
     for depth in (0, 1, 3, 7) * 2:
         for context in (32, 300):
             controller.measured(depth, 1, context, 1.0 + 0.001 * depth)
             controller.measured(depth, 2, context, 1.0 + 4.0 * depth)
-    monkeypatch.setattr(Drafting, "_measured", lambda *_: None)
-    llm.engine.drafting.proposer._gaps[:] = False  # type: ignore[union-attr]  # what a slow start left
+    llm.engine.drafting._pays.clear()  # the answers of the start, when no cost was known
     with torch.inference_mode():
         for cache in (*drafter_kv(llm).k, *drafter_kv(llm).v):
             cache.fill_(float("nan"))
