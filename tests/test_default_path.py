@@ -19,6 +19,7 @@ import pytest
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.engine.graphs import Shape
+from tests.patience import PATIENT
 from tests.server.test_serve import started
 
 ROOT = Path(__file__).parent.parent
@@ -99,7 +100,7 @@ def recipe(target: str) -> list[str]:
 def test_make_demo_has_nothing_to_say(smollm2_path: Path) -> None:
     """With fewer tokens: tests/test_readme.py runs all of it, in the long tests."""
     command = [sys.executable, "-m", "sparkdraft.cli.main", *recipe("demo"), "--max-tokens", "32"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENT)
     assert result.returncode == 0, result.stderr
     assert "note" not in result.stderr and "fallback" not in result.stderr, result.stderr
     assert "The two texts are the same" in result.stdout
@@ -110,10 +111,10 @@ def test_make_serve_has_nothing_to_say(smollm2_path: Path) -> None:
     assert recipe("serve") == ["serve"]
     with started() as server:
         url = server.wait_for(r"chat +(http://127\.0\.0\.1:\d+)/").group(1)
-        server.wait_for("ready after", seconds=240)
-        status = httpx.get(url + "/v1/status").json()
+        server.wait_for("ready after")
+        status = httpx.get(url + "/v1/status", timeout=PATIENT).json()
         assert status["fallbacks"] == [], status["fallbacks"]
         assert status["plan_facts"]["graphs"] and status["plan_facts"]["kernels"] == "native"
         assert not [line for line in server.lines if "note" in line or "fallback" in line]
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(60) == 0
+        assert server.process.wait(PATIENT) == 0

@@ -19,8 +19,7 @@ from rich.console import Console
 
 from sparkdraft import progress as module
 from sparkdraft.progress import Meter, progress, waiting
-
-PATIENT = 60.0  # seconds until a test gives up
+from tests.patience import PATIENT
 
 
 class Stream(io.StringIO):

@@ -13,6 +13,7 @@ import pytest
 
 from sparkdraft.cli.main import parser
 from tests.cli.said import in_process
+from tests.patience import PATIENT
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -49,7 +50,7 @@ def test_commands_run(command: str, smollm2_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("command", [c for c in OFFLINE if c.startswith(LONG)])
 def test_long_commands_run(command: str, smollm2_path: Path) -> None:
     args = [sys.executable, "-m", "sparkdraft.cli.main", *shlex.split(command)[1:]]
-    result = subprocess.run(args, input=b"/quit\n", capture_output=True, timeout=240)
+    result = subprocess.run(args, input=b"/quit\n", capture_output=True, timeout=PATIENT)
     fine = (0, 1) if "doctor" in command else (0,)  # what it would change about this machine is no fault of ours
     assert result.returncode in fine, result.stderr.decode()
 

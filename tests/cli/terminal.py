@@ -14,7 +14,8 @@ import time
 from collections.abc import Sequence
 from types import TracebackType
 
-PATIENT = 240.0  # seconds until a test gives up
+from tests.patience import PATIENT
+
 READY = "\x1b[?2004h"  # the prompt asks for pasted text to be marked: from now on it reads keys
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\r")
 CTRL_C, CTRL_D, UP, LEFT, ENTER, ALT_ENTER = "\x03", "\x04", "\x1b[A", "\x1b[D", "\r", "\x1b\r"

@@ -26,6 +26,7 @@ from sparkdraft.llm import LLM
 from sparkdraft.text.style import chat_style
 from tests.cli.terminal import ALT_ENTER, CTRL_C, CTRL_D, ENTER, LEFT, READY, UP, Terminal, paste
 from tests.models.tiny import write_tiny
+from tests.patience import PATIENT
 
 ECHO = "from sparkdraft.cli.chat_input import messages\nfor text in messages(): print(repr(text), flush=True)"
 ANALYSIS = "<|channel|>analysis<|message|>"
@@ -181,17 +182,17 @@ def test_words_stay_whole_however_the_text_is_cut(width: int) -> None:
 @pytest.mark.slow
 def test_each_line_of_a_pipe_is_a_message(folder: Path) -> None:
     lines = b"hello\n\n/stats\n/zzzz\nmore\n/quit\nnever asked\n"
-    result = subprocess.run(chat(folder), input=lines, capture_output=True, timeout=240)
+    result = subprocess.run(chat(folder), input=lines, capture_output=True, timeout=PATIENT)
     errors = result.stderr.decode()
     assert result.returncode == 0, errors
     assert errors.count("5 tokens at") == 1 and "/zzzz is not a command: /help lists them" in errors
     assert "sparkdraft " not in errors, "no banner where nobody looks"
-    alone = subprocess.run(chat(folder), input=b"hello\n", capture_output=True, timeout=240).stdout
+    alone = subprocess.run(chat(folder), input=b"hello\n", capture_output=True, timeout=PATIENT).stdout
     assert alone and result.stdout.startswith(alone) and len(result.stdout) > len(alone)
 
 
 def test_a_pipe_that_is_no_text(folder: Path) -> None:
-    result = subprocess.run(chat(folder), input=b"caf\xe9\n", capture_output=True, timeout=240)
+    result = subprocess.run(chat(folder), input=b"caf\xe9\n", capture_output=True, timeout=PATIENT)
     assert result.returncode == 1 and b"standard input is not valid UTF-8 at byte 3" in result.stderr
 
 

@@ -13,6 +13,7 @@ import pytest
 from sparkdraft.weights.hub import cached_path
 from tests.cli.said import in_process, said
 from tests.models.tiny import write_tiny
+from tests.patience import PATIENT
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sparkdraft(*args: str | bytes, stdin: bytes = b"", **env: str) -> subprocess.CompletedProcess[bytes]:
     command: list[str | bytes] = [sys.executable, "-m", "sparkdraft.cli.main", *args]
-    return subprocess.run(command, input=stdin, capture_output=True, env={**os.environ, **env}, timeout=120)
+    return subprocess.run(command, input=stdin, capture_output=True, env={**os.environ, **env}, timeout=PATIENT)
 
 
 def refused(result: subprocess.CompletedProcess[bytes], words: str) -> None:

@@ -16,6 +16,7 @@ from sparkdraft.cli.main import main
 from sparkdraft.models.registry import read_config
 from sparkdraft.spec.mtp_config import MtpConfig, tensor_shapes
 from sparkdraft.spec.packaged import default_drafter
+from tests.patience import PATIENT
 
 ROOT = Path(__file__).parent.parent.parent
 GB10 = ["plan", "--machine", "gb10", "--model"]
@@ -48,7 +49,9 @@ def test_no_torch_is_imported(tmp_path: Path) -> None:
         "--plot",
         str(tmp_path / "p"),
     ]
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *command], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *command], capture_output=True, text=True, timeout=PATIENT
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["best_depth"] > 0
 
@@ -59,7 +62,7 @@ def test_a_head_in_the_models_file_drafts_as_in_service_without_torch(tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (tmp_path / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
     command = [sys.executable, "-c", WITHOUT_TORCH, *GB10, str(tmp_path), "--weights", "fp8", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENT)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["drafter"] == "mtp" and found["best_depth"] > 0

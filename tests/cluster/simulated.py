@@ -13,13 +13,13 @@ import socket
 import stat
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-PATIENT = 240.0  # seconds until a test gives up
+from tests.patience import PATIENT
+
 NOT_THEIRS = ("NCCL_", "GLOO_", "SPARKDRAFT_")  # variables of this machine
 SSH = """#!{python}
 import json, os, subprocess, sys, time
@@ -221,15 +221,6 @@ class Simulation:
 
     def said(self) -> str:
         return (self.root / "up.log").read_text()
-
-
-def wait_for(what: Callable[[], Any], seconds: float = PATIENT, why: Callable[[], str] = str) -> Any:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if found := what():
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"it did not come true: {why()}")
 
 
 @contextmanager

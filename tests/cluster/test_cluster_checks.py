@@ -30,7 +30,8 @@ from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.doctor.finding import Finding, Status
 from sparkdraft.server.config import ServerConfig
-from tests.cluster.simulated import Simulation, clean, wait_for, write_program, write_vllm
+from tests.cluster.simulated import Simulation, clean, write_program, write_vllm
+from tests.patience import wait_for
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from sparkdraft.cli.main import main
-from tests.cluster.simulated import PATIENT, Simulation, clean, wait_for, write_program
+from tests.cluster.simulated import Simulation, clean, write_program
+from tests.patience import PATIENT, wait_for
 
 
 @pytest.fixture

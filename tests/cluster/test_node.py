@@ -26,7 +26,8 @@ from sparkdraft.cluster.node.watch import COUNTERS, watch
 from sparkdraft.cluster.ranks import Job, Rank
 from sparkdraft.cluster.survey import Seen
 from sparkdraft.core import UserError
-from tests.cluster.simulated import PATIENT, free_ports, wait_for
+from tests.cluster.simulated import free_ports
+from tests.patience import PATIENT, wait_for
 
 STUBBORN = """
 import os, signal, subprocess, sys, time

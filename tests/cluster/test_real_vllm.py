@@ -17,11 +17,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster.simulated import Simulation, clean, wait_for
+from tests.cluster.simulated import Simulation, clean
+from tests.patience import PATIENT, wait_for
 
 VENV = Path(os.environ.get("TEST_VLLM_VENV", "/nowhere"))
 PYTHON, VLLM = str(VENV / "bin/python"), VENV / "bin/vllm"
-SECONDS = 400.0  # until both ranks have imported torch and loaded, on a busy machine
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -63,7 +63,8 @@ def tiny_model(folder: Path) -> Path:
 
 def ask(port: int, ids: list[int]) -> Any:
     body = {"model": "tiny", "prompt": ids, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    return httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=120).json()["choices"][0]["text"]
+    answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=PATIENT)
+    return answer.json()["choices"][0]["text"]
 
 
 def test_two_ranks_of_vllm_on_one_machine(tmp_path: Path) -> None:
@@ -75,7 +76,7 @@ def test_two_ranks_of_vllm_on_one_machine(tmp_path: Path) -> None:
         )
         flags = f"--model {model} --served-name tiny --dtype float32 --no-graphs --max-model-len 128 --spec off"
         with here.up(*flags.split(), "--drain-seconds", "1", measure=True) as process:
-            wait_for(lambda: here.state().get("phase") == "ready" or process.poll() is not None, SECONDS, here.said)
+            wait_for(lambda: here.state().get("phase") == "ready" or process.poll() is not None, here.said)
             assert process.poll() is None, here.said()
             assert "an all-reduce: measured now between 2 ranks" in here.said()
             text = ask(here.port, [5, 6, 7])
@@ -83,10 +84,10 @@ def test_two_ranks_of_vllm_on_one_machine(tmp_path: Path) -> None:
             logs = [(here.cache / f"cluster/sparks/rank{rank}.log").read_text() for rank in (0, 1)]
             assert "headless multiproc executor" in logs[1] and "world_size=2" in logs[0]
             os.kill(here.state()["pids"][1], signal.SIGKILL)
-            wait_for(lambda: here.state()["restarts"] and here.state()["phase"] == "ready", SECONDS, here.said)
+            wait_for(lambda: here.state()["restarts"] and here.state()["phase"] == "ready", here.said)
             assert ask(here.port, [5, 6, 7]) == text
-            assert here.command("down").returncode == 0 and process.wait(60) == 0
-            wait_for(lambda: not here.processes(), 60, lambda: str(here.processes()))
+            assert here.command("down").returncode == 0 and process.wait(PATIENT) == 0
+            wait_for(lambda: not here.processes(), lambda: str(here.processes()))
 
 
 def test_its_versions_are_read_without_importing_it() -> None:

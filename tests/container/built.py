@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from tests.patience import PATIENT
+
 ROOT = Path(__file__).parents[2]
 SUITE, PYTHON = "bookworm", "3.11"  # Debian's suite for the base, and the Python in it
 MIRROR = "http://deb.debian.org/debian"
@@ -120,7 +122,7 @@ class Container:
         """A second process in it, as `docker exec` has it."""
         inside = ("nsenter", "--target", str(self.pid), "--mount", "--pid")
         change = ("chroot", f"--userspec={user or self.user}", str(self.root), "/usr/bin/env", "-i", *self._environ)
-        return subprocess.run([*inside, *change, *words], capture_output=True, text=True, timeout=240)
+        return subprocess.run([*inside, *change, *words], capture_output=True, text=True, timeout=PATIENT)
 
     def said(self) -> str:
         return Path(self.log.name).read_text()

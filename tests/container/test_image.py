@@ -19,6 +19,7 @@ import pytest
 from sparkdraft.spec.packaged import default_drafter
 from tests.container.built import Container, Image, remove, unavailable
 from tests.container.test_container_files import SEEDS
+from tests.patience import PATIENT
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(unavailable()), reason=unavailable())]
 CHECK = ("python", "-m", "sparkdraft.server.healthcheck")
@@ -109,7 +110,7 @@ def test_it_answers_as_another_user_on_a_root_that_cannot_be_written(
 
 
 def test_every_variable_means_what_it_means_in_other_containers(container: Container, client: openai.OpenAI) -> None:
-    found = httpx.get(f"{client.base_url}status", headers={"Authorization": "Bearer key"}).json()
+    found = httpx.get(f"{client.base_url}status", headers={"Authorization": "Bearer key"}, timeout=PATIENT).json()
     plan = found["plan_facts"]
     assert (found["source"], found["names"], found["drafter"]["name"]) == ("/cache/target.gguf", ["small"], "dflash")
     assert (plan["max_model_len"], plan["max_seqs"], plan["max_rows"]) == (2048, 3, 1024), plan
@@ -134,4 +135,4 @@ def test_it_drains_when_it_is_stopped(container: Container, client: openai.OpenA
     os.kill(container.pid, signal.SIGTERM)
     pieces = list(stream)
     assert pieces and pieces[-1].choices[0].finish_reason in ("length", "stop")
-    assert container.outer.wait(60) == 0, container.said()
+    assert container.outer.wait(PATIENT) == 0, container.said()

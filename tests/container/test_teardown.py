@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.container.built import NAMESPACES, START, TOOLS, remove
+from tests.patience import PATIENT
 
 USED = [name for name in TOOLS if name not in ("buildah", "debootstrap", "nsenter")]
 PARENT = """
@@ -45,7 +46,7 @@ def test_nothing_is_left_behind_by_a_test_that_is_killed() -> None:
         inside = [int(each) for each in Path(f"/proc/{outer}/task/{outer}/children").read_text().split()]
         assert said == "up" and len(inside) == 1 and all(map(runs, [int(outer), *inside]))
         parent.kill()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENT
     while (left := [pid for pid in (int(outer), *inside) if runs(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     for pid in left:

@@ -20,6 +20,7 @@ from sparkdraft.interop.tables import read_flags
 from sparkdraft.interop.vllm_flags import VLLM
 from sparkdraft.server.config import FIELDS, merge
 from tests.interop import commands
+from tests.patience import PATIENT
 
 POSTED = {
     "GEMMA_DFLASH": {
@@ -391,7 +392,7 @@ def test_every_flag_of_the_tables_can_be_read() -> None:
 
 def test_the_command_reads_standard_input() -> None:
     command = [sys.executable, "-m", "sparkdraft.cli.main", "import", "-"]
-    result = subprocess.run(command, input=commands.GEMMA_MTP, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, input=commands.GEMMA_MTP, capture_output=True, text=True, timeout=PATIENT)
     assert result.returncode == 0 and result.stdout.startswith("sparkdraft serve --port 11437"), result.stderr
     assert "note: --speculative-config: the depth is fixed" in result.stderr.replace("\n", " ")
 

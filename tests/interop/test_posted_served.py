@@ -9,13 +9,13 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.interop import commands
+from tests.patience import PATIENT, wait_for
 
 POSTED = sorted({name for names in commands.POSTED_IN.values() for name in names})
 # In the place of what belongs to the other model or machine: its name and drafter, a context that is longer than that
@@ -31,17 +31,15 @@ def imported(text: str, folder: Path) -> tuple[str, str]:
         (folder / "compose.yaml").write_text(text)
         text = str(folder / "compose.yaml")
     command = [sys.executable, "-m", "sparkdraft.cli.main", "import", text]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENT)
     assert result.returncode == 0 and len(result.stdout.splitlines()) == 1, result.stderr
     return result.stdout.strip(), result.stderr
 
 
 def listening(log: Path, process: subprocess.Popen[bytes]) -> str:
     """Its address, once it is ready."""
-    deadline = time.monotonic() + 400
-    while "ready after" not in log.read_text():
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-        time.sleep(0.1)
+    wait_for(lambda: process.poll() is not None or "ready after" in log.read_text(), log.read_text)
+    assert process.poll() is None, log.read_text()
     found = re.search(r"chat +(http://127\.0\.0\.1:\d+)/", log.read_text())
     assert found
     return found[1]
@@ -62,17 +60,17 @@ def test_what_is_printed_serves(name: str, smollm2_path: Path, tmp_path: Path) -
         process = subprocess.Popen(shell, env=environ, stderr=output)
     try:
         url = listening(log, process)
-        assert httpx.get(url + "/health").status_code == 200
+        assert httpx.get(url + "/health", timeout=PATIENT).status_code == 200
         words = shlex.split(line)
         served = words[words.index("--served-name") + 1] if "--served-name" in words else "smollm2"
         body = {"model": served, "prompt": "The sea is", "max_tokens": 8}
         headers = {"Authorization": f"Bearer {KEY}"}
-        answer = httpx.post(url + "/v1/completions", json=body, headers=headers, timeout=60)
+        answer = httpx.post(url + "/v1/completions", json=body, headers=headers, timeout=PATIENT)
         assert answer.status_code == 200 and answer.json()["choices"][0]["text"], answer.text
         if headers:
-            assert httpx.post(url + "/v1/completions", json=body).status_code == 401
+            assert httpx.post(url + "/v1/completions", json=body, timeout=PATIENT).status_code == 401
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0, log.read_text()
+        assert process.wait(PATIENT) == 0, log.read_text()
     finally:
         if process.poll() is None:
             process.kill()

@@ -18,6 +18,7 @@ from sparkdraft.interop.recipe_formats import EUGR, FORMATS, SPARKRUN, check, re
 from sparkdraft.interop.recipes import Recipe, find_recipe, recipes
 from sparkdraft.server.config import merge
 from sparkdraft.spec import pairs
+from tests.patience import PATIENT
 from tests.server.test_serve import Started
 
 REPORTED = {name: recipe for name, recipe in recipes().items() if recipe.source}
@@ -156,7 +157,7 @@ def test_a_recipes_drafter_is_for_its_own_model_alone(tmp_path: Path) -> None:
 def test_run_starts_what_the_recipe_says(tmp_path: Path) -> None:
     """Without the model at hand it says so; the flags of `serve` are its own."""
     command = [sys.executable, "-m", "sparkdraft.cli.main", "recipe", "run", "qwen3-8b-dflash", "--host", "0.0.0.0"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENT)
     assert result.returncode == 1 and "--allow-public" in result.stderr
 
 
@@ -168,7 +169,7 @@ def test_a_recipe_serves_the_embedded_model_in_the_place_of_its_own(smollm2_path
         url = server.wait_for(r"chat +(http://127\.0\.0\.1:\d+)/").group(1)
         server.wait_for("ready after", 240)
         server.wait_for("drafter: dflash, up to 15 drafts")
-        status = httpx.get(url + "/v1/status").text
+        status = httpx.get(url + "/v1/status", timeout=PATIENT).text
         assert "context 512 tokens, 16 requests at once" in status, status
     finally:
         server.process.kill()

@@ -10,20 +10,18 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 
 from sparkdraft.interop.child import free_port, url_of
 from sparkdraft.interop.supervise import Supervised
 from tests.interop.fake_vllm import write_fake
+from tests.patience import PATIENT, wait_for
 
 MODEL = ("--model", "Qwen/Qwen3-8B")
-PATIENT = 240.0  # seconds until a test gives up
 
 
 def alive(pid: int) -> bool:
@@ -31,15 +29,6 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def wait_for(what: Any) -> Any:
-    deadline = time.monotonic() + PATIENT
-    while time.monotonic() < deadline:
-        if found := what():
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"{what} did not come true")
 
 
 @contextmanager

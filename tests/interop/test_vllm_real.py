@@ -30,6 +30,7 @@ from sparkdraft.interop.child import free_port
 from sparkdraft.llm import LLM
 from sparkdraft.train.export import ExportTarget, export
 from tests.models.tiny import write_tiny
+from tests.patience import PATIENT
 from tests.spec.tiny_drafter import body, random_tensors, zlab
 
 VENV = Path(os.environ.get("TEST_VLLM_VENV", "/nowhere"))
@@ -219,12 +220,12 @@ def _health(url: str) -> int:
 
 
 def _get(url: str, path: str) -> httpx.Response:
-    return httpx.get(f"{url}{path}", headers={"Authorization": "Bearer key"}, timeout=30, trust_env=False)
+    return httpx.get(f"{url}{path}", headers={"Authorization": "Bearer key"}, timeout=PATIENT, trust_env=False)
 
 
 def test_it_is_served_behind_our_front(front: tuple[str, subprocess.Popen[bytes]]) -> None:
     url, _ = front
-    client = OpenAI(base_url=f"{url}/v1", api_key="key", timeout=120)
+    client = OpenAI(base_url=f"{url}/v1", api_key="key", timeout=PATIENT)
     messages: Any = [{"role": "user", "content": "Count from 1 to 20."}]
     answer = client.chat.completions.create(model="m", messages=messages, max_tokens=32, temperature=0)
     stats = (answer.model_extra or {})["metrics"]["speculative_decoding"]
@@ -232,7 +233,7 @@ def test_it_is_served_behind_our_front(front: tuple[str, subprocess.Popen[bytes]
     stream = client.chat.completions.create(model="m", messages=messages, max_tokens=32, temperature=0, stream=True)
     pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
     assert "".join(pieces) == answer.choices[0].message.content and len(pieces) > 2
-    assert httpx.get(f"{url}/v1/models", trust_env=False).status_code == 401
+    assert httpx.get(f"{url}/v1/models", timeout=PATIENT, trust_env=False).status_code == 401
     metrics = _get(url, "/metrics").text
     assert "\nsparkdraft_spec_decode_num_accepted_tokens_total{" in metrics and "vllm:" not in metrics
     assert 'sparkdraft_vllm_patches{state="not needed"} 5' in metrics
@@ -256,7 +257,7 @@ def test_both_engines_write_the_same(
     """By the openai client, and by what `bench serve` sends and reads."""
     texts, benched = [], []
     for url, _ in (front, own):
-        client = OpenAI(base_url=f"{url}/v1", api_key="key", timeout=300)
+        client = OpenAI(base_url=f"{url}/v1", api_key="key", timeout=PATIENT)
         answers = [
             client.chat.completions.create(
                 model="m", messages=[{"role": "user", "content": text}], max_tokens=24, temperature=0
@@ -277,7 +278,7 @@ def test_a_signal_ends_all_of_it(front: tuple[str, subprocess.Popen[bytes]]) -> 
     below = _below(process.pid)
     assert len(below) >= 3, "vLLM runs in several processes"
     process.send_signal(signal.SIGTERM)
-    assert process.wait(90) == 0 and not [pid for pid in below if Path(f"/proc/{pid}").exists()]
+    assert process.wait(PATIENT) == 0 and not [pid for pid in below if Path(f"/proc/{pid}").exists()]
 
 
 def _below(pid: int) -> list[int]:

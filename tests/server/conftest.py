@@ -10,7 +10,6 @@ import asyncio
 import json
 import sys
 import threading
-import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
@@ -32,8 +31,8 @@ from sparkdraft.server.messages import TokenEvent
 from sparkdraft.server.pulse import Pulse
 from sparkdraft.server.run import Server, address_of, listen
 from tests.models.tiny import byte_tokenizer, write_tiny
+from tests.patience import PATIENT, wait_for
 
-PATIENT = 240.0  # seconds until a test gives up
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 Say = Callable[[str, SamplingParams], str | EngineError]
 
@@ -168,15 +167,11 @@ class Live:
         assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
         return [json.loads(line[6:]) for line in lines[:-1]]
 
-    def wait_for(self, what: Callable[[], bool], seconds: float = PATIENT) -> None:
-        deadline = time.monotonic() + seconds
-        while not what():
-            assert time.monotonic() < deadline, "it did not happen in time"
-            time.sleep(0.01)
+    wait_for = staticmethod(wait_for)
 
 
 @contextmanager
-def live(client: Any, ready_within: float = PATIENT, warms_up: bool | None = None, **options: Any) -> Iterator[Live]:
+def live(client: Any, until_ready: bool = True, warms_up: bool | None = None, **options: Any) -> Iterator[Live]:
     config = ServerConfig(port=0, **{"watchdog": False, **options})  # tests shall not depend on a busy machine
     listener = listen(config)
     if warms_up is None:
@@ -186,8 +181,8 @@ def live(client: Any, ready_within: float = PATIENT, warms_up: bool | None = Non
     thread.start()
     running = Live(address_of(listener), server, config)
     try:
-        if ready_within:
-            running.wait_for(lambda: server.service.ready, ready_within)
+        if until_ready:
+            wait_for(lambda: server.service.ready)
         yield running
     finally:
         running.http.close()

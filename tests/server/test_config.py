@@ -16,6 +16,7 @@ from sparkdraft.core import UserError
 from sparkdraft.server.config import FIELDS, OTHER_NAMES, PREFIX, ServerConfig, default_of, merge
 from sparkdraft.server.container_env import CONTAINER_NAMES, container_notes
 from sparkdraft.server.run import listen
+from tests.patience import PATIENT
 
 
 @pytest.fixture
@@ -204,7 +205,7 @@ def test_every_variable_that_the_package_reads_is_known() -> None:
 
 def test_the_command_refuses_before_anything_is_loaded() -> None:
     command = [sys.executable, "-m", "sparkdraft.cli.main", "serve", "--host", "0.0.0.0"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENT)
     assert result.returncode == 1 and "--allow-public" in result.stderr and len(result.stderr.splitlines()) == 1
 
 

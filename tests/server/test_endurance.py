@@ -22,13 +22,13 @@ import pytest
 
 from sparkdraft.config import EngineConfig
 from sparkdraft.server.engine_client import EngineClient
+from tests.patience import PATIENT
 from tests.server.conftest import Live, live
 
 PROMPT = "Tell me something about the sea, number {}."
 CLIENTS = 16
 TOKENS_EACH = 48
 LEAVE_AFTER = 20  # tokens
-HANGS = 300  # seconds after which a request counts as hanging
 ENGINE: dict[str, Any] = {"device": "cpu", "kv_tokens": 4096, "max_seqs": CLIENTS}
 TOKENS = re.compile(rb'"tokens": ?(\d+)')
 
@@ -65,7 +65,7 @@ class Client(threading.Thread):
         address = urlsplit(self.server.url).netloc
         for _ in range(self.questions):
             try:
-                self.ask(HTTPConnection(address, timeout=HANGS))
+                self.ask(HTTPConnection(address, timeout=PATIENT))
             except Exception as error:
                 self.errors.append(repr(error))
                 return
@@ -102,7 +102,7 @@ def crowd(server: Live, questions: int) -> list[Client]:
     for client in clients:
         client.start()
     for client in clients:
-        client.join(questions * HANGS)
+        client.join(questions * PATIENT)
         assert not client.is_alive(), "a client hangs"
     return clients
 
@@ -124,7 +124,7 @@ def test_sixteen_clients_of_whom_a_third_hang_up(small_cache: Live, questions: i
         found: dict[str, Any] = server.http.get("/v1/status").json()["engine"]
         return found
 
-    server.wait_for(lambda: engine()["running"] == 0 and engine()["kv_blocks_free"] == status["kv_blocks_total"], HANGS)
+    server.wait_for(lambda: engine()["running"] == 0 and engine()["kv_blocks_free"] == status["kv_blocks_total"])
     grown = rss(pid) / before - 1
     print(f"{sum(c.answers for c in clients)} answers, memory {grown:+.1%}")
     if questions >= 60:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -27,12 +27,12 @@ from sparkdraft.server.engine_process import EngineLoop
 from sparkdraft.server.messages import Refused, Submit, TokenEvent, pack_params
 from sparkdraft.server.service import as_api_error
 from tests.models.tiny import write_tiny
+from tests.patience import PATIENT, wait_for
 
 OPTIONS = {"dtype": "float32", "device": "cpu", "kv_tokens": 4096, "threads": 1}
 LONG = SamplingParams(max_tokens=450, ignore_eos=True, num_draft=0)
 PROMPT = [*range(10, 40)]
 QUICK = RestartPolicy(first=0.1)
-STARTS = 240.0  # seconds until a test gives up
 LOADING = "import time; from sparkdraft.server.engine_process import main; main(load=lambda *given: time.sleep(600))"
 LOADS_FOR_EVER = (sys.executable, "-c", LOADING)
 
@@ -60,12 +60,12 @@ async def started(folder: Path, restart: RestartPolicy = QUICK) -> EngineClient:
     client = EngineClient(OPTIONS | {"model": str(folder)}, restart)
     assert client.state == "starting"
     await client.start()
-    await until(lambda: client.state == "ready", STARTS)
+    await until(lambda: client.state == "ready")
     return client
 
 
-async def until(holds: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
+async def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENT
     while not holds():
         assert time.monotonic() < deadline, "it did not happen in time"
         await asyncio.sleep(0.01)
@@ -77,7 +77,7 @@ async def collect(stream: TokenStream) -> list[TokenEvent]:
 
 async def settled(client: EngineClient) -> dict[str, Any]:
     """Status once nothing runs, and the step that says so is over."""
-    deadline = time.monotonic() + STARTS
+    deadline = time.monotonic() + PATIENT
     while True:
         status = await client.status()
         if not status["running"] + status["waiting"] + status["compiling"]:
@@ -94,7 +94,8 @@ def held(client: EngineClient) -> Iterator[None]:
     try:
         yield
     finally:
-        os.kill(client.pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):  # a test may have killed it
+            os.kill(client.pid, signal.SIGCONT)
 
 
 def alive(pid: int) -> bool:
@@ -233,7 +234,7 @@ def test_a_bug_that_one_request_meets_is_answered_to_it_alone(error: Exception) 
     for name, params in (("bad", {}), ("grammar", held[0]), ("bad-held", held[1]), ("odd", {"n": []}), ("good", {})):
         loop._handle(Submit(name, PROMPT, params))
     for _ in range(2):
-        loop._handle(loop.wire.inbox.get(timeout=10))
+        loop._handle(loop.wire.inbox.get(timeout=PATIENT))
     said = {message.id: message for message in sent}
     assert said.keys() == {"bad", "grammar", "bad-held", "odd"} and backend.added == 3 and not loop._compiling
     is_ours = not isinstance(error, UserError)
@@ -338,12 +339,13 @@ def test_a_server_that_does_not_read_loses_nothing(runner: asyncio.Runner, clien
 def test_killed_under_load(folder: Path) -> None:
     async def scenario() -> None:
         client = await started(folder)
-        streams = [client.submit(f"r{i}", PROMPT, LONG) for i in range(8)]
-        tasks = [asyncio.create_task(collect(s)) for s in streams]
-        await asyncio.sleep(0.02)
         first = client.pid
         assert first is not None
-        os.kill(first, signal.SIGKILL)
+        with held(client):
+            streams = [client.submit(f"r{i}", PROMPT, LONG) for i in range(8)]
+            tasks = [asyncio.create_task(collect(s)) for s in streams]
+            await asyncio.sleep(0.02)
+            os.kill(first, signal.SIGKILL)
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(r, EngineError) and r.retryable and "SIGKILL" in r.sentence for r in results), results
         assert client.state == "restarting" and client.last_error and "SIGKILL" in client.last_error
@@ -352,7 +354,7 @@ def test_killed_under_load(folder: Path) -> None:
         assert caught.value.retryable
         with pytest.raises(EngineError):
             await client.status()
-        await until(lambda: client.state == "ready", STARTS)
+        await until(lambda: client.state == "ready")
         assert client.restarts == 1 and client.pid != first and not alive(first)
         assert len(await collect(client.submit("r0", PROMPT, LONG))) == 450
         await client.stop()
@@ -384,7 +386,7 @@ def test_preemptions_are_counted(folder: Path) -> None:
     async def scenario() -> None:
         client = EngineClient(OPTIONS | {"model": str(folder), "kv_tokens": 640}, QUICK)
         await client.start()
-        await until(lambda: client.state == "ready", STARTS)
+        await until(lambda: client.state == "ready")
         client.count_anew()
         assert (await client.status())["preemptions"] == 0
         both = [collect(client.submit(name, [*PROMPT, i], LONG)) for i, name in enumerate("ab")]  # 481 tokens each
@@ -401,7 +403,7 @@ def test_a_configuration_that_can_not_run(tmp_path: Path) -> None:
     async def scenario() -> None:
         client = EngineClient({"model": str(tmp_path / "nothing")}, QUICK)
         await client.start()
-        await until(lambda: client.state == "failed", STARTS)
+        await until(lambda: client.state == "failed")
         assert client.last_error and "no file or folder" in client.last_error
         with pytest.raises(EngineError, match="no file or folder") as caught:
             client.submit("r", PROMPT, LONG)
@@ -419,7 +421,7 @@ def test_back_off_doubles_and_stop_ends_it() -> None:
         client = EngineClient({}, RestartPolicy(first=0.05, most=0.1), [sys.executable, "-c", "raise SystemExit(3)"])
         begin = time.monotonic()
         await client.start()
-        await until(lambda: client.restarts == 4, STARTS)
+        await until(lambda: client.restarts == 4)
         assert time.monotonic() - begin > 0.05 + 3 * 0.1
         assert client.state == "restarting" and client.last_error == "the engine process exited with code 3"
         await client.stop(1)
@@ -432,7 +434,7 @@ def test_a_command_that_does_not_exist() -> None:
     async def scenario() -> None:
         client = EngineClient({}, QUICK, ["/nowhere/python"])
         await client.start()
-        await until(lambda: client.restarts == 1, STARTS)
+        await until(lambda: client.restarts == 1)
         assert client.last_error and "could not be started" in client.last_error
         await client.stop()
 
@@ -460,7 +462,7 @@ def test_drain(folder: Path) -> None:
         with held(client):
             running = asyncio.create_task(collect(client.submit("running", PROMPT, LONG)))
             await asyncio.sleep(0.02)
-            stopping = asyncio.create_task(client.stop(drain_seconds=STARTS))
+            stopping = asyncio.create_task(client.stop(drain_seconds=PATIENT))
             await asyncio.sleep(0)
             assert client.state == "draining" and not running.done()
             with pytest.raises(EngineError, match="shutting down"):
@@ -493,8 +495,8 @@ def test_stop_does_not_wait_for_loading() -> None:
     async def scenario() -> None:
         client = EngineClient({}, command=LOADS_FOR_EVER)
         await client.start()
-        await until(lambda: client.stage == "opening", STARTS)
-        await client.stop(drain_seconds=STARTS)
+        await until(lambda: client.stage == "opening")
+        await client.stop(drain_seconds=PATIENT)
         assert client.pid is not None and not alive(client.pid)
 
     asyncio.run(scenario())
@@ -526,10 +528,7 @@ def test_no_orphan(folder: Path, stage: str) -> None:
     assert alive(child)
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + STARTS
-    while alive(child):
-        assert time.monotonic() < deadline, "the engine outlived its server"
-        time.sleep(0.01)
+    wait_for(lambda: not alive(child), lambda: "the engine outlived its server")
 
 
 def test_the_api_side_loads_no_torch() -> None:

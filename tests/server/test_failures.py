@@ -104,7 +104,7 @@ def test_what_waits_is_served_after_a_failed_step(server: Live) -> None:
 def test_a_gpus_error_restarts_the_process(server: Live) -> None:
     error = complete(server, [10], seed=GPU_ERROR)
     assert error.status_code == 503 and "illegal memory access" in error.json()["error"]["message"]
-    server.wait_for(lambda: server.service.client.restarts == 1 and server.service.ready, 60)
+    server.wait_for(lambda: server.service.client.restarts == 1 and server.service.ready)
     assert complete(server, [10, 11, 12], max_tokens=5).status_code == 200
 
 
@@ -115,4 +115,4 @@ def test_a_process_whose_every_step_fails_gives_up(server: Live) -> None:
         assert complete(server, [10], seed=BUG).status_code == 500
     assert server.service.client.restarts == 0
     assert complete(server, [10], seed=BUG).status_code == 503
-    server.wait_for(lambda: server.service.client.restarts == 1 and server.service.ready, 60)
+    server.wait_for(lambda: server.service.client.restarts == 1 and server.service.ready)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from sparkdraft.server.app import create_app
 from sparkdraft.server.config import ServerConfig
+from tests.patience import PATIENT
 from tests.server.conftest import FakeClient, Live, live
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
@@ -27,7 +28,6 @@ schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not i
 FULL = "FUZZ_CASES" in os.environ
 CASES = int(os.environ.get("FUZZ_CASES", "40"))  # at most in each test: a route without a body has one
 WANTED = 2000  # bodies from the document in the full run
-HANGS = 300  # seconds after which a request counts as hanging
 pytestmark = pytest.mark.fuzz
 # The same cases in every run, so that a change is judged by its own faults; FUZZ_RANDOM=1 draws new ones.
 SAME = "FUZZ_RANDOM" not in os.environ
@@ -67,10 +67,10 @@ def test_no_case_breaks_the_server(target: Live, path: str, method: str) -> None
     @given(case=st.one_of([operation.as_strategy(generation_mode=mode) for mode in wanted]))
     @CALM
     def run(case: Any) -> None:
-        answer = case.call(base_url=target.url, headers={"Authorization": "Bearer right"}, timeout=HANGS)
+        answer = case.call(base_url=target.url, headers={"Authorization": "Bearer right"}, timeout=PATIENT)
         if seen(answer) >= 400:
             assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
-        wrong = case.call(base_url=target.url, headers={"Authorization": "Bearer wrong"}, timeout=HANGS)
+        wrong = case.call(base_url=target.url, headers={"Authorization": "Bearer wrong"}, timeout=PATIENT)
         seen(wrong, wrong_key=True)
         SENT.add((f"{method} {path}", repr((case.body, case.query, case.path_parameters))))
 
@@ -109,7 +109,7 @@ MESSAGES = {"messages": [{"role": "user", "content": "x"}], "prompt": "x"}
 def test_right_requests_with_wrong_fields(target: Live, changes: dict[str, Any]) -> None:
     body = json.dumps(MESSAGES | changes).encode("utf-8", "surrogatepass")
     for path in ("/v1/chat/completions", "/v1/completions"):
-        answer = target.http.post(path, content=body, headers={"Content-Type": "application/json"}, timeout=HANGS)
+        answer = target.http.post(path, content=body, headers={"Content-Type": "application/json"}, timeout=PATIENT)
         seen(answer)
 
 
@@ -120,7 +120,7 @@ def test_what_is_beyond_a_limit_is_refused_in_a_sentence(target: Live, changes: 
     for path in ("/v1/chat/completions", "/v1/completions"):
         if path.endswith("chat/completions") and changes.keys() == {"best_of"}:
             continue  # a chat has no such field
-        answer = target.http.post(path, content=body, headers={"Content-Type": "application/json"}, timeout=HANGS)
+        answer = target.http.post(path, content=body, headers={"Content-Type": "application/json"}, timeout=PATIENT)
         assert seen(answer) == 400 and answer.json()["error"]["message"].endswith((".", "...")), answer.text
 
 
@@ -128,7 +128,7 @@ def test_what_is_beyond_a_limit_is_refused_in_a_sentence(target: Live, changes: 
 @CALM
 def test_bytes_that_are_no_json(target: Live, raw: bytes) -> None:
     answer: httpx.Response = target.http.post(
-        "/v1/completions", content=raw, headers={"Content-Type": "application/json"}, timeout=HANGS
+        "/v1/completions", content=raw, headers={"Content-Type": "application/json"}, timeout=PATIENT
     )
     seen(answer)
 

@@ -17,8 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.patience import PATIENT
 from tests.server.conftest import Live
-from tests.server.test_fuzz import CALM, CASES, DOCUMENT, FIELDS, HANGS, JSON, MESSAGES, ODD, TOO_MUCH, schemathesis
+from tests.server.test_fuzz import CALM, CASES, DOCUMENT, FIELDS, JSON, MESSAGES, ODD, TOO_MUCH, schemathesis
 
 pytestmark = pytest.mark.fuzz
 PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -50,7 +51,7 @@ def send(server: Live, path: str, body: Any) -> None:
         body = {name: value for name, value in body.items() if name != "max_completion_tokens"}
     data = json.dumps(body).encode("utf-8", "surrogatepass")
     headers = {"Content-Type": "application/json"}
-    answer: httpx.Response = server.http.post(path, content=data, headers=headers, timeout=HANGS)
+    answer: httpx.Response = server.http.post(path, content=data, headers=headers, timeout=PATIENT)
     assert answer.status_code < 500 and not any(mark in answer.text for mark in OURS), (body, answer.text)
     ANSWERS[answer.status_code] += 1
     if answer.status_code >= 400:

@@ -12,6 +12,7 @@ import pytest
 
 from sparkdraft.server.config import merge
 from sparkdraft.server.healthcheck import check, url_of
+from tests.patience import PATIENT
 from tests.server.conftest import FakeClient, live
 
 
@@ -40,7 +41,7 @@ def test_it_tells_the_truth(tmp_path: Path) -> None:
         (tmp_path / "server.toml").write_text(f"port = {port}\n")
         assert check({"SPARKDRAFT_CONFIG": str(tmp_path / "server.toml")}) == ""
         command = [sys.executable, "-m", "sparkdraft.server.healthcheck"]
-        assert subprocess.run(command, env=os.environ | environ, timeout=60).returncode == 0
+        assert subprocess.run(command, env=os.environ | environ, timeout=PATIENT).returncode == 0
 
 
 def test_a_key_that_is_a_flag_of_serve_is_not_missed() -> None:
@@ -53,6 +54,6 @@ def test_nobody_answers_and_a_wrong_variable() -> None:
         environ = {"SPARKDRAFT_PORT": str(taken.getsockname()[1])}
         assert "does not answer" in check(environ)
         command = [sys.executable, "-m", "sparkdraft.server.healthcheck"]
-        result = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, timeout=60)
+        result = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, timeout=PATIENT)
     assert result.returncode == 1 and len(result.stderr.splitlines()) == 1
     assert "did you mean SPARKDRAFT_PORT?" in check({"SPARKDRAFT_PROT": "1"})

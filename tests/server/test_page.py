@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from tests.fakes.web import serving
+from tests.patience import PATIENT, wait_for
 
 PAGE = Path(__file__).parents[2] / "sparkdraft" / "server" / "page" / "index.html"
 KEY = "open sesame"
@@ -177,11 +177,8 @@ class Tab:
     def count(self, selector: str) -> int:
         return len(self.driver.find_elements("css selector", selector))
 
-    def wait(self, ready: Callable[[], object], what: str, seconds: float = 60) -> None:
-        end = time.monotonic() + seconds
-        while not ready():
-            assert time.monotonic() < end, f"waited {seconds} s for {what}; the page shows: {self.text('body')}"
-            time.sleep(0.05)
+    def wait(self, ready: Callable[[], object], what: str) -> None:
+        wait_for(ready, lambda: f"waited for {what}; the page shows: {self.text('body')}")
 
     def type(self, text: str) -> None:
         self.wait(lambda: self.find("#send").is_enabled(), "the server to be ready")
@@ -288,7 +285,7 @@ def test_stop_and_escape_hang_up(tab: Tab, script: Script) -> None:
         tab.wait(lambda n=turn: "on and on" in tab.text(f".turn:nth-child({n}) .answer > .text"), "the endless answer")
         stop()
         tab.answered(turn)
-        assert script.hung_up.wait(60), "the server was not told"
+        assert script.hung_up.wait(PATIENT), "the server was not told"
         assert "stopped" in tab.text(f".turn:nth-child({turn}) .figures") and tab.find("#send").is_displayed()
     assert [m["role"] for m in script.bodies[1]["messages"]] == ["user", "assistant", "user"]
 
@@ -455,7 +452,7 @@ def test_the_embedded_model(driver: Any, request: pytest.FixtureRequest, tmp_pat
         tab.ask("Write a Python function that merges two sorted lists.")
         tab.answered()
         tab.find(".other").click()
-        tab.wait(lambda: tab.text(".versus"), "the comparison", 60)
+        tab.wait(lambda: tab.text(".versus"), "the comparison")
         assert "The two texts are the same." in tab.text(".versus") and tab.count(".answer:nth-child(1) mark") > 0
         assert tab.number(".step") > 1 and tab.number(".tokens") == 110 and tab.text("#model") == "smollm2"
         picture = Path(os.environ.get("PAGE_PNG", tmp_path / "page.png"))

@@ -31,6 +31,7 @@ from sparkdraft.text import template as templates
 from sparkdraft.text.control import ChatText
 from sparkdraft.text.tokenizer import Tokenizer
 from tests.models.tiny import byte_tokenizer
+from tests.patience import PATIENT
 from tests.server.conftest import FakeClient, Live, live
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -68,7 +69,7 @@ class Slow:
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         self.texts.append(text)
         self.inside.release()
-        assert self.go.wait(240)
+        assert self.go.wait(PATIENT)
         return self.right.encode(text, add_special)
 
     def encode_chat(self, chat: ChatText) -> list[int]:
@@ -76,7 +77,7 @@ class Slow:
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         self.inside.release()
-        assert self.go.wait(240)
+        assert self.go.wait(PATIENT)
         return self.right.decode(ids, skip_special)
 
 
@@ -98,7 +99,7 @@ def test_others_are_answered_while_a_text_is_tokenised(path: str, body: dict[str
         answers: list[int] = []
         asking = threading.Thread(target=lambda: answers.append(server.post(path, **body).status_code))
         asking.start()
-        assert slow.inside.acquire(timeout=240)
+        assert slow.inside.acquire(timeout=PATIENT)
         for _ in range(20):
             assert server.http.get("/health").status_code == 200
         assert not answers, "the slow request was answered before it was let go"
@@ -119,7 +120,7 @@ def test_few_texts_are_tokenised_at_once() -> None:
         for thread in threads:
             thread.start()
         for _ in range(TEXT_THREADS):
-            assert slow.inside.acquire(timeout=240)
+            assert slow.inside.acquire(timeout=PATIENT)
         server.wait_for(lambda: server.service.gate.num_inside == TEXT_THREADS + 3)
         assert len(slow.texts) == TEXT_THREADS
         slow.go.set()
@@ -474,7 +475,7 @@ def test_a_refused_tokenizer_is_told() -> None:
     client = FakeClient(lambda prompt, params: "ok")
     assert client.info is not None
     client.info = replace(client.info, tokenizer="{}")
-    with live(client, ready_within=0) as server:
+    with live(client, until_ready=False) as server:
         server.wait_for(lambda: server.service.state == "failed")
         body = server.http.get("/health").json()
         assert body["status"] == "failed" and "tokenizer" in body["error"]
@@ -491,7 +492,7 @@ def test_options_that_no_command_line_can_hold() -> None:
         await client.stop()
         return client
 
-    client = asyncio.run(asyncio.wait_for(run(), 240))
+    client = asyncio.run(asyncio.wait_for(run(), PATIENT))
     assert client.last_error is not None and "null byte" in client.last_error
 
 

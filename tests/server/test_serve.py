@@ -19,10 +19,10 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.patience import PATIENT, wait_for
 from tests.server.conftest import FakeClient, Live, live
 
 CHAT = "/v1/chat/completions"
-PATIENT = 240.0  # seconds until a test gives up
 
 
 class Started:
@@ -40,16 +40,11 @@ class Started:
 
     def quiet(self) -> None:
         """It has ended, and said nothing that looks like a bug."""
-        self._reader.join(10)
+        self._reader.join(PATIENT)
         assert not any("Traceback" in line or "ERROR" in line for line in self.lines), self.lines
 
-    def wait_for(self, pattern: str, seconds: float = PATIENT) -> re.Match[str]:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if found := re.search(pattern, "\n".join(self.lines)):
-                return found
-            time.sleep(0.05)
-        raise AssertionError(f"no {pattern} in {self.lines}")
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        return wait_for(lambda: re.search(pattern, "\n".join(self.lines)), lambda: f"no {pattern} in {self.lines}")
 
 
 @contextmanager
@@ -67,7 +62,7 @@ def test_it_says_where_it_is_answers_and_drains(tiny_folder: Path) -> None:
     flags = ("--model", str(tiny_folder), "--device", "cpu", "--drain-seconds", "600")
     with started(*flags, SPARKDRAFT_SERVED_NAME="mine") as server:
         url = server.wait_for(r"chat +(http://127\.0\.0\.1:\d+)/").group(1)
-        assert httpx.get(url + "/health").status_code in (200, 503)
+        assert httpx.get(url + "/health", timeout=PATIENT).status_code in (200, 503)
         server.wait_for(r"ready after .* s: cpu")
         server.wait_for("sampling: temperature 1, where a request names nothing else")
         body = {"model": "mine", "messages": [{"role": "user", "content": "x"}], "stream": True, "ignore_eos": True}
@@ -221,7 +216,7 @@ def test_a_restart_counts_from_its_own_begin(tiny_folder: Path) -> None:
         begin = time.monotonic()
         os.kill(int(engine), signal.SIGKILL)
         server.wait_for("restarting: .*SIGKILL")
-        answer = httpx.get(url + "/health")
+        answer = httpx.get(url + "/health", timeout=PATIENT)
         told = server.wait_for(r"(?s)restarting: .*ready after ([\d.]+) s").group(1)
         assert float(told) <= time.monotonic() - begin + 0.05  # it is rounded
         if answer.status_code != 200:  # the new engine may be ready before this is asked

@@ -14,6 +14,7 @@ from sparkdraft.server import warm_up_requests
 from sparkdraft.server.engine_errors import EngineError
 from sparkdraft.text import template as templates
 from tests.models.tiny import write_tiny
+from tests.patience import PATIENT
 from tests.server.conftest import TEMPLATE, FakeClient, live
 from tests.server.test_serve import started
 
@@ -41,7 +42,7 @@ def test_the_first_request_finds_the_templates_opening_computed_and_nothing_coun
     with started("--model", str(folder), "--device", "cpu") as server:
         url = server.wait_for(r"chat +(http://127\.0\.0\.1:\d+)/").group(1)
         server.wait_for("ready after")
-        with httpx.Client(base_url=url) as http:
+        with httpx.Client(base_url=url, timeout=PATIENT) as http:
             status = http.get("/v1/status").json()
             usages = [ask(http, number) for number in range(3)]
             metrics = http.get("/metrics").text
@@ -62,7 +63,7 @@ def test_the_first_request_finds_the_template_compiled() -> None:
 def test_nothing_is_ready_before_the_warm_up_requests_are_over() -> None:
     client = FakeClient(lambda prompt, params: "{}")
     client.go_on.clear()
-    with live(client, ready_within=0, warms_up=True, api_key="right") as running:
+    with live(client, until_ready=False, warms_up=True, api_key="right") as running:
         running.wait_for(lambda: bool(client.seen))
         health = running.http.get("/health")
         assert health.status_code == 503 and health.json()["stage"] == "warm-up requests"
@@ -77,7 +78,7 @@ def test_an_engine_that_dies_in_its_warm_up_requests_has_not_started() -> None:
     client, took = FakeClient(lambda prompt, params: "{}"), []
     client.start_took = lambda: took.append(client.info) or 0.0  # type: ignore[method-assign,func-returns-value]
     client.go_on.clear()
-    with live(client, ready_within=0, warms_up=True) as running:
+    with live(client, until_ready=False, warms_up=True) as running:
         running.wait_for(lambda: bool(client.seen))
         client.state = "restarting"
         client.go_on.set()

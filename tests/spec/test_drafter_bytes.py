@@ -5,7 +5,6 @@ text is the plain one, the plan counts what is kept, and what cannot be had is r
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from sparkdraft.weights.loader import Loader
 from sparkdraft.weights.quant.coded import Coded
 from sparkdraft.weights.quant.quantise import QUANTISERS
 from tests.models.tiny import write_tiny
+from tests.patience import wait_for
 from tests.spec.tiny_assistant import write_assistant
 from tests.spec.tiny_drafter import body, random_tensors, speculators, write_drafter, zlab
 from tests.spec.tiny_mtp import write_target
@@ -324,7 +324,4 @@ def test_what_is_counted_is_written_after_a_while(
     monkeypatch.setattr(id_files, "WRITE_AFTER", 0.01)
     counts = id_files.IdCounts(str(tmp_path / "counts"), 10)
     counts.add([3, 3, 4])
-    deadline = time.monotonic() + 30
-    while not (found := (tmp_path / "counts").read_text()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert found == "3 2\n4 1\n"
+    assert wait_for((tmp_path / "counts").read_text) == "3 2\n4 1\n"

@@ -19,6 +19,7 @@ from sparkdraft.text.reasoning.think import Think
 from sparkdraft.text.tokenizer import BYTE_OF, Tokenizer
 from sparkdraft.weights.checkpoint import open_checkpoint
 from tests.models.tiny import byte_tokenizer
+from tests.patience import PATIENT
 
 EOS = 256
 WORDS = ['{"', '":', '",', "ab", "abc", "bc", "00", "\n ", "  ", "tr", "ue", "null", '"}', "é", "]}"]
@@ -235,7 +236,7 @@ def test_whatever_the_compiler_raises_is_the_users_to_read(
 def test_compiling_has_a_limit_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
     done = threading.Event()
     monkeypatch.setattr(grammar, "MAX_SECONDS", 0.05)
-    monkeypatch.setattr(grammar, "_matcher", lambda *args: done.wait(20))
+    monkeypatch.setattr(grammar, "_matcher", lambda *args: done.wait(PATIENT))
     with pytest.raises(UserError, match=r"the regex takes more than 0.05 s to compile, the limit; make it smaller"):
         BYTES.compile(GrammarSpec("regex", "a long one"))
     done.set()
@@ -249,7 +250,7 @@ def test_compilations_that_take_too_long_are_counted_and_no_more_are_begun(monke
         thread.join()
     with monkeypatch.context() as patch:
         patch.setattr(grammar, "MAX_SECONDS", 0.05)
-        patch.setattr(grammar, "_matcher", lambda *args: begun.append(args) or done.wait(60))
+        patch.setattr(grammar, "_matcher", lambda *args: begun.append(args) or done.wait(PATIENT))
         for i in range(grammar.MAX_LATE):
             with pytest.raises(UserError, match=r"takes more than 0.05 s"):
                 BYTES.compile(GrammarSpec("regex", f"late {i}"))

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from sparkdraft.train.data import LEAST_ROUND, OWN_PROMPTS, make_corpus
 from sparkdraft.train.prompts import PromptFile, Question, Sieve
 from sparkdraft.train.target import Target, load_target
 from tests.models.tiny import write_tiny
+from tests.patience import PATIENT, wait_for
 
 CHAT = (
     "{% for m in messages %}{{ '<s>' + m.role + '\n' + m.content + '</s>\n' }}{% endfor %}"
@@ -83,15 +83,6 @@ def is_complete(out: Path, before: list[Document]) -> None:
     assert Counter(kinds) == {"given": GIVEN, "self": OWN}
 
 
-def wait_for(out: Path, documents: int, process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + 120
-    while time.monotonic() < until and process.poll() is None:
-        if list(out.glob("*.documents.npy")) and len(Corpus(out)) >= documents:
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"it ended, or wrote nothing: {process.communicate()}")
-
-
 @pytest.mark.parametrize("kind", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT, signal.SIGKILL])
 def test_killed_in_the_middle_and_run_again(
     folder: Path, tmp_path: Path, kind: signal.Signals, capsys: pytest.CaptureFixture[str]
@@ -99,10 +90,12 @@ def test_killed_in_the_middle_and_run_again(
     out, pipe = tmp_path / "corpus", subprocess.PIPE
     line = [sys.executable, "-c", WAITING, *command(folder, out)]
     process = subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True)
-    wait_for(out, 10, process)
+    written = lambda: list(out.glob("*.documents.npy")) and len(Corpus(out)) >= 10  # noqa: E731
+    wait_for(lambda: process.poll() is not None or written())
+    assert process.poll() is None, process.communicate()
     seen = read(out)[0]
     process.send_signal(kind)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=PATIENT)
     kept = read(out)[0]
     assert kept[: len(seen)] == seen and len(kept) < GIVEN + OWN
     if kind != signal.SIGKILL:

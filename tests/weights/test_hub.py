@@ -19,6 +19,7 @@ import pytest
 
 from sparkdraft.core import UserError
 from sparkdraft.weights import hub
+from tests.patience import PATIENT
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
 
@@ -144,7 +145,7 @@ def test_two_at_once_fetch_once(
         waiting.release() if "waiting" in text else None
 
     def slow(model: hub.KnownModel, work: Path, path: Path) -> Path:
-        assert all(waiting.acquire(timeout=60) for _ in range(2))
+        assert all(waiting.acquire(timeout=PATIENT) for _ in range(2))
         return shop(model, work, path)
 
     monkeypatch.setattr(hub, "_say", tell)

@@ -17,6 +17,7 @@ from sparkdraft.weights import hub, hub_repo
 from sparkdraft.weights.hub_repo import cached_snapshot, missing, pull, verify
 from tests.fakes.hub import COMMIT, FakeHub
 from tests.fakes.web import serving
+from tests.patience import PATIENT
 
 REPO = "someone/small"
 WEIGHTS = random.Random(0).randbytes(300_000)
@@ -97,7 +98,7 @@ def test_who_stops_the_command_waits_for_no_file(monkeypatch: pytest.MonkeyPatch
     def fetch(url: str, blob: Path, size: int, stop: threading.Event) -> None:
         if url == "bad":
             raise UserError("it is bad")
-        assert stop.wait(60), "it was not told to stop"
+        assert stop.wait(PATIENT), "it was not told to stop"
         fetched.append(url)
 
     def interrupted(futures: object) -> None:
