@@ -7,7 +7,6 @@ listed, never left out in silence. report_page.py makes pages of it, cli/bench_r
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 import time
@@ -165,11 +164,6 @@ def _package(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "not installed"
-
-
-def load_average() -> float | None:
-    """Of the last minute: other work on the machine makes every figure worse."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 # ---- speed

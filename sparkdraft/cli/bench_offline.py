@@ -15,6 +15,7 @@ from sparkdraft.cli.console import show_fallbacks
 from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
+from sparkdraft.other_programs import OtherPrograms
 from sparkdraft.progress import SELDOM, progress
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def run(args: Namespace) -> int:
     from sparkdraft.bench.offline import Bench, Ceilings, Load
     from sparkdraft.engine.machine import detect
 
-    found = detect(EngineConfig(**engine_options(args)))
+    others, found = OtherPrograms(), detect(EngineConfig(**engine_options(args)))
     with progress("measuring this machine", redraw=SELDOM):
         ceilings = Ceilings.measure(found.device, args.threads or found.cores)
     engine, model, label = make_engine(args, draft)
@@ -97,6 +98,9 @@ def run(args: Namespace) -> int:
     if acceptance:
         print(f"SYNTHETIC ACCEPTANCE: {acceptance.describe()}")
     rows = _measure_all(bench, loads, args.profile)
+    busy = others.disturbance(plan.device, plan.threads)
+    if busy:
+        print(f"the machine was busy, {busy}: these figures are too low")
     show_race(engine)
     memory = bench.memory()
     if memory:
@@ -108,6 +112,7 @@ def run(args: Namespace) -> int:
     summary |= {"drafter": args.drafter_shape if draft else None, "synthetic": bool(acceptance)}
     summary |= {"drafter_weights": args.drafter_weights, "draft_ids": drafted_ids(engine)}
     summary["race"] = engine.drafting.race.score.as_dict() if engine.drafting.race else None
+    summary["busy"] = busy or None
     if acceptance:
         summary["acceptance"] = {"length": acceptance.length, "depth": acceptance.depth, "varied": args.vary_blocks}
         summary["acceptance"] |= {"process": acceptance.describe()} | (

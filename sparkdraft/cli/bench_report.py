@@ -20,6 +20,7 @@ from sparkdraft.cli.bench_texts import ceilings_of
 from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm
 from sparkdraft.config import ENGINE_FIELDS, EngineConfig
 from sparkdraft.core import UserError
+from sparkdraft.other_programs import OtherPrograms
 from sparkdraft.progress import SELDOM, progress
 
 if TYPE_CHECKING:
@@ -127,13 +128,10 @@ def _measure(
     classes: Sequence[str],
 ) -> None:
     from sparkdraft.bench.decode import release
-    from sparkdraft.bench.report import load_average
     from sparkdraft.engine.facts import CUT, RACED
     from sparkdraft.engine.load import stored_of
 
-    busy = load_average()
-    if busy is not None and busy > 0.5:
-        found.notes.append(f"the machine was busy with other work (load {busy:.1f}): figures may be too low")
+    others = OtherPrograms()
     started = None if args.no_start or not budget.allows("start", "start-up") else _started(args)
     llm: LLM | None = load_llm(args, prefix_cache=False)
     assert llm
@@ -152,6 +150,8 @@ def _measure(
     rest = list(product(contexts[1:], streams, classes))
     if rest and budget.allows("load", f"{len(rest)} cells of longer contexts"):
         _speeds(args, found, budget, load_llm(args, prefix_cache=False), ceilings, rest)
+    if busy := others.disturbance(plan.device, plan.threads):
+        found.notes.append(f"the machine was busy, {busy}: figures are too low")
 
 
 def _started(args: Namespace) -> dict[str, float]:

@@ -14,6 +14,7 @@ from sparkdraft.cli.console import fail
 from sparkdraft.cli.generate import write
 from sparkdraft.cli.options import add_engine_flags, as_text, load_llm
 from sparkdraft.core import SamplingParams, UserError
+from sparkdraft.other_programs import OtherPrograms
 
 HELP = "see one answer written plainly, then with drafts"
 EXAMPLES = """examples:
@@ -37,24 +38,29 @@ def run(args: Namespace) -> int:
         raise UserError("the prompt is empty; give at least one character")
     if args.spec in ("off", "0"):
         raise UserError(f"--spec is {args.spec}, and the demo shows drafting; leave it on auto or give a number")
+    others = OtherPrograms()  # loading times steps too, to decide when to draft
     llm = load_llm(args)
     ids = llm.chat_ids([{"role": "user", "content": prompt}])
     llm.generate([ids], SamplingParams(max_tokens=8))  # so that neither run is the first
     print(f"{args.model}, asked: {prompt}\n\n--- plainly, one token per step\n")
     before = write(llm, ids, plain, thoughts=llm.style.reasoning)
     print(f"\n--- again, with drafts that the model checks (to beat: {before['tok_s']} tok/s)\n")
-    return _compare(before, write(llm, ids, drafted, thoughts=llm.style.reasoning), llm.engine.decodes_exactly)
+    after = write(llm, ids, drafted, thoughts=llm.style.reasoning)
+    busy = others.disturbance(llm.plan.device, llm.plan.threads)
+    return _compare(before, after, llm.engine.decodes_exactly, busy)
 
 
-def _compare(before: dict[str, Any], after: dict[str, Any], exact: bool) -> int:
+def _compare(before: dict[str, Any], after: dict[str, Any], exact: bool, busy: str = "") -> int:
     """Print both speeds and whether the texts are equal; returns the exit status. exact: drafts change no bit of a
-    row."""
+    row. busy: why the speeds compare nothing."""
     stats = after["speculative_decoding"] or {}
     length = stats.get("mean_acceptance_length")
-    ratio = after["tok_s"] / before["tok_s"] if before["tok_s"] else 0.0
+    ratio = "" if busy or not before["tok_s"] else f", {after['tok_s'] / before['tok_s']:.2f} times as fast"
     drafts = f"{length:.2f} tokens per drafting step" if length else "no step found a draft worth its cost"
     print(f"\nplainly      {before['tok_s']:7.1f} tok/s")
-    print(f"with drafts  {after['tok_s']:7.1f} tok/s, {ratio:.2f} times as fast; acceptance length: {drafts}")
+    print(f"with drafts  {after['tok_s']:7.1f} tok/s{ratio}; acceptance length: {drafts}")
+    if busy:
+        print(f"The machine is busy: {busy}. Both speeds are too low and do not compare; try again when it is idle.")
     if all(before[part] == after[part] for part in ("reasoning", "text")):
         print(f"The two texts are the same, all {after['num_output']} tokens.")
     elif exact:

@@ -16,9 +16,10 @@ from sparkdraft.doctor.cache_files import judge_cache, judge_downloads
 from sparkdraft.doctor.finding import Finding, Status
 from sparkdraft.doctor.gpu import PART as GPU
 from sparkdraft.doctor.gpu import count_others, judge_gpu, read_gpus
-from sparkdraft.doctor.hardware import Cores, Cuda, busy, judge_cores, read_cores, read_cuda
+from sparkdraft.doctor.hardware import Cores, Cuda, judge_cores, judge_load, read_cores, read_cuda
 from sparkdraft.doctor.memory import GIB, judge_disk, judge_memory, read_disk, read_memory
 from sparkdraft.doctor.report import Report
+from sparkdraft.other_programs import OtherPrograms
 from sparkdraft.plan import machine
 from sparkdraft.progress import Meter
 from sparkdraft.weights.hub import cache_dir
@@ -29,7 +30,7 @@ ROOM = {"cpu": 2 * GIB, "cuda": 16 * GIB}  # free memory that measuring the band
 def examine(config: EngineConfig, meter: Meter) -> Report:
     begin = time.monotonic()
     meter.stage("looking at the machine")
-    cores = read_cores()  # before this process is busy itself
+    cores, others = read_cores(), OtherPrograms()
     torch = software.read_torch()
     gpus, problem = read_gpus()
     cuda = None if torch.problem or config.device == "cpu" else read_cuda()
@@ -44,10 +45,10 @@ def examine(config: EngineConfig, meter: Meter) -> Report:
     loadable = not any(each.name == "compiled CPU kernels" for each in cached)
     found += software.judge_native(device) if loadable and not torch.problem else []
     found += [*software.judge_environment(os.environ, device), *judge_cores(cores, device)]
-    bandwidth = 0.0
+    bandwidth, at = 0.0, len(found)
     if not torch.problem:
         meter.stage("measuring the bandwidth")
-        measured, bandwidth = _bandwidth(cores, cuda, problem)
+        measured, bandwidth = _bandwidth(cores, cuda, problem, others)
         found += measured
     found += [*judge_memory(read_memory(), cuda.memory if cuda else None), judge_disk(*read_disk()), *cached]
     if not loadable:
@@ -57,10 +58,11 @@ def examine(config: EngineConfig, meter: Meter) -> Report:
         from sparkdraft.doctor.engine import examine_engine
 
         found += examine_engine(config, bandwidth, meter)
+    found[at:at] = judge_load(others.disturbance(device))
     return Report(config.model, found, time.monotonic() - begin)
 
 
-def _bandwidth(cores: Cores, cuda: Cuda | None, problem: str) -> tuple[list[Finding], float]:
+def _bandwidth(cores: Cores, cuda: Cuda | None, problem: str, others: OtherPrograms) -> tuple[list[Finding], float]:
     """Measured now, on a GPU with its clocks meanwhile; and bytes per second."""
     device = "cuda" if cuda else "cpu"
     memory = read_memory()
@@ -71,12 +73,12 @@ def _bandwidth(cores: Cores, cuda: Cuda | None, problem: str) -> tuple[list[Find
         value = f"not measured: {free / GIB:.1f} GiB are free, and it takes {ROOM[device] / GIB:.0f}"
         return [Finding(part, "memory bandwidth", value, Status.NOTE)], 0.0
     measured = _measure(device, cores.usable)
-    reason = busy(cores) if cuda is None else ""
+    reason = others.disturbance(device)
     if cuda:
         gpus, problem = read_gpus(lambda: _measure(device, cores.usable), cuda.uuid)
-        others = count_others(os.getpid(), cuda.uuid)
-        reason = "other processes use the GPU" if others else ""
-        found = judge_gpu(gpus[0], others) if gpus else []
+        others_there = count_others(os.getpid(), cuda.uuid)
+        reason = "other processes use the GPU" if others_there else reason
+        found = judge_gpu(gpus[0], others_there) if gpus else []
         if problem:
             found.append(Finding(GPU, "clocks", f"not told: {problem}", Status.NOTE))
     known = machine.describing(name) if cuda else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +46,6 @@ class Cores:
     name: str
     usable: int
     quota: float  # cores' worth of time that the control group gives; 0: no limit
-    load: float  # processes that want to run, over the last minute
     governor: str = ""  # of the clock; "": not told
 
 
@@ -59,8 +57,7 @@ def read_cores() -> Cores:
     except (OSError, ValueError):  # no control group, or "max"
         pass
     governor = GOVERNOR.read_text().strip() if GOVERNOR.is_file() else ""
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    return Cores(hardware.cpu().name, usable_cores(), quota, load, governor)
+    return Cores(hardware.cpu().name, usable_cores(), quota, governor)
 
 
 def judge_cores(cores: Cores, device: str) -> list[Finding]:
@@ -73,14 +70,10 @@ def judge_cores(cores: Cores, device: str) -> list[Finding]:
     if cores.governor == "powersave" and on_cpu:
         advice = "`sudo cpupower frequency-set -g performance` lets it run at its full clock"
         found.append(Finding(PART, "clock", "the governor is powersave", Status.NOTE, advice))
-    if reason := busy(cores):
-        advice = "other programs slow the engine down, and what is measured here is too low"
-        found.append(Finding(PART, "load", reason, Status.NOTE, advice))
     return found
 
 
-def busy(cores: Cores) -> str:
-    """Why a measurement may be too low; "": the machine is idle enough."""
-    if cores.load <= 0.75 * cores.usable:
-        return ""
-    return f"{cores.load:.1f} processes wanted to run over the last minute, on {cores.usable} cores"
+def judge_load(disturbance: str) -> list[Finding]:
+    """disturbance: of everything that the doctor has measured (OtherPrograms.disturbance)."""
+    advice = "the machine is busy and every speed in this report is too low; look again when it is idle"
+    return [Finding(PART, "load", disturbance, Status.NOTE, advice)] if disturbance else []

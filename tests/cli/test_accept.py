@@ -21,10 +21,13 @@ from sparkdraft.bench.accept import Trace, measure, traced_step
 from sparkdraft.cli.demo import _compare
 from sparkdraft.cli.main import main
 from sparkdraft.core import SamplingParams
+from sparkdraft.kernels.cores import usable_cores
+from sparkdraft.other_programs import OtherPrograms
 from sparkdraft.spec.stats import SpecStats
 from tests.cli.said import in_process, said
 from tests.fakes import FakeBlock, fake_engine
 from tests.models.tiny import write_tiny
+from tests.patience import PATIENT
 from tests.spec.tiny_mtp import write_target
 
 SUMS = ("prompts", "prompt_tokens", "tokens", "num_plain_steps", "num_spec_steps", "num_draft_tokens")
@@ -36,7 +39,7 @@ QUICK = ("--per-class", "1", "--output-len", "24")
 def sparkdraft(*args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "sparkdraft.cli.main", *args]
     env = {**os.environ, "PYTHONIOENCODING": "utf-8"}
-    return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120, env=env)
+    return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=PATIENT, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +196,20 @@ def test_the_demo_fails_where_the_texts_differ(capsys: pytest.CaptureFixture[str
     for other in ({"text": "b"}, {"reasoning": "b"}):  # thoughts may take all tokens, and then the text is empty
         assert _compare(before, before | other, exact=True) == 1
         assert "the two texts differ" in capsys.readouterr().err
+
+
+def test_the_demo_compares_no_speeds_on_a_busy_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_tiny(tmp_path, "llama")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    command = ["demo", "--model", str(folder), "--device", "cpu", "--prompt", "Count.", "--max-tokens", "8"]
+    said = "The machine is busy: other programs took 100 % of the "
+    for taken, is_busy in ((0.0, False), (usable_cores(), True)):
+        monkeypatch.setattr(OtherPrograms, "taken", taken)
+        assert main(command) == 0
+        out = capsys.readouterr().out
+        assert (said in out, "times as fast" in out) == (is_busy, not is_busy) and out.count(" tok/s") == 3
 
 
 def test_the_demo_explains_where_float32_may_differ(capsys: pytest.CaptureFixture[str]) -> None:

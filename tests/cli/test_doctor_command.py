@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,13 @@ from sparkdraft.doctor.bandwidth import LEAST_CPU, Measured
 from sparkdraft.doctor.gpu import PART as GPU
 from sparkdraft.engine.load import open_model
 from sparkdraft.kernels import native, reference
+from sparkdraft.kernels.cores import usable_cores
+from sparkdraft.other_programs import OtherPrograms
 from sparkdraft.plan import hardware as plan_hardware
 from sparkdraft.tune import profile
 from sparkdraft.tune.profile import Profile
 from tests.models.tiny import write_tiny
+from tests.patience import PATIENT
 from tests.spec.tiny_mtp import write_target
 
 ROOT = Path(__file__).parent.parent.parent
@@ -38,7 +40,6 @@ from sparkdraft.cli.main import main
 bandwidth.SIZE["cpu"] = 16 << 20
 sys.exit(main(sys.argv[1:]))
 """
-QUIET = hardware.Cores("a CPU", 2, 0.0, 0.0)
 MEMORY = "MemTotal: {total} kB\nMemFree: 100 kB\nMemAvailable: {available} kB\nSwapTotal: 0 kB\nSwapFree: 0 kB\n"
 
 
@@ -57,7 +58,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
         return Measured(max(found.gemv, LEAST_CPU), max(found.copy, LEAST_CPU))
 
     monkeypatch.setattr(examine, "_measure", measured)
-    monkeypatch.setattr(examine, "read_cores", lambda: QUIET)
+    monkeypatch.setattr(OtherPrograms, "taken", 0.0)
     monkeypatch.setitem(bandwidth.SIZE, "cpu", 16 << 20)
 
 
@@ -136,9 +137,12 @@ def test_a_low_bandwidth(tiny: Path, capsys: pytest.CaptureFixture[str], monkeyp
     status, report = looked(tiny, capsys)
     found = finding(report, "memory bandwidth")
     assert status == 1 and "1.1 GB/s by a matrix times a vector" in found["value"] and "top" in found["advice"]
-    monkeypatch.setattr(examine, "read_cores", lambda: replace(QUIET, load=9.0))
+    assert "load" not in {each["name"] for each in report["findings"]}
+    monkeypatch.setattr(OtherPrograms, "taken", 0.5 * usable_cores())
     status, report = looked(tiny, capsys)
     assert status == 0 and "look again when it is idle" in finding(report, "memory bandwidth")["advice"]
+    assert finding(report, "load")["value"].startswith("other programs took 50 % of the ")
+    assert "every speed in this report is too low" in finding(report, "load")["advice"]
 
 
 @pytest.mark.parametrize(("gib", "expected", "words"), [(11, 0, "less than half"), (1, 1, "stop other programs")])
@@ -179,7 +183,7 @@ def test_no_compiler_and_no_triton(tiny: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", WITHOUT_TRITON, "doctor", "--model", str(tiny), "--device", "cpu", "--json"]
     env = {key: value for key, value in os.environ.items() if key != "CXX"} | {"PATH": str(tmp_path)}
     env |= {"SPARKDRAFT_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENT, env=env)
     report = json.loads(done.stdout)
     assert done.returncode == 1, done.stderr
     assert "apt install g++" in finding(report, "C++ compiler")["advice"]
