@@ -53,7 +53,7 @@ class ModelText:
         self.eos_ids = frozenset(info.eos_ids)
         self.style = chat_style(info.model_type, info.chat_template, reasoning_parser, tool_parser)
         self.tools, self.reasoning = self.style.tools, self.style.reasoning
-        self.fault = chat.fault_of(info.chat_template, info.special)  # why no chat can be rendered
+        chat.fault_of(info.chat_template, info.special)  # a template without an end runs once, and not for a user
 
     # ---- ids
 
@@ -131,8 +131,6 @@ class ModelText:
         variables: dict[str, Any] | None = None,
         add_generation_prompt: bool = True,
     ) -> ChatText:
-        if self.fault:
-            raise chat.unusable(self.fault)
         control, template, special = self.tokenizer.control, self.info.chat_template, self.info.special
         return chat.prompt_text(control, template, messages, special, add_generation_prompt, tools, variables)
 

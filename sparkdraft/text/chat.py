@@ -18,6 +18,7 @@ from sparkdraft.text.control import ChatText, ControlTokens, clean
 from sparkdraft.text.template import PastLimit
 
 OPEN_END = f"end{secrets.token_hex(16)}"  # no request can contain it
+_faults: dict[str, str] = {}  # templates for which fault_of found a limit passed, so that they never run again
 GREETING = [{"role": "user", "content": "Hi"}]
 
 
@@ -33,16 +34,19 @@ def variables_of(template: str | None) -> frozenset[str]:
 
 def fault_of(template: str | None, special: Mapping[str, Any] | None = None) -> str:
     """Why no chat at all can be rendered by a template, with its line; "" if it can, or if there is no template. A
-    greeting is rendered to see that this ends. special: as of prompt_text."""
-    if not template:
-        return ""
+    greeting is rendered to see that this ends; if it does not, `render` refuses the template from then on. special: as
+    of prompt_text."""
     try:
         render(template, GREETING, **(special or {}))
     except PastLimit as error:
-        return f"the chat template {error.what} for a greeting"
+        _faults[template or ""] = f"the chat template {error.what} for a greeting"
     except UserError:
-        return templates.about(template).fault  # else it takes other messages
-    return ""
+        pass  # it is wrong, or takes other messages
+    return _fault(template or "")
+
+
+def _fault(template: str) -> str:
+    return _faults.get(template) or (templates.about(template).fault if template else "")
 
 
 def render(
@@ -58,8 +62,8 @@ def render(
             "This model has no chat template: use a chat model, or have it continue a plain prompt (`sparkdraft "
             "generate` without --chat, or /v1/completions)."
         )
-    if fault := templates.about(template).fault:
-        raise unusable(fault)
+    if fault := _fault(template):
+        raise UserError(f"{fault[0].upper()}{fault[1:]}: correct it, or send a plain prompt (/v1/completions).")
     values = {
         "messages": list(messages),
         "tools": list(tools) if tools is not None else None,
@@ -87,10 +91,6 @@ def cut_open(rendered: ChatText) -> ChatText:
     if not rendered.text.startswith(" ", end + len(OPEN_END)):
         text = text.rstrip()  # the template trims messages, and the mark kept it from doing so
     return ChatText(text, tuple(mark for mark in rendered.marks if mark <= len(text)))
-
-
-def unusable(fault: str) -> UserError:
-    return UserError(f"{fault[0].upper()}{fault[1:]}: correct it, or send a plain prompt (/v1/completions).")
 
 
 def prompt_text(

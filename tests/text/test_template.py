@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from sparkdraft.core import UserError
+from sparkdraft.text import chat
 from sparkdraft.text import template as templates
 from sparkdraft.text.chat import fault_of, render
 from sparkdraft.text.template import PastLimit
@@ -22,6 +23,7 @@ MEMORY, TIME, LENGTH = "takes more than 128 MiB of memory", r"takes more than 0.
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(templates, "SECONDS", 0.1)
     monkeypatch.setattr(templates, "MAX_BYTES", 128 << 20)
+    monkeypatch.setattr(chat, "_faults", {})
     templates.about.cache_clear()
 
 
@@ -42,10 +44,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         ("{% for a in range(90000) %}{{ 'x' * 100 }}{% endfor %}", LENGTH),
     ],
 )
-def test_a_template_that_takes_too_much_is_ended(template: str, limit: str) -> None:
+def test_a_template_that_takes_too_much_is_ended(template: str, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=f"^The chat template ({limit})"):
         render(template, CHAT)
     assert fault_of(template).startswith("the chat template ")
+    monkeypatch.setattr(templates, "SECONDS", 1000.0)  # it does not run again
+    with pytest.raises(UserError, match=f"^The chat template ({limit}).*: correct it, or send a plain prompt"):
+        render(template, CHAT)
     assert render(PLAIN, CHAT) == "Hi" and not fault_of(PLAIN)
 
 
