@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparkdraft.core import GrammarSpec, TryLater, UserError
+from sparkdraft.text.numbers import NumberBounds
 from sparkdraft.text.tokenizer import Vocabulary
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class GrammarCompiler:
         """vocab_size: the columns of the model's logits, often more than the tokenizer has ids."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._known: LLTokenizer | None = None
+        self._numbers: NumberBounds | None = None
         self._lock = threading.Lock()
         self._compiled: OrderedDict[GrammarSpec, Grammar] = OrderedDict()  # the most recently used is last
 
@@ -93,11 +95,19 @@ class GrammarCompiler:
     def _build(self, known: LLTokenizer, spec: GrammarSpec) -> Grammar:
         name = NAMES[spec.kind]
         try:
-            return Grammar(_matcher(known, _source(spec), name), self._vocab_size)
+            numbers = self._number_bounds() if _has_json(spec) else None
+            return Grammar(_matcher(known, _source(spec), name), self._vocab_size, numbers)
         except UserError:
             raise
         except BaseException as error:  # a panic of the compiler is not an Exception
             raise UserError(f"{name} cannot be used: {_reason(str(error))}; change that part of it") from error
+
+    def _number_bounds(self) -> NumberBounds:
+        with self._lock:
+            if self._numbers is None:
+                vocab = self._tokenizer.raw.get_vocab(with_added_tokens=True)  # type: ignore[attr-defined]
+                self._numbers = NumberBounds(self._tokenizer, vocab, self._vocab_size)
+            return self._numbers
 
     def _vocabulary(self) -> LLTokenizer:
         from llguidance import LLTokenizer
@@ -119,7 +129,8 @@ class GrammarCompiler:
 
 
 class Grammar:
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: LLMatcher, vocab_size: int, numbers: NumberBounds | None = None) -> None:
+        self.numbers = numbers  # of a grammar with JSON
         self.matcher = matcher  # never advanced: states begin as copies of it and share its lexer
         self.num_bytes = -(-vocab_size // 8)
         self.spent = False  # a limit was met: its lexer may have no room left, so the next request gets a new one
@@ -136,6 +147,7 @@ class GrammarState:
         self._grammar = grammar
         self._matcher = grammar.matcher.deep_copy()
         self._ids: list[int] = []
+        self._tail = b""  # the end of the text, kept for the bounds of numbers
         self.failed = False  # an id that the grammar refuses, or a text past the parser's limits
 
     def masks(self, drafts: Sequence[int] = ()) -> Mask:  # [1 + k, bytes], id i is bit i % 8 of byte i // 8
@@ -145,13 +157,15 @@ class GrammarState:
         Only the end may follow a text that is complete or cannot continue.
         """
         masks = np.zeros((1 + len(drafts), self._grammar.num_bytes), np.uint8)
-        self._fill(masks[0])
+        tail = self._tail
+        self._fill(masks[0], tail)
         count = 0
         for token in drafts:
             if self._matcher.try_consume_tokens([token]) != 1:
                 break
             count += 1
-            self._fill(masks[count])
+            tail = self._extended(tail, [token])
+            self._fill(masks[count], tail)
         self._return(count)
         return masks[: count + 1]
 
@@ -164,6 +178,7 @@ class GrammarState:
     def advance(self, ids: Sequence[int]) -> None:
         """Ids were committed. Past the end of the grammar only the end is accepted, and nothing changes."""
         self._ids += ids
+        self._tail = self._extended(self._tail, ids)
         finished = self.finished
         taken = self._matcher.try_consume_tokens(list(ids))
         self.failed |= self._matcher.is_error() or (taken < len(ids) and not finished)
@@ -174,9 +189,14 @@ class GrammarState:
         """Whether only the end may follow."""
         return self.failed or self._matcher.is_stopped()
 
-    def _fill(self, mask: Mask) -> None:
+    def _fill(self, mask: Mask, tail: bytes) -> None:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)[: len(mask)]
         mask[: len(bits)] = bits
+        if self._grammar.numbers:
+            self._grammar.numbers.apply(mask, tail)
+
+    def _extended(self, tail: bytes, ids: Sequence[int]) -> bytes:
+        return self._grammar.numbers.tail(tail, ids) if self._grammar.numbers else tail
 
     def _return(self, num_ahead: int) -> None:
         """Return to the committed text. A matcher that met a limit ahead stays failed, so then the text is matched from
@@ -196,6 +216,10 @@ def _check_text(spec: GrammarSpec) -> None:
         raise UserError(f"{NAMES[spec.kind]} is not valid Unicode; send it without lone surrogates") from None
     if size > MAX_BYTES:
         raise UserError(f"{NAMES[spec.kind]} has {size:,} bytes and {MAX_BYTES:,} are allowed; shorten it")
+
+
+def _has_json(spec: GrammarSpec) -> bool:
+    return spec.kind in ("json_object", "json_schema") or (spec.kind == "lark" and "%json" in spec.text)
 
 
 def _source(spec: GrammarSpec) -> str:

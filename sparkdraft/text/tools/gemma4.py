@@ -188,7 +188,7 @@ class Gemma4(ToolFormat):
                 f"string: {QUOTE} TEXT {QUOTE}",
                 "TEXT: /(?s:.*)/",
                 "INTEGER: /-?(0|[1-9][0-9]{0,17})/",
-                "NUMBER: /-?(0|[1-9][0-9]{0,17})(\\.[0-9]{1,17})?([eE][-+]?[0-9]{1,3})?/",
+                "NUMBER: /-?(0|[1-9][0-9]{0,17})(\\.[0-9]{1,17})?([eE][-+]?[0-9]{1,2})?/",
                 'boolean: "true" | "false"',
                 'any_value: string | NUMBER | boolean | "null" | any_object | any_list',
                 'any_object: "{" (any_member ("," any_member)*)? "}"',

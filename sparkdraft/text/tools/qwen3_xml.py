@@ -225,7 +225,7 @@ class Qwen3Xml(ToolFormat):
                 rf"MORE: (TEXT /\n?{end}<parameter=/) & ~/{ANY}({end}<\/(function|tool_call)>|{call_end}){ANY}/",
                 rf"LAST: (TEXT /\n?{end}<\/function>/) & ~/{ANY}({end}(<parameter=|<\/tool_call>)|{call_end}){ANY}/",
                 "INTEGER: /-?(0|[1-9][0-9]{0,17})/",
-                "NUMBER: /-?(0|[1-9][0-9]{0,17})(\\.[0-9]{1,17})?([eE][-+]?[0-9]{1,3})?/",
+                "NUMBER: /-?(0|[1-9][0-9]{0,17})(\\.[0-9]{1,17})?([eE][-+]?[0-9]{1,2})?/",
                 "BOOLEAN: /[Tt]rue|[Ff]alse/",
             ]
         )
