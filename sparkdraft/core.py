@@ -29,6 +29,8 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 64
 MAX_LOGIT_BIAS = 1024
+MAX_PATTERN = 2048  # tokens of a repeated pattern
+REPETITION = "repetition_detected"  # a stop reason, in vLLM's word
 GRAMMARS = ("json_object", "json_schema", "regex", "lark")
 
 
@@ -66,8 +68,8 @@ class Fallback:
 
 
 class FinishReason(StrEnum):
-    STOP = "stop"  # an end-of-text id, a stop id or a stop string
-    LENGTH = "length"  # max_tokens, or the end of the context
+    STOP = "stop"  # an end-of-text id, a stop id, a stop string or a repetition
+    LENGTH = "length"  # max_tokens, the end of the context, or a repetition in a text that its grammar lets not end yet
     ABORT = "abort"
 
 
@@ -115,6 +117,29 @@ class GrammarSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Repetition:
+    """When a text counts as repeating itself, and is ended (text/repetition.py). vLLM's names, and one of ours."""
+
+    max_pattern_size: int = 256  # tokens of a pattern; 0: nothing is looked for
+    min_pattern_size: int = 1
+    min_count: int = 4  # how often the pattern is there, in a row
+    min_tokens: int = 0  # tokens that only repeat
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = whole(each.name, getattr(self, each.name))
+            _require(0 <= value <= MAX_COUNT, f"{each.name} is {value}; it must be between 0 and {MAX_COUNT}")
+        if self.max_pattern_size:
+            most = MAX_PATTERN
+            _require(
+                self.min_pattern_size <= self.max_pattern_size <= most,
+                f"max_pattern_size is {self.max_pattern_size}; it must be at least min_pattern_size "
+                f"({self.min_pattern_size}) and at most {most}, or 0 (off)",
+            )
+            _require(self.min_count >= 2, f"min_count is {self.min_count}; it must be at least 2")
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request is sampled. All values are checked here, so that later code need not: every comparison is written
     so that NaN fails it. A seed may have any size: the engine keeps its lowest 64 bits."""
@@ -138,6 +163,8 @@ class SamplingParams:
     n: int = 1
     num_draft: int | None = None  # drafts per step: AUTO chooses every step, 0 is off, None is the engine's default
     grammar: GrammarSpec | None = None
+    repetition_limit: int = 0  # a text of which this many tokens only repeat what is before is ended; 0 is off
+    repetition_detection: Repetition | None = None  # the same in detail, in place of repetition_limit
     keep_special: bool = False  # special tokens appear in the text, except the one that ends it
     continues: bool = False  # the text goes on where the prompt ends: the blank before its first word is part of it
 
@@ -156,6 +183,10 @@ class SamplingParams:
             self.num_draft is None or AUTO <= self.num_draft <= MAX_COUNT,
             f"num_draft is {self.num_draft}; it must be {AUTO} (chosen every step), 0 (off) or a positive number "
             f"up to {MAX_COUNT}",
+        )
+        _require(
+            0 <= self.repetition_limit <= MAX_COUNT,
+            f"repetition_limit is {self.repetition_limit}; it must be 0 (off) or a positive number up to {MAX_COUNT}",
         )
         _require(1 <= self.n <= MAX_N, f"n is {self.n}; it must be between 1 and {MAX_N}")
 
@@ -225,6 +256,14 @@ class SamplingParams:
         )
 
     @property
+    def repetition(self) -> Repetition | None:
+        """When the text is ended because it repeats itself; None: never."""
+        rule = self.repetition_detection
+        if rule is None and self.repetition_limit:
+            rule = Repetition(min_tokens=self.repetition_limit)
+        return rule if rule and rule.max_pattern_size else None
+
+    @property
     def has_penalties(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
@@ -245,6 +284,7 @@ class Request:
     blocks: array[int] = field(default_factory=lambda: array("i"))  # owned by the scheduler
     chain: list[int] = field(default_factory=list)  # the prefix cache's keys of the full blocks
     finish: FinishReason | None = None  # set by engine/output or by abort
+    stop_reason: str | None = None  # what ended the text, where the finish reason does not say it (REPETITION)
 
     @property
     def num_prompt(self) -> int:
@@ -339,3 +379,4 @@ class StepOutput:
     num_cached: int = 0
     num_accepted: int = 0  # how many of its ids, from the front, were accepted drafts
     speculation: dict[str, Any] | None = None  # with the finish reason: how drafting went (spec/stats.py)
+    stop_reason: str | None = None  # Request.stop_reason

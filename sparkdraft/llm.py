@@ -40,6 +40,7 @@ class Completion:
     text: str = ""
     ids: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
+    stop_reason: str | None = None  # what ended it, where `finish` does not say it: "repetition_detected"
     num_prompt: int = 0
     num_cached: int = 0
     logprobs: list[TokenLogprob] | None = None
@@ -51,7 +52,7 @@ class Completion:
         self.text += piece.text
         self.ids += piece.ids
         self.finish, self.num_prompt, self.num_cached = piece.finish, piece.num_prompt, piece.num_cached
-        self.speculation = piece.speculation
+        self.speculation, self.stop_reason = piece.speculation, piece.stop_reason
         if piece.logprobs is not None:
             self.logprobs = (self.logprobs or []) + piece.logprobs
         if piece.prompt_logprobs is not None:

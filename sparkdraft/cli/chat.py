@@ -30,7 +30,7 @@ EXAMPLES = """examples:
   sparkdraft chat < questions.txt               (each line is a message; status 1 if one has no answer)
 in the chat: /help lists the commands, ctrl-c stops an answer, ctrl-d ends
 """
-DEFAULTS = SamplingParams(max_tokens=512)  # except for what the model names
+DEFAULTS = SamplingParams(max_tokens=512, repetition_limit=200)  # except for what the model names
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -43,7 +43,9 @@ def run(args: Namespace) -> int:
     sampling_params(args, DEFAULTS)  # refuse a bad flag before anything is loaded
     is_typed = standard_input().isatty()
     llm = load_llm(args)
-    params = sampling_params(args, llm.default_params(max_tokens=DEFAULTS.max_tokens))
+    params = sampling_params(
+        args, llm.default_params(max_tokens=DEFAULTS.max_tokens, repetition_limit=DEFAULTS.repetition_limit)
+    )
     talk = Conversation(llm, params, args.system)
     talk.prompt("Hello!")  # refuse a model that cannot chat before anything is asked
     all_answered = True

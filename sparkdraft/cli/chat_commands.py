@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sparkdraft.cli.generate import write
 from sparkdraft.cli.options import SAMPLING_FLAGS, flag_kind
 from sparkdraft.cli.parser import suggestion
-from sparkdraft.core import FinishReason, SamplingParams, UserError
+from sparkdraft.core import REPETITION, FinishReason, SamplingParams, UserError
 
 if TYPE_CHECKING:
     from sparkdraft.llm import LLM, Message
@@ -48,6 +48,8 @@ class Conversation:
             self.turns = [*self.turns, {"role": "user", "content": question}, said]
         elif cut:
             raise UserError(f"no answer was written, because the thoughts were cut {cut}")
+        if self.last["stop_reason"] == REPETITION:
+            return "the answer was ended, because it repeats itself: /set repetition_limit 0 lets it go on"
         return cut and f"the answer was cut {cut}"
 
     def _cut(self) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from sparkdraft.cli import STARTED
 from sparkdraft.cli.console import WordWrap, terminal_width
 from sparkdraft.cli.options import add_engine_flags, add_sampling_flags, as_text, load_llm, read_text, sampling_params
-from sparkdraft.core import SamplingParams, UserError
+from sparkdraft.core import REPETITION, SamplingParams, UserError
 from sparkdraft.progress import errors, waiting
 from sparkdraft.text.events import Content, Event, Parser, Reasoning
 
@@ -62,6 +62,10 @@ def run(args: Namespace) -> int:
             f"peak memory {report['peak_rss_mb']} MB",
             file=sys.stderr,
         )
+        if report["stop_reason"] == REPETITION:
+            print(
+                "(the text was ended, because it repeats itself: --repetition-limit 0 lets it go on)", file=sys.stderr
+            )
         if report["kv_errors"]:
             print(coding_line(report["kv_errors"]), file=sys.stderr)
     return 0
@@ -140,7 +144,7 @@ def write(
     whether lines of a terminal break between words."""
     begin = time.perf_counter()
     first = last = begin
-    num_output, finish, speculation = 0, None, None
+    num_output, finish, stop_reason, speculation = 0, None, None, None
     page = Page(thoughts(llm.opening(ids)) if thoughts else None, wraps)
     if thoughts and thoughts.keep_special:
         params = replace(params, keep_special=True)
@@ -149,7 +153,7 @@ def write(
             last = time.perf_counter()
             first = last if num_output == 0 else first
             num_output += len(piece.ids)
-            finish, speculation = piece.finish, piece.speculation
+            finish, stop_reason, speculation = piece.finish, piece.stop_reason, piece.speculation
             page.add(piece.text)
     page.end()
     decode = last - first
@@ -159,6 +163,7 @@ def write(
         "num_prompt": len(ids),
         "num_output": num_output,
         "finish_reason": finish.value if finish else None,
+        "stop_reason": stop_reason,
         "tok_s": round((num_output - 1) / decode, 1) if num_output > 1 else 0.0,
         "ttft_ms": round((first - begin) * 1000, 1),
         "start_ms": round((first - STARTED) * 1000, 1),

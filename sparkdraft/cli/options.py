@@ -30,6 +30,7 @@ SAMPLING_FLAGS = {
     "top_k": "keep this many of the likeliest tokens (0: all)",
     "min_p": "keep tokens with at least this share of the likeliest one's probability",
     "repetition_penalty": "above 1 avoids tokens that were already used",
+    "repetition_limit": "end a text once this many tokens only repeat what is before (0: never)",
     "seed": "the same seed writes the same text",
 }
 

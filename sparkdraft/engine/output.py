@@ -2,14 +2,16 @@
 
 There is one `Output` per request. It takes one id or several at a time and asks three questions of each: does it end
 the request, which characters are complete, does a stop string begin. It also advances the request's grammar; a grammar
-that is complete ends the request. It has no tensors.
+that is complete ends the request, and so does a text that repeats itself, where the request asks for that. It has no
+tensors.
 """
 
 from __future__ import annotations
 
-from sparkdraft.core import FinishReason, Request, StepOutput, TokenLogprob
+from sparkdraft.core import REPETITION, FinishReason, Request, StepOutput, TokenLogprob
 from sparkdraft.text.detokenize import Detokenizer
 from sparkdraft.text.grammar import GrammarState
+from sparkdraft.text.repetition import interval, repeats
 from sparkdraft.text.stops import StopFinder
 from sparkdraft.text.tokenizer import Vocabulary
 
@@ -23,6 +25,8 @@ class Output:
         params = request.params
         self._text = Detokenizer(tokenizer, not params.keep_special, params.continues)
         self._stops = StopFinder(list(request.params.stop))
+        self._repetition = params.repetition
+        self._interval = interval(self._repetition) if self._repetition else 0
         self._prompt_logprobs: list[TokenLogprob | None] = [None]  # no row predicts the first id
 
     def push_prompt(self, start: int, logprobs: list[TokenLogprob]) -> None:
@@ -44,6 +48,8 @@ class Output:
                 request.finish = self._follow(self.grammar, token)
             if stopped:
                 request.finish = FinishReason.STOP
+            if not request.finish:
+                request.finish = self._if_repeating()
             if request.finish:
                 text += "" if stopped else self._flush()
                 break
@@ -58,6 +64,7 @@ class Output:
             self._prompt_logprobs if first and request.params.prompt_logprobs is not None else None,
             request.num_prompt,
             request.num_cached or 0,
+            stop_reason=request.stop_reason,
         )
 
     def _ends_with(self, token: int) -> FinishReason | None:
@@ -73,6 +80,14 @@ class Output:
         if grammar.failed:
             return FinishReason.LENGTH
         return FinishReason.STOP if grammar.finished else self.request.finish
+
+    def _if_repeating(self) -> FinishReason | None:
+        """The end of a text that repeats itself. Under a grammar it is not complete, so it does not count as ended."""
+        ids, rule = self.request.output_ids, self._repetition
+        if not rule or len(ids) % self._interval or len(ids) < self.request.params.min_tokens or not repeats(ids, rule):
+            return None
+        self.request.stop_reason = REPETITION
+        return FinishReason.LENGTH if self.grammar else FinishReason.STOP
 
     def _flush(self) -> str:
         """The end of the text that was held back; a stop string may still be completed in it."""

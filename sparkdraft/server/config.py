@@ -50,6 +50,11 @@ class ServerConfig:
         "values for fields that a request leaves out: model (its generation_config.json), openai (temperature 1), or "
         "single values such as temperature=0.7,top_p=0.9",
     )
+    repetition_limit: int = option(
+        200,
+        "tokens of repetition after which a text is ended whose request sets neither max_tokens nor a "
+        "repetition_limit of its own (0: none is)",
+    )
     reasoning_parser: str = option(
         AUTO,
         f"how thoughts are told from answers: auto (by the model), {', '.join(REASONING_PARSERS)} or none (not at all)",
@@ -72,6 +77,8 @@ class ServerConfig:
             raise UserError(f"max_queue is {self.max_queue}; it must be 0 (no request waits) or positive")
         if self.max_body < 1024:
             raise UserError(f"max_body is {self.max_body}; it must be at least 1024 bytes")
+        if self.repetition_limit < 0:
+            raise UserError(f"repetition_limit is {self.repetition_limit}; it must be 0 (off) or positive")
         if not 0 <= self.drain_seconds <= 3600:
             raise UserError(f"drain_seconds is {self.drain_seconds}; it must be between 0 and 3600")
         for name in ("hang_seconds", "step_seconds"):

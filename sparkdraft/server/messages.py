@@ -14,7 +14,15 @@ from operator import attrgetter
 from typing import Any, get_args
 
 from sparkdraft.backend import ModelInfo
-from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, StepOutput, TokenLogprob, UserError
+from sparkdraft.core import (
+    FinishReason,
+    GrammarSpec,
+    Repetition,
+    SamplingParams,
+    StepOutput,
+    TokenLogprob,
+    UserError,
+)
 
 # ---- to the engine
 
@@ -89,6 +97,7 @@ class TokenEvent:
     num_cached: int = 0
     num_accepted: int = 0  # how many of its ids, from the front, were accepted drafts
     speculation: dict[str, Any] | None = None
+    stop_reason: str | None = None
 
     @classmethod
     def of(cls, output: StepOutput) -> TokenEvent:
@@ -200,6 +209,8 @@ def unpack_params(values: Mapping[str, Any]) -> SamplingParams:
             known["logit_bias"] = {int(token): bias for token, bias in known["logit_bias"].items()}
         if known.get("grammar") is not None:
             known["grammar"] = GrammarSpec(**known["grammar"])
+        if known.get("repetition_detection") is not None:
+            known["repetition_detection"] = Repetition(**known["repetition_detection"])
         return SamplingParams(**known)
     except (TypeError, ValueError, AttributeError) as error:
         raise UserError(f"the sampling parameters cannot be read ({error}); check their names and types") from None

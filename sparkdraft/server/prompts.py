@@ -43,11 +43,16 @@ class ChatPrompt:
 
 class ModelText:
     def __init__(
-        self, info: ModelInfo, sampling: Mapping[str, float], reasoning_parser: str = AUTO, tool_parser: str = AUTO
+        self,
+        info: ModelInfo,
+        sampling: Mapping[str, float],
+        reasoning_parser: str = AUTO,
+        tool_parser: str = AUTO,
+        repetition_limit: int = 0,
     ) -> None:
-        """sampling: what a request gets for the fields that it leaves out. The parsers are chosen by the model unless
-        they are named."""
-        self.info, self.sampling = info, sampling
+        """sampling, repetition_limit: what a request gets for the fields that it leaves out. The parsers are chosen by
+        the model unless they are named."""
+        self.info, self.sampling, self.repetition_limit = info, sampling, repetition_limit
         self.tokenizer = Tokenizer(RawTokenizer.from_str(info.tokenizer), info.special)
         self._longest = max(map(len, self.tokenizer.raw.get_vocab()))  # most characters of one token
         self.eos_ids = frozenset(info.eos_ids)
@@ -167,6 +172,7 @@ class ModelText:
         params = body.sampling(
             self.sampling,
             room,
+            self.repetition_limit,
             logprobs=body.wanted_logprobs,
             grammar=self._grammar(body, tools, text),
             keep_special=body.skip_special_tokens is False

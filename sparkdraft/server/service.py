@@ -157,8 +157,9 @@ class Service:
     async def _prepare(self, info: ModelInfo, warm_up: Callable[[ModelText], Awaitable[None]]) -> None:
         self.refusal = None
         try:
-            parsers = self.config.reasoning_parser, self.config.tool_parser
-            text = await self.in_thread(lambda: ModelText(info, self.sampling, *parsers), renders=True)
+            config = self.config
+            chosen = config.reasoning_parser, config.tool_parser, config.repetition_limit
+            text = await self.in_thread(lambda: ModelText(info, self.sampling, *chosen), renders=True)
         except Exception as error:  # the engine reads tokenizers too, but not all of them by the same way
             log.error("the tokenizer or the chat template of the model cannot be used", exc_info=error)
             self.refusal = f"the tokenizer or the chat template cannot be used: {error or type(error).__name__}"

@@ -21,7 +21,7 @@ from sparkdraft.cli.chat_commands import COMMANDS, Conversation, is_command, run
 from sparkdraft.cli.chat_input import messages
 from sparkdraft.cli.console import WordWrap, note
 from sparkdraft.cli.main import main
-from sparkdraft.core import FinishReason, SamplingParams, StepOutput, UserError
+from sparkdraft.core import REPETITION, FinishReason, SamplingParams, StepOutput, UserError
 from sparkdraft.llm import LLM
 from sparkdraft.text.style import chat_style
 from tests.cli.terminal import ALT_ENTER, CTRL_C, CTRL_D, ENTER, LEFT, READY, UP, Terminal, paste
@@ -254,6 +254,9 @@ class Scripted:
         self.is_open = True
         try:
             for text in self.pieces:
+                if text == REPETITION:
+                    yield StepOutput("r", 0, [1], "", FinishReason.STOP, stop_reason=REPETITION)
+                    return
                 if text == "length":
                     yield StepOutput("r", 0, [], "", FinishReason.LENGTH)
                     return
@@ -396,9 +399,15 @@ def test_texts_that_only_look_like_commands(text: str) -> None:
     assert not is_command(text)
 
 
+def test_an_answer_that_repeats_itself_is_ended_with_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    talk, _ = talk_to("ha ha", REPETITION)
+    assert answer(talk, "laugh") and DEFAULTS.repetition_limit == 200
+    assert "it repeats itself: /set repetition_limit 0 lets it go on" in " ".join(capsys.readouterr().err.split())
+
+
 def test_set_changes_what_is_sampled() -> None:
     talk, _ = talk_to()
-    assert run_command(talk, "/set temperature 0.7") == "max_tokens 512, temperature 0.7"
+    assert run_command(talk, "/set temperature 0.7") == "max_tokens 512, temperature 0.7, repetition_limit 200"
     assert run_command(talk, "/set max-tokens 9") and talk.params.max_tokens == 9
     assert run_command(talk, "/set seed 4") and talk.params.seed == 4
     before = talk.params

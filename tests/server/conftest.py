@@ -53,6 +53,8 @@ class FakeClient:
         self.go_on = threading.Event()  # while it is cleared, nothing is said
         self.go_on.set()
         self.stopped = False
+        self.finish = FinishReason.STOP  # of every text, and why it ended
+        self.stop_reason: str | None = None
         self.info: ModelInfo | None = ModelInfo(
             model="fake",
             model_type="llama",
@@ -124,9 +126,10 @@ class FakeClient:
                 self.aborted.append(id)
 
     def _event(self, id: str, index: int, text: str, params: SamplingParams, num_prompt: int, last: bool) -> TokenEvent:
-        ids = self.raw.encode(text, add_special_tokens=False).ids + ([2] if last else [])
+        has_end = last and self.finish is FinishReason.STOP and not self.stop_reason
+        ids = self.raw.encode(text, add_special_tokens=False).ids + ([2] if has_end else [])
         rows = [TokenLogprob(i, -0.5, [(i, -0.5), (3, float("-inf"))][: params.logprobs]) for i in ids]
-        finish = FinishReason.STOP if last else None
+        finish = self.finish if last else None
         stats = {"num_spec_steps": 2, "num_draft_tokens": 4, "num_accepted_draft_tokens": 2, "num_spec_tokens": 2}
         stats |= {"acceptance_histogram": [1, 0, 1], "per_position_accepted": [1, 1]}
         return TokenEvent(
@@ -140,6 +143,7 @@ class FakeClient:
             num_cached=1,
             num_accepted=1,
             speculation=stats if last else None,
+            stop_reason=self.stop_reason if last else None,
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sparkdraft.core import AUTO
+from sparkdraft.core import AUTO, REPETITION, Repetition
 from sparkdraft.server.engine_errors import EngineError, RequestFailed, RequestRefused
 from tests.patience import PATIENT
 from tests.server.conftest import FakeClient, Live, live
@@ -168,6 +168,38 @@ def test_the_model_names_what_a_request_leaves_out() -> None:
         told = {"temperature": 0.2, "top_p": 0.9, "top_k": 7}
         assert server.http.get("/v1/status").json()["sampling_defaults"] == told
         assert server.http.get("/v1/models").json()["data"][0]["sampling_defaults"] == told
+
+
+def test_a_request_without_a_limit_of_tokens_has_one_of_repetition(ear: tuple[Live, FakeClient]) -> None:
+    server, client = ear
+    mine = {"max_pattern_size": 20, "min_count": 3}
+    for body in ({}, {"max_tokens": 9}, {"max_completion_tokens": 9}, {"ignore_eos": True}, {"repetition_limit": 0}):
+        server.chat(**body)
+    server.chat(max_tokens=9, repetition_limit=50)
+    server.post(COMPLETIONS, prompt="x", repetition_limit=30)
+    assert [params.repetition_limit for params in client.seen] == [200, 0, 0, 0, 0, 50, 30]
+    server.chat(repetition_detection=mine)
+    server.chat(repetition_detection={"max_pattern_size": 0})
+    assert [params.repetition for params in client.seen[-2:]] == [Repetition(20, 1, 3), None]
+    for wrong in (
+        {"max_pattern_size": 4, "min_count": 1},
+        {"max_pattern_size": 4, "min_pattern_size": 5, "min_count": 3},
+    ):
+        assert error_of(server.chat(repetition_detection=wrong), 400)["param"] == "repetition_detection"
+    with live(client, repetition_limit=0) as server:
+        server.chat()
+    assert client.seen[-1].repetition is None
+
+
+def test_a_text_that_was_ended_for_repetition_says_so(ear: tuple[Live, FakeClient]) -> None:
+    server, client = ear
+    client.stop_reason = REPETITION
+    for path, body in ((CHAT, {"messages": USER}), (COMPLETIONS, {"prompt": "x"})):
+        (choice,) = server.post(path, **body).json()["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "repetition_detected")
+        *others, last = [chunk["choices"][0] for chunk in server.events(path, **body)]
+        assert (last["finish_reason"], last["stop_reason"]) == ("stop", "repetition_detected")
+        assert not any("stop_reason" in chunk for chunk in others)
 
 
 def test_response_formats_become_grammars(ear: tuple[Live, FakeClient]) -> None:

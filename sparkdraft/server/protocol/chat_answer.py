@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 
 from sparkdraft.core import FinishReason, TokenLogprob
 from sparkdraft.server.messages import TokenEvent
-from sparkdraft.server.protocol.shapes import Json, Tally, TokenBytes, accepted_chars, chat_logprobs, prompt_logprobs
+from sparkdraft.server.protocol.shapes import (
+    Json,
+    Tally,
+    TokenBytes,
+    accepted_chars,
+    chat_logprobs,
+    prompt_logprobs,
+    stop_reason,
+)
 from sparkdraft.text.events import Content, Event, Parser, Reasoning, ToolArguments, ToolCall, joined
 
 
@@ -27,6 +35,7 @@ class Choice:
     calls: dict[int, Json] = field(default_factory=dict)
     logprobs: list[Json] = field(default_factory=list)
     finish: str | None = None
+    stop_reason: str | None = None
     # Not sent yet, because the parser holds the text back:
     waiting_logprobs: list[Json] = field(default_factory=list)
     tokens: int = 0
@@ -79,7 +88,7 @@ class ChatAnswer:
             chunks += deltas
             choice.accepted_chars = 0  # the remaining characters were markup, which is not shown
         if event.finish:
-            choice.finish = self._finish_reason(choice, event.finish)
+            choice.finish, choice.stop_reason = self._finish_reason(choice, event.finish), event.stop_reason
             chunks.append(self._chunk(event.index, {}, choice, choice.finish))
         return chunks
 
@@ -127,6 +136,8 @@ class ChatAnswer:
         if self.return_speculation:
             chunk |= _drafted(choice, delta)
         if choice:
+            if finish:
+                body |= stop_reason(choice.stop_reason)
             if choice.waiting_logprobs:
                 body["logprobs"] = {"content": choice.waiting_logprobs, "refusal": None}
             choice.logprobs += choice.waiting_logprobs
@@ -157,7 +168,8 @@ class ChatAnswer:
         if calls:
             message |= {"function_call": calls[0]["function"]} if self.old_calls else {"tool_calls": calls}
         logprobs = {"content": choice.logprobs, "refusal": None} if self.wants_logprobs else None
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
+        whole = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
+        return whole | stop_reason(choice.stop_reason)
 
     def _frame(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}

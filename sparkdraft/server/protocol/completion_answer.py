@@ -10,7 +10,14 @@ from dataclasses import dataclass, field, replace
 
 from sparkdraft.core import TokenLogprob
 from sparkdraft.server.messages import TokenEvent
-from sparkdraft.server.protocol.shapes import Json, Tally, accepted_chars, completion_logprobs, prompt_logprobs
+from sparkdraft.server.protocol.shapes import (
+    Json,
+    Tally,
+    accepted_chars,
+    completion_logprobs,
+    prompt_logprobs,
+    stop_reason,
+)
 from sparkdraft.text.detokenize import Detokenizer
 from sparkdraft.text.tokenizer import Vocabulary
 
@@ -25,6 +32,7 @@ class Text:
     offsets: list[int] = field(default_factory=list)  # of each row's token in the text
     num_chars: int = 0  # of the tokens so far
     finish: str | None = None
+    stop_reason: str | None = None
 
 
 @dataclass(slots=True)
@@ -60,7 +68,7 @@ class CompletionAnswer:
         choice = self.texts[index]
         choice.text += text
         rows += [(row.id, row) for row in event.logprobs or []]  # clients count on one per token, the end included
-        choice.finish = event.finish.value if event.finish else None
+        choice.finish, choice.stop_reason = event.finish.value if event.finish else None, event.stop_reason
         if not (text or rows or event.finish or self.return_speculation):
             return []
         return [self._chunk(index, event, text, self._logprobs(choice, rows))]
@@ -84,8 +92,9 @@ class CompletionAnswer:
         return mark if choice.text.startswith(mark, choice.num_chars) else ""
 
     def _chunk(self, index: int, event: TokenEvent, text: str, logprobs: Json | None) -> Json:
-        finish = self.texts[index].finish
-        body = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        choice = self.texts[index]
+        body = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish}
+        body |= stop_reason(choice.stop_reason)
         chunk = self._frame() | {"choices": [body]}
         if self.include_usage:
             chunk["usage"] = self.tally.usage() if self.usage_in_each else None
@@ -114,7 +123,7 @@ class CompletionAnswer:
             if self.prompt_logprobs is not None:
                 rows = self.prompt_rows.get(index // self.n, [])
                 body["prompt_logprobs"] = prompt_logprobs(rows, self.prompt_logprobs, self.tokenizer)
-            choices.append(body)
+            choices.append(body | stop_reason(choice.stop_reason))
         answer = self._frame() | {"choices": choices, "usage": self.tally.usage()}
         return answer | ({"metrics": self.tally.metrics()} if self.return_speculation else {})
 

@@ -19,6 +19,7 @@ from sparkdraft.core import (
     MAX_STOP_CHARS,
     MAX_STOP_IDS,
     MAX_STOPS,
+    Repetition,
     SamplingParams,
     UserError,
 )
@@ -42,6 +43,21 @@ class Fields(BaseModel):
 class StreamOptions(Fields):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's: the usage so far in every chunk
+
+
+class RepetitionDetection(Fields):
+    """vLLM's: a pattern of so many tokens, so often in a row, ends the text."""
+
+    max_pattern_size: Count | None = None
+    min_pattern_size: Count | None = None
+    min_count: Count | None = None
+
+    def rule(self) -> Repetition:
+        """As in vLLM, sizes that are left out or 0 look for nothing, and for patterns from one token on."""
+        try:
+            return Repetition(self.max_pattern_size or 0, self.min_pattern_size or 1, self.min_count or 0)
+        except UserError as error:
+            raise ApiError(400, f"repetition_detection.{error}.", "repetition_detection") from None
 
 
 class SamplingFields(Fields):
@@ -74,8 +90,10 @@ class SamplingFields(Fields):
     truncate_prompt_tokens: Annotated[int, Field(le=MAX_COUNT)] | None = Field(
         None, description="keep only the last tokens of the prompt; -1: as many as fit"
     )
+    repetition_detection: RepetitionDetection | None = None
 
     # ours
+    repetition_limit: Count | None = Field(None, description="tokens of repetition that end a text; 0: none does")
     speculation: Literal["auto", "off"] | Annotated[int, Field(ge=0, le=1024)] | None = Field(
         None, description="drafts per step: auto chooses every step, off never drafts, a number is fixed"
     )
@@ -123,9 +141,13 @@ class SamplingFields(Fields):
         """The field from which wanted_tokens comes."""
         return "max_tokens"
 
-    def sampling(self, defaults: Mapping[str, float], max_tokens: int, **more: Any) -> SamplingParams:
-        """defaults, max_tokens: used where the request names nothing. more: what the endpoint adds."""
+    def sampling(
+        self, defaults: Mapping[str, float], max_tokens: int, repetition_limit: int = 0, **more: Any
+    ) -> SamplingParams:
+        """defaults, max_tokens: used where the request names nothing; repetition_limit only where it also sets no limit
+        of tokens, so that nothing else ends its text. more: what the endpoint adds."""
         wanted = self.wanted_tokens
+        is_open = wanted in (None, ALL) and not self.ignore_eos and self.repetition_limit is None
         given: dict[str, Any] = {
             "max_tokens": max_tokens if wanted is None else MAX_COUNT if wanted == ALL else wanted,
             "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
@@ -133,6 +155,8 @@ class SamplingFields(Fields):
             "top_k": 0 if self.top_k == -1 else self.top_k,
             "num_draft": self.num_draft,
             "keep_special": self.skip_special_tokens is False,
+            "repetition_limit": repetition_limit if is_open else self.repetition_limit,
+            "repetition_detection": self.repetition_detection and self.repetition_detection.rule(),
         }
         for name in SAME_NAME:
             given[name] = getattr(self, name)

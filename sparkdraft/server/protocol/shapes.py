@@ -35,6 +35,11 @@ _encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(","
 LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # the others JSON escapes itself
 
 
+def stop_reason(reason: str | None) -> Json:
+    """vLLM's field of a choice, where there is something to say."""
+    return {"stop_reason": reason} if reason else {}
+
+
 # ---- counts
 
 
