@@ -8,11 +8,12 @@ these do not depend on how many ids a step commits, so drafted text ends where p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
 
 from sparkdraft.core import Repetition
 
-GLANCE = 8  # ids that are compared before all of them are
+GLANCE = 8  # ids that are looked for before all of them are compared
+WIDTH = array("i").itemsize
 
 
 def interval(rule: Repetition) -> int:
@@ -20,21 +21,22 @@ def interval(rule: Repetition) -> int:
     return max(1, _needed(rule, max(rule.min_pattern_size, 1)) // 12)
 
 
-def repeats(ids: Sequence[int], rule: Repetition) -> bool:
-    """Whether a list of ids ends in a repetition."""
+def repeats(ids: list[int], rule: Repetition) -> bool:
+    """Whether ids end in a repetition. Ids are compared as bytes: earlier places of the last few, each of which is a
+    pattern's length to try, are found in some microseconds."""
     shortest = max(rule.min_pattern_size, 1)
     if len(ids) < shortest + _needed(rule, shortest):
         return False
-    earlier = ids[-1 - rule.max_pattern_size : -1][::-1]  # the id one pattern of p ids before the last is at p - 1
-    size = shortest - 1
-    while True:
-        try:
-            size = earlier.index(ids[-1], size) + 1
-        except ValueError:
-            return False
-        needed = _needed(rule, size)
-        if _ends_in(ids, size, min(GLANCE, needed)) and _ends_in(ids, size, needed):
+    glance = min(GLANCE, _needed(rule, shortest))
+    recent, whole = _bytes(ids, rule.max_pattern_size + glance), b""
+    last, end = recent[-glance * WIDTH :], len(recent) - shortest * WIDTH
+    while (at := recent.rfind(last, 0, max(end, 0))) >= 0:
+        size, misfit = divmod(len(recent) - len(last) - at, WIDTH)
+        whole = whole or _bytes(ids, rule.max_pattern_size + _needed(rule, rule.max_pattern_size))
+        if not misfit and _repeats(whole, size * WIDTH, _needed(rule, size) * WIDTH):
             return True
+        end = at + len(last) - 1
+    return False
 
 
 def _needed(rule: Repetition, size: int) -> int:
@@ -42,5 +44,9 @@ def _needed(rule: Repetition, size: int) -> int:
     return max(rule.min_tokens, (rule.min_count - 1) * size)
 
 
-def _ends_in(ids: Sequence[int], size: int, count: int) -> bool:
-    return len(ids) >= count + size and ids[-count:] == ids[-count - size : -size]
+def _bytes(ids: list[int], count: int) -> bytes:
+    return array("i", ids[-count:]).tobytes()
+
+
+def _repeats(data: bytes, size: int, count: int) -> bool:
+    return len(data) >= count + size and data[-count:] == data[-count - size : -size]
