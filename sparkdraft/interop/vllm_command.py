@@ -67,6 +67,7 @@ NOT_THERE = {  # fields that nothing in vLLM corresponds to, and what it does in
     "count_ids": "ids are not counted",
     "cut": "the depth is fixed",
     "profile": "what `sparkdraft tune` measured is not read",
+    "repetition_limit": "no text is ended for repetition, unless its request has repetition_detection",
     "canary": "nothing is probed at the start",
     "watchdog": "nothing is watched",
     "hang_seconds": "an engine that hangs is not noticed",

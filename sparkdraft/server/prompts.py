@@ -19,7 +19,7 @@ from sparkdraft.server.protocol.errors import ApiError, as_sentence
 from sparkdraft.server.protocol.sampling import ALL, SamplingFields
 from sparkdraft.text import chat
 from sparkdraft.text.control import ChatText
-from sparkdraft.text.events import Parser, chain
+from sparkdraft.text.events import OnlyCalls, Parser, chain
 from sparkdraft.text.families import AUTO
 from sparkdraft.text.reasoning import ReasoningFormat, after_thinking, answer_rule
 from sparkdraft.text.style import EFFORT, chat_style
@@ -222,7 +222,8 @@ class ModelText:
 
     def _parser(self, prompt: str, tools: Tools | None) -> Parser:
         thoughts = self.reasoning(prompt, calls=tools is not None) if self.reasoning else None
-        return chain(thoughts, tools.form.parser(tools.dicts) if tools else None)
+        parser = chain(thoughts, tools.form.parser(tools.dicts) if tools else None)
+        return OnlyCalls(parser) if tools and not tools.is_free else parser
 
     def _grammar(self, body: ChatRequest, tools: Tools | None, prompt: str) -> GrammarSpec | None:
         """That of calls, of response_format, or of either; after the reasoning."""
@@ -248,7 +249,7 @@ class Tools:
     def __init__(self, form: ToolFormat, body: ChatRequest) -> None:
         self.form, self.dicts = form, body.tool_dicts()
         self.is_free, self.only = body.choice == "auto", body.chosen
-        self.parallel = body.parallel_tool_calls is not False
+        self.parallel = form.parallel if body.parallel_tool_calls is None else body.parallel_tool_calls
         self.instructions = form.instructions(self.dicts, not self.is_free, self.only)
 
     def constraint(self, reasoning: ReasoningFormat | None, prompt: str, answer: str) -> GrammarSpec | None:

@@ -49,7 +49,8 @@ Reading = Generator[None, None, T]  # yields where it needs more text
 class Parser(Protocol):
     def feed(self, text: str) -> list[Event]: ...
 
-    def finish(self) -> list[Event]: ...
+    def finish(self, cut: bool = False) -> list[Event]:
+        """cut: the text was cut off, by a limit; its last words are not what the model would have ended with."""
 
 
 def joined(events: Sequence[Event]) -> list[Event]:
@@ -82,6 +83,7 @@ class Reader(ABC):
         self.at = 0
         self.space = ""  # the white space before its tag that `copy_until` found and did not give out
         self.ended = False  # whether no more text will come
+        self.was_cut = False  # whether it ended because it was cut off
         self._events: list[Event] = []
         self._run = self.read()
 
@@ -90,8 +92,8 @@ class Reader(ABC):
         self.text += text
         return self._advance() if text else []
 
-    def finish(self) -> list[Event]:
-        self.ended = True
+    def finish(self, cut: bool = False) -> list[Event]:
+        self.ended, self.was_cut = True, cut
         return self._advance()
 
     def _advance(self) -> list[Event]:
@@ -197,8 +199,8 @@ class _Chain:
     def feed(self, text: str) -> list[Event]:
         return self._pass(self._reasoning.feed(text))
 
-    def finish(self) -> list[Event]:
-        return joined(self._pass(self._reasoning.finish()) + self._tools.finish())
+    def finish(self, cut: bool = False) -> list[Event]:
+        return joined(self._pass(self._reasoning.finish(cut)) + self._tools.finish(cut))
 
     def _pass(self, events: list[Event]) -> list[Event]:
         out: list[Event] = []
@@ -214,6 +216,19 @@ class _Plain(Reader):
             self.give(Content(self.text))
             if not (yield from self.more()):
                 return
+
+
+class OnlyCalls:
+    """Of a text that must be calls, what is neither a call nor a thought is markup of a call that was cut."""
+
+    def __init__(self, parser: Parser) -> None:
+        self._parser = parser
+
+    def feed(self, text: str) -> list[Event]:
+        return [event for event in self._parser.feed(text) if not isinstance(event, Content)]
+
+    def finish(self, cut: bool = False) -> list[Event]:
+        return [event for event in self._parser.finish(cut) if not isinstance(event, Content)]
 
 
 def chain(reasoning: Parser | None, tools: Parser | None) -> Parser:

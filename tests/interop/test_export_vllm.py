@@ -298,6 +298,7 @@ OTHER_VALUES: dict[str, tuple[Any, ...]] = {
     **{"prefix_cache": (False,), "graphs": (True,), "threads": (3,), "spec": ("off", "3"), "spec_depths": ("0,3",)},
     **{"drafter": ("none", "mtp"), "ngram": (False,), "profile": ("none",), "drafter_weights": ("fp8",)},
     **{"draft_vocab": ("ids.txt",), "count_ids": ("counts.txt",), "cut": ("off",)},
+    **{"repetition_limit": (0,)},
 }
 
 

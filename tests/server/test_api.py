@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sparkdraft.core import AUTO, REPETITION, Repetition
+from sparkdraft.core import AUTO, REPETITION, FinishReason, Repetition
 from sparkdraft.server.engine_errors import EngineError, RequestFailed, RequestRefused
 from tests.patience import PATIENT
 from tests.server.conftest import FakeClient, Live, live
@@ -279,6 +279,44 @@ def test_choices_reach_the_template_and_the_engine() -> None:
         unknown = {"type": "function", "function": {"name": "other"}}
         assert "weather" in error_of(server.chat(tools=[TOOL], tool_choice=unknown), 400)["message"]
         error_of(server.chat(tools=[TOOL, TOOL]), 400)
+
+
+def test_a_call_that_is_cut_leaks_no_markup_and_loses_no_complete_call() -> None:
+    said = ["<tool", "<tool_call>", '<tool_call>\n{"name":', SAID[SAID.index("<tool_call>") : SAID.index('"Rome')]]
+    client = FakeClient(lambda prompt, params: said[0], template=HERMES)
+    client.finish = FinishReason.LENGTH
+    with live(client) as server:
+
+        def asked(**body: Any) -> tuple[dict[str, Any], str]:
+            """The answer, which is the same streamed."""
+            (choice,) = server.chat(tools=[TOOL], **body).json()["choices"]
+            chunks = [c["choices"][0] for c in server.events(CHAT, messages=USER, tools=[TOOL], **body)]
+            calls = [call for c in chunks for call in c["delta"].get("tool_calls", [])]
+            assert "".join(c["delta"].get("content") or "" for c in chunks) == (choice["message"]["content"] or "")
+            whole = [call["function"]["arguments"] for call in choice["message"].get("tool_calls", [])]
+            assert "".join(call["function"]["arguments"] for call in calls) == "".join(whole)
+            assert chunks[-1]["finish_reason"] == choice["finish_reason"]
+            return choice["message"], choice["finish_reason"]
+
+        while len(said) > 1:
+            message, finish = asked(tool_choice="required")
+            assert not message["content"] and "tool_calls" not in message and finish == "length"
+            said.pop(0)
+        message, finish = asked(tool_choice="required")
+        assert [call["function"]["arguments"] for call in message["tool_calls"]] == ['{"city": "Paris"}', '{"city": ']
+        assert message["content"] is None and finish == "length"
+        for choice in ("required", "auto"):  # the one call that was asked for is complete
+            message, finish = asked(tool_choice=choice, parallel_tool_calls=False)
+            assert [call["function"]["arguments"] for call in message["tool_calls"]] == ['{"city": "Paris"}']
+            assert finish == "tool_calls"
+
+
+def test_a_model_that_was_taught_no_calls_makes_one_unless_asked_for_several() -> None:
+    client = FakeClient(lambda prompt, params: "ok")
+    with live(client) as server:
+        for body in ({}, {"parallel_tool_calls": False}, {"parallel_tool_calls": True}):
+            server.chat(tools=[TOOL], tool_choice="required", **body)
+    assert ["{0,15}" in params.grammar.text for params in client.seen if params.grammar] == [False, False, True]
 
 
 HARMONY = "{% for m in messages %}<|channel|>{{ m.content }}<|message|>{% endfor %}{{ tools }}<|start|>assistant"

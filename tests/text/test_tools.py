@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as RawTokenizer
 
 from sparkdraft.core import GrammarSpec
-from sparkdraft.text.events import Content, Event, Parser, Reasoning, ToolArguments, ToolCall, chain, joined
+from sparkdraft.text.events import Content, Event, OnlyCalls, Parser, Reasoning, ToolArguments, ToolCall, chain, joined
 from sparkdraft.text.reasoning import answer_rule
 from sparkdraft.text.style import chat_style
 from sparkdraft.text.tools.base import ToolFormat
@@ -196,6 +196,35 @@ def test_half_a_call_stays_half() -> None:
         assert read("qwen3_xml", text) == (end.strip(), [("now", '{"a": "rm /tm"')])
     assert read("gemma4", '<|tool_call>call:now{a:<|"|>rm /tm') == ("", [("now", '{"a": "rm /tm')])
     assert read("gemma4", "<|tool_call>call:now{a:12") == ("", [("now", '{"a": 12')])
+
+
+OPENINGS = dict.fromkeys(("hermes", "generic", "qwen3_xml"), ("<tool_call>",)) | {"gemma4": ("<|tool_call>",)}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_that_are_cut_anywhere_leave_no_markup_and_lose_no_complete_call(name: str) -> None:
+    text, tags = CALLS[name], OPENINGS.get(name, ("<|channel|>", "<|call|>", "<|start|>"))
+    second = text.index(tags[0], 5)
+    for end in range(len(text) + 1):
+        for pieces in ([text[:end]], cut(text[:end], 1), cut(text[:end], 7)):
+            free, forced = FORMATS[name].parser(TOOLS), OnlyCalls(FORMATS[name].parser(TOOLS))
+            events = [e for piece in pieces for e in free.feed(piece)] + free.finish(cut=True)
+            kept = [e for piece in pieces for e in forced.feed(piece)] + forced.finish(cut=True)
+            content = "".join(e.text for e in events if isinstance(e, Content))
+            # without a grammar, half a tag may still be text
+            assert any(tag.startswith(content.strip()) and tag != content.strip() for tag in tags), text[:end]
+            assert [e for e in plain(joined(events)) if not isinstance(e, Content)] == plain(joined(kept))
+            assert not any(isinstance(e, Content) for e in kept)
+            if end >= second:
+                arguments = "".join(e.text for e in kept if isinstance(e, ToolArguments) and e.index == 0)
+                assert json.loads(arguments) == PARIS
+
+
+@pytest.mark.parametrize("text", ["Write <tool_call>", "<tool_call>\n", "<tool_call>{", '<tool_call>{"name": "n'])
+def test_a_tag_that_a_whole_text_ends_in_is_text(text: str) -> None:
+    for name in ("hermes", "generic", "qwen3_xml"):
+        assert read(name, text) == (text, [])
+    assert read("gemma4", "Write <|tool_call>call:n") == ("Write <|tool_call>call:n", [])
 
 
 @pytest.mark.parametrize(

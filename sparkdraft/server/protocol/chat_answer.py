@@ -34,6 +34,7 @@ class Choice:
     reasoning: str = ""
     calls: dict[int, Json] = field(default_factory=dict)
     logprobs: list[Json] = field(default_factory=list)
+    is_complete: bool = False  # one call was asked for, and the model has begun another
     finish: str | None = None
     stop_reason: str | None = None
     # Not sent yet, because the parser holds the text back:
@@ -75,7 +76,8 @@ class ChatAnswer:
         self._count(choice, event)
         events = choice.parser.feed(event.text)
         if event.finish:
-            events = joined([*events, *choice.parser.finish()])  # several events at once become one delta
+            end = choice.parser.finish(cut=event.finish is FinishReason.LENGTH)
+            events = joined([*events, *end])  # several events at once become one delta
         chunks = []
         if not choice.begun:
             choice.begun = True
@@ -117,7 +119,9 @@ class ChatAnswer:
                 case Reasoning(text) if text:
                     choice.reasoning += text
                     yield {"reasoning_content": text}
-                case ToolCall(index, call_id, name) if self.parallel or index == 0:
+                case ToolCall(index) if index and not self.parallel:
+                    choice.is_complete = True
+                case ToolCall(index, call_id, name):
                     choice.calls[index] = _call(call_id, name)
                     yield self._call_delta({"index": index} | _call(call_id, name))
                 case ToolArguments(index, text) if text and index in choice.calls:
@@ -175,7 +179,8 @@ class ChatAnswer:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def _finish_reason(self, choice: Choice, finish: FinishReason) -> str:
-        if not choice.calls or finish is not FinishReason.STOP:
+        """What follows the one call that was asked for is not given out, so it cannot be cut either."""
+        if not choice.calls or (finish is not FinishReason.STOP and not choice.is_complete):
             return finish.value
         return "function_call" if self.old_calls else "tool_calls"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 from uuid import uuid4
 
 from fastapi import APIRouter, Request, Response
@@ -33,7 +34,8 @@ def prepare(text: ModelText, body: CompletionRequest, name: str) -> Job:
     ids = [_ids(text, body, prompt) for prompt in body.prompts]
     echo, wanted = bool(body.echo), [body.prompt_logprobs, body.logprobs if body.echo else None]
     most = max((count for count in wanted if count is not None), default=None)
-    params = body.sampling(text.sampling, DEFAULT_TOKENS, continues=True, logprobs=body.logprobs, prompt_logprobs=most)
+    given: dict[str, Any] = {"continues": True, "logprobs": body.logprobs, "prompt_logprobs": most}
+    params = body.sampling(text.sampling, DEFAULT_TOKENS, text.repetition_limit, **given)
     as_sent = body.truncate_prompt_tokens is None
     shown = [
         prompt if isinstance(prompt, str) and as_sent else text.tokenizer.decode(each) if echo else ""

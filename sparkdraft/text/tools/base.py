@@ -26,6 +26,7 @@ class ToolFormat(ABC):
     name: ClassVar[str]
     keep_special: ClassVar[bool] = False  # whether the parser needs to see special tokens
     separator: ClassVar[str] = ""  # Lark for what is between two calls
+    parallel: ClassVar[bool] = True  # whether several calls are made where one is required and nothing else is asked
     may_be_empty: ClassVar[bool] = False  # whether a call after which the text ends at once is whole: without arguments
 
     @abstractmethod

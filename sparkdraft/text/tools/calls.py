@@ -146,6 +146,13 @@ class CallReader(Reader):
         self.cut()
 
 
+def is_half_object(text: str) -> bool:
+    """Whether a text is a JSON object that is not complete yet."""
+    scanner = JsonScanner()
+    scanner.push(text)
+    return bool(text) and not scanner.done and not scanner.broken
+
+
 def call_of(value: dict[str, Any] | None) -> tuple[str, dict[str, Any]] | None:
     """Name and arguments of an object that is a call. Some models write the arguments as a string of JSON."""
     if value is None or not isinstance(name := value.get("name"), str) or not name:

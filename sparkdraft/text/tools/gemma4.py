@@ -31,6 +31,7 @@ from sparkdraft.text.tools.schemas import Function
 OPEN, CLOSE, QUOTE, RESPONSE = "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>"
 SIMPLE = {"string": "string", "integer": "INTEGER", "number": "NUMBER", "boolean": "boolean", "null": '"null"'}
 BAD_KEY = re.compile(r"[:,{}\[\]<>\"'\s]")  # keys have no quotes, so these cannot be in them
+HALF_HEAD = re.compile(r"\s*(?:c|ca|cal|call|call:[^{<\n]*)?")  # of a call that the end of the text cut
 KEY_BEFORE = re.compile(r"[,{\[]\s*([^,:{}\[\]]+:)?\s*$")  # the mark after this opens the next string
 
 
@@ -50,6 +51,8 @@ class Gemma4Parser(CallReader):
                 self.complete = True
             elif not (yield from self._call()):
                 self.at = 0
+                if self.was_cut and HALF_HEAD.fullmatch(self.text):
+                    return
                 self.give(Content(before))
 
     def _call(self) -> Reading[bool]:
@@ -74,6 +77,8 @@ class Gemma4Parser(CallReader):
         for mark in (CLOSE, RESPONSE):
             yield from self.skip(mark)
             yield from self.skip_space()
+        if self.was_cut and any(mark.startswith(self.text[self.at :]) for mark in (CLOSE, RESPONSE)):
+            self.at = len(self.text)  # half a mark
         self.cut()
         return True
 

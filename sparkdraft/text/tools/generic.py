@@ -62,6 +62,7 @@ class GenericParser(HermesParser):
 class Generic(ToolFormat):
     name = "generic"
     separator = '"\\n"'
+    parallel = False  # models that were taught no calls repeat theirs until they are stopped
 
     def parser(self, tools: Tools) -> Parser:
         return GenericParser(tools)

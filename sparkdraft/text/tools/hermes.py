@@ -4,7 +4,8 @@
     {"name": "get_weather", "arguments": {"city": "Paris"}}
     </tool_call>
 
-The name and the arguments are read as they come. White space around calls is not content; a tag without a call is.
+The name and the arguments are read as they come. White space around calls is not content; a tag without a call is,
+unless the text ends within the call.
 Some models write several objects within one pair of tags: each is a call.
 """
 
@@ -14,7 +15,7 @@ from typing import ClassVar
 
 from sparkdraft.text.events import Content, Parser, Reading
 from sparkdraft.text.tools.base import ToolFormat, Tools, lark
-from sparkdraft.text.tools.calls import CallReader
+from sparkdraft.text.tools.calls import CallReader, is_half_object
 from sparkdraft.text.tools.schemas import Function, json_rule
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -36,6 +37,8 @@ class HermesParser(CallReader):
                 self.complete = True
             elif not (yield from self.call(tag)):
                 self.at = 0
+                if self.was_cut and self.is_cut(tag):
+                    return
                 self.give(Content(before))
             elif self.complete:
                 yield from self.end_of_call()
@@ -48,18 +51,26 @@ class HermesParser(CallReader):
             pass
         return found
 
+    def is_cut(self, tag: str) -> bool:
+        """Whether the text ended within a call before its name was complete: it cannot be given out, and is no
+        content."""
+        text = self.text.lstrip()
+        return not text or (text[0] == "{" and is_half_object(text))
+
     def _further_call(self) -> Reading[bool]:
         """Read another call within the same tags."""
         yield from self.skip_space(SURPLUS)
         self.cut()
         if (yield from self.peek()) == "{" and (yield from self.json_call()):
             return True
-        self.at = 0
+        self.at = len(self.text) if self.was_cut and is_half_object(self.text) else 0
+        self.cut()
         return False
 
     def end_of_call(self) -> Reading[None]:
         yield from self.skip_space(SURPLUS)
-        yield from self.skip(CLOSE)
+        if not (yield from self.skip(CLOSE)) and self.was_cut and CLOSE.startswith(self.text[self.at :]):
+            self.at = len(self.text)  # half a closing tag
         yield from self.skip_space()
         self.cut()
 

@@ -31,6 +31,7 @@ FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 END = f"{FUNCTION_END}\n{CLOSE}"
 AFTER_VALUE = (PARAMETER, FUNCTION_END, CLOSE)
+HALF_HEAD = re.compile(r"<function=[^<>\n]*")  # of a call that the end of the text cut
 INNER = re.compile(r"<parameter(?:\s[^<>]*)?(?<!/)>")  # opens an element of a text that is XML
 SPACE, ANY = r"[ \t\r\n]", "(?s:.*)"  # in a grammar, what skip_space skips, and any text
 MOST_OTHERS = 8  # parameters that the schema does not name
@@ -62,6 +63,12 @@ class Qwen3XmlParser(HermesParser):
             self.complete = yield from self._parameters(self.functions.get(name, Function(name, "", {})))
         return True
 
+    def is_cut(self, tag: str) -> bool:
+        text = self.text.strip()
+        if tag == FUNCTION:
+            return any(name.startswith(text) for name in self.functions)
+        return FUNCTION.startswith(text) or bool(HALF_HEAD.fullmatch(text)) or super().is_cut(tag)
+
     def _parameters(self, function: Function) -> Reading[bool]:
         """Read the arguments up to the end of the function; False if the text ends before."""
         given: list[str] = []
@@ -74,9 +81,10 @@ class Qwen3XmlParser(HermesParser):
                 self.write("}" if given else "{}")
                 return True
             else:
-                end, mark = yield from self.find((PARAMETER, FUNCTION_END, CLOSE))
-                self.at = end
-                self.give(Content(self.text[:end].strip()))
+                end, mark = yield from self.find(AFTER_VALUE)
+                rest, self.at = self.text[:end].strip(), end
+                is_half = self.was_cut and not mark and any(tag.startswith(rest) for tag in AFTER_VALUE)
+                self.give(Content("" if is_half else rest))
                 if not mark:
                     return False
 
