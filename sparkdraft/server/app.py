@@ -131,8 +131,8 @@ def as_error(error: Exception) -> ApiError:
         if error.status_code == 400:  # FastAPI raises it only for a body that it could not read
             return unreadable(error.__cause__)
         return ApiError(error.status_code, as_sentence(str(error.detail)), headers=error.headers)
-    log.error("a request failed by a bug of the server", exc_info=error)
-    return ApiError(500, "The server made a mistake; its log says more.", code="internal_error")
+    log.error("a request failed because of a bug in the server", exc_info=error)
+    return ApiError(500, "An internal error occurred; see the server's log.", code="internal_error")
 
 
 class Errors:

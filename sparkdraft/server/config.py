@@ -62,10 +62,10 @@ class ServerConfig:
     tool_parser: str = option(AUTO, f"how tool calls are read: auto (by the model), {', '.join(TOOL_PARSERS)}")
     drain_seconds: float = option(30.0, "how long running requests may finish after SIGTERM")
     hang_seconds: float = option(
-        60.0, "how long the engine process may give no sign of life before it is killed and started again (0: for ever)"
+        60.0, "how long the engine process may give no sign of life before it is killed and restarted (0: no limit)"
     )
     step_seconds: float = option(
-        600.0, "how long one step may last before the engine is killed and started again (0: for ever)"
+        600.0, "how long one step may last before the engine is killed and restarted (0: no limit)"
     )
     canary: bool = option(True, "ask probes with known answers at each start, and go on without what fails")
     watchdog: bool = option(True, "watch memory, throttling, step times and acceptance, and react")

@@ -149,7 +149,7 @@ class EngineClient:
         try:
             return await asyncio.wait_for(future, timeout)
         except TimeoutError:
-            raise EngineError(f"the engine did not answer in {timeout:g} s: a long step runs", True) from None
+            raise EngineError(f"the engine did not answer in {timeout:g} s: a long step is running", True) from None
         finally:
             self._questions.pop(name, None)
 
@@ -167,7 +167,7 @@ class EngineClient:
         try:
             await asyncio.wait_for(self._idle.wait(), drain_seconds)
         except TimeoutError:
-            self._fail_all("the server is shutting down and did not wait longer; send it again", True)
+            self._fail_all("the server is shutting down and could not finish this request; send it again", True)
         self._stopping.set()
         self._send(messages.Shutdown())
         if self._supervisor is not None:
@@ -202,7 +202,7 @@ class EngineClient:
                 log.error("the engine died under the canary's probes and is started again without them: %s", reason)
             if self.state == "failed":
                 return self._fail_all(reason, False)
-            self._fail_all(f"the engine stopped and is being started again; send it again in a moment: {reason}", True)
+            self._fail_all(f"the engine stopped and is being restarted; retry in a moment: {reason}", True)
             if self._ready_at and time.monotonic() - self._ready_at >= self.restart.calm:
                 delay = self.restart.first
             await self._pause(delay)
@@ -282,7 +282,7 @@ class EngineClient:
         code = self._process.returncode if self._process else None
         if code is not None and code < 0:
             names = {number.value: number.name for number in signal.Signals}
-            return f"the engine process was ended by {names.get(-code, f'signal {-code}')}"
+            return f"the engine process was killed by {names.get(-code, f'signal {-code}')}"
         return f"the engine process exited with code {code}"
 
     def _fail_all(self, sentence: str, retryable: bool) -> None:
@@ -299,13 +299,13 @@ class EngineClient:
         if self.state == "failed":
             return EngineError(self.last_error or "the engine cannot run", False)
         if self.state == "draining":
-            sentence = "the server is shutting down; send the request to another, or later"
+            sentence = "the server is shutting down; retry later, or use another server"
             return EngineError(sentence, True, self.retry_after)
         if self.state == "unresponsive":
             return EngineError(self.silence, True, self.retry_after)
         done, total = self.progress
         shown = f"{self.stage}, {done} of {total}" if total else self.stage
-        sentence = f"the engine is {self.state} ({shown}); try again in {self.retry_after} s"
+        sentence = f"the engine is {self.state} ({shown}); retry in {self.retry_after} s"
         return EngineError(sentence, True, self.retry_after)
 
     # ---- messages

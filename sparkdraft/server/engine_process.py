@@ -145,7 +145,7 @@ class EngineLoop:
         engine_client.py starts a new process."""
         lost = self.backend.fail_batch(error)
         traceback.print_exception(error)
-        sentence = f"the engine failed in a step that this request was part of ({_told(error)}); its log says more"
+        sentence = f"a step of the engine that ran this request failed ({_told(error)}); see the server's log"
         for name in lost:
             self._finished["error"] += self._open.pop(name, 0)
             self.wire.send(messages.Refused(name, sentence, is_bug=True))
@@ -239,7 +239,7 @@ class EngineLoop:
         traceback.print_exception(error)
         with suppress(Exception):  # the request may be half added
             self.backend.abort(name)
-        self.wire.send(messages.Refused(name, f"the engine could not take the request: {_told(error)}", is_bug=True))
+        self.wire.send(messages.Refused(name, f"the engine could not start the request: {_told(error)}", is_bug=True))
 
     def _abort(self, name: str) -> None:
         try:

@@ -94,8 +94,8 @@ class BodyLimit:
             if num_values > self.max_values:
                 raise ApiError(
                     413,
-                    f"The body has more than {self.max_values:,} commas and opening brackets; send less at once, or "
-                    "start the server with a larger --max-body.",
+                    f"The body has more than {self.max_values:,} commas and opening brackets; send less in one "
+                    "request, or start the server with a larger --max-body.",
                     code="body_too_large",
                     headers=CLOSE,
                 )

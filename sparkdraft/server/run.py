@@ -41,8 +41,8 @@ def listen(config: ServerConfig) -> socket.socket:
     except (OSError, UnicodeError) as error:
         if not isinstance(error, OSError) or isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
             raise UserError(
-                f"host is '{config.host}', which is no address of this machine; choose another with --host, such as "
-                "127.0.0.1 (for this machine alone) or 0.0.0.0 (for others too)"
+                f"host is '{config.host}', which is not an address of this machine; choose another with --host, such "
+                "as 127.0.0.1 (for this machine alone) or 0.0.0.0 (for others too)"
             ) from None
         raise UserError(
             f"cannot listen on {config.host} port {config.port} ({error.strerror}); choose another with --port"

@@ -103,7 +103,7 @@ class Service:
         if asked is not None and asked not in self.config.names:
             served = ", ".join(f"'{name}'" for name in self.config.names)
             raise ApiError(
-                404, f"The model '{asked}' is not served here; served: {served}.", "model", "model_not_found"
+                404, f"The model '{asked}' is not served here; this server has {served}.", "model", "model_not_found"
             )
 
     def require_ready(self) -> ModelText:
@@ -111,7 +111,7 @@ class Service:
             assert self.text is not None
             return self.text
         if self.state == "draining":
-            shutting = "The server is shutting down; send the request elsewhere, or later."
+            shutting = "The server is shutting down; retry later, or use another server."
             raise unavailable(shutting, "draining", self.client.retry_after)
         if self.state == "failed":
             raise unavailable(f"The engine cannot run: {self.last_error}.", "engine_failed", 60)
@@ -121,7 +121,7 @@ class Service:
         done, total = self.client.progress
         stage = f"{self.stage}, {done} of {total}" if total else self.stage
         wait = self.client.retry_after
-        raise unavailable(f"The model is not ready yet ({stage}); try again in {wait} s.", "not_ready", wait)
+        raise unavailable(f"The model is not ready yet ({stage}); retry in {wait} s.", "not_ready", wait)
 
     @property
     def state(self) -> str:
@@ -168,7 +168,7 @@ class Service:
         try:
             await warm_up(text)
         except Exception as error:
-            log.error("a warm-up request failed; users' requests are taken nevertheless", exc_info=error)
+            log.error("a warm-up request failed; the server accepts requests anyway", exc_info=error)
         # otherwise it died meanwhile, and a new one is starting
         if self.client.info is info and self.client.state in ("ready", "unresponsive"):
             self.text = text

@@ -60,11 +60,11 @@ MEMORY_LOW = Cause("memory low", 0.06, 0.09, "the KV cache takes no more memory"
 MEMORY_CRITICAL = Cause("memory critical", 0.03, 0.05, "new requests get 503", patience=2)
 THROTTLED = Cause("GPU throttled", 1, 0, "half as many requests may wait", 2, 2)
 SLOW = Cause("steps slow", 2.5, 1.5, "fewer requests may wait, by the same factor", patience=10)
-COLLAPSED = Cause("acceptance collapsed", 0.05, 0.15, "nothing drafts for a while", patience=2)
+COLLAPSED = Cause("acceptance collapsed", 0.05, 0.15, "drafting is off for a while", patience=2)
 CAUSES = (MEMORY_LOW, MEMORY_CRITICAL, THROTTLED, SLOW, COLLAPSED)
 MEMORY = (MEMORY_LOW, MEMORY_CRITICAL)
 OF_ENGINE = (SLOW, COLLAPSED)  # a new engine begins without them
-OWN_MEMORY = "this is only said, because the model is in the GPU's own memory"
+OWN_MEMORY = "this is only a warning, because the model is in the GPU's own memory"
 UNUSED = "torch gives back the memory that it keeps unused"
 NOT_COMPARED = "the kernel does not say how long threads wait for a core, so other programs' load cannot be told apart"
 
@@ -133,7 +133,7 @@ class Watchdog:
             try:
                 await self.look()
             except Exception as error:  # a watchdog that dies would be worse than one that misses something
-                log.error("the watchdog met a bug", exc_info=error)
+                log.error("the watchdog failed because of a bug", exc_info=error)
             await asyncio.sleep(EVERY)
 
     async def look(self) -> None:

@@ -636,7 +636,7 @@ def test_the_engine_refuses_and_dies() -> None:
             assert error_of(held, 400)["param"] == "response_format"
             called = server.chat(stream=stream, tools=[TOOL], tool_choice="required")
             assert error_of(called, 400)["param"] == "tools"
-        said.append(RequestFailed("the engine could not take the request: KeyError: 5"))
+        said.append(RequestFailed("the engine could not start the request: KeyError: 5"))
         for stream in (False, True):
             assert error_of(server.chat(stream=stream), 500)["code"] == "internal_error"
         said.append(EngineError("the engine stopped", True))

@@ -152,7 +152,7 @@ def test_a_wrong_file_is_told_so(tmp_path: Path, text: str, words: str) -> None:
 
 @pytest.mark.parametrize("host", ["a..b", "", "203.0.113.5"])  # the last is the address of another machine
 def test_a_host_that_is_not_this_machine(host: str) -> None:
-    with pytest.raises(UserError, match=f"host is '{host}', which is no address of this machine; .* --host"):
+    with pytest.raises(UserError, match=f"host is '{host}', which is not an address of this machine; .* --host"):
         listen(ServerConfig(host=host, port=0, allow_public=True))
 
 

@@ -127,7 +127,7 @@ def test_after_the_limit_the_engine_is_killed_and_started_again(server: Live, li
             signalled(server, signal.SIGSTOP)
         data = [line for line in lines if not line.startswith(":")]
     error = json.loads(data[0][6:])["error"]
-    assert reason in error["message"] and "started again" in error["message"] and data[1] == "data: [DONE]"
+    assert reason in error["message"] and "is being restarted" in error["message"] and data[1] == "data: [DONE]"
     client.restart = replace(client.restart, hang=0, step=0)
     server.wait_for(lambda: client.restarts == restarts + 1 and server.service.ready)
     assert client.pid != pid and health(server) == (200, {"status": "ok"})

@@ -209,7 +209,7 @@ def test_where_the_gpu_has_its_own_memory_a_full_system_is_only_said(machine: Ma
     machine.memory = 0.01
     machine.look(9)
     said = machine.server.service.watchdog.warnings
-    assert len(said) == 2 and all("this is only said" in text for text in said)
+    assert len(said) == 2 and all("this is only a warning" in text for text in said)
     assert machine.client.switched == [] and not machine.server.service.gate.closed
 
 
