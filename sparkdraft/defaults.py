@@ -82,7 +82,7 @@ def _checked(named: Mapping[str, Any], source: str) -> dict[str, float]:
         try:
             found[name] = KINDS[name](value)
             SamplingParams(**{name: found[name]})  # type: ignore[arg-type]
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise UserError(f"{source} has {name} '{value}'; it must be a number") from None
         except UserError as error:
             raise UserError(f"{source} is wrong: {error}") from None

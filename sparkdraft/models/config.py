@@ -7,12 +7,12 @@ Llama's kind, and DFlash drafters. No torch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from sparkdraft.core import UserError
+from sparkdraft.fields import MAX_TOKENS, flag, listed, real, text, whole
 from sparkdraft.models.keys import rope_of
 from sparkdraft.models.layers import AttentionSpec, DenseSpec, LayerSpec, RopeSpec
 
@@ -66,38 +66,33 @@ def dense_config(
     may be left as it is.
     """
     attention = replace(attention_of(config, partial=partial), qk_norm=qk_norm)
-    mlp = DenseSpec(need(config, "intermediate_size"), bias=bool(config.get("mlp_bias", False)))
+    mlp = DenseSpec(need(config, "intermediate_size"), bias=flag(config, "mlp_bias"))
     layers = [LayerSpec(replace(attention, window=window), mlp) for window in windows or (0,) * layer_count(config)]
     return decoder_config(config, layers)
 
 
-def need(config: Mapping[str, Any], key: str) -> Any:
-    """A number that has no default. Raises UserError."""
-    value = config.get(key)
+def need(config: Mapping[str, Any], key: str) -> int:
+    """A whole number of 1 or more that has no default. Raises UserError."""
+    value = whole(config, key)
     if value is None:
         raise UserError(f"config.json has no '{key}': it does not describe a decoder this engine knows")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"config.json has {key} {value!r}, which must be a whole number of 1 or more: fetch it again.")
     return value
 
 
-def whole(config: Mapping[str, Any], key: str) -> int | None:
-    """A number that may be left out. Raises UserError."""
-    return None if config.get(key) is None else int(need(config, key))
-
-
-def positive(config: Mapping[str, Any], key: str, default: float) -> float:
-    """A float that may be left out. Raises UserError."""
-    value = config.get(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise UserError(f"config.json has {key} {value!r}, which must be a number above 0: fetch it again.")
-    return float(value)
-
-
 def layer_count(config: Mapping[str, Any]) -> int:
-    return int(need(config, "num_hidden_layers"))
+    return need(config, "num_hidden_layers")
+
+
+def expert_layers(config: Mapping[str, Any]) -> list[bool]:
+    """Of each layer of a Qwen model, whether it has experts."""
+    step, dense = whole(config, "decoder_sparse_step") or 1, listed(config, "mlp_only_layers", int) or ()
+    return [i not in dense and (i + 1) % step == 0 for i in range(layer_count(config))]
+
+
+def softcap_of(config: Mapping[str, Any]) -> float:
+    """0 where logits are left as they are."""
+    key = "final_logit_softcapping"
+    return 0.0 if config.get(key) == 0 else real(config, key) or 0.0
 
 
 def experts_of(config: Mapping[str, Any], counts: str, chosen: str) -> tuple[int, int]:
@@ -119,8 +114,13 @@ def attention_of(config: Mapping[str, Any], layer_type: str = "", partial: bool 
 
     partial: whether a part of each head's lanes may be left as it is.
     """
-    heads, bias = need(config, "num_attention_heads"), bool(config.get("attention_bias", False))
+    heads, bias = need(config, "num_attention_heads"), flag(config, "attention_bias")
     head_dim = whole(config, "head_dim") or need(config, "hidden_size") // heads
+    if head_dim < 1:
+        raise UserError(
+            f"config.json has hidden_size {config['hidden_size']} and num_attention_heads {heads}, which leaves heads "
+            "without lanes: fetch it again."
+        )
     kv_heads = whole(config, "num_key_value_heads") or heads
     if heads % kv_heads:
         raise UserError(
@@ -134,13 +134,13 @@ def attention_of(config: Mapping[str, Any], layer_type: str = "", partial: bool 
 def decoder_config(config: Mapping[str, Any], layers: Sequence[LayerSpec]) -> ModelConfig:
     """The ends of a model in the keys that most files have, around its layers."""
     return ModelConfig(
-        model_type=config["model_type"],
+        model_type=text(config, "model_type"),
         hidden_size=need(config, "hidden_size"),
         vocab_size=need(config, "vocab_size"),
         max_position=max([need(config, "max_position_embeddings"), *map(_stretched, layers)]),
         layers=tuple(layers),
-        rms_eps=positive(config, "rms_norm_eps", 1e-6),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        rms_eps=real(config, "rms_norm_eps", high=1.0) or 1e-6,
+        tie_embeddings=flag(config, "tie_word_embeddings"),
     )
 
 
@@ -150,10 +150,13 @@ def _stretched(layer: LayerSpec) -> int:
     scaling = layer.mixer.rope.scaling if isinstance(layer.mixer, AttentionSpec) and layer.mixer.rope else None
     if not scaling or scaling.get("rope_type") != "yarn" or not scaling.get("original_max_position_embeddings"):
         return 0
-    factor, original = scaling["factor"], need(scaling, "original_max_position_embeddings")
-    if not math.isfinite(factor):
-        raise UserError(f"config.json has a rope of factor {factor}, which must be a number: fetch it again.")
-    return int(factor * original)
+    original = need(scaling, "original_max_position_embeddings")
+    if (stretched := int(scaling["factor"] * original)) > MAX_TOKENS:
+        raise UserError(
+            f"config.json has a rope that stretches {original:,} tokens by {scaling['factor']:g}; the limit is "
+            f"{MAX_TOKENS:,} tokens: correct it, or fetch it again."
+        )
+    return stretched
 
 
 def rope_spec(config: Mapping[str, Any], head_dim: int, layer_type: str = "", reads: str = "") -> RopeSpec:
@@ -162,11 +165,11 @@ def rope_spec(config: Mapping[str, Any], head_dim: int, layer_type: str = "", re
     An architecture that rotates a part of each head reads "partial_rotary_factor", which may be beside the dict too.
     """
     rope = rope_of(config, layer_type, reads)
-    theta = positive(rope if rope.get("rope_theta") else config, "rope_theta", 10000.0)
+    theta = real(rope if rope.get("rope_theta") else config, "rope_theta", 1.0) or 10000.0
     scaling = rope if rope["rope_type"] != "default" else None
     part = 0
     if "partial_rotary_factor" in reads.split() and rope["rope_type"] != "proportional":
-        factor = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+        factor = rope.get("partial_rotary_factor") or real(config, "partial_rotary_factor", high=1.0) or 1.0
         part = int(head_dim * factor)
         if not 0 < part <= head_dim or part % 2:
             raise UserError(

@@ -10,8 +10,9 @@ from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from sparkdraft.fields import mapping, real, whole
 from sparkdraft.kernels.activation import GELU_TANH
-from sparkdraft.models.config import ModelConfig, attention_of, decoder_config, layer_count, need
+from sparkdraft.models.config import ModelConfig, attention_of, decoder_config, layer_count, need, softcap_of
 from sparkdraft.models.keys import check_keys, only_values
 from sparkdraft.models.layers import DenseSpec, LayerSpec
 from sparkdraft.models.nested import text_config
@@ -40,7 +41,7 @@ def read(config: Mapping[str, Any]) -> ModelConfig:
     text = DEFAULTS | text
     only = only_values("hidden_act hidden_activation", "gelu_pytorch_tanh") | only_values("mlp_bias", False)
     unknown = check_keys(text, only, READ)
-    pattern = text.get("sliding_window_pattern") or text.get("_sliding_window_pattern") or 6
+    pattern = whole(text, "sliding_window_pattern") or whole(text, "_sliding_window_pattern") or 6
     types = types_of(text, every_nth_full(layer_count(text), pattern))
     text["rope_parameters"], text["rope_scaling"] = _ropes(text), None
     mlp = DenseSpec(need(text, "intermediate_size"), GELU_TANH)
@@ -53,23 +54,22 @@ def read(config: Mapping[str, Any]) -> ModelConfig:
         decoder_config(text, layers),
         norm_plus_one=True,
         embedding_scale=text["hidden_size"] ** 0.5,
-        softcap=float(text.get("final_logit_softcapping") or 0),
+        softcap=softcap_of(text),
         unknown_keys=(*outer, *unknown),
     )
 
 
 def _ropes(text: Mapping[str, Any]) -> dict[str, Any]:
     """By type of layer, as new files have it. Old ones have a rope_theta for each, and stretch full layers alone."""
-    given = text.get("rope_parameters") or {}
+    given, thetas = mapping(text, "rope_parameters"), _thetas(text)
     if FULL in given or SLIDING in given:
-        return {each: {"rope_theta": theta, **(given.get(each) or {})} for each, theta in _thetas(text).items()}
-    thetas = _thetas(text)
-    stretched = {**given, **(text.get("rope_scaling") or {})}
+        return {each: {"rope_theta": theta, **mapping(given, each)} for each, theta in thetas.items()}
+    stretched = {**given, **mapping(text, "rope_scaling")}
     return {FULL: {"rope_theta": thetas[FULL], **stretched}, SLIDING: {"rope_theta": thetas[SLIDING]}}
 
 
 def _thetas(text: Mapping[str, Any]) -> dict[str, float]:
-    return {FULL: text.get("rope_theta") or 1e6, SLIDING: text.get("rope_local_base_freq") or 1e4}
+    return {FULL: real(text, "rope_theta") or 1e6, SLIDING: real(text, "rope_local_base_freq") or 1e4}
 
 
 def build(config: ModelConfig, load: Loader, ops: ModuleType, context: int) -> Decoder:

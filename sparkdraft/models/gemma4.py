@@ -13,8 +13,17 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.core import UserError
+from sparkdraft.fields import flag, mapping
 from sparkdraft.kernels.activation import GELU_TANH
-from sparkdraft.models.config import ModelConfig, attention_of, decoder_config, experts_of, layer_count, need
+from sparkdraft.models.config import (
+    ModelConfig,
+    attention_of,
+    decoder_config,
+    experts_of,
+    layer_count,
+    need,
+    softcap_of,
+)
 from sparkdraft.models.keys import check_keys, only_values
 from sparkdraft.models.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec
 from sparkdraft.models.nested import text_config
@@ -59,22 +68,22 @@ def read(config: Mapping[str, Any]) -> ModelConfig:
     return replace(
         decoder_config(text, layers),
         embedding_scale=text["hidden_size"] ** 0.5,
-        softcap=float(text.get("final_logit_softcapping") or 0),
+        softcap=softcap_of(text),
         unknown_keys=(*outer, *unknown),
     )
 
 
 def _attention(text: Mapping[str, Any], layer: int, layer_type: str, window: int) -> AttentionSpec:
     own = attention_of({**text, **_heads(text, layer, layer_type)}, layer_type)
-    made_of_keys = bool(text.get("attention_k_eq_v")) and layer_type == FULL
+    made_of_keys = flag(text, "attention_k_eq_v") and layer_type == FULL
     return replace(own, scale=1.0, window=window, qk_norm=True, values="keys" if made_of_keys else "normed")
 
 
 def _heads(text: Mapping[str, Any], layer: int, layer_type: str) -> dict[str, Any]:
     """What a layer's heads have of their own: by layer in files of transformers, for all full layers in others."""
     if text.get("per_layer_config") is not None:
-        given = {str(key): value for key, value in text["per_layer_config"].items()}
-        own = dict(given.get(str(layer)) or {})
+        given = {str(key): value for key, value in mapping(text, "per_layer_config").items()}
+        own = dict(mapping(given, str(layer), "config.json (per_layer_config)"))
         if odd := sorted(own.keys() - {"head_dim", "num_key_value_heads"}):
             raise UserError(
                 f"config.json has {odd[0]} in per_layer_config, and only head_dim and num_key_value_heads are read "
@@ -84,14 +93,14 @@ def _heads(text: Mapping[str, Any], layer: int, layer_type: str) -> dict[str, An
     if layer_type != FULL:
         return {}
     own = {"head_dim": text.get("global_head_dim") or GLOBAL_HEAD_DIM}
-    if text.get("attention_k_eq_v") and text.get("num_global_key_value_heads"):
+    if flag(text, "attention_k_eq_v") and text.get("num_global_key_value_heads"):
         own["num_key_value_heads"] = text["num_global_key_value_heads"]
     return own
 
 
 def _mlp(text: Mapping[str, Any]) -> DenseSpec | ExpertsSpec:
     dense = need(text, "intermediate_size")
-    if not text.get("enable_moe_block"):
+    if not flag(text, "enable_moe_block"):
         return DenseSpec(dense, GELU_TANH)
     count, top_k = experts_of(text, "num_experts", "top_k_experts")
     return ExpertsSpec(count, top_k, need(text, "moe_intermediate_size"), shared_size=dense, activation=GELU_TANH)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from sparkdraft.fields import real
 from sparkdraft.kernels.activation import Activation
 from sparkdraft.models import llama
 from sparkdraft.models.config import ModelConfig, attention_of, decoder_config, experts_of, layer_count, need
@@ -40,7 +41,7 @@ def read(config: Mapping[str, Any]) -> ModelConfig:
     config = {"attention_bias": True, "rope_theta": THETA, "rms_norm_eps": 1e-5, **config}
     if not config.get("rope_scaling") and not config.get("rope_parameters"):
         config["rope_parameters"] = YARN
-    limit = float(config.get("swiglu_limit") or 7.0)
+    limit = real(config, "swiglu_limit") or 7.0
     experts = ExpertsSpec(
         *experts_of(config, "num_local_experts num_experts", "num_experts_per_tok experts_per_token"),
         intermediate_size=need(config, "intermediate_size"),

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparkdraft.core import UserError
+from sparkdraft.fields import flag, mapping, real, whole
 
 Config = Mapping[str, Any]
 
@@ -76,6 +77,12 @@ ROPE_READ = _names("""
     rope_type type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings
     beta_fast beta_slow attention_factor attn_factor finetuned truncate
 """)
+ROPE_NUMBERS = [  # each above the first and up to the second, where it is given
+    *((key, 0.0, 1e6) for key in ["factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"]),
+    *((key, 0.0, 1e3) for key in ("attention_factor", "attn_factor")),
+    ("rope_theta", 1.0, 1e30),
+    ("partial_rotary_factor", 0.0, 1.0),
+]
 ROPE_ONLY = only_values("partial_rotary_factor", 1)
 
 
@@ -101,25 +108,36 @@ def rope_of(config: Config, layer_type: str = "", reads: str = "") -> dict[str, 
     that the architecture honours, or that change nothing in a text.
     """
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    given = config.get(name) or {}
-    if not isinstance(given, Mapping):
-        raise UserError(f"config.json has {name} {given!r}, which must be an object: fetch it again.")
+    given = mapping(config, name)
     if layer_type and any(isinstance(value, Mapping) for value in given.values()):
         if not isinstance(given.get(layer_type), Mapping):
             raise UserError(f"config.json has {name} without those of {layer_type!r} layers: fetch it again.")
         given = given[layer_type]
     rope = {key: value for key, value in given.items() if value is not None}
     kind = rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ROPE_KINDS:
+    if not isinstance(kind, str) or kind not in ROPE_KINDS:
         raise refused(f"{name} of the kind", kind, tuple(ROPE_KINDS))
     known = ROPE_READ | _names(reads) | ({"partial_rotary_factor"} if kind == "proportional" else set())
     for key, value in rope.items():
         if key not in known and value not in ROPE_ONLY.get(key, ()):
             raise refused(f"{name} with {key}", value, ROPE_ONLY.get(key, ()))
     for key in ROPE_KINDS[kind]:
-        if isinstance(rope.get(key), bool) or not isinstance(rope.get(key), int | float) or not rope[key] > 0:
+        if key not in rope:
             raise UserError(f"config.json has {name} of the kind {kind!r} without a positive {key}: fetch it again.")
+    _check_numbers(rope, f"config.json ({name})")
     return rope
+
+
+def _check_numbers(rope: Config, where: str) -> None:
+    whole(rope, "original_max_position_embeddings", where=where)
+    flag(rope, "truncate", where=where)
+    for key, low, high in ROPE_NUMBERS:
+        real(rope, key, low, high, where)
+    if rope["rope_type"] == "llama3" and not rope["low_freq_factor"] < rope["high_freq_factor"]:
+        raise UserError(
+            f"{where} has low_freq_factor {rope['low_freq_factor']} and high_freq_factor {rope['high_freq_factor']}, "
+            "which must be larger: fetch it again."
+        )
 
 
 def refused(key: str, value: Any, allowed: tuple[Any, ...]) -> UserError:

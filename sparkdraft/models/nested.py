@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sparkdraft.core import UserError
+from sparkdraft.fields import mapping
 from sparkdraft.models.keys import check_keys
 
 if TYPE_CHECKING:
@@ -41,11 +41,9 @@ def unread_names(drafts: bool) -> tuple[str, ...]:
 
 def text_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The text model's own config, named by the whole file's type, and outer keys that are not known."""
-    inner = config.get("text_config")
-    if inner is None:
+    if config.get("text_config") is None:
         return dict(config), ()
-    if not isinstance(inner, Mapping):
-        raise UserError("config.json has a text_config that is no object: fetch it again.")
+    inner = mapping(config, "text_config")
     outer = {key: config[key] for key in ("tie_word_embeddings", "model_type") if config.get(key) is not None}
     text = {**outer, **inner, "model_type": config["model_type"]}
     return text, check_keys(config, {}, OUTER)

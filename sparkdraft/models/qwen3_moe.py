@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from sparkdraft.fields import flag
 from sparkdraft.models import llama
-from sparkdraft.models.config import ModelConfig, attention_of, decoder_config, experts_of, layer_count, need
+from sparkdraft.models.config import ModelConfig, attention_of, decoder_config, expert_layers, experts_of, need
 from sparkdraft.models.keys import check_keys, only_values
 from sparkdraft.models.layers import DenseSpec, ExpertsSpec, LayerSpec
 from sparkdraft.models.windows import refuse_windows
@@ -28,12 +29,8 @@ def read(config: Mapping[str, Any]) -> ModelConfig:
     experts = ExpertsSpec(
         *experts_of(config, "num_experts num_local_experts", "num_experts_per_tok"),
         intermediate_size=need(config, "moe_intermediate_size"),
-        renormalise=bool(config.get("norm_topk_prob", False)),
+        renormalise=flag(config, "norm_topk_prob"),
     )
     mlp = DenseSpec(need(config, "intermediate_size"))
-    step, dense = config.get("decoder_sparse_step", 1) or 1, set(config.get("mlp_only_layers") or ())
-    layers = [
-        LayerSpec(attention, experts if i not in dense and (i + 1) % step == 0 else mlp)
-        for i in range(layer_count(config))
-    ]
+    layers = [LayerSpec(attention, experts if chosen else mlp) for chosen in expert_layers(config)]
     return replace(decoder_config(config, layers), unknown_keys=unknown)

@@ -11,7 +11,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.core import UserError
-from sparkdraft.models.config import ModelConfig, attention_of, decoder_config, experts_of, layer_count, need
+from sparkdraft.fields import flag, whole
+from sparkdraft.models.config import (
+    ModelConfig,
+    attention_of,
+    decoder_config,
+    expert_layers,
+    experts_of,
+    layer_count,
+    need,
+)
 from sparkdraft.models.keys import check_keys, only_values
 from sparkdraft.models.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RecurrentSpec
 from sparkdraft.models.windows import FULL, types_of
@@ -41,10 +50,8 @@ def read(config: Mapping[str, Any]) -> ModelConfig:
     """Raises UserError where the config asks for a computation that is not built."""
     own = "norm_topk_prob decoder_sparse_step mlp_only_layers"
     unknown = check_keys(config, ONLY, f"{READ} {EXPERTS_READ} {own}")
-    experts = replace(experts_with_shared(config), renormalise=bool(config.get("norm_topk_prob", True)))
-    step, dense = config.get("decoder_sparse_step", 1) or 1, set(config.get("mlp_only_layers") or ())
-    mixers = mixers_of(config)
-    chosen = [i not in dense and (i + 1) % step == 0 for i in range(len(mixers))]
+    experts = replace(experts_with_shared(config), renormalise=flag(config, "norm_topk_prob", True))
+    chosen, mixers = expert_layers(config), mixers_of(config)
     mlp = experts if all(chosen) else DenseSpec(need(config, "intermediate_size"))
     layers = [LayerSpec(mixer, experts if has else mlp) for mixer, has in zip(mixers, chosen, strict=True)]
     return replace(decoder_config(config, layers), norm_plus_one=True, unknown_keys=unknown)
@@ -62,7 +69,7 @@ def mixers_of(config: Mapping[str, Any]) -> list[AttentionSpec | RecurrentSpec]:
         )
     dims = need(config, "linear_key_head_dim"), need(config, "linear_value_head_dim")
     recurrent = RecurrentSpec(keys, values, *dims, conv_width=need(config, "linear_conv_kernel_dim"))
-    every = config.get("full_attention_interval") or INTERVAL
+    every = whole(config, "full_attention_interval") or INTERVAL
     otherwise = [FULL if (i + 1) % every == 0 else RECURRENT for i in range(layer_count(config))]
     return [attention if each == FULL else recurrent for each in types_of(config, otherwise, (FULL, RECURRENT))]
 

@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sparkdraft.core import UserError
+from sparkdraft.fields import text
 from sparkdraft.models import (
     gemma3,
     gemma4,
@@ -65,6 +66,6 @@ def architecture(model_type: str) -> Architecture:
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
     """What a config.json describes, read by its own architecture's file. Raises UserError."""
-    if not config.get("model_type"):
+    if not (model_type := text(config, "model_type")):
         raise UserError("config.json has no 'model_type': it does not describe a decoder this engine knows")
-    return architecture(config["model_type"]).read(config)
+    return architecture(model_type).read(config)

@@ -16,12 +16,14 @@ from itertools import accumulate
 from typing import Any
 
 from sparkdraft.core import UserError
+from sparkdraft.fields import mapping
 from sparkdraft.models.config import ModelConfig
 from sparkdraft.models.layers import RecurrentSpec
 from sparkdraft.plan.resolve import WEIGHT_ITEMSIZE
 from sparkdraft.plan.sizes import Matrices, count, layer_matrices
 from sparkdraft.spec.caps import DrafterCaps
 from sparkdraft.weights.plane_layout import GGUF_FORMS, CodeForm, StoredBytes
+from sparkdraft.weights.quant.stated import check_values, groups_of, layers_of, pattern_of
 
 FLOATS = ("bfloat16", "float32")
 # How quantised matrices lie in a GPU's memory. int4 and int8 without a number have groups of 128 columns; -asym: with
@@ -215,10 +217,12 @@ def of_gguf(types: Mapping[str, tuple[str, int]]) -> WeightFormats:
 
 def stated(config: Mapping[str, Any], num_layers: int) -> WeightFormats | None:
     """The formats that a config.json describes, or None if it describes none. Raises UserError for those not known."""
-    text = config.get("text_config") or {}
-    found = next((c[name] for c in (config, text) for name in STATED if c.get(name)), None)
+    found = next((c[name] for c in (config, mapping(config, "text_config")) for name in STATED if c.get(name)), None)
     if not found:
         return None
+    if not isinstance(found, Mapping):
+        found = {"quant_method": found}
+    check_values(found, "config.json")
     method = str(found.get("quant_method", "")).lower()
     rules, ignored = _rules(method, found), Patterns(each for key in IGNORED for each in found.get(key) or ())
     # The others say "all linear layers", mean those of the layers, and leave the head out without a word.
@@ -243,7 +247,7 @@ class Patterns:
         regular = [name for name in names if name.startswith("re:")]
         starred = [name for name in names if "*" in name and not name.startswith("re:")]
         self._plain = names.difference(regular, starred)
-        self._regular = [re.compile(name[3:]) for name in regular]
+        self._regular = [pattern_of(name[3:]) for name in regular]
         self._regular += [re.compile(translate(each)) for name in starred for each in (name, f"{name}.*")]
 
     def match(self, names: Iterable[str]) -> bool:
@@ -276,10 +280,10 @@ def _rules(method: str, found: Mapping[str, Any]) -> Rules:
         asym = found.get("sym") is False or (method == "awq" and found.get("zero_point", True))
         return [(EVERYTHING, _integers(int(bits), group, bool(asym), bool(found.get("desc_act"))))]
     if method == "compressed-tensors":
-        return [_compressed(group, found) for group in (found.get("config_groups") or {}).values()]
+        return [_compressed(group, found) for group in groups_of(found).values()]
     if method.startswith("modelopt"):
         mixed: dict[str, list[str]] = {}
-        for name, each in (found.get("quantized_layers") or {}).items():
+        for name, each in layers_of(found).items():
             mixed.setdefault(_algorithm(str(each.get("quant_algo"))), []).append(name)
         rules = [(Patterns(names), fmt) for fmt, names in mixed.items()]
         return rules or [(EVERYTHING, _algorithm(str(found.get("quant_algo"))))]
@@ -292,7 +296,7 @@ def _rules(method: str, found: Mapping[str, Any]) -> Rules:
 def _compressed(group: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[Patterns, str]:
     weights, spelled = group.get("weights") or {}, str(group.get("format") or found.get("format") or "")
     fmt = next((name for name in ("nvfp4", "mxfp4") if name in spelled), "")
-    bits, kind = int(weights.get("num_bits", 8)), str(weights.get("type", "int"))
+    bits, kind = int(weights.get("num_bits") or 8), str(weights.get("type", "int"))
     if not fmt and kind == "float":
         fmt = _floats_of_bits(bits, str(weights.get("strategy")) == "block")
     elif not fmt:

@@ -7,17 +7,20 @@ computation and is not implemented here is refused by name. dflash.py reads the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from sparkdraft.core import UserError
-from sparkdraft.models.config import ModelConfig, dense_config
+from sparkdraft.fields import MAX_LAYERS, flag, listed, mapping, real, whole, wrong
+from sparkdraft.models.config import ModelConfig, dense_config, softcap_of
 from sparkdraft.models.layers import LayerSpec
 from sparkdraft.spec.caps import SeenContext
 
 Config = Mapping[str, Any]
+OWN = "The drafter's config.json"
 WINDOW_KEY, SINK_KEY = "draft_window_size", "draft_sink_size"  # of dflash_config
 TAPS = 5  # of the drafters that are made here
 Mask = tuple[int, bool]  # of a layer: window (0: none), and whether a row is blind to the rows after it
@@ -64,10 +67,7 @@ class DFlashConfig:
         dialect = _read_zlab
         if "speculators_model_type" in config or "speculators_config" in config:
             dialect = _read_speculators
-        try:
-            return dialect(config)
-        except (TypeError, ValueError, AttributeError) as error:  # a value has another type than its key requires
-            raise UserError(f"The drafter's config.json cannot be understood ({error}): fetch it again.") from error
+        return dialect(config)
 
 
 def check_fits(draft: DFlashConfig, target: ModelConfig) -> None:
@@ -106,39 +106,35 @@ def must_fit(ok: bool, reason: str) -> None:
 
 
 def _read_zlab(config: Config) -> DFlashConfig:
-    architectures = list(config.get("architectures") or [])
+    architectures = listed(config, "architectures", str, OWN) or []
     if architectures and "DFlashDraftModel" not in architectures:
-        raise _not_built(str(architectures[0]))
+        raise _not_built(architectures[0])
     if "dflash_config" not in config and not architectures:
         raise _not_built(str(config.get("model_type", "unknown")))
-    inner = config.get("dflash_config") or {}
+    inner = mapping(config, "dflash_config", OWN)
     both = {**config, **inner}  # a key may be in either place; the inner one wins, as in z-lab's own code
     _refuse_foreign(both)
     model = _masked(dense_config(_one_rope(config), qk_norm=True), partial(_zlab_masks, config, inner))
-    target_layers = config.get("num_target_layers")
-    taps = both.get("target_layer_ids")
-    if taps is None:
-        taps = _default_taps(target_layers, model.num_layers)
-    softcap, scale = float(both.get("final_logit_softcapping") or 0), both.get("input_embedding_scale")
-    return _checked(
-        DFlashConfig(
-            model=model,
-            taps=_ids(taps, "target_layer_ids"),
-            block_size=int(both.get("block_size") or 16),
-            mask_token_id=_required(both, "mask_token_id"),
-            draft_vocab_size=int(both.get("draft_vocab_size") or model.vocab_size),
-            target_hidden_size=int(both.get("target_hidden_size") or model.hidden_size),
-            num_target_layers=target_layers,
-            input_embedding_scale=None if scale is None else float(scale),
-            output_multiplier=float(both.get("output_multiplier", 1.0)),
-            softcap=softcap if softcap > 0 else None,
-            sees=_seen_context(both),
-        )
+    target_layers = whole(config, "num_target_layers", where=OWN)
+    if both.get("target_layer_ids") is None:
+        both["target_layer_ids"] = _default_taps(target_layers, model.num_layers)
+    return DFlashConfig(
+        model=model,
+        taps=_ids(both, "target_layer_ids"),
+        block_size=whole(both, "block_size", 2, OWN) or 16,
+        mask_token_id=_required(both, "mask_token_id"),
+        draft_vocab_size=whole(both, "draft_vocab_size", where=OWN) or model.vocab_size,
+        target_hidden_size=whole(both, "target_hidden_size", where=OWN) or model.hidden_size,
+        num_target_layers=target_layers,
+        input_embedding_scale=real(both, "input_embedding_scale", -math.inf, where=OWN),
+        output_multiplier=1.0 if (said := real(both, "output_multiplier", -math.inf, where=OWN)) is None else said,
+        softcap=softcap_of(both) or None,
+        sees=_seen_context(both),
     )
 
 
 def _read_speculators(config: Config) -> DFlashConfig:
-    stated = config.get("speculators_config") or {}
+    stated = mapping(config, "speculators_config", OWN)
     algorithm = str(config.get("speculators_model_type") or stated.get("algorithm"))
     if algorithm != "dflash":
         raise _not_built(algorithm)
@@ -148,25 +144,23 @@ def _read_speculators(config: Config) -> DFlashConfig:
             "config.json has no 'transformer_layer_config': a speculators drafter keeps its dimensions there"
         )
     _refuse_foreign({**body, **config})
-    causal = not config.get("sliding_window_non_causal", False)  # full layers always see the whole block
+    causal = not flag(config, "sliding_window_non_causal", where=OWN)  # full layers always see the whole block
 
     def masks(num_layers: int) -> list[Mask]:
         return [(window, causal and slides) for window, slides in _windows(body, num_layers)]
 
     model = _masked(dense_config(_one_rope({"model_type": "qwen3", **body}), qk_norm=True), masks)
-    taps = _ids(config.get("aux_hidden_state_layer_ids"), "aux_hidden_state_layer_ids")
+    taps = _ids(config, "aux_hidden_state_layer_ids")
     if 0 in taps:
         raise UserError("The drafter reads the embedding (aux_hidden_state_layer_ids has 0), which is not built yet")
-    return _checked(
-        DFlashConfig(
-            model=model,
-            taps=tuple(tap - 1 for tap in taps),  # in this format, 1 is the output of layer 0
-            block_size=int(config.get("block_size") or 8),
-            mask_token_id=_required(config, "mask_token_id"),
-            draft_vocab_size=int(config.get("draft_vocab_size") or model.vocab_size),
-            target_hidden_size=int(config.get("target_hidden_size") or model.hidden_size),
-            sees=_seen_context(body),
-        )
+    return DFlashConfig(
+        model=model,
+        taps=tuple(tap - 1 for tap in taps),  # in this format, 1 is the output of layer 0
+        block_size=whole(config, "block_size", 2, OWN) or 8,
+        mask_token_id=_required(config, "mask_token_id"),
+        draft_vocab_size=whole(config, "draft_vocab_size", where=OWN) or model.vocab_size,
+        target_hidden_size=whole(config, "target_hidden_size", where=OWN) or model.hidden_size,
+        sees=_seen_context(body),
     )
 
 
@@ -181,20 +175,19 @@ def _masked(model: ModelConfig, masks: Callable[[int], list[Mask]]) -> ModelConf
 
 def _zlab_masks(config: Config, inner: Config, num_layers: int) -> list[Mask]:
     """Who says whether a block is causal: the config, else dflash_config, else whether the layer slides."""
-    said = config.get("is_causal")
-    if said is None:
-        said = inner.get("causal")
-    if inner.get("use_swa"):
+    of_block = flag(inner, "causal", where=OWN) if inner.get("causal") is not None else None
+    said = flag(config, "is_causal", where=OWN) if config.get("is_causal") is not None else of_block
+    if flag(inner, "use_swa", where=OWN):
         return [(_required(inner, "swa_window_size"), bool(said))] * num_layers
-    return [(window, slides if said is None else bool(said)) for window, slides in _windows(config, num_layers)]
+    return [(window, slides if said is None else said) for window, slides in _windows(config, num_layers)]
 
 
 def _windows(config: Config, num_layers: int) -> list[tuple[int, bool]]:
     """(window, is a sliding layer) of each layer, with transformers' defaults for Qwen3."""
-    window = int(config.get("sliding_window") or 0) if config.get("use_sliding_window", True) else 0
-    kinds = config.get("layer_types")
+    window = whole(config, "sliding_window", 0, OWN) or 0 if flag(config, "use_sliding_window", True, OWN) else 0
+    kinds = listed(config, "layer_types", str, OWN)
     if kinds is None:
-        first = int(config.get("max_window_layers") or 0) if window else num_layers
+        first = whole(config, "max_window_layers", 0, OWN) or 0 if window else num_layers
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
     unknown = set(kinds) - {"sliding_attention", "full_attention"}
     if unknown or len(kinds) != num_layers:
@@ -211,10 +204,7 @@ def _seen_context(config: Config) -> SeenContext | None:
     SGLang's --speculative-dflash-draft-window-size and after attention sinks."""
     if not config.get(WINDOW_KEY):
         return None
-    first, last = int(config.get(SINK_KEY) or 0), _required(config, WINDOW_KEY)
-    if first < 0 or last < 1:
-        raise UserError(f"The drafter's {SINK_KEY} is {first} and its {WINDOW_KEY} {last}: check its config.json.")
-    return SeenContext(first, last)
+    return SeenContext(whole(config, SINK_KEY, 0, OWN) or 0, _required(config, WINDOW_KEY, 1))
 
 
 def _default_taps(target_layers: int | None, draft_layers: int) -> list[int]:
@@ -230,7 +220,7 @@ def _default_taps(target_layers: int | None, draft_layers: int) -> list[int]:
 
 def _one_rope(config: Config) -> Config:
     """If rotations are given per kind of layer, take those of the sliding layers for all, as speculators does."""
-    rope = config.get("rope_parameters") or {}
+    rope = mapping(config, "rope_parameters", OWN)
     return {**config, "rope_parameters": rope["sliding_attention"]} if "sliding_attention" in rope else config
 
 
@@ -249,22 +239,15 @@ def _not_built(kind: str) -> UserError:
     return UserError(f"Drafters of the kind '{kind}' are not supported yet: use DFlash, of z-lab or of speculators.")
 
 
-def _required(config: Config, key: str) -> int:
-    if not isinstance(config.get(key), int):
-        raise UserError(f"The drafter's config has no {key}, or one that is not a whole number: check its config.json.")
-    return int(config[key])
+def _required(config: Config, key: str, low: int = 0) -> int:
+    value = whole(config, key, low, OWN)
+    if value is None:
+        raise UserError(f"{OWN} has no {key}, which is a whole number: fetch it again.")
+    return value
 
 
-def _ids(values: Sequence[Any] | None, key: str) -> tuple[int, ...]:
-    ids = tuple(values or ())
-    if not ids or any(type(v) is not int or v < 0 for v in ids) or len(set(ids)) < len(ids):
-        raise UserError(f"The drafter's {key} is {values}; it must list distinct layer numbers: check its config.json.")
+def _ids(config: Config, key: str) -> tuple[int, ...]:
+    ids = tuple(listed(config, key, int, OWN) or ())
+    if not ids or not all(0 <= each <= MAX_LAYERS for each in ids) or len(set(ids)) < len(ids):
+        raise wrong(key, list(ids), f"a list of distinct layer numbers up to {MAX_LAYERS:,}", OWN)
     return ids
-
-
-def _checked(draft: DFlashConfig) -> DFlashConfig:
-    if draft.block_size < 2:
-        raise UserError(
-            f"The drafter's block_size is {draft.block_size}; it counts the anchor, so at least 2 is needed."
-        )
-    return draft

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkdraft.core import UserError
+from sparkdraft.fields import listed
 from sparkdraft.models.config import FINAL, ModelConfig
 from sparkdraft.models.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec
 from sparkdraft.plan.sizes import Matrices, layer_matrices, model_sizes
@@ -65,7 +66,7 @@ class MtpConfig:
 def is_target(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is that of a model which may hold a head, not that of a drafter made for one."""
     kind = str(config.get("model_type", "")).removesuffix("_text")
-    drafts = any("Draft" in name or "Specul" in name for name in config.get("architectures") or ())
+    drafts = any("Draft" in name or "Specul" in name for name in listed(config, "architectures", str) or ())
     return kind in HEADS and not drafts and "dflash_config" not in config
 
 

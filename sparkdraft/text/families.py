@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkdraft.core import whole
+from sparkdraft.fields import mapping
 
 AUTO, NONE = "auto", "none"
 REASONING_PARSERS = ("think", "gemma4", "harmony")  # text/reasoning
@@ -65,7 +66,7 @@ def stop_ids(
     eos: the tokenizer's end of text, if it has one. id_of: None for a token that the vocabulary does not have.
     """
     family = family_of(config.get("model_type") or "")
-    named = (_ids(source.get("eos_token_id")) for source in (generation, config, config.get("text_config") or {}))
+    named = (_ids(source.get("eos_token_id")) for source in (generation, config, mapping(config, "text_config")))
     found = {*next(filter(None, named), []), *_known(id_of, [eos] if eos else []), *_known(id_of, family.stops)}
     return frozenset(found - _known(id_of, family.parts))
 

@@ -148,12 +148,7 @@ def read_config_json(name: str) -> dict[str, Any]:
         path /= "config.json"
     if not path.is_file():
         raise UserError(_unknown(name, path))
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error}): fetch it again.") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path} holds no JSON object: fetch it again.")
+    config = read_json(path)
     beside = {file: read_json(path.with_name(file)) for file in FILES if path.with_name(file).is_file()}
     stated = read_stated(path.parent, config, beside) if beside else None
     return config | {"quantization_config": stated.said} if stated else config
@@ -166,8 +161,8 @@ def tensor_names(folder: Path) -> list[str]:
         try:
             with path.open("rb") as file:
                 size = int.from_bytes(file.read(8), "little")
-                names += json.loads(file.read(min(size, path.stat().st_size)))
-        except (OSError, ValueError) as error:
+                names += dict(json.loads(file.read(min(size, path.stat().st_size))))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise UserError(
                 f"The safetensors file {path} is damaged or incomplete ({error}): fetch it again."
             ) from error

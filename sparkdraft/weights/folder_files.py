@@ -15,7 +15,7 @@ def read_json(path: Path, optional: bool = False, unique: bool = False) -> dict[
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique if unique else None)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON ({error}): fetch it again.") from error
     if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object: fetch it again.")

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sparkdraft.core import UserError
+from sparkdraft.fields import mapping
 from sparkdraft.weights.folder_files import read_chat_template, read_json
 from sparkdraft.weights.plane_layout import StoredBytes, StoredMatrix, count_stored
 from sparkdraft.weights.quant.checks import check_matrix
@@ -88,7 +89,7 @@ class SafetensorsCheckpoint:
         return read
 
     def stored_bytes(self, unread: tuple[str, ...] = ()) -> StoredBytes:
-        text = self.config.get("text_config") or self.config
+        text = mapping(self.config, "text_config") or self.config
         tied = bool(text.get("tie_word_embeddings")) and HEAD not in self._matrices
         names = (name for name in self.names() if not name.startswith(unread) and not (tied and name == HEAD))
         return count_stored(map(self._stored, names), tied)
@@ -149,10 +150,10 @@ def _open_shards(path: Path) -> dict[str, SafetensorsFile]:
 
 def _open_index(path: Path, index: dict[str, Any]) -> dict[str, SafetensorsFile]:
     where = index.get("weight_map")
-    if not isinstance(where, dict) or not where:
-        raise UserError(f"{path / INDEX} has no weight_map: fetch it again.")
+    if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
+        raise UserError(f"{path / INDEX} has no weight_map of names and files: fetch it again.")
     shards: dict[str, SafetensorsFile] = {}
-    for file in sorted(set(map(str, where.values()))):
+    for file in sorted(set(where.values())):
         if Path(file).name != file:
             raise UserError(f"{path / INDEX} names {file!r}, which is not a file of its own folder: fetch it again.")
         if not (path / file).is_file():

@@ -120,11 +120,11 @@ def test_windows_and_who_sees_whom(config: dict[str, Any], layers: list[tuple[in
         (zlab(body(), inner={"mask_token_id": None}), "mask_token_id"),
         (zlab(body(), inner={"target_layer_ids": [1, 1]}), "target_layer_ids"),
         (zlab(body(), inner={"target_layer_ids": None}, num_target_layers=None), "num_target_layers"),
-        (zlab(body(), block_size=1), "at least 2"),
+        (zlab(body(), block_size=1), "block_size 1, which must be a whole number from 2"),
         (zlab(body(layer_types=["full_attention"])), "layer_types"),
         (zlab(body()) | {"hidden_size": MISSING}, "hidden_size"),
-        (zlab(body(), block_size="eight"), "cannot be understood"),  # type: ignore[arg-type]
-        (zlab(body()) | {"dflash_config": [1]}, "cannot be understood"),
+        (zlab(body(), block_size="eight"), "block_size 'eight'"),  # type: ignore[arg-type]
+        (zlab(body()) | {"dflash_config": [1]}, "which must be an object"),
         (speculators(body(), aux_hidden_state_layer_ids=[0, 2]), "embedding"),
         (speculators(body(), aux_hidden_state_layer_ids=None), "aux_hidden_state_layer_ids"),
         (speculators(body(), transformer_layer_config=None), "transformer_layer_config"),

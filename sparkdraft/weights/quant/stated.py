@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkdraft.core import UserError
+from sparkdraft.fields import MAX_SIZE, flag, listed, mapping, text, whole, wrong
 
 # Files beside config.json, and the key under which each has what it says; "" for all of it.
 FILES = {
@@ -33,6 +34,12 @@ MODELOPT = {
     **dict.fromkeys(("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_BLOCK_SCALES", "MXFP8"), 8),
     **dict.fromkeys(("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8", "MXFP4"), 4),
 }
+NUMBERS = {"bits": 1, "num_bits": 1, "w_bit": 1, "group_size": -1, "q_group_size": -1}  # and the least of each
+FLAGS = ("sym", "symmetric", "desc_act")
+TEXTS = ("quant_method", "quant_algo", "format", "checkpoint_format", "packing_format")
+LISTS = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers", "targets")
+PAIRS = ("weight_block_size", "block_structure")  # rows and columns; old files have texts such as "128x128"
+NESTED = ("config_groups", "quantized_layers", "extra_config", "dynamic")  # what is said of single modules
 ZERO_LESS_ONE = {"gptq": True, "gptq_v2": False}
 AUTO_ROUND = {"auto_round:auto_gptq": True, "auto_round": False, "auto_round:gptqmodel": False}
 
@@ -79,26 +86,26 @@ class Stated:
     @cached_property
     def targets(self) -> list[tuple[Names, dict[str, Any]]]:
         """compressed-tensors: the groups, and the modules of each."""
-        return [(Names(_list(g.get("targets")), _compressed_pattern), g) for g in _groups(self.said).values()]
+        return [(Names(_list(g.get("targets")), _compressed_pattern), g) for g in groups_of(self.said).values()]
 
     @cached_property
     def layers(self) -> dict[str, dict[str, Any]]:
         """ModelOpt: what is said of single modules."""
-        return _layers(self.said)
+        return layers_of(self.said)
 
     @cached_property
     def overrides(self) -> tuple[dict[str, Any], list[tuple[re.Pattern[str], Any]]]:
         """AutoRound: what is said of single modules, by their names or ends of these, and by patterns."""
         extra = self.said.get("extra_config")
         plain = extra if isinstance(extra, dict) else {}
-        return plain, [(re.compile(k), v) for k, v in plain.items() if re.search(r"[*+?\\^$(\[|]", k)]
+        return plain, [(pattern_of(k), v) for k, v in plain.items() if re.search(r"[*+?\\^$(\[|]", k)]
 
     @cached_property
     def dynamic(self) -> list[tuple[re.Pattern[str], bool, Any]]:
         """GPTQ: patterns of modules, whether these are left as floats, and what else is said of them."""
-        found = (self.said.get("dynamic") or {}).items()
+        found = mapping(self.said, "dynamic").items()
         signs = ("+:", "-:")
-        return [(re.compile(k[2:] if k[:2] in signs else k), k.startswith("-:"), v) for k, v in found]
+        return [(pattern_of(k[2:] if k[:2] in signs else k), k.startswith("-:"), v) for k, v in found]
 
 
 Pattern = Callable[[str], str | None]  # what an entry is as a regular expression, None if it is a plain name
@@ -110,7 +117,7 @@ class Names:
     def __init__(self, entries: list[str], pattern: Pattern | None) -> None:
         patterns = {entry: pattern(entry) if pattern else None for entry in entries}
         self._plain = frozenset(entry for entry, found in patterns.items() if found is None)
-        self._patterns = [re.compile(found) for found in patterns.values() if found is not None]
+        self._patterns = [pattern_of(found) for found in patterns.values() if found is not None]
 
     def __contains__(self, name: str) -> bool:
         return name in self._plain or any(pattern.match(name) for pattern in self._patterns)
@@ -118,8 +125,7 @@ class Names:
 
 def read_stated(path: Path, config: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> Stated | None:
     """files: those of FILES that the folder has. config.json comes first; the others must not contradict it."""
-    text = config.get("text_config")
-    places = [("config.json", config), ("config.json", text if isinstance(text, dict) else {})]
+    places = [("config.json", config), ("config.json", mapping(config, "text_config"))]
     found = [(where, c.get("quantization_config") or c.get("compression_config")) for where, c in places]
     for file, content in files.items():
         said = content.get(FILES[file]) if FILES[file] else content
@@ -135,11 +141,47 @@ def read_stated(path: Path, config: Mapping[str, Any], files: Mapping[str, Mappi
             a, b = first.get(key), said.get(key)
             if a is not None and b is not None and a != b and not _same_maker(a, b):
                 raise UserError(f"The checkpoint {path}: {where} says {key} {a!r} and {other} says {b!r}: fetch both.")
+    for place, said in stated:
+        check_values(said, place)
     merged = {**{k: v for _, said in reversed(stated) for k, v in said.items() if v is not None}}
     if not merged.get("quant_method") and {"bits", "w_bit"} & merged.keys():
         merged["quant_method"] = "awq" if {"w_bit", "zero_point", "version"} & merged.keys() else "gptq"
     _refuse_unread(path, Stated(merged, where))
     return Stated(merged, where)
+
+
+def check_values(said: Mapping[str, Any], where: str) -> None:
+    """Raises UserError for a value of another type or size than its key has in any dialect."""
+    groups = [(f"{where} ({key})", mapping(said, key, where)) for key in NESTED]
+    modules = [(place, mapping(group, name, place)) for place, group in groups for name in group]
+    weights = [(place, mapping(module, "weights", place)) for place, module in modules]
+    for place, each in [(where, said), *modules, *weights]:
+        for key, low in NUMBERS.items():
+            whole(each, key, low, place)
+        for key in FLAGS:
+            flag(each, key, where=place)
+        for key in TEXTS:
+            text(each, key, place)
+        for key in LISTS:
+            listed(each, key, str, place)
+        for key in PAIRS:
+            pair = each.get(key)
+            if isinstance(pair, list) and (len(pair) != 2 or not all(_is_size(size) for size in pair)):
+                raise wrong(key, pair, f"two whole numbers from 1 to {MAX_SIZE:,}", place)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= MAX_SIZE
+
+
+def pattern_of(expression: str) -> re.Pattern[str]:
+    try:
+        return re.compile(expression)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise UserError(
+            f"The quantization config names modules by {expression!r}, which is no regular expression ({error}): "
+            "correct it, or fetch it again."
+        ) from error
 
 
 def _same_maker(a: Any, b: Any) -> bool:
@@ -155,9 +197,9 @@ def _refuse_unread(path: Path, stated: Stated) -> None:
     transforms = said.get("transform_config") or {}
     sparsity = said.get("sparsity_config") or {}
     if method == "compressed-tensors":
-        forms = [said.get("format"), *(g.get("format") for g in _groups(said).values())]
+        forms = [said.get("format"), *(g.get("format") for g in groups_of(said).values())]
         unknown = [form for form in forms if form and form not in COMPRESSED]
-        static = [g for g in _groups(said).values() if _is_static_int(g.get("input_activations"))]
+        static = [g for g in groups_of(said).values() if _is_static_int(g.get("input_activations"))]
         if isinstance(transforms, dict) and transforms.get("config_groups"):
             reason = "transform_config, which rotates the inputs,"
         elif isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
@@ -167,7 +209,7 @@ def _refuse_unread(path: Path, stated: Stated) -> None:
         elif static:
             reason = "input_activations of static integers"
     elif method.startswith("modelopt"):
-        algorithms = {said.get("quant_algo"), *(v.get("quant_algo") for v in _layers(said).values())}
+        algorithms = {said.get("quant_algo"), *(v.get("quant_algo") for v in layers_of(said).values())}
         unknown = [a for a in algorithms if a and str(a).upper() not in {*MODELOPT, "MIXED_PRECISION"}]
         reason = f"quant_algo {unknown[0]}" if unknown else None
     elif method == "awq" and str(said.get("version", "gemm")).lower() != "gemm":
@@ -195,12 +237,12 @@ def _form(said: Mapping[str, Any]) -> str:
     return str(said.get("checkpoint_format") or said.get("format") or "gptq").lower()
 
 
-def _groups(said: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def groups_of(said: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     groups = said.get("config_groups")
     return {k: v for k, v in groups.items() if isinstance(v, dict)} if isinstance(groups, dict) else {}
 
 
-def _layers(said: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def layers_of(said: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     layers = said.get("quantized_layers")
     return {k: v for k, v in layers.items() if isinstance(v, dict)} if isinstance(layers, dict) else {}
 
@@ -307,7 +349,7 @@ def _mxfp4(stated: Stated, name: str) -> Said:
 
 
 def _pair(value: Any) -> tuple[int, int] | None:
-    return (int(value[0]), int(value[1])) if isinstance(value, list) and len(value) == 2 else None
+    return (value[0], value[1]) if isinstance(value, list) else None
 
 
 _DIALECTS = {

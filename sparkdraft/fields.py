@@ -1,0 +1,100 @@
+"""Reads single values out of files that others wrote, each with its type and limits.
+
+A config.json is a few kilobytes and can ask for a billion layers, NaN as a rotation or a list where a number belongs.
+Every number of one passes through here before anything is computed or allocated from it. No torch.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from sparkdraft.core import UserError
+
+MAX_LAYERS = 1024
+MAX_SIZE = 1 << 20  # widths and counts of heads, experts and matrices
+MAX_VOCAB = 1 << 24
+MAX_TOKENS = (1 << 31) - 1  # positions are 32-bit numbers
+LIMITS = {  # where MAX_SIZE is not the limit
+    "num_hidden_layers": MAX_LAYERS,
+    "num_target_layers": MAX_LAYERS,
+    "block_size": 1024,
+    "vocab_size": MAX_VOCAB,
+    "draft_vocab_size": MAX_VOCAB,
+    "mask_token_id": MAX_VOCAB,
+    "num_centroids": MAX_VOCAB,
+    "max_position_embeddings": MAX_TOKENS,
+    "original_max_position_embeddings": MAX_TOKENS,
+    "sliding_window": MAX_TOKENS,
+    "swa_window_size": MAX_TOKENS,
+    "draft_window_size": MAX_TOKENS,
+    "draft_sink_size": MAX_TOKENS,
+}
+CONFIG = "config.json"
+
+
+def whole(said: Mapping[str, Any], key: str, low: int = 1, where: str = CONFIG) -> int | None:
+    """A whole number from 'low' to the limit of its key; None where the key is absent or null. Raises UserError."""
+    value, high = said.get(key), LIMITS.get(key, MAX_SIZE)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise wrong(key, value, f"a whole number from {low} to {high:,}", where)
+    return value
+
+
+def real(
+    said: Mapping[str, Any], key: str, low: float = 0.0, high: float = math.inf, where: str = CONFIG
+) -> float | None:
+    """A finite number above 'low' and up to 'high'; None where the key is absent or null. Raises UserError."""
+    value = said.get(key)
+    if value is None:
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low < value <= high or not -1e30 < value < 1e30:  # every comparison with NaN fails
+        limits = [f"above {low:g}"] * (low > -math.inf) + [f"at most {high:g}"] * (high < math.inf)
+        raise wrong(key, value, " and ".join([f"a finite number {''.join(limits[:1])}".strip(), *limits[1:]]), where)
+    return float(value)
+
+
+def flag(said: Mapping[str, Any], key: str, default: bool = False, where: str = CONFIG) -> bool:
+    """True or false, also as 1 or 0; the default where the key is absent or null. Raises UserError."""
+    value = said.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool | int) or value not in (0, 1):
+        raise wrong(key, value, "true or false", where)
+    return bool(value)
+
+
+def text(said: Mapping[str, Any], key: str, where: str = CONFIG) -> str:
+    """A text; "" where the key is absent or null. Raises UserError."""
+    value = said.get(key)
+    if value is not None and not isinstance(value, str):
+        raise wrong(key, value, "a text", where)
+    return value or ""
+
+
+def listed(said: Mapping[str, Any], key: str, kind: type, where: str = CONFIG) -> list[Any] | None:
+    """A list whose entries are all of one type; None where the key is absent or null. Raises UserError."""
+    value = said.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or any(type(each) is not kind for each in value):
+        names = {int: "whole numbers", str: "texts"}
+        raise wrong(key, value, f"a list of {names[kind]}", where)
+    return list(value)
+
+
+def mapping(said: Mapping[str, Any], key: str, where: str = CONFIG) -> Mapping[str, Any]:
+    """An object; {} where the key is absent or null. Raises UserError."""
+    value = said.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise wrong(key, value, "an object", where)
+    return value or {}
+
+
+def wrong(key: str, value: Any, rule: str, where: str = CONFIG) -> UserError:
+    return UserError(f"{where} has {key} {reprlib.repr(value)}, which must be {rule}: correct it, or fetch it again.")
