@@ -9,13 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sparkdraft.engine.finite import NONE, NotFinite
+
 
 def committed(drafts: Sequence[int], samples: Sequence[int]) -> list[int]:
-    """The accepted drafts, then the target's sample after the last of them. samples[i] was drawn after drafts[:i]."""
+    """The accepted drafts, then the target's sample after the last of them. samples[i] was drawn after drafts[:i].
+
+    Raises NotFinite where that sample is none.
+    """
     assert len(samples) == len(drafts) + 1, (len(samples), len(drafts))
     accepted = 0
     for draft, sample in zip(drafts, samples, strict=False):
         if draft != sample:
             break
         accepted += 1
+    if samples[accepted] == NONE:
+        raise NotFinite
     return list(samples[: accepted + 1])

@@ -173,7 +173,8 @@ class Engine:
 
     def warm_up(self) -> None:
         """Run the shapes that a single request brings, before anyone waits for them. This compiles kernels, records
-        steps, and measures the cost of a step at each depth for the depth controllers."""
+        steps, and measures the cost of a step at each depth for the depth controllers. Raises NotFinite."""
+        self._try(0, [*range(16)], 1)  # whatever the depths, a model that computes NaN shows it here
         if self.drafting.proposer:
             self.runner.record_rows(1 + self.drafting.max_depth)
         for depths in self.drafting.trials():
@@ -391,8 +392,7 @@ class Engine:
 
 
 def _num_accepted(new: list[int], output: StepOutput) -> int:
-    """The number of drafts among the ids that were taken: all of 'new' but its last, or all if a stop cut that one
-    off."""
+    """How many of the ids that were taken are drafts: all of 'new' but its last, or all if a stop cut that off."""
     return min(len(new) - 1, len(output.ids))
 
 

@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from sparkdraft.engine.finite import NONE
 from sparkdraft.engine.gaps import pick_sure
 from sparkdraft.engine.proposer import Proposer, max_context
 from sparkdraft.engine.runner import Runner
@@ -90,8 +91,8 @@ class Lanes:
 
     def step(self, kind: StepKind) -> Tensor:
         """One step. Returns int32 [seqs, depth + 4]: the sample of each of a lane's rows, the number of accepted
-        drafts, that of verified ones, and the nanoseconds that verifying took. Where blocks are cut and the step
-        drafts, as many columns as it drafts follow: the bits of the gaps."""
+        drafts (NONE if the lane computed NaN), that of verified ones, and the nanoseconds that verifying took. Where
+        blocks are cut and the step drafts, as many columns as it drafts follow: the bits of the gaps."""
         seqs, depth, model, taps = kind.seqs, kind.depth, self.runner.model, None
         ops, size = model.ops, self.plan.block_size
         drafts = self._draft(kind) if depth else None
@@ -119,6 +120,8 @@ class Lanes:
             self.drafter.observe(CommittedRows(taps, rows.positions, kept_slots, following))
             if self.chain:  # the row of the last accepted draft
                 self.hidden[:seqs] = taps[rows.places.gather(1, accepted.long().unsqueeze(1)).squeeze(1).long()]
+        # After a NaN every layer's output is NaN in all places, so the first of a row shows it.
+        accepted.masked_fill_(residual[rows.places[:, 0].long(), 0].isnan(), NONE)
         return result if gaps is None else torch.cat((result, gaps.view(torch.int32)), 1)
 
     def catch_up(self, seqs: int) -> Tensor:

@@ -15,6 +15,7 @@ from sparkdraft.core import Fallback
 from sparkdraft.defaults import usable_defaults
 from sparkdraft.engine.build import build_engine, find_drafter
 from sparkdraft.engine.engine import Engine
+from sparkdraft.engine.finite import NotFinite, blamed
 from sparkdraft.engine.machine import detect, native_problem, plan_here
 from sparkdraft.models.blocks import Decoder
 from sparkdraft.models.config import ModelConfig
@@ -96,7 +97,10 @@ def load_opened(opened: Opened, progress: Progress | None = None, weights: Decod
     engine = build_engine(
         plan, config, model, checkpoint, tokenizer, drafter, progress, calibration, opened.fallbacks, weights
     )
-    engine.warm_up()
+    try:
+        engine.warm_up()
+    except NotFinite as error:
+        raise NotFinite(blamed(checkpoint)) from error
     return Loaded(checkpoint, model, tokenizer, engine)
 
 

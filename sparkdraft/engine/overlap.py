@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import Request
+from sparkdraft.engine.finite import NotFinite
 from sparkdraft.engine.graphs import Graphs, gpu_sizes
 from sparkdraft.engine.lanes import Lanes, StepKind
 from sparkdraft.engine.proposer import Proposer
@@ -33,7 +34,7 @@ class StepResult:
     """What one step did to one request."""
 
     request: Request
-    ids: list[int]  # the accepted drafts, and the target's own sample after them
+    ids: list[int]  # the accepted drafts, and the target's own sample after them; none if the step computed NaN
     drafted: int
     num_draft: int  # that were verified: as many, or fewer where the block was cut
     gaps: list[float]  # of what was drafted (engine/gaps.py); empty where blocks are not cut
@@ -149,13 +150,15 @@ class OverlappedSteps:
             self.catch_up()
 
     def read(self) -> list[StepResult]:
-        """Wait for the oldest unread step and return its results."""
+        """Wait for the oldest unread step and return its results. Raises NotFinite."""
         launched = self._unread.popleft()
         (results, verify), now = launched.read(self.requests), time.perf_counter()
         self.step_seconds = now - self._read_at if self._read_at and launched.usual else 0.0
         # A step that seems shorter than its verification was read late after the one before: its parts are not known.
         self.verify_seconds, self.model = verify if verify < self.step_seconds else 0.0, launched.model
         self._read_at = now
+        if any(not result.ids and not result.request.finish for result in results):
+            raise NotFinite
         return results
 
     def end(self) -> None:

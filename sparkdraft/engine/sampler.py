@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import Request, SamplingParams, TokenLogprob
+from sparkdraft.engine.finite import checked
 from sparkdraft.kernels import reference
 from sparkdraft.text.grammar import GrammarState, Mask
 
@@ -57,7 +58,7 @@ class Tallies:
 
 @dataclass(slots=True)
 class Sampled:
-    ids: Tensor  # int64 [rows], on the device; reading it is the only wait of the step
+    ids: Tensor  # int64 [rows], on the device; reading it is the only wait of the step. finite.NONE: no finite logit
     # row -> (log-probabilities [vocab], number of alternatives), where requested
     logprobs: dict[int, tuple[Tensor, int]]
 
@@ -132,14 +133,14 @@ class Sampler:
     def __call__(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
         """Sample an id from each row of 'logits' (float32 [rows, vocab], which is edited in place)."""
         if takes_likeliest(rows):
-            return Sampled(argmax(logits), {})
+            return Sampled(checked(logits, argmax(logits)), {})
         logprobs = self._raw_logprobs(logits, rows)
         for index, row in enumerate(rows):
             self._edit(logits, index, row)
         if any(r.grammar for r in rows):
             self._constrain(logits, rows)
         draws = Draws.of([r.request for r in rows], [r.position for r in rows], logits.device)
-        return Sampled(pick(self.ops, logits, draws), logprobs)
+        return Sampled(checked(logits, pick(self.ops, logits, draws)), logprobs)
 
     def forget(self, request: Request) -> None:
         self._tallies.pop(request, None)

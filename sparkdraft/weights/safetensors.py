@@ -13,6 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 HEAD = "lm_head.weight"
+HEADS = (HEAD, "language_model.lm_head.weight")  # the second in older files that see as well
+EMBEDDINGS = tuple(f"{at}embed_tokens.weight" for at in ("model.", "model.language_model.", "language_model.model."))
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -71,6 +74,8 @@ class SafetensorsCheckpoint:
         dtypes = {name: file.dtype(name) for name, file in self._files.items()}
         self._matrices = find_matrices(path, dtypes)
         self._unused = unused_tensors(dtypes, self._matrices)
+        if self._has_own_head():
+            self.config |= _untied(self.config)
         tokenizer_config = read_json(path / "tokenizer_config.json", optional=True)
         self.special = _special(tokenizer_config, read_json(path / "special_tokens_map.json", optional=True))
         self.chat_template = read_chat_template(path)
@@ -93,6 +98,18 @@ class SafetensorsCheckpoint:
         tied = bool(text.get("tie_word_embeddings")) and HEAD not in self._matrices
         names = (name for name in self.names() if not name.startswith(unread) and not (tied and name == HEAD))
         return count_stored(map(self._stored, names), tied)
+
+    def _has_own_head(self) -> bool:
+        """Whether the file has a head of floats unlike its embedding. It is used then, whatever the config says, as in
+        transformers. (A quantised head is always used.)"""
+        floats = self._files.keys() - self._matrices.keys()
+        head, table = (next((name for name in names if name in floats), "") for names in (HEADS, EMBEDDINGS))
+        if not head or not table or _untied(self.config).items() <= self.config.items():
+            return False
+        own, embedding = self._tensor(head), self._tensor(table)
+        if own.dtype != embedding.dtype:
+            own, embedding = own.float(), embedding.float()
+        return not (torch.equal(own[:16], embedding[:16]) and torch.equal(own, embedding))
 
     def _stored(self, name: str) -> StoredMatrix:
         matrix = self._matrices.get(name)
@@ -125,6 +142,12 @@ class SafetensorsCheckpoint:
             return RawTokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception
             raise UserError(f"The tokenizer {file} cannot be read ({error}): fetch it again.") from error
+
+
+def _untied(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a config that say that head and embedding are two matrices."""
+    inner, own = config.get("text_config"), {"tie_word_embeddings": False}
+    return own | ({"text_config": inner | own} if isinstance(inner, dict) else {})
 
 
 def _open_shards(path: Path) -> dict[str, SafetensorsFile]:

@@ -249,3 +249,27 @@ def test_no_matmul_bypasses_the_operators(variant: str, tmp_path: Path, monkeypa
     monkeypatch.setattr(DenseLinear, "linear", watched)
     harness.run({"a": PROMPT})
     assert callers <= {"sparkdraft.kernels.reference", "sparkdraft.weights.linear"} and callers
+
+
+@pytest.mark.parametrize("head", ["own", "copy", "none"])
+@pytest.mark.parametrize(
+    ("variant", "inner", "outer"),
+    [("qwen3_5", True, False), ("qwen3_5", True, True), ("llama", None, True), ("gemma3", None, None)],
+)
+def test_the_file_decides_whether_the_head_is_the_embedding(
+    variant: str, inner: bool | None, outer: bool | None, head: str, tmp_path: Path
+) -> None:
+    """A head in the file that is not the embedding is used, whatever the config says, as in transformers."""
+    right = write_tiny(tmp_path / "right", variant)
+    tensors, settings = tensors_of(right), config_of(right)
+    table = tensors[next(name for name in tensors if name.endswith("embed_tokens.weight"))]
+    tensors.pop("lm_head.weight", None)
+    if head != "none":
+        tensors["lm_head.weight"] = table.flip(0).contiguous() if head == "own" else table.clone()
+    for place, tied in ((settings, outer), (settings.get("text_config", {}), inner)):
+        place.pop("tie_word_embeddings", None)
+        place |= {} if tied is None else {"tie_word_embeddings": tied}
+    folder, ids = write(tmp_path / "wrong", tensors, settings), list(range(40, 60))
+    ours = Harness(folder).run({"a": ids})[0]["a"]
+    torch.testing.assert_close(ours, oracle_logits(folder, ids), atol=1e-3, rtol=1e-3)
+    assert read_config(open_checkpoint(str(folder)).config).tie_embeddings is (head != "own")
