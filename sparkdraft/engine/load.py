@@ -6,12 +6,13 @@ together.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from sparkdraft.cache.turboquant.centre import TEXT
 from sparkdraft.config import EngineConfig
-from sparkdraft.core import Fallback
+from sparkdraft.core import Fallback, UserError
 from sparkdraft.defaults import usable_defaults
 from sparkdraft.engine.build import build_engine, find_drafter
 from sparkdraft.engine.engine import Engine
@@ -31,6 +32,7 @@ from sparkdraft.text.chat import fault_of
 from sparkdraft.text.tokenizer import Tokenizer
 from sparkdraft.tune.profile import Subject, pick_up
 from sparkdraft.weights.checkpoint import Checkpoint, open_checkpoint
+from sparkdraft.weights.hub import FULL
 from sparkdraft.weights.loader import Progress
 from sparkdraft.weights.plane_layout import StoredBytes
 
@@ -101,6 +103,14 @@ def load_opened(opened: Opened, progress: Progress | None = None, weights: Decod
         engine.warm_up()
     except NotFinite as error:
         raise NotFinite(blamed(checkpoint)) from error
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        place = os.environ.get("TRITON_CACHE_DIR") or "~/.triton"
+        raise UserError(
+            f"The disk is full, and the GPU kernels that are compiled at load are kept in {place}: make room, or set "
+            "TRITON_CACHE_DIR to a folder on another disk."
+        ) from error
     return Loaded(checkpoint, model, tokenizer, engine)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ def write_checkpoint(
         place.mkdir(parents=True)
         _write_texts(source, place, dtype)
         _write_tensors(place, _floats(source, DTYPES[dtype], progress), shard_bytes)
+        _follow_umask(place)
         if folder.exists():
             folder.rmdir()
         place.rename(folder)
@@ -56,6 +58,13 @@ def write_checkpoint(
         ) from None
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+def _follow_umask(place: Path) -> None:
+    """Give every file the mode of a new file: libraries write some of them readable by their owner alone."""
+    usual = (place / "config.json").stat().st_mode  # written by Python, so it follows the umask
+    for file in place.iterdir():
+        file.chmod(stat.S_IMODE(usual))
 
 
 def _write_texts(source: Checkpoint, place: Path, dtype: str) -> None:

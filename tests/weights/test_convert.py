@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,17 @@ def test_transformers_reads_what_is_written(tmp_path: Path) -> None:
     assert torch.equal(mine(ids).logits, other(ids).logits)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.encode("hello", add_special_tokens=False) == source.tokenizer_json().encode("hello").ids
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_all_files_have_the_mode_of_the_umask(umask: int, mode: int, tmp_path: Path) -> None:
+    source = open_checkpoint(str(write_tiny(tmp_path / "tiny", "llama")))
+    before = os.umask(umask)
+    try:
+        write_checkpoint(source, tmp_path / "out", "bfloat16", shard_bytes=100_000)
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == {mode}
 
 
 def test_what_cannot_be_written_is_said_and_leaves_nothing(tmp_path: Path, capsys: Any) -> None:

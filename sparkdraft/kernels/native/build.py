@@ -7,6 +7,7 @@ winner's file with an equal one. What the functions mean, and what to do without
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import platform
@@ -18,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 from sparkdraft.progress import progress
-from sparkdraft.weights.hub import cache_dir
+from sparkdraft.weights.hub import FULL, cache_dir
 
 SOURCES = (
     *("matmul.cpp", "experts.cpp", "attention.cpp", "recurrent.cpp", "elementwise.cpp", "sampling.cpp", "replay.cpp"),
@@ -33,6 +34,7 @@ FLAGS = (
     "-fPIC",
     "-pthread",
 )
+NEEDED_MB = 20
 COMPILERS = ("c++", "g++", "clang++")
 HERE = Path(__file__).parent
 
@@ -110,6 +112,8 @@ def _compile(compiler: list[str], flags: tuple[str, ...], target: Path) -> None:
             _run_all(compiler, [[*flags, "-shared", *map(str, objects), "-o", str(whole)]])
             os.replace(whole, target)
     except (OSError, subprocess.TimeoutExpired) as error:
+        if isinstance(error, OSError) and error.errno in FULL:
+            raise _full(target.parent) from error
         raise BuildError(
             f"the CPU kernels could not be compiled into {target.parent} ({error}): "
             "set SPARKDRAFT_CACHE to a folder that can be written, or run with --dtype float32"
@@ -122,8 +126,18 @@ def _run_all(compiler: list[str], arguments: list[list[str]]) -> None:
     runs = [subprocess.Popen([*compiler, *a], stdout=pipe, stderr=pipe, text=True) for a in arguments]
     errors = [run.communicate(timeout=600)[1] for run in runs]
     for run, stderr in zip(runs, errors, strict=True):
+        if run.returncode and "No space left on device" in stderr:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if run.returncode:
             raise BuildError(_failure(compiler, stderr))
+
+
+def _full(folder: Path) -> BuildError:
+    return BuildError(
+        f"the disk is full, and compiling the CPU kernels needs about {NEEDED_MB} MB in {folder} and in "
+        f"{tempfile.gettempdir()}: make room, set SPARKDRAFT_CACHE and TMPDIR to a disk that has some, or run with "
+        "--dtype float32"
+    )
 
 
 def _failure(compiler: list[str], stderr: str) -> str:
