@@ -34,7 +34,6 @@ FLAGS = (
     "-fPIC",
     "-pthread",
 )
-NEEDED_MB = 20
 COMPILERS = ("c++", "g++", "clang++")
 HERE = Path(__file__).parent
 
@@ -134,7 +133,7 @@ def _run_all(compiler: list[str], arguments: list[list[str]]) -> None:
 
 def _full(folder: Path) -> BuildError:
     return BuildError(
-        f"the disk is full, and compiling the CPU kernels needs about {NEEDED_MB} MB in {folder} and in "
+        f"the disk is full, and compiling the CPU kernels needs a few MB in {folder} and in "
         f"{tempfile.gettempdir()}: make room, set SPARKDRAFT_CACHE and TMPDIR to a disk that has some, or run with "
         "--dtype float32"
     )
