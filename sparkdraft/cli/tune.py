@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -18,7 +19,7 @@ from sparkdraft.core import UserError
 from sparkdraft.progress import SELDOM, Meter, progress
 from sparkdraft.tune.knobs import LOADS, TILES, Knob, knobs
 from sparkdraft.tune.profile import OPTIONS, Profile, conditions_of
-from sparkdraft.tune.search import Budget, Outcome, Search
+from sparkdraft.tune.search import Budget, Outcome, Search, least_seconds
 
 if TYPE_CHECKING:
     from sparkdraft.engine.load import Opened
@@ -66,6 +67,7 @@ def run(args: Namespace) -> int:
             raise UserError(
                 f"--kv-formats is {args.kv_formats}; on a CPU other formats save memory, not time: leave it out"
             )
+        _check_time(args.minutes, least_seconds(engines.run_seconds()))
         _introduce(opened, engines, len(texts), args.minutes)
         outcome = _search(config, opened, engines, formats, budget, meter)
     return _finish(args, config, opened, engines, outcome, budget)
@@ -96,6 +98,19 @@ def _check(args: Namespace) -> tuple[list[str], list[str]]:
     if not texts:
         raise UserError(f"--prompts is {args.prompts}, and it has no prompt: give at least one line")
     return texts, formats
+
+
+def _check_time(minutes: float, least: float) -> None:
+    """Before anything is loaded. least: seconds, as predicted; measured ones may be half of it."""
+    if 60 * minutes >= least:
+        return
+    text = (
+        f"--minutes is {minutes:g}; comparing old and new settings of this model takes about {least:.0f} s here: give "
+        f"--minutes {math.ceil(least / 60)} or more, or a smaller --output-len"
+    )
+    if 60 * minutes < least / 2:
+        raise UserError(text)
+    note(text)
 
 
 def _introduce(opened: Opened, engines: Engines, prompts: int, minutes: float) -> None:

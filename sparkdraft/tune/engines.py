@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,11 @@ from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.load import Opened, load_opened, stored_of
 from sparkdraft.engine.machine import detect, plan_here
 from sparkdraft.models.blocks import Decoder
-from sparkdraft.plan.resolve import MOST_AHEAD, Plan
+from sparkdraft.plan.machine import like
+from sparkdraft.plan.resolve import ITEMSIZE, MOST_AHEAD, Plan
+from sparkdraft.plan.roofline import Load as Rows
+from sparkdraft.plan.roofline import Rates, Target, step
+from sparkdraft.plan.weight_formats import WeightFormats
 from sparkdraft.spec.depth import depth_choices
 from sparkdraft.text import chat
 from sparkdraft.text.style import chat_style
@@ -107,6 +112,21 @@ class Engines:
         """The depths that are chosen from now; without a drafter there is nothing to choose."""
         drafter, config = self.opened.drafter, self.opened.config
         return depth_choices(drafter.caps.max_depth, None, config.depths, drafter.caps.chain) if drafter else [0]
+
+    def run_seconds(self) -> float:
+        """One run of every load, plainly, as plan/roofline.py predicts it before any weight is read. A CPU counts by
+        its cores, as if memory were as fast for each, so the estimate is low rather than high."""
+        like_this, plan = like(self._machine), self.plan
+        share = self._machine.cores / like_this.hardware.cores if plan.device == "cpu" else 1.0
+        rates = Rates(share * like_this.rates.bandwidth, {f: share * r for f, r in like_this.rates.arithmetic.items()})
+        target = Target.of(self.opened.model_config, WeightFormats(plan.weights), plan.kv, ITEMSIZE[plan.dtype])
+        predict, total = partial(step, rates, like_this.losses().expected, target), 0.0
+        for load in self.loads.values():
+            rows, streams = sum(map(len, load.prompts)), min(load.streams, plan.max_seqs)
+            reading = predict(Rows(min(rows, plan.max_rows), 1)).weights * -(-rows // plan.max_rows)
+            steps = -(-len(load.prompts) // streams) * load.output_len
+            total += reading + steps * predict(Rows(streams, rows // len(load.prompts))).total
+        return total
 
     def speed(self, options: Options, name: str) -> Run:
         """One run of a load. Raises UserError for settings that do not fit."""
