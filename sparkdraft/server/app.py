@@ -9,7 +9,6 @@ its client, so nothing here imports torch. run.py starts a server around this.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sparkdraft import __version__
 from sparkdraft.core import UserError
+from sparkdraft.names import alike
 from sparkdraft.server.auth import Auth
 from sparkdraft.server.config import ServerConfig
 from sparkdraft.server.engine_errors import EngineError
@@ -112,9 +112,9 @@ def wrong_route(method: str, path: str, error: HTTPException) -> ApiError:
         allowed = (error.headers or {}).get("Allow", "")
         return ApiError(405, f"{path} does not take {method}; use {allowed}.", headers=error.headers)
     routes = {r.path: r for router in ROUTERS for r in router.routes if isinstance(r, APIRoute) and "{" not in r.path}
-    near = difflib.get_close_matches(path[:LONGEST_PATH], routes, n=1, cutoff=0.5)
-    verb = "POST" if near and "POST" in (routes[near[0]].methods or ()) else "GET"
-    meant = f"did you mean {verb} {near[0]}?" if near else "/openapi.json lists the routes."
+    near = alike(path[:LONGEST_PATH], routes, near=0.5)
+    verb = "POST" if near and "POST" in (routes[near].methods or ()) else "GET"
+    meant = f"did you mean {verb} {near}?" if near else "/openapi.json lists the routes."
     return ApiError(404, f"There is no route {path}; {meant}")
 
 
