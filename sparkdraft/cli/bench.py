@@ -132,7 +132,7 @@ def _serve_settings(args: Namespace) -> Settings:
     from sparkdraft.bench.serve_client import server_root
 
     if args.output_len < 8:
-        raise UserError(f"--output-len is {args.output_len}; fewer than 8 tokens measure nothing")
+        raise UserError(f"--output-len is {args.output_len}; it must be at least 8")
     if args.requests < 0:
         raise UserError(f"--requests is {args.requests}; it must be positive, or 0 for the default")
     if not 0 <= args.temperature <= 2:
@@ -153,7 +153,7 @@ def _serve_settings(args: Namespace) -> Settings:
             Path(args.out).mkdir(parents=True, exist_ok=True)
             (Path(args.out) / "serve.md").touch()
         except OSError as error:
-            raise UserError(f"--out is {args.out}, where nothing can be written: {error.strerror}") from None
+            raise UserError(f"--out is {args.out}, which cannot be written to: {error.strerror}") from None
     sampling = {"temperature": args.temperature, "ignore_eos": args.ignore_eos}
     return Settings(url, key, args.model, streams, classes, args.output_len, args.requests, **sampling)
 
@@ -225,7 +225,7 @@ def _check_accept(args: Namespace, context: int) -> None:
     if args.per_class < 0:
         raise UserError(f"--per-class is {args.per_class}; it must be 0 (all) or positive")
     if args.output_len < 8:
-        raise UserError(f"--output-len is {args.output_len}; fewer than 8 tokens measure nothing")
+        raise UserError(f"--output-len is {args.output_len}; it must be at least 8")
     if args.depth not in ("", "auto") and not (args.depth.isdecimal() and int(args.depth)):
         raise UserError(f"--depth is '{args.depth}'; give auto or a positive number of drafts")
     plot = Path(args.plot).absolute()
@@ -239,7 +239,7 @@ def _check_accept(args: Namespace, context: int) -> None:
         raise UserError(f"{args.model} has no drafter to measure; name one with --drafter, and leave --spec on auto")
     if args.depth.isdecimal() and int(args.depth) > found.caps.max_depth:
         raise UserError(
-            f"--depth is {args.depth}; this drafter drafts at most {found.caps.max_depth} per step: ask for no more"
+            f"--depth is {args.depth}; this drafter drafts at most {found.caps.max_depth} per step: ask for fewer"
         )
     stored = stored_of(found.config, found.checkpoint, found.model_config, found.caps)
     _check_room(args, context, plan_here(found.config, found.model_config, found.caps, stored).max_model_len)

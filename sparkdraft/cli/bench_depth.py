@@ -90,7 +90,7 @@ def run(args: Namespace) -> int:
 def _check(args: Namespace) -> None:
     """Refuse what cannot be measured, before any weight is read or made."""
     if args.output_len < 8:
-        raise UserError(f"--output-len is {args.output_len}; fewer than 8 tokens measure nothing")
+        raise UserError(f"--output-len is {args.output_len}; it must be at least 8")
     if args.per_class < 0:
         raise UserError(f"--per-class is {args.per_class}; it must be 0 (all) or positive")
     if bool(args.shape) != bool(args.drafter_shape):
@@ -102,14 +102,14 @@ def _check(args: Namespace) -> None:
         if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
             raise UserError(f"{flag} is {path}; give a file in a folder that exists")
     if args.prompts and not Path(args.prompts).is_file():
-        raise UserError(f"--prompts is {args.prompts}, which is no file: check the path")
+        raise UserError(f"--prompts is {args.prompts}, which is not a file: check the path")
 
 
 def _depths(text: str, choices: list[int], most: int) -> list[int]:
     """Plain first, then the fixed depths, then the engine's own choice."""
     asked = numbers("--depths", text, least=0) if text else choices
     if max(asked) > most:
-        raise UserError(f"--depths has {max(asked)}; this drafter drafts at most {most}: ask for no more")
+        raise UserError(f"--depths has {max(asked)}; this drafter drafts at most {most}: ask for fewer")
     return [0, *sorted(set(asked) - {0}), AUTO]
 
 

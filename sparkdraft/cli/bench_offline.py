@@ -157,7 +157,7 @@ def drafted_ids(engine: Engine) -> int | None:
 def _check(args: Namespace) -> tuple[Acceptance | None, DraftConfig | None]:
     """Refuse what cannot be measured, before any weight is made; fills in the depth that --spec left open."""
     if args.output_len < 8:
-        raise UserError(f"--output-len is {args.output_len}; fewer than 8 tokens measure nothing")
+        raise UserError(f"--output-len is {args.output_len}; it must be at least 8")
     if args.synthetic_acceptance is not None and not args.drafter_shape:
         raise UserError("--synthetic-acceptance needs drafts to accept: name a drafter with --drafter-shape dflash-5x")
     check_varied(args)
@@ -181,7 +181,7 @@ def _check(args: Namespace) -> tuple[Acceptance | None, DraftConfig | None]:
     if depth == 0:
         return None, draft  # parked: the drafter observes what is written, and drafts nothing
     if depth is not None and depth > most:
-        raise UserError(f"--spec is {depth}; {args.drafter_shape} drafts at most {most} per step: ask for no more")
+        raise UserError(f"--spec is {depth}; {args.drafter_shape} drafts at most {most} per step: ask for fewer")
     length = args.synthetic_acceptance
     return None if length is None else acceptance_of(args, depth or most), draft
 

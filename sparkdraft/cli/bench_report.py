@@ -96,7 +96,7 @@ def _check(args: Namespace) -> tuple[list[int], list[int], list[str]]:
     if args.minutes <= 0:
         raise UserError(f"--minutes is {args.minutes:g}; give a positive number")
     if args.output_len < 8:
-        raise UserError(f"--output-len is {args.output_len}; fewer than 8 tokens measure nothing")
+        raise UserError(f"--output-len is {args.output_len}; it must be at least 8")
     if args.per_class < 1:
         raise UserError(f"--per-class is {args.per_class}; give 1 or more")
     from sparkdraft.bench.accept import read_prompts
@@ -111,7 +111,7 @@ def _check(args: Namespace) -> tuple[list[int], list[int], list[str]]:
         Path(args.out).mkdir(parents=True, exist_ok=True)
         (Path(args.out) / "report.md").touch()
     except OSError as error:
-        raise UserError(f"--out is {args.out}, where nothing can be written: {error.strerror}") from None
+        raise UserError(f"--out is {args.out}, which cannot be written to: {error.strerror}") from None
     return streams, contexts, classes
 
 

@@ -22,7 +22,7 @@ STRETCH = 128  # positions per point of the plot
 
 def check_tokens(tokens: int) -> None:
     if tokens < LEAST_TOKENS:
-        raise UserError(f"--tokens is {tokens}; a text of fewer than {LEAST_TOKENS} measures nothing")
+        raise UserError(f"--tokens is {tokens}; it must be at least {LEAST_TOKENS}")
 
 
 def check_plot(name: str) -> None:

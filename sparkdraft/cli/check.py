@@ -18,7 +18,7 @@ from sparkdraft.progress import errors, progress
 if TYPE_CHECKING:
     from sparkdraft.canary.findings import Finding
 
-HELP = "ask probes with known answers, of a model or of any OpenAI-compatible server"
+HELP = "test a model, or any OpenAI-compatible server, with questions whose answers are known"
 EXAMPLES = """examples:
   sparkdraft check                                            the embedded model on this machine
   sparkdraft check --model Qwen/Qwen3-8B --kv turboquant
@@ -28,9 +28,11 @@ The exit status is 1 if a probe failed.
 
 
 def configure(parser: ArgumentParser) -> None:
-    parser.add_argument("--url", help="ask this server over HTTP; --model is then the name to ask for")
+    parser.add_argument("--url", help="test this server over HTTP; --model then names the model to request")
     parser.add_argument("--api-key", default="", metavar="KEY", help="the server's key")
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds without a byte (default 60)")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="S", help="seconds to wait for the next byte (default 60)"
+    )
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     parser.add_argument(
         "--model", help=f"{ENGINE_FIELDS['model'].metadata['help']} (default smollm2); with --url, a name"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sparkdraft.cluster.hosts_file import Cluster
     from sparkdraft.cluster.runs import State
 
-HELP = "serve one model with two or four machines, by vLLM over ssh"
+HELP = "serve one model on two or four machines, with vLLM over ssh"
 EXAMPLES = """examples:
   sparkdraft cluster plan --model gpt-oss-120b                   what 1, 2 and 4 Sparks hold, and how fast they are
   sparkdraft cluster up sparks.toml --model Qwen/Qwen3.5-122B    checks, measures, starts and supervises all ranks
@@ -56,7 +56,9 @@ def configure(parser: ArgumentParser) -> None:
     plan = verbs.add_parser(
         "plan", help="what fits and how fast it will be", description="say what fits", epilog=PLAN_EXAMPLES
     )
-    plan.add_argument("file", nargs="?", default="", help="the hosts file: for so many machines, and for --measure")
+    plan.add_argument(
+        "file", nargs="?", default="", help="the hosts file, for the number of machines and for --measure"
+    )
     _configure_plan(plan)
     up = verbs.add_parser("up", help="check, start and supervise", description=HELP, epilog=UP_EXAMPLES)
     up.add_argument("file", help="the hosts file")
@@ -77,14 +79,14 @@ def configure(parser: ArgumentParser) -> None:
 
 def _configure_plan(plan: ArgumentParser) -> None:
     plan.add_argument("--model", default="gpt-oss-120b", help="as for `plan` (default gpt-oss-120b)")
-    plan.add_argument("--machine", default="gb10", help="of which there are several (default gb10, a DGX Spark)")
+    plan.add_argument("--machine", default="gb10", help="the kind of machine (default gb10, a DGX Spark)")
     plan.add_argument("--machines", default="", metavar="N,N", help="how many (default: those of the file, or 2,4)")
     plan.add_argument("--drafter", default="none", help="as for `plan` (default none)")
     plan.add_argument("--weights", default="auto", metavar="FORMAT", help="as for `plan` (default auto)")
     plan.add_argument("--kv", default="exact", help="as for `plan` (default exact)")
     plan.add_argument("--concurrency", type=int, default=1, metavar="N", help="streams at once (default 1)")
     plan.add_argument("--context", type=int, default=4096, metavar="N", help="tokens of each stream (default 4096)")
-    plan.add_argument("--link", default="roce", help="roce or tcp: what an all-reduce usually takes (default roce)")
+    plan.add_argument("--link", default="roce", help="roce or tcp: the network that an all-reduce uses (default roce)")
     plan.add_argument("--latency", type=float, metavar="US", help="microseconds of an all-reduce between two machines")
     plan.add_argument("--measure", action="store_true", help="time it on the machines of the hosts file")
     plan.add_argument("--json", action="store_true", help="end with one JSON object")
@@ -136,7 +138,7 @@ def _status_lines(cluster: Cluster, state: State) -> list[str]:
     lines = [f"cluster {name} is {state.phase} ({lasts}): {state.model}, {state.parallel} parallel, {state.address}"]
     for rank, label in enumerate(cluster.labels()):
         if rank < len(state.pids):
-            heard = f"process {state.pids[rank]}, heard of {max(now - state.heard[rank], 0):.0f} s ago"
+            heard = f"process {state.pids[rank]}, last heard from {max(now - state.heard[rank], 0):.0f} s ago"
             lines.append(f"  rank {rank}  {label:<20} {heard}")
     lines += [f"  restarted: {reason}" for reason in state.restarts]
     return [*lines, f"  logs: {folder}"]

@@ -100,7 +100,7 @@ def _counts(text: str) -> list[int]:
 def _title(args: Namespace, question: Question) -> str:
     streams = f"{question.streams} stream{'s' * (question.streams > 1)} of {question.context:,} tokens"
     drafter = f"drafter {args.drafter}" if question.drafter else "no drafter"
-    return f"{args.model} by vLLM on several {question.machine.title}: {streams}, {drafter}"
+    return f"{args.model} with vLLM on several {question.machine.title}: {streams}, {drafter}"
 
 
 def _table(found: list[Case], drafts: bool) -> list[str]:

@@ -40,7 +40,7 @@ def run(args: Namespace) -> int:
     choices = read_choices(args)
     if args.tensor_parallel is not None or choices.tensor_parallel > 1:
         raise UserError(
-            "--tensor-parallel is set by the cluster, to the number of hosts: leave it out, also of EXTRA_ARGS, and "
+            "--tensor-parallel is set by the cluster, to the number of hosts: leave it out here and in EXTRA_ARGS, and "
             "choose with --parallel"
         )
     paths = paths_of(config, choices.chat_template)
@@ -65,10 +65,12 @@ def run(args: Namespace) -> int:
             return 0
         if only:
             say(
-                f"note: --host is {config.host}, so only {only} itself reaches the server; so that others reach it, "
+                f"note: --host is {config.host}, so only {only} itself can reach the server; to let others reach it, "
                 "add --host 0.0.0.0 and --api-key"
             )
-        say(f"starts vLLM on {len(seen)} machines, {args.parallel} parallel; logs: {run.folder}; ctrl-c ends it")
+        say(
+            f"starting vLLM on {len(seen)} machines, {args.parallel} parallel; logs: {run.folder}; press ctrl-c to stop"
+        )
         Supervisor(cluster, [each.host for each in seen], jobs, run, say).serve()
     except BaseException as error:
         run.enter(FAILED, error=str(error) or type(error).__name__)
@@ -150,7 +152,7 @@ def _measure(args: Namespace, cluster: Cluster, seen: list[Seen], config: Server
     if latency is None:
         say("note: the all-reduce was not measured: no torch is installed where vLLM is")
     elif question is None:
-        say(f"an all-reduce: {latency.origin}; what share of a token that is cannot be said: {why}")
+        say(f"an all-reduce: {latency.origin}; its share of a token's time is unknown: {why}")
     else:
         for line in explain(cases(question, [len(seen), 2 * len(seen)], latency), latency):
             say(line if "all-reduce" in line else f"on Sparks, {line}")
@@ -176,7 +178,7 @@ def _detached(cluster: Cluster) -> int:
                 return 0
             time.sleep(0.3)
     except KeyboardInterrupt:
-        say("interrupted before it was ready: it is ended")
+        say("interrupted before it was ready; it has been stopped")
         child.send_signal(signal.SIGINT)  # a session of its own: ctrl-c has not reached it
         try:
             child.wait()
@@ -184,4 +186,4 @@ def _detached(cluster: Cluster) -> int:
             child.kill()  # ranks end by themselves
         raise
     last = (folder / "supervisor.log").read_text(errors="replace").strip().splitlines()
-    raise UserError((last or ["it ended without a word"])[-1].removeprefix("sparkdraft: "))
+    raise UserError((last or ["it ended without a message"])[-1].removeprefix("sparkdraft: "))

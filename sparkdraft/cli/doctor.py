@@ -13,7 +13,7 @@ from sparkdraft.cli.options import add_field, engine_options
 from sparkdraft.config import ENGINE_FIELDS, EngineConfig
 from sparkdraft.progress import progress
 
-HELP = "say what is wrong with this machine, and what really runs on it"
+HELP = "find what is wrong with this machine, and show what really runs on it"
 EXAMPLES = """examples:
   sparkdraft doctor                              this machine, with the embedded model
   sparkdraft doctor --model Qwen/Qwen3-8B        the kernels, tiles and fallbacks of a model of yours
@@ -41,7 +41,7 @@ def configure(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     for name in FLAGS:
         add_field(group, ENGINE_FIELDS[name], ENGINE_FIELDS[name].default, SUPPRESS)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead, for reports of issues")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead, for bug reports")
 
 
 def run(args: Namespace) -> int:

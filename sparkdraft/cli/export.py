@@ -29,14 +29,14 @@ EXAMPLES = """examples:
   sparkdraft export vllm --model Qwen/Qwen3.5-27B --form systemd --out vllm.service
   sparkdraft export vllm --config server.toml --form yaml --out vllm.yaml     (vllm serve --config vllm.yaml)
   sparkdraft export vllm --model google/gemma-4-26B-A4B-it --method mtp --vllm-version 0.20.2   (refused, with the fix)
-  sparkdraft export safetensors --model smollm2 --out smollm2-hf      (a GGUF file for engines that read none)
+  sparkdraft export safetensors --model smollm2 --out smollm2-hf      (for engines that do not read GGUF files)
 The command goes to standard output, and what is different in vLLM to standard error. Nothing is loaded or started.
 """
 FORMS = ("command", "yaml", "systemd")
 CHOICES = {
     "method": "auto, dflash, mtp or ngram (auto: the drafter that is known for the model)",
-    "attention_backend": "of the model, such as TRITON_ATTN (default: vLLM's choice)",
-    "draft_attention_backend": "of the drafter (default: vLLM's choice)",
+    "attention_backend": "attention backend of the model, such as TRITON_ATTN (default: vLLM's choice)",
+    "draft_attention_backend": "attention backend of the drafter (default: vLLM's choice)",
     "chat_template": "a file with a chat template (default: the model's)",
     "tensor_parallel": "GPUs that share the model",
     "machine": "gb10 (a DGX Spark), other or cpu: some problems exist on one GPU only (default: gb10; serve finds cpu)",
@@ -55,7 +55,7 @@ def configure(parser: ArgumentParser) -> None:
     engines = parser.add_subparsers(dest="to", required=True, metavar="ENGINE")
     vllm = engines.add_parser("vllm", help="a `vllm serve` command", description=HELP, epilog=EXAMPLES)
     vllm.add_argument("--form", default="command", choices=FORMS, help="command, yaml or systemd (default command)")
-    vllm.add_argument("--out", default="", metavar="FILE", help="where it is written (default: printed)")
+    vllm.add_argument("--out", default="", metavar="FILE", help="file to write to (default: print it)")
     vllm.add_argument("--vllm-version", default="", metavar="X", help="the version it is for (default: 0.32.0)")
     add_vllm_flags(vllm)
     add_serve_flags(vllm)

@@ -37,7 +37,7 @@ def run(args: Namespace) -> int:
         path = hub.cached_path(model.name)
         where = f"cached at {path}" if path else "not cached yet"
         print(f"{model.name}: {model.description}\n  {model.licence}, {model.size / 1e6:.0f} MB, {where}")
-    print("\nPublished drafters (figures are others'; `sparkdraft pull MODEL --with-drafter` fetches both):")
+    print("\nPublished drafters (figures of their authors; `sparkdraft pull MODEL --with-drafter` fetches both):")
     print("\n".join(pair_lines()))
     print("Any model: drafts from the request's own text where it repeats itself; nothing to fetch.")
     print("\n".join(quantised_lines()))

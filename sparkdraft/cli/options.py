@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from sparkdraft.weights.checkpoint import Checkpoint
 
 # What --help shows of the fields of EngineConfig and ServerConfig; --help-all shows the others too
-COMMON = ("model", "device", "dtype", "weights", "max_model_len", "max_seqs", "kv", "threads", "spec", "drafter")
-COMMON += ("host", "port", "api_key", "served_name")
+ENGINE_COMMON = ("model", "device", "dtype", "weights", "max_model_len", "max_seqs", "kv", "threads", "spec", "drafter")
+COMMON = (*ENGINE_COMMON, "host", "port", "api_key", "served_name")
 TYPES = {int: "INT", float: "FLOAT", str: "TEXT"}  # what --help shows for a flag's value
 SAMPLING_FLAGS = {
-    "max_tokens": "most tokens to write",
+    "max_tokens": "maximum number of tokens to write",
     "temperature": "0 writes the most likely token, 1 follows the model's own probabilities",
     "top_p": "keep the likeliest tokens that hold this share of the probability",
     "top_k": "keep this many of the likeliest tokens (0: all)",

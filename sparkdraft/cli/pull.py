@@ -32,7 +32,7 @@ def run(args: Namespace) -> int:
 
     repo, _, file = args.model.partition(":")
     if not HUB_ID.fullmatch(repo):
-        raise UserError(f"{args.model} is no hub id: give one such as org/name, or {', '.join(sorted(hub.KNOWN))}.")
+        raise UserError(f"{args.model} is not a hub id: give one such as org/name, or {', '.join(sorted(hub.KNOWN))}.")
     if file and args.with_drafter:
         raise UserError("--with-drafter needs a config.json, which a GGUF file lacks: pull the drafter by its name.")
     drafter = find_published(repo) if args.with_drafter else ""

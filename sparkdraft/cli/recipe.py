@@ -30,7 +30,7 @@ def configure(parser: ArgumentParser) -> None:
     show.add_argument("--container", default="", metavar="IMAGE", help="the image, for launchers (default: vLLM's own)")
     show.add_argument("--vllm-version", default="0.32.0", metavar="X", help="the version it is for (default 0.32.0)")
     start = verbs.add_parser(
-        "run", help="serve a recipe; flags, variables and a file of `serve` beat it", epilog=EXAMPLES
+        "run", help="serve a recipe; flags, environment variables and a config file override it", epilog=EXAMPLES
     )
     start.add_argument("name", metavar="NAME", help="a recipe's name")
     serve.configure(start)

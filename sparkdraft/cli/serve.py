@@ -39,10 +39,10 @@ EXAMPLES = """examples:
   sparkdraft serve --engine vllm --model Qwen/Qwen3.5-27B      (the same flags, served by an installed vLLM)
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
-Flags beat the environment (SPARKDRAFT_PORT and so on), which beats the file. Of the names that containers use,
-MODEL_PATH, DFLASH_DRAFTER, DFLASH_NUM_SPEC_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS,
-GPU_MEMORY_UTILIZATION, ENABLE_TURBOQUANT, TQ_MODE and its like, SERVED_MODEL_NAME, VLLM_API_KEY and
-EXTRA_ARGS work too.
+Flags override environment variables (SPARKDRAFT_PORT and so on), which override the file. The variables of DFlash
+containers work too: MODEL_PATH, DFLASH_DRAFTER, DFLASH_NUM_SPEC_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS,
+MAX_NUM_BATCHED_TOKENS, GPU_MEMORY_UTILIZATION, ENABLE_TURBOQUANT, TQ_MODE and other TQ_ names, SERVED_MODEL_NAME,
+VLLM_API_KEY and EXTRA_ARGS.
 """
 ENGINES = ("own", "vllm")
 POLL = 0.1
@@ -91,7 +91,7 @@ def _serve_vllm(config: ServerConfig, args: Namespace) -> int:
     for text in command.notes:
         say(f"note: {text}")
     listener = listen(config)
-    say(f"sparkdraft {__version__} serves {config.names[0]} by vLLM {version} on {address_of(listener)}:")
+    say(f"sparkdraft {__version__} serves {config.names[0]} with vLLM {version} on {address_of(listener)}:")
     say(shell(command))
     supervised = Supervised(
         [program, *command.words()[1:]],
@@ -130,8 +130,8 @@ async def _serve(config: ServerConfig) -> None:
 
     listener = listen(config)
     address = address_of(listener)
-    say(f"sparkdraft {__version__} serves {config.names[0]}; ctrl-c ends it")
-    say(f"  API   {address}/v1" + ("  (with the key)" if config.api_key else ""))
+    say(f"sparkdraft {__version__} serves {config.names[0]}; press ctrl-c to stop")
+    say(f"  API   {address}/v1" + ("  (an API key is required)" if config.api_key else ""))
     say(f"  chat  {address}/")
     if not (config.is_local or config.api_key):
         say("  note: other machines can reach this, and there is no key")
@@ -176,7 +176,7 @@ def _say_ready(service: Service) -> None:
     )
     drafter = f"{info.drafter['name']}, up to {info.drafter['max_depth']} drafts per step" if info.drafter else "none"
     say(f"  drafter: {drafter}")
-    say(f"  sampling: {describe(service.sampling)}, where a request names nothing else (--sampling-defaults)")
+    say(f"  sampling: {describe(service.sampling)}, unless a request sets its own (--sampling-defaults)")
     if info.canary:
         say(f"  canary: {summary(info.canary)}")
     for fact in service.text.style.facts if service.text else ():

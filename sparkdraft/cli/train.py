@@ -1,4 +1,4 @@
-"""`sparkdraft train`: data, fit, eval, export: makes a drafter for one's own target, from nothing but the target."""
+"""`sparkdraft train`: data, fit, eval, export: makes a drafter for a target, from nothing but the target."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALL_PROMPTS, LONG = 0, 384  # of a full evaluation: prompts of each class (0: al
 SHORT_TEXTS = 2048  # tokens of a prompt and its one answer, at most
 STOPPED = 130  # the status after Ctrl-C, so that `fit && export` does not export half a run
 HELP = "train a drafter for a model"
-EXAMPLES = """a drafter for one's own model, in four commands:
+EXAMPLES = """a drafter for your own model, in four commands:
   sparkdraft train data   --model ./my-model --out corpus --synthesise 200000
   sparkdraft train fit    --model ./my-model --data corpus --out run --layers 5 --steps 20000
   sparkdraft train export run --out my-drafter
@@ -68,9 +68,11 @@ def configure(parser: ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="step", required=True, metavar="STEP")
     data = verbs.add_parser("data", help="the target writes its own training texts; the same command continues")
     _target_flags(data)
-    data.add_argument("--out", required=True, metavar="FOLDER", help="where the texts go; those already there count")
+    data.add_argument(
+        "--out", required=True, metavar="FOLDER", help="where the texts go; texts that are there already count"
+    )
     data.add_argument("--prompts", default="", metavar="FILE", help=".jsonl with 'prompt' or 'messages', or .txt")
-    data.add_argument("--synthesise", type=int, default=0, metavar="N", help="prompts that the target writes, in all")
+    data.add_argument("--synthesise", type=int, default=0, metavar="N", help="number of prompts that the target writes")
     data.add_argument("--max-new", type=int, default=384, help="longest response, in tokens (default 384)")
     text = "conversations, as tokens:share of the documents, a list ('': none; default %(default)s)"
     data.add_argument("--lengths", default="2048:0.03,4096:0.02,8192:0.01", metavar="LIST", help=text)
@@ -200,7 +202,7 @@ def _said_of_data(folder: str, summary: dict[str, Any]) -> int:
         note = f"note: {missing} self-written prompts are missing, too few were worth asking: try another --seed"
         errors.print(note, markup=False, soft_wrap=True)
     elif summary["held"] and not summary["documents"]:
-        errors.print(f"note: {folder} holds the answers to all of it already", markup=False, soft_wrap=True)
+        errors.print(f"note: {folder} already has the answers to all of these prompts", markup=False, soft_wrap=True)
     return 0
 
 
@@ -208,7 +210,7 @@ def _eval(args: Namespace) -> int:
     if args.per_class < 0:
         raise UserError(f"--per-class is {args.per_class}; it must be 0 (all) or positive")
     if args.output_len < 8:
-        raise UserError(f"--output-len is {args.output_len}; fewer than 8 tokens measure nothing")
+        raise UserError(f"--output-len is {args.output_len}; it must be at least 8")
     from sparkdraft.bench.accept import read_prompts
     from sparkdraft.train.evaluate import evaluate, table
 

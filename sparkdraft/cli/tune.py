@@ -30,8 +30,8 @@ EXAMPLES = """examples:
   sparkdraft tune
   sparkdraft tune --model Qwen/Qwen3-8B --prompts mine.jsonl --minutes 10
   sparkdraft tune --model Qwen/Qwen3-8B --kv-formats exact,fp8 --out qwen3-8b.toml
-The profile lies in the cache folder, and `serve`, `generate`, `chat` and `LLM` use it by themselves. A flag beats it,
-and --no-profile ignores it. A setting that is given here is not tuned.
+The profile is kept in the cache folder, and `serve`, `generate`, `chat` and `LLM` use it by themselves. A flag
+overrides it, and --no-profile ignores it. A setting that is given here is not tuned.
 """
 PER_CLASS = 2  # of the package's own prompts, if the user brings none
 
@@ -91,7 +91,7 @@ def _check(args: Namespace) -> tuple[list[str], list[str]]:
     from sparkdraft.bench.depth import read_user_prompts
 
     if args.prompts and not Path(args.prompts).is_file():
-        raise UserError(f"--prompts is {args.prompts}, which is no file: check the path")
+        raise UserError(f"--prompts is {args.prompts}, which is not a file: check the path")
     classes = read_user_prompts(Path(args.prompts)) if args.prompts else read_prompts(PER_CLASS)
     texts = [text for each in zip(*classes.values(), strict=False) for text in each] if not args.prompts else []
     texts = texts or [text for each in classes.values() for text in each]

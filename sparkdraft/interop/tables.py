@@ -98,7 +98,7 @@ def whole(text: str) -> int:
     _check_known(text)
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG]?)", text)
     if not found:
-        raise UserError(f"'{text}' is no whole number")
+        raise UserError(f"'{text}' is not a whole number")
     return int(float(found[1]) * THOUSANDS.get(found[2], 1))
 
 
@@ -107,7 +107,7 @@ def number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise UserError(f"'{text}' is no number") from None
+        raise UserError(f"'{text}' is not a number") from None
 
 
 def _check_known(text: str) -> None:
@@ -121,7 +121,7 @@ def json_object(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"'{text}' is not valid JSON ({error})") from None
     if not isinstance(found, dict):
-        raise UserError(f"'{text}' is no JSON object")
+        raise UserError(f"'{text}' is not a JSON object")
     return found
 
 

@@ -97,12 +97,12 @@ def test_prompts_of_a_user(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--output-len 4", "fewer than 8"),
+        ("--output-len 4", "it must be at least 8"),
         ("--per-class -1", "0 (all) or positive"),
         ("--shape qwen3-8b", "go together"),
         ("--shape qwen3-8b --drafter-shape dflash-5x", "--synthetic-acceptance"),
         ("--plot /no/such/folder/x.svg", "a folder that exists"),
-        ("--prompts /no/such/file", "no file"),
+        ("--prompts /no/such/file", "not a file"),
         ("--concurrency 0", "--concurrency is '0'"),
         ("--concurrency 1,4 --max-seqs 2", "--concurrency has 4; --max-seqs lets 2 run at once"),
     ],

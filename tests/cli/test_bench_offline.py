@@ -253,7 +253,7 @@ def test_a_profile_names_ten_operators_and_ten_gaps(offline: Run) -> None:
         (["--drafter-shape", "dflash-3x", "--spec", "16"], "drafts at most 15"),
         (["--spec", "many"], "spec is 'many'"),
         (["--concurrency", "0"], "--concurrency is '0'"),
-        (["--output-len", "4"], "fewer than 8 tokens"),
+        (["--output-len", "4"], "--output-len is 4; it must be at least 8"),
         (["--prompt-len", "1020"], "need a context of"),
         (["--concurrency", "4", "--kv-tokens", "128"], "raise --kv-tokens"),
         (["--concurrency", "4", "--max-seqs", "3"], "raise --max-seqs"),

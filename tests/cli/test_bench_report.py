@@ -224,7 +224,7 @@ def test_no_time_is_said(
         (["--kv-formats", "k9v9"], "--formats names 'k9v9'"),
         (["--concurrency", "x"], "--concurrency is 'x'"),
         (["--concurrency", "1,4", "--max-seqs", "2"], "--concurrency has 4; --max-seqs lets 2 run at once"),
-        (["--out", "/dev/null/here"], "--out is /dev/null/here, where nothing can be written"),
+        (["--out", "/dev/null/here"], "--out is /dev/null/here, which cannot be written to"),
     ],
 )
 def test_what_can_not_be_measured(args: list[str], words: str, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

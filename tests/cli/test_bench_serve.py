@@ -242,7 +242,7 @@ def test_a_server_that_fails_every_time_is_one_sentence(
         (["--requests", "-1"], "--requests is -1"),
         (["--requests", "3", "--concurrency", "1,4"], "--requests is 3, too few for 4 streams at once"),
         (["--temperature", "9"], "--temperature is 9"),
-        (["--out", __file__], "where nothing can be written"),
+        (["--out", __file__], "which cannot be written to"),
     ],
 )
 def test_flags_are_checked_before_anything_is_sent(

@@ -85,7 +85,7 @@ def test_the_cluster_alone_says_how_many_share_the_model(
     assert "--tensor-parallel is set by the cluster" in capsys.readouterr().err
     monkeypatch.setenv("EXTRA_ARGS", "-tp 2")
     assert main(flags) == 1
-    assert "leave it out, also of EXTRA_ARGS" in capsys.readouterr().err.replace("\n", " ")
+    assert "leave it out here and in EXTRA_ARGS" in capsys.readouterr().err.replace("\n", " ")
 
 
 @pytest.mark.slow

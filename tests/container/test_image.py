@@ -70,7 +70,7 @@ def client(container: Container) -> Iterator[openai.OpenAI]:
         assert container.outer.poll() is None and time.monotonic() < deadline, container.said()
         time.sleep(3)  # a check costs half a second of a core, which the server needs
     assert '"stage":' in unhealthy
-    found = re.search(r"API +http://0\.0\.0\.0:(\d+)/v1  \(with the key\)", container.said())
+    found = re.search(r"API +http://0\.0\.0\.0:(\d+)/v1  \(an API key is required\)", container.said())
     assert found, container.said()
     with openai.OpenAI(base_url=f"http://127.0.0.1:{found[1]}/v1", api_key="key", max_retries=0) as made:
         yield made

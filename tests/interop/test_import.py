@@ -298,14 +298,14 @@ def test_a_file_of_the_hub_is_named_with_its_repository() -> None:
     ("text", "words"),
     [
         ("ls -l", "no `vllm serve`, `llama-server` or `llama-cli` is in it"),
-        ("vllm serve m --max-num-seqs many", "--max-num-seqs: 'many' is no whole number"),
+        ("vllm serve m --max-num-seqs many", "--max-num-seqs: 'many' is not a whole number"),
         ("vllm serve m --speculative-config {method", "is not valid JSON"),
         ("vllm serve m --port --host x", "--port needs a value, and --host follows it"),
         ("vllm serve m --port", "--port needs a value, and nothing follows it"),
         ("vllm serve m --port $PORT", "--port: $PORT is a variable, and nothing here gives it a value"),
         (
             "vllm serve m --speculative-config.num_speculative_tokens few",
-            "--speculative-config: 'few' is no whole number",
+            "--speculative-config: 'few' is not a whole number",
         ),
         (
             "vllm serve m --speculative-config.model a --speculative-config.model.revision b",

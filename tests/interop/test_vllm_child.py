@@ -87,7 +87,7 @@ def test_it_runs_the_exported_command_and_a_signal_ends_all_of_it(tmp_path: Path
         _, errors = process.communicate(timeout=PATIENT)
         assert process.returncode == 0 and (tmp_path / "called.json.signal").read_text() == "SIGTERM"
         assert not any(map(alive, pids)), "a process stayed behind"
-        assert "by vLLM 0.32.0 on http://127.0.0.1" in errors and "hidden" not in errors and "Traceback" not in errors
+        assert "with vLLM 0.32.0 on http://127.0.0.1" in errors and "hidden" not in errors and "Traceback" not in errors
 
 
 def test_a_child_that_ignores_signals_is_killed_by_the_second(tmp_path: Path) -> None:

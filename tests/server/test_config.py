@@ -88,7 +88,7 @@ def test_flags_of_vllm_in_a_container() -> None:
     assert merge({}, None, environ | {"SPARKDRAFT_MAX_SEQS": "4"}).engine.max_seqs == 4
     assert merge({"max_seqs": 2}, None, environ).engine.max_seqs == 2
     assert container_notes(environ) == ["EXTRA_ARGS: --seed: requests have seeds, the server has none"]
-    with pytest.raises(UserError, match="--max-num-seqs: 'many' is no whole number"):
+    with pytest.raises(UserError, match="--max-num-seqs: 'many' is not a whole number"):
         merge({}, None, {"EXTRA_ARGS": "--max-num-seqs many"})
 
 

@@ -64,7 +64,7 @@ def test_it_says_where_it_is_answers_and_drains(tiny_folder: Path) -> None:
         url = server.wait_for(r"chat +(http://127\.0\.0\.1:\d+)/").group(1)
         assert httpx.get(url + "/health", timeout=PATIENT).status_code in (200, 503)
         server.wait_for(r"ready after .* s: cpu")
-        server.wait_for("sampling: temperature 1, where a request names nothing else")
+        server.wait_for("sampling: temperature 1, unless a request sets its own")
         body = {"model": "mine", "messages": [{"role": "user", "content": "x"}], "stream": True, "ignore_eos": True}
         with httpx.stream("POST", url + CHAT, json=body | {"n": 16, "max_tokens": 400}, timeout=PATIENT) as response:
             lines = response.iter_lines()

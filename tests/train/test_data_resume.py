@@ -108,7 +108,7 @@ def test_killed_in_the_middle_and_run_again(
     capsys.readouterr()
     fingerprint = Corpus(out).fingerprint
     assert main(command(folder, out)) == 0
-    assert "holds the answers to all of it already" in capsys.readouterr().err
+    assert "already has the answers to all of these prompts" in capsys.readouterr().err
     assert Corpus(out).fingerprint == fingerprint
 
 

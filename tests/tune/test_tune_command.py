@@ -149,7 +149,7 @@ def test_the_shortest_time_grows_with_the_work(tiny: Path) -> None:
     [
         (["--minutes", "0"], "--minutes is 0.0"),
         (["--output-len", "1"], "--output-len is 1"),
-        (["--prompts", "nowhere.txt"], "which is no file"),
+        (["--prompts", "nowhere.txt"], "which is not a file"),
         (["--kv-formats", "fp4"], "--kv-formats has 'fp4'"),
         (["--kv-formats", "fp8"], "save memory, not time"),
         (["--out", "/nowhere/p.toml"], "give a file in a folder that exists"),

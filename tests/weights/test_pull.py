@@ -172,6 +172,6 @@ def test_too_little_room_is_said_first(web: FakeHub, monkeypatch: pytest.MonkeyP
 def test_the_command(web: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["pull", REPO]) == 0
     assert capsys.readouterr().out.strip().endswith(COMMIT)
-    assert main(["pull", "no-hub-id"]) == 1 and "is no hub id" in capsys.readouterr().err
+    assert main(["pull", "no-hub-id"]) == 1 and "is not a hub id" in capsys.readouterr().err
     monkeypatch.setattr(hub, "fetch", lambda name: Path("/somewhere") / name)
     assert main(["pull", "smollm2", "--with-drafter"]) == 0 and "/somewhere/smollm2" in capsys.readouterr().out
