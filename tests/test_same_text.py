@@ -1,8 +1,9 @@
 """Recorded runs, to the bit: a change of structure must not change one id, nor one bit of a log-probability.
 
 Each case is a short run of an engine: plain, drafted, sampled, batched, preempted, with a TurboQuant cache. Bits depend
-on the processor (its vector width, its fused operations), so the record names where it was made, and elsewhere
-the test is skipped. After a change that is meant to change bits: python -m tests.test_same_text
+on the processor (its vector width, its fused operations), so there is a record per processor, and elsewhere the test is
+skipped. After a change that is meant to change bits, `python -m tests.test_same_text` makes this processor's record
+anew; delete the changed cases from the others.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.llm import Completion
@@ -82,21 +84,27 @@ CASES: dict[str, Callable[[Path], dict[str, list[Run]]]] = {
 
 
 def processor() -> str:
-    return f"{platform.system()} {platform.machine()}"
+    """What bits depend on: on x86 also the model, by which libraries choose their kernels."""
+    name = f"{platform.system()} {platform.machine()}"
+    if platform.machine() != "x86_64":
+        return name
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in lines if line.split("\t")[0] == "model"), "")
+    return f"{name} model {model} {torch.backends.cpu.get_cpu_capability()}"
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_bit_is_as_it_was_recorded(case: str, tmp_path: Path) -> None:
-    recorded = json.loads(RECORD.read_text())
-    if recorded["processor"] != processor():
-        pytest.skip(f"recorded on {recorded['processor']}, this is {processor()}")
-    assert CASES[case](tmp_path) == recorded["runs"][case]
+    recorded = json.loads(RECORD.read_text()).get(processor(), {})
+    if case not in recorded:
+        pytest.skip(f"not recorded on {processor()}")
+    assert CASES[case](tmp_path) == recorded[case]
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         found = {name: case(Path(scratch) / name) for name, case in CASES.items()}
-    RECORD.write_text(json.dumps({"processor": processor(), "runs": found}) + "\n")
+    RECORD.write_text(json.dumps(json.loads(RECORD.read_text()) | {processor(): found}) + "\n")
 
 
 if __name__ == "__main__":

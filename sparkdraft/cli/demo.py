@@ -21,7 +21,7 @@ EXAMPLES = """examples:
   sparkdraft demo
   sparkdraft demo --prompt "Count from one to thirty." --max-tokens 100
 """
-PROMPT = "Write a Python function that checks whether a number is prime, with a docstring."
+PROMPT = "Write a Python function that counts the vowels in a string, with an example."
 
 
 def configure(parser: ArgumentParser) -> None:

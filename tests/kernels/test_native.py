@@ -70,6 +70,22 @@ def test_linear_takes_zeros_ties_and_extremes() -> None:
     torch.testing.assert_close(native.PackedLinear.pack([w]).linear(x), expected_linear(x, w), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_large_elements_do_not_make_the_rest_of_their_groups_coarse(bits: int) -> None:
+    """Hidden states have a few channels far above the others; rounded with them, their neighbours lose most bits."""
+    w, x = random_quant(40, 576, bits), torch.randn(12, 576)
+    exact = as_float(w).double()
+    packed = native.PackedLinear.pack([w])
+
+    def error(x: Tensor) -> float:
+        return float((packed.linear(x) - x.double() @ exact.t()).norm())
+
+    without = error(x)
+    x[:, 70], x[:, 507] = 100.0, -60.0
+    assert error(x) < 1.2 * without
+    torch.testing.assert_close(packed.linear(x), expected_linear(x, w), rtol=2e-5, atol=2e-4)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_what_is_no_number_spoils_its_own_row_alone(value: float, bits: int) -> None:

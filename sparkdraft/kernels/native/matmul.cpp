@@ -8,7 +8,7 @@
 //   strip, 4 bits:  groups x { half scale[LANES], half offset[LANES] },  groups x { uint8 nibbles[16 * LANES] }
 //   strip, 8 bits:  groups x { half scale[LANES] },                      groups x { int8 weights[32 * LANES] }
 //   with Levels:    groups x { half or float scale[1 or 2][LANES], perhaps float offset[LANES] }, and the same bodies
-//   rows, in tiles of R <= 8:  groups x { int8 x[R][32], float step[8], float sum[8] }
+//   rows, in tiles of R <= 8:  groups x { int8 x[R][32], float step[8], float sum[8] },  Outliers[R]
 
 #include <algorithm>
 #include <vector>
@@ -25,6 +25,19 @@ constexpr int TILE = 8;               // rows that share a strip's weights while
 // ---- Rows to int8 -------------------------------------------------------------------------------------------------
 
 constexpr int64_t group_bytes(int rows) { return rows * GROUP + 2 * TILE * sizeof(float); }
+
+// Up to two elements of a row that are not rounded. One large element makes the step of its group large, and with it
+// the error of the 31 others; so it is taken out and multiplied as a float (add_outliers).
+struct Outliers {
+    static constexpr uint32_t MOST = 2;
+    uint32_t count;
+    uint32_t column[MOST];
+    float value[MOST];
+};
+
+constexpr int64_t tile_bytes(int64_t groups, int rows) {
+    return groups * group_bytes(rows) + rows * int64_t(sizeof(Outliers));
+}
 
 #if SPARKDRAFT_NEON
 INLINE float peak_of(const float* x) {
@@ -105,27 +118,74 @@ INLINE int32_t round_group(const float* x, float inverse, int8_t* q) {
 }
 #endif
 
+// Group 'g' of a row, with its outliers set to zero.
+INLINE void copy_group(const float* x, int64_t g, const Outliers& outliers, float* to) {
+    std::memcpy(to, x + g * GROUP, GROUP * sizeof(float));
+    for (uint32_t i = 0; i < outliers.count; ++i) {
+        if (outliers.column[i] / GROUP == g) to[outliers.column[i] % GROUP] = 0;
+    }
+}
+
+// Takes out the largest element as long as that removes a fifth of the expected squared error, which is proportional to
+// the sum of the groups' squared peaks. peak(g) is a reference to the peak of group g, and becomes that of the rest.
+template <class Peak>
+INLINE void take_outliers(const float* x, int64_t groups, const Peak& peak, Outliers& outliers) {
+    float error = 0, copy[GROUP];
+    for (int64_t g = 0; g < groups; ++g) error += peak(g) * peak(g);
+    for (outliers.count = 0; outliers.count < Outliers::MOST;) {
+        int64_t largest = 0;
+        for (int64_t g = 1; g < groups; ++g) largest = peak(g) > peak(largest) ? g : largest;
+        copy_group(x, largest, outliers, copy);
+        int at = 0;
+        while (at < GROUP - 1 && std::fabs(copy[at]) != peak(largest)) ++at;
+        const float value = copy[at];
+        copy[at] = 0;
+        const float rest = peak_of(copy), removed = peak(largest) * peak(largest) - rest * rest;
+        if (!(removed > 0.2f * error)) return;  // also where something is not finite
+        outliers.column[outliers.count] = uint32_t(largest * GROUP + at);
+        outliers.value[outliers.count++] = value;
+        peak(largest) = rest;
+        error -= removed;
+    }
+}
+
+// Rounds one group of a row into its place in a tile; 'group' points at the group in the tile.
+INLINE void write_group(const float* x, float inverse, float step, int64_t place, int rows, uint8_t* group) {
+    float* steps = reinterpret_cast<float*>(group + rows * GROUP) + place;
+    const int32_t total = round_group(x, inverse, reinterpret_cast<int8_t*>(group + place * GROUP));
+    steps[0] = step, steps[TILE] = float(total) * step;
+}
+
+INLINE float inverse_step(float peak) { return peak > 0 ? (1 / peak) * 127 : 0; }  // as torch computes 127 / peak
+
 // One row of the batch, into its place in a tile of 'rows' rows; by four groups, so that their divisions overlap.
 void round_row(const float* x, int64_t groups, int64_t place, int rows, uint8_t* tile) {
-    for (int64_t done = 0; done < groups; done += 4) {
-        const int count = int(std::min<int64_t>(4, groups - done));
-        float peak[4] = {}, inverse[4], step[4];
-        for (int i = 0; i < count; ++i) peak[i] = peak_of(x + i * GROUP);
-        for (int i = 0; i < 4; ++i) {
-            inverse[i] = peak[i] > 0 ? (1 / peak[i]) * 127 : 0;  // as torch computes 127 / peak
-            step[i] = peak[i] / 127;
+    const auto group = [&](int64_t g) { return tile + g * group_bytes(rows); };
+    const auto peak = [&](int64_t g) -> float& { return reinterpret_cast<float*>(group(g) + rows * GROUP)[place]; };
+    Outliers& outliers = reinterpret_cast<Outliers*>(group(groups))[place];
+    for (int64_t g = 0; g < groups; ++g) peak(g) = peak_of(x + g * GROUP);
+    take_outliers(x, groups, peak, outliers);
+    for (int64_t g = 0; g < groups; g += 4) {
+        const int count = int(std::min<int64_t>(4, groups - g));
+        float inverse[4] = {}, step[4] = {};
+        for (int i = 0; i < count; ++i) inverse[i] = inverse_step(peak(g + i)), step[i] = peak(g + i) / 127;
+        for (int i = 0; i < count; ++i) {
+            write_group(x + (g + i) * GROUP, inverse[i], step[i], place, rows, group(g + i));
         }
-        for (int i = 0; i < count; ++i, x += GROUP, tile += group_bytes(rows)) {
-            float* steps = reinterpret_cast<float*>(tile + rows * GROUP) + place;
-            const int32_t total = round_group(x, inverse[i], reinterpret_cast<int8_t*>(tile + place * GROUP));
-            steps[0] = step[i], steps[TILE] = float(total) * step[i];
-        }
+    }
+    float copy[GROUP];
+    for (uint32_t i = 0; i < outliers.count; ++i) {  // their groups again, without them
+        const int64_t g = outliers.column[i] / GROUP;
+        copy_group(x, g, outliers, copy);
+        const float rest = peak_of(copy);
+        write_group(copy, inverse_step(rest), rest / 127, place, rows, group(g));
     }
 }
 
 // ---- One strip times one tile of rows -----------------------------------------------------------------------------
 
-// Three forms of a strip. weight<J>(g) is vector J of group g; scale, offset and shift belong to its LANES outputs,
+// Three forms of a strip. weight<J>(g) is vector J of group g, integers(g, k) is its column k as floats; scale, offset
+// and shift belong to its LANES outputs,
 // and the shift, which undoes the bias of the dot products, is kept in memory because each row's sum starts from a
 // fresh copy ('spare' is room for it where the strip has none).
 
@@ -154,6 +214,10 @@ struct Nibbles {  // as packed, 4 bits
         const vbytes both = load_bytes(body + 16 * LANES * g + 4 * LANES * (J % 4));
         return J < 4 ? low_nibbles(both) : high_nibbles(both);
     }
+    INLINE vfloat integers(int64_t g, uint32_t k) const {
+        const vbytes both = load_bytes(body + 16 * LANES * g + 4 * LANES * (k / 4 % 4));
+        return byte_floats(k < GROUP / 2 ? low_nibbles(both) : high_nibbles(both), k % 4);
+    }
     INLINE void prefetch(int64_t g) const { prefetch_ahead<20 * LANES>(head, g); }
     INLINE vfloat scale(int64_t g) const { return load_halves(head + 2 * LANES * g); }
     INLINE vfloat offset(int64_t g) const { return load_halves(head + 2 * LANES * g + LANES); }
@@ -169,6 +233,9 @@ struct Bytes {  // as packed, 8 bits
     template <int J>
     INLINE vbytes weight(int64_t g) const {
         return load_bytes(body + 32 * LANES * g + 4 * LANES * J);
+    }
+    INLINE vfloat integers(int64_t g, uint32_t k) const {
+        return byte_floats(load_bytes(body + 32 * LANES * g + 4 * LANES * (k / 4)), k % 4);
     }
     INLINE void prefetch(int64_t g) const { prefetch_ahead<34 * LANES>(head, g); }
     INLINE vfloat scale(int64_t g) const { return load_halves(head + LANES * g); }
@@ -187,6 +254,9 @@ struct Unpacked {  // a 4-bit strip unpacked to memory beforehand: cheaper once 
     template <int J>
     INLINE vbytes weight(int64_t g) const {
         return load_bytes(groups + BYTES * g + 4 * LANES * J);
+    }
+    INLINE vfloat integers(int64_t g, uint32_t k) const {
+        return byte_floats(load_bytes(groups + BYTES * g + 4 * LANES * (k / 4)), k % 4);
     }
     INLINE void prefetch(int64_t) const {}
     INLINE vfloat scale(int64_t g) const { return vload(floats(g)); }
@@ -219,6 +289,11 @@ struct Leveled {
         if constexpr (!NIBBLES) return load_bytes(body + 32 * LANES * g + 4 * LANES * J);
         const vbytes both = load_bytes(body + 16 * LANES * g + 4 * LANES * (J % 4));
         return look_up(table, J < 4 ? low_nibbles(both) : high_nibbles(both));
+    }
+    INLINE vfloat integers(int64_t g, uint32_t k) const {
+        if constexpr (!NIBBLES) return byte_floats(load_bytes(body + 32 * LANES * g + 4 * LANES * (k / 4)), k % 4);
+        const vbytes both = load_bytes(body + 16 * LANES * g + 4 * LANES * (k / 4 % 4));
+        return byte_floats(look_up(table, k < GROUP / 2 ? low_nibbles(both) : high_nibbles(both)), k % 4);
     }
     INLINE void prefetch(int64_t g) const { prefetch_ahead<(NIBBLES ? 16 : 32) * LANES>(body, g); }
     INLINE vfloat scale(int64_t g, int64_t half) const {
@@ -271,6 +346,27 @@ INLINE void add_groups(const Strip& strip, int64_t g, const uint8_t* tile, vfloa
     });
 }
 
+// Column k of group g as it is in the matrix.
+template <class Strip>
+INLINE vfloat column(const Strip& strip, int64_t g, uint32_t k) {
+    return vfma(strip.integers(g, k), strip.scale(g), strip.offset(g));
+}
+template <bool NIBBLES>
+INLINE vfloat column(const Leveled<NIBBLES>& strip, int64_t g, uint32_t k) {
+    const int64_t half = strip.levels.scales == 2 ? k / (GROUP / 2) : 0;
+    return vfma(strip.integers(g, k), strip.scale(g, half), strip.levels.offsets ? strip.offset(g) : vzero());
+}
+
+// The outliers of a row, times their columns.
+template <class Strip>
+INLINE vfloat add_outliers(const Strip& strip, const Outliers& outliers, vfloat sum) {
+    for (uint32_t i = 0; i < outliers.count; ++i) {
+        const uint32_t at = outliers.column[i];
+        sum = vfma(column(strip, at / GROUP, at % GROUP), vsplat(outliers.value[i]), sum);
+    }
+    return sum;
+}
+
 template <class Strip, int ROWS>
 void multiply_tile(const Matrix& m, const uint8_t* data, const uint8_t* tile, const float* bias, const Output& out,
                    int64_t lanes) {
@@ -283,7 +379,9 @@ void multiply_tile(const Matrix& m, const uint8_t* data, const uint8_t* tile, co
     for (; g + AT_ONCE <= groups; g += AT_ONCE, tile += AT_ONCE * group_bytes(ROWS)) {
         add_groups<Strip, ROWS, AT_ONCE>(strip, g, tile, sums);
     }
-    if (g < groups) add_groups<Strip, ROWS, 1>(strip, g, tile, sums);
+    if (g < groups) add_groups<Strip, ROWS, 1>(strip, g, tile, sums), tile += group_bytes(ROWS);
+    const auto* outliers = reinterpret_cast<const Outliers*>(tile);
+    unroll<ROWS>(EACH(r) { sums[r] = add_outliers(strip, outliers[r], sums[r]); });
     unroll<ROWS>(EACH(r) { store_lanes(sums[r], bias, out.y + r * out.stride, lanes, out.add); });
 }
 
@@ -326,6 +424,8 @@ void multiply_leveled(const Matrix& m, const uint8_t* data, const uint8_t* tile,
             add_scaled<ROWS, 0>(sums, &added, steps + TILE);
         }
     }
+    const auto* outliers = reinterpret_cast<const Outliers*>(tile);
+    unroll<ROWS>(EACH(r) { sums[r] = add_outliers(strip, outliers[r], sums[r]); });
     const int64_t strip_number = (data - m.data) / m.strip_bytes();
     const vfloat factor = m.levels->row_scale ? vload(m.levels->row_scale + strip_number * LANES) : vsplat(1);
     unroll<ROWS>(EACH(r) {
@@ -516,7 +616,7 @@ void multiply_all_floats(const Matrix& m, const float* x, int64_t count, Output 
 }
 
 Rows layout(const Matrix& m, const uint8_t* data, int64_t count) {
-    return Rows{data, count, m.groups() * group_bytes(int(std::min<int64_t>(count, TILE)))};
+    return Rows{data, count, tile_bytes(m.groups(), int(std::min<int64_t>(count, TILE)))};
 }
 
 }  // namespace

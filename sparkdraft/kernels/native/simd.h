@@ -155,7 +155,7 @@ INLINE f32x4 exp4(f32x4 x) {
 // multiply_add(biased, scale, shift)  with  shift = -BIAS_VALUE * scale  is dot * scale with one rounding, because this
 // shift is exact for a scale of 11 bits. dot_group gives the biased sums of a strip of weights with ROWS rows of x,
 // GROUP bytes apart; add_scaled adds a[STRIDE * r] * factors[r] to the sum of each row r. Up to PAIR_ROWS rows,
-// there are registers to take two groups at once.
+// there are registers to take two groups at once. byte_floats gives byte k of each lane's four as a float.
 
 constexpr int GROUP = 32;
 
@@ -215,6 +215,13 @@ INLINE vbytes high_nibbles(vbytes v) {
 INLINE vbytes look_up(vbytes table, vbytes codes) { return vqtbl1q_s8(table, vreinterpretq_u8_s8(codes)); }
 INLINE vbytes load_table(const int8_t* table) { return vld1q_s8(table); }
 INLINE vfloat vmultiply(vfloat a, vfloat b) { return vmulq_f32(a, b); }
+INLINE vfloat byte_floats(vbytes v, uint32_t k) {
+    constexpr int32_t ONE = 1, TWO = 1 << 8, THREE = 1 << 16, FOUR = 1 << 24;  // a 1 in that byte
+    alignas(16) static const int32_t CHOOSE[4][4] = {
+        {ONE, ONE, ONE, ONE}, {TWO, TWO, TWO, TWO}, {THREE, THREE, THREE, THREE}, {FOUR, FOUR, FOUR, FOUR}};
+    const int32x4_t biased = vdotq_s32(vld1q_s32(BIAS), v, vreinterpretq_s8_s32(vld1q_s32(CHOOSE[k])));
+    return vsubq_f32(vreinterpretq_f32_s32(biased), vdupq_n_f32(BIAS_VALUE));
+}
 
 INLINE vfloat vfma(vfloat a, vfloat b, vfloat c) {
     asm volatile("fmla %0.4s, %1.4s, %2.4s" : "+w"(c) : "w"(a), "w"(b));
@@ -283,6 +290,9 @@ INLINE vbytes load_bytes(const void* p) { return _mm512_loadu_si512(p); }
 INLINE void store_bytes(void* p, vbytes v) { _mm512_storeu_si512(p, v); }
 
 INLINE vfloat vmultiply(vfloat a, vfloat b) { return _mm512_mul_ps(a, b); }
+INLINE vfloat byte_floats(vbytes v, uint32_t k) {
+    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_sll_epi32(v, _mm_cvtsi32_si128(24 - 8 * int(k))), 24));
+}
 INLINE vbytes load_table(const int8_t* table) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)); }
 INLINE vbytes look_up(vbytes table, vbytes codes) { return _mm512_shuffle_epi8(table, codes); }
 
@@ -333,6 +343,9 @@ INLINE vbytes load_bytes(const void* p) { return _mm256_loadu_si256((const __m25
 INLINE void store_bytes(void* p, vbytes v) { _mm256_storeu_si256((__m256i*)p, v); }
 
 INLINE vfloat vmultiply(vfloat a, vfloat b) { return _mm256_mul_ps(a, b); }
+INLINE vfloat byte_floats(vbytes v, uint32_t k) {
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_sll_epi32(v, _mm_cvtsi32_si128(24 - 8 * int(k))), 24));
+}
 INLINE vbytes load_table(const int8_t* table) {
     return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
 }
@@ -398,6 +411,7 @@ INLINE vbytes load_bytes(const void* p) {
 INLINE void store_bytes(void* p, vbytes v) { std::memcpy(p, &v, sizeof v); }
 
 INLINE vfloat vmultiply(vfloat a, vfloat b) { return each_lane([&](int i) { return a.lane[i] * b.lane[i]; }); }
+INLINE vfloat byte_floats(vbytes v, uint32_t k) { return each_lane([&](int i) { return float(v.byte[4 * i + k]); }); }
 
 INLINE vbytes load_table(const int8_t* table) {
     vbytes v;
