@@ -129,7 +129,12 @@ def read_model(name: str) -> tuple[ModelConfig, dict[str, Any]]:
     if found := _shape_name(name):
         return shape(found), TARGET_FILES.get(found, {})
     _check_name("model", name, targets())
-    raw = read_config_json(name)
+    try:
+        raw = read_config_json(name)
+    except UserError as error:
+        if same := spelled(name.rpartition("/")[2], targets()):
+            raise UserError(f"{error} The shape of that name needs no files: --model {same}") from error
+        raise
     return read_config(raw), raw
 
 

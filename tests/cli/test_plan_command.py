@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -229,3 +230,12 @@ def test_every_mistake_is_a_sentence(flags: list[str], words: str, capsys: pytes
     assert main(["plan", *given]) == 1
     said = capsys.readouterr().err.strip().splitlines()
     assert re.search(words, said[-1]) and len([line for line in said if line.startswith("sparkdraft:")]) == 1
+
+
+def test_a_hub_id_that_cannot_be_fetched_names_the_shape_of_that_name(tmp_path: Path) -> None:
+    here = dict(os.environ, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    for model, shape in (("Qwen/Qwen3-8B", "--model qwen3-8b"), ("acme/nosuch", "")):
+        command = [sys.executable, "-m", "sparkdraft.cli.main", *GB10, model]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENT, env=here)
+        assert done.returncode == 1 and "hub" in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+        assert done.stderr.endswith(f"{shape}\n") and ("shape" in done.stderr) == bool(shape), done.stderr
