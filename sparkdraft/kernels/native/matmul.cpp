@@ -26,8 +26,8 @@ constexpr int TILE = 8;               // rows that share a strip's weights while
 
 constexpr int64_t group_bytes(int rows) { return rows * GROUP + 2 * TILE * sizeof(float); }
 
-// Up to two elements of a row that are not rounded. One large element makes the step of its group large, and with it
-// the error of the 31 others; so it is taken out and multiplied as a float (add_outliers).
+// Up to two elements of a row that are not rounded, by their columns. One large element makes the step of its group
+// large, and with it the error of the 31 others; so it is taken out and multiplied as a float (TileOutliers).
 struct Outliers {
     static constexpr uint32_t MOST = 2;
     uint32_t count;
@@ -126,25 +126,24 @@ INLINE void copy_group(const float* x, int64_t g, const Outliers& outliers, floa
     }
 }
 
-// Takes out the largest element as long as that removes a fifth of the expected squared error, which is proportional to
-// the sum of the groups' squared peaks. peak(g) is a reference to the peak of group g, and becomes that of the rest.
-template <class Peak>
-INLINE void take_outliers(const float* x, int64_t groups, const Peak& peak, Outliers& outliers) {
-    float error = 0, copy[GROUP];
-    for (int64_t g = 0; g < groups; ++g) error += peak(g) * peak(g);
-    for (outliers.count = 0; outliers.count < Outliers::MOST;) {
-        int64_t largest = 0;
-        for (int64_t g = 1; g < groups; ++g) largest = peak(g) > peak(largest) ? g : largest;
-        copy_group(x, largest, outliers, copy);
+// Removing the largest element of a group lowers the expected squared error of its row, which is proportional to the sum
+// of the groups' squared peaks, by the difference of the squares. Elements are taken out while that is a fifth or more.
+constexpr float WORTH = 0.2f;
+
+void take_outliers(const float* x, int64_t groups, float* peaks, float error, Outliers& outliers) {
+    float copy[GROUP];
+    while (outliers.count < Outliers::MOST) {
+        const int64_t g = std::max_element(peaks, peaks + groups) - peaks;
+        copy_group(x, g, outliers, copy);
         int at = 0;
-        while (at < GROUP - 1 && std::fabs(copy[at]) != peak(largest)) ++at;
+        while (at < GROUP - 1 && std::fabs(copy[at]) != peaks[g]) ++at;
         const float value = copy[at];
         copy[at] = 0;
-        const float rest = peak_of(copy), removed = peak(largest) * peak(largest) - rest * rest;
-        if (!(removed > 0.2f * error)) return;  // also where something is not finite
-        outliers.column[outliers.count] = uint32_t(largest * GROUP + at);
+        const float rest = peak_of(copy), removed = peaks[g] * peaks[g] - rest * rest;
+        if (!(removed > WORTH * error)) break;
+        outliers.column[outliers.count] = uint32_t(g * GROUP + at);
         outliers.value[outliers.count++] = value;
-        peak(largest) = rest;
+        peaks[g] = rest;
         error -= removed;
     }
 }
@@ -160,27 +159,58 @@ INLINE float inverse_step(float peak) { return peak > 0 ? (1 / peak) * 127 : 0; 
 
 // One row of the batch, into its place in a tile of 'rows' rows; by four groups, so that their divisions overlap.
 void round_row(const float* x, int64_t groups, int64_t place, int rows, uint8_t* tile) {
+    thread_local std::vector<float> scratch;
+    if (int64_t(scratch.size()) < groups) scratch.resize(size_t(groups));
+    float *peaks = scratch.data(), error = 0, most = 0;
+    for (int64_t g = 0; g < groups; ++g) {
+        const float peak = peak_of(x + g * GROUP);
+        peaks[g] = peak, error += peak * peak, most = peak > most ? peak : most;
+    }
     const auto group = [&](int64_t g) { return tile + g * group_bytes(rows); };
-    const auto peak = [&](int64_t g) -> float& { return reinterpret_cast<float*>(group(g) + rows * GROUP)[place]; };
     Outliers& outliers = reinterpret_cast<Outliers*>(group(groups))[place];
-    for (int64_t g = 0; g < groups; ++g) peak(g) = peak_of(x + g * GROUP);
-    take_outliers(x, groups, peak, outliers);
+    outliers.count = 0;
+    if (most * most > WORTH * error) take_outliers(x, groups, peaks, error, outliers);  // not if one is not finite
     for (int64_t g = 0; g < groups; g += 4) {
         const int count = int(std::min<int64_t>(4, groups - g));
         float inverse[4] = {}, step[4] = {};
-        for (int i = 0; i < count; ++i) inverse[i] = inverse_step(peak(g + i)), step[i] = peak(g + i) / 127;
+        for (int i = 0; i < count; ++i) inverse[i] = inverse_step(peaks[g + i]), step[i] = peaks[g + i] / 127;
         for (int i = 0; i < count; ++i) {
             write_group(x + (g + i) * GROUP, inverse[i], step[i], place, rows, group(g + i));
         }
     }
-    float copy[GROUP];
     for (uint32_t i = 0; i < outliers.count; ++i) {  // their groups again, without them
         const int64_t g = outliers.column[i] / GROUP;
+        float copy[GROUP];
         copy_group(x, g, outliers, copy);
-        const float rest = peak_of(copy);
-        write_group(copy, inverse_step(rest), rest / 127, place, rows, group(g));
+        write_group(copy, inverse_step(peaks[g]), peaks[g] / 127, place, rows, group(g));
     }
 }
+
+// The outliers of all rows of a tile, by ascending columns, which rows often share: a column of weights is unpacked once
+// for all rows. Where a row has none, its value is 0, which changes no bit of its sum.
+struct TileOutliers {
+    int count = 0;
+    uint32_t column[TILE * Outliers::MOST];
+    float value[TILE * Outliers::MOST][TILE];
+
+    TileOutliers(const Outliers* of, int rows) {
+        for (int r = 0; r < rows; ++r) {
+            for (uint32_t i = 0; i < of[r].count; ++i) *place(of[r].column[i], r) = of[r].value[i];
+        }
+    }
+
+    float* place(uint32_t at, int row) {
+        int i = 0;
+        while (i < count && column[i] < at) ++i;
+        if (i == count || column[i] != at) {
+            std::copy_backward(column + i, column + count, column + count + 1);
+            std::memmove(value[i + 1], value[i], size_t(count - i) * sizeof value[0]);
+            column[i] = at, ++count;
+            std::fill(value[i], value[i] + TILE, 0.0f);
+        }
+        return value[i] + row;
+    }
+};
 
 // ---- One strip times one tile of rows -----------------------------------------------------------------------------
 
@@ -357,19 +387,17 @@ INLINE vfloat column(const Leveled<NIBBLES>& strip, int64_t g, uint32_t k) {
     return vfma(strip.integers(g, k), strip.scale(g, half), strip.levels.offsets ? strip.offset(g) : vzero());
 }
 
-// The outliers of a row, times their columns.
-template <class Strip>
-INLINE vfloat add_outliers(const Strip& strip, const Outliers& outliers, vfloat sum) {
-    for (uint32_t i = 0; i < outliers.count; ++i) {
-        const uint32_t at = outliers.column[i];
-        sum = vfma(column(strip, at / GROUP, at % GROUP), vsplat(outliers.value[i]), sum);
+template <class Strip, int ROWS>
+INLINE void add_outliers(const Strip& strip, const TileOutliers& outliers, vfloat (&sums)[ROWS]) {
+    for (int i = 0; i < outliers.count; ++i) {
+        const vfloat weights = column(strip, outliers.column[i] / GROUP, outliers.column[i] % GROUP);
+        add_scaled<ROWS, 0>(sums, &weights, outliers.value[i]);
     }
-    return sum;
 }
 
 template <class Strip, int ROWS>
-void multiply_tile(const Matrix& m, const uint8_t* data, const uint8_t* tile, const float* bias, const Output& out,
-                   int64_t lanes) {
+void multiply_tile(const Matrix& m, const uint8_t* data, const uint8_t* tile, const TileOutliers& outliers,
+                   const float* bias, const Output& out, int64_t lanes) {
     constexpr int AT_ONCE = ROWS <= PAIR_ROWS ? 2 : 1;
     const int64_t groups = m.groups();
     const Strip strip(m, data);
@@ -379,9 +407,8 @@ void multiply_tile(const Matrix& m, const uint8_t* data, const uint8_t* tile, co
     for (; g + AT_ONCE <= groups; g += AT_ONCE, tile += AT_ONCE * group_bytes(ROWS)) {
         add_groups<Strip, ROWS, AT_ONCE>(strip, g, tile, sums);
     }
-    if (g < groups) add_groups<Strip, ROWS, 1>(strip, g, tile, sums), tile += group_bytes(ROWS);
-    const auto* outliers = reinterpret_cast<const Outliers*>(tile);
-    unroll<ROWS>(EACH(r) { sums[r] = add_outliers(strip, outliers[r], sums[r]); });
+    if (g < groups) add_groups<Strip, ROWS, 1>(strip, g, tile, sums);
+    add_outliers(strip, outliers, sums);
     unroll<ROWS>(EACH(r) { store_lanes(sums[r], bias, out.y + r * out.stride, lanes, out.add); });
 }
 
@@ -402,8 +429,8 @@ INLINE void add_part(const Strip& strip, int64_t g, vfloat scale, const int8_t* 
 }
 
 template <class Strip, int ROWS>
-void multiply_leveled(const Matrix& m, const uint8_t* data, const uint8_t* tile, const float* bias, const Output& out,
-                      int64_t lanes) {
+void multiply_leveled(const Matrix& m, const uint8_t* data, const uint8_t* tile, const TileOutliers& outliers,
+                      const float* bias, const Output& out, int64_t lanes) {
     const Strip strip(m, data);
     const bool halved = m.levels->scales == 2, offset = m.levels->offsets;
     vfloat sums[ROWS];
@@ -424,8 +451,7 @@ void multiply_leveled(const Matrix& m, const uint8_t* data, const uint8_t* tile,
             add_scaled<ROWS, 0>(sums, &added, steps + TILE);
         }
     }
-    const auto* outliers = reinterpret_cast<const Outliers*>(tile);
-    unroll<ROWS>(EACH(r) { sums[r] = add_outliers(strip, outliers[r], sums[r]); });
+    add_outliers(strip, outliers, sums);
     const int64_t strip_number = (data - m.data) / m.strip_bytes();
     const vfloat factor = m.levels->row_scale ? vload(m.levels->row_scale + strip_number * LANES) : vsplat(1);
     unroll<ROWS>(EACH(r) {
@@ -433,7 +459,8 @@ void multiply_leveled(const Matrix& m, const uint8_t* data, const uint8_t* tile,
     });
 }
 
-using Multiply = void (*)(const Matrix&, const uint8_t*, const uint8_t*, const float*, const Output&, int64_t);
+using Multiply = void (*)(const Matrix&, const uint8_t*, const uint8_t*, const TileOutliers&, const float*,
+                          const Output&, int64_t);
 
 template <class Strip>
 Multiply leveled_for(int rows) {
@@ -466,11 +493,14 @@ struct Rows {  // rounded rows in tiles; all tiles but the last have TILE rows
 void multiply_strips_by(Multiply multiply, const Matrix& m, const uint8_t* data, int64_t strip_bytes, int64_t begin,
                         int64_t end, const Rows& rows, int64_t tile, Output out) {
     const uint8_t* x = rows.data + tile * rows.tile_bytes;
+    const int count = rows.rows_of(tile);
+    const auto* found = reinterpret_cast<const Outliers*>(x + m.groups() * group_bytes(count));
+    const TileOutliers outliers(found, count);
     float* y = out.y + tile * TILE * out.stride;
     for (int64_t s = begin; s < end; ++s, data += strip_bytes) {
         const int64_t lanes = std::min<int64_t>(LANES, m.out_features - s * LANES);
         const float* bias = m.bias ? m.bias + s * LANES : nullptr;
-        multiply(m, data, x, bias, Output{y + s * LANES, out.stride, out.add}, lanes);
+        multiply(m, data, x, outliers, bias, Output{y + s * LANES, out.stride, out.add}, lanes);
     }
 }
 
