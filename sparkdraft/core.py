@@ -69,7 +69,7 @@ class Fallback:
 
 class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-text id, a stop id, a stop string or a repetition
-    LENGTH = "length"  # max_tokens, the end of the context, or a repetition in a text that its grammar lets not end yet
+    LENGTH = "length"  # max_tokens, the end of the context, or a repetition where the grammar is not complete
     ABORT = "abort"
 
 

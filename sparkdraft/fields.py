@@ -55,7 +55,7 @@ def real(
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not low < value <= high or not -1e30 < value < 1e30:  # every comparison with NaN fails
         limits = [f"above {low:g}"] * (low > -math.inf) + [f"at most {high:g}"] * (high < math.inf)
-        raise wrong(key, value, " and ".join([f"a finite number {''.join(limits[:1])}".strip(), *limits[1:]]), where)
+        raise wrong(key, value, f"a finite number {' and '.join(limits)}".strip(), where)
     return float(value)
 
 

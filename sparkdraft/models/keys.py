@@ -123,7 +123,7 @@ def rope_of(config: Config, layer_type: str = "", reads: str = "") -> dict[str, 
             raise refused(f"{name} with {key}", value, ROPE_ONLY.get(key, ()))
     for key in ROPE_KINDS[kind]:
         if key not in rope:
-            raise UserError(f"config.json has {name} of the kind {kind!r} without a positive {key}: fetch it again.")
+            raise UserError(f"config.json has {name} of the kind {kind!r} without a {key}: fetch it again.")
     _check_numbers(rope, f"config.json ({name})")
     return rope
 

@@ -102,10 +102,12 @@ class SafetensorsCheckpoint:
     def _has_own_head(self) -> bool:
         """Whether the file has a head of floats unlike its embedding. It is used then, whatever the config says, as in
         transformers. (A quantised head is always used.)"""
-        floats = self._files.keys() - self._matrices.keys()
-        head, table = (next((name for name in names if name in floats), "") for names in (HEADS, EMBEDDINGS))
-        if not head or not table or _untied(self.config).items() <= self.config.items():
+        stored = self._files.keys() | self._matrices.keys()
+        head, table = (next((name for name in names if name in stored), "") for names in (HEADS, EMBEDDINGS))
+        if not head or not table or head in self._matrices or _untied(self.config).items() <= self.config.items():
             return False
+        if table in self._matrices:
+            return True
         own, embedding = self._tensor(head), self._tensor(table)
         if own.dtype != embedding.dtype:
             own, embedding = own.float(), embedding.float()

@@ -76,6 +76,7 @@ def test_every_form_is_what_it_means(form: str, rows: int) -> None:
     levels, group, scale, offset, by_row = FORMS[form]
     matrix = coded(levels, 22, 192, group, scale, offset, by_row)
     bias, x = torch.randn(22), torch.randn(rows, 192)
+    x[::2, 40], x[::3, 23] = 20.0, -15.0  # outliers, in both halves of a group
     kept = native.keep_matrix([matrix], bias, as_float)
     assert isinstance(kept, leveled.LeveledLinear) and not kept.rounded
     meant = expected(x, matrix.dequantize()) + bias

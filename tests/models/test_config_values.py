@@ -31,6 +31,7 @@ from sparkdraft.spec.assistant_config import TYPE
 from sparkdraft.spec.draft_configs import caps_of, read_draft_config
 from sparkdraft.text.families import stop_ids
 from sparkdraft.weights.checkpoint import open_checkpoint, read_config_json, tensor_names
+from sparkdraft.weights.quant.formats import check_config
 from sparkdraft.weights.quant.stated import read_stated
 from tests.models.tiny import NESTED, SHAPE, VARIANTS, write_tiny
 from tests.spec.tiny_assistant import CLUSTERS, TEXT
@@ -164,6 +165,15 @@ def test_every_key_of_a_quantization_config(method: str) -> None:
 
     use()
     check(config, use)
+
+
+@pytest.mark.parametrize("bits", [4.25, "4bpw", [4, 6]])
+def test_a_method_that_is_not_read_is_named_whatever_its_keys_mean(bits: Any) -> None:
+    config = {"quantization_config": {"quant_method": "exl2", "bits": bits, "targets": {}}}
+    with pytest.raises(UserError, match="exl2.* in a way that is not read"):
+        check_config(Path("x"), config, {})
+    with pytest.raises(UserError, match="weights of the kind 'exl2'"):
+        stated(config, 2)
 
 
 def test_modules_named_by_no_regular_expression() -> None:

@@ -174,7 +174,7 @@ REFUSED = [
     ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling of the kind 'dynamic'"),
     ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
     ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": 2.0}}, "with mscale 2.0"),
-    ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "without a positive factor"),
+    ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "without a factor"),
     ("llama", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "with 'sliding_attention'"),
     ("qwen3", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "with 'chunked_attention'"),
     ("qwen3", {"num_experts": 128}, "num_experts 128"),

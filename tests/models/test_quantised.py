@@ -141,8 +141,9 @@ def test_a_quantised_head_beside_a_tied_embedding(tmp_path: Path) -> None:
     untied = {**config_of(source), "tie_word_embeddings": False}
     meant = write(tmp_path / "meant", tensors | {"lm_head.weight": to_int4(head).dequantize()}, untied)
     assert torch.equal(logits(own), logits(meant)) and not torch.equal(logits(own), logits(source))
-    copy = write(tmp_path / "copy", tensors | {"lm_head.weight": head}, config_of(source))
-    assert torch.equal(logits(copy), logits(source)), "a copy of floats is left, as always"
+    table = tensors["model.embed_tokens.weight"]
+    copy = write(tmp_path / "copy", tensors | {"lm_head.weight": table.clone()}, config_of(source))
+    assert torch.equal(logits(copy), logits(source)), "a copy of the embedding is left"
 
 
 def test_quantised_embeddings(tmp_path: Path) -> None:
@@ -152,6 +153,10 @@ def test_quantised_embeddings(tmp_path: Path) -> None:
     codes = write(tmp_path / "codes", tensors | as_int4("model.embed_tokens.weight", table), config_of(source))
     floats = as_floats(codes, tmp_path / "floats")
     assert torch.equal(logits(codes), logits(floats))
+    head = {"lm_head.weight": torch.randn(320, 96) * 0.1}
+    own = write(tmp_path / "own", tensors_of(codes) | head, config_of(source))
+    untied = {**config_of(source), "tie_word_embeddings": False}
+    assert torch.equal(logits(own), logits(write(tmp_path / "untied", tensors_of(codes) | head, untied)))
 
 
 @needs_native

@@ -151,7 +151,11 @@ def read_stated(path: Path, config: Mapping[str, Any], files: Mapping[str, Mappi
 
 
 def check_values(said: Mapping[str, Any], where: str) -> None:
-    """Raises UserError for a value of another type or size than its key has in any dialect."""
+    """Raises UserError for a value of another type or size than its key has in any dialect. A method that is not read
+    may mean anything by its keys (EXL2 has fractions of bits), and is refused by its name later."""
+    method = text(said, "quant_method", where).lower()
+    if method and not method.startswith(tuple(_DIALECTS)):
+        return
     groups = [(f"{where} ({key})", mapping(said, key, where)) for key in NESTED]
     modules = [(place, mapping(group, name, place)) for place, group in groups for name in group]
     weights = [(place, mapping(module, "weights", place)) for place, module in modules]
