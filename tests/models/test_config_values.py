@@ -170,7 +170,7 @@ def test_every_key_of_a_quantization_config(method: str) -> None:
 @pytest.mark.parametrize("bits", [4.25, "4bpw", [4, 6]])
 def test_a_method_that_is_not_read_is_named_whatever_its_keys_mean(bits: Any) -> None:
     config = {"quantization_config": {"quant_method": "exl2", "bits": bits, "targets": {}}}
-    with pytest.raises(UserError, match="exl2.* in a way that is not read"):
+    with pytest.raises(UserError, match=r"exl2.* in a way that is not read"):
         check_config(Path("x"), config, {})
     with pytest.raises(UserError, match="weights of the kind 'exl2'"):
         stated(config, 2)
