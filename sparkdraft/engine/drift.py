@@ -35,10 +35,12 @@ class CoreWait:
     def __call__(self) -> float | None:
         """Seconds since the last call, of the thread that waited longest. None: the kernel does not say."""
         now: dict[str, int] = {}
-        with suppress(OSError, ValueError, IndexError):
+        with suppress(OSError, ValueError):
             for thread in os.listdir(self._tasks):
                 with suppress(FileNotFoundError):  # it has just ended
-                    now[thread] = int((self._tasks / thread / "schedstat").read_text().split()[1])
+                    ran, waited, _ = map(int, (self._tasks / thread / "schedstat").read_text().split())
+                    if ran:  # a kernel that does not count says 0 everywhere
+                        now[thread] = waited
         most = max((waited - self._before.get(thread, waited) for thread, waited in now.items()), default=None)
         self._before = now
         return None if most is None else most / 1e9

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from sparkdraft.server.engine_client import EngineClient
 
 log = logging.getLogger(__name__)
-LONGEST_PATH = 100  # characters that are compared with the routes
+LONGEST_PATH = 100  # characters of a wrong route that are shown and compared with the routes
 
 
 def create_app(config: ServerConfig, client: EngineClient, warms_up: bool = True) -> FastAPI:
@@ -108,11 +108,12 @@ async def _reraise(request: Request, error: Exception) -> Response:
 
 def wrong_route(method: str, path: str, error: HTTPException) -> ApiError:
     """404 or 405 with the route that was probably meant."""
+    path = path if len(path) <= LONGEST_PATH else f"{path[:LONGEST_PATH]}..."
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         return ApiError(405, f"{path} does not take {method}; use {allowed}.", headers=error.headers)
     routes = {r.path: r for router in ROUTERS for r in router.routes if isinstance(r, APIRoute) and "{" not in r.path}
-    near = alike(path[:LONGEST_PATH], routes, near=0.5)
+    near = alike(path, routes, near=0.5)
     verb = "POST" if near and "POST" in (routes[near].methods or ()) else "GET"
     meant = f"did you mean {verb} {near}?" if near else "/openapi.json lists the routes."
     return ApiError(404, f"There is no route {path}; {meant}")

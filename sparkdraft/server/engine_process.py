@@ -33,6 +33,7 @@ from sparkdraft.canary.findings import GRAMMARS
 from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, StepOutput, TryLater, UserError
 from sparkdraft.server import messages
 from sparkdraft.server.messages import Message, TokenEvent
+from sparkdraft.text import template
 
 MOST_UNSENT = 1 << 20  # bytes that the API may be behind before steps wait for it
 READ_SIZE = 1 << 18
@@ -311,6 +312,7 @@ def main(arguments: Sequence[str] | None = None, load: LoadBackend = load_engine
         wire.send(messages.Loading("opening"))
         canary = Canary(load, json.loads(text), LoadReport(wire), canary_parser[0] if canary_parser else None)
         backend = canary.load()
+        template.close()  # the chat template was tried; the API's process renders chats
         gc.freeze()  # what is loaded stays; the garbage collector would take 2 ms to search it, in the middle of a step
         wire.send(messages.Ready(canary.info(backend)))
     except UserError as error:

@@ -39,6 +39,7 @@ class ChatPrompt:
     ids: list[int]
     params: SamplingParams
     new_parser: Callable[[], Parser]  # called once per answer
+    parallel: bool = True  # whether the answer may have several calls
 
 
 class ModelText:
@@ -80,8 +81,11 @@ class ModelText:
         """The last ids, if the request asks for no more: as vLLM does."""
         keep = body.truncate_prompt_tokens
         if keep == ALL:
-            asked = body.wanted_tokens
-            keep = max(1, self.info.max_model_len - (1 if asked in (None, ALL) else asked))
+            asked, limit = body.wanted_tokens, self.info.max_model_len
+            keep = limit - (1 if asked in (None, ALL) else asked)
+            if keep < 1:
+                name, room = body.tokens_field, f"of the context of {limit} tokens it leaves none for the prompt"
+                raise ApiError(400, f"{name} is {asked}; {room}: ask for fewer.", name)
         return ids if keep is None else ids[-keep:]
 
     def _check_length(self, text: str, param: str) -> None:
@@ -179,7 +183,7 @@ class ModelText:
             or bool((tools and self.tools.keep_special) or (self.reasoning and self.reasoning.keep_special)),
             continues=bool(body.continue_final_message),
         )
-        return ChatPrompt(ids, params, lambda: self._parser(text, tools))
+        return ChatPrompt(ids, params, lambda: self._parser(text, tools), tools is None or tools.may_be_several)
 
     def _documents(self, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if "documents" in chat.variables_of(self.info.chat_template):
@@ -249,7 +253,9 @@ class Tools:
     def __init__(self, form: ToolFormat, body: ChatRequest) -> None:
         self.form, self.dicts = form, body.tool_dicts()
         self.is_free, self.only = body.choice == "auto", body.chosen
-        self.parallel = form.parallel if body.parallel_tool_calls is None else body.parallel_tool_calls
+        asked = body.parallel_tool_calls
+        self.parallel = self.only is None and (form.parallel if asked is None else asked)
+        self.may_be_several = self.parallel or (self.is_free and asked is None)  # without a grammar the model decides
         self.instructions = form.instructions(self.dicts, not self.is_free, self.only)
 
     def constraint(self, reasoning: ReasoningFormat | None, prompt: str, answer: str) -> GrammarSpec | None:

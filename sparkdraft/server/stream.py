@@ -153,10 +153,10 @@ class Reply(Response):
                 yield i, scored(event) if job.scores else event
 
     async def _send(self, send: Send, chunks: Sequence[Json], last: bytes = b"") -> None:
+        self._sent_at = time.monotonic()
         if not self.started:
             self.started = True
             await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
-        self._sent_at = time.monotonic()
         data = b"".join([b"data: " + dumps(chunk) + b"\n\n" for chunk in chunks]) + last
         await send({"type": "http.response.body", "body": data, "more_body": not last})
 

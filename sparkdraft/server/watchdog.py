@@ -146,8 +146,7 @@ class Watchdog:
         if facts.get("device") == "cuda" and self._count % SLOW_EVERY == 0:
             await self._ask_gpu(str(facts.get("gpu", "")))
         self._count += 1
-        if service.ready:
-            status = await service.engine_status()
+        if service.ready and (status := await service.engine_status()):  # else a long step runs, and nothing is known
             self._step_times(status)
             self._acceptance(status.get("drafting") or {})
         self._react()
@@ -221,7 +220,7 @@ class Watchdog:
         is_new, self._compared = compared != self._compared, compared
         if drift is not None and is_new:
             self._take(SLOW, drift, f"decode steps take {drift:.1f} times as long as before")
-        elif status and not status.get("running"):
+        elif not status.get("running"):
             self._take(SLOW, None)
 
     def _acceptance(self, drafting: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The child process in which chat templates run. text/chat.py starts it and talks to it.
+"""The child process in which chat templates run. text/template.py starts it and talks to it.
 
 A chat template is a program that comes with a model's files. Jinja's sandbox keeps it from files and from Python's
 internals, but not from loops without end, `'x' * 10**10` or `9 ** 10**9`, which hold the interpreter or take all
@@ -30,7 +30,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # methods of strings
 SEARCHES = ("split", "rsplit", "startswith", "endswith", "find", "rfind", "index", "count", "replace")
-MISTAKES = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError)  # of plain Python
+MAX_MESSAGE = 500  # characters of an error message, which a template may write itself
 
 
 class _Generation(jinja2.ext.Extension):
@@ -123,9 +123,11 @@ def render(task: dict[str, Any]) -> dict[str, Any]:
                 return {"limit": f"writes more than {task['max_chars']:,} characters"}
             pieces.append(piece)
     except jinja2.TemplateError as error:
-        return {"refused": f": {error.message or error}"}
-    except MISTAKES as error:  # a missing role, a number where text should be
-        return {"refused": f" ({error}): check their form"}
+        return {"refused": f": {str(error.message or error)[:MAX_MESSAGE]}"}
+    except MemoryError:
+        raise
+    except Exception as error:  # of plain Python: a missing role, a number where text should be
+        return {"refused": f" ({str(error)[:MAX_MESSAGE] or type(error).__name__}): check their form"}
     return {"text": "".join(pieces)}
 
 

@@ -309,6 +309,25 @@ def test_a_call_that_is_cut_leaks_no_markup_and_loses_no_complete_call() -> None
             message, finish = asked(tool_choice=choice, parallel_tool_calls=False)
             assert [call["function"]["arguments"] for call in message["tool_calls"]] == ['{"city": "Paris"}']
             assert finish == "tool_calls"
+        named = {"type": "function", "function": {"name": TOOL["function"]["name"]}}
+        for size, expected in ((-1, "length"), (0, "tool_calls"), (3, "tool_calls")):  # cut within its closing tag
+            said[0] = SAID[SAID.index("<tool_call>") : SAID.index('"Paris"}') + len('"Paris"}') + size]
+            message, finish = asked(tool_choice=named)
+            assert len(message["tool_calls"]) == 1 and finish == expected
+
+
+def test_a_call_that_repeats_itself_is_cut() -> None:
+    """It ends by itself as far as the engine knows, and no client may take it for a call to run."""
+    said = SAID[SAID.index("<tool_call>") : SAID.index('"Rome')]
+    client = FakeClient(lambda prompt, params: said, template=HERMES)
+    client.stop_reason = REPETITION
+    with live(client) as server:
+        (choice,) = server.chat(tools=[TOOL]).json()["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", REPETITION)
+        assert server.events(CHAT, messages=USER, tools=[TOOL])[-1]["choices"][0]["finish_reason"] == "length"
+        said = '<tool_call>\n{"name":'
+        (choice,) = server.chat(tools=[TOOL]).json()["choices"]
+        assert not choice["message"]["content"] and choice["finish_reason"] == "stop"
 
 
 def test_a_model_that_was_taught_no_calls_makes_one_unless_asked_for_several() -> None:
@@ -506,7 +525,8 @@ def test_wrong_names_routes_and_methods(echo: Live) -> None:
     error = error_of(echo.chat(model="gpt-7"), 404)
     assert "'gpt-7'" in error["message"] and "'smollm2'" in error["message"] and error["code"] == "model_not_found"
     assert error_of(echo.http.get("/v1/models/gpt-7"), 404)["param"] == "model"
-    assert error_of(echo.http.get("/x" * 9000), 404)["type"] == "not_found_error"
+    error = error_of(echo.http.get("/x" * 9000), 404)
+    assert error["type"] == "not_found_error" and len(error["message"]) < 200
     assert echo.http.get(CHAT).headers["allow"] == "POST"
     assert error_of(echo.http.get(CHAT), 405)["message"] == f"{CHAT} does not take GET; use POST."
     for path, meant in (

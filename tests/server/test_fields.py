@@ -151,6 +151,8 @@ def test_a_prompt_is_truncated_to_what_fits(echo: Live) -> None:
     answer = echo.post(COMPLETIONS, prompt=prompt, truncate_prompt_tokens=-1, max_tokens=12).json()
     assert answer["usage"]["prompt_tokens"] == 500
     assert echo.post(COMPLETIONS, prompt=prompt, truncate_prompt_tokens=512).status_code == 400
+    none_left = echo.post(COMPLETIONS, prompt=prompt, truncate_prompt_tokens=-1, max_tokens=512)
+    assert "of the context of 512 tokens it leaves none for the prompt" in error_of(none_left, "max_tokens")
     for wrong in (0, -2):
         error_of(echo.post(COMPLETIONS, prompt="x", truncate_prompt_tokens=wrong), "truncate_prompt_tokens")
 
@@ -242,7 +244,9 @@ def test_functions_are_called_and_answered_in_the_older_form(choice: Any) -> Non
 
 def test_mistakes_with_functions(echo: Live) -> None:
     tool = {"type": "function", "function": WEATHER}
-    assert "send one of the two" in error_of(echo.chat(functions=[WEATHER], tools=[tool]), "functions")
+    assert "send only tools" in error_of(echo.chat(functions=[WEATHER], tools=[tool]), "functions")
+    both = echo.chat(tools=[tool], tool_choice="required", function_call="none")
+    assert "send only tools" in error_of(both, "function_call")
     wrong = echo.chat(functions=[WEATHER], function_call={"name": "time"})
     assert error_of(wrong, "function_call") == "function_call names 'time'; the functions are weather."
     assert "there are no functions" in error_of(echo.chat(function_call={"name": "time"}), "function_call")

@@ -147,6 +147,23 @@ def test_slow_steps_do_not_end_for_want_of_readings_while_a_request_runs(machine
     assert machine.metric("active", SLOW.name) == 0
 
 
+def test_an_engine_too_busy_to_answer_is_no_reading(machine: Machine) -> None:
+    machine.status |= {"step_drift": 3.0, "running": 1}
+    machine.look()
+    machine.idle = True
+    answered = machine.client.status
+
+    async def silent() -> dict[str, Any]:
+        return {}
+
+    for _ in range(SLOW.patience):  # the same steps, read again after each time without an answer
+        machine.client.status = silent  # type: ignore[method-assign]
+        machine.look()
+        machine.client.status = answered  # type: ignore[method-assign]
+        machine.look()
+    assert machine.metric("active", SLOW.name) == 0
+
+
 def test_steps_that_cannot_be_compared_are_said_and_not_reacted_to(machine: Machine) -> None:
     machine.idle, machine.status["steps_compared"] = True, None
 
@@ -364,6 +381,9 @@ def test_waiting_for_a_core_is_read_per_thread(tmp_path: Path) -> None:
     (tmp_path / "9").mkdir()
     (tmp_path / "9" / "schedstat").write_text("9 77000000000 4\n")
     assert wait() == 2.5, "a thread that is new has no reading before"
+    for thread in "789":
+        (tmp_path / thread / "schedstat").write_text("0 0 0\n")
+    assert wait() is None, "a kernel that does not count says 0"
     assert not StepDrift(lambda: None).is_known
 
 

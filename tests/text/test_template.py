@@ -98,3 +98,26 @@ def test_threads_get_their_own_answers() -> None:
 def test_values_that_are_not_json_are_refused() -> None:
     with pytest.raises(UserError, match="must be plain JSON values"):
         render(PLAIN, [{"content": object()}])
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ '{}'.format() }}", " (tuple index out of range): check"),  # an IndexError
+        ("{{ messages[0].content + 1 }}", " (can only concatenate str"),
+        ("{{ raise_exception('no ' * 10 ** 6) }}", ": no no "),
+    ],
+)
+def test_whatever_a_template_raises_is_one_short_sentence(template: str, said: str) -> None:
+    assert render(PLAIN, CHAT) == "Hi" and templates._worker
+    process = templates._worker.process
+    with pytest.raises(UserError) as raised:
+        render(template, CHAT)
+    assert str(raised.value).startswith(f"The chat template does not take these messages{said}")
+    assert len(str(raised.value)) < 700 and not isinstance(raised.value, PastLimit)
+    assert render(PLAIN, CHAT) == "Hi" and templates._worker and templates._worker.process is process
+
+
+@pytest.mark.parametrize("text", ["Grüße, 你好 🦊", "half \ud83e a fox", "line\nline\r\n\u2028\x00"])
+def test_any_text_passes_through(text: str) -> None:
+    assert render(PLAIN, [{"content": text}]) == text

@@ -220,6 +220,14 @@ def test_calls_that_are_cut_anywhere_leave_no_markup_and_lose_no_complete_call(n
                 assert json.loads(arguments) == PARIS
 
 
+def test_a_bare_call_that_is_cut_leaves_no_markup() -> None:
+    whole = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
+    for end in range(whole.index(","), len(whole)):
+        parser = FORMATS["generic"].parser(TOOLS)
+        assert parser.feed(whole[:end]) + parser.finish(cut=True) == []
+    assert read("generic", whole[:-1]) == (whole[:-1], []), "a whole answer is what the model wanted to say"
+
+
 @pytest.mark.parametrize("text", ["Write <tool_call>", "<tool_call>\n", "<tool_call>{", '<tool_call>{"name": "n'])
 def test_a_tag_that_a_whole_text_ends_in_is_text(text: str) -> None:
     for name in ("hermes", "generic", "qwen3_xml"):

@@ -134,8 +134,9 @@ class ChatRequest(ChatFields, SamplingFields):
     @model_validator(mode="after")
     def _functions_as_tools(self) -> Self:
         """From here on OpenAI's older form is its newer one; chat_answer.py writes the older one again."""
-        if self.functions and (self.tools or self.tool_choice):
-            raise ApiError(400, "functions is the older form of tools; send one of the two.", "functions")
+        if (self.functions or self.function_call) and (self.tools or self.tool_choice):
+            old, new = ("functions", "tools") if self.functions else ("function_call", "tool_choice")
+            raise ApiError(400, f"{old} is the older form of {new}; send only tools and tool_choice.", old)
         if self.functions:
             self.tools = [Tool(type="function", function=function) for function in self.functions]
             self.parallel_tool_calls = False

@@ -7,10 +7,11 @@ answer drops them and takes `whole`, so both use one path. The parser finds call
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from sparkdraft.core import FinishReason, TokenLogprob
+from sparkdraft.core import REPETITION, FinishReason, TokenLogprob
 from sparkdraft.server.messages import TokenEvent
 from sparkdraft.server.protocol.shapes import (
     Json,
@@ -34,7 +35,6 @@ class Choice:
     reasoning: str = ""
     calls: dict[int, Json] = field(default_factory=dict)
     logprobs: list[Json] = field(default_factory=list)
-    is_complete: bool = False  # one call was asked for, and the model has begun another
     finish: str | None = None
     stop_reason: str | None = None
     # Not sent yet, because the parser holds the text back:
@@ -54,7 +54,7 @@ class ChatAnswer:
     eos_ids: frozenset[int]
     new_parser: Callable[[], Parser]
     wants_logprobs: bool = False
-    parallel: bool = True  # False: only the first call counts
+    parallel: bool = True  # False: only one call is asked for, and the first counts
     old_calls: bool = False  # OpenAI's older form: function_call instead of tool_calls
     may_be_empty: bool = False  # ToolFormat.may_be_empty
     prompt_logprobs: int | None = None  # how many alternatives beside each token of the prompt
@@ -75,8 +75,9 @@ class ChatAnswer:
         self.prompt_rows = self.prompt_rows or event.prompt_logprobs
         self._count(choice, event)
         events = choice.parser.feed(event.text)
+        is_cut = event.finish is FinishReason.LENGTH or event.stop_reason == REPETITION
         if event.finish:
-            end = choice.parser.finish(cut=event.finish is FinishReason.LENGTH)
+            end = choice.parser.finish(is_cut)
             events = joined([*events, *end])  # several events at once become one delta
         chunks = []
         if not choice.begun:
@@ -90,7 +91,7 @@ class ChatAnswer:
             chunks += deltas
             choice.accepted_chars = 0  # the remaining characters were markup, which is not shown
         if event.finish:
-            choice.finish, choice.stop_reason = self._finish_reason(choice, event.finish), event.stop_reason
+            choice.finish, choice.stop_reason = self._finish_reason(choice, event.finish, is_cut), event.stop_reason
             chunks.append(self._chunk(event.index, {}, choice, choice.finish))
         return chunks
 
@@ -119,9 +120,7 @@ class ChatAnswer:
                 case Reasoning(text) if text:
                     choice.reasoning += text
                     yield {"reasoning_content": text}
-                case ToolCall(index) if index and not self.parallel:
-                    choice.is_complete = True
-                case ToolCall(index, call_id, name):
+                case ToolCall(index, call_id, name) if self.parallel or index == 0:
                     choice.calls[index] = _call(call_id, name)
                     yield self._call_delta({"index": index} | _call(call_id, name))
                 case ToolArguments(index, text) if text and index in choice.calls:
@@ -178,11 +177,21 @@ class ChatAnswer:
     def _frame(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _finish_reason(self, choice: Choice, finish: FinishReason) -> str:
-        """What follows the one call that was asked for is not given out, so it cannot be cut either."""
-        if not choice.calls or (finish is not FinishReason.STOP and not choice.is_complete):
+    def _finish_reason(self, choice: Choice, finish: FinishReason, is_cut: bool) -> str:
+        """What follows the one call that was asked for, its closing tag included, is not given out, so it cannot be
+        cut either."""
+        if not choice.calls:
             return finish.value
+        if is_cut and (self.parallel or not _is_object(choice.calls[0]["function"]["arguments"])):
+            return FinishReason.LENGTH.value  # also of a call that repeats itself: no client may run it
         return "function_call" if self.old_calls else "tool_calls"
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _missing_arguments(choice: Choice) -> list[Event]:

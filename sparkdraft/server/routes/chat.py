@@ -39,7 +39,7 @@ def prepare(text: ModelText, body: ChatRequest, name: str) -> Job:
         eos_ids=text.eos_ids,
         new_parser=prompt.new_parser,
         wants_logprobs=bool(body.logprobs),
-        parallel=body.parallel_tool_calls is not False,
+        parallel=prompt.parallel,
         old_calls=bool(body.functions),
         may_be_empty=text.tools.may_be_empty,
         prompt_logprobs=body.prompt_logprobs,

@@ -14,7 +14,7 @@ from typing import Any
 
 from sparkdraft.text.events import Parser, Reading
 from sparkdraft.text.tools.base import Messages, ToolFormat, Tools, calls_of, content_text, function_of, lark
-from sparkdraft.text.tools.calls import ARGUMENTS, call_of
+from sparkdraft.text.tools.calls import ARGUMENTS, call_of, is_half_object
 from sparkdraft.text.tools.hermes import CLOSE, OPEN, HermesParser
 from sparkdraft.text.tools.schemas import Function, functions, json_rule
 
@@ -39,6 +39,10 @@ class GenericParser(HermesParser):
             return False
         self.at = start
         value = yield from self.whole_object()
+        if self.was_cut and is_half_object(self.text[start:]):  # a call that was cut is no content
+            self.at = len(self.text)
+            self.cut()
+            return False
         call = call_of(value)
         if value is None or call is None or call[0] not in self.functions or set(value) - {"name", *ARGUMENTS}:
             self.at = 0
