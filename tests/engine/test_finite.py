@@ -13,6 +13,7 @@ from sparkdraft.engine.accept import committed
 from sparkdraft.engine.finite import NONE, NotFinite, checked
 from tests.models.test_file_forms import config_of, tensors_of, write
 from tests.models.tiny import write_tiny
+from tests.spec.tiny_drafter import body, random_tensors, write_drafter, zlab
 
 NAN, INF = float("nan"), float("inf")
 TENSORS = ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight", "lm_head.weight"]
@@ -48,11 +49,14 @@ def test_rows_without_a_finite_largest_have_no_id() -> None:
         committed([5], [5, NONE])
 
 
+@pytest.mark.parametrize("spec", ["off", "3"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("after", [0, 5])
-def test_a_step_that_computes_nan_ends_its_requests(after: int, temperature: float, tmp_path: Path) -> None:
+def test_a_step_that_computes_nan_ends_its_requests(after: int, temperature: float, spec: str, tmp_path: Path) -> None:
     """after: tokens before it; then all steps are overlapped, and the host samples none of their ids itself."""
-    llm = LLM(str(write_tiny(tmp_path, "llama")), device="cpu", spec="off")
+    target = write_tiny(tmp_path / "target", "qwen3")
+    drafter = write_drafter(tmp_path / "drafter", zlab(body()), random_tensors(body()))
+    llm = LLM(str(target), device="cpu", spec=spec, drafter="" if spec == "off" else str(drafter), ngram=False)
     params = SamplingParams(max_tokens=64, ignore_eos=True, temperature=temperature, seed=3)
     pieces = llm.stream([7, 8, 9], params)
     for _ in range(after):
