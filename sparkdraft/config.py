@@ -35,79 +35,79 @@ def option(default: T, text: str, secret: bool = False, off: str = "") -> T:
 class EngineConfig:
     model: str = option("smollm2", "a known name, a folder, a .gguf file or a hub id")
     device: str = option("auto", "auto, cpu or cuda")
-    dtype: str = option("auto", "auto, quantised, float32 or bfloat16 (auto: quantised on a CPU, bfloat16 on a GPU)")
+    dtype: str = option("auto", "quantised, float32 or bfloat16 (auto: quantised on a CPU, bfloat16 on a GPU)")
     weights: str = option(
         "auto",
-        "quantise matrices of floats when they are loaded: fp8, int4 or nvfp4; the head, the embedding, routers, norms "
-        "and what is quantised already stay as they are (auto: all of them do)",
+        "quantise floating-point matrices at load: fp8, int4 or nvfp4; the head, embedding, routers, norms and "
+        "matrices that are already quantised stay as they are (auto: quantise nothing)",
     )
     weights_cache: bool = option(
-        True, "keep what was quantised at load on disk, so that the next load is fast; `sparkdraft models` says where"
+        True,
+        "cache matrices that were quantised at load on disk, for a faster next load; `sparkdraft models` says where",
     )
     max_model_len: int = option(
-        0,
-        "longest prompt and output together, in tokens (0: the model's own, or less if the cache is less)",
+        0, "most tokens of a prompt and its output together (0: the model's own, or what the KV cache holds)"
     )
-    max_seqs: int = option(0, "requests that run at once (0: automatic)")
-    max_rows: int = option(0, "rows per step, prompt chunks and decode rows together (0: automatic)")
+    max_seqs: int = option(0, "maximum number of requests that run at once (0: automatic)")
+    max_rows: int = option(0, "maximum number of rows per step, prompt chunks and decode rows together (0: automatic)")
     max_step_ms: int = option(
         0,
-        "longest step in milliseconds while requests decode beside a prompt, whose chunks are cut to fit (0: 200, on a "
-        "GPU 50)",
+        "longest step in milliseconds while a prompt is read beside requests that decode; its chunks are cut to fit "
+        "(0: 200, on a GPU 50)",
     )
-    kv: str = option("exact", "how keys and values are kept: exact, fp8 (half the memory) or turboquant (a quarter)")
+    kv: str = option("exact", "format of the KV cache: exact, fp8 (half the memory) or turboquant (a quarter)")
     tq_mode: str = option(
         "hybrid",
-        "turboquant: hybrid (the last tokens uncoded), full_tq (all coded), capture_only (all exact, and the errors "
-        "of coding measured) or off",
+        "turboquant: hybrid (the last tokens stay exact), full_tq (all are coded), capture_only (all stay exact, and "
+        "the errors of coding are measured) or off",
     )
-    tq_key_bits: int = option(4, "turboquant: bits per number of a key, 2 to 5")
-    tq_value_bits: int = option(3, "turboquant: bits per number of a value, 2 to 5")
-    tq_ring_capacity: int = option(128, "turboquant, hybrid mode: number of last tokens that stay uncoded")
-    tq_initial_layers: int = option(0, "turboquant: number of first layers that get one more bit per number of a key")
+    tq_key_bits: int = option(4, "turboquant: bits per number of a key, from 2 to 5")
+    tq_value_bits: int = option(3, "turboquant: bits per number of a value, from 2 to 5")
+    tq_ring_capacity: int = option(128, "turboquant, hybrid mode: how many of the last tokens stay exact")
+    tq_initial_layers: int = option(0, "turboquant: how many of the first layers get one more bit per number of a key")
     tq_centre: bool = option(True, "turboquant: subtract each layer's mean key before coding")
     kv_tokens: int = option(
         0,
-        "size of the KV cache in tokens, which one request cannot exceed (0: on a GPU what fits; on a CPU what fits "
-        "into a quarter of the free memory; never more than a full context for each of max_seqs requests)",
+        "size of the KV cache in tokens; one request cannot exceed it (0: what fits on a GPU, or into a quarter of the "
+        "free memory on a CPU, up to a full context for each of max_seqs requests)",
     )
-    memory_fraction: float = option(0.85, "share of the free memory for weights and KV cache together")
+    memory_fraction: float = option(0.85, "fraction of the free memory that weights and KV cache may use together")
     block_size: int = option(16, "tokens per block of the KV cache, a power of two")
-    prefix_cache: bool = option(True, "keep the keys and values of prompts, for later prompts with the same beginning")
-    graphs: bool = option(True, "replay recorded decode steps")
-    threads: int = option(0, "CPU threads (0: the cores this process may use)")
-    spec: str = option("auto", "drafts per step: auto chooses for every step, off never drafts, a number is fixed")
+    prefix_cache: bool = option(True, "reuse the KV cache of earlier prompts with the same beginning")
+    graphs: bool = option(True, "record decode steps (as CUDA graphs on a GPU) and replay them")
+    threads: int = option(0, "number of CPU threads (0: one per core that this process may use)")
+    spec: str = option("auto", "drafts per step: auto (chosen every step), off, or a fixed number")
     spec_depths: str = option(
         "auto",
-        "drafts per step that spec auto chooses from, such as 0,3,7, where 0 is plain decoding (auto: 0, 1, 3, 7 and "
-        "so on up to the draft block)",
+        "the numbers of drafts that `spec` auto chooses from, such as 0,3,7; 0 is plain decoding (auto: 0, 1, 3, 7 and "
+        "so on, up to what the drafter makes)",
     )
     cut: str = option(
         "auto",
-        "whether blocks of drafts are cut where their own confidence no longer pays: auto, on or off (auto: on a CPU, "
-        "and on a GPU for models with experts; a depth that is fixed is never cut)",
+        "verify fewer drafts of a block where the drafter is not confident: on or off; a fixed depth is never cut "
+        "(auto: on with a CPU, and with a GPU for models with experts)",
     )
     drafter: str = option(
         "auto",
-        "a drafter's folder or hub id, mtp (the model's own head), none, or race (the known drafter and the model's "
-        "own head draft in turns, and the faster one stays; race:NAME names the first) (auto: the known one)",
+        "a drafter's folder or hub id, mtp (the model's own MTP head), none, or race (a drafter and the MTP head draft "
+        "in turns until the faster one is known; race:NAME names the drafter) (auto: the drafter known for the model)",
     )
     drafter_weights: str = option(
         "auto",
-        "quantise the drafter's matrices of floats when they are loaded, its head too if that is its own: fp8, int4 or "
-        "nvfp4 (auto: they stay as its file has them, whatever `weights` is)",
+        "quantise the drafter's floating-point matrices at load, and its head if it has one of its own: fp8, int4 or "
+        "nvfp4 (auto: quantise nothing, whatever `weights` is)",
     )
     draft_vocab: str = option(
         "",
-        "a file of the only ids that are drafted, one per line or a JSON list, such as the first lines of a file of "
-        "`count_ids`; the text stays the same (empty: those of the drafter)",
+        "a file with the token ids that may be drafted, one per line or as a JSON list, such as the first lines of a "
+        "file of `count_ids`; the text stays the same (empty: all ids of the drafter)",
     )
-    count_ids: str = option("", "a file that counts how often each id is written by requests, over all runs")
-    ngram: bool = option(True, "also draft from the request's own text")
+    count_ids: str = option("", "a file in which to count how often requests write each token id, over all runs")
+    ngram: bool = option(True, "also draft from the request's own text, where it repeats itself")
     profile: str = option(
         "auto",
-        "what `sparkdraft tune` measured, for settings that are named nowhere else: auto (its profile of this machine "
-        "and model, if there is one), none, or a profile's file",
+        "settings that `sparkdraft tune` found, for what is not set elsewhere: auto (the profile of this machine and "
+        "model, if there is one), none, or a profile's file",
         off=NO_PROFILE,
     )
     given: frozenset[str] = field(default=frozenset(), repr=False, compare=False)  # fields that the user has named

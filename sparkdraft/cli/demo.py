@@ -26,9 +26,7 @@ PROMPT = "Write a Python function that counts the vowels in a string, with an ex
 
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--prompt", default=PROMPT, help="what to ask (default: for a small Python function)")
-    parser.add_argument(
-        "--max-tokens", type=int, default=160, metavar="X", help="maximum number of tokens to write (default 160)"
-    )
+    parser.add_argument("--max-tokens", type=int, default=160, help="maximum number of tokens to write (default 160)")
     add_engine_flags(parser)
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparkdraft.cli.console import note
-from sparkdraft.cli.options import COMMON, TYPES, add_field, hide
+from sparkdraft.cli.options import COMMON, add_field, hide
+from sparkdraft.cli.parser import TYPES
 from sparkdraft.config import ENGINE_FIELDS
 from sparkdraft.core import UserError
 from sparkdraft.progress import progress
@@ -56,14 +57,14 @@ def configure(parser: ArgumentParser) -> None:
     vllm = engines.add_parser("vllm", help="a `vllm serve` command", description=HELP, epilog=EXAMPLES)
     vllm.add_argument("--form", default="command", choices=FORMS, help="command, yaml or systemd (default command)")
     vllm.add_argument("--out", default="", metavar="FILE", help="file to write to (default: print it)")
-    vllm.add_argument("--vllm-version", default="", metavar="X", help="the version it is for (default: 0.32.0)")
+    vllm.add_argument("--vllm-version", default="", metavar="TEXT", help="the version it is for (default: 0.32.0)")
     add_vllm_flags(vllm)
     add_serve_flags(vllm)
     text = "a model as a folder in the Hugging Face layout, its weights as floats"
     folder = engines.add_parser("safetensors", help=text, description=text, epilog=EXAMPLES)
     folder.add_argument("--model", default="smollm2", help="a known name, a folder, a .gguf file or a hub id")
     folder.add_argument("--out", required=True, metavar="FOLDER", help="where it is written")
-    folder.add_argument("--dtype", default="float32", metavar="X", help="float32 or bfloat16 (default float32)")
+    folder.add_argument("--dtype", default="float32", metavar="TEXT", help="float32 or bfloat16 (default float32)")
 
 
 def add_vllm_flags(parser: ArgumentParser) -> None:

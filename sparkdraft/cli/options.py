@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from sparkdraft.cli.console import show_fallbacks, show_plan
-from sparkdraft.cli.parser import Parser
+from sparkdraft.cli.parser import TYPES, Parser
 from sparkdraft.config import ENGINE_FIELDS, NO_PROFILE, EngineConfig
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.progress import progress
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 # What --help shows of the fields of EngineConfig and ServerConfig; --help-all shows the others too
 ENGINE_COMMON = ("model", "device", "dtype", "weights", "max_model_len", "max_seqs", "kv", "threads", "spec", "drafter")
 COMMON = (*ENGINE_COMMON, "host", "port", "api_key", "served_name")
-TYPES = {int: "INT", float: "FLOAT", str: "TEXT"}  # what --help shows for a flag's value
 SAMPLING_FLAGS = {
     "max_tokens": "maximum number of tokens to write",
     "temperature": "0 writes the most likely token, 1 follows the model's own probabilities",
@@ -61,7 +60,10 @@ def add_field(group: _ArgumentGroup, each: Field[Any], shown: Any, given: Any = 
     """Add a flag for a config's field, or two. shown: the default in its help. given: the flag's value when it is left
     out, if that is something else."""
     text, flag = each.metadata["help"], _flag(each.name)
-    text += f" (default {shown})" if shown != "" and "default" not in text else ""
+    if f"({shown}: " in text:  # the default is explained: one bracket has both
+        text = text.replace(f"({shown}: ", f"(default {shown}: ")
+    elif shown != "" and "default" not in text:
+        text += f" (default {('off', 'on')[shown] if isinstance(shown, bool) else shown})"
     default = shown if given is None else given
     if isinstance(each.default, bool):
         return [group.add_argument(flag, action=BooleanOptionalAction, default=default, help=text)]

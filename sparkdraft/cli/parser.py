@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from sparkdraft.names import did_you_mean
 
 MISUSED = 2  # the exit status of a wrong command line
+TYPES = {int: "INT", float: "FLOAT", str: "TEXT"}  # what --help shows for a flag's value
 
 
 class Parser(ArgumentParser):
@@ -22,6 +23,11 @@ class Parser(ArgumentParser):
         super().__init__(**{"allow_abbrev": False, "formatter_class": RawDescriptionHelpFormatter, **options})
         self._has_verbs = False
         self._rare: list[Action] = []
+
+    def add_argument(self, *names: Any, **options: Any) -> Action:
+        if options.get("type") in TYPES:
+            options.setdefault("metavar", TYPES[options["type"]])
+        return super().add_argument(*names, **options)
 
     def hide(self, actions: Iterable[Action]) -> None:
         """Show these flags by --help-all only, which --help names."""

@@ -43,10 +43,14 @@ USUAL_CONTEXT = 4096
 
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--model", default="smollm2", help="a folder, a config.json, a hub id or a shape's name (default smollm2)"
+        "--model",
+        default="smollm2",
+        help="a folder, a config.json, a hub id or the name of a known shape (default smollm2)",
     )
     parser.add_argument(
-        "--machine", default="this", help="gb10, h200, rtx-5090, cpu, or a file (default this: measured for seconds)"
+        "--machine",
+        default="this",
+        help="gb10, h200, rtx-5090, cpu, or a file (default this: measured in a few seconds)",
     )
     parser.add_argument(
         "--drafter",
@@ -58,22 +62,24 @@ def configure(parser: ArgumentParser) -> None:
         "--weights",
         default="auto",
         metavar="FORMAT",
-        help="bfloat16, fp8, nvfp4, mxfp4 or int4; parts may differ: nvfp4,attention=fp8 (auto: as config.json states)",
+        help="bfloat16, fp8, nvfp4, mxfp4 or int4; parts may differ: nvfp4,attention=fp8 (default: as in config.json)",
     )
     parser.add_argument(
         "--drafter-weights",
         default="auto",
         metavar="FORMAT",
-        help="of a drafter of floats that is quantised at load: fp8, int4 or nvfp4 (auto: it is not)",
+        help="quantise the drafter at load: fp8, int4 or nvfp4 (default auto: do not)",
     )
-    parser.add_argument("--draft-vocab", default="", metavar="FILE", help="a file of the only ids that are drafted")
+    parser.add_argument(
+        "--draft-vocab", default="", metavar="FILE", help="a file with the token ids that may be drafted"
+    )
     parser.add_argument("--concurrency", type=int, default=1, metavar="N", help="streams at once (default 1)")
     parser.add_argument("--context", type=int, metavar="N", help=f"tokens of each stream (default {USUAL_CONTEXT})")
     parser.add_argument(
         "--acceptance",
         type=float,
         metavar="LENGTH",
-        help="tokens per step, as `bench accept` measures at the full depth (default: for three classes of text)",
+        help="tokens per step, as `bench accept` measures them at the full depth (default: those of three classes)",
     )
     parser.add_argument(
         "--compare", action="store_true", help="rank formats of weights and K/V, with drafts and without"
@@ -151,8 +157,8 @@ def _check_name(what: str, name: str, known: Sequence[str]) -> None:
         return
     question = did_you_mean(name, known)
     raise UserError(
-        f"Unknown {what} '{name}': {question and question + ' '}Known shapes are {', '.join(known)}; "
-        "a folder or a hub id such as org/name work too"
+        f"Unknown {what} '{name}'{f'; {question}' if question else '.'} Known shapes are {', '.join(known)}; "
+        "a folder or a hub id such as org/name works too"
     )
 
 
@@ -317,11 +323,14 @@ def _forecast(question: Question) -> Forecast:
     try:
         return Forecast(question)
     except UserError as error:
-        others = {"without the drafter": without_drafter(question)} if question.drafter else {}
-        if question.machine.hardware.device == "cuda":
-            for name in SMALLER:
-                unread = "" if name in KEPT_ON_GPU else ", which no kernel here reads yet,"
-                others[f"in {name}{unread}"] = replace(question, formats=WeightFormats.parse(name))
+        alone = without_drafter(question)
+        others = {"without the drafter": alone} if question.drafter else {}
+        for name in SMALLER if question.machine.hardware.device == "cuda" else ():
+            unread = "" if name in KEPT_ON_GPU else ", which no kernel here reads yet,"
+            smaller = {"formats": WeightFormats.parse(name)}
+            others[f"in {name}{unread}"] = replace(question, **smaller)
+            if question.drafter:
+                others[f"in {name}{unread} and without the drafter"] = replace(alone, **smaller)
         for name, other in others.items():
             if (found := tried(other)[0]) and found.running():
                 raise UserError(f"{error}; {name} it would fit, with {found.max_tokens:,} tokens of context") from None

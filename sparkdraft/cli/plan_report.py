@@ -74,7 +74,7 @@ class Report:
         if forecast.depths:
             depth = forecast.middle.depth if forecast.middle and forecast.middle.depth else forecast.depths[0]
             chance = f"a chance of {forecast.least_chance:.2f}" if forecast.least_chance else "no chance"
-            pays = f"{forecast.break_even(depth):.2f} tokens per step at {depth} drafts"
+            pays = f"{forecast.break_even(depth):.2f} tokens per step at {depth} draft{'s' * (depth > 1)}"
             yield f"  drafting pays from {pays}, and at its best depth from {chance} of each draft"
         seconds = forecast.seconds()
         if seconds.fixed > seconds.total / 2:
@@ -116,7 +116,8 @@ class Report:
             found = each.forecast
             if found:
                 fixed = (found.plan.memory.total - found.plan.memory.kv) / GIB
-                yield f"{start}{each.tok_s:8.1f}{fixed:17.1f}{found.max_tokens:17,}{found.max_streams:9,}"
+                speed = f"{each.tok_s:.1f}" if found.running() else "-"
+                yield f"{start}{speed:>8}{fixed:17.1f}{found.max_tokens:17,}{found.max_streams:9,}"
             else:
                 yield f"{start}       -  {each.refusal}"
         kinds = {each.weights for each in self.alternatives if each.weights in BYTES}
@@ -186,7 +187,7 @@ class Report:
             "best_depth": middle.depth if middle else 0,
             "break_even_tokens": round(forecast.break_even(middle.depth), 3) if middle and drafts else None,
             "break_even_chance": forecast.least_chance if forecast.depths else None,
-            "plain_step_ms": {name: round(part * 1e3, 3) for name, part in asdict(seconds).items()},
+            "plain_step_ms": {name: round(part * 1e3, 3) for name, part in asdict(seconds).items() if runs},
             "by_class": {
                 name: _drafted(each, forecast.chances[name]) for name, each in forecast.by_class.items() if runs
             },
@@ -216,4 +217,5 @@ def _alternative(each: Alternative) -> dict[str, Any]:
     if not each.forecast:
         return known | {"refused": each.refusal}
     found = {"max_tokens": each.forecast.max_tokens, "max_streams": each.forecast.max_streams}
-    return known | {"tok_s": round(each.tok_s, 2), **found, "holds_all": each.holds_all}
+    speed = round(each.tok_s, 2) if each.forecast.running() else None
+    return known | {"tok_s": speed, **found, "holds_all": each.holds_all}

@@ -28,7 +28,7 @@ def configure(parser: ArgumentParser) -> None:
     show.add_argument("name", metavar="NAME", help="a recipe's name")
     show.add_argument("--form", default="toml", choices=FORMS, help="toml, sparkrun or eugr (default toml)")
     show.add_argument("--container", default="", metavar="IMAGE", help="the image, for launchers (default: vLLM's own)")
-    show.add_argument("--vllm-version", default="0.32.0", metavar="X", help="the version it is for (default 0.32.0)")
+    show.add_argument("--vllm-version", default="0.32.0", metavar="TEXT", help="the version it is for (default 0.32.0)")
     start = verbs.add_parser(
         "run", help="serve a recipe; flags, environment variables and a config file override it", epilog=EXAMPLES
     )

@@ -14,7 +14,7 @@ from sparkdraft.cli.options import add_engine_flags, load_llm, temperature_list
 from sparkdraft.core import UserError
 from sparkdraft.paths import user_path
 from sparkdraft.progress import duration, errors, progress
-from sparkdraft.train.memory import SHRINKS
+from sparkdraft.train.memory import CPU_STEP, SHRINKS
 from sparkdraft.train.settings import FitSettings
 
 if TYPE_CHECKING:
@@ -87,17 +87,23 @@ def configure(parser: ArgumentParser) -> None:
     defaults = {f.name: f.default for f in fields(FitSettings)}
     for name, text in FIT_FLAGS.items():
         default: Any = defaults[name]
-        kind, shown = (str, "") if isinstance(default, tuple) else (type(default), f" (default {default})")
+        kind, shown = (
+            (str, "")
+            if isinstance(default, tuple)
+            else (type(default), f" (default {default})" if default != "" else "")
+        )
         value = "" if isinstance(default, tuple) else default
         if name in SHRINKS:
-            value, shown = None, f" (default {default}, or less where that does not fit)"
-        fit.add_argument("--" + name.replace("_", "-"), type=kind, default=value, metavar="X", help=text + shown)
-    evaluate = verbs.add_parser("eval", help="how many drafts are accepted, by class, greedy and sampled")
+            value, shown = None, f" (default {default}, on a CPU {CPU_STEP[name]}, or less where that does not fit)"
+        fit.add_argument("--" + name.replace("_", "-"), type=kind, default=value, help=text + shown)
+    evaluate = verbs.add_parser("eval", help="measure how many drafts are accepted, by class, greedy and sampled")
     evaluate.add_argument("--per-class", type=int, default=2, help="prompts of each class, 0 for all (default 2)")
-    evaluate.add_argument("--output-len", type=int, default=128, help="most tokens of output (default 128)")
-    evaluate.add_argument("--temperature", default="0,0.7", help="a list (default 0,0.7)")
+    evaluate.add_argument("--output-len", type=int, default=128, help="maximum tokens of an answer (default 128)")
+    evaluate.add_argument(
+        "--temperature", default="0,0.7", metavar="LIST", help="temperatures to measure (default 0,0.7)"
+    )
     add_engine_flags(evaluate, without=("ngram",))
-    export = verbs.add_parser("export", help="a run's drafter as a checkpoint that engines load")
+    export = verbs.add_parser("export", help="write a run's drafter as a checkpoint that engines load")
     text = "the run's folder; or a drafter in z-lab's layout: a folder, a hub id, or smollm2 for the one in the package"
     export.add_argument("run", metavar="RUN", help=text)
     export.add_argument("--out", required=True, metavar="FOLDER", help="the checkpoint")

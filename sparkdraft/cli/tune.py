@@ -37,9 +37,9 @@ PER_CLASS = 2  # of the package's own prompts, if the user brings none
 
 
 def configure(parser: ArgumentParser) -> None:
-    parser.add_argument("--minutes", type=float, default=5.0, metavar="X", help="time to spend (default 5)")
+    parser.add_argument("--minutes", type=float, default=5.0, help="time to spend (default 5)")
     parser.add_argument("--prompts", default="", metavar="FILE", help='lines of text, or .jsonl with "prompt"')
-    parser.add_argument("--output-len", type=int, default=32, metavar="X", help="tokens per answer (default 32)")
+    parser.add_argument("--output-len", type=int, default=32, help="tokens per answer (default 32)")
     parser.add_argument(
         "--kv-formats",
         default="",

@@ -52,6 +52,21 @@ class Speculation:
     source: str = ""  # the source that would draft in the coming step
 
 
+def check_depth(name: str, depth: int | None, most: int, has_drafter: bool) -> None:
+    """Raise UserError if this asks for more drafts per step than can be made."""
+    if depth and depth > most:
+        own = "this drafter allows" if has_drafter else "drafts from the request's own text go up to"
+        limit = f"{own} {most}: ask for fewer, or leave it out" if most else "there is no drafter: leave it out"
+        raise UserError(f"{name} is {depth}; {limit}")
+
+
+def check_depths(spec: int | None, depths: Sequence[int] | None, most: int, has_drafter: bool) -> None:
+    """Raise UserError if `spec` or `spec_depths` asks for more drafts per step than can be made."""
+    check_depth("spec", spec, most, has_drafter)
+    if depths and most:
+        check_depth("spec_depths", max(depths), most, has_drafter)
+
+
 class Drafting:
     def __init__(
         self,
@@ -74,9 +89,7 @@ class Drafting:
         if proposer:
             proposer.finds_gaps = self.cuts
         self.max_depth = proposer.max_depth if proposer else (NGRAM_DEPTH if ngram else 0)
-        self._check("spec", default)
-        if depths and self.max_depth:
-            self._check("spec_depths", max(depths))
+        check_depths(default, depths, self.max_depth, bool(proposer))
         self.race = Racing(proposer.drafter) if proposer and isinstance(proposer.drafter, Racers) else None
         self._models = models_of(proposer)
         named = depths if self.max_depth else None
@@ -105,7 +118,7 @@ class Drafting:
         self._num_steps: Counter[tuple[int, int, str]] = Counter()  # per (requests, rows, who may draft)
 
     def check(self, params: SamplingParams) -> None:
-        self._check("num_draft", params.num_draft)
+        check_depth("num_draft", params.num_draft, self.max_depth, bool(self.proposer))
 
     def depths(self, requests: list[Request]) -> dict[Request, int]:
         """The number of drafts wanted for each request that may draft in the coming step."""
@@ -341,12 +354,6 @@ class Drafting:
         if bucket not in self._pays:
             self._pays[bucket] = self.controllers[self.model].could_pay(num, longest)
         return self._pays[bucket]
-
-    def _check(self, name: str, depth: int | None) -> None:
-        if depth and depth > self.max_depth:
-            own = "this drafter allows" if self.proposer else "drafts from the request's own text go up to"
-            limit = f"{own} {self.max_depth}" if self.max_depth else "there is no drafter"
-            raise UserError(f"{name} is {depth}; {limit}: ask for no more, or leave it out")
 
     def _asked(self, request: Request) -> int | None:
         """The depth that is fixed for a request; None if it is chosen every step."""

@@ -15,6 +15,7 @@ from sparkdraft.config import EngineConfig
 from sparkdraft.core import Fallback, UserError
 from sparkdraft.defaults import usable_defaults
 from sparkdraft.engine.build import build_engine, find_drafter
+from sparkdraft.engine.drafting import check_depths
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.finite import NotFinite, blamed
 from sparkdraft.engine.machine import detect, native_problem, plan_here
@@ -64,13 +65,16 @@ class Opened:
 
 
 def open_model(config: EngineConfig, checkpoint: Checkpoint | None = None) -> Opened:
-    """checkpoint: read in place of the one that config.model names."""
+    """checkpoint: read in place of the one that config.model names. Raises UserError for a depth of drafting that the
+    drafter does not reach, before any weight is read."""
     checkpoint = checkpoint or open_checkpoint(config.model)
     model = read_config(checkpoint.config)
     drafter, chosen = find_drafter(config, model, checkpoint)
     drafts_by = drafter.caps.name if drafter else ""
     subject = Subject.of(detect(config), config.model, checkpoint.config, checkpoint.stored_bytes(), drafts_by)
-    config, said = pick_up(config, subject, drafter.caps.max_depth if drafter else NGRAM_DEPTH)
+    most = drafter.caps.max_depth if drafter else NGRAM_DEPTH
+    config, said = pick_up(config, subject, most)
+    check_depths(config.num_draft, config.depths, most if drafter or config.ngram else 0, bool(drafter))
     fallbacks = [*said, *chosen]
     wrong = usable_defaults(checkpoint.generation)[1]
     fallbacks += [Fallback(f"the model's default {name} is not used", why) for name, why in wrong.items()]

@@ -50,7 +50,7 @@ def detect(config: EngineConfig) -> Hardware:
     cores = usable_cores()
     if config.threads > cores:
         raise UserError(
-            f"threads is {config.threads}; the cores this process may use are {cores}: ask for no more, or 0"
+            f"threads is {config.threads}; this process may use {cores} cores: ask for fewer, or for 0 (all of them)"
         )
     has_gpu = torch.cuda.is_available()
     if config.device == "cuda" and not has_gpu:

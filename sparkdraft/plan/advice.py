@@ -116,11 +116,14 @@ def recommend(asked: Forecast) -> Advice:
     kv, why_kv = _choose_kv(question)
     chosen = tried(with_kv(question, kv))[0] or asked
     if not chosen.running():
-        shorter = f"ask for a --context of {chosen.max_tokens:,} or less, or for smaller weights"
-        return Advice(kv, False, (f"no stream of {question.context:,} tokens fits", shorter), runs=False)
-    drafts, why_drafts = (False, why_not) if why_not else _choose_drafts(chosen)
+        most = max(_each_kv(without_drafter(question)), key=lambda each: each.max_tokens)
+        fits = f"no stream of {question.context:,} tokens fits, and of one at most {most.max_tokens:,} do"
+        how = f"with --kv {most.plan.kv}" + (" and --drafter none" if question.drafter else "")
+        return Advice(kv, False, (f"{fits}, {how}", "ask for a shorter --context or smaller weights"), runs=False)
+    drafts, why_drafts = (False, "") if why_not else _choose_drafts(chosen)
     more = chosen.running() if chosen.running() > MAX_SEQS[chosen.plan.device] else 0
-    return Advice(kv, drafts, (why_kv, why_drafts, _largest(chosen)), drafter=not why_not, max_seqs=more)
+    reasons = (why_not, why_kv) if why_not else (why_kv, why_drafts, _largest(chosen))
+    return Advice(kv, drafts, reasons, drafter=not why_not, max_seqs=more)
 
 
 def compare(question: Question, weights: str) -> list[Alternative]:
@@ -151,18 +154,21 @@ def _in_the_way(asked: Forecast) -> str:
     if not alone or (beside and (beside.running() >= alone.running() or _speed(beside) >= _speed(alone))):
         return ""
     tokens, runs = (beside.max_tokens, beside.running()) if beside else (0, 0)
-    fits = f"beside the drafter {tokens:,} tokens of context fit, {runs} of {_load(question)}"
-    return f"{fits}; without it {alone.max_tokens:,} do, {alone.max_streams} such streams"
+    fits = f"beside the drafter {tokens:,} tokens of context fit, room for {runs:,} of {_load(question)}"
+    return f"{fits}; without it {alone.max_tokens:,} fit, room for {alone.max_streams:,}"
 
 
 def _most(question: Question) -> Forecast | None:
     """With the K/V format in which most streams run; of these the first."""
-    found = [each for kv in KV_FORMATS if (each := tried(with_kv(question, kv))[0])]
-    return max(found, key=Forecast.running, default=None)
+    return max(_each_kv(question), key=Forecast.running, default=None)
+
+
+def _each_kv(question: Question) -> list[Forecast]:
+    return [found for kv in KV_FORMATS if (found := tried(with_kv(question, kv))[0])]
 
 
 def _load(question: Question) -> str:
-    return f"{question.streams} {'streams' if question.streams > 1 else 'stream'} of {question.context:,} tokens"
+    return f"{question.streams:,} {'streams' if question.streams > 1 else 'stream'} of {question.context:,} tokens"
 
 
 def _choose_kv(question: Question) -> tuple[str, str]:
@@ -175,16 +181,16 @@ def _choose_kv(question: Question) -> tuple[str, str]:
         largest = max(others, key=lambda kv: others[kv].max_streams, default=None)
         held = exact.max_streams if exact else 0
         if largest and others[largest].max_streams > held:
-            return largest, f"exact K/V hold {held} of {load}, {largest} {others[largest].max_streams}"
+            return largest, f"exact K/V hold {held:,} of {load}, and {largest} {others[largest].max_streams:,}"
         if exact is None:
             raise UserError(problem)
-        return "exact", f"K/V hold {held} of {load}, and no more in other formats: the rest would wait"
+        return "exact", f"K/V hold {held:,} of {load}, and no more in other formats: the rest would wait"
     gains = {kv: _speed(found) / _speed(exact) for kv, found in others.items()}
     kv = max(gains, key=lambda name: gains[name], default=None)
     if kv and gains[kv] >= GAIN:
         return kv, f"at {question.context:,} tokens {kv} is {gains[kv]:.2f} times as fast as exact K/V"
     most = f"and {kv} would be {gains[kv]:.2f} times as fast" if kv else "and no other format runs here"
-    return "exact", f"exact K/V hold {load} and have room for {exact.max_streams}, {most}"
+    return "exact", f"exact K/V hold {load} and have room for {exact.max_streams:,}, {most}"
 
 
 def _speed(found: Forecast) -> float:

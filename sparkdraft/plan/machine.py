@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparkdraft.core import UserError
-from sparkdraft.names import spelled
+from sparkdraft.names import did_you_mean, spelled
 from sparkdraft.paths import user_path
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.roofline import Losses, Rates
@@ -78,9 +78,10 @@ def find_machine(name: str) -> Machine:
         return read_machine(FOLDER / f"{found}.json")
     path = user_path(name)
     if not path.is_file():
+        question = did_you_mean(name, known_machines())
         raise UserError(
-            f"machine '{name}' is not known: use {', '.join(known_machines())}, {HERE}, or a file like those of "
-            "sparkdraft/plan/machines"
+            f"Unknown machine '{name}'{f'; {question}' if question else '.'} Known machines are "
+            f"{', '.join(known_machines())} and {HERE}; a file like those of sparkdraft/plan/machines works too"
         )
     return read_machine(path)
 

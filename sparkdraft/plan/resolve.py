@@ -305,8 +305,8 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
             )
     if config.max_model_len > model.max_position:
         raise UserError(
-            f"max_model_len is {config.max_model_len}; the model was made for {model.max_position} tokens, "
-            "ask for no more"
+            f"max_model_len is {config.max_model_len}; the model was made for {model.max_position} tokens: "
+            "ask for fewer"
         )
     return config.max_model_len or model.max_position
 

@@ -67,7 +67,7 @@ def plan_coded(
         block_width(spec.head_dim)  # refuses head sizes that cannot be rotated
     more, most = config.tq_initial_layers, max(PLANES)
     if more > len(layers):
-        raise UserError(f"tq_initial_layers is {more}; {len(layers)} layers have a KV cache: ask for no more")
+        raise UserError(f"tq_initial_layers is {more}; {len(layers)} layers have a KV cache: ask for fewer")
     if more and config.tq_key_bits == most:
         raise UserError(f"tq_initial_layers asks for {most + 1} bits per key number; {most} is the most: leave it at 0")
     bits = tuple(config.tq_key_bits + (layer < more) for layer in range(len(layers)))

@@ -31,44 +31,46 @@ TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
-    host: str = option("127.0.0.1", "address to listen on; beyond this machine it needs an --api-key or --allow-public")
+    host: str = option(
+        "127.0.0.1", "address to listen on; one that other machines reach needs --api-key or --allow-public"
+    )
     port: int = option(8000, "port to listen on (0: any free one)")
     api_key: str = option(
-        "", "clients must send this key; better given as SPARKDRAFT_API_KEY, which `ps` does not show", secret=True
+        "", "key that clients must send; set SPARKDRAFT_API_KEY instead to keep it out of `ps`", secret=True
     )
-    served_name: str = option("", "the model's name in requests, or several, separated by commas (default: as --model)")
-    allow_public: bool = option(False, "listen beyond this machine without a key")
+    served_name: str = option("", "the model's name in requests, or several separated by commas (default: as --model)")
+    allow_public: bool = option(False, "let other machines connect without a key")
     allowed_hosts: str = option(
         "",
-        "comma-separated names under which clients may reach this server beside localhost; '*' allows all "
-        "(default: localhost only while --host is this machine, else all)",
+        "host names, besides localhost, that clients may use for this server, separated by commas; '*' allows all "
+        "(default: only localhost if --host is this machine, else all)",
     )
-    max_queue: int = option(256, "sequences that may wait while others run; more get status 429")
-    max_body: int = option(8 << 20, "largest request body in bytes")
+    max_queue: int = option(256, "maximum number of waiting sequences; requests beyond it get status 429")
+    max_body: int = option(8 << 20, "maximum size of a request body in bytes")
     sampling_defaults: str = option(
         "model",
-        "values for fields that a request leaves out: model (its generation_config.json), openai (temperature 1), or "
-        "single values such as temperature=0.7,top_p=0.9",
+        "sampling of requests that set none: model (from its generation_config.json), openai (temperature 1), or "
+        "values such as temperature=0.7,top_p=0.9",
     )
     repetition_limit: int = option(
         200,
-        "tokens of repetition after which a text is ended whose request sets neither max_tokens nor a "
-        "repetition_limit of its own (0: none is)",
+        "end a text after this many tokens of pure repetition, if its request sets neither max_tokens nor "
+        "repetition_limit (0: never)",
     )
     reasoning_parser: str = option(
         AUTO,
-        f"how thoughts are told from answers: auto (by the model), {', '.join(REASONING_PARSERS)} or none (not at all)",
+        f"format of reasoning: auto (by the model), {', '.join(REASONING_PARSERS)}, or none (leave it in the text)",
     )
-    tool_parser: str = option(AUTO, f"how tool calls are read: auto (by the model), {', '.join(TOOL_PARSERS)}")
-    drain_seconds: float = option(30.0, "how long running requests may finish after SIGTERM")
+    tool_parser: str = option(AUTO, f"format of tool calls: auto (by the model), {', '.join(TOOL_PARSERS)}")
+    drain_seconds: float = option(30.0, "seconds that running requests have to finish after SIGTERM")
     hang_seconds: float = option(
-        60.0, "how long the engine process may give no sign of life before it is killed and restarted (0: no limit)"
+        60.0, "restart an engine process that gives no sign of life for this many seconds (0: never)"
     )
     step_seconds: float = option(
-        600.0, "how long one step may last before the engine is killed and restarted (0: no limit)"
+        600.0, "restart an engine process whose step takes longer than this many seconds (0: never)"
     )
-    canary: bool = option(True, "ask probes with known answers at each start, and go on without what fails")
-    watchdog: bool = option(True, "watch memory, throttling, step times and acceptance, and react")
+    canary: bool = option(True, "ask questions with known answers at each start, and switch off what fails")
+    watchdog: bool = option(True, "watch memory, throttling, step times and acceptance, and react to problems")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -120,7 +120,7 @@ class ModelText:
         asked, most = body.speculation, self.info.plan_facts.get("max_draft")
         if isinstance(asked, int) and most is not None and asked > most:
             limit = f"the drafter of this model allows {most}" if most else "this model has no drafter"
-            raise ApiError(400, f"speculation is {asked}; {limit}: ask for no more, or leave it out.", "speculation")
+            raise ApiError(400, f"speculation is {asked}; {limit}: ask for fewer, or leave it out.", "speculation")
 
     def check_length(self, ids: list[int], param: str) -> int:
         """How many tokens may follow these ids."""

@@ -98,8 +98,8 @@ def _unknown(name: str, path: Path) -> str:
         return f"There is no file or folder {path}: check the path, or use a known name ({', '.join(known)})."
     question = did_you_mean(name, known)
     return (
-        f"Unknown model {name!r}: {question and question + ' '}Known names are {', '.join(known)}; "
-        "a folder, a .gguf file or a hub id such as org/name work too."
+        f"Unknown model {name!r}{f'; {question}' if question else '.'} Known names are {', '.join(known)}; "
+        "a folder, a .gguf file or a hub id such as org/name works too."
     )
 
 

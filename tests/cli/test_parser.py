@@ -116,6 +116,8 @@ def test_help_shows_common_flags_with_types_and_help_all_the_rest(
     hidden = len(set(re.findall(r"\n  (--[a-z-]+)", whole)) - set(re.findall(r"\n  (--[a-z-]+)", short)))
     assert f"{hidden} more flags: `sparkdraft {verb} --help-all`" in short and hidden > 15
     assert f"  sparkdraft {verb}" in short.split("\nexamples:")[-1]
+    words = " ".join(short.split())
+    assert "(default 0: automatic)" in words and "(default auto: " in words, "one bracket has a default and its meaning"
 
 
 def test_flags_become_the_engine_s_options() -> None:
@@ -127,7 +129,7 @@ def test_flags_become_the_engine_s_options() -> None:
 def test_more_threads_than_cores_are_refused() -> None:
     cores = usable_cores()
     assert detect(EngineConfig(device="cpu", threads=cores)).cores == cores
-    with pytest.raises(UserError, match=f"threads is {cores + 1}; the cores this process may use are {cores}"):
+    with pytest.raises(UserError, match=f"threads is {cores + 1}; this process may use {cores} cores"):
         detect(EngineConfig(device="cpu", threads=cores + 1))
 
 

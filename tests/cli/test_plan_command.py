@@ -150,12 +150,16 @@ def test_no_speed_is_printed_of_what_cannot_run(tmp_path: Path, capsys: pytest.C
     *text, last = capsys.readouterr().out.splitlines()
     found, said = json.loads(last), "\n".join(text)
     assert "speed: none, because no stream of 4,096 tokens can run" in said and "dialogue (" not in said
-    assert "recommended: Serve it with --kv exact --drafter none" in said and "; without it 48,688 do" in said
+    assert "recommended: Serve it with --kv exact --drafter none" in said and "; without it 48,688 fit" in said
     assert found["running"] == 0 and not found["by_class"]
     assert not any(found[name] for name in ("plain_tok_s", "drafted_tok_s", "low", "high"))
-    assert all(each["tok_s"] == 0 for each in found["alternatives"] if "tok_s" in each and not each["max_streams"])
+    assert not found["plain_step_ms"] and re.search(r"nvfp4 +exact +yes +- +26.6 +832 +0\n", said)
+    assert all(each["tok_s"] is None for each in found["alternatives"] if "tok_s" in each and not each["max_streams"])
     assert main([*command, "--plot", str(tmp_path / "plot.svg")]) == 1
     assert "nothing to plot: no stream" in capsys.readouterr().err
+    command[command.index("nvfp4")] = "fp8"
+    assert main(command) == 1, "neither smaller weights nor leaving out the drafter is enough alone"
+    assert "in nvfp4 and without the drafter it would fit, with 48,688 tokens" in capsys.readouterr().err
 
 
 def test_an_acceptance_takes_the_place_of_classes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,16 +201,16 @@ def test_a_drafter_may_be_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--model", "no-such-model"], "Unknown model 'no-such-model': Known shapes are tiny, .*gpt-oss-120b"),
+        (["--model", "no-such-model"], "Unknown model 'no-such-model'. Known shapes are tiny, .*gpt-oss-120b"),
         (["--model", "gpt-oss-129b"], "did you mean gpt-oss-120b"),
-        (["--drafter", "dflash-6x"], "Unknown drafter 'dflash-6x': did you mean dflash-5x"),
+        (["--drafter", "dflash-6x"], "Unknown drafter 'dflash-6x'; did you mean dflash-5x"),
         (["--model", "gemma4-31b", "--machine", "rtx-5090"], "does not fit.*in nvfp4 it would fit"),
         (["--model", "qwen3.5-27b", "--machine", "rtx-5090"], "does not fit.*weights 50.2.*in nvfp4 it would fit"),
         (
             ["--model", "gemma4-31b", "--machine", "rtx-5090", "--weights", "nvfp4", "--drafter", "gemma4-31b-dflash"],
             "without the drafter it would fit, with [0-9,]+ tokens of context",
         ),
-        (["--machine", "gb20"], "machine 'gb20' is not known"),
+        (["--machine", "gb20"], "Unknown machine 'gb20'; did you mean gb10"),
         (["--kv", "fp4"], "kv is 'fp4'"),
         (["--weights", "fp3"], "'fp3' is no format"),
         (["--weights", "nvfp4", "--machine", "cpu"], "on a CPU the engine keeps matrices quantised"),

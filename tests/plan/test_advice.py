@@ -60,7 +60,8 @@ def test_a_drafter_that_leaves_no_room_for_a_stream_is_left_out() -> None:
     assert forecast.running() == 0 and forecast.plain == NOTHING == forecast.by_class["code"].speed
     advice = recommend(forecast)
     assert advice.runs and not advice.drafts and "--drafter none" in advice.flags
-    assert re.search(r"beside the drafter \d+ tokens.*; without it [\d,]+ do, \d+ such streams", advice.sentence())
+    assert re.search(r"beside the drafter \d+ tokens.*; without it [\d,]+ fit, room for \d+", advice.reasons[0])
+    assert "drafts" not in advice.sentence(), "what it left out is no remedy"
     short = recommend(Forecast(replace(asked, context=512)))
     assert short.drafts and short.drafter, "a stream that fits beside it is drafted"
 
@@ -77,7 +78,7 @@ def test_many_plain_streams_may_be_worth_more_than_few_drafted_ones() -> None:
 def test_where_nothing_runs_nothing_is_recommended() -> None:
     advice = recommend(Forecast(question("gemma4-31b", machine="rtx-5090", weights="nvfp4", context=262144)))
     assert not advice.runs and advice.sentence().startswith("This cannot be served: no stream of 262,144 tokens fits")
-    assert re.search(r"ask for a --context of [\d,]+ or less", advice.sentence())
+    assert re.search(r"at most [\d,]+ do, with --kv fp8; ask for a shorter --context", advice.sentence())
 
 
 def test_more_streams_than_serve_runs_by_itself_need_a_flag() -> None:

@@ -86,7 +86,9 @@ def test_text_that_is_no_json_and_names_that_are_not_known(tmp_path: Path) -> No
     path.write_text("{", encoding="utf-8")
     with pytest.raises(UserError, match="cannot be used"):
         find_machine(str(path))
-    with pytest.raises(UserError, match=r"'gb20' is not known: use .*gb10.*this"):
+    with pytest.raises(
+        UserError, match=r"Unknown machine 'gb20'; did you mean gb10\? Known machines are .*gb10.* and this"
+    ):
         find_machine("gb20")
 
 

@@ -7,6 +7,7 @@ import pytest
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import Request, SamplingParams, UserError
 from sparkdraft.engine.engine import Engine
+from sparkdraft.engine.load import open_model
 from tests.fakes import FakeBlock, fake_engine
 
 ROOM = {"num_blocks": 800, "block_size": 4, "max_rows": 64}
@@ -39,6 +40,12 @@ def test_a_request_may_name_another_depth() -> None:
     engine = fake_engine(FakeBlock(0.9), depths=[0, 2, 5], **ROOM)
     assert engine.drafting.choices == [0, 2, 5, engine.drafting.max_depth]
     assert engine.drafting.max_depth in chosen(engine, num_draft=engine.drafting.max_depth)[0]
+
+
+@pytest.mark.parametrize("asked", [{"spec": "16"}, {"spec_depths": "0,3,16"}, {"spec": "16", "drafter": "none"}])
+def test_depths_that_cannot_run_are_refused_before_weights_are_read(asked: dict[str, str]) -> None:
+    with pytest.raises(UserError, match=r"is 16; .* 15: ask for fewer, or leave it out"):
+        open_model(EngineConfig(model="smollm2", **asked))
 
 
 def test_depths_that_cannot_run_are_refused() -> None:

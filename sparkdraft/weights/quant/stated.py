@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import translate
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,6 @@ MODELOPT = {
     **dict.fromkeys(("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_BLOCK_SCALES", "MXFP8"), 8),
     **dict.fromkeys(("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8", "MXFP4"), 4),
 }
-NUMBERS = {"bits": 1, "num_bits": 1, "w_bit": 1, "group_size": -1, "q_group_size": -1}  # and the least of each
-FLAGS = ("sym", "symmetric", "desc_act")
-TEXTS = ("quant_method", "quant_algo", "format", "checkpoint_format", "packing_format")
-LISTS = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers", "targets")
-PAIRS = ("weight_block_size", "block_structure")  # rows and columns; old files have texts such as "128x128"
 NESTED = ("config_groups", "quantized_layers", "extra_config", "dynamic")  # what is said of single modules
 ZERO_LESS_ONE = {"gptq": True, "gptq_v2": False}
 AUTO_ROUND = {"auto_round:auto_gptq": True, "auto_round": False, "auto_round:gptqmodel": False}
@@ -158,24 +153,29 @@ def check_values(said: Mapping[str, Any], where: str) -> None:
         return
     groups = [(f"{where} ({key})", mapping(said, key, where)) for key in NESTED]
     modules = [(place, mapping(group, name, place)) for place, group in groups for name in group]
-    weights = [(place, mapping(module, "weights", place)) for place, module in modules]
+    weights = [(place, mapping(module, "weights", place)) for place, module in modules if "weights" in module]
     for place, each in [(where, said), *modules, *weights]:
-        for key, low in NUMBERS.items():
-            whole(each, key, low, place)
-        for key in FLAGS:
-            flag(each, key, where=place)
-        for key in TEXTS:
-            text(each, key, place)
-        for key in LISTS:
-            listed(each, key, str, place)
-        for key in PAIRS:
-            pair = each.get(key)
-            if isinstance(pair, list) and (len(pair) != 2 or not all(_is_size(size) for size in pair)):
-                raise wrong(key, pair, f"two whole numbers from 1 to {MAX_SIZE:,}", place)
+        for key in CHECKS.keys() & each.keys():
+            CHECKS[key](each, key, where=place)
 
 
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 1 <= value <= MAX_SIZE
+def _check_pair(said: Mapping[str, Any], key: str, where: str) -> None:
+    """Of rows and columns; old files have texts such as "128x128"."""
+    pair = said[key]
+    if isinstance(pair, list) and (len(pair) != 2 or not all(type(n) is int and 1 <= n <= MAX_SIZE for n in pair)):
+        raise wrong(key, pair, f"two whole numbers from 1 to {MAX_SIZE:,}", where)
+
+
+_NUMBERS = {"bits": 1, "num_bits": 1, "w_bit": 1, "group_size": -1, "q_group_size": -1}  # and the least of each
+_TEXTS = ("quant_method", "quant_algo", "format", "checkpoint_format", "packing_format")
+_LISTS = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers", "targets")
+CHECKS: dict[str, Callable[..., object]] = {
+    **{key: partial(whole, low=low) for key, low in _NUMBERS.items()},
+    **dict.fromkeys(("sym", "symmetric", "desc_act"), flag),
+    **dict.fromkeys(_TEXTS, text),
+    **dict.fromkeys(_LISTS, partial(listed, kind=str)),
+    **dict.fromkeys(("weight_block_size", "block_structure"), _check_pair),
+}
 
 
 def pattern_of(expression: str) -> re.Pattern[str]:
