@@ -190,7 +190,7 @@ def test_old_files_keep_the_part_beside_the_dict() -> None:
         ),
         (64, GEMMA, "", "rope_parameters with sliding_attention"),
         (64, {"rope_type": "longrope"}, "", "of the kind 'longrope'"),
-        (64, {"rope_type": "default", "partial_rotary_factor": 1.5}, "", "rotates 96 of 64 lanes"),
+        (64, {"rope_type": "default", "partial_rotary_factor": 1.5}, "", "partial_rotary_factor 1.5, .* at most 1"),
         (20, {"rope_type": "default", "partial_rotary_factor": 0.25}, "", "rotates 5 of 20 lanes"),
         (64, {"rope_type": "default", "mrope_section": [3, 3, 2]}, "", "mrope_section"),
     ],
