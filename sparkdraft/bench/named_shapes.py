@@ -80,7 +80,7 @@ def drafter_shape(name: str, target: ModelConfig) -> DraftConfig:
 
 def _known(name: str, names: list[str]) -> str:
     question = did_you_mean(name, names)
-    return f"{question and question + ' '}Known are {', '.join(names)}"
+    return f"{question} Known are {', '.join(names)}" if question else f"known are {', '.join(names)}"
 
 
 def _like(target: ModelConfig, own: DrafterShape, name: str) -> DFlashConfig:

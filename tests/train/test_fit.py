@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -282,7 +283,7 @@ def test_a_resumed_run_tells_one_time(toy: Path, tmp_path: Path, monkeypatch: py
     assert begun == [(2, saved.seconds)] and done == [1, 2, 3, 4]
     meter = Meter("training", "steps", shows_left=True)
     now = time.monotonic()
-    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: now))
     meter.resume(1000, 1300, 500.0)
     assert meter.state() == "1000 of 1300 steps, 8 min"
     now += 100
