@@ -327,10 +327,10 @@ def _forecast(question: Question) -> Forecast:
         others = {"without the drafter": alone} if question.drafter else {}
         for name in SMALLER if question.machine.hardware.device == "cuda" else ():
             unread = "" if name in KEPT_ON_GPU else ", which no kernel here reads yet,"
-            smaller = {"formats": WeightFormats.parse(name)}
-            others[f"in {name}{unread}"] = replace(question, **smaller)
+            formats = WeightFormats.parse(name)
+            others[f"in {name}{unread}"] = replace(question, formats=formats)
             if question.drafter:
-                others[f"in {name}{unread} and without the drafter"] = replace(alone, **smaller)
+                others[f"in {name}{unread} and without the drafter"] = replace(alone, formats=formats)
         for name, other in others.items():
             if (found := tried(other)[0]) and found.running():
                 raise UserError(f"{error}; {name} it would fit, with {found.max_tokens:,} tokens of context") from None
