@@ -20,7 +20,7 @@ NO_TOOLS = "the server runs no tools: a client does"
 PROXY = "put a reverse proxy before the server"
 LOGS = "only warnings and errors are logged"
 TYPED = "a chat is typed; `sparkdraft generate --prompt` writes one answer"
-TERMINAL = "how the terminal is used is not chosen"
+TERMINAL = "`sparkdraft chat` has no choice of this"
 NAME_IT = "name the model: `--model`"
 
 WITHOUT = without(
@@ -111,8 +111,9 @@ WITHOUT = without(
     ("--log-* --verbosity -lv", LOGS, VALUE),
     ("--log-disable --log-jsonl --log-verbose --log-prefix --log-timestamps --verbose -v --perf", LOGS, SWITCH),
     ("--prompt -p --file -f --binary-file -bf --in-prefix --in-suffix", TYPED, VALUE),
-    ("--system-prompt -sys --system-prompt-file -sysf", "`/system` sets it in `sparkdraft chat`", VALUE),
-    ("--single-turn -st --conversation -cnv -no-cnv --interactive -i --interactive-first -if", TYPED, SWITCH),
+    ("--system-prompt -sys --system-prompt-file -sysf", "`sparkdraft chat --system TEXT` sets it", VALUE),
+    ("--conversation -cnv --interactive -i --interactive-first -if", "`sparkdraft chat` is a conversation", SWITCH),
+    ("--single-turn -st -no-cnv", TYPED, SWITCH),
     ("--in-prefix-bos --display-prompt --verbose-prompt --prompt-cache-all --prompt-cache-ro", TYPED, SWITCH),
     ("--prompt-cache", ONE_MODEL, VALUE),
     ("--color -co --simple-io --multiline-input -mli --show-timings", TERMINAL, SWITCH),

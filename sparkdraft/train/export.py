@@ -24,6 +24,7 @@ from torch import Tensor
 from sparkdraft.core import UserError
 from sparkdraft.spec.dflash_config import SINK_KEY, WINDOW_KEY, DFlashConfig
 from sparkdraft.weights.checkpoint import open_checkpoint
+from sparkdraft.weights.folder_files import follow_umask
 from sparkdraft.weights.quant.group import GROUP, GroupQuant
 from sparkdraft.weights.quant.int8 import INT8_GROUPS, SCALE
 from sparkdraft.weights.quant.stored import as_float
@@ -224,6 +225,7 @@ def _new_folder(folder: Path) -> Iterator[Path]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         place.mkdir()
         yield place
+        follow_umask(place)
         if folder.exists():
             if (folder / CARD).is_file():
                 shutil.copy2(folder / CARD, place)

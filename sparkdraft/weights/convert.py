@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from sparkdraft.core import UserError
 from sparkdraft.weights.checkpoint import Checkpoint
+from sparkdraft.weights.folder_files import follow_umask
 from sparkdraft.weights.quant.stored import as_float
 from sparkdraft.weights.safetensors import INDEX
 
@@ -48,7 +48,7 @@ def write_checkpoint(
         place.mkdir(parents=True)
         _write_texts(source, place, dtype)
         _write_tensors(place, _floats(source, DTYPES[dtype], progress), shard_bytes)
-        _follow_umask(place)
+        follow_umask(place)
         if folder.exists():
             folder.rmdir()
         place.rename(folder)
@@ -58,13 +58,6 @@ def write_checkpoint(
         ) from None
     finally:
         shutil.rmtree(place, ignore_errors=True)
-
-
-def _follow_umask(place: Path) -> None:
-    """Give every file the mode of a new file: libraries write some of them readable by their owner alone."""
-    usual = (place / "config.json").stat().st_mode  # written by Python, so it follows the umask
-    for file in place.iterdir():
-        file.chmod(stat.S_IMODE(usual))
 
 
 def _write_texts(source: Checkpoint, place: Path, dtype: str) -> None:

@@ -1,8 +1,9 @@
-"""The small files of a checkpoint's folder, which are read without torch."""
+"""The small files of a checkpoint's folder, which are read without torch, and the mode of all of them."""
 
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +46,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [key for key, _ in pairs]
         raise ValueError(f"{next(key for key in names if names.count(key) > 1)} is listed twice")
     return value
+
+
+def follow_umask(place: Path) -> None:
+    """Give every file the mode of a new file: libraries write some of them readable by their owner alone."""
+    usual = (place / "config.json").stat().st_mode  # written by Python, so it follows the umask
+    for file in place.iterdir():
+        file.chmod(stat.S_IMODE(usual))

@@ -296,6 +296,8 @@ def test_an_export_is_not_overwritten_without_a_word(
 ) -> None:
     command = ["train", "export", str(run), "--out", str(tmp_path / "d")]
     assert main(command) == 0
+    modes = {file.stat().st_mode for file in (tmp_path / "d").iterdir()}
+    assert len(modes) == 1, "all files are as readable as the first"
     before = (tmp_path / "d" / "config.json").stat().st_ino
     assert main([*command, "--bits", "8"]) == 1
     assert f"{tmp_path / 'd'} is not empty: name another folder, or replace" in capsys.readouterr().err
