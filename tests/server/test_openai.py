@@ -247,7 +247,10 @@ DRAFTED: dict[str, Any] = {
         "response_format": {"type": "json_schema", "json_schema": {"name": "people", "schema": PEOPLE}},
         "messages": [{"role": "user", "content": "Four people, their names and ages, as JSON."}],
     },
-    "stops": {"stop": ["seven", " 7"]},
+    "stops": {
+        "stop": ["sum", "1 for"],
+        "messages": [{"role": "user", "content": "Write a Python function that counts the vowels in a string."}],
+    },
     "all": {
         "response_format": {"type": "json_schema", "json_schema": {"name": "people", "schema": PEOPLE}},
         "presence_penalty": 0.3,
