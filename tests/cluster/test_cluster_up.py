@@ -203,7 +203,7 @@ def test_in_the_background(sparks: Simulation) -> None:
     url = f"http://127.0.0.1:{sparks.port}/v1 (on spark-1 only)"
     assert url in started.stderr and url in sparks.command("status").stdout
     log = (sparks.cache / "cluster/sparks/supervisor.log").read_text()
-    assert url in log and "only spark-1 itself reaches the server; so that others reach it, add --host 0.0.0.0" in log
+    assert url in log and "only spark-1 itself can reach the server; to let others reach it, add --host 0.0.0.0" in log
     assert sparks.command("down").returncode == 0
     nothing_left(sparks)
     (sparks.root / "spark-2" / "fails").touch()
@@ -221,6 +221,6 @@ def test_an_interrupt_ends_what_was_to_go_to_the_background(sparks: Simulation) 
     process = subprocess.Popen(sparks.words("up", *flags), stderr=subprocess.PIPE, text=True, env=sparks.environ)
     wait_for(lambda: (sparks.root / "spark-1" / "called0.json").exists() or process.poll() is not None)
     process.send_signal(signal.SIGINT)
-    assert "interrupted before it was ready: it is ended" in process.communicate(timeout=PATIENT)[1]
+    assert "interrupted before it was ready; it has been stopped" in process.communicate(timeout=PATIENT)[1]
     assert process.returncode == 130 and sparks.state()["phase"] == "down"
     nothing_left(sparks)

@@ -310,7 +310,7 @@ def test_greedy_text_of_the_embedded_model_is_the_same_drafted(llm: LLM) -> None
             (asked(llm, SCHEMAS[0]), replace(plain, grammar=_spec(SCHEMAS[0]))),
             (asked(llm, SCHEMAS[1]), replace(plain, grammar=_spec(SCHEMAS[1]), frequency_penalty=1.0)),
             (asked(llm, SCHEMAS[2]), replace(plain, grammar=_spec(SCHEMAS[2]), logit_bias={17: 5.0, 42: -100.0})),
-            (llm.encode('[{"a": 1}, {"a": 1}, {"a": 1}, '), replace(plain, grammar=GrammarSpec("json_object"))),
+            (llm.encode("[" + '{"a": 1}, ' * 8), replace(plain, grammar=GrammarSpec("json_object"))),
             (llm.encode("The capital of France is"), plain),
         ]
         for i, (prompt, params) in enumerate(jobs):

@@ -83,7 +83,7 @@ def test_a_chain_of_drafts_changes_no_text(tmp_path: Path, overlaps: bool) -> No
 
 @pytest.mark.slow
 def test_drafts_from_the_text_itself_change_no_text(folder: Path) -> None:
-    two = SamplingParams(20, ignore_eos=True, logit_bias={40: 100.0, 41: 100.0})
+    two = SamplingParams(60, ignore_eos=True, logit_bias={40: 100.0, 41: 100.0})
     prompts = [[40 + (i * i * (k + 3) // 7) % 2 for i in range(60 + 9 * k)] for k in range(2)]
     drafted = load(folder, spec="4", ngram=True)
     assert texts(drafted, prompts, two) == texts(load(folder), prompts, two)
