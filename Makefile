@@ -6,7 +6,7 @@
 #   make test-long  what takes longer, under an hour on two cores: GPU kernels in Triton's interpreter and compiled for
 #                sm_90 and sm_121 in every shape, drafted text against plain text over 60 prompts, endurance, fuzzing
 #   make bench   decode and prefill speed of the embedded model against the memory bandwidth
-#   make check-speed [DEVICE=cuda]   ratios of speeds against sparkdraft/bench/speed/expected_ratios.json
+#   make check-speed [DEVICE=cuda]   ratios of speeds against sparkdraft/operate/bench/speed/expected_ratios.json
 #
 # TORCH=torch==2.13.0       the torch to install (the pin: its CPU build pulls no CUDA packages on most machines)
 # TRITON=triton==3.6.0      the Triton with which tests compile and interpret GPU kernels, where torch brings none
@@ -70,6 +70,6 @@ $(VENV)/ready-dev: $(VENV)/ready
 # A CUDA build of torch pins the Triton that it brings; only a CPU build, which brings none, gets ours.
 	$(BIN)/python -c "import triton" 2> /dev/null || $(BIN)/python -m pip install --quiet $(PIP_ARGS) "$(TRITON)"
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e ".[dev]"
-# z-lab's own code, the oracle of tests/spec; without what it pins to the digit (datasets, tqdm, requests), unused here.
+# z-lab's own code, the oracle of tests/drafters; without what it pins to the digit (datasets, tqdm, requests), unused here.
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps dflash==0.1.0
 	touch $@

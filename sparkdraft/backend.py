@@ -49,7 +49,7 @@ class BackendStatus:
     kv_blocks_total: int
     block_size: int  # tokens
     preemptions: int  # since the last reset_counts
-    drafting: dict[str, Any]  # SpecStats.as_dict (spec/stats.py), since the last reset_counts
+    drafting: dict[str, Any]  # SpecStats.as_dict (speculation/stats.py), since the last reset_counts
     kv_errors: dict[str, Any] | None = None  # of a coded KV cache in the mode capture_only
     step_drift: float | None = None  # recent decode steps' time over what such steps took before; None: not known yet
     steps_compared: int | None = 0  # steps that step_drift is made of so far; None: they cannot be compared here

@@ -378,5 +378,5 @@ class StepOutput:
     num_prompt: int = 0
     num_cached: int = 0
     num_accepted: int = 0  # how many of its ids, from the front, were accepted drafts
-    speculation: dict[str, Any] | None = None  # with the finish reason: how drafting went (spec/stats.py)
+    speculation: dict[str, Any] | None = None  # with the finish reason: how drafting went (speculation/stats.py)
     stop_reason: str | None = None  # Request.stop_reason

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparkdraft.tune import profile
+from sparkdraft.engine import profile
 from sparkdraft.weights import hub
 
 LLAMA = {

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-import sparkdraft.bench
-from sparkdraft.bench.perplexity import HELDOUT, perplexity
+import sparkdraft.operate.bench
 from sparkdraft.core import SamplingParams
 from sparkdraft.llm import LLM, Completion
+from sparkdraft.operate.bench.perplexity import HELDOUT, perplexity
 
 PROMPTS = [
     "The capital of France is",
@@ -97,7 +97,7 @@ def test_quantised_text_is_the_same_in_any_company() -> None:
 
 def chats(llm: LLM, each: int) -> list[list[int]]:
     """The first prompts of each class, as conversations."""
-    lines = (Path(sparkdraft.bench.__file__).parent / "prompts.jsonl").read_text().splitlines()
+    lines = (Path(sparkdraft.operate.bench.__file__).parent / "prompts.jsonl").read_text().splitlines()
     prompts = [(p["class"], p["prompt"]) for p in map(json.loads, lines)]
     chosen = [text for kind in CLASSES for text in [t for k, t in prompts if k == kind][:each]]
     assert len(chosen) == each * len(CLASSES)

@@ -20,8 +20,8 @@ import torch
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.llm import Completion
+from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab
 from tests.models.tiny import write_tiny
-from tests.spec.tiny_drafter import body, random_tensors, write_drafter, zlab
 
 RECORD = Path(__file__).parent / "same_text.json"
 PROMPTS = ["The capital of France is", "def fibonacci(n):", '{"name": "Ada", "age":', "Once upon a time", "1, 1, 2, 3,"]

@@ -15,8 +15,8 @@ import json
 import time
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.bench.accept import read_prompts
 from sparkdraft.core import AUTO
+from sparkdraft.operate.bench.accept import read_prompts
 
 Timed = tuple[list[int], float, float]  # ids, seconds, seconds of processor time
 

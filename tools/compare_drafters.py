@@ -13,7 +13,7 @@ import argparse
 import json
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.bench.accept import ALL, Pace, add_to, chat_prompts, pace, read_prompts
+from sparkdraft.operate.bench.accept import ALL, Pace, add_to, chat_prompts, pace, read_prompts
 
 WARM = ["Why is the sky blue?"]
 

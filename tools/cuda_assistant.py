@@ -25,17 +25,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkdraft.bench import named_shapes
-from sparkdraft.bench.shapes import random_engine
 from sparkdraft.cache.reading import BorrowedLayer, PagedReader
 from sparkdraft.cli.main import main as sparkdraft
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import SamplingParams
+from sparkdraft.drafters.assistant import Assistant
+from sparkdraft.drafters.drafter import Anchors, Pick, Score
 from sparkdraft.engine.engine import Engine
 from sparkdraft.kernels import reference
-from sparkdraft.models.sandwich import DenseSublayer
-from sparkdraft.spec.assistant import Assistant
-from sparkdraft.spec.drafter import Anchors, Pick, Score
+from sparkdraft.models.common.sandwich import DenseSublayer
+from sparkdraft.operate.bench import named_shapes
+from sparkdraft.operate.bench.shapes import random_engine
 
 DRY = "--dry" in sys.argv
 SHAPES = {"31b": "gemma4-31b", "26b": "gemma4-26b-a4b"}

@@ -1,4 +1,4 @@
-"""Checks and times the kernels of recurrent layers (kernels/cuda/delta_steps.py and its kin) on a GPU.
+"""Checks and times the kernels of recurrent layers (kernels/cuda/recurrent/delta_steps.py and its kin) on a GPU.
 
 First states are compared with a recurrence in float64, and rows with the same rows in other steps, to the bit. Then
 come all layers of published models: decoding as it goes on, sixteen steps after each other with their replays and
@@ -26,18 +26,19 @@ DRY = "--dry" in sys.argv
 if DRY:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from sparkdraft.bench.bandwidth import memory_bandwidth  # noqa: E402
-from sparkdraft.kernels import cuda  # noqa: E402
-from sparkdraft.kernels.cuda import delta_chunks, delta_steps, pdl, tuned  # noqa: E402
-from sparkdraft.kernels.cuda.gpu import gpu_of  # noqa: E402
-from sparkdraft.kernels.delta_rule import FOLD, DeltaParams, RecurrentState, input_ring, record_ring  # noqa: E402
-from sparkdraft.kernels.view import AttentionView  # noqa: E402
-from sparkdraft.tune import tiles  # noqa: E402
-from sparkdraft.tune.tiles import TileSearch  # noqa: E402
+from sparkdraft.kernels import cuda
+from sparkdraft.kernels.cuda.recurrent import delta_chunks, delta_steps
+from sparkdraft.kernels.cuda.runtime import pdl, tuned
+from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
+from sparkdraft.kernels.delta_rule import FOLD, DeltaParams, RecurrentState, input_ring, record_ring
+from sparkdraft.kernels.view import AttentionView
+from sparkdraft.operate.forecast.bandwidth import memory_bandwidth
+from sparkdraft.operate.tune import tiles
+from sparkdraft.operate.tune.tiles import TileSearch
 
 if DRY:
     import tests.kernels.triton_device  # noqa: F401  # mends the interpreter

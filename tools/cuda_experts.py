@@ -1,4 +1,4 @@
-"""Checks and times the kernels of experts (kernels/cuda/experts.py) in the shapes of published models on a GPU.
+"""Checks and times the kernels of experts (kernels/cuda/moe/experts.py) in the shapes of published models on a GPU.
 
 First results are compared with kernels/reference.py in float32, and rows alone with the same rows in a batch, to the
 bit. Then every figure is a replayed CUDA graph of several layers whose weights and routings differ, so that nothing of
@@ -29,21 +29,23 @@ DRY = "--dry" in sys.argv
 if DRY:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-from sparkdraft.bench.bandwidth import memory_bandwidth  # noqa: E402
-from sparkdraft.kernels import cuda, reference  # noqa: E402
-from sparkdraft.kernels.activation import GELU_TANH, SILU, Activation  # noqa: E402
-from sparkdraft.kernels.cuda import experts, few_rows, pdl, tuned  # noqa: E402
-from sparkdraft.kernels.cuda.experts import DOWN, FEW_DOWN, FEW_GATE_UP, GATE_UP, ROW_DOWN  # noqa: E402
-from sparkdraft.kernels.cuda.gpu import gpu_of  # noqa: E402
-from sparkdraft.kernels.cuda.routing import cut  # noqa: E402
-from sparkdraft.kernels.norm import Norm, Normed  # noqa: E402
-from sparkdraft.kernels.routing import Routing  # noqa: E402
-from sparkdraft.tune.tiles import TileSearch, expert_tiles, seconds  # noqa: E402
-from sparkdraft.weights.experts import DenseExperts  # noqa: E402
-from sparkdraft.weights.linear import DenseLinear  # noqa: E402
+from sparkdraft.kernels import cuda, reference
+from sparkdraft.kernels.activation import GELU_TANH, SILU, Activation
+from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.moe import experts
+from sparkdraft.kernels.cuda.moe.experts import DOWN, FEW_DOWN, FEW_GATE_UP, GATE_UP, ROW_DOWN
+from sparkdraft.kernels.cuda.moe.routing import cut
+from sparkdraft.kernels.cuda.runtime import pdl, tuned
+from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
+from sparkdraft.kernels.norm import Norm, Normed
+from sparkdraft.kernels.routing import Routing
+from sparkdraft.operate.forecast.bandwidth import memory_bandwidth
+from sparkdraft.operate.tune.tiles import TileSearch, expert_tiles, seconds
+from sparkdraft.weights.experts import DenseExperts
+from sparkdraft.weights.linear import DenseLinear
 
 if DRY:
     import tests.kernels.triton_device  # noqa: F401  # mends the interpreter

@@ -1,13 +1,14 @@
-"""Tunes and times the matmuls of few rows (kernels/cuda/few_rows.py) against cuBLAS and the memory's speed.
+"""Tunes and times the matmuls of few rows (kernels/cuda/linear/few_rows.py) against cuBLAS and the memory's speed.
 
 Every figure is a replayed CUDA graph of launches over copies of the weight that exceed the L2 together; bytes are the
 weight's, shown as a share of a measured copy. One tile must serve all numbers of rows, so the best is chosen over all
 of them, and one whose rows depend on their neighbours is thrown out; then whole layers of Qwen3-8B run with and
 without overlap (pdl.py) and as cuBLAS with the small kernels around it. The tiles found go into the user's own file
-(kernels/cuda/tuned), which later runs on this machine use, or into the one that --out names. It ends in a line of JSON.
+(kernels/cuda/runtime/tuned), which later runs on this machine use, or into the one that --out names. It ends in a
+line of JSON.
 
     python tools/cuda_few_rows.py            about a minute on an H200, a third of it compiling
-    python tools/cuda_few_rows.py --out sparkdraft/kernels/cuda/tuned/sm_90.json    for everybody
+    python tools/cuda_few_rows.py --out sparkdraft/kernels/cuda/runtime/tuned/sm_90.json    for everybody
     python tools/cuda_few_rows.py --quick    the tiles of the table alone, and fewer rows: about 20 seconds
     python tools/cuda_few_rows.py --only Gemma,gpt    chosen shapes: seconds
     python tools/cuda_few_rows.py --dry      tiny shapes in Triton's interpreter: whether the script itself works
@@ -30,18 +31,19 @@ DRY = "--dry" in sys.argv
 if DRY:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from sparkdraft.bench.bandwidth import memory_bandwidth  # noqa: E402
-from sparkdraft.kernels import cuda  # noqa: E402
-from sparkdraft.kernels.activation import SILU  # noqa: E402
-from sparkdraft.kernels.cuda import few_rows, pdl, tuned  # noqa: E402
-from sparkdraft.kernels.cuda.gpu import gpu_of  # noqa: E402
-from sparkdraft.kernels.norm import Norm, Normed  # noqa: E402
-from sparkdraft.tune.tiles import COLD_BYTES, TileSearch, compiling, float_tiles, seconds  # noqa: E402
-from sparkdraft.weights.linear import WeightTiles  # noqa: E402
+from sparkdraft.kernels import cuda
+from sparkdraft.kernels.activation import SILU
+from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.runtime import pdl, tuned
+from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
+from sparkdraft.kernels.norm import Norm, Normed
+from sparkdraft.operate.forecast.bandwidth import memory_bandwidth
+from sparkdraft.operate.tune.tiles import COLD_BYTES, TileSearch, compiling, float_tiles, seconds
+from sparkdraft.weights.linear import WeightTiles
 
 if DRY:
     import tests.kernels.triton_device  # noqa: F401  # mends the interpreter

@@ -23,14 +23,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparkdraft.bench.bandwidth import memory_bandwidth
 from sparkdraft.kernels import cuda
 from sparkdraft.kernels.activation import SILU
-from sparkdraft.kernels.cuda import attention, tuned
-from sparkdraft.kernels.cuda.attention import Tile
-from sparkdraft.kernels.cuda.gpu import gpu_of
+from sparkdraft.kernels.cuda.attention import paged
+from sparkdraft.kernels.cuda.attention.paged import Tile
+from sparkdraft.kernels.cuda.runtime import tuned
+from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
 from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
-from sparkdraft.tune.tiles import COLD_BYTES, seconds
+from sparkdraft.operate.forecast.bandwidth import memory_bandwidth
+from sparkdraft.operate.tune.tiles import COLD_BYTES, seconds
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 HIDDEN, INTER = 4096, 12288
@@ -207,7 +208,7 @@ def tune(cache: Cache, results: dict[str, object], cases: list[tuple[int, int, i
         for tile in candidates:
             numbers = [tile.block_m, tile.block_n, tile.warps, tile.stages]
             decode[dim,], chunk[dim,] = [numbers] if rows <= 16 else [], numbers
-            attention._launch.cache_clear()
+            paged._launch.cache_clear()
             name = f"tune {dim}: {rows} rows, {seqs} seqs x {context}, {tile}"
             try:
                 time = cache.attend(seqs, rows, context)
@@ -217,7 +218,7 @@ def tune(cache: Cache, results: dict[str, object], cases: list[tuple[int, int, i
             print(f"{name}: {time * 1e6:.1f} us", flush=True)
             results[name] = {"us": round(time * 1e6, 2)}
     decode[dim,], chunk[dim,] = kept
-    attention._launch.cache_clear()
+    paged._launch.cache_clear()
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Checks and times MTP heads (spec/mtp.py) on a GPU: logits against plain torch, and replayed passes by depth.
+"""Checks and times MTP heads (drafters/mtp.py) on a GPU: logits against plain torch, and replayed passes by depth.
 
 A head of each published shape, with random weights and tables of its own, observes sequences and drafts. First every
 pass's logits are compared with those of the reference kernels on the same device, for the same ids. Then all passes of
@@ -29,20 +29,20 @@ DRY = "--dry" in sys.argv
 if DRY:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-from sparkdraft.bench.bandwidth import memory_bandwidth  # noqa: E402
-from sparkdraft.bench.named_shapes import TARGET_FILES, shape  # noqa: E402
-from sparkdraft.bench.shapes import RandomCheckpoint  # noqa: E402
-from sparkdraft.cache.formats.dense import DenseKV  # noqa: E402
-from sparkdraft.kernels import cuda, reference  # noqa: E402
-from sparkdraft.models.config import ModelConfig  # noqa: E402
-from sparkdraft.models.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec  # noqa: E402
-from sparkdraft.spec.drafter import Anchors, CommittedRows, Score  # noqa: E402
-from sparkdraft.spec.mtp import MtpHead, build  # noqa: E402
-from sparkdraft.spec.mtp_config import MAX_DEPTH, MtpConfig  # noqa: E402
-from sparkdraft.weights.loader import Loader  # noqa: E402
+from sparkdraft.cache.formats.dense import DenseKV
+from sparkdraft.drafters.drafter import Anchors, CommittedRows, Score
+from sparkdraft.drafters.mtp import MtpHead, build
+from sparkdraft.drafters.mtp_config import MAX_DEPTH, MtpConfig
+from sparkdraft.kernels import cuda, reference
+from sparkdraft.models.common.config import ModelConfig
+from sparkdraft.models.common.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec
+from sparkdraft.operate.bench.named_shapes import TARGET_FILES, shape
+from sparkdraft.operate.bench.shapes import RandomCheckpoint
+from sparkdraft.operate.forecast.bandwidth import memory_bandwidth
+from sparkdraft.weights.loader import Loader
 
 if DRY:
     import tests.kernels.triton_device  # noqa: F401  # mends the interpreter

@@ -1,4 +1,5 @@
-"""Checks and times quantised weights that stay quantised (kernels/cuda/planes.py) in the shapes of published models.
+"""Checks and times quantised weights that stay quantised (kernels/cuda/linear/planes.py) in the shapes of published
+models.
 
 First every format runs through every kernel and is compared with float64 products of what its codes mean, and rows
 alone with the same rows in a batch, to the bit. Then every figure is a replayed CUDA graph of launches over copies of
@@ -8,8 +9,8 @@ of JSON.
 
     python tools/cuda_planes.py                          about two minutes on an H200
     python tools/cuda_planes.py --check                  the comparisons alone: half a minute, most of it compiling
-    python tools/cuda_planes.py --tune --out sparkdraft/kernels/cuda/tuned/sm_90.json     tries tiles: --limit seconds
-    python tools/cuda_planes.py --formats mxfp4 --only gpt-oss --rows 1 16 64
+    python tools/cuda_planes.py --tune --out sparkdraft/kernels/cuda/runtime/tuned/sm_90.json     tries tiles:
+    --limit seconds python tools/cuda_planes.py --formats mxfp4 --only gpt-oss --rows 1 16 64
     python tools/cuda_planes.py --dry                    tiny shapes in Triton's interpreter: does the script work?
 """
 
@@ -27,37 +28,32 @@ DRY = "--dry" in sys.argv
 if DRY:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-from sparkdraft.bench.bandwidth import memory_bandwidth  # noqa: E402
-from sparkdraft.bench.coded import random_coded as sane_coded  # noqa: E402
-from sparkdraft.kernels import cuda, reference  # noqa: E402
-from sparkdraft.kernels.activation import SILU, Activation  # noqa: E402
-from sparkdraft.kernels.cuda import experts, few_rows, tuned  # noqa: E402
-from sparkdraft.kernels.cuda.gpu import gpu_of  # noqa: E402
-from sparkdraft.kernels.cuda.planes import PlaneExperts, PlaneLinear  # noqa: E402
-from sparkdraft.kernels.norm import Norm, Normed  # noqa: E402
-from sparkdraft.kernels.routing import Routing  # noqa: E402
-from sparkdraft.tune.tiles import (  # noqa: E402
-    COLD_BYTES,
-    TileSearch,
-    coded_tiles,
-    expert_tiles,
-    seconds,
-    wide_tiles,
-)
-from sparkdraft.weights.experts import DenseExperts, ExpertLinear  # noqa: E402
-from sparkdraft.weights.linear import DenseLinear, Linear  # noqa: E402
-from sparkdraft.weights.planes import Planes, pack  # noqa: E402
-from tests.weights.formats_of_codes import FORMATS, random_coded  # noqa: E402
+from sparkdraft.kernels import cuda, reference
+from sparkdraft.kernels.activation import SILU, Activation
+from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.linear.planes import PlaneExperts, PlaneLinear
+from sparkdraft.kernels.cuda.moe import experts
+from sparkdraft.kernels.cuda.runtime import tuned
+from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
+from sparkdraft.kernels.norm import Norm, Normed
+from sparkdraft.kernels.routing import Routing
+from sparkdraft.operate.bench.coded import random_coded as sane_coded
+from sparkdraft.operate.forecast.bandwidth import memory_bandwidth
+from sparkdraft.operate.tune.tiles import COLD_BYTES, TileSearch, coded_tiles, expert_tiles, seconds, wide_tiles
+from sparkdraft.weights.experts import DenseExperts, ExpertLinear
+from sparkdraft.weights.linear import DenseLinear, Linear
+from sparkdraft.weights.planes import Planes, pack
+from tests.weights.formats_of_codes import FORMATS, random_coded
 
 if DRY:
     import tests.kernels.triton_device  # noqa: F401  # mends the interpreter
 
 DEVICE, DTYPE = ("cpu", torch.float16) if DRY else ("cuda", torch.bfloat16)
 GPU, EPS = gpu_of(torch.device(DEVICE)), 1e-6
-TIMED = ("mxfp4", "int4", "nvfp4", "fp8")  # of sparkdraft/bench/coded.py
+TIMED = ("mxfp4", "int4", "nvfp4", "fp8")  # of sparkdraft/operate/bench/coded.py
 LAYERS = 2 if DRY else 8
 GOAL = 0.01  # seconds of replays per figure
 BEGIN = time.perf_counter()

@@ -28,22 +28,24 @@ DRY = "--dry" in sys.argv
 if DRY:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-from sparkdraft.bench.named_shapes import TARGET_FILES, shape  # noqa: E402
-from sparkdraft.bench.shapes import RandomCheckpoint  # noqa: E402
-from sparkdraft.cache.formats.dense import DenseKV  # noqa: E402
-from sparkdraft.kernels import cuda  # noqa: E402
-from sparkdraft.kernels.cuda import experts, few_rows, tuned  # noqa: E402
-from sparkdraft.kernels.cuda.gpu import gpu_of  # noqa: E402
-from sparkdraft.kernels.view import AttentionView  # noqa: E402
-from sparkdraft.models.blocks import Decoder, Step  # noqa: E402
-from sparkdraft.models.config import ModelConfig  # noqa: E402
-from sparkdraft.models.registry import architecture, read_config  # noqa: E402
-from sparkdraft.tune import tiles  # noqa: E402
-from sparkdraft.tune.model_tiles import expert_groups, families  # noqa: E402
-from sparkdraft.weights.loader import Loader  # noqa: E402
+from sparkdraft.cache.formats.dense import DenseKV
+from sparkdraft.kernels import cuda
+from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.moe import experts
+from sparkdraft.kernels.cuda.runtime import tuned
+from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
+from sparkdraft.kernels.view import AttentionView
+from sparkdraft.models.common.blocks import Decoder, Step
+from sparkdraft.models.common.config import ModelConfig
+from sparkdraft.models.registry import architecture, read_config
+from sparkdraft.operate.bench.named_shapes import TARGET_FILES, shape
+from sparkdraft.operate.bench.shapes import RandomCheckpoint
+from sparkdraft.operate.tune import tiles
+from sparkdraft.operate.tune.model_tiles import expert_groups, families
+from sparkdraft.weights.loader import Loader
 
 if DRY:
     import tests.kernels.triton_device  # noqa: F401  # mends the interpreter

@@ -30,21 +30,23 @@ DRY = "--dry" in sys.argv
 if DRY:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-from sparkdraft.bench.coded import random_coded  # noqa: E402
-from sparkdraft.kernels import cuda  # noqa: E402
-from sparkdraft.kernels.activation import SILU  # noqa: E402
-from sparkdraft.kernels.cuda import attention, few_rows, routing  # noqa: E402
-from sparkdraft.kernels.cuda.planes import tiles_of  # noqa: E402
-from sparkdraft.kernels.norm import Norm, Normed  # noqa: E402
-from sparkdraft.kernels.routing import Routing  # noqa: E402
-from sparkdraft.kernels.view import AttentionParams, AttentionView  # noqa: E402
-from sparkdraft.tune.tiles import COLD_BYTES, forget, seconds  # noqa: E402
-from sparkdraft.weights.experts import DenseExperts, ExpertLinear  # noqa: E402
-from sparkdraft.weights.linear import DenseLinear, WeightTiles  # noqa: E402
-from sparkdraft.weights.planes import pack  # noqa: E402
+from sparkdraft.kernels import cuda
+from sparkdraft.kernels.activation import SILU
+from sparkdraft.kernels.cuda.attention import paged
+from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.linear.planes import tiles_of
+from sparkdraft.kernels.cuda.moe import routing
+from sparkdraft.kernels.norm import Norm, Normed
+from sparkdraft.kernels.routing import Routing
+from sparkdraft.kernels.view import AttentionParams, AttentionView
+from sparkdraft.operate.bench.coded import random_coded
+from sparkdraft.operate.tune.tiles import COLD_BYTES, forget, seconds
+from sparkdraft.weights.experts import DenseExperts, ExpertLinear
+from sparkdraft.weights.linear import DenseLinear, WeightTiles
+from sparkdraft.weights.planes import pack
 
 if DRY:
     import tests.kernels.triton_device  # noqa: F401  # mends the interpreter
@@ -142,7 +144,7 @@ def attend(g: Geometry, seqs: int, rows: int, context: int, most: int) -> list[L
 
 
 def joins(results: dict[str, object]) -> None:
-    settings = {"apart": [(attention, "JOIN_INSIDE", 0)], "inside": [(attention, "JOIN_INSIDE", 1 << 40)]}
+    settings = {"apart": [(paged, "JOIN_INSIDE", 0)], "inside": [(paged, "JOIN_INSIDE", 1 << 40)]}
     for g in GEOMETRIES:
         for seqs, rows in ((1, 1), (1, 4), (16, 1)) if not DRY else ((1, 1),):
             for context in (300, 1000, 8000, 32000) if seqs < 16 and not DRY else (200 if DRY else 1000,):
@@ -151,7 +153,7 @@ def joins(results: dict[str, object]) -> None:
 
 
 def units(results: dict[str, object]) -> None:
-    settings = {str(unit): [(attention, "LEAST_UNIT", unit)] for unit in (128, 64, 32)}
+    settings = {str(unit): [(paged, "LEAST_UNIT", unit)] for unit in (128, 64, 32)}
     for g in GEOMETRIES:
         for context in (150,) if DRY else (100, 300, 1000, 4000):
             compare(results, f"unit {g.name}: 1 row, {context} keys", settings, attend(g, 1, 1, context, 0))

@@ -19,7 +19,7 @@ from cuda_kernels import BLOCK, COLD_BYTES, DIM, HEADS, KV_HEADS, SCALE, TOKEN_B
 from torch import Tensor
 
 from sparkdraft.kernels import cuda
-from sparkdraft.kernels.cuda import turboquant
+from sparkdraft.kernels.cuda.attention import turboquant
 from sparkdraft.kernels.turboquant.layout import token_bytes
 from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout
 from sparkdraft.kernels.turboquant.vectors import VectorFormat

@@ -1,10 +1,10 @@
 """Writes the tables of flags: into docs/api.md those of `serve`, from the fields of EngineConfig and ServerConfig and
 their help texts; into docs/plan.md those of `plan`, from its parser; into docs/from-vllm.md and docs/from-llama-cpp.md
-those of other servers, from sparkdraft/interop.
+those of other servers, from sparkdraft/bridges.
 
     python tools/flag_table.py
 
-tests/server/test_config.py, tests/cli/test_plan_command.py and tests/interop/test_docs.py compare the docs with the
+tests/server/test_config.py, tests/cli/test_plan_command.py and tests/bridges/test_docs.py compare the docs with the
 tables, so a flag that is added or changed without this fails.
 """
 
@@ -13,15 +13,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from sparkdraft.bridges.container_env import CONTAINER_NAMES, OTHERS
+from sparkdraft.bridges.llama_cpp.flags import LLAMA_CPP
+from sparkdraft.bridges.tables import Server
+from sparkdraft.bridges.vllm import broken
+from sparkdraft.bridges.vllm.flags import VLLM
+from sparkdraft.bridges.vllm.plugin.mends import MENDS
 from sparkdraft.cli import plan
 from sparkdraft.cli.parser import Parser
-from sparkdraft.interop import broken
-from sparkdraft.interop.llama_flags import LLAMA_CPP
-from sparkdraft.interop.plugin.mends import MENDS
-from sparkdraft.interop.tables import Server
-from sparkdraft.interop.vllm_flags import VLLM
 from sparkdraft.server.config import FIELDS
-from sparkdraft.server.container_env import CONTAINER_NAMES, OTHERS
 
 DOCS = Path(__file__).parent.parent / "docs"
 HEADER = "| flag | default | meaning | container's name |\n|---|---|---|---|\n"

@@ -27,14 +27,14 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from sparkdraft.bench.named_shapes import drafter_shape, shape
 from sparkdraft.cli.plan import FORMATS_OF, SHAPES_OF
 from sparkdraft.core import UserError
-from sparkdraft.plan.machine import FOLDER, Machine, like, this_machine
-from sparkdraft.plan.roofline import DraftPass, Load, Losses, Rates, Target, step
-from sparkdraft.plan.sizes import model_sizes
+from sparkdraft.drafters.dflash_caps import caps_of
+from sparkdraft.models.common.sizes import model_sizes
+from sparkdraft.operate.bench.named_shapes import drafter_shape, shape
+from sparkdraft.operate.forecast.machine import FOLDER, Machine, like, this_machine
+from sparkdraft.operate.forecast.roofline import DraftPass, Load, Losses, Rates, Target, step
 from sparkdraft.plan.weight_formats import EIGHT_BITS, WeightFormats, kept_on_cpu
-from sparkdraft.spec.dflash_caps import caps_of
 
 ROUNDS = 60
 SECONDS = ("layer", "step", "draft", "experts_layer")  # the other losses are shares, at most 1

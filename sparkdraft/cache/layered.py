@@ -17,7 +17,7 @@ from sparkdraft.cache.formats.dense import BorrowedLayer
 from sparkdraft.cache.states import RecurrentStates
 from sparkdraft.cache.windows import WindowGroup, WindowLayer
 from sparkdraft.kernels.view import AttentionView
-from sparkdraft.models.layers import AttentionSpec, RecurrentSpec
+from sparkdraft.models.common.layers import AttentionSpec, RecurrentSpec
 
 
 class LayeredKV(KVFormat):

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from sparkdraft.cache.formats import KVFormat, LayerKV, LayerState
+from sparkdraft.cache.formats.capture import CaptureLayer
 from sparkdraft.cache.formats.dense import BorrowedLayer, DenseLayer
-from sparkdraft.cache.turboquant.capture import CaptureLayer
-from sparkdraft.cache.turboquant.format import CodedLayerKV
+from sparkdraft.cache.formats.turboquant import CodedLayerKV
 from sparkdraft.cache.windows import WindowGroup, WindowLayer
 from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 

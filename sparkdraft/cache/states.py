@@ -21,7 +21,7 @@ from sparkdraft.cache.state_slots import Copy
 from sparkdraft.kernels.delta_rule import RecurrentState
 from sparkdraft.kernels.rings import FOLD, input_ring, record_ring
 from sparkdraft.kernels.view import AttentionView
-from sparkdraft.models.layers import RecurrentSpec
+from sparkdraft.models.common.layers import RecurrentSpec
 
 
 @dataclass(frozen=True, slots=True)

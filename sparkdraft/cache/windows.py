@@ -21,7 +21,7 @@ from torch import Tensor
 from sparkdraft.cache.formats import LayerKV
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
-from sparkdraft.models.layers import AttentionSpec
+from sparkdraft.models.common.layers import AttentionSpec
 
 
 @dataclass(frozen=True, slots=True)

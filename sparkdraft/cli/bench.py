@@ -16,11 +16,11 @@ from sparkdraft.cli.bench_offline import numbers
 from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm, read_text, temperature_list
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import SamplingParams, UserError
-from sparkdraft.progress import SELDOM, progress
+from sparkdraft.util.progress import SELDOM, progress
 
 if TYPE_CHECKING:
-    from sparkdraft.bench.serve import Settings
     from sparkdraft.llm import LLM
+    from sparkdraft.operate.bench.serve import Settings
 
 HELP = "measure speed"
 EXAMPLES = """examples:
@@ -107,7 +107,7 @@ def run(args: Namespace) -> int:
 
 
 def _serve(args: Namespace) -> int:
-    from sparkdraft.bench import serve, serve_report
+    from sparkdraft.operate.bench import serve, serve_report
 
     settings, folder = _serve_settings(args), Path(args.out) if args.out else None
     result, status = serve.Result(settings), 0
@@ -128,8 +128,8 @@ def _serve(args: Namespace) -> int:
 
 def _serve_settings(args: Namespace) -> Settings:
     """Refuse what cannot be measured, before anything is sent."""
-    from sparkdraft.bench.serve import Settings, read_prompts
-    from sparkdraft.bench.serve_client import server_root
+    from sparkdraft.operate.bench.serve import Settings, read_prompts
+    from sparkdraft.operate.bench.serve_client import server_root
 
     if args.output_len < 8:
         raise UserError(f"--output-len is {args.output_len}; it must be at least 8")
@@ -161,8 +161,8 @@ def _serve_settings(args: Namespace) -> Settings:
 def _accept(args: Namespace) -> int:
     contexts, temperatures = numbers("--context", args.context, 0), temperature_list(args.temperature)
     _check_accept(args, max(contexts))
-    from sparkdraft import plot
-    from sparkdraft.bench import accept
+    from sparkdraft.operate.bench import accept
+    from sparkdraft.util import plot
 
     llm = load_llm(args, ngram=args.ngram or args.speed)  # the speed is that of the default engine, so with n-grams
     depth = None if args.depth == "auto" else int(args.depth or llm.engine.drafting.max_depth)
@@ -192,7 +192,7 @@ def _accept(args: Namespace) -> int:
 
 def _speed(args: Namespace, llm: LLM, temperature: float) -> dict[str, dict[str, float]]:
     """Measure plain against drafted, one stream: drafting must not be slower than plain."""
-    from sparkdraft.bench import accept
+    from sparkdraft.operate.bench import accept
 
     llm.engine.drafting.ngram = True
     params = SamplingParams(args.output_len, temperature=temperature, seed=0)
@@ -206,7 +206,7 @@ def _speed(args: Namespace, llm: LLM, temperature: float) -> dict[str, dict[str,
 
 def _check_prompts(args: Namespace, llm: LLM, context: int) -> None:
     """Refuse answers that the context would cut off, before anything is measured."""
-    from sparkdraft.bench import accept
+    from sparkdraft.operate.bench import accept
 
     texts = [text for each in accept.read_prompts(args.per_class).values() for text in each]
     _check_room(args, max(map(len, accept.chat_prompts(llm, texts, context))), llm.plan.max_model_len)
@@ -246,7 +246,7 @@ def _check_accept(args: Namespace, context: int) -> None:
 
 
 def _perplexity(args: Namespace) -> int:
-    from sparkdraft.bench.perplexity import HELDOUT, perplexity
+    from sparkdraft.operate.bench.perplexity import HELDOUT, perplexity
 
     text = read_text(args.text or str(HELDOUT))
     results = []

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from sparkdraft.cli.bench_offline import VARY, acceptance_of, check_varied, make_engine, numbers, show_race, streams_of
 from sparkdraft.cli.options import add_engine_flags, load_llm
 from sparkdraft.core import AUTO, UserError
-from sparkdraft.progress import SELDOM, progress
+from sparkdraft.util.progress import SELDOM, progress
 
 if TYPE_CHECKING:
-    from sparkdraft.bench.depth import Cell, Prompts
     from sparkdraft.engine.engine import Engine
+    from sparkdraft.operate.bench.depth import Cell, Prompts
 
 RANDOM_PROMPT = 128  # ids of a prompt, where a shape with random weights has none
 
@@ -44,8 +44,8 @@ def run(args: Namespace) -> int:
     _check(args)
     args.max_seqs = args.max_seqs or max(streams)
     args.kv_tokens = args.kv_tokens or (max(streams) * (2 * args.output_len + 1024) if args.shape else 0)
-    from sparkdraft.bench.depth import DepthBench, panels, table
-    from sparkdraft.plot import svg
+    from sparkdraft.operate.bench.depth import DepthBench, panels, table
+    from sparkdraft.util.plot import svg
 
     engine, prompts, label = _engine(args)
     most = engine.drafting.max_depth
@@ -115,11 +115,11 @@ def _depths(text: str, choices: list[int], most: int) -> list[int]:
 
 def _engine(args: Namespace) -> tuple[Engine, Prompts, str]:
     """The engine, the prompts by class, and a label."""
-    from sparkdraft.bench.accept import chat_prompts, read_prompts
-    from sparkdraft.bench.depth import read_user_prompts
+    from sparkdraft.operate.bench.accept import chat_prompts, read_prompts
+    from sparkdraft.operate.bench.depth import read_user_prompts
 
     if args.shape:
-        from sparkdraft.bench.shapes import drafter_shape, shape
+        from sparkdraft.operate.bench.shapes import drafter_shape, shape
 
         args.spec = "auto"
         engine, model, label = make_engine(args, drafter_shape(args.drafter_shape, shape(args.shape)))

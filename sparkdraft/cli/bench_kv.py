@@ -1,6 +1,7 @@
 """`sparkdraft bench kv`: compares KV formats by memory, perplexity, KL divergence and decode speed.
 
-It reads flags and prints tables, a plot and one line of JSON; bench/kv.py measures. An engine is made for each format,
+It reads flags and prints tables, a plot and one line of JSON; operate/bench/kv.py measures. An engine is made for
+each format,
 used for reading and timing, and released before the next. Random weights (--shape) have no perplexity, so only memory
 and speed are reported for them.
 """
@@ -28,17 +29,17 @@ from sparkdraft.cli.bench_texts import (
 from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.progress import SELDOM, progress
+from sparkdraft.util.progress import SELDOM, progress
 
 if TYPE_CHECKING:
-    from sparkdraft.bench.kv import Format, Found
-    from sparkdraft.bench.nearness import Comparison
-    from sparkdraft.bench.offline import Ceilings, Load
     from sparkdraft.engine.engine import Engine
     from sparkdraft.llm import LLM
-    from sparkdraft.models.config import ModelConfig
+    from sparkdraft.models.common.config import ModelConfig
+    from sparkdraft.operate.bench.kv import Format, Found
+    from sparkdraft.operate.bench.nearness import Comparison
+    from sparkdraft.operate.bench.offline import Ceilings, Load
     from sparkdraft.plan.resolve import Plan
-    from sparkdraft.plot import Panel
+    from sparkdraft.util.plot import Panel
     from sparkdraft.weights.checkpoint import Checkpoint
 
 EXACT = "exact"
@@ -69,10 +70,10 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     formats, streams = _check(args), streams_of(args)
-    from sparkdraft.bench import kv
-    from sparkdraft.bench.decode import release
-    from sparkdraft.bench.shapes import shape
     from sparkdraft.models.registry import read_config
+    from sparkdraft.operate.bench import kv
+    from sparkdraft.operate.bench.decode import release
+    from sparkdraft.operate.bench.shapes import shape
     from sparkdraft.weights.checkpoint import open_checkpoint
 
     checkpoint = None if args.shape else open_checkpoint(args.model)
@@ -99,7 +100,7 @@ def run(args: Namespace) -> int:
     if loads:
         print(f"{_speed_table(found, plan)}\n")
     if args.plot:
-        from sparkdraft.plot import svg
+        from sparkdraft.util.plot import svg
 
         Path(args.plot).write_text(svg(_panels(found)), encoding="utf-8")
     summary: dict[str, Any] = {"bench": "kv", "model": label, "random_weights": bool(args.shape)}
@@ -123,7 +124,7 @@ def _check(args: Namespace) -> list[Format]:
     check_plot(args.plot)
     if args.context:
         numbers("--context", args.context)
-    from sparkdraft.bench.kv import parse_formats
+    from sparkdraft.operate.bench.kv import parse_formats
 
     formats = parse_formats(args.formats or (FORMATS if args.shape else f"{FORMATS},{UNCENTRED}"))
     uncentred = next((fmt.name for fmt in formats if not fmt.is_centred), None)
@@ -137,9 +138,9 @@ def _plans(
 ) -> dict[str, Plan]:
     """The plan of each format. Fills in the dtype if it was left open on a CPU, whose packed kernels keep only an exact
     cache. checkpoint: None for a shape."""
-    from sparkdraft.bench.shapes import random_checkpoint
     from sparkdraft.engine.load import stored_of
     from sparkdraft.engine.machine import detect, plan_here
+    from sparkdraft.operate.bench.shapes import random_checkpoint
 
     if args.dtype == "auto" and detect(EngineConfig(device=args.device)).device == "cpu":
         args.dtype = "float32"
@@ -157,7 +158,7 @@ def _flags_of(args: Namespace, fmt: Format) -> Namespace:
 
 
 def _loads(args: Namespace, plan: Plan, streams: Sequence[int]) -> list[Load]:
-    from sparkdraft.bench.offline import Load
+    from sparkdraft.operate.bench.offline import Load
 
     steps, most = STEPS[plan.device], plan.max_model_len
     if args.context is None:
@@ -182,7 +183,7 @@ def _measure(
     ceilings: Ceilings | None,
 ) -> None:
     """Measure one format, from the making of its engine to its end, and print its line of the texts' table."""
-    from sparkdraft.bench.decode import DecodeBench
+    from sparkdraft.operate.bench.decode import DecodeBench
 
     own = _flags_of(args, fmt)
     llm: LLM | None = None
@@ -240,7 +241,7 @@ def _speed_table(found: Mapping[str, Found], plan: Plan) -> str:
 
 def _panels(found: Mapping[str, Found]) -> list[Panel]:
     """The exact cache comes last, and only where it is not the zero line, so that each format keeps its colour."""
-    from sparkdraft.plot import Line, Panel
+    from sparkdraft.util.plot import Line, Panel
 
     exact = found[EXACT]
     others = {_short(name): each for name, each in found.items() if name != EXACT}

@@ -1,7 +1,7 @@
 """`sparkdraft bench offline`: decode and prefill speed of a model, or of a shape with random weights and a drafter.
 
-It reads flags and prints one table and one line of JSON; bench/offline.py measures. A figure that depends on a given
-acceptance says so wherever it is printed.
+It reads flags and prints one table and one line of JSON; operate/bench/offline.py measures. A figure that depends
+on a given acceptance says so wherever it is printed.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from sparkdraft.cli.console import show_fallbacks
 from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.other_programs import OtherPrograms
-from sparkdraft.progress import SELDOM, progress
+from sparkdraft.util.other_programs import OtherPrograms
+from sparkdraft.util.progress import SELDOM, progress
 
 if TYPE_CHECKING:
-    from sparkdraft.bench.offline import Bench, Load, Row
-    from sparkdraft.bench.synthetic import Acceptance
+    from sparkdraft.drafters.draft_configs import DraftConfig
     from sparkdraft.engine.engine import Engine
-    from sparkdraft.models.config import ModelConfig
-    from sparkdraft.spec.draft_configs import DraftConfig
+    from sparkdraft.models.common.config import ModelConfig
+    from sparkdraft.operate.bench.offline import Bench, Load, Row
+    from sparkdraft.operate.bench.synthetic import Acceptance
 
 HEADER = (
     "streams  prompt  prefill tok/s  of matmul  decode tok/s  step ms = draft + target +  rest  floor ms  of the floor"
@@ -40,7 +40,7 @@ VARY = (
     "with --synthetic-acceptance: blocks of drafts differ as the embedded drafter's do, and the drafter is as sure of "
     "them as it was there, so that cutting them (--cut) means something"
 )
-FORMS = ("mxfp4", "int4", "nvfp4", "fp8")  # of bench/coded.py
+FORMS = ("mxfp4", "int4", "nvfp4", "fp8")  # of operate/bench/coded.py
 EXPERTS = (
     "floor: of each layer's experts those are counted that rows reach which choose independently of each other, "
     "E (1 - (1 - k / E)^rows) of E, k per row; rows of one text agree more often and read less"
@@ -82,8 +82,8 @@ def run(args: Namespace) -> int:
     block = draft.block_size if draft else 16
     room = max(prompts) + args.output_len + 256 + 4 * block  # the first streams write on while the last prompts run
     args.kv_tokens = args.kv_tokens or max(streams) * room
-    from sparkdraft.bench.offline import Bench, Ceilings, Load
     from sparkdraft.engine.machine import detect
+    from sparkdraft.operate.bench.offline import Bench, Ceilings, Load
 
     others, found = OtherPrograms(), detect(EngineConfig(**engine_options(args)))
     with progress("measuring this machine", redraw=SELDOM):
@@ -170,7 +170,7 @@ def _check(args: Namespace) -> tuple[Acceptance | None, DraftConfig | None]:
     if not args.drafter_shape:
         args.spec = args.spec or "off"
         return None, None
-    from sparkdraft.bench.shapes import drafter_shape, shape
+    from sparkdraft.operate.bench.shapes import drafter_shape, shape
 
     draft = drafter_shape(args.drafter_shape, shape(args.shape))
     most = draft.block_size - 1
@@ -197,7 +197,7 @@ def check_varied(args: Namespace) -> None:
 
 
 def acceptance_of(args: Namespace, depth: int) -> Acceptance:
-    from sparkdraft.bench.synthetic import Acceptance, VariedAcceptance
+    from sparkdraft.operate.bench.synthetic import Acceptance, VariedAcceptance
 
     return (VariedAcceptance if args.vary_blocks else Acceptance)(args.synthetic_acceptance, depth)
 
@@ -207,7 +207,7 @@ def make_engine(args: Namespace, draft: DraftConfig | None) -> tuple[Engine, Mod
     if not args.shape:
         llm = load_llm(args, prefix_cache=False)
         return llm.engine, llm.model_config, args.model
-    from sparkdraft.bench.shapes import random_engine, shape
+    from sparkdraft.operate.bench.shapes import random_engine, shape
 
     form = getattr(args, "shape_weights", "")  # a flag of this command alone
     config = EngineConfig(**engine_options(args) | {"model": args.shape, "prefix_cache": False, "ngram": False})

@@ -1,6 +1,7 @@
 """`sparkdraft bench report`: measures this machine and this model in a given time, and writes pages to post.
 
-It writes report.html (which needs no other file), report.md with report.svg, and report.json. bench/report.py says what
+It writes report.html (which needs no other file), report.md with report.svg, and report.json.
+operate/bench/report.py says what
 is measured, in this order: start-up, speed at the first context, KV formats, speed at the other contexts.
 """
 
@@ -20,15 +21,15 @@ from sparkdraft.cli.bench_texts import ceilings_of
 from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm
 from sparkdraft.config import ENGINE_FIELDS, EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.other_programs import OtherPrograms
-from sparkdraft.progress import SELDOM, progress
+from sparkdraft.util.other_programs import OtherPrograms
+from sparkdraft.util.progress import SELDOM, progress
 
 if TYPE_CHECKING:
-    from sparkdraft.bench.kv import Format, Memory
-    from sparkdraft.bench.offline import Ceilings
-    from sparkdraft.bench.report import Budget, KvRow, Report, Start
     from sparkdraft.llm import LLM
-    from sparkdraft.models.config import ModelConfig
+    from sparkdraft.models.common.config import ModelConfig
+    from sparkdraft.operate.bench.kv import Format, Memory
+    from sparkdraft.operate.bench.offline import Ceilings
+    from sparkdraft.operate.bench.report import Budget, KvRow, Report, Start
     from sparkdraft.plan.resolve import Plan
     from sparkdraft.weights.plane_layout import StoredBytes
 
@@ -51,10 +52,10 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     streams, contexts, classes = _check(args)
-    from sparkdraft.bench.kv import parse_formats
-    from sparkdraft.bench.report import Budget, Report, environment
-    from sparkdraft.doctor.report import shown_model, without_paths
     from sparkdraft.engine.machine import detect
+    from sparkdraft.operate.bench.kv import parse_formats
+    from sparkdraft.operate.bench.report import Budget, Report, environment
+    from sparkdraft.operate.doctor.report import shown_model, without_paths
 
     formats = parse_formats(args.kv_formats)
     args.max_seqs = args.max_seqs or max(streams)
@@ -76,8 +77,8 @@ def run(args: Namespace) -> int:
 
 
 def _write(args: Namespace, found: Report, budget: Budget) -> None:
-    from sparkdraft.bench import report_page
-    from sparkdraft.plot import svg
+    from sparkdraft.operate.bench import report_page
+    from sparkdraft.util.plot import svg
 
     found.left_out += budget.left_out
     charts = report_page.panels(found)
@@ -99,8 +100,8 @@ def _check(args: Namespace) -> tuple[list[int], list[int], list[str]]:
         raise UserError(f"--output-len is {args.output_len}; it must be at least 8")
     if args.per_class < 1:
         raise UserError(f"--per-class is {args.per_class}; give 1 or more")
-    from sparkdraft.bench.accept import read_prompts
-    from sparkdraft.bench.kv import parse_formats
+    from sparkdraft.operate.bench.accept import read_prompts
+    from sparkdraft.operate.bench.kv import parse_formats
 
     known = list(read_prompts(1))
     classes = list(dict.fromkeys(name.strip() for name in args.classes.split(",") if name.strip())) or known
@@ -127,9 +128,9 @@ def _measure(
     contexts: Sequence[int],
     classes: Sequence[str],
 ) -> None:
-    from sparkdraft.bench.decode import release
     from sparkdraft.engine.facts import CUT, RACED
     from sparkdraft.engine.load import stored_of
+    from sparkdraft.operate.bench.decode import release
 
     others = OtherPrograms()
     started = None if args.no_start or not budget.allows("start", "start-up") else _started(args)
@@ -156,7 +157,7 @@ def _measure(
 
 def _started(args: Namespace) -> dict[str, float]:
     """What `generate` reports of a process of its own, with the same flags."""
-    from sparkdraft.bench.speed.processes import generate
+    from sparkdraft.operate.bench.speed.processes import generate
 
     defaults = EngineConfig()
     flags: list[str] = []
@@ -169,8 +170,8 @@ def _started(args: Namespace) -> dict[str, float]:
 
 
 def _start(started: Mapping[str, float], llm: LLM, ceilings: Ceilings) -> Start:
-    from sparkdraft.bench.report import Start
-    from sparkdraft.plan.sizes import model_sizes
+    from sparkdraft.models.common.sizes import model_sizes
+    from sparkdraft.operate.bench.report import Start
 
     every_row = max(model_sizes(llm.model_config).hidden, 1) * 1024  # enough to reach all experts
     floor = llm.engine.runner.model.nbytes(every_row) / ceilings.bandwidth
@@ -186,10 +187,10 @@ def _speeds(
     cells: Sequence[tuple[int, int, str]],
 ) -> None:
     """cells: context, streams and class of each."""
-    from sparkdraft.bench.accept import chat_prompts, read_prompts
-    from sparkdraft.bench.depth import DepthBench
-    from sparkdraft.bench.offline import Bench
-    from sparkdraft.bench.report import speed_row
+    from sparkdraft.operate.bench.accept import chat_prompts, read_prompts
+    from sparkdraft.operate.bench.depth import DepthBench
+    from sparkdraft.operate.bench.offline import Bench
+    from sparkdraft.operate.bench.report import speed_row
 
     bench, depths = Bench(llm.engine, llm.model_config, ceilings), DepthBench(llm.engine, args.output_len, 0.0, None)
     texts = read_prompts(args.per_class)
@@ -216,9 +217,9 @@ def _kv_formats(
     plan: Plan,
     ceilings: Ceilings,
 ) -> None:
-    from sparkdraft.bench.kv import EXACT, memories
-    from sparkdraft.bench.report import KvRow
     from sparkdraft.engine.machine import plan_here
+    from sparkdraft.operate.bench.kv import EXACT, memories
+    from sparkdraft.operate.bench.report import KvRow
 
     plans: dict[str, Plan] = {}
     problems: dict[str, str] = {}
@@ -246,9 +247,9 @@ def _options(fmt: Format) -> dict[str, Any]:
 def _kv_row(
     args: Namespace, fmt: Format, model: ModelConfig, memory: Memory | None, plan: Plan, ceilings: Ceilings
 ) -> KvRow:
-    from sparkdraft.bench.decode import DecodeBench, release
-    from sparkdraft.bench.offline import Load
-    from sparkdraft.bench.report import KvRow
+    from sparkdraft.operate.bench.decode import DecodeBench, release
+    from sparkdraft.operate.bench.offline import Load
+    from sparkdraft.operate.bench.report import KvRow
 
     llm: LLM | None = load_llm(args, **_options(fmt))
     assert llm

@@ -1,7 +1,7 @@
 """`sparkdraft bench check-speed` and `bench long-prompt`: ratios compared with expected ones, and a long prompt beside
 streams.
 
-bench/speed and bench/long_prompt.py measure; flags, tables and JSON are here.
+bench/speed and operate/bench/long_prompt.py measure; flags, tables and JSON are here.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sparkdraft.bench.speed.check import check, select
-from sparkdraft.bench.speed.lines import LINES
-from sparkdraft.bench.speed.verdict import HEADER, check_names, conclusion, read_expected, status
 from sparkdraft.cli.options import add_engine_flags, load_llm
 from sparkdraft.core import UserError
-from sparkdraft.progress import SELDOM, Meter, errors, progress
+from sparkdraft.operate.bench.speed.check import check, select
+from sparkdraft.operate.bench.speed.lines import LINES
+from sparkdraft.operate.bench.speed.verdict import HEADER, check_names, conclusion, read_expected, status
+from sparkdraft.util.progress import SELDOM, Meter, errors, progress
 
 if TYPE_CHECKING:
-    from sparkdraft.bench.speed.check import Group
+    from sparkdraft.operate.bench.speed.check import Group
 
 
 def configure_check(parser: ArgumentParser) -> None:
@@ -54,12 +54,12 @@ def run_check(args: Namespace) -> int:
 
 def _groups(device: str) -> tuple[Group, ...]:
     if device == "cpu":
-        from sparkdraft.bench.speed import cpu
+        from sparkdraft.operate.bench.speed import cpu
 
         return cpu.GROUPS
     import torch
 
-    from sparkdraft.bench.speed import cuda
+    from sparkdraft.operate.bench.speed import cuda
 
     if not torch.cuda.is_available():
         raise UserError("--device is cuda and torch finds no CUDA GPU here; leave it out to check the CPU's lines")
@@ -95,7 +95,7 @@ def run_long_prompt(args: Namespace) -> int:
             ": raise it or leave it out"
         )
     args.max_seqs = args.max_seqs or args.streams + 1
-    from sparkdraft.bench.long_prompt import LongPrompt, summary
+    from sparkdraft.operate.bench.long_prompt import LongPrompt, summary
 
     llm = load_llm(args, prefix_cache=False)
     test, alone, beside = LongPrompt(llm, args.streams, args.prompt_len), list[float](), []

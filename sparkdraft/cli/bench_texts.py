@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparkdraft.core import UserError
-from sparkdraft.progress import SELDOM, progress
+from sparkdraft.util.progress import SELDOM, progress
 
 if TYPE_CHECKING:
-    from sparkdraft.bench.nearness import Comparison, Measured
-    from sparkdraft.bench.offline import Ceilings
+    from sparkdraft.operate.bench.nearness import Comparison, Measured
+    from sparkdraft.operate.bench.offline import Ceilings
     from sparkdraft.plan.resolve import Plan
-    from sparkdraft.plot import Panel
+    from sparkdraft.util.plot import Panel
     from sparkdraft.weights.checkpoint import Checkpoint
 
 LEAST_TOKENS = 16
@@ -32,7 +32,7 @@ def check_plot(name: str) -> None:
 
 
 def comparison_of(tokens: int, plan: Plan, checkpoint: Checkpoint) -> Comparison:
-    from sparkdraft.bench.nearness import Comparison, read_texts
+    from sparkdraft.operate.bench.nearness import Comparison, read_texts
     from sparkdraft.text.tokenizer import Tokenizer
 
     if tokens >= plan.max_model_len:
@@ -43,7 +43,7 @@ def comparison_of(tokens: int, plan: Plan, checkpoint: Checkpoint) -> Comparison
 
 
 def ceilings_of(plan: Plan) -> Ceilings:
-    from sparkdraft.bench.offline import Ceilings
+    from sparkdraft.operate.bench.offline import Ceilings
 
     with progress("measuring this machine", redraw=SELDOM):
         return Ceilings.measure(plan.device, plan.threads)
@@ -78,8 +78,8 @@ def percent(share: float) -> str:
 
 def nearness_panels(others: Mapping[str, Measured], base: Measured, base_name: str) -> list[Panel]:
     """Rise and divergence by position; none without texts."""
-    from sparkdraft.bench.nearness import kl_by_position, rise_by_position
-    from sparkdraft.plot import Line, Panel
+    from sparkdraft.operate.bench.nearness import kl_by_position, rise_by_position
+    from sparkdraft.util.plot import Line, Panel
 
     if not base.readings or not others:
         return []

@@ -1,6 +1,7 @@
 """`sparkdraft bench weights`: compares weight formats by bytes, perplexity, KL divergence and decode speed.
 
-It reads flags and prints tables, a plot and one line of JSON; bench/weights.py measures. Each format is the model's
+It reads flags and prints tables, a plot and one line of JSON; operate/bench/weights.py measures. Each format is the
+model's
 floats, quantised as `--weights` does it. On a CPU texts are read in float32, so that they show the format alone, and
 speed is measured in another engine, with the CPU's own kernels, which keep some formats in 8 bits. On a GPU one engine
 does both.
@@ -28,16 +29,16 @@ from sparkdraft.cli.bench_texts import (
 from sparkdraft.cli.options import add_engine_flags, engine_options, load_llm
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.progress import SELDOM, progress
+from sparkdraft.util.progress import SELDOM, progress
 
 if TYPE_CHECKING:
-    from sparkdraft.bench.nearness import Comparison
-    from sparkdraft.bench.offline import Ceilings, Load
-    from sparkdraft.bench.weights import Found
     from sparkdraft.llm import LLM
-    from sparkdraft.models.config import ModelConfig
+    from sparkdraft.models.common.config import ModelConfig
+    from sparkdraft.operate.bench.nearness import Comparison
+    from sparkdraft.operate.bench.offline import Ceilings, Load
+    from sparkdraft.operate.bench.weights import Found
     from sparkdraft.plan.resolve import Plan
-    from sparkdraft.plot import Panel
+    from sparkdraft.util.plot import Panel
     from sparkdraft.weights.checkpoint import Checkpoint
 
 FORMATS = "fp8,int4,nvfp4"
@@ -65,8 +66,8 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     formats, rows = _check(args)
-    from sparkdraft.bench.weights import FLOATS, FloatCheckpoint, Found, format_bytes
     from sparkdraft.models.registry import read_config
+    from sparkdraft.operate.bench.weights import FLOATS, FloatCheckpoint, Found, format_bytes
     from sparkdraft.weights.checkpoint import open_checkpoint
 
     checkpoint = FloatCheckpoint(open_checkpoint(args.model))
@@ -84,7 +85,7 @@ def run(args: Namespace) -> int:
         _measure(args, name, checkpoint, model, found, comparison, loads, ceilings)
     print(f"{text_legend('floats')}\n\n{_size_table(found, timing)}\n")
     if args.plot:
-        from sparkdraft.plot import svg
+        from sparkdraft.util.plot import svg
 
         Path(args.plot).write_text(svg(_panels(found)), encoding="utf-8")
     summary: dict[str, Any] = {"bench": "weights", "model": args.model, "device": timing.device}
@@ -106,7 +107,7 @@ def _check(args: Namespace) -> tuple[list[str], list[int]]:
     check_tokens(args.tokens)
     check_plot(args.plot)
     rows = numbers("--rows", args.rows) if args.rows else []
-    from sparkdraft.bench.weights import parse_formats
+    from sparkdraft.operate.bench.weights import parse_formats
 
     return parse_formats(args.formats), rows
 
@@ -129,7 +130,7 @@ def _plan(args: Namespace, model: ModelConfig, checkpoint: Checkpoint, dtype: st
 
 
 def _loads(args: Namespace, plan: Plan, rows: Sequence[int]) -> list[Load]:
-    from sparkdraft.bench.offline import Load, check_load
+    from sparkdraft.operate.bench.offline import Load, check_load
 
     loads = [Load(n, args.context, STEPS[plan.device]) for n in rows]
     for load in loads:
@@ -151,8 +152,8 @@ def _measure(
     ceilings: Ceilings | None,
 ) -> None:
     """Measure one format, and print its line of the texts' table."""
-    from sparkdraft.bench.decode import release
-    from sparkdraft.bench.weights import FLOATS
+    from sparkdraft.operate.bench.decode import release
+    from sparkdraft.operate.bench.weights import FLOATS
 
     own = found[name]
     reading, timing = _dtypes(args)
@@ -174,14 +175,14 @@ def _measure(
 
 def _engine(name: str) -> dict[str, Any]:
     """Options of a format's engine. The cache of quantised matrices is that of the file's own floats."""
-    from sparkdraft.bench.weights import FLOATS
+    from sparkdraft.operate.bench.weights import FLOATS
 
     return {"weights": "auto" if name == FLOATS else name, "weights_cache": False, "prefix_cache": False}
 
 
 def _time(name: str, llm: LLM, model: ModelConfig, own: Found, loads: Sequence[Load], ceilings: Ceilings) -> None:
-    from sparkdraft.bench.decode import DecodeBench
-    from sparkdraft.bench.weights import kept_bytes
+    from sparkdraft.operate.bench.decode import DecodeBench
+    from sparkdraft.operate.bench.weights import kept_bytes
 
     bench = DecodeBench(llm.engine, model, ceilings)
     own.kept_bytes_per_weight = kept_bytes(llm.engine.runner.model, model)
@@ -194,7 +195,7 @@ def _time(name: str, llm: LLM, model: ModelConfig, own: Found, loads: Sequence[L
 
 
 def _size_table(found: Mapping[str, Found], plan: Plan) -> str:
-    from sparkdraft.bench.weights import FLOATS
+    from sparkdraft.operate.bench.weights import FLOATS
 
     base = found[FLOATS].speeds
     columns = "".join(f"{f'{speed.streams} rows':>24}" for speed in base)
@@ -214,8 +215,8 @@ def _size_table(found: Mapping[str, Found], plan: Plan) -> str:
 
 
 def _panels(found: Mapping[str, Found]) -> list[Panel]:
-    from sparkdraft.bench.weights import FLOATS
-    from sparkdraft.plot import Line, Panel
+    from sparkdraft.operate.bench.weights import FLOATS
+    from sparkdraft.util.plot import Line, Panel
 
     others = {name: each for name, each in found.items() if name != FLOATS}
     panels = nearness_panels(others, found[FLOATS], FLOATS)

@@ -21,7 +21,7 @@ from sparkdraft.cli.chat_input import messages
 from sparkdraft.cli.options import add_engine_flags, add_sampling_flags, load_llm, sampling_params, standard_input
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.defaults import KINDS
-from sparkdraft.progress import errors
+from sparkdraft.util.progress import errors
 
 HELP = "talk to a model in the terminal"
 EXAMPLES = """examples:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from sparkdraft.cli.console import note
 from sparkdraft.cli.options import as_text, standard_input
-from sparkdraft.progress import errors
+from sparkdraft.util.progress import errors
 from sparkdraft.weights.hub import cache_dir
 
 if TYPE_CHECKING:

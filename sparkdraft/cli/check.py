@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from sparkdraft.cli.console import note
 from sparkdraft.cli.options import add_engine_flags, engine_options
 from sparkdraft.config import ENGINE_FIELDS, EngineConfig
-from sparkdraft.progress import errors, progress
+from sparkdraft.util.progress import errors, progress
 
 if TYPE_CHECKING:
-    from sparkdraft.canary.findings import Finding
+    from sparkdraft.operate.canary.findings import Finding
 
 HELP = "test a model, or any OpenAI-compatible server, with questions whose answers are known"
 EXAMPLES = """examples:
@@ -41,7 +41,7 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    from sparkdraft.canary.findings import failures, table
+    from sparkdraft.operate.canary.findings import failures, table
 
     found = _ask_server(args) if args.url else _ask_model(args)
     failed = failures(found)
@@ -55,8 +55,8 @@ def run(args: Namespace) -> int:
 
 
 def _ask_server(args: Namespace) -> list[Finding]:
-    from sparkdraft.canary.http_client import Server
-    from sparkdraft.canary.remote import check_url
+    from sparkdraft.operate.canary.http_client import Server
+    from sparkdraft.operate.canary.remote import check_url
 
     with progress(f"asking {args.url}", "probes") as meter:
         return check_url(Server(args.url, args.api_key, args.model or "", args.timeout), meter)
@@ -67,8 +67,8 @@ def _ask_model(args: Namespace) -> list[Finding]:
     options = engine_options(args)
     EngineConfig(**options)  # refuse a bad flag before torch is imported
     with progress(f"opening {args.model}") as meter:
-        from sparkdraft.canary.run import run_probes
         from sparkdraft.engine.backend import load_backend
+        from sparkdraft.operate.canary.run import run_probes
 
         backend = load_backend(options, lambda stage, done, total: meter.stage(f"{stage} of {args.model}", done, total))
         for fallback in () if args.verbose else backend.info.fallbacks:  # the plan has them too

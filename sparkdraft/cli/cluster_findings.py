@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from sparkdraft.core import UserError
-from sparkdraft.doctor.finding import Finding, Status
+from sparkdraft.operate.doctor.finding import Finding, Status
 
 
 def say(line: str) -> None:

@@ -12,16 +12,16 @@ from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 
 if TYPE_CHECKING:
-    from sparkdraft.cluster.expect import Case, Latency
-    from sparkdraft.cluster.hosts_file import Cluster
-    from sparkdraft.plan.forecast import Question
+    from sparkdraft.bridges.cluster.expect import Case, Latency
+    from sparkdraft.bridges.cluster.hosts_file import Cluster
+    from sparkdraft.operate.forecast.forecast import Question
 
 USUAL = "2,4"  # machines
 
 
 def run(args: Namespace) -> int:
-    from sparkdraft.cluster.expect import cases, explain
-    from sparkdraft.cluster.hosts_file import read_cluster
+    from sparkdraft.bridges.cluster.expect import cases, explain
+    from sparkdraft.bridges.cluster.hosts_file import read_cluster
 
     cluster = read_cluster(args.file) if args.file else None
     counts = _counts(args.machines or (str(len(cluster.hosts)) if cluster else USUAL))
@@ -36,8 +36,8 @@ def run(args: Namespace) -> int:
 
 def question_of(args: Namespace) -> Question:
     """Of the flags of `plan`; `up` asks the same of its configuration."""
-    from sparkdraft.plan.forecast import Question
-    from sparkdraft.plan.machine import find_machine
+    from sparkdraft.operate.forecast.forecast import Question
+    from sparkdraft.operate.forecast.machine import find_machine
 
     model, raw = read_model(args.model)
     if args.concurrency < 1 or not 1 <= args.context <= model.max_position:
@@ -53,7 +53,7 @@ def question_of(args: Namespace) -> Question:
 
 
 def _latency(args: Namespace, cluster: Cluster | None, hidden: int) -> Latency:
-    from sparkdraft.cluster.expect import ITEMSIZE, LINKS, Latency
+    from sparkdraft.bridges.cluster.expect import ITEMSIZE, LINKS, Latency
 
     if args.measure:
         if cluster is None:
@@ -69,10 +69,10 @@ def _latency(args: Namespace, cluster: Cluster | None, hidden: int) -> Latency:
 
 
 def _measured(cluster: Cluster, row: int) -> Latency:
-    from sparkdraft.cluster.checks import judge
-    from sparkdraft.cluster.measure import measure
-    from sparkdraft.cluster.runs import Run, run_folder
-    from sparkdraft.cluster.survey import survey
+    from sparkdraft.bridges.cluster.checks import judge
+    from sparkdraft.bridges.cluster.measure import measure
+    from sparkdraft.bridges.cluster.runs import Run, run_folder
+    from sparkdraft.bridges.cluster.survey import survey
 
     seen = survey(cluster, [cluster.port])
     findings = judge(seen)

@@ -17,10 +17,10 @@ from sparkdraft.cli.export import read_choices, read_config
 from sparkdraft.core import UserError
 
 if TYPE_CHECKING:
-    from sparkdraft.cluster.hosts_file import Cluster
-    from sparkdraft.cluster.ranks import Job
-    from sparkdraft.cluster.survey import Seen
-    from sparkdraft.interop.vllm_command import VllmCommand
+    from sparkdraft.bridges.cluster.hosts_file import Cluster
+    from sparkdraft.bridges.cluster.ranks import Job
+    from sparkdraft.bridges.cluster.survey import Seen
+    from sparkdraft.bridges.vllm.command import VllmCommand
     from sparkdraft.server.config import ServerConfig
 
 WATCH_EVERY, TOKEN_SECONDS = 10.0, 30.0  # between two looks at the server, and for one token
@@ -29,12 +29,12 @@ EVERYWHERE = ("", "0.0.0.0", "::")  # addresses to listen on
 
 
 def run(args: Namespace) -> int:
-    from sparkdraft.cluster.checks import judge
-    from sparkdraft.cluster.ending import sweep_all
-    from sparkdraft.cluster.hosts_file import LOCAL, read_cluster
-    from sparkdraft.cluster.runs import FAILED, Run
-    from sparkdraft.cluster.supervisor import Supervisor
-    from sparkdraft.cluster.survey import hosts_of, survey
+    from sparkdraft.bridges.cluster.checks import judge
+    from sparkdraft.bridges.cluster.ending import sweep_all
+    from sparkdraft.bridges.cluster.hosts_file import LOCAL, read_cluster
+    from sparkdraft.bridges.cluster.runs import FAILED, Run
+    from sparkdraft.bridges.cluster.supervisor import Supervisor
+    from sparkdraft.bridges.cluster.survey import hosts_of, survey
 
     cluster, config = read_cluster(args.file), read_config(args)
     choices = read_choices(args)
@@ -80,8 +80,8 @@ def run(args: Namespace) -> int:
 
 def shown_url(cluster: Cluster, config: ServerConfig) -> str:
     """Where the server is asked from here: it listens on the first machine."""
-    from sparkdraft.cluster.hosts_file import LOCAL
-    from sparkdraft.interop.child import url_of
+    from sparkdraft.bridges.cluster.hosts_file import LOCAL
+    from sparkdraft.bridges.vllm.child import url_of
 
     head = cluster.hosts[0].address
     if head == LOCAL or config.host not in EVERYWHERE:
@@ -106,7 +106,7 @@ def paths_of(config: ServerConfig, chat_template: str) -> list[str]:
 
 
 def _command(args: Namespace, config: ServerConfig, seen: list[Seen]) -> VllmCommand:
-    from sparkdraft.interop.vllm_command import vllm_command
+    from sparkdraft.bridges.vllm.command import vllm_command
 
     version = seen[0].facts["vllm"]["vllm"]
     command = vllm_command(config, read_choices(args, version))
@@ -117,9 +117,9 @@ def _command(args: Namespace, config: ServerConfig, seen: list[Seen]) -> VllmCom
 
 def jobs_of(cluster: Cluster, seen: list[Seen], command: VllmCommand, config: ServerConfig, parallel: str) -> list[Job]:
     """What each rank runs. The key and the watch are the head's alone."""
-    from sparkdraft.cluster.command import rank_environment, rank_words
-    from sparkdraft.cluster.ranks import Job
-    from sparkdraft.interop.child import url_of
+    from sparkdraft.bridges.cluster.command import rank_environment, rank_words
+    from sparkdraft.bridges.cluster.ranks import Job
+    from sparkdraft.bridges.vllm.child import url_of
 
     watch: dict[str, Any] = {"url": url_of(config.host, config.port), "model": config.names[0], "key": config.api_key}
     watch |= {"every": min(WATCH_EVERY, cluster.hang_seconds / 4), "patience": TOKEN_SECONDS}
@@ -136,9 +136,9 @@ def jobs_of(cluster: Cluster, seen: list[Seen], command: VllmCommand, config: Se
 
 def _measure(args: Namespace, cluster: Cluster, seen: list[Seen], config: ServerConfig, folder: Path) -> None:
     """Time an all-reduce, and say what to expect of it."""
+    from sparkdraft.bridges.cluster.expect import ITEMSIZE, cases, explain
+    from sparkdraft.bridges.cluster.measure import measure
     from sparkdraft.cli.cluster_plan import question_of
-    from sparkdraft.cluster.expect import ITEMSIZE, cases, explain
-    from sparkdraft.cluster.measure import measure
 
     question, why = None, ""
     asked = Namespace(model=config.engine.model, machine="gb10", weights="auto", kv="exact", drafter="none")
@@ -160,7 +160,7 @@ def _measure(args: Namespace, cluster: Cluster, seen: list[Seen], config: Server
 
 def _detached(cluster: Cluster) -> int:
     """Start this command again in the background; returns when it is ready, or has failed."""
-    from sparkdraft.cluster.runs import READY, Run, read_state, run_folder
+    from sparkdraft.bridges.cluster.runs import READY, Run, read_state, run_folder
 
     Run.check_free(cluster.name)
     folder = run_folder(cluster.name)

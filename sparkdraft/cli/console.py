@@ -14,7 +14,7 @@ from rich.cells import cell_len
 
 from sparkdraft.core import Fact, Fallback
 from sparkdraft.plan.resolve import Plan
-from sparkdraft.progress import errors
+from sparkdraft.util.progress import errors
 
 
 def note(text: str) -> None:

@@ -14,7 +14,7 @@ from sparkdraft.cli.console import fail
 from sparkdraft.cli.generate import write
 from sparkdraft.cli.options import add_engine_flags, as_text, load_llm
 from sparkdraft.core import SamplingParams, UserError
-from sparkdraft.other_programs import OtherPrograms
+from sparkdraft.util.other_programs import OtherPrograms
 
 HELP = "see one answer written plainly, then with drafts"
 EXAMPLES = """examples:

@@ -1,7 +1,7 @@
 """`sparkdraft doctor`: what is wrong with this machine, what the engine really runs on it, and what to change.
 
-It reads flags and prints; doctor/examine.py looks. The exit status is 0 if all is fine, 1 if something should be
-changed, and 2 if the model cannot run.
+It reads flags and prints; operate/doctor/examine.py looks. The exit status is 0 if all is fine, 1 if something
+should be changed, and 2 if the model cannot run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from argparse import SUPPRESS, ArgumentParser, Namespace
 
 from sparkdraft.cli.options import add_field, engine_options
 from sparkdraft.config import ENGINE_FIELDS, EngineConfig
-from sparkdraft.progress import progress
+from sparkdraft.util.progress import progress
 
 HELP = "find what is wrong with this machine, and show what really runs on it"
 EXAMPLES = """examples:
@@ -47,7 +47,7 @@ def configure(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     config = EngineConfig.of(**engine_options(args))
     with progress("looking at the machine") as meter:
-        from sparkdraft.doctor.examine import examine
+        from sparkdraft.operate.doctor.examine import examine
 
         report = examine(config, meter)
     print(json.dumps(report.as_dict(), indent=1) if args.json else report.text())

@@ -12,17 +12,17 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sparkdraft.bridges.container_env import ATTENTION_BACKEND, container_notes, unread_args
 from sparkdraft.cli.console import note
 from sparkdraft.cli.options import COMMON, add_field, hide
 from sparkdraft.cli.parser import TYPES
 from sparkdraft.config import ENGINE_FIELDS
 from sparkdraft.core import UserError
-from sparkdraft.progress import progress
 from sparkdraft.server.config import FIELDS, SERVER_FIELDS, ServerConfig, beats_extra_args, merge
-from sparkdraft.server.container_env import ATTENTION_BACKEND, container_notes, unread_args
+from sparkdraft.util.progress import progress
 
 if TYPE_CHECKING:
-    from sparkdraft.interop.vllm_command import Choices
+    from sparkdraft.bridges.vllm.command import Choices
 
 HELP = "write the configuration of `serve`, or a model, for another engine"
 EXAMPLES = """examples:
@@ -99,8 +99,8 @@ def read_config(args: Namespace) -> ServerConfig:
 def read_choices(args: Namespace, version: str = "") -> Choices:
     """The choices of the command line, else of EXTRA_ARGS, else of ATTENTION_BACKEND. What of EXTRA_ARGS is no choice
     and no field is handed on."""
-    from sparkdraft.interop.tables import whole
-    from sparkdraft.interop.vllm_command import Choices
+    from sparkdraft.bridges.tables import whole
+    from sparkdraft.bridges.vllm.command import Choices
 
     given = {each.name: getattr(args, each.name, None) for each in fields(Choices)}
     handed_on = unread_args(os.environ)
@@ -135,8 +135,8 @@ def _safetensors(args: Namespace) -> int:
 
 
 def _vllm(args: Namespace) -> int:
-    from sparkdraft.interop.vllm_command import vllm_command
-    from sparkdraft.interop.written import write
+    from sparkdraft.bridges.vllm.command import vllm_command
+    from sparkdraft.bridges.vllm.written import write
 
     command = vllm_command(read_config(args), read_choices(args, args.vllm_version))
     for text in [*container_notes(os.environ, to_vllm=True), *command.notes]:

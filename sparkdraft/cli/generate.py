@@ -17,8 +17,8 @@ from sparkdraft.cli import STARTED
 from sparkdraft.cli.console import WordWrap, terminal_width
 from sparkdraft.cli.options import add_engine_flags, add_sampling_flags, as_text, load_llm, read_text, sampling_params
 from sparkdraft.core import REPETITION, SamplingParams, UserError
-from sparkdraft.progress import errors, waiting
 from sparkdraft.text.events import Content, Event, Parser, Reasoning
+from sparkdraft.util.progress import errors, waiting
 
 if TYPE_CHECKING:
     from sparkdraft.llm import LLM

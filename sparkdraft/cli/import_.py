@@ -32,7 +32,7 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    from sparkdraft.interop.importing import read
+    from sparkdraft.bridges.importing import read
 
     text = read_text("-") if args.source == "-" else args.source
     if not text.strip():

@@ -13,7 +13,7 @@ from sparkdraft.cli.console import show_fallbacks, show_plan
 from sparkdraft.cli.parser import TYPES, Parser
 from sparkdraft.config import ENGINE_FIELDS, NO_PROFILE, EngineConfig
 from sparkdraft.core import SamplingParams, UserError
-from sparkdraft.progress import progress
+from sparkdraft.util.progress import progress
 
 if TYPE_CHECKING:
     from sparkdraft.llm import LLM

@@ -10,7 +10,7 @@ from argparse import SUPPRESS, Action, ArgumentParser, RawDescriptionHelpFormatt
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from sparkdraft.names import did_you_mean
+from sparkdraft.util.names import did_you_mean
 
 MISUSED = 2  # the exit status of a wrong command line
 TYPES = {int: "INT", float: "FLOAT", str: "TEXT"}  # what --help shows for a flag's value

@@ -1,7 +1,8 @@
 """`sparkdraft plan`: what a model needs and how fast it will be on a machine, before anything is loaded.
 
 From config.json, or a shape's name, alone: no weights are read, and torch is imported only to measure this machine. It
-reads flags; plan/forecast.py and plan/advice.py know the answers, and plan_report.py prints them.
+reads flags; operate/forecast/forecast.py and operate/forecast/advice.py know the answers, and plan_report.py prints
+them.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 from sparkdraft.cli.console import note, show_fallbacks
 from sparkdraft.config import DTYPES, ENGINE_FIELDS, EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.names import did_you_mean, spelled
-from sparkdraft.paths import user_path
-from sparkdraft.progress import progress
+from sparkdraft.util.names import did_you_mean, spelled
+from sparkdraft.util.paths import user_path
+from sparkdraft.util.progress import progress
 from sparkdraft.weights import hub
 
 if TYPE_CHECKING:
-    from sparkdraft.models.config import ModelConfig
-    from sparkdraft.plan.forecast import Forecast, Question
-    from sparkdraft.plan.machine import Machine
+    from sparkdraft.drafters.draft_configs import DraftConfig
+    from sparkdraft.models.common.config import ModelConfig
+    from sparkdraft.operate.forecast.forecast import Forecast, Question
+    from sparkdraft.operate.forecast.machine import Machine
     from sparkdraft.plan.weight_formats import WeightFormats
-    from sparkdraft.spec.draft_configs import DraftConfig
 
 HELP = "say what fits and how fast it will be, before anything is loaded"
 EXAMPLES = """examples:
@@ -90,8 +91,8 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     from sparkdraft.cli import plan_report
-    from sparkdraft.plan.advice import compare, recommend
-    from sparkdraft.plan.forecast import Question
+    from sparkdraft.operate.forecast.advice import compare, recommend
+    from sparkdraft.operate.forecast.forecast import Question
 
     keeps = args.weights if args.weights in DTYPES else "auto"  # how the engine keeps all matrices
     drafts = {"drafter_weights": args.drafter_weights, "draft_vocab": args.draft_vocab}
@@ -127,8 +128,8 @@ def run(args: Namespace) -> int:
 
 def read_model(name: str) -> tuple[ModelConfig, dict[str, Any]]:
     """A named shape, or what a config.json describes; with the config.json, {} where there is none."""
-    from sparkdraft.bench.named_shapes import TARGET_FILES, shape, targets
     from sparkdraft.models.registry import read_config
+    from sparkdraft.operate.bench.named_shapes import TARGET_FILES, shape, targets
     from sparkdraft.weights.checkpoint import read_config_json
 
     name = SHAPES_OF.get(name, name)
@@ -146,7 +147,7 @@ def read_model(name: str) -> tuple[ModelConfig, dict[str, Any]]:
 
 def _shape_name(name: str) -> str | None:
     """As it is spelled here; None if it is another model, or a file or folder."""
-    from sparkdraft.bench.named_shapes import targets
+    from sparkdraft.operate.bench.named_shapes import targets
 
     return None if user_path(name).exists() else spelled(name, targets())
 
@@ -216,8 +217,8 @@ def _drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftConfi
     """As read_drafter, and its name. Where none is named, the one that `serve` would take; a named shape has none."""
     if name != "auto" or _shape_name(model_name):
         return *read_drafter(name, model_name, model), name
-    from sparkdraft.spec.choice import pick
-    from sparkdraft.spec.mtp_config import MtpConfig, check_names
+    from sparkdraft.drafters.choice import pick
+    from sparkdraft.drafters.mtp_config import MtpConfig, check_names
     from sparkdraft.weights.checkpoint import HUB_ID, tensor_names
     from sparkdraft.weights.hub_repo import cached_snapshot
 
@@ -243,8 +244,8 @@ def _drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftConfi
 
 def read_drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftConfig | None, list[str]]:
     """With the names of its tensors, where its file is at hand: it may bring tables of its own."""
-    from sparkdraft.bench.named_shapes import drafter_shape, drafters
-    from sparkdraft.spec.packaged import default_drafter
+    from sparkdraft.drafters.packaged import default_drafter
+    from sparkdraft.operate.bench.named_shapes import drafter_shape, drafters
 
     found = default_drafter(model_name) if name == "auto" else None if name == "none" else name
     if found is None:
@@ -259,7 +260,7 @@ def read_drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftC
 
 def _open_drafter(name: str, model: ModelConfig) -> tuple[DraftConfig, list[str]]:
     """Of a folder or a hub id. Raises UserError for one that does not fit."""
-    from sparkdraft.spec.draft_configs import check_fits, read_draft_config
+    from sparkdraft.drafters.draft_configs import check_fits, read_draft_config
     from sparkdraft.weights.checkpoint import read_config_json, tensor_names
 
     draft, folder = read_draft_config(read_config_json(name)), user_path(name)
@@ -271,8 +272,8 @@ def _asked(
     drafter: DraftConfig | None, names: list[str], config: EngineConfig, model: ModelConfig
 ) -> DraftConfig | None:
     """The drafter with the ids that are asked for."""
-    from sparkdraft.spec.draft_configs import among
-    from sparkdraft.spec.id_files import read_ids
+    from sparkdraft.drafters.draft_configs import among
+    from sparkdraft.drafters.id_files import read_ids
 
     if drafter is None and (config.draft_vocab or config.drafter_weights != "auto"):
         raise UserError("--drafter-weights and --draft-vocab need a drafter: name one with --drafter")
@@ -292,7 +293,7 @@ def _check(args: Namespace, model: ModelConfig) -> int:
 
 
 def _chances(acceptance: float | None, drafter: DraftConfig | None) -> dict[str, float] | None:
-    from sparkdraft.plan.forecast import chance_of
+    from sparkdraft.operate.forecast.forecast import chance_of
 
     if acceptance is None:
         return None
@@ -306,7 +307,7 @@ def _chances(acceptance: float | None, drafter: DraftConfig | None) -> dict[str,
 
 
 def _machine(name: str) -> Machine:
-    from sparkdraft.plan.machine import HERE, find_machine
+    from sparkdraft.operate.forecast.machine import HERE, find_machine
 
     if name != HERE:
         return find_machine(name)
@@ -316,8 +317,8 @@ def _machine(name: str) -> Machine:
 
 def _forecast(question: Question) -> Forecast:
     """Raises UserError where it does not fit, with what would: no drafter, or smaller weights."""
-    from sparkdraft.plan.advice import SMALLER, tried, without_drafter
-    from sparkdraft.plan.forecast import Forecast
+    from sparkdraft.operate.forecast.advice import SMALLER, tried, without_drafter
+    from sparkdraft.operate.forecast.forecast import Forecast
     from sparkdraft.plan.weight_formats import KEPT_ON_GPU, WeightFormats
 
     try:

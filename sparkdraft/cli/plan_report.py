@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from sparkdraft import plot
 from sparkdraft.core import UserError
-from sparkdraft.plan.advice import Advice, Alternative, Bought, bought, tried, with_kv
-from sparkdraft.plan.forecast import Chances, Drafted, Forecast, Range
+from sparkdraft.operate.forecast.advice import Advice, Alternative, Bought, bought, tried, with_kv
+from sparkdraft.operate.forecast.forecast import Chances, Drafted, Forecast, Range
 from sparkdraft.plan.weight_formats import BYTES, KEPT_ON_GPU
+from sparkdraft.util import plot
 
 CONTEXTS = (1024, 4096, 16384, 32768, 65536, 131072, 262144)  # of the plot
 STREAMS = (1, 2, 4, 8, 16, 32, 64)

@@ -45,8 +45,8 @@ def run(args: Namespace) -> int:
 def find_published(model: str) -> str:
     """The best drafter for a model, from its config.json alone: what cannot run is refused before it is fetched. Empty
     if it is in the model's own file."""
+    from sparkdraft.drafters import pairs
     from sparkdraft.models.registry import read_config
-    from sparkdraft.spec import pairs
     from sparkdraft.weights.checkpoint import read_config_json
 
     config = read_config(read_config_json(model))

@@ -41,7 +41,7 @@ def run(args: Namespace) -> int:
 
 
 def _list(args: Namespace) -> int:
-    from sparkdraft.interop.recipes import recipes
+    from sparkdraft.bridges.recipes import recipes
 
     width = max(map(len, recipes()))
     for recipe in recipes().values():
@@ -50,7 +50,7 @@ def _list(args: Namespace) -> int:
 
 
 def _show(args: Namespace) -> int:
-    from sparkdraft.interop.recipes import find_recipe
+    from sparkdraft.bridges.recipes import find_recipe
 
     recipe = find_recipe(args.name)
     if args.form == "toml":
@@ -67,7 +67,7 @@ def _show(args: Namespace) -> int:
 
 
 def _run(args: Namespace) -> int:
-    from sparkdraft.interop.recipes import find_recipe
+    from sparkdraft.bridges.recipes import find_recipe
 
     args.base = find_recipe(args.name).options()
     return serve.run(args)

@@ -20,12 +20,12 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from sparkdraft import __version__
-from sparkdraft.canary.findings import summary
+from sparkdraft.bridges.container_env import container_notes
 from sparkdraft.cli.export import CHOICES, add_serve_flags, add_vllm_flags, read_choices, read_config
 from sparkdraft.core import UserError
 from sparkdraft.defaults import describe
+from sparkdraft.operate.canary.findings import summary
 from sparkdraft.server.config import ServerConfig
-from sparkdraft.server.container_env import container_notes
 
 if TYPE_CHECKING:
     from sparkdraft.server.service import Service
@@ -74,11 +74,11 @@ def run(args: Namespace) -> int:
 
 def _serve_vllm(config: ServerConfig, args: Namespace) -> int:
     """Run `vllm serve` with the same configuration, as a child behind our own front, until it or a signal ends it."""
-    from sparkdraft.interop.child import find_program, free_port, url_of, version_of
-    from sparkdraft.interop.front import create_front
-    from sparkdraft.interop.supervise import FrontServer, Supervised
-    from sparkdraft.interop.vllm_command import vllm_command
-    from sparkdraft.interop.written import shell
+    from sparkdraft.bridges.vllm.child import find_program, free_port, url_of, version_of
+    from sparkdraft.bridges.vllm.command import vllm_command
+    from sparkdraft.bridges.vllm.front import create_front
+    from sparkdraft.bridges.vllm.supervise import FrontServer, Supervised
+    from sparkdraft.bridges.vllm.written import shell
     from sparkdraft.server.metrics import Metrics
     from sparkdraft.server.run import address_of, listen
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from sparkdraft.cli.options import add_engine_flags, load_llm, temperature_list
 from sparkdraft.core import UserError
-from sparkdraft.paths import user_path
-from sparkdraft.progress import duration, errors, progress
 from sparkdraft.train.memory import CPU_STEP, SHRINKS
 from sparkdraft.train.settings import FitSettings
+from sparkdraft.util.paths import user_path
+from sparkdraft.util.progress import duration, errors, progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -217,7 +217,7 @@ def _eval(args: Namespace) -> int:
         raise UserError(f"--per-class is {args.per_class}; it must be 0 (all) or positive")
     if args.output_len < 8:
         raise UserError(f"--output-len is {args.output_len}; it must be at least 8")
-    from sparkdraft.bench.accept import read_prompts
+    from sparkdraft.operate.bench.accept import read_prompts
     from sparkdraft.train.evaluate import evaluate, table
 
     temperatures = temperature_list(args.temperature)
@@ -246,7 +246,7 @@ def _export(args: Namespace) -> int:
 
 def _drafter_folder(name: str) -> str:
     """The drafter that this names, if it is one already; empty: a run's folder."""
-    from sparkdraft.spec.packaged import default_drafter
+    from sparkdraft.drafters.packaged import default_drafter
 
     if packaged := default_drafter(name):
         return packaged
@@ -258,7 +258,7 @@ def _drafter_folder(name: str) -> str:
 def _convert_drafter(args: Namespace, drafter: str) -> tuple[str, str]:
     """Write a drafter that is a checkpoint already in another layout, or in other bits. Returns what it was made from,
     and a note or nothing."""
-    from sparkdraft.spec.packaged import EMBEDDED
+    from sparkdraft.drafters.packaged import EMBEDDED
     from sparkdraft.train.export import ExportTarget, export, read_drafter
     from sparkdraft.weights.hub import portable_name
 
@@ -304,7 +304,7 @@ def _write_drafter(args: Namespace) -> tuple[str, str]:
 
 
 def _head_rows(name: str, ids: Tensor, draft: dict[str, Any]) -> Tensor:
-    from sparkdraft.spec.dflash_config import DFlashConfig
+    from sparkdraft.drafters.dflash_config import DFlashConfig
     from sparkdraft.train.target import head_rows
 
     try:

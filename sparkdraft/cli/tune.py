@@ -16,14 +16,14 @@ from sparkdraft.cli.console import note, show_fallbacks
 from sparkdraft.cli.options import add_engine_flags, engine_options
 from sparkdraft.config import ENGINE_FIELDS, KV_FORMATS, EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.progress import SELDOM, Meter, progress
-from sparkdraft.tune.knobs import LOADS, TILES, Knob, knobs
-from sparkdraft.tune.profile import OPTIONS, Profile, conditions_of
-from sparkdraft.tune.search import Budget, Outcome, Search, least_seconds
+from sparkdraft.engine.profile import OPTIONS, Profile, conditions_of
+from sparkdraft.operate.tune.knobs import LOADS, TILES, Knob, knobs
+from sparkdraft.operate.tune.search import Budget, Outcome, Search, least_seconds
+from sparkdraft.util.progress import SELDOM, Meter, progress
 
 if TYPE_CHECKING:
     from sparkdraft.engine.load import Opened
-    from sparkdraft.tune.engines import Engines
+    from sparkdraft.operate.tune.engines import Engines
 
 HELP = "measure which settings are fastest here, and keep them in a profile"
 EXAMPLES = """examples:
@@ -57,7 +57,7 @@ def run(args: Namespace) -> int:
     texts, formats = _check(args)
     config = EngineConfig.of(**engine_options(args))
     from sparkdraft.engine.load import open_model
-    from sparkdraft.tune.engines import Engines
+    from sparkdraft.operate.tune.engines import Engines
 
     with progress(f"opening {args.model}", redraw=SELDOM) as meter:
         opened = open_model(config)
@@ -87,8 +87,8 @@ def _check(args: Namespace) -> tuple[list[str], list[str]]:
     formats = [part.strip() for part in args.kv_formats.split(",") if part.strip()]
     if wrong := [name for name in formats if name not in KV_FORMATS]:
         raise UserError(f"--kv-formats has '{wrong[0]}'; known are {', '.join(KV_FORMATS)}")
-    from sparkdraft.bench.accept import read_prompts
-    from sparkdraft.bench.depth import read_user_prompts
+    from sparkdraft.operate.bench.accept import read_prompts
+    from sparkdraft.operate.bench.depth import read_user_prompts
 
     if args.prompts and not Path(args.prompts).is_file():
         raise UserError(f"--prompts is {args.prompts}, which is not a file: check the path")
@@ -142,7 +142,7 @@ def _search(
     def todo() -> Iterator[Knob]:
         """Asked for when the old settings have run and there is time for more."""
         if engines.plan.device == "cuda":
-            from sparkdraft.tune.model_tiles import SHARE, find_tiles
+            from sparkdraft.operate.tune.model_tiles import SHARE, find_tiles
 
             stage("tiles of kernels")
             assert engines.model
@@ -203,6 +203,6 @@ def _default(name: str) -> Any:
 
 
 def _cores() -> int:
-    from sparkdraft.kernels.cores import usable_cores
+    from sparkdraft.util.cores import usable_cores
 
     return usable_cores()

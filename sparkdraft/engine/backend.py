@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sparkdraft.backend import BackendStatus, CodingError, ModelInfo, Report
-from sparkdraft.cache.turboquant.centre import TEXT
+from sparkdraft.cache.formats.centre import TEXT
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import GrammarSpec, SamplingParams, StepOutput
 from sparkdraft.defaults import usable_defaults

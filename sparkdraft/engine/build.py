@@ -13,9 +13,17 @@ from dataclasses import replace
 import torch
 
 from sparkdraft import kernels
-from sparkdraft.cache.turboquant.centre import SKIPPED, key_centres
+from sparkdraft.cache.formats.centre import SKIPPED, key_centres
 from sparkdraft.config import ENGINE_FIELDS, EngineConfig
 from sparkdraft.core import Fallback, UserError
+from sparkdraft.drafters import registry
+from sparkdraft.drafters.auto import Choice, choose
+from sparkdraft.drafters.drafter import Drafter, ReadsTarget
+from sparkdraft.drafters.id_files import IdCounts
+from sparkdraft.drafters.mtp_config import MTP
+from sparkdraft.drafters.pairs import check_pair
+from sparkdraft.drafters.race import RACE, Racers, RaceSource, find_racers
+from sparkdraft.drafters.registry import DraftSource
 from sparkdraft.engine.caches import dense_cache, scratch_cache, target_cache
 from sparkdraft.engine.drafting import Drafting
 from sparkdraft.engine.engine import Engine
@@ -23,19 +31,11 @@ from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.engine.proposer import Proposer
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Sampler
-from sparkdraft.models.blocks import Decoder, Step
-from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.common.blocks import Decoder, Step
+from sparkdraft.models.common.config import ModelConfig
+from sparkdraft.models.common.sizes import model_sizes
 from sparkdraft.models.registry import architecture
 from sparkdraft.plan.resolve import Plan
-from sparkdraft.plan.sizes import model_sizes
-from sparkdraft.spec import registry
-from sparkdraft.spec.auto import Choice, choose
-from sparkdraft.spec.drafter import Drafter, ReadsTarget
-from sparkdraft.spec.id_files import IdCounts
-from sparkdraft.spec.mtp_config import MTP
-from sparkdraft.spec.pairs import check_pair
-from sparkdraft.spec.race import RACE, Racers, RaceSource, find_racers
-from sparkdraft.spec.registry import DraftSource
 from sparkdraft.text.tokenizer import Vocabulary
 from sparkdraft.weights.checkpoint import Checkpoint
 from sparkdraft.weights.loader import Loader, Progress, WeightSource

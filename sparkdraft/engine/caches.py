@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 
 from sparkdraft.cache.formats import KVFormat
+from sparkdraft.cache.formats.capture import CaptureKV
 from sparkdraft.cache.formats.dense import DenseKV
+from sparkdraft.cache.formats.turboquant import TurboQuantKV
 from sparkdraft.cache.holdings import Holding
 from sparkdraft.cache.layered import LayeredKV
 from sparkdraft.cache.pages import PagePool
+from sparkdraft.cache.plan_states import recurrent_layers
 from sparkdraft.cache.recent_rows import RecentRows
 from sparkdraft.cache.state_slots import StateSlots
 from sparkdraft.cache.states import RecurrentStates, StateSizes
-from sparkdraft.cache.turboquant.capture import CaptureKV
-from sparkdraft.cache.turboquant.format import TurboQuantKV
 from sparkdraft.cache.windows import StepRoom, WindowGroup
 from sparkdraft.kernels.rings import FOLD
-from sparkdraft.models.config import ModelConfig
-from sparkdraft.models.layers import AttentionSpec
+from sparkdraft.models.common.config import ModelConfig
+from sparkdraft.models.common.layers import AttentionSpec
 from sparkdraft.plan.resolve import MOST_AHEAD, Plan
-from sparkdraft.plan.states import recurrent_layers
 
 
 def dense_cache(

@@ -3,7 +3,7 @@
 The model runs once over the text with an exact cache. Each layer's rows are also written to its part of the engine's
 own cache, in free blocks, and read back from there. The errors of codes depend on their bits alone and not on the model
 (docs/numbers/turboquant.md), so a cache beyond the limit has a broken kernel, a wrong table or a layout that does not
-fit. cache/turboquant/capture.py measures the same on users' requests, in a mode of its own.
+fit. cache/formats/capture.py measures the same on users' requests, in a mode of its own.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from sparkdraft.backend import CodingError
+from sparkdraft.cache.formats.capture import CaptureLayer
 from sparkdraft.cache.formats.dense import DenseLayer
-from sparkdraft.cache.turboquant.capture import CaptureLayer
-from sparkdraft.cache.turboquant.format import CodedLayerKV
+from sparkdraft.cache.formats.turboquant import CodedLayerKV
 from sparkdraft.engine.caches import scratch_cache
 from sparkdraft.engine.engine import Engine
 from sparkdraft.kernels.turboquant.store import planes
 from sparkdraft.kernels.turboquant.vectors import Encoded
 from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
-from sparkdraft.models.blocks import Step
+from sparkdraft.models.common.blocks import Step
 
 MOST_CHARS, MOST_ROWS = 600, 64
 SLACK = 1.4  # a limit is this times the error of random vectors; those of 64 rows are off it by up to a tenth

@@ -1,6 +1,7 @@
 """Decides which source drafts and how deep, and records how it went: the engine's one view of speculation.
 
-In each step it names a depth for every decoding request (fixed by the user, or chosen by spec/depth.py) and fills in
+In each step it names a depth for every decoding request (fixed by the user, or chosen by speculation/depth.py) and
+fills in
 drafts: from the request's own text where a long match is found, else from the drafter. After the step it passes on what
 was accepted to the controllers and the statistics. Without a drafter and without n-grams it does nothing, at no cost.
 """
@@ -13,15 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sparkdraft.core import AUTO, Batch, Request, SamplingParams, UserError, Work
+from sparkdraft.drafters.ngram import NGRAM_DEPTH, NgramIndex
+from sparkdraft.drafters.race import Racers
 from sparkdraft.engine.proposer import Proposer
 from sparkdraft.engine.racing import Racing, models_of
 from sparkdraft.engine.runner import Runner
-from sparkdraft.spec.depth import DepthController, bucket_of, depth_choices
-from sparkdraft.spec.depth_state import Bucket, DepthState
-from sparkdraft.spec.ngram import NGRAM_DEPTH, NgramIndex
-from sparkdraft.spec.race import Racers
-from sparkdraft.spec.stats import SpecStats
-from sparkdraft.spec.step_costs import Reads
+from sparkdraft.speculation.depth import DepthController, bucket_of, depth_choices
+from sparkdraft.speculation.depth_state import Bucket, DepthState
+from sparkdraft.speculation.stats import SpecStats
+from sparkdraft.speculation.step_costs import Reads
 
 # The acceptance that a request starts with: for n-gram drafts (True) and for a model's (False). The latter is the
 # embedded drafter's mean over all classes of prompts (docs/numbers/drafting.md). A request that starts by drafting and

@@ -20,6 +20,7 @@ from sparkdraft.cache.blocks import BlockPool
 from sparkdraft.cache.holdings import Holding
 from sparkdraft.cache.prefix import PrefixCache
 from sparkdraft.core import Batch, Fallback, FinishReason, Request, SamplingParams, StepOutput, UserError
+from sparkdraft.drafters.id_files import IdCounts
 from sparkdraft.engine.accept import committed
 from sparkdraft.engine.drafting import Drafting, Outcome
 from sparkdraft.engine.drift import StepDrift
@@ -30,7 +31,6 @@ from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow
 from sparkdraft.engine.scheduler import Scheduler
 from sparkdraft.plan.resolve import Plan
-from sparkdraft.spec.id_files import IdCounts
 from sparkdraft.text.grammar import Grammar, GrammarCompiler
 from sparkdraft.text.tokenizer import Vocabulary
 
@@ -208,7 +208,7 @@ class Engine:
             self.runner.kv.meter.forget()
 
     def kv_errors(self) -> dict[str, Any] | None:
-        """The errors that the cache has measured of itself (cache/turboquant/capture.py). Waits for the device."""
+        """The errors that the cache has measured of itself (cache/formats/capture.py). Waits for the device."""
         return self.runner.kv.meter.errors() if self.runner.kv.meter else None
 
     def switch(self, part: str, on: bool) -> None:

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from sparkdraft.core import Fact
+from sparkdraft.drafters.drafter import Drafter
 from sparkdraft.engine.engine import Engine
 from sparkdraft.kernels.asked import Asked, AskedExperts, all_tiles
-from sparkdraft.models.blocks import Decoder
-from sparkdraft.models.layers import ExpertsSpec, RecurrentSpec
+from sparkdraft.models.common.blocks import Decoder
+from sparkdraft.models.common.layers import ExpertsSpec, RecurrentSpec
 from sparkdraft.plan.memory import RECORDINGS
 from sparkdraft.plan.resolve import ITEMSIZE, Plan
-from sparkdraft.spec.drafter import Drafter
 from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.linear import Linear
 

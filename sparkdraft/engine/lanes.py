@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from sparkdraft.drafters.drafter import Anchors, CommittedRows, Score
 from sparkdraft.engine.finite import NONE
 from sparkdraft.engine.gaps import pick_sure
 from sparkdraft.engine.proposer import Proposer, max_context
@@ -28,8 +29,7 @@ from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Draws, Filters, ids_of, pick
 from sparkdraft.kernels.stepping import CutTerms, PackedRows
 from sparkdraft.kernels.view import AttentionView
-from sparkdraft.models.blocks import Step
-from sparkdraft.spec.drafter import Anchors, CommittedRows, Score
+from sparkdraft.models.common.blocks import Step
 
 
 class Given(Protocol):
@@ -49,7 +49,7 @@ class StepKind(NamedTuple):
     depth: int
     draws: bool  # whether any lane samples; 'filters' says with which filters
     filters: Filters
-    turn: int = 0  # of a race (spec/race.py)
+    turn: int = 0  # of a race (drafters/race.py)
 
 
 class Lanes:

@@ -10,28 +10,28 @@ import os
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from sparkdraft.cache.turboquant.centre import TEXT
+from sparkdraft.cache.formats.centre import TEXT
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import Fallback, UserError
 from sparkdraft.defaults import usable_defaults
+from sparkdraft.drafters.caps import DrafterCaps
+from sparkdraft.drafters.ngram import NGRAM_DEPTH
+from sparkdraft.drafters.race import RaceSource
+from sparkdraft.drafters.registry import DraftSource
 from sparkdraft.engine.build import build_engine, find_drafter
 from sparkdraft.engine.drafting import check_depths
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.finite import NotFinite, blamed
 from sparkdraft.engine.machine import detect, native_problem, plan_here
-from sparkdraft.models.blocks import Decoder
-from sparkdraft.models.config import ModelConfig
-from sparkdraft.models.nested import unread_names
+from sparkdraft.engine.profile import Subject, pick_up
+from sparkdraft.models.common.blocks import Decoder
+from sparkdraft.models.common.config import ModelConfig
+from sparkdraft.models.common.nested import unread_names
 from sparkdraft.models.registry import read_config
 from sparkdraft.plan.resolve import model_bytes
 from sparkdraft.plan.weight_formats import quantised_at_load
-from sparkdraft.spec.caps import DrafterCaps
-from sparkdraft.spec.ngram import NGRAM_DEPTH
-from sparkdraft.spec.race import RaceSource
-from sparkdraft.spec.registry import DraftSource
 from sparkdraft.text.chat import fault_of
 from sparkdraft.text.tokenizer import Tokenizer
-from sparkdraft.tune.profile import Subject, pick_up
 from sparkdraft.weights.checkpoint import Checkpoint, open_checkpoint
 from sparkdraft.weights.hub import FULL
 from sparkdraft.weights.loader import Progress

@@ -13,12 +13,12 @@ import torch
 from sparkdraft import kernels
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
-from sparkdraft.kernels.cores import usable_cores
-from sparkdraft.models.config import ModelConfig
+from sparkdraft.drafters.caps import DrafterCaps
+from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.plan import hardware
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.resolve import Plan, resolve
-from sparkdraft.spec.caps import DrafterCaps
+from sparkdraft.util.cores import usable_cores
 from sparkdraft.weights.plane_layout import StoredBytes
 
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import Request
+from sparkdraft.drafters.race import turn_of
 from sparkdraft.engine.finite import NotFinite
 from sparkdraft.engine.graphs import Graphs, gpu_sizes
 from sparkdraft.engine.lanes import Lanes, StepKind
 from sparkdraft.engine.proposer import Proposer
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Draws, Filters
-from sparkdraft.spec.race import turn_of
 
 RING = 16  # plain steps after which the drafter observes their rows
 AHEAD = 2  # launched steps that are unread, at most: one runs, one waits for it

@@ -28,6 +28,8 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import Request, Work
+from sparkdraft.drafters.drafter import Anchors, CommittedRows, Drafter, Score
+from sparkdraft.drafters.race import turn_of
 from sparkdraft.engine.gaps import pick_sure
 from sparkdraft.engine.graphs import Graphs
 from sparkdraft.engine.inputs import IntArray, Rows, StepInputs
@@ -35,8 +37,6 @@ from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Draws, pick
 from sparkdraft.kernels import Unrecordable
 from sparkdraft.plan.resolve import Plan
-from sparkdraft.spec.drafter import Anchors, CommittedRows, Drafter, Score
-from sparkdraft.spec.race import turn_of
 
 Table = Any  # a tensor; on a CPU its numpy view, because torch takes thirty microseconds to copy a few kilobytes
 Key = TypeVar("Key")
@@ -47,7 +47,7 @@ class PassShape(NamedTuple):
 
     seqs: int
     each: int  # rows of logits per sequence
-    turn: int  # of a race (spec/race.py)
+    turn: int  # of a race (drafters/race.py)
 
 
 class RowsShape(NamedTuple):

@@ -1,4 +1,4 @@
-"""The drafters of an engine: mostly one. Several race (spec/race.py): they take turns, and the faster one stays."""
+"""The drafters of an engine: mostly one. Several race (drafters/race.py): they take turns, and the faster one stays."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from sparkdraft.drafters.race import Racers
+from sparkdraft.drafters.race_score import RaceScore
 from sparkdraft.engine.proposer import Proposer
-from sparkdraft.spec.depth import depth_choices
-from sparkdraft.spec.race import Racers
-from sparkdraft.spec.race_score import RaceScore
+from sparkdraft.speculation.depth import depth_choices
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from sparkdraft.engine.graphs import Graphs, Shape, gpu_sizes
 from sparkdraft.engine.inputs import Rows, StepInputs
 from sparkdraft.engine.sampler import token_logprobs
 from sparkdraft.kernels import Unrecordable
-from sparkdraft.models.blocks import Decoder, Step
+from sparkdraft.models.common.blocks import Decoder, Step
 from sparkdraft.plan.resolve import Plan
 
 # row counts of recorded prompts; longer prompts keep a GPU busy without a recording
@@ -110,8 +110,8 @@ class Runner:
     @torch.inference_mode()
     def record_rows(self, most: int) -> None:
         """Record the steps of one request with up to this many rows. A block of drafts may be cut anywhere
-        (spec/cut.py), and on a CPU each number of rows is a recording, which takes as long as four plain steps: a text
-        should not wait for it. On a GPU rows are padded to few sizes, which the steps at start record."""
+        (speculation/cut.py), and on a CPU each number of rows is a recording, which takes as long as four plain
+        steps: a text should not wait for it. On a GPU rows are padded to few sizes, which the steps at start record."""
         if self.graphs and self.plan.device == "cpu":
             self.graphs.record([Shape(1, rows, 0, rows) for rows in range(2, most + 1)])
 

@@ -1,4 +1,5 @@
-"""The bookkeeping of a step that the device takes by itself, in plain torch: what kernels/cuda/stepping.py computes.
+"""The bookkeeping of a step that the device takes by itself, in plain torch: what kernels/cuda/sampling/stepping.py
+computes.
 
 A lane (engine/lanes.py) drafts, and its drafts are cut where they no longer pay (`cut_drafts`). The rows that are left
 lie side by side at the front of the step, lane by lane; those that were cut, and those of empty lanes, lie behind
@@ -34,7 +35,8 @@ class PackedRows(NamedTuple):
 
 
 class CutTerms(NamedTuple):
-    """What says how sure drafts are and what their rows cost (spec/cut.py), as the host knows it; all float32."""
+    """What says how sure drafts are and what their rows cost (speculation/cut.py), as the host knows it; all
+    float32."""
 
     worth: Tensor  # [deepest + 1]: what the rows of so many drafts of a lane cost, in tokens
     fits: Tensor  # [2, 2 + deepest]: slope, base and offsets by position, of greedy text and of text that is drawn
@@ -48,7 +50,7 @@ def cut_drafts(
     terms: CutTerms,
 ) -> Tensor:  # int32 [seqs]: drafts of a lane that are verified
     """The first so many drafts whose survivals exceed the cost of their rows by most; of equal numbers the smallest.
-    spec/cut.py does the same on the host, one block at a time."""
+    speculation/cut.py does the same on the host, one block at a time."""
     depth = gaps.shape[1]
     slope, base, own = (part.squeeze(-1) for part in terms.fits.split((1, 1, terms.fits.shape[1] - 2), dim=1))
     drawn = (temperature > 0).long()

@@ -1,4 +1,5 @@
-"""How sure a drafter can be of a draft: bounds that the host's arithmetic (spec/) and the kernels share. No torch."""
+"""How sure a drafter can be of a draft: bounds that the host's arithmetic (speculation/) and the kernels share. No
+torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Gemma 3's text models: norms around each sublayer, five layers with a window to one without, a rotation for each.
 
-Files hold the gains of norms less 1. The pictures of the larger ones are not read (models/nested.py).
+Files hold the gains of norms less 1. The pictures of the larger ones are not read (models/common/nested.py).
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sparkdraft.fields import mapping, real, whole
 from sparkdraft.kernels.activation import GELU_TANH
-from sparkdraft.models.config import ModelConfig, attention_of, decoder_config, layer_count, need, softcap_of
-from sparkdraft.models.keys import check_keys, only_values
-from sparkdraft.models.layers import DenseSpec, LayerSpec
-from sparkdraft.models.nested import text_config
-from sparkdraft.models.windows import FULL, SLIDING, every_nth_full, types_of, window_of, windows_of
+from sparkdraft.models.common.config import ModelConfig, attention_of, decoder_config, layer_count, need, softcap_of
+from sparkdraft.models.common.keys import check_keys, only_values
+from sparkdraft.models.common.layers import DenseSpec, LayerSpec
+from sparkdraft.models.common.nested import text_config
+from sparkdraft.models.common.windows import FULL, SLIDING, every_nth_full, types_of, window_of, windows_of
+from sparkdraft.util.fields import mapping, real, whole
 
 if TYPE_CHECKING:
-    from sparkdraft.models.blocks import Decoder
+    from sparkdraft.models.common.blocks import Decoder
     from sparkdraft.weights.loader import Loader
 
 READ = "query_pre_attn_scalar final_logit_softcapping rope_local_base_freq sliding_window_pattern"
@@ -73,6 +73,6 @@ def _thetas(text: Mapping[str, Any]) -> dict[str, float]:
 
 
 def build(config: ModelConfig, load: Loader, ops: ModuleType, context: int) -> Decoder:
-    from sparkdraft.models.sandwich import build_sandwich, load_dense
+    from sparkdraft.models.common.sandwich import build_sandwich, load_dense
 
     return build_sandwich(config, load, ops, context, load_dense, scaled=False)

@@ -2,7 +2,7 @@
 
 Full layers have larger heads and fewer K/V heads, and take their values from the key projection. Layers of the 26B have
 experts beside their MLP. What E2B and E4B have besides (an input per layer, shared keys and values) is refused, and
-pictures and sounds are not read (models/nested.py).
+pictures and sounds are not read (models/common/nested.py).
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.core import UserError
-from sparkdraft.fields import flag, mapping
 from sparkdraft.kernels.activation import GELU_TANH
-from sparkdraft.models.config import (
+from sparkdraft.models.common.config import (
     ModelConfig,
     attention_of,
     decoder_config,
@@ -24,14 +23,15 @@ from sparkdraft.models.config import (
     need,
     softcap_of,
 )
-from sparkdraft.models.keys import check_keys, only_values
-from sparkdraft.models.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec
-from sparkdraft.models.nested import text_config
-from sparkdraft.models.windows import FULL, SLIDING, every_nth_full, types_of, window_of, windows_of
+from sparkdraft.models.common.keys import check_keys, only_values
+from sparkdraft.models.common.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec
+from sparkdraft.models.common.nested import text_config
+from sparkdraft.models.common.windows import FULL, SLIDING, every_nth_full, types_of, window_of, windows_of
+from sparkdraft.util.fields import flag, mapping
 
 if TYPE_CHECKING:
-    from sparkdraft.models.blocks import Decoder
-    from sparkdraft.models.sandwich import Sublayer
+    from sparkdraft.models.common.blocks import Decoder
+    from sparkdraft.models.common.sandwich import Sublayer
     from sparkdraft.weights.loader import Loader
 
 READ = """
@@ -107,7 +107,7 @@ def _mlp(text: Mapping[str, Any]) -> DenseSpec | ExpertsSpec:
 
 
 def build(config: ModelConfig, load: Loader, ops: ModuleType, context: int) -> Decoder:
-    from sparkdraft.models.sandwich import build_sandwich
+    from sparkdraft.models.common.sandwich import build_sandwich
 
     return build_sandwich(config, load, ops, context, _sublayer, scaled=True)
 
@@ -116,9 +116,9 @@ def _sublayer(spec: LayerSpec, config: ModelConfig, load: Loader, name: str, ops
     import torch
 
     from sparkdraft.kernels.norm import Norm
-    from sparkdraft.models.blocks import GatedMLP, load_norm
-    from sparkdraft.models.experts import Experts, load_expert_matrices
-    from sparkdraft.models.sandwich import DenseAndExperts, load_dense
+    from sparkdraft.models.common.blocks import GatedMLP, load_norm
+    from sparkdraft.models.common.experts import Experts, load_expert_matrices
+    from sparkdraft.models.common.sandwich import DenseAndExperts, load_dense
 
     if isinstance(spec.mlp, DenseSpec):
         return load_dense(spec, config, load, name, ops)

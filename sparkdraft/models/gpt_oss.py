@@ -10,17 +10,17 @@ from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sparkdraft.fields import real
 from sparkdraft.kernels.activation import Activation
 from sparkdraft.models import llama
-from sparkdraft.models.config import ModelConfig, attention_of, decoder_config, experts_of, layer_count, need
-from sparkdraft.models.keys import check_keys, only_values
-from sparkdraft.models.layers import DenseSpec, ExpertsSpec, LayerSpec
-from sparkdraft.models.windows import every_nth_full, types_of, window_of, windows_of
+from sparkdraft.models.common.config import ModelConfig, attention_of, decoder_config, experts_of, layer_count, need
+from sparkdraft.models.common.keys import check_keys, only_values
+from sparkdraft.models.common.layers import DenseSpec, ExpertsSpec, LayerSpec
+from sparkdraft.models.common.windows import every_nth_full, types_of, window_of, windows_of
+from sparkdraft.util.fields import real
 
 if TYPE_CHECKING:
-    from sparkdraft.models.blocks import Decoder
-    from sparkdraft.models.experts import Experts
+    from sparkdraft.models.common.blocks import Decoder
+    from sparkdraft.models.common.experts import Experts
     from sparkdraft.weights.loader import Loader
 
 READ = "num_experts num_local_experts num_experts_per_tok experts_per_token swiglu_limit initial_context_length"
@@ -63,7 +63,7 @@ def _load_experts(
 ) -> Experts:
     import torch
 
-    from sparkdraft.models.experts import Experts
+    from sparkdraft.models.common.experts import Experts
     from sparkdraft.weights.quant.stored import Stored
 
     def gate_then_up(matrix: Stored) -> list[Stored]:  # of floats no copy is made: a layer of all experts is large

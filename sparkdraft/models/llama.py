@@ -1,6 +1,6 @@
 """Llama and what shares its shape (SmolLM2 among them): grouped heads, RoPE, gated MLP, one norm before each.
 
-The blocks are in models/blocks.py. This file says what a config.json of the kind means, and in which order a
+The blocks are in models/common/blocks.py. This file says what a config.json of the kind means, and in which order a
 checkpoint's tensors are asked for. Blocks are imported when a model is built: reading a config needs no torch.
 """
 
@@ -11,14 +11,14 @@ from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sparkdraft.models.config import ModelConfig, dense_config
-from sparkdraft.models.keys import check_keys, only_values
-from sparkdraft.models.layers import ExpertsSpec
-from sparkdraft.models.windows import refuse_windows
+from sparkdraft.models.common.config import ModelConfig, dense_config
+from sparkdraft.models.common.keys import check_keys, only_values
+from sparkdraft.models.common.layers import ExpertsSpec
+from sparkdraft.models.common.windows import refuse_windows
 
 if TYPE_CHECKING:
-    from sparkdraft.models.blocks import Decoder
-    from sparkdraft.models.experts import LoadExperts
+    from sparkdraft.models.common.blocks import Decoder
+    from sparkdraft.models.common.experts import LoadExperts
     from sparkdraft.weights.loader import Loader
 
 
@@ -36,9 +36,9 @@ def build(
     """experts: how those of a layer are found, where it is not as Qwen names them."""
     import torch
 
-    from sparkdraft.models.blocks import Attention, Decoder, DecoderLayer, GatedMLP, load_head, load_norm
-    from sparkdraft.models.experts import load_experts
-    from sparkdraft.models.rope import RopeTables
+    from sparkdraft.models.common.blocks import Attention, Decoder, DecoderLayer, GatedMLP, load_head, load_norm
+    from sparkdraft.models.common.experts import load_experts
+    from sparkdraft.models.common.rope import RopeTables
 
     factors = load.optional_vector("rope_freqs", config.attention[0].head_dim // 2, torch.float32)
     ropes = RopeTables(context, load.device, factors)

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from sparkdraft.models import llama
-from sparkdraft.models.config import ModelConfig, dense_config, layer_count
-from sparkdraft.models.keys import check_keys, only_values
-from sparkdraft.models.windows import FULL, SLIDING, types_of, window_of, windows_of
+from sparkdraft.models.common.config import ModelConfig, dense_config, layer_count
+from sparkdraft.models.common.keys import check_keys, only_values
+from sparkdraft.models.common.windows import FULL, SLIDING, types_of, window_of, windows_of
 
 WINDOW = 4096  # where the key is left out; null means that there is none
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from sparkdraft.models import llama
-from sparkdraft.models.config import ModelConfig, dense_config, layer_count
-from sparkdraft.models.keys import check_keys, only_values
-from sparkdraft.models.layers import AttentionSpec
-from sparkdraft.models.windows import qwen_windows
+from sparkdraft.models.common.config import ModelConfig, dense_config, layer_count
+from sparkdraft.models.common.keys import check_keys, only_values
+from sparkdraft.models.common.layers import AttentionSpec
+from sparkdraft.models.common.windows import qwen_windows
 
 build = llama.build  # biases and windows are in the layers' specs
 

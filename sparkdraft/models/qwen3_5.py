@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from sparkdraft.models import qwen3_next
-from sparkdraft.models.config import ModelConfig, decoder_config, need
-from sparkdraft.models.keys import check_keys
-from sparkdraft.models.layers import DenseSpec, ExpertsSpec, LayerSpec
-from sparkdraft.models.nested import text_config
+from sparkdraft.models.common.config import ModelConfig, decoder_config, need
+from sparkdraft.models.common.keys import check_keys
+from sparkdraft.models.common.layers import DenseSpec, ExpertsSpec, LayerSpec
+from sparkdraft.models.common.nested import text_config
 
 build = qwen3_next.build
 MROPE = ("mrope_section", "mrope_interleaved")

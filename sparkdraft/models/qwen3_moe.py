@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from sparkdraft.fields import flag
 from sparkdraft.models import llama
-from sparkdraft.models.config import ModelConfig, attention_of, decoder_config, expert_layers, experts_of, need
-from sparkdraft.models.keys import check_keys, only_values
-from sparkdraft.models.layers import DenseSpec, ExpertsSpec, LayerSpec
-from sparkdraft.models.windows import refuse_windows
+from sparkdraft.models.common.config import ModelConfig, attention_of, decoder_config, expert_layers, experts_of, need
+from sparkdraft.models.common.keys import check_keys, only_values
+from sparkdraft.models.common.layers import DenseSpec, ExpertsSpec, LayerSpec
+from sparkdraft.models.common.windows import refuse_windows
+from sparkdraft.util.fields import flag
 
 build = llama.build  # norms and experts are in the layers' specs
 READ = """

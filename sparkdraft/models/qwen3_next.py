@@ -11,8 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.core import UserError
-from sparkdraft.fields import flag, whole
-from sparkdraft.models.config import (
+from sparkdraft.models.common.config import (
     ModelConfig,
     attention_of,
     decoder_config,
@@ -21,12 +20,13 @@ from sparkdraft.models.config import (
     layer_count,
     need,
 )
-from sparkdraft.models.keys import check_keys, only_values
-from sparkdraft.models.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RecurrentSpec
-from sparkdraft.models.windows import FULL, types_of
+from sparkdraft.models.common.keys import check_keys, only_values
+from sparkdraft.models.common.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RecurrentSpec
+from sparkdraft.models.common.windows import FULL, types_of
+from sparkdraft.util.fields import flag, whole
 
 if TYPE_CHECKING:
-    from sparkdraft.models.blocks import Decoder
+    from sparkdraft.models.common.blocks import Decoder
     from sparkdraft.weights.loader import Loader
 
 RECURRENT = "linear_attention"
@@ -84,11 +84,11 @@ def experts_with_shared(config: Mapping[str, Any]) -> ExpertsSpec:
 
 
 def build(config: ModelConfig, load: Loader, ops: ModuleType, context: int) -> Decoder:
-    from sparkdraft.models.blocks import Attention, Decoder, DecoderLayer, GatedMLP, load_head, load_norm
-    from sparkdraft.models.delta_net import DeltaNet
-    from sparkdraft.models.experts import load_experts
-    from sparkdraft.models.nested import leave_others, text_prefix
-    from sparkdraft.models.rope import RopeTables
+    from sparkdraft.models.common.blocks import Attention, Decoder, DecoderLayer, GatedMLP, load_head, load_norm
+    from sparkdraft.models.common.delta_net import DeltaNet
+    from sparkdraft.models.common.experts import load_experts
+    from sparkdraft.models.common.nested import leave_others, text_prefix
+    from sparkdraft.models.common.rope import RopeTables
 
     prefix, ropes = text_prefix(load), RopeTables(context, load.device)
     embedding = load.embedding(f"{prefix}embed_tokens", config.vocab_size, config.hidden_size)

@@ -7,7 +7,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sparkdraft.core import UserError
-from sparkdraft.fields import text
 from sparkdraft.models import (
     gemma3,
     gemma4,
@@ -21,10 +20,11 @@ from sparkdraft.models import (
     qwen3_moe,
     qwen3_next,
 )
-from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.common.config import ModelConfig
+from sparkdraft.util.fields import text
 
 if TYPE_CHECKING:
-    from sparkdraft.models.blocks import Decoder
+    from sparkdraft.models.common.blocks import Decoder
     from sparkdraft.weights.loader import Loader
 
 

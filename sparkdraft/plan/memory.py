@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sparkdraft.models.config import ModelConfig
-from sparkdraft.models.layers import RopeSpec
-from sparkdraft.plan.sizes import model_sizes, most
-from sparkdraft.spec.caps import DrafterCaps
+from sparkdraft.drafters.caps import DrafterCaps
+from sparkdraft.models.common.config import ModelConfig
+from sparkdraft.models.common.layers import RopeSpec
+from sparkdraft.models.common.sizes import model_sizes, most
 from sparkdraft.weights.plane_layout import StoredBytes
 
 

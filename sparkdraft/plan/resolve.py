@@ -12,12 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from sparkdraft.cache.formats.checks import check_borrowed, check_coded, check_kv, smaller_formats
+from sparkdraft.cache.formats.plan_turboquant import CodedPlan, plan_coded
+from sparkdraft.cache.plan_states import StatePlan, fewer_requests, plan_states
+from sparkdraft.cache.plan_windows import WindowPlan, plan_windows, window_layers
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import Fallback, UserError
-from sparkdraft.models.config import ModelConfig
-from sparkdraft.models.layers import AttentionSpec
+from sparkdraft.drafters.caps import DrafterCaps
+from sparkdraft.drafters.ngram import NGRAM_DEPTH
+from sparkdraft.models.common.config import ModelConfig
+from sparkdraft.models.common.layers import AttentionSpec
+from sparkdraft.models.common.sizes import kv_bytes_per_token
 from sparkdraft.plan.hardware import Hardware
-from sparkdraft.plan.kv_formats import check_borrowed, check_coded, check_kv, smaller_formats
 from sparkdraft.plan.memory import (
     MemoryPlan,
     capture_bytes,
@@ -26,12 +32,6 @@ from sparkdraft.plan.memory import (
     scratch_bytes,
     weight_bytes,
 )
-from sparkdraft.plan.sizes import kv_bytes_per_token
-from sparkdraft.plan.states import StatePlan, fewer_requests, plan_states
-from sparkdraft.plan.turboquant import CodedPlan, plan_coded
-from sparkdraft.plan.windows import WindowPlan, plan_windows, window_layers
-from sparkdraft.spec.caps import DrafterCaps
-from sparkdraft.spec.ngram import NGRAM_DEPTH
 from sparkdraft.weights.plane_layout import StoredBytes
 
 MAX_SEQS = {"cpu": 16, "cuda": 64}  # requests at once, if nobody says otherwise

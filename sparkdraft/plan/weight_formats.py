@@ -16,12 +16,12 @@ from itertools import accumulate
 from typing import Any
 
 from sparkdraft.core import UserError
-from sparkdraft.fields import mapping
-from sparkdraft.models.config import ModelConfig
-from sparkdraft.models.layers import RecurrentSpec
+from sparkdraft.drafters.caps import DrafterCaps
+from sparkdraft.models.common.config import ModelConfig
+from sparkdraft.models.common.layers import RecurrentSpec
+from sparkdraft.models.common.sizes import Matrices, count, layer_matrices
 from sparkdraft.plan.resolve import WEIGHT_ITEMSIZE
-from sparkdraft.plan.sizes import Matrices, count, layer_matrices
-from sparkdraft.spec.caps import DrafterCaps
+from sparkdraft.util.fields import mapping
 from sparkdraft.weights.plane_layout import GGUF_FORMS, CodeForm, StoredBytes
 from sparkdraft.weights.quant.stated import check_values, groups_of, layers_of, pattern_of
 

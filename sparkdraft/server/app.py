@@ -25,7 +25,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sparkdraft import __version__
 from sparkdraft.core import UserError
-from sparkdraft.names import alike
 from sparkdraft.server.auth import Auth
 from sparkdraft.server.config import ServerConfig
 from sparkdraft.server.engine_errors import EngineError
@@ -39,6 +38,7 @@ from sparkdraft.server.protocol.validation import from_validation, unreadable
 from sparkdraft.server.routes import ROUTERS
 from sparkdraft.server.service import Service, as_api_error
 from sparkdraft.server.warm_up_requests import send_warm_up_requests
+from sparkdraft.util.names import alike
 
 if TYPE_CHECKING:
     from sparkdraft.server.engine_client import EngineClient

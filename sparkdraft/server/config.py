@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from sparkdraft import defaults
+from sparkdraft.bridges.container_env import CONTAINER_NAMES, TURBOQUANT, extra_args
 from sparkdraft.config import ENGINE_FIELDS, EngineConfig, option
 from sparkdraft.core import UserError
-from sparkdraft.names import did_you_mean
-from sparkdraft.server.container_env import CONTAINER_NAMES, TURBOQUANT, extra_args
 from sparkdraft.text.families import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
+from sparkdraft.util.names import did_you_mean
 
 PREFIX = "SPARKDRAFT_"
 # Variables that are not fields: read by weights/hub.py, cli/serve.py and kernels/native/build.py.

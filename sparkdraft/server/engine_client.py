@@ -23,9 +23,9 @@ from itertools import count
 from typing import Any
 
 from sparkdraft.backend import ModelInfo
-from sparkdraft.canary.at_start import unchecked
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import SamplingParams
+from sparkdraft.operate.canary.at_start import unchecked
 from sparkdraft.server import messages
 from sparkdraft.server.engine_command import COMMAND, environment
 from sparkdraft.server.engine_errors import EngineError, RequestFailed, RequestRefused

@@ -28,9 +28,9 @@ from threading import Lock, Thread
 from typing import Any, NoReturn
 
 from sparkdraft.backend import Backend, LoadBackend, Report
-from sparkdraft.canary.at_start import Canary
-from sparkdraft.canary.findings import GRAMMARS
 from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, StepOutput, TryLater, UserError
+from sparkdraft.operate.canary.at_start import Canary
+from sparkdraft.operate.canary.findings import GRAMMARS
 from sparkdraft.server import messages
 from sparkdraft.server.messages import Message, TokenEvent
 from sparkdraft.text import template

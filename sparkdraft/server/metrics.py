@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
-from sparkdraft.canary.findings import FAILED, PASSED, SKIPPED
+from sparkdraft.operate.canary.findings import FAILED, PASSED, SKIPPED
 
 if TYPE_CHECKING:
     from sparkdraft.server.watchdog import Alarm

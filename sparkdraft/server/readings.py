@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparkdraft.nvidia_smi import HELD_BACK, POWER_LIMIT, REASONS, ask, held_back
+from sparkdraft.util.nvidia_smi import HELD_BACK, POWER_LIMIT, REASONS, ask, held_back
 
 GIB = 1 << 30
 ENOUGH = 64 * GIB  # 6 % of it are somewhat less than 4 GiB

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
-from sparkdraft.canary.findings import FAILED, TOOLS
 from sparkdraft.defaults import resolve
+from sparkdraft.operate.canary.findings import FAILED, TOOLS
 from sparkdraft.server.config import ServerConfig
 from sparkdraft.server.engine_errors import EngineError, RequestFailed, RequestRefused
 from sparkdraft.server.limits import Gate

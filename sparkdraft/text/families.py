@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkdraft.core import whole
-from sparkdraft.fields import mapping
+from sparkdraft.util.fields import mapping
 
 AUTO, NONE = "auto", "none"
 REASONING_PARSERS = ("think", "gemma4", "harmony")  # text/reasoning

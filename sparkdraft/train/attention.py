@@ -2,7 +2,7 @@
 
 All blocks of a batch attend at once, to context rows that are laid end to end, so many blocks share one document's keys
 and values. The dense masked form here defines the operator. A CPU runs it over a few neighbouring blocks at a time, on
-the stretch of context that they see, and again on the way back; on a GPU kernels/cuda/block_attention.py computes the
+the stretch of context that they see, and again on the way back; on a GPU train/kernels/block_attention.py computes the
 same without the mask. The model does projections, norms and rotation.
 
     context rows     | document 0 .................... | document 1 .................... | ...
@@ -40,7 +40,7 @@ def block_attention(
     assert block_k.shape[1:] == context_k.shape[1:], (block_k.shape, context_k.shape)
     if q.is_cuda:
         # imported here because triton is not available everywhere
-        from sparkdraft.kernels.cuda import block_attention as kernel
+        from sparkdraft.train.kernels import block_attention as kernel
 
         return kernel.block_attention(q, block_k, block_v, context_k, context_v, starts, anchors, width, scale)
     parts = []

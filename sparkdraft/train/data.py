@@ -20,11 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from sparkdraft import bench
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.engine.machine import detect
-from sparkdraft.progress import progress
+from sparkdraft.operate import bench
 from sparkdraft.train.conversation import Glue, Talk
 from sparkdraft.train.corpus import Corpus, CorpusInfo, CorpusWriter, Finish, Span
 from sparkdraft.train.engine_writer import EngineModel, EngineWriter, open_engine
@@ -41,6 +40,7 @@ from sparkdraft.train.prompts import (
 )
 from sparkdraft.train.stop import Stop, stop_signals
 from sparkdraft.train.target import ChatModel, Target, load_target
+from sparkdraft.util.progress import progress
 from sparkdraft.weights.loader import Progress
 
 LEAST_ROOM = 16  # tokens that a prompt must leave for its answer

@@ -1,7 +1,7 @@
 """How good a drafter is: tokens per step by class of prompt, greedy and sampled, with and without the target's loops.
 
-This is the measurement of `sparkdraft bench accept` (bench/accept.py), at the drafter's full depth and without n-grams,
-so that only the drafter is judged. cli/train.py loads models and prints.
+This is the measurement of `sparkdraft bench accept` (operate/bench/accept.py), at the drafter's full depth and
+without n-grams, so that only the drafter is judged. cli/train.py loads models and prints.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from sparkdraft.bench import accept
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.llm import LLM
+from sparkdraft.operate.bench import accept
 from sparkdraft.weights.loader import Progress
 
 TEMPERATURES = (0.0, 0.7)
@@ -25,8 +25,8 @@ def evaluate(
     temperatures: Sequence[float] = TEMPERATURES,
     progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:
-    """The report, ready for JSON: one group per temperature, with its classes and 'all' as bench/accept.py counts
-    them."""
+    """The report, ready for JSON: one group per temperature, with its classes and 'all' as operate/bench/accept.py
+    counts them."""
     drafting = llm.engine.drafting
     if drafting.proposer is None:
         raise UserError("There is no drafter to evaluate; name one with --drafter, and leave --spec on auto")

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparkdraft.core import UserError
-from sparkdraft.spec.dflash_config import SINK_KEY, WINDOW_KEY, DFlashConfig
+from sparkdraft.drafters.dflash_config import SINK_KEY, WINDOW_KEY, DFlashConfig
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.folder_files import follow_umask
 from sparkdraft.weights.quant.group import GROUP, GroupQuant

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.kernels.view import AttentionView
-from sparkdraft.models.blocks import Decoder, Step
+from sparkdraft.models.common.blocks import Decoder, Step
 from sparkdraft.train.batches import TrainBatch
 from sparkdraft.train.target import Target
 from sparkdraft.weights.linear import Linear

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
+from sparkdraft.drafters.dflash_config import DFlashConfig
 from sparkdraft.engine.machine import detect
 from sparkdraft.models.registry import read_config
-from sparkdraft.spec.dflash_config import DFlashConfig
 from sparkdraft.train.attention import WIDEST
 from sparkdraft.train.batches import Batches, TrainBatch
 from sparkdraft.train.corpus import Corpus

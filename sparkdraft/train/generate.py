@@ -30,9 +30,9 @@ from torch import Tensor
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.core import UserError
 from sparkdraft.kernels.view import AttentionView
-from sparkdraft.models.blocks import Step
-from sparkdraft.models.config import ModelConfig
-from sparkdraft.plan.sizes import kv_bytes_per_token
+from sparkdraft.models.common.blocks import Step
+from sparkdraft.models.common.config import ModelConfig
+from sparkdraft.models.common.sizes import kv_bytes_per_token
 from sparkdraft.text.loops import LoopRule, ends_in_loop, find_loops
 from sparkdraft.train.corpus import Finish
 from sparkdraft.train.memory import target_step

@@ -3,7 +3,7 @@
 A drafted token counts only if all before it in its block are right, so later positions have smaller weights: by a fixed
 decay, or (D-PACE) by the drafter's own probabilities of the labels before them. The plain form defines the loss. A CPU
 runs it over a few blocks at a time, and again on the way back, so that few logits are in memory. A GPU goes through the
-vocabulary chunk by chunk and computes the gradient on the way (kernels/cuda/draft_loss.py).
+vocabulary chunk by chunk and computes the gradient on the way (train/kernels/draft_loss.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sparkdraft.core import UserError
 from sparkdraft.train.memory import CHUNK_ROWS, CPU_CHUNK_ROWS
 
 if TYPE_CHECKING:
-    from sparkdraft.kernels.cuda.draft_loss import Targets
+    from sparkdraft.train.kernels.draft_loss import Targets
 
 
 def _require(ok: bool, message: str) -> None:
@@ -160,7 +160,7 @@ def chunked_loss(
 
 
 def _targets(labels: Labels, options: LossOptions) -> Targets:
-    from sparkdraft.kernels.cuda.draft_loss import Targets
+    from sparkdraft.train.kernels.draft_loss import Targets
 
     ids = labels.ids.reshape(-1)
     if labels.teacher is None or labels.teacher_rows is None or not options.soft:
@@ -180,7 +180,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, head: Tensor, labels: Labels, options: LossOptions, chunk_rows: int, wanted: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         # imported here because triton is not available everywhere
-        from sparkdraft.kernels.cuda import draft_loss as kernel
+        from sparkdraft.train.kernels import draft_loss as kernel
 
         blocks, positions, dim = hidden.shape
         rows, step = hidden.reshape(-1, dim), max(chunk_rows // positions, 1) * positions

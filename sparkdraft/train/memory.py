@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from sparkdraft.core import UserError
-from sparkdraft.models.config import ModelConfig
-from sparkdraft.models.layers import LayerSpec
+from sparkdraft.models.common.config import ModelConfig
+from sparkdraft.models.common.layers import LayerSpec
+from sparkdraft.models.common.sizes import ModelSizes, model_sizes
 from sparkdraft.plan.memory import weight_bytes
-from sparkdraft.plan.sizes import ModelSizes, model_sizes
 from sparkdraft.train.settings import FitSettings
 
 CHUNK_ROWS = 15360  # rows whose logits a GPU holds at once in the loss: 1.5 GB of bf16 over 49152 ids

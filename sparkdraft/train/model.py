@@ -1,4 +1,4 @@
-"""The DFlash drafter as a trainable module: spec/dflash.py's arithmetic over many random blocks at once.
+"""The DFlash drafter as a trainable module: drafters/dflash.py's arithmetic over many random blocks at once.
 
 Its parameters have the names of the published checkpoints and are kept in float32; the arithmetic runs in the dtype of
 the taps. Context rows enter only as keys and values, projected for all layers by one matmul, and every block is a
@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparkdraft.models.config import ModelConfig
-from sparkdraft.models.rope import rope_table
-from sparkdraft.spec.dflash_config import DFlashConfig
+from sparkdraft.drafters.dflash_config import DFlashConfig
+from sparkdraft.models.common.config import ModelConfig
+from sparkdraft.models.common.rope import rope_table
 from sparkdraft.train.attention import block_attention
 from sparkdraft.train.batches import TrainBatch
 

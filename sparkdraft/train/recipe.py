@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import UserError
-from sparkdraft.models.config import ModelConfig
-from sparkdraft.spec.dflash_config import SINK_KEY, WINDOW_KEY, DFlashConfig, check_fits, spread_taps
-from sparkdraft.spec.registry import open_drafter
+from sparkdraft.drafters.dflash_config import SINK_KEY, WINDOW_KEY, DFlashConfig, check_fits, spread_taps
+from sparkdraft.drafters.registry import open_drafter
+from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.train.corpus import Corpus
 from sparkdraft.train.settings import FitSettings
 from sparkdraft.weights.quant.stored import as_float

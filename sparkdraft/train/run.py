@@ -24,10 +24,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sparkdraft.core import UserError
-from sparkdraft.plot import Line, Panel, svg
 from sparkdraft.train.alone import alone_in
 from sparkdraft.train.batches import Cursor
 from sparkdraft.train.settings import FitSettings
+from sparkdraft.util.plot import Line, Panel, svg
 
 VERSION = 1
 IDS = "draft_ids"  # the name of State.ids in the file

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from sparkdraft import kernels
 from sparkdraft.config import EngineConfig
+from sparkdraft.drafters.dflash_config import DFlashConfig, check_fits
 from sparkdraft.engine.machine import detect
-from sparkdraft.models.blocks import Decoder
-from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.common.blocks import Decoder
+from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.registry import architecture, read_config
-from sparkdraft.spec.dflash_config import DFlashConfig, check_fits
 from sparkdraft.text import chat
 from sparkdraft.text.tokenizer import Tokenizer
 from sparkdraft.weights.checkpoint import open_checkpoint

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sparkdraft.core import UserError
-from sparkdraft.names import did_you_mean
-from sparkdraft.paths import user_path
-from sparkdraft.progress import progress
+from sparkdraft.util.names import did_you_mean
+from sparkdraft.util.paths import user_path
+from sparkdraft.util.progress import progress
 from sparkdraft.weights import hub
 from sparkdraft.weights.folder_files import read_json
 from sparkdraft.weights.hub_repo import ALLOW, IGNORE, cached_snapshot, explained, fetch_config

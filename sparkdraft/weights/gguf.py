@@ -3,7 +3,7 @@
 The header is walked once over a memory mapping, every length checked against the file before it is used; tensors are
 views of the mapping, quantised types are read by gguf_blocks.py, and names, config and row order are turned into
 Hugging Face's. Types that are not known there are dequantised by the gguf package, and the tokenizer is built in
-text/gguf_tokenizer.py.
+weights/gguf_tokenizer.py.
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ class GgufCheckpoint:
         return int(self.config["num_key_value_heads"]) if ".k_proj." in name else None
 
     def tokenizer_json(self) -> RawTokenizer:
-        from sparkdraft.text.gguf_tokenizer import build
+        from sparkdraft.weights.gguf_tokenizer import build
 
         return build(self.file.meta, self.path)
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparkdraft.core import UserError
-from sparkdraft.paths import user_path
-from sparkdraft.progress import progress
+from sparkdraft.util.paths import user_path
+from sparkdraft.util.progress import progress
 
 MB = 1_000_000
 POLL_S = 0.2  # seconds between two looks at how much has been downloaded

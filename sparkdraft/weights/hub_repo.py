@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.core import UserError
-from sparkdraft.progress import Meter, progress
+from sparkdraft.util.progress import Meter, progress
 from sparkdraft.weights import hub
 
 if TYPE_CHECKING:

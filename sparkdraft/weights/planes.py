@@ -200,7 +200,7 @@ def _from_e5m3(e5m3: Tensor) -> Tensor:
     return numbers.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-# ---- where the bits of a code are within a word. kernels/cuda/decode.py reads them there
+# ---- where the bits of a code are within a word. kernels/cuda/linear/dequantise.py reads them there
 
 
 def _place(levels: str, codes: Tensor) -> Tensor:  # int32 [out, tiles, planes, plane] -> int16 [out, tiles, plane]

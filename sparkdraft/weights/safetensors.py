@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sparkdraft.core import UserError
-from sparkdraft.fields import mapping
+from sparkdraft.util.fields import mapping
 from sparkdraft.weights.folder_files import read_chat_template, read_json
 from sparkdraft.weights.plane_layout import StoredBytes, StoredMatrix, count_stored
 from sparkdraft.weights.quant.checks import check_matrix

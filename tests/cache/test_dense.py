@@ -6,7 +6,7 @@ import torch
 
 from sparkdraft.cache.formats.dense import HUGE_PAGE, DenseKV
 from sparkdraft.kernels import reference
-from sparkdraft.models.layers import AttentionSpec, RopeSpec
+from sparkdraft.models.common.layers import AttentionSpec, RopeSpec
 
 
 def test_layers_reach_a_new_page_of_memory_in_different_steps() -> None:

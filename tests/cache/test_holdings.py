@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdraft.cache.blocks import BlockPool
+from sparkdraft.cache.formats.plan_turboquant import CodedPlan
 from sparkdraft.cache.holdings import Holding, Holdings
 from sparkdraft.cache.prefix import Hit
 from sparkdraft.cache.recent_rows import pages_of_a_request
 from sparkdraft.core import Request, SamplingParams, Work
 from sparkdraft.engine.engine import Engine
 from sparkdraft.plan.resolve import MOST_AHEAD
-from sparkdraft.plan.turboquant import CodedPlan
 from tests.fakes import FakeBlock, fake_engine
 
 SIZE = 4

@@ -11,7 +11,7 @@ from sparkdraft.cache.states import RecurrentStates, StateLayer, StateSizes
 from sparkdraft.cache.windows import StepRoom, WindowGroup, WindowLayer
 from sparkdraft.kernels import reference
 from sparkdraft.kernels.view import AttentionView
-from sparkdraft.models.layers import AttentionSpec, RecurrentSpec, RopeSpec
+from sparkdraft.models.common.layers import AttentionSpec, RecurrentSpec, RopeSpec
 
 CPU = torch.device("cpu")
 FULL, SLIDES = (AttentionSpec(4, 2, 16, RopeSpec(16), 0.25, window) for window in (0, 32))

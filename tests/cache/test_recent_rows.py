@@ -7,6 +7,7 @@ import random
 import pytest
 
 from sparkdraft.cache.blocks import BlockPool
+from sparkdraft.cache.formats.plan_turboquant import CodedPlan
 from sparkdraft.cache.pages import PagePool
 from sparkdraft.cache.prefix import PrefixCache
 from sparkdraft.cache.recent_rows import RecentRows, pages_of_a_request
@@ -14,7 +15,6 @@ from sparkdraft.core import Request, SamplingParams
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.scheduler import Scheduler
 from sparkdraft.plan.resolve import MOST_AHEAD
-from sparkdraft.plan.turboquant import CodedPlan
 from tests.fakes import FakeBlock, fake_engine
 
 SIZE, SEQS = 4, 4

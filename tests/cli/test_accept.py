@@ -17,18 +17,18 @@ from xml.etree import ElementTree
 
 import pytest
 
-from sparkdraft.bench.accept import Trace, measure, traced_step
 from sparkdraft.cli.demo import _compare
 from sparkdraft.cli.main import main
 from sparkdraft.core import SamplingParams
-from sparkdraft.kernels.cores import usable_cores
-from sparkdraft.other_programs import OtherPrograms
-from sparkdraft.spec.stats import SpecStats
+from sparkdraft.operate.bench.accept import Trace, measure, traced_step
+from sparkdraft.speculation.stats import SpecStats
+from sparkdraft.util.cores import usable_cores
+from sparkdraft.util.other_programs import OtherPrograms
 from tests.cli.said import in_process, said
+from tests.drafters.tiny_mtp import write_target
 from tests.fakes import FakeBlock, fake_engine
 from tests.models.tiny import write_tiny
 from tests.patience import PATIENT
-from tests.spec.tiny_mtp import write_target
 
 SUMS = ("prompts", "prompt_tokens", "tokens", "num_plain_steps", "num_spec_steps", "num_draft_tokens")
 SUMS += ("num_spec_steps_no_loops",)

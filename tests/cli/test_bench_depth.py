@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from sparkdraft.bench.depth import Cell, DepthBench, panels, read_user_prompts, table
-from sparkdraft.bench.synthetic import Acceptance
 from sparkdraft.cli.main import main
 from sparkdraft.core import AUTO, UserError
-from sparkdraft.plot import svg
+from sparkdraft.operate.bench.depth import Cell, DepthBench, panels, read_user_prompts, table
+from sparkdraft.operate.bench.synthetic import Acceptance
+from sparkdraft.util.plot import svg
 from tests.fakes import FakeBlock, fake_engine
 
 ROOM = {"num_blocks": 800, "block_size": 4, "max_rows": 64}

@@ -14,10 +14,20 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from sparkdraft.bench import bandwidth, shapes
-from sparkdraft.bench.kv import Format, memories, parse_formats
-from sparkdraft.bench.named_shapes import shape as named_shape
-from sparkdraft.bench.nearness import (
+from sparkdraft.cli import bench_kv
+from sparkdraft.cli.main import main
+from sparkdraft.config import EngineConfig
+from sparkdraft.core import UserError
+from sparkdraft.engine import machine
+from sparkdraft.engine.machine import plan_here
+from sparkdraft.llm import LLM
+from sparkdraft.models.common.config import uniform_config
+from sparkdraft.models.common.sizes import model_sizes
+from sparkdraft.models.registry import read_config
+from sparkdraft.operate.bench import shapes
+from sparkdraft.operate.bench.kv import Format, memories, parse_formats
+from sparkdraft.operate.bench.named_shapes import shape as named_shape
+from sparkdraft.operate.bench.nearness import (
     KINDS,
     Comparison,
     Reading,
@@ -28,19 +38,10 @@ from sparkdraft.bench.nearness import (
     read_texts,
     rise_by_position,
 )
-from sparkdraft.cli import bench_kv
-from sparkdraft.cli.main import main
-from sparkdraft.config import EngineConfig
-from sparkdraft.core import UserError
-from sparkdraft.engine import machine
-from sparkdraft.engine.machine import plan_here
-from sparkdraft.llm import LLM
-from sparkdraft.models.config import uniform_config
-from sparkdraft.models.registry import read_config
+from sparkdraft.operate.forecast import bandwidth
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.memory import rope_bytes
 from sparkdraft.plan.resolve import resolve
-from sparkdraft.plan.sizes import model_sizes
 from sparkdraft.plan.weight_formats import quantised_at_load
 from sparkdraft.text.tokenizer import Tokenizer
 from sparkdraft.weights.checkpoint import open_checkpoint

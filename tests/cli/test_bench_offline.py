@@ -13,24 +13,34 @@ import numpy as np
 import pytest
 import torch
 
-from sparkdraft.bench import bandwidth, shapes
-from sparkdraft.bench.coded import FORMS
-from sparkdraft.bench.offline import Bench, Ceilings, Load
-from sparkdraft.bench.profile import MOST, Parts, Span, find_gaps, most_expensive, recorder, summary, timed_parts
-from sparkdraft.bench.synthetic import Acceptance, Outcomes, SyntheticSampler, VariedAcceptance, spans
-from sparkdraft.bench.tensors import drafter_tensor_shapes
 from sparkdraft.cli.main import main
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import Request, SamplingParams, UserError
+from sparkdraft.drafters.registry import DFlashKind, DraftSource
 from sparkdraft.engine.build import build_engine
 from sparkdraft.engine.machine import plan_here
 from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.engine.sampler import SampleRow
-from sparkdraft.models.config import uniform_config
-from sparkdraft.spec.confidence import Confidence
-from sparkdraft.spec.depth import FIRST_FIT
-from sparkdraft.spec.registry import DFlashKind, DraftSource
-from sparkdraft.spec.step_costs import Price
+from sparkdraft.models.common.config import uniform_config
+from sparkdraft.operate.bench import shapes
+from sparkdraft.operate.bench.coded import FORMS
+from sparkdraft.operate.bench.offline import Bench, Ceilings, Load
+from sparkdraft.operate.bench.profile import (
+    MOST,
+    Parts,
+    Span,
+    find_gaps,
+    most_expensive,
+    recorder,
+    summary,
+    timed_parts,
+)
+from sparkdraft.operate.bench.synthetic import Acceptance, Outcomes, SyntheticSampler, VariedAcceptance, spans
+from sparkdraft.operate.bench.tensors import drafter_tensor_shapes
+from sparkdraft.operate.forecast import bandwidth
+from sparkdraft.speculation.confidence import Confidence
+from sparkdraft.speculation.depth import FIRST_FIT
+from sparkdraft.speculation.step_costs import Price
 from sparkdraft.weights.planes import pack
 from sparkdraft.weights.quant.coded import Coded
 from tests.cli.said import said
@@ -107,7 +117,7 @@ def test_few_steps_have_the_length_too_and_a_table_is_always_the_same() -> None:
 
 def test_varied_blocks_are_those_of_the_embedded_drafter() -> None:
     """At the same mean, as many blocks end early and as many are right to their end; and the gaps tell which."""
-    data = np.load(Path(__file__).parents[1] / "spec" / "drafted_blocks.npz")
+    data = np.load(Path(__file__).parents[1] / "speculation" / "drafted_blocks.npz")
     real = data["right"].cumprod(1).sum(1)
     process = VariedAcceptance(1 + real.mean(), 15)
     accepted, gaps = process.outcomes(400, 4)

@@ -13,22 +13,23 @@ from typing import Any
 
 import pytest
 
-from sparkdraft.bench import bandwidth, report, report_page
-from sparkdraft.bench.depth import Cell, DepthBench
-from sparkdraft.bench.kv import Memory
-from sparkdraft.bench.offline import Bench, Ceilings, Load
-from sparkdraft.bench.report import Budget, KvRow, Rate, Report, SpeedRow, Start, commit, environment
 from sparkdraft.cli import bench_report
 from sparkdraft.cli.main import main
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import AUTO, UserError
 from sparkdraft.engine import machine
 from sparkdraft.llm import LLM
+from sparkdraft.operate.bench import report, report_page
+from sparkdraft.operate.bench.depth import Cell, DepthBench
+from sparkdraft.operate.bench.kv import Memory
+from sparkdraft.operate.bench.offline import Bench, Ceilings, Load
+from sparkdraft.operate.bench.report import Budget, KvRow, Rate, Report, SpeedRow, Start, commit, environment
+from sparkdraft.operate.forecast import bandwidth
 from sparkdraft.plan.hardware import cpu
-from sparkdraft.spec.stats import SpecStats
+from sparkdraft.speculation.stats import SpecStats
 from tests.cli.said import said
+from tests.drafters.tiny_mtp import write_target
 from tests.models.tiny import write_tiny
-from tests.spec.tiny_mtp import write_target
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 QUICK = ("--device", "cpu", "--dtype", "float32", "--threads", "1", "--output-len", "8")

@@ -21,11 +21,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from sparkdraft.bench.serve import Cell, Load, Result, Settings, read_prompts
-from sparkdraft.bench.serve_client import Drafting, Sample, read_counters, read_speculation, server_root
-from sparkdraft.bench.serve_report import markdown, summary
 from sparkdraft.cli.main import main
 from sparkdraft.core import UserError
+from sparkdraft.operate.bench.serve import Cell, Load, Result, Settings, read_prompts
+from sparkdraft.operate.bench.serve_client import Drafting, Sample, read_counters, read_speculation, server_root
+from sparkdraft.operate.bench.serve_report import markdown, summary
 from tests.cli.said import said
 from tests.fakes.web import serving
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from sparkdraft.bench import bandwidth, shapes
 from sparkdraft.cli.main import main
-from sparkdraft.plan.sizes import model_sizes
-from sparkdraft.spec.mtp_config import MtpConfig, caps_of
+from sparkdraft.drafters.mtp_config import MtpConfig, caps_of
+from sparkdraft.models.common.sizes import model_sizes
+from sparkdraft.operate.bench import shapes
+from sparkdraft.operate.forecast import bandwidth
 
 SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "vocab_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -11,13 +11,13 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from sparkdraft.bench import bandwidth
-from sparkdraft.bench.nearness import KINDS
-from sparkdraft.bench.weights import FloatCheckpoint, format_bytes, parse_formats
 from sparkdraft.cli.main import main
 from sparkdraft.core import UserError
+from sparkdraft.drafters.packaged import default_drafter
 from sparkdraft.llm import LLM
-from sparkdraft.spec.packaged import default_drafter
+from sparkdraft.operate.bench.nearness import KINDS
+from sparkdraft.operate.bench.weights import FloatCheckpoint, format_bytes, parse_formats
+from sparkdraft.operate.forecast import bandwidth
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.quant.stored import as_float
 from tests.cli.said import said

@@ -1,4 +1,5 @@
-"""`sparkdraft check` of a model: its table, its JSON and its exit status. Of a server: tests/canary/test_remote.py."""
+"""`sparkdraft check` of a model: its table, its JSON and its exit status. Of a server:
+tests/operate/canary/test_remote.py."""
 
 from __future__ import annotations
 

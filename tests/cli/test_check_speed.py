@@ -13,18 +13,19 @@ from typing import Any
 
 import pytest
 
-from sparkdraft.bench import bandwidth, long_prompt, shapes
-from sparkdraft.bench.long_prompt import Beside, Gaps, LongPrompt, summary
-from sparkdraft.bench.offline_throughput import throughput
-from sparkdraft.bench.speed import cpu, cuda, processes
-from sparkdraft.bench.speed.check import Group, Names, Skipped, check, select
-from sparkdraft.bench.speed.lines import LINES, Line
-from sparkdraft.bench.speed.ratios import Metrics, Progress, Sample, against, in_turn, joined
-from sparkdraft.bench.speed.verdict import Expected, Judged, Verdict, conclusion, judge, read_expected, status
 from sparkdraft.cli.main import main
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.llm import LLM
-from sparkdraft.models.config import uniform_config
+from sparkdraft.models.common.config import uniform_config
+from sparkdraft.operate.bench import long_prompt, shapes
+from sparkdraft.operate.bench.long_prompt import Beside, Gaps, LongPrompt, summary
+from sparkdraft.operate.bench.offline_throughput import throughput
+from sparkdraft.operate.bench.speed import cpu, cuda, processes
+from sparkdraft.operate.bench.speed.check import Group, Names, Skipped, check, select
+from sparkdraft.operate.bench.speed.lines import LINES, Line
+from sparkdraft.operate.bench.speed.ratios import Metrics, Progress, Sample, against, in_turn, joined
+from sparkdraft.operate.bench.speed.verdict import Expected, Judged, Verdict, conclusion, judge, read_expected, status
+from sparkdraft.operate.forecast import bandwidth
 from tests.models.tiny import write_tiny
 
 SPEED, LATENCY = Line("speed", "a speed"), Line("latency", "a time", lower_is_better=True)

@@ -14,28 +14,28 @@ from typing import Any
 import pytest
 import torch
 
-from sparkdraft.bench import bandwidth
 from sparkdraft.cli.main import main
 from sparkdraft.config import EngineConfig
-from sparkdraft.doctor import examine, hardware, software
-from sparkdraft.doctor.bandwidth import LEAST_CPU, Measured
-from sparkdraft.doctor.gpu import PART as GPU
+from sparkdraft.engine import profile
 from sparkdraft.engine.load import open_model
+from sparkdraft.engine.profile import Profile
 from sparkdraft.kernels import native, reference
-from sparkdraft.kernels.cores import usable_cores
-from sparkdraft.other_programs import OtherPrograms
+from sparkdraft.operate.doctor import examine, hardware, software
+from sparkdraft.operate.doctor.bandwidth import LEAST_CPU, Measured
+from sparkdraft.operate.doctor.gpu import PART as GPU
+from sparkdraft.operate.forecast import bandwidth
 from sparkdraft.plan import hardware as plan_hardware
-from sparkdraft.tune import profile
-from sparkdraft.tune.profile import Profile
+from sparkdraft.util.cores import usable_cores
+from sparkdraft.util.other_programs import OtherPrograms
+from tests.drafters.tiny_mtp import write_target
 from tests.models.tiny import write_tiny
 from tests.patience import PATIENT
-from tests.spec.tiny_mtp import write_target
 
 ROOT = Path(__file__).parent.parent.parent
 WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
-from sparkdraft.bench import bandwidth
+from sparkdraft.operate.bench import bandwidth
 from sparkdraft.cli.main import main
 bandwidth.SIZE["cpu"] = 16 << 20
 sys.exit(main(sys.argv[1:]))
@@ -212,7 +212,7 @@ def test_a_gpu_without_triton_is_broken_and_starts_nothing(
 
 
 def examine_memory(total: int, available: int) -> Any:
-    from sparkdraft.doctor.memory import Memory
+    from sparkdraft.operate.doctor.memory import Memory
 
     return Memory(total << 30, available << 30)
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from sparkdraft.bench.named_shapes import TARGET_FILES
 from sparkdraft.cli.main import main
+from sparkdraft.drafters.mtp_config import MtpConfig, tensor_shapes
+from sparkdraft.drafters.packaged import default_drafter
 from sparkdraft.models.registry import read_config
-from sparkdraft.spec.mtp_config import MtpConfig, tensor_shapes
-from sparkdraft.spec.packaged import default_drafter
+from sparkdraft.operate.bench.named_shapes import TARGET_FILES
 from tests.patience import PATIENT
 
 ROOT = Path(__file__).parent.parent.parent

@@ -1,6 +1,6 @@
 """Every command that may take longer than two seconds says what it does meanwhile, and never on standard output.
 
-Which stages there are is asked here; how they are shown is tests/test_progress.py's.
+Which stages there are is asked here; how they are shown is tests/util/test_progress.py's.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from sparkdraft import progress
-from sparkdraft.bench import bandwidth, shapes
 from sparkdraft.cli.main import main
-from sparkdraft.models.config import uniform_config
+from sparkdraft.models.common.config import uniform_config
+from sparkdraft.operate.bench import shapes
+from sparkdraft.operate.forecast import bandwidth
+from sparkdraft.util import progress
 from tests.models.tiny import write_tiny
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from sparkdraft.bridges.container_env import is_container_name
 from sparkdraft.server.config import FIELDS, PREFIX, merge
-from sparkdraft.server.container_env import is_container_name
 from tests.container.built import ROOT, torch_pin
 from tests.patience import PATIENT
 

@@ -17,9 +17,9 @@ from sparkdraft import LLM, SamplingParams
 from sparkdraft.core import AUTO, Request
 from sparkdraft.engine.drafting import Drafting, Outcome
 from sparkdraft.engine.engine import Engine
+from tests.drafters.tiny_mtp import write_target
 from tests.models.known_text import KnownText
 from tests.models.recurrent import all_is_free, load, overlapping, texts
-from tests.spec.tiny_mtp import write_target
 
 LANES, DEPTH, OUTPUT = 4, 5, 40
 PROMPTS = [[(31 * k + 7 * i * i + i) % 250 + 3 for i in range(23 + k)] for k in range(LANES - 1)]  # a lane is left over

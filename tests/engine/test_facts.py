@@ -10,9 +10,9 @@ from sparkdraft import LLM
 from sparkdraft.core import Fact
 from sparkdraft.engine.facts import asked, asked_by_drafter
 from sparkdraft.kernels import native, reference
-from sparkdraft.models.layers import ExpertsSpec
+from sparkdraft.models.common.layers import ExpertsSpec
+from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab
 from tests.models.tiny import write_tiny
-from tests.spec.tiny_drafter import body, random_tensors, write_drafter, zlab
 
 
 @pytest.fixture(scope="module")

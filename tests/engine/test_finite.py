@@ -11,9 +11,9 @@ from sparkdraft import LLM, SamplingParams
 from sparkdraft.cli.main import main
 from sparkdraft.engine.accept import committed
 from sparkdraft.engine.finite import NONE, NotFinite, checked
+from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab
 from tests.models.test_file_forms import config_of, tensors_of, write
 from tests.models.tiny import write_tiny
-from tests.spec.tiny_drafter import body, random_tensors, write_drafter, zlab
 
 NAN, INF = float("nan"), float("inf")
 TENSORS = ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight", "lm_head.weight"]

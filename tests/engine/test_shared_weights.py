@@ -10,14 +10,14 @@ import pytest
 
 from sparkdraft.config import EngineConfig
 from sparkdraft.engine.load import open_model, stored_of
+from sparkdraft.operate.tune import engines as tuned
+from sparkdraft.operate.tune.engines import Engines
+from sparkdraft.operate.tune.knobs import ONE
 from sparkdraft.plan import hardware
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.resolve import model_bytes, resolve
-from sparkdraft.tune import engines as tuned
-from sparkdraft.tune.engines import Engines
-from sparkdraft.tune.knobs import ONE
+from tests.drafters.tiny_mtp import write_target
 from tests.models.tiny import write_tiny
-from tests.spec.tiny_mtp import write_target
 
 GPU = Hardware("cuda", "a GPU", 8, 8 << 30, (9, 0))
 

@@ -25,17 +25,13 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
-from sparkdraft.kernels.cuda import (
-    attention,
-    block_attention,
-    delta_chunks,
-    delta_steps,
-    experts,
-    few_rows,
-    pdl,
-    turboquant,
-)
-from sparkdraft.kernels.cuda.gpu import Gpu
+from sparkdraft.kernels.cuda.attention import paged, turboquant
+from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.moe import experts
+from sparkdraft.kernels.cuda.recurrent import delta_chunks, delta_steps
+from sparkdraft.kernels.cuda.runtime import pdl
+from sparkdraft.kernels.cuda.runtime.gpu import Gpu
+from sparkdraft.train.kernels import block_attention
 
 LIMIT = {90: 227 << 10, 121: 99 << 10}  # bytes of shared memory that a program may take: H200, DGX Spark
 SMS = {90: 132, 121: 48}
@@ -77,7 +73,7 @@ def captured_launches(monkeypatch: pytest.MonkeyPatch, capability: int, step: Ca
     with monkeypatch.context() as patch:
         patch.setattr(JITFunction, "run", note)
         patch.setattr(pdl, "active", lambda device: True)
-        for module in (attention, block_attention, delta_chunks, delta_steps, experts, few_rows, turboquant):
+        for module in (paged, block_attention, delta_chunks, delta_steps, experts, few_rows, turboquant):
             patch.setattr(module, "gpu_of", lambda device: GPUS[capability])
         step()
     return found
@@ -120,7 +116,7 @@ def spilled_bytes(made: Any) -> int:
     return sum(map(int, found))
 
 
-# The order of kernels that overlap (kernels/cuda/pdl.py)
+# The order of kernels that overlap (kernels/cuda/runtime/pdl.py)
 
 WEIGHTS = {  # what may be read before the wait
     "_rms_norm": {"weight"},

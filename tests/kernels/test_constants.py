@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparkdraft.kernels import constants
-from sparkdraft.kernels.constants import device_constant
+from sparkdraft.weights import constants
+from sparkdraft.weights.constants import device_constant
 
 PACKAGE = Path(__file__).parent.parent.parent / "sparkdraft"
 PARTS = ("kernels", "models", "weights", "spec", "engine", "cache")  # what a step may run
@@ -143,7 +143,7 @@ def test_tensors_that_are_made_once_are_device_constants() -> None:
     paths = [path for part in PARTS for path in sorted((PACKAGE / part).rglob("*.py"))]
     trees = [ast.parse(path.read_text()) for path in paths if path.name != "constants.py"]
     wrong = kept_tensors(trees)
-    assert not wrong, f"{wrong}: a capture may be the first to ask for it; take kernels/constants.py's device_constant"
+    assert not wrong, f"{wrong}: a capture may be the first to ask for it; take weights/constants.py's device_constant"
 
 
 @pytest.mark.parametrize(

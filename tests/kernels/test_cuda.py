@@ -16,15 +16,18 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-from sparkdraft.kernels import cuda, reference  # noqa: E402
-from sparkdraft.kernels.activation import GELU_TANH, SILU, Activation  # noqa: E402
-from sparkdraft.kernels.cuda import attention, elementwise, few_rows, tuned  # noqa: E402
-from sparkdraft.kernels.cuda.argmax import argmax as cuda_argmax  # noqa: E402
-from sparkdraft.kernels.cuda.gpu import Gpu  # noqa: E402
-from sparkdraft.kernels.norm import Norm  # noqa: E402
-from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs  # noqa: E402
-from tests.kernels.ahead_of_time import GPUS, spilled_bytes  # noqa: E402
-from tests.kernels.triton_device import (  # noqa: E402
+from sparkdraft.kernels import cuda, reference
+from sparkdraft.kernels.activation import GELU_TANH, SILU, Activation
+from sparkdraft.kernels.cuda import elementwise
+from sparkdraft.kernels.cuda.attention import paged
+from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.linear.argmax import argmax as cuda_argmax
+from sparkdraft.kernels.cuda.runtime import tuned
+from sparkdraft.kernels.cuda.runtime.gpu import Gpu
+from sparkdraft.kernels.norm import Norm
+from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
+from tests.kernels.ahead_of_time import GPUS, spilled_bytes
+from tests.kernels.triton_device import (
     DEVICE,
     DTYPES,
     INTERPRET,
@@ -280,12 +283,12 @@ def test_padding_sequences(padded_rows: int, most: int) -> None:
 @gpu
 def test_long_contexts_in_a_full_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where sequences alone fill the GPU, a long one is still cut, and the short ones are left whole."""
-    monkeypatch.setattr(attention, "gpu_of", lambda device: Gpu(12, 1, 1))
-    monkeypatch.setattr(attention, "LONG_SPLIT", 256)
-    attention._launch.cache_clear()
+    monkeypatch.setattr(paged, "gpu_of", lambda device: Gpu(12, 1, 1))
+    monkeypatch.setattr(paged, "LONG_SPLIT", 256)
+    paged._launch.cache_clear()
     check_attention(*make_batch([1, 1, 2, 1], [700, 3, 256, 257], 8, 2, 64, DTYPES[0]))
-    assert attention._launch(7, 4, 8, 2, 64, DTYPES[0].itemsize, 2, 0, 700, Gpu(12, 1, 1)).splits == 3
-    attention._launch.cache_clear()
+    assert paged._launch(7, 4, 8, 2, 64, DTYPES[0].itemsize, 2, 0, 700, Gpu(12, 1, 1)).splits == 3
+    paged._launch.cache_clear()
 
 
 @gpu
@@ -398,7 +401,7 @@ def test_graph_replay_with_changed_lengths_equals_eager(rows: int, monkeypatch: 
 
 
 def test_splits_fill_the_gpu_and_no_more() -> None:
-    choose = attention._choose_splits
+    choose = paged._choose_splits
     assert choose(8, 264, 100) == 30  # one stream, 8 K/V heads, H200: about one wave
     assert choose(8, 264, 3) == 3
     assert choose(160, 264, 100) == 3  # 160 programs leave two fifths idle, 480 a tenth
@@ -406,11 +409,11 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
 
 
 def test_a_full_gpu_splits_only_long_contexts() -> None:
-    def launch(seqs: int, rows: int, keys: int) -> attention.Launch:
-        return attention._launch(rows * seqs, seqs, 32, 8, 128, 2, rows, 0, keys, Gpu(9, 0, 132))
+    def launch(seqs: int, rows: int, keys: int) -> paged.Launch:
+        return paged._launch(rows * seqs, seqs, 32, 8, 128, 2, rows, 0, keys, Gpu(9, 0, 132))
 
     assert launch(64, 1, 4096).splits == 1
-    assert (launch(64, 1, 32000).splits, launch(64, 1, 32000).unit) == (4, attention.LONG_SPLIT)
+    assert (launch(64, 1, 32000).splits, launch(64, 1, 32000).unit) == (4, paged.LONG_SPLIT)
     assert launch(1, 1, 32000).splits == 30
     assert launch(1, 8192, 8192).splits == 1
     assert launch(1, 256, 32000).splits > 1  # a small chunk over a long context has too few tiles by itself
@@ -418,11 +421,11 @@ def test_a_full_gpu_splits_only_long_contexts() -> None:
 
 @pytest.mark.parametrize("least", [32, 64, 128, 256])
 def test_a_split_is_whole_tiles_whatever_its_least_size(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "LEAST_UNIT", least)
+    monkeypatch.setattr(paged, "LEAST_UNIT", least)
     for (kind, form), known in tuned.tables(Gpu(9, 0, 132)).items():
         for tile in [tile for found in known.values() for tile in found] if kind == "attention_decode" else ():
-            made = attention.Tile(*tile)
-            unit, _ = attention._choose_cuts(made, 4, 4096, 300, False, True, Gpu(9, 0, 132))
+            made = paged.Tile(*tile)
+            unit, _ = paged._choose_cuts(made, 4, 4096, 300, False, True, Gpu(9, 0, 132))
             assert unit >= least and unit % made.block_n == 0, (form, tile)
 
 
@@ -465,25 +468,25 @@ def compile_kernel(
 
 
 def compile_attend(
-    capability: int, dtype: torch.dtype, head_dim: int, tile: attention.Tile, search: bool, split: bool,
+    capability: int, dtype: torch.dtype, head_dim: int, tile: paged.Tile, search: bool, split: bool,
     causal: bool = True, window: int = 0, group: int = 4, sinks: bool = False, inside: bool = False,
 ) -> object:  # fmt: skip
     """inside: the parts, 64 at most, are joined by the last program."""
     pointer, ints = "*" + TYPES[dtype], ("query_start", "context_len", "block_tables")
     types = dict.fromkeys(("q", "k_cache", "v_cache"), pointer) | dict.fromkeys(ints, "*i32")
     types |= dict.fromkeys(("out", "lse"), "*fp32" if split else pointer) | {"scale": "fp32"}
-    types |= {name: "i32" for name in attention._attend.arg_names if name.startswith("stride_")}
+    types |= {name: "i32" for name in paged._attend.arg_names if name.startswith("stride_")}
     types |= {"seqs": "i32"} | ({"sinks": "*fp32"} if sinks else {})
     types |= {"joined": pointer, "counters": "*i32"} if inside else {}
     constants = {name: None for name in ("sinks", "joined", "counters") if name not in types}
-    constants |= attention._join_sizes(tile.block_m, 64, attention._padded(head_dim), tile.warps)
+    constants |= paged._join_sizes(tile.block_m, 64, paged._padded(head_dim), tile.warps)
     constants |= {
         "GROUP": group, "HEAD_DIM": head_dim, "DIM": triton.next_power_of_2(head_dim), "BLOCK_SIZE": 16,
         "CAUSAL": causal, "WINDOW": window, "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "RUN": 512 // tile.block_n, "SEARCH": search, "SPLIT": split,
         "SINKS": sinks, "PDL": True,
     }  # fmt: skip
-    return compile_kernel(attention._attend, capability, types, constants, tile.warps, tile.stages)
+    return compile_kernel(paged._attend, capability, types, constants, tile.warps, tile.stages)
 
 
 @compiled
@@ -494,7 +497,7 @@ def test_attention_compiles_within_shared_memory(capability: int, head_dim: int,
     known, form = tuned.tables(GPUS[capability]), f"{8 * dtype.itemsize}bit"
     chunk, decode = (known[f"attention_{kind}", form][head_dim,] for kind in ("chunk", "decode"))
     for numbers, search in [(chunk, True)] + [(tile, False) for tile in decode]:
-        tile = attention.Tile(*numbers)
+        tile = paged.Tile(*numbers)
         made = compile_attend(capability, dtype, head_dim, tile, search, split=not search, inside=not search)
         used = made.metadata.shared
         assert search or dtype == torch.float32 or spilled_bytes(made) <= 64, "the join takes the scan's registers"
@@ -511,7 +514,7 @@ def test_attention_variants_compile(capability: int) -> None:
         *((True, 128, 64, 8, True), (True, 0, 64, 8, True), (True, 0, 512, 8, True), (True, 0, 256, 6, True)),
     ):
         for lanes, split, inside in ((16, 0, 0), (16, 1, 0), (16, 1, 1), (1000, 0, 0), (1000, 1, 0)):
-            tile, search = attention._choose_tile(lanes, attention._padded(head_dim), 2, GPUS[capability])
+            tile, search = paged._choose_tile(lanes, paged._padded(head_dim), 2, GPUS[capability])
             made = compile_attend(
                 capability, torch.bfloat16, head_dim, tile, search, bool(split), causal, window, group, sinks,
                 bool(inside),
@@ -519,10 +522,10 @@ def test_attention_variants_compile(capability: int) -> None:
             assert made.metadata.shared < LIMIT[capability]
 
 
-def alike(capability: int, heads: int, kv_heads: int, dim: int, itemsize: int, seqs: int) -> list[attention.Launch]:
+def alike(capability: int, heads: int, kv_heads: int, dim: int, itemsize: int, seqs: int) -> list[paged.Launch]:
     """The launches of 1 to MOST rows a sequence."""
     shape = (seqs, heads, kv_heads, dim, itemsize)
-    return [attention._launch(n * seqs, *shape, n, MOST, 32000, GPUS[capability]) for n in range(1, MOST + 1)]
+    return [paged._launch(n * seqs, *shape, n, MOST, 32000, GPUS[capability]) for n in range(1, MOST + 1)]
 
 
 @pytest.mark.parametrize("capability", GPUS)
@@ -571,10 +574,10 @@ def test_small_kernels_compile(capability: int) -> None:
         "sinks": "*fp32",
     }
     for splits, lines, dim, warps in ((2, 8, 256, 4), (128, 1, 256, 4), (2, 4, 512, 8), (128, 1, 512, 8)):
-        assert splits <= attention.MOST_SPLITS
+        assert splits <= paged.MOST_SPLITS
         sizes = {"HEADS": 32, "HEAD_DIM": dim, "DIM": dim, "SINKS": True, "PDL": False}
-        sizes |= attention._join_sizes(lines, splits, dim, warps)
-        assert compile_kernel(attention._join, capability, join, sizes, warps).metadata.shared < LIMIT[121]
+        sizes |= paged._join_sizes(lines, splits, dim, warps)
+        assert compile_kernel(paged._join, capability, join, sizes, warps).metadata.shared < LIMIT[121]
     norm = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "stride_x": "i32", "dim": "i32", "eps": "fp32"}
     sizes = {"BLOCK": 16384, "PDL": False}
     assert compile_kernel(elementwise._rms_norm, capability, norm, sizes, 16).metadata.shared < LIMIT[121]

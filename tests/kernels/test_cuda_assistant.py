@@ -10,16 +10,16 @@ from torch import Tensor
 
 from sparkdraft import kernels
 from sparkdraft.cache.formats.dense import DenseKV
-from sparkdraft.models.config import FINAL
-from sparkdraft.spec import assistant
-from sparkdraft.spec.assistant_config import AssistantConfig
-from sparkdraft.spec.drafter import Anchors, Score
+from sparkdraft.drafters import assistant
+from sparkdraft.drafters.assistant_config import AssistantConfig
+from sparkdraft.drafters.drafter import Anchors, Score
+from sparkdraft.models.common.config import FINAL
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.loader import Loader
+from tests.drafters.tiny_assistant import write_assistant
 from tests.kernels.triton_device import DEVICE, gpu
 from tests.models.harness import BLOCK, Harness
 from tests.models.tiny import write_tiny
-from tests.spec.tiny_assistant import write_assistant
 
 IDS = [[3 + (7 * i) % 200 for i in range(length)] for length in (21, 5)]  # longer and shorter than the window, 8
 DEPTH = 2

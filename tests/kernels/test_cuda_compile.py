@@ -20,21 +20,21 @@ import torch
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-from triton.runtime.jit import JITFunction  # noqa: E402
+from triton.runtime.jit import JITFunction
 
-from sparkdraft.kernels import cuda  # noqa: E402
-from sparkdraft.kernels.activation import GELU_TANH  # noqa: E402
-from sparkdraft.kernels.cuda import block_attention, draft_loss  # noqa: E402
-from sparkdraft.kernels.norm import Norm  # noqa: E402
-from sparkdraft.kernels.view import AttentionParams, AttentionView  # noqa: E402
-from tests.kernels.ahead_of_time import LIMIT, captured_launches, compile_launch, empty  # noqa: E402
-from tests.kernels.test_cuda_delta_rule import recurrent_step  # noqa: E402
-from tests.kernels.test_cuda_experts import experts_step  # noqa: E402
-from tests.kernels.test_cuda_few_rows import few_rows_step  # noqa: E402
-from tests.kernels.test_cuda_planes import coded_experts_step, floats_step, planes_step  # noqa: E402
-from tests.kernels.test_cuda_stepping import decode_step  # noqa: E402
-from tests.kernels.test_cuda_turboquant import layer_step  # noqa: E402
-from tests.kernels.triton_device import INTERPRET  # noqa: E402
+from sparkdraft.kernels import cuda
+from sparkdraft.kernels.activation import GELU_TANH
+from sparkdraft.kernels.norm import Norm
+from sparkdraft.kernels.view import AttentionParams, AttentionView
+from sparkdraft.train.kernels import block_attention, draft_loss
+from tests.kernels.ahead_of_time import LIMIT, captured_launches, compile_launch, empty
+from tests.kernels.test_cuda_delta_rule import recurrent_step
+from tests.kernels.test_cuda_experts import experts_step
+from tests.kernels.test_cuda_few_rows import few_rows_step
+from tests.kernels.test_cuda_planes import coded_experts_step, floats_step, planes_step
+from tests.kernels.test_cuda_stepping import decode_step
+from tests.kernels.test_cuda_turboquant import layer_step
+from tests.kernels.triton_device import INTERPRET
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="the interpreter replaces the compiler")
 

@@ -17,17 +17,17 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-import triton.language as tl  # noqa: E402
+import triton.language as tl
 
-from sparkdraft.core import Fallback  # noqa: E402
-from sparkdraft.engine.engine import Engine  # noqa: E402
-from sparkdraft.engine.graphs import Graphs  # noqa: E402
-from sparkdraft.kernels import cuda  # noqa: E402
-from sparkdraft.kernels.cuda import compiling, ending  # noqa: E402
-from sparkdraft.kernels.cuda.compiling import compile_ahead, only_compiling  # noqa: E402
-from sparkdraft.kernels.view import AttentionParams  # noqa: E402
-from sparkdraft.weights.quant.coded import LEVELS, Coded, _level_values  # noqa: E402
-from tests.kernels.triton_device import DEVICE, NO_GPU, gpu, gpu_only, integers, randn  # noqa: E402
+from sparkdraft.core import Fallback
+from sparkdraft.engine.engine import Engine
+from sparkdraft.engine.graphs import Graphs
+from sparkdraft.kernels import cuda
+from sparkdraft.kernels.cuda.runtime import compiling, ending
+from sparkdraft.kernels.cuda.runtime.compiling import compile_ahead, only_compiling
+from sparkdraft.kernels.view import AttentionParams
+from sparkdraft.weights.quant.coded import LEVELS, Coded, _level_values
+from tests.kernels.triton_device import DEVICE, NO_GPU, gpu, gpu_only, integers, randn
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -197,7 +197,7 @@ def step_of_all_constants() -> tuple[Callable[[int], Tensor], int]:
 
 def run_fresh(way: str, path: str) -> None:
     """In a process that has made no constant: run the step plainly, or compile it ahead, record and replay it."""
-    from sparkdraft.kernels.cuda.turboquant.rotation import signs
+    from sparkdraft.kernels.cuda.attention.turboquant.rotation import signs
 
     step, count = step_of_all_constants()
     with torch.inference_mode():

@@ -15,13 +15,14 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-import triton.language as tl  # noqa: E402
+import triton.language as tl
 
-from sparkdraft.kernels import cuda, reference  # noqa: E402
-from sparkdraft.kernels.cuda import delta_chunks, delta_steps, tuned  # noqa: E402
-from sparkdraft.kernels.delta_rule import DeltaParams, RecurrentState, input_ring, record_ring  # noqa: E402
-from sparkdraft.kernels.view import AttentionView  # noqa: E402
-from tests.kernels.ahead_of_time import (  # noqa: E402
+from sparkdraft.kernels import cuda, reference
+from sparkdraft.kernels.cuda.recurrent import delta_chunks, delta_steps
+from sparkdraft.kernels.cuda.runtime import tuned
+from sparkdraft.kernels.delta_rule import DeltaParams, RecurrentState, input_ring, record_ring
+from sparkdraft.kernels.view import AttentionView
+from tests.kernels.ahead_of_time import (
     GPUS,
     LIMIT,
     captured_launches,
@@ -30,8 +31,8 @@ from tests.kernels.ahead_of_time import (  # noqa: E402
     empty,
     spilled_bytes,
 )
-from tests.kernels.recurrent_cases import TREE, Layer, Part, Shape, paths, random_steps, row_by_row  # noqa: E402
-from tests.kernels.triton_device import (  # noqa: E402
+from tests.kernels.recurrent_cases import TREE, Layer, Part, Shape, paths, random_steps, row_by_row
+from tests.kernels.triton_device import (
     DEVICE,
     DTYPES,
     INTERPRET,

@@ -12,19 +12,22 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-import triton.language as tl  # noqa: E402
+import triton.language as tl
 
-from sparkdraft.kernels import cuda  # noqa: E402
-from sparkdraft.kernels.cuda import attention, ending, few_rows, routing  # noqa: E402
-from sparkdraft.kernels.cuda.gpu import Gpu, gpu_of  # noqa: E402
-from sparkdraft.kernels.norm import Norm, Normed  # noqa: E402
-from sparkdraft.kernels.routing import Routing  # noqa: E402
-from sparkdraft.kernels.view import AttentionParams, AttentionView  # noqa: E402
-from sparkdraft.tune import tiles  # noqa: E402
-from sparkdraft.weights.linear import DenseLinear  # noqa: E402
-from tests.kernels.ahead_of_time import captured_launches, empty  # noqa: E402
-from tests.kernels.test_cuda import MOST, check_attention, last_rows, make_batch  # noqa: E402
-from tests.kernels.triton_device import (  # noqa: E402
+from sparkdraft.kernels import cuda
+from sparkdraft.kernels.cuda.attention import paged
+from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.moe import routing
+from sparkdraft.kernels.cuda.runtime import ending
+from sparkdraft.kernels.cuda.runtime.gpu import Gpu, gpu_of
+from sparkdraft.kernels.norm import Norm, Normed
+from sparkdraft.kernels.routing import Routing
+from sparkdraft.kernels.view import AttentionParams, AttentionView
+from sparkdraft.operate.tune import tiles
+from sparkdraft.weights.linear import DenseLinear
+from tests.kernels.ahead_of_time import captured_launches, empty
+from tests.kernels.test_cuda import MOST, check_attention, last_rows, make_batch
+from tests.kernels.triton_device import (
     DEVICE,
     DTYPES,
     INTERPRET,
@@ -79,7 +82,7 @@ def both_joins(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[Ten
     """Joined by the last program, and by the second kernel."""
     found = []
     for most in (1 << 40, 0):
-        monkeypatch.setattr(attention, "JOIN_INSIDE", most)
+        monkeypatch.setattr(paged, "JOIN_INSIDE", most)
         found.append(cuda.paged_attention(*arguments))
         assert_no_counter_is_left()
     return found[0], found[1]
@@ -115,7 +118,7 @@ def test_both_ways_join_parts_alike(
     params, last = AttentionParams(head_dim**-0.5, True, window, sink), sum(queries)
     inside, apart = both_joins(monkeypatch, q, k, v, view, params, most)
     assert not inside[:last].isnan().any() and torch.equal(inside[:last], apart[:last])
-    monkeypatch.setattr(attention, "JOIN_INSIDE", 1 << 40)
+    monkeypatch.setattr(paged, "JOIN_INSIDE", 1 << 40)
     check_attention(q, k, v, view, True, window, most, sink)
 
 
@@ -125,7 +128,7 @@ def test_lines_and_steps_of_any_number_join_alike(monkeypatch: pytest.MonkeyPatc
     q, k, v, view = make_batch([2], [1500], 4, 1, 64, DTYPES[0])
     found = []
     for numbers in (16, 64, 1024):
-        monkeypatch.setattr(attention, "JOIN_NUMBERS", numbers)
+        monkeypatch.setattr(paged, "JOIN_NUMBERS", numbers)
         found += both_joins(monkeypatch, q, k, v, view, AttentionParams(0.125))
     assert all(torch.equal(found[0][:2], each[:2]) for each in found)
 
@@ -143,10 +146,10 @@ def test_a_single_row_joins_inside_as_its_block_joins_apart(monkeypatch: pytest.
     """A drafted block has more parts than a program should join, its rows alone have not."""
     contexts = [523]
     q, k, v, view = make_batch([MOST], contexts, 8, 1, 64, DTYPES[0], padding=0)
-    monkeypatch.setattr(attention, "JOIN_INSIDE", 0)
+    monkeypatch.setattr(paged, "JOIN_INSIDE", 0)
     params = AttentionParams(0.125)
     block = cuda.paged_attention(q, k, v, last_rows(view, contexts, MOST), params, MOST)
-    monkeypatch.setattr(attention, "JOIN_INSIDE", 1 << 40)
+    monkeypatch.setattr(paged, "JOIN_INSIDE", 1 << 40)
     for row in (0, 9, 15):
         alone = last_rows(view, [contexts[0] - MOST + 1 + row], 1)
         assert torch.equal(cuda.paged_attention(q[row : row + 1], k, v, alone, params, MOST)[0], block[row])
@@ -195,7 +198,7 @@ def attention_launches(monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: in
 
 @no_interpreter
 def test_parts_of_few_rows_are_joined_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = [attention._attend], [attention._attend, attention._join]
+    one, two = [paged._attend], [paged._attend, paged._join]
     assert attention_launches(monkeypatch, 32, 4, 128, 1, 1) == one, "qwen3-30b-a3b"
     assert attention_launches(monkeypatch, 64, 8, 64, 1, 1) == one, "gpt-oss-20b"
     assert attention_launches(monkeypatch, 32, 8, 128, 1, 16) == one, "16 streams"

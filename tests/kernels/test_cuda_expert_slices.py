@@ -14,15 +14,16 @@ import torch
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-from sparkdraft.kernels import cuda, reference  # noqa: E402
-from sparkdraft.kernels.cuda import experts, few_rows  # noqa: E402
-from sparkdraft.kernels.cuda.gpu import Gpu, gpu_of  # noqa: E402
-from sparkdraft.kernels.norm import Norm, Normed  # noqa: E402
-from sparkdraft.tune import tiles  # noqa: E402
-from sparkdraft.weights.experts import ExpertLinear  # noqa: E402
-from tests.kernels.ahead_of_time import GPUS, captured_launches  # noqa: E402
-from tests.kernels.test_cuda_experts import EPS, Problem, check_experts, check_rows_alone, random_routing  # noqa: E402
-from tests.kernels.test_cuda_planes import (  # noqa: E402
+from sparkdraft.kernels import cuda, reference
+from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.moe import experts
+from sparkdraft.kernels.cuda.runtime.gpu import Gpu, gpu_of
+from sparkdraft.kernels.norm import Norm, Normed
+from sparkdraft.operate.tune import tiles
+from sparkdraft.weights.experts import ExpertLinear
+from tests.kernels.ahead_of_time import GPUS, captured_launches
+from tests.kernels.test_cuda_experts import EPS, Problem, check_experts, check_rows_alone, random_routing
+from tests.kernels.test_cuda_planes import (
     CLAMPED,
     EXPERTS,
     ExpertsWithoutMemory,
@@ -31,7 +32,7 @@ from tests.kernels.test_cuda_planes import (  # noqa: E402
     floats_of,
     random_experts,
 )
-from tests.kernels.triton_device import (  # noqa: E402
+from tests.kernels.triton_device import (
     DEVICE,
     DTYPES,
     INTERPRET,

@@ -16,15 +16,17 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-from sparkdraft.kernels import cuda, reference  # noqa: E402
-from sparkdraft.kernels.activation import GELU_TANH, SILU, Activation  # noqa: E402
-from sparkdraft.kernels.cuda import experts, few_rows, pdl, routing, tuned  # noqa: E402
-from sparkdraft.kernels.norm import Norm, Normed  # noqa: E402
-from sparkdraft.kernels.routing import Routing  # noqa: E402
-from sparkdraft.weights.experts import DenseExperts  # noqa: E402
-from sparkdraft.weights.linear import DenseLinear  # noqa: E402
-from tests.kernels.ahead_of_time import GPUS, LIMIT, captured_launches, check_order, compile_launch, empty  # noqa: E402
-from tests.kernels.triton_device import (  # noqa: E402
+from sparkdraft.kernels import cuda, reference
+from sparkdraft.kernels.activation import GELU_TANH, SILU, Activation
+from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.moe import experts, routing
+from sparkdraft.kernels.cuda.runtime import pdl, tuned
+from sparkdraft.kernels.norm import Norm, Normed
+from sparkdraft.kernels.routing import Routing
+from sparkdraft.weights.experts import DenseExperts
+from sparkdraft.weights.linear import DenseLinear
+from tests.kernels.ahead_of_time import GPUS, LIMIT, captured_launches, check_order, compile_launch, empty
+from tests.kernels.triton_device import (
     DEVICE,
     DTYPES,
     INTERPRET,

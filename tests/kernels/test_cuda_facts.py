@@ -10,10 +10,14 @@ pytest.importorskip("triton")
 from sparkdraft.core import Fact
 from sparkdraft.kernels.activation import SILU
 from sparkdraft.kernels.asked import Asked, AskedExperts, all_tiles
-from sparkdraft.kernels.cuda import attention, delta_chunks, delta_steps, experts, few_rows, routing, tuned
-from sparkdraft.kernels.cuda.facts import launches, tile_keys, tiles
-from sparkdraft.kernels.cuda.gpu import Gpu
-from sparkdraft.kernels.cuda.tuned import Key
+from sparkdraft.kernels.cuda.attention import paged
+from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.moe import experts, routing
+from sparkdraft.kernels.cuda.recurrent import delta_chunks, delta_steps
+from sparkdraft.kernels.cuda.runtime import tuned
+from sparkdraft.kernels.cuda.runtime.facts import launches, tile_keys, tiles
+from sparkdraft.kernels.cuda.runtime.gpu import Gpu
+from sparkdraft.kernels.cuda.runtime.tuned import Key
 from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.kernels.routing import Routing
 from sparkdraft.kernels.view import AttentionParams, AttentionView
@@ -52,13 +56,13 @@ def test_tiles_that_were_measured_here_are_told_from_those_chosen_by_rule() -> N
 @pytest.mark.parametrize(("head_dim", "itemsize"), [(512, 2), (128, 4), (64, 4)])
 def test_attention_that_nobody_measured_is_not_said_to_be_measured(head_dim: int, itemsize: int) -> None:
     """Other head dims of the same GPU were."""
-    found = said("attention tiles", attention.tile_keys(head_dim, itemsize), HOPPER)
+    found = said("attention tiles", paged.tile_keys(head_dim, itemsize), HOPPER)
     assert found.value == "chosen to fit its shared memory"
     assert f"attention_decode {head_dim} ({8 * itemsize}bit)" in found.reason and "sm_90" in found.reason
     mixed = tile_keys(asked(head_dims=frozenset({128, 512})))["attention tiles"]
     assert said("attention tiles", mixed, HOPPER).value.startswith("2 of 4 measured on sm_90")
-    assert not said("attention tiles", attention.tile_keys(128, 2), HOPPER).reason
-    assert "sm_121" in said("attention tiles", attention.tile_keys(128, 2), SPARK).reason
+    assert not said("attention tiles", paged.tile_keys(128, 2), HOPPER).reason
+    assert "sm_121" in said("attention tiles", paged.tile_keys(128, 2), SPARK).reason
 
 
 def meta_experts(count: int, out: int, in_: int, dtype: torch.dtype = torch.bfloat16) -> DenseExperts:
@@ -103,10 +107,10 @@ def looked_up(monkeypatch: pytest.MonkeyPatch) -> set[Key]:
 
     monkeypatch.setattr(tuned, "find", find)
     monkeypatch.setattr(few_rows, "run_kernel", lambda *_, **__: None)
-    for module in (attention, routing):
+    for module in (paged, routing):
         monkeypatch.setattr(module, "run", lambda *_, **__: None)
     monkeypatch.setattr(experts, "rms_norm", lambda x, *_: x)
-    cached = [few_rows._launch, few_rows._wide_launch, experts._launch, attention._launch]
+    cached = [few_rows._launch, few_rows._wide_launch, experts._launch, paged._launch]
     for each in [*cached, delta_steps.choose_tile, delta_chunks.choose_tiles]:
         each.cache_clear()
     return found
@@ -117,7 +121,7 @@ def test_attention_looks_up_what_is_told(looked_up: set[Key]) -> None:
         counts = torch.tensor([0, rows], dtype=torch.int32), torch.tensor([rows], dtype=torch.int32)
         view = AttentionView(*counts, torch.zeros(1, 20, dtype=torch.int32), rows, 320)
         k = torch.zeros(20, 2, 16, 96, dtype=torch.float16)
-        attention.paged_attention(torch.zeros(rows, 4, 96, dtype=k.dtype), k, k, view, AttentionParams(1.0))
+        paged.paged_attention(torch.zeros(rows, 4, 96, dtype=k.dtype), k, k, view, AttentionParams(1.0))
     assert looked_up == tile_keys(asked(head_dims=frozenset({96})))["attention tiles"]
 
 

@@ -17,17 +17,17 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from sparkdraft.bench.named_shapes import TARGET_FILES
-from sparkdraft.bench.tensors import file_tensor_shapes
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.cache.layered import LayeredKV
+from sparkdraft.cache.plan_states import recurrent_layers
 from sparkdraft.cache.states import RecurrentStates, StateSizes
-from sparkdraft.doctor.watch import watching
 from sparkdraft.kernels import cuda
 from sparkdraft.kernels.view import AttentionView
-from sparkdraft.models.blocks import Step
+from sparkdraft.models.common.blocks import Step
 from sparkdraft.models.registry import architecture, read_config
-from sparkdraft.plan.states import recurrent_layers
+from sparkdraft.operate.bench.named_shapes import TARGET_FILES
+from sparkdraft.operate.bench.tensors import file_tensor_shapes
+from sparkdraft.operate.doctor.watch import watching
 from sparkdraft.weights.loader import Loader
 from tests.kernels.ahead_of_time import GPUS, captured_launches, empty
 from tests.kernels.triton_device import INTERPRET

@@ -16,22 +16,23 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-from sparkdraft.bench.shapes import TARGET_FILES, RandomCheckpoint  # noqa: E402
-from sparkdraft.kernels import cuda, reference  # noqa: E402
-from sparkdraft.kernels.activation import Activation  # noqa: E402
-from sparkdraft.kernels.cuda import decode, experts, few_rows, planes  # noqa: E402
-from sparkdraft.kernels.norm import Norm, Normed  # noqa: E402
-from sparkdraft.kernels.routing import Routing  # noqa: E402
-from sparkdraft.models.gpt_oss import build  # noqa: E402
-from sparkdraft.models.registry import read_config  # noqa: E402
-from sparkdraft.weights.experts import DenseExperts  # noqa: E402
-from sparkdraft.weights.linear import CannotKeep, DenseLinear, StackedLinear, WeightTiles  # noqa: E402
-from sparkdraft.weights.loader import Loader  # noqa: E402
-from sparkdraft.weights.plane_layout import STRIP, PlaneLayout, layout_of  # noqa: E402
-from sparkdraft.weights.planes import pack  # noqa: E402
-from sparkdraft.weights.quant.coded import LEVELS, Coded  # noqa: E402
-from sparkdraft.weights.quant.group import GroupQuant  # noqa: E402
-from tests.kernels.ahead_of_time import (  # noqa: E402
+from sparkdraft.kernels import cuda, reference
+from sparkdraft.kernels.activation import Activation
+from sparkdraft.kernels.cuda.linear import dequantise, few_rows, planes
+from sparkdraft.kernels.cuda.moe import experts
+from sparkdraft.kernels.norm import Norm, Normed
+from sparkdraft.kernels.routing import Routing
+from sparkdraft.models.gpt_oss import build
+from sparkdraft.models.registry import read_config
+from sparkdraft.operate.bench.shapes import TARGET_FILES, RandomCheckpoint
+from sparkdraft.weights.experts import DenseExperts
+from sparkdraft.weights.linear import CannotKeep, DenseLinear, StackedLinear, WeightTiles
+from sparkdraft.weights.loader import Loader
+from sparkdraft.weights.plane_layout import STRIP, PlaneLayout, layout_of
+from sparkdraft.weights.planes import pack
+from sparkdraft.weights.quant.coded import LEVELS, Coded
+from sparkdraft.weights.quant.group import GroupQuant
+from tests.kernels.ahead_of_time import (
     GPUS,
     LIMIT,
     captured_launches,
@@ -40,8 +41,8 @@ from tests.kernels.ahead_of_time import (  # noqa: E402
     empty,
     spilled_bytes,
 )
-from tests.kernels.test_cuda_experts import random_routing  # noqa: E402
-from tests.kernels.test_cuda_few_rows import (  # noqa: E402
+from tests.kernels.test_cuda_experts import random_routing
+from tests.kernels.test_cuda_few_rows import (
     EPS,
     KINDS,
     Problem,
@@ -52,7 +53,7 @@ from tests.kernels.test_cuda_few_rows import (  # noqa: E402
     exact_norm,
     strided,
 )
-from tests.kernels.triton_device import (  # noqa: E402
+from tests.kernels.triton_device import (
     DEVICE,
     DTYPES,
     INTERPRET,
@@ -61,7 +62,7 @@ from tests.kernels.triton_device import (  # noqa: E402
     poisoned_empty,
     randn,
 )
-from tests.weights.formats_of_codes import FORMATS, fitting, random_coded  # noqa: E402
+from tests.weights.formats_of_codes import FORMATS, fitting, random_coded
 
 __all__ = ["poisoned_empty"]  # a fixture that every test here takes
 
@@ -427,7 +428,7 @@ def test_ptx_of_every_word(levels: str) -> None:
     for number, expected in enumerate(by_plane):
         for exponent, mantissa in ((0, 0), (-9, 0), (5, 0x60)) if levels == "e2m1" else ((0, 0),):
             scale = ((exponent + 110 + 127) << 7) | mantissa  # of bfloat16, times SCALED
-            got = bf16(run_ptx(decode.PTX[levels][number], words.flatten(), torch.tensor(scale)))
+            got = bf16(run_ptx(dequantise.PTX[levels][number], words.flatten(), torch.tensor(scale)))
             factor = 2.0**exponent * (1 + mantissa / 128) / 2**16 if levels == "e2m1" else 1.0
             assert torch.equal(got, expected.flatten() * factor), (number, exponent)
 

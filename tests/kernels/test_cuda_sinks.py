@@ -16,19 +16,19 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-from sparkdraft.kernels import cuda, reference  # noqa: E402
-from sparkdraft.kernels.cuda import attention, turboquant  # noqa: E402
-from sparkdraft.kernels.cuda.elementwise import run  # noqa: E402
-from sparkdraft.kernels.cuda.gpu import gpu_of  # noqa: E402
-from sparkdraft.kernels.cuda.turboquant.join import join  # noqa: E402
-from sparkdraft.kernels.cuda.turboquant.rotation import signs  # noqa: E402
-from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout  # noqa: E402
-from sparkdraft.kernels.turboquant.vectors import VectorFormat  # noqa: E402
-from sparkdraft.kernels.view import AttentionParams, AttentionView  # noqa: E402
-from tests.kernels import test_cuda_turboquant as coded  # noqa: E402
-from tests.kernels.ahead_of_time import LIMIT, captured_launches  # noqa: E402
-from tests.kernels.test_cuda import MOST, check_attention, last_rows, make_batch  # noqa: E402
-from tests.kernels.triton_device import (  # noqa: E402
+from sparkdraft.kernels import cuda, reference
+from sparkdraft.kernels.cuda.attention import paged, turboquant
+from sparkdraft.kernels.cuda.attention.turboquant.join import join
+from sparkdraft.kernels.cuda.attention.turboquant.rotation import signs
+from sparkdraft.kernels.cuda.elementwise import run
+from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
+from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout
+from sparkdraft.kernels.turboquant.vectors import VectorFormat
+from sparkdraft.kernels.view import AttentionParams, AttentionView
+from tests.kernels import test_cuda_turboquant as coded
+from tests.kernels.ahead_of_time import LIMIT, captured_launches
+from tests.kernels.test_cuda import MOST, check_attention, last_rows, make_batch
+from tests.kernels.triton_device import (
     DEVICE,
     DTYPES,
     INTERPRET,
@@ -67,7 +67,7 @@ def test_sinks(queries: list[int], contexts: list[int], window: int, heads: int,
 
 def is_split(q: Tensor, k: Tensor, view: AttentionView) -> bool:
     shape = (*q.shape[:1], len(view.context_len), q.shape[1], k.shape[1], q.shape[2], q.element_size())
-    return attention._launch(*shape, view.max_query, 0, view.max_context, gpu_of(q.device)).splits > 1
+    return paged._launch(*shape, view.max_query, 0, view.max_context, gpu_of(q.device)).splits > 1
 
 
 @gpu

@@ -15,16 +15,16 @@ import torch
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-from sparkdraft.kernels.cuda import few_rows  # noqa: E402
-from sparkdraft.kernels.cuda.gpu import gpu_of  # noqa: E402
-from sparkdraft.kernels.norm import Norm, Normed  # noqa: E402
-from sparkdraft.tune import tiles  # noqa: E402
-from sparkdraft.weights.linear import WeightTiles  # noqa: E402
-from tests.kernels.ahead_of_time import GPUS, LIMIT, captured_launches, compile_launch, empty, spilled_bytes  # noqa: E402
-from tests.kernels.test_cuda_few_rows import EPS, KINDS, Problem, assert_close, check_rows_alone, exact_norm  # noqa: E402
-from tests.kernels.test_cuda_planes import kept, tiles_without_memory  # noqa: E402
-from tests.kernels.triton_device import DEVICE, DTYPES, INTERPRET, compiled, gpu, poisoned_empty, randn  # noqa: E402
-from tests.weights.formats_of_codes import FORMATS, fitting  # noqa: E402
+from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
+from sparkdraft.kernels.norm import Norm, Normed
+from sparkdraft.operate.tune import tiles
+from sparkdraft.weights.linear import WeightTiles
+from tests.kernels.ahead_of_time import GPUS, LIMIT, captured_launches, compile_launch, empty, spilled_bytes
+from tests.kernels.test_cuda_few_rows import EPS, KINDS, Problem, assert_close, check_rows_alone, exact_norm
+from tests.kernels.test_cuda_planes import kept, tiles_without_memory
+from tests.kernels.triton_device import DEVICE, DTYPES, INTERPRET, compiled, gpu, poisoned_empty, randn
+from tests.weights.formats_of_codes import FORMATS, fitting
 
 __all__ = ["poisoned_empty"]  # a fixture that every test here takes
 

@@ -16,16 +16,17 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-from sparkdraft.engine.gaps import best, largest  # noqa: E402
-from sparkdraft.kernels import cuda, reference  # noqa: E402
-from sparkdraft.kernels.activation import SILU  # noqa: E402
-from sparkdraft.kernels.cuda import argmax, pdl  # noqa: E402
-from sparkdraft.kernels.stepping import CutTerms  # noqa: E402
-from sparkdraft.kernels.sure import WIDEST  # noqa: E402
-from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs  # noqa: E402
-from tests.kernels.ahead_of_time import LIMIT, captured_launches, check_order, compile_launch  # noqa: E402
-from tests.kernels.ahead_of_time import empty as made  # noqa: E402
-from tests.kernels.triton_device import (  # noqa: E402
+from sparkdraft.engine.gaps import best, largest
+from sparkdraft.kernels import cuda, reference
+from sparkdraft.kernels.activation import SILU
+from sparkdraft.kernels.cuda.linear import argmax
+from sparkdraft.kernels.cuda.runtime import pdl
+from sparkdraft.kernels.stepping import CutTerms
+from sparkdraft.kernels.sure import WIDEST
+from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
+from tests.kernels.ahead_of_time import LIMIT, captured_launches, check_order, compile_launch
+from tests.kernels.ahead_of_time import empty as made
+from tests.kernels.triton_device import (
     DEVICE,
     DTYPES,
     INTERPRET,

@@ -14,15 +14,17 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels import cuda
 from sparkdraft.kernels.activation import SILU
-from sparkdraft.kernels.cuda import experts, few_rows, tuned
-from sparkdraft.kernels.cuda.gpu import Gpu, gpu_of
+from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.moe import experts
+from sparkdraft.kernels.cuda.runtime import tuned
+from sparkdraft.kernels.cuda.runtime.gpu import Gpu, gpu_of
 from sparkdraft.kernels.norm import Norm
-from sparkdraft.models.blocks import GatedMLP
-from sparkdraft.models.experts import Experts
-from sparkdraft.models.layers import ExpertsSpec
-from sparkdraft.tune import model_tiles, tiles
-from sparkdraft.tune.model_tiles import expert_groups, families, find_tiles
-from sparkdraft.tune.tiles import TileSearch
+from sparkdraft.models.common.blocks import GatedMLP
+from sparkdraft.models.common.experts import Experts
+from sparkdraft.models.common.layers import ExpertsSpec
+from sparkdraft.operate.tune import model_tiles, tiles
+from sparkdraft.operate.tune.model_tiles import expert_groups, families, find_tiles
+from sparkdraft.operate.tune.tiles import TileSearch
 from sparkdraft.weights.experts import DenseExperts
 from sparkdraft.weights.linear import DenseLinear, StackedLinear
 from tests.kernels.triton_device import DEVICE, DTYPES, gpu

@@ -14,12 +14,12 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-from sparkdraft.kernels.cuda import block_attention, draft_loss  # noqa: E402
-from sparkdraft.train.attention import reference_attention  # noqa: E402
-from sparkdraft.train.loss import Labels, LossOptions, chunked_loss, reference_loss  # noqa: E402
-from tests.kernels.ahead_of_time import GPUS  # noqa: E402
-from tests.kernels.test_cuda import LIMIT, TYPES, assert_close, compile_kernel  # noqa: E402
-from tests.kernels.triton_device import (  # noqa: E402
+from sparkdraft.train.attention import reference_attention
+from sparkdraft.train.kernels import block_attention, draft_loss
+from sparkdraft.train.loss import Labels, LossOptions, chunked_loss, reference_loss
+from tests.kernels.ahead_of_time import GPUS
+from tests.kernels.test_cuda import LIMIT, TYPES, assert_close, compile_kernel
+from tests.kernels.triton_device import (
     DEVICE,
     DTYPES,
     INTERPRET,

@@ -14,12 +14,14 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.core import UserError
-from sparkdraft.kernels.cuda import attention, few_rows, tuned
-from sparkdraft.kernels.cuda.gpu import Gpu
+from sparkdraft.kernels.cuda.attention import paged
+from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.runtime import tuned
+from sparkdraft.kernels.cuda.runtime.gpu import Gpu
 
 ROOT = Path(__file__).parent.parent.parent
 HOPPER, SPARK = Gpu(9, 0, 132), Gpu(12, 1, 48)
-CACHES = (tuned.measured, tuned.tables, few_rows._launch, attention._launch)
+CACHES = (tuned.measured, tuned.tables, few_rows._launch, paged._launch)
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +54,9 @@ def test_a_users_own_file_comes_before_the_packages() -> None:
 
 def test_a_gpu_without_a_file_has_guesses_that_fit_it() -> None:
     assert not tuned.measured(SPARK) and tuned.measured(HOPPER)
-    assert attention._choose_tile(4, 128, 2, SPARK)[0] == attention.Tile(16, 64, 4, 3)
-    assert attention._choose_tile(4, 128, 2, HOPPER)[0] == attention.Tile(16, 64, 4, 4)
-    assert attention._choose_tile(4, 128, 2, Gpu(10, 0, 148))[0] == attention.Tile(16, 64, 4, 4), "as roomy as Hopper"
+    assert paged._choose_tile(4, 128, 2, SPARK)[0] == paged.Tile(16, 64, 4, 3)
+    assert paged._choose_tile(4, 128, 2, HOPPER)[0] == paged.Tile(16, 64, 4, 4)
+    assert paged._choose_tile(4, 128, 2, Gpu(10, 0, 148))[0] == paged.Tile(16, 64, 4, 4), "as roomy as Hopper"
     assert not tuned.measured(Gpu(10, 0, 148))
 
 
@@ -98,4 +100,4 @@ def test_the_package_ships_its_tiles() -> None:
     found = [each.name for each in files(tuned.__name__).iterdir() if each.name.endswith(".json")]
     assert {"fits_99kb.json", "fits_227kb.json", "sm_90.json"} <= set(found)
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["sparkdraft"]
-    assert all(any(fnmatch(f"kernels/cuda/tuned/{name}", pattern) for pattern in patterns) for name in found)
+    assert all(any(fnmatch(f"kernels/cuda/runtime/tuned/{name}", pattern) for pattern in patterns) for name in found)

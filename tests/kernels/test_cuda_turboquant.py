@@ -22,19 +22,19 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-from sparkdraft.kernels import reference  # noqa: E402
-from sparkdraft.kernels.cuda import turboquant  # noqa: E402
-from sparkdraft.kernels.cuda.elementwise import run  # noqa: E402
-from sparkdraft.kernels.cuda.turboquant.join import join, turn_back  # noqa: E402
-from sparkdraft.kernels.cuda.turboquant.levels import as_they_lie, in_pairs  # noqa: E402
-from sparkdraft.kernels.cuda.turboquant.rotation import signs  # noqa: E402
-from sparkdraft.kernels.turboquant.codes import pack, unpack  # noqa: E402
-from sparkdraft.kernels.turboquant.layout import PLANES  # noqa: E402
-from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout  # noqa: E402
-from sparkdraft.kernels.turboquant.vectors import Encoded, VectorFormat  # noqa: E402
-from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs  # noqa: E402
-from tests.kernels.ahead_of_time import GPUS, LIMIT, Launch, captured_launches, check_order, compile_launch, empty  # noqa: E402
-from tests.kernels.triton_device import (  # noqa: E402
+from sparkdraft.kernels import reference
+from sparkdraft.kernels.cuda.attention import turboquant
+from sparkdraft.kernels.cuda.attention.turboquant.join import join, turn_back
+from sparkdraft.kernels.cuda.attention.turboquant.levels import as_they_lie, in_pairs
+from sparkdraft.kernels.cuda.attention.turboquant.rotation import signs
+from sparkdraft.kernels.cuda.elementwise import run
+from sparkdraft.kernels.turboquant.codes import pack, unpack
+from sparkdraft.kernels.turboquant.layout import PLANES
+from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout
+from sparkdraft.kernels.turboquant.vectors import Encoded, VectorFormat
+from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
+from tests.kernels.ahead_of_time import GPUS, LIMIT, Launch, captured_launches, check_order, compile_launch, empty
+from tests.kernels.triton_device import (
     DEVICE,
     DTYPES,
     INTERPRET,

@@ -9,12 +9,12 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft import LLM, kernels
-from sparkdraft.doctor import trials
-from sparkdraft.doctor.watch import watching
 from sparkdraft.engine.facts import asked
 from sparkdraft.kernels import cuda
-from sparkdraft.kernels.cuda import tuned
-from sparkdraft.kernels.cuda.facts import tile_keys
+from sparkdraft.kernels.cuda.runtime import tuned
+from sparkdraft.kernels.cuda.runtime.facts import tile_keys
+from sparkdraft.operate.doctor import trials
+from sparkdraft.operate.doctor.watch import watching
 from tests.kernels.triton_device import DEVICE, INTERPRET, gpu
 from tests.models.tiny import write_tiny
 

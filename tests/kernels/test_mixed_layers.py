@@ -20,8 +20,8 @@ from sparkdraft.cache.layered import LayeredKV
 from sparkdraft.cache.windows import StepRoom, WindowGroup
 from sparkdraft.kernels import native, reference
 from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
-from sparkdraft.models.layers import AttentionSpec, RopeSpec
-from sparkdraft.models.rope import rope_table
+from sparkdraft.models.common.layers import AttentionSpec, RopeSpec
+from sparkdraft.models.common.rope import rope_table
 
 WINDOW, SIZE, BLOCKS, CONTEXT, EPS = 20, 16, 24, 256, 1e-6
 PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.25}

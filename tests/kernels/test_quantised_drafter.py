@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from sparkdraft.weights.quant.quantise import QUANTISERS
+from tests.drafters.tiny_drafter import DraftHarness, body, random_tensors, write_drafter, zlab
 from tests.kernels.triton_device import DEVICE, assert_close, gpu
 from tests.models.harness import Harness
 from tests.models.tiny import write_tiny
-from tests.spec.tiny_drafter import DraftHarness, body, random_tensors, write_drafter, zlab
 
 IDS = [*range(3, 120, 2), 300]
 

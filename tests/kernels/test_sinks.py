@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparkdraft.cache.turboquant.format import TurboQuantKV
+from sparkdraft.cache.formats.turboquant import TurboQuantKV
 from sparkdraft.kernels import native, reference
 from sparkdraft.kernels.view import AttentionParams, AttentionView
-from sparkdraft.models.layers import AttentionSpec, RopeSpec
+from sparkdraft.models.common.layers import AttentionSpec, RopeSpec
 from tests.kernels.test_native import batch, one_row
 from tests.kernels.test_turboquant_store import HEADS as CODED_HEADS
 from tests.kernels.test_turboquant_store import Cache, close

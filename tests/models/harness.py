@@ -13,12 +13,12 @@ from sparkdraft import kernels
 from sparkdraft.cache.formats import KVFormat
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.cache.layered import LayeredKV
+from sparkdraft.cache.plan_states import recurrent_layers
 from sparkdraft.cache.states import RecurrentStates, StateSizes
 from sparkdraft.kernels.view import AttentionView
-from sparkdraft.models.blocks import Step
-from sparkdraft.models.config import ModelConfig
+from sparkdraft.models.common.blocks import Step
+from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.registry import architecture, read_config
-from sparkdraft.plan.states import recurrent_layers
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.loader import Loader
 

@@ -1,7 +1,7 @@
 """Wrong values in the files of a checkpoint: every key of every config is given a dozen of them.
 
 Each is read as if it were right or refused in one sentence; never another exception, and never more layers or tokens
-than the limits of sparkdraft/fields.py.
+than the limits of sparkdraft/util/fields.py.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from sparkdraft.cli.main import main
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
 from sparkdraft.defaults import usable_defaults
-from sparkdraft.fields import LIMITS, MAX_LAYERS, MAX_TOKENS
-from sparkdraft.models.config import ModelConfig
+from sparkdraft.drafters.assistant_config import TYPE
+from sparkdraft.drafters.draft_configs import caps_of, read_draft_config
+from sparkdraft.models.common.config import ModelConfig
+from sparkdraft.models.common.rope import rope_table
 from sparkdraft.models.registry import read_config
-from sparkdraft.models.rope import rope_table
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.resolve import resolve
 from sparkdraft.plan.weight_formats import stated
-from sparkdraft.spec.assistant_config import TYPE
-from sparkdraft.spec.draft_configs import caps_of, read_draft_config
 from sparkdraft.text.families import stop_ids
+from sparkdraft.util.fields import LIMITS, MAX_LAYERS, MAX_TOKENS
 from sparkdraft.weights.checkpoint import open_checkpoint, read_config_json, tensor_names
 from sparkdraft.weights.quant.formats import check_config
 from sparkdraft.weights.quant.stated import read_stated
+from tests.drafters.tiny_assistant import CLUSTERS, TEXT
+from tests.drafters.tiny_drafter import body, speculators, zlab
 from tests.models.tiny import NESTED, SHAPE, VARIANTS, write_tiny
-from tests.spec.tiny_assistant import CLUSTERS, TEXT
-from tests.spec.tiny_drafter import body, speculators, zlab
 
 NAN, INF = math.nan, math.inf
 WRONG: list[Any] = [NAN, INF, -1, 0, 1.5, 10**9, 10**400, "3", True, None, [], [1, "x"], {"x": [NAN]}]

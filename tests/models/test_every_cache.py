@@ -23,10 +23,10 @@ import torch
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.engine.engine import Engine
+from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab
 from tests.models.known_text import KnownText
 from tests.models.recurrent import load, overlapping, texts
 from tests.models.tiny import write_tiny
-from tests.spec.tiny_drafter import body, random_tensors, write_drafter, zlab
 
 VARIANTS = ["llama", "qwen3", "qwen3-windows", "gemma3", "qwen3_moe", "gpt_oss", "gemma4", "gemma4-experts"]
 VARIANTS += ["qwen3_5", "qwen3_5_moe", "qwen3_next"]

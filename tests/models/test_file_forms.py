@@ -21,9 +21,9 @@ from sparkdraft.text.tokenizer import Tokenizer
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.linear import DenseLinear
 from sparkdraft.weights.quant.mxfp4 import mxfp4
+from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab
 from tests.models.harness import Harness
 from tests.models.tiny import byte_tokenizer, oracle_logits, write_tiny
-from tests.spec.tiny_drafter import body, random_tensors, write_drafter, zlab
 
 PROMPT = list(range(40, 70))
 Tensors = dict[str, Tensor]
@@ -114,7 +114,7 @@ def test_a_text_only_file_is_the_same(variant: str, prefix: str, tmp_path: Path)
 
 
 def test_a_drafter_in_the_file_is_left(tmp_path: Path) -> None:
-    """Its tensors are whoever's that drafts with them; spec/choice.py says who that is."""
+    """Its tensors are whoever's that drafts with them; drafters/choice.py says who that is."""
     folder = write_tiny(tmp_path / "a", "qwen3_next")
     mtp = {"mtp.fc.weight": torch.zeros(64, 128), "mtp.norm.weight": torch.zeros(64)}
     other = write(tmp_path / "b", tensors_of(folder) | mtp, config_of(folder))

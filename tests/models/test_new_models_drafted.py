@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.spec.dflash import DFlash
+from sparkdraft.drafters.dflash import DFlash
+from tests.drafters.tiny_drafter import body, random_tensors, speculators, write_drafter, zlab
 from tests.models.tiny import write_tiny
-from tests.spec.tiny_drafter import body, random_tensors, speculators, write_drafter, zlab
 
 VARIANTS = ["qwen3_moe", "gpt_oss", "gemma4", "gemma4-experts"]
 PROMPTS = [[(31 * k + 7 * i * i + i) % 250 + 3 for i in range(5 + 11 * k)] for k in range(4)]

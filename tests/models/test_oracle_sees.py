@@ -16,11 +16,11 @@ from sparkdraft.kernels.activation import SILU
 from sparkdraft.kernels.norm import Norm
 from sparkdraft.kernels.routing import Routing
 from sparkdraft.kernels.view import RopeArgs
-from sparkdraft.models.blocks import Attention, Decoder, GatedMLP
-from sparkdraft.models.config import ModelConfig
-from sparkdraft.models.experts import Experts
-from sparkdraft.models.layers import AttentionSpec, LayerSpec, RecurrentSpec
-from sparkdraft.models.sandwich import DenseAndExperts, SandwichLayer
+from sparkdraft.models.common.blocks import Attention, Decoder, GatedMLP
+from sparkdraft.models.common.config import ModelConfig
+from sparkdraft.models.common.experts import Experts
+from sparkdraft.models.common.layers import AttentionSpec, LayerSpec, RecurrentSpec
+from sparkdraft.models.common.sandwich import DenseAndExperts, SandwichLayer
 from tests.models.harness import Harness
 from tests.models.tiny import oracle_logits, write_tiny
 

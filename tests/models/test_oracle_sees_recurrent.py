@@ -14,12 +14,12 @@ from torch import Tensor
 from sparkdraft.kernels import reference
 from sparkdraft.kernels.delta_rule import DeltaParams, RecurrentState
 from sparkdraft.kernels.view import AttentionView
-from sparkdraft.models import delta_net
-from sparkdraft.models.blocks import Attention, Decoder
-from sparkdraft.models.config import ModelConfig
-from sparkdraft.models.delta_net import DeltaNet
-from sparkdraft.models.experts import SharedExperts
-from sparkdraft.models.layers import RecurrentSpec
+from sparkdraft.models.common import delta_net
+from sparkdraft.models.common.blocks import Attention, Decoder
+from sparkdraft.models.common.config import ModelConfig
+from sparkdraft.models.common.delta_net import DeltaNet
+from sparkdraft.models.common.experts import SharedExperts
+from sparkdraft.models.common.layers import RecurrentSpec
 from tests.models.harness import Harness
 from tests.models.test_oracle_sees import ends, in_mlp, in_rope, moved
 from tests.models.tiny import write_tiny

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparkdraft.bench import coded, shapes
-from sparkdraft.bench.coded import FORMS
-from sparkdraft.bench.named_shapes import TARGET_FILES
-from sparkdraft.bench.shapes import RandomCheckpoint
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.kernels import reference as ops
 from sparkdraft.kernels.view import AttentionView
-from sparkdraft.models.blocks import Step
-from sparkdraft.models.experts import Experts
-from sparkdraft.models.layers import ExpertsSpec
+from sparkdraft.models.common.blocks import Step
+from sparkdraft.models.common.experts import Experts
+from sparkdraft.models.common.layers import ExpertsSpec
 from sparkdraft.models.registry import architecture, read_config
+from sparkdraft.operate.bench import coded, shapes
+from sparkdraft.operate.bench.coded import FORMS
+from sparkdraft.operate.bench.named_shapes import TARGET_FILES
+from sparkdraft.operate.bench.shapes import RandomCheckpoint
 from sparkdraft.weights.loader import Loader
 
 SMALL = {

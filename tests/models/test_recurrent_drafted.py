@@ -12,11 +12,11 @@ import torch
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.core import UserError
-from sparkdraft.spec import registry
+from sparkdraft.drafters import registry
+from tests.drafters.tiny_chain import MAX_DEPTH, TinyChainKind, write_chain
+from tests.drafters.tiny_drafter import body, random_tensors, speculators, write_drafter, zlab
 from tests.models.recurrent import Texts, all_is_free, complete, load, overlapping, scripted, slots_of, texts
 from tests.models.tiny import oracle, write_tiny
-from tests.spec.tiny_chain import MAX_DEPTH, TinyChainKind, write_chain
-from tests.spec.tiny_drafter import body, random_tensors, speculators, write_drafter, zlab
 
 PROMPTS = [[(31 * k + 7 * i * i + i) % 250 + 3 for i in range(7 + 13 * k)] for k in range(4)]
 PARAMS = [SamplingParams(24, temperature=0.8 * (k % 2), seed=k, ignore_eos=True) for k in range(4)]

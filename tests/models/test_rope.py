@@ -18,9 +18,9 @@ from torch import Tensor
 from sparkdraft.core import UserError
 from sparkdraft.kernels import reference
 from sparkdraft.kernels.view import RopeArgs
-from sparkdraft.models.config import rope_spec
-from sparkdraft.models.layers import RopeSpec
-from sparkdraft.models.rope import RopeTables, rope_table
+from sparkdraft.models.common.config import rope_spec
+from sparkdraft.models.common.layers import RopeSpec
+from sparkdraft.models.common.rope import RopeTables, rope_table
 
 LENGTH = 3000
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.bench.offline import Bench, Ceilings, Load
 from sparkdraft.cache.layered import LayeredKV
 from sparkdraft.cache.recent_rows import RecentRows, pages_of_a_request
 from sparkdraft.cli.main import main
 from sparkdraft.core import Batch
 from sparkdraft.engine.overlap import OverlappedSteps
 from sparkdraft.models import registry
+from sparkdraft.models.common.sizes import model_sizes
+from sparkdraft.operate.bench.offline import Bench, Ceilings, Load
 from sparkdraft.plan.resolve import MOST_AHEAD
-from sparkdraft.plan.sizes import model_sizes
+from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab
 from tests.models import toy
-from tests.spec.tiny_drafter import body, random_tensors, write_drafter, zlab
 
 WINDOW, BLOCK = toy.CONFIG["sliding_window"], 16
 PROMPTS = [[(7 * i * (k + 1) + k) % 300 + 3 for i in range(20 + 37 * k)] for k in range(5)]

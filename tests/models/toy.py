@@ -25,11 +25,20 @@ from torch import Tensor
 from sparkdraft.cache.formats import LayerKV
 from sparkdraft.kernels.activation import GELU_TANH
 from sparkdraft.kernels.norm import Norm, Normed
-from sparkdraft.models.blocks import Attention, Decoder, DecoderLayer, GatedMLP, Layer, Step, load_head, load_norm
-from sparkdraft.models.config import ModelConfig
-from sparkdraft.models.experts import load_experts
-from sparkdraft.models.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RopeSpec
-from sparkdraft.models.rope import RopeTables
+from sparkdraft.models.common.blocks import (
+    Attention,
+    Decoder,
+    DecoderLayer,
+    GatedMLP,
+    Layer,
+    Step,
+    load_head,
+    load_norm,
+)
+from sparkdraft.models.common.config import ModelConfig
+from sparkdraft.models.common.experts import load_experts
+from sparkdraft.models.common.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RopeSpec
+from sparkdraft.models.common.rope import RopeTables
 from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.loader import Loader
 from tests.models.tiny import byte_tokenizer

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 import sparkdraft
-from sparkdraft.bench.shapes import SHAPES, TARGET_FILES, RandomCheckpoint, drafter_shape, shape
 from sparkdraft.config import EngineConfig
 from sparkdraft.core import UserError
+from sparkdraft.drafters.dflash import caps_of
+from sparkdraft.models.common.sizes import kv_bytes_per_token
+from sparkdraft.operate.bench.shapes import SHAPES, TARGET_FILES, RandomCheckpoint, drafter_shape, shape
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.memory import RECORDINGS
 from sparkdraft.plan.resolve import resolve
-from sparkdraft.plan.sizes import kv_bytes_per_token
-from sparkdraft.spec.dflash import caps_of
 from sparkdraft.weights.plane_layout import StoredBytes
 
 LAPTOP = Hardware("cpu", "a laptop", 8, 12 << 30)
@@ -173,8 +173,8 @@ from sparkdraft.config import EngineConfig
 from sparkdraft.models.registry import read_config
 from sparkdraft.plan.hardware import Hardware
 from sparkdraft.plan.resolve import resolve
-from sparkdraft.spec.dflash_caps import caps_of
-from sparkdraft.spec.dflash_config import DFlashConfig
+from sparkdraft.drafters.dflash_caps import caps_of
+from sparkdraft.drafters.dflash_config import DFlashConfig
 
 model, drafter = (json.load(open(path)) for path in sys.argv[1:])
 model, spark = read_config(model), Hardware("cuda", "GB10", 20, 110 << 30, (12, 1))

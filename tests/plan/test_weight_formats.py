@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from sparkdraft.bench.named_shapes import SHAPES, TARGET_FILES, shape
 from sparkdraft.core import UserError
+from sparkdraft.models.common.sizes import model_sizes
+from sparkdraft.operate.bench.named_shapes import SHAPES, TARGET_FILES, shape
 from sparkdraft.plan import weight_formats
 from sparkdraft.plan.memory import weight_bytes
-from sparkdraft.plan.sizes import model_sizes
 from sparkdraft.plan.weight_formats import BYTES, WeightFormats, bytes_by_format, parts_of, quantised_at_load, stated
 from tests.fakes.counting import lines_run
-from tests.plan.published import MODELS
+from tests.operate.forecast.published import MODELS
 
 
 @pytest.mark.parametrize("name", MODELS)

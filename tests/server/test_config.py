@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from sparkdraft.bridges.container_env import CONTAINER_NAMES, container_notes
 from sparkdraft.cli.main import parser
 from sparkdraft.config import ENGINE_FIELDS
 from sparkdraft.core import UserError
 from sparkdraft.server.config import FIELDS, OTHER_NAMES, PREFIX, ServerConfig, default_of, merge
-from sparkdraft.server.container_env import CONTAINER_NAMES, container_notes
 from sparkdraft.server.run import listen
 from tests.patience import PATIENT
 

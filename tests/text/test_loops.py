@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparkdraft.bench.accept import LOOP
+from sparkdraft.operate.bench.accept import LOOP
 from sparkdraft.text.loops import LoopRule, ends_in_loop, find_loops, loop_start
 
 RESPONSES = Path(__file__).parent.parent.parent / "tools" / "responses.npz"

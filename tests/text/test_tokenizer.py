@@ -14,9 +14,9 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 
 from sparkdraft.core import UserError
-from sparkdraft.text.gguf_tokenizer import DIGITS, RULES, build
 from sparkdraft.text.tokenizer import Tokenizer, byte_alphabet
 from sparkdraft.weights.checkpoint import open_checkpoint
+from sparkdraft.weights.gguf_tokenizer import DIGITS, RULES, build
 
 TEXTS = [
     "",

@@ -10,12 +10,12 @@ import torch
 
 from sparkdraft.cli.main import main
 from sparkdraft.core import UserError
-from sparkdraft.spec.packaged import default_drafter
+from sparkdraft.drafters.packaged import default_drafter
 from sparkdraft.train.export import read_drafter
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.quant.stored import as_float
+from tests.drafters.tiny_drafter import body, random_tensors, speculators, write_drafter, zlab
 from tests.models.tiny import write_tiny
-from tests.spec.tiny_drafter import body, random_tensors, speculators, write_drafter, zlab
 
 
 def test_a_drafter_is_written_in_the_other_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import UserError
+from sparkdraft.drafters.caps import SeenContext
+from sparkdraft.drafters.dflash_config import DFlashConfig
+from sparkdraft.drafters.packaged import default_drafter
+from sparkdraft.drafters.registry import open_drafter
 from sparkdraft.kernels import native
-from sparkdraft.spec.caps import SeenContext
-from sparkdraft.spec.dflash_config import DFlashConfig
-from sparkdraft.spec.packaged import default_drafter
-from sparkdraft.spec.registry import open_drafter
 from sparkdraft.train.export import ExportTarget, export, speculators_config
 from sparkdraft.train.target import head_rows
 from sparkdraft.weights.quant.coded import Coded
 from sparkdraft.weights.quant.group import GroupQuant
 from sparkdraft.weights.safetensors import INDEX
+from tests.drafters.tiny_drafter import DraftHarness, body, random_tensors, write_drafter, zlab
 from tests.models.harness import Harness
 from tests.models.tiny import oracle, write_tiny
-from tests.spec.tiny_drafter import DraftHarness, body, random_tensors, write_drafter, zlab
 
 CONFIG, TENSORS = zlab(body("ff")), random_tensors(body("ff"))
 TARGET = ExportTarget("org/tiny", ("LlamaForCausalLM",))

@@ -23,13 +23,11 @@ import torch
 from safetensors.torch import load_file
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft import progress as progress_module
 from sparkdraft.cli.main import main
 from sparkdraft.core import UserError
-from sparkdraft.models.config import uniform_config
+from sparkdraft.drafters.dflash_config import DFlashConfig
+from sparkdraft.models.common.config import uniform_config
 from sparkdraft.plan.hardware import Hardware
-from sparkdraft.progress import Meter
-from sparkdraft.spec.dflash_config import DFlashConfig
 from sparkdraft.train import fit as fit_module
 from sparkdraft.train import memory
 from sparkdraft.train import run as run_module
@@ -42,6 +40,8 @@ from sparkdraft.train.graphs import StepGraphs
 from sparkdraft.train.run import Run
 from sparkdraft.train.settings import FitSettings
 from sparkdraft.train.target import load_target
+from sparkdraft.util import progress as progress_module
+from sparkdraft.util.progress import Meter
 from tests.models.tiny import write_tiny
 
 TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}\n{% endfor %}<a>"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from sparkdraft.models.config import uniform_config
-from sparkdraft.spec.caps import SeenContext
-from sparkdraft.spec.dflash_config import DFlashConfig
+from sparkdraft.drafters.caps import SeenContext
+from sparkdraft.drafters.dflash_config import DFlashConfig
+from sparkdraft.models.common.config import uniform_config
 from sparkdraft.train.batches import Batches
 from sparkdraft.train.corpus import Corpus, CorpusInfo, CorpusWriter, Finish
 from sparkdraft.train.features import Features
@@ -21,8 +21,8 @@ from sparkdraft.train.model import folded, take_rows
 from sparkdraft.train.recipe import drafter_config, find_mask_id, spread_taps
 from sparkdraft.train.settings import FitSettings
 from sparkdraft.train.target import Target, load_target
+from tests.drafters.tiny_drafter import DraftHarness, write_drafter
 from tests.models.tiny import write_tiny
-from tests.spec.tiny_drafter import DraftHarness, write_drafter
 
 
 @pytest.fixture(scope="module")

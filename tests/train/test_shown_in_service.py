@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.spec.dflash import DFlash, DraftBlock
-from sparkdraft.spec.dflash_config import DFlashConfig
+from sparkdraft.drafters.dflash import DFlash, DraftBlock
+from sparkdraft.drafters.dflash_config import DFlashConfig
 from sparkdraft.train.corpus import Corpus, CorpusInfo, CorpusWriter, Finish
 from sparkdraft.train.fit import Trainer
 from sparkdraft.train.recipe import grown_config
 from sparkdraft.train.settings import FitSettings
 from sparkdraft.train.target import load_target
+from tests.drafters.tiny_drafter import body, random_tensors, write_drafter, zlab
 from tests.models.tiny import write_tiny
-from tests.spec.tiny_drafter import body, random_tensors, write_drafter, zlab
 
 SIZE, FIRST, LAST, PROMPT, OUTPUT, WIDTH = 16, 16, 48, 60, 100, 8  # first and last are whole blocks of the cache
 

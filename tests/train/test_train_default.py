@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sparkdraft.spec.dflash_config import DFlashConfig
-from sparkdraft.spec.registry import open_drafter
+from sparkdraft.drafters.dflash_config import DFlashConfig
+from sparkdraft.drafters.registry import open_drafter
 
 ROOT = Path(__file__).parent.parent.parent
 

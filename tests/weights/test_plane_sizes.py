@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sparkdraft.bench.coded import FORMS as RANDOM_FORMS
-from sparkdraft.bench.shapes import RandomCheckpoint
-from sparkdraft.kernels.cuda.planes import as_coded
-from sparkdraft.models.config import uniform_config
-from sparkdraft.models.nested import unread_names
+from sparkdraft.kernels.cuda.linear.planes import as_coded
+from sparkdraft.models.common.config import uniform_config
+from sparkdraft.models.common.nested import unread_names
 from sparkdraft.models.registry import read_config
+from sparkdraft.operate.bench.coded import FORMS as RANDOM_FORMS
+from sparkdraft.operate.bench.shapes import RandomCheckpoint
 from sparkdraft.plan.weight_formats import (
     CODES,
     WeightFormats,

@@ -28,8 +28,8 @@ from typing import Any
 import httpx
 from openai import OpenAI
 
-from sparkdraft.bench.accept import read_prompts
-from sparkdraft.interop.child import free_port
+from sparkdraft.bridges.vllm.child import free_port
+from sparkdraft.operate.bench.accept import read_prompts
 
 DEPTH = 15
 TOLERANCE = 0.05

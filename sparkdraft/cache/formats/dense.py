@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparkdraft.cache.formats import KVFormat, LayerKV
 from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
-from sparkdraft.models.layers import AttentionSpec
+from sparkdraft.models.common.layers import AttentionSpec
 
 HUGE_PAGE = 1 << 21  # bytes
 ALIGNED = 64  # a tensor inside another begins at a multiple of this many elements

@@ -7,9 +7,7 @@ compiled on first use. Sampling and the layout of the cache belong to others.
 
 from typing import Any
 
-from sparkdraft.kernels.cuda.attention import paged_attention
-from sparkdraft.kernels.cuda.compiling import compile_ahead, compiled_late
-from sparkdraft.kernels.cuda.delta_steps import delta_rule
+from sparkdraft.kernels.cuda.attention.paged import paged_attention
 from sparkdraft.kernels.cuda.elementwise import (
     add_normed,
     gated,
@@ -19,15 +17,17 @@ from sparkdraft.kernels.cuda.elementwise import (
     sigmoid_gate,
     tap,
 )
-from sparkdraft.kernels.cuda.experts import add_experts, norm_experts
-from sparkdraft.kernels.cuda.facts import facts
-from sparkdraft.kernels.cuda.gaps import best_gap, largest_gap
-from sparkdraft.kernels.cuda.matmul import add_linear, linear, norm_argmax, norm_gated, norm_linear, norm_logits
-from sparkdraft.kernels.cuda.planes import keep_experts, keep_matrix, keep_table
-from sparkdraft.kernels.cuda.recording import Recording
-from sparkdraft.kernels.cuda.recurrent import causal_conv, find_states, gated_norm
-from sparkdraft.kernels.cuda.routing import norm_route
-from sparkdraft.kernels.cuda.stepping import accept_drafts, cut_drafts, make_rows, pack_rows
+from sparkdraft.kernels.cuda.linear.matmul import add_linear, linear, norm_argmax, norm_gated, norm_linear, norm_logits
+from sparkdraft.kernels.cuda.linear.planes import keep_experts, keep_matrix, keep_table
+from sparkdraft.kernels.cuda.moe.experts import add_experts, norm_experts
+from sparkdraft.kernels.cuda.moe.routing import norm_route
+from sparkdraft.kernels.cuda.recurrent.delta_steps import delta_rule
+from sparkdraft.kernels.cuda.recurrent.layer import causal_conv, find_states, gated_norm
+from sparkdraft.kernels.cuda.runtime.compiling import compile_ahead, compiled_late
+from sparkdraft.kernels.cuda.runtime.facts import facts
+from sparkdraft.kernels.cuda.runtime.recording import Recording
+from sparkdraft.kernels.cuda.sampling.gaps import best_gap, largest_gap
+from sparkdraft.kernels.cuda.sampling.stepping import accept_drafts, cut_drafts, make_rows, pack_rows
 from sparkdraft.kernels.reference import (  # torch is at the ceiling, or near enough
     beside,
     draw,
@@ -43,7 +43,7 @@ NAME = "cuda"
 def __getattr__(name: str) -> Any:
     """Those of the compressed cache are written in Gluon, which is young: only who asks for them imports it."""
     if name in ("tq_attention", "tq_rope_write", "tq_write"):
-        from sparkdraft.kernels.cuda import turboquant
+        from sparkdraft.kernels.cuda.attention import turboquant
 
         return getattr(turboquant, name)
     raise AttributeError(f"module {__name__} has no attribute {name}")

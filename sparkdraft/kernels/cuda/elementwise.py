@@ -14,9 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from sparkdraft.kernels.activation import Activation
-from sparkdraft.kernels.cuda import few_rows, pdl
 from sparkdraft.kernels.cuda.activation import activate
-from sparkdraft.kernels.cuda.pdl import enter
+from sparkdraft.kernels.cuda.linear import few_rows
+from sparkdraft.kernels.cuda.runtime import pdl
+from sparkdraft.kernels.cuda.runtime.pdl import enter
 from sparkdraft.kernels.norm import Norm, Normed
 from sparkdraft.kernels.view import RopeArgs
 

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from sparkdraft.progress import progress
+from sparkdraft.util.progress import progress
 from sparkdraft.weights.hub import FULL, cache_dir
 
 SOURCES = (

@@ -11,8 +11,8 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from types import SimpleNamespace
 
-from sparkdraft.kernels.cores import usable_cores
 from sparkdraft.kernels.native import build
+from sparkdraft.util.cores import usable_cores
 
 _SIGNATURES = {
     "sd_set_threads": (c_int,),

@@ -7,7 +7,7 @@
     page_of        int32 [blocks]: the page that a block has, or -1
 
 A row at position p reads a key uncoded if it is one of the 'first' positions or nearer than 'recent' (p - j < recent),
-else by its code. The caller makes sure that the block of such a key has a page (cache/turboquant). Where 'recent' and
+else by its code. The caller makes sure that the block of such a key has a page (cache/formats). Where 'recent' and
 'first' are 0 there are no pages. What a row reads depends on its own position alone, so drafts, chunks and the rows
 beside it change nothing.
 """

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparkdraft.kernels.constants import device_constant
+from sparkdraft.weights.constants import device_constant
 
 
 class Levels(NamedTuple):

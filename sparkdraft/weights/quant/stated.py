@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkdraft.core import UserError
-from sparkdraft.fields import MAX_SIZE, flag, listed, mapping, text, whole, wrong
+from sparkdraft.util.fields import MAX_SIZE, flag, listed, mapping, text, whole, wrong
 
 # Files beside config.json, and the key under which each has what it says; "" for all of it.
 FILES = {

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparkdraft.cache.formats.capture import CaptureKV
 from sparkdraft.cache.formats.dense import DenseKV
-from sparkdraft.cache.turboquant.capture import CaptureKV
-from sparkdraft.cache.turboquant.format import TurboQuantKV
+from sparkdraft.cache.formats.turboquant import TurboQuantKV
 from sparkdraft.cli.generate import coding_line
 from sparkdraft.core import SamplingParams
 from sparkdraft.engine.backend import EngineBackend
@@ -24,7 +24,7 @@ from sparkdraft.kernels import reference
 from sparkdraft.kernels.turboquant.vectors import VectorFormat
 from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 from sparkdraft.llm import LLM
-from sparkdraft.models.layers import AttentionSpec, RopeSpec
+from sparkdraft.models.common.layers import AttentionSpec, RopeSpec
 from sparkdraft.server.engine_process import EngineLoop
 from sparkdraft.server.metrics import Metrics
 from tests.models.tiny import write_tiny

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from sparkdraft.cache.formats.centre import SKIPPED, key_centres
 from sparkdraft.cache.formats.dense import DenseKV
-from sparkdraft.cache.turboquant.centre import SKIPPED, key_centres
 from sparkdraft.kernels import reference
 from sparkdraft.llm import LLM
-from sparkdraft.models.blocks import Step
+from sparkdraft.models.common.blocks import Step
 from tests.models.tiny import write_tiny
 
 CPU = torch.device("cpu")

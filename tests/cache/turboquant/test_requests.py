@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sparkdraft.cache.turboquant.centre import TEXT
+from sparkdraft.cache.formats.centre import TEXT
 from sparkdraft.core import SamplingParams
 from sparkdraft.llm import LLM, Completion
 

@@ -1,0 +1,172 @@
+"""One process per machine, started together under node/keep.py: their signs of life, their lines, their end.
+
+Secrets travel on standard input, not on a command line. Closing that input, or being killed, ends the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sparkdraft.bridges.cluster.host import Host, kill_group
+from sparkdraft.bridges.cluster.node.keep import EVENT
+from sparkdraft.bridges.cluster.node.log import Log
+
+LAST_LINES = 30
+SILENT_SECONDS = 5.0  # a machine that said nothing for so long is not waited for
+END_SECONDS = 10.0  # beyond the drain, until ssh is killed; the machine's own timer then ends the rank
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one rank runs."""
+
+    words: Sequence[str]
+    environ: dict[str, str] = field(repr=False)
+    drain: float = 5.0  # seconds in which it may end
+    watch: dict[str, Any] | None = field(default=None, repr=False)  # of a server: node/watch.py
+
+    def spec(self, silence: float) -> bytes:
+        told = {"words": self.words, "environ": self.environ, "drain": self.drain, "silence": silence}
+        return json.dumps({**told, "watch": self.watch}).encode() + b"\n"
+
+
+class Rank:
+    """One of them. `heard` and `token` are times of the monotonic clock."""
+
+    def __init__(self, host: Host, job: Job, silence: float, log: Log, say: Callable[[str], None]) -> None:
+        self.host, self.job, self.log = host, job, log
+        self.pid = 0
+        self.ready = self.token = 0.0
+        self.blind = ""  # why no token can be asked for now
+        self._refusals: set[str] = set()  # that were said
+        self.ended: dict[str, Any] | None = None  # its status and why, as the machine told
+        self.lines: deque[str] = deque(maxlen=LAST_LINES)
+        self.heard = time.monotonic()
+        self._say = say
+        self.process = host.start(host.node_script("keep", host.run_folder))
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._send(job.spec(silence))
+
+    def beat(self) -> None:
+        self._send(b".")
+
+    @property
+    def is_over(self) -> bool:
+        return self.process.poll() is not None
+
+    @property
+    def silent_seconds(self) -> float:
+        return time.monotonic() - self.heard
+
+    def tell_to_end(self) -> None:
+        if self.process.stdin:
+            with suppress(OSError):
+                self.process.stdin.close()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it ended by itself. If it did not, ssh is killed; the machine's own timer ends the rank there."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            kill_group(self.process)
+            self.process.wait()
+            return False
+        finally:
+            self._reader.join(2.0)
+            self.log.close()
+        return True
+
+    def why(self) -> str:
+        """Of a rank that is over: its end in words."""
+        self._reader.join(2.0)
+        if self.ended is None:
+            return f"the connection to it ended (status {self.process.returncode})" + self._last()
+        if self.ended["why"]:
+            return str(self.ended["why"])
+        status = self.ended["status"]
+        ended = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        return f"its process {ended}" + self._last()
+
+    def _last(self) -> str:
+        return f"; its last line was: {self.lines[-1]}" if self.lines else ""
+
+    def _send(self, data: bytes) -> None:
+        if self.process.stdin and not self.process.stdin.closed:
+            with suppress(OSError):
+                self.process.stdin.write(data)
+                self.process.stdin.flush()
+
+    def _read(self) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            self.heard = time.monotonic()
+            if line.startswith(EVENT):
+                with suppress(ValueError):
+                    self._note(json.loads(line[1:]))
+            else:
+                if problem := self.log.write(line):
+                    self._say(f"note: {self.host.label}: {problem}")
+                if text := line.decode(errors="replace").strip():
+                    self.lines.append(text)
+
+    def _note(self, event: dict[str, Any]) -> None:
+        name, now = event["event"], time.monotonic()
+        if name == "started":
+            self.pid = event["pid"]
+        elif name == "ready":
+            self.ready = self.token = now
+        elif name == "token":
+            self.token, self.blind = now, ""
+        elif name == "blind":
+            self.blind = event["why"]
+            if self.blind not in self._refusals:
+                self._say(f"note: {self.host.label}: {self.blind}, so a server that hangs is not noticed")
+            self._refusals.add(self.blind)
+        elif name == "note":
+            self._say(f"note: {self.host.label}: {event['text']}")
+        elif name == "ended":
+            self.ended = event
+
+
+def start_ranks(
+    hosts: Sequence[Host], jobs: Sequence[Job], silence: float, folder: Path, say: Callable[[str], None]
+) -> list[Rank]:
+    """All together; if one cannot be started, the others are ended."""
+    ranks: list[Rank] = []
+    try:
+        for host, job in zip(hosts, jobs, strict=True):
+            ranks.append(Rank(host, job, silence, Log(folder / f"rank{host.rank}.log"), say))
+    except BaseException:
+        end_ranks(ranks, drain=False)
+        raise
+    return ranks
+
+
+def end_ranks(ranks: Sequence[Rank], drain: bool) -> list[str]:
+    """End all; returns the labels of machines that did not answer. drain: the head ends first, because it finishes its
+    requests with the others' help."""
+    first, rest = (ranks[:1], ranks[1:]) if drain else ((), ranks)
+    lost = []
+    for group in (first, rest):
+        for each in group:
+            each.tell_to_end()
+        for each in group:
+            is_lost = each.silent_seconds > SILENT_SECONDS
+            deadline = time.monotonic() + (SILENT_SECONDS if is_lost else each.job.drain + END_SECONDS)
+            while not each.is_over and time.monotonic() < deadline:
+                for other in rest if group is first else ():
+                    other.beat()
+                time.sleep(0.05)
+            if not each.wait(0.1):
+                lost.append(each.host.label)
+    return lost

@@ -1,0 +1,224 @@
+"""The flags of `vllm serve` (0.19 to 0.32), and what each one is here."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from sparkdraft import defaults
+from sparkdraft.bridges.tables import (
+    LIST,
+    ON,
+    SWITCH,
+    Flag,
+    Found,
+    Server,
+    Unread,
+    always,
+    field_of,
+    first_key,
+    flag_of,
+    json_object,
+    number,
+    whole,
+)
+from sparkdraft.bridges.vllm.without import ONE_MACHINE, WITHOUT
+from sparkdraft.drafters import pairs
+from sparkdraft.drafters.mtp_config import MAX_DEPTH, MTP
+from sparkdraft.drafters.ngram import NGRAM_DEPTH
+
+REASONING = {"think": "qwen3", "gemma4": "gemma4", "harmony": "openai_gptoss"}  # our parser -> vLLM's
+TOOLS = {"hermes": "hermes", "qwen3_xml": "qwen3_xml", "gemma4": "gemma4", "harmony": "openai"}
+THEIR_REASONING = {theirs: ours for ours, theirs in REASONING.items()} | {"deepseek_r1": "think"}
+THEIR_TOOLS = {theirs: ours for ours, theirs in TOOLS.items()} | {"qwen3_coder": "qwen3_xml"}
+# vLLM's TurboQuant types, and the bits of keys and of values that they keep
+TURBOQUANT = {
+    "turboquant_3bit_nc": (3, 3),
+    "turboquant_k3v4_nc": (3, 4),
+    "turboquant_4bit_nc": (4, 4),
+    "turboquant_k8v4": (8, 4),
+}
+MOST_BITS = 5  # of our codes
+SPECULATIVE = "--speculative-config"
+SHORTHANDS = {
+    "--spec-method": f"{SPECULATIVE}.method",
+    "--spec-model": f"{SPECULATIVE}.model",
+    "--spec-tokens": f"{SPECULATIVE}.num_speculative_tokens",
+}
+
+
+def _speculative(text: str) -> Found:
+    """--speculative-config. What it says beyond method, model and number of drafts has no counterpart."""
+    config = json_object(text)
+    method, model = str(config.pop("method", "")), str(config.pop("model", "") or "")
+    count = whole(str(config.pop("num_speculative_tokens", 0) or 0))
+    found = Found()
+    for key, value in config.items():
+        needless = ", and none is needed: one kernel runs both" if key == "attention_backend" else ""
+        found.notes.append(f"{SPECULATIVE}: {key} has no counterpart{needless}")
+        words = (f"{SPECULATIVE}.{key}", json.dumps(value))
+        found.unread.append(Unread(*words, words, (found.notes[-1],), ("drafter",)))
+    if method in ("ngram", "ngram_gpu"):
+        found.values |= {"drafter": "none", "ngram": True}
+        if count > NGRAM_DEPTH:
+            own = "drafts from the request's own text"
+            found.notes.append(f"--speculative-config: {own} go up to {NGRAM_DEPTH} per step, not {count}")
+            count = NGRAM_DEPTH
+        words = (f"{SPECULATIVE}.method", '"ngram"')
+        found.unread.append(Unread(*words, words, (), ("drafter", "ngram")))  # our fields alone mean no drafter to vLLM
+    elif method == "mtp" or method.endswith("_mtp"):  # qwen3_next_mtp, gemma4_mtp and so on: names of earlier releases
+        found.values["drafter"] = model or MTP
+        count, note = _within(model, count)
+        found.notes += note
+    elif method == "dflash" or (not method and "dflash" in model.lower()):
+        found.values |= {"drafter": model} if model else {}
+        found.notes += (
+            [] if model else ["--speculative-config: it names no model, so the known drafter chooses its own depth"]
+        )
+        count, note = _within(model, count) if model else (0, [])
+        found.notes += note
+    else:
+        found.notes.append(
+            f"--speculative-config: {_named(method, model)}; drafts come from the drafter that is known for the model, "
+            "if there is one (`sparkdraft models`), and from the request's own text"
+        )
+        found.unread.clear()  # the flag is unread as a whole
+        found.near = ("drafter",)
+        return found
+    if count:
+        found.values["spec"] = str(count)
+        found.notes.append("--speculative-config: the depth is fixed as there; without --spec it is chosen every step")
+    return found
+
+
+def _named(method: str, model: str) -> str:
+    if not method and not model:
+        return "it names neither a method nor a model"
+    return f"the method {method or 'of ' + model} is not run here"
+
+
+def _within(repo: str, count: int) -> tuple[int, list[str]]:
+    """A drafter makes at most one draft less than its block has rows. repo: empty for the model's own MTP head."""
+    if not repo and count > MAX_DEPTH:
+        return MAX_DEPTH, [f"--speculative-config: an MTP head makes {MAX_DEPTH} drafts at most, not {count}"]
+    known = next((d for target in pairs.targets() for d in target.drafters if d.repo == repo != ""), None)
+    if known is None or count < known.block:
+        return count, []
+    return known.block - 1, [f"--speculative-config: {repo} makes {known.block - 1} drafts at most, not {count}"]
+
+
+def _kv(text: str) -> Found:
+    if text in TURBOQUANT:
+        keys, values = TURBOQUANT[text]
+        found = Found({"kv": "turboquant", "tq_key_bits": min(keys, MOST_BITS), "tq_value_bits": values})
+        found.notes += [f"--kv-cache-dtype {text}: keys have {MOST_BITS} bits at most"] if keys > MOST_BITS else []
+        return found
+    if text in ("auto", "float16", "bfloat16"):
+        return Found({"kv": "exact"}, near=("kv",) if text != "auto" else ())
+    if text in ("fp8", "fp8_e4m3"):
+        return Found({"kv": "fp8"})
+    near = "fp8" if "8" in text else "turboquant"
+    return Found({"kv": near}, [f"--kv-cache-dtype {text}: the nearest is --kv {near}"], near=("kv",))
+
+
+def _quantization(text: str) -> Found:
+    if text == "fp8":
+        return Found({"weights": "fp8"})
+    note = f"--quantization {text}: how a checkpoint is quantised is read from its files"
+    return Found(notes=[note], near=("weights",))
+
+
+def _dtype(text: str) -> Found:
+    if text in ("auto", "bfloat16"):
+        return Found({"dtype": text})
+    if text in ("float", "float32"):
+        return Found({"dtype": "float32"})
+    return Found({"dtype": "bfloat16"}, [f"--dtype {text}: 16-bit floats are bfloat16 here"], near=("dtype",))
+
+
+def _parser(name: str, known: dict[str, str]) -> Any:
+    def read(text: str) -> Found:
+        if text in known:
+            return Found({name: known[text]})
+        note = f"--{name.replace('_', '-')}: vLLM's {text} has no namesake; auto chooses by the model"
+        return Found(notes=[note], near=(name,))
+
+    return read
+
+
+def _parallel(text: str) -> Found:
+    return Found(notes=[] if whole(text) == 1 else [f"--tensor-parallel-size {text}: {ONE_MACHINE}"])
+
+
+def _generation(text: str) -> Found:
+    if text in ("auto", "vllm"):
+        return Found({"sampling base": "model" if text == "auto" else "openai"})
+    return Found(notes=[f"--generation-config {text}: the file is read from the model's own folder"])
+
+
+def _sampling(text: str) -> Found:
+    values = json_object(text)
+    kept = {name: value for name, value in values.items() if name in defaults.KINDS}
+    notes = [f"--override-generation-config: {name} has no counterpart" for name in values if name not in kept]
+    text = ",".join(f"{name}={value}" for name, value in kept.items())
+    return Found({"sampling_defaults": text} if kept else {}, notes, near=("sampling_defaults",) if notes else ())
+
+
+def _eager(text: str) -> Found:
+    note = "--enforce-eager: recording takes seconds here, so leave --no-graphs out unless memory is short"
+    return Found({"graphs": text != ON}, [note] if text == ON else [])
+
+
+FLAGS = (
+    Flag(("--model", "--model-tag"), "`--model`", "", read=field_of("model")),
+    Flag(
+        ("--served-model-name",),
+        "`--served-name`",
+        "several names are separated by commas",
+        LIST,
+        field_of("served_name"),
+    ),
+    Flag(("--host",), "`--host`", "vLLM listens everywhere by default, we on 127.0.0.1", read=field_of("host")),
+    Flag(("--port",), "`--port`", "", read=field_of("port", whole)),
+    Flag(("--api-key",), "`--api-key`", "one key; better as SPARKDRAFT_API_KEY", LIST, first_key),
+    Flag(("--max-model-len",), "`--max-model-len`", "auto is 0", read=field_of("max_model_len", whole)),
+    Flag(("--max-num-seqs",), "`--max-seqs`", "", read=field_of("max_seqs", whole)),
+    Flag(("--max-num-batched-tokens",), "`--max-rows`", "", read=field_of("max_rows", whole)),
+    Flag(
+        ("--gpu-memory-utilization", "--device-memory-utilization"),
+        "`--memory-fraction`",
+        "vLLM's is a share of all memory (default 0.92), ours of the free memory (default 0.85)",
+        read=field_of("memory_fraction", number),
+    ),
+    Flag(("--kv-cache-dtype",), "`--kv`", "turboquant_* also sets `--tq-key-bits` and `--tq-value-bits`", read=_kv),
+    Flag(("--num-gpu-blocks-override",), "`--kv-tokens`", "blocks times their size", read=field_of("blocks", whole)),
+    Flag(("--block-size",), "`--block-size`", "", read=field_of("block_size", whole)),
+    Flag(("--enable-prefix-caching",), "`--prefix-cache`", "", SWITCH, flag_of("prefix_cache")),
+    Flag(("--enforce-eager",), "`--no-graphs`", "needed for nothing: recording takes seconds", SWITCH, _eager),
+    Flag(("--dtype",), "`--dtype`", "16-bit floats are bfloat16", read=_dtype),
+    Flag(("--quantization", "-q"), "`--weights fp8`", "other methods are found from the files", read=_quantization),
+    Flag(
+        ("--speculative-config", "-sc", *SHORTHANDS),
+        "`--drafter`, `--spec`, `--ngram`",
+        "dflash, ngram and mtp (without a model: `--drafter mtp`); `--spec` is the number of drafts, and chosen every "
+        "step where it is left out",
+        read=_speculative,
+    ),
+    Flag(
+        ("--reasoning-parser",),
+        "`--reasoning-parser`",
+        "found by the model",
+        read=_parser("reasoning_parser", THEIR_REASONING),
+    ),
+    Flag(("--tool-call-parser",), "`--tool-parser`", "found by the model", read=_parser("tool_parser", THEIR_TOOLS)),
+    Flag(("--enable-auto-tool-choice",), "always on", "", SWITCH, always),
+    Flag(("--generation-config",), "`--sampling-defaults`", "auto is model, vllm is openai", read=_generation),
+    Flag(("--override-generation-config",), "`--sampling-defaults`", "as temperature=0.7,top_p=0.9", read=_sampling),
+    Flag(("--shutdown-timeout",), "`--drain-seconds`", "", read=field_of("drain_seconds", number)),
+    Flag(("--enable-chunked-prefill",), "always on", "`--max-step-ms` limits a chunk", SWITCH, always),
+    Flag(("--async-scheduling", "--enable-prompt-tokens-details"), "always on", "", SWITCH, always),
+    Flag(("--max-num-queued-reqs",), "`--max-queue`", "", read=field_of("max_queue", whole)),
+    Flag(("--tensor-parallel-size", "-tp"), "nothing, if it is 1", f"more: {ONE_MACHINE}", read=_parallel),
+    *WITHOUT,
+)
+VLLM = Server("vLLM", FLAGS, field_of("model"), "VLLM_", host="0.0.0.0", shorthands=SHORTHANDS)

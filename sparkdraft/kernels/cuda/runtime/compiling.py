@@ -1,0 +1,142 @@
+"""Compiles kernels on all cores, those of a step before it first runs.
+
+Triton compiles a kernel where it is first launched, and the launch waits: one after the other, each up to a few
+seconds' work of one core, and a model's steps launch fifty. `compile_ahead` captures steps as if they were to be
+recorded (recording.py). What torch launches goes into the capture, what Triton launches goes to threads that compile
+it, and the capture is thrown away: nothing runs on the GPU, and nothing is written.
+
+A step must bear that, beyond what a recording asks of it: it has not run before. Tensors that it makes once and keeps
+are device constants (weights/constants.py), which are made outside of the capture. What else it leaves behind on the
+host, the next run must replace. A step that fails here is compiled where it is launched, and `compiled_late` says why.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.jit import KernelInterface
+
+from sparkdraft.kernels.cuda.runtime.recording import no_garbage_collected
+from sparkdraft.util.cores import usable_cores
+
+compiled_late: list[str] = []  # why kernels are not compiled ahead in this process; after one failure it is not tried
+_broken: list[torch.cuda.CUDAGraph] = []  # graphs of failed captures, which torch may still ask about
+
+
+@contextmanager
+def only_compiling() -> Iterator[None]:
+    """Kernels that this thread launches within are not run but compiled, by as many threads as there are cores. When
+    the block has ended, all of them are compiled and loaded. One that does not compile fails again where it is
+    launched, and says why there. What torch launches within does run, unless it is captured, on tensors that no kernel
+    has written."""
+    from triton.runtime._async_compile import AsyncCompileMode, active_mode  # not public: a start can do without it
+
+    launcher, seen, own = KernelInterface.__getitem__, set[object](), threading.get_ident()
+
+    def note(kernel: Any, grid: object, *arguments: object, **options: object) -> None:
+        kind = (kernel, *map(_kind, arguments), *sorted((name, _kind(value)) for name, value in options.items()))
+        if kind not in seen:  # Triton takes half a millisecond for each launch of a kernel that is still being compiled
+            seen.add(kind)
+            kernel.run(*arguments, grid=grid, warmup=True, **options)
+
+    with _threads() as threads:
+        try:
+            with AsyncCompileMode(threads, ignore_errors=True) as compiled:
+                KernelInterface.__getitem__ = lambda kernel, grid: (
+                    partial(note, kernel, grid) if threading.get_ident() == own else launcher(kernel, grid)
+                )
+                try:
+                    yield
+                finally:
+                    KernelInterface.__getitem__ = launcher
+        finally:
+            active_mode.set(None)  # Triton leaves it set where it fails itself, and would run nothing any more
+        list(threads.map(_load, [each.kernel for each in compiled.future_kernels.values() if each.kernel]))
+
+
+def compile_ahead(steps: Iterable[Callable[[], object]]) -> None:
+    """Compile what these functions launch, the one that takes the most memory first. Each must be one that can be
+    recorded; nothing of it is computed. What goes wrong is noted, and the steps compile when they run. A lack of memory
+    is not: other steps may need less."""
+    if compiled_late:
+        return
+    broke: Exception | None = None  # of the step; ending its capture may fail too, and says less
+    try:
+        with only_compiling(), _thrown_away():
+            try:
+                for step in steps:
+                    step()
+            except Exception as error:
+                broke = error
+                raise
+    except Exception as error:  # of the step, of CUDA, of Triton or of its threads
+        first = broke or error
+        if not isinstance(first, torch.OutOfMemoryError):
+            words = str(first).partition("\n")[0]
+            compiled_late.append(f"compiling them ahead failed in this process: {type(first).__name__}: {words}")
+
+
+@contextmanager
+def _thrown_away() -> Iterator[None]:
+    """What is launched within is captured, and the capture is dropped, with its memory.
+
+    It may do what only a first run does, as to load a library: hence "relaxed". Its memory is no recording's, so that
+    a failure does not touch theirs. The workspace that cuBLAS asks for on its stream stays: torch holds it, and
+    recordings, which are made on the same stream, read and write it.
+    """
+    device, pool = torch.cuda.current_device(), torch.cuda.graph_pool_handle()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)  # one that is not made ready for being launched
+    with (
+        warnings.catch_warnings(),
+        no_garbage_collected(),
+        torch.cuda.stream(torch.cuda.current_stream()),  # goes back to it, which a capture that fails does not
+    ):
+        warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # where all launches are Triton's
+        try:
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="relaxed"):
+                yield
+        finally:
+            _end(graph, device, pool)
+            del graph
+            torch.cuda.empty_cache()  # now, since the cache of a model may have left little
+
+
+def _end(graph: torch.cuda.CUDAGraph, device: int, pool: tuple[int, int]) -> None:
+    """Where CUDA broke a capture off, torch goes on to believe in it, and refuses the next."""
+    try:
+        graph.pool()
+    except RuntimeError:  # it has not ended well
+        _broken.append(graph)
+        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):  # not public
+            with suppress(RuntimeError, AttributeError):
+                getattr(torch._C, name)(device, pool)
+
+
+def _threads() -> ThreadPoolExecutor:
+    if not torch.cuda.is_available():  # in Triton's interpreter, which compiles nothing
+        return ThreadPoolExecutor(1)
+    return ThreadPoolExecutor(usable_cores(), "compiling", torch.cuda.set_device, (torch.cuda.current_device(),))
+
+
+def _kind(value: object) -> object:
+    """What distinguishes kernels: at least all that Triton distinguishes them by."""
+    return (value.dtype, value.data_ptr() % 16) if isinstance(value, Tensor) else (type(value), value)
+
+
+def _load(kernel: Any) -> None:
+    """Build what launches the kernel, by a C compiler, and load it."""
+    try:
+        kernel._init_handles()
+    except triton.OutOfResources:
+        pass  # the kernel says so whenever it is launched
+    except Exception:
+        kernel._run = None  # else it would be launched without having been loaded

@@ -1,0 +1,70 @@
+"""What the last program of a group does for all of them, in the same launch: a counter says who it is.
+
+    each program     stores what it has made, then counts itself
+    the last         finds that all others have: it reads what they stored, and sets the counter back
+
+A counter is 0 before a launch and after it. The launches of a stream share their counters, one after the other: a
+kernel that overlaps its predecessor (pdl.py) touches none before that has ended. Recordings hold their address and are
+replayed on that stream too; target and drafter run on one. Whoever launches these kernels on two streams at a time
+needs counters for each. A launch that is refused has counted nothing, and a kernel that dies takes its context along.
+
+Sums are written out as halves of halves here, because that of `tl.sum` follows a layout, which differs between kernels.
+For the same reason a product that is summed is rounded first (`square`), or is an fma by name: left to itself, the
+compiler joins a product and a sum into an fma in one kernel and not in the next.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparkdraft.weights.constants import device_constant
+
+MOST_GROUPS = 1 << 16  # of a launch
+
+
+@device_constant
+def counters(device: torch.device) -> Tensor:
+    return torch.zeros((MOST_GROUPS,), dtype=torch.int32, device=device)
+
+
+@triton.jit
+def is_last(counter, count):
+    """Whether this is the last of a group's 'count' programs to come here: it sees all that the others have stored.
+
+    It must read that past the L1 (".cg").
+    """
+    tl.debug_barrier()  # all threads of the program have stored before one of them says so
+    ended = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    last = ended == count - 1
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit
+def square(value):
+    """value * value, rounded: an fma that adds 0 is not joined with another sum."""
+    return tl.fma(value, value, 0.0)
+
+
+@triton.jit
+def sum_rows(value, COUNT: tl.constexpr, WIDTH: tl.constexpr):
+    """Sums [WIDTH] of [COUNT, WIDTH]: the second half is added to the first, and so on. COUNT is a power of two."""
+    if COUNT > 1:
+        value = sum_rows(tl.sum(tl.reshape(value, [2, COUNT // 2, WIDTH]), 0), COUNT // 2, WIDTH)
+    else:
+        value = tl.reshape(value, [WIDTH])
+    return value
+
+
+@triton.jit
+def sum_columns(value, COUNT: tl.constexpr, WIDTH: tl.constexpr):
+    """Sums [COUNT] of [COUNT, WIDTH], likewise."""
+    if WIDTH > 1:
+        value = sum_columns(tl.sum(tl.reshape(value, [COUNT, 2, WIDTH // 2]), 1), COUNT, WIDTH // 2)
+    else:
+        value = tl.reshape(value, [COUNT])
+    return value

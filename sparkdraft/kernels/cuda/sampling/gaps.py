@@ -1,0 +1,120 @@
+"""The largest of each row and how far it stands above the rest, which engine/gaps.py defines: as argmax.py finds it.
+
+A row's parts are read by as many programs as fill the GPU. The logarithm of a sum needs a second pass, because only
+what comes near the largest counts; the numbers are in the L2 cache by then.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparkdraft.kernels.cuda.elementwise import run
+from sparkdraft.kernels.cuda.runtime.pdl import enter
+
+PARTS, BLOCK = 16, 2048  # of a row; elements that a program reads at a time
+
+
+@triton.jit(do_not_specialize=["vocab"])
+def _two_best_of_part(
+    scores, best, second, best_id, stride_row, vocab, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """The two largest of one part of one row, and the column of the first; the lowest wins a tie, NaN never wins."""
+    enter(PDL)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    each = tl.cdiv(vocab, PARTS)
+    end = tl.minimum((part + 1) * each, vocab)
+    peak = tl.full([BLOCK], float("-inf"), tl.float32)
+    next_ = tl.full([BLOCK], float("-inf"), tl.float32)
+    place = tl.full([BLOCK], 0, tl.int32)
+    for first in range(part * each, end, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        value = tl.load(scores + row * stride_row + column, mask=column < end, other=float("-inf")).to(tl.float32)
+        value = tl.where(value == value, value, float("-inf"))
+        larger = value > peak
+        next_ = tl.maximum(next_, tl.where(larger, peak, value))
+        place = tl.where(larger, column, place)
+        peak = tl.where(larger, value, peak)
+    top = tl.max(peak, 0)
+    found = tl.min(tl.where(peak == top, place, vocab), 0)
+    others = tl.where((peak == top) & (place == found), next_, tl.maximum(peak, next_))
+    target = row * PARTS + part
+    tl.store(best + target, top)
+    tl.store(second + target, tl.max(others, 0))
+    tl.store(best_id + target, found)
+
+
+@triton.jit
+def _two_best_of_row(best, second, best_id, out, gap, widest, PARTS: tl.constexpr, PDL: tl.constexpr):
+    enter(PDL)
+    row = tl.program_id(0)
+    part = tl.arange(0, PARTS)
+    tops = tl.load(best + row * PARTS + part)
+    top, place = tl.max(tops, 0, return_indices=True)
+    others = tl.where(part == place, tl.load(second + row * PARTS + part), tops)
+    tl.store(out + row, tl.load(best_id + row * PARTS + place).to(tl.int64))
+    tl.store(gap + row, tl.minimum(top - tl.max(others, 0), widest))
+
+
+@triton.jit(do_not_specialize=["vocab"])
+def _near_in_part(
+    logits, best, best_id, sums, stride_row, vocab, widest,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The sum of exp(logit - the row's largest) over the others of one part that come within 'widest' of it."""
+    enter(PDL)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    tops = tl.load(best + row * PARTS + tl.arange(0, PARTS))
+    top, place = tl.max(tops, 0, return_indices=True)
+    found = tl.load(best_id + row * PARTS + place)
+    each = tl.cdiv(vocab, PARTS)
+    end = tl.minimum((part + 1) * each, vocab)
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(part * each, end, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        value = tl.load(logits + row * stride_row + column, mask=column < end, other=float("-inf")).to(tl.float32)
+        total += tl.where((value >= top - widest) & (column != found), tl.exp(value - top), 0.0)
+    tl.store(sums + row * PARTS + part, tl.sum(total, 0))
+
+
+@triton.jit
+def _near_in_row(best, best_id, sums, out, gap, widest, PARTS: tl.constexpr, PDL: tl.constexpr):
+    enter(PDL)
+    row = tl.program_id(0)
+    part = tl.arange(0, PARTS)
+    _, place = tl.max(tl.load(best + row * PARTS + part), 0, return_indices=True)
+    total = tl.sum(tl.load(sums + row * PARTS + part), 0)
+    tl.store(out + row, tl.load(best_id + row * PARTS + place).to(tl.int64))
+    tl.store(gap + row, tl.minimum(-tl.log(total), widest))
+
+
+def largest_gap(logits: Tensor, widest: float) -> tuple[Tensor, Tensor]:  # int64 [rows], float32 [rows]
+    """`engine.gaps.largest`, up to 'widest'."""
+    return _find(logits, widest, near=True)
+
+
+def best_gap(scores: Tensor, widest: float) -> tuple[Tensor, Tensor]:  # int64 [rows], float32 [rows]
+    """`engine.gaps.best`, up to 'widest'."""
+    return _find(scores, widest, near=False)
+
+
+def _find(scores: Tensor, widest: float, near: bool) -> tuple[Tensor, Tensor]:
+    (rows, vocab), device = scores.shape, scores.device
+    assert scores.stride(1) == 1, scores.stride()
+    out = torch.empty((rows,), dtype=torch.int64, device=device)
+    gap = torch.empty((rows,), dtype=torch.float32, device=device)
+    if not rows:
+        return out, gap
+    best, second = (torch.empty((rows, PARTS), dtype=torch.float32, device=device) for _ in range(2))
+    best_id = torch.empty((rows, PARTS), dtype=torch.int32, device=device)
+    cut = {"PARTS": PARTS, "BLOCK": BLOCK, "num_warps": 4}
+    run(_two_best_of_part, (rows, PARTS), scores, best, second, best_id, scores.stride(0), vocab, **cut)
+    if near:
+        sums = torch.empty((rows, PARTS), dtype=torch.float32, device=device)
+        run(_near_in_part, (rows, PARTS), scores, best, best_id, sums, scores.stride(0), vocab, widest, **cut)
+        run(_near_in_row, (rows,), best, best_id, sums, out, gap, widest, PARTS=PARTS, num_warps=1)
+    else:
+        run(_two_best_of_row, (rows,), best, second, best_id, out, gap, widest, PARTS=PARTS, num_warps=1)
+    return out, gap

@@ -1,0 +1,232 @@
+"""Measures how many drafts the target accepts, by class of prompt, temperature and context, and the speed it brings.
+
+Every class runs as one batch, and rows are the engine's own counts of its steps: 'all' is their sum, never a mean of
+means. Position k is scored where every draft before it was accepted; drafts after a rejected one say nothing. "No
+loops" counts only the steps before a response begins to repeat itself (text/loops.py). prompts.jsonl was written for
+this project and is never trained on. cli/bench.py loads models and prints.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import TypeVar
+
+from sparkdraft.core import AUTO, SamplingParams, StepOutput
+from sparkdraft.engine.engine import Engine
+from sparkdraft.llm import LLM
+from sparkdraft.operate.bench.perplexity import HELDOUT
+from sparkdraft.speculation.stats import SpecStats
+from sparkdraft.text.loops import LoopRule, loop_start
+from sparkdraft.util.plot import Line, Panel
+from sparkdraft.weights.loader import Progress
+
+PROMPTS = Path(__file__).with_name("prompts.jsonl")
+ALL = "all"
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+FEW = 5  # steps: a share of fewer is chance, and is not drawn
+LOOP = LoopRule(max_period=128, min_repeated=48)
+
+
+@dataclass(slots=True)
+class Row:
+    """The counts of one class, or of all classes together."""
+
+    prompts: int = 0
+    prompt_tokens: int = 0
+    tokens: int = 0  # tokens written
+    stats: SpecStats = field(default_factory=SpecStats)
+    no_loops: SpecStats = field(default_factory=SpecStats)  # of the steps that began before a loop
+
+    def as_dict(self) -> dict[str, object]:
+        """Times are left out: in a batch each request is charged with the whole step."""
+        counts = {key: value for key, value in self.stats.as_dict().items() if not key.endswith("_ms")}
+        counts |= {"per_position_reached": self.stats.per_position_reached, "per_position": self.stats.per_position()}
+        ours = {"prompts": self.prompts, "prompt_tokens": self.prompt_tokens, "tokens": self.tokens}
+        cut = {
+            "num_spec_steps_no_loops": self.no_loops.num_spec_steps,
+            "mean_acceptance_length_no_loops": self.no_loops.mean_acceptance_length,
+            "per_position_no_loops": self.no_loops.per_position(),
+        }
+        return ours | {"num_plain_steps": self.stats.num_plain_steps} | counts | cut
+
+
+@dataclass(slots=True)
+class Trace:
+    """One response as it is written, and its drafting steps in order."""
+
+    ids: list[int] = field(default_factory=list)
+    steps: list[tuple[int, str, int, int]] = field(default_factory=list)  # (anchor, source, drafted, accepted)
+    counted: dict[str, list[int]] = field(default_factory=dict)  # source -> [drafted, accepted], so far
+
+    def add(self, piece: StepOutput, counted: dict[str, list[int]]) -> None:
+        """Add a piece. Its step drafted if the request's own counts grew; the step's anchor is the last id written
+        before."""
+        for source, (drafted, accepted) in counted.items():
+            was_drafted, was_accepted = self.counted.get(source, (0, 0))
+            if drafted > was_drafted:
+                self.steps.append((len(self.ids) - 1, source, drafted - was_drafted, accepted - was_accepted))
+        self.counted |= counted
+        self.ids += piece.ids
+
+    def count(self, stats: SpecStats, before: int) -> None:
+        """Record the steps whose anchor is before an index of the response."""
+        for anchor, source, drafted, accepted in self.steps:
+            if anchor < before:
+                stats.record(drafted, accepted, source)
+
+
+@dataclass(slots=True)
+class Pace:
+    """The same prompts plainly and then with drafts, one stream: tokens after the first, and their seconds."""
+
+    prompts: int = 0
+    same_text: int = 0  # prompts with the same text both times
+    plain_tokens: int = 0
+    plain_seconds: float = 0.0
+    auto_tokens: int = 0
+    auto_seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        plain = self.plain_tokens / max(self.plain_seconds, 1e-9)
+        auto = self.auto_tokens / max(self.auto_seconds, 1e-9)
+        return asdict(self) | {"plain_tok_s": plain, "auto_tok_s": auto, "ratio": auto / plain if plain else 0.0}
+
+
+Part = TypeVar("Part", Row, Pace)
+Done = Callable[[int], None]  # called with the number of prompts that have ended since the last call
+Work = Callable[[list[list[int]], Done], Part]  # runs the prompts of one class
+
+
+def read_prompts(per_class: int) -> dict[str, list[str]]:
+    """Class -> its first prompts; 0: all of them."""
+    classes: dict[str, list[str]] = {}
+    for entry in map(json.loads, PROMPTS.read_text(encoding="utf-8").splitlines()):
+        classes.setdefault(entry["class"], []).append(entry["prompt"])
+    return {name: prompts[: per_class or None] for name, prompts in classes.items()}
+
+
+def chat_prompts(llm: LLM, prompts: Sequence[str], context: int = 0) -> list[list[int]]:
+    """Ids of each prompt in the chat template, after about 'context' tokens of ordinary text."""
+    before = ""
+    if context:
+        ids = llm.tokenizer.encode(HELDOUT.read_text(encoding="utf-8"), add_special=False)
+        before = llm.tokenizer.decode((ids * (context // len(ids) + 1))[:context]) + "\n\n"
+    return [llm.chat_ids([{"role": "user", "content": before + prompt}]) for prompt in prompts]
+
+
+def over_classes(work: Work[Part], classes: dict[str, list[list[int]]], progress: Progress) -> dict[str, Part]:
+    """The results of 'work' per class, then 'all', their sum."""
+    ended, total = 0, sum(map(len, classes.values()))
+
+    def done(more: int) -> None:
+        nonlocal ended
+        ended += more
+        progress(ended, total)
+
+    parts = {name: work(prompts, done) for name, prompts in classes.items()}
+    everything = type(next(iter(parts.values())))()
+    for part in parts.values():
+        add_to(everything, part)
+    return parts | {ALL: everything}
+
+
+def add_to(total: Part, part: Part) -> None:
+    for each in fields(part):
+        mine, more = getattr(total, each.name), getattr(part, each.name)
+        mine.merge(more) if isinstance(mine, SpecStats) else setattr(total, each.name, mine + more)
+
+
+def measure(llm: LLM, params: SamplingParams, prompts: list[list[int]], done: Done) -> Row:
+    """Run all prompts in one batch. Counts are the growth of the engine's own totals."""
+    engine, before = llm.engine, SpecStats()
+    before.merge(engine.drafting.total)
+    row = Row(len(prompts), sum(map(len, prompts)))
+    traces = {engine.add(ids, params): Trace() for ids in prompts}
+    while engine.has_work:
+        pieces = traced_step(engine, traces)
+        row.tokens += sum(len(piece.ids) for piece in pieces)
+        done(sum(piece.finish is not None for piece in pieces))
+    total = engine.drafting.total
+    row.stats = SpecStats(total.num_plain_steps - before.num_plain_steps, total.steps - before.steps)
+    for trace in traces.values():
+        trace.count(row.no_loops, loop_start(trace.ids, LOOP))
+    return row
+
+
+def traced_step(engine: Engine, traces: dict[str, Trace]) -> list[StepOutput]:
+    """Run one step, and add it to the trace of each request, as its own statistics changed."""
+    # a request that is admitted now drafts later
+    running = {request.id: request for request in engine.scheduler.running}
+    pieces = engine.step()
+    for piece in pieces:
+        request = running.get(piece.request_id)
+        report = piece.speculation or (engine.drafting.report(request) if request else None)
+        traces[piece.request_id].add(piece, report["sources"] if report else {})
+    return pieces
+
+
+def pace(llm: LLM, params: SamplingParams, prompts: list[list[int]], done: Done) -> Pace:
+    """Run each prompt plainly, then with drafts, so that a machine that slows down slows both."""
+    result = Pace(len(prompts))
+    for ids in prompts:
+        (plain, seconds), (auto, auto_seconds) = (decode(llm, ids, replace(params, num_draft=n)) for n in (0, AUTO))
+        result.same_text += plain == auto
+        result.plain_tokens += len(plain) - 1
+        result.auto_tokens += len(auto) - 1
+        result.plain_seconds += seconds
+        result.auto_seconds += auto_seconds
+        done(1)
+    return result
+
+
+def decode(llm: LLM, ids: list[int], params: SamplingParams) -> tuple[list[int], float]:
+    """The ids that one stream wrote, and the seconds from its first token to its last."""
+    written, times = [], []
+    for piece in llm.stream(ids, params):
+        times.append(time.perf_counter())
+        written += piece.ids
+    return written, times[-1] - times[0]
+
+
+def table(rows: dict[str, Row]) -> str:
+    lines = ["class     prompts  tokens  steps  length  no loops   rate    1st    2nd    3rd"]
+    for name, row in rows.items():
+        rates = [row.stats.draft_acceptance_rate, *(row.stats.per_position() + [None] * 3)[:3]]
+        length = f"{row.stats.mean_acceptance_length or 0:6.2f}  {row.no_loops.mean_acceptance_length or 0:8.2f}"
+        shares = "  ".join("    -" if rate is None else f"{rate:5.1%}" for rate in rates)
+        lines.append(f"{name:<9} {row.prompts:7}  {row.tokens:6}  {row.stats.num_spec_steps:5}  {length}  {shares}")
+    return "\n".join(lines)
+
+
+def speed_table(paces: dict[str, Pace]) -> str:
+    lines = ["class     prompts  plain tok/s  auto tok/s  ratio  same text"]
+    for name, each in paces.items():
+        speeds = "{plain_tok_s:11.1f}  {auto_tok_s:10.1f}  {ratio:5.2f}".format(**each.as_dict())
+        lines.append(f"{name:<9} {each.prompts:7}  {speeds}  {each.same_text:3} of {each.prompts}")
+    return "\n".join(lines)
+
+
+def bars(stats: SpecStats, width: int = 40) -> str:
+    """Acceptance by position as bars of text, each with the steps that reached it."""
+    lines = ["position  accepted where reached"]
+    for i, (rate, reached) in enumerate(zip(stats.per_position(), stats.per_position_reached, strict=True)):
+        full, part = divmod(round((rate or 0.0) * width * 8), 8)
+        share = "     -" if rate is None else f"{rate:6.1%}"
+        lines.append(f"{i + 1:8}  {share} {'█' * full + EIGHTHS[part]:<{width + 1}} {reached:6} steps")
+    return "\n".join(lines)
+
+
+def panel(title: str, rows: dict[str, Row]) -> Panel:
+    """Acceptance by position, one line per class."""
+    note = f"position of the draft (share accepted where reached; points of fewer than {FEW} steps left out)"
+    return Panel(title, [_line(name, row.stats) for name, row in rows.items()], note, y_percent=True)
+
+
+def _line(name: str, stats: SpecStats) -> Line:
+    shares = enumerate(zip(stats.per_position(), stats.per_position_reached, strict=True), 1)
+    points = [(float(k), share) for k, (share, steps) in shares if share is not None and steps >= FEW]
+    return Line(name, points, thick=name == ALL)

@@ -1,0 +1,104 @@
+"""The dimensions of named shapes: of models, and of drafters for them. No torch.
+
+Models of equal layers are a line of SHAPES. For the others, and for the drafters published for them, shapes.json has
+their config.json, which their own architecture's file reads. shapes.py fills them with random weights; `sparkdraft
+plan` reckons with the dimensions alone.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sparkdraft.core import UserError
+from sparkdraft.drafters.dflash_config import DFlashConfig, spread_taps
+from sparkdraft.drafters.draft_configs import DraftConfig, check_fits, read_draft_config
+from sparkdraft.drafters.mtp_config import MTP, MtpConfig
+from sparkdraft.models.common.config import ModelConfig, uniform_config
+from sparkdraft.models.common.layers import AttentionSpec, DenseSpec, LayerSpec
+from sparkdraft.models.registry import read_config
+from sparkdraft.util.names import did_you_mean, spelled
+
+_qwen3, _llama = partial(uniform_config, "qwen3", qk_norm=True), partial(uniform_config, "llama")
+
+SHAPES = {
+    "tiny": _qwen3(8, 64, 128, 4, 2, 32, 512, 4096, 1e-6, 1e6, None, True, qk_norm=True),  # does it run at all?
+    "smollm2-135m": _llama(30, 576, 1536, 9, 3, 64, 49152, 8192, 1e-5, 1e5, None, True),
+    "qwen3-0.6b": _qwen3(28, 1024, 3072, 16, 8, 128, 151936, 40960, 1e-6, 1e6, None, True, qk_norm=True),
+    "qwen3-4b": _qwen3(36, 2560, 9728, 32, 8, 128, 151936, 40960, 1e-6, 1e6, None, True),
+    "qwen3-8b": _qwen3(36, 4096, 12288, 32, 8, 128, 151936, 40960, 1e-6, 1e6, None, False, qk_norm=True),
+    "llama-3.1-8b": _llama(32, 4096, 14336, 32, 8, 128, 128256, 131072, 1e-5, 5e5, None, False),
+}
+_FILES = json.loads(Path(__file__).with_name("shapes.json").read_text(encoding="utf-8"))
+TARGET_FILES: dict[str, dict[str, Any]] = _FILES["targets"]  # as in config.json
+DRAFTER_FILES: dict[str, dict[str, Any]] = _FILES["drafters"]  # DFlash in z-lab's dialect; some lack RoPE's theta
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterShape:
+    """DFlash layers with the dimensions of the target's own; embedding and head are the target's."""
+
+    num_layers: int
+    block_size: int = 16
+    num_taps: int = 5
+
+
+DRAFTER_SHAPES = {"dflash-5x": DrafterShape(5), "dflash-3x": DrafterShape(3)}
+
+
+def targets() -> list[str]:
+    """All names; each may be spelled in other ways (util/names.py)."""
+    return [*SHAPES, *TARGET_FILES]
+
+
+def drafters() -> list[str]:
+    return [*DRAFTER_SHAPES, MTP, *DRAFTER_FILES]
+
+
+def shape(name: str) -> ModelConfig:
+    found = spelled(name, targets())
+    if found is None:
+        raise UserError(f"shape '{name}' is not known: {_known(name, targets())}")
+    return read_config(TARGET_FILES[found]) if found in TARGET_FILES else SHAPES[found]
+
+
+def drafter_shape(name: str, target: ModelConfig) -> DraftConfig:
+    """The drafter of this name, if it fits the target."""
+    found = spelled(name, drafters())
+    if found is None:
+        raise UserError(f"drafter shape '{name}' is not known: {_known(name, drafters())}")
+    if found == MTP:
+        return MtpConfig.of(target, in_target=False)
+    is_shape = found in DRAFTER_SHAPES
+    draft = _like(target, DRAFTER_SHAPES[found], found) if is_shape else read_draft_config(DRAFTER_FILES[found])
+    check_fits(draft, target)
+    return draft
+
+
+def _known(name: str, names: list[str]) -> str:
+    question = did_you_mean(name, names)
+    return f"{question} Known are {', '.join(names)}" if question else f"known are {', '.join(names)}"
+
+
+def _like(target: ModelConfig, own: DrafterShape, name: str) -> DFlashConfig:
+    layer = target.layers[0]
+    attention, mlp = layer.mixer, layer.mlp
+    is_alike = all(each == layer for each in target.layers)
+    if not (is_alike and isinstance(attention, AttentionSpec) and isinstance(mlp, DenseSpec)):
+        raise UserError(
+            f"drafter shape '{name}' copies the target's layers, which must be dense and all alike; this "
+            f"{target.model_type} model's are not: use one of {', '.join(DRAFTER_FILES)}"
+        )
+    layer = LayerSpec(replace(attention, qk_norm=True, causal=False), mlp)
+    return DFlashConfig(
+        model=replace(target, model_type="qwen3", layers=(layer,) * own.num_layers, tie_embeddings=True),
+        taps=spread_taps(target.num_layers, own.num_taps),
+        block_size=own.block_size,
+        mask_token_id=target.vocab_size - 1,
+        draft_vocab_size=target.vocab_size,
+        target_hidden_size=target.hidden_size,
+        num_target_layers=target.num_layers,
+    )

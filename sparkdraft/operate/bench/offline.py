@@ -1,0 +1,367 @@
+"""Decode and prefill speed through the real engine, against the machine's measured memory bandwidth.
+
+A decode step must read every weight and the K/V of every sequence once, the drafter's too where it drafts, so bytes
+over bandwidth is a floor that no engine passes; speed is reported as a share of it. Of a mixture of experts it reads
+those that its rows are sent to: that many are counted as rows reach that choose independently, as rows of random ids
+do. Prompts are random ids, so nothing repeats and no prefix is found. What a random drafter's drafts are worth
+synthetic.py says, where time goes profile.py, and what whole requests come to offline_throughput.py.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from sparkdraft.core import SamplingParams, UserError
+from sparkdraft.engine.engine import Engine
+from sparkdraft.models.common.config import ModelConfig
+from sparkdraft.models.common.layers import ExpertsSpec
+from sparkdraft.models.common.sizes import model_sizes
+from sparkdraft.operate.bench.offline_throughput import throughput
+from sparkdraft.operate.bench.profile import Parts, Profile, recorder, summary, timed_parts
+from sparkdraft.operate.bench.synthetic import Acceptance, SyntheticLanes, SyntheticSampler
+from sparkdraft.operate.forecast.bandwidth import matmul_rate, memory_bandwidth, wait
+from sparkdraft.plan.memory import MemoryPlan
+from sparkdraft.plan.resolve import Plan
+
+WARM_STEPS = 8  # plain decode steps: they compile kernels and record the one shape
+SHORT = 32  # most steps of a pass that looks at where the time goes
+ROUNDS = 2  # requests per stream in the pass over whole requests
+Report = Callable[[int, int], None]  # (steps done, steps in all); never called while speed is measured
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    streams: int
+    prompt_len: int
+    output_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """The measured limits of this machine."""
+
+    bandwidth: float  # bytes of memory read per second
+    matmul: float | None  # operations per second, of a GPU
+
+    @staticmethod
+    def measure(device: str, threads: int) -> Ceilings:
+        matmul = matmul_rate() if device == "cuda" else None
+        return Ceilings(memory_bandwidth(device, threads), matmul)
+
+
+@dataclass(slots=True)
+class Pass:
+    """One run of equal requests. Steps count while all of them decode."""
+
+    prefill: float = 0.0  # seconds until each had its first id
+    steps: list[float] = field(default_factory=list)  # seconds
+    tokens: int = 0  # committed in those steps
+    drafted: float = 0.0  # share of the streams' steps in which the drafter drafted
+    drafts: float = 0.0  # ids that a stream drafted per step, on average
+    depth: float = 0.0  # ids that the drafter drafted where it did, on average
+
+    @property
+    def step(self) -> float:
+        """Seconds per step. Plain steps are alike: their median. Drafted steps are not: their mean."""
+        return statistics.fmean(self.steps) if self.drafts else statistics.median(self.steps)
+
+    @property
+    def tok_s(self) -> float:
+        return self.tokens / len(self.steps) / self.step
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table: a batch size at a prompt length."""
+
+    streams: int
+    prompt_len: int
+    prefill_tok_s: float
+    prefill_share: float | None  # share of a matmul's rate, on a GPU: operations of layers and attention
+    decode_tok_s: float  # committed ids, all streams together
+    step_ms: float  # Pass.step
+    draft_ms: float  # the three parts of a step, in the shares of a pass that waits after each part
+    target_ms: float
+    rest_ms: float
+    floor_ms: float  # bytes read over measured bandwidth
+    share: float  # floor over measured
+    length: float  # ids that a stream committed a step
+    rows: float  # that the target ran per step: one of each stream, and its drafts
+    steps: int
+    step_median_ms: float
+    step_mean_ms: float
+    timed_step_ms: float  # mean, in the pass that measured the shares: shows how much the waits disturbed it
+    floor_gb: dict[str, float]  # bytes of the floor, by what they are
+    overall_tok_s: float | None  # whole requests, including prompts; None with a synthetic acceptance
+    profile: dict[str, Any] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        known = {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(self).items()}
+        return known if self.profile else {k: v for k, v in known.items() if k != "profile"}
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    plan: MemoryPlan
+    used: int  # most bytes in tensors
+    taken: int  # bytes taken from the device for them, including what was idle in between
+
+    def as_dict(self) -> dict[str, Any]:
+        planned = {f"planned_{name}": getattr(self.plan, name) for name in ("weights", "kv", "scratch", "total")}
+        return planned | {"peak_used": self.used, "peak_taken": self.taken}
+
+    def text(self) -> str:
+        used, taken = (f"{size / 2**30:.2f} GiB ({size / self.plan.total:.1%})" for size in (self.used, self.taken))
+        return f"memory: planned {self.plan.total / 2**30:.2f} GiB; in use at most {used}, taken from the GPU {taken}"
+
+
+class Bench:
+    """Measures an engine under one load after the other."""
+
+    def __init__(
+        self, engine: Engine, model: ModelConfig, ceilings: Ceilings, acceptance: Acceptance | None = None
+    ) -> None:
+        """acceptance: of drafts, in place of the target's own decision."""
+        self.engine, self.model, self.ceilings, self.acceptance = engine, model, ceilings, acceptance
+        engine.scheduler.pace = None  # all streams begin together, and none waits for a token while prompts run
+        self._sampler = SyntheticSampler.install(engine) if acceptance else None
+        self._lanes = SyntheticLanes(engine.overlap.lanes, acceptance) if acceptance and engine.overlap else None
+        if acceptance and engine.drafting.default is None:
+            # depth controllers need the costs of depths; recordings keep the acceptance that they were made with
+            engine.warm_up()
+
+    def measure(self, load: Load, report: Report, profiled: bool = False) -> tuple[Row, Profile | None]:
+        """Warm up, measure, then see where the time goes: three or four passes over the same prompts, and one over
+        whole requests.
+
+        Drafted steps observe as many rows as were committed, and each number of rows is a shape to be recorded. The
+        warm-up is the same run, to the last accepted draft, so that the measured pass finds all of them recorded.
+        """
+        steps, device = self.num_steps(load), self.engine.plan.device
+        short, warm = min(steps, SHORT), steps if self.engine.drafting.max_depth else min(steps, WARM_STEPS)
+        progress = Counted(report, warm + steps + short + (short if profiled else 0))
+        report(0, progress.total)
+        self._run(load, warm, progress)
+        measured = self._run(load, steps)
+        progress.done += steps
+        overall = None if self.acceptance else throughput(self.engine, self._requests(load), load.streams).tok_s
+        parts, found = Parts(), None
+        with self._host_driven() as overlapped:
+            if overlapped:  # host-driven steps run other kernels, which a first pass compiles
+                self._run(load, short)
+            timed = self._run(load, short, progress, timed_parts(self.engine, parts))
+        if profiled:  # without progress, which would look like a gap
+            profiler = recorder(device)
+            found = summary(profiler, self.engine.plan.kernels, self._run(load, short, None, profiler).steps)
+        return self._row(load, measured, timed, parts, overall, found), found
+
+    def run(self, load: Load) -> Pass:
+        """Run one pass and nothing else. The first pass of a load is its warm-up."""
+        return self._run(load, self.num_steps(load))
+
+    def memory(self) -> Memory | None:
+        """The planned memory of a GPU and what was taken so far; None on a CPU, whose memory is shared with everything
+        else."""
+        if self.engine.plan.device != "cuda":
+            return None
+        return Memory(self.engine.plan.memory, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+
+    def num_steps(self, load: Load) -> int:
+        """Decode steps at most; with a synthetic acceptance, those that write output_len ids on average."""
+        return self.acceptance.steps(load.output_len) if self.acceptance else load.output_len
+
+    @property
+    def counts_experts(self) -> bool:
+        """Whether the floor stands on how many experts the rows reach."""
+        return any(isinstance(layer.mlp, ExpertsSpec) for layer in self.model.layers)
+
+    def check(self, load: Load) -> None:
+        """Raises UserError for a load that this engine has no room for."""
+        check_load(self.engine.plan, load, self.engine.drafting.max_depth)
+
+    # ---- a pass
+
+    @contextmanager
+    def _host_driven(self) -> Iterator[bool]:
+        """Overlapped steps are one launch each. To time their parts, the host runs steps within this. Yields whether
+        they would have been overlapped."""
+        overlap, self.engine.overlap = self.engine.overlap, None
+        yield overlap is not None
+        self.engine.overlap = overlap
+
+    def _run(
+        self, load: Load, steps: int, progress: Counted | None = None, around: AbstractContextManager[Any] | None = None
+    ) -> Pass:
+        """Run all streams from empty until 'steps' decode steps are done; 'around' is entered for those steps alone."""
+        result, names = Pass(), self._add(load)
+        result.prefill = self._prompts(set(names))
+        self.engine.step()  # its drafter observes what was written while the last prompts ran
+        self.engine.read_launched()
+        with around or nullcontext():
+            self._decode(load, steps, result, progress)
+        for name in names:
+            self.engine.abort(name)
+        self.engine.step()  # returns their ends
+        return result
+
+    def _add(self, load: Load) -> list[str]:
+        params = SamplingParams(max_tokens=self._max_tokens(load), ignore_eos=True)
+        return [self.engine.add(ids, params) for ids in self._prompt_ids(load, load.streams)]
+
+    def _requests(self, load: Load) -> list[tuple[list[int], SamplingParams]]:
+        params = SamplingParams(max_tokens=load.output_len, ignore_eos=True)
+        return [(ids, params) for ids in self._prompt_ids(load, ROUNDS * load.streams)]
+
+    def _prompt_ids(self, load: Load, count: int) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(load.prompt_len * 1000 + load.streams)
+        ids: list[list[int]] = torch.randint(
+            0, self.model.vocab_size, (count, load.prompt_len), generator=generator
+        ).tolist()
+        return ids
+
+    def _max_tokens(self, load: Load) -> int:
+        return max_tokens(self.engine.plan, load, self.engine.drafting.max_depth)
+
+    def _prompts(self, waiting: set[str]) -> float:
+        """Seconds until each stream has its first id. No stream drafts meanwhile, because prompts are timed."""
+        drafting, begin = self.engine.drafting, time.perf_counter()
+        depth, drafting.default = drafting.default, 0
+        while waiting:
+            waiting -= {output.request_id for output in self.engine.step()}
+        drafting.default = depth
+        return time.perf_counter() - begin
+
+    def _decode(self, load: Load, steps: int, result: Pass, progress: Counted | None) -> None:
+        written: Counter[str] = Counter()
+        # with a synthetic acceptance the number of steps is given
+        enough = sys.maxsize if self.acceptance else load.output_len
+        given = self._lanes if self.engine.overlap else self._sampler
+        if given and self.acceptance:
+            given.start(self.acceptance.outcomes(self.num_steps(load), load.streams))
+        before = self._num_drafted()
+        wait(self.engine.plan.device)
+        last = time.perf_counter()
+        while len(result.steps) < steps and max(written.values(), default=0) < enough:
+            outputs = self.engine.step()
+            now = time.perf_counter()
+            for output in outputs:
+                written[output.request_id] += len(output.ids)
+            if outputs:  # the first overlapped step is read by the second call
+                result.steps.append(now - last)
+            last = now
+            if progress:
+                progress()
+                last = time.perf_counter()
+        assert len(written) == load.streams, f"{len(written)} of {load.streams} streams decoded"
+        result.tokens = written.total()
+        counts = (now - then for now, then in zip(self._num_drafted(), before, strict=True))
+        result.drafts, result.drafted, own = (count / (len(result.steps) * load.streams) for count in counts)
+        result.depth = own / result.drafted if result.drafted else 0.0
+        if given:
+            applied = given.num_applied  # one more may be launched and unread
+            assert 0 <= applied - len(result.steps) <= 1, f"{len(result.steps)} steps, {applied} accepted as given"
+            given.stop()
+
+    def _num_drafted(self) -> tuple[int, int, int]:
+        """So far, of all streams: ids that were drafted, steps in which the drafter drafted, and its own ids."""
+        stats = self.engine.drafting.so_far()
+        return stats.num_draft_tokens, *stats.by_drafter
+
+    # ---- results
+
+    def _row(
+        self, load: Load, measured: Pass, timed: Pass, parts: Parts, overall: float | None, found: Profile | None
+    ) -> Row:
+        median, mean = statistics.median(measured.steps), statistics.fmean(measured.steps)
+        step, timed_total = measured.step, sum(timed.steps)
+        draft, target = parts.draft / timed_total * step, parts.target / timed_total * step
+        read, matmul = self.floor_bytes(load, measured.drafted, measured.drafts, measured.depth), self.ceilings.matmul
+        floor = sum(read.values()) / self.ceilings.bandwidth
+        return Row(
+            load.streams,
+            load.prompt_len,
+            prefill_tok_s=load.streams * load.prompt_len / measured.prefill,
+            prefill_share=self.prompt_operations(load) / measured.prefill / matmul if matmul else None,
+            decode_tok_s=measured.tok_s,
+            step_ms=step * 1e3,
+            draft_ms=draft * 1e3,
+            target_ms=target * 1e3,
+            rest_ms=(step - draft - target) * 1e3,
+            floor_ms=floor * 1e3,
+            share=floor / step,
+            length=measured.tokens / len(measured.steps) / load.streams,
+            rows=load.streams * (1 + measured.drafts),
+            steps=len(measured.steps),
+            step_median_ms=median * 1e3,
+            step_mean_ms=mean * 1e3,
+            timed_step_ms=statistics.fmean(timed.steps) * 1e3,
+            floor_gb={name: round(count / 1e9, 4) for name, count in read.items()},
+            overall_tok_s=overall,
+            profile=found.as_dict() if found else None,
+        )
+
+    def prompt_operations(self, load: Load) -> float:
+        """Operations of all prompts: each row times the layers' weights, and its attention over the keys before it."""
+        model, rows = self.model, load.streams * load.prompt_len
+        return rows * model_sizes(model).operations(keys=load.prompt_len / 2)  # keys: their average number
+
+    def floor_bytes(
+        self, load: Load, drafted: float = 0.0, drafts: float = 0.0, depth: float = 1.0
+    ) -> dict[str, float]:
+        """What a step must read, by what it is. Heads count as read by both: a drafter's pass is over before the
+        target's begins. drafted: share of steps in which the drafter drafts. drafts: ids that a stream verifies per
+        step. depth: ids that the drafter drafts where it does; a chain makes a pass for each."""
+        runner, drafting = self.engine.runner, self.engine.drafting
+        context = load.prompt_len + load.output_len // 2
+        read = {"target": runner.model.nbytes(load.streams * (1 + drafts))}
+        read["target_kv"] = load.streams * runner.kv.bytes_read(context)
+        if drafting.proposer and drafted:
+            reads = drafting.proposer.drafter.reads(1)
+            passes = drafted * (depth if drafting.proposer.chain else 1)
+            read["drafter"] = passes * reads.propose
+            read["drafter_observes"] = drafted * reads.observe
+            read["drafter_kv"] = passes * load.streams * context * reads.kv_per_token
+        return read
+
+
+@dataclass(slots=True)
+class Counted:
+    """Counts steps of all passes for a progress bar."""
+
+    report: Report
+    total: int
+    done: int = 0
+
+    def __call__(self) -> None:
+        self.done += 1
+        self.report(self.done, self.total)
+
+
+def max_tokens(plan: Plan, load: Load, deepest: int) -> int:
+    """More than is measured: drafts are dropped at the end of an output, and all measured steps must be alike."""
+    # that the first stream may write while the last one's prompt still runs
+    head_start = 1 + load.streams * load.prompt_len // max(plan.max_rows - load.streams, 1)
+    return load.output_len + head_start + 4 * (deepest + 1)
+
+
+def check_load(plan: Plan, load: Load, deepest: int = 0) -> None:
+    """Raises UserError for a load that an engine of this plan has no room for. deepest: drafts per step."""
+    context = load.prompt_len + max_tokens(plan, load, deepest)
+    asked = f"{load.streams} streams of {load.prompt_len} tokens and {load.output_len} of output"
+    if context > plan.max_model_len:
+        raise UserError(f"{asked} need a context of {context} tokens; {plan.max_model_len} is the most: ask for less")
+    if load.streams > plan.max_seqs:
+        raise UserError(f"{asked} do not run at once; {plan.max_seqs} do: raise --max-seqs")
+    room = plan.num_blocks * plan.block_size
+    if load.streams * context > room:
+        need = f"need a KV cache of {load.streams * context} tokens; this one holds {room}"
+        raise UserError(f"{asked} {need}: raise --kv-tokens")

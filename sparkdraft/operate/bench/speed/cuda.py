@@ -1,0 +1,195 @@
+"""The lines of a GPU: Qwen3-8B's shape with random weights, compared with the machine's ceilings and with itself.
+
+operate/bench/offline.py measures speeds, as in docs/numbers. Ceilings are measured in the same rounds. Nothing is
+downloaded: the embedded model's line is skipped if its file is not in the cache.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from sparkdraft.config import NO_PROFILE, EngineConfig
+from sparkdraft.core import AUTO, SamplingParams
+from sparkdraft.llm import LLM
+from sparkdraft.operate.bench.accept import chat_prompts, decode, read_prompts
+from sparkdraft.operate.bench.offline import Bench, Ceilings, Load
+from sparkdraft.operate.bench.shapes import drafter_shape, random_engine, shape
+from sparkdraft.operate.bench.speed.check import Group, Measure, Names, Skipped
+from sparkdraft.operate.bench.speed.lines import for_streams
+from sparkdraft.operate.bench.speed.ratios import Metrics, Progress, Sample, Side, in_turn, joined, part
+from sparkdraft.operate.bench.synthetic import Acceptance
+from sparkdraft.operate.forecast.bandwidth import matmul_rate, memory_bandwidth
+from sparkdraft.weights import hub
+
+ROUNDS = 3
+ROOM = 512  # tokens of cache for each stream beyond its prompt and output
+UNKNOWN = Ceilings(1.0, None)  # a Bench needs ceilings; here they are measured beside each pass
+EMBEDDED = "smollm2"
+EMBEDDED_PROMPTS, EMBEDDED_LEN = 4, 128
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is measured. The sizes are those of docs/numbers."""
+
+    device: str = "cuda"
+    dtype: str = "auto"
+    model: str = "qwen3-8b"
+    drafter: str = "dflash-5x"
+    drafts: int = 15
+    acceptance: float = 6.5  # synthetic: tokens per drafted step
+    prompt_len: int = 256
+    output_len: int = 64
+    drafted_len: int = 256
+    chunk: int = 8192  # the prompt that is read as one chunk
+    context: int = 32_000  # the long context
+    context_streams: int = 4
+    context_len: int = 16  # tokens written after it
+
+    def bench(self, streams: int, tokens: int, spec: str = "off", kv: str = "exact", synthetic: bool = False) -> Bench:
+        """spec: 'off' has no drafter, '0' a parked one. tokens: prompt and output of the longest load."""
+        config = EngineConfig(
+            model=self.model,
+            device=self.device,
+            dtype=self.dtype,
+            max_seqs=streams,
+            kv=kv,
+            kv_tokens=streams * (tokens + ROOM),
+            prefix_cache=False,
+            spec=spec,
+            ngram=False,
+        )
+        model = shape(self.model)
+        engine = random_engine(config, None if spec == "off" else drafter_shape(self.drafter, model))
+        return Bench(engine, model, UNKNOWN, Acceptance(self.acceptance, self.drafts) if synthetic else None)
+
+    def bandwidth(self) -> float:
+        return memory_bandwidth(self.device, torch.get_num_threads())
+
+
+def short_contexts(setup: Setup, wanted: Names, progress: Progress) -> dict[str, Sample]:
+    """Plain, parked and drafted steps at 1, 4 and 16 streams."""
+    most, tokens = 16, setup.prompt_len + setup.drafted_len
+    samples: dict[str, Sample] = {}
+    plain = setup.bench(most, tokens)
+    kinds: dict[str, Callable[[], Bench]] = {
+        "floor": lambda: plain,
+        "parked": lambda: setup.bench(most, tokens, spec="0"),
+        "drafted": lambda: setup.bench(most, tokens, spec=str(setup.drafts), synthetic=True),
+    }
+    for kind, make in kinds.items():
+        counts = {n: name for n in (1, 4, most) if (name := for_streams(kind, n)) in wanted}
+        bench = make() if counts else plain
+        for streams, name in counts.items():
+            before, total = ROUNDS * len(samples), ROUNDS * len(wanted)
+            samples[name] = _compare(setup, kind, plain, bench, streams, part(progress, before, total))
+    return samples
+
+
+def _compare(setup: Setup, kind: str, plain: Bench, bench: Bench, streams: int, progress: Progress) -> Sample:
+    load = Load(streams, setup.prompt_len, setup.output_len)
+    if kind == "floor":
+        return _of_bandwidth(setup, plain, load, progress)
+    drafted = Load(streams, setup.prompt_len, setup.drafted_len) if kind == "drafted" else load
+    return in_turn(_warm(plain, load), _warm(bench, drafted), ROUNDS, progress)["tok_s"]
+
+
+def long_contexts(setup: Setup, wanted: Names, progress: Progress) -> dict[str, Sample]:
+    """One chunk of a prompt against a matmul's rate, and steps at a long context against bandwidth and TurboQuant."""
+    samples: dict[str, Sample] = {}
+    streams, tokens = setup.context_streams, setup.context + setup.context_len
+    exact, total = setup.bench(streams, tokens), 2 * ROUNDS + 1
+    if "prompt-of-matmul" in wanted:
+        chunk = Load(1, setup.chunk, setup.context_len)
+        samples["prompt-of-matmul"] = _of_matmul(exact, chunk, part(progress, 0, total))
+    if "floor-32000-tokens" in wanted:
+        alone = Load(1, setup.context, setup.context_len)
+        samples["floor-32000-tokens"] = _of_bandwidth(setup, exact, alone, part(progress, ROUNDS, total))
+    if names := wanted & {"turboquant-32000-tokens", "turboquant-prompt"}:
+        load, coded = Load(streams, setup.context, setup.context_len), setup.bench(streams, tokens, kv="turboquant")
+        found = in_turn(_warm(exact, load), _warm(coded, load), 1, part(progress, 2 * ROUNDS, total))
+        metrics = {"turboquant-32000-tokens": "tok_s", "turboquant-prompt": "prompt_tok_s"}
+        samples |= {name: found[metrics[name]] for name in names}
+    return samples
+
+
+def _warm(bench: Bench, load: Load) -> Side:
+    """One side of a comparison, after a first pass that compiles kernels and records steps."""
+    bench.check(load)
+    bench.run(load)
+    return partial(_speeds, bench, load)
+
+
+def _speeds(bench: Bench, load: Load) -> Metrics:
+    result = bench.run(load)
+    return {"tok_s": result.tok_s, "prompt_tok_s": load.streams * load.prompt_len / result.prefill}
+
+
+def _of_bandwidth(setup: Setup, bench: Bench, load: Load, progress: Progress) -> Sample:
+    """The bytes that a step must read over the time it takes, against the bandwidth measured before and after."""
+    _warm(bench, load)
+
+    def ceiling() -> Metrics:
+        return {"bytes_s": setup.bandwidth()}
+
+    def reached() -> Metrics:
+        result = bench.run(load)
+        return {"bytes_s": sum(bench.floor_bytes(load, result.drafted, depth=result.depth).values()) / result.step}
+
+    return in_turn(ceiling, reached, ROUNDS, progress)["bytes_s"]
+
+
+def _of_matmul(bench: Bench, load: Load, progress: Progress) -> Sample:
+    _warm(bench, load)
+
+    def ceiling() -> Metrics:
+        return {"operations_s": matmul_rate()}
+
+    def reached() -> Metrics:
+        return {"operations_s": bench.prompt_operations(load) / bench.run(load).prefill}
+
+    return in_turn(ceiling, reached, ROUNDS, progress)["operations_s"]
+
+
+def embedded(wanted: Names, progress: Progress) -> dict[str, Sample]:
+    """The embedded model and its own drafter, code prompts one after the other."""
+    if hub.cached_path(EMBEDDED) is None:
+        raise Skipped(f"the file of {EMBEDDED} is not in {hub.cache_dir()}, and nothing is fetched here")
+    llm, found = LLM(EMBEDDED, device="cuda", prefix_cache=False, profile=NO_PROFILE), []
+    prompts = chat_prompts(llm, read_prompts(EMBEDDED_PROMPTS)["code"])
+    for done, ids in enumerate(prompts):
+        plain, auto = (partial(_one_stream, llm, ids, depth) for depth in (0, AUTO))
+        auto()  # records the steps that this text needs
+        found.append(in_turn(plain, auto, 1, part(progress, done, len(prompts)))["tok_s"])
+    return {"embedded-drafted-code": joined(found)}
+
+
+def _one_stream(llm: LLM, ids: list[int], depth: int) -> Metrics:
+    written, seconds = decode(llm, ids, SamplingParams(EMBEDDED_LEN, num_draft=depth))
+    return {"tok_s": (len(written) - 1) / seconds}
+
+
+def _freed(measure: Measure, wanted: Names, progress: Progress) -> dict[str, Sample]:
+    """Run a group, and free what it took on the GPU before the next begins."""
+    samples = measure(wanted, progress)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return samples
+
+
+def groups(setup: Setup) -> tuple[Group, ...]:
+    kinds = {"floor": (1, 4, 16), "parked": (1, 16), "drafted": (1, 4, 16)}
+    short = tuple(for_streams(kind, n) for kind, counts in kinds.items() for n in counts)
+    long = ("prompt-of-matmul", "floor-32000-tokens", "turboquant-32000-tokens", "turboquant-prompt")
+    measures: dict[tuple[str, ...], Measure] = {
+        short: partial(short_contexts, setup),
+        long: partial(long_contexts, setup),
+        ("embedded-drafted-code",): embedded,
+    }
+    return tuple(Group(names, partial(_freed, measure)) for names, measure in measures.items())

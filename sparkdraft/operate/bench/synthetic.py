@@ -1,0 +1,281 @@
+"""A given acceptance of drafts: a drafter with random weights agrees with no target, but drafted speed needs a figure.
+
+Each draft is accepted with one probability if the drafts before it were (a truncated geometric distribution), chosen so
+that the mean length is the one asked for. How many drafts of each step are accepted is drawn once, as a table of steps
+and streams. All real work is still done: the sampler samples, and then its result is replaced.
+
+The ids of drafts are replaced too (`spread`). Random weights draft one id again and again, and rows of one id reach the
+same experts, so that a model with experts would read far fewer of them than it does for text.
+
+How sure the drafter is of its drafts (engine/gaps.py) is replaced as well, because random weights are sure of nothing,
+and blocks would be cut for it: the drafter is as sure as the one probability says.
+
+Real blocks are not all alike: some are right to their end, and the drafter knows of many that they are not. A varied
+acceptance draws them so, with the gaps that a drafter would give, and so it shows what cutting them brings. How much
+they vary was measured on 3915 blocks of the embedded drafter (tests/speculation/drafted_blocks.npz).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sparkdraft.core import Request, UserError, Work
+from sparkdraft.drafters.drafter import Anchors, Pick
+from sparkdraft.engine.engine import Engine
+from sparkdraft.engine.lanes import Lanes
+from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow
+from sparkdraft.kernels.sure import MOST_SURE, WIDEST
+
+Table = NDArray[np.int32]
+Propose = Callable[[Anchors, int, Pick], Tensor]
+ROW_STRIDE, STREAM_STRIDE = 7919, 104729  # between ids: primes
+TABLE_ROWS = 4096  # most steps of one pass, where the device reads the table
+HALVINGS = 60  # of [0, 1]: beyond float64's resolution
+# Of the embedded drafter's greedy blocks: how sure it is of a draft is normal around a mean that falls from the first
+# draft to the fifteenth, with one deviation for a block and one for a draft in it; a draft that is reached is accepted
+# with the chance sigmoid(SLOPE * gap + BASE).
+FALL, BLOCK_DEVIATION, DRAFT_DEVIATION, SLOPE, BASE = 4.9, 3.3, 1.7, 0.80, -0.26
+DRAWN_PER_BLOCK = 16  # blocks drawn for each that is taken, so that those taken have the mean asked for
+
+
+class Outcomes(NamedTuple):
+    """What becomes of the drafts of each step and stream."""
+
+    accepted: Table  # [steps, streams]
+    gaps: NDArray[np.float32]  # [steps, streams, depth]: how sure the drafter is said to be of each
+
+    @staticmethod
+    def joined(parts: Sequence[Outcomes], steps: int) -> Outcomes:
+        """One after the other, so many at most."""
+        accepted, gaps = zip(*parts, strict=True)
+        return Outcomes(np.concatenate(accepted)[:steps], np.concatenate(gaps)[:steps])
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """The random process. A length counts the accepted drafts and the id that the target adds."""
+
+    length: float
+    depth: int  # drafts per step
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.length <= self.depth + 1:
+            raise UserError(
+                f"--synthetic-acceptance is {self.length:g}; with {self.depth} drafts per step it must be from 1 to "
+                f"{self.depth + 1}, including the target's own id"
+            )
+
+    @property
+    def p(self) -> float:
+        """The probability that a draft is accepted where it is reached. The mean length is 1 + p + p^2 + ... +
+        p^depth."""
+        low, high = 0.0, 1.0
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            short = sum(middle**k for k in range(self.depth + 1)) < self.length
+            low, high = (middle, high) if short else (low, middle)
+        return (low + high) / 2
+
+    @property
+    def gap(self) -> float:
+        """How sure a drafter is that knows this probability of its drafts, and nothing else about them."""
+        p = min(max(self.p, 1 - MOST_SURE), MOST_SURE)
+        return min(max((math.log(p / (1 - p)) - BASE) / SLOPE, -WIDEST), WIDEST)
+
+    def steps(self, tokens: int) -> int:
+        """Steps that write at least this many tokens, on average."""
+        return -int(-tokens // self.length)
+
+    def table(self, steps: int, streams: int, seed: int = 0) -> Table:
+        """Accepted drafts, int32 [steps, streams], whose mean is close to the one asked for, however few they are.
+
+        Forty independent draws of a length of 6.5 are off by 12 % in one run of three. So each of steps * streams equal
+        slices of the distribution is drawn from once, and each stream has one slice of every 'streams' neighbours: its
+        sum is never off by more than 'depth'.
+        """
+        dice = np.random.default_rng(seed)
+        coarse = dice.permuted(np.tile(np.arange(steps), (streams, 1)), axis=1)  # [streams, steps]
+        fine = dice.permuted(np.tile(np.arange(streams), (steps, 1)), axis=1)  # [slices, streams]
+        fine_of = np.take_along_axis(fine.T, coarse, axis=1)  # [streams, steps]
+        chance = (coarse + (fine_of + dice.random(coarse.shape)) / streams).T / steps  # [steps, streams], in [0, 1)
+        at_least = self.p ** np.arange(1, self.depth + 1)  # the probability of 1, 2, ... accepted
+        return cast(Table, (chance[:, :, None] < at_least).sum(2, dtype=np.int32))
+
+    def outcomes(self, steps: int, streams: int, seed: int = 0) -> Outcomes:
+        gaps = np.full((steps, streams, self.depth), self.gap, np.float32)
+        return Outcomes(self.table(steps, streams, seed), gaps)
+
+    def describe(self) -> str:
+        return (
+            f"each of {self.depth} drafts accepted with p = {self.p:.4f} where reached, "
+            f"mean length {self.length:g} (truncated geometric, drawn in equal slices)"
+        )
+
+
+@dataclass(frozen=True)
+class VariedAcceptance(Acceptance):
+    """Blocks that differ as real ones do. The length is the mean of whole blocks."""
+
+    @cached_property
+    def shift(self) -> float:
+        """What makes the mean that of the length asked for."""
+        low, high = -60.0, 60.0
+        for _ in range(30):
+            middle = (low + high) / 2
+            short = 1 + self._draw(8192, np.random.default_rng(0), middle)[1].mean() < self.length
+            low, high = (middle, high) if short else (low, middle)
+        return (low + high) / 2
+
+    def outcomes(self, steps: int, streams: int, seed: int = 0) -> Outcomes:
+        """Of more blocks than are needed, in the order of their accepted drafts, every so many: their mean is close to
+        the one asked for, however few they are. Of 'streams' neighbours each stream has one, as in `table`."""
+        dice, count = np.random.default_rng(seed), steps * streams
+        gaps, accepted = self._draw(count * DRAWN_PER_BLOCK, dice, self.shift)
+        order = dice.permutation(len(accepted))
+        order = order[np.argsort(accepted[order], kind="stable")]
+        taken = order[DRAWN_PER_BLOCK // 2 :: DRAWN_PER_BLOCK].reshape(steps, streams)
+        taken = dice.permuted(dice.permuted(taken, axis=1), axis=0)
+        return Outcomes(accepted[taken], gaps[taken])
+
+    def describe(self) -> str:
+        return (
+            f"blocks of {self.depth} drafts that vary as the embedded drafter's do, with the gaps that it would give; "
+            f"mean length of whole blocks {self.length:g}"
+        )
+
+    def _draw(self, count: int, dice: np.random.Generator, shift: float) -> tuple[NDArray[np.float32], Table]:
+        """Gaps [count, depth], and the number of drafts that are accepted."""
+        mean = shift - FALL * np.arange(self.depth) / 14
+        block = dice.normal(0, BLOCK_DEVIATION, (count, 1))
+        gaps = np.clip(mean + block + dice.normal(0, DRAFT_DEVIATION, (count, self.depth)), -WIDEST, WIDEST)
+        right = dice.random((count, self.depth)) < 1 / (1 + np.exp(-(SLOPE * gaps + BASE)))
+        return gaps.astype(np.float32), right.cumprod(1).sum(1, dtype=np.int32)
+
+
+def spread(propose: Propose, vocab_size: int) -> Propose:
+    """Drafts whose ids differ from row to row, from stream to stream and from step to step."""
+
+    def proposed(anchors: Anchors, depth: int, pick: Pick) -> Tensor:
+        ids, length = propose(anchors, depth, pick), anchors.length
+        stream, row = (torch.arange(n, device=ids.device) for n in ids.shape)
+        places = length.unsqueeze(1) * ROW_STRIDE + stream.unsqueeze(1) * STREAM_STRIDE + row * ROW_STRIDE
+        return ((ids + places) % vocab_size).to(ids.dtype)
+
+    return proposed
+
+
+class SyntheticSampler(Sampler):
+    """Samples normally, then accepts of each request's drafts as many as the table says; without a table, none.
+
+    The rows of a request are consecutive, and the last one has all of its drafts:
+
+        row    first          first + 1          ...  first + accepted      first + accepted + 1  ...
+        says   drafts[0]      drafts[1]          ...  the target's own id   (never looked at)
+    """
+
+    @staticmethod
+    def install(engine: Engine) -> SyntheticSampler:
+        """Replace the engine's sampler by one."""
+        old = engine.sampler
+        new = engine.sampler = SyntheticSampler(old.vocab_size, old.eos_ids, old.device, old.ops)
+        new.stop()
+        if engine.drafting.proposer:
+            engine.drafting.proposer.given_gaps = lambda works: new.gaps(works, engine.scheduler.running)
+            drafter = engine.drafting.proposer.drafter
+            drafter.propose = spread(drafter.propose, old.vocab_size)  # type: ignore[assignment, method-assign]
+        return new
+
+    def start(self, outcomes: Outcomes) -> None:
+        """Use these from the next step on; each step takes one row."""
+        self._outcomes: Outcomes | None = outcomes
+        self.num_applied = 0
+
+    def stop(self) -> None:
+        self._outcomes, self.num_applied = None, 0
+
+    def gaps(self, works: list[Work], running: list[Request]) -> list[list[float]] | None:
+        """How sure the drafter is said to be of the drafts that it makes for these; None: as it is."""
+        if self._outcomes is None or self.num_applied >= len(self._outcomes.gaps):
+            return None
+        given = self._outcomes.gaps
+        return [given[self.num_applied, running.index(w.request), : w.most_drafts].tolist() for w in works]
+
+    def __call__(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
+        sampled = super().__call__(logits, rows)
+        groups = [(first, rows[after - 1].ahead) for first, after in spans(rows)]
+        left = self._outcomes.accepted[self.num_applied :].tolist() if self._outcomes else []
+        counts = left[0] if left else [0] * len(groups)
+        self.num_applied += 1
+        given = [(first, drafts, count) for (first, drafts), count in zip(groups, counts, strict=True)]
+        return Sampled(cast(Tensor, Overruled(sampled.ids, given, self.vocab_size)), sampled.logprobs)
+
+
+class SyntheticLanes:
+    """The same for overlapped steps: the device reads what becomes of drafts, step by step."""
+
+    def __init__(self, lanes: Lanes, acceptance: Acceptance) -> None:
+        device, lane = lanes.device, (TABLE_ROWS, lanes.plan.max_seqs)
+        self._lanes, self._step = lanes, torch.zeros(1, dtype=torch.int64, device=device)
+        self._table = torch.zeros(lane, dtype=torch.int32, device=device)
+        self._gaps = torch.zeros((*lane, acceptance.depth), device=device)
+        lanes.given = self
+
+    @property
+    def num_applied(self) -> int:
+        return int(self._step.item())
+
+    def start(self, outcomes: Outcomes) -> None:
+        steps, streams = outcomes.accepted.shape
+        assert steps <= TABLE_ROWS, steps
+        self.stop()
+        self._table[:steps, :streams] = torch.from_numpy(outcomes.accepted).to(self._table.device)
+        self._gaps[:steps, :streams] = torch.from_numpy(outcomes.gaps).to(self._gaps.device)
+
+    def stop(self) -> None:
+        self._table.zero_()
+        self._step.zero_()
+        self._gaps.zero_()
+
+    def gaps(self, seqs: int, depth: int) -> Tensor:
+        return self._now(self._gaps)[:seqs, :depth].contiguous()
+
+    def accepted(self, seqs: int, depth: int) -> Tensor:
+        counts = self._now(self._table)[:seqs]
+        self._step += 1
+        return counts.clamp(max=depth)
+
+    def _now(self, table: Tensor) -> Tensor:
+        return table.index_select(0, self._step.clamp(max=TABLE_ROWS - 1))[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Overruled:
+    """Replaces the sampled ids. Reading it waits for the device exactly as reading them does."""
+
+    ids: Tensor  # int64 [rows], on the device
+    given: list[tuple[int, Sequence[int], int]]  # (first row, drafts, number of accepted drafts) of each request
+    vocab_size: int
+
+    def tolist(self) -> list[int]:
+        said = self.ids.tolist()
+        for first, drafts, count in self.given:
+            said[first : first + min(count, len(drafts))] = drafts[:count]
+            if count < len(drafts) and said[first + count] == drafts[count]:
+                said[first + count] = (drafts[count] + 1) % self.vocab_size
+        return said
+
+
+def spans(rows: Sequence[SampleRow]) -> list[tuple[int, int]]:
+    """(first row, row after the last) of each request; none for a prompt chunk that is not its last."""
+    firsts = [i for i, row in enumerate(rows) if not row.ahead]
+    return list(pairwise([*firsts, len(rows)]))

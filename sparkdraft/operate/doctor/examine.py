@@ -1,0 +1,91 @@
+"""The order in which the doctor looks: software, cores, GPU, memory, cache, then the engine.
+
+What comes later needs what came before: where torch cannot be imported, or a compiled library is cut short, the engine
+is not started.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from sparkdraft.config import EngineConfig
+from sparkdraft.operate.doctor import software
+from sparkdraft.operate.doctor.bandwidth import Measured, judge_bandwidth
+from sparkdraft.operate.doctor.cache_files import judge_cache, judge_downloads
+from sparkdraft.operate.doctor.finding import Finding, Status
+from sparkdraft.operate.doctor.gpu import PART as GPU
+from sparkdraft.operate.doctor.gpu import count_others, judge_gpu, read_gpus
+from sparkdraft.operate.doctor.hardware import Cores, Cuda, judge_cores, judge_load, read_cores, read_cuda
+from sparkdraft.operate.doctor.memory import GIB, judge_disk, judge_memory, read_disk, read_memory
+from sparkdraft.operate.doctor.report import Report
+from sparkdraft.operate.forecast import machine
+from sparkdraft.util.other_programs import OtherPrograms
+from sparkdraft.util.progress import Meter
+from sparkdraft.weights.hub import cache_dir
+
+ROOM = {"cpu": 2 * GIB, "cuda": 16 * GIB}  # free memory that measuring the bandwidth needs, with room to spare
+
+
+def examine(config: EngineConfig, meter: Meter) -> Report:
+    begin = time.monotonic()
+    meter.stage("looking at the machine")
+    cores, others = read_cores(), OtherPrograms()
+    torch = software.read_torch()
+    gpus, problem = read_gpus()
+    cuda = None if torch.problem or config.device == "cpu" else read_cuda()
+    device = "cuda" if cuda else "cpu"
+    found = [*software.judge_versions()]
+    driver = gpus[0].driver if gpus else ""
+    found += software.judge_torch(
+        torch, len(gpus) * (config.device != "cpu"), driver, cuda.capability if cuda else None
+    )
+    found += [software.judge_triton(*software.read_triton(), device), *software.judge_c_compiler(device)]
+    cached = [*judge_cache(cache_dir()), *judge_downloads(config.model)]
+    loadable = not any(each.name == "compiled CPU kernels" for each in cached)
+    found += software.judge_native(device) if loadable and not torch.problem else []
+    found += [*software.judge_environment(os.environ, device), *judge_cores(cores, device)]
+    bandwidth, at = 0.0, len(found)
+    if not torch.problem:
+        meter.stage("measuring the bandwidth")
+        measured, bandwidth = _bandwidth(cores, cuda, problem, others)
+        found += measured
+    found += [*judge_memory(read_memory(), cuda.memory if cuda else None), judge_disk(*read_disk()), *cached]
+    if not loadable:
+        advice = "see the cache: a library that was cut short would end the process"
+        found.append(Finding("engine", "model", "not started", Status.NOTE, advice))
+    elif all(each.status < Status.BROKEN for each in found):
+        from sparkdraft.operate.doctor.engine import examine_engine
+
+        found += examine_engine(config, bandwidth, meter)
+    found[at:at] = judge_load(others.disturbance(device))
+    return Report(config.model, found, time.monotonic() - begin)
+
+
+def _bandwidth(cores: Cores, cuda: Cuda | None, problem: str, others: OtherPrograms) -> tuple[list[Finding], float]:
+    """Measured now, on a GPU with its clocks meanwhile; and bytes per second."""
+    device = "cuda" if cuda else "cpu"
+    memory = read_memory()
+    free = memory.available if cuda is None or cuda.memory.unified else cuda.memory.driver_free
+    part, name = (GPU, cuda.name) if cuda else ("CPU", cores.name)
+    found = []
+    if free < ROOM[device]:
+        value = f"not measured: {free / GIB:.1f} GiB are free, and it takes {ROOM[device] / GIB:.0f}"
+        return [Finding(part, "memory bandwidth", value, Status.NOTE)], 0.0
+    measured = _measure(device, cores.usable)
+    reason = others.disturbance(device)
+    if cuda:
+        gpus, problem = read_gpus(lambda: _measure(device, cores.usable), cuda.uuid)
+        others_there = count_others(os.getpid(), cuda.uuid)
+        reason = "other processes use the GPU" if others_there else reason
+        found = judge_gpu(gpus[0], others_there) if gpus else []
+        if problem:
+            found.append(Finding(GPU, "clocks", f"not told: {problem}", Status.NOTE))
+    known = machine.describing(name) if cuda else None
+    return [*found, judge_bandwidth(measured, name, known, cuda.peak if cuda else 0.0, reason)], measured.best
+
+
+def _measure(device: str, threads: int) -> Measured:
+    from sparkdraft.operate.forecast.bandwidth import gemv_bandwidth, memory_bandwidth
+
+    return Measured(gemv_bandwidth(device, threads, 3), memory_bandwidth(device, threads, 2))

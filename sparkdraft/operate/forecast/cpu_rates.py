@@ -1,0 +1,86 @@
+"""Measures what the CPU kernels reach on this machine, in three seconds: predictions for it stand on that.
+
+Matrices and caches are larger together than what most CPUs keep near, as a model's are. All run from recordings, as an
+engine's steps do. What a layer costs beside them is measured on tiny ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from sparkdraft.kernels.view import AttentionParams, AttentionView
+from sparkdraft.operate.forecast.this_cpu import CpuRates, MatmulRate
+
+SIDE = 2048  # rows and columns of a matrix
+MATRIX_BYTES = 110e6  # of its copies together
+ROWS = 16
+CONTEXT, BLOCK, HEADS, KV_HEADS, HEAD_DIM = 1024, 16, 9, 3, 64
+CACHES = 48  # of one layer: 75 MB
+LEAST = 0.2  # seconds per figure
+
+
+def measure_cpu(ops: ModuleType, threads: int) -> CpuRates:
+    """ops: the native kernels, which are loaded."""
+    ops.set_threads(threads)
+    with torch.inference_mode():
+        keys = 2 * CONTEXT * KV_HEADS * HEAD_DIM * 4 / _attention_seconds(ops)
+        return CpuRates(_matmul_rate(ops, 8), _matmul_rate(ops, 4), keys, _layer_seconds(ops))
+
+
+def _matmul_rate(ops: ModuleType, bits: int) -> MatmulRate:
+    from sparkdraft.kernels.native.packed import PackedLinear
+    from sparkdraft.weights.quant.group import GROUP, GroupQuant
+
+    groups = SIDE // GROUP
+    codes = torch.randint(127, (SIDE, groups, GROUP * bits // 8), dtype=torch.int8 if bits == 8 else torch.uint8)
+    scale, offset = (torch.full((SIDE, groups), value, dtype=torch.float16) for value in (0.01, -0.08))
+    made = GroupQuant(bits, codes, scale, None if bits == 8 else offset)
+    matrices = [PackedLinear.pack([made])]
+    matrices += [PackedLinear.pack([made]) for _ in range(int(MATRIX_BYTES / matrices[0].nbytes))]
+    one, several = (torch.randn(rows, SIDE) for rows in (1, ROWS))
+    alone, together = (_seconds(ops, [partial(matrix.linear, x) for matrix in matrices]) for x in (one, several))
+    return MatmulRate(alone, together, matrices[0].nbytes, ROWS, 2 * SIDE * SIDE)
+
+
+def _attention_seconds(ops: ModuleType) -> float:
+    blocks = CONTEXT // BLOCK
+    caches = [torch.randn(2, blocks, KV_HEADS, BLOCK, HEAD_DIM) for _ in range(CACHES)]
+    start, length = torch.tensor([0, 1]).int(), torch.tensor([CONTEXT]).int()
+    view = AttentionView(start, length, torch.arange(blocks).int()[None], 1, CONTEXT)
+    q, params = torch.randn(1, HEADS, HEAD_DIM), AttentionParams(HEAD_DIM**-0.5)
+
+    return _seconds(ops, [partial(ops.paged_attention, q, *cache, view, params) for cache in caches])
+
+
+def _layer_seconds(ops: ModuleType) -> float:
+    from sparkdraft.cache.formats.dense import DenseKV
+    from sparkdraft.models.common.blocks import Step
+    from sparkdraft.models.registry import architecture
+    from sparkdraft.operate.bench.shapes import RandomCheckpoint, shape
+    from sparkdraft.weights.loader import Loader
+
+    config, device = shape("tiny"), torch.device("cpu")
+    load = Loader(RandomCheckpoint(config, "cpu"), device, torch.float32, ops)
+    model = architecture(config.model_type).build(config, load, ops, BLOCK)
+    kv = DenseKV(config.attention, 1, BLOCK, torch.float32, device, ops)
+    zero, one = torch.zeros(1).int(), torch.ones(1).int()
+    step = Step(zero, zero, zero, AttentionView(torch.tensor([0, 1]).int(), one, zero[None], 1, BLOCK), kv.layers)
+    return _seconds(ops, [partial(model.forward, step)]) / config.num_layers
+
+
+def _seconds(ops: ModuleType, calls: Sequence[Callable[[], Tensor]]) -> float:
+    """Per call, of a recording of all of them that is replayed for LEAST seconds: the better of two such times."""
+    recorded, times = ops.Recording(lambda: [call() for call in calls][-1]), []
+    for _ in range(2):
+        count, begin = 0, time.perf_counter()
+        while time.perf_counter() - begin < LEAST:
+            recorded.replay()
+            count += len(calls)
+        times.append((time.perf_counter() - begin) / count)
+    return min(times)
