@@ -15,11 +15,14 @@ from sparkdraft.cli.generate import write
 from sparkdraft.cli.options import add_engine_flags, as_text, load_llm
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.util.other_programs import OtherPrograms
+from sparkdraft.util.paths import user_path
+from sparkdraft.util.side_by_side import Run, Writing, side_by_side
 
 HELP = "see one answer written plainly, then with drafts"
 EXAMPLES = """examples:
   sparkdraft demo
   sparkdraft demo --prompt "Count from one to thirty." --max-tokens 100
+  sparkdraft demo --picture demo.svg          (draws both texts as they were written)
 """
 PROMPT = "Write a Python function that counts the vowels in a string, with an example."
 
@@ -27,6 +30,7 @@ PROMPT = "Write a Python function that counts the vowels in a string, with an ex
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--prompt", default=PROMPT, help="what to ask (default: for a small Python function)")
     parser.add_argument("--max-tokens", type=int, default=160, help="maximum number of tokens to write (default 160)")
+    parser.add_argument("--picture", metavar="FILE", help="also write an animated SVG of the two texts side by side")
     add_engine_flags(parser)
 
 
@@ -43,11 +47,21 @@ def run(args: Namespace) -> int:
     ids = llm.chat_ids([{"role": "user", "content": prompt}])
     llm.generate([ids], SamplingParams(max_tokens=8))  # so that neither run is the first
     print(f"{args.model}, asked: {prompt}\n\n--- plainly, one token per step\n")
-    before = write(llm, ids, plain, thoughts=llm.style.reasoning)
+    runs: tuple[list[Run], list[Run]] = [], []
+    before = write(llm, ids, plain, thoughts=llm.style.reasoning, runs=runs[0])
     print(f"\n--- again, with drafts that the model checks (to beat: {before['tok_s']} tok/s)\n")
-    after = write(llm, ids, drafted, thoughts=llm.style.reasoning)
+    after = write(llm, ids, drafted, thoughts=llm.style.reasoning, runs=runs[1])
     busy = others.disturbance(llm.plan.device, llm.plan.threads)
+    if args.picture:
+        picture = _picture((before, after), runs)
+        user_path(args.picture).write_text(picture, encoding="utf-8")
     return _compare(before, after, llm.engine.decodes_exactly, busy)
+
+
+def _picture(reports: tuple[dict[str, Any], dict[str, Any]], runs: tuple[list[Run], list[Run]]) -> str:
+    names = "plain: one token per step", "drafted: blue runs are one step each"
+    notes = (f"{report['tok_s']:.0f} tok/s, {len(own)} steps" for report, own in zip(reports, runs, strict=True))
+    return side_by_side([Writing(*each) for each in zip(names, notes, runs, strict=True)])
 
 
 def _compare(before: dict[str, Any], after: dict[str, Any], exact: bool, busy: str = "") -> int:

@@ -19,6 +19,7 @@ from sparkdraft.cli.options import add_engine_flags, add_sampling_flags, as_text
 from sparkdraft.core import REPETITION, SamplingParams, UserError
 from sparkdraft.text.events import Content, Event, Parser, Reasoning
 from sparkdraft.util.progress import errors, waiting
+from sparkdraft.util.side_by_side import Run
 
 if TYPE_CHECKING:
     from sparkdraft.llm import LLM
@@ -138,10 +139,11 @@ def write(
     stopped: Callable[[], bool] = lambda: False,
     thoughts: ReasoningFormat | None = None,
     wraps: bool = False,
+    runs: list[Run] | None = None,
 ) -> dict[str, Any]:
     """Stream the text to standard output, to its end or until it is stopped. Returns what --json reports (start_ms:
     from the command's start to the first token, including loading). thoughts: how they are told from the answer. wraps:
-    whether lines of a terminal break between words."""
+    whether lines of a terminal break between words. runs: gets the text of every step with its time."""
     begin = time.perf_counter()
     first = last = begin
     num_output, finish, stop_reason, speculation = 0, None, None, None
@@ -155,6 +157,8 @@ def write(
             num_output += len(piece.ids)
             finish, stop_reason, speculation = piece.finish, piece.stop_reason, piece.speculation
             page.add(piece.text)
+            if runs is not None:
+                runs.append(Run(last - first, piece.text, len(piece.ids)))
     page.end()
     decode = last - first
     return {
