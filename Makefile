@@ -6,6 +6,7 @@
 #   make test-long  what takes longer, under an hour on two cores: GPU kernels in Triton's interpreter and compiled for
 #                sm_90 and sm_121 in every shape, drafted text against plain text over 60 prompts, endurance, fuzzing
 #   make bench   decode and prefill speed of the embedded model against the memory bandwidth
+#   make docs    the pages of docs/ as a site in build/site
 #   make check-speed [DEVICE=cuda]   ratios of speeds against sparkdraft/operate/bench/speed/expected_ratios.json
 #
 # TORCH=torch==2.13.0       the torch to install (the pin: its CPU build pulls no CUDA packages on most machines)
@@ -24,7 +25,7 @@ BIN := $(VENV)/bin
 # What took longest is said, why tests were skipped (no GPU, no browser), and last what failed.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile -rfE --durations 20 --durations-min 5
 
-.PHONY: setup dev serve demo test test-long lint bench check-speed clean
+.PHONY: setup dev serve demo test test-long lint bench check-speed docs clean
 
 setup: $(VENV)/ready
 dev: $(VENV)/ready-dev
@@ -54,6 +55,10 @@ bench: setup
 # About 13 minutes on two quiet cores. Fails with 1 where a line fell, with 2 where the machine is too noisy to tell.
 check-speed: setup
 	$(BIN)/sparkdraft bench check-speed --device $(DEVICE)
+
+docs: dev
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) "mkdocs>=1.6,<2"
+	$(BIN)/mkdocs build --quiet
 
 clean:
 	rm -rf $(VENV)

@@ -1,4 +1,4 @@
-"""The README is run: its commands, its Python, and its tree must be true."""
+"""The README and the guide are run: their commands and their Python work, and their tables say what the code does."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ from pathlib import Path
 import pytest
 
 from sparkdraft.cli.main import parser
+from sparkdraft.drafters.assistant_config import TYPE as ASSISTANT
+from sparkdraft.drafters.mtp_config import HEADS
+from sparkdraft.models.registry import ARCHITECTURES
+from sparkdraft.weights.gguf import ARCHITECTURES as GGUF_ARCHITECTURES
 from tests.cli.said import in_process
 from tests.patience import PATIENT
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+GUIDE = (ROOT / "docs" / "guide.md").read_text()
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.S)
-COMMANDS = [
-    line.split("#")[0].strip() for _, text in BLOCKS for line in text.splitlines() if line.startswith("sparkdraft ")
-]
+GUIDE_BLOCKS = re.findall(r"```(\w*)\n(.*?)```", GUIDE, re.S)
+LINES = [line for _, text in (*BLOCKS, *GUIDE_BLOCKS) for line in text.splitlines()]
+COMMANDS = list(dict.fromkeys(line.split("#")[0].strip() for line in LINES if line.startswith("sparkdraft ")))
 # A hub model is out of reach of a test; training and serving are run by tests/train and tests/server.
 ELSEWHERE = (
     *("sparkdraft train", "sparkdraft serve", "sparkdraft bench serve"),
@@ -66,18 +71,59 @@ def test_the_python_runs(smollm2_path: Path, capsys: pytest.CaptureFixture[str])
     assert len(capsys.readouterr().out.split()) > 20
 
 
-def test_the_tree_names_what_exists() -> None:
-    (tree,) = [text for _, text in BLOCKS if text.startswith("sparkdraft/\n")]
-    for line in tree.splitlines():
-        name = line.split()[0]
-        assert (ROOT / name if not line.startswith(" ") else ROOT / "sparkdraft" / name).exists(), name
-    inside = {p.name for p in (ROOT / "sparkdraft").iterdir() if p.is_dir() and not p.name.startswith("__")}
-    assert inside == {
-        line.split()[0].rstrip("/") for line in tree.splitlines() if line.startswith("  ") and "/" in line.split()[0]
-    }
+def test_the_files_to_read_exist() -> None:
+    reading = README.split("The code in an afternoon")[1].split("[The design]")[0]
+    files = re.findall(r"`([\w/]+\.py)`", reading)
+    assert len(files) > 10 and all((ROOT / "sparkdraft" / file).exists() for file in files)
 
 
-PAGES = [ROOT / "README.md", ROOT / "tests" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+def test_the_readme_is_short() -> None:
+    assert len([word for word in README.split() if word[0].isalnum()]) < 800
+
+
+def test_figures_are_those_of_the_numbers() -> None:
+    done = subprocess.run([sys.executable, str(ROOT / "tools/readme_figures.py"), "--check"], capture_output=True)
+    assert done.returncode == 0, done.stdout.decode()
+
+
+# The rows of "What runs", by the model types that each stands for.
+ROWS = {
+    "Llama, SmolLM2": {"llama"},
+    "Mistral": {"mistral"},
+    "Phi-3, Phi-4": {"phi3"},
+    "Qwen2": {"qwen2"},
+    "Qwen3": {"qwen3"},
+    "Qwen3 MoE, Qwen3-Coder": {"qwen3_moe"},
+    "Qwen3-Next, Qwen3-Coder-Next": {"qwen3_next"},
+    "Qwen3.5, Qwen3.6": {"qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"},
+    "gpt-oss": {"gpt_oss"},
+    "Gemma 3": {"gemma3", "gemma3_text"},
+    "Gemma 4": {"gemma4", "gemma4_text"},
+}
+
+
+def test_the_table_of_what_runs_is_the_code() -> None:
+    header, _, *rows = (
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in README.split("## What runs")[1].split("\n\n")[1].splitlines()
+    )
+    assert {row[0] for row in rows} == set(ROWS)
+    assert set().union(*ROWS.values()) == set(ARCHITECTURES)
+    for row in rows:
+        says = {name: cell == "yes" for name, cell in zip(header[1:], row[1:], strict=True)}
+        types = ROWS[row[0]]
+        assert says["own MTP head"] == any(each.removesuffix("_text") in HEADS for each in types), row[0]
+        assert says["assistant"] == any(f"{each}_assistant" == ASSISTANT for each in types), row[0]
+        assert says["GGUF"] == any(each in GGUF_ARCHITECTURES for each in types), row[0]
+    assert all(f"`{name}`" in (ROOT / "docs/models.md").read_text() for name in ARCHITECTURES)
+
+
+PAGES = [
+    *ROOT.glob("*.md"),
+    ROOT / "tests/README.md",
+    ROOT / "examples/README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
