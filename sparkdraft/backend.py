@@ -55,7 +55,6 @@ class BackendStatus:
     steps_compared: int | None = 0  # steps that step_drift is made of so far; None: they cannot be compared here
     # share of the caches' bytes that requests hold, 0 to 1; None: there is nothing beside the blocks
     kv_usage: float | None = None
-    race: dict[str, Any] | None = None  # of drafters: steps, tokens and rate of each, and the winner once it is known
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,8 +89,7 @@ class EngineConfig:
     )
     drafter: str = option(
         "auto",
-        "a drafter's folder or hub id, mtp (the model's own MTP head), none, or race (a drafter and the MTP head draft "
-        "in turns until the faster one is known; race:NAME names the drafter) (auto: the drafter known for the model)",
+        "a drafter's folder or hub id, mtp (the model's own MTP head), or none (auto: the drafter known for the model)",
     )
     drafter_weights: str = option(
         "auto",
@@ -152,6 +151,11 @@ class EngineConfig:
             raise UserError(f"memory_fraction is {self.memory_fraction}; it must be above 0 and at most 1")
         if self.spec not in ("auto", "off") and not self.spec.isdecimal():
             raise UserError(f"spec is '{self.spec}'; it must be auto, off or a number of drafts")
+        if self.drafter.partition(":")[0] == "race":
+            raise UserError(
+                f"drafter is {self.drafter}, and drafters no longer race: name one of them; "
+                "`sparkdraft bench accept --drafter NAME` measures it on your prompts"
+            )
         if self.spec_depths != "auto" and not _are_depths(self.spec_depths):
             raise UserError(
                 f"spec_depths is '{self.spec_depths}'; it must be auto, or growing numbers of drafts with 0 first: "

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdraft.cli.bench_offline import VARY, acceptance_of, check_varied, make_engine, numbers, show_race, streams_of
+from sparkdraft.cli.bench_offline import VARY, acceptance_of, check_varied, make_engine, numbers, streams_of
 from sparkdraft.cli.options import add_engine_flags, load_llm
 from sparkdraft.core import AUTO, UserError
 from sparkdraft.util.progress import SELDOM, progress
@@ -63,7 +63,6 @@ def run(args: Namespace) -> int:
     print(table(cells) + ("  (synthetic)" if acceptance else ""))
     if not acceptance:
         print(_texts(cells))
-    show_race(engine)
     plan, summary = engine.plan, dict[str, Any](bench="depth", model=label)
     summary |= {
         "device": plan.device,
@@ -72,7 +71,6 @@ def run(args: Namespace) -> int:
         "temperature": args.temperature,
         "max_depth": most,
         "cut": engine.drafting.cuts,
-        "race": engine.drafting.race.score.as_dict() if engine.drafting.race else None,
     }
     process = {"length": acceptance.length, "process": acceptance.describe()} if acceptance else None
     text = json.dumps(summary | {"synthetic": process, "cells": [cell.as_dict() for cell in cells]})

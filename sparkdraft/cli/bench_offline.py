@@ -101,7 +101,6 @@ def run(args: Namespace) -> int:
     busy = others.disturbance(plan.device, plan.threads)
     if busy:
         print(f"the machine was busy, {busy}: these figures are too low")
-    show_race(engine)
     memory = bench.memory()
     if memory:
         print(memory.text())
@@ -111,7 +110,6 @@ def run(args: Namespace) -> int:
     summary |= {"memory": memory.as_dict() if memory else None, "spec": args.spec, "cut": engine.drafting.cuts}
     summary |= {"drafter": args.drafter_shape if draft else None, "synthetic": bool(acceptance)}
     summary |= {"drafter_weights": args.drafter_weights, "draft_ids": drafted_ids(engine)}
-    summary["race"] = engine.drafting.race.score.as_dict() if engine.drafting.race else None
     summary["busy"] = busy or None
     if acceptance:
         summary["acceptance"] = {"length": acceptance.length, "depth": acceptance.depth, "varied": args.vary_blocks}
@@ -184,11 +182,6 @@ def _check(args: Namespace) -> tuple[Acceptance | None, DraftConfig | None]:
         raise UserError(f"--spec is {depth}; {args.drafter_shape} drafts at most {most} per step: ask for fewer")
     length = args.synthetic_acceptance
     return None if length is None else acceptance_of(args, depth or most), draft
-
-
-def show_race(engine: Engine) -> None:
-    if race := engine.drafting.race:
-        print(f"race of drafters: {race.score.describe()}")
 
 
 def check_varied(args: Namespace) -> None:

@@ -128,7 +128,7 @@ def _measure(
     contexts: Sequence[int],
     classes: Sequence[str],
 ) -> None:
-    from sparkdraft.engine.facts import CUT, RACED
+    from sparkdraft.engine.facts import CUT
     from sparkdraft.engine.load import stored_of
     from sparkdraft.operate.bench.decode import release
 
@@ -143,7 +143,7 @@ def _measure(
     found.notes += [f"{each.name}: {each.reason}" for each in llm.fallbacks()]
     found.start = _start(started, llm, ceilings) if started else None
     _speeds(args, found, budget, llm, ceilings, [(contexts[0], n, kind) for n, kind in product(streams, classes)])
-    shown = [fact for fact in llm.facts() if fact.name in (CUT, RACED)]
+    shown = [fact for fact in llm.facts() if fact.name == CUT]
     found.environment |= {f.name: f.value + (f" ({f.reason})" if f.reason else "") for f in shown}
     llm = None
     release(plan.device)

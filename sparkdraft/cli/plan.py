@@ -250,8 +250,6 @@ def read_drafter(name: str, model_name: str, model: ModelConfig) -> tuple[DraftC
     found = default_drafter(model_name) if name == "auto" else None if name == "none" else name
     if found is None:
         return None, []
-    if found.partition(":")[0] == "race":
-        raise UserError(f"--drafter is {found}; a plan is made for one drafter: name it, or mtp")
     if not user_path(found).exists() and (shaped := spelled(found, drafters())):
         return drafter_shape(shaped, model), []
     _check_name("drafter", found, drafters())

@@ -6,14 +6,13 @@ from typing import NamedTuple
 
 from sparkdraft.core import Fallback
 from sparkdraft.drafters.choice import pick
-from sparkdraft.drafters.race import RaceSource
 from sparkdraft.drafters.registry import DraftSource, find_drafter, find_head
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.weights.checkpoint import Checkpoint
 
 
 class Choice(NamedTuple):
-    drafter: DraftSource | RaceSource | None
+    drafter: DraftSource | None
     fallbacks: list[Fallback]
 
 

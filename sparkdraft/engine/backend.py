@@ -83,7 +83,6 @@ class EngineBackend:
             step_drift=engine.drift.ratio,
             steps_compared=engine.drift.num_compared if engine.drift.is_known else None,
             kv_usage=kv_usage(engine),
-            race=engine.drafting.race.score.as_dict() if engine.drafting.race else None,
         )
 
     def reset_counts(self) -> None:

@@ -22,7 +22,6 @@ from sparkdraft.drafters.drafter import Drafter, ReadsTarget
 from sparkdraft.drafters.id_files import IdCounts
 from sparkdraft.drafters.mtp_config import MTP
 from sparkdraft.drafters.pairs import check_pair
-from sparkdraft.drafters.race import RACE, Racers, RaceSource, find_racers
 from sparkdraft.drafters.registry import DraftSource
 from sparkdraft.engine.caches import dense_cache, scratch_cache, target_cache
 from sparkdraft.engine.drafting import Drafting
@@ -64,8 +63,6 @@ def _find(config: EngineConfig, target: ModelConfig, checkpoint: Checkpoint) -> 
         return choose(config.model, target, checkpoint)
     if config.drafter == MTP:
         return Choice(registry.find_head(checkpoint, target), [])
-    if config.drafter.partition(":")[0] == RACE:
-        return Choice(find_racers(config.model, config.drafter, target, checkpoint), [])
     check_pair(config.drafter, target)
     return Choice(registry.find_drafter(config.drafter, target), [])
 
@@ -76,7 +73,7 @@ def build_engine(
     model_config: ModelConfig,
     source: WeightSource,
     tokenizer: Vocabulary,
-    drafter: DraftSource | RaceSource | None = None,
+    drafter: DraftSource | None = None,
     progress: Progress | None = None,
     calibration: Sequence[int] = (),
     chosen: Sequence[Fallback] = (),
@@ -130,21 +127,10 @@ def _unknown_ends(tokenizer: Vocabulary, vocab_size: int) -> list[Fallback]:
 
 
 def _build_drafter(
-    drafter: DraftSource | RaceSource, config: EngineConfig, plan: Plan, target: Decoder
-) -> tuple[Drafter, list[Fallback]]:
-    """A drafter, or several in one; and what loading it settled for. Its weights are quantised only if that is asked
-    for, whatever the target's are; its K/V are exact."""
-    fallbacks, made = list[Fallback](), list[Drafter]()
-    for racer in drafter.racers if isinstance(drafter, RaceSource) else (drafter,):
-        built, said = _build_one(racer, config, plan, target)
-        made.append(built)
-        fallbacks += said
-    return (Racers(made) if len(made) > 1 else made[0]), fallbacks
-
-
-def _build_one(
     source: DraftSource, config: EngineConfig, plan: Plan, target: Decoder
 ) -> tuple[Drafter, list[Fallback]]:
+    """The drafter, and what loading it settled for. Its weights are quantised only if the user asks for it, whatever
+    the target's are; its K/V are exact."""
     device, dtype, ops = torch.device(plan.device), TORCH_DTYPES[plan.dtype], target.ops
     form, keeps = source.weights, config.weights_cache
     cache = open_cache(source.source.path, form, plan.device, "drafter") if keeps else None

@@ -9,15 +9,13 @@ was accepted to the controllers and the statistics. Without a drafter and withou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sparkdraft.core import AUTO, Batch, Request, SamplingParams, UserError, Work
 from sparkdraft.drafters.ngram import NGRAM_DEPTH, NgramIndex
-from sparkdraft.drafters.race import Racers
 from sparkdraft.engine.proposer import Proposer
-from sparkdraft.engine.racing import Racing, models_of
 from sparkdraft.engine.runner import Runner
 from sparkdraft.speculation.depth import DepthController, bucket_of, depth_choices
 from sparkdraft.speculation.depth_state import Bucket, DepthState
@@ -91,32 +89,22 @@ class Drafting:
             proposer.finds_gaps = self.cuts
         self.max_depth = proposer.max_depth if proposer else (NGRAM_DEPTH if ngram else 0)
         check_depths(default, depths, self.max_depth, bool(proposer))
-        self.race = Racing(proposer.drafter) if proposer and isinstance(proposer.drafter, Racers) else None
-        self._models = models_of(proposer)
-        named = depths if self.max_depth else None
-        own = {model.name: model.choices(default, named) for model in self._models}  # for each, depths to run at
-        self.choices = sorted({depth for each in own.values() for depth in each}) or depth_choices(
-            self.max_depth, default, named
-        )
+        named, chain = depths if self.max_depth else None, proposer is not None and proposer.chain
+        self.choices = depth_choices(self.max_depth, default, named, chain)
         self.lookahead = self.max_depth
-        self.model = self._models[0].name if self._models else ""  # the one that drafts now
+        self.model = proposer.drafter.caps.name if proposer else ""
         self.controllers = {
-            source: DepthController(self.max_depth, START[source == "ngram"], within, reads)
-            for source, within in [
-                *([("ngram", depths or self.choices)] if ngram else []),
-                *((model.name, model.among(depths) or own[model.name]) for model in self._models),
-            ]
+            source: DepthController(self.max_depth, START[source == "ngram"], depths or self.choices, reads)
+            for source in [*(["ngram"] if ngram else []), *([self.model] if proposer else [])]
         }
-        self._counts = False  # whether the step is one of a race
         self.total = SpecStats()  # of requests that have ended
         self._max_model_len = max_model_len
         self._requests: dict[Request, Speculation] = {}
         self._num_plain = 0  # steps without drafts
         self._num_observed = 0  # number of calls of `observe`
-        self._num_written = 0  # ids, in the last of them
         self._pays: dict[Bucket, bool] = {}  # the answers of `could_pay`, per kind of batch
         self._plain_known: Bucket | None = None  # the kind of batch whose plain steps have been timed
-        self._num_steps: Counter[tuple[int, int, str]] = Counter()  # per (requests, rows, who may draft)
+        self._num_steps: Counter[tuple[int, int]] = Counter()  # per (requests, rows)
 
     def check(self, params: SamplingParams) -> None:
         check_depth("num_draft", params.num_draft, self.max_depth, bool(self.proposer))
@@ -125,17 +113,13 @@ class Drafting:
         """The number of drafts wanted for each request that may draft in the coming step."""
         if not self.max_depth or self.is_off:
             return {}
-        if self.race:
-            self.model = self.race.take_turn()
         depths: dict[Request, int] = {}
         free: dict[str, list[Request]] = {}  # requests that name no depth, per source
-        self._counts = False
         for request in requests:
             asked = self._asked(request)
             if asked != 0 and (source := self._look_up(request)):
-                self._counts |= source == self.model
                 if asked is not None:
-                    depths[request] = min(asked, self._deepest)
+                    depths[request] = min(asked, self.max_depth)
                 else:
                     free.setdefault(source, []).append(request)
         for source, group in free.items():
@@ -169,7 +153,6 @@ class Drafting:
         if not self.max_depth:
             return
         self._num_observed += 1
-        self._num_written = sum(1 + n for w, n in zip(batch.work, num_accepted, strict=True) if w.decodes)
         if self._num_observed % PLAIN_SAMPLE == 0:
             self._pays.clear()  # asked again from time to time: asking takes 0.2 % of a step
         row, longest = 0, max(w.stop for w in batch.work)
@@ -203,30 +186,26 @@ class Drafting:
         states = [self._of(r).depth[self.model] if cut else None for r, cut in zip(requests, chosen, strict=True)]
         return self.controllers[self.model].cut_terms(states)
 
-    def learn_overlapped(self, steps: list[Outcome], seconds: float, verify: float, model: str = "") -> None:
+    def learn_overlapped(self, steps: list[Outcome], seconds: float, verify: float) -> None:
         """Record one overlapped step. In these steps only the model drafts.
 
-        seconds: the time of the step; verify: the part of it after drafting. Each is 0 if it is not known. model: the
-        one whose turn it was when the step was launched, by default the one whose turn it is.
+        seconds: the time of the step; verify: the part of it after drafting. Each is 0 if it is not known.
         """
         if not self.max_depth:
             return
-        model = model or self.model
         num_drafting = sum(step.drafted > 0 for step in steps)
         for request, drafted, verified, accepted, gaps in steps:
             if gaps and self._asked(request) is None:
-                state = self._of(request).depth[model]
-                self.controllers[model].expect(state, gaps, request.params.temperature > 0)
-            self.learn(request, verified, accepted, model if drafted else "")
+                state = self._of(request).depth[self.model]
+                self.controllers[self.model].expect(state, gaps, request.params.temperature > 0)
+            self.learn(request, verified, accepted, self.model if drafted else "")
             if drafted:
                 draft = seconds - verify if verify else 0.0
                 self._of(request).stats.add_time(draft / num_drafting, (seconds - draft) / num_drafting)
         if seconds:
-            self._measured_overlapped(steps, seconds, verify, model)
-        if self.race and self._counts:
-            self.race.count(model, sum(1 + step.accepted for step in steps), seconds)
+            self._measured_overlapped(steps, seconds, verify)
 
-    def _measured_overlapped(self, steps: list[Outcome], seconds: float, verify: float, model: str) -> None:
+    def _measured_overlapped(self, steps: list[Outcome], seconds: float, verify: float) -> None:
         contexts, block = [s.request.num_tokens for s in steps], max(s.drafted for s in steps)
         shape = (len(steps), max(contexts), seconds)
         if not block and self._wants_plain(contexts):
@@ -236,18 +215,17 @@ class Drafting:
         verified = [s.verified for s in steps]
         cut = any(s.verified < s.drafted for s in steps)
         if verify or not cut:  # else the time of drafting would be taken for that of verifying
-            self.controllers[model].verifies(verified, len(steps))  # the choice of a later step has been made since
-            self._measured({model}, max(verified), *shape, block, seconds - verify if verify else None)
+            # the choice of a later step has been made since
+            self.controllers[self.model].verifies(verified, len(steps))
+            self._measured({self.model}, max(verified), *shape, block, seconds - verify if verify else None)
 
     def timed(self, batch: Batch, draft: float, verify: float) -> None:
         if not self.max_depth or not batch.decodes:
             return
         drafted = [w for w in batch.work if w.most_drafts and (w.drafts or w.source == self.model)]
         num, longest = len(batch.work), max(w.stop for w in batch.work)
-        shape = (num, num + sum(w.num_draft for w in drafted), self.model)
+        shape = (num, num + sum(w.num_draft for w in drafted))
         self._num_steps[shape] += 1
-        if self.race and self._counts and self._num_steps[shape] > UNRECORDED:
-            self.race.count(self.model, self._num_written, draft + verify)
         if not drafted and not self._wants_plain([w.stop for w in batch.work]):
             return
         # such a step drafted deeper than it verified, so its time is the cost of neither depth
@@ -266,14 +244,6 @@ class Drafting:
 
     def reset_counts(self) -> None:
         self.total = SpecStats()
-        if self.race:
-            self.race.score.reset()
-
-    def trials(self) -> Iterator[list[int]]:
-        """The depths to be tried at start, of each model in turn."""
-        for name in self.race.each_in_turn() if self.race else [self.model]:
-            self.model = name
-            yield [depth for depth in self.choices if depth <= self._deepest]
 
     def so_far(self) -> SpecStats:
         """Statistics of all requests, including those that still run."""
@@ -295,11 +265,6 @@ class Drafting:
             self.total.merge(kept.stats)
 
     # ---- the parts
-
-    @property
-    def _deepest(self) -> int:
-        """Of the model that drafts now; n-grams go as deep as any."""
-        return next((model.max_depth for model in self._models if model.name == self.model), self.max_depth)
 
     def _cut(self, work: Work, gaps: list[float]) -> int:
         """How many drafts of a block to verify. A depth that was asked for by name is kept."""

@@ -177,9 +177,8 @@ class Engine:
         self._try(0, [*range(16)], 1)  # whatever the depths, a model that computes NaN shows it here
         if self.drafting.proposer:
             self.runner.record_rows(1 + self.drafting.max_depth)
-        for depths in self.drafting.trials():
-            for depth in depths:
-                self._try(depth, [*range(16)], TRIAL_STEPS)  # drafted by the model
+        for depth in self.drafting.choices:
+            self._try(depth, [*range(16)], TRIAL_STEPS)  # drafted by the model
         for depth in self.drafting.choices:  # and by its own text
             if not self.drafting.has_experts:
                 self._try(depth, [5] * 16, TRIAL_STEPS, following=5)
@@ -266,7 +265,7 @@ class Engine:
         self.scheduler.holdings.send()
         running = self.scheduler.running
         terms = self.drafting.cut_terms(running, depths) if overlap.lanes.cuts else []
-        overlap.launch(running, [depths.get(r, 0) for r in running], terms, self.drafting.model)
+        overlap.launch(running, [depths.get(r, 0) for r in running], terms)
         outputs = self._read_step(overlap) if overlap.num_unread == AHEAD else []
         if any(output.finish for output in outputs):
             outputs += self.read_launched()  # the step already launched still contains the request that ended
@@ -297,7 +296,7 @@ class Engine:
             outputs.append(output)
             steps.append(Outcome(request, result.drafted, result.num_draft, output.num_accepted, result.gaps))
         if steps:
-            self.drafting.learn_overlapped(steps, overlap.step_seconds, overlap.verify_seconds, overlap.model)
+            self.drafting.learn_overlapped(steps, overlap.step_seconds, overlap.verify_seconds)
             self.pace.learn(len(steps), 0, overlap.step_seconds)
             rows, context = sum(1 + step.verified for step in steps), sum(s.request.num_tokens for s in steps)
             self.drift.learn(len(steps), rows, context, overlap.step_seconds)

@@ -24,13 +24,13 @@ from sparkdraft.plan.resolve import ITEMSIZE, Plan
 from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.linear import Linear
 
-CUT, RACED = "blocks of drafts", "race of drafters"  # names of two facts
+CUT = "blocks of drafts"  # the name of a fact
 
 
 def facts(engine: Engine) -> list[Fact]:
     model, plan = engine.runner.model, engine.plan
     found = [_recordings(engine), _overlap(engine), _bits(engine)]
-    found += [*_cut(engine), *_drafter(engine), *_chain(engine), *_race(engine)]
+    found += [*_cut(engine), *_drafter(engine), *_chain(engine)]
     if plan.device == "cuda":
         found += model.ops.facts(asked(model, plan), torch.device(plan.device))
         if proposer := engine.drafting.proposer:
@@ -105,11 +105,6 @@ def _cut(engine: Engine) -> list[Fact]:
     if engine.overlap:
         return [Fact(name, f"{value}: on the device, where rows past the cut write nothing and reach no expert")]
     return [Fact(name, f"{value}: by the host, before they are verified")]
-
-
-def _race(engine: Engine) -> list[Fact]:
-    race = engine.drafting.race
-    return [Fact(RACED, race.score.describe())] if race else []
 
 
 def _drafter(engine: Engine) -> list[Fact]:

@@ -49,7 +49,6 @@ class StepKind(NamedTuple):
     depth: int
     draws: bool  # whether any lane samples; 'filters' says with which filters
     filters: Filters
-    turn: int = 0  # of a race (drafters/race.py)
 
 
 class Lanes:

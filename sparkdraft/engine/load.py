@@ -16,7 +16,6 @@ from sparkdraft.core import Fallback, UserError
 from sparkdraft.defaults import usable_defaults
 from sparkdraft.drafters.caps import DrafterCaps
 from sparkdraft.drafters.ngram import NGRAM_DEPTH
-from sparkdraft.drafters.race import RaceSource
 from sparkdraft.drafters.registry import DraftSource
 from sparkdraft.engine.build import build_engine, find_drafter
 from sparkdraft.engine.drafting import check_depths
@@ -55,7 +54,7 @@ class Opened:
     config: EngineConfig  # with the profile's settings
     checkpoint: Checkpoint
     model_config: ModelConfig
-    drafter: DraftSource | RaceSource | None
+    drafter: DraftSource | None
     subject: Subject  # what a profile of it is about
     fallbacks: list[Fallback]  # about the drafter, the settings, the model's wrong defaults and its chat template
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from sparkdraft.core import Request
-from sparkdraft.drafters.race import turn_of
 from sparkdraft.engine.finite import NotFinite
 from sparkdraft.engine.graphs import Graphs, gpu_sizes
 from sparkdraft.engine.lanes import Lanes, StepKind
@@ -48,7 +47,6 @@ class Launched:
     # whether it was replayed; a step that is launched plainly or recorded takes the host many times as long
     usual: bool
     depth: int  # of the recording
-    model: str  # who drafted
 
     def read(self, requests: list[Request]) -> tuple[list[StepResult], float]:
         """The results of these requests, and the seconds that verifying took; 0 if they are not known."""
@@ -79,7 +77,6 @@ class OverlappedSteps:
         self.requests: list[Request] = []  # per lane
         self.step_seconds = 0.0  # time of the step read last; 0 if it says nothing about the next step of its kind
         self.verify_seconds = 0.0  # and the part of it after drafting; 0 if it is not known
-        self.model = ""  # who drafted in it
         self._runner, self._proposer, self._device, self._depths = runner, proposer, device, depths
         self._unread: deque[Launched] = deque()
         self._num_waiting = 0  # plain steps whose rows the drafter has not observed
@@ -125,10 +122,9 @@ class OverlappedSteps:
         """Rows of a step of this depth, including those of spare lanes."""
         return self._size(num_requests) * self.reach(depth)
 
-    def launch(self, requests: list[Request], depths: list[int], terms: Sequence[float] = (), model: str = "") -> None:
+    def launch(self, requests: list[Request], depths: list[int], terms: Sequence[float] = ()) -> None:
         """Launch one more step. The first one gives these requests their lanes. Their blocks must cover all that it may
-        write. terms: by what blocks of drafts are cut (Lanes.terms); none: as before. model: the name of what
-        drafts."""
+        write. terms: by what blocks of drafts are cut (Lanes.terms); none: as before."""
         if not self.requests:
             self._start(requests)
         assert self.requests == requests and self.num_unread < AHEAD
@@ -138,13 +134,12 @@ class OverlappedSteps:
         self._send(depths)
         if terms:
             self.lanes.terms[: len(terms)].copy_(self._staged(terms, torch.float32), non_blocking=True)
-        turn = turn_of(self._proposer.drafter) if self._proposer else 0
-        kind = StepKind(self._size(len(self.requests)), self._recorded(depth), self._draws, self._filters, turn)
+        kind = StepKind(self._size(len(self.requests)), self._recorded(depth), self._draws, self._filters)
         usual = self._steps is None or kind in self._steps
         if not usual:
             self._read_at = 0.0  # it keeps the host from reading the step before in time
         result = self._steps.replay(kind) if self._steps else self.lanes.step(kind)
-        self._unread.append(self._fetch(Launched(depths, result, None, usual, kind.depth, model)))
+        self._unread.append(self._fetch(Launched(depths, result, None, usual, kind.depth)))
         self._num_waiting += self._proposer is not None and not self.lanes.chain and not depth
         if self._num_waiting == RING:
             self.catch_up()
@@ -155,7 +150,7 @@ class OverlappedSteps:
         (results, verify), now = launched.read(self.requests), time.perf_counter()
         self.step_seconds = now - self._read_at if self._read_at and launched.usual else 0.0
         # A step that seems shorter than its verification was read late after the one before: its parts are not known.
-        self.verify_seconds, self.model = verify if verify < self.step_seconds else 0.0, launched.model
+        self.verify_seconds = verify if verify < self.step_seconds else 0.0
         self._read_at = now
         if any(not result.ids and not result.request.finish for result in results):
             raise NotFinite

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from sparkdraft.core import Request, Work
 from sparkdraft.drafters.drafter import Anchors, CommittedRows, Drafter, Score
-from sparkdraft.drafters.race import turn_of
 from sparkdraft.engine.gaps import pick_sure
 from sparkdraft.engine.graphs import Graphs
 from sparkdraft.engine.inputs import IntArray, Rows, StepInputs
@@ -47,14 +46,12 @@ class PassShape(NamedTuple):
 
     seqs: int
     each: int  # rows of logits per sequence
-    turn: int  # of a race (drafters/race.py)
 
 
 class RowsShape(NamedTuple):
     """What a recording of observing is made for."""
 
     rows: int
-    turn: int
 
 
 class Drafts(NamedTuple):
@@ -158,7 +155,7 @@ class Proposer:
         assert self._seen
         if self._keeps:
             num_rows = self._seen.fill(waiting, self.plan.block_size)
-            self._observing = self._replay(self._observing, self._observe, RowsShape(num_rows, self._turn))[0]
+            self._observing = self._replay(self._observing, self._observe, RowsShape(num_rows))[0]
         for _, pending in waiting:
             pending.start, pending.count = pending.start + pending.count, 0
 
@@ -196,7 +193,7 @@ class Proposer:
     def _pick(self, score: Score, each: int, drafted: int = 0, ids: Tensor | None = None) -> Tensor:
         """spec.drafter.Pick: replays the pass if it has been recorded; rows are sampled outside of the recording."""
         works, self._score = self._works, score
-        self._passes, logits = self._replay(self._passes, self._run_pass, PassShape(len(works), each, self._turn))
+        self._passes, logits = self._replay(self._passes, self._run_pass, PassShape(len(works), each))
         requests, positions = [w.request for w in works], [w.request.num_tokens + drafted for w in works]
         draws = Draws.of(requests, positions, self.device, each)
         if not self.finds_gaps:
@@ -296,10 +293,6 @@ class Proposer:
         except Unrecordable as reason:
             self.unrecorded.append(f"the drafter's '{reason}' is not one of the CPU kernels")
             return None, run(key)
-
-    @property
-    def _turn(self) -> int:
-        return turn_of(self.drafter)
 
     def _observe(self, shape: RowsShape) -> Tensor:
         assert self._seen

@@ -102,10 +102,6 @@ class Metrics:
             Counter(f"kv_cache_{what}_error", f"relative error by codes: {text}", "layer", "gauge")
             for what, text in (("key", "keys"), ("value", "values"), ("attention", "attention's result, all coded"))
         )
-        self.race_speed = Counter(
-            "drafter_race_tokens_per_second", "what a drafter's steps wrote, where drafters race", "drafter", "gauge"
-        )
-        self.race_won = Counter("drafter_race_won", "1 for the drafter that won, once it is known", "drafter", "gauge")
         self.preemptions = EngineCounter("num_preemptions_total", "times a running sequence gave its KV blocks back")
         self.probe_passed = Counter(
             "canary_probe_passed",
@@ -139,13 +135,6 @@ class Metrics:
             self.key_error.set(found["key_error"], layer)
             self.value_error.set(found["value_error"], layer)
             self.attention_error.set(found["attention_error"], layer)
-
-    def race(self, found: Mapping[str, Any]) -> None:
-        """Copy the state of a race of drafters."""
-        for name, tally in found["drafters"].items():
-            self.race_speed.set(tally["tok_s"], name)
-        if found["winner"]:
-            self.race_won.set(1, found["winner"])
 
     def canary(self, findings: Iterable[Mapping[str, Any]]) -> None:
         """Copy what the canary found."""

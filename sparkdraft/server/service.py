@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 POLL = 0.05  # seconds between two checks of the engine's state
-AT_ONCE = 0.2  # seconds that /health waits for the engine at most
 TEXT_THREADS = 4  # threads that tokenise, and as many that render chats; further such work waits for one of them
 T = TypeVar("T")
 
@@ -48,7 +46,6 @@ class Service:
         self.draining = False
         self.text: ModelText | None = None  # made by follow()
         self.refusal: str | None = None  # why this engine's tokenizer or template cannot be used, set by follow()
-        self._race: dict[str, Any] | None = None  # as the engine said last
         self._threads = ThreadPoolExecutor(TEXT_THREADS, "text")
         self._chat_threads = ThreadPoolExecutor(TEXT_THREADS, "chat")  # a slow chat template delays only chats
         self.start_seconds = 0.0  # time of the engine's last start, set by follow()
@@ -74,11 +71,6 @@ class Service:
     def canary(self) -> list[dict[str, Any]]:
         """What the engine's canary found; empty if it is off."""
         return self.client.info.canary if self.client.info else []
-
-    @property
-    def races(self) -> bool:
-        """Whether drafters race in the engine."""
-        return bool(self.client.info and self.client.info.drafter and self.client.info.drafter["name"] == "race")
 
     @property
     def failed_probes(self) -> list[dict[str, Any]]:
@@ -191,13 +183,6 @@ class Service:
             return await self.client.status()
         except EngineError:
             return {}
-
-    async def race(self) -> dict[str, Any] | None:
-        """How the drafters' race stands; as it stood before, if the engine is busy with a step."""
-        with suppress(TimeoutError):
-            status = await asyncio.wait_for(self.engine_status(), AT_ONCE)
-            self._race = status.get("race") or self._race
-        return self._race
 
 
 def service_of(request: Request) -> Service:

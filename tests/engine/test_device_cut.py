@@ -133,7 +133,7 @@ def test_a_part_that_is_longer_than_the_step_is_not_believed(
 ) -> None:
     overlap = llm.engine.overlap
     assert overlap
-    step = Launched([1], torch.tensor([[7, 8, 0, 1, int(verify * 1e9)]], dtype=torch.int32), None, True, 1, "dflash")
+    step = Launched([1], torch.tensor([[7, 8, 0, 1, int(verify * 1e9)]], dtype=torch.int32), None, True, 1)
     monkeypatch.setattr(overlap, "_unread", deque([step]))
     monkeypatch.setattr(overlap, "_read_at", time.perf_counter() - took)
     overlap.read()

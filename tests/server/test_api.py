@@ -576,36 +576,6 @@ def test_keys() -> None:
 # ---- when the engine is not there
 
 
-def test_a_race_of_drafters_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = FakeClient(lambda prompt, params: "ok")
-    assert client.info
-    race = {"winner": "mtp", "drafters": {"mtp": {"steps": 9, "tokens": 18, "tok_s": 7.5}}}
-    told = client.status
-
-    async def status() -> dict[str, Any]:
-        return await told() | {"race": race}
-
-    monkeypatch.setattr(client, "status", status)
-    with live(client) as server:
-        assert "race" not in server.http.get("/health").json(), "the engine is not asked where nothing races"
-    client.info, client.stopped, client.state = (
-        replace(client.info, drafter={"name": "race", "max_depth": 7}),
-        False,
-        "ready",
-    )
-    with live(client) as server:
-        assert server.http.get("/health").json() == {"status": "ok", "race": race}
-        assert server.http.get("/v1/status").json()["engine"]["race"] == race
-        assert 'sparkdraft_drafter_race_won{drafter="mtp"} 1' in server.http.get("/metrics").text
-
-        async def busy() -> dict[str, Any]:
-            await asyncio.Event().wait()
-            raise AssertionError
-
-        monkeypatch.setattr(client, "status", busy)  # a step that never ends: /health does not wait for it
-        assert server.http.get("/health").json() == {"status": "ok", "race": race}
-
-
 def test_metrics_of_an_engine_that_is_busy_with_a_step_are_those_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
     client = FakeClient(lambda prompt, params: "ok")
     told = client.status

@@ -66,8 +66,6 @@ def _chosen(target: Target, engine: EngineConfig, method: str, notes: list[str])
     if engine.drafter == "none":
         return None
     known = target.known.drafters if target.known else ()
-    if engine.drafter.partition(":")[0] == "race":
-        raise UserError("drafters race in this engine only, and vLLM runs one: name it with --drafter, or leave it out")
     if engine.drafter != "auto":
         if engine.drafter == MTP:
             return _own_head(target)

@@ -89,10 +89,8 @@ def _counting(engine: Engine, counted: Counted) -> Iterator[None]:
     if overlap:
         launch = overlap.launch
 
-        def counted_launch(
-            requests: list[Request], depths: list[int], terms: Sequence[float] = (), model: str = ""
-        ) -> None:
-            launch(requests, depths, terms, model)
+        def counted_launch(requests: list[Request], depths: list[int], terms: Sequence[float] = ()) -> None:
+            launch(requests, depths, terms)
             counted.ahead += 1
 
         overlap.launch = counted_launch  # type: ignore[method-assign]

@@ -35,8 +35,6 @@ async def health(request: Request) -> JSONResponse:
         return JSONResponse({"status": "overloaded"} | found, status_code=503, headers={"Retry-After": str(wait)})
     if service.ready:
         state: dict[str, Any] = {"status": "degraded" if found else "ok"}
-        if service.races and (race := await service.race()):
-            state["race"] = race
         return JSONResponse(state | found)
     return JSONResponse(
         _state(service) | found, status_code=503, headers={"Retry-After": str(service.client.retry_after)}
@@ -58,8 +56,6 @@ async def metrics(request: Request) -> PlainTextResponse:
         counted.preemptions.set(engine.get("preemptions", 0))
     if errors := engine.get("kv_errors"):
         counted.coding(errors)
-    if race := engine.get("race"):
-        counted.race(race)
     counted.canary(service.canary)
     counted.watch(service.watchdog.alarms.values())
     return PlainTextResponse(counted.render(), media_type="text/plain; version=0.0.4")
