@@ -41,7 +41,7 @@ KNOWN_UPWARD: dict[str, set[str]] = {
     "models.common.blocks": {"cache.formats"},
     "models.common.delta_net": {"cache.formats"},
     "models.common.sandwich": {"cache.formats"},
-    "server.config": {"bridges.container_env"},
+    "server.healthcheck": {"bridges.container_env"},  # a program of its own: python -m sparkdraft.server.healthcheck
     "util.fields": {"core"},
 }
 NO_TORCH = [

@@ -7,8 +7,11 @@ reported, not refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparkdraft.core import UserError
+from sparkdraft.server.config import FALSE, TRUE, ServerConfig, converted, merge
 from sparkdraft.util.names import alike, did_you_mean
 
 if TYPE_CHECKING:
@@ -48,6 +51,28 @@ NEAR = 0.87  # likeness from which a name is taken for a misspelt one
 
 def is_container_name(name: str) -> bool:
     return name in CONTAINER_NAMES or name in OTHERS
+
+
+def container_values(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The fields that the variables set. EXTRA_ARGS beats the others. The TQ_ variables are not read if
+    ENABLE_TURBOQUANT is off. An empty variable counts as not set."""
+    switch = environ.get(TURBOQUANT, "").lower()
+    if switch and switch not in TRUE + FALSE:
+        raise UserError(f"{TURBOQUANT} is '{environ[TURBOQUANT]}'; it must be true or false")
+    read = {key: name for key, name in CONTAINER_NAMES.items() if switch not in FALSE or not name.startswith("tq_")}
+    values = {name: converted(name, environ[key], key) for key, name in read.items() if environ.get(key)}
+    values |= {"kv": "turboquant"} if switch in TRUE else {}
+    return values | extra_args(environ)
+
+
+def merge_with_container(
+    flags: Mapping[str, Any],
+    toml_path: str | Path | None,
+    environ: Mapping[str, str],
+    base: Mapping[str, Any] | None = None,
+) -> ServerConfig:
+    """`server.config.merge`, which also reads these variables."""
+    return merge(flags, toml_path, environ, base, container_values)
 
 
 def extra_args(environ: Mapping[str, str]) -> dict[str, Any]:

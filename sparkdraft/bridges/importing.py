@@ -8,7 +8,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from sparkdraft.bridges.container_env import container_notes, is_container_name
+from sparkdraft.bridges.container_env import container_notes, is_container_name, merge_with_container
 from sparkdraft.bridges.sources import Source, find_source
 from sparkdraft.bridges.tables import read_flags
 from sparkdraft.bridges.vllm.extra_args import finish_numbers
@@ -81,7 +81,7 @@ def _from_variables(source: Source, notes: list[str]) -> dict[str, Any]:
     """Our fields for the variables that a command is started with. Those of its own flags are read as flags."""
     ours = {key: value for key, value in source.environ.items() if is_container_name(key)}
     key = ours.pop("VLLM_API_KEY", "")
-    plain = merge({"allow_public": True}, None, ours)
+    plain = merge_with_container({"allow_public": True}, None, ours)
     values = {name: getattr(plain.engine if hasattr(plain.engine, name) else plain, name) for name in FIELDS}
     values = {name: value for name, value in values.items() if value != default_of(name) and name != "allow_public"}
     notes += container_notes(ours)

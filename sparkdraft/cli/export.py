@@ -12,13 +12,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparkdraft.bridges.container_env import ATTENTION_BACKEND, container_notes, unread_args
+from sparkdraft.bridges.container_env import ATTENTION_BACKEND, container_notes, merge_with_container, unread_args
 from sparkdraft.cli.console import note
 from sparkdraft.cli.options import COMMON, add_field, hide
 from sparkdraft.cli.parser import TYPES
 from sparkdraft.config import ENGINE_FIELDS
 from sparkdraft.core import UserError
-from sparkdraft.server.config import FIELDS, SERVER_FIELDS, ServerConfig, beats_extra_args, merge
+from sparkdraft.server.config import FIELDS, SERVER_FIELDS, ServerConfig, beats_extra_args
 from sparkdraft.util.progress import progress
 
 if TYPE_CHECKING:
@@ -93,7 +93,8 @@ def read_config(args: Namespace) -> ServerConfig:
     """The configuration of flags, environment, file and, as `base`, a recipe. The file may also be named by
     SPARKDRAFT_CONFIG."""
     flags = {name: value for name, value in vars(args).items() if name in FIELDS}
-    return merge(flags, args.config or os.environ.get("SPARKDRAFT_CONFIG"), os.environ, getattr(args, "base", {}))
+    file = args.config or os.environ.get("SPARKDRAFT_CONFIG")
+    return merge_with_container(flags, file, os.environ, getattr(args, "base", {}))
 
 
 def read_choices(args: Namespace, version: str = "") -> Choices:

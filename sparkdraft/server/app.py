@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import asynccontextmanager, suppress
+from typing import Any
 
+import httpx
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware import Middleware
@@ -25,30 +26,31 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sparkdraft import __version__
 from sparkdraft.core import UserError
-from sparkdraft.server.auth import Auth
 from sparkdraft.server.config import ServerConfig
-from sparkdraft.server.engine_errors import EngineError
-from sparkdraft.server.hosts import Hosts, accepted_hosts
-from sparkdraft.server.limits import BodyLimit, Linger, check_head
+from sparkdraft.server.engine_client import EngineClient, EngineError
+from sparkdraft.server.guards import Auth, BodyLimit, Hosts, Linger, accepted_hosts, check_head
 from sparkdraft.server.metrics import Metrics
 from sparkdraft.server.prompts import ModelText
 from sparkdraft.server.protocol.errors import ApiError, as_sentence
 from sparkdraft.server.protocol.shapes import dumps
 from sparkdraft.server.protocol.validation import from_validation, unreadable
-from sparkdraft.server.routes import ROUTERS
+from sparkdraft.server.routes import router
 from sparkdraft.server.service import Service, as_api_error
-from sparkdraft.server.warm_up_requests import send_warm_up_requests
 from sparkdraft.util.names import alike
-
-if TYPE_CHECKING:
-    from sparkdraft.server.engine_client import EngineClient
 
 log = logging.getLogger(__name__)
 LONGEST_PATH = 100  # characters of a wrong route that are shown and compared with the routes
+WARM_UP_SECONDS = 10.0  # if they are not enough, the first user waits for the rest
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 12}
+WARM_UP_REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", CHAT | {"stream": True}),
+    ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_object"}}),
+    ("/v1/completions", {"prompt": "Hello", "max_tokens": 12, "stream": True}),
+]
 
 
 def create_app(config: ServerConfig, client: EngineClient, warms_up: bool = True) -> FastAPI:
-    """The application owns the client: both start and stop together. warms_up: run warm-up requests first."""
+    """Make the application. It owns the client: both start and stop together. warms_up: send warm-up requests first."""
     service = Service(config, client)
     guards = [Middleware(Linger), Middleware(Errors, metrics=service.metrics)]
     if (accepted := accepted_hosts(config)) is not None:
@@ -66,8 +68,7 @@ def create_app(config: ServerConfig, client: EngineClient, warms_up: bool = True
         responses={"4XX": {"description": "OpenAI's error object"}, "503": {"description": "Not ready, or draining"}},
     )
     app.state.service, app.state.warms_up = service, warms_up
-    for router in ROUTERS:
-        app.include_router(router)
+    app.include_router(router)
     for kind in (RequestValidationError, HTTPException, UserError, EngineError):
         app.add_exception_handler(kind, _reraise)
     return app
@@ -99,45 +100,25 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await service.client.stop(0.0)
 
 
-async def _reraise(request: Request, error: Exception) -> Response:
-    """Pass an exception on: FastAPI would answer some of them itself, but answers to errors are made in `Errors`."""
-    if isinstance(error, HTTPException) and error.status_code in (404, 405):
-        raise wrong_route(request.method, request.url.path, error) from None
-    raise as_error(error) from None
+async def send_warm_up_requests(app: ASGIApp, api_key: str | None) -> None:
+    """Send real requests through the whole path of a user's request, before /health says ready.
 
-
-def wrong_route(method: str, path: str, error: HTTPException) -> ApiError:
-    """404 or 405 with the route that was probably meant."""
-    path = path if len(path) <= LONGEST_PATH else f"{path[:LONGEST_PATH]}..."
-    if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        return ApiError(405, f"{path} does not take {method}; use {allowed}.", headers=error.headers)
-    routes = {r.path: r for router in ROUTERS for r in router.routes if isinstance(r, APIRoute) and "{" not in r.path}
-    near = alike(path, routes, near=0.5)
-    verb = "POST" if near and "POST" in (routes[near].methods or ()) else "GET"
-    meant = f"did you mean {verb} {near}?" if near else "/openapi.json lists the routes."
-    return ApiError(404, f"There is no route {path}; {meant}")
-
-
-def as_error(error: Exception) -> ApiError:
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, RequestValidationError):
-        return from_validation(error.errors(), error.body)
-    if isinstance(error, EngineError):
-        return as_api_error(error)
-    if isinstance(error, UserError):
-        return ApiError(400, as_sentence(str(error)))
-    if isinstance(error, HTTPException):
-        if error.status_code == 400:  # FastAPI raises it only for a body that it could not read
-            return unreadable(error.__cause__)
-        return ApiError(error.status_code, as_sentence(str(error.detail)), headers=error.headers)
-    log.error("a request failed because of a bug in the server", exc_info=error)
-    return ApiError(500, "An internal error occurred; see the server's log.", code="internal_error")
+    The engine has run all shapes by then (engine/warm_up.py). These requests also pay for compiling the template, for
+    the first use of routes, checks and parsers, and for the template's opening, which all users share and which stays
+    in the prefix cache. They go to a second application beside the users', so that its counters are separate. Answers
+    are dropped, errors included: the next user's request gets the same error.
+    """
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WARM_UP_SECONDS):
+                for path, body in WARM_UP_REQUESTS:
+                    await client.post(path, json=body)
 
 
 class Errors:
-    """Outermost answering middleware: it turns an exception into an answer, and counts every answer."""
+    """Middleware: turns an exception into an answer, and counts every answer."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app, self.metrics = app, metrics
@@ -167,3 +148,40 @@ class Errors:
 def _answer(error: ApiError) -> Response:
     body: dict[str, Any] = error.body()
     return Response(dumps(body), error.status, error.headers, "application/json")
+
+
+def as_error(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return from_validation(error.errors(), error.body)
+    if isinstance(error, EngineError):
+        return as_api_error(error)
+    if isinstance(error, UserError):
+        return ApiError(400, as_sentence(str(error)))
+    if isinstance(error, HTTPException):
+        if error.status_code == 400:  # FastAPI raises it only for a body that it could not read
+            return unreadable(error.__cause__)
+        return ApiError(error.status_code, as_sentence(str(error.detail)), headers=error.headers)
+    log.error("a request failed because of a bug in the server", exc_info=error)
+    return ApiError(500, "An internal error occurred; see the server's log.", code="internal_error")
+
+
+async def _reraise(request: Request, error: Exception) -> Response:
+    """Pass an exception on: FastAPI would answer some of them itself, but answers to errors are made in `Errors`."""
+    if isinstance(error, HTTPException) and error.status_code in (404, 405):
+        raise wrong_route(request.method, request.url.path, error) from None
+    raise as_error(error) from None
+
+
+def wrong_route(method: str, path: str, error: HTTPException) -> ApiError:
+    """404 or 405 with the route that was probably meant."""
+    path = path if len(path) <= LONGEST_PATH else f"{path[:LONGEST_PATH]}..."
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        return ApiError(405, f"{path} does not take {method}; use {allowed}.", headers=error.headers)
+    routes = {r.path: r for r in router.routes if isinstance(r, APIRoute) and "{" not in r.path}
+    near = alike(path, routes, near=0.5)
+    verb = "POST" if near and "POST" in (routes[near].methods or ()) else "GET"
+    meant = f"did you mean {verb} {near}?" if near else "/openapi.json lists the routes."
+    return ApiError(404, f"There is no route {path}; {meant}")

@@ -2,28 +2,27 @@
 
 Flags, the environment and a TOML file use the same names and meet in one function, `merge`: flags beat the environment,
 the environment beats the file, and the file beats the defaults. Between file and defaults comes the profile of
-`sparkdraft tune`, which the engine's process reads. sparkdraft/config.py checks the engine's values.
+`sparkdraft tune`, which the engine's process reads. bridges/container_env.py adds the variables of vLLM's containers.
+sparkdraft/config.py checks the engine's values.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from sparkdraft import defaults
-from sparkdraft.bridges.container_env import CONTAINER_NAMES, TURBOQUANT, extra_args
 from sparkdraft.config import ENGINE_FIELDS, EngineConfig, option
 from sparkdraft.core import UserError
 from sparkdraft.text.families import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 from sparkdraft.util.names import did_you_mean
 
 PREFIX = "SPARKDRAFT_"
-# Variables that are not fields: read by weights/hub.py, cli/serve.py and kernels/native/build.py.
-# SPARKDRAFT_VLLM_SKIP: of the plugin in vLLM, which `serve --engine vllm` starts with the same environment
+# Variables that are not fields: weights/hub.py, cli/serve.py, kernels/native/build.py and the plugin in vLLM read them.
 OTHER_NAMES = ("SPARKDRAFT_CACHE", "SPARKDRAFT_CONFIG", "SPARKDRAFT_CXXFLAGS", "SPARKDRAFT_VLLM_SKIP")
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -114,7 +113,7 @@ class ServerConfig:
 
     @property
     def names(self) -> list[str]:
-        """The model's names in requests; answers carry the first."""
+        """The model's names in requests; answers carry the first one."""
         given = [name.strip() for name in self.served_name.split(",") if name.strip()]
         model = self.engine.model
         path = Path(model)
@@ -123,6 +122,7 @@ class ServerConfig:
 
 SERVER_FIELDS: dict[str, Field[Any]] = {f.name: f for f in fields(ServerConfig) if f.name != "engine"}
 FIELDS = SERVER_FIELDS | ENGINE_FIELDS
+OWN_NAMES = {PREFIX + name.upper(): name for name in FIELDS}  # variables and their fields
 
 
 def default_of(name: str) -> Any:
@@ -136,10 +136,15 @@ def merge(
     toml_path: str | Path | None,
     environ: Mapping[str, str],
     base: Mapping[str, Any] | None = None,
+    more: Callable[[Mapping[str, str]], dict[str, Any]] | None = None,
 ) -> ServerConfig:
-    """One config from the three sources; a flag that was not given is None or missing. base: what all three beat; its
-    drafter is only for its own model."""
-    named = (_from_toml(toml_path) if toml_path else {}) | _from_environment(environ)
+    """One config from the three sources; a flag that was not given is None or missing. base: values that all three
+    beat; its drafter is only for its own model. more: reads further variables, which beat the file and are beaten by
+    SPARKDRAFT_ variables."""
+    named = _from_toml(toml_path) if toml_path else {}
+    check_names(environ)
+    named |= more(environ) if more else {}
+    named |= {name: converted(name, environ[key], key) for key, name in OWN_NAMES.items() if environ.get(key)}
     named |= {name: value for name, value in flags.items() if value is not None}
     values = dict(base or {}) | named
     if base and "drafter" not in named and values["model"] != base["model"]:
@@ -155,25 +160,15 @@ def beats_extra_args(flags: Mapping[str, Any], environ: Mapping[str, str]) -> fr
     return frozenset(name for name in FIELDS if flags.get(name) is not None or environ.get(PREFIX + name.upper()))
 
 
-def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """An empty variable counts as not set, because containers pass on variables that were never filled in. TQ_*
-    variables of containers are not read if ENABLE_TURBOQUANT says that the feature is off. EXTRA_ARGS beats a
-    container's other variables, and SPARKDRAFT_ variables beat both."""
-    own = {PREFIX + name.upper(): name for name in FIELDS}
+def check_names(environ: Mapping[str, str]) -> None:
+    """Refuse unknown SPARKDRAFT_ variables. An empty variable counts as not set, because containers pass on variables
+    that were never filled in."""
     for key, value in environ.items():
-        if key.startswith(PREFIX) and value and key not in own and key not in OTHER_NAMES:
-            question = did_you_mean(key, [*own, *OTHER_NAMES], PREFIX)
+        if key.startswith(PREFIX) and value and key not in OWN_NAMES and key not in OTHER_NAMES:
+            question = did_you_mean(key, [*OWN_NAMES, *OTHER_NAMES], PREFIX)
             raise UserError(
                 f"the environment variable {key} is not known; {question and question + ' '}Rename or unset it"
             )
-    switch = environ.get(TURBOQUANT, "").lower()
-    if switch and switch not in TRUE + FALSE:
-        raise UserError(f"{TURBOQUANT} is '{environ[TURBOQUANT]}'; it must be true or false")
-    shared = {k: name for k, name in CONTAINER_NAMES.items() if switch not in FALSE or not name.startswith("tq_")}
-    values = {name: _converted(name, environ[key], key) for key, name in shared.items() if environ.get(key)}
-    values |= {"kv": "turboquant"} if switch in TRUE else {}
-    values |= extra_args(environ)
-    return values | {name: _converted(name, environ[key], key) for key, name in own.items() if environ.get(key)}
 
 
 def _from_toml(path: str | Path) -> dict[str, Any]:
@@ -187,10 +182,10 @@ def _from_toml(path: str | Path) -> dict[str, Any]:
         if key not in FIELDS:
             question = did_you_mean(key, FIELDS) or "docs/api.md lists all keys"
             raise UserError(f"{path} has the unknown key '{key}'; {question}")
-    return {key: _converted(key, value, f"{key} in {path}") for key, value in found.items()}
+    return {key: converted(key, value, f"{key} in {path}") for key, value in found.items()}
 
 
-def _converted(name: str, value: Any, source: str) -> Any:
+def converted(name: str, value: Any, source: str) -> Any:
     """Convert a value from TOML's types, or from an environment variable's text, to the field's own type."""
     kind = type(default_of(name))
     if kind is bool:

@@ -1,9 +1,8 @@
-"""The API's side of the process boundary: starts the engine process, talks to it, and starts it again when it dies.
+"""The API's side of the process boundary: starts the engine process, talks to it, and restarts it when it dies.
 
-The two share a socket pair, so each sees at once when the other is gone, for whatever reason: the child exits when its
-parent is gone, and the parent fails what was in flight and starts a new child. One asyncio protocol hands each event to
-the queue of its request and never waits for a reader. The routes know what requests mean and how they are answered. No
-torch.
+The two share a socket pair, so each sees at once when the other is gone: the child exits, or the parent fails what was
+in flight and starts a new child. One asyncio protocol hands each event to the queue of its request and never waits for
+a reader. No torch.
 """
 
 from __future__ import annotations
@@ -12,14 +11,17 @@ import asyncio
 import json
 import logging
 import math
+import os
 import signal
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from sparkdraft.backend import ModelInfo
@@ -27,16 +29,39 @@ from sparkdraft.config import EngineConfig
 from sparkdraft.core import SamplingParams
 from sparkdraft.operate.canary.at_start import unchecked
 from sparkdraft.server import messages
-from sparkdraft.server.engine_command import COMMAND, environment
-from sparkdraft.server.engine_errors import EngineError, RequestFailed, RequestRefused
 from sparkdraft.server.messages import Message, TokenEvent
-from sparkdraft.server.pulse import BEAT, RETRY, Pulse
-from sparkdraft.server.token_stream import Mailbox, TokenStream
 
 log = logging.getLogger(__name__)
+COMMAND = (sys.executable, "-P", "-m", "sparkdraft.server.engine_process")  # -P: import nothing from the current folder
 GRACE = 1.0  # seconds a child has to exit after its socket closed or after Shutdown, before it is killed
 POLL = 0.01
 FIRST_START = 10  # assumed seconds of a start before one was measured
+BEAT = 0.5  # seconds between two pings
+SILENT = 2.0  # seconds without a byte from the engine after which it counts as unresponsive
+RETRY = 5  # seconds after which a client may try again meanwhile
+
+
+class EngineError(Exception):
+    """The engine is not there, refuses a request or fails while running it; the sentence says why. retryable: the same
+    request may work later, after about 'retry_after' seconds."""
+
+    def __init__(self, sentence: str, retryable: bool, retry_after: int = 1) -> None:
+        super().__init__(sentence)
+        self.sentence, self.retryable, self.retry_after = sentence, retryable, retry_after
+
+
+class RequestRefused(EngineError):
+    """The engine runs and will not take this request: the client must change it."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence, retryable=False)
+
+
+class RequestFailed(EngineError):
+    """The engine runs and this request met a bug; the log has the traceback."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence, retryable=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +84,17 @@ class EngineClient:
         command: Sequence[str] = COMMAND,
         canary: str | None = None,
     ) -> None:
-        """canary: how tool calls are read, if the canary (sparkdraft/canary) shall run at each start."""
+        """canary: the tool parser of the canary (operate/canary), which then runs at each start; None: no canary."""
         self.options = engine.chosen() if isinstance(engine, EngineConfig) else dict(engine)
         self.restart, self.command = restart or RestartPolicy(), command
         self._canary = [] if canary is None else [canary]
-        self._in_canary, self._unchecked = False, ""  # whether the last engine died in it; why it is off since
+        self._in_canary, self._unchecked = False, ""  # whether the last engine died in it; why it is off since then
         self.state = "starting"
         self.stage, self.progress = "process", (0, 0)  # stage of loading, and (done, total)
         self.last_error: str | None = None
         self.restarts = 0
         self.info: ModelInfo | None = None  # kept while a new engine starts
-        # when the start that runs, or the last one, began: when the engine before it was lost
-        self.start_began = time.monotonic()
+        self.start_began = time.monotonic()  # of the latest start: when the engine before it was lost
         self.start_seconds = float(FIRST_START)  # how long the last start took until requests were accepted
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
@@ -94,15 +118,15 @@ class EngineClient:
 
     @property
     def retry_after(self) -> int:
-        """Whole seconds until requests will probably be accepted: as long as the last start took, from the beginning of
-        this one. If this start takes longer, 1. Nobody knows when an engine that hangs will go on."""
+        """Whole seconds until requests will probably be accepted: the duration of the last start, less the time since
+        this one began, at least 1. RETRY for an engine that hangs."""
         if self.state == "unresponsive":
             return RETRY
         return max(1, math.ceil(self.start_began + self.start_seconds - time.monotonic()))
 
     @property
     def silence(self) -> str:
-        """In words, that the engine does not answer; "" if it does."""
+        """Says that the engine does not answer; "" if it does."""
         if self.state != "unresponsive":
             return ""
         then = f"; after {self.restart.hang:g} s it is killed and started again" if self.restart.hang else ""
@@ -111,7 +135,7 @@ class EngineClient:
         )
 
     def start_took(self) -> float:
-        """The engine accepts requests now: remember and return how long its start took."""
+        """Remember and return how long this start took; call it when requests are accepted."""
         self.start_seconds = time.monotonic() - self.start_began
         return self.start_seconds
 
@@ -154,11 +178,11 @@ class EngineClient:
             self._questions.pop(name, None)
 
     def count_anew(self) -> None:
-        """Let the engine reset its counts, after requests that were not a user's."""
+        """Reset the engine's counts, after warm-up requests."""
         self._send(messages.CountAnew())
 
     def switch(self, part: str, on: bool) -> None:
-        """Let the engine do without a part, or take it up again (Backend.switch). A new process has all parts on."""
+        """Switch a part of the engine off or on (Backend.switch). A new process has all parts on."""
         self._send(messages.Switch(part, on))
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
@@ -237,7 +261,7 @@ class EngineClient:
         await self._bury()
 
     async def _watch(self) -> None:
-        """Ping the engine once it is ready, and kill it when it hangs: then its socket closes, and it is restarted."""
+        """Ping the engine while it is ready, and kill it when it hangs. Its socket then closes, and it is restarted."""
         self.pulse = pulse = Pulse()
         while True:
             await asyncio.sleep(BEAT)
@@ -362,19 +386,29 @@ class EngineClient:
             self._idle.set()
 
     def leave_later(self, id: str, mailbox: Mailbox) -> None:
-        """`leave` from any thread: the garbage collector may drop a reader in another thread."""
+        """Call `leave` from any thread: the garbage collector may drop a reader in another thread."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.leave, id, mailbox)
 
     def leave(self, id: str, mailbox: Mailbox) -> None:
-        """No one reads this request any more: abort it."""
+        """Abort a request that has no reader any more."""
         if self._mailboxes.get(id) is mailbox:
             self._forget(id)
             self._send(messages.Abort(id))
 
 
+def environment() -> dict[str, str]:
+    """The child's environment: with -P it must still find this package where it runs from a checkout that is not
+    installed."""
+    root = Path(__file__).parents[2]
+    if root.name in ("site-packages", "dist-packages"):
+        return dict(os.environ)
+    paths = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), str(root)]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
 class Connection(asyncio.Protocol):
-    """Turns bytes into messages. 'lost' is done once the other end is closed, for whatever reason."""
+    """Turns bytes into messages. 'lost' is done once the other end is closed."""
 
     def __init__(self, receive: Callable[[Message], None]) -> None:
         self._receive, self._lines = receive, messages.Lines()
@@ -393,3 +427,90 @@ def _refusal(message: messages.Refused) -> EngineError:
     if message.retry_after:
         return EngineError(message.sentence, True, message.retry_after)
     return RequestFailed(message.sentence) if message.is_bug else RequestRefused(message.sentence)
+
+
+@dataclass(eq=False, slots=True)
+class Mailbox:
+    """The events of one request that wait for their reader. The client holds the mailbox and not the reader, so that
+    the garbage collector can drop a reader, which is then noticed."""
+
+    left: int  # how many of its n texts have not ended
+    queue: asyncio.Queue[TokenEvent | EngineError] = field(default_factory=asyncio.Queue)
+
+
+class TokenStream(AsyncIterator[TokenEvent]):
+    """Yields the events of one request, to its end. A reader that stops earlier (by aclose, by cancellation, or by
+    dropping this) aborts the request."""
+
+    def __init__(self, client: EngineClient, id: str, mailbox: Mailbox) -> None:
+        self.id = id
+        self._client, self._mailbox, self._left = client, mailbox, mailbox.left
+
+    async def __anext__(self) -> TokenEvent:
+        if not self._left:
+            raise StopAsyncIteration
+        try:
+            item = await self._mailbox.queue.get()
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        if isinstance(item, EngineError):
+            self._left = 0
+            raise item
+        self._left -= item.finish is not None
+        return item
+
+    def close(self) -> None:
+        if self._left:
+            self._left = 0
+            self._client.leave(self.id, self._mailbox)
+
+    async def aclose(self) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self._left:
+            self._client.leave_later(self.id, self._mailbox)
+
+
+class Pulse:
+    """Whether the engine process still runs, as the API sees it.
+
+    The API pings the engine process every BEAT seconds. A thread of that process answers, so a long step (a first
+    compilation, a huge prompt) does not look like a stopped process, which sends nothing at all. Each answer also says
+    which turn the engine's loop is in, so a step that never ends is noticed too, after a much longer limit.
+
+    Time is counted in pings, not read from a clock: while the API itself stands still (a paused container, a machine
+    that sleeps), nothing is held against the engine.
+    """
+
+    def __init__(self) -> None:
+        self.silent_for = 0.0  # seconds since the engine process last sent something
+        self.step_for = 0.0  # seconds that the current turn of the engine's loop has lasted; 0 while it waits for work
+        self._turn, self._idle = 0, True
+
+    @property
+    def is_silent(self) -> bool:
+        return self.silent_for > SILENT
+
+    def pinged(self, seconds: float = BEAT) -> None:
+        """Count the time since the last ping."""
+        self.silent_for += seconds
+        self.step_for += 0.0 if self._idle else seconds
+
+    def heard(self) -> None:
+        """Note that the engine process sent something."""
+        self.silent_for = 0.0
+
+    def answered(self, turn: int, idle: bool) -> None:
+        if idle or turn != self._turn:
+            self.step_for = 0.0
+        self._turn, self._idle = turn, idle
+
+    def hung(self, hang: float, step: float) -> str:
+        """Why the engine counts as hung, or "". hang, step: the longest silence and the longest step; 0: no limit."""
+        if hang and self.silent_for >= hang:
+            return f"the engine process gave no sign of life for {self.silent_for:.0f} s and was killed"
+        if step and self.step_for >= step and not self.is_silent:
+            return f"a step of the engine lasted {self.step_for:.0f} s, so its process was killed"
+        return ""

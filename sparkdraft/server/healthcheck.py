@@ -1,7 +1,8 @@
-"""`python -m sparkdraft.server.healthcheck`: whether the server of this container would answer a request now.
+"""`python -m sparkdraft.server.healthcheck`: tells whether the server of this container would answer a request now.
 
-It asks /health where the same variables and file let `sparkdraft serve` listen, so an image needs no curl and no second
-place for the port. A port that is only a flag of `serve` is not seen here: use SPARKDRAFT_PORT.
+It asks /health at the address that the variables and the file of `sparkdraft serve` name, so an image needs no curl and
+no second place for the port. A port that is only a flag of `serve` is not seen here: use SPARKDRAFT_PORT. It is a
+program of its own, not a part of the server.
 """
 
 from __future__ import annotations
@@ -12,24 +13,25 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 
+from sparkdraft.bridges.container_env import merge_with_container
 from sparkdraft.core import UserError
-from sparkdraft.server.config import ServerConfig, merge
+from sparkdraft.server.config import ServerConfig
 
 TIMEOUT = 5.0
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 def url_of(config: ServerConfig) -> str:
-    """Of /health, from within the machine or container."""
+    """The address of /health, from within the machine or container."""
     host = EVERYWHERE.get(config.host, config.host)
     return f"http://[{host}]:{config.port}/health" if ":" in host else f"http://{host}:{config.port}/health"
 
 
 def check(environ: Mapping[str, str]) -> str:
-    """An empty text, or what is wrong."""
+    """Ask /health. Returns what is wrong, or an empty text."""
     try:
-        # Who may ask the server, `serve` has decided: a key that is a flag of it is not seen here.
-        url = url_of(merge({"allow_public": True}, environ.get("SPARKDRAFT_CONFIG"), environ))
+        # A key that is a flag of `serve` is not seen here, so the address may seem to be open to everyone.
+        url = url_of(merge_with_container({"allow_public": True}, environ.get("SPARKDRAFT_CONFIG"), environ))
     except UserError as error:
         return str(error)
     try:

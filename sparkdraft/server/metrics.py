@@ -1,8 +1,8 @@
 """Counters, gauges and histograms in Prometheus' text format, without its library.
 
 A metric is a name, a help line and a table from label values to numbers. `Metrics` holds those of the server. Their
-names are vLLM's with `sparkdraft_` in place of `vllm:`, so that a dashboard needs one substitution. The routes count;
-what only the engine knows (rows in the cache, waiting requests) is read from its status on request.
+names are vLLM's with `sparkdraft_` in place of `vllm:`, so that a dashboard needs one substitution. What only the
+engine knows (use of the cache, waiting requests) is copied from its status on request.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from math import isnan
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sparkdraft.operate.canary.findings import FAILED, PASSED, SKIPPED
-
-if TYPE_CHECKING:
-    from sparkdraft.server.watchdog import Alarm
+from sparkdraft.server.watchdog import Alarm
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
@@ -45,7 +43,7 @@ class Counter:
 
 
 class EngineCounter(Counter):
-    """A number that the engine process counts itself, and that is copied from its status."""
+    """A counter whose value is copied from the engine's status or from the watchdog."""
 
     def set(self, value: float, label: str = "") -> None:
         self.values[label] = value

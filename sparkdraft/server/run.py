@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 
 from sparkdraft.core import UserError
 from sparkdraft.server.config import ServerConfig
-from sparkdraft.server.connection import HttpConnection
+from sparkdraft.server.guards import HttpConnection
 from sparkdraft.server.service import Service
 
 BACKLOG = 2048

@@ -1,4 +1,4 @@
-"""What the routes share: the configuration, the engine's client, the counters, and the model's tokenizer and template.
+"""The state that the routes share: configuration, engine client, counters, the model's tokenizer and chat template.
 
 The tokenizer is made in a thread as soon as the engine has described what it serves, and then a few warm-up requests
 run. Both happen before /health says ready, so that the first user does not wait for them.
@@ -12,23 +12,20 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from sparkdraft.backend import ModelInfo
 from sparkdraft.defaults import resolve
 from sparkdraft.operate.canary.findings import FAILED, TOOLS
 from sparkdraft.server.config import ServerConfig
-from sparkdraft.server.engine_errors import EngineError, RequestFailed, RequestRefused
-from sparkdraft.server.limits import Gate
+from sparkdraft.server.engine_client import EngineClient, EngineError, RequestFailed, RequestRefused
+from sparkdraft.server.guards import Gate
 from sparkdraft.server.metrics import Metrics
 from sparkdraft.server.prompts import ModelText
 from sparkdraft.server.protocol.errors import ApiError, as_sentence, unavailable
 from sparkdraft.server.watchdog import Watchdog
-
-if TYPE_CHECKING:
-    from sparkdraft.backend import ModelInfo
-    from sparkdraft.server.engine_client import EngineClient
 
 log = logging.getLogger(__name__)
 POLL = 0.05  # seconds between two checks of the engine's state
@@ -77,7 +74,7 @@ class Service:
         return [finding for finding in self.canary if finding["status"] == FAILED]
 
     def check_tools(self) -> None:
-        """Refuse a request with tools if calls are not read as calls: a client would take them for text."""
+        """Refuse tools if the canary found that calls are not parsed: a client would take them for text."""
         if any(finding["part"] == TOOLS for finding in self.failed_probes):
             sentence = f"{TOOLS.capitalize()} are off: the canary found that calls are not read; /health says more."
             raise ApiError(500, sentence, "tools", "tools_disabled")
@@ -88,7 +85,7 @@ class Service:
 
     @property
     def _has_text(self) -> bool:
-        """Whether `text` belongs to this engine, not to one before it."""
+        """Whether `text` belongs to this engine and not to an earlier one."""
         return self.text is not None and self.text.info is self.client.info
 
     def check_model(self, asked: str | None) -> None:
@@ -129,7 +126,7 @@ class Service:
 
     @property
     def stage(self) -> str:
-        """The stage of loading; warm-up requests come after everything that the engine does by itself."""
+        """The stage of loading; warm-up requests are the last."""
         if self.client.state == "unresponsive":
             return "waiting for the engine"
         return "warm-up requests" if self.client.state == "ready" and not self._has_text else self.client.stage
@@ -137,7 +134,7 @@ class Service:
     # ---- the engine's facts
 
     async def follow(self, warm_up: Callable[[ModelText], Awaitable[None]]) -> None:
-        """Forever: make the tokenizer of what the engine serves, and run warm-up requests with it."""
+        """Prepare each new engine, forever: make its tokenizer, and run warm-up requests with it."""
         info: ModelInfo | None = None
         while True:
             if self.client.info is not info:
@@ -161,15 +158,14 @@ class Service:
             await warm_up(text)
         except Exception as error:
             log.error("a warm-up request failed; the server accepts requests anyway", exc_info=error)
-        # otherwise it died meanwhile, and a new one is starting
+        # Otherwise the engine died meanwhile, and a new one is starting.
         if self.client.info is info and self.client.state in ("ready", "unresponsive"):
             self.text = text
             self.start_seconds = self.client.start_took()
 
     async def in_thread(self, work: Callable[[], T], renders: bool = False) -> T:
-        """Run CPU-bound work (tokenising, templates) outside the event loop, in a few threads, so that large texts
-        delay only each other. renders: the work begins with a chat template. Work that has not begun is dropped with
-        its caller."""
+        """Run CPU-bound work (tokenising, templates) in a few threads, so that large texts delay only each other.
+        renders: the work begins with a chat template. Work that has not begun is dropped with its caller."""
         threads = self._chat_threads if renders else self._threads
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
@@ -192,7 +188,7 @@ def service_of(request: Request) -> Service:
 
 
 def as_api_error(error: EngineError) -> ApiError:
-    """The engine's error as an answer: a request that it refuses is an error of the client."""
+    """The engine's error as an answer: a refused request is the client's error."""
     sentence = as_sentence(error.sentence)
     if isinstance(error, RequestRefused):
         return ApiError(400, sentence)

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from sparkdraft.core import FinishReason, SamplingParams
-from sparkdraft.server.engine_errors import EngineError, RequestRefused
+from sparkdraft.server.engine_client import EngineError, RequestRefused
 from sparkdraft.server.messages import TokenEvent
 from sparkdraft.server.protocol.errors import ApiError, unavailable
 from sparkdraft.server.protocol.shapes import Json, Tally, dumps

@@ -1,23 +1,24 @@
 """Watches what slowly goes wrong while a server runs, warns, and reacts; the reaction ends when its cause does.
 
-Each cause has a value that is read from time to time, a threshold at which it begins, a lower one at which it ends, and
-a number of readings in a row that both take, so that a value near a threshold does not switch back and forth. A cause
-also ends when nothing runs that it could be read from for that long, and with the engine that showed it.
+Each cause has a value that is read from time to time, a threshold at which it begins and one at which it ends. Both
+take several readings in a row, so that a value near a threshold does not switch back and forth. A cause also ends after
+as long without readings, and with the engine that showed it.
 
 | cause | value | reaction |
 |---|---|---|
-| memory low | share of memory, of at most 64 GiB, that can still be had | the KV cache takes no more memory |
-| memory critical | the same | new requests get 503; neither, but a warning, where a GPU has its own memory |
+| memory low | available share of the memory, or of 64 GiB | the KV cache takes no more memory |
+| memory critical | the same | new requests get 503 |
 | GPU throttled | 1 if the GPU is throttled | fewer requests may wait: the queue is halved |
-| steps slow | time of decode steps over what they took | the queue is shorter by this factor |
+| steps slow | time of decode steps over their usual time | the queue is shorter by this factor |
 | acceptance collapsed | share of first drafts that are accepted | nothing drafts, for a minute or more |
 
-A slow machine is no reason to refuse what can wait. The queue shrinks as far as requests take longer, so that the last
-in it waits no longer than before. Steps that are slow because other programs have the cores do not count at all
-(engine/drift.py).
+Where a GPU has its own memory, low memory only causes a warning. A slow machine is no reason to refuse what can wait:
+the queue shrinks as requests slow down, so that the last request in it waits no longer than before. Steps that are slow
+because of other programs' load do not count (engine/drift.py). Acceptance cannot be seen while nothing drafts, so
+drafting is tried again after a pause, which doubles each time that acceptance collapses again at once.
 
-Acceptance cannot be seen while nothing drafts, so drafting is tried again after a pause, which doubles each time that
-it collapses again at once.
+Memory and throttling are read from the system, because a server that swaps may get no answer from its engine, and
+because the driver's number of free bytes leaves out the page cache where GPU and CPU share one memory.
 """
 
 from __future__ import annotations
@@ -27,19 +28,21 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from sparkdraft.backend import DRAFTING, GROWTH
-from sparkdraft.server import readings
-
-if TYPE_CHECKING:
-    from sparkdraft.server.service import Service
+from sparkdraft.server.engine_client import EngineClient
+from sparkdraft.server.guards import Gate
+from sparkdraft.util.nvidia_smi import HELD_BACK, POWER_LIMIT, REASONS, ask, held_back
 
 log = logging.getLogger(__name__)
 EVERY = 2.0  # seconds between readings
 SLOW_EVERY = 5  # readings between two questions to nvidia-smi, which takes some 50 ms
 LEAST_STEPS = 64  # steps that drafted, before their acceptance counts
 FIRST_PAUSE, LONGEST_PAUSE = 60.0, 960.0  # seconds without drafting
+GIB = 1 << 30
+ENOUGH = 64 * GIB  # a larger machine counts as this large; 6 % of it are somewhat less than 4 GiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +51,8 @@ class Cause:
     begins: float
     ends: float
     reaction: str  # in words
-    patience: int = 3  # readings in a row at which it begins
-    calm: int = 5  # readings in a row at which it ends
+    patience: int = 3  # readings in a row after which it begins
+    calm: int = 5  # readings in a row after which it ends
 
     @property
     def is_high(self) -> bool:
@@ -69,15 +72,63 @@ UNUSED = "torch gives back the memory that it keeps unused"
 NOT_COMPARED = "the kernel does not say how long threads wait for a core, so other programs' load cannot be told apart"
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    available: float  # bytes, without swapping
+    total: float
+
+    @property
+    def level(self) -> float:
+        """The available share of the whole or of ENOUGH: a large machine with some GiB left lacks nothing."""
+        return self.available / min(self.total, ENOUGH)
+
+    @property
+    def said(self) -> str:
+        share = self.available / self.total
+        return f"{share:.1%} of the memory is available ({self.available / GIB:.1f} GiB)"
+
+
+def memory_left(root: Path = Path("/")) -> Memory | None:
+    """The memory of the machine or of the control group, whichever has less left. None where the system does not
+    say."""
+    found = []
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        sizes = {name: int(rest.split()[0]) for name, rest in (line.split(":", 1) for line in lines if ":" in line)}
+        found.append(Memory(1024 * sizes["MemAvailable"], 1024 * sizes["MemTotal"]))
+    except (OSError, KeyError, ValueError, IndexError):
+        pass
+    try:
+        group = root / "sys/fs/cgroup"
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        files = int(stat["inactive_file"]) + int(stat["active_file"])  # which the system would drop
+        found.append(Memory(limit - (used - files), limit))
+    except (OSError, KeyError, ValueError):
+        pass  # no control group, or no limit ("max")
+    return min((each for each in found if each.total), key=lambda each: each.level, default=None)
+
+
+def throttling(gpu: str = "", program: str = "nvidia-smi") -> tuple[list[str], str]:
+    """The names of the reasons why the GPU with this UUID is throttled, and why they could not be read, or ''. A power
+    limit reached under full load does not count. Takes some 50 ms: call it in a thread."""
+    rows, problem = ask([REASONS], gpu, program=program)
+    masks = [held_back(row[0]) for row in rows]
+    if not problem and (not masks or None in masks):
+        problem = f"nvidia-smi does not say: {rows[0][0] if rows else 'no GPU'}"
+    found = [name for bit, name in HELD_BACK.items() if bit != POWER_LIMIT and any((mask or 0) & bit for mask in masks)]
+    return ([], problem) if problem else (found, "")
+
+
 class Alarm:
     """The state of one cause: it begins and ends after enough readings in a row."""
 
     def __init__(self, cause: Cause) -> None:
         self.cause, self.value, self.active = cause, float("nan"), False
-        self.said = ""  # in words, the last reading that speaks for the state
-        self.times = 0  # that it has begun
+        self.said = ""  # the last reading that supports the state, in words
+        self.times = 0  # how often it has begun
         self._run = 0  # readings in a row that ask for the other state
-        self._missing = 0  # times in a row that there was no reading
+        self._missing = 0  # missing readings in a row
 
     def take(self, value: float | None, said: str = "") -> bool:
         """Take a reading, None if there is none. said: the reading in words. Returns whether the state has changed."""
@@ -98,7 +149,7 @@ class Alarm:
         return changes
 
     def end(self, said: str) -> bool:
-        """End it if it is active, whatever was read. Returns whether it was."""
+        """End it whatever was read. Returns whether it was active."""
         was, self.said = self.active, said
         self._set(False)
         return was
@@ -108,12 +159,29 @@ class Alarm:
         self.times += active
 
 
+T = TypeVar("T")
+
+
+class Watched(Protocol):
+    """The part of a server that the watchdog reads and acts on (service.py)."""
+
+    client: EngineClient
+    gate: Gate
+
+    @property
+    def ready(self) -> bool: ...
+
+    async def engine_status(self) -> dict[str, Any]: ...
+
+    async def in_thread(self, work: Callable[[], T]) -> T: ...
+
+
 class Watchdog:
     def __init__(
         self,
-        service: Service,
-        memory: Callable[[], readings.Memory | None] = readings.memory_left,
-        throttling: Callable[[str], tuple[list[str], str]] = readings.throttling,
+        service: Watched,
+        memory: Callable[[], Memory | None] = memory_left,
+        throttling: Callable[[str], tuple[list[str], str]] = throttling,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.service = service
@@ -123,8 +191,8 @@ class Watchdog:
         self._count = 0
         self._counted = (0, 0)  # steps that drafted and first drafts accepted, at the last reading that counted
         self._pause, self._try_at = FIRST_PAUSE, 0.0
-        self._compared = 0  # steps that the last reading of their times was made of
-        self._engine: object = None  # the info of the engine that the parts were switched in
+        self._compared = 0  # steps compared at the last reading
+        self._engine: object = None  # the info of the engine that is watched
         self._switched: dict[str, bool] = {}  # parts of that engine, and whether they are on
 
     async def run(self) -> None:
@@ -176,7 +244,7 @@ class Watchdog:
         return info.plan_facts if info else {}
 
     def _reaction(self, cause: Cause) -> str:
-        """In words, as it is on this device."""
+        """What is done about a cause on this device, in words."""
         if cause in MEMORY and self._facts.get("gpu_memory") == "own":
             return OWN_MEMORY
         return UNUSED if cause is MEMORY_LOW and self._facts.get("device") == "cuda" else cause.reaction
@@ -193,7 +261,7 @@ class Watchdog:
             log.warning("%s has ended: %s; back to normal", alarm.cause.name, alarm.said)
 
     def _meet(self, info: object) -> None:
-        """An engine that was started again has all its parts on, and nothing is known of it yet."""
+        """Begin anew with a restarted engine, which has all its parts on."""
         if self._engine is info:
             return
         self._engine, self._switched, self._compared, self._counted = info, {}, 0, (0, 0)
@@ -211,8 +279,8 @@ class Watchdog:
         self._take(THROTTLED, float(bool(names)), said)
 
     def _step_times(self, status: Mapping[str, Any]) -> None:
-        """Without new steps the last ratio says nothing new. Only if nothing runs, that is a reading of its own: steps
-        of a request that runs may be of a new kind, or beside other programs' load."""
+        """Read the step times. Without new steps the ratio is not read again. That counts as a missing reading only if
+        nothing runs: a running request's steps may be of a new kind, or delayed by other programs' load."""
         drift, compared = status.get("step_drift"), status.get("steps_compared", 0)
         if compared is None:
             self.unread[SLOW.name] = NOT_COMPARED
@@ -224,7 +292,8 @@ class Watchdog:
             self._take(SLOW, None)
 
     def _acceptance(self, drafting: Mapping[str, Any]) -> None:
-        """The acceptance of first drafts since the last reading that counted; while nothing drafts, when to try."""
+        """Read the acceptance of first drafts since the last reading that counted; while drafting is off, decide when
+        to try it again."""
         alarm, now = self.alarms[COLLAPSED.name], self._clock()
         steps = int(drafting.get("num_spec_steps") or 0)
         accepted = int((drafting.get("per_position_accepted") or [0])[0])
@@ -248,14 +317,14 @@ class Watchdog:
                 self._try_at = now + self._pause
 
     def _react(self) -> None:
-        """Bring the reactions into line with the alarms."""
+        """Make the reactions fit the alarms."""
         service, on = self.service, {name: alarm.active for name, alarm in self.alarms.items()}
-        gate, reacts = service.gate, self._facts.get("gpu_memory") != "own"  # to memory
-        gate.closed = self._reason(MEMORY_CRITICAL) if reacts else ""
+        gate, reacts_to_memory = service.gate, self._facts.get("gpu_memory") != "own"
+        gate.closed = self._reason(MEMORY_CRITICAL) if reacts_to_memory else ""
         gate.slow = self._reason(THROTTLED) or self._reason(SLOW)
         slowdowns = 2.0 * on[THROTTLED.name], self.alarms[SLOW.name].value if on[SLOW.name] else 0.0
         gate.slowdown = max(1.0, *slowdowns)
-        wanted = {GROWTH: not (on[MEMORY_LOW.name] and reacts), DRAFTING: not on[COLLAPSED.name]}
+        wanted = {GROWTH: not (on[MEMORY_LOW.name] and reacts_to_memory), DRAFTING: not on[COLLAPSED.name]}
         for part, is_on in wanted.items():
             if self._switched.get(part, True) != is_on and service.ready:
                 service.client.switch(part, is_on)

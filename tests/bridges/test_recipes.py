@@ -11,6 +11,7 @@ import httpx
 import pytest
 import yaml
 
+from sparkdraft.bridges.container_env import merge_with_container
 from sparkdraft.bridges.importing import read
 from sparkdraft.bridges.recipe_formats import EUGR, FORMATS, SPARKRUN, check, rendered
 from sparkdraft.bridges.recipes import Recipe, find_recipe, recipes
@@ -148,10 +149,10 @@ def test_a_recipes_drafter_is_for_its_own_model_alone(tmp_path: Path) -> None:
     for config in (
         merge({"model": "other"}, None, {}, base),
         merge({}, file, {}, base),
-        merge({}, None, {"MODEL_PATH": "other"}, base),
+        merge_with_container({}, None, {"MODEL_PATH": "other"}, base),
     ):
         assert (config.engine.model, config.engine.drafter) == ("other", "auto")
-    assert merge({"drafter": "mine"}, None, {"MODEL_PATH": "other"}, base).engine.drafter == "mine"
+    assert merge_with_container({"drafter": "mine"}, None, {"MODEL_PATH": "other"}, base).engine.drafter == "mine"
 
 
 def test_run_starts_what_the_recipe_says(tmp_path: Path) -> None:

@@ -25,10 +25,8 @@ from sparkdraft.config import EngineConfig
 from sparkdraft.core import FinishReason, SamplingParams, TokenLogprob
 from sparkdraft.server.app import create_app
 from sparkdraft.server.config import ServerConfig
-from sparkdraft.server.engine_client import EngineClient
-from sparkdraft.server.engine_errors import EngineError
+from sparkdraft.server.engine_client import EngineClient, EngineError, Pulse
 from sparkdraft.server.messages import TokenEvent
-from sparkdraft.server.pulse import Pulse
 from sparkdraft.server.run import Server, address_of, listen
 from tests.models.tiny import byte_tokenizer, write_tiny
 from tests.patience import PATIENT, wait_for

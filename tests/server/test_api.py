@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from sparkdraft.core import AUTO, REPETITION, FinishReason, Repetition
-from sparkdraft.server.engine_errors import EngineError, RequestFailed, RequestRefused
+from sparkdraft.server.engine_client import EngineError, RequestFailed, RequestRefused
 from tests.patience import PATIENT
 from tests.server.conftest import FakeClient, Live, live
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkdraft.bridges.container_env import CONTAINER_NAMES, container_notes
+from sparkdraft.bridges.container_env import CONTAINER_NAMES, container_notes, merge_with_container
 from sparkdraft.cli.main import parser
 from sparkdraft.config import ENGINE_FIELDS
 from sparkdraft.core import UserError
@@ -59,7 +59,7 @@ def test_the_names_of_containers() -> None:
         "VLLM_API_KEY": "secret",
     }
     assert environ.keys() == CONTAINER_NAMES.keys()
-    config = merge({}, None, environ | {"ENABLE_TURBOQUANT": "1"})
+    config = merge_with_container({}, None, environ | {"ENABLE_TURBOQUANT": "1"})
     engine = config.engine
     assert (engine.model, engine.drafter, engine.spec) == ("/models/target", "z-lab/x", "15")
     assert (engine.max_model_len, engine.max_seqs, engine.max_rows) == (65536, 16, 32768)
@@ -67,33 +67,36 @@ def test_the_names_of_containers() -> None:
     assert (engine.tq_mode, engine.tq_key_bits, engine.tq_value_bits) == ("full_tq", 5, 4)
     assert (engine.tq_ring_capacity, engine.tq_initial_layers, engine.kv) == (256, 2, "turboquant")
     with pytest.raises(UserError, match="tq_mode is full_tq, but kv is exact"):
-        merge({}, None, environ)
-    switched_off = merge({}, None, environ | {"ENABLE_TURBOQUANT": "0"}).engine
+        merge_with_container({}, None, environ)
+    switched_off = merge_with_container({}, None, environ | {"ENABLE_TURBOQUANT": "0"}).engine
     assert (switched_off.kv, switched_off.tq_mode) == ("exact", "hybrid")
-    captured = merge({}, None, {"ENABLE_TURBOQUANT": "1", "TQ_MODE": "capture_only"}).engine
+    captured = merge_with_container({}, None, {"ENABLE_TURBOQUANT": "1", "TQ_MODE": "capture_only"}).engine
     assert (captured.kv, captured.tq_mode) == ("turboquant", "capture_only")
-    assert merge({"kv": "fp8"}, None, {"ENABLE_TURBOQUANT": "1"}).engine.kv == "fp8"
-    assert merge({}, None, {"ENABLE_TURBOQUANT": "0"}).engine.kv == "exact"
+    assert merge_with_container({"kv": "fp8"}, None, {"ENABLE_TURBOQUANT": "1"}).engine.kv == "fp8"
+    assert merge_with_container({}, None, {"ENABLE_TURBOQUANT": "0"}).engine.kv == "exact"
     with pytest.raises(UserError, match="ENABLE_TURBOQUANT is 'maybe'; it must be true or false"):
-        merge({}, None, {"ENABLE_TURBOQUANT": "maybe"})
+        merge_with_container({}, None, {"ENABLE_TURBOQUANT": "maybe"})
     assert "secret" not in repr(config)
-    assert merge({}, None, {"SERVED_MODEL_NAME": "qwen", "SPARKDRAFT_SERVED_NAME": "a, b"}).names == ["a", "b"]
-    assert merge({}, None, {"VLLM_API_KEY": ""}).api_key == ""
+    assert merge_with_container({}, None, {"SERVED_MODEL_NAME": "qwen", "SPARKDRAFT_SERVED_NAME": "a, b"}).names == [
+        "a",
+        "b",
+    ]
+    assert merge_with_container({}, None, {"VLLM_API_KEY": ""}).api_key == ""
 
 
 def test_flags_of_vllm_in_a_container() -> None:
     environ = {"EXTRA_ARGS": "--kv-cache-dtype fp8 --max-num-seqs 8 --seed 3", "MAX_NUM_SEQS": "16"}
-    config = merge({}, None, environ)
+    config = merge_with_container({}, None, environ)
     assert (config.engine.kv, config.engine.max_seqs) == ("fp8", 8), "EXTRA_ARGS come last on a command line"
-    assert merge({}, None, environ | {"SPARKDRAFT_MAX_SEQS": "4"}).engine.max_seqs == 4
-    assert merge({"max_seqs": 2}, None, environ).engine.max_seqs == 2
+    assert merge_with_container({}, None, environ | {"SPARKDRAFT_MAX_SEQS": "4"}).engine.max_seqs == 4
+    assert merge_with_container({"max_seqs": 2}, None, environ).engine.max_seqs == 2
     assert container_notes(environ) == ["EXTRA_ARGS: --seed: requests have seeds, the server has none"]
     with pytest.raises(UserError, match="--max-num-seqs: 'many' is not a whole number"):
-        merge({}, None, {"EXTRA_ARGS": "--max-num-seqs many"})
+        merge_with_container({}, None, {"EXTRA_ARGS": "--max-num-seqs many"})
 
 
 def test_an_attention_backend_is_accepted_and_explained() -> None:
-    assert merge({}, None, {"ATTENTION_BACKEND": "flash_attn"}) == ServerConfig()
+    assert merge_with_container({}, None, {"ATTENTION_BACKEND": "flash_attn"}) == ServerConfig()
     (note,) = container_notes({"ATTENTION_BACKEND": "flash_attn"})
     assert "accepted and not needed" in note
 

@@ -21,8 +21,15 @@ import pytest
 from sparkdraft.core import FinishReason, GrammarSpec, SamplingParams, TokenLogprob, TryLater, UserError
 from sparkdraft.engine.backend import load_backend
 from sparkdraft.server import engine_client
-from sparkdraft.server.engine_client import FIRST_START, EngineClient, Mailbox, RestartPolicy, TokenStream
-from sparkdraft.server.engine_errors import EngineError, RequestRefused
+from sparkdraft.server.engine_client import (
+    FIRST_START,
+    EngineClient,
+    EngineError,
+    Mailbox,
+    RequestRefused,
+    RestartPolicy,
+    TokenStream,
+)
 from sparkdraft.server.engine_process import EngineLoop
 from sparkdraft.server.messages import Refused, Submit, TokenEvent, pack_params
 from sparkdraft.server.service import as_api_error

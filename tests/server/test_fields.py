@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sparkdraft.server.protocol.refused import CHAT_ONLY, COMPLETIONS_ONLY, INSTEAD, OFF, ON_BY_DEFAULT
+from sparkdraft.server.protocol.validation import CHAT_ONLY, COMPLETIONS_ONLY, INSTEAD, OFF, ON_BY_DEFAULT
 from tests.server.conftest import TEMPLATE, FakeClient, Live, live
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sparkdraft.server import engine_client, pulse, stream
+from sparkdraft.server import engine_client, stream
 from sparkdraft.server.engine_client import EngineClient, RestartPolicy
 from tests.server.conftest import Live, live
 from tests.server.echo_backend import HELD
@@ -45,7 +45,7 @@ def server(shared: Live, go_on: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """Without limits, and nothing lets a held step go on."""
     go_on.unlink(missing_ok=True)
     shared.wait_for(lambda: shared.service.ready)
-    monkeypatch.setattr(engine_client, "BEAT", pulse.BEAT / 10)
+    monkeypatch.setattr(engine_client, "BEAT", engine_client.BEAT / 10)
     monkeypatch.setattr(stream, "PING", 0.05)
     monkeypatch.setattr(shared.service.client, "restart", replace(shared.service.client.restart, hang=0, step=0))
     yield shared
@@ -81,7 +81,7 @@ def health(server: Live) -> tuple[int, Any]:
 
 
 def test_a_stopped_process_is_reported_and_goes_on_where_it_was(server: Live, go_on: Path) -> None:
-    assert pulse.SILENT + 2 * pulse.BEAT <= 3, "within three seconds"
+    assert engine_client.SILENT + 2 * engine_client.BEAT <= 3, "within three seconds"
     with held_stream(server) as lines:
         signalled(server, signal.SIGSTOP)
         server.wait_for(lambda: health(server)[0] == 503)
@@ -89,7 +89,7 @@ def test_a_stopped_process_is_reported_and_goes_on_where_it_was(server: Live, go
         assert (status, said["status"]) == (503, "unresponsive") and "no sign of life for" in said["error"]
         assert "sparkdraft_engine_ready 0" in server.http.get("/metrics").text.splitlines()
         whole = server.http.get("/v1/status").json()
-        assert whole["status"] == "unresponsive" and whole["silent_s"] > pulse.SILENT
+        assert whole["status"] == "unresponsive" and whole["silent_s"] > engine_client.SILENT
         refused = server.post("/v1/completions", prompt="x")
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
         assert refused.json()["error"]["code"] == "engine_unresponsive"
@@ -104,7 +104,7 @@ def test_a_stopped_process_is_reported_and_goes_on_where_it_was(server: Live, go
 
 
 def test_a_long_step_is_no_hang(server: Live, go_on: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "SILENT", 100.0)  # ten seconds, for a machine that is busy
+    monkeypatch.setattr(engine_client, "SILENT", 100.0)  # ten seconds, for a machine that is busy
     with held_stream(server) as lines:
         server.wait_for(lambda: server.service.client.pulse.step_for > 5)
         assert health(server) == (200, {"status": "ok"})

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkdraft.server.config import merge
+from sparkdraft.bridges.container_env import merge_with_container
 from sparkdraft.server.healthcheck import check, url_of
 from tests.patience import PATIENT
 from tests.server.conftest import FakeClient, live
@@ -26,7 +26,7 @@ from tests.server.conftest import FakeClient, live
     ],
 )
 def test_it_asks_where_the_server_listens(environ: dict[str, str], url: str) -> None:
-    assert url_of(merge({}, None, environ)) == url
+    assert url_of(merge_with_container({}, None, environ)) == url
 
 
 def test_it_tells_the_truth(tmp_path: Path) -> None:

@@ -19,11 +19,10 @@ from typing import Any
 import pytest
 
 from sparkdraft.core import SamplingParams, UserError
-from sparkdraft.server import connection, limits
+from sparkdraft.server import guards
 from sparkdraft.server.config import ServerConfig
 from sparkdraft.server.engine_client import EngineClient
-from sparkdraft.server.hosts import accepted_hosts
-from sparkdraft.server.limits import Gate
+from sparkdraft.server.guards import Gate, accepted_hosts
 from sparkdraft.server.protocol.errors import ApiError
 from sparkdraft.server.protocol.shapes import finite
 from sparkdraft.server.service import TEXT_THREADS
@@ -305,8 +304,8 @@ def test_of_many_mistakes_in_a_list_one_is_told(echo: Live) -> None:
 
 
 def test_a_body_that_stalls_is_given_up(small: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "BODY_SECONDS", 0.05)
-    monkeypatch.setattr(limits, "LINGER_SECONDS", 0.05)
+    monkeypatch.setattr(guards, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(guards, "LINGER_SECONDS", 0.05)
     with connect(small) as raw:
         raw.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nabc".encode())
         answer = b"".join(iter(lambda: raw.recv(4000), b""))  # to the end: it is closed
@@ -314,8 +313,8 @@ def test_a_body_that_stalls_is_given_up(small: Live, monkeypatch: pytest.MonkeyP
 
 
 def test_a_body_that_drips_is_cut(small: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "BODY_SECONDS", 0.3)
-    monkeypatch.setattr(limits, "LINGER_SECONDS", 0.05)
+    monkeypatch.setattr(guards, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(guards, "LINGER_SECONDS", 0.05)
     with connect(small) as raw:
         raw.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3000\r\n\r\n".encode())
         raw.settimeout(0.02)
@@ -356,7 +355,7 @@ def test_heads_that_are_refused(small: Live, head: str, status: int, words: str)
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: local"])
 def test_headers_that_never_end_close_the_connection(small: Live, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
-    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.05)
+    monkeypatch.setattr(guards, "HEADER_SECONDS", 0.05)
     with connect(small) as raw:
         raw.sendall(sent)
         assert raw.recv(100) == b""
@@ -368,7 +367,7 @@ def test_the_next_headers_of_a_connection_must_end_too(small: Live, monkeypatch:
         answer = b""
         while b"}" not in answer:
             answer += raw.recv(4000)
-        monkeypatch.setattr(connection, "HEADER_SECONDS", 0.05)
+        monkeypatch.setattr(guards, "HEADER_SECONDS", 0.05)
         raw.sendall(b"GET /health HTTP/1.1\r\n")
         assert raw.recv(100) == b""
 
@@ -376,7 +375,7 @@ def test_the_next_headers_of_a_connection_must_end_too(small: Live, monkeypatch:
 def test_an_answer_may_take_longer_than_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     with live(FakeClient(lambda prompt, params: "x" * 30, delay=0.02)) as server:
         server.chat()  # over a connection that is kept: a new one would have to send its headers in the time below
-        monkeypatch.setattr(connection, "HEADER_SECONDS", 0.05)
+        monkeypatch.setattr(guards, "HEADER_SECONDS", 0.05)
         assert server.chat().json()["choices"][0]["message"]["content"] == "x" * 30
 
 

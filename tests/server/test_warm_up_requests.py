@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from sparkdraft.server import warm_up_requests
-from sparkdraft.server.engine_errors import EngineError
+from sparkdraft.server import app
+from sparkdraft.server.engine_client import EngineError
 from sparkdraft.text import template as templates
 from tests.models.tiny import write_tiny
 from tests.patience import PATIENT
@@ -70,7 +70,7 @@ def test_nothing_is_ready_before_the_warm_up_requests_are_over() -> None:
         assert running.chat().json()["error"]["code"] == "not_ready"
         client.go_on.set()
         running.wait_for(lambda: running.service.ready)
-        assert len(client.seen) == len(warm_up_requests.REQUESTS) and client.aborted == []
+        assert len(client.seen) == len(app.WARM_UP_REQUESTS) and client.aborted == []
         assert {params.grammar and params.grammar.kind for params in client.seen} == {None, "json_object"}
 
 
@@ -100,7 +100,7 @@ def test_an_engine_that_dies_in_its_warm_up_requests_has_not_started() -> None:
     ids=["errors", "no template", "slow"],
 )
 def test_warm_up_requests_that_go_wrong_stop_nobody(client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm_up_requests, "BUDGET", 0.5)
+    monkeypatch.setattr(app, "WARM_UP_SECONDS", 0.5)
     with live(client, warms_up=True) as running:
         assert running.http.get("/health").status_code == 200
         running.wait_for(lambda: running.service.gate.num_inside == 0)

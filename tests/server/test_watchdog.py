@@ -17,8 +17,19 @@ import pytest
 from sparkdraft.backend import DRAFTING, GROWTH, PREFIX_CACHE
 from sparkdraft.core import SamplingParams
 from sparkdraft.engine.drift import BATCH, LEARNT, CoreWait, StepDrift
-from sparkdraft.server.readings import GIB, Memory, memory_left, throttling
-from sparkdraft.server.watchdog import COLLAPSED, FIRST_PAUSE, LEAST_STEPS, SLOW, Alarm, Cause, Watchdog
+from sparkdraft.server.watchdog import (
+    COLLAPSED,
+    FIRST_PAUSE,
+    GIB,
+    LEAST_STEPS,
+    SLOW,
+    Alarm,
+    Cause,
+    Memory,
+    Watchdog,
+    memory_left,
+    throttling,
+)
 from tests.fakes import FakeBlock, fake_engine
 from tests.server.conftest import FakeClient, Live, live
 

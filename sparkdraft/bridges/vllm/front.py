@@ -20,10 +20,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sparkdraft import __version__
 from sparkdraft.operate.canary.findings import FAILED
 from sparkdraft.server.app import Errors
-from sparkdraft.server.auth import Auth
 from sparkdraft.server.config import ServerConfig
-from sparkdraft.server.hosts import Hosts, accepted_hosts
-from sparkdraft.server.limits import BodyLimit, Linger
+from sparkdraft.server.guards import Auth, BodyLimit, Hosts, Linger, accepted_hosts
 from sparkdraft.server.metrics import PREFIX, Metrics
 from sparkdraft.server.protocol.errors import ApiError, unavailable
 from sparkdraft.server.protocol.shapes import dumps

@@ -26,8 +26,8 @@ from sparkdraft.core import UserError
 from sparkdraft.operate.canary.findings import Finding, summary
 from sparkdraft.operate.canary.http_client import Server as Asked
 from sparkdraft.operate.canary.remote import check_url
+from sparkdraft.server.app import send_warm_up_requests
 from sparkdraft.server.run import http_config
-from sparkdraft.server.warm_up_requests import send_warm_up_requests
 
 POLL = 0.05
 ASK = 0.5  # seconds between two looks whether a child that starts is healthy

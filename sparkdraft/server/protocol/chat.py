@@ -1,23 +1,40 @@
-"""The request body of /v1/chat/completions: messages, tools and the format of the answer.
+"""/v1/chat/completions: the request body with messages and tools, and the answer as OpenAI's chunks or as a whole.
 
 The models say what each field must look like. `ChatRequest.check` checks what depends on several fields (a named tool
-that does not exist, log-probabilities that were not asked for). prompts.py applies the chat template.
+that does not exist, log-probabilities that were not asked for). prompts.py applies the chat template. `ChatAnswer`
+takes the engine's events: a stream sends the chunks that `push` returns; a blocking answer drops them and takes
+`whole`. The parser finds calls and reasoning in the text (text/events.py).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from sparkdraft.server.limits import MAX_MESSAGES, MAX_PARTS, MAX_SCHEMA_BYTES, MAX_TOOLS
+from sparkdraft.core import REPETITION, FinishReason, TokenLogprob
+from sparkdraft.server.messages import TokenEvent
 from sparkdraft.server.protocol.errors import ApiError
-from sparkdraft.server.protocol.refused import COMPLETIONS_ONLY
 from sparkdraft.server.protocol.sampling import Fields, MaxTokens, SamplingFields
-from sparkdraft.server.protocol.validation import shown
+from sparkdraft.server.protocol.shapes import (
+    Json,
+    Tally,
+    TokenBytes,
+    accepted_chars,
+    chat_logprobs,
+    prompt_logprobs,
+    stop_reason,
+)
+from sparkdraft.server.protocol.validation import COMPLETIONS_ONLY, shown
+from sparkdraft.text.events import Content, Event, Parser, Reasoning, ToolArguments, ToolCall, joined
 
+MAX_MESSAGES = 2000
+MAX_PARTS = 2000  # per message content
+MAX_TOOLS = 128  # as OpenAI's
+MAX_SCHEMA_BYTES = 64 << 10
 TEXT_PARTS = ("text", "refusal")
 NOUNS = {"image": "an image", "audio": "audio", "video": "a video", "file": "a file"}  # by a word of the part's type
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
@@ -35,7 +52,7 @@ class Part(Fields):
 
 class CalledFunction(Fields):
     name: Annotated[str, StringConstraints(min_length=1, max_length=128)]
-    arguments: str | None = "{}"  # None: as left out
+    arguments: str | None = "{}"  # None: the default
 
 
 class ToolCallIn(Fields):
@@ -93,7 +110,7 @@ class ResponseFormat(Fields):
 
 
 class ChatFields(Fields):
-    """What is asked of the prompt, in a chat and in /tokenize."""
+    """Fields about the prompt, in a chat and in /tokenize."""
 
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="what else the chat template may look at")
     add_generation_prompt: bool | None = Field(None, description="false: the prompt ends after the last message")
@@ -133,7 +150,7 @@ class ChatRequest(ChatFields, SamplingFields):
 
     @model_validator(mode="after")
     def _functions_as_tools(self) -> Self:
-        """From here on OpenAI's older form is its newer one; chat_answer.py writes the older one again."""
+        """Turn OpenAI's older form into its newer one; `ChatAnswer` writes the older one again."""
         if (self.functions or self.function_call) and (self.tools or self.tool_choice):
             old, new = ("functions", "tools") if self.functions else ("function_call", "tool_choice")
             raise ApiError(400, f"{old} is the older form of {new}; send only tools and tool_choice.", old)
@@ -211,7 +228,7 @@ class ChatRequest(ChatFields, SamplingFields):
 
 
 def check_parts(messages: Sequence[ChatMessage]) -> None:
-    """Raises ApiError for a part that is no text: images, audio and video are not read, whatever the model could do."""
+    """Refuse parts other than text: images, audio and video are not read, whatever the model could do."""
     for i, message in enumerate(messages):
         for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
             place = f"messages[{i}].content[{j}]"
@@ -234,3 +251,197 @@ def as_json(value: Any, param: str | None = None) -> str:
         raise ApiError(400, f"A schema is not plain JSON: {error}.", param) from None
     except RecursionError:
         raise ApiError(400, "A schema is nested too deeply to be read; flatten it, or refer to $defs.", param) from None
+
+
+@dataclass(slots=True)
+class Choice:
+    """One of the n texts so far."""
+
+    parser: Parser
+    begun: bool = False
+    content: str = ""
+    reasoning: str = ""
+    calls: dict[int, Json] = field(default_factory=dict)
+    logprobs: list[Json] = field(default_factory=list)
+    finish: str | None = None
+    stop_reason: str | None = None
+    # Not sent yet, because the parser holds back the text:
+    waiting_logprobs: list[Json] = field(default_factory=list)
+    tokens: int = 0
+    accepted: int = 0
+    accepted_chars: int = 0
+
+
+@dataclass(slots=True)
+class ChatAnswer:
+    id: str
+    created: int
+    model: str
+    n: int
+    tokenizer: TokenBytes
+    eos_ids: frozenset[int]
+    new_parser: Callable[[], Parser]
+    wants_logprobs: bool = False
+    parallel: bool = True  # False: only the first call counts
+    old_calls: bool = False  # OpenAI's older form: function_call instead of tool_calls
+    may_be_empty: bool = False  # ToolFormat.may_be_empty
+    prompt_logprobs: int | None = None  # alternatives per token of the prompt
+    include_usage: bool = False  # in chunks, as are the next two
+    usage_in_each: bool = False
+    return_speculation: bool = False
+    tally: Tally = field(default_factory=Tally)
+    choices: dict[int, Choice] = field(default_factory=dict)
+    prompt_rows: list[TokenLogprob | None] | None = None
+
+    # ---- chunks
+
+    def push(self, event: TokenEvent, prompt_index: int = 0) -> list[Json]:
+        """The chunks for this event; the last chunk of a choice has its finish reason."""
+        choice = self.choices.get(event.index)
+        if choice is None:
+            choice = self.choices[event.index] = Choice(self.new_parser())
+        self.prompt_rows = self.prompt_rows or event.prompt_logprobs
+        self._count(choice, event)
+        events = choice.parser.feed(event.text)
+        is_cut = event.finish is FinishReason.LENGTH or event.stop_reason == REPETITION
+        if event.finish:
+            end = choice.parser.finish(is_cut)
+            events = joined([*events, *end])  # several events at once become one delta
+        chunks = []
+        if not choice.begun:
+            choice.begun = True
+            chunks.append(self._chunk(event.index, {"role": "assistant", "content": ""}))
+        deltas = [self._chunk(event.index, delta, choice) for delta in self._deltas(choice, events)]
+        if self.may_be_empty and event.finish is FinishReason.STOP and event.ids and event.ids[-1] in self.eos_ids:
+            missing = self._deltas(choice, _missing_arguments(choice))
+            deltas += [self._chunk(event.index, delta, choice) for delta in missing]
+        if deltas:
+            chunks += deltas
+            choice.accepted_chars = 0  # the rest were markup, which is not shown
+        if event.finish:
+            choice.finish, choice.stop_reason = self._finish_reason(choice, event.finish, is_cut), event.stop_reason
+            chunks.append(self._chunk(event.index, {}, choice, choice.finish))
+        return chunks
+
+    def last_chunks(self) -> list[Json]:
+        """The chunks after all choices: the usage, if it was asked for."""
+        if not self.include_usage:
+            return []
+        last = self._chunk(0, {}) | {"choices": [], "usage": self.tally.usage()}
+        return [last | ({"metrics": self.tally.metrics()} if self.return_speculation else {})]
+
+    def _count(self, choice: Choice, event: TokenEvent) -> None:
+        choice.tokens += len(event.ids)
+        choice.accepted += event.num_accepted
+        if self.return_speculation:
+            choice.accepted_chars += accepted_chars(event, self.tokenizer)
+        if event.logprobs and self.wants_logprobs:
+            rows = _without_end(event.logprobs, event, self.eos_ids)
+            choice.waiting_logprobs += chat_logprobs(rows, self.tokenizer)
+
+    def _deltas(self, choice: Choice, events: list[Event]) -> Iterator[Json]:
+        for event in events:
+            match event:
+                case Content(text) if text:
+                    choice.content += text
+                    yield {"content": text}
+                case Reasoning(text) if text:
+                    choice.reasoning += text
+                    yield {"reasoning_content": text}
+                case ToolCall(index, call_id, name) if self.parallel or index == 0:
+                    choice.calls[index] = _call(call_id, name)
+                    yield self._call_delta({"index": index} | _call(call_id, name))
+                case ToolArguments(index, text) if text and index in choice.calls:
+                    choice.calls[index]["function"]["arguments"] += text
+                    yield self._call_delta({"index": index, "function": {"arguments": text}})
+
+    def _call_delta(self, call: Json) -> Json:
+        return {"function_call": call["function"]} if self.old_calls else {"tool_calls": [call]}
+
+    def _chunk(self, index: int, delta: Json, choice: Choice | None = None, finish: str | None = None) -> Json:
+        """Make a chunk, with what waits in 'choice'."""
+        body: Json = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+        chunk = self._frame("chat.completion.chunk") | {"choices": [body]}
+        if self.include_usage:
+            chunk["usage"] = self.tally.usage() if self.usage_in_each else None
+        if self.return_speculation:
+            chunk |= _drafted(choice, delta)
+        if choice:
+            if finish:
+                body |= stop_reason(choice.stop_reason)
+            if choice.waiting_logprobs:
+                body["logprobs"] = {"content": choice.waiting_logprobs, "refusal": None}
+            choice.logprobs += choice.waiting_logprobs
+            choice.waiting_logprobs, choice.tokens, choice.accepted = [], 0, 0
+        is_last = finish and self.return_speculation and not self.include_usage and self._all_ended()
+        return chunk | ({"metrics": self.tally.metrics()} if is_last else {})
+
+    def _all_ended(self) -> bool:
+        return sum(choice.finish is not None for choice in self.choices.values()) == self.n
+
+    # ---- the whole answer
+
+    def whole(self) -> Json:
+        answer = self._frame("chat.completion") | {
+            "choices": [self._whole_choice(index, choice) for index, choice in sorted(self.choices.items())],
+            "usage": self.tally.usage(),
+        }
+        if self.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(self.prompt_rows or [], self.prompt_logprobs, self.tokenizer)
+        return answer | ({"metrics": self.tally.metrics()} if self.return_speculation else {})
+
+    def _whole_choice(self, index: int, choice: Choice) -> Json:
+        calls = [call for _, call in sorted(choice.calls.items())]
+        message: Json = {"role": "assistant", "content": None if calls and not choice.content else choice.content}
+        message["refusal"] = None
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
+        if calls:
+            message |= {"function_call": calls[0]["function"]} if self.old_calls else {"tool_calls": calls}
+        logprobs = {"content": choice.logprobs, "refusal": None} if self.wants_logprobs else None
+        whole = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
+        return whole | stop_reason(choice.stop_reason)
+
+    def _frame(self, kind: str) -> Json:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _finish_reason(self, choice: Choice, finish: FinishReason, is_cut: bool) -> str:
+        """The finish reason of a choice. Where only one call was asked for, what follows it is not shown, so an answer
+        cut there is complete."""
+        if not choice.calls:
+            return finish.value
+        if is_cut and (self.parallel or not _is_object(choice.calls[0]["function"]["arguments"])):
+            return FinishReason.LENGTH.value  # also for a call that repeats itself: no client may run it
+        return "function_call" if self.old_calls else "tool_calls"
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _missing_arguments(choice: Choice) -> list[Event]:
+    """Empty objects for calls without arguments: clients parse the arguments."""
+    return [ToolArguments(index, "{}") for index, call in choice.calls.items() if not call["function"]["arguments"]]
+
+
+def _drafted(choice: Choice | None, delta: Json) -> Json:
+    """The tokens and characters of a chunk that were drafted."""
+    if choice is None:
+        return {"tokens": 0, "accepted": 0, "accepted_chars": 0}
+    size = len(delta.get("content") or delta.get("reasoning_content") or "")
+    chars = min(size, choice.accepted_chars)
+    choice.accepted_chars -= chars
+    return {"tokens": choice.tokens, "accepted": choice.accepted, "accepted_chars": chars}
+
+
+def _call(call_id: str, name: str) -> Json:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
+
+
+def _without_end(rows: list[TokenLogprob], event: TokenEvent, eos_ids: frozenset[int]) -> list[TokenLogprob]:
+    """Drop the end-of-text token, which is not part of the text."""
+    ended = event.finish is FinishReason.STOP and rows and rows[-1].id in eos_ids
+    return rows[:-1] if ended else rows

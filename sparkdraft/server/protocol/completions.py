@@ -1,30 +1,43 @@
-"""The request bodies of /v1/completions, /tokenize and /detokenize.
+"""/v1/completions: its request body and its answer; and the bodies of /tokenize and /detokenize.
 
 A prompt is a text, a list of texts, a list of ids or a list of those; `prompts` turns it into one list. prompts.py
-checks whether ids are in the vocabulary.
+checks whether ids are in the vocabulary. `CompletionAnswer` is used like `ChatAnswer`: `push` gives chunks, `whole` the
+answer. It covers several prompts with n texts each, numbered consecutively.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from sparkdraft.server.limits import MAX_PROMPTS
+from sparkdraft.core import TokenLogprob
+from sparkdraft.server.messages import TokenEvent
 from sparkdraft.server.protocol.chat import ChatFields, Messages, Tools
 from sparkdraft.server.protocol.errors import ApiError
-from sparkdraft.server.protocol.refused import CHAT_ONLY, check_refused
 from sparkdraft.server.protocol.sampling import Fields, SamplingFields, TokenId
+from sparkdraft.server.protocol.shapes import (
+    Json,
+    Tally,
+    accepted_chars,
+    completion_logprobs,
+    prompt_logprobs,
+    stop_reason,
+)
+from sparkdraft.server.protocol.validation import CHAT_ONLY, check_refused
+from sparkdraft.text.detokenize import Detokenizer
+from sparkdraft.text.tokenizer import Vocabulary
 
+MAX_PROMPTS = 256  # per request
 Prompts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 IdLists = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 
 
 def _form(prompt: Any) -> str:
-    """Which of the four forms is meant, judged by the first element, so that a mistake is reported once and not four
-    times."""
+    """The form that is meant, judged by the first element, so that a mistake is reported once and not four times."""
     if not isinstance(prompt, list):
         return "text"
     first = prompt[0] if prompt else ""
@@ -63,7 +76,7 @@ class CompletionRequest(SamplingFields):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """Scoring asks for one token: the step that scores the prompt samples it anyway, and it is dropped."""
+        """Scoring asks for one token, which the step that scores the prompt samples anyway. It is dropped."""
         return 1 if self.scores else self.max_tokens
 
     def check(self) -> None:
@@ -101,3 +114,112 @@ class TokenizeRequest(ChatFields):
 class DetokenizeRequest(Fields):
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+
+
+@dataclass(slots=True)
+class Text:
+    """One text so far, and the log-probabilities of its tokens."""
+
+    decoder: Detokenizer  # of the tokens with log-probabilities
+    text: str = ""
+    rows: list[tuple[int, TokenLogprob | None]] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)  # where each of these tokens begins in the text
+    num_chars: int = 0  # of these tokens
+    finish: str | None = None
+    stop_reason: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionAnswer:
+    id: str
+    created: int
+    model: str
+    n: int
+    prompts: list[tuple[str, list[int]]]  # text and ids; the text is used only with echo
+    tokenizer: Vocabulary
+    echo: bool = False
+    logprobs: int | None = None  # alternatives per token
+    prompt_logprobs: int | None = None  # alternatives per token of the prompt, in a list of their own
+    include_usage: bool = False
+    usage_in_each: bool = False
+    return_speculation: bool = False
+    tally: Tally = field(default_factory=Tally)
+    texts: dict[int, Text] = field(default_factory=dict)
+    prompt_rows: dict[int, list[TokenLogprob | None]] = field(default_factory=dict)  # by the prompt's number
+
+    def push(self, event: TokenEvent, prompt_index: int = 0) -> list[Json]:
+        index = prompt_index * self.n + event.index
+        text, rows = event.text, []
+        if event.prompt_logprobs:
+            self.prompt_rows[prompt_index] = event.prompt_logprobs
+        if index not in self.texts:
+            self.texts[index] = Text(Detokenizer(self.tokenizer, continues=not self.echo))
+            if self.echo:
+                prompt, ids = self.prompts[prompt_index]
+                text = prompt + text
+                told = [row and replace(row, top=row.top[: self.logprobs]) for row in event.prompt_logprobs or []]
+                rows = list(zip(ids, told or [None] * len(ids), strict=False))
+        choice = self.texts[index]
+        choice.text += text
+        rows += [(row.id, row) for row in event.logprobs or []]  # clients count on one per token, the end included
+        choice.finish, choice.stop_reason = event.finish.value if event.finish else None, event.stop_reason
+        if not (text or rows or event.finish or self.return_speculation):
+            return []
+        return [self._chunk(index, event, text, self._logprobs(choice, rows))]
+
+    def _logprobs(self, choice: Text, rows: list[tuple[int, TokenLogprob | None]]) -> Json | None:
+        if self.logprobs is None:
+            return None
+        offsets = []
+        for token, _ in rows:
+            offsets.append(choice.num_chars)
+            choice.num_chars += len(choice.decoder.push(token) or self._mark(choice, token))
+        choice.rows += rows
+        choice.offsets += offsets
+        return completion_logprobs(rows, offsets, self.tokenizer)
+
+    def _mark(self, choice: Text, token: int) -> str:
+        """The text of a special token, if it stands here: a prompt may spell one."""
+        if not self.tokenizer.is_special(token):
+            return ""
+        mark = self.tokenizer.token_bytes(token, skip_special=False).decode("utf-8", "replace")
+        return mark if choice.text.startswith(mark, choice.num_chars) else ""
+
+    def _chunk(self, index: int, event: TokenEvent, text: str, logprobs: Json | None) -> Json:
+        choice = self.texts[index]
+        body = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish}
+        body |= stop_reason(choice.stop_reason)
+        chunk = self._frame() | {"choices": [body]}
+        if self.include_usage:
+            chunk["usage"] = self.tally.usage() if self.usage_in_each else None
+        if self.return_speculation:
+            chunk |= {"tokens": len(event.ids), "accepted": event.num_accepted}
+            chunk["accepted_chars"] = accepted_chars(event, self.tokenizer)
+            if not self.include_usage and self._all_ended():
+                chunk["metrics"] = self.tally.metrics()
+        return chunk
+
+    def _all_ended(self) -> bool:
+        return sum(text.finish is not None for text in self.texts.values()) == self.n * len(self.prompts)
+
+    def last_chunks(self) -> list[Json]:
+        if not self.include_usage:
+            return []
+        last = self._frame() | {"choices": [], "usage": self.tally.usage()}
+        return [last | ({"metrics": self.tally.metrics()} if self.return_speculation else {})]
+
+    def whole(self) -> Json:
+        choices = []
+        for index, choice in sorted(self.texts.items()):
+            told = self.logprobs is not None
+            logprobs = completion_logprobs(choice.rows, choice.offsets, self.tokenizer) if told else None
+            body = {"index": index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish}
+            if self.prompt_logprobs is not None:
+                rows = self.prompt_rows.get(index // self.n, [])
+                body["prompt_logprobs"] = prompt_logprobs(rows, self.prompt_logprobs, self.tokenizer)
+            choices.append(body | stop_reason(choice.stop_reason))
+        answer = self._frame() | {"choices": choices, "usage": self.tally.usage()}
+        return answer | ({"metrics": self.tally.metrics()} if self.return_speculation else {})
+
+    def _frame(self) -> Json:
+        return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}

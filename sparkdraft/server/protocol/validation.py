@@ -1,7 +1,11 @@
-"""Error sentences for a body: invalid JSON, and fields that are not what they must be.
+"""Refuses bodies: invalid JSON, fields with wrong values, and fields that this server does not support.
 
-Pydantic finds the mistakes and gives each a type; the table says what is allowed instead. A sentence names the field by
-its path, the value given, and what it must be. errors.py makes the body of the answer.
+Pydantic finds wrong values and gives each mistake a type; the table says what is allowed instead. A sentence names the
+field by its path, the value given, and what it must be. errors.py makes the body of the answer.
+
+Most unknown fields are ignored, because clients send many that change nothing (`user`, `metadata`, `cache_prompt`).
+Ignoring a field of OpenAI or of another server that would change the answer would return something else than what was
+asked for, so naming one is an error.
 """
 
 from __future__ import annotations
@@ -15,8 +19,7 @@ from sparkdraft.server.protocol.errors import ApiError
 
 MAX_SHOWN = 40  # characters of a value that are shown
 MAX_ERRORS = 16  # of pydantic's errors, this many are looked at
-
-# The beginnings of the standard library's messages about broken JSON, and their meaning.
+# How the standard library's messages about broken JSON begin, and what they mean.
 JSON_MISTAKES = {
     "Expecting value": "a value is missing",
     "Expecting property name": "a field's name in double quotes is missing",
@@ -63,7 +66,7 @@ NO_OBJECT = "The body must be a JSON object, sent with the header 'Content-Type:
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
-    """One sentence from pydantic's errors. For a union it reports every branch; the branch that got furthest was
+    """One sentence from pydantic's errors. For a union pydantic reports every branch; the one that got furthest was
     meant."""
     if errors[0]["type"] == "json_invalid":
         return broken_json(errors[0]["ctx"]["error"], errors[0]["loc"][-1], body)
@@ -133,7 +136,8 @@ def shown(value: Any) -> str:
 
 
 def _path(error: Mapping[str, Any], body: Any) -> str:
-    """'messages[0].role': the part of an error's location that is in the body; the rest names branches of a union."""
+    """The part of an error's location that is in the body, such as 'messages[0].role'. The rest names branches of a
+    union."""
     path, loc = "", error["loc"]
     for i, part in enumerate(loc[1:]):
         last_is_missing = i == len(loc) - 2 and error["type"] == "missing"
@@ -147,3 +151,105 @@ def _path(error: Mapping[str, Any], body: Any) -> str:
             body = body[part]
         # else: the name of a union's branch
     return path
+
+
+SCHEMA = "use response_format with the type json_schema, in /v1/chat/completions"
+PATTERN = f"{SCHEMA} and a string with a pattern"
+TOOLS = "use tools with tool_choice, in /v1/chat/completions"
+BIAS = "use logit_bias"
+LEAVE = "leave it out"
+SAMPLING = "leave it out; temperature, top_p, top_k, min_p and the penalties are supported"
+ADAPTER = "serve a model that the adapter was merged into"
+TEXT = "this server reads and writes text only, so leave it out"
+INSTEAD = {
+    # OpenAI
+    "audio": TEXT,
+    "modalities": TEXT,
+    "verbosity": "ask for a short or a long answer in a message",
+    "web_search_options": "use tools, and search yourself",
+    # vLLM
+    "guided_json": SCHEMA,
+    "guided_choice": f"{SCHEMA} and an enum of the choices",
+    "guided_regex": PATTERN,
+    "guided_grammar": LEAVE,
+    "structured_outputs": SCHEMA,
+    "structural_tag": TOOLS,
+    "allowed_token_ids": BIAS,
+    "bad_words": BIAS,
+    "logits_processors": BIAS,
+    "use_beam_search": "use n and choose yourself",
+    "include_stop_str_in_output": "append the stop string yourself",
+    "include_reasoning": "leave it out and drop reasoning_content yourself",
+    "return_token_ids": "use /tokenize",
+    "return_tokens_as_token_ids": "use /tokenize",
+    "prompt_embeds": "send text or token ids",
+    "chat_template": "put the file into the model's folder as chat_template.jinja",
+    "cache_salt": "start the server with --no-prefix-cache",
+    "kv_transfer_params": LEAVE,
+    "vllm_xargs": LEAVE,
+    # llama.cpp
+    "grammar": LEAVE,
+    "json_schema": SCHEMA,
+    "lora": ADAPTER,
+    "n_predict": "use max_tokens",
+    "n_probs": "use logprobs",
+    "repeat_penalty": "use repetition_penalty",
+    "samplers": SAMPLING,
+    "mirostat": SAMPLING,
+    "typical_p": SAMPLING,
+    "tfs_z": SAMPLING,
+    "top_n_sigma": SAMPLING,
+    "dynatemp_range": SAMPLING,
+    "dry_multiplier": SAMPLING,
+    "xtc_probability": SAMPLING,
+    # SGLang
+    "regex": PATTERN,
+    "ebnf": LEAVE,
+    "lora_path": ADAPTER,
+    "input_embeds": "send text or token ids",
+    "separate_reasoning": "leave it out and put reasoning_content before the text yourself",
+}
+COMPLETIONS_ONLY = {
+    "add_special_tokens": "use /v1/completions: the chat template writes the special tokens of a chat",
+    "best_of": "use n and choose yourself",
+    "echo": "use /v1/completions",
+    "suffix": "write the text around the gap into a message",
+}
+CHAT_ONLY = dict.fromkeys(("response_format", "tools", "functions", "documents"), "use /v1/chat/completions")
+# Values that change nothing, in addition to null, false, "", [] and {}. Clients send them as their defaults.
+OFF: dict[str, tuple[Any, ...]] = {
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "response_format": ({"type": "text"},),
+    "n_predict": (-1,),
+    "n_probs": (0,),
+    "best_of": (1,),
+    "mirostat": (0,),
+    "dynatemp_range": (0,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "top_n_sigma": (-1,),
+    "repeat_penalty": (1,),
+    "typical_p": (1,),
+    "tfs_z": (1,),
+}
+SCHEMAS = ("guided_json", "json_schema")  # here {} is a constraint: any JSON
+ON_BY_DEFAULT = ("include_reasoning", "separate_reasoning")  # here false is what changes the answer
+
+
+def check_refused(body: Any, more: Mapping[str, str] | None = None) -> None:
+    """Refuse unsupported fields that would change the answer. more: further fields that this endpoint refuses."""
+    if not isinstance(body, Mapping):
+        return
+    for name, instead in (INSTEAD | dict(more or {})).items():
+        if name in body and _matters(name, body[name]):
+            raise ApiError(400, f"{name} is not supported here; {instead}.", name)
+
+
+def _matters(name: str, value: Any) -> bool:
+    """Whether a value changes the answer."""
+    if name in ON_BY_DEFAULT:
+        return value is False
+    if value == {}:
+        return name in SCHEMAS
+    return value is not None and value is not False and value not in ("", []) and value not in OFF.get(name, ())
