@@ -1,7 +1,7 @@
 """The fields that both endpoints share, and how they become the engine's SamplingParams.
 
 OpenAI's names come first, then the extra fields that vLLM's clients send. Null is the same as not sent. Unknown fields
-are ignored, because clients send many, unless they would change the answer (refused.py). Ranges that the engine also
+are ignored, because clients send many, unless they would change the answer (validation.py). Ranges that the engine also
 checks are checked by SamplingParams itself, so that there is one sentence for each.
 """
 

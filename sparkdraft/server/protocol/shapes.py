@@ -1,7 +1,7 @@
 """The parts that answers of both endpoints are made of: usage, log-probabilities, and how drafting went.
 
 Small pure functions from the engine's numbers to OpenAI's dictionaries. Putting them into chunks and answers is left to
-chat_answer.py and completion_answer.py.
+chat.py and completions.py.
 """
 
 from __future__ import annotations
