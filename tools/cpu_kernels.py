@@ -22,10 +22,17 @@ import torch
 from torch import Tensor
 
 from sparkdraft.kernels import native
-from sparkdraft.kernels.activation import GELU_TANH, SILU, Activation
-from sparkdraft.kernels.norm import Norm, Normed
-from sparkdraft.kernels.routing import Routing
-from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
+from sparkdraft.kernels.ops import (
+    GELU_TANH,
+    SILU,
+    Activation,
+    AttentionParams,
+    AttentionView,
+    Norm,
+    Normed,
+    RopeArgs,
+    Routing,
+)
 from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.quant.group import GroupQuant
 

@@ -2,7 +2,7 @@
 
 The check runs targets of the published widths and six layers, with random weights, prompts longer than the window, in
 each format of the cache that a GPU runs at these heads; it compares the logits of every pass with those of
-kernels/reference.py on the same cache, and drafted texts with plain ones. The times are those of `bench depth` with an
+kernels/reference on the same cache, and drafted texts with plain ones. The times are those of `bench depth` with an
 acceptance that is given: tok/s by depth and streams, plain steps among them. It ends in a line of JSON.
 
     python tools/cuda_assistant.py                  both published shapes: 3 minutes on an H200, at most --limit seconds

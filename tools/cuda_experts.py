@@ -1,6 +1,6 @@
 """Checks and times the kernels of experts (kernels/cuda/moe/experts.py) in the shapes of published models on a GPU.
 
-First results are compared with kernels/reference.py in float32, and rows alone with the same rows in a batch, to the
+First results are compared with kernels/reference in float32, and rows alone with the same rows in a batch, to the
 bit. Then every figure is a replayed CUDA graph of several layers whose weights and routings differ, so that nothing of
 a layer is in the L2 when it is read. Bytes are those of the experts that at least one row has chosen, shown as a share
 of a measured copy. Rows are routed at random, which spreads them over more experts than text would. It ends in a line
@@ -33,15 +33,13 @@ import torch
 from torch import Tensor
 
 from sparkdraft.kernels import cuda, reference
-from sparkdraft.kernels.activation import GELU_TANH, SILU, Activation
 from sparkdraft.kernels.cuda.linear import few_rows
 from sparkdraft.kernels.cuda.moe import experts
 from sparkdraft.kernels.cuda.moe.experts import DOWN, FEW_DOWN, FEW_GATE_UP, GATE_UP, ROW_DOWN
 from sparkdraft.kernels.cuda.moe.routing import cut
 from sparkdraft.kernels.cuda.runtime import pdl, tuned
 from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
-from sparkdraft.kernels.norm import Norm, Normed
-from sparkdraft.kernels.routing import Routing
+from sparkdraft.kernels.ops import GELU_TANH, SILU, Activation, Norm, Normed, Routing
 from sparkdraft.operate.forecast.bandwidth import memory_bandwidth
 from sparkdraft.operate.tune.tiles import TileSearch, expert_tiles, seconds
 from sparkdraft.weights.experts import DenseExperts

@@ -24,12 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparkdraft.kernels import cuda
-from sparkdraft.kernels.activation import SILU
 from sparkdraft.kernels.cuda.attention import paged
 from sparkdraft.kernels.cuda.attention.paged import Tile
 from sparkdraft.kernels.cuda.runtime import tuned
 from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
-from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
+from sparkdraft.kernels.ops import SILU, AttentionParams, AttentionView, RopeArgs
 from sparkdraft.operate.forecast.bandwidth import memory_bandwidth
 from sparkdraft.operate.tune.tiles import COLD_BYTES, seconds
 

@@ -23,7 +23,9 @@ import os
 import sys
 import time
 from dataclasses import dataclass, replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
+
+from sparkdraft.kernels.ops import Ops
 
 DRY = "--dry" in sys.argv
 if DRY:
@@ -64,7 +66,7 @@ class Case:
     anchors: Anchors
 
     @staticmethod
-    def of(config: MtpConfig, ops: ModuleType, streams: int) -> Case:
+    def of(config: MtpConfig, ops: Ops, streams: int) -> Case:
         source = RandomCheckpoint(config, str(DEVICE))
         blocks = -(-(CONTEXT + MAX_DEPTH) // BLOCK)
         kv = DenseKV(config.model.attention, streams * blocks, BLOCK, DTYPE, DEVICE, ops)
@@ -111,7 +113,7 @@ class Case:
             repeats, replay = 1, run
         else:
             run()
-            replay = cuda.Recording(run).replay
+            replay = cuda.Graph(run).replay
         times = []
         for _ in range(1 if DRY else 3):
             _wait()

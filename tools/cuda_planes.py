@@ -32,14 +32,12 @@ import torch
 from torch import Tensor
 
 from sparkdraft.kernels import cuda, reference
-from sparkdraft.kernels.activation import SILU, Activation
 from sparkdraft.kernels.cuda.linear import few_rows
 from sparkdraft.kernels.cuda.linear.planes import PlaneExperts, PlaneLinear
 from sparkdraft.kernels.cuda.moe import experts
 from sparkdraft.kernels.cuda.runtime import tuned
 from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
-from sparkdraft.kernels.norm import Norm, Normed
-from sparkdraft.kernels.routing import Routing
+from sparkdraft.kernels.ops import SILU, Activation, Norm, Normed, Routing
 from sparkdraft.operate.bench.coded import random_coded as sane_coded
 from sparkdraft.operate.forecast.bandwidth import memory_bandwidth
 from sparkdraft.operate.tune.tiles import COLD_BYTES, TileSearch, coded_tiles, expert_tiles, seconds, wide_tiles

@@ -37,7 +37,7 @@ from sparkdraft.kernels.cuda.linear import few_rows
 from sparkdraft.kernels.cuda.moe import experts
 from sparkdraft.kernels.cuda.runtime import tuned
 from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.ops import AttentionView
 from sparkdraft.models.common.blocks import Decoder, Step
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.registry import architecture, read_config

@@ -34,14 +34,11 @@ import torch
 from torch import Tensor
 
 from sparkdraft.kernels import cuda
-from sparkdraft.kernels.activation import SILU
 from sparkdraft.kernels.cuda.attention import paged
 from sparkdraft.kernels.cuda.linear import few_rows
 from sparkdraft.kernels.cuda.linear.planes import tiles_of
 from sparkdraft.kernels.cuda.moe import routing
-from sparkdraft.kernels.norm import Norm, Normed
-from sparkdraft.kernels.routing import Routing
-from sparkdraft.kernels.view import AttentionParams, AttentionView
+from sparkdraft.kernels.ops import SILU, AttentionParams, AttentionView, Norm, Normed, Routing
 from sparkdraft.operate.bench.coded import random_coded
 from sparkdraft.operate.tune.tiles import COLD_BYTES, forget, seconds
 from sparkdraft.weights.experts import DenseExperts, ExpertLinear

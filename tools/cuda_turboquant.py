@@ -20,10 +20,10 @@ from torch import Tensor
 
 from sparkdraft.kernels import cuda
 from sparkdraft.kernels.cuda.attention import turboquant
+from sparkdraft.kernels.ops import AttentionParams, AttentionView, RopeArgs
 from sparkdraft.kernels.turboquant.layout import token_bytes
 from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout
 from sparkdraft.kernels.turboquant.vectors import VectorFormat
-from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 
 CASES = [(1, 1, 4000), (1, 4, 32000), (1, 8, 32000), (16, 1, 32000), (16, 4, 32000)]  # rows, seqs, context
 FORMATS = [(4, 3), (5, 4)]  # bits of keys and of values

@@ -42,7 +42,7 @@ from sparkdraft.drafters.drafter import CommittedRows
 from sparkdraft.drafters.id_files import IdCounts
 from sparkdraft.engine.load import Loaded, load_opened, open_model
 from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow, argmax, ids_of
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.ops import AttentionView
 from sparkdraft.models.common.blocks import Step
 from sparkdraft.operate.bench.accept import LOOP
 from sparkdraft.operate.bench.weights import FLOATS, FloatCheckpoint

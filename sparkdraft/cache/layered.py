@@ -8,7 +8,6 @@ reads another's keys and values has none.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from sparkdraft.cache.formats import KVFormat, LayerKV, LayerState
 from sparkdraft.cache.formats.dense import BorrowedLayer
 from sparkdraft.cache.states import RecurrentStates
 from sparkdraft.cache.windows import WindowGroup, WindowLayer
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.ops import AttentionView, Ops
 from sparkdraft.models.common.layers import AttentionSpec, RecurrentSpec
 
 
@@ -27,7 +26,7 @@ class LayeredKV(KVFormat):
         full: KVFormat,
         windows: Mapping[int, WindowGroup],
         states: RecurrentStates | None,
-        ops: ModuleType,
+        ops: Ops,
     ) -> None:
         """windows: the groups, per window. A layer whose window is not among them is a full layer."""
         self.full, self.windows, self.states = full, windows, states
@@ -65,7 +64,7 @@ def _borrowed(
     owner: AttentionSpec | RecurrentSpec,
     part: LayerKV | LayerState,
     windows: Mapping[int, WindowGroup],
-    ops: ModuleType,
+    ops: Ops,
 ) -> BorrowedLayer:
     assert isinstance(owner, AttentionSpec), "a recurrent layer has no keys and values"
     assert owner.window not in windows or 0 < spec.window <= owner.window, "it reads what is not kept"

@@ -1,9 +1,9 @@
 """The memory of recurrent layers: a slot per request, and pages of states from which prefixes continue. No torch.
 
 A slot has the state of every recurrent layer, and the rings of records and of the convolution's inputs that let a step
-be taken back (kernels/delta_rule.py). A page has the state, and the inputs just before it. Neither grows with the
-context, so the more tokens a request has, the cheaper they are: a state of Qwen3.5-27B takes as much as the keys and
-values of 2,300 tokens.
+be taken back (kernels/reference/recurrent.py). A page has the state, and the inputs just before it. Neither grows with
+the context, so the more tokens a request has, the cheaper they are: a state of Qwen3.5-27B takes as much as the keys
+and values of 2,300 tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sparkdraft.core import UserError
-from sparkdraft.kernels.rings import FOLD
+from sparkdraft.kernels.ops import FOLD
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.layers import RecurrentSpec
 from sparkdraft.models.common.sizes import input_count, record_count, state_count

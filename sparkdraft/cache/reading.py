@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -20,13 +19,13 @@ from sparkdraft.cache.formats.capture import CaptureLayer
 from sparkdraft.cache.formats.dense import BorrowedLayer, DenseLayer
 from sparkdraft.cache.formats.turboquant import CodedLayerKV
 from sparkdraft.cache.windows import WindowGroup, WindowLayer
-from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
+from sparkdraft.kernels.ops import AttentionParams, AttentionView, Ops, RopeArgs
 
 
 class CacheReader:
     """layers: a reader for each of the given layers of a cache, of which several may be the same."""
 
-    def __init__(self, kv: KVFormat, layers: Sequence[int], ops: ModuleType) -> None:
+    def __init__(self, kv: KVFormat, layers: Sequence[int], ops: Ops) -> None:
         self._lookups: dict[int, PageLookup] = {}  # by the id of a group, which has no other name
         self.layers = [self._reader(kv.layers[number], ops) for number in layers]
         # of one position in those of the layers that keep all positions
@@ -37,7 +36,7 @@ class CacheReader:
         for lookup in self._lookups.values():
             lookup.begin(view)
 
-    def _reader(self, part: LayerKV | LayerState, ops: ModuleType) -> LayerKV:
+    def _reader(self, part: LayerKV | LayerState, ops: Ops) -> LayerKV:
         if isinstance(part, WindowLayer):
             lookup = self._lookups.setdefault(id(part.group), PageLookup(part.group))
             return PagedReader(lookup, BorrowedLayer(part.inner, ops))
@@ -81,7 +80,7 @@ class CodedReader:
     """Codes are of turned keys, so queries are turned too, by the operator that writes: it is handed no keys."""
 
     owner: CodedLayerKV
-    ops: ModuleType
+    ops: Ops
 
     def write(self, qkv: Tensor, rope_args: RopeArgs, slots: Tensor) -> None:
         assert rope_args.num_kv_heads == 0, "a reader writes nothing"

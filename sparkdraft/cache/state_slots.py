@@ -14,12 +14,12 @@ cut because its state was missing, every SAVE_EVERY tokens of a long prompt, and
 when it ends or is preempted. `cut` lets a prompt's chunks end at these borders.
 
 What is copied to a page must be the state at its border. The host knows where the state of a slot should stand
-(`base`), from the rule in kernels/delta_rule.py and the rows that were committed. But launched steps that are not read
-yet may have moved it on, and a request that ended within a step may have run further than its text. So before a page is
-made, the device's own `base` is read, after everything that was launched, and there is a page only if `base` is that
-border. No step is launched between this read and the copy: copies are made in the order in which they were asked for,
-by the next `send`, before its step. The text before the border is the key's: the border is not past the committed rows,
-and a state moves over committed rows alone.
+(`base`), from the rule in kernels/reference/recurrent.py and the rows that were committed. But launched steps that are
+not read yet may have moved it on, and a request that ended within a step may have run further than its text. So before
+a page is made, the device's own `base` is read, after everything that was launched, and there is a page only if `base`
+is that border. No step is launched between this read and the copy: copies are made in the order in which they were
+asked for, by the next `send`, before its step. The text before the border is the key's: the border is not past the
+committed rows, and a state moves over committed rows alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import NamedTuple, Protocol
 
 from sparkdraft.cache.prefix import Hit
 from sparkdraft.core import Request
-from sparkdraft.kernels.rings import FOLD
+from sparkdraft.kernels.ops import FOLD
 
 SAVE_EVERY = 2048  # tokens of a long prompt
 

@@ -1,8 +1,8 @@
 """The states of all recurrent layers: a slot per request, and pages of states at block borders for prefixes.
 
-kernels/delta_rule.py defines what a layer keeps. A step begins by looking up the slots of its sequences once, in a map
-of blocks on the device: only one request writes into a block, so the block of a sequence's first row names its slot.
-The slots are at a fixed address, so recorded and overlapped steps find them there.
+kernels/reference/recurrent.py defines what a layer keeps. A step begins by looking up the slots of its sequences once,
+in a map of blocks on the device: only one request writes into a block, so the block of a sequence's first row names its
+slot. The slots are at a fixed address, so recorded and overlapped steps find them there.
 
 A page is a copy of a slot without its records: the state, and the inputs of the convolution just before `base`. Pages
 and slots are copied between steps, when cache/state_slots.py says so.
@@ -12,15 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from sparkdraft.cache.state_slots import Copy
-from sparkdraft.kernels.delta_rule import RecurrentState
-from sparkdraft.kernels.rings import FOLD, input_ring, record_ring
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.ops import FOLD, AttentionView, Ops, RecurrentState, input_ring, record_ring
 from sparkdraft.models.common.layers import RecurrentSpec
 
 
@@ -52,7 +49,7 @@ class RecurrentStates:
         sizes: StateSizes,
         dtype: torch.dtype,
         device: torch.device,
-        ops: ModuleType,
+        ops: Ops,
     ) -> None:
         spec, layers, slots = specs[0], len(specs), sizes.slots
         assert all(each == spec for each in specs), "recurrent layers of one model are alike"

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from sparkdraft.cache.formats import LayerKV
 from sparkdraft.cache.formats.dense import DenseKV
-from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
+from sparkdraft.kernels.ops import AttentionParams, AttentionView, Ops, RopeArgs
 from sparkdraft.models.common.layers import AttentionSpec
 
 
@@ -45,7 +44,7 @@ class WindowGroup:
         room: StepRoom,
         dtype: torch.dtype,
         device: torch.device,
-        ops: ModuleType,
+        ops: Ops,
         same_bits_up_to: int = 0,
     ) -> None:
         self.ops, self.block_size = ops, block_size

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -26,8 +25,7 @@ from sparkdraft.cache.reading import CacheReader
 from sparkdraft.core import UserError
 from sparkdraft.drafters.assistant_config import POSITION, AssistantConfig, borrowing, caps_of, source_layers
 from sparkdraft.drafters.drafter import Anchors, CommittedRows, DraftBytes, Pick
-from sparkdraft.kernels.norm import Norm, Normed
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.ops import AttentionView, Norm, Normed, Ops
 from sparkdraft.models.common.blocks import Attention, Decoder, Step, following, load_norm
 from sparkdraft.models.common.rope import RopeTables
 from sparkdraft.models.common.sandwich import SandwichLayer, load_dense
@@ -55,18 +53,18 @@ class Head(Protocol):
 @dataclass(frozen=True, slots=True)
 class PlainHead:
     matrix: Linear
-    ops: ModuleType
+    ops: Ops
 
     @property
     def nbytes(self) -> int:
         return self.matrix.nbytes
 
     def logits(self, normed: Normed) -> Tensor:
-        out: Tensor = self.ops.norm_logits(normed, self.matrix)
+        out = self.ops.norm_logits(normed, self.matrix)
         return out
 
     def likeliest(self, normed: Normed) -> Tensor:
-        out: Tensor = self.ops.norm_argmax(normed, self.matrix)
+        out = self.ops.norm_argmax(normed, self.matrix)
         return out
 
 
@@ -79,7 +77,7 @@ class OrderedHead:
     rows: Tensor  # [clusters, ids of a cluster, hidden]
     ids: Tensor  # int64 [clusters, ids of a cluster]
     top: int
-    ops: ModuleType
+    ops: Ops
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +93,7 @@ class OrderedHead:
         return ids.gather(1, scores.argmax(1, keepdim=True)).squeeze(1)
 
     def _scores(self, normed: Normed) -> tuple[Tensor, Tensor]:  # float32, int64: [rows, top * ids of a cluster]
-        y: Tensor = self.ops.rms_norm(normed.x, *normed.norm)
+        y = self.ops.rms_norm(normed.x, *normed.norm)
         best = self.ops.linear(y, self.matrix).topk(self.top, dim=1).indices  # [rows, top]
         scores = torch.matmul(self.rows[best], y[:, None, :, None])  # [rows, top, ids of a cluster, 1]
         return scores.flatten(1).float(), self.ids[best].flatten(1)
@@ -111,7 +109,7 @@ class Assistant:
         norm: Norm,
         head: Head,
         max_seqs: int,
-        ops: ModuleType,
+        ops: Ops,
         vocabulary: Tensor | None = None,  # int64: the id of each row of the head; None: the same ids
     ) -> None:
         self.caps, self.draft, self.target, self.ops = caps_of(draft), draft, target, ops
@@ -172,20 +170,20 @@ class Assistant:
         view = AttentionView(self.starts[: seqs + 1], self.context[:seqs], anchors.tables, 1, anchors.max_context)
         reader.begin(view)
         joined = self.joined[:seqs]
-        ops.tap(self.target.embed(ids), joined, 0, positions)
+        ops.store_aux(self.target.embed(ids), joined, 0, positions)
         normed = Normed(ops.linear(joined.view(seqs, -1), self.before), self.layers[0].input_norm)
         step = Step(ids, positions, self.nowhere[:seqs], view, reader.layers)
         for (layer, then), kv in zip(following(self.layers, self.norm), reader.layers, strict=True):
             normed = layer.add_to(normed, step, kv, then)
         normed = Normed(normed.x, self.norm)  # without what was prepared of it: two read it
-        ops.tap(ops.norm_linear(normed, self.after), joined, 1, positions)
+        ops.store_aux(ops.norm_linear(normed, self.after), joined, 1, positions)
         return self.head.likeliest(normed) if likeliest else self.head.logits(normed)
 
 
 def build(
     draft: AssistantConfig,
     load: Loader,
-    ops: ModuleType,
+    ops: Ops,
     target: Decoder,
     kv: DenseKV,
     context: int,
@@ -214,7 +212,7 @@ def build(
     return Assistant(draft, target, joins, layers, norm, head, max_seqs, ops, ids)
 
 
-def _head(draft: AssistantConfig, load: Loader, ops: ModuleType, ids: Tensor | None) -> Head:
+def _head(draft: AssistantConfig, load: Loader, ops: Ops, ids: Tensor | None) -> Head:
     """The table is the head alone: embeddings are the target's. A copy of it may be in the file as lm_head."""
     model, clusters = draft.model, draft.num_clusters
     if not clusters:

@@ -10,7 +10,6 @@ are the target's unless the checkpoint has its own. The engine decides when to d
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -22,8 +21,7 @@ from sparkdraft.drafters.dflash_caps import caps_of
 from sparkdraft.drafters.dflash_config import DFlashConfig
 from sparkdraft.drafters.draft_head import rows_of_head
 from sparkdraft.drafters.drafter import Anchors, CommittedRows, DraftBytes, Pick
-from sparkdraft.kernels.norm import Norm, Normed
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.ops import AttentionView, Norm, Normed, Ops
 from sparkdraft.models.common.blocks import Attention, Decoder, DecoderLayer, GatedMLP, Step, following, load_norm
 from sparkdraft.models.common.rope import RopeTables
 from sparkdraft.weights.linear import Linear
@@ -78,7 +76,7 @@ class DFlash:
         ends: Ends,
         kv: DenseKV,
         max_seqs: int,
-        ops: ModuleType,
+        ops: Ops,
     ) -> None:
         self.caps, self.draft = caps_of(draft), draft
         self.fc, self.hidden_norm, self.context_kv = fc, hidden_norm, context_kv
@@ -133,8 +131,13 @@ class DFlash:
     def block(self, anchors: Anchors, depth: int) -> DraftBlock:
         seqs, width = anchors.tables.shape[0], self.width(depth)
         ids, positions, slots, context = self.ops.make_rows(
-            *(anchors.length, anchors.tables, anchors.ids),
-            *(width, anchors.block_size, self.draft.mask_token_id, anchors.positions),
+            anchors.length,
+            anchors.tables,
+            anchors.ids,
+            width,
+            anchors.block_size,
+            self.draft.mask_token_id,
+            anchors.positions,
         )
         starts, wanted = self._starts[depth][: seqs + 1], self._wanted[depth][: seqs * depth]
         view = AttentionView(starts, context, anchors.tables, width, anchors.max_context)
@@ -143,15 +146,15 @@ class DFlash:
     def logits(self, block: DraftBlock) -> Tensor:  # float32 [seqs * depth, draft vocabulary]
         multiplier, softcap = self.draft.output_multiplier, self.draft.softcap or 0.0
         if multiplier == 1:
-            capped: Tensor = self.ops.norm_logits(self._through_layers(block), self.ends.head, softcap)
+            capped = self.ops.norm_logits(self._through_layers(block), self.ends.head, softcap)
             return capped
-        logits: Tensor = self.ops.norm_logits(self._through_layers(block), self.ends.head) * multiplier
+        logits = self.ops.norm_logits(self._through_layers(block), self.ends.head) * multiplier
         return torch.tanh(logits / softcap) * softcap if softcap else logits
 
     def likeliest(self, block: DraftBlock) -> Tensor:  # int64 [seqs * depth]: the logits' argmax
         if self.draft.output_multiplier <= 0:  # a softcap keeps the order, and so does a positive multiplier
             return self.logits(block).argmax(-1)
-        columns: Tensor = self.ops.norm_argmax(self._through_layers(block), self.ends.head)
+        columns = self.ops.norm_argmax(self._through_layers(block), self.ends.head)
         return columns
 
     # ---- the parts
@@ -173,7 +176,7 @@ class DFlash:
 def build(
     draft: DFlashConfig,
     load: Loader,
-    ops: ModuleType,
+    ops: Ops,
     target: Decoder,
     kv: DenseKV,
     context: int,

@@ -12,7 +12,6 @@ pass per draft, always the same layer. Committed rows need no more than their K/
 from __future__ import annotations
 
 from functools import partial
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -22,8 +21,7 @@ from sparkdraft.core import UserError
 from sparkdraft.drafters.draft_head import rows_of_head
 from sparkdraft.drafters.drafter import Anchors, CommittedRows, DraftBytes, Pick
 from sparkdraft.drafters.mtp_config import MAX_DEPTH, MtpConfig, caps_of
-from sparkdraft.kernels.norm import Norm, Normed
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.ops import AttentionView, Norm, Normed, Ops
 from sparkdraft.models.common.blocks import Attention, Decoder, DecoderLayer, GatedMLP, Step, load_norm
 from sparkdraft.models.common.experts import load_experts
 from sparkdraft.models.common.layers import ExpertsSpec
@@ -46,7 +44,7 @@ class MtpHead:
         head: Linear,
         kv: DenseKV,
         max_seqs: int,
-        ops: ModuleType,
+        ops: Ops,
         vocabulary: Tensor | None = None,  # int64: the id of each row of the head; None: the same ids
     ) -> None:
         self.caps, self.config, self.kv, self.ops = caps_of(config), config, kv, ops
@@ -101,7 +99,7 @@ class MtpHead:
         step = Step(ids, positions, slots, view, self.kv.layers)
         joined = Normed(self.join(ids, hidden), self.layer.input_norm)
         normed = self.layer.add_to(joined, step, self.kv.layers[0], self.norm)
-        ops.tap(ops.rms_norm(normed.x, *self.norm), hidden, 0, positions)
+        ops.store_aux(ops.rms_norm(normed.x, *self.norm), hidden, 0, positions)
         out: Tensor = (ops.norm_argmax if likeliest else ops.norm_logits)(normed, self.head)
         return out
 
@@ -109,7 +107,7 @@ class MtpHead:
 class Join:
     """x = fc(norm(embedding) beside norm(hidden state)): where the head's layer begins."""
 
-    def __init__(self, fc: Linear, embedding: Stored, norms: tuple[Norm, Norm], ops: ModuleType) -> None:
+    def __init__(self, fc: Linear, embedding: Stored, norms: tuple[Norm, Norm], ops: Ops) -> None:
         """norms: of embeddings, and of hidden states."""
         self.fc, self.embedding, self.norms, self.ops = fc, embedding, norms, ops
 
@@ -117,14 +115,14 @@ class Join:
         ops, (of_ids, of_hidden) = self.ops, self.norms
         embedded = ops.rms_norm(ops.embed(ids, self.embedding), *of_ids)
         state = ops.rms_norm(hidden.view(hidden.shape[0], -1), *of_hidden)
-        joined: Tensor = ops.linear(ops.beside(embedded, state), self.fc)
+        joined = ops.linear(ops.concat(embedded, state), self.fc)
         return joined
 
 
 def build(
     config: MtpConfig,
     load: Loader,
-    ops: ModuleType,
+    ops: Ops,
     target: Decoder,
     kv: DenseKV,
     context: int,
@@ -145,7 +143,7 @@ def build(
 def _build(
     config: MtpConfig,
     load: Loader,
-    ops: ModuleType,
+    ops: Ops,
     target: Decoder,
     kv: DenseKV,
     context: int,

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +27,7 @@ from sparkdraft.drafters.drafter import Drafter
 from sparkdraft.drafters.id_files import read_ids
 from sparkdraft.drafters.packaged import ASSETS, EMBEDDED
 from sparkdraft.drafters.packaged import default_drafter as default_drafter
+from sparkdraft.kernels.ops import Ops
 from sparkdraft.models.common.blocks import Decoder
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.registry import read_config
@@ -45,7 +45,7 @@ class DrafterBuilder(Protocol):
         self,
         config: Any,
         load: Loader,
-        ops: ModuleType,
+        ops: Ops,
         target: Decoder,
         kv: DenseKV,
         context: int,
@@ -129,9 +129,7 @@ class DraftSource:
         config = among(self.config, len(ids), names)
         return replace(source, config=config, ids=ids if len(ids) < target.vocab_size else None)
 
-    def build(
-        self, load: Loader, ops: ModuleType, target: Decoder, kv: DenseKV, context: int, max_seqs: int
-    ) -> Drafter:
+    def build(self, load: Loader, ops: Ops, target: Decoder, kv: DenseKV, context: int, max_seqs: int) -> Drafter:
         ids = None if self.ids is None else torch.tensor(self.ids, dtype=torch.int64, device=load.device)
         return self.kind.build(self.config, load, ops, target, kv, context, max_seqs, ids)
 

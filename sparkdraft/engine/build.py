@@ -88,7 +88,9 @@ def build_engine(
     torch.set_num_threads(1 if plan.kernels == "native" else plan.threads)
     device, dtype, ops = torch.device(plan.device), TORCH_DTYPES[plan.dtype], kernels.load(plan.kernels)
     if plan.kernels == "native":
-        ops.set_threads(plan.threads)
+        from sparkdraft.kernels import native
+
+        native.set_threads(plan.threads)
     with torch.inference_mode():
         cache = open_cache(source.path, config.weights, plan.device) if config.weights_cache else None
         with cache or nullcontext():

@@ -8,7 +8,6 @@ which.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -25,14 +24,14 @@ from sparkdraft.cache.recent_rows import RecentRows
 from sparkdraft.cache.state_slots import StateSlots
 from sparkdraft.cache.states import RecurrentStates, StateSizes
 from sparkdraft.cache.windows import StepRoom, WindowGroup
-from sparkdraft.kernels.rings import FOLD
+from sparkdraft.kernels.ops import FOLD, Ops
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.layers import AttentionSpec
 from sparkdraft.plan.resolve import MOST_AHEAD, Plan
 
 
 def dense_cache(
-    layers: Sequence[AttentionSpec], plan: Plan, dtype: torch.dtype, device: torch.device, ops: ModuleType
+    layers: Sequence[AttentionSpec], plan: Plan, dtype: torch.dtype, device: torch.device, ops: Ops
 ) -> DenseKV:
     """A cache that treats all layers alike, whatever their windows: for drafters."""
     return DenseKV(layers, plan.num_blocks, plan.block_size, dtype, device, ops)
@@ -43,7 +42,7 @@ def target_cache(
     plan: Plan,
     dtype: torch.dtype,
     device: torch.device,
-    ops: ModuleType,
+    ops: Ops,
     same_bits_up_to: int,
     centres: Sequence[Tensor] | None,  # per layer, for a coded cache
 ) -> tuple[KVFormat, list[Holding]]:
@@ -88,7 +87,7 @@ def held_units(plan: Plan) -> list[tuple[int, int]]:
 
 
 def scratch_cache(
-    model: ModelConfig, num_rows: int, plan: Plan, dtype: torch.dtype, device: torch.device, ops: ModuleType
+    model: ModelConfig, num_rows: int, plan: Plan, dtype: torch.dtype, device: torch.device, ops: Ops
 ) -> KVFormat:
     """An exact cache of all layers for one sequence of so many rows, which uses its blocks in order."""
     blocks = -(-num_rows // plan.block_size)
@@ -100,7 +99,7 @@ def scratch_cache(
 
 
 def recurrent_states(
-    model: ModelConfig, sizes: StateSizes, dtype: torch.dtype, device: torch.device, ops: ModuleType
+    model: ModelConfig, sizes: StateSizes, dtype: torch.dtype, device: torch.device, ops: Ops
 ) -> RecurrentStates:
     return RecurrentStates(recurrent_layers(model), sizes, dtype, device, ops)
 
@@ -110,7 +109,7 @@ def _coded(
     plan: Plan,
     dtype: torch.dtype,
     device: torch.device,
-    ops: ModuleType,
+    ops: Ops,
     same_bits_up_to: int,
     centres: Sequence[Tensor] | None,
     numbers: Sequence[int],  # of these layers in the model

@@ -21,9 +21,9 @@ from sparkdraft.cache.formats.dense import DenseLayer
 from sparkdraft.cache.formats.turboquant import CodedLayerKV
 from sparkdraft.engine.caches import scratch_cache
 from sparkdraft.engine.engine import Engine
+from sparkdraft.kernels.ops import AttentionParams, AttentionView, RopeArgs
 from sparkdraft.kernels.turboquant.store import planes
 from sparkdraft.kernels.turboquant.vectors import Encoded
-from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 from sparkdraft.models.common.blocks import Step
 
 MOST_CHARS, MOST_ROWS = 600, 64

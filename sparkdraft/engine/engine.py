@@ -230,7 +230,8 @@ class Engine:
         """What runs differently from what was asked: the plan's fallbacks, and those that loading and running showed
         since."""
         slow, proposer = "are launched one operator at a time", self.drafting.proposer
-        late = getattr(self.runner.model.ops, "compiled_late", ())  # of GPU kernels alone
+        compiler = self.runner.model.ops.compiler
+        late = compiler.compiled_late if compiler else ()
         return [
             *self.plan.fallbacks,
             *self._fallbacks,

@@ -16,7 +16,7 @@ import torch
 from sparkdraft.core import Fact
 from sparkdraft.drafters.drafter import Drafter
 from sparkdraft.engine.engine import Engine
-from sparkdraft.kernels.asked import Asked, AskedExperts, all_tiles
+from sparkdraft.kernels.ops import ExpertShapes, KernelShapes, all_tiles
 from sparkdraft.models.common.blocks import Decoder
 from sparkdraft.models.common.layers import ExpertsSpec, RecurrentSpec
 from sparkdraft.plan.memory import RECORDINGS
@@ -32,35 +32,35 @@ def facts(engine: Engine) -> list[Fact]:
     found = [_recordings(engine), _overlap(engine), _bits(engine)]
     found += [*_cut(engine), *_drafter(engine), *_chain(engine)]
     if plan.device == "cuda":
-        found += model.ops.facts(asked(model, plan), torch.device(plan.device))
+        from sparkdraft.kernels.cuda.runtime.facts import facts as gpu_facts
+
+        found += gpu_facts(asked(model, plan), torch.device(plan.device))
         if proposer := engine.drafting.proposer:
             own = asked_by_drafter(proposer.drafter, plan)
-            found += [
-                replace(f, name=f"drafter's {f.name}") for f in model.ops.facts(own, torch.device(plan.device))[:-1]
-            ]
+            found += [replace(f, name=f"drafter's {f.name}") for f in gpu_facts(own, torch.device(plan.device))[:-1]]
     return found
 
 
-def asked(model: Decoder, plan: Plan) -> Asked:
+def asked(model: Decoder, plan: Plan) -> KernelShapes:
     """What the target asks of its kernels."""
     experts, recurrent, windows = [], set(), {window.window for window in plan.windows}
     for spec, layer in zip(model.config.layers, model.layers, strict=True):
         if isinstance(spec.mlp, ExpertsSpec):
             gate_up, down = (m for m in layer.matrices if isinstance(m, ExpertLinear))
-            experts.append(AskedExperts(gate_up, down, spec.mlp.top_k))
+            experts.append(ExpertShapes(gate_up, down, spec.mlp.top_k))
         if isinstance(spec.mixer, RecurrentSpec):
             recurrent.add((spec.mixer.num_value_heads, spec.mixer.key_dim, spec.mixer.value_dim))
     is_coded = plan.coded is not None and not plan.coded.captured
     coded = frozenset(s.head_dim for s in model.config.attention if is_coded and s.window not in windows)
     exact = frozenset(s.head_dim for s in model.config.attention if not (is_coded and s.window not in windows))
     matrices = all_tiles(m for m in model.matrices if isinstance(m, Linear))
-    return Asked(matrices, experts, exact, coded, frozenset(recurrent), ITEMSIZE[plan.dtype], plan.max_rows)
+    return KernelShapes(matrices, experts, exact, coded, frozenset(recurrent), ITEMSIZE[plan.dtype], plan.max_rows)
 
 
-def asked_by_drafter(drafter: Drafter, plan: Plan) -> Asked:
+def asked_by_drafter(drafter: Drafter, plan: Plan) -> KernelShapes:
     """Its keys and values are exact, whatever the target's are."""
     dims, none = frozenset(spec.head_dim for spec in drafter.caps.kv), frozenset[int]()
-    return Asked(all_tiles(drafter.matrices), (), dims, none, frozenset(), ITEMSIZE[plan.dtype], plan.max_rows)
+    return KernelShapes(all_tiles(drafter.matrices), (), dims, none, frozenset(), ITEMSIZE[plan.dtype], plan.max_rows)
 
 
 def _recordings(engine: Engine) -> Fact:

@@ -8,15 +8,14 @@ the same logits, without another pass over the head.
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparkdraft.engine.sampler import Draws, allowed, ids_of
-from sparkdraft.kernels.dice import gumbel
-from sparkdraft.kernels.sure import WIDEST
+from sparkdraft.kernels.noise import gumbel
+from sparkdraft.kernels.ops import WIDEST, Ops
 
 
 class Sure(NamedTuple):
@@ -24,28 +23,18 @@ class Sure(NamedTuple):
     gaps: Tensor  # float32 [rows]
 
 
-def pick_sure(ops: ModuleType, logits: Tensor, draws: Draws | None, ids: Tensor | None = None) -> Sure:
+def pick_sure(ops: Ops, logits: Tensor, draws: Draws | None, ids: Tensor | None = None) -> Sure:
     """As `sampler.pick`, with the gaps."""
-    if hasattr(ops, "sample_sure"):
-        parameters = (None, None) if draws is None else (draws.floats, draws.integers)
-        columns, gaps = ops.sample_sure(logits, *parameters, ids, WIDEST)
+    if ops.sampler:
+        floats, integers = (None, None) if draws is None else (draws.floats, draws.integers)
+        columns, gaps = ops.sampler.sample_sure(logits, floats, integers, ids, WIDEST)
         return Sure(ids_of(columns, ids), gaps)
-    own = hasattr(ops, "largest_gap")  # kernels that read the logits as often as needed, without torch's passes
-    columns, gaps = ops.largest_gap(logits, WIDEST) if own else largest(logits)
+    columns, gaps = ops.largest_gap(logits, WIDEST)
     if draws is not None:
-        scores = drawn_scores(logits, draws, ids)
-        drawn, drawn_gaps = ops.best_gap(scores, WIDEST) if own else best(scores)
+        drawn, drawn_gaps = ops.best_gap(drawn_scores(logits, draws, ids), WIDEST)
         is_greedy = draws.floats.view(3, -1)[0] == 0
         columns, gaps = columns.where(is_greedy, drawn), gaps.where(is_greedy, drawn_gaps)
-    return Sure(ids_of(columns, ids), gaps.clamp(max=WIDEST))
-
-
-def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The definition for greedy rows, in torch."""
-    top, columns = logits.max(-1)
-    near = logits.masked_fill(logits < top.unsqueeze(1) - WIDEST, float("-inf"))
-    others = near.scatter(1, columns.unsqueeze(1), float("-inf")).logsumexp(-1)
-    return columns, top - others
+    return Sure(ids_of(columns, ids), gaps)
 
 
 def drawn_scores(logits: Tensor, draws: Draws, ids: Tensor | None = None) -> Tensor:
@@ -53,9 +42,3 @@ def drawn_scores(logits: Tensor, draws: Draws, ids: Tensor | None = None) -> Ten
     _, seeds, positions = draws.integers.view(3, -1).unsqueeze(2)
     columns = torch.arange(logits.shape[1], device=logits.device) if ids is None else ids
     return allowed(logits, draws) + gumbel(seeds, positions, columns)
-
-
-def best(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The definition for rows that draw, in torch: the two best of the scores."""
-    found = scores.topk(2)
-    return found.indices[:, 0], found.values[:, 0] - found.values[:, 1]

@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from sparkdraft.kernels.ops import CapturedStep, Ops
 from sparkdraft.plan.memory import RECORDINGS
 
 
@@ -38,12 +38,13 @@ Key = TypeVar("Key")  # what distinguishes recordings: a Shape, or another tuple
 
 
 class Graphs(Generic[Key]):
-    def __init__(self, run: Callable[[Key], Tensor], ops: ModuleType) -> None:
+    def __init__(self, run: Callable[[Key], Tensor], ops: Ops) -> None:
         """run(shape) computes one step from the fixed input buffers."""
-        self._run, self._ops = run, ops
+        assert ops.Graph, f"{ops.NAME} kernels cannot be captured"
+        self._run, self._graph, self._compiler = run, ops.Graph, ops.compiler
         self._most = RECORDINGS[ops.NAME].most  # recordings kept beside those made at start
-        self._kept: dict[Key, Any] = {}  # recordings made at start
-        self._recent: OrderedDict[Key, Any] = OrderedDict()  # recordings made later, the last replayed at the end
+        self._kept: dict[Key, CapturedStep] = {}  # recordings made at start
+        self._recent: OrderedDict[Key, CapturedStep] = OrderedDict()  # made later, the last replayed at the end
         self._seen: OrderedDict[Key, None] = OrderedDict()  # shapes that ran once and are not recorded yet
         self._compiled = set[Key]()  # shapes whose kernels were compiled ahead; a recording may be dropped, these stay
 
@@ -54,7 +55,7 @@ class Graphs(Generic[Key]):
     def num_held(self) -> int:
         return len(self._kept) + len(self._recent)
 
-    def recording(self, shape: Key) -> Any:
+    def recording(self, shape: Key) -> CapturedStep:
         """The recording of a shape, which must exist."""
         return self._kept[shape] if shape in self._kept else self._recent[shape]
 
@@ -63,7 +64,7 @@ class Graphs(Generic[Key]):
         shapes = sorted(shapes, reverse=True)  # type: ignore[type-var]
         self._compile(shapes)
         for shape in shapes:
-            if self._ops.Recording.AFTER_A_RUN:
+            if self._graph.RUN_FIRST:
                 self._run(shape)  # this loads what a capture may not
             self._kept[shape] = self._make(shape)
 
@@ -75,7 +76,7 @@ class Graphs(Generic[Key]):
         """
         recording = self._kept.get(shape, self._recent.get(shape))
         if recording is None:
-            if self._ops.Recording.AFTER_A_RUN and shape not in self._seen:
+            if self._graph.RUN_FIRST and shape not in self._seen:
                 self._remember(self._seen, shape, None)
                 self._compile([shape])
                 return self._run(shape)
@@ -86,19 +87,18 @@ class Graphs(Generic[Key]):
             self._remember(self._recent, shape, recording)
         elif shape in self._recent:
             self._recent.move_to_end(shape)
-        out: Tensor = recording.replay()
-        return out
+        return recording.replay()
 
     def _compile(self, shapes: list[Key]) -> None:
         """Compile kernels on all cores, before the run that would compile them one after the other."""
         new = [shape for shape in shapes if shape not in self._compiled]
-        if new and self._ops.Recording.AFTER_A_RUN:
-            self._ops.compile_ahead([partial(self._run, shape) for shape in new])
+        if new and self._compiler:
+            self._compiler.compile_ahead([partial(self._run, shape) for shape in new])
             self._compiled.update(new)
 
-    def _make(self, shape: Key) -> Any:
+    def _make(self, shape: Key) -> CapturedStep:
         beside = next(iter((*self._kept.values(), *self._recent.values())), None)
-        return self._ops.Recording(partial(self._run, shape), beside)
+        return self._graph(partial(self._run, shape), beside)
 
     def _remember(self, shapes: OrderedDict[Key, Any], shape: Key, value: Any) -> None:
         shapes[shape] = value

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.ops import AttentionView
 
 NUM_HOST_BUFFERS = 2  # the host can fill one step while the copy of the step before waits
 

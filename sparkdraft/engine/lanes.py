@@ -10,7 +10,7 @@ engine/overlap.py decides which request has which lane, and when.
 
 The number of rows of a recorded step is fixed, and how many of them are alive is decided on the device: a lane keeps as
 many drafts as the host asked for, or fewer where the drafter is not sure enough of them (`cut`). Rows that are not kept
-are dead (kernels/stepping.py): they write nothing, attend to nothing and reach no expert.
+are dead (kernels/reference/stepping.py): they write nothing, attend to nothing and reach no expert.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from sparkdraft.engine.gaps import pick_sure
 from sparkdraft.engine.proposer import Proposer, max_context
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Draws, Filters, ids_of, pick
-from sparkdraft.kernels.stepping import CutTerms, PackedRows
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.ops import AttentionView, CutTerms, PackedRows
 from sparkdraft.models.common.blocks import Step
 
 
@@ -97,8 +96,8 @@ class Lanes:
         drafts = self._draft(kind) if depth else None
         gaps = self._cut_by(kind) if depth and self.cuts else None
         kept = self.most[:seqs] if gaps is None else self._cut(gaps)
-        state = tuple(t[:seqs] for t in (self.length, self.token, self.observed))
-        rows: PackedRows = ops.pack_rows(state[0], self.tables[:seqs], state[1], drafts, kept, size, self._stamp)
+        length, token, observed = self.length[:seqs], self.token[:seqs], self.observed[:seqs]
+        rows = ops.pack_rows(length, self.tables[:seqs], token, drafts, kept, size, self._stamp)
         view = AttentionView(rows.query_start, rows.context_len, self.tables[:seqs], 1 + depth, self.plan.max_model_len)
         if self.runner.kv.begin:
             self.runner.kv.begin(rows.slots, view)
@@ -111,7 +110,7 @@ class Lanes:
         residual = model.forward(verify, self.runner.tap_layers, taps)
         samples = self._sample(kind, residual, rows)
         given = self.given.accepted(seqs, depth) if self.given else None
-        result, kept_slots = ops.accept_drafts(drafts, samples, kept, *state, rows, self._stamp, given)
+        result, kept_slots = ops.accept_drafts(drafts, samples, kept, length, token, observed, rows, self._stamp, given)
         accepted = result[:, depth + 1]
         if self.drafter and at_once:
             assert taps is not None
@@ -179,7 +178,7 @@ class Lanes:
     def _cut(self, gaps: Tensor) -> Tensor:  # int32 [seqs]
         seqs, (worth, fits, fair) = len(gaps), self._terms
         lanes = self.most[:seqs], self.floats[0, :seqs]
-        kept: Tensor = self.runner.model.ops.cut_drafts(gaps, *lanes, CutTerms(worth, fits, fair[:seqs]))
+        kept = self.runner.model.ops.cut_drafts(gaps, *lanes, CutTerms(worth, fits, fair[:seqs]))
         return kept
 
     def _pick(self, kind: StepKind, score: Score, each: int, drafted: int = 0, ids: Tensor | None = None) -> Tensor:

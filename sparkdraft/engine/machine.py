@@ -86,14 +86,15 @@ def native_problem(config: EngineConfig, found: Hardware) -> str | None:
     """Why the C++ kernels cannot run here, or None. Asking compiles them, so it is asked only where they are wanted."""
     if found.device != "cpu" or config.dtype not in ("auto", "quantised"):
         return None
-    reason: str | None = kernels.load("native").unavailable_reason()
-    return reason
+    from sparkdraft.kernels import native
+
+    return native.unavailable_reason()
 
 
 def check_coded_kernels(name: str) -> None:
     """Refuse a coded cache if its kernels cannot be imported: the GPU's kernels are written in Gluon, which changes
     between versions of Triton."""
     try:
-        assert kernels.load(name).tq_attention
+        kernels.load(name).tq_attention  # noqa: B018
     except ImportError as error:
         raise UserError(f"kv turboquant needs the Gluon of Triton 3.6 ({error}); ask for kv fp8 or exact") from error

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -34,7 +33,7 @@ from sparkdraft.engine.graphs import Graphs
 from sparkdraft.engine.inputs import IntArray, Rows, StepInputs
 from sparkdraft.engine.runner import Runner
 from sparkdraft.engine.sampler import Draws, pick
-from sparkdraft.kernels import Unrecordable
+from sparkdraft.kernels.ops import CannotCapture, Ops
 from sparkdraft.plan.resolve import Plan
 
 Table = Any  # a tensor; on a CPU its numpy view, because torch takes thirty microseconds to copy a few kilobytes
@@ -78,7 +77,7 @@ class Pending:
 
 
 class Proposer:
-    def __init__(self, drafter: Drafter, plan: Plan, device: torch.device, ops: ModuleType) -> None:
+    def __init__(self, drafter: Drafter, plan: Plan, device: torch.device, ops: Ops) -> None:
         self.drafter, self.plan, self.device, self.ops = drafter, plan, device, ops
         self.chain = drafter.caps.chain
         self._keeps = bool(drafter.caps.kv)  # whether observing writes anything
@@ -290,7 +289,7 @@ class Proposer:
             return None, run(key)
         try:
             return graphs, graphs.replay(key)
-        except Unrecordable as reason:
+        except CannotCapture as reason:
             self.unrecorded.append(f"the drafter's '{reason}' is not one of the CPU kernels")
             return None, run(key)
 

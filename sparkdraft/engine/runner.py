@@ -17,7 +17,7 @@ from sparkdraft.core import Batch, TokenLogprob, Work
 from sparkdraft.engine.graphs import Graphs, Shape, gpu_sizes
 from sparkdraft.engine.inputs import Rows, StepInputs
 from sparkdraft.engine.sampler import token_logprobs
-from sparkdraft.kernels import Unrecordable
+from sparkdraft.kernels.ops import CannotCapture
 from sparkdraft.models.common.blocks import Decoder, Step
 from sparkdraft.plan.resolve import Plan
 
@@ -126,7 +126,7 @@ class Runner:
         graphs = Graphs(self._step, self.model.ops)
         try:
             graphs.record(shapes)
-        except Unrecordable as reason:
+        except CannotCapture as reason:
             self.unrecorded.append(f"the model's '{reason}' is not one of the CPU kernels")
         else:
             self.graphs = graphs

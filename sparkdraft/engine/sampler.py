@@ -1,6 +1,6 @@
 """Turns logits into ids: each row with its own request's parameters, whatever else is in the batch.
 
-Ids are drawn with noise that depends on (seed, position, id) alone (kernels/dice.py), so a seeded request writes the
+Ids are drawn with noise that depends on (seed, position, id) alone (kernels/noise.py), so a seeded request writes the
 same text in any batch, after a preemption, and with or without drafts. top_k, top_p and min_p each give a smallest
 probability that survives: one comparison applies all three, and the whole vocabulary is never sorted. Log-probabilities
 are the model's own, before any of this.
@@ -11,7 +11,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +20,8 @@ from torch import Tensor
 from sparkdraft.core import Request, SamplingParams, TokenLogprob
 from sparkdraft.engine.finite import checked
 from sparkdraft.kernels import reference
+from sparkdraft.kernels.noise import draw
+from sparkdraft.kernels.ops import Ops
 from sparkdraft.text.grammar import GrammarState, Mask
 
 # Per byte of a mask: the upper bounds of its eight ids. Taking a minimum needs a quarter of the time of an indexed
@@ -120,9 +121,7 @@ class Draws:
 
 
 class Sampler:
-    def __init__(
-        self, vocab_size: int, eos_ids: frozenset[int], device: torch.device, ops: ModuleType = reference
-    ) -> None:
+    def __init__(self, vocab_size: int, eos_ids: frozenset[int], device: torch.device, ops: Ops = reference) -> None:
         self.vocab_size = vocab_size
         self.ops = ops
         self.eos_ids = frozenset(token for token in eos_ids if 0 <= token < vocab_size)
@@ -229,7 +228,7 @@ class Sampler:
         return {i: (logits[i].log_softmax(-1), top) for i, top in wanted.items() if top is not None}
 
 
-def pick(ops: ModuleType, logits: Tensor, draws: Draws | None, ids: Tensor | None = None) -> Tensor:
+def pick(ops: Ops, logits: Tensor, draws: Draws | None, ids: Tensor | None = None) -> Tensor:
     """int64 [rows]: the id that each row of 'logits' [rows, columns] takes, which is its likeliest or the one it draws.
 
     Samples and drafts are picked by this one function, on the host and in overlapped steps. draws: None if all rows are
@@ -237,11 +236,11 @@ def pick(ops: ModuleType, logits: Tensor, draws: Draws | None, ids: Tensor | Non
     """
     if draws is None:
         columns = argmax(logits)
-    elif hasattr(ops, "sample"):  # kernels that filter and draw in one call, and take the largest of a greedy row
-        columns = ops.sample(logits, draws.floats, draws.integers, ids)
+    elif ops.sampler:  # filters and draws in one call, and takes the largest of a greedy row
+        columns = ops.sampler.sample(logits, draws.floats, draws.integers, ids)
     else:
         _, seeds, positions = draws.integers.view(3, -1)
-        columns = ops.draw(allowed(logits, draws), seeds, positions, ids)
+        columns = draw(allowed(logits, draws), seeds, positions, ids)
         if draws.mixed:
             columns = argmax(logits).where(draws.floats.view(3, -1)[0] == 0, columns)
     return ids_of(columns, ids)

@@ -1,15 +1,25 @@
-"""Kernels know tensors and nothing else. Three modules hold the same operators; a plan names the one that runs."""
+"""The operators of a transformer step, in three backends with one interface (ops.py): `reference`, `native` and `cuda`.
+
+Kernels know tensors and how weights are kept, and nothing of models, caches or the engine. README.md lists which file
+implements which operator.
+"""
 
 from __future__ import annotations
 
-from importlib import import_module
-from types import ModuleType
+from sparkdraft.kernels.ops import Ops
 
 
-class Unrecordable(Exception):
-    """A step holds an operator that a recording would miss; the message is its name."""
+def load(name: str) -> Ops:
+    """A backend, imported when it is first used: "reference" (torch), "native" (C++ for CPUs) or "cuda" (Triton)."""
+    if name == "reference":
+        from sparkdraft.kernels import reference
 
+        return reference
+    if name == "native":
+        from sparkdraft.kernels import native
 
-def load(name: str) -> ModuleType:
-    """name: "reference" (torch), "native" (C++ for CPUs) or "cuda" (Triton); imported only when it is used."""
-    return import_module(f"sparkdraft.kernels.{name}")
+        return native
+    assert name == "cuda", name
+    from sparkdraft.kernels import cuda
+
+    return cuda

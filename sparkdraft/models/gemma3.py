@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sparkdraft.kernels.activation import GELU_TANH
+from sparkdraft.kernels.ops import GELU_TANH, Ops
 from sparkdraft.models.common.config import ModelConfig, attention_of, decoder_config, layer_count, need, softcap_of
 from sparkdraft.models.common.keys import check_keys, only_values
 from sparkdraft.models.common.layers import DenseSpec, LayerSpec
@@ -72,7 +71,7 @@ def _thetas(text: Mapping[str, Any]) -> dict[str, float]:
     return {FULL: real(text, "rope_theta") or 1e6, SLIDING: real(text, "rope_local_base_freq") or 1e4}
 
 
-def build(config: ModelConfig, load: Loader, ops: ModuleType, context: int) -> Decoder:
+def build(config: ModelConfig, load: Loader, ops: Ops, context: int) -> Decoder:
     from sparkdraft.models.common.sandwich import build_sandwich, load_dense
 
     return build_sandwich(config, load, ops, context, load_dense, scaled=False)

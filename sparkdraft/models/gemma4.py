@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.core import UserError
-from sparkdraft.kernels.activation import GELU_TANH
+from sparkdraft.kernels.ops import GELU_TANH, Ops
 from sparkdraft.models.common.config import (
     ModelConfig,
     attention_of,
@@ -106,16 +105,16 @@ def _mlp(text: Mapping[str, Any]) -> DenseSpec | ExpertsSpec:
     return ExpertsSpec(count, top_k, need(text, "moe_intermediate_size"), shared_size=dense, activation=GELU_TANH)
 
 
-def build(config: ModelConfig, load: Loader, ops: ModuleType, context: int) -> Decoder:
+def build(config: ModelConfig, load: Loader, ops: Ops, context: int) -> Decoder:
     from sparkdraft.models.common.sandwich import build_sandwich
 
     return build_sandwich(config, load, ops, context, _sublayer, scaled=True)
 
 
-def _sublayer(spec: LayerSpec, config: ModelConfig, load: Loader, name: str, ops: ModuleType) -> Sublayer:
+def _sublayer(spec: LayerSpec, config: ModelConfig, load: Loader, name: str, ops: Ops) -> Sublayer:
     import torch
 
-    from sparkdraft.kernels.norm import Norm
+    from sparkdraft.kernels.ops import Norm
     from sparkdraft.models.common.blocks import GatedMLP, load_norm
     from sparkdraft.models.common.experts import Experts, load_expert_matrices
     from sparkdraft.models.common.sandwich import DenseAndExperts, load_dense

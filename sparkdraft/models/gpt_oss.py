@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sparkdraft.kernels.activation import Activation
+from sparkdraft.kernels.ops import Activation, Ops
 from sparkdraft.models import llama
 from sparkdraft.models.common.config import ModelConfig, attention_of, decoder_config, experts_of, layer_count, need
 from sparkdraft.models.common.keys import check_keys, only_values
@@ -54,13 +53,11 @@ def read(config: Mapping[str, Any]) -> ModelConfig:
     return replace(decoder_config(config, layers), unknown_keys=unknown)
 
 
-def build(config: ModelConfig, load: Loader, ops: ModuleType, context: int) -> Decoder:
+def build(config: ModelConfig, load: Loader, ops: Ops, context: int) -> Decoder:
     return llama.build(config, load, ops, context, _load_experts)
 
 
-def _load_experts(
-    spec: DenseSpec | ExpertsSpec, config: ModelConfig, load: Loader, name: str, ops: ModuleType
-) -> Experts:
+def _load_experts(spec: DenseSpec | ExpertsSpec, config: ModelConfig, load: Loader, name: str, ops: Ops) -> Experts:
     import torch
 
     from sparkdraft.models.common.experts import Experts

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from sparkdraft.kernels.ops import Ops
 from sparkdraft.models.common.config import ModelConfig, dense_config
 from sparkdraft.models.common.keys import check_keys, only_values
 from sparkdraft.models.common.layers import ExpertsSpec
@@ -30,9 +30,7 @@ def read(config: Mapping[str, Any]) -> ModelConfig:
     return replace(model, unknown_keys=unknown)
 
 
-def build(
-    config: ModelConfig, load: Loader, ops: ModuleType, context: int, experts: LoadExperts | None = None
-) -> Decoder:
+def build(config: ModelConfig, load: Loader, ops: Ops, context: int, experts: LoadExperts | None = None) -> Decoder:
     """experts: how those of a layer are found, where it is not as Qwen names them."""
     import torch
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from sparkdraft.core import UserError
+from sparkdraft.kernels.ops import Ops
 from sparkdraft.models.common.config import (
     ModelConfig,
     attention_of,
@@ -83,7 +83,7 @@ def experts_with_shared(config: Mapping[str, Any]) -> ExpertsSpec:
     )
 
 
-def build(config: ModelConfig, load: Loader, ops: ModuleType, context: int) -> Decoder:
+def build(config: ModelConfig, load: Loader, ops: Ops, context: int) -> Decoder:
     from sparkdraft.models.common.blocks import Attention, Decoder, DecoderLayer, GatedMLP, load_head, load_norm
     from sparkdraft.models.common.delta_net import DeltaNet
     from sparkdraft.models.common.experts import load_experts

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sparkdraft.core import UserError
+from sparkdraft.kernels.ops import Ops
 from sparkdraft.models import (
     gemma3,
     gemma4,
@@ -34,7 +34,7 @@ class Architecture(Protocol):
     def read(self, config: Mapping[str, Any]) -> ModelConfig:
         """What a config.json describes. Raises UserError where it asks for a computation that is not built."""
 
-    def build(self, config: ModelConfig, load: Loader, ops: ModuleType, context: int) -> Decoder:
+    def build(self, config: ModelConfig, load: Loader, ops: Ops, context: int) -> Decoder:
         """The model, with weights. context: positions that it will be run at, at most."""
 
 

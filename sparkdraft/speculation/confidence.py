@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from sparkdraft.kernels.sure import WIDEST
+from sparkdraft.kernels.ops import WIDEST
 
 # What the guess is worth, in observations of an even chance; and the most that is remembered.
 PRIOR, MEMORY = 4.0, 60.0

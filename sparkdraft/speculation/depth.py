@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 
-from sparkdraft.kernels.sure import MOST_SURE
+from sparkdraft.kernels.ops import MOST_SURE
 from sparkdraft.speculation.best_depths import Offer, best_depths, conditional_acceptance, expected_tokens
 from sparkdraft.speculation.confidence import Confidence
 from sparkdraft.speculation.cut import OWN, USUAL, Profile, best_cuts, survivals
@@ -125,7 +125,8 @@ class DepthController:
         return whole if state.parked is not None else best_cuts(survival, self._worth(self._level), [whole])[0][1]
 
     def cut_terms(self, states: Sequence[DepthState | None]) -> list[float]:
-        """What the device needs to cut blocks by itself (kernels/stepping.py, CutTerms): the worth of rows, two fits,
+        """What the device needs to cut blocks by itself (kernels/reference/stepping.py, CutTerms): the worth of rows,
+        two fits,
         and a number for each lane; None: a lane that is not cut."""
         fair = [-1.0 if state is None or state.parked is not None else _fair(state) for state in states]
         fits = [number for fit in self.fits.values() for number in (fit.slope, fit.base, *fit.own)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.cache.formats.dense import DenseKV
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.ops import AttentionView
 from sparkdraft.models.common.blocks import Decoder, Step
 from sparkdraft.train.batches import TrainBatch
 from sparkdraft.train.target import Target

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.core import UserError
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.ops import AttentionView
 from sparkdraft.models.common.blocks import Step
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.sizes import kv_bytes_per_token
@@ -196,7 +196,8 @@ class BulkGenerator:
             if noisy not in self._recorded:
                 self._step(noisy)  # a normal step, run once before it is recorded
                 beside = next(iter(self._recorded.values()), None)
-                self._recorded[noisy] = self.target.ops.Recording(partial(self._step, noisy), beside)
+                assert self.target.ops.Graph
+                self._recorded[noisy] = self.target.ops.Graph(partial(self._step, noisy), beside)
             for _ in range(CHECK):
                 self._recorded[noisy].replay()
         self._find_loops()

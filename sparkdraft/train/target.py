@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from sparkdraft import kernels
 from sparkdraft.config import EngineConfig
 from sparkdraft.drafters.dflash_config import DFlashConfig, check_fits
 from sparkdraft.engine.machine import detect
+from sparkdraft.kernels.ops import Ops
 from sparkdraft.models.common.blocks import Decoder
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.registry import architecture, read_config
@@ -55,7 +55,7 @@ class Target(ChatModel):
     decoder: Decoder
     device: torch.device
     dtype: torch.dtype
-    ops: ModuleType
+    ops: Ops
 
 
 def load_target(name: str, device: str = "auto", context: int = 2048, progress: Progress | None = None) -> Target:

@@ -1,6 +1,6 @@
 """Tensors that kernels make on first use and keep: one decorator for all of them.
 
-The first use may lie within a capture (kernels/cuda/runtime/recording.py, kernels/cuda/runtime/compiling.py), and a
+The first use may lie within a capture (kernels/cuda/runtime/graph.py, kernels/cuda/runtime/compiling.py), and a
 capture runs
 nothing: a tensor made there would be kept without ever having been filled, in memory that goes with the capture. Such a
 tensor is made on a stream that is not captured, so it is filled before the first kernel reads it, whoever asks for it

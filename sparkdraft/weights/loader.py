@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from sparkdraft.core import Fallback, UserError
 from sparkdraft.weights.experts import ExpertLinear
+from sparkdraft.weights.keeping import KeepsWeights
 from sparkdraft.weights.linear import CannotKeep, Linear
 from sparkdraft.weights.quant.quantise import QUANTISERS
 from sparkdraft.weights.quant.stored import QuantisedExperts, Stored, as_float, take_rows
@@ -45,7 +45,7 @@ class Loader:
         source: WeightSource,
         device: torch.device,
         dtype: torch.dtype,  # of activations, and of what is kept as floats
-        ops: ModuleType,  # the kernels that will read the weights
+        ops: KeepsWeights,  # the kernels that will read the weights
         progress: Progress | None = None,
         under: str = "",  # only tensors whose names begin so are this model's; the rest is somebody else's
         weights: str = "auto",  # how float matrices are rounded, of quantise.QUANTISERS; auto: not at all
@@ -93,7 +93,7 @@ class Loader:
         """A matrix that is kept as floats whatever form the kernels prefer: a router's, whose choices are discrete."""
         part = self._matrix(f"{name}.weight", (rows, width))
         own = self.vector(f"{name}.bias", rows) if bias else None
-        kept: Linear = self.ops.keep_float_matrix([part], own, self._float)
+        kept = self.ops.keep_float_matrix([part], own, self._float)
         return kept
 
     def experts(
@@ -125,7 +125,7 @@ class Loader:
         """
         experts = [[self._wanted(self._quantise(part, name)) for part in parts] for parts in experts]
         try:
-            kept: ExpertLinear = self.ops.keep_experts(experts, bias, self._float)
+            kept = self.ops.keep_experts(experts, bias, self._float)
         except CannotKeep as reason:
             self._note_floats(name, reason)
             kept = self.ops.keep_float_experts(experts, bias, self._float)
@@ -168,7 +168,7 @@ class Loader:
     def embedding(self, name: str, count: int, width: int) -> Stored:
         """A table that kernels look rows up in."""
         part = self._wanted(self._matrix(f"{name}.weight", (count, width)))
-        table: Stored = self.ops.keep_table(part, self._float)
+        table = self.ops.keep_table(part, self._float)
         if not isinstance(table, Tensor) and not isinstance(part, Tensor):
             some = torch.arange(0, count, max(1, count // 64))
             kept, stored = (as_float(take_rows(each, some)).cpu() for each in (table, part))
@@ -289,7 +289,7 @@ class Loader:
     def _keep(self, parts: list[Stored], bias: Tensor | None, name: str) -> Linear:
         parts = [self._wanted(part) for part in parts]
         try:
-            kept: Linear = self.ops.keep_matrix(parts, bias, self._float)
+            kept = self.ops.keep_matrix(parts, bias, self._float)
         except CannotKeep as reason:
             self._note_floats(name, reason)
             kept = self.ops.keep_float_matrix(parts, bias, self._float)

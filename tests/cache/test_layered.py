@@ -10,7 +10,7 @@ from sparkdraft.cache.state_slots import Copy
 from sparkdraft.cache.states import RecurrentStates, StateLayer, StateSizes
 from sparkdraft.cache.windows import StepRoom, WindowGroup, WindowLayer
 from sparkdraft.kernels import reference
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.ops import AttentionView
 from sparkdraft.models.common.layers import AttentionSpec, RecurrentSpec, RopeSpec
 
 CPU = torch.device("cpu")

@@ -1,7 +1,7 @@
 """The holding of recurrent states: nobody runs from a state that is not its own, and nothing leaks.
 
-The device is one of Python lists that does what kernels/delta_rule.py says: a state is the ids that made it, a record
-is one id, and every replay insists on finding the request's own.
+The device is one of Python lists that does what kernels/reference/recurrent.py says: a state is the ids that made it, a
+record is one id, and every replay insists on finding the request's own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sparkdraft.cache.prefix import Hit
 from sparkdraft.cache.state_slots import Copy, StateSlots
 from sparkdraft.core import Request, SamplingParams, Work
 from sparkdraft.engine.engine import Engine
-from sparkdraft.kernels.rings import FOLD, input_ring, record_ring
+from sparkdraft.kernels.ops import FOLD, input_ring, record_ring
 from tests.fakes import FakeBlock, fake_engine
 
 MOST_ROWS, WIDTH = 16, 4

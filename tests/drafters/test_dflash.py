@@ -230,7 +230,7 @@ def test_observe_and_propose_are_recorded(packed: tuple[Harness, DraftHarness, P
         return taps
 
     block = drafts.block({"a": 7, "b": 9}, 8, 7)
-    observing, proposing = native.Recording(observe), native.Recording(lambda: drafter.logits(block))
+    observing, proposing = native.Graph(observe), native.Graph(lambda: drafter.logits(block))
     for seed in range(3):
         taps.copy_(torch.randn(3, 2, 96, generator=torch.Generator().manual_seed(seed)))
         block.token_ids[::8] = torch.tensor([20 + seed, 30 + seed], dtype=torch.int32)

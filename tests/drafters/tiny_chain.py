@@ -16,7 +16,6 @@ import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,8 +26,7 @@ from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.core import UserError
 from sparkdraft.drafters.caps import DrafterCaps
 from sparkdraft.drafters.drafter import Anchors, CommittedRows, DraftBytes, Pick
-from sparkdraft.kernels.norm import Normed
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.ops import AttentionView, Normed, Ops
 from sparkdraft.models.common.blocks import Attention, Decoder, DecoderLayer, GatedMLP, Step, load_norm
 from sparkdraft.models.common.config import FINAL, ModelConfig, dense_config
 from sparkdraft.models.common.rope import RopeTables
@@ -50,7 +48,7 @@ class TinyChain:
         self,
         config: ModelConfig,
         load: Loader,
-        ops: ModuleType,
+        ops: Ops,
         target: Decoder,
         kv: DenseKV,
         context: int,
@@ -114,7 +112,7 @@ class TinyChain:
         view = AttentionView(self.starts[: seqs + 1], context, anchors.tables, 1, anchors.max_context)
         step = Step(ids, positions, slots, view, self.kv.layers)
         normed = self.layer.add_to(self._join(ids, self.hidden[:seqs]), step, self.kv.layers[0], self.norm)
-        ops.tap(ops.rms_norm(normed.x, *self.norm), self.hidden[:seqs], 0, positions)
+        ops.store_aux(ops.rms_norm(normed.x, *self.norm), self.hidden[:seqs], 0, positions)
         out: Tensor = (ops.norm_argmax if likeliest else ops.norm_logits)(normed, self.target.head)
         return out
 

@@ -22,7 +22,7 @@ from sparkdraft.drafters.dflash import DFlash, DraftBlock, build, caps_of
 from sparkdraft.drafters.dflash_config import DFlashConfig, check_fits
 from sparkdraft.drafters.drafter import CommittedRows
 from sparkdraft.drafters.registry import open_drafter
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.ops import AttentionView
 from sparkdraft.models.common.blocks import Decoder
 from sparkdraft.weights.loader import Loader
 

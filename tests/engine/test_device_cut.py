@@ -19,7 +19,7 @@ from sparkdraft.core import AUTO, Fact
 from sparkdraft.engine.drafting import Drafting, Outcome
 from sparkdraft.engine.overlap import Launched, OverlappedSteps
 from sparkdraft.kernels import reference
-from sparkdraft.kernels.stepping import CutTerms
+from sparkdraft.kernels.ops import CutTerms
 from sparkdraft.speculation.depth import DepthController
 from sparkdraft.speculation.step_costs import Price
 

@@ -23,7 +23,7 @@ no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 class Captured:
     """As a CUDA graph: it is captured after a run."""
 
-    NAME, AFTER_A_RUN = "cuda", True
+    NAME, RUN_FIRST = "cuda", True
 
     def __init__(self, run: Callable[[], Tensor], beside: object) -> None:
         self.replay = run
@@ -32,14 +32,14 @@ class Captured:
 class Listed(Captured):
     """As a CPU's list of calls: it is made at once."""
 
-    NAME, AFTER_A_RUN = "native", False
+    NAME, RUN_FIRST = "native", False
 
 
 def kernels(kind: type[Captured], compiled: list[list[int]] | None = None) -> Any:
     """compiled: the shapes of each call that compiles ahead."""
-    found, calls = SimpleNamespace(Recording=kind, NAME=kind.NAME), [] if compiled is None else compiled
-    if kind.AFTER_A_RUN:
-        found.compile_ahead = lambda steps: calls.append([step.args[0] for step in steps])
+    found, calls = SimpleNamespace(Graph=kind, NAME=kind.NAME, compiler=None), [] if compiled is None else compiled
+    if kind.RUN_FIRST:
+        found.compiler = SimpleNamespace(compile_ahead=lambda steps: calls.append([step.args[0] for step in steps]))
     return found
 
 
@@ -54,7 +54,7 @@ def test_a_call_is_one_step_whether_it_is_launched_recorded_or_replayed(kind: ty
     graphs = Graphs(step, kernels(kind))
     assert [int(graphs.replay(4)) for _ in range(4)] == [1, 2, 3, 4]
     graphs.record([1, 2])
-    assert steps == [4, 4, 4, 4, *([2, 1] if kind.AFTER_A_RUN else [])], "recorded ahead, the largest first"
+    assert steps == [4, 4, 4, 4, *([2, 1] if kind.RUN_FIRST else [])], "recorded ahead, the largest first"
 
 
 def test_kernels_are_compiled_before_a_shape_runs_and_those_of_all_shapes_at_start_together() -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from sparkdraft.kernels.delta_rule import DeltaParams, RecurrentState, input_ring, record_ring
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.ops import AttentionView, DeltaParams, Ops, RecurrentState, input_ring, record_ring
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class Layer:
 
     def step(
         self,
-        ops: ModuleType,
+        ops: Ops,
         memory: RecurrentState,
         parts: Sequence[Part],
         parents: Sequence[Sequence[int]] | None = None,
@@ -147,7 +145,7 @@ def random_steps(total: int, most_rows: int, seed: int) -> list[tuple[int, int, 
     return found
 
 
-def row_by_row(layer: Layer, ops: ModuleType, part: Part) -> tuple[Tensor, Tensor]:
+def row_by_row(layer: Layer, ops: Ops, part: Part) -> tuple[Tensor, Tensor]:
     """A step for each row, so that every row leaves its record; nothing is ever rejected."""
     memory = layer.memory()
     results = [layer.step(ops, memory, [part.cut(i, i + 1)])[0] for i in range(len(part))]

@@ -17,15 +17,13 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels import cuda, reference
-from sparkdraft.kernels.activation import GELU_TANH, SILU, Activation
 from sparkdraft.kernels.cuda import elementwise
 from sparkdraft.kernels.cuda.attention import paged
 from sparkdraft.kernels.cuda.linear import few_rows
 from sparkdraft.kernels.cuda.linear.argmax import argmax as cuda_argmax
 from sparkdraft.kernels.cuda.runtime import tuned
 from sparkdraft.kernels.cuda.runtime.gpu import Gpu
-from sparkdraft.kernels.norm import Norm
-from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
+from sparkdraft.kernels.ops import GELU_TANH, SILU, Activation, AttentionParams, AttentionView, Norm, RopeArgs
 from tests.kernels.ahead_of_time import GPUS, spilled_bytes
 from tests.kernels.triton_device import (
     DEVICE,
@@ -125,8 +123,8 @@ def test_argmax_of_many_rows(vocab: int) -> None:
 def test_taps_touch_their_own_layer_alone(shape: tuple[int, ...]) -> None:
     residual, positions = randn(5, 104)[:, :100], integers([0, 3, 4, 9, 1000])
     taps, expected = (torch.full(shape, -1.0, device=DEVICE) for _ in range(2))
-    cuda.tap(residual, taps[:5], 1, positions)
-    reference.tap(residual, expected[:5], 1, positions)
+    cuda.store_aux(residual, taps[:5], 1, positions)
+    reference.store_aux(residual, expected[:5], 1, positions)
     assert torch.equal(taps, expected) and (taps != -1).sum() == 500
 
 

@@ -23,9 +23,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 from triton.runtime.jit import JITFunction
 
 from sparkdraft.kernels import cuda
-from sparkdraft.kernels.activation import GELU_TANH
-from sparkdraft.kernels.norm import Norm
-from sparkdraft.kernels.view import AttentionParams, AttentionView
+from sparkdraft.kernels.ops import GELU_TANH, AttentionParams, AttentionView, Norm
 from sparkdraft.train.kernels import block_attention, draft_loss
 from tests.kernels.ahead_of_time import LIMIT, captured_launches, compile_launch, empty
 from tests.kernels.test_cuda_delta_rule import recurrent_step

@@ -25,7 +25,7 @@ from sparkdraft.engine.graphs import Graphs
 from sparkdraft.kernels import cuda
 from sparkdraft.kernels.cuda.runtime import compiling, ending
 from sparkdraft.kernels.cuda.runtime.compiling import compile_ahead, only_compiling
-from sparkdraft.kernels.view import AttentionParams
+from sparkdraft.kernels.ops import AttentionParams
 from sparkdraft.weights.quant.coded import LEVELS, Coded, _level_values
 from tests.kernels.triton_device import DEVICE, NO_GPU, gpu, gpu_only, integers, randn
 
@@ -276,6 +276,7 @@ def test_an_engine_says_why_its_kernels_are_compiled_one_by_one() -> None:
         )
 
     said = Engine.fallbacks.fget  # type: ignore[attr-defined]
-    assert said(engine(SimpleNamespace())) == said(engine(SimpleNamespace(compiled_late=[]))) == []
-    late = SimpleNamespace(compiled_late=["no memory"])
+    assert said(engine(SimpleNamespace(compiler=None))) == []
+    assert said(engine(SimpleNamespace(compiler=SimpleNamespace(compiled_late=[])))) == []
+    late = SimpleNamespace(compiler=SimpleNamespace(compiled_late=["no memory"]))
     assert said(engine(late)) == [Fallback("GPU kernels are compiled one by one", "no memory")]

@@ -20,8 +20,7 @@ import triton.language as tl
 from sparkdraft.kernels import cuda, reference
 from sparkdraft.kernels.cuda.recurrent import delta_chunks, delta_steps
 from sparkdraft.kernels.cuda.runtime import tuned
-from sparkdraft.kernels.delta_rule import DeltaParams, RecurrentState, input_ring, record_ring
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.ops import AttentionView, DeltaParams, RecurrentState, input_ring, record_ring
 from tests.kernels.ahead_of_time import (
     GPUS,
     LIMIT,
@@ -241,7 +240,7 @@ def test_a_recorded_layer_replays_at_other_lengths(rows: int) -> None:
 
     integers_at = integers([1])
     run()
-    recording = cuda.Recording(run)
+    recording = cuda.Graph(run)
     for first in range(0, 8 * rows, rows):
         x.copy_(part.x[first : first + rows])
         ab.copy_(part.ab[first : first + rows])

@@ -20,9 +20,7 @@ from sparkdraft.kernels.cuda.linear import few_rows
 from sparkdraft.kernels.cuda.moe import routing
 from sparkdraft.kernels.cuda.runtime import ending
 from sparkdraft.kernels.cuda.runtime.gpu import Gpu, gpu_of
-from sparkdraft.kernels.norm import Norm, Normed
-from sparkdraft.kernels.routing import Routing
-from sparkdraft.kernels.view import AttentionParams, AttentionView
+from sparkdraft.kernels.ops import AttentionParams, AttentionView, Norm, Normed, Routing
 from sparkdraft.operate.tune import tiles
 from sparkdraft.weights.linear import DenseLinear
 from tests.kernels.ahead_of_time import captured_launches, empty

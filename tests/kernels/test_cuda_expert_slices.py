@@ -18,7 +18,7 @@ from sparkdraft.kernels import cuda, reference
 from sparkdraft.kernels.cuda.linear import few_rows
 from sparkdraft.kernels.cuda.moe import experts
 from sparkdraft.kernels.cuda.runtime.gpu import Gpu, gpu_of
-from sparkdraft.kernels.norm import Norm, Normed
+from sparkdraft.kernels.ops import Norm, Normed
 from sparkdraft.operate.tune import tiles
 from sparkdraft.weights.experts import ExpertLinear
 from tests.kernels.ahead_of_time import GPUS, captured_launches

@@ -17,12 +17,10 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels import cuda, reference
-from sparkdraft.kernels.activation import GELU_TANH, SILU, Activation
 from sparkdraft.kernels.cuda.linear import few_rows
 from sparkdraft.kernels.cuda.moe import experts, routing
 from sparkdraft.kernels.cuda.runtime import pdl, tuned
-from sparkdraft.kernels.norm import Norm, Normed
-from sparkdraft.kernels.routing import Routing
+from sparkdraft.kernels.ops import GELU_TANH, SILU, Activation, Norm, Normed, Routing
 from sparkdraft.weights.experts import DenseExperts
 from sparkdraft.weights.linear import DenseLinear
 from tests.kernels.ahead_of_time import GPUS, LIMIT, captured_launches, check_order, compile_launch, empty

@@ -8,8 +8,6 @@ import torch
 pytest.importorskip("triton")
 
 from sparkdraft.core import Fact
-from sparkdraft.kernels.activation import SILU
-from sparkdraft.kernels.asked import Asked, AskedExperts, all_tiles
 from sparkdraft.kernels.cuda.attention import paged
 from sparkdraft.kernels.cuda.linear import few_rows
 from sparkdraft.kernels.cuda.moe import experts, routing
@@ -18,9 +16,17 @@ from sparkdraft.kernels.cuda.runtime import tuned
 from sparkdraft.kernels.cuda.runtime.facts import launches, tile_keys, tiles
 from sparkdraft.kernels.cuda.runtime.gpu import Gpu
 from sparkdraft.kernels.cuda.runtime.tuned import Key
-from sparkdraft.kernels.norm import Norm, Normed
-from sparkdraft.kernels.routing import Routing
-from sparkdraft.kernels.view import AttentionParams, AttentionView
+from sparkdraft.kernels.ops import (
+    SILU,
+    AttentionParams,
+    AttentionView,
+    ExpertShapes,
+    KernelShapes,
+    Norm,
+    Normed,
+    Routing,
+    all_tiles,
+)
 from sparkdraft.weights import planes
 from sparkdraft.weights.experts import DenseExperts
 from sparkdraft.weights.linear import DenseLinear, StackedLinear, WeightTiles
@@ -37,9 +43,9 @@ def said(name: str, keys: object, gpu: Gpu) -> Fact:
     return found
 
 
-def asked(**given: object) -> Asked:
+def asked(**given: object) -> KernelShapes:
     none = {"matrices": (), "experts": (), "recurrent": frozenset(), "itemsize": 2, "most_rows": MOST}
-    return Asked(**(none | {"head_dims": frozenset(), "coded_dims": frozenset()} | given))
+    return KernelShapes(**(none | {"head_dims": frozenset(), "coded_dims": frozenset()} | given))
 
 
 def test_tiles_that_were_measured_here_are_told_from_those_chosen_by_rule() -> None:
@@ -70,15 +76,15 @@ def meta_experts(count: int, out: int, in_: int, dtype: torch.dtype = torch.bflo
 
 
 def test_experts_are_told_by_every_size_of_block_that_their_launches_have() -> None:
-    known = AskedExperts(meta_experts(128, 1536, 2048), meta_experts(128, 2048, 768), 8)
+    known = ExpertShapes(meta_experts(128, 1536, 2048), meta_experts(128, 2048, 768), 8)
     assert said("expert tiles", tile_keys(asked(experts=[known], most_rows=8192))["expert tiles"], HOPPER) == Fact(
         "expert tiles", "measured on sm_90"
     )
-    some = AskedExperts(meta_experts(32, 5760, 2880), meta_experts(32, 2880, 2880), 4)
+    some = ExpertShapes(meta_experts(32, 5760, 2880), meta_experts(32, 2880, 2880), 4)
     found = said("expert tiles", tile_keys(asked(experts=[some], most_rows=8192))["expert tiles"], HOPPER)
     assert found.value == "9 of 11 measured on sm_90, the others chosen by rule"
     assert "experts_gate_up 5760 x 2880 x 32 (16bit)" in found.reason
-    wide = AskedExperts(meta_experts(128, 1536, 2048, torch.float32), meta_experts(128, 2048, 768, torch.float32), 8)
+    wide = ExpertShapes(meta_experts(128, 1536, 2048, torch.float32), meta_experts(128, 2048, 768, torch.float32), 8)
     assert said("expert tiles", tile_keys(asked(experts=[wide]))["expert tiles"], HOPPER).value == "chosen by rule"
 
 
@@ -150,7 +156,7 @@ def test_experts_look_up_what_is_told(count: int, looked_up: set[Key]) -> None:
         normed = Normed(torch.zeros(rows, HIDDEN, dtype=torch.float16), norm)
         ids = torch.zeros(rows, TOP_K, dtype=torch.int32)
         experts.norm_experts(normed, Routing(ids, torch.zeros(rows, TOP_K)), gate_up, down, SILU)
-    told = tile_keys(asked(experts=[AskedExperts(gate_up, down, TOP_K)]))
+    told = tile_keys(asked(experts=[ExpertShapes(gate_up, down, TOP_K)]))
     assert looked_up == told["expert tiles"]
 
 

@@ -19,12 +19,11 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels import reference
-from sparkdraft.kernels.activation import GELU_TANH, Activation
 from sparkdraft.kernels.cuda.linear import few_rows
 from sparkdraft.kernels.cuda.runtime import pdl
 from sparkdraft.kernels.cuda.runtime.gpu import Gpu
 from sparkdraft.kernels.cuda.runtime.tuned import measured
-from sparkdraft.kernels.norm import Norm, Normed
+from sparkdraft.kernels.ops import GELU_TANH, Activation, Norm, Normed
 from sparkdraft.weights.linear import WeightTiles
 from tests.kernels.ahead_of_time import GPUS, Launch, captured_launches, compile_launch, empty
 from tests.kernels.triton_device import (

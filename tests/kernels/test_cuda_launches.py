@@ -22,7 +22,7 @@ from sparkdraft.cache.layered import LayeredKV
 from sparkdraft.cache.plan_states import recurrent_layers
 from sparkdraft.cache.states import RecurrentStates, StateSizes
 from sparkdraft.kernels import cuda
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.ops import AttentionView
 from sparkdraft.models.common.blocks import Step
 from sparkdraft.models.registry import architecture, read_config
 from sparkdraft.operate.bench.named_shapes import TARGET_FILES

@@ -17,11 +17,9 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels import cuda, reference
-from sparkdraft.kernels.activation import Activation
 from sparkdraft.kernels.cuda.linear import dequantise, few_rows, planes
 from sparkdraft.kernels.cuda.moe import experts
-from sparkdraft.kernels.norm import Norm, Normed
-from sparkdraft.kernels.routing import Routing
+from sparkdraft.kernels.ops import Activation, Norm, Normed, Routing
 from sparkdraft.models.gpt_oss import build
 from sparkdraft.models.registry import read_config
 from sparkdraft.operate.bench.shapes import TARGET_FILES, RandomCheckpoint

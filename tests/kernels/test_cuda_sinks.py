@@ -22,9 +22,9 @@ from sparkdraft.kernels.cuda.attention.turboquant.join import join
 from sparkdraft.kernels.cuda.attention.turboquant.rotation import signs
 from sparkdraft.kernels.cuda.elementwise import run
 from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
+from sparkdraft.kernels.ops import AttentionParams, AttentionView
 from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout
 from sparkdraft.kernels.turboquant.vectors import VectorFormat
-from sparkdraft.kernels.view import AttentionParams, AttentionView
 from tests.kernels import test_cuda_turboquant as coded
 from tests.kernels.ahead_of_time import LIMIT, captured_launches
 from tests.kernels.test_cuda import MOST, check_attention, last_rows, make_batch

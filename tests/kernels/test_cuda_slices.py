@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels.cuda.linear import few_rows
 from sparkdraft.kernels.cuda.runtime.gpu import gpu_of
-from sparkdraft.kernels.norm import Norm, Normed
+from sparkdraft.kernels.ops import Norm, Normed
 from sparkdraft.operate.tune import tiles
 from sparkdraft.weights.linear import WeightTiles
 from tests.kernels.ahead_of_time import GPUS, LIMIT, captured_launches, compile_launch, empty, spilled_bytes

@@ -13,12 +13,11 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from sparkdraft.kernels import cuda
-from sparkdraft.kernels.activation import SILU
 from sparkdraft.kernels.cuda.linear import few_rows
 from sparkdraft.kernels.cuda.moe import experts
 from sparkdraft.kernels.cuda.runtime import tuned
 from sparkdraft.kernels.cuda.runtime.gpu import Gpu, gpu_of
-from sparkdraft.kernels.norm import Norm
+from sparkdraft.kernels.ops import SILU, Norm
 from sparkdraft.models.common.blocks import GatedMLP
 from sparkdraft.models.common.experts import Experts
 from sparkdraft.models.common.layers import ExpertsSpec

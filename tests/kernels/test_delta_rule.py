@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.kernels import native, reference
-from sparkdraft.kernels.delta_rule import FOLD, RecurrentState, input_ring, record_ring
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.ops import FOLD, AttentionView, RecurrentState, input_ring, record_ring
 from tests.kernels.recurrent_cases import TREE, Layer, Part, Shape, paths, random_steps, row_by_row
 
 SMALL = Shape()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparkdraft.kernels import native
-from sparkdraft.kernels.dice import LARGEST, draw, gumbel
+from sparkdraft.kernels.noise import LARGEST, draw, gumbel
 
 MANY = 20000
 ZERO, COUNT = torch.zeros(MANY, dtype=torch.long), torch.arange(MANY)
@@ -39,8 +39,8 @@ def test_the_kernel_leaves_out_only_what_cannot_win(width: float) -> None:
     drawn = draw(scaled, seeds, positions)
     unfiltered = torch.tensor([1.0, 0.0, 1.0]).repeat_interleave(24)
     integers = torch.cat((ZERO[:24], seeds, positions))
-    assert torch.equal(native.sample(scaled, unfiltered, integers), drawn)
-    assert torch.equal(native.sample(scaled, unfiltered, integers, ids), draw(scaled, seeds, positions, ids))
+    assert torch.equal(native.sampler.sample(scaled, unfiltered, integers), drawn)
+    assert torch.equal(native.sampler.sample(scaled, unfiltered, integers, ids), draw(scaled, seeds, positions, ids))
     assert not ((drawn >= 100) & (drawn < 200)).any()
 
 

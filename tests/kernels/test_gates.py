@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import pytest
 import torch
 
 from sparkdraft.kernels import native, reference
+from sparkdraft.kernels.ops import Ops
 
 NATIVE = pytest.param(native, marks=pytest.mark.skipif(native.unavailable_reason() is not None, reason="no compiler"))
 
 
 @pytest.mark.parametrize("ops", [reference, NATIVE], ids=lambda ops: ops.NAME)
 @pytest.mark.parametrize("width", [1, 48])
-def test_rows_are_gated_in_place(ops: ModuleType, width: int) -> None:
+def test_rows_are_gated_in_place(ops: Ops, width: int) -> None:
     """One gate per number, or one per row; gates and rows are columns of wider tensors."""
     generator = torch.Generator().manual_seed(0)
     wide, gates = torch.randn(5, 64, generator=generator), 4 * torch.randn(5, 100, generator=generator)

@@ -7,7 +7,6 @@ chunks, single rows and drafts; on a GPU, or under TRITON_INTERPRET=1, those of 
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.cache.layered import LayeredKV
 from sparkdraft.cache.windows import StepRoom, WindowGroup
 from sparkdraft.kernels import native, reference
-from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
+from sparkdraft.kernels.ops import AttentionParams, AttentionView, Ops, RopeArgs
 from sparkdraft.models.common.layers import AttentionSpec, RopeSpec
 from sparkdraft.models.common.rope import rope_table
 
@@ -97,7 +96,7 @@ class Layers:
         return out
 
 
-def mixed_cache(ops: ModuleType, layers: Layers) -> tuple[LayeredKV, WindowGroup]:
+def mixed_cache(ops: Ops, layers: Layers) -> tuple[LayeredKV, WindowGroup]:
     kept = (layers.dtype, layers.device, ops, 16)
     full = DenseKV([spec for spec in SPECS if not spec.window], BLOCKS, SIZE, *kept)
     room = StepRoom(128, 4, 12)
@@ -124,7 +123,7 @@ def move_pages(group: WindowGroup, rows: list[tuple[int, int]], done: list[int],
     group.send(changes)
 
 
-def check(ops: ModuleType, device: str, dtype: torch.dtype, off: float) -> None:
+def check(ops: Ops, device: str, dtype: torch.dtype, off: float) -> None:
     layers = Layers(device, dtype)
     exact = DenseKV(SPECS, BLOCKS, SIZE, torch.float32, layers.device, reference)
     kv, group = mixed_cache(ops, layers)
@@ -165,7 +164,7 @@ def test_a_native_step_of_all_is_one_recording() -> None:
         found[:] = layers.run(kv, qkvs, *where)
         return found[-1]
 
-    recording = native.Recording(step)
+    recording = native.Graph(step)
     assert recording.kernels.count("paged_attention") == 3 and recording.kernels.count("unit_rms") == 2
     for _ in range(2):
         recording.replay()

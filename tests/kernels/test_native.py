@@ -18,11 +18,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparkdraft.kernels import Unrecordable, native, reference
-from sparkdraft.kernels.activation import GELU_TANH, SILU, Activation
+from sparkdraft.kernels import native, reference
 from sparkdraft.kernels.native import build, library
-from sparkdraft.kernels.norm import Norm, Normed
-from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
+from sparkdraft.kernels.ops import (
+    GELU_TANH,
+    SILU,
+    Activation,
+    AttentionParams,
+    AttentionView,
+    CannotCapture,
+    Norm,
+    Normed,
+    RopeArgs,
+)
 from sparkdraft.weights.quant.group import GroupQuant
 from sparkdraft.weights.quant.stored import as_float
 
@@ -413,7 +421,7 @@ def test_a_recording_follows_its_inputs() -> None:
         packed.add_to(residual, hidden)
         return packed.linear(residual)
 
-    recording = native.Recording(step)
+    recording = native.Graph(step)
     for seed in range(3):
         x.copy_(torch.randn(3, 64, generator=torch.Generator().manual_seed(seed)))
         ids.copy_(torch.tensor([seed, 7, 19 - seed]))
@@ -433,7 +441,7 @@ def test_all_that_a_layer_may_ask_for_is_recorded(activation: Activation) -> Non
         added = native.add_normed(native.embed(ids, floats, 1.25), y, norm, norm, 0.5)
         return native.norm_logits(added, head, 4)
 
-    recording = native.Recording(step)
+    recording = native.Graph(step)
     for seed in range(3):
         ids.copy_(torch.randint(0, 20, (4,), generator=torch.Generator().manual_seed(seed)))
         assert torch.equal(recording.replay(), step())
@@ -446,8 +454,8 @@ def test_an_operator_that_a_recording_would_miss_is_named() -> None:
         "__getitem__": lambda: native.rms_norm(x, ones, 1e-5)[first],
         "cat": lambda: torch.cat((x, x)),
     }.items():
-        with pytest.raises(Unrecordable, match=name):
-            native.Recording(step)
+        with pytest.raises(CannotCapture, match=name):
+            native.Graph(step)
     native.rms_norm(x, ones, 1e-5)  # and the kernels are back in their places
 
 
@@ -465,7 +473,7 @@ def test_gathers_and_taps_copy_rows() -> None:
     x, ids = torch.randn(9, 40)[:, :24], torch.tensor([8, 0, 0, 3], dtype=torch.int32)
     assert torch.equal(native.embed(ids, x), x[ids.long()])
     taps = torch.full((9, 3, 24), math.nan)
-    native.tap(x, taps, 1, torch.empty(0))
+    native.store_aux(x, taps, 1, torch.empty(0))
     assert torch.equal(taps[:, 1], x) and taps[:, 0].isnan().all()
 
 
@@ -473,7 +481,7 @@ def test_rows_are_joined_as_the_reference_does() -> None:
     wide = torch.randn(5, 40)
     for rows in (0, 1, 5):
         left, right = wide[:rows, :12], wide[:rows, 20:37]  # parts of wider rows
-        assert torch.equal(native.beside(left, right), reference.beside(left, right))
+        assert torch.equal(native.concat(left, right), reference.concat(left, right))
 
 
 def test_recordings_of_one_owner_lie_over_each_other() -> None:
@@ -482,7 +490,7 @@ def test_recordings_of_one_owner_lie_over_each_other() -> None:
     recordings = {}
     for rows in (64, 1, 7, 33, 64 - 1, 2):
         beside = next(iter(recordings.values()), None)
-        recordings[rows] = native.Recording(
+        recordings[rows] = native.Graph(
             lambda rows=rows: native.rms_norm(native.rms_norm(x[:rows], weight, 1e-5), weight, 1e-5), beside
         )
     arena = recordings[64].arena

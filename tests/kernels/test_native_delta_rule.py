@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.kernels import native, reference
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.ops import AttentionView
 from tests.kernels.recurrent_cases import TREE, Layer, Part, Shape, paths, random_steps, row_by_row, view_of
 
 pytestmark = pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
@@ -113,7 +113,7 @@ def test_a_recorded_layer_gives_the_bits_of_its_run() -> None:
         conv = native.causal_conv(x, layer.weight, memory, slots, view)
         return native.gated_norm(native.delta_rule(conv, ab, memory, slots, view, layer.params), gate, gain, 1e-6)
 
-    recording = native.Recording(run)
+    recording = native.Graph(run)
     assert recording.kernels == ["find_states", "causal_conv", "delta_rule", "gated_norm"]
     for first in range(0, 40, 4):
         got = recording.replay()

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.kernels import native, reference
-from sparkdraft.kernels.activation import GELU_TANH, SILU, Activation
-from sparkdraft.kernels.norm import Norm, Normed
-from sparkdraft.kernels.routing import Routing
+from sparkdraft.kernels.ops import GELU_TANH, SILU, Activation, Norm, Normed, Routing
 from sparkdraft.weights.experts import DenseExperts, ExpertLinear
 from sparkdraft.weights.linear import CannotKeep, DenseLinear, Linear
 from sparkdraft.weights.quant.group import GroupQuant
@@ -260,7 +258,7 @@ def test_a_recorded_layer_reads_its_choices_anew() -> None:
         normed = native.add_experts(normed, routing, *ours, CLAMPED, then)
         return native.norm_experts(normed, routing, *ours, GELU_TANH)
 
-    recording = native.Recording(step)
+    recording = native.Graph(step)
     assert [k for k in recording.kernels if k in ("route", "experts")] == ["route", "experts", "experts"]
     chosen = set()
     for seed in range(4):

@@ -1,38 +1,34 @@
-"""The three modules of operators against each other: what the package calls has one signature in all of them."""
+"""Every backend offers the operators of `Ops`, with one signature."""
 
 from __future__ import annotations
 
 import inspect
-import re
-from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from sparkdraft.kernels import native, reference
+from sparkdraft.kernels import native, ops, reference
 
-PACKAGE = Path(__file__).parent.parent.parent / "sparkdraft"
-CALL = re.compile(r"\bops\.([a-z]\w*)\(")
-OF_ONE = {
-    "best_gap",
-    "draw",
-    "facts",
-    "largest_gap",
-    "sample",
-    "sample_sure",
-    "set_threads",
-}  # a module may have them, and is asked; `sample` draws too
+OPERATORS = [
+    name
+    for protocol in (ops.KeepsWeights, ops.Ops)
+    for name, found in vars(protocol).items()
+    if inspect.isfunction(found) and not name.startswith("_")
+]
 
 
-def called() -> list[str]:
-    return sorted({name for path in PACKAGE.rglob("*.py") for name in CALL.findall(path.read_text())} - OF_ONE)
+def parameters(function: object) -> dict[str, tuple[object, object]]:
+    found = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
+    return {p.name: (p.annotation, p.default) for p in found if p.name != "self"}
 
 
-def test_the_calls_are_found() -> None:
-    assert {"embed", "rope_write", "paged_attention", "norm_linear", "add_linear", "norm_argmax"} <= set(called())
+def test_the_operators_are_found() -> None:
+    assert {"embed", "rope_write", "paged_attention", "norm_linear", "keep_matrix", "accept_drafts"} <= set(OPERATORS)
 
 
-@pytest.mark.parametrize("name", called())
+@pytest.mark.parametrize("name", OPERATORS)
 def test_one_signature(name: str) -> None:
     cuda = pytest.importorskip("sparkdraft.kernels.cuda", reason="triton is not installed", exc_type=ImportError)
-    signatures = {m.NAME: str(inspect.signature(getattr(m, name))) for m in (reference, native, cuda)}
-    assert len(set(signatures.values())) == 1, signatures
+    wanted = parameters(getattr(ops.Ops, name))
+    backends: list[ModuleType] = [reference, native, cuda]
+    assert {m.NAME: parameters(getattr(m, name)) for m in backends} == {m.NAME: wanted for m in backends}

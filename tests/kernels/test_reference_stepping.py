@@ -6,14 +6,13 @@ And the step's fused write on a CPU: the reference's and the native one, which a
 from __future__ import annotations
 
 import random
-from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
 from sparkdraft.kernels import native, reference
-from sparkdraft.kernels.view import RopeArgs
+from sparkdraft.kernels.ops import Ops, RopeArgs
 
 FILL = 99
 needs_compiler = pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
@@ -39,7 +38,7 @@ def laid_out(length: list[int], tables: list[list[int]], token: list[int], width
 
 
 @pytest.mark.parametrize("ops", [reference, pytest.param(native, marks=needs_compiler)], ids=lambda ops: ops.NAME)
-def test_make_rows_is_what_a_loop_does(ops: ModuleType) -> None:
+def test_make_rows_is_what_a_loop_does(ops: Ops) -> None:
     dice = random.Random(0)
     for case in range(200):
         seqs, width, size, blocks = (dice.randint(1, 9) for _ in range(4))
@@ -138,7 +137,7 @@ def test_the_native_rope_write_is_the_reference_and_can_be_recorded(
         return qkv
 
     layers = list(caches)
-    recording = native.Recording(step)
+    recording = native.Graph(step)
     assert recording.kernels == ["unit_rms"] * (values != "given") + ["qk_norm_rope", "kv_write"]
     assert torch.equal(qkv, start) and torch.equal(caches, untouched), "recording computes nothing"
     for _ in range(2):
@@ -154,7 +153,7 @@ def test_the_native_make_rows_can_be_recorded() -> None:
     length, token, first = int32([5, 0, 9]), int32([11, 0, 12]), int32([21, 0, 9])
     tables = int32([[4, 2], [0, 0], [7, 3]])
     before = native.make_rows(length, tables, token, 3, 8, FILL, first)[2]
-    recording = native.Recording(lambda: native.make_rows(length, tables, token, 3, 8, FILL, first)[2])
+    recording = native.Graph(lambda: native.make_rows(length, tables, token, 3, 8, FILL, first)[2])
     assert recording.kernels == ["make_rows"]
     length.add_(1)
     expected = reference.make_rows(length, tables, token, 3, 8, FILL, first)[2]

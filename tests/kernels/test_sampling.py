@@ -1,8 +1,6 @@
-"""The CPU's sampling kernel against the definition: filters of engine/sampler.py, noise of kernels/dice.py."""
+"""The CPU's sampling kernel against the definition: filters of engine/sampler.py, noise of kernels/noise.py."""
 
 from __future__ import annotations
-
-from types import ModuleType
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ import torch
 from sparkdraft.core import Request, SamplingParams
 from sparkdraft.engine.sampler import Draws, allowed, pick
 from sparkdraft.kernels import native, reference
+from sparkdraft.kernels.ops import Ops
 
 needs_compiler = pytest.mark.skipif(native.unavailable_reason() is not None, reason="no C++ compiler here")
 PARAMS = [
@@ -32,7 +31,7 @@ def rows_of(params: SamplingParams, seed: int) -> Rows:
     return [(request, position) for position in range(DRAWS)]
 
 
-def draw(ops: ModuleType, logits: torch.Tensor, rows: Rows, ids: torch.Tensor | None = None) -> torch.Tensor:
+def draw(ops: Ops, logits: torch.Tensor, rows: Rows, ids: torch.Tensor | None = None) -> torch.Tensor:
     return pick(ops, logits, Draws.of([r for r, _ in rows], [position for _, position in rows], CPU), ids)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from sparkdraft.cache.formats.turboquant import TurboQuantKV
 from sparkdraft.kernels import native, reference
-from sparkdraft.kernels.view import AttentionParams, AttentionView
+from sparkdraft.kernels.ops import AttentionParams, AttentionView, Ops
 from sparkdraft.models.common.layers import AttentionSpec, RopeSpec
 from tests.kernels.test_native import batch, one_row
 from tests.kernels.test_turboquant_store import HEADS as CODED_HEADS
@@ -53,7 +52,7 @@ def by_loop(q: Tensor, k: Tensor, v: Tensor, view: AttentionView, params: Attent
 
 @pytest.mark.parametrize("ops", MODULES, ids=lambda ops: ops.NAME)
 @pytest.mark.parametrize("window", [0, 5, 100])  # 100: no context is as long
-def test_a_sink_adds_to_the_denominator_alone(ops: ModuleType, window: int) -> None:
+def test_a_sink_adds_to_the_denominator_alone(ops: Ops, window: int) -> None:
     q, k, v, view = batch(4, 2, 8, [1, 3, 9], [30, 3, 20])
     sinks = torch.tensor([-3.0, 0.0, 2.5, 6.0])
     params = AttentionParams(0.3, window=window, sinks=sinks)
@@ -108,7 +107,7 @@ def test_a_row_with_sinks_has_the_same_bits_in_a_chunk_and_alone(window: int) ->
 @pytest.mark.parametrize("ops", MODULES, ids=lambda ops: ops.NAME)
 @pytest.mark.parametrize("sunk", [False, True])
 @pytest.mark.parametrize("keys", [20, 3000])  # few and many: one after the other, and shared out
-def test_padding_without_keys_is_zeros(ops: ModuleType, sunk: bool, keys: int) -> None:
+def test_padding_without_keys_is_zeros(ops: Ops, sunk: bool, keys: int) -> None:
     q, k, v, view = batch(4, 2, 64, [2, 3, 1], [keys, 0, 9])
     params = AttentionParams(0.125, sinks=torch.randn(4) if sunk else None)
     out = ops.paged_attention(q, k, v, view, params)
@@ -120,7 +119,7 @@ def test_attention_with_sinks_can_be_recorded() -> None:
     q, k, v, view = batch(4, 2, 64, [2], [200])
     params = AttentionParams(0.125, window=50, sinks=torch.randn(4))
     q = q.clone()
-    recording = native.Recording(lambda: native.paged_attention(q, k, v, view, params))
+    recording = native.Graph(lambda: native.paged_attention(q, k, v, view, params))
     assert recording.kernels == ["paged_attention"]
     q.copy_(torch.randn(q.shape))
     assert torch.equal(recording.replay(), native.paged_attention(q, k, v, view, params))

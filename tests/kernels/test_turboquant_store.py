@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparkdraft.kernels.ops import AttentionParams, AttentionView
 from sparkdraft.kernels.turboquant.layout import PLANES, token_bytes
 from sparkdraft.kernels.turboquant.reference import tq_attention, tq_write
 from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout, planes
 from sparkdraft.kernels.turboquant.vectors import VectorFormat
-from sparkdraft.kernels.view import AttentionParams, AttentionView
 
 SIZE, HEADS, KV_HEADS = 16, 4, 2
 FIRST, RECENT = 4, 128

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.cache.layered import LayeredKV
 from sparkdraft.cache.plan_states import recurrent_layers
 from sparkdraft.cache.states import RecurrentStates, StateSizes
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.ops import AttentionView, Ops
 from sparkdraft.models.common.blocks import Step
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.registry import architecture, read_config
@@ -27,7 +26,7 @@ MOST_ROWS = 16  # of a step whose rows may be taken back
 
 
 def mixed_cache(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: ModuleType
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, ops: Ops
 ) -> tuple[KVFormat, RecurrentStates | None]:
     """Exact K/V of all positions, and states. What was never written must never be read: it is not a number."""
     dense = DenseKV(config.cached_attention, BLOCKS, BLOCK, dtype, device, ops)

@@ -12,10 +12,7 @@ import pytest
 import torch
 
 from sparkdraft.kernels import reference
-from sparkdraft.kernels.activation import SILU
-from sparkdraft.kernels.norm import Norm
-from sparkdraft.kernels.routing import Routing
-from sparkdraft.kernels.view import RopeArgs
+from sparkdraft.kernels.ops import SILU, Norm, RopeArgs, Routing
 from sparkdraft.models.common.blocks import Attention, Decoder, GatedMLP
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.experts import Experts

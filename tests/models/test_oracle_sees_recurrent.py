@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.kernels import reference
-from sparkdraft.kernels.delta_rule import DeltaParams, RecurrentState
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.ops import AttentionView, DeltaParams, RecurrentState
 from sparkdraft.models.common import delta_net
 from sparkdraft.models.common.blocks import Attention, Decoder
 from sparkdraft.models.common.config import ModelConfig

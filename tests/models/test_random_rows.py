@@ -7,7 +7,7 @@ import torch
 
 from sparkdraft.cache.formats.dense import DenseKV
 from sparkdraft.kernels import reference as ops
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.ops import AttentionView
 from sparkdraft.models.common.blocks import Step
 from sparkdraft.models.common.experts import Experts
 from sparkdraft.models.common.layers import ExpertsSpec

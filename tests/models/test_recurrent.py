@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sparkdraft import LLM, SamplingParams
-from sparkdraft.kernels.rings import FOLD
+from sparkdraft.kernels.ops import FOLD
 from tests.models.recurrent import (
     Texts,
     all_is_free,

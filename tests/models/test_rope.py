@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparkdraft.core import UserError
 from sparkdraft.kernels import reference
-from sparkdraft.kernels.view import RopeArgs
+from sparkdraft.kernels.ops import RopeArgs
 from sparkdraft.models.common.config import rope_spec
 from sparkdraft.models.common.layers import RopeSpec
 from sparkdraft.models.common.rope import RopeTables, rope_table

@@ -14,7 +14,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,8 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparkdraft.cache.formats import LayerKV
-from sparkdraft.kernels.activation import GELU_TANH
-from sparkdraft.kernels.norm import Norm, Normed
+from sparkdraft.kernels.ops import GELU_TANH, Norm, Normed, Ops
 from sparkdraft.models.common.blocks import (
     Attention,
     Decoder,
@@ -81,7 +79,7 @@ def read(config: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig("toy", *ends, tuple(layers), tie_embeddings=tied, embedding_scale=scale, softcap=cap)
 
 
-def build(config: ModelConfig, load: Loader, ops: ModuleType, context: int) -> Decoder:
+def build(config: ModelConfig, load: Loader, ops: Ops, context: int) -> Decoder:
     ropes = RopeTables(context, load.device)
     embedding = load.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
     layers: list[Layer] = []
@@ -111,7 +109,7 @@ class NormedAfter:
     inner: DecoderLayer
     after_mixer: Norm
     after_mlp: Norm
-    ops: ModuleType
+    ops: Ops
 
     @property
     def input_norm(self) -> Norm:

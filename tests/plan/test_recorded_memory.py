@@ -9,7 +9,7 @@ import pytest
 
 from sparkdraft import LLM, SamplingParams
 from sparkdraft.kernels import native
-from sparkdraft.kernels.native.recording import Arena
+from sparkdraft.kernels.native.graph import Arena
 from sparkdraft.plan.memory import RECORDINGS
 
 pytestmark = pytest.mark.skipif(native.unavailable_reason() is not None, reason="needs the CPU kernels")

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from sparkdraft.core import Fallback, UserError
 from sparkdraft.kernels import native, reference
+from sparkdraft.kernels.ops import Ops
 from sparkdraft.weights.checkpoint import open_checkpoint
 from sparkdraft.weights.experts import keep_float_experts
 from sparkdraft.weights.linear import DenseLinear, StackedLinear, keep_floats
@@ -70,7 +70,7 @@ def two_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "FORMATS", (Int8(), NibbleFormat()))
 
 
-def loader(path: Path, tensors: dict[str, Tensor], ops: ModuleType = reference, config: str = "{}") -> Loader:
+def loader(path: Path, tensors: dict[str, Tensor], ops: Ops = reference, config: str = "{}") -> Loader:
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(config)
     save_file(tensors, path / "model.safetensors")
@@ -96,7 +96,7 @@ def mixed() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("ops", [reference, pytest.param(native, marks=needs_native)], ids=["reference", "native"])
 @pytest.mark.usefixtures("two_formats")
-def test_one_stacked_matrix_of_three_formats(tmp_path: Path, ops: ModuleType) -> None:
+def test_one_stacked_matrix_of_three_formats(tmp_path: Path, ops: Ops) -> None:
     torch.manual_seed(0)  # how far rounding goes is a matter of luck
     load = loader(tmp_path / "m", mixed(), ops, '{"quantization_config": {"quant_method": "nibbles"}}')
     parts = [as_float(load.source.read(f"{name}.weight")) for name in ROWS]

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from sparkdraft.kernels.delta_rule import RecurrentState
-from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
+from sparkdraft.kernels.ops import AttentionParams, AttentionView, RecurrentState, RopeArgs
 
 
 class LayerKV(Protocol):
@@ -54,7 +53,7 @@ class KVFormat:
 
     A cache is never told which rows were committed. K/V depend on their own row alone: those of rejected drafts lie
     behind the sequence's length, and the next step writes over them. States of recurrent layers lag behind and replay
-    what was committed (kernels/delta_rule.py).
+    what was committed (kernels/reference/recurrent.py).
     """
 
     layers: Sequence[LayerKV | LayerState]

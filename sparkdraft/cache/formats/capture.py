@@ -19,9 +19,9 @@ from torch import Tensor
 from sparkdraft.cache.formats import KVFormat
 from sparkdraft.cache.formats.dense import DenseKV, DenseLayer
 from sparkdraft.cache.formats.turboquant import CodedLayerKV, TurboQuantKV
+from sparkdraft.kernels.ops import AttentionParams, AttentionView, RopeArgs
 from sparkdraft.kernels.turboquant.store import planes
 from sparkdraft.kernels.turboquant.vectors import Encoded
-from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 
 ERRORS = ("key_error", "value_error", "attention_error")
 KEYS, VALUES, ATTENTION = range(len(ERRORS))

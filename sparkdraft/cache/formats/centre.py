@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from sparkdraft.cache.formats import KVFormat, LayerKV, LayerState
+from sparkdraft.kernels.ops import AttentionParams, AttentionView, RopeArgs
 from sparkdraft.kernels.reference import rms_norm
-from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 
 TEXT = Path(__file__).parent.parent.parent / "assets" / "calibration.txt"
 SKIPPED = 16  # rows at the beginning, whose keys differ from all others

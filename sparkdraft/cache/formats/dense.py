@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from sparkdraft.cache.formats import KVFormat, LayerKV
-from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
+from sparkdraft.kernels.ops import AttentionParams, AttentionView, Ops, RopeArgs
 from sparkdraft.models.common.layers import AttentionSpec
 
 HUGE_PAGE = 1 << 21  # bytes
@@ -27,14 +26,14 @@ ALIGNED = 64  # a tensor inside another begins at a multiple of this many elemen
 class DenseLayer:
     k: Tensor  # [blocks, kv_heads, block_size, head_dim]
     v: Tensor
-    ops: ModuleType
+    ops: Ops
     same_bits_up_to: int
 
     def write(self, qkv: Tensor, rope_args: RopeArgs, slots: Tensor) -> None:
         self.ops.rope_write(qkv, rope_args, self.k, self.v, slots)
 
     def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
-        out: Tensor = self.ops.paged_attention(q, self.k, self.v, view, params, self.same_bits_up_to)
+        out = self.ops.paged_attention(q, self.k, self.v, view, params, self.same_bits_up_to)
         return out
 
 
@@ -43,7 +42,7 @@ class BorrowedLayer:
     """A layer that attends to the keys and values of another layer, which ran before it in the same step."""
 
     owner: LayerKV
-    ops: ModuleType
+    ops: Ops
 
     def write(self, qkv: Tensor, rope_args: RopeArgs, slots: Tensor) -> None:
         """Rotate the queries, which are all that qkv holds; nothing is stored."""
@@ -61,7 +60,7 @@ class DenseKV(KVFormat):
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        ops: ModuleType,
+        ops: Ops,
         same_bits_up_to: int = 0,
     ) -> None:
         """same_bits_up_to: a row has the same bits in batches of up to this many rows per sequence."""

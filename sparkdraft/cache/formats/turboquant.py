@@ -9,29 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from sparkdraft.cache.formats import KVFormat
+from sparkdraft.kernels.ops import AttentionParams, AttentionView, Ops, RopeArgs
 from sparkdraft.kernels.turboquant.store import CodedLayer
 from sparkdraft.kernels.turboquant.vectors import VectorFormat
-from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 from sparkdraft.models.common.layers import AttentionSpec
 
 
 @dataclass(frozen=True, slots=True)
 class CodedLayerKV:
     store: CodedLayer
-    ops: ModuleType
+    ops: Ops
     same_bits_up_to: int
 
     def write(self, qkv: Tensor, rope_args: RopeArgs, slots: Tensor) -> None:
         self.ops.tq_rope_write(self.store, qkv, rope_args, slots)
 
     def attend(self, q: Tensor, view: AttentionView, params: AttentionParams) -> Tensor:
-        out: Tensor = self.ops.tq_attention(self.store, q, view, params, self.same_bits_up_to)
+        out = self.ops.tq_attention(self.store, q, view, params, self.same_bits_up_to)
         return out
 
 
@@ -46,7 +45,7 @@ class TurboQuantKV(KVFormat):
         uncoded: tuple[int, int, int],  # first and recent positions that stay uncoded, and the number of pages for them
         centres: Sequence[Tensor] | None,  # per layer, float32 [kv_heads, head_dim], subtracted from its keys
         device: torch.device,
-        ops: ModuleType,
+        ops: Ops,
         same_bits_up_to: int = 0,
     ) -> None:
         first, recent, num_pages = uncoded

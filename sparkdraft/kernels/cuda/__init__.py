@@ -1,11 +1,11 @@
-"""The operators of kernels/reference.py as Triton kernels for NVIDIA GPUs: same names, signatures, meaning.
+"""The operators of kernels/reference as Triton kernels for NVIDIA GPUs: same names, signatures, meaning.
 
 Every launch is shaped by host integers alone and reads lengths on the device, so a recording (a CUDA graph) stays
 right while they change; a shape must have run once before its recording, because Triton loads what it has
 compiled on first use. Sampling and the layout of the cache belong to others.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparkdraft.kernels.cuda.attention.paged import paged_attention
 from sparkdraft.kernels.cuda.elementwise import (
@@ -15,7 +15,7 @@ from sparkdraft.kernels.cuda.elementwise import (
     rope_queries,
     rope_write,
     sigmoid_gate,
-    tap,
+    store_aux,
 )
 from sparkdraft.kernels.cuda.linear.matmul import add_linear, linear, norm_argmax, norm_gated, norm_linear, norm_logits
 from sparkdraft.kernels.cuda.linear.planes import keep_experts, keep_matrix, keep_table
@@ -23,25 +23,22 @@ from sparkdraft.kernels.cuda.moe.experts import add_experts, norm_experts
 from sparkdraft.kernels.cuda.moe.routing import norm_route
 from sparkdraft.kernels.cuda.recurrent.delta_steps import delta_rule
 from sparkdraft.kernels.cuda.recurrent.layer import causal_conv, find_states, gated_norm
-from sparkdraft.kernels.cuda.runtime.compiling import compile_ahead, compiled_late
-from sparkdraft.kernels.cuda.runtime.facts import facts
-from sparkdraft.kernels.cuda.runtime.recording import Recording
+from sparkdraft.kernels.cuda.runtime import compiling as compiler
+from sparkdraft.kernels.cuda.runtime.graph import Graph
 from sparkdraft.kernels.cuda.sampling.gaps import best_gap, largest_gap
 from sparkdraft.kernels.cuda.sampling.stepping import accept_drafts, cut_drafts, make_rows, pack_rows
-from sparkdraft.kernels.reference import (  # torch is at the ceiling, or near enough
-    beside,
-    draw,
-    embed,
-    find_pages,
-    keep_float_experts,
-    keep_float_matrix,
-)
+from sparkdraft.kernels.reference import concat, embed, find_pages, keep_float_experts, keep_float_matrix
+
+if TYPE_CHECKING:
+    from sparkdraft.kernels.cuda.attention.turboquant import tq_attention as tq_attention
+    from sparkdraft.kernels.cuda.attention.turboquant import tq_rope_write as tq_rope_write
 
 NAME = "cuda"
+sampler = None
 
 
 def __getattr__(name: str) -> Any:
-    """Those of the compressed cache are written in Gluon, which is young: only who asks for them imports it."""
+    """TurboQuant kernels are written in Gluon, which not every Triton has, so they are imported when first used."""
     if name in ("tq_attention", "tq_rope_write", "tq_write"):
         from sparkdraft.kernels.cuda.attention import turboquant
 

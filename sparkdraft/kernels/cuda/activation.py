@@ -1,11 +1,11 @@
-"""The activations of kernels/activation.py inside a kernel: the end of whichever matmul makes gate and up."""
+"""The activations of kernels/ops.py inside a kernel: the end of whichever matmul makes gate and up."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from sparkdraft.kernels.activation import CLAMPED_SLOPE
+from sparkdraft.kernels.ops import CLAMPED_SLOPE
 
 _SLOPE = tl.constexpr(CLAMPED_SLOPE)
 

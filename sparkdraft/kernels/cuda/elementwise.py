@@ -13,13 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkdraft.kernels.activation import Activation
 from sparkdraft.kernels.cuda.activation import activate
 from sparkdraft.kernels.cuda.linear import few_rows
 from sparkdraft.kernels.cuda.runtime import pdl
 from sparkdraft.kernels.cuda.runtime.pdl import enter
-from sparkdraft.kernels.norm import Norm, Normed
-from sparkdraft.kernels.view import RopeArgs
+from sparkdraft.kernels.ops import Activation, Norm, Normed, RopeArgs
 
 TILE = 2048  # elements a program holds when it takes several heads, or a slice of a row
 
@@ -315,19 +313,19 @@ def _tap(
     tl.store(target + column, value, mask=column < dim)
 
 
-def tap(
+def store_aux(
     residual: Tensor,  # [rows, hidden]
-    taps: Tensor,  # [rows, layers, hidden], or [rows, ring, layers, hidden]: by position modulo its size
+    aux: Tensor,  # [rows, layers, hidden], or [rows, ring, layers, hidden]: by position modulo its size
     index: int,  # of the layer
     positions: Tensor,  # int32 [rows]
 ) -> None:
     rows, dim = residual.shape
-    ring = taps.shape[1] if taps.dim() == 4 else 0
-    assert residual.stride(1) == taps.stride(-1) == 1 and len(taps) >= rows, (residual.stride(), taps.shape)
+    ring = aux.shape[1] if aux.dim() == 4 else 0
+    assert residual.stride(1) == aux.stride(-1) == 1 and len(aux) >= rows, (residual.stride(), aux.shape)
     if rows:
         block = triton.next_power_of_2(dim)
         run(
-            _tap, (rows,), residual, taps[..., index, :], positions,
-            residual.stride(0), taps.stride(0), taps.stride(1) if ring else 0, dim,
+            _tap, (rows,), residual, aux[..., index, :], positions,
+            residual.stride(0), aux.stride(0), aux.stride(1) if ring else 0, dim,
             RING=ring, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
         )  # fmt: skip

@@ -1,7 +1,6 @@
-"""The operators of `kernels/reference.py` for CPUs, in C++; its matmuls are of integers (packed.py, experts.py).
+"""The operators of `ops.Ops` for CPUs, in C++. Its matmuls are of integers (packed.py, experts.py).
 
-Names, signatures and meaning are the reference's; `sample` alone is not there, and does at once what engine/sampler.py
-does in several steps. Tensors are float32 on the CPU. A row's result has the same bits whatever rows are beside it and
+Tensors are float32 on the CPU. A row's result has the same bits whatever rows are beside it and
 however many threads run, so drafted and plain decoding agree exactly. The C++ beside this file is compiled on first use
 (`build.py`); where that cannot be, `unavailable_reason()` says why, and callers choose the reference instead.
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sparkdraft.kernels import reference
-from sparkdraft.kernels.activation import Activation
+from sparkdraft.kernels.native import sampler
 from sparkdraft.kernels.native.experts import (
     ACTIVATIONS,
     choose_experts,
@@ -26,29 +25,30 @@ from sparkdraft.kernels.native.experts import (
     keep_float_experts,
     write_experts,
 )
+from sparkdraft.kernels.native.graph import Graph, empty, keep
 from sparkdraft.kernels.native.leveled import keep_matrix, keep_table
 from sparkdraft.kernels.native.library import c, set_threads, unavailable_reason
 from sparkdraft.kernels.native.packed import FloatLinear, PackedLinear, keep_float_matrix, place
-from sparkdraft.kernels.native.recording import Recording, empty, keep
 from sparkdraft.kernels.native.recurrent import causal_conv, delta_rule, find_states, gated_norm, sigmoid_gate
-from sparkdraft.kernels.norm import Norm, Normed
+from sparkdraft.kernels.ops import Activation, AttentionParams, AttentionView, Norm, Normed, RopeArgs, Routing
 from sparkdraft.kernels.reference import (
     accept_drafts,
-    add_linear,  # these two are the matrix's own
+    add_linear,
+    best_gap,
     cut_drafts,
+    largest_gap,
     linear,
     pack_rows,
     tq_attention,
     tq_rope_write,
 )
-from sparkdraft.kernels.routing import Routing
-from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.linear import Linear
 from sparkdraft.weights.quant.group import GROUP, GroupQuant
 from sparkdraft.weights.quant.stored import Stored
 
 NAME = "native"
+compiler = None
 
 
 def embed(ids: Tensor, table: Stored, scale: float = 1.0) -> Tensor:  # int32 [rows] -> [rows, hidden]
@@ -64,11 +64,11 @@ def embed(ids: Tensor, table: Stored, scale: float = 1.0) -> Tensor:  # int32 [r
     return y
 
 
-def tap(residual: Tensor, taps: Tensor, index: int, positions: Tensor) -> None:
-    if taps.dim() == 4:  # only a GPU has rings, whose steps run ahead of the host; here tests do
-        reference.tap(residual, taps, index, positions)
+def store_aux(residual: Tensor, aux: Tensor, index: int, positions: Tensor) -> None:
+    if aux.dim() == 4:  # rings, which only a GPU's engine has; tests use them here
+        reference.store_aux(residual, aux, index, positions)
     else:
-        _copy_rows(residual, None, taps[:, index])
+        _copy_rows(residual, None, aux[:, index])
 
 
 def _copy_rows(source: Tensor, ids: Tensor | None, target: Tensor, scale: float = 1.0) -> None:
@@ -78,7 +78,7 @@ def _copy_rows(source: Tensor, ids: Tensor | None, target: Tensor, scale: float 
     c.sd_copy_rows(*places, None if ids is None else ids.data_ptr(), rows, width, float(scale))
 
 
-def beside(left: Tensor, right: Tensor) -> Tensor:  # [rows, a] and [rows, b] -> [rows, a + b]
+def concat(left: Tensor, right: Tensor) -> Tensor:  # [rows, a] and [rows, b] -> [rows, a + b]
     y, middle = empty(left.shape[0], left.shape[1] + right.shape[1]), left.shape[1]
     _copy_rows(left, None, y[:, :middle])
     _copy_rows(right, None, y[:, middle:])
@@ -253,38 +253,6 @@ def make_rows(
         *(seqs, max_blocks, width, block_size, fill, out.data_ptr()),
     )
     return out[:rows], out[rows : 2 * rows], out[2 * rows : 3 * rows], out[3 * rows :]
-
-
-def sample(
-    logits: Tensor,  # float32 [rows, columns]
-    floats: Tensor,  # float32 [3 * rows]: temperature, min_p, top_p
-    integers: Tensor,  # int64 [3 * rows]: top_k, seed, position
-    ids: Tensor | None = None,  # int64 [columns]: what the columns stand for; None: themselves
-) -> Tensor:
-    """int64 [rows]: the column each row takes: temperature, filters and dice in one call; the largest at temperature 0.
-
-    Noise that cannot matter is not looked at.
-    """
-    rows, columns = logits.shape
-    out = torch.empty(rows, dtype=torch.int64)
-    assert floats.numel() == integers.numel() == 3 * rows, (rows, floats.shape, integers.shape)
-    logits, ids = logits.contiguous(), None if ids is None else ids.contiguous()
-    places = (floats.data_ptr(), integers.data_ptr(), None if ids is None else ids.data_ptr())
-    c.sd_sample(logits.data_ptr(), logits.stride(0), rows, columns, *places, out.data_ptr(), None, 0.0)
-    return out
-
-
-def sample_sure(
-    logits: Tensor, floats: Tensor | None, integers: Tensor | None, ids: Tensor | None, widest: float
-) -> tuple[Tensor, Tensor]:
-    """As `sample`, and float32 [rows]: how far each row's best stands above the rest, up to 'widest' (engine/gaps.py
-    defines it). floats and integers are None where all rows take their largest."""
-    rows, columns = logits.shape
-    out, gaps = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
-    logits, ids = logits.contiguous(), None if ids is None else ids.contiguous()
-    places = (None if each is None else each.data_ptr() for each in (floats, integers, ids))
-    c.sd_sample(logits.data_ptr(), logits.stride(0), rows, columns, *places, out.data_ptr(), gaps.data_ptr(), widest)
-    return out, gaps
 
 
 class _AttentionCall(ctypes.Structure):

@@ -1,4 +1,4 @@
-// The activations of a gated MLP (kernels/activation.py), four lanes at a time.
+// The activations of a gated MLP (kernels/ops.py), four lanes at a time.
 #pragma once
 
 #include "simd.h"

@@ -182,7 +182,7 @@ void sd_kv_write(const float* k, int64_t k_row, int64_t k_head, const float* v, 
     });
 }
 
-// Where the rows of a step are, a lane at a time: kernels/reference.py's make_rows without drafts. 'first' may be null. out
+// Where the rows of a step are, a lane at a time: kernels/reference's make_rows without drafts. 'first' may be null. out
 // holds ids, positions and slots [seqs * width each], then the keys that each lane's last row sees [seqs].
 void sd_make_rows(const int32_t* length, const int32_t* tables, const int32_t* token, const int32_t* first, int64_t seqs,
                 int64_t max_blocks, int64_t width, int64_t block_size, int64_t fill, int32_t* out) {

@@ -9,11 +9,11 @@ from ctypes import c_float, c_int64
 import torch
 from torch import Tensor
 
-from sparkdraft.kernels.activation import Activation
+from sparkdraft.kernels.native.graph import empty, keep
 from sparkdraft.kernels.native.leveled import all_rounded, pack_alike, packable
 from sparkdraft.kernels.native.library import c
 from sparkdraft.kernels.native.packed import FloatLinear, Matrix, NativeLinear
-from sparkdraft.kernels.native.recording import empty, keep
+from sparkdraft.kernels.ops import Activation
 from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.linear import ToFloats
 from sparkdraft.weights.quant.stored import Stored

@@ -11,8 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from sparkdraft.kernels.native.graph import empty
 from sparkdraft.kernels.native.library import c
-from sparkdraft.kernels.native.recording import empty
 from sparkdraft.weights.linear import Linear, StackedLinear, ToFloats
 from sparkdraft.weights.quant.group import GROUP, GroupQuant
 from sparkdraft.weights.quant.stored import Stored

@@ -1,11 +1,11 @@
-// Recurrent layers: kernels/delta_rule.py for CPUs, which says what a layer keeps and why nothing is ever undone.
+// Recurrent layers: kernels/reference/recurrent.py for CPUs, which says what a layer keeps and why nothing is ever undone.
 // A task is a sequence's value head, or some of its channels. It takes the rows one after the other, always by the
 // recurrence and always by the same functions, so a row's bits depend neither on how rows are cut into steps nor on the
 // threads. Of a state S [key_dim, value_dim] it holds a strip of columns at a time, small enough for the first cache:
 // columns of S do not know each other. Replayed and run rows change S by the one function `update`.
 //
 // Tasks run side by side. Heads that share a key head share its ring of keys, which is long enough that nobody writes
-// to a position that another may still replay (record_ring in kernels/delta_rule.py).
+// to a position that another may still replay (record_ring in kernels/reference/recurrent.py).
 
 #include <algorithm>
 #include <cmath>

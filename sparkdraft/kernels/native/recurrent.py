@@ -1,4 +1,4 @@
-"""The operators of recurrent layers (kernels/delta_rule.py) by recurrent.cpp: always the recurrence, row by row."""
+"""The operators of recurrent layers (kernels/reference/recurrent.py) by recurrent.cpp, row by row."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from ctypes import c_float, c_int64
 
 from torch import Tensor
 
-from sparkdraft.kernels.delta_rule import FOLD, DeltaParams, RecurrentState, record_ring
+from sparkdraft.kernels.native.graph import empty, keep
 from sparkdraft.kernels.native.library import c
-from sparkdraft.kernels.native.recording import empty, keep
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.ops import FOLD, AttentionView, DeltaParams, RecurrentState, record_ring
 
 MOST_KEY_DIM, MOST_WIDTH = 256, 8  # as in recurrent.cpp, whose strips and taps have a fixed place
 ALIGNED = 8  # channels and dimensions come in multiples of this: no vector has a rest

@@ -1,4 +1,4 @@
-// Sampling: which id a row of logits draws. Noise is that of kernels/dice.py (Gumbel noise from seed, position and id),
+// Sampling: which id a row of logits draws. Noise is that of kernels/noise.py (Gumbel noise from seed, position and id),
 // and the filters are those of engine/sampler.py. Each row is computed by itself, in one fixed order, so its draw does not
 // depend on the rows beside it.
 

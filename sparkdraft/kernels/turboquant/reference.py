@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparkdraft.kernels.ops import AttentionParams, AttentionView
 from sparkdraft.kernels.turboquant.attention import Part, attend_codes, attend_uncoded, is_uncoded, merge
 from sparkdraft.kernels.turboquant.store import CodedLayer, planes
 from sparkdraft.kernels.turboquant.vectors import Encoded
-from sparkdraft.kernels.view import AttentionParams, AttentionView
 
 TILE = 64  # positions from a multiple of it on
 

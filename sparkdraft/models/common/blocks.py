@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from sparkdraft.cache.formats import LayerKV, LayerState
-from sparkdraft.kernels.norm import Norm, Normed
-from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
+from sparkdraft.kernels.ops import AttentionParams, AttentionView, Norm, Normed, Ops, RopeArgs
 from sparkdraft.models.common.config import FINAL, ModelConfig
 from sparkdraft.models.common.layers import AttentionSpec, DenseSpec, ExpertsSpec, RecurrentSpec
 from sparkdraft.models.common.rope import RopeTables
@@ -52,7 +50,7 @@ class Attention:
         config: ModelConfig,
         load: Loader,
         name: str,
-        ops: ModuleType,
+        ops: Ops,
         ropes: RopeTables,
     ) -> None:
         assert isinstance(spec, AttentionSpec), f"{name} is {spec}"
@@ -98,16 +96,14 @@ class Attention:
 
     def add_to(self, normed: Normed, step: Step, kv: LayerKV, then: Norm) -> Normed:
         """x += attention(norm(x)), in place; 'then' is the norm that reads it next, as in all blocks."""
-        added: Normed = self.ops.add_linear(normed.x, *self.result(normed, step, kv), then)
+        added = self.ops.add_linear(normed.x, *self.result(normed, step, kv), then)
         return added
 
 
 class GatedMLP:
     """x += down(activation(gate(norm(x)), up(norm(x))))."""
 
-    def __init__(
-        self, spec: DenseSpec | ExpertsSpec, config: ModelConfig, load: Loader, name: str, ops: ModuleType
-    ) -> None:
+    def __init__(self, spec: DenseSpec | ExpertsSpec, config: ModelConfig, load: Loader, name: str, ops: Ops) -> None:
         assert isinstance(spec, DenseSpec), f"{name} is {spec}"
         self.ops, self.activation = ops, spec.activation
         rows = {f"{name}.{part}": spec.intermediate_size for part in ("gate_proj", "up_proj")}
@@ -123,7 +119,7 @@ class GatedMLP:
         return self.ops.norm_gated(normed, self.gate_up, self.activation), self.down
 
     def add_to(self, normed: Normed, step: Step, then: Norm) -> Normed:
-        added: Normed = self.ops.add_linear(normed.x, *self.result(normed), then)
+        added = self.ops.add_linear(normed.x, *self.result(normed), then)
         return added
 
 
@@ -185,7 +181,7 @@ class Decoder:
         head: Linear,
         norm: Norm,
         context: int,  # positions that its rope tables have
-        ops: ModuleType,
+        ops: Ops,
         dtype: torch.dtype,  # of the residual stream
     ) -> None:
         self.config, self.layers, self.context, self.ops, self.dtype = config, layers, context, ops, dtype
@@ -215,27 +211,27 @@ class Decoder:
         for i, (layer, then) in enumerate(following(self.layers, self.norm)):
             normed = layer.add_to(normed, step, step.kv[i], then)
             if taps is not None and i in tap_layers:
-                self.ops.tap(normed.x, taps, tap_layers.index(i), step.positions)
+                self.ops.store_aux(normed.x, taps, tap_layers.index(i), step.positions)
         if taps is not None and FINAL in tap_layers:
-            self.ops.tap(self.ops.rms_norm(normed.x, *self.norm), taps, tap_layers.index(FINAL), step.positions)
+            self.ops.store_aux(self.ops.rms_norm(normed.x, *self.norm), taps, tap_layers.index(FINAL), step.positions)
         return normed.x  # the prepared norm is dropped: a row's logits must not depend on the rows beside it
 
     def embed(self, ids: Tensor) -> Tensor:  # int32 [rows] -> [rows, hidden]
         """What the first layer reads."""
-        rows: Tensor = self.ops.embed(ids, self.embedding, self.config.embedding_scale)
+        rows = self.ops.embed(ids, self.embedding, self.config.embedding_scale)
         return rows
 
     def logits(self, residual: Tensor) -> Tensor:  # [rows, hidden] -> float32 [rows, vocab]
-        out: Tensor = self.ops.norm_logits(Normed(residual, self.norm), self.head, self.config.softcap)
+        out = self.ops.norm_logits(Normed(residual, self.norm), self.head, self.config.softcap)
         return out
 
     def scores(self, residual: Tensor) -> Tensor:
         """The logits in the weights' own type: of thousands of rows float32 would take twice the memory."""
-        out: Tensor = self.ops.norm_linear(Normed(residual, self.norm), self.head)
+        out = self.ops.norm_linear(Normed(residual, self.norm), self.head)
         return torch.tanh(out / self.config.softcap) * self.config.softcap if self.config.softcap else out
 
     def likeliest(self, residual: Tensor) -> Tensor:  # [rows, hidden] -> int64 [rows], the logits' argmax
-        out: Tensor = self.ops.norm_argmax(Normed(residual, self.norm), self.head, self.config.softcap)
+        out = self.ops.norm_argmax(Normed(residual, self.norm), self.head, self.config.softcap)
         return out
 
 

@@ -1,20 +1,17 @@
 """The recurrent mixer of Qwen3-Next and Qwen3.5, a gated DeltaNet: a short convolution, a delta rule, a gated norm.
 
-The operators, and what a layer keeps between steps, are defined in kernels/delta_rule.py. Projections are one matrix
-here: queries, keys and values of the convolution, then the gate of the norm, then a (decay) and b (step) of each value
-head. Files of Qwen3.5 have these parts one by one, files of Qwen3-Next interleaved by key head.
+The operators, and what a layer keeps between steps, are defined in kernels/reference/recurrent.py. Projections are one
+matrix here: queries, keys and values of the convolution, then the gate of the norm, then a (decay) and b (step) of each
+value head. Files of Qwen3.5 have these parts one by one, files of Qwen3-Next interleaved by key head.
 """
 
 from __future__ import annotations
-
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from sparkdraft.cache.formats import LayerState
-from sparkdraft.kernels.delta_rule import DeltaParams
-from sparkdraft.kernels.norm import Norm, Normed
+from sparkdraft.kernels.ops import DeltaParams, Norm, Normed, Ops
 from sparkdraft.models.common.blocks import Step
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.layers import AttentionSpec, RecurrentSpec
@@ -26,7 +23,7 @@ class DeltaNet:
     """x += out(norm(delta rule(conv(queries, keys, values))) * silu(gate))."""
 
     def __init__(
-        self, spec: AttentionSpec | RecurrentSpec, config: ModelConfig, load: Loader, name: str, ops: ModuleType
+        self, spec: AttentionSpec | RecurrentSpec, config: ModelConfig, load: Loader, name: str, ops: Ops
     ) -> None:
         assert isinstance(spec, RecurrentSpec), f"{name} is {spec}"
         heads, values = spec.num_value_heads, spec.num_value_heads * spec.value_dim
@@ -50,7 +47,7 @@ class DeltaNet:
         qkv = ops.causal_conv(made[:, :gates], self.conv, kv.memory, kv.slots, step.view)
         mixed = ops.delta_rule(qkv, made[:, rest:], kv.memory, kv.slots, step.view, self.params)
         seen = ops.gated_norm(mixed, made[:, gates:rest], self.gain, self.eps)
-        added: Normed = ops.add_linear(normed.x, seen, self.out, then)
+        added = ops.add_linear(normed.x, seen, self.out, then)
         return added
 
 

@@ -1,7 +1,7 @@
 """A mixture of experts: a router sends each row to a few gated MLPs, and their weighted results are added up.
 
 A checkpoint holds experts one by one, or all of a layer in one tensor; both are kept as one `ExpertLinear` per
-projection. The computation, and the order of its sums, is `norm_experts` of kernels/reference.py. Beside the experts
+projection. The computation, and the order of its sums, is `norm_experts` of kernels/reference. Beside the experts
 that a router chooses there may be one that all rows pass through.
 """
 
@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import ModuleType
 
 from torch import Tensor
 
-from sparkdraft.kernels.norm import Norm, Normed
-from sparkdraft.kernels.routing import Routing
+from sparkdraft.kernels.ops import Norm, Normed, Ops, Routing
 from sparkdraft.models.common.blocks import MLP, GatedMLP, Step
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.layers import DenseSpec, ExpertsSpec
@@ -32,7 +30,7 @@ class Experts:
         router: Linear,
         gate_up: ExpertLinear,
         down: ExpertLinear,
-        ops: ModuleType,
+        ops: Ops,
         scale: Tensor | None = None,  # float32 [experts]: multiplies an expert's weight
     ) -> None:
         assert isinstance(spec, ExpertsSpec) and not spec.shared_size, spec
@@ -43,19 +41,19 @@ class Experts:
         return [self.router, self.gate_up, self.down]
 
     def route(self, normed: Normed, step: Step) -> Routing:
-        routing: Routing = self.ops.norm_route(
+        routing = self.ops.norm_route(
             normed, self.router, self.spec.top_k, self.spec.renormalise, self.scale, step.live
         )
         return routing
 
     def add_to(self, normed: Normed, step: Step, then: Norm) -> Normed:
         routing = self.route(normed, step)
-        added: Normed = self.ops.add_experts(normed, routing, self.gate_up, self.down, self.spec.activation, then)
+        added = self.ops.add_experts(normed, routing, self.gate_up, self.down, self.spec.activation, then)
         return added
 
     def result(self, normed: Normed, routing: Routing) -> Tensor:  # [rows, hidden]
         """What is not added to the stream yet."""
-        out: Tensor = self.ops.norm_experts(normed, routing, self.gate_up, self.down, self.spec.activation)
+        out = self.ops.norm_experts(normed, routing, self.gate_up, self.down, self.spec.activation)
         return out
 
 
@@ -80,14 +78,14 @@ class SharedExperts:
         inside, down = self.mlp.result(normed)
         ops.sigmoid_gate(inside, ops.norm_linear(normed, self.gate))
         self.experts.add_to(normed, step, then)
-        added: Normed = ops.add_linear(normed.x, inside, down, then)
+        added = ops.add_linear(normed.x, inside, down, then)
         return added
 
 
-LoadExperts = Callable[[DenseSpec | ExpertsSpec, ModelConfig, Loader, str, ModuleType], MLP]
+LoadExperts = Callable[[DenseSpec | ExpertsSpec, ModelConfig, Loader, str, Ops], MLP]
 
 
-def load_experts(spec: DenseSpec | ExpertsSpec, config: ModelConfig, load: Loader, name: str, ops: ModuleType) -> MLP:
+def load_experts(spec: DenseSpec | ExpertsSpec, config: ModelConfig, load: Loader, name: str, ops: Ops) -> MLP:
     """The names of Qwen: 'name'.gate is the router, the experts are under 'name'.experts, singly or in one tensor."""
     assert isinstance(spec, ExpertsSpec), f"{name} is {spec}"
     router = load.float_linear(f"{name}.gate", spec.num_experts, config.hidden_size)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sparkdraft.kernels.activation import SILU, Activation
+from sparkdraft.kernels.ops import SILU, Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class AttentionSpec:
     bias: bool = False  # of the projections to queries, keys and values
     output_bias: bool = False  # of the projection after attention
     kv_from: int | None = None  # the layer whose keys and values it reads; None: its own
-    values: str = "given"  # how values are made: kernels/view.py, RopeArgs
+    values: str = "given"  # how values are made: kernels/ops.py, RopeArgs
     sinks: bool = False  # a learnt logit per head that takes part in the softmax and has no value
     gated: bool = False  # the result is multiplied by the sigmoid of a gate as wide as the queries, projected with them
 

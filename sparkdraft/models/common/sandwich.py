@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from sparkdraft.cache.formats import LayerKV
-from sparkdraft.kernels.norm import Norm, Normed
+from sparkdraft.kernels.ops import Norm, Normed, Ops
 from sparkdraft.models.common.blocks import Attention, Decoder, GatedMLP, Step, load_head, load_norm
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.experts import Experts
@@ -42,7 +41,7 @@ class DenseSublayer:
         return self.mlp.matrices
 
     def output(self, normed: Normed, step: Step) -> Tensor:
-        out: Tensor = self.mlp.ops.linear(*self.mlp.result(normed))
+        out = self.mlp.ops.linear(*self.mlp.result(normed))
         return out
 
 
@@ -66,7 +65,7 @@ class DenseAndExperts:
         dense = ops.rms_norm(ops.linear(*self.mlp.result(normed)), *self.mlp_after)
         routing = self.experts.route(Normed(x, self.router_norm), step)
         routed = self.experts.result(Normed(x, self.experts_norm), routing)
-        both: Normed = ops.add_normed(dense, routed, self.experts_after, self.experts_after)  # nobody reads that norm
+        both = ops.add_normed(dense, routed, self.experts_after, self.experts_after)  # nobody reads that norm
         return both.x
 
 
@@ -80,7 +79,7 @@ class SandwichLayer:
     mlp_norm: Norm
     mlp: Sublayer
     mlp_after: Norm
-    ops: ModuleType
+    ops: Ops
     scale: float = 1.0
 
     @property
@@ -91,19 +90,19 @@ class SandwichLayer:
         seen = self.ops.linear(*self.attention.result(normed, step, kv))
         normed = self.ops.add_normed(normed.x, seen, self.attention_after, self.mlp_norm)
         output = self.mlp.output(normed, step)
-        added: Normed = self.ops.add_normed(normed.x, output, self.mlp_after, then, self.scale)
+        added = self.ops.add_normed(normed.x, output, self.mlp_after, then, self.scale)
         return added
 
 
-LoadSublayer = Callable[[LayerSpec, ModelConfig, Loader, str, ModuleType], Sublayer]
+LoadSublayer = Callable[[LayerSpec, ModelConfig, Loader, str, Ops], Sublayer]
 
 
-def load_dense(spec: LayerSpec, config: ModelConfig, load: Loader, name: str, ops: ModuleType) -> Sublayer:
+def load_dense(spec: LayerSpec, config: ModelConfig, load: Loader, name: str, ops: Ops) -> Sublayer:
     return DenseSublayer(GatedMLP(spec.mlp, config, load, f"{name}.mlp", ops))
 
 
 def build_sandwich(
-    config: ModelConfig, load: Loader, ops: ModuleType, context: int, sublayer: LoadSublayer, scaled: bool
+    config: ModelConfig, load: Loader, ops: Ops, context: int, sublayer: LoadSublayer, scaled: bool
 ) -> Decoder:
     """scaled: whether the file has a factor for each layer's result."""
     prefix, ropes = text_prefix(load), RopeTables(context, load.device)

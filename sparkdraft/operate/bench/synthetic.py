@@ -34,7 +34,7 @@ from sparkdraft.drafters.drafter import Anchors, Pick
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.lanes import Lanes
 from sparkdraft.engine.sampler import Sampled, Sampler, SampleRow
-from sparkdraft.kernels.sure import MOST_SURE, WIDEST
+from sparkdraft.kernels.ops import MOST_SURE, WIDEST
 
 Table = NDArray[np.int32]
 Propose = Callable[[Anchors, int, Pick], Tensor]

@@ -75,7 +75,7 @@ def run_counted(engine: Engine) -> Counted:
 @contextmanager
 def _counting(engine: Engine, counted: Counted) -> Iterator[None]:
     """Count replays and launches by taking the place of the methods that make them."""
-    recording, overlap = getattr(engine.runner.model.ops, "Recording", None), engine.overlap
+    recording, overlap = engine.runner.model.ops.Graph, engine.overlap
     if recording:
         replay = recording.replay
 
@@ -85,7 +85,7 @@ def _counting(engine: Engine, counted: Counted) -> Iterator[None]:
             out: Tensor = replay(self)
             return out
 
-        recording.replay = counted_replay
+        recording.replay = counted_replay  # type: ignore[method-assign]
     if overlap:
         launch = overlap.launch
 
@@ -98,7 +98,7 @@ def _counting(engine: Engine, counted: Counted) -> Iterator[None]:
         yield
     finally:
         if recording:
-            recording.replay = replay
+            recording.replay = replay  # type: ignore[method-assign]
         if overlap:
             del overlap.launch
 

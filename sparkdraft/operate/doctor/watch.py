@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch.overrides import TorchFunctionMode
 
-from sparkdraft.kernels.norm import Norm, Normed
+from sparkdraft.kernels.ops import Norm, Normed
 from sparkdraft.models.common.blocks import Layer, Step
 
 ENDS = -1  # in place of a layer's number: embedding, final norm and head
@@ -100,8 +100,8 @@ class _Watched:
 
 @contextmanager
 def _native(watch: Watch) -> Iterator[None]:
+    from sparkdraft.kernels.native.graph import KERNELS
     from sparkdraft.kernels.native.library import c
-    from sparkdraft.kernels.native.recording import KERNELS
 
     originals = {name: getattr(c, f"sd_{name}") for name in KERNELS}
 

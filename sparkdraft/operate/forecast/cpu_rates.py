@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from sparkdraft.kernels.view import AttentionParams, AttentionView
+from sparkdraft.kernels import native
+from sparkdraft.kernels.ops import AttentionParams, AttentionView
 from sparkdraft.operate.forecast.this_cpu import CpuRates, MatmulRate
 
 SIDE = 2048  # rows and columns of a matrix
@@ -25,15 +25,14 @@ CACHES = 48  # of one layer: 75 MB
 LEAST = 0.2  # seconds per figure
 
 
-def measure_cpu(ops: ModuleType, threads: int) -> CpuRates:
-    """ops: the native kernels, which are loaded."""
-    ops.set_threads(threads)
+def measure_cpu(threads: int) -> CpuRates:
+    native.set_threads(threads)
     with torch.inference_mode():
-        keys = 2 * CONTEXT * KV_HEADS * HEAD_DIM * 4 / _attention_seconds(ops)
-        return CpuRates(_matmul_rate(ops, 8), _matmul_rate(ops, 4), keys, _layer_seconds(ops))
+        keys = 2 * CONTEXT * KV_HEADS * HEAD_DIM * 4 / _attention_seconds()
+        return CpuRates(_matmul_rate(8), _matmul_rate(4), keys, _layer_seconds())
 
 
-def _matmul_rate(ops: ModuleType, bits: int) -> MatmulRate:
+def _matmul_rate(bits: int) -> MatmulRate:
     from sparkdraft.kernels.native.packed import PackedLinear
     from sparkdraft.weights.quant.group import GROUP, GroupQuant
 
@@ -44,21 +43,21 @@ def _matmul_rate(ops: ModuleType, bits: int) -> MatmulRate:
     matrices = [PackedLinear.pack([made])]
     matrices += [PackedLinear.pack([made]) for _ in range(int(MATRIX_BYTES / matrices[0].nbytes))]
     one, several = (torch.randn(rows, SIDE) for rows in (1, ROWS))
-    alone, together = (_seconds(ops, [partial(matrix.linear, x) for matrix in matrices]) for x in (one, several))
+    alone, together = (_seconds([partial(matrix.linear, x) for matrix in matrices]) for x in (one, several))
     return MatmulRate(alone, together, matrices[0].nbytes, ROWS, 2 * SIDE * SIDE)
 
 
-def _attention_seconds(ops: ModuleType) -> float:
+def _attention_seconds() -> float:
     blocks = CONTEXT // BLOCK
     caches = [torch.randn(2, blocks, KV_HEADS, BLOCK, HEAD_DIM) for _ in range(CACHES)]
     start, length = torch.tensor([0, 1]).int(), torch.tensor([CONTEXT]).int()
     view = AttentionView(start, length, torch.arange(blocks).int()[None], 1, CONTEXT)
     q, params = torch.randn(1, HEADS, HEAD_DIM), AttentionParams(HEAD_DIM**-0.5)
 
-    return _seconds(ops, [partial(ops.paged_attention, q, *cache, view, params) for cache in caches])
+    return _seconds([partial(native.paged_attention, q, k, v, view, params) for k, v in caches])
 
 
-def _layer_seconds(ops: ModuleType) -> float:
+def _layer_seconds() -> float:
     from sparkdraft.cache.formats.dense import DenseKV
     from sparkdraft.models.common.blocks import Step
     from sparkdraft.models.registry import architecture
@@ -66,17 +65,17 @@ def _layer_seconds(ops: ModuleType) -> float:
     from sparkdraft.weights.loader import Loader
 
     config, device = shape("tiny"), torch.device("cpu")
-    load = Loader(RandomCheckpoint(config, "cpu"), device, torch.float32, ops)
-    model = architecture(config.model_type).build(config, load, ops, BLOCK)
-    kv = DenseKV(config.attention, 1, BLOCK, torch.float32, device, ops)
+    load = Loader(RandomCheckpoint(config, "cpu"), device, torch.float32, native)
+    model = architecture(config.model_type).build(config, load, native, BLOCK)
+    kv = DenseKV(config.attention, 1, BLOCK, torch.float32, device, native)
     zero, one = torch.zeros(1).int(), torch.ones(1).int()
     step = Step(zero, zero, zero, AttentionView(torch.tensor([0, 1]).int(), one, zero[None], 1, BLOCK), kv.layers)
-    return _seconds(ops, [partial(model.forward, step)]) / config.num_layers
+    return _seconds([partial(model.forward, step)]) / config.num_layers
 
 
-def _seconds(ops: ModuleType, calls: Sequence[Callable[[], Tensor]]) -> float:
+def _seconds(calls: Sequence[Callable[[], Tensor]]) -> float:
     """Per call, of a recording of all of them that is replayed for LEAST seconds: the better of two such times."""
-    recorded, times = ops.Recording(lambda: [call() for call in calls][-1]), []
+    recorded, times = native.Graph(lambda: [call() for call in calls][-1]), []
     for _ in range(2):
         count, begin = 0, time.perf_counter()
         while time.perf_counter() - begin < LEAST:

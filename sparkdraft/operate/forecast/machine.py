@@ -142,11 +142,10 @@ def _cpu_like(base: Machine, found: Hardware, bandwidth: float, measured: bool) 
     arithmetic = {fmt: rate * share for fmt, rate in base.rates.arithmetic.items()}
     if not measured:
         return replace(base, rates=Rates(bandwidth, arithmetic), notes=(f"losses are those of {base.title}",))
-    from sparkdraft import kernels
     from sparkdraft.operate.forecast.cpu_rates import measure_cpu
 
     engine = base.losses()
-    losses, quantised = fit(engine.expected, measure_cpu(kernels.load("native"), found.cores), bandwidth)
+    losses, quantised = fit(engine.expected, measure_cpu(found.cores), bandwidth)
     origin = "measured now, on its own CPU kernels"
     engines = dict(base.engines) | {"sparkdraft": EngineLosses(origin, losses, losses, losses, Error(*ERROR))}
     return replace(base, rates=Rates(bandwidth, arithmetic | quantised), engines=engines)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from sparkdraft import kernels
 from sparkdraft.core import SamplingParams, UserError
 from sparkdraft.engine.engine import Engine
 from sparkdraft.engine.load import Opened, load_opened, stored_of
@@ -183,10 +182,11 @@ class Engines:
 
     def _activate(self, plan: Plan, options: dict[str, Any]) -> None:
         """What is set for the whole process: threads, and the tiles of kernels."""
-        ops = kernels.load(plan.kernels)
         torch.set_num_threads(1 if plan.kernels == "native" else plan.threads)
         if plan.kernels == "native":
-            ops.set_threads(plan.threads)
+            from sparkdraft.kernels import native
+
+            native.set_threads(plan.threads)
         if self.tables is not None:
             self.tables.use(bool(options.get(TILES)))
 

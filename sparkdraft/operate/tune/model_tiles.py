@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from sparkdraft.kernels import cuda
-from sparkdraft.kernels.activation import SILU, Activation
 from sparkdraft.kernels.cuda.linear import few_rows
 from sparkdraft.kernels.cuda.moe import experts as kernels
 from sparkdraft.kernels.cuda.runtime import tuned
 from sparkdraft.kernels.cuda.runtime.gpu import Gpu, gpu_of
-from sparkdraft.kernels.norm import Norm, Normed
-from sparkdraft.kernels.routing import Routing
+from sparkdraft.kernels.ops import SILU, Activation, Norm, Normed, Routing
 from sparkdraft.models.common.blocks import Decoder, GatedMLP
 from sparkdraft.models.common.experts import Experts
 from sparkdraft.operate.tune import tiles

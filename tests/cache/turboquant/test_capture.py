@@ -21,8 +21,8 @@ from sparkdraft.core import SamplingParams
 from sparkdraft.engine.backend import EngineBackend
 from sparkdraft.engine.load import Loaded
 from sparkdraft.kernels import reference
+from sparkdraft.kernels.ops import AttentionParams, AttentionView, RopeArgs
 from sparkdraft.kernels.turboquant.vectors import VectorFormat
-from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 from sparkdraft.llm import LLM
 from sparkdraft.models.common.layers import AttentionSpec, RopeSpec
 from sparkdraft.server.engine_process import EngineLoop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sparkdraft.kernels.activation import GELU_TANH, Activation
+from sparkdraft.kernels.ops import GELU_TANH, Activation
 from sparkdraft.models.common.config import ModelConfig
 from sparkdraft.models.common.layers import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RecurrentSpec, RopeSpec
 

@@ -17,7 +17,7 @@ each: the last of a strip to end adds up all parts, in order. Or a tile has few 
 
 A norm costs its reader next to nothing, because its writer (`add_linear`) leaves x * gain and the sum of squares of
 each strip behind, which alone is known where a strip ends; the reader multiplies by x * gain and by 1 / rms at its end
-(kernels/norm.py). Against the unfused operators the results differ by rounding alone, and are the closer to exact
+(kernels/ops.py). Against the unfused operators the results differ by rounding alone, and are the closer to exact
 arithmetic: x * gain is rounded once to the tensor's type, and its scale 1 / rms, one number a row, meets the float32
 sum; gate, up, residual and bias are added in float32. In float16 x * gain overflows past 65504, where the unfused norm
 would not.
@@ -33,14 +33,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkdraft.kernels.activation import SILU, Activation
 from sparkdraft.kernels.cuda.activation import activate
 from sparkdraft.kernels.cuda.linear.sweep import sweep
 from sparkdraft.kernels.cuda.runtime import pdl, tuned
 from sparkdraft.kernels.cuda.runtime.ending import MOST_GROUPS, counters, is_last, square, sum_columns, sum_rows
 from sparkdraft.kernels.cuda.runtime.gpu import Gpu, gpu_of
 from sparkdraft.kernels.cuda.runtime.pdl import enter
-from sparkdraft.kernels.norm import Norm, Normed
+from sparkdraft.kernels.ops import SILU, Activation, Norm, Normed
 from sparkdraft.weights.linear import WeightTiles
 
 MOST_ROWS = 16

@@ -10,11 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparkdraft.kernels.activation import Activation
 from sparkdraft.kernels.cuda.elementwise import gated, rms_norm
 from sparkdraft.kernels.cuda.linear import few_rows
 from sparkdraft.kernels.cuda.linear.argmax import argmax
-from sparkdraft.kernels.norm import Norm, Normed
+from sparkdraft.kernels.ops import Activation, Norm, Normed
 from sparkdraft.weights.linear import Linear, WeightTiles
 
 

@@ -21,7 +21,7 @@ of up to few_rows.MOST_ROWS rows of a 16 bit type, a row's result is the same to
     squares      for the next norm, of the same strips in both ways, added up by the same tree (`_tree`)
 
 Beyond that a block's size follows the number of rows, and results between down and sum are kept in x's type, as in
-kernels/reference.py, which is half the traffic.
+kernels/reference, which is half the traffic.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkdraft.kernels.activation import Activation
 from sparkdraft.kernels.cuda.activation import activate
 from sparkdraft.kernels.cuda.elementwise import rms_norm
 from sparkdraft.kernels.cuda.linear import few_rows
@@ -58,8 +57,7 @@ from sparkdraft.kernels.cuda.runtime import pdl, tuned
 from sparkdraft.kernels.cuda.runtime.ending import square
 from sparkdraft.kernels.cuda.runtime.gpu import Gpu, gpu_of
 from sparkdraft.kernels.cuda.runtime.pdl import enter
-from sparkdraft.kernels.norm import Norm, Normed
-from sparkdraft.kernels.routing import Routing
+from sparkdraft.kernels.ops import Activation, Norm, Normed, Routing
 from sparkdraft.weights.experts import ExpertLinear
 from sparkdraft.weights.linear import WeightTiles
 

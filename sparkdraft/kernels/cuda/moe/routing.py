@@ -20,8 +20,7 @@ from sparkdraft.kernels.cuda.linear.matmul import norm_logits
 from sparkdraft.kernels.cuda.linear.sweep import sweep
 from sparkdraft.kernels.cuda.runtime.ending import counters, is_last, sum_columns
 from sparkdraft.kernels.cuda.runtime.pdl import enter
-from sparkdraft.kernels.norm import Normed
-from sparkdraft.kernels.routing import Routing
+from sparkdraft.kernels.ops import Normed, Routing
 from sparkdraft.weights.linear import Linear, WeightTiles
 
 MOST_EXPERTS, MOST_CHOICES = 512, 16

@@ -32,8 +32,7 @@ from sparkdraft.kernels.cuda.elementwise import run
 from sparkdraft.kernels.cuda.runtime import tuned
 from sparkdraft.kernels.cuda.runtime.gpu import Gpu, gpu_of
 from sparkdraft.kernels.cuda.runtime.pdl import enter
-from sparkdraft.kernels.delta_rule import DeltaParams, RecurrentState
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.ops import AttentionView, DeltaParams, RecurrentState
 
 INSIDE, THROUGH = "delta_inside", "delta_through"  # in the tables of tuned tiles
 CHUNK = 64

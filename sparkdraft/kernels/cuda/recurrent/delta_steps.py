@@ -1,4 +1,5 @@
-"""The gated delta rule (kernels/delta_rule.py) where each sequence has few rows; delta_chunks.py takes prompts.
+"""The gated delta rule (kernels/reference/recurrent.py) where each sequence has few rows; delta_chunks.py takes
+prompts.
 
 A program has some columns of one head's state, which stay in its registers: it reads them once, replays the records,
 runs the step's rows, and writes the state at most once, where it folds. Columns do not know each other. A row that is
@@ -29,8 +30,7 @@ from sparkdraft.kernels.cuda.recurrent.delta_chunks import log_decay, run_chunks
 from sparkdraft.kernels.cuda.runtime import tuned
 from sparkdraft.kernels.cuda.runtime.gpu import Gpu, gpu_of
 from sparkdraft.kernels.cuda.runtime.pdl import enter
-from sparkdraft.kernels.delta_rule import FOLD, DeltaParams, RecurrentState, record_ring
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.ops import FOLD, AttentionView, DeltaParams, RecurrentState, record_ring
 
 KERNEL = "delta_rule"  # in the tables of tuned tiles
 MOST_SLICES = 32

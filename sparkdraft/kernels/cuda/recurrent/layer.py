@@ -17,8 +17,7 @@ from sparkdraft.kernels.cuda.attention.ragged import count_tiles, find_tile
 from sparkdraft.kernels.cuda.elementwise import TILE as ELEMENTS
 from sparkdraft.kernels.cuda.elementwise import run
 from sparkdraft.kernels.cuda.runtime.pdl import enter
-from sparkdraft.kernels.delta_rule import RecurrentState
-from sparkdraft.kernels.view import AttentionView
+from sparkdraft.kernels.ops import AttentionView, RecurrentState
 
 MOST_ROWS = 16  # of a tile; more than a convolution is wide
 BLOCK_C = 256  # channels of a tile

@@ -25,7 +25,7 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
-from sparkdraft.kernels.cuda.runtime.recording import no_garbage_collected
+from sparkdraft.kernels.cuda.runtime.graph import no_garbage_collected
 from sparkdraft.util.cores import usable_cores
 
 compiled_late: list[str] = []  # why kernels are not compiled ahead in this process; after one failure it is not tried

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 import torch
 
 from sparkdraft.core import Fact
-from sparkdraft.kernels.asked import Asked
 from sparkdraft.kernels.cuda.attention import paged
 from sparkdraft.kernels.cuda.linear import few_rows
 from sparkdraft.kernels.cuda.moe import experts
@@ -19,11 +18,12 @@ from sparkdraft.kernels.cuda.recurrent import delta_chunks, delta_steps
 from sparkdraft.kernels.cuda.runtime import pdl, tuned
 from sparkdraft.kernels.cuda.runtime.gpu import Gpu, gpu_of
 from sparkdraft.kernels.cuda.runtime.tuned import Key
+from sparkdraft.kernels.ops import KernelShapes
 
 MOST_NAMED = 8  # keys that a reason lists
 
 
-def facts(asked: Asked, device: torch.device) -> list[Fact]:
+def facts(asked: KernelShapes, device: torch.device) -> list[Fact]:
     gpu = gpu_of(device)
     found = [fact for name, keys in tile_keys(asked).items() if (fact := tiles(name, keys, gpu))]
     if asked.coded_dims:
@@ -31,7 +31,7 @@ def facts(asked: Asked, device: torch.device) -> list[Fact]:
     return [*found, launches(device, gpu)]
 
 
-def tile_keys(asked: Asked) -> dict[str, set[Key]]:
+def tile_keys(asked: KernelShapes) -> dict[str, set[Key]]:
     """By the fact's name, all that the model's launches look up."""
     matrices = {key for each in asked.matrices for key in few_rows.tile_keys(each)}
     of_experts = {key for each in asked.experts for key in experts.tile_keys(*each, asked.most_rows)}

@@ -1,8 +1,8 @@
 """The bookkeeping of a decode step on the device: which drafts are verified, where rows stand, and what became of them.
 
 A step takes a handful of integers per lane (engine/lanes.py): one program takes one lane, so that what torch does in
-some eighty launches is two before the model and one after it. Meaning and names are those of kernels/stepping.py; what
-a lane is, and which request has it, is left to the engine.
+some eighty launches is two before the model and one after it. Meaning and names are those of
+kernels/reference/stepping.py; what a lane is, and which request has it, is left to the engine.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from triton.language.extra.cuda import globaltimer
 
 from sparkdraft.kernels.cuda.elementwise import run
 from sparkdraft.kernels.cuda.runtime.pdl import enter
-from sparkdraft.kernels.stepping import MOST_NANOSECONDS, CutTerms, PackedRows
-from sparkdraft.kernels.sure import MOST_SURE, WIDEST
+from sparkdraft.kernels.ops import MOST_SURE, WIDEST, CutTerms, PackedRows
+from sparkdraft.kernels.reference.stepping import MOST_NANOSECONDS
 
 _WIDEST, _MOST_SURE = tl.constexpr(WIDEST), tl.constexpr(MOST_SURE)
 _MOST_NANOSECONDS = tl.constexpr(MOST_NANOSECONDS)

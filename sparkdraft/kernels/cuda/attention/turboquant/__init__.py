@@ -28,10 +28,10 @@ from sparkdraft.kernels.cuda.attention.turboquant.rotation import signs
 from sparkdraft.kernels.cuda.attention.turboquant.write import write
 from sparkdraft.kernels.cuda.elementwise import run
 from sparkdraft.kernels.cuda.runtime.gpu import Gpu, gpu_of
+from sparkdraft.kernels.ops import AttentionParams, AttentionView, RopeArgs
 from sparkdraft.kernels.turboquant.codebook import codebook
 from sparkdraft.kernels.turboquant.layout import KERNEL_LIMITS, PLANES
 from sparkdraft.kernels.turboquant.store import CodedLayer, RecordLayout
-from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 
 DIMS, BLOCK_SIZE = KERNEL_LIMITS["cuda"]
 BLOCK_N = 64  # keys of a tile

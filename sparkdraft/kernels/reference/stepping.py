@@ -12,35 +12,13 @@ them. They are dead: they belong to no sequence and have slot -1, so no kernel w
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparkdraft.kernels.sure import MOST_SURE, WIDEST
+from sparkdraft.kernels.ops import MOST_SURE, WIDEST, CutTerms, PackedRows
 
 MOST_NANOSECONDS = 2**31 - 1
-
-
-class PackedRows(NamedTuple):
-    """The rows of a step of all lanes; dead ones are behind those of the last lane."""
-
-    ids: Tensor  # int32 [seqs * width], as are the next three
-    positions: Tensor
-    slots: Tensor  # -1: dead, or past the last block
-    lanes: Tensor  # whose row it is, also of a dead one
-    context_len: Tensor  # int32 [seqs]: keys that a lane's last row sees
-    query_start: Tensor  # int32 [seqs + 1]
-    places: Tensor  # int32 [seqs, width]: the row of each column of each lane
-
-
-class CutTerms(NamedTuple):
-    """What says how sure drafts are and what their rows cost (speculation/cut.py), as the host knows it; all
-    float32."""
-
-    worth: Tensor  # [deepest + 1]: what the rows of so many drafts of a lane cost, in tokens
-    fits: Tensor  # [2, 2 + deepest]: slope, base and offsets by position, of greedy text and of text that is drawn
-    fair: Tensor  # [seqs]: multiplies a lane's chances; negative: the lane is not cut
 
 
 def cut_drafts(

@@ -23,46 +23,11 @@ its slot held before.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparkdraft.kernels.rings import FOLD
-from sparkdraft.kernels.rings import input_ring as input_ring
-from sparkdraft.kernels.rings import record_ring as record_ring
-from sparkdraft.kernels.view import AttentionView
-
-
-@dataclass(frozen=True, slots=True)
-class RecurrentState:
-    """One layer's memory of all requests: a slot each."""
-
-    state: Tensor  # float32 [slots, value_heads, key_dim, value_dim]
-    base: Tensor  # int32 [slots, value_heads]: equal for all heads between steps; a head's own, so that nobody waits
-    keys: Tensor  # float32 [slots, ring, key_heads, key_dim]
-    updates: Tensor  # float32 [slots, ring, value_heads, value_dim]: u
-    decays: Tensor  # float32 [slots, ring, value_heads]
-    inputs: Tensor  # [slots, input_ring, channels]: rows as the convolution reads them
-    most_rows: int  # of one sequence in a step of which rows may be rejected
-
-    @property
-    def ring(self) -> int:
-        return self.keys.shape[1]
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaParams:
-    """How one layer's rows change its state."""
-
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    rate: Tensor  # float32 [value_heads]: -exp(A_log); decay = exp(rate * softplus(a + bias))
-    bias: Tensor  # float32 [value_heads]: dt_bias
-    eps: float = 1e-6  # under the root of the norm of q and k
+from sparkdraft.kernels.ops import FOLD, AttentionView, DeltaParams, RecurrentState
 
 
 def find_states(

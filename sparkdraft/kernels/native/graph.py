@@ -12,14 +12,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sparkdraft.kernels import Unrecordable
 from sparkdraft.kernels.native.library import c
+from sparkdraft.kernels.ops import CannotCapture
 
 KERNELS = (
     *("embed", "copy_rows", "linear", "rms_norm", "qk_norm_rope", "gated"),
@@ -67,7 +67,7 @@ class _Call(ctypes.Structure):
     _fields_ = (("kernel", ctypes.c_int64), ("integers", _Integers), ("reals", _Reals))
 
 
-_current: Recording | None = None  # the recording that is being made
+_current: Graph | None = None  # the recording that is being made
 
 
 def empty(rows: int, width: int) -> Tensor:
@@ -82,11 +82,11 @@ def keep(thing: object) -> None:
         _current.kept.append(thing)
 
 
-class Recording:
-    AFTER_A_RUN = False  # whether 'run' must have run before
+class Graph:
+    RUN_FIRST: ClassVar = False
 
-    def __init__(self, run: Callable[[], Tensor], beside: Recording | None = None) -> None:
-        """Calls 'run' once, which computes nothing: 'output' is filled by `replay`. Raises Unrecordable.
+    def __init__(self, run: Callable[[], Tensor], beside: Graph | None = None) -> None:
+        """Calls 'run' once, which computes nothing: 'output' is filled by `replay`. Raises CannotCapture.
 
         beside: an earlier recording of the same owner, whose memory this one shares: only one replays at a time.
         """
@@ -110,7 +110,7 @@ class Recording:
 
 
 @contextmanager
-def _recorders(recording: Recording, calls: list[_Call]) -> Iterator[None]:
+def _recorders(recording: Graph, calls: list[_Call]) -> Iterator[None]:
     """In place of the kernels, as long as it is entered."""
     global _current
     originals = {name: getattr(c, f"sd_{name}") for name in KERNELS}
@@ -141,5 +141,5 @@ class _OnlyViews(TorchFunctionMode):
         name = func.__name__
         gathers = name == "__getitem__" and isinstance(args[1], Tensor)
         if name not in HARMLESS or gathers:
-            raise Unrecordable(name)
+            raise CannotCapture(name)
         return func(*args, **(kwargs or {}))

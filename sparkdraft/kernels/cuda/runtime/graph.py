@@ -10,12 +10,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-_living: WeakSet[Recording] = WeakSet()
+_living: WeakSet[Graph] = WeakSet()
 
 
 @contextmanager
@@ -30,10 +31,10 @@ def no_garbage_collected() -> Iterator[None]:
             gc.enable()
 
 
-class Recording:
-    AFTER_A_RUN = True  # whether 'run' must have run before
+class Graph:
+    RUN_FIRST: ClassVar = True
 
-    def __init__(self, run: Callable[[], Tensor], beside: Recording | None = None) -> None:
+    def __init__(self, run: Callable[[], Tensor], beside: Graph | None = None) -> None:
         """run: has run before, which compiled and loaded what a capture may not. Nothing is computed: 'output' is
         filled by `replay`.
 

@@ -11,20 +11,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparkdraft.kernels.activation import CLAMPED_SLOPE, Activation
-from sparkdraft.kernels.delta_rule import causal_conv, delta_rule, find_states, gated_norm
-from sparkdraft.kernels.dice import draw
-from sparkdraft.kernels.norm import Norm, Normed
-from sparkdraft.kernels.routing import Routing
-from sparkdraft.kernels.stepping import accept_drafts, cut_drafts, make_rows, pack_rows
+from sparkdraft.kernels.ops import (
+    CLAMPED_SLOPE,
+    Activation,
+    AttentionParams,
+    AttentionView,
+    Norm,
+    Normed,
+    RopeArgs,
+    Routing,
+)
+from sparkdraft.kernels.reference.recurrent import causal_conv, delta_rule, find_states, gated_norm
+from sparkdraft.kernels.reference.stepping import accept_drafts, cut_drafts, make_rows, pack_rows
 from sparkdraft.kernels.turboquant.reference import tq_attention, tq_write
 from sparkdraft.kernels.turboquant.store import CodedLayer
-from sparkdraft.kernels.view import AttentionParams, AttentionView, RopeArgs
 from sparkdraft.weights.experts import ExpertLinear, keep_float_experts
 from sparkdraft.weights.linear import Linear, ToFloats, keep_floats
 from sparkdraft.weights.quant.stored import Stored
 
 NAME = "reference"
+Graph = compiler = sampler = None
 
 
 keep_matrix, keep_experts = keep_floats, keep_float_experts  # whatever the file holds
@@ -42,18 +48,14 @@ def embed(ids: Tensor, table: Stored, scale: float = 1.0) -> Tensor:  # int32 [r
     return rows if scale == 1 else rows * scale
 
 
-def tap(residual: Tensor, taps: Tensor, index: int, positions: Tensor) -> None:
-    """taps[:, index] = residual [rows, hidden]: what a drafter will read of this layer.
-
-    Taps are [rows, layers, hidden], or [rows, ring, layers, hidden] where each row has a ring, by position modulo size.
-    """
-    if taps.dim() == 3:
-        taps[:, index] = residual
-    else:
-        taps[torch.arange(len(residual), device=taps.device), positions.long() % taps.shape[1], index] = residual
+def store_aux(residual: Tensor, aux: Tensor, index: int, positions: Tensor) -> None:
+    if aux.dim() == 3:
+        aux[:, index] = residual
+    else:  # rings
+        aux[torch.arange(len(residual), device=aux.device), positions.long() % aux.shape[1], index] = residual
 
 
-def beside(left: Tensor, right: Tensor) -> Tensor:  # [rows, a] and [rows, b] -> [rows, a + b]
+def concat(left: Tensor, right: Tensor) -> Tensor:  # [rows, a] and [rows, b] -> [rows, a + b]
     return torch.cat((left, right), dim=1)
 
 
@@ -246,6 +248,20 @@ def tq_rope_write(
     value heads it is the compressed cache's `rope_queries`, and nothing is written."""
     q, k, v = make_qkv(qkv, args)
     tq_write(layer, k, v, slots, q)
+
+
+def largest_gap(logits: Tensor, widest: float) -> tuple[Tensor, Tensor]:  # int64 [rows], float32 [rows]
+    """The gap is the logit of the largest probability: the largest logit less the logarithm of the sum of the others'
+    exponentials, of those that come within 'widest' of it."""
+    top, columns = logits.max(-1)
+    near = logits.masked_fill(logits < top.unsqueeze(1) - widest, float("-inf"))
+    others = near.scatter(1, columns.unsqueeze(1), float("-inf")).logsumexp(-1)
+    return columns, (top - others).clamp(max=widest)
+
+
+def best_gap(scores: Tensor, widest: float) -> tuple[Tensor, Tensor]:  # int64 [rows], float32 [rows]
+    found = scores.topk(2)
+    return found.indices[:, 0], (found.values[:, 0] - found.values[:, 1]).clamp(max=widest)
 
 
 def paged_attention(

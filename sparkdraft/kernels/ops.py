@@ -1,0 +1,542 @@
+"""The interface between models and kernels: every operator that a backend offers, and the records that operators take.
+
+A backend is a module: `reference` (plain torch, the definition), `native` (C++ for CPUs) or `cuda` (Triton for NVIDIA
+GPUs). `sparkdraft.kernels.load` imports one as an `Ops`, and mypy checks each module against it. README.md says which
+file implements which operator. This file imports no torch, so that plans and model configs can use its records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+
+from sparkdraft.weights.keeping import KeepsWeights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sparkdraft.kernels.turboquant.store import CodedLayer
+    from sparkdraft.weights.experts import ExpertLinear
+    from sparkdraft.weights.linear import Linear, WeightTiles
+    from sparkdraft.weights.quant.stored import Stored
+
+
+# Dense layers
+
+
+CLAMPED_SLOPE = 1.702  # of the sigmoid in "clamped_swiglu"
+
+
+class Activation(NamedTuple):
+    """The activation of a gated MLP, by 'kind':
+
+    silu             silu(gate) * up
+    gelu_tanh        gelu(gate) * up, by its tanh approximation
+    clamped_swiglu   (up + 1) * gate * sigmoid(1.702 * gate), gate at most 'limit', up within +-'limit' (gpt-oss)
+    """
+
+    kind: str = "silu"
+    limit: float = 0.0
+
+
+SILU = Activation("silu")
+GELU_TANH = Activation("gelu_tanh")
+
+
+class Norm(NamedTuple):
+    """An RMS norm: y = x / rms(x) * gain."""
+
+    gain: Tensor  # [dim]
+    eps: float
+
+
+class Normed(NamedTuple):
+    """The residual stream and the norm that its next reader applies.
+
+    The op that writes the residual may precompute the next RMSNorm's statistics, where that is cheaper than a pass over
+    the residual (on a GPU). The op that reads uses them, or computes the norm itself.
+    """
+
+    x: Tensor  # [rows, dim]
+    norm: Norm
+    scaled: Tensor | None = None  # x * gain, rounded once to the tensor's type
+    squares: Tensor | None = None  # float32 [rows, parts]: parts of the sum of x * x
+
+
+class Routing(NamedTuple):
+    """The experts of each row, the likeliest first; of equal ones the lower number comes first.
+
+    Padding rows have no experts: their ids are -1, and their results are undefined.
+    """
+
+    ids: Tensor  # int32 [rows, top_k]
+    weights: Tensor  # float32 [rows, top_k]
+
+
+# Attention. Sequence s owns rows query_start[s] .. query_start[s+1] of a ragged batch. Its last row sees context_len[s]
+# keys, so row i of its n rows stands at position context_len[s] - n + i. A prompt chunk, a single decode row and a
+# drafted block differ only in n.
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionView:
+    """How a ragged batch lies over the paged cache; the same for all layers of a step."""
+
+    query_start: Tensor  # int32 [seqs + 1], first row of each sequence
+    context_len: Tensor  # int32 [seqs], keys in the cache once this step's rows are written
+    block_tables: Tensor  # int32 [seqs, max_blocks], physical block of each 'block_size' positions
+    max_query: int  # upper bound on rows per sequence: a host number that shapes the launch, never read per row
+    max_context: int  # upper bound on context_len, likewise
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """How one layer attends; the same in all steps. A new way to attend is a field here, and no signature changes."""
+
+    scale: float  # of a query's products with the keys
+    causal: bool = True  # False: rows of one sequence see each other in both directions
+    window: int = 0  # a row sees keys nearer than this; 0: all
+    sinks: Tensor | None = None  # float32 [heads]: one more logit in each head's softmax, with no value; not scaled
+
+
+class RopeArgs(NamedTuple):
+    """How one layer makes queries, keys and values from the output of its projection."""
+
+    positions: Tensor  # int32 [rows]
+    table: Tensor  # float32 [max_position, rotary_dim]: cosines, then sines; allows partial rotary embedding
+    num_heads: int
+    num_kv_heads: int
+    q_norm: Tensor | None  # [head_dim]: gain of an RMS norm of each head, before it is rotated
+    k_norm: Tensor | None
+    eps: float
+    # "given": values are as projected. "normed": each head is divided by its RMS. "keys": values are the projected
+    # keys, each head divided by its RMS, and the projection has no values.
+    values: str = "given"
+
+    @property
+    def projected_heads(self) -> int:
+        return self.num_heads + self.num_kv_heads * (1 if self.values == "keys" else 2)
+
+
+# Recurrent layers (reference/recurrent.py explains how their state follows the text)
+
+
+FOLD = 16  # positions: a state advances by multiples of this, or to the end of a prompt's chunk
+
+
+def record_ring(most_rows: int) -> int:
+    """Size of the ring of records: those that a step may replay, and those that it writes.
+
+    Heads run side by side and share the ring of keys, so none may overwrite what another has yet to replay. `base` lags
+    by up to FOLD - 1 rows and the rows of one step.
+    """
+    return FOLD - 1 + 2 * most_rows
+
+
+def input_ring(most_rows: int, conv_width: int) -> int:
+    """Positions from `base` to this step's last row, and those before `base` that a copy of the state must have."""
+    return FOLD - 1 + most_rows + conv_width - 1
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentState:
+    """One layer's state of all requests: a slot each."""
+
+    state: Tensor  # float32 [slots, value_heads, key_dim, value_dim]
+    base: Tensor  # int32 [slots, value_heads]: equal for all heads between steps; per head, so that none waits
+    keys: Tensor  # float32 [slots, ring, key_heads, key_dim]
+    updates: Tensor  # float32 [slots, ring, value_heads, value_dim]: u
+    decays: Tensor  # float32 [slots, ring, value_heads]
+    inputs: Tensor  # [slots, input_ring, channels]: rows as the convolution reads them
+    most_rows: int  # per sequence in a step whose rows may be rejected
+
+    @property
+    def ring(self) -> int:
+        return self.keys.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaParams:
+    """How one layer's rows change its state."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    rate: Tensor  # float32 [value_heads]: -exp(A_log); decay = exp(rate * softplus(a + bias))
+    bias: Tensor  # float32 [value_heads]: dt_bias
+    eps: float = 1e-6  # under the root of the norm of q and k
+
+
+# Decode steps that the device prepares by itself (reference/stepping.py)
+
+
+WIDEST = 8.0  # gaps are compared from -8 to 8; NaN counts as the least sure
+MOST_SURE = 0.999  # upper bound on a draft's estimated chance of acceptance
+
+
+class CutTerms(NamedTuple):
+    """The fitted confidence of drafts and the cost of verifying them, from speculation/cut.py; all float32."""
+
+    worth: Tensor  # [deepest + 1]: cost of verifying so many drafts of a lane, in tokens
+    fits: Tensor  # [2, 2 + deepest]: slope, base and offsets by position, for greedy and for sampled text
+    fair: Tensor  # [seqs]: multiplies a lane's chances; negative: the lane is not cut
+
+
+class PackedRows(NamedTuple):
+    """The rows of a step of all lanes; padding follows those of the last lane."""
+
+    ids: Tensor  # int32 [seqs * width], as are the next three
+    positions: Tensor
+    slots: Tensor  # -1: padding, or past the last block
+    lanes: Tensor  # the lane of each row, also of padding
+    context_len: Tensor  # int32 [seqs]: keys that a lane's last row sees
+    query_start: Tensor  # int32 [seqs + 1]
+    places: Tensor  # int32 [seqs, width]: the row of each column of each lane
+
+
+# What a model uses, to report which of it has tuned tiles
+
+
+class ExpertShapes(NamedTuple):
+    gate_up: ExpertLinear
+    down: ExpertLinear
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
+class KernelShapes:
+    """Matrices and dimensions that a model uses."""
+
+    matrices: Sequence[WeightTiles]
+    experts: Sequence[ExpertShapes]
+    head_dims: frozenset[int]  # of attention to exact keys and values
+    coded_dims: frozenset[int]  # of attention to a TurboQuant cache
+    recurrent: frozenset[tuple[int, int, int]]  # value heads, key and value dimensions
+    itemsize: int  # bytes of an activation
+    most_rows: int  # per step
+
+
+def all_tiles(matrices: Iterable[Linear]) -> list[WeightTiles]:
+    """The tiles of matrices, and of the parts of stacked ones."""
+    found: list[WeightTiles] = []
+    for matrix in matrices:
+        found += [matrix.tiles] if matrix.tiles else all_tiles(matrix.parts)
+    return found
+
+
+# The operators
+
+
+class CannotCapture(Exception):
+    """A step calls an operator that a captured step would miss; the message is its name."""
+
+
+class CapturedStep(Protocol):
+    """A function's kernel launches, captured once and replayed by one call: a CUDA graph, or a compiled list of calls.
+
+    Inputs must live at fixed addresses, and lengths must be read on the device.
+    """
+
+    RUN_FIRST: ClassVar[bool]  # whether 'run' must have run before it is captured, so that its kernels are loaded
+    output: Tensor
+
+    def __init__(self, run: Callable[[], Tensor], beside: CapturedStep | None = None) -> None:
+        """Captures run(), which computes nothing yet. Raises CannotCapture.
+
+        beside: an earlier step of the same owner, whose memory this one shares: only one replays at a time.
+        """
+
+    def replay(self) -> Tensor:
+        """Runs the step on what its inputs hold now; returns `output`, filled anew."""
+
+
+class Compiler(Protocol):
+    """GPU kernels are compiled for their arguments when they are first launched; this does it ahead, on all cores."""
+
+    compiled_late: list[str]  # why kernels could not be compiled ahead; [] if they could
+
+    def compile_ahead(self, steps: Iterable[Callable[[], object]]) -> None:
+        """Compiles the kernels that these functions will launch."""
+
+
+class FusedSampler(Protocol):
+    """Filters and draws in one call, instead of the passes of engine/sampler.py."""
+
+    def sample(
+        self,
+        logits: Tensor,  # float32 [rows, columns]
+        floats: Tensor,  # float32 [3 * rows]: temperature, min_p, top_p
+        integers: Tensor,  # int64 [3 * rows]: top_k, seed, position
+        ids: Tensor | None = None,  # int64 [columns]: the id of each column; None: its number
+    ) -> Tensor:  # int64 [rows]
+        """The column each row takes; at temperature 0 its largest."""
+
+    def sample_sure(
+        self, logits: Tensor, floats: Tensor | None, integers: Tensor | None, ids: Tensor | None, widest: float
+    ) -> tuple[Tensor, Tensor]:  # int64 [rows], float32 [rows]
+        """`sample` and each row's gap, as in `largest_gap`. floats and integers None: all rows are greedy."""
+
+
+class Ops(KeepsWeights, Protocol):
+    """What every backend offers. "Rows" are the tokens of a step's ragged batch, and hidden is the model's width.
+
+    Operators that take a `Normed` apply its norm first. Those that return one have changed the residual in place.
+    """
+
+    NAME: str
+
+    # Offered by some backends only; None elsewhere.
+    @property
+    def Graph(self) -> type[CapturedStep] | None: ...  # cuda, native
+
+    @property
+    def compiler(self) -> Compiler | None: ...  # cuda
+
+    @property
+    def sampler(self) -> FusedSampler | None: ...  # native
+
+    # Embeddings, norms and elementwise
+
+    def embed(self, ids: Tensor, table: Stored, scale: float = 1.0) -> Tensor:  # int32 [rows] -> [rows, hidden]
+        """Rows of the table by id, times 'scale'."""
+
+    def store_aux(self, residual: Tensor, aux: Tensor, index: int, positions: Tensor) -> None:
+        """aux[:, index] = residual [rows, hidden]: the aux hidden states of one layer, for a drafter.
+
+        aux: [rows, layers, hidden], or [rows, ring, layers, hidden] where each row has a ring, by position modulo size.
+        """
+
+    def concat(self, left: Tensor, right: Tensor) -> Tensor:  # [rows, a] and [rows, b] -> [rows, a + b]
+        """Rows side by side."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [rows, dim] -> [rows, dim]
+        """An RMS norm with a gain."""
+
+    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> None:  # [rows, width] twice, or one gate per row: [rows, 1]
+        """x *= sigmoid(gate), in place, in float32 until it is written. Both may be columns of wider tensors."""
+
+    def add_normed(self, residual: Tensor, y: Tensor, norm: Norm, then: Norm, scale: float = 1.0) -> Normed:
+        """residual [rows, hidden] = (residual + norm(y)) * scale, in place; 'then' is the next norm."""
+
+    # Matrix products
+
+    def linear(self, x: Tensor, matrix: Linear) -> Tensor:  # [rows, in] -> [rows, out]
+        """x W^T."""
+
+    def norm_linear(self, normed: Normed, matrix: Linear) -> Tensor:  # [rows, in] -> [rows, out]
+        """norm(x) W^T."""
+
+    def norm_gated(
+        self, normed: Normed, gate_up: Linear, activation: Activation
+    ) -> Tensor:  # [rows, in] -> [rows, inter]
+        """A gated MLP up to its down projection; gate_up is [2 * inter, in]."""
+
+    def add_linear(self, residual: Tensor, x: Tensor, matrix: Linear, then: Norm) -> Normed:
+        """residual [rows, out] += x W^T, in place; 'then' is the next norm."""
+
+    def norm_logits(self, normed: Normed, head: Linear, softcap: float = 0.0) -> Tensor:  # float32 [rows, vocabulary]
+        """softcap: no logit is larger than this, by a tanh that keeps their order; 0: none."""
+
+    def norm_argmax(self, normed: Normed, head: Linear, softcap: float = 0.0) -> Tensor:  # int64 [rows]
+        """The column of the largest logit; the lowest wins a tie. A softcap makes ties by rounding."""
+
+    # Experts
+
+    def norm_route(
+        self,
+        normed: Normed,
+        router: Linear,
+        top_k: int,
+        renormalise: bool,
+        scale: Tensor | None = None,
+        live: Tensor | None = None,
+    ) -> Routing:
+        """Chooses the 'top_k' experts with the largest logits, computed in float32.
+
+        renormalise: weights are shares among the chosen, else among all. scale: float32 [experts], multiplies an
+        expert's weight after that. live: int32 [1], rows before the padding; None: all.
+        """
+
+    def norm_experts(
+        self,
+        normed: Normed,  # [rows, hidden]
+        routing: Routing,
+        gate_up: ExpertLinear,  # [2 * inter, hidden] each
+        down: ExpertLinear,  # [hidden, inter] each
+        activation: Activation,
+    ) -> Tensor:  # [rows, hidden]
+        """The weighted sum of the chosen experts' results, in float32 and in the order of the row's own choice."""
+
+    def add_experts(
+        self,
+        normed: Normed,
+        routing: Routing,
+        gate_up: ExpertLinear,
+        down: ExpertLinear,
+        activation: Activation,
+        then: Norm,
+    ) -> Normed:
+        """x += `norm_experts`, in place; 'then' is the next norm."""
+
+    # Attention
+
+    def rope_write(
+        self,
+        qkv: Tensor,  # [rows, projected heads * head_dim]; only its queries are defined afterwards
+        args: RopeArgs,
+        k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim], changed in place
+        v_cache: Tensor,
+        slots: Tensor,  # int32 [rows]: block * block_size + offset; a negative slot is not written
+    ) -> None:
+        """Norms and rotates queries and keys, and writes keys and values to the cache."""
+
+    def rope_queries(
+        self,
+        q: Tensor,  # [rows, heads * head_dim], changed in place
+        args: RopeArgs,  # with 0 key and value heads
+    ) -> None:
+        """Norms and rotates the queries of a layer that reads the keys and values of another."""
+
+    def paged_attention(
+        self,
+        q: Tensor,  # [rows, heads, head_dim], a strided view of qkv
+        k_cache: Tensor,  # [blocks, kv_heads, block_size, head_dim]
+        v_cache: Tensor,
+        view: AttentionView,
+        params: AttentionParams,
+        same_bits_up_to: int = 0,
+    ) -> Tensor:  # [rows, heads * head_dim]
+        """same_bits_up_to: batches of up to this many rows per sequence give a row the same bits."""
+
+    def find_pages(
+        self,
+        page_of: Tensor,  # int32 [blocks]; -1: the block has none
+        slots: Tensor,  # int32 [rows]: block * block_size + offset, or negative
+        tables: Tensor,  # int32 [seqs, max_blocks]
+        block_size: int,
+        page_slots: Tensor,  # int32 [rows], written: the same places in pages, -1 where there is none
+        page_tables: Tensor,  # int32 [seqs, max_blocks], written
+        missing: int,  # stands in the tables for a block without a page, whose rows are masked if they are read
+    ) -> None:
+        """Translates slots and tables of blocks to the pages of a sliding window."""
+
+    # Attention to a TurboQuant cache (kernels/turboquant)
+
+    def tq_rope_write(
+        self,
+        layer: CodedLayer,  # changed in place
+        qkv: Tensor,  # [rows, projected heads * head_dim]; only its queries are defined afterwards
+        args: RopeArgs,
+        slots: Tensor,  # int32 [rows]: block * block_size + offset; a negative slot is not written
+    ) -> None:
+        """`rope_write` for a coded layer, which also rotates the queries into its basis."""
+
+    def tq_attention(
+        self,
+        layer: CodedLayer,
+        q: Tensor,  # [rows, heads, dim], a strided view of qkv, as tq_rope_write leaves it
+        view: AttentionView,
+        params: AttentionParams,
+        same_bits_up_to: int = 0,  # as in paged_attention
+    ) -> Tensor:  # [rows, heads * dim]
+        """Causal attention: a row reads the first and the most recent keys from pages, all others from their codes."""
+
+    # Recurrent layers
+
+    def find_states(
+        self,
+        slot_of: Tensor,  # int32 [blocks]: the state slot of the request that writes to the block; -1: none
+        view: AttentionView,
+        block_size: int,
+        out: Tensor,  # int32 [seqs], written: each sequence's slot, -1 where it has no rows
+    ) -> None:
+        """The state slot of each sequence, by the block of its first row: only one request writes there."""
+
+    def causal_conv(
+        self,
+        x: Tensor,  # [rows, channels]
+        weight: Tensor,  # float32 [channels, width]: the last column meets the row itself
+        memory: RecurrentState,  # its inputs are changed in place
+        slots: Tensor,  # int32 [seqs], from find_states
+        view: AttentionView,
+        parents: Tensor | None = None,  # int32 [rows]: number of the previous row in its sequence; -1: a committed row
+    ) -> Tensor:  # [rows, channels]
+        """silu of a causal convolution of each channel. parents None: each row follows the row before it."""
+
+    def delta_rule(
+        self,
+        qkv: Tensor,  # [rows, channels]: queries and keys of all key heads, values of all value heads
+        decay_beta: Tensor,  # [rows, 2 * value_heads]: a, then b
+        memory: RecurrentState,  # changed in place
+        slots: Tensor,  # int32 [seqs]
+        view: AttentionView,
+        params: DeltaParams,
+        parents: Tensor | None = None,  # as in causal_conv
+    ) -> Tensor:  # [rows, value_heads * value_dim]
+        """The gated delta rule: replays records, updates the state and records the step's rows."""
+
+    def gated_norm(
+        self, o: Tensor, gate: Tensor, gain: Tensor, eps: float
+    ) -> Tensor:  # [rows, heads * dim], gate alike
+        """rms_norm of each head, times silu(gate), both in float32; gain: [dim]."""
+
+    # Samples and decode steps that the device prepares by itself
+
+    def largest_gap(self, logits: Tensor, widest: float) -> tuple[Tensor, Tensor]:  # int64 [rows], float32 [rows]
+        """The largest logit's column, and how far it stands above the rest, up to 'widest'."""
+
+    def best_gap(self, scores: Tensor, widest: float) -> tuple[Tensor, Tensor]:  # int64 [rows], float32 [rows]
+        """The best score's column, and how far it stands above the second best, up to 'widest'."""
+
+    def cut_drafts(
+        self,
+        gaps: Tensor,  # float32 [seqs, depth]: how sure the drafter is of each draft
+        most: Tensor,  # int32 [seqs]: drafts of a lane that may be verified
+        temperature: Tensor,  # float32 [seqs]; 0: greedy text
+        terms: CutTerms,
+    ) -> Tensor:  # int32 [seqs]
+        """How many drafts of each lane are worth verifying."""
+
+    def make_rows(
+        self,
+        length: Tensor,  # int32 [seqs]: committed ids of each lane; 0 where it is empty
+        tables: Tensor,  # int32 [seqs, max_blocks]
+        token: Tensor,  # int32 [seqs]: the last committed id
+        width: int,
+        block_size: int,
+        fill: int,
+        first: Tensor | None = None,  # int32 [seqs]: the position of 'token'; None: length - 1
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # int32 [seqs * width] three times, int32 [seqs]
+        """Ids, positions, slots and context lengths of a drafter's rows, 'width' per lane, from its last id on."""
+
+    def pack_rows(
+        self,
+        length: Tensor,  # int32 [seqs]: committed ids of each lane; 0 where it is empty
+        tables: Tensor,  # int32 [seqs, max_blocks]
+        token: Tensor,  # int32 [seqs]: the last committed id
+        drafts: Tensor | None,  # integers [seqs, depth]; None: depth 0
+        kept: Tensor,  # int32 [seqs]: drafts of a lane that are verified, at most 'depth'
+        block_size: int,
+        stamp: Tensor,  # int64 [1], written: the time in nanoseconds
+    ) -> PackedRows:
+        """The target's rows of all lanes, without the drafts that were cut; padding is behind them."""
+
+    def accept_drafts(
+        self,
+        drafts: Tensor | None,  # integers [seqs, depth]; None: depth 0
+        samples: Tensor,  # integers [seqs * (depth + 1)]: the target's sample in each row
+        kept: Tensor,  # int32 [seqs]: as in `pack_rows`
+        length: Tensor,  # int32 [seqs], changed in place, as are the next two
+        token: Tensor,
+        observed: Tensor,  # positions that the drafter has seen
+        rows: PackedRows,
+        stamp: Tensor,  # int64 [1], from `pack_rows`
+        accepted: Tensor | None = None,  # integers [seqs]: accepted drafts, where the samples do not decide
+    ) -> tuple[Tensor, Tensor]:  # int32 [seqs, depth + 4], int32 [seqs * (depth + 1)]
+        """Accepts drafts that equal the samples and advances the lanes.
+
+        Returns per lane the samples, the numbers of accepted and of verified drafts, and nanoseconds since the stamp;
+        and per row the slot, if the row is now committed, else -1.
+        """
